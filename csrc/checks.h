@@ -1,0 +1,103 @@
+// The checks of arguments, all made before the first element is written.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "packed_bits.h"
+
+namespace inplace_ops {
+
+using torch::stable::Tensor;
+
+// Whether two elements share an address: whether a nonzero d with |d_i| < size_i has sum d_i stride_i
+// = 0. Searched from the largest stride down, dropping what the smaller strides cannot cancel; a
+// layout on which that takes over a million steps counts as free of overlap.
+class OverlapSearch {
+ public:
+  explicit OverlapSearch(const Tensor& tensor) {
+    for (int64_t d = 0; d < tensor.dim(); ++d)
+      if (tensor.size(d) > 1) dims_.push_back({tensor.stride(d), tensor.size(d) - 1});
+    std::sort(dims_.rbegin(), dims_.rend());
+    reach_.resize(dims_.size() + 1);
+    for (size_t i = dims_.size(); i-- > 0;)
+      reach_[i] = reach_[i + 1] + dims_[i].stride * dims_[i].largest;
+  }
+
+  bool found() { return search(0, 0, false); }
+
+ private:
+  struct Dim {
+    int64_t stride, largest;  // the largest difference of two indices
+    bool operator<(const Dim& other) const { return stride < other.stride; }
+  };
+
+  bool search(size_t i, int64_t sum, bool is_nonzero) {
+    if (--steps_left_ < 0) return false;
+    if (i == dims_.size()) return is_nonzero && sum == 0;
+    const auto [stride, largest] = dims_[i];
+    if (stride == 0) return true;
+    // |sum + d stride| must stay within what the remaining dimensions reach. The first nonzero
+    // difference may be taken positive.
+    const int64_t low = std::max(is_nonzero ? -largest : 0, ceil_div(-reach_[i + 1] - sum, stride));
+    const int64_t high = std::min(largest, floor_div(reach_[i + 1] - sum, stride));
+    for (int64_t d = low; d <= high; ++d)
+      if (search(i + 1, sum + d * stride, is_nonzero || d != 0)) return true;
+    return false;
+  }
+
+  static int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b < 0); }
+  static int64_t ceil_div(int64_t a, int64_t b) { return -floor_div(-a, b); }
+
+  std::vector<Dim> dims_;
+  std::vector<int64_t> reach_;  // how far the dimensions from i on reach together
+  int64_t steps_left_ = 1'000'000;
+};
+
+inline void check_writable(const char* op, const Tensor& x) {
+  if (x.numel() < 2 || x.is_contiguous()) return;
+  STD_TORCH_CHECK(!OverlapSearch(x).found(), op,
+                  ": unsupported operation: more than one element of the written-to tensor refers "
+                  "to a single memory location. Please clone() the tensor before performing the "
+                  "operation.");
+}
+
+inline void check_same(const char* op, const char* name, const Tensor& tensor, const Tensor& grad) {
+  STD_TORCH_CHECK(tensor.scalar_type() == grad.scalar_type(), op, ": ", name,
+                  " must have the dtype of the gradient");
+  STD_TORCH_CHECK(tensor.device() == grad.device(), op, ": ", name,
+                  " must be on the device of the gradient");
+  const auto a = tensor.sizes(), b = grad.sizes();
+  STD_TORCH_CHECK(a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin()), op, ": ", name,
+                  " must have the shape of the gradient");
+}
+
+inline void check_order(const char* op, const std::vector<int64_t>& order, int64_t dims) {
+  if (order.empty()) return;
+  std::vector<int64_t> sorted(order), expected(dims);
+  std::sort(sorted.begin(), sorted.end());
+  std::iota(expected.begin(), expected.end(), 0);
+  STD_TORCH_CHECK(sorted == expected, op, ": order must be a permutation of the ", dims,
+                  " dimensions, or empty");
+}
+
+template <class Activation>
+void check_bits(const Tensor& bits, const Tensor& x) {
+  const char* op = Activation::kName;
+  STD_TORCH_CHECK(bits.scalar_type() == torch::headeronly::ScalarType::Byte, op,
+                  ": packed bits must be uint8");
+  STD_TORCH_CHECK(bits.device() == x.device(), op,
+                  ": packed bits must be on the device of the tensor");
+  STD_TORCH_CHECK(bits.dim() == 2 && bits.size(1) == plane_bytes(x.numel()), op,
+                  ": packed bits must have shape (bits, ceil(elements / 8)) = (bits, ",
+                  plane_bytes(x.numel()), ")");
+  STD_TORCH_CHECK(bits.is_contiguous(), op, ": packed bits must be contiguous");
+  STD_TORCH_CHECK(Activation::accepts_bits(bits.size(0)), op, ": cannot keep ", bits.size(0),
+                  " bits an element");
+}
+
+}  // namespace inplace_ops

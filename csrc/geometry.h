@@ -1,0 +1,54 @@
+// How the elements of up to four tensors of one shape are walked together.
+#pragma once
+
+#include <cstdint>
+
+#include "number_formats.h"
+
+namespace inplace_ops {
+
+constexpr int kMaxDims = 64;     // as many as PyTorch allows
+constexpr int kMaxOperands = 4;  // the output and three inputs
+
+// A shape, outermost dimension first, and each operand's strides in elements, with neighbouring
+// dimensions merged where every operand allows it. Tensors that share a dense layout come out as one
+// dimension of stride 1.
+struct Geometry {
+  int dims = 0;
+  int operands = 0;
+  int64_t elements = 1;
+  int64_t sizes[kMaxDims];
+  int64_t strides[kMaxOperands][kMaxDims];
+
+  explicit Geometry(int operand_count) : operands(operand_count) {}
+
+  // Appends a dimension inside the ones already there.
+  void push_inner(int64_t size, const int64_t* stride) {
+    elements *= size;
+    if (size == 1) return;
+    bool merges = dims > 0;
+    for (int k = 0; merges && k < operands; ++k)
+      merges = strides[k][dims - 1] == size * stride[k];
+    if (!merges) sizes[dims++] = 1;
+    sizes[dims - 1] *= size;
+    for (int k = 0; k < operands; ++k) strides[k][dims - 1] = stride[k];
+  }
+
+  bool is_dense() const {
+    if (dims > 1) return false;
+    for (int k = 0; k < operands; ++k)
+      if (dims == 1 && strides[k][0] != 1) return false;
+    return true;
+  }
+
+  HOST_DEVICE int64_t offset(int operand, int64_t element) const {
+    int64_t sum = 0;
+    for (int d = dims - 1; d >= 0; --d) {
+      sum += element % sizes[d] * strides[operand][d];
+      element /= sizes[d];
+    }
+    return sum;
+  }
+};
+
+}  // namespace inplace_ops

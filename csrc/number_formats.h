@@ -1,0 +1,170 @@
+// The storage formats (double, float, Half, BFloat16, integers), the type each is computed in, and
+// the elementary functions, for host and device. Includes neither torch nor, on the host, CUDA.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#define HOST_DEVICE __host__ __device__ __forceinline__
+#else
+// Forced, so that the caller's instruction set (cpu/elementwise.h) is that of all it calls.
+#define HOST_DEVICE inline __attribute__((always_inline))
+#endif
+
+namespace inplace_ops {
+
+struct Half {
+  uint16_t bits;
+};
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+template <class To, class From>
+HOST_DEVICE To bit_cast(From value) {
+  static_assert(sizeof(To) == sizeof(From));
+  To result;
+  memcpy(&result, &value, sizeof(To));
+  return result;
+}
+
+// The type a format is computed in: float for the 16-bit floats, otherwise the format itself.
+template <class T>
+struct ComputeType {
+  using type = T;
+};
+template <>
+struct ComputeType<Half> {
+  using type = float;
+};
+template <>
+struct ComputeType<BFloat16> {
+  using type = float;
+};
+template <class T>
+using compute_t = typename ComputeType<T>::type;
+
+template <class T>
+using pattern_t = std::conditional_t<sizeof(T) == 8, uint64_t,
+                                     std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>>;
+
+template <class T>
+HOST_DEVICE compute_t<T> load(T value) {
+  return value;
+}
+
+HOST_DEVICE float load(Half value) {
+#ifdef __CUDA_ARCH__
+  return __half2float(bit_cast<__half>(value.bits));
+#else
+  const uint32_t magnitude = (value.bits & 0x7fffu) << 13;
+  const uint32_t sign = (value.bits & 0x8000u) << 16;
+  const uint32_t normal = magnitude + (112u << 23);
+  const uint32_t infinite = magnitude + (224u << 23);
+  const float subnormal =
+      bit_cast<float>(magnitude + (113u << 23)) - bit_cast<float>(uint32_t(113u << 23));
+  const uint32_t finite = magnitude < (1u << 23) ? bit_cast<uint32_t>(subnormal) : normal;
+  return bit_cast<float>(sign | (magnitude >= (31u << 23) ? infinite : finite));
+#endif
+}
+
+HOST_DEVICE float load(BFloat16 value) {
+  return bit_cast<float>(uint32_t(value.bits) << 16);
+}
+
+// Rounds to nearest, ties to even.
+template <class T>
+HOST_DEVICE T store(compute_t<T> value) {
+  if constexpr (std::is_same_v<T, Half>) {
+#ifdef __CUDA_ARCH__
+    return bit_cast<Half>(__float2half_rn(value));
+#else
+    const uint32_t pattern = bit_cast<uint32_t>(value);
+    const uint32_t magnitude = pattern & 0x7fffffffu;
+    const uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - (126u << 23);
+    const uint32_t normal =
+        (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    const uint32_t special = magnitude > (255u << 23) ? 0x7e00u : 0x7c00u;
+    const uint32_t finite = magnitude < (113u << 23) ? subnormal : normal;
+    const uint32_t rounded = magnitude >= (143u << 23) ? special : finite;
+    return Half{uint16_t(rounded | ((pattern >> 16) & 0x8000u))};
+#endif
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    return bit_cast<BFloat16>(__float2bfloat16_rn(value));
+#else
+    const uint32_t pattern = bit_cast<uint32_t>(value);
+    const uint32_t rounded = (pattern + 0x7fffu + ((pattern >> 16) & 1u)) >> 16;
+    const uint32_t quiet_nan = (pattern >> 16) | 0x40u;
+    return BFloat16{uint16_t((pattern & 0x7fffffffu) > (255u << 23) ? quiet_nan : rounded)};
+#endif
+  } else {
+    return value;
+  }
+}
+
+HOST_DEVICE double exp_of(double x) { return exp(x); }
+HOST_DEVICE double log_of(double x) { return log(x); }
+HOST_DEVICE double sqrt_of(double x) { return sqrt(x); }
+HOST_DEVICE float sqrt_of(float x) { return sqrtf(x); }
+
+// c[0] + c[1] x + ... by Horner's rule.
+template <class C, int terms>
+HOST_DEVICE C polynomial(const C (&c)[terms], C x) {
+  C sum = c[terms - 1];
+#ifdef __CUDACC__
+#pragma unroll
+#else
+#pragma GCC unroll 16
+#endif
+  for (int i = terms - 2; i >= 0; --i) sum = sum * x + c[i];
+  return sum;
+}
+
+// exp in float. The host's is branch-free, so that the compiler vectorizes the loop around it:
+// x = n ln 2 + r, exp(r) by a Chebyshev fit on |r| <= ln(2) / 2; largest error 1.5 ulp.
+HOST_DEVICE float exp_of(float x) {
+#ifdef __CUDA_ARCH__
+  return expf(x);
+#else
+  constexpr float c[] = {0.5f, 0.1666657685f, 0.04166655444f, 0.008363202972f, 0.001392621347f};
+  constexpr float round_to_int = 12582912.0f;  // 1.5 * 2^23
+  x = x > 90.0f ? 90.0f : x;
+  x = x < -105.0f ? -105.0f : x;
+  const float shifted = x * 1.44269504f + round_to_int;
+  const int32_t n = bit_cast<int32_t>(shifted) - bit_cast<int32_t>(round_to_int);
+  const float whole = shifted - round_to_int;
+  const float r = (x - whole * 0.693145752f) - whole * 1.42860677e-6f;
+  const float mantissa = 1.0f + (r + r * r * polynomial(c, r));
+  // 2^n in two factors, for results that overflow or are subnormal.
+  const int32_t half = n >> 1;
+  const float scale_a = bit_cast<float>(int32_t(uint32_t(half + 127) << 23));
+  const float scale_b = bit_cast<float>(int32_t(uint32_t(n - half + 127) << 23));
+  return mantissa * scale_a * scale_b;
+#endif
+}
+
+// ln of a positive normal float, branch-free on the host as exp_of is; 0 and below give about -88.
+HOST_DEVICE float log_of(float x) {
+#ifdef __CUDA_ARCH__
+  return logf(x);
+#else
+  constexpr float c[] = {0.3333333118f,  -0.2499999696f, 0.2000071575f,
+                         -0.1666780232f, 0.1424905765f,  -0.1242568733f,
+                         0.1168541992f,  -0.1147973385f, 0.06971611471f};
+  const int32_t pattern = bit_cast<int32_t>(x);
+  const int32_t n = (pattern - 0x3f3504f3) >> 23;  // x = 2^n (1 + f), 1 + f in [sqrt(1/2), sqrt(2))
+  const float f = bit_cast<float>(int32_t(pattern - int32_t(uint32_t(n) << 23))) - 1.0f;
+  const float tail = f * f * (f * polynomial(c, f) - 0.5f);
+  const float whole = float(n);
+  return (f + (tail + whole * 1.42860677e-6f)) + whole * 0.693145752f;
+#endif
+}
+
+}  // namespace inplace_ops

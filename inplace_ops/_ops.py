@@ -1,0 +1,125 @@
+"""The compiled ops: their handles, their shapes for tracing, and the layout they walk.
+
+The ops are private. Called directly on a tensor that requires grad they modify it behind autograd's
+back: `inplace_ops.functions` wraps them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+try:
+    from . import _C
+except ImportError as error:
+    raise ImportError(
+        f"inplace_ops is not built here ({error}). Install it with `pip install .`, and do not run "
+        "Python from inside a clone of it unless you installed with `pip install -e .`."
+    ) from error
+
+cuda_error: ImportError | None = None
+_C_cuda = None
+if torch.version.cuda is not None:
+    try:
+        from . import _C_cuda  # type: ignore[attr-defined, no-redef]
+    except ImportError as error:
+        cuda_error = error
+
+built_with_torch: str = _C.built_with_torch
+cuda_version: str | None = getattr(_C_cuda, "cuda_version", None)
+cuda_architectures: str | None = getattr(_C_cuda, "cuda_architectures", None)
+
+_namespace = torch.ops.inplace_ops
+relu_ = _namespace.relu_.default
+relu_backward_mask = _namespace.relu_backward_mask.default
+relu_backward_output = _namespace.relu_backward_output.default
+leaky_relu_ = _namespace.leaky_relu_.default
+leaky_relu_backward_mask = _namespace.leaky_relu_backward_mask.default
+leaky_relu_backward_output = _namespace.leaky_relu_backward_output.default
+silu_ = _namespace.silu_.default
+silu_backward_output = _namespace.silu_backward_output.default
+silu_double_backward = _namespace.silu_double_backward.default
+silu_derivative_ = _namespace.silu_derivative_.default
+silu_backward_derivative = _namespace.silu_backward_derivative.default
+
+FORWARD_OPS = (relu_, leaky_relu_, silu_, silu_derivative_)
+BACKWARD_OPS = (
+    relu_backward_mask,
+    relu_backward_output,
+    leaky_relu_backward_mask,
+    leaky_relu_backward_output,
+    silu_backward_output,
+    silu_double_backward,
+    silu_backward_derivative,
+)
+
+
+def storage_order(x: Tensor) -> list[int]:
+    """The permutation of x's dimensions in which its elements lie in memory; empty for the identity.
+
+    The ops walk their tensors, and lay packed bits, in this order.
+    """
+    if x.is_contiguous():
+        return []
+    strides = x.stride()
+    return sorted(range(x.dim()), key=lambda d: -strides[d])
+
+
+def empty_bits(x: Tensor, bits: int) -> Tensor:
+    """An uninitialized uint8 tensor (bits, ceil(elements / 8)) for `bits` packed bits an element."""
+    return x.new_empty((bits, (x.numel() + 7) // 8), dtype=torch.uint8)
+
+
+def _forward_fake(x: Tensor, bits: Tensor | None, order: Sequence[int], *arguments: float) -> None:
+    return None
+
+
+def _backward_fake(grad: Tensor, *arguments: object) -> Tensor:
+    order = next(a for a in arguments if isinstance(a, (list, tuple)))
+    strides = [1] * grad.dim()
+    stride = 1
+    for d in reversed(order or range(grad.dim())):
+        strides[d] = stride
+        stride = stride * torch.sym_max(grad.size(d), 1)
+    return grad.new_empty_strided(grad.shape, strides)
+
+
+def _loop_over_batch(op: torch._ops.OpOverload):  # type: ignore[no-untyped-def]
+    """The batching rule of a backward op, for vmap over the gradients of an ordinary backward."""
+
+    def rule(info, in_dims, *arguments):  # type: ignore[no-untyped-def]
+        def sample(i: int) -> list[object]:
+            return [
+                a.select(d, i) if isinstance(a, Tensor) and d is not None else a
+                for a, d in zip(arguments, in_dims, strict=True)
+            ]
+
+        return torch.stack([op(*sample(i)) for i in range(info.batch_size)]), 0
+
+    return rule
+
+
+for _op in FORWARD_OPS:
+    torch.library.register_fake(_op.name(), _forward_fake)
+for _op in BACKWARD_OPS:
+    torch.library.register_fake(_op.name(), _backward_fake)
+    torch.library.register_vmap(_op.name(), _loop_over_batch(_op))
+
+SUPPORTED = "strided tensors on the CPU" + (" and CUDA devices" if _C_cuda else "")
+
+
+def unsupported(op: str, x: Tensor) -> NotImplementedError:
+    """The error for a tensor that no kernel exists for."""
+    reason = f"; the CUDA kernels could not be loaded: {cuda_error}" if cuda_error else ""
+    return NotImplementedError(
+        f"{op}: no kernel for a tensor with layout {x.layout}, device {x.device} and dtype "
+        f"{x.dtype}; this build supports {SUPPORTED}{reason}"
+    )
+
+
+def elements(shape: Sequence[int]) -> int:
+    """The number of elements of a tensor of this shape."""
+    return math.prod(shape)

@@ -1,0 +1,220 @@
+"""The in-place activations as functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from . import _ops
+from .functions import (
+    InputEdge,
+    LeakyReLUFunction,
+    ReLUFunction,
+    SiLUDerivativeFunction,
+    SiLUFunction,
+)
+
+# Before 2.13 Dynamo loses that a Function modified its input where the result is discarded
+# (PyTorch issue 184113).
+_COMPILES_FUNCTIONS = torch.__version__ >= (2, 13)
+
+# The fewest bits with which SiLU's gradient passes torch.testing's default tolerances.
+_SILU_BITS = {torch.float64: 1, torch.float32: 6, torch.float16: 7, torch.bfloat16: 5}
+_SILU_DERIVATIVE_BITS = {
+    torch.float64: 32,
+    torch.float32: 16,
+    torch.float16: 8,
+    torch.bfloat16: 8,
+}
+
+
+def relu_(input: Tensor, *, save: str = "mask") -> Tensor:
+    """Replace `input` by max(input, 0) and return `input` itself.
+
+    Args:
+        input: A tensor of any shape and strides in float64, float32, float16 or bfloat16, or, without
+            gradient, uint8, int8, int16, int32 or int64, on the CPU or a CUDA device.
+        save: What is kept for backward where a gradient is needed. "mask": one bit an element, so
+            that the result may be modified afterwards. "output": the result itself, as
+            `torch.relu_` does; free where the next layer keeps it anyway, and then it must not be
+            modified before backward.
+
+    Raises:
+        RuntimeError: Where `torch.relu_` raises too (a leaf that requires grad, a view that autograd
+            cannot modify, overlapping memory, ...); `input` is unchanged.
+        NotImplementedError: For a tensor with no kernel here (sparse, another device, ...).
+        TypeError: If `input` is no tensor.
+        ValueError: If `save` is neither "mask" nor "output".
+    """
+    if has_torch_function_unary(input):
+        return _overridden(relu_, input, save=save)
+    check_save("relu_", save, ("mask", "output"))
+    if _decomposes(input, "relu_"):
+        return input.copy_(F.relu(input))
+    order = _ops.storage_order(input)
+    if not _needs_grad(input, "relu_"):
+        return _without_grad(input, _ops.relu_, "relu_", order)
+    bits = _ops.empty_bits(input, 1) if save == "mask" else None
+    return _with_grad(ReLUFunction, "relu_", input, bits, order)
+
+
+def leaky_relu_(input: Tensor, negative_slope: float = 0.01, *, save: str = "mask") -> Tensor:
+    """Replace `input` by itself where positive and by `negative_slope * input` elsewhere; return it.
+
+    Args:
+        input: As for `relu_`, but floating point only.
+        negative_slope: Any number; the gradient is right for a negative one too.
+        save: As for `relu_`; "output" needs `negative_slope >= 0`, as the sign of the output must
+            tell that of the input.
+
+    Raises:
+        ValueError: If `save` is unknown, or "output" with a negative slope.
+        Otherwise as `relu_`.
+    """
+    if has_torch_function_unary(input):
+        return _overridden(leaky_relu_, input, negative_slope=negative_slope, save=save)
+    check_leaky_relu(negative_slope, save)
+    if _decomposes(input, "leaky_relu_"):
+        return input.copy_(F.leaky_relu(input, negative_slope))
+    order = _ops.storage_order(input)
+    if not _needs_grad(input, "leaky_relu_"):
+        return _without_grad(input, _ops.leaky_relu_, "leaky_relu_", order, negative_slope)
+    bits = _ops.empty_bits(input, 1) if save == "mask" else None
+    return _with_grad(LeakyReLUFunction, "leaky_relu_", input, bits, order, negative_slope)
+
+
+def silu_(input: Tensor, *, save: str = "output", bits: int | None = None) -> Tensor:
+    """Replace `input` by input * sigmoid(input) and return `input` itself.
+
+    Args:
+        input: As for `relu_`, but floating point only.
+        save: What is kept for backward where a gradient is needed. "output": the result itself, free
+            where the next layer keeps it anyway, and `bits` an element of the input, from which
+            backward recovers the input (x = y + W(y exp(-y)), Lambert's W); the result must not be
+            modified before backward. "derivative": silu'(x) rounded to a grid of `bits` bits; the
+            result may be modified, and there is no second derivative.
+        bits: With "output" 1 to 8; None takes the fewest with which the gradient passes
+            torch.testing's default tolerances against PyTorch's: 1 in float64, 6 in float32, 7 in
+            float16, 5 in bfloat16. With "derivative" 8, 16 or 32; None takes 8 in float16 and
+            bfloat16 (largest error of the derivative 2.4e-3), 16 in float32 (9.2e-6) and 32 in
+            float64 (1.6e-10).
+
+    Raises:
+        ValueError: If `save` or `bits` is none of these.
+        Otherwise as `relu_`.
+    """
+    if has_torch_function_unary(input):
+        return _overridden(silu_, input, save=save, bits=bits)
+    check_silu(save, bits)
+    if _decomposes(input, "silu_"):
+        return input.copy_(F.silu(input))
+    order = _ops.storage_order(input)
+    if not _needs_grad(input, "silu_"):
+        return _without_grad(input, _ops.silu_, "silu_", order)
+    default = _SILU_BITS if save == "output" else _SILU_DERIVATIVE_BITS
+    packed = _ops.empty_bits(input, bits or default.get(input.dtype, 8))
+    if save == "derivative":
+        return _with_grad(SiLUDerivativeFunction, "silu_", input, packed, order)
+    is_view = not torch.compiler.is_compiling() and input._is_view()
+    edge = InputEdge.apply(input) if is_view else None
+    return _with_grad(SiLUFunction, "silu_", input, packed, order, edge)
+
+
+def check_save(op: str, save: str, choices: tuple[str, ...]) -> None:
+    """Raise ValueError unless `save` is one of `choices`."""
+    if save not in choices:
+        expected = " or ".join(f'"{choice}"' for choice in choices)
+        raise ValueError(f"{op}: save must be {expected}, got {save!r}")
+
+
+def check_leaky_relu(negative_slope: float, save: str) -> None:
+    """Raise ValueError for arguments that leaky_relu_ does not take."""
+    check_save("leaky_relu_", save, ("mask", "output"))
+    if save == "output" and not negative_slope >= 0:
+        raise ValueError(
+            f'leaky_relu_: save="output" needs negative_slope >= 0, got {negative_slope}: the sign of '
+            'the output does not tell that of the input; use save="mask"'
+        )
+
+
+def check_silu(save: str, bits: int | None) -> None:
+    """Raise ValueError for arguments that silu_ does not take."""
+    check_save("silu_", save, ("output", "derivative"))
+    choices = range(1, 9) if save == "output" else (8, 16, 32)
+    if bits is not None and (bits not in choices or isinstance(bits, bool)):
+        expected = "1 to 8" if save == "output" else "8, 16 or 32"
+        raise ValueError(f'silu_: bits must be {expected} with save="{save}", got {bits!r}')
+
+
+def _overridden(function: Callable[..., Tensor], input: Any, **arguments: Any) -> Any:
+    return handle_torch_function(function, (input,), input, **arguments)
+
+
+def _decomposes(input: Tensor, op: str) -> bool:
+    """Whether to run as PyTorch's own activation and a copy, which every transform understands.
+
+    So it is inside torch.func's transforms, with forward-mode AD's tangents, and in compiled code
+    before torch 2.13: right in each, with PyTorch's memory use.
+    """
+    if torch.compiler.is_compiling():
+        return not _COMPILES_FUNCTIONS
+    if not isinstance(input, Tensor):
+        raise TypeError(f"{op}: expected a torch.Tensor, got {type(input).__name__}")
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(input).tangent is not None
+
+
+def _needs_grad(input: Tensor, op: str) -> bool:
+    return input.requires_grad and torch.is_grad_enabled()
+
+
+def _without_grad(input: Tensor, op: Any, name: str, order: list[int], *arguments: Any) -> Tensor:
+    if not torch.compiler.is_compiling() and input.is_inference():
+        if not torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "Inplace update to inference tensor outside InferenceMode is not allowed. You can "
+                "make a clone to get a normal tensor before doing inplace update."
+            )
+    _run(op, name, input, None, order, *arguments)
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(input)
+    return input
+
+
+def _with_grad(function: type[torch.autograd.Function], name: str, *arguments: Any) -> Tensor:
+    if not torch.compiler.is_compiling():
+        _refuse_what_autograd_refuses(arguments[0])
+    result: Tensor = _run(function.apply, name, *arguments)
+    return result
+
+
+def _run(function: Callable[..., Any], name: str, input: Tensor, *arguments: Any) -> Any:
+    try:
+        return function(input, *arguments)
+    except NotImplementedError:
+        raise _ops.unsupported(name, input) from None
+
+
+def _refuse_what_autograd_refuses(input: Tensor) -> None:
+    """Raise PyTorch's own error for a tensor that it does not let be modified, before it is.
+
+    Autograd checks a custom Function's dirty inputs only after its forward.
+    """
+    if input.is_leaf or (
+        input._is_view()
+        and (
+            input._base.is_leaf  # type: ignore[union-attr]
+            or torch._C._autograd._get_creation_meta(input)
+            != torch._C._autograd.CreationMeta.DEFAULT
+        )
+    ):
+        # Autograd's check is the same for every in-place op and comes before the op; this op would
+        # write nothing.
+        input.mul_(1)

@@ -1,0 +1,241 @@
+"""The autograd Functions.
+
+Their forward modifies the input and marks it dirty, which raises its version by one. They are applied
+by `inplace_ops.functional`, which refuses first what PyTorch refuses: the errors that `mark_dirty`
+raises come after forward, when the data is already gone.
+
+Every backward is an op that is linear in the incoming gradient. Where a second derivative may be
+asked for it runs as a Function too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from . import _ops
+
+
+class _Linear(Function):
+    """grad -> op(grad, saved, *arguments): linear in grad, and without a gradient for the rest."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(grad: Tensor, op: Callable[..., Tensor], saved: Tensor, *arguments: Any) -> Tensor:
+        return op(grad, saved, *arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.op, saved, *ctx.arguments = inputs
+        ctx.save_for_backward(saved)
+
+    @staticmethod
+    def backward(ctx: Any, grad_grad: Tensor) -> tuple[Tensor | None, ...]:
+        (saved,) = ctx.saved_tensors
+        grad = _linear(grad_grad, ctx.op, saved, *ctx.arguments)
+        return (grad, None, None, *(None for _ in ctx.arguments))
+
+
+def _linear(grad: Tensor, op: Callable[..., Tensor], saved: Tensor, *arguments: Any) -> Tensor:
+    if torch.is_grad_enabled():
+        return _Linear.apply(grad, op, saved, *arguments)
+    return op(grad, saved, *arguments)
+
+
+def _keep_mask_or_output(ctx: Any, x: Tensor, mask: Tensor | None) -> None:
+    ctx.mark_dirty(x)
+    ctx.has_mask = mask is not None
+    # Detached: the output of an in-place Function on a view holds the graph that holds this node, a
+    # cycle that nothing frees. Its version counter is the same.
+    ctx.save_for_backward(x.detach() if mask is None else mask)
+
+
+class ReLUFunction(Function):
+    """`ReLUFunction.apply(x, mask, order)` replaces x by max(x, 0) and returns it.
+
+    Keeps the mask, one bit an element, or without one (`None`) the output.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, mask: Tensor | None, order: list[int]) -> Tensor:
+        _ops.relu_(x, mask, order)
+        return x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, mask, ctx.order = inputs
+        _keep_mask_or_output(ctx, x, mask)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        op = _ops.relu_backward_mask if ctx.has_mask else _ops.relu_backward_output
+        return _linear(grad, op, *ctx.saved_tensors, ctx.order), None, None
+
+
+class LeakyReLUFunction(Function):
+    """`LeakyReLUFunction.apply(x, mask, order, negative_slope)` replaces x by leaky_relu(x).
+
+    Keeps the mask, one bit an element, or without one (`None`) the output, from which the gradient
+    follows where `negative_slope` is not negative.
+    """
+
+    @staticmethod
+    def forward(
+        x: Tensor, mask: Tensor | None, order: list[int], negative_slope: float
+    ) -> Tensor:
+        _ops.leaky_relu_(x, mask, order, negative_slope)
+        return x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, mask, ctx.order, ctx.negative_slope = inputs
+        _keep_mask_or_output(ctx, x, mask)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        op = _ops.leaky_relu_backward_mask if ctx.has_mask else _ops.leaky_relu_backward_output
+        gradient = _linear(grad, op, *ctx.saved_tensors, ctx.order, ctx.negative_slope)
+        return gradient, None, None, None
+
+
+class InputEdge(Function):
+    """The way from a node back to its input, as a tensor of the input's shape and one element.
+
+    SiLU's second derivative is sent along it where the output is a view: then the output's own
+    history cannot be saved (see `_keep_mask_or_output`).
+    """
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.new_zeros(()).expand(x.shape)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class _SiLUBackward(Function):
+    """grad * silu'(x), x recovered from the output and its bits; differentiable once more.
+
+    The second derivative's term goes to the input along `edge`, or without one to the output.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        grad: Tensor, output: Tensor, bits: Tensor, order: list[int], edge: Tensor | None
+    ) -> Tensor:
+        return _ops.silu_backward_output(grad, output, bits, order)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        grad, silu_output, bits, ctx.order, edge = inputs
+        ctx.to_output = edge is None
+        ctx.save_for_backward(grad, silu_output, bits)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad, output, bits = ctx.saved_tensors
+        to_grad = _ops.silu_backward_output(grad_grad, output, bits, ctx.order)
+        to_value = _ops.silu_double_backward(
+            grad_grad, grad, output, bits, ctx.order, ctx.to_output
+        )
+        if ctx.to_output:
+            return to_grad, to_value, None, None, None
+        return to_grad, None, None, None, to_value
+
+
+class SiLUFunction(Function):
+    """`SiLUFunction.apply(x, bits, order, edge)` replaces x by silu(x) and returns it.
+
+    Keeps the output and the packed bits of the input. `edge` is `InputEdge.apply(x)` where x is a
+    view, otherwise None.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, bits: Tensor, order: list[int], edge: Tensor | None) -> Tensor:
+        _ops.silu_(x, bits, order)
+        return x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, bits, ctx.order, edge = inputs
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(output if edge is None else output.detach(), bits, edge)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        try:
+            output, bits, edge = ctx.saved_tensors
+        except RuntimeError as error:
+            if "inplace operation" not in str(error):
+                raise
+            raise RuntimeError(
+                f"{error} Here it is the output of silu_, which backward reads: "
+                'silu_(x, save="derivative") allows its output to be modified.'
+            ) from None
+        if torch.is_grad_enabled():
+            gradient = _SiLUBackward.apply(grad, output, bits, ctx.order, edge)
+        else:
+            gradient = _ops.silu_backward_output(grad, output, bits, ctx.order)
+        return gradient, None, None, None
+
+
+class _SiLUDerivativeBackward(Function):
+    """grad * silu'(x), from the kept code of silu'(x)."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(grad: Tensor, bits: Tensor, order: list[int]) -> Tensor:
+        return _ops.silu_backward_derivative(grad, bits, order)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad_grad: Tensor) -> tuple[Tensor | None, ...]:
+        raise RuntimeError(
+            'silu_(x, save="derivative") keeps the first derivative only and cannot be differentiated '
+            'twice: use save="output".'
+        )
+
+
+class SiLUDerivativeFunction(Function):
+    """`SiLUDerivativeFunction.apply(x, bits, order)` replaces x by silu(x) and returns it.
+
+    Keeps silu'(x) as packed codes of 8, 16 or 32 bits.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, bits: Tensor, order: list[int]) -> Tensor:
+        _ops.silu_derivative_(x, bits, order)
+        return x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, bits, ctx.order = inputs
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(bits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (bits,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            gradient = _SiLUDerivativeBackward.apply(grad, bits, ctx.order)
+        else:
+            gradient = _ops.silu_backward_derivative(grad, bits, ctx.order)
+        return gradient, None, None

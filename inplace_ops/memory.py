@@ -1,0 +1,61 @@
+"""What autograd keeps for backward, in bytes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+
+class _Saved:
+    """A tensor as the graph holds it: alive as long as the graph needs it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def saved_bytes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
+    """Call `fn(*args, **kwargs)` and return the bytes that autograd then holds for backward.
+
+    Each storage counts once, and a view's whole storage. Parameters, the buffers of `fn` where it is
+    a module, and the arguments do not count: they are there anyway. An argument that `fn` modifies
+    in place does not count either.
+
+    Args:
+        fn: A module or any callable; it is called once, under the caller's grad mode and autocast.
+        *args: Its arguments; tensors in nested lists, tuples and dicts are found.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        Bytes held by the graph of the result when `fn` has returned.
+    """
+    handles: list[weakref.ref[_Saved]] = []
+
+    def pack(tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        handles.append(weakref.ref(saved))
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+        result = fn(*args, **kwargs)
+
+    # A saved parameter arrives in pack as a plain tensor: known by its storage alone.
+    not_counted: list[Tensor] = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+    not_counted += [obj for obj in gc.get_objects() if issubclass(type(obj), nn.Parameter)]
+    if isinstance(fn, nn.Module):
+        not_counted += [*fn.parameters(), *fn.buffers()]
+    known = {t.untyped_storage()._cdata for t in not_counted if t.layout == torch.strided}
+
+    storages = {}
+    for handle in handles:
+        saved = handle()
+        if saved is not None:
+            storage = saved.tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    del result
+    return sum(size for key, size in storages.items() if key not in known)
