@@ -71,8 +71,19 @@ struct SiLU {
 
   HOST_DEVICE C forward(C x) const { return x / (C(1) + exp_of(-x)); }
   HOST_DEVICE uint32_t keep(T x) const { return silu_code(x, bits); }
+  template <SiluRegion region = SiluRegion::kAny>
   HOST_DEVICE C backward(C grad, T y, uint32_t code) const {
-    return grad * silu_derivative(silu_recover(y, code, bits));
+    return grad * silu_derivative(silu_recover<T, region>(y, code, bits));
+  }
+
+  // Backward in two parts, for a CPU, where a vector would evaluate both for every element.
+  static constexpr bool kHasTail = !std::is_same_v<T, double>;
+  HOST_DEVICE bool is_tail(T y, uint32_t code) const { return is_silu_tail<T>(load(y), code & 1u); }
+  HOST_DEVICE C backward_core(C grad, T y, uint32_t code) const {
+    return backward<SiluRegion::kCore>(grad, y, code);
+  }
+  HOST_DEVICE C backward_tail(C grad, T y, uint32_t code) const {
+    return backward<SiluRegion::kTail>(grad, y, code);
   }
 
   // grad_grad * grad * silu''(x): what a second differentiation sends to the input. Sent to the

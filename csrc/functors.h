@@ -14,6 +14,12 @@ namespace inplace_ops {
 
 enum class Bits { kNone, kWritten, kRead };
 
+// A functor may also split its work: is_tail(), and core() and tail() for one kind of element each.
+template <class Kernel, class = void>
+struct HasTail : std::false_type {};
+template <class Kernel>
+struct HasTail<Kernel, std::enable_if_t<Kernel::kHasTail>> : std::true_type {};
+
 // What a kernel works on. The output may be the first input.
 template <class Kernel>
 struct Operands {
@@ -86,6 +92,17 @@ struct BackwardFromBoth {
 
   HOST_DEVICE T operator()(const T (&in)[2], uint32_t& code) const {
     return store<T>(activation.backward(load(in[0]), in[1], code));
+  }
+
+  static constexpr bool kHasTail = Activation::kHasTail;
+  HOST_DEVICE bool is_tail(const T (&in)[2], uint32_t code) const {
+    return activation.is_tail(in[1], code);
+  }
+  HOST_DEVICE T core(const T (&in)[2], uint32_t code) const {
+    return store<T>(activation.backward_core(load(in[0]), in[1], code));
+  }
+  HOST_DEVICE T tail(const T (&in)[2], uint32_t code) const {
+    return store<T>(activation.backward_tail(load(in[0]), in[1], code));
   }
 };
 

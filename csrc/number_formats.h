@@ -114,17 +114,36 @@ HOST_DEVICE double log_of(double x) { return log(x); }
 HOST_DEVICE double sqrt_of(double x) { return sqrt(x); }
 HOST_DEVICE float sqrt_of(float x) { return sqrtf(x); }
 
-// c[0] + c[1] x + ... by Horner's rule.
+// condition ? a : b, in bits on the host: a compiler that sees the choice moves the work of one side
+// behind a branch, and then does not vectorize the loop.
+HOST_DEVICE float select(bool condition, float a, float b) {
+#ifdef __CUDA_ARCH__
+  return condition ? a : b;
+#else
+  const uint32_t mask = 0u - uint32_t(condition);
+  return bit_cast<float>((bit_cast<uint32_t>(a) & mask) | (bit_cast<uint32_t>(b) & ~mask));
+#endif
+}
+
+// c[0] + c[1] x + ... A GPU hides the latency of Horner's chain behind other threads; a CPU core does
+// better with two shorter chains, of the even and the odd powers.
 template <class C, int terms>
 HOST_DEVICE C polynomial(const C (&c)[terms], C x) {
+#ifdef __CUDA_ARCH__
   C sum = c[terms - 1];
-#ifdef __CUDACC__
 #pragma unroll
-#else
-#pragma GCC unroll 16
-#endif
   for (int i = terms - 2; i >= 0; --i) sum = sum * x + c[i];
   return sum;
+#else
+  constexpr int last_even = (terms - 1) / 2 * 2, last_odd = terms / 2 * 2 - 1;
+  const C square = x * x;
+  C even = c[last_even], odd = c[last_odd];
+#pragma GCC unroll 16
+  for (int i = last_even - 2; i >= 0; i -= 2) even = even * square + c[i];
+#pragma GCC unroll 16
+  for (int i = last_odd - 2; i >= 0; i -= 2) odd = odd * square + c[i];
+  return odd * x + even;
+#endif
 }
 
 // exp in float. The host's is branch-free, so that the compiler vectorizes the loop around it:

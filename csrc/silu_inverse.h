@@ -83,31 +83,52 @@ HOST_DEVICE C sigmoid(C x) {
   return C(1) / (C(1) + exp_of(-x));
 }
 
-// The point where silu(x) = y, for a float y that was stored as T. NaN gives NaN, and so does
-// infinity. All three regions use y = x sigmoid(x) and share one division.
+// The inverse for a float y that was stored as T, in two parts: the core, where nearly all inputs of
+// a network lie, and the tails. NaN lies in the core and gives NaN.
 template <class T>
-HOST_DEVICE SiluPoint<float> silu_inverse(float y, bool left) {
+HOST_DEVICE bool is_silu_tail(float y, bool left) {
+  using Fit = SiluFit<T>;
+  constexpr float left_end = float(kMinimumY + double(Fit::low) * double(Fit::low));
+  constexpr float right_end = float(kMinimumY + double(Fit::high) * double(Fit::high));
+  return y > (left ? left_end : right_end);
+}
+
+template <class T>
+HOST_DEVICE SiluPoint<float> silu_inverse_core(float y, bool left) {
   using Fit = SiluFit<T>;
   const float half_ulp = y < -0.125f ? Fit::half_ulp : 0.0f;
   const float p = middle_root((y - kMinimumYHigh) - kMinimumYLow, half_ulp, left);
-  const bool is_right = p > Fit::high, is_left = p < Fit::low;
+  const float s = 1.0f - polynomial(Fit::core, p - Fit::center);
+  return {y / s, s};
+}
 
-  const float core_sigmoid = 1.0f - polynomial(Fit::core, p - Fit::center);
+template <class T>
+HOST_DEVICE SiluPoint<float> silu_inverse_tail(float y, bool left) {
+  using Fit = SiluFit<T>;
   const float e = exp_of(-y);
   const float right_x = y + y * e * polynomial(Fit::right, y * e);
+
   const float depth = larger(float(kMinimumX) - log_of(-y), 0.0f);
   const float v = sqrt_of(depth < 107.0f ? depth : 107.0f);
   const float left_inverse = -polynomial(Fit::left, 1.0f / (v + 2.0f) - 0.234375f);
 
-  const float divisor = is_left ? left_inverse : is_right ? right_x : core_sigmoid;
-  const float quotient = (is_left ? 1.0f : y) / divisor;
-  const float left_x = y == 0.0f ? kUnderflowed : quotient;
-  return {is_left    ? left_x : is_right ? right_x : quotient,
-          is_left    ? y * left_inverse : is_right ? quotient : core_sigmoid};
+  const float quotient = select(left, 1.0f, y) / select(left, left_inverse, right_x);
+  const float left_x = select(y == 0.0f, kUnderflowed, quotient);
+  return {select(left, left_x, right_x), select(left, y * left_inverse, quotient)};
+}
+
+enum class SiluRegion { kAny, kCore, kTail };
+
+template <class T, SiluRegion region>
+HOST_DEVICE SiluPoint<float> silu_inverse(float y, bool left) {
+  if constexpr (region == SiluRegion::kCore) return silu_inverse_core<T>(y, left);
+  if constexpr (region == SiluRegion::kTail) return silu_inverse_tail<T>(y, left);
+  if (is_silu_tail<T>(y, left)) return silu_inverse_tail<T>(y, left);
+  return silu_inverse_core<T>(y, left);
 }
 
 // In double: a series at the minimum, otherwise Newton's steps, in log coordinates in the left tail.
-template <class T>
+template <class T, SiluRegion>
 HOST_DEVICE SiluPoint<double> silu_inverse(double y, bool left) {
   const double p = middle_root(y - kMinimumY, y < -0.125 ? 0x1p-55 : 0.0, left);
   double x;
@@ -127,7 +148,7 @@ HOST_DEVICE SiluPoint<double> silu_inverse(double y, bool left) {
       x -= (log_of(-x * s) - log_y) / (1.0 / x + 1.0 - s);
     }
   } else {
-    x = silu_inverse<float>(float(y), left).x;
+    x = silu_inverse<float, SiluRegion::kAny>(float(y), left).x;
     for (int step = 0; step < 2; ++step) {
       const double s = sigmoid(x);
       x -= (x * s - y) / (s * (1.0 + x * (1.0 - s)));
@@ -158,12 +179,12 @@ HOST_DEVICE uint32_t silu_code(T x, int bits) {
 
 // The point from y = silu(x) and silu_code(x, bits): of the values whose pattern has the kept bits the
 // one nearest to the inverse of y.
-template <class T>
+template <class T, SiluRegion region = SiluRegion::kAny>
 HOST_DEVICE SiluPoint<compute_t<T>> silu_recover(T y, uint32_t code, int bits) {
   using C = compute_t<T>;
   using Pattern = pattern_t<T>;
   using Signed = std::make_signed_t<Pattern>;
-  const SiluPoint<C> estimate = silu_inverse<T>(load(y), code & 1u);
+  const SiluPoint<C> estimate = silu_inverse<T, region>(load(y), code & 1u);
 
   const int shift = kept_shift<T>(bits);
   const Pattern pattern = bit_cast<Pattern>(store<T>(estimate.x));

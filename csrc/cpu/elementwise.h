@@ -1,5 +1,5 @@
 // Runs a functor over tensors on the CPU: in parallel over blocks of elements, each block a loop that
-// the compiler vectorizes, compiled for baseline x86-64 and for AVX2 and chosen at run time.
+// the compiler vectorizes, compiled for several instruction sets and chosen at run time.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -53,18 +53,71 @@ void scatter(T* data, const T* buffer, const Geometry& geometry, int64_t first, 
                });
 }
 
+template <class Kernel>
+using Inputs = const typename Kernel::Scalar* const (&)[Kernel::kInputs];
+
+template <class T, int inputs>
+HOST_DEVICE void fetch(T (&element)[inputs], const T* const (&in)[inputs], int i) {
+  for (int k = 0; k < inputs; ++k) element[k] = in[k][i];
+}
+
 // The loop over the elements of one block. The output may be the first input, element by element. The
 // kernel is a copy: its members could otherwise be thought to change with the output.
 template <class Kernel>
-HOST_DEVICE void compute(const Kernel kernel, typename Kernel::Scalar* out,
-                         const typename Kernel::Scalar* const (&in)[Kernel::kInputs],
-                         uint32_t* codes, int64_t count) {
+HOST_DEVICE void compute(const Kernel kernel, typename Kernel::Scalar* out, Inputs<Kernel> in,
+                         uint32_t* codes, int count) {
 #pragma GCC ivdep
-  for (int64_t i = 0; i < count; ++i) {
-    typename Kernel::Scalar args[Kernel::kInputs];
-    for (int k = 0; k < Kernel::kInputs; ++k) args[k] = in[k][i];
-    out[i] = kernel(args, codes[i]);
+  for (int i = 0; i < count; ++i) {
+    typename Kernel::Scalar element[Kernel::kInputs];
+    fetch(element, in, i);
+    out[i] = kernel(element, codes[i]);
   }
+}
+
+// The same in two parts, the elements of the tail collected first, so that no vector works on both.
+template <class Kernel>
+HOST_DEVICE void compute_in_parts(const Kernel kernel, typename Kernel::Scalar* out,
+                                  Inputs<Kernel> in, const uint32_t* codes, int count) {
+  using T = typename Kernel::Scalar;
+  uint8_t is_tail[kBlock] = {};
+  for (int i = 0; i < count; ++i) {
+    T element[Kernel::kInputs];
+    fetch(element, in, i);
+    is_tail[i] = kernel.is_tail(element, codes[i]);
+  }
+
+  int found = 0;
+  int places[kBlock + 1];  // one more: written before it is known whether it counts
+  for (int first = 0; first < count; first += 8) {
+    uint64_t any;
+    memcpy(&any, is_tail + first, sizeof(any));
+    if (any == 0) continue;
+    for (int i = first; i < first + 8; ++i) {
+      places[found] = i;
+      found += is_tail[i];
+    }
+  }
+  T tail_in[Kernel::kInputs][kBlock];
+  uint32_t tail_codes[kBlock];
+  for (int i = 0; i < found; ++i) {
+    for (int k = 0; k < Kernel::kInputs; ++k) tail_in[k][i] = in[k][places[i]];
+    tail_codes[i] = codes[places[i]];
+  }
+
+#pragma GCC ivdep
+  for (int i = 0; i < count; ++i) {
+    T element[Kernel::kInputs];
+    fetch(element, in, i);
+    out[i] = kernel.core(element, codes[i]);
+  }
+
+  T results[kBlock];
+  for (int i = 0; i < found; ++i) {
+    T element[Kernel::kInputs];
+    for (int k = 0; k < Kernel::kInputs; ++k) element[k] = tail_in[k][i];
+    results[i] = kernel.tail(element, tail_codes[i]);
+  }
+  for (int i = 0; i < found; ++i) out[places[i]] = results[i];
 }
 
 template <class Kernel>
@@ -77,7 +130,7 @@ HOST_DEVICE void run_blocks(const Kernel& kernel, const Geometry& geometry,
   T buffers[Kernel::kInputs][kBlock];
   for (int64_t block = first_block; block < last_block; ++block) {
     const int64_t first = block * kBlock;
-    const int64_t count = std::min<int64_t>(kBlock, geometry.elements - first);
+    const int count = int(std::min<int64_t>(kBlock, geometry.elements - first));
     const int groups = int(plane_bytes(count));
 
     const T* in[Kernel::kInputs];
@@ -89,7 +142,11 @@ HOST_DEVICE void run_blocks(const Kernel& kernel, const Geometry& geometry,
 
     if constexpr (Kernel::kBits == Bits::kRead)
       unpack<kBlockGroups>(codes, operands.bits, first / kGroup, groups);
-    compute(kernel, out, in, codes, count);
+    if constexpr (HasTail<Kernel>::value) {
+      compute_in_parts(kernel, out, in, codes, count);
+    } else {
+      compute(kernel, out, in, codes, count);
+    }
     if constexpr (Kernel::kBits == Bits::kWritten) {
       std::fill(codes + count, codes + kBlock, 0u);
       pack<kBlockGroups>(codes, operands.bits, first / kGroup, groups);
@@ -98,33 +155,39 @@ HOST_DEVICE void run_blocks(const Kernel& kernel, const Geometry& geometry,
   }
 }
 
-template <class Kernel>
-void run_blocks_baseline(const Kernel& kernel, const Geometry& geometry,
-                         const Operands<Kernel>& operands, int64_t first, int64_t last) {
-  run_blocks(kernel, geometry, operands, first, last);
-}
-
+// run_blocks for each instruction set. What it calls is inlined into it, and so compiled for it.
+#define INPLACE_OPS_RUN_BLOCKS(name, attributes)                                             \
+  template <class Kernel>                                                                    \
+  attributes void name(const Kernel& kernel, const Geometry& geometry,                       \
+                       const Operands<Kernel>& operands, int64_t first, int64_t last) {      \
+    run_blocks(kernel, geometry, operands, first, last);                                     \
+  }
+INPLACE_OPS_RUN_BLOCKS(run_blocks_baseline, )
 #ifdef __x86_64__
-template <class Kernel>
-__attribute__((target("avx2,fma"))) void run_blocks_avx2(const Kernel& kernel,
-                                                         const Geometry& geometry,
-                                                         const Operands<Kernel>& operands,
-                                                         int64_t first, int64_t last) {
-  run_blocks(kernel, geometry, operands, first, last);
-}
+INPLACE_OPS_RUN_BLOCKS(run_blocks_avx2, __attribute__((target("avx2,fma"))))
+INPLACE_OPS_RUN_BLOCKS(run_blocks_avx512,
+                       __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))))
 #endif
+#undef INPLACE_OPS_RUN_BLOCKS
 
-// INPLACE_OPS_CPU=baseline runs the code for processors without AVX2, to test it.
-inline bool has_avx2() {
+enum class InstructionSet { kBaseline, kAvx2, kAvx512 };
+
+// The best that the processor has, or less: INPLACE_OPS_CPU=baseline or avx2, to test the others.
+inline InstructionSet instruction_set() {
 #ifdef __x86_64__
-  static const bool result = [] {
-    const char* wanted = std::getenv("INPLACE_OPS_CPU");
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-           !(wanted && std::string_view(wanted) == "baseline");
+  static const InstructionSet result = [] {
+    const char* variable = std::getenv("INPLACE_OPS_CPU");
+    const std::string_view limit = variable ? variable : "";
+    if (limit == "baseline" || !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma"))
+      return InstructionSet::kBaseline;
+    if (limit == "avx2" || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
+      return InstructionSet::kAvx2;
+    return InstructionSet::kAvx512;
   }();
   return result;
 #else
-  return false;
+  return InstructionSet::kBaseline;
 #endif
 }
 
@@ -134,7 +197,8 @@ struct Cpu {
                   int /*device*/) {
     auto* run_range = &run_blocks_baseline<Kernel>;
 #ifdef __x86_64__
-    if (has_avx2()) run_range = &run_blocks_avx2<Kernel>;
+    if (instruction_set() == InstructionSet::kAvx2) run_range = &run_blocks_avx2<Kernel>;
+    if (instruction_set() == InstructionSet::kAvx512) run_range = &run_blocks_avx512<Kernel>;
 #endif
     const int64_t blocks = (geometry.elements + kBlock - 1) / kBlock;
     torch::stable::parallel_for(0, blocks, kGrainBlocks, [&](int64_t first, int64_t last) {
