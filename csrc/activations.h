@@ -24,7 +24,13 @@ struct ReLU {
 
   explicit ReLU(int) {}
 
-  HOST_DEVICE C forward(C x) const { return x < C(0) ? C(0) : x; }
+  HOST_DEVICE C forward(C x) const {
+    if constexpr (std::is_unsigned_v<C>) {
+      return x;
+    } else {
+      return x < C(0) ? C(0) : x;
+    }
+  }
   HOST_DEVICE uint32_t keep(T x) const { return !(load(x) <= C(0)); }
   HOST_DEVICE C backward(C grad, T, uint32_t code) const { return code ? grad : C(0); }
 };
@@ -58,6 +64,11 @@ HOST_DEVICE C silu_second_derivative(SiluPoint<C> at) {
   return s * (C(1) - s) * (C(2) + at.x * (C(1) - C(2) * s));
 }
 
+template <class C>
+HOST_DEVICE C silu(C x) {
+  return x / (C(1) + exp_of(-x));
+}
+
 // x * sigmoid(x). Keeps its output, the branch and bits - 1 bits of the input: silu_inverse.h.
 template <class T>
 struct SiLU {
@@ -69,7 +80,7 @@ struct SiLU {
 
   explicit SiLU(int kept_bits) : bits(kept_bits) {}
 
-  HOST_DEVICE C forward(C x) const { return x / (C(1) + exp_of(-x)); }
+  HOST_DEVICE C forward(C x) const { return silu(x); }
   HOST_DEVICE uint32_t keep(T x) const { return silu_code(x, bits); }
   template <SiluRegion region = SiluRegion::kAny>
   HOST_DEVICE C backward(C grad, T y, uint32_t code) const {
@@ -97,8 +108,10 @@ struct SiLU {
   }
 };
 
-// SiLU that keeps its derivative instead of its output, on a uniform grid over the derivative's range
-// [-0.0999, 1.0999]: code c stands for (c - zero) / steps, so that 0 and 1 are exact, and 0 for NaN.
+// SiLU that keeps its derivative instead of its output, on a uniform grid over the derivative's
+// range
+// [-0.0999, 1.0999]: code c stands for (c - zero) / steps, so that 0 and 1 are exact, and 0 for
+// NaN.
 template <class T>
 struct SiLUDerivative {
   using C = compute_t<T>;
@@ -109,11 +122,15 @@ struct SiLUDerivative {
 
   // The grid's constants are exact in float.
   explicit SiLUDerivative(int bits)
-      : steps(bits == 8 ? C(212) : bits == 16 ? C(54610) : C(48 * 0x1p26)),
+      : steps(bits == 8    ? C(212)
+              : bits == 16 ? C(54610)
+                           : C(48 * 0x1p26)),
         per_step(C(1) / steps),
-        zero(bits == 8 ? C(22) : bits == 16 ? C(5460) : C(5 * 0x1p26)) {}
+        zero(bits == 8    ? C(22)
+             : bits == 16 ? C(5460)
+                          : C(5 * 0x1p26)) {}
 
-  HOST_DEVICE C forward(C x) const { return SiLU<T>(1).forward(x); }
+  HOST_DEVICE C forward(C x) const { return silu(x); }
   HOST_DEVICE uint32_t keep(T x) const {
     const C value = load(x);
     const C derivative = silu_derivative(SiluPoint<C>{value, sigmoid(value)});

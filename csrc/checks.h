@@ -14,9 +14,9 @@ namespace inplace_ops {
 
 using torch::stable::Tensor;
 
-// Whether two elements share an address: whether a nonzero d with |d_i| < size_i has sum d_i stride_i
-// = 0. Searched from the largest stride down, dropping what the smaller strides cannot cancel; a
-// layout on which that takes over a million steps counts as free of overlap.
+// Whether two elements share an address: whether a nonzero d with |d_i| < size_i has sum d_i
+// stride_i = 0. Searched from the largest stride down, dropping what the smaller strides cannot
+// cancel; a layout on which that takes over a million steps counts as free of overlap.
 class OverlapSearch {
  public:
   explicit OverlapSearch(const Tensor& tensor) {

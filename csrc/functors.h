@@ -1,6 +1,6 @@
-// The kernels, as functors over one element, without an activation's name in them. cpu/elementwise.h
-// and cuda/elementwise.cuh run them: operand 0 is written, the inputs are read, and the packed bits
-// are not used, written or read.
+// The kernels, as functors over one element, without an activation's name in them.
+// cpu/elementwise.h and cuda/elementwise.cuh run them: operand 0 is written, the inputs are read,
+// and the packed bits are not used, written or read.
 #pragma once
 
 #include <cstdint>
@@ -106,7 +106,8 @@ struct BackwardFromBoth {
   }
 };
 
-// The second derivative's term, from the gradient's gradient, the gradient, the output and the bits.
+// The second derivative's term, from the gradient's gradient, the gradient, the output and the
+// bits.
 template <class Activation, class T>
 struct DoubleBackward {
   using Scalar = T;
@@ -116,8 +117,7 @@ struct DoubleBackward {
   bool to_output;
 
   HOST_DEVICE T operator()(const T (&in)[3], uint32_t& code) const {
-    return store<T>(
-        activation.double_backward(load(in[0]), load(in[1]), in[2], code, to_output));
+    return store<T>(activation.double_backward(load(in[0]), load(in[1]), in[2], code, to_output));
   }
 };
 

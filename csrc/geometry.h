@@ -11,8 +11,8 @@ constexpr int kMaxDims = 64;     // as many as PyTorch allows
 constexpr int kMaxOperands = 4;  // the output and three inputs
 
 // A shape, outermost dimension first, and each operand's strides in elements, with neighbouring
-// dimensions merged where every operand allows it. Tensors that share a dense layout come out as one
-// dimension of stride 1.
+// dimensions merged where every operand allows it. Tensors that share a dense layout come out as
+// one dimension of stride 1.
 struct Geometry {
   int dims = 0;
   int operands = 0;
@@ -27,8 +27,7 @@ struct Geometry {
     elements *= size;
     if (size == 1) return;
     bool merges = dims > 0;
-    for (int k = 0; merges && k < operands; ++k)
-      merges = strides[k][dims - 1] == size * stride[k];
+    for (int k = 0; merges && k < operands; ++k) merges = strides[k][dims - 1] == size * stride[k];
     if (!merges) sizes[dims++] = 1;
     sizes[dims - 1] *= size;
     for (int k = 0; k < operands; ++k) strides[k][dims - 1] = stride[k];
@@ -41,11 +40,14 @@ struct Geometry {
     return true;
   }
 
-  HOST_DEVICE int64_t offset(int operand, int64_t element) const {
+  // Where an element lies, counted in the order of the walk. Index is as wide as the size needs.
+  template <class Index>
+  HOST_DEVICE int64_t offset(int operand, Index element) const {
     int64_t sum = 0;
     for (int d = dims - 1; d >= 0; --d) {
-      sum += element % sizes[d] * strides[operand][d];
-      element /= sizes[d];
+      const Index size = Index(sizes[d]);
+      sum += int64_t(element % size) * strides[operand][d];
+      element /= size;
     }
     return sum;
   }

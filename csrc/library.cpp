@@ -9,8 +9,7 @@ STABLE_TORCH_LIBRARY(inplace_ops, m) {
   m.def("relu_backward_mask(Tensor grad, Tensor bits, int[] order) -> Tensor");
   m.def("relu_backward_output(Tensor grad, Tensor output, int[] order) -> Tensor");
 
-  m.def(
-      "leaky_relu_(Tensor(a!) x, Tensor(b!)? bits, int[] order, float negative_slope) -> ()");
+  m.def("leaky_relu_(Tensor(a!) x, Tensor(b!)? bits, int[] order, float negative_slope) -> ()");
   m.def(
       "leaky_relu_backward_mask(Tensor grad, Tensor bits, int[] order, float negative_slope)"
       " -> Tensor");

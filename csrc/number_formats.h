@@ -11,9 +11,11 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #define HOST_DEVICE __host__ __device__ __forceinline__
+#define UNROLL _Pragma("unroll")
 #else
 // Forced, so that the caller's instruction set (cpu/elementwise.h) is that of all it calls.
 #define HOST_DEVICE inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
 #endif
 
 namespace inplace_ops {
@@ -74,9 +76,7 @@ HOST_DEVICE float load(Half value) {
 #endif
 }
 
-HOST_DEVICE float load(BFloat16 value) {
-  return bit_cast<float>(uint32_t(value.bits) << 16);
-}
+HOST_DEVICE float load(BFloat16 value) { return bit_cast<float>(uint32_t(value.bits) << 16); }
 
 // Rounds to nearest, ties to even.
 template <class T>
@@ -88,8 +88,7 @@ HOST_DEVICE T store(compute_t<T> value) {
     const uint32_t pattern = bit_cast<uint32_t>(value);
     const uint32_t magnitude = pattern & 0x7fffffffu;
     const uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - (126u << 23);
-    const uint32_t normal =
-        (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
     const uint32_t special = magnitude > (255u << 23) ? 0x7e00u : 0x7c00u;
     const uint32_t finite = magnitude < (113u << 23) ? subnormal : normal;
     const uint32_t rounded = magnitude >= (143u << 23) ? special : finite;
@@ -114,8 +113,8 @@ HOST_DEVICE double log_of(double x) { return log(x); }
 HOST_DEVICE double sqrt_of(double x) { return sqrt(x); }
 HOST_DEVICE float sqrt_of(float x) { return sqrtf(x); }
 
-// condition ? a : b, in bits on the host: a compiler that sees the choice moves the work of one side
-// behind a branch, and then does not vectorize the loop.
+// condition ? a : b, in bits on the host: a compiler that sees the choice moves the work of one
+// side behind a branch, and then does not vectorize the loop.
 HOST_DEVICE float select(bool condition, float a, float b) {
 #ifdef __CUDA_ARCH__
   return condition ? a : b;
@@ -125,22 +124,22 @@ HOST_DEVICE float select(bool condition, float a, float b) {
 #endif
 }
 
-// c[0] + c[1] x + ... A GPU hides the latency of Horner's chain behind other threads; a CPU core does
-// better with two shorter chains, of the even and the odd powers.
+// c[0] + c[1] x + ... A GPU hides the latency of Horner's chain behind other threads; a CPU core
+// does better with two shorter chains, of the even and the odd powers.
 template <class C, int terms>
 HOST_DEVICE C polynomial(const C (&c)[terms], C x) {
 #ifdef __CUDA_ARCH__
   C sum = c[terms - 1];
-#pragma unroll
+  UNROLL
   for (int i = terms - 2; i >= 0; --i) sum = sum * x + c[i];
   return sum;
 #else
   constexpr int last_even = (terms - 1) / 2 * 2, last_odd = terms / 2 * 2 - 1;
   const C square = x * x;
   C even = c[last_even], odd = c[last_odd];
-#pragma GCC unroll 16
+  UNROLL
   for (int i = last_even - 2; i >= 0; i -= 2) even = even * square + c[i];
-#pragma GCC unroll 16
+  UNROLL
   for (int i = last_odd - 2; i >= 0; i -= 2) odd = odd * square + c[i];
   return odd * x + even;
 #endif

@@ -1,7 +1,7 @@
 // The ops, once for every device: check, walk, dispatch, run. A Device has run(kernel, ...).
 //
-// All take `order`, the permutation of the dimensions in which the elements are walked and the packed
-// bits lie (empty: as they are). Any order is right; the one that makes the permuted tensor
+// All take `order`, the permutation of the dimensions in which the elements are walked and the
+// packed bits lie (empty: as they are). Any order is right; the one that makes the permuted tensor
 // contiguous is fast.
 #pragma once
 
@@ -112,9 +112,8 @@ Tensor backward_from_bits(Tensor grad, Tensor bits, Order order, Arguments... ar
     using Kernel = BackwardFromBits<Activation<T>, T>;
     if (geometry.elements == 0) return;
     Device::run(Kernel{Activation<T>(int(bits.size(0)), arguments...)}, geometry,
-                Operands<Kernel>{static_cast<T*>(result.mutable_data_ptr()),
-                                 {data<T>(grad)},
-                                 read_bits(bits)},
+                Operands<Kernel>{
+                    static_cast<T*>(result.mutable_data_ptr()), {data<T>(grad)}, read_bits(bits)},
                 grad.get_device_index());
   });
   return result;
@@ -131,11 +130,11 @@ Tensor backward_from_output(Tensor grad, Tensor output, Order order, Arguments..
     using T = decltype(zero);
     using Kernel = BackwardFromOutput<Activation<T>, T>;
     if (geometry.elements == 0) return;
-    Device::run(Kernel{Activation<T>(1, arguments...)}, geometry,
-                Operands<Kernel>{static_cast<T*>(result.mutable_data_ptr()),
-                                 {data<T>(grad), data<T>(output)},
-                                 {}},
-                grad.get_device_index());
+    Device::run(
+        Kernel{Activation<T>(1, arguments...)}, geometry,
+        Operands<Kernel>{
+            static_cast<T*>(result.mutable_data_ptr()), {data<T>(grad), data<T>(output)}, {}},
+        grad.get_device_index());
   });
   return result;
 }

@@ -1,5 +1,6 @@
-// k bits an element, as k bit planes: byte g of plane i holds bit i of elements 8g to 8g + 7, element
-// 8g in its lowest bit. A plane of n elements has ceil(n / 8) bytes; the unused bits are zero.
+// k bits an element, as k bit planes: byte g of plane i holds bit i of elements 8g to 8g + 7,
+// element 8g in its lowest bit. A plane of n elements has ceil(n / 8) bytes; the unused bits are
+// zero.
 #pragma once
 
 #include <cstdint>
@@ -32,11 +33,14 @@ struct PackedBits {
   int64_t plane_stride = 0;
   int planes = 0;
 
-  HOST_DEVICE Byte& at(int plane, int64_t group) const { return data[plane * plane_stride + group]; }
+  HOST_DEVICE Byte& at(int plane, int64_t group) const {
+    return data[plane * plane_stride + group];
+  }
 };
 
-// Codes are packed and unpacked `groups` at a time: one a thread on a GPU, a block of them on a CPU,
-// where the compiler turns these loops into vector code. `count` of the groups are stored or read.
+// Codes are packed and unpacked `groups` at a time: one a thread on a GPU, a block of them on a
+// CPU, where the compiler turns these loops into vector code. `count` of the groups are stored or
+// read.
 template <int groups>
 HOST_DEVICE void pack(const uint32_t (&codes)[groups * kGroup], PackedBits<uint8_t> packed,
                       int64_t first_group, int count) {

@@ -1,7 +1,7 @@
 // x from y = silu(x), from the branch (left or right of silu's minimum) and a few bits of x.
 //
-// x = y + W(y exp(-y)) with Lambert's W: W_0 on the right branch, W_-1 on the left (Corless, Gonnet,
-// Hare, Jeffrey, Knuth, "On the Lambert W function", 1996). Evaluated in three regions of
+// x = y + W(y exp(-y)) with Lambert's W: W_0 on the right branch, W_-1 on the left (Corless,
+// Gonnet, Hare, Jeffrey, Knuth, "On the Lambert W function", 1996). Evaluated in three regions of
 // p = +-sqrt(y - y_min), in which x is analytic at the minimum, the branch point of W.
 #pragma once
 
@@ -21,40 +21,66 @@ constexpr float kUnderflowed = -1e4f;
 template <class T>
 struct SiluFit;
 
-// Chebyshev-like fits, ascending powers. Core: t = 1 - sigmoid(x) of p - center, low <= p <= high.
-// Left: 1 / |x| of 1 / (v + 2) - 0.234375, v = sqrt(x_min - ln(-y)). Right: W(z) / z of z = y exp(-y).
+// Minimax fits, ascending powers, each to what its format needs: core, for low <= p <= high, is
+// 1 - sigmoid(x) of p; left is 1 / |x| of v = sqrt(x_min - ln(-y)); right is W(z) / z of z = y
+// exp(-y).
 template <>
 struct SiluFit<float> {
-  static constexpr float low = -0.25f, high = 1.5f, center = 0.625f;
+  static constexpr float low = -0.25f, high = 1.5f;
   static constexpr float half_ulp = 0x1p-26f;  // half the spacing of y in [-1/2, -1/4)
-  static constexpr float core[] = {
-      .449261576f,     -.514502764f,    .0784921795f,   .0720168129f,    -.00932671782f,
-      .000534789346f,  -.0035590718f,   -.000224183808f, -.00106902746f, .00138421776f,
-      .000490803272f,  -.0010155905f,   -.000558009779f, .000702388468f};
-  static constexpr float left[] = {.116771802f, 1.27455866f, 4.28501034f, 1.54569292f,
-                                   -15.1126881f, 45.5967941f, 339.664246f, -1069.11938f,
-                                   -4170.81738f, 15204.3486f};
-  static constexpr float right[] = {.999999881f, -.999960959f, 1.49753559f, -2.60724783f,
-                                    4.49828672f, -6.05956078f, 4.22740507f};
+  HOST_DEVICE static float core(float p) {
+    constexpr float c[] = {.449261576f,     -.514502764f,   .0784921795f,   .0720168129f,
+                           -.00932671782f,  .000534789346f, -.0035590718f,  -.000224183808f,
+                           -.00106902746f,  .00138421776f,  .000490803272f, -.0010155905f,
+                           -.000558009779f, .000702388468f};
+    return polynomial(c, p - 0.625f);
+  }
+  HOST_DEVICE static float left(float v) {
+    constexpr float c[] = {.116771802f, 1.27455866f, 4.28501034f,  1.54569292f,  -15.1126881f,
+                           45.5967941f, 339.664246f, -1069.11938f, -4170.81738f, 15204.3486f};
+    return polynomial(c, 1.0f / (v + 2.0f) - 0.234375f);
+  }
+  HOST_DEVICE static float right(float z) {
+    constexpr float c[] = {.999999881f, -.999960959f, 1.49753559f, -2.60724783f,
+                           4.49828672f, -6.05956078f, 4.22740507f};
+    return polynomial(c, z);
+  }
 };
 template <>
 struct SiluFit<Half> {
-  static constexpr float low = -0.3f, high = 1.5f, center = 0.625f;
+  static constexpr float low = -0.3f, high = 1.5f;
   static constexpr float half_ulp = 0x1p-13f;
-  static constexpr float core[] = {.449281514f,    -.51452899f,  .0777589455f, .0716949254f,
-                                   -.00645606872f, .00142070418f, -.0069206343f};
-  static constexpr float left[] = {.116754725f, 1.27844516f, 4.20964872f, 1.08268376f};
-  static constexpr float right[] = {.999992013f, -.998399138f, 1.44782043f, -2.0395968f,
-                                    1.67252827f};
+  HOST_DEVICE static float core(float p) {
+    constexpr float c[] = {.449281514f,    -.51452899f,   .0777589455f, .0716949254f,
+                           -.00645606872f, .00142070418f, -.0069206343f};
+    return polynomial(c, p - 0.625f);
+  }
+  HOST_DEVICE static float left(float v) {
+    constexpr float c[] = {.116754725f, 1.27844516f, 4.20964872f, 1.08268376f};
+    return polynomial(c, 1.0f / (v + 2.0f) - 0.234375f);
+  }
+  HOST_DEVICE static float right(float z) {
+    constexpr float c[] = {.999992013f, -.998399138f, 1.44782043f, -2.0395968f, 1.67252827f};
+    return polynomial(c, z);
+  }
 };
 template <>
 struct SiluFit<BFloat16> {
-  static constexpr float low = -0.4f, high = 1.8f, center = 0.75f;
+  static constexpr float low = -0.4f, high = 1.8f;
   static constexpr float half_ulp = 0x1p-10f;
-  static constexpr float core[] = {.386154115f,  -.489665002f,  .108595863f,
-                                   .0614286661f, -.017939182f, .00190267887f};
-  static constexpr float left[] = {.117391826f, 1.26369229f, 4.09614474f, 2.99636683f};
-  static constexpr float right[] = {.999821603f, -.977129102f, 1.05023682f};
+  HOST_DEVICE static float core(float p) {
+    constexpr float c[] = {.386154115f,  -.489665002f, .108595863f,
+                           .0614286661f, -.017939182f, .00190267887f};
+    return polynomial(c, p - 0.75f);
+  }
+  HOST_DEVICE static float left(float v) {
+    constexpr float c[] = {.117391826f, 1.26369229f, 4.09614474f, 2.99636683f};
+    return polynomial(c, 1.0f / (v + 2.0f) - 0.234375f);
+  }
+  HOST_DEVICE static float right(float z) {
+    constexpr float c[] = {.999821603f, -.977129102f, 1.05023682f};
+    return polynomial(c, z);
+  }
 };
 
 template <class C>
@@ -83,8 +109,8 @@ HOST_DEVICE C sigmoid(C x) {
   return C(1) / (C(1) + exp_of(-x));
 }
 
-// The inverse for a float y that was stored as T, in two parts: the core, where nearly all inputs of
-// a network lie, and the tails. NaN lies in the core and gives NaN.
+// The inverse for a float y that was stored as T, in two parts: the core, where nearly all inputs
+// of a network lie, and the tails. NaN lies in the core and gives NaN.
 template <class T>
 HOST_DEVICE bool is_silu_tail(float y, bool left) {
   using Fit = SiluFit<T>;
@@ -98,7 +124,7 @@ HOST_DEVICE SiluPoint<float> silu_inverse_core(float y, bool left) {
   using Fit = SiluFit<T>;
   const float half_ulp = y < -0.125f ? Fit::half_ulp : 0.0f;
   const float p = middle_root((y - kMinimumYHigh) - kMinimumYLow, half_ulp, left);
-  const float s = 1.0f - polynomial(Fit::core, p - Fit::center);
+  const float s = 1.0f - Fit::core(p);
   return {y / s, s};
 }
 
@@ -106,11 +132,11 @@ template <class T>
 HOST_DEVICE SiluPoint<float> silu_inverse_tail(float y, bool left) {
   using Fit = SiluFit<T>;
   const float e = exp_of(-y);
-  const float right_x = y + y * e * polynomial(Fit::right, y * e);
+  const float right_x = y + y * e * Fit::right(y * e);
 
   const float depth = larger(float(kMinimumX) - log_of(-y), 0.0f);
   const float v = sqrt_of(depth < 107.0f ? depth : 107.0f);
-  const float left_inverse = -polynomial(Fit::left, 1.0f / (v + 2.0f) - 0.234375f);
+  const float left_inverse = -Fit::left(v);
 
   const float quotient = select(left, 1.0f, y) / select(left, left_inverse, right_x);
   const float left_x = select(y == 0.0f, kUnderflowed, quotient);
@@ -127,16 +153,24 @@ HOST_DEVICE SiluPoint<float> silu_inverse(float y, bool left) {
   return silu_inverse_core<T>(y, left);
 }
 
-// In double: a series at the minimum, otherwise Newton's steps, in log coordinates in the left tail.
+// In double: a series at the minimum, otherwise Newton's steps, in log coordinates in the left
+// tail.
 template <class T, SiluRegion>
 HOST_DEVICE SiluPoint<double> silu_inverse(double y, bool left) {
   const double p = middle_root(y - kMinimumY, y < -0.125 ? 0x1p-55 : 0.0, left);
   double x;
   if (p > -0.02 && p < 0.02) {
-    constexpr double series[] = {kMinimumX,           3.0302216013580994,  -2.06074765111241476,
-                                 2.90081780557014534, -3.98644528060386959, 6.03466916846034026,
-                                 -9.45983958017323796, 15.2858473906355159, -25.2291157597082491,
-                                 42.3279957510526701,  -71.9389859178529584};
+    constexpr double series[] = {kMinimumX,
+                                 3.0302216013580994,
+                                 -2.06074765111241476,
+                                 2.90081780557014534,
+                                 -3.98644528060386959,
+                                 6.03466916846034026,
+                                 -9.45983958017323796,
+                                 15.2858473906355159,
+                                 -25.2291157597082491,
+                                 42.3279957510526701,
+                                 -71.9389859178529584};
     x = polynomial(series, p);
   } else if (p < -0.25 && y == 0.0) {
     x = kUnderflowed;
@@ -177,8 +211,8 @@ HOST_DEVICE uint32_t silu_code(T x, int bits) {
   return uint32_t(is_left_of_minimum(x)) | ((pattern & mask) << 1);
 }
 
-// The point from y = silu(x) and silu_code(x, bits): of the values whose pattern has the kept bits the
-// one nearest to the inverse of y.
+// The point from y = silu(x) and silu_code(x, bits): of the values whose pattern has the kept bits
+// the one nearest to the inverse of y.
 template <class T, SiluRegion region = SiluRegion::kAny>
 HOST_DEVICE SiluPoint<compute_t<T>> silu_recover(T y, uint32_t code, int bits) {
   using C = compute_t<T>;

@@ -6,7 +6,6 @@ back: `inplace_ops.functions` wraps them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -21,16 +20,17 @@ except ImportError as error:
     ) from error
 
 cuda_error: ImportError | None = None
-_C_cuda = None
+cuda_version: str | None = None
+cuda_architectures: str | None = None
 if torch.version.cuda is not None:
     try:
-        from . import _C_cuda  # type: ignore[attr-defined, no-redef]
+        from . import _C_cuda
     except ImportError as error:
         cuda_error = error
-
-built_with_torch: str = _C.built_with_torch
-cuda_version: str | None = getattr(_C_cuda, "cuda_version", None)
-cuda_architectures: str | None = getattr(_C_cuda, "cuda_architectures", None)
+    else:
+        cuda_version = f"{_C_cuda.cuda_version // 1000}.{_C_cuda.cuda_version % 1000 // 10}"
+        cuda_architectures = _C_cuda.cuda_architectures
+built_with_torch = _C.built_with_torch
 
 _namespace = torch.ops.inplace_ops
 relu_ = _namespace.relu_.default
@@ -58,9 +58,9 @@ BACKWARD_OPS = (
 
 
 def storage_order(x: Tensor) -> list[int]:
-    """The permutation of x's dimensions in which its elements lie in memory; empty for the identity.
+    """The permutation of x's dimensions in which its elements lie in memory.
 
-    The ops walk their tensors, and lay packed bits, in this order.
+    The ops walk their tensors, and lay packed bits, in this order. Empty for the identity.
     """
     if x.is_contiguous():
         return []
@@ -69,7 +69,7 @@ def storage_order(x: Tensor) -> list[int]:
 
 
 def empty_bits(x: Tensor, bits: int) -> Tensor:
-    """An uninitialized uint8 tensor (bits, ceil(elements / 8)) for `bits` packed bits an element."""
+    """Room for `bits` packed bits an element of x: uint8 (bits, ceil(elements / 8))."""
     return x.new_empty((bits, (x.numel() + 7) // 8), dtype=torch.uint8)
 
 
@@ -108,7 +108,7 @@ for _op in BACKWARD_OPS:
     torch.library.register_fake(_op.name(), _backward_fake)
     torch.library.register_vmap(_op.name(), _loop_over_batch(_op))
 
-SUPPORTED = "strided tensors on the CPU" + (" and CUDA devices" if _C_cuda else "")
+SUPPORTED = "strided tensors on the CPU" + (" and CUDA devices" if cuda_version else "")
 
 
 def unsupported(op: str, x: Tensor) -> NotImplementedError:
@@ -118,8 +118,3 @@ def unsupported(op: str, x: Tensor) -> NotImplementedError:
         f"{op}: no kernel for a tensor with layout {x.layout}, device {x.device} and dtype "
         f"{x.dtype}; this build supports {SUPPORTED}{reason}"
     )
-
-
-def elements(shape: Sequence[int]) -> int:
-    """The number of elements of a tensor of this shape."""
-    return math.prod(shape)

@@ -22,7 +22,7 @@ from .functions import (
 
 # Before 2.13 Dynamo loses that a Function modified its input where the result is discarded
 # (PyTorch issue 184113).
-_COMPILES_FUNCTIONS = torch.__version__ >= (2, 13)
+_COMPILES_FUNCTIONS: bool = torch.__version__ >= (2, 13)  # type: ignore[operator]
 
 # The fewest bits with which SiLU's gradient passes torch.testing's default tolerances.
 _SILU_BITS = {torch.float64: 1, torch.float32: 6, torch.float16: 7, torch.bfloat16: 5}
@@ -38,16 +38,16 @@ def relu_(input: Tensor, *, save: str = "mask") -> Tensor:
     """Replace `input` by max(input, 0) and return `input` itself.
 
     Args:
-        input: A tensor of any shape and strides in float64, float32, float16 or bfloat16, or, without
-            gradient, uint8, int8, int16, int32 or int64, on the CPU or a CUDA device.
+        input: A tensor of any shape and strides, on the CPU or a CUDA device, in float64, float32,
+            float16 or bfloat16, or, without gradient, uint8, int8, int16, int32 or int64.
         save: What is kept for backward where a gradient is needed. "mask": one bit an element, so
             that the result may be modified afterwards. "output": the result itself, as
             `torch.relu_` does; free where the next layer keeps it anyway, and then it must not be
             modified before backward.
 
     Raises:
-        RuntimeError: Where `torch.relu_` raises too (a leaf that requires grad, a view that autograd
-            cannot modify, overlapping memory, ...); `input` is unchanged.
+        RuntimeError: Where `torch.relu_` raises too: a leaf that requires grad, a view that
+            autograd cannot modify, overlapping memory, ... `input` is unchanged.
         NotImplementedError: For a tensor with no kernel here (sparse, another device, ...).
         TypeError: If `input` is no tensor.
         ValueError: If `save` is neither "mask" nor "output".
@@ -58,14 +58,14 @@ def relu_(input: Tensor, *, save: str = "mask") -> Tensor:
     if _decomposes(input, "relu_"):
         return input.copy_(F.relu(input))
     order = _ops.storage_order(input)
-    if not _needs_grad(input, "relu_"):
+    if not _needs_grad(input):
         return _without_grad(input, _ops.relu_, "relu_", order)
     bits = _ops.empty_bits(input, 1) if save == "mask" else None
     return _with_grad(ReLUFunction, "relu_", input, bits, order)
 
 
 def leaky_relu_(input: Tensor, negative_slope: float = 0.01, *, save: str = "mask") -> Tensor:
-    """Replace `input` by itself where positive and by `negative_slope * input` elsewhere; return it.
+    """Multiply `input` by `negative_slope` where it is not positive and return `input` itself.
 
     Args:
         input: As for `relu_`, but floating point only.
@@ -83,7 +83,7 @@ def leaky_relu_(input: Tensor, negative_slope: float = 0.01, *, save: str = "mas
     if _decomposes(input, "leaky_relu_"):
         return input.copy_(F.leaky_relu(input, negative_slope))
     order = _ops.storage_order(input)
-    if not _needs_grad(input, "leaky_relu_"):
+    if not _needs_grad(input):
         return _without_grad(input, _ops.leaky_relu_, "leaky_relu_", order, negative_slope)
     bits = _ops.empty_bits(input, 1) if save == "mask" else None
     return _with_grad(LeakyReLUFunction, "leaky_relu_", input, bits, order, negative_slope)
@@ -94,11 +94,11 @@ def silu_(input: Tensor, *, save: str = "output", bits: int | None = None) -> Te
 
     Args:
         input: As for `relu_`, but floating point only.
-        save: What is kept for backward where a gradient is needed. "output": the result itself, free
-            where the next layer keeps it anyway, and `bits` an element of the input, from which
-            backward recovers the input (x = y + W(y exp(-y)), Lambert's W); the result must not be
-            modified before backward. "derivative": silu'(x) rounded to a grid of `bits` bits; the
-            result may be modified, and there is no second derivative.
+        save: What is kept for backward where a gradient is needed. "output": the result itself,
+            free where the next layer keeps it anyway, and `bits` an element of the input, from
+            which backward recovers the input (x = y + W(y exp(-y)), Lambert's W); the result must
+            not be modified before backward. "derivative": silu'(x) rounded to a grid of `bits`
+            bits; the result may be modified, and there is no second derivative.
         bits: With "output" 1 to 8; None takes the fewest with which the gradient passes
             torch.testing's default tolerances against PyTorch's: 1 in float64, 6 in float32, 7 in
             float16, 5 in bfloat16. With "derivative" 8, 16 or 32; None takes 8 in float16 and
@@ -115,7 +115,7 @@ def silu_(input: Tensor, *, save: str = "output", bits: int | None = None) -> Te
     if _decomposes(input, "silu_"):
         return input.copy_(F.silu(input))
     order = _ops.storage_order(input)
-    if not _needs_grad(input, "silu_"):
+    if not _needs_grad(input):
         return _without_grad(input, _ops.silu_, "silu_", order)
     default = _SILU_BITS if save == "output" else _SILU_DERIVATIVE_BITS
     packed = _ops.empty_bits(input, bits or default.get(input.dtype, 8))
@@ -138,8 +138,8 @@ def check_leaky_relu(negative_slope: float, save: str) -> None:
     check_save("leaky_relu_", save, ("mask", "output"))
     if save == "output" and not negative_slope >= 0:
         raise ValueError(
-            f'leaky_relu_: save="output" needs negative_slope >= 0, got {negative_slope}: the sign of '
-            'the output does not tell that of the input; use save="mask"'
+            f'leaky_relu_: save="output" needs negative_slope >= 0, got {negative_slope}: the sign '
+            'of the output does not tell that of the input; use save="mask"'
         )
 
 
@@ -166,33 +166,35 @@ def _decomposes(input: Tensor, op: str) -> bool:
         return not _COMPILES_FUNCTIONS
     if not isinstance(input, Tensor):
         raise TypeError(f"{op}: expected a torch.Tensor, got {type(input).__name__}")
+    if input.layout is not torch.strided:
+        raise _ops.unsupported(op, input)
     if torch._C._are_functorch_transforms_active():
         return True
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(input).tangent is not None
 
 
-def _needs_grad(input: Tensor, op: str) -> bool:
+def _needs_grad(input: Tensor) -> bool:
     return input.requires_grad and torch.is_grad_enabled()
 
 
 def _without_grad(input: Tensor, op: Any, name: str, order: list[int], *arguments: Any) -> Tensor:
-    if not torch.compiler.is_compiling() and input.is_inference():
-        if not torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                "Inplace update to inference tensor outside InferenceMode is not allowed. You can "
-                "make a clone to get a normal tensor before doing inplace update."
-            )
+    if torch.compiler.is_compiling():
+        op(input, None, order, *arguments)
+        return input
+    if input.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "Inplace update to inference tensor outside InferenceMode is not allowed. You can make "
+            "a clone to get a normal tensor before doing inplace update."
+        )
     _run(op, name, input, None, order, *arguments)
-    if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version(input)
+    torch.autograd.graph.increment_version(input)
     return input
 
 
 def _with_grad(function: type[torch.autograd.Function], name: str, *arguments: Any) -> Tensor:
     if not torch.compiler.is_compiling():
         _refuse_what_autograd_refuses(arguments[0])
-    result: Tensor = _run(function.apply, name, *arguments)
-    return result
+    return _run(function.apply, name, *arguments)
 
 
 def _run(function: Callable[..., Any], name: str, input: Tensor, *arguments: Any) -> Any:

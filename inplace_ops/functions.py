@@ -1,8 +1,8 @@
 """The autograd Functions.
 
-Their forward modifies the input and marks it dirty, which raises its version by one. They are applied
-by `inplace_ops.functional`, which refuses first what PyTorch refuses: the errors that `mark_dirty`
-raises come after forward, when the data is already gone.
+Their forward modifies the input and marks it dirty, which raises its version by one. They are
+applied by `inplace_ops.functional`, which refuses first what PyTorch refuses: the errors that
+`mark_dirty` raises come after forward, when the data is already gone.
 
 Every backward is an op that is linear in the incoming gradient. Where a second derivative may be
 asked for it runs as a Function too.
@@ -15,10 +15,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 from torch.autograd.function import once_differentiable
 
 from . import _ops
+
+
+def _gradient(
+    grad: Tensor, op: Callable[[Tensor], Tensor], function: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """op(grad), linear in grad, or by function, its differentiable form, where that may be needed.
+
+    A tangent that forward-mode AD has given grad goes the same way.
+    """
+    run = function if torch.is_grad_enabled() else op
+    if forward_ad._current_level >= 0:
+        primal, tangent = forward_ad.unpack_dual(grad)
+        if tangent is not None:
+            return forward_ad.make_dual(run(primal), run(tangent))
+    return run(grad)
 
 
 class _Linear(Function):
@@ -37,15 +52,16 @@ class _Linear(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_grad: Tensor) -> tuple[Tensor | None, ...]:
-        (saved,) = ctx.saved_tensors
-        grad = _linear(grad_grad, ctx.op, saved, *ctx.arguments)
-        return (grad, None, None, *(None for _ in ctx.arguments))
+        gradient = _linear(grad_grad, ctx.op, *ctx.saved_tensors, *ctx.arguments)
+        return (gradient, None, None, *(None for _ in ctx.arguments))
 
 
 def _linear(grad: Tensor, op: Callable[..., Tensor], saved: Tensor, *arguments: Any) -> Tensor:
-    if torch.is_grad_enabled():
-        return _Linear.apply(grad, op, saved, *arguments)
-    return op(grad, saved, *arguments)
+    return _gradient(
+        grad,
+        lambda g: op(g, saved, *arguments),
+        lambda g: _Linear.apply(g, op, saved, *arguments),
+    )
 
 
 def _keep_mask_or_output(ctx: Any, x: Tensor, mask: Tensor | None) -> None:
@@ -86,9 +102,7 @@ class LeakyReLUFunction(Function):
     """
 
     @staticmethod
-    def forward(
-        x: Tensor, mask: Tensor | None, order: list[int], negative_slope: float
-    ) -> Tensor:
+    def forward(x: Tensor, mask: Tensor | None, order: list[int], negative_slope: float) -> Tensor:
         _ops.leaky_relu_(x, mask, order, negative_slope)
         return x
 
@@ -186,10 +200,11 @@ class SiLUFunction(Function):
                 f"{error} Here it is the output of silu_, which backward reads: "
                 'silu_(x, save="derivative") allows its output to be modified.'
             ) from None
-        if torch.is_grad_enabled():
-            gradient = _SiLUBackward.apply(grad, output, bits, ctx.order, edge)
-        else:
-            gradient = _ops.silu_backward_output(grad, output, bits, ctx.order)
+        gradient = _gradient(
+            grad,
+            lambda g: _ops.silu_backward_output(g, output, bits, ctx.order),
+            lambda g: _SiLUBackward.apply(g, output, bits, ctx.order, edge),
+        )
         return gradient, None, None, None
 
 
@@ -209,8 +224,8 @@ class _SiLUDerivativeBackward(Function):
     @staticmethod
     def backward(ctx: Any, grad_grad: Tensor) -> tuple[Tensor | None, ...]:
         raise RuntimeError(
-            'silu_(x, save="derivative") keeps the first derivative only and cannot be differentiated '
-            'twice: use save="output".'
+            'silu_(x, save="derivative") keeps the first derivative only and cannot be '
+            'differentiated twice: use save="output".'
         )
 
 
@@ -234,8 +249,9 @@ class SiLUDerivativeFunction(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (bits,) = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            gradient = _SiLUDerivativeBackward.apply(grad, bits, ctx.order)
-        else:
-            gradient = _ops.silu_backward_derivative(grad, bits, ctx.order)
+        gradient = _gradient(
+            grad,
+            lambda g: _ops.silu_backward_derivative(g, bits, ctx.order),
+            lambda g: _SiLUDerivativeBackward.apply(g, bits, ctx.order),
+        )
         return gradient, None, None

@@ -22,9 +22,9 @@ class _Saved:
 def saved_bytes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     """Call `fn(*args, **kwargs)` and return the bytes that autograd then holds for backward.
 
-    Each storage counts once, and a view's whole storage. Parameters, the buffers of `fn` where it is
-    a module, and the arguments do not count: they are there anyway. An argument that `fn` modifies
-    in place does not count either.
+    Each storage counts once, and a view's whole storage. Parameters, the buffers of `fn` where it
+    is a module, and the arguments do not count, those that `fn` modifies included: they are there
+    anyway.
 
     Args:
         fn: A module or any callable; it is called once, under the caller's grad mode and autocast.

@@ -1,5 +1,5 @@
-// Runs a functor over tensors on the CPU: in parallel over blocks of elements, each block a loop that
-// the compiler vectorizes, compiled for several instruction sets and chosen at run time.
+// Runs a functor over tensors on the CPU: in parallel over blocks of elements, each block a loop
+// that the compiler vectorizes, compiled for several instruction sets and chosen at run time.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -61,8 +61,8 @@ HOST_DEVICE void fetch(T (&element)[inputs], const T* const (&in)[inputs], int i
   for (int k = 0; k < inputs; ++k) element[k] = in[k][i];
 }
 
-// The loop over the elements of one block. The output may be the first input, element by element. The
-// kernel is a copy: its members could otherwise be thought to change with the output.
+// The loop over the elements of one block. The output may be the first input, element by element.
+// The kernel is a copy: its members could otherwise be thought to change with the output.
 template <class Kernel>
 HOST_DEVICE void compute(const Kernel kernel, typename Kernel::Scalar* out, Inputs<Kernel> in,
                          uint32_t* codes, int count) {
@@ -156,11 +156,11 @@ HOST_DEVICE void run_blocks(const Kernel& kernel, const Geometry& geometry,
 }
 
 // run_blocks for each instruction set. What it calls is inlined into it, and so compiled for it.
-#define INPLACE_OPS_RUN_BLOCKS(name, attributes)                                             \
-  template <class Kernel>                                                                    \
-  attributes void name(const Kernel& kernel, const Geometry& geometry,                       \
-                       const Operands<Kernel>& operands, int64_t first, int64_t last) {      \
-    run_blocks(kernel, geometry, operands, first, last);                                     \
+#define INPLACE_OPS_RUN_BLOCKS(name, attributes)                                        \
+  template <class Kernel>                                                               \
+  attributes void name(const Kernel& kernel, const Geometry& geometry,                  \
+                       const Operands<Kernel>& operands, int64_t first, int64_t last) { \
+    run_blocks(kernel, geometry, operands, first, last);                                \
   }
 INPLACE_OPS_RUN_BLOCKS(run_blocks_baseline, )
 #ifdef __x86_64__

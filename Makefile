@@ -1,0 +1,41 @@
+# make demo: train on real data and compare memory. make test: build and run the tests.
+# Both set up $(VENV) first. TORCH names the torch to install, for example
+#   make demo TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch>=2.11
+
+SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test lint format clean
+
+demo: $(INSTALLED)
+	$(VENV)/bin/python benchmarks/demo.py
+
+test: $(INSTALLED)
+	$(VENV)/bin/pytest
+
+lint: $(INSTALLED)
+	$(VENV)/bin/pip install -q -e '.[lint]' --no-build-isolation
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror $$(find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu*')
+	$(VENV)/bin/mypy
+
+format: $(INSTALLED)
+	$(VENV)/bin/pip install -q -e '.[lint]' --no-build-isolation
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i $$(find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu*')
+
+$(INSTALLED): $(SOURCES)
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install $(if $(findstring index-url,$(TORCH)),$(TORCH),'$(TORCH)')
+	$(VENV)/bin/pip install 'setuptools>=77' ninja numpy
+	$(VENV)/bin/pip install --no-build-isolation -e '.[test,demo]'
+	touch $@
+
+clean:
+	rm -rf build dist *.egg-info inplace_ops/*.so $(INSTALLED)

@@ -1,0 +1,1 @@
+built_with_torch: str

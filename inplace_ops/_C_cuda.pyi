@@ -1,0 +1,2 @@
+cuda_version: int
+cuda_architectures: str
