@@ -37,7 +37,7 @@ constexpr int kChunkBytes = kGroup * sizeof(T) < 16 ? kGroup * sizeof(T) : 16;
 template <class T>
 HOST_DEVICE void load_group(T (&values)[kGroup], const T* data) {
   using Vector = Chunk<kChunkBytes<T>>;
-  constexpr int count = sizeof(values) / sizeof(Vector);
+  constexpr int count = kGroup * sizeof(T) / kChunkBytes<T>;
   Vector chunks[count];
   for (int i = 0; i < count; ++i) chunks[i] = reinterpret_cast<const Vector*>(data)[i];
   memcpy(values, chunks, sizeof(values));
@@ -46,7 +46,7 @@ HOST_DEVICE void load_group(T (&values)[kGroup], const T* data) {
 template <class T>
 HOST_DEVICE void store_group(T* data, const T (&values)[kGroup]) {
   using Vector = Chunk<kChunkBytes<T>>;
-  constexpr int count = sizeof(values) / sizeof(Vector);
+  constexpr int count = kGroup * sizeof(T) / kChunkBytes<T>;
   Vector chunks[count];
   memcpy(chunks, values, sizeof(values));
   for (int i = 0; i < count; ++i) reinterpret_cast<Vector*>(data)[i] = chunks[i];
