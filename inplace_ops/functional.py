@@ -56,7 +56,7 @@ def relu_(input: Tensor, *, save: str = "mask") -> Tensor:
         return _overridden(relu_, input, save=save)
     check_save("relu_", save, ("mask", "output"))
     if _decomposes(input, "relu_"):
-        return input.copy_(F.relu(input))
+        return input.copy_(F.relu(input.clone()))
     order = _ops.storage_order(input)
     if not _needs_grad(input):
         return _without_grad(input, _ops.relu_, "relu_", order)
@@ -81,7 +81,7 @@ def leaky_relu_(input: Tensor, negative_slope: float = 0.01, *, save: str = "mas
         return _overridden(leaky_relu_, input, negative_slope=negative_slope, save=save)
     check_leaky_relu(negative_slope, save)
     if _decomposes(input, "leaky_relu_"):
-        return input.copy_(F.leaky_relu(input, negative_slope))
+        return input.copy_(F.leaky_relu(input.clone(), negative_slope))
     order = _ops.storage_order(input)
     if not _needs_grad(input):
         return _without_grad(input, _ops.leaky_relu_, "leaky_relu_", order, negative_slope)
@@ -113,7 +113,7 @@ def silu_(input: Tensor, *, save: str = "output", bits: int | None = None) -> Te
         return _overridden(silu_, input, save=save, bits=bits)
     check_silu(save, bits)
     if _decomposes(input, "silu_"):
-        return input.copy_(F.silu(input))
+        return input.copy_(F.silu(input.clone()))
     order = _ops.storage_order(input)
     if not _needs_grad(input):
         return _without_grad(input, _ops.silu_, "silu_", order)
@@ -159,7 +159,7 @@ def _overridden(function: Callable[..., Tensor], input: Any, **arguments: Any) -
 def _decomposes(input: Tensor, op: str) -> bool:
     """Whether to run as PyTorch's own activation and a copy, which every transform understands.
 
-    So it is inside torch.func's transforms, with forward-mode AD's tangents, and in compiled code
+    The activation gets a clone, as it may keep what the copy would overwrite. So it is inside torch.func's transforms, with forward-mode AD's tangents, and in compiled code
     before torch 2.13: right in each, with PyTorch's memory use.
     """
     if torch.compiler.is_compiling():

@@ -95,6 +95,8 @@ DERIVATIVE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "silu_derivative": silu_derivative,
 }
 ROUNDING = {"float64": 4e-16, "float32": 3e-7, "float16": 6e-4, "bfloat16": 4.5e-3}
+# s (1 + x (1 - s)) in float: 1 - s has lost digits where x is large (1.0e-6 at x = 17).
+FORMULA = {"float64": 4e-15, "float32": 1.2e-6, "float16": 1.2e-6, "bfloat16": 1.2e-6}
 # The largest error of silu' for the default bits, and for codes of 8, 16 and 32 bits.
 SILU_BITS = {"float64": 1, "float32": 6, "float16": 7, "bfloat16": 5}
 SILU_ERROR = {"float64": 5e-9, "float32": 7e-6, "float16": 5e-4, "bfloat16": 4e-3}
@@ -153,10 +155,12 @@ def check_round_trip(
         error = SILU_ERROR[dtype]
     else:
         run("backward_from_bits", result, incoming)
-        error = GRID_ERROR[bits] if name == "silu_derivative" else 0.0
+        error = GRID_ERROR[bits] + FORMULA[dtype] if name == "silu_derivative" else 0.0
     expected = grad * DERIVATIVE[name](x)
     tolerance = np.abs(grad) * (error + 2 * rounding) + 1e-7
     assert (np.abs(decode(result.data, dtype) - expected) <= tolerance).all()
+    if count % 8:
+        assert (packed.data.reshape(bits, plane)[:, -1] >> count % 8 == 0).all()
     for buffer in (values, result, incoming, packed):
         assert buffer.guards_are_intact()
     np.testing.assert_array_equal(incoming.data, grad_bytes)
