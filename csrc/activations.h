@@ -77,8 +77,10 @@ struct SiLU {
   static constexpr bool kTakesIntegers = false;
   static constexpr bool accepts_bits(int64_t bits) { return bits >= 1 && bits <= 8; }
   int bits;
+  bool to_output;  // see double_backward
 
-  explicit SiLU(int kept_bits) : bits(kept_bits) {}
+  explicit SiLU(int kept_bits, bool sends_to_output = false)
+      : bits(kept_bits), to_output(sends_to_output) {}
 
   HOST_DEVICE C forward(C x) const { return silu(x); }
   HOST_DEVICE uint32_t keep(T x) const { return silu_code(x, bits); }
@@ -99,7 +101,7 @@ struct SiLU {
 
   // grad_grad * grad * silu''(x): what a second differentiation sends to the input. Sent to the
   // output instead, whose own backward multiplies by silu'(x), it is divided by silu'(x).
-  HOST_DEVICE C double_backward(C grad_grad, C grad, T y, uint32_t code, bool to_output) const {
+  HOST_DEVICE C double_backward(C grad_grad, C grad, T y, uint32_t code) const {
     const SiluPoint<C> at = silu_recover(y, code, bits);
     const C to_input = grad_grad * grad * silu_second_derivative(at);
     const C slope = silu_derivative(at);

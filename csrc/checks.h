@@ -66,14 +66,12 @@ inline void check_writable(const char* op, const Tensor& x) {
                   "operation.");
 }
 
-inline void check_same(const char* op, const char* name, const Tensor& tensor, const Tensor& grad) {
-  STD_TORCH_CHECK(tensor.scalar_type() == grad.scalar_type(), op, ": ", name,
-                  " must have the dtype of the gradient");
-  STD_TORCH_CHECK(tensor.device() == grad.device(), op, ": ", name,
-                  " must be on the device of the gradient");
-  const auto a = tensor.sizes(), b = grad.sizes();
-  STD_TORCH_CHECK(a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin()), op, ": ", name,
-                  " must have the shape of the gradient");
+inline void check_same(const char* op, const Tensor& tensor, const Tensor& grad) {
+  const auto sizes = tensor.sizes(), expected = grad.sizes();
+  STD_TORCH_CHECK(tensor.scalar_type() == grad.scalar_type() && tensor.device() == grad.device() &&
+                      sizes.size() == expected.size() &&
+                      std::equal(sizes.begin(), sizes.end(), expected.begin()),
+                  op, ": backward's tensors must have one shape, dtype and device");
 }
 
 inline void check_order(const char* op, const std::vector<int64_t>& order, int64_t dims) {

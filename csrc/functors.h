@@ -114,10 +114,9 @@ struct DoubleBackward {
   static constexpr int kInputs = 3;
   static constexpr Bits kBits = Bits::kRead;
   Activation activation;
-  bool to_output;
 
   HOST_DEVICE T operator()(const T (&in)[3], uint32_t& code) const {
-    return store<T>(activation.double_backward(load(in[0]), load(in[1]), in[2], code, to_output));
+    return store<T>(activation.double_backward(load(in[0]), load(in[1]), in[2], code));
   }
 };
 

@@ -9,7 +9,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/HeaderOnlyArrayRef.h>
 
-#include <initializer_list>
+#include <array>
 #include <optional>
 #include <vector>
 
@@ -23,8 +23,8 @@ namespace inplace_ops {
 
 using Order = std::vector<int64_t>;
 
-inline Geometry walk(const Order& order, std::initializer_list<const Tensor*> operands) {
-  const Tensor& first = **operands.begin();
+inline Geometry walk(const Order& order, const std::vector<const Tensor*>& operands) {
+  const Tensor& first = *operands[0];
   Geometry geometry(int(operands.size()));
   for (int64_t i = 0; i < first.dim(); ++i) {
     const int64_t d = order.empty() ? i : order[i];
@@ -64,11 +64,6 @@ inline PackedBits<const uint8_t> read_bits(const Tensor& bits) {
   return {static_cast<const uint8_t*>(bits.const_data_ptr()), bits.size(1), int(bits.size(0))};
 }
 
-template <class T>
-const T* data(const Tensor& tensor) {
-  return static_cast<const T*>(tensor.const_data_ptr());
-}
-
 template <class Device, template <class> class Activation, class... Arguments>
 void forward(Tensor x, std::optional<Tensor> bits, Order order, Arguments... arguments) {
   using Properties = Activation<float>;
@@ -76,14 +71,13 @@ void forward(Tensor x, std::optional<Tensor> bits, Order order, Arguments... arg
   check_order(Properties::kName, order, x.dim());
   if (bits) check_bits<Properties>(*bits, x);
   const Geometry geometry = walk(order, {&x, &x});
-  const int device = x.get_device_index();
 
   const auto run = [&](auto kernel, auto packed) {
     using Kernel = decltype(kernel);
     using T = typename Kernel::Scalar;
     if (geometry.elements == 0) return;
     T* values = static_cast<T*>(x.mutable_data_ptr());
-    Device::run(kernel, geometry, Operands<Kernel>{values, {values}, packed}, device);
+    Device::run(kernel, geometry, Operands<Kernel>{values, {values}, packed}, x.get_device_index());
   };
   if (bits) {
     dispatch<false>(x.scalar_type(), Properties::kName, [&](auto zero) {
@@ -100,87 +94,60 @@ void forward(Tensor x, std::optional<Tensor> bits, Order order, Arguments... arg
   }
 }
 
-template <class Device, template <class> class Activation, class... Arguments>
-Tensor backward_from_bits(Tensor grad, Tensor bits, Order order, Arguments... arguments) {
+// A new tensor from the functor of the inputs, the first of which is a gradient, and of the bits.
+template <class Device, template <class> class Activation, template <class, class> class Functor,
+          size_t count, class... Arguments>
+Tensor differentiate(const std::array<Tensor, count>& inputs, const Tensor* bits,
+                     const Order& order, Arguments... arguments) {
   using Properties = Activation<float>;
+  const Tensor& grad = inputs[0];
   check_order(Properties::kName, order, grad.dim());
-  check_bits<Properties>(bits, grad);
-  Tensor result = empty_in_order(grad, order);
-  const Geometry geometry = walk(order, {&result, &grad});
+  for (size_t k = 1; k < count; ++k) check_same(Properties::kName, inputs[k], grad);
+  if (bits) check_bits<Properties>(*bits, grad);
+
+  const Tensor result = empty_in_order(grad, order);
+  std::vector<const Tensor*> operands{&result};
+  for (const Tensor& input : inputs) operands.push_back(&input);
+  const Geometry geometry = walk(order, operands);
+  if (geometry.elements == 0) return result;
   dispatch<false>(grad.scalar_type(), Properties::kName, [&](auto zero) {
     using T = decltype(zero);
-    using Kernel = BackwardFromBits<Activation<T>, T>;
-    if (geometry.elements == 0) return;
-    Device::run(Kernel{Activation<T>(int(bits.size(0)), arguments...)}, geometry,
-                Operands<Kernel>{
-                    static_cast<T*>(result.mutable_data_ptr()), {data<T>(grad)}, read_bits(bits)},
+    using Kernel = Functor<Activation<T>, T>;
+    Operands<Kernel> data{};
+    data.out = static_cast<T*>(result.mutable_data_ptr());
+    for (size_t k = 0; k < count; ++k)
+      data.in[k] = static_cast<const T*>(inputs[k].const_data_ptr());
+    if (bits) data.bits = read_bits(*bits);
+    const int kept_bits = bits ? int(bits->size(0)) : 1;
+    Device::run(Kernel{Activation<T>(kept_bits, arguments...)}, geometry, data,
                 grad.get_device_index());
   });
   return result;
+}
+
+template <class Device, template <class> class Activation, class... Arguments>
+Tensor backward_from_bits(Tensor grad, Tensor bits, Order order, Arguments... arguments) {
+  return differentiate<Device, Activation, BackwardFromBits>(std::array{grad}, &bits, order,
+                                                             arguments...);
 }
 
 template <class Device, template <class> class Activation, class... Arguments>
 Tensor backward_from_output(Tensor grad, Tensor output, Order order, Arguments... arguments) {
-  using Properties = Activation<float>;
-  check_order(Properties::kName, order, grad.dim());
-  check_same(Properties::kName, "the output", output, grad);
-  Tensor result = empty_in_order(grad, order);
-  const Geometry geometry = walk(order, {&result, &grad, &output});
-  dispatch<false>(grad.scalar_type(), Properties::kName, [&](auto zero) {
-    using T = decltype(zero);
-    using Kernel = BackwardFromOutput<Activation<T>, T>;
-    if (geometry.elements == 0) return;
-    Device::run(
-        Kernel{Activation<T>(1, arguments...)}, geometry,
-        Operands<Kernel>{
-            static_cast<T*>(result.mutable_data_ptr()), {data<T>(grad), data<T>(output)}, {}},
-        grad.get_device_index());
-  });
-  return result;
+  return differentiate<Device, Activation, BackwardFromOutput>(std::array{grad, output}, nullptr,
+                                                               order, arguments...);
 }
 
 template <class Device, template <class> class Activation>
 Tensor backward_from_both(Tensor grad, Tensor output, Tensor bits, Order order) {
-  using Properties = Activation<float>;
-  check_order(Properties::kName, order, grad.dim());
-  check_same(Properties::kName, "the output", output, grad);
-  check_bits<Properties>(bits, grad);
-  Tensor result = empty_in_order(grad, order);
-  const Geometry geometry = walk(order, {&result, &grad, &output});
-  dispatch<false>(grad.scalar_type(), Properties::kName, [&](auto zero) {
-    using T = decltype(zero);
-    using Kernel = BackwardFromBoth<Activation<T>, T>;
-    if (geometry.elements == 0) return;
-    Device::run(Kernel{Activation<T>(int(bits.size(0)))}, geometry,
-                Operands<Kernel>{static_cast<T*>(result.mutable_data_ptr()),
-                                 {data<T>(grad), data<T>(output)},
-                                 read_bits(bits)},
-                grad.get_device_index());
-  });
-  return result;
+  return differentiate<Device, Activation, BackwardFromBoth>(std::array{grad, output}, &bits,
+                                                             order);
 }
 
 template <class Device, template <class> class Activation>
 Tensor double_backward(Tensor grad_grad, Tensor grad, Tensor output, Tensor bits, Order order,
                        bool to_output) {
-  using Properties = Activation<float>;
-  check_order(Properties::kName, order, grad.dim());
-  check_same(Properties::kName, "the gradient's gradient", grad_grad, grad);
-  check_same(Properties::kName, "the output", output, grad);
-  check_bits<Properties>(bits, grad);
-  Tensor result = empty_in_order(grad, order);
-  const Geometry geometry = walk(order, {&result, &grad_grad, &grad, &output});
-  dispatch<false>(grad.scalar_type(), Properties::kName, [&](auto zero) {
-    using T = decltype(zero);
-    using Kernel = DoubleBackward<Activation<T>, T>;
-    if (geometry.elements == 0) return;
-    Device::run(Kernel{Activation<T>(int(bits.size(0))), to_output}, geometry,
-                Operands<Kernel>{static_cast<T*>(result.mutable_data_ptr()),
-                                 {data<T>(grad_grad), data<T>(grad), data<T>(output)},
-                                 read_bits(bits)},
-                grad.get_device_index());
-  });
-  return result;
+  return differentiate<Device, Activation, DoubleBackward>(std::array{grad_grad, grad, output},
+                                                           &bits, order, to_output);
 }
 
 // The list: every op of every activation. The schemas are in library.cpp.
