@@ -159,8 +159,9 @@ def _overridden(function: Callable[..., Tensor], input: Any, **arguments: Any) -
 def _decomposes(input: Tensor, op: str) -> bool:
     """Whether to run as PyTorch's own activation and a copy, which every transform understands.
 
-    The activation gets a clone, as it may keep what the copy would overwrite. So it is inside torch.func's transforms, with forward-mode AD's tangents, and in compiled code
-    before torch 2.13: right in each, with PyTorch's memory use.
+    The activation gets a clone, as it may keep what the copy would overwrite. So it is inside
+    torch.func's transforms, with forward-mode AD's tangents, for a lazily negated tensor, and in
+    compiled code before torch 2.13: right in each, with PyTorch's memory use.
     """
     if torch.compiler.is_compiling():
         return not _COMPILES_FUNCTIONS
@@ -168,7 +169,7 @@ def _decomposes(input: Tensor, op: str) -> bool:
         raise TypeError(f"{op}: expected a torch.Tensor, got {type(input).__name__}")
     if input.layout is not torch.strided:
         raise _ops.unsupported(op, input)
-    if torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active() or input.is_neg():
         return True
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(input).tangent is not None
 
