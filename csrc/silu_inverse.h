@@ -159,7 +159,9 @@ template <class T, SiluRegion>
 HOST_DEVICE SiluPoint<double> silu_inverse(double y, bool left) {
   const double p = middle_root(y - kMinimumY, y < -0.125 ? 0x1p-55 : 0.0, left);
   double x;
-  if (p > -0.02 && p < 0.02) {
+  if (!(y <= 40.0)) {
+    x = y;  // NaN, or sigmoid(y) rounds to 1
+  } else if (p > -0.02 && p < 0.02) {
     constexpr double series[] = {kMinimumX,
                                  3.0302216013580994,
                                  -2.06074765111241476,
