@@ -1,0 +1,236 @@
+"""Trains a small residual network on real data, three ways, and compares the memory.
+
+scikit-learn's handwritten digits (1797 images of 8 x 8 pixels); each residual block adds its
+shortcut with `+=` after an activation, as code in search of memory does. Three ways for each of
+ReLU, LeakyReLU and SiLU, from the same seed: PyTorch out of place (the addition too: after nn.ReLU
+a `+=` fails even then), PyTorch in place, and inplace_ops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import matplotlib
+import torch
+import torch.nn.functional as F
+from measure import MIB, machine, memory_of, table
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+import inplace_ops
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt  # the backend is chosen first
+
+
+class Block(nn.Module):
+    """Two convolutions with BatchNorm and activations, and a shortcut added after the second."""
+
+    def __init__(
+        self, channels: int, read_by_conv: nn.Module, added_to: nn.Module, adds_in_place: bool
+    ) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(channels)
+        self.act1 = read_by_conv
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(channels)
+        self.act2 = added_to
+        self.adds_in_place = adds_in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, channels, height, width) to the same."""
+        y = self.act1(self.norm1(self.conv1(x)))
+        y = self.act2(self.norm2(self.conv2(y)))
+        if self.adds_in_place:
+            y += x
+        else:
+            y = y + x
+        return y
+
+
+@dataclass
+class Way:
+    """A way to run an activation: the module where a convolution reads it, and before a `+=`."""
+
+    name: str
+    read_by_conv: Callable[[], nn.Module]
+    added_to: Callable[[], nn.Module]
+    adds_in_place: bool = True
+
+    def network(self, channels: int = 32, blocks: int = 3) -> nn.Sequential:
+        """A network for images (batch, 1, 8, 8) and ten classes."""
+        stem = [nn.Conv2d(1, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)]
+        residual = [
+            Block(channels, self.read_by_conv(), self.added_to(), self.adds_in_place)
+            for _ in range(blocks)
+        ]
+        head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10)]
+        return nn.Sequential(*stem, self.read_by_conv(), *residual, *head)
+
+
+def ways(torch_module: type[nn.Module], ours: type[nn.Module]) -> list[Way]:
+    """PyTorch out of place, PyTorch in place, inplace_ops."""
+    # What a convolution keeps anyway costs nothing to keep; before a write the output must not be
+    # kept.
+    before_write = "derivative" if ours is inplace_ops.SiLU else "mask"
+    return [
+        Way("torch out of place", torch_module, torch_module, adds_in_place=False),
+        Way("torch in place", *2 * [partial(torch_module, inplace=True)]),
+        Way("inplace_ops", partial(ours, save="output"), partial(ours, save=before_write)),
+    ]
+
+
+@dataclass
+class Result:
+    """What a training run gave; `error` where backward failed."""
+
+    saved: int = 0
+    peak: int = 0
+    error: str = ""
+    step_times: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    final_loss: float = 0.0  # mean of the last epoch
+    accuracy: float = 0.0
+
+
+def train(way: Way, data: tuple[Tensor, ...], arguments: argparse.Namespace) -> Result:
+    """Train a network; measure what is saved and the peak of a step first."""
+    images, labels, test_images, test_labels = data
+    torch.manual_seed(arguments.seed)
+    network = way.network().to(arguments.device)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+    annealing = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, arguments.epochs)
+    shuffle = torch.Generator().manual_seed(arguments.seed)
+    batch_size = arguments.batch_size
+
+    def step(chosen: Tensor) -> float:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(network(images[chosen]), labels[chosen])
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    result = Result()
+    state = {key: value.clone() for key, value in network.state_dict().items()}
+    result.saved = inplace_ops.saved_bytes(network, images[:batch_size])
+    try:
+        step(torch.arange(batch_size))  # the optimizer allocates its state
+        result.peak, _ = memory_of(lambda: step(torch.arange(batch_size)), arguments.device)
+    except RuntimeError as error:
+        result.error = str(error).split(" Hint")[0]
+        return result
+
+    network.load_state_dict(state)
+    optimizer.state.clear()
+    for _ in range(arguments.epochs):
+        first = len(result.losses)
+        for chosen in torch.randperm(len(images), generator=shuffle).split(batch_size):
+            begin = time.perf_counter()
+            result.losses.append(step(chosen))
+            if len(chosen) == batch_size:
+                result.step_times.append(time.perf_counter() - begin)
+        annealing.step()
+        result.final_loss = statistics.mean(result.losses[first:])
+    network.eval()
+    with torch.no_grad():
+        predicted = network(test_images).argmax(1)
+    result.accuracy = (predicted == test_labels).float().mean().item()
+    return result
+
+
+def digits(device: str) -> tuple[Tensor, ...]:
+    """Images (n, 1, 8, 8) from 0 to 1 and labels (n,), for training and for testing."""
+    bunch = load_digits()
+    images = torch.tensor(bunch.images, dtype=torch.float32)[:, None] / 16
+    labels = torch.tensor(bunch.target, dtype=torch.int64)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    test, training = order[:360], order[360:]
+    chosen = (images[training], labels[training], images[test], labels[test])
+    return tuple(tensor.to(device) for tensor in chosen)
+
+
+def plot(results: dict[tuple[str, str], Result], out: Path, title: str) -> None:
+    """Bars of the memory, and the training losses."""
+    activations = list(dict.fromkeys(activation for activation, _ in results))
+    names = list(dict.fromkeys(name for _, name in results))
+    figure, axes = plt.subplots(1, 1 + len(activations), figsize=(15, 4), layout="constrained")
+    for i, name in enumerate(names):
+        saved = [results[a, name].saved / MIB for a in activations]
+        places = [j + 0.27 * (i - 1) for j in range(len(activations))]
+        bars = axes[0].bar(places, saved, width=0.25, label=name)
+        failed = ["fails" if results[a, name].error else "" for a in activations]
+        axes[0].bar_label(bars, failed, fontsize=8)
+    axes[0].set_xticks(range(len(activations)), activations)
+    axes[0].set_ylabel("saved for backward, MiB")
+    axes[0].set_ylim(top=1.3 * max(result.saved for result in results.values()) / MIB)
+    axes[0].legend(fontsize=8)
+    for axis, activation in zip(axes[1:], activations, strict=True):
+        for name, style in zip(names, ("-", "--", ":"), strict=True):
+            losses = results[activation, name].losses
+            if losses:
+                axis.semilogy(losses, style, label=name)
+        axis.set_title(activation)
+        axis.set_xlabel("step")
+        axis.set_ylabel("training loss")
+        axis.legend(fontsize=8)
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(out, dpi=120)
+    print(f"plot written to {out}")
+
+
+def main() -> None:
+    """Train all, print the table, draw the plot."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("demo.png"))
+    arguments = parser.parse_args()
+
+    data = digits(arguments.device)
+    results: dict[tuple[str, str], Result] = {}
+    for name in ("ReLU", "LeakyReLU", "SiLU"):
+        for way in ways(getattr(nn, name), getattr(inplace_ops, name)):
+            print(f"{name}, {way.name} ...", end=" ", flush=True)
+            result = results[name, way.name] = train(way, data, arguments)
+            if result.error:
+                print("fails in backward")
+            else:
+                print(f"loss {result.final_loss:.4f}, accuracy {result.accuracy:.1%}")
+
+    header = ["", "saved, MiB", "peak, MiB", "step, ms", "final loss", "accuracy"]
+    rows, failures = [header], []
+    for (name, way_name), result in results.items():
+        row = [f"{name}, {way_name}", f"{result.saved / MIB:.2f}"]
+        if result.error:
+            row += ["fails in backward", "-", "-", "-"]
+            failures.append(f"{name}, {way_name}: {result.error}")
+        else:
+            row += [f"{result.peak / MIB:.2f}", f"{statistics.median(result.step_times) * 1e3:.1f}"]
+            row += [f"{result.final_loss:.4f}", f"{result.accuracy:.1%}"]
+        rows.append(row)
+    where = machine(arguments.device)
+    title = f"digits, batch {arguments.batch_size}; " + ", ".join(where.values())
+    print(f"\n{title}\n\n{table(rows)}\n")
+    print("saved: held for backward after the forward pass, parameters and input not counted.")
+    print("peak: allocated at most during one training step, on top of what it began with.")
+    for failure in failures:
+        print(f"\n{failure}")
+    print()
+    for name in ("ReLU", "LeakyReLU", "SiLU"):
+        expected, actual = (results[name, w].losses for w in ("torch out of place", "inplace_ops"))
+        largest = max(abs(a - b) for a, b in zip(expected, actual, strict=True))
+        print(f"{name}: losses differ by at most {largest:.2g} between torch and inplace_ops")
+    plot(results, arguments.out, title)
+
+
+if __name__ == "__main__":
+    main()

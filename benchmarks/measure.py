@@ -1,0 +1,127 @@
+"""What the benchmarks share: the machine's description, memory and time measurements, CSV files."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own progress messages
+
+MIB = 2**20
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine(device: str) -> dict[str, str]:
+    """The columns that say where and when a figure was measured."""
+    if device == "cuda":
+        name = torch.cuda.get_device_name()
+    else:
+        name = f"{_cpu_name()}, {torch.get_num_threads()} threads"
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{names[0] if names else platform.machine()} ({capability})"
+
+
+def memory_of(fn: Callable[[], Any], device: str) -> tuple[int, int]:
+    """Bytes that `fn()` allocates: at most at one time, and still held by its result.
+
+    On CUDA from the caching allocator's statistics, on the CPU from the allocator's events.
+    """
+    if device == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        result = fn()
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated() - before
+        peak = torch.cuda.max_memory_allocated() - before
+    else:
+        with torch.autograd.profiler.profile(profile_memory=True) as profile:
+            result = fn()
+        events = [e for e in profile.kineto_results.events() if e.name() == "[memory]"]
+        held = peak = 0
+        for event in sorted(events, key=lambda e: e.start_ns()):
+            held += event.nbytes()
+            peak = max(peak, held)
+    del result
+    return peak, held
+
+
+class Clock:
+    """Times single calls, in microseconds: by CUDA events, or by the host's clock on the CPU."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        # Larger than any L2: writing it evicts what the next call would find there.
+        self.evicting = torch.empty(256 * MIB, dtype=torch.uint8, device=device).fill_(1)
+
+    def time(self, fn: Callable[[], Any]) -> tuple[float, Any]:
+        """Call `fn` once; return its time and its result."""
+        if self.device != "cuda":
+            start = time.perf_counter()
+            result = fn()
+            return (time.perf_counter() - start) * 1e6, result
+        self.evicting.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        result = fn()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3, result
+
+
+def quartiles(times: list[float]) -> tuple[float, float, float]:
+    """The first quartile, the median and the third quartile."""
+    first, median, third = statistics.quantiles(times, n=4, method="inclusive")
+    return first, median, third
+
+
+def write_csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write rows of one kind, the keys of the first as header."""
+    rows = list(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"\nwritten to {path}")
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """Read what write_csv wrote."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def table(rows: list[list[str]]) -> str:
+    """Rows of text in aligned columns, the first row as header."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)

@@ -1,0 +1,78 @@
+"""Every way to run an activation that the benchmarks compare, PyTorch's and ours: the list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import inplace_ops
+
+SLOPE = 0.01
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run an activation, and the bytes an element that its training step must move.
+
+    `forward_tensors` and `backward_tensors` count reads and writes of a whole tensor; `bits` are
+    the packed bits an element, written once and read once. `gradient_error` is the documented
+    largest error of the derivative (None: equal to PyTorch's, or its default tolerances for SiLU).
+    """
+
+    name: str
+    run: Callable[[Tensor], Tensor]
+    forward_tensors: int = 2
+    backward_tensors: int = 3
+    bits: dict[torch.dtype, int] | int = 0
+    gradient_error: float | None = None
+
+    def bits_of(self, dtype: torch.dtype) -> int:
+        """Packed bits an element."""
+        return self.bits if isinstance(self.bits, int) else self.bits[dtype]
+
+    def bytes_moved(self, phase: str, dtype: torch.dtype, elements: int) -> float:
+        """The least bytes that a phase ("forward", "backward" or "both") reads and writes."""
+        packed = self.bits_of(dtype) / 8
+        forward = self.forward_tensors * dtype.itemsize + packed
+        backward = self.backward_tensors * dtype.itemsize + packed
+        phases = {"forward": forward, "backward": backward, "both": forward + backward}
+        return phases[phase] * elements
+
+
+_SILU_BITS = {torch.float32: 6, torch.bfloat16: 5, torch.float16: 7, torch.float64: 1}
+_DERIVATIVE_BITS = {torch.float32: 16, torch.bfloat16: 8, torch.float16: 8, torch.float64: 32}
+
+# PyTorch out of place first: it is the reference; PyTorch in place second: the ratios are to it.
+VARIANTS: dict[str, list[Variant]] = {
+    "ReLU": [
+        Variant("torch out of place", F.relu),
+        Variant("torch in place", F.relu_),
+        Variant("mask", inplace_ops.relu_, backward_tensors=2, bits=1),
+        Variant("output", lambda x: inplace_ops.relu_(x, save="output")),
+    ],
+    "LeakyReLU": [
+        Variant("torch out of place", lambda x: F.leaky_relu(x, SLOPE)),
+        Variant("torch in place", lambda x: F.leaky_relu_(x, SLOPE)),
+        Variant("mask", lambda x: inplace_ops.leaky_relu_(x, SLOPE), backward_tensors=2, bits=1),
+        Variant("output", lambda x: inplace_ops.leaky_relu_(x, SLOPE, save="output")),
+    ],
+    "SiLU": [
+        Variant("torch out of place", F.silu),
+        Variant("torch in place", lambda x: F.silu(x, inplace=True), forward_tensors=4),
+        Variant("output", inplace_ops.silu_, bits=_SILU_BITS),
+        Variant(
+            "output, 1 bit", lambda x: inplace_ops.silu_(x, bits=1), bits=1, gradient_error=1.2e-2
+        ),
+        Variant(
+            "derivative",
+            lambda x: inplace_ops.silu_(x, save="derivative"),
+            backward_tensors=2,
+            bits=_DERIVATIVE_BITS,
+            gradient_error=2.4e-3,
+        ),
+    ],
+}
