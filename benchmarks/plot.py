@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt  # the backend is chosen first
 
 
 def plot_times(path: Path) -> None:
-    """Time of forward and backward over PyTorch in place, by size, for each activation and dtype."""
+    """Forward and backward over PyTorch in place, by size, for each activation and dtype."""
     rows = [row for row in read_csv(path) if row["phase"] == "both"]
     activations = list(dict.fromkeys(row["activation"] for row in rows))
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
