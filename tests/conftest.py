@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+
+import pytest
+import torch
+
+from inplace_ops import _ops
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("torch.cuda is not available")
+        if _ops.cuda_version is None:
+            pytest.skip("inplace_ops was built without CUDA kernels")
+    return torch.device(request.param)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forward_mode_loaded() -> None:
+    # PyTorch compiles decompositions at the first use of forward mode, with a warning of its own.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        importlib.import_module("torch._decomp.decompositions_for_jvp")
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """Fresh random inputs in every run; INPLACE_OPS_SEED repeats one."""
+    value = int(os.environ.get("INPLACE_OPS_SEED", int.from_bytes(os.urandom(4), "little")))
+    print(f"INPLACE_OPS_SEED={value}")  # pytest shows it where the test fails
+    torch.manual_seed(value)
+    return value

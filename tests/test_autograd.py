@@ -1,0 +1,701 @@
+"""Every row of the behaviour table: what autograd sees of an in-place activation."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from activations import ACTIVATIONS, DERIVATIVE_ERROR, ONE_OF_EACH, Activation, activation_id
+from comparison import assert_gradient, assert_identical, assert_values, gradient, random_values
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import inplace_ops
+from inplace_ops import _ops
+
+all_activations = pytest.mark.parametrize("activation", ACTIVATIONS, ids=activation_id)
+one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
+BITS_OF = {row.name: row for row in ACTIVATIONS}
+
+
+def away_from_zero(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Float64 values away from the kink at 0, where a finite difference says nothing."""
+    sign = torch.where(torch.rand(shape, device=device) < 0.5, -1.0, 1.0)
+    return ((0.1 + 3 * torch.rand(shape, device=device)) * sign).double().requires_grad_()
+
+
+def in_a_slice(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    base = x.clone()
+    call(base[1:3])
+    return base
+
+
+def in_a_transpose(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    base = x.clone()
+    call(base.t()[1:])
+    return base
+
+
+def in_the_middle(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    base = x * 1.5
+    y = call(base[:, 1])
+    return base.sin() + y.sum()
+
+
+PLACES: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
+    "whole": lambda call, x: call(x.clone()),
+    "transposed": lambda call, x: call(x.clone().t()),
+    "slice": in_a_slice,
+    "transpose": in_a_transpose,
+    "middle": in_the_middle,
+}
+
+
+@all_activations
+@pytest.mark.parametrize("place", PLACES)
+def test_gradcheck(activation: Activation, place: str, device: torch.device) -> None:
+    x = away_from_zero((4, 3), device)
+
+    def function(value: Tensor) -> Tensor:
+        return PLACES[place](activation.call, value)
+
+    error = activation.derivative_error.get(torch.float64, 0.0)
+    assert torch.autograd.gradcheck(
+        function, x, atol=max(1e-5, 4 * error), check_batched_grad=True, check_forward_ad=True
+    )
+    if activation.is_twice_differentiable:
+        assert torch.autograd.gradgradcheck(function, x, check_batched_grad=True)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("bits", [1, 5, 8])
+def test_gradgradcheck_at_silus_minimum(place: str, bits: int, device: torch.device) -> None:
+    x = -1.2784645427610738 + torch.randn(4, 3, dtype=torch.float64, device=device) * 1e-2
+
+    def function(value: Tensor) -> Tensor:
+        return PLACES[place](lambda v: inplace_ops.silu_(v, bits=bits), value)
+
+    assert torch.autograd.gradgradcheck(function, x.requires_grad_())
+
+
+@all_activations
+def test_second_derivative_equals_pytorchs(activation: Activation, device: torch.device) -> None:
+    if not activation.is_twice_differentiable:
+        pytest.skip("refuses a second derivative, see test_derivative_mode_refuses")
+    leaf = random_values((500,), torch.float64, device).requires_grad_()
+    g = torch.randn(500, dtype=torch.float64, device=device, requires_grad=True)
+    results = []
+    for call in (activation.call, activation.reference):
+        y = call(leaf.clone())
+        (first,) = torch.autograd.grad(y, leaf, g, create_graph=True)
+        results.append(
+            torch.autograd.grad((first * first.detach().sin()).sum(), (leaf, g), allow_unused=True)
+        )
+    for actual, expected in zip(*results, strict=True):
+        if expected is None:  # PyTorch knows that ReLU's second derivative is nowhere
+            assert actual is None or not actual.any()
+        else:
+            actual = torch.zeros_like(expected) if actual is None else actual
+            torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(
+    "name", [row.name for row in ACTIVATIONS if not row.is_twice_differentiable]
+)
+def test_derivative_mode_refuses_a_second_derivative(name: str, device: torch.device) -> None:
+    activation = BITS_OF[name]
+    leaf = torch.randn(50, dtype=torch.float64, device=device, requires_grad=True)
+    y = activation.call(leaf.clone())
+    (first,) = torch.autograd.grad(y.square().sum(), leaf, create_graph=True)
+    reference = activation.reference(leaf)
+    (expected,) = torch.autograd.grad(reference.square().sum(), leaf)
+    error = activation.derivative_error[torch.float64] * 2 * reference.abs()
+    assert ((first - expected).abs() <= error + 1e-12).all()
+    with pytest.raises(RuntimeError, match=r'save="derivative".*save="output"'):
+        first.sum().backward()
+
+
+@contextlib.contextmanager
+def anything() -> Iterator[None]:
+    yield
+
+
+MODES = {"grad": anything, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+
+
+@one_of_each
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_version_rises_by_one(
+    activation: Activation, mode: str, requires_grad: bool, device: torch.device
+) -> None:
+    base = torch.randn(4, 6, device=device, requires_grad=requires_grad) * 1
+    views = {"whole": base, "slice": base[1:3], "transpose": base.t(), "one": base[2, 3]}
+    for name, x in views.items():
+        before = base._version
+        with MODES[mode]():
+            assert activation.call(x) is x
+        assert x._version == base._version == before + 1, name
+    empty = torch.randn(0, 3, device=device, requires_grad=requires_grad) * 1
+    with MODES[mode]():
+        activation.call(empty)
+    assert empty._version == 1
+
+
+@one_of_each
+def test_inference_tensor_in_inference_mode(activation: Activation, device: torch.device) -> None:
+    with torch.inference_mode():
+        x = torch.randn(20, device=device)
+        expected = activation.reference(x)
+        assert activation.call(x) is x
+        assert_values(activation, x, expected)
+
+
+@one_of_each
+@pytest.mark.parametrize("earlier", [torch.exp, torch.sigmoid, torch.tanh])
+def test_earlier_op_saved_the_input(
+    activation: Activation, earlier: Callable[[Tensor], Tensor], device: torch.device
+) -> None:
+    leaf = torch.randn(9, device=device, requires_grad=True)
+    y = activation.call(earlier(leaf))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+class ViewFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def hooked_module_output(x: Tensor) -> Tensor:
+    module = nn.Identity()
+    module.register_full_backward_hook(lambda module, inputs, outputs: None)
+    return module(x)
+
+
+def view_made_without_grad(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return x[1:]
+
+
+def inference_tensor(x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return x.detach().clone()
+
+
+# From a leaf that requires grad to a tensor that PyTorch does not let be modified.
+REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "leaf": lambda leaf: leaf,
+    "view_of_leaf": lambda leaf: leaf[1:],
+    "transpose_of_leaf": lambda leaf: leaf.t(),
+    "no_grad_view": lambda leaf: view_made_without_grad(leaf * 1),
+    "split": lambda leaf: (leaf * 1).split(2)[1],
+    "chunk": lambda leaf: (leaf * 1).chunk(2)[0],
+    "unbind": lambda leaf: (leaf * 1).unbind()[2],
+    "view_of_split": lambda leaf: (leaf * 1).split(2)[1][:, 1:],
+    "function_view": lambda leaf: ViewFunction.apply(leaf * 1),
+    "hooked_module": lambda leaf: hooked_module_output(leaf * 1),
+    "expanded": lambda leaf: (leaf * 1)[:1].expand(5, 3),
+    "expanded_without_grad": lambda leaf: leaf.detach().clone()[:, :1].expand(4, 7),
+    "inference_tensor": inference_tensor,
+}
+
+
+def wording(error: BaseException) -> str:
+    """The message, without the spaces that PyTorch forgets in one and the link at its end."""
+    return str(error).split("See http")[0].replace(" ", "")
+
+
+@one_of_each
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses_what_pytorch_refuses(
+    activation: Activation, case: str, device: torch.device
+) -> None:
+    leaf = torch.randn(4, 3, device=device, requires_grad=True)
+    with pytest.raises(RuntimeError) as pytorchs:
+        # ReLU's: leaky_relu_ with a negative slope and silu_ word nothing differently.
+        torch.relu_(REFUSED[case](leaf.detach().clone().requires_grad_()))
+
+    x = REFUSED[case](leaf)
+    before = x.detach().clone()
+    version = None if x.is_inference() else x._version
+    with pytest.raises(RuntimeError) as ours:
+        activation.call(x)
+
+    assert type(ours.value) is type(pytorchs.value)
+    assert wording(pytorchs.value) in wording(ours.value)
+    assert_identical(x, before, "modified although refused:")
+    assert x.is_inference() or x._version == version
+
+
+@one_of_each
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize(
+    ("size", "stride"), [((3, 3), (1, 1)), ((2, 4), (3, 1)), ((2, 2, 2), (3, 2, 1)), ((5,), (0,))]
+)
+def test_refuses_overlapping_memory(
+    activation: Activation,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+    device: torch.device,
+) -> None:
+    base = torch.randn(20, device=device, requires_grad=requires_grad) * 1
+    before = base.detach().clone()
+    x = base.as_strided(size, stride)
+    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+        activation.call(x)
+    assert_identical(base, before)
+    assert base._version == 0
+
+
+def quantized(device: torch.device) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated, but still there to be refused
+        return torch.quantize_per_tensor(torch.randn(4, 3, device=device), 0.1, 0, torch.qint8)
+
+
+UNSUPPORTED: dict[str, Callable[[torch.device], Tensor]] = {
+    "complex64": lambda device: torch.randn(4, 3, dtype=torch.complex64, device=device),
+    "complex128": lambda device: torch.randn(4, 3, dtype=torch.complex128, device=device),
+    "bool": lambda device: torch.rand(4, 3, device=device) > 0.5,
+    "float8_e4m3fn": lambda device: torch.randn(4, 3, device=device).to(torch.float8_e4m3fn),
+    "qint8": quantized,
+    "sparse_coo": lambda device: torch.randn(4, 3, device=device).to_sparse(),
+}
+
+
+@one_of_each
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_unsupported_tensors(activation: Activation, case: str, device: torch.device) -> None:
+    x = UNSUPPORTED[case](device)
+
+    def bytes_of(t: Tensor) -> bytes:
+        values = t.coalesce().values() if t.layout == torch.sparse_coo else t
+        return bytes(values.cpu().untyped_storage())
+
+    before, version = bytes_of(x), x._version
+    op = activation.name.split("-")[0] + "_"
+    with pytest.raises((RuntimeError, TypeError), match=rf"\b{op}.*support") as error:
+        activation.call(x)
+    got = {"sparse_coo": "sparse"}.get(case, f"{case}|{str(x.dtype)[6:]}")
+    names = {"complex64": "ComplexFloat", "complex128": "ComplexDouble", "bool": "Bool"}
+    assert any(
+        name.lower() in str(error.value).lower()
+        for name in [*got.split("|"), names.get(case, case)]
+    )
+    assert bytes_of(x) == before
+    assert x._version == version
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
+@one_of_each
+def test_unsupported_dtypes_with_gradient(
+    activation: Activation, dtype: torch.dtype, device: torch.device
+) -> None:
+    x = torch.randn(4, 3, device=device, requires_grad=True).to(dtype)
+    before, version = x.detach().clone(), x._version
+    with pytest.raises(RuntimeError, match=activation.name.split("-")[0]):
+        activation.call(x)
+    assert bytes(x.detach().cpu().untyped_storage()) == bytes(before.cpu().untyped_storage())
+    assert x._version == version
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_only_relu_takes_integers(dtype: torch.dtype, device: torch.device) -> None:
+    x = torch.arange(6, dtype=dtype, device=device)
+    for call in (inplace_ops.leaky_relu_, inplace_ops.silu_):
+        with pytest.raises(RuntimeError, match="unsupported dtype"):
+            call(x)
+    assert torch.equal(x, torch.arange(6, dtype=dtype, device=device))
+    assert x._version == 0
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, 1.5, [1.0], np.zeros(3)], ids=["None", "number", "list", "array"]
+)
+@one_of_each
+def test_no_tensor(activation: Activation, wrong: object) -> None:
+    with pytest.raises(TypeError, match=r"torch\.Tensor"):
+        activation.call(wrong)
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "message"),
+    [
+        (inplace_ops.relu_, {"save": "input"}, "save must be"),
+        (inplace_ops.relu_, {"save": None}, "save must be"),
+        (inplace_ops.leaky_relu_, {"save": "derivative"}, "save must be"),
+        (
+            inplace_ops.leaky_relu_,
+            {"negative_slope": -0.1, "save": "output"},
+            "negative_slope >= 0",
+        ),
+        (
+            inplace_ops.leaky_relu_,
+            {"negative_slope": np.nan, "save": "output"},
+            "negative_slope >= 0",
+        ),
+        (inplace_ops.silu_, {"save": "mask"}, "save must be"),
+        *(
+            (inplace_ops.silu_, {"bits": bits}, "bits must be")
+            for bits in (0, 9, -1, True, 2.5, "5")
+        ),
+        *(
+            (inplace_ops.silu_, {"save": "derivative", "bits": bits}, "bits must be")
+            for bits in (0, 1, 7, 64)
+        ),
+    ],
+)
+def test_wrong_arguments(
+    call: Callable[..., Tensor], arguments: dict[str, object], message: str, device: torch.device
+) -> None:
+    x = torch.randn(5, device=device)
+    before = x.clone()
+    with pytest.raises(ValueError, match=message):
+        call(x, **arguments)
+    assert_identical(x, before)
+    assert x._version == 0
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "add": lambda y: y.add_(torch.arange(y.numel(), dtype=y.dtype, device=y.device)),
+    "mul": lambda y: y.mul_(3),
+    "zero": lambda y: y.zero_(),
+    "slice": lambda y: y[2:5].mul_(2),
+    "relu": lambda y: torch.relu_(y),
+}
+
+
+@one_of_each
+@pytest.mark.parametrize("write", WRITES)
+def test_later_writes(activation: Activation, write: str, device: torch.device) -> None:
+    leaf = torch.randn(11, device=device, requires_grad=True)
+    y = activation.call(leaf.clone())
+    WRITES[write](y)
+    if not activation.allows_later_writes:
+        hint = 'save="derivative"' if activation.name.startswith("silu") else ""
+        with pytest.raises(RuntimeError, match=f"modified by an inplace operation.*{hint}"):
+            y.sum().backward()
+        return
+    y.sum().backward()
+    reference = leaf.detach().clone().requires_grad_()
+    expected = activation.reference(reference).clone()
+    WRITES[write](expected)
+    expected.sum().backward()
+    assert_values(activation, y, expected)
+    assert_gradient(activation, leaf.grad, reference.grad, 3.0)
+
+
+@one_of_each
+def test_later_writes_through_a_base(activation: Activation, device: torch.device) -> None:
+    leaf = torch.randn(11, device=device, requires_grad=True)
+    base = leaf.clone()
+    y = activation.call(base[2:])
+    base.mul_(2)
+    if not activation.allows_later_writes:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            base.sum().backward()
+        return
+    y.sum().backward()
+    expected = 2 * gradient(activation.reference, leaf.detach()[2:])
+    assert_gradient(activation, leaf.grad[2:], expected, 2.0)
+    assert not leaf.grad[:2].any()
+
+
+@one_of_each
+def test_storage_seen_through_detach_and_clone(
+    activation: Activation, device: torch.device
+) -> None:
+    leaf = torch.randn(11, device=device, requires_grad=True)
+    x = leaf.clone()
+    old = x.detach().clone()
+    detached_before, cloned_before = x.detach(), x.clone()
+    y = activation.call(x)
+    detached_after, cloned_after = y.detach(), y.clone()
+    expected = activation.reference(old)
+    for seen in (detached_before, detached_after, cloned_after):
+        assert_values(activation, seen.detach(), expected)
+    assert_identical(cloned_before, old)
+    assert detached_before._version == detached_after._version == y._version == 1
+
+    # A clone's gradient goes to the input before or after the activation, as it was taken.
+    (before,) = torch.autograd.grad(cloned_before.sum(), leaf)
+    assert_identical(before, torch.ones_like(leaf))
+    (after,) = torch.autograd.grad(cloned_after.sum(), leaf, retain_graph=True)
+    assert_gradient(activation, after, gradient(activation.reference, old), 1.0)
+
+    detached_before.mul_(2)  # autograd does not see this write but for the version
+    if activation.allows_later_writes:
+        (actual,) = torch.autograd.grad(y.sum(), leaf)
+        assert_gradient(activation, actual, gradient(activation.reference, old), 1.0)
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+@one_of_each
+def test_backward_twice(activation: Activation, device: torch.device) -> None:
+    leaf = torch.randn(11, device=device, requires_grad=True)
+    expected = gradient(activation.reference, leaf)
+    y = activation.call(leaf.clone())
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert_gradient(activation, leaf.grad / 2, expected, 1.0)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.sum().backward()
+
+
+@one_of_each
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoint(activation: Activation, use_reentrant: bool, device: torch.device) -> None:
+    leaf = torch.randn(11, device=device, requires_grad=True)
+    y = checkpoint(lambda x: activation.call(x * 2), leaf, use_reentrant=use_reentrant)
+    (y * y.detach()).sum().backward()
+    reference = leaf.detach().clone().requires_grad_()
+    expected = activation.reference(reference * 2)
+    (expected * expected.detach()).sum().backward()
+    assert_values(activation, y, expected)
+    largest = 2 * expected.detach().abs().double()
+    assert_gradient(activation, leaf.grad, reference.grad, largest)
+
+
+@one_of_each
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoint_of_a_region_that_modifies_its_input(
+    activation: Activation, use_reentrant: bool, device: torch.device
+) -> None:
+    def run(call: Callable[[Tensor], Tensor]) -> None:
+        leaf = torch.randn(11, device=device, requires_grad=True)
+        y = checkpoint(lambda x: call(x) * 2, leaf * 1, use_reentrant=use_reentrant)
+        y.sum().backward()
+
+    with pytest.raises(RuntimeError) as pytorchs:
+        run(torch.relu_)
+    with pytest.raises(RuntimeError) as ours:
+        run(activation.call)
+    assert type(ours.value) is type(pytorchs.value)
+    assert str(ours.value)[:60] == str(pytorchs.value)[:60]
+
+
+@one_of_each
+@pytest.mark.parametrize("hooks", ["numpy", "save_on_cpu"])
+@pytest.mark.parametrize("place", PLACES)
+def test_saved_tensors_hooks(
+    activation: Activation, hooks: str, place: str, device: torch.device
+) -> None:
+    to_numpy = saved_tensors_hooks(
+        lambda t: (t.device, t.detach().cpu().numpy().copy()),
+        lambda p: torch.tensor(p[1], device=p[0]),
+    )
+    leaf = torch.randn(4, 3, device=device, requires_grad=True)
+    with to_numpy if hooks == "numpy" else save_on_cpu():
+        y = PLACES[place](activation.call, leaf)
+    (actual,) = torch.autograd.grad(y.sum(), leaf)
+    expected = PLACES[place](lambda x: x.copy_(activation.reference(x.clone())), leaf)
+    (wanted,) = torch.autograd.grad(expected.sum(), leaf)
+    assert_gradient(activation, actual, wanted, 1.0 + y.numel() * (place == "middle") * 1.5)
+
+
+class Token:
+    """Something to hold a weak reference to."""
+
+
+class Probe(torch.autograd.Function):
+    """A node below the activation's, which holds a token as long as the graph is alive."""
+
+    @staticmethod
+    def forward(ctx, x, token):
+        ctx.token = token
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+@one_of_each
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("used", ["not", "backward", "retain_graph", "create_graph"])
+def test_graph_is_freed_without_the_garbage_collector(
+    activation: Activation, place: str, used: str, device: torch.device
+) -> None:
+    leaf = torch.randn(4, 3, device=device, requires_grad=True)
+
+    def run() -> weakref.ref[Token]:
+        token = Token()
+        y = PLACES[place](activation.call, Probe.apply(leaf, token))
+        if used != "not":
+            create, retain = used == "create_graph", used != "backward"
+            torch.autograd.grad(y.sum(), leaf, retain_graph=retain, create_graph=create)
+        return weakref.ref(token)
+
+    gc.disable()
+    try:
+        assert run()() is None
+    finally:
+        gc.enable()
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+WITHOUT_GRAD = {
+    "no_requires_grad": (anything, False),
+    "no_grad": (torch.no_grad, True),
+    "inference_mode": (torch.inference_mode, True),
+}
+
+
+@one_of_each
+@pytest.mark.parametrize("mode", WITHOUT_GRAD)
+def test_nothing_is_allocated_without_grad(
+    activation: Activation, mode: str, device: torch.device
+) -> None:
+    context, requires_grad = WITHOUT_GRAD[mode]
+    x = torch.randn(1000, 100, device=device, requires_grad=requires_grad) * 1
+    node = x.grad_fn
+    with context(), Recorder() as recorder:
+        activation.call(x)
+    assert len(recorder.ops) == 1
+    assert recorder.ops[0].startswith("inplace_ops.")
+    assert x.grad_fn is node
+    with context():
+        assert allocated_bytes(lambda: activation.call(x)) == 0
+
+
+@one_of_each
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forward_allocates_what_it_keeps(
+    activation: Activation, dtype: torch.dtype, device: torch.device
+) -> None:
+    x = torch.randn(1003, 100, dtype=dtype, device=device, requires_grad=True) * 1
+    groups = (x.numel() + 7) // 8
+    assert allocated_bytes(lambda: activation.call(x)) == activation.packed_bits[dtype] * groups
+
+
+def allocated_bytes(function: Callable[[], object]) -> int:
+    """Bytes allocated while function runs, by the profiler's account."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        function()
+    events = profile.profiler.kineto_results.events()
+    return sum(max(event.nbytes(), 0) for event in events if event.name() == "[memory]")
+
+
+def test_the_count_of_allocations_counts() -> None:
+    assert allocated_bytes(lambda: torch.empty(1000, 100)) == 400_000
+
+
+@one_of_each
+def test_threads(activation: Activation, device: torch.device) -> None:
+    inputs = [torch.randn(70_000, device=device) for _ in range(4)]
+    expected = [gradient(activation.reference, x) for x in inputs]
+    results: dict[int, Tensor] = {}
+
+    def work(i: int) -> None:
+        for _ in range(3):
+            results[i] = gradient(activation.call, inputs[i])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, wanted in enumerate(expected):
+        assert_gradient(activation, results[i], wanted, 1.0)
+
+
+@one_of_each
+@pytest.mark.parametrize("place", PLACES)
+def test_anomaly_mode(activation: Activation, place: str, device: torch.device) -> None:
+    leaf = torch.randn(4, 3, device=device, requires_grad=True)
+    with pytest.warns(UserWarning, match="Anomaly Detection"):
+        detector = torch.autograd.detect_anomaly()
+    with detector:
+        y = PLACES[place](activation.call, leaf)
+        (actual,) = torch.autograd.grad(y.sum(), leaf)
+    expected = PLACES[place](lambda x: x.copy_(activation.reference(x.clone())), leaf)
+    (wanted,) = torch.autograd.grad(expected.sum(), leaf)
+    assert_gradient(activation, actual, wanted, 1.0 + y.numel() * (place == "middle") * 1.5)
+
+
+@one_of_each
+def test_functional_transforms(activation: Activation, device: torch.device) -> None:
+    x = torch.randn(6, 5, dtype=torch.float64, device=device)
+    tangent = torch.randn_like(x)
+
+    def loss(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda row: (function(row * 1.5) ** 2).sum()
+
+    ours, pytorchs = loss(activation.call), loss(activation.reference)
+    transforms: list[Callable[[Callable[[Tensor], Tensor]], Tensor]] = [
+        lambda f: torch.func.grad(f)(x),
+        lambda f: torch.func.vmap(f)(x),
+        lambda f: torch.func.vmap(torch.func.grad(f))(x),
+        lambda f: torch.func.vmap(torch.func.grad(f), in_dims=1)(x),
+        lambda f: torch.func.jvp(f, (x,), (tangent,))[1],
+        lambda f: torch.func.grad(lambda v: torch.func.grad(f)(v).sum())(x),
+        lambda f: torch.func.jacrev(f)(x),
+    ]
+    for transform in transforms:
+        torch.testing.assert_close(transform(ours), transform(pytorchs))
+
+
+@one_of_each
+def test_forward_mode(activation: Activation, device: torch.device) -> None:
+    x = torch.randn(9, dtype=torch.float64, device=device)
+    tangent = torch.randn_like(x)
+    results = []
+    with torch.autograd.forward_ad.dual_level():
+        for call in (activation.call, activation.reference):
+            dual = torch.autograd.forward_ad.make_dual(x.clone(), tangent.clone())
+            results.append(torch.autograd.forward_ad.unpack_dual(call(dual)))
+    torch.testing.assert_close(results[0].primal, results[1].primal)
+    torch.testing.assert_close(results[0].tangent, results[1].tangent)
+
+
+@one_of_each
+def test_batched_backward(activation: Activation, device: torch.device) -> None:
+    leaf = torch.randn(4, 5, dtype=torch.float64, device=device, requires_grad=True)
+    incoming = 2 * torch.rand(3, 4, 5, dtype=torch.float64, device=device) - 1
+    y = activation.call(leaf.clone())
+    (actual,) = torch.autograd.grad(y, leaf, incoming, is_grads_batched=True)
+    expected = torch.stack([gradient(activation.reference, leaf, g) for g in incoming])
+    assert_gradient(activation, actual, expected, 1.0)
+
+
+def test_errors_of_the_grids_are_the_documented_ones() -> None:
+    assert {bits: f"{error:.1e}" for bits, error in DERIVATIVE_ERROR.items()} == {
+        8: "2.4e-03",
+        16: "9.2e-06",
+        32: "1.6e-10",
+    }
+
+
+def test_ops_are_private() -> None:
+    assert not any(name in inplace_ops.__all__ for name in ("_ops", "FORWARD_OPS"))
+    assert len(_ops.FORWARD_OPS) + len(_ops.BACKWARD_OPS) == 11

@@ -1,0 +1,266 @@
+"""Values and gradients against PyTorch's, in every dtype and layout."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+from activations import ACTIVATIONS, FLOATS, ONE_OF_EACH, Activation, activation_id
+from comparison import (
+    assert_gradient,
+    assert_identical,
+    assert_values,
+    gradient,
+    random_values,
+    unsigned_zeros,
+)
+from layouts import GRADIENTS, LAYOUTS, random_view
+from torch import Tensor
+
+import inplace_ops
+
+all_activations = pytest.mark.parametrize("activation", ACTIVATIONS, ids=activation_id)
+one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
+all_floats = pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: str(dtype)[6:])
+
+
+@all_activations
+@all_floats
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_and_gradients(
+    activation: Activation, dtype: torch.dtype, layout: str, device: torch.device
+) -> None:
+    shape, arrange = LAYOUTS[layout]
+    leaf = random_values(shape, dtype, device).requires_grad_()
+    expected = activation.reference(arrange(leaf))
+    x = arrange(leaf)
+    strides = x.stride()
+
+    y = activation.call(x)
+
+    assert y is x
+    assert y.stride() == strides
+    assert_values(activation, y, expected)
+    for name, arrange_gradient in GRADIENTS.items():
+        # At most 1 in size: SiLU's error is in proportion to the incoming gradient.
+        incoming = arrange_gradient(
+            y.shape, lambda s: 2 * torch.rand(s, dtype=dtype, device=device) - 1
+        )
+        before = incoming.clone()
+        (actual,) = torch.autograd.grad(y, leaf, incoming, retain_graph=True)
+        (wanted,) = torch.autograd.grad(expected, leaf, incoming, retain_graph=True)
+        if y._is_view():
+            actual, wanted = unsigned_zeros(actual), unsigned_zeros(wanted)
+        assert_gradient(activation, actual, wanted, 1.0, f"{name} gradient:")
+        assert_identical(incoming, before, "the incoming gradient was written to:")
+
+
+@all_activations
+@all_floats
+def test_without_gradient(activation: Activation, dtype: torch.dtype, device: torch.device) -> None:
+    for shape, arrange in LAYOUTS.values():
+        x = arrange(random_values(shape, dtype, device))
+        expected = activation.reference(x.clone())
+        assert activation.call(x) is x
+        assert_values(activation, x, expected)
+
+
+@all_activations
+@all_floats
+def test_random_views(
+    activation: Activation, dtype: torch.dtype, device: torch.device, seed: int
+) -> None:
+    choose = random.Random(seed)
+    for _ in range(15):
+        shape = tuple(choose.randrange(1, 9) for _ in range(choose.randrange(5)))
+        leaf = random_values(shape, dtype, device).requires_grad_()
+        base, reference_base = leaf.clone(), leaf.clone()
+        state = choose.getstate()
+        x = random_view(base, choose)
+        choose.setstate(state)
+        reference_x = random_view(reference_base, choose)
+        activation.call(x)
+        reference_x.copy_(activation.reference(reference_x.clone()))
+        assert_values(activation, base, reference_base)
+
+        incoming = 2 * torch.rand(shape, dtype=dtype, device=device) - 1
+        (actual,) = torch.autograd.grad(base, leaf, incoming)
+        (wanted,) = torch.autograd.grad(reference_base, leaf, incoming)
+        assert_gradient(activation, unsigned_zeros(actual), unsigned_zeros(wanted), 1.0)
+
+
+@all_activations
+@all_floats
+def test_large_incoming_gradients(
+    activation: Activation, dtype: torch.dtype, device: torch.device
+) -> None:
+    x = random_values((2000,), dtype, device)
+    incoming = 50 * torch.randn(2000, dtype=dtype, device=device)
+    actual = gradient(activation.call, x, incoming)
+    expected = gradient(activation.reference, x, incoming)
+    if activation.is_exact or dtype in activation.derivative_error:
+        assert_gradient(activation, actual, expected, incoming.abs().double())
+    else:
+        # torch.testing's defaults, with the absolute part in proportion to the incoming gradient.
+        scale = incoming.abs().clamp(min=1)
+        torch.testing.assert_close(actual / scale, expected / scale)
+
+
+# Not -100: where SiLU's output underflows its derivative is 0 here, -3.7e-42 in PyTorch.
+EDGES = [0.0, -0.0, 1.0, -1.0, 5.0, -5.0, torch.inf, -torch.inf, torch.nan]
+INCOMING = [1.0, 0.0, -0.0, torch.inf, -torch.inf, torch.nan]
+
+
+def edge_values(dtype: torch.dtype, device: torch.device) -> Tensor:
+    finfo = torch.finfo(dtype)
+    subnormal = finfo.smallest_normal / 4
+    tiny = [finfo.smallest_normal, subnormal, finfo.smallest_normal * finfo.eps]
+    values = EDGES + [sign * v for sign in (1, -1) for v in (*tiny, finfo.max, finfo.eps)]
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+@all_activations
+@all_floats
+def test_edge_values(activation: Activation, dtype: torch.dtype, device: torch.device) -> None:
+    x = edge_values(dtype, device)
+    expected = activation.reference(x)
+    with torch.no_grad():
+        assert_values(activation, activation.call(x.clone()), expected)
+    # Sign of zero, infinities and NaN in every position of a vector, in blocks and in their tails.
+    for count in (1, 3, 700):
+        many = x.repeat_interleave(count)
+        assert_values(
+            activation,
+            activation.call(many.clone().requires_grad_().clone()),
+            activation.reference(many),
+        )
+
+
+@all_activations
+@all_floats
+@pytest.mark.parametrize("incoming", INCOMING)
+def test_edge_gradients(
+    activation: Activation, dtype: torch.dtype, incoming: float, device: torch.device
+) -> None:
+    x = edge_values(dtype, device)
+    incoming_gradient = torch.full_like(x, incoming)
+    actual = gradient(activation.call, x, incoming_gradient)
+    expected = gradient(activation.reference, x, incoming_gradient)
+    if torch.tensor(incoming).isfinite():
+        assert_gradient(activation, actual, expected, 1.0)
+    else:
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@one_of_each
+@all_floats
+@pytest.mark.parametrize("requires_grad", [True, False], ids=["grad", "no_grad"])
+def test_nothing_outside_a_view_is_written(
+    activation: Activation, dtype: torch.dtype, requires_grad: bool, device: torch.device
+) -> None:
+    sentinel = -3.0  # every activation but the identity changes it
+    for offset in range(17):
+        for length in range(41):
+            leaf = torch.full((offset + length + 17,), sentinel, dtype=dtype, device=device)
+            leaf[offset : offset + length].normal_()
+            expected = leaf.clone()
+            inside = expected[offset : offset + length]
+            inside.copy_(activation.reference(inside))
+
+            base = leaf.requires_grad_(requires_grad).clone()
+            activation.call(base[offset : offset + length])
+
+            where = f"offset {offset}, length {length}:"
+            assert_identical(base[:offset], expected[:offset], where)
+            assert_identical(base[offset + length :], expected[offset + length :], where)
+            assert_values(activation, base, expected)
+
+
+@one_of_each
+@all_floats
+def test_every_length(activation: Activation, dtype: torch.dtype, device: torch.device) -> None:
+    for length in [*range(70), *range(509, 530, 3), 1023, 1025, 32767, 32769, 65537]:
+        x = random_values((length,), dtype, device)
+        incoming = 2 * torch.rand(length, dtype=dtype, device=device) - 1
+        actual = gradient(activation.call, x, incoming)
+        expected = gradient(activation.reference, x, incoming)
+        assert_gradient(activation, actual, expected, 1.0, f"length {length}:")
+
+
+@one_of_each
+def test_lazily_negated_input(activation: Activation, device: torch.device) -> None:
+    def negated(a: Tensor) -> Tensor:
+        return torch.view_as_complex(a.clone()).conj().imag
+
+    leaf = random_values((20, 2), torch.float32, device).requires_grad_()
+    x = negated(leaf)
+    assert x.is_neg()
+    expected = activation.reference(negated(leaf))
+    y = activation.call(x)
+    assert_values(activation, y, expected)
+    incoming = 2 * torch.rand(20, device=device) - 1
+    (actual,) = torch.autograd.grad(y, leaf, incoming)
+    (wanted,) = torch.autograd.grad(expected, leaf, incoming)
+    assert_gradient(activation, actual, wanted, 1.0)
+
+
+@one_of_each
+def test_undefined_gradient(activation: Activation, device: torch.device) -> None:
+    leaf = random_values((7,), torch.float32, device).requires_grad_()
+    x = leaf.clone()
+    y = activation.call(x)
+
+    class NoGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    (actual,) = torch.autograd.grad(NoGradient.apply(y).sum(), leaf, allow_unused=True)
+    assert actual is None or not actual.any()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_relu_of_integers(dtype: torch.dtype, layout: str, device: torch.device) -> None:
+    info = torch.iinfo(dtype)
+    shape, arrange = LAYOUTS[layout]
+    x = arrange(torch.randint(info.min, info.max, shape, dtype=dtype, device=device))
+    expected = torch.relu(x.clone())
+    assert inplace_ops.relu_(x) is x
+    assert torch.equal(x, expected)
+
+
+def available_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_more_than_2_to_the_31_elements(step: int, device: torch.device) -> None:
+    if os.environ.get("INPLACE_OPS_LARGE") != "1":
+        pytest.skip("slow and large: set INPLACE_OPS_LARGE=1")
+    if available_bytes(device) < 17 * 2**30:
+        pytest.skip("needs 17 GiB of free memory")
+    elements = 2**31 + 1000
+    leaf = torch.zeros((), dtype=torch.float16, device=device, requires_grad=True)
+    x = leaf.expand(elements) + 0 if step == 1 else (leaf.expand(elements * step) + 0)[::step]
+    with torch.no_grad():
+        x[-1000:] = torch.randn(1000, dtype=torch.float16, device=device)
+        expected = torch.relu(x[-1000:])
+        slope = (x[-1000:] > 0).half()
+    seen: list[Tensor] = []
+    x.register_hook(seen.append)  # of the gradient before the activation
+    y = inplace_ops.relu_(x)
+    assert torch.equal(y[-1000:], expected)
+    assert not y[:-1000].any()
+    if step == 1:
+        y.backward(torch.ones((), dtype=torch.float16, device=device).expand(elements))
+        assert torch.equal(seen[0][-1000:], slope)
+        assert not seen[0][:-1000].any()
