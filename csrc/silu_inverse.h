@@ -227,19 +227,21 @@ HOST_DEVICE SiluPoint<compute_t<T>> silu_recover(T y, uint32_t code, int bits) {
   constexpr Pattern sign_bit = Pattern(Pattern(1) << (8 * sizeof(T) - 1));
   const Pattern magnitude = Pattern(pattern & Pattern(~sign_bit));
 
-  const int32_t window = 1 << (bits - 1);
+  // A cell is the 2^shift patterns that share all but the bits below the kept ones, and the kept
+  // ones repeat every `window` patterns.
+  const int32_t cell = 1 << shift, window = cell << (bits - 1);
+  const int32_t middle_of_code = (int32_t(code >> 1) << shift) + cell / 2;
   const int32_t offset =
-      ((int32_t(code >> 1) - int32_t(magnitude >> shift) + window / 2) & (window - 1)) - window / 2;
-  const Signed nearest_cell = Signed(Signed(magnitude >> shift) + Signed(offset));
-  const Signed cell = Signed(nearest_cell < 0 ? nearest_cell + window : nearest_cell);
-  const Pattern first = Pattern(Pattern(cell) << shift);
-  const Pattern last = Pattern(first | Pattern((Pattern(1) << shift) - 1));
+      ((middle_of_code - int32_t(magnitude) + window / 2) & (window - 1)) - window / 2;
+  const Signed closest = Signed(Signed(magnitude) + Signed(offset));
+  const Pattern middle = Pattern(closest < 0 ? closest + window : closest);
+  const Pattern first = Pattern(middle - Pattern(cell / 2)), last = Pattern(first + (cell - 1));
   // Within the cell: the middle next to the minimum, where the estimate says nothing, otherwise the
   // value nearest to the estimate.
   const C distance = estimate.x - C(kMinimumX);
-  const bool is_flat = distance < C(0.03) && distance > C(-0.03);
+  constexpr C flat = sizeof(T) == 8 ? C(1e-5) : C(0.03);
+  const bool is_flat = distance < flat && distance > -flat;
   const Pattern nearest = magnitude < first ? first : magnitude > last ? last : magnitude;
-  const Pattern middle = Pattern(first + (Pattern(1) << shift) / 2);
   const Pattern chosen = Pattern((shift > 0 && is_flat ? middle : nearest) | (pattern & sign_bit));
   const C x = load(bit_cast<T>(chosen));
 

@@ -60,9 +60,14 @@ BACKWARD_OPS = (
 def storage_order(x: Tensor) -> list[int]:
     """The permutation of x's dimensions in which its elements lie in memory.
 
-    The ops walk their tensors, and lay packed bits, in this order. Empty for the identity.
+    The ops walk their tensors, and lay packed bits, in this order. Empty for the identity. Any
+    order is right; in compiled code, whose strides may be symbols, it is that of the usual formats.
     """
     if x.is_contiguous():
+        return []
+    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        return [0, 2, 3, 1]
+    if torch.compiler.is_compiling():
         return []
     strides = x.stride()
     return sorted(range(x.dim()), key=lambda d: -strides[d])
@@ -73,11 +78,17 @@ def empty_bits(x: Tensor, bits: int) -> Tensor:
     return x.new_empty((bits, (x.numel() + 7) // 8), dtype=torch.uint8)
 
 
+def _check_devices(*arguments: object) -> None:
+    devices = {a.device for a in arguments if isinstance(a, Tensor)}
+    torch._check(len(devices) == 1, lambda: f"tensors on several devices: {devices}")
+
+
 def _forward_fake(x: Tensor, bits: Tensor | None, order: Sequence[int], *arguments: float) -> None:
-    return None
+    _check_devices(x, bits)
 
 
 def _backward_fake(grad: Tensor, *arguments: object) -> Tensor:
+    _check_devices(grad, *arguments)
     order = next(a for a in arguments if isinstance(a, (list, tuple)))
     strides = [1] * grad.dim()
     stride = 1
@@ -93,7 +104,7 @@ def _loop_over_batch(op: torch._ops.OpOverload):  # type: ignore[no-untyped-def]
     def rule(info, in_dims, *arguments):  # type: ignore[no-untyped-def]
         def sample(i: int) -> list[object]:
             return [
-                a.select(d, i) if isinstance(a, Tensor) and d is not None else a
+                a.select(d, i).contiguous() if isinstance(a, Tensor) and d is not None else a
                 for a, d in zip(arguments, in_dims, strict=True)
             ]
 

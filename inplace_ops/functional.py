@@ -20,10 +20,6 @@ from .functions import (
     SiLUFunction,
 )
 
-# Before 2.13 Dynamo loses that a Function modified its input where the result is discarded
-# (PyTorch issue 184113).
-_COMPILES_FUNCTIONS: bool = torch.__version__ >= (2, 13)  # type: ignore[operator]
-
 # The fewest bits with which SiLU's gradient passes torch.testing's default tolerances.
 _SILU_BITS = {torch.float64: 1, torch.float32: 6, torch.float16: 7, torch.bfloat16: 5}
 _SILU_DERIVATIVE_BITS = {
@@ -146,8 +142,10 @@ def check_leaky_relu(negative_slope: float, save: str) -> None:
 def check_silu(save: str, bits: int | None) -> None:
     """Raise ValueError for arguments that silu_ does not take."""
     check_save("silu_", save, ("output", "derivative"))
-    choices = range(1, 9) if save == "output" else (8, 16, 32)
-    if bits is not None and (bits not in choices or isinstance(bits, bool)):
+    if bits is None:
+        return
+    choices = (1, 2, 3, 4, 5, 6, 7, 8) if save == "output" else (8, 16, 32)
+    if not isinstance(bits, int) or isinstance(bits, bool) or bits not in choices:
         expected = "1 to 8" if save == "output" else "8, 16 or 32"
         raise ValueError(f'silu_: bits must be {expected} with save="{save}", got {bits!r}')
 
@@ -160,11 +158,11 @@ def _decomposes(input: Tensor, op: str) -> bool:
     """Whether to run as PyTorch's own activation and a copy, which every transform understands.
 
     The activation gets a clone, as it may keep what the copy would overwrite. So it is inside
-    torch.func's transforms, with forward-mode AD's tangents, for a lazily negated tensor, and in
-    compiled code before torch 2.13: right in each, with PyTorch's memory use.
+    torch.func's transforms, with forward-mode AD's tangents, and for a lazily negated tensor: right
+    in each, with PyTorch's memory use.
     """
     if torch.compiler.is_compiling():
-        return not _COMPILES_FUNCTIONS
+        return False
     if not isinstance(input, Tensor):
         raise TypeError(f"{op}: expected a torch.Tensor, got {type(input).__name__}")
     if input.layout is not torch.strided:
@@ -192,10 +190,15 @@ def _without_grad(input: Tensor, op: Any, name: str, order: list[int], *argument
     return input
 
 
-def _with_grad(function: type[torch.autograd.Function], name: str, *arguments: Any) -> Tensor:
-    if not torch.compiler.is_compiling():
-        _refuse_what_autograd_refuses(arguments[0])
-    return _run(function.apply, name, *arguments)
+def _with_grad(
+    function: type[torch.autograd.Function], name: str, input: Tensor, *arguments: Any
+) -> Tensor:
+    if torch.compiler.is_compiling():
+        # Dynamo follows a Function that modifies an intermediate result, but not one that modifies
+        # a graph's input, nor, before 2.13, one whose result is discarded (PyTorch issue 184113).
+        return input.copy_(function.apply(input.clone(), *arguments))
+    _refuse_what_autograd_refuses(input)
+    return _run(function.apply, name, input, *arguments)
 
 
 def _run(function: Callable[..., Any], name: str, input: Tensor, *arguments: Any) -> Any:

@@ -37,7 +37,7 @@ def saved_bytes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     handles: list[weakref.ref[_Saved]] = []
 
     def pack(tensor: Tensor) -> _Saved:
-        saved = _Saved(tensor)
+        saved = _Saved(tensor.detach())  # without the graph, which may go before the result
         handles.append(weakref.ref(saved))
         return saved
 

@@ -256,7 +256,8 @@ def test_more_than_2_to_the_31_elements(step: int, device: torch.device) -> None
         expected = torch.relu(x[-1000:])
         slope = (x[-1000:] > 0).half()
     seen: list[Tensor] = []
-    x.register_hook(seen.append)  # of the gradient before the activation
+    if step == 1:
+        x.register_hook(seen.append)  # of the gradient before the activation
     y = inplace_ops.relu_(x)
     assert torch.equal(y[-1000:], expected)
     assert not y[:-1000].any()
