@@ -2,6 +2,9 @@
 
 A 10000 x 10000 float32 tensor has 381.5 MiB. Out of place an activation allocates as much again; in
 place it should allocate nothing. With a gradient, PyTorch's in-place SiLU clones its input.
+
+held: allocated by the call and still there when it has returned. peak: the most at one time. saved:
+what inplace_ops.saved_bytes reports, which leaves out x's own memory.
 """
 
 from __future__ import annotations
@@ -11,36 +14,43 @@ from pathlib import Path
 
 import torch
 from measure import MIB, RESULTS, machine, memory_of, table, write_csv
+from torch import Tensor
 from variants import VARIANTS
+
+import inplace_ops
 
 
 def main() -> None:
     """Measure, print the table, write the CSV."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
     parser.add_argument("--size", type=int, default=10000, help="rows and columns")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     device, size = arguments.device, arguments.size
+
+    def fresh(requires_grad: bool) -> Tensor:
+        x = torch.randn(size, size, device=device, requires_grad=requires_grad)
+        return x.clone() if requires_grad else x  # autograd refuses to modify a leaf
 
     rows = []
     for activation, variants in VARIANTS.items():
         for variant in variants:
             row = {"activation": activation, "variant": variant.name, "size": f"{size} x {size}"}
             for requires_grad in (False, True):
-                x = torch.randn(size, size, device=device, requires_grad=requires_grad)
-                if requires_grad:
-                    x = x.clone()  # autograd refuses to modify a leaf
+                x = fresh(requires_grad)
                 peak, held = memory_of(lambda x=x, run=variant.run: run(x), device)
                 suffix = "with grad" if requires_grad else "no grad"
                 row[f"MiB held, {suffix}"] = f"{held / MIB:.1f}"
                 row[f"MiB peak, {suffix}"] = f"{peak / MIB:.1f}"
                 del x
+            saved = inplace_ops.saved_bytes(variant.run, fresh(requires_grad=True))
+            row["MiB saved, with grad"] = f"{saved / MIB:.1f}"
             rows.append(row | machine(device))
-    columns = list(rows[0])[:2] + list(rows[0])[3:7]
+    columns = [c for c in rows[0] if c in ("activation", "variant") or c.startswith("MiB")]
     print(table([columns, *([row[c] for c in columns] for row in rows)]))
-    name = "cuda" if device == "cuda" else "cpu"
-    write_csv(arguments.out or RESULTS / f"memory_{name}.csv", rows)
+    write_csv(arguments.out or RESULTS / f"memory_{device}.csv", rows)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt  # the backend is chosen first
 
 
 def plot_times(path: Path) -> None:
-    """Forward and backward over PyTorch in place, by size, for each activation and dtype."""
+    """Forward and backward over PyTorch in place: the median of the ratios and their quartiles."""
     rows = [row for row in read_csv(path) if row["phase"] == "both"]
     activations = list(dict.fromkeys(row["activation"] for row in rows))
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
@@ -31,10 +31,19 @@ def plot_times(path: Path) -> None:
             for variant in dict.fromkeys(row["variant"] for row in case):
                 points = [row for row in case if row["variant"] == variant]
                 sizes = [int(row["elements"]) for row in points]
-                ratios = [float(row["time_over_torch_in_place"]) for row in points]
-                axis.plot(sizes, ratios, "o-", label=variant, markersize=3)
+                low, ratios, high = (
+                    [float(row[key]) for row in points]
+                    for key in (
+                        "ratio_first_quartile",
+                        "ratio_to_torch_in_place",
+                        "ratio_third_quartile",
+                    )
+                )
+                (drawn,) = axis.plot(sizes, ratios, "o-", label=variant, markersize=3)
+                axis.fill_between(sizes, low, high, alpha=0.2, color=drawn.get_color())
             axis.set_xscale("log", base=2)
             axis.set_yscale("log", base=2)
+            axis.yaxis.set_major_formatter("{x:g}")
             axis.set_title(f"{activation}, {dtype}", fontsize=9)
             axis.grid(alpha=0.3)
         line[0].set_ylabel("time over torch in place")

@@ -17,9 +17,10 @@ SLOPES = (-1.5, -0.01, 0.0, 0.01, 1.0, 2.0)
 
 # The largest absolute error of silu', by the bits kept: the design's figures for the fewest, the
 # default and the most. Between them, in float32: a bit more halves the error, but for the second,
-# which alone is too coarse to tell the inputs that share a y apart. In float16 and bfloat16: the inverse is off by no more than with one bit, and of the values
-# that have the kept bits one is within 2^(bits - 2) of it; values near the minimum lie 2^-10 and
-# 2^-7 apart, and silu'' is below 0.23 there.
+# which alone is too coarse to tell the inputs that share a y apart. In float16 and bfloat16: the
+# inverse is off by no more than with one bit, and of the values that have the kept bits one is
+# within 2^(bits - 2) of it; values near the minimum lie 2^-10 and 2^-7 apart, and silu'' is below
+# 0.23 there.
 SILU_ERROR: Mapping[torch.dtype, Mapping[int, float]] = {
     torch.float64: dict.fromkeys(range(1, 9), 5e-9),
     torch.float32: {
