@@ -77,10 +77,8 @@ struct SiLU {
   static constexpr bool kTakesIntegers = false;
   static constexpr bool accepts_bits(int64_t bits) { return bits >= 1 && bits <= 8; }
   int bits;
-  bool to_output;  // see double_backward
 
-  explicit SiLU(int kept_bits, bool sends_to_output = false)
-      : bits(kept_bits), to_output(sends_to_output) {}
+  explicit SiLU(int kept_bits) : bits(kept_bits) {}
 
   HOST_DEVICE C forward(C x) const { return silu(x); }
   HOST_DEVICE uint32_t keep(T x) const { return silu_code(x, bits); }
@@ -99,14 +97,14 @@ struct SiLU {
     return backward<SiluRegion::kTail>(grad, y, code);
   }
 
-  // grad_grad * grad * silu''(x): what a second differentiation sends to the input. Sent to the
-  // output instead, whose own backward multiplies by silu'(x), it is divided by silu'(x).
+  // grad_grad * grad * silu''(x) / silu'(x): what a second differentiation sends to the output,
+  // whose own backward multiplies by silu'(x) again. Where that is 0 the term is lost, and is no
+  // NaN.
   HOST_DEVICE C double_backward(C grad_grad, C grad, T y, uint32_t code) const {
     const SiluPoint<C> at = silu_recover(y, code, bits);
-    const C to_input = grad_grad * grad * silu_second_derivative(at);
     const C slope = silu_derivative(at);
-    if (!to_output) return to_input;
-    return slope == C(0) ? C(0) : to_input / slope;
+    const C term = grad_grad * grad * silu_second_derivative(at);
+    return slope == C(0) ? C(0) : term / slope;
   }
 };
 

@@ -20,8 +20,8 @@ STABLE_TORCH_LIBRARY(inplace_ops, m) {
   m.def("silu_(Tensor(a!) x, Tensor(b!)? bits, int[] order) -> ()");
   m.def("silu_backward_output(Tensor grad, Tensor output, Tensor bits, int[] order) -> Tensor");
   m.def(
-      "silu_double_backward(Tensor grad_grad, Tensor grad, Tensor output, Tensor bits, int[] order,"
-      " bool to_output) -> Tensor");
+      "silu_double_backward(Tensor grad_grad, Tensor grad, Tensor output, Tensor bits, int[] order)"
+      " -> Tensor");
   m.def("silu_derivative_(Tensor(a!) x, Tensor(b!)? bits, int[] order) -> ()");
   m.def("silu_backward_derivative(Tensor grad, Tensor bits, int[] order) -> Tensor");
 }

@@ -144,10 +144,9 @@ Tensor backward_from_both(Tensor grad, Tensor output, Tensor bits, Order order) 
 }
 
 template <class Device, template <class> class Activation>
-Tensor double_backward(Tensor grad_grad, Tensor grad, Tensor output, Tensor bits, Order order,
-                       bool to_output) {
+Tensor double_backward(Tensor grad_grad, Tensor grad, Tensor output, Tensor bits, Order order) {
   return differentiate<Device, Activation, DoubleBackward>(std::array{grad_grad, grad, output},
-                                                           &bits, order, to_output);
+                                                           &bits, order);
 }
 
 // The list: every op of every activation. The schemas are in library.cpp.

@@ -13,7 +13,6 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from . import _ops
 from .functions import (
-    InputEdge,
     LeakyReLUFunction,
     ReLUFunction,
     SiLUDerivativeFunction,
@@ -117,9 +116,7 @@ def silu_(input: Tensor, *, save: str = "output", bits: int | None = None) -> Te
     packed = _ops.empty_bits(input, bits or default.get(input.dtype, 8))
     if save == "derivative":
         return _with_grad(SiLUDerivativeFunction, "silu_", input, packed, order)
-    is_view = not torch.compiler.is_compiling() and input._is_view()
-    edge = InputEdge.apply(input) if is_view else None
-    return _with_grad(SiLUFunction, "silu_", input, packed, order, edge)
+    return _with_grad(SiLUFunction, "silu_", input, packed, order)
 
 
 def check_save(op: str, save: str, choices: tuple[str, ...]) -> None:

@@ -67,9 +67,7 @@ def _linear(grad: Tensor, op: Callable[..., Tensor], saved: Tensor, *arguments: 
 def _keep_mask_or_output(ctx: Any, x: Tensor, mask: Tensor | None) -> None:
     ctx.mark_dirty(x)
     ctx.has_mask = mask is not None
-    # Detached: the output of an in-place Function on a view holds the graph that holds this node, a
-    # cycle that nothing frees. Its version counter is the same.
-    ctx.save_for_backward(x.detach() if mask is None else mask)
+    ctx.save_for_backward(x if mask is None else mask)
 
 
 class ReLUFunction(Function):
@@ -118,44 +116,18 @@ class LeakyReLUFunction(Function):
         return gradient, None, None, None
 
 
-class InputEdge(Function):
-    """The way from a node back to its input, as a tensor of the input's shape and one element.
-
-    SiLU's second derivative is sent along it where the output is a view: then the output's own
-    history cannot be saved (see `_keep_mask_or_output`).
-    """
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.new_zeros(()).expand(x.shape)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
 class _SiLUBackward(Function):
-    """grad * silu'(x), x recovered from the output and its bits; differentiable once more.
-
-    The second derivative's term goes to the input along `edge`, or without one to the output.
-    """
+    """grad * silu'(x), x recovered from the output and its bits; differentiable once more."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        grad: Tensor, output: Tensor, bits: Tensor, order: list[int], edge: Tensor | None
-    ) -> Tensor:
+    def forward(grad: Tensor, output: Tensor, bits: Tensor, order: list[int]) -> Tensor:
         return _ops.silu_backward_output(grad, output, bits, order)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        grad, silu_output, bits, ctx.order, edge = inputs
-        ctx.to_output = edge is None
+        grad, silu_output, bits, ctx.order = inputs
         ctx.save_for_backward(grad, silu_output, bits)
 
     @staticmethod
@@ -163,36 +135,31 @@ class _SiLUBackward(Function):
     def backward(ctx: Any, grad_grad: Tensor) -> tuple[Tensor | None, ...]:
         grad, output, bits = ctx.saved_tensors
         to_grad = _ops.silu_backward_output(grad_grad, output, bits, ctx.order)
-        to_value = _ops.silu_double_backward(
-            grad_grad, grad, output, bits, ctx.order, ctx.to_output
-        )
-        if ctx.to_output:
-            return to_grad, to_value, None, None, None
-        return to_grad, None, None, None, to_value
+        to_output = _ops.silu_double_backward(grad_grad, grad, output, bits, ctx.order)
+        return to_grad, to_output, None, None
 
 
 class SiLUFunction(Function):
-    """`SiLUFunction.apply(x, bits, order, edge)` replaces x by silu(x) and returns it.
+    """`SiLUFunction.apply(x, bits, order)` replaces x by silu(x) and returns it.
 
-    Keeps the output and the packed bits of the input. `edge` is `InputEdge.apply(x)` where x is a
-    view, otherwise None.
+    Keeps the output and the packed bits of the input.
     """
 
     @staticmethod
-    def forward(x: Tensor, bits: Tensor, order: list[int], edge: Tensor | None) -> Tensor:
+    def forward(x: Tensor, bits: Tensor, order: list[int]) -> Tensor:
         _ops.silu_(x, bits, order)
         return x
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, bits, ctx.order, edge = inputs
+        x, bits, ctx.order = inputs
         ctx.mark_dirty(x)
-        ctx.save_for_backward(output if edge is None else output.detach(), bits, edge)
+        ctx.save_for_backward(output, bits)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         try:
-            output, bits, edge = ctx.saved_tensors
+            output, bits = ctx.saved_tensors
         except RuntimeError as error:
             if "inplace operation" not in str(error):
                 raise
@@ -203,9 +170,9 @@ class SiLUFunction(Function):
         gradient = _gradient(
             grad,
             lambda g: _ops.silu_backward_output(g, output, bits, ctx.order),
-            lambda g: _SiLUBackward.apply(g, output, bits, ctx.order, edge),
+            lambda g: _SiLUBackward.apply(g, output, bits, ctx.order),
         )
-        return gradient, None, None, None
+        return gradient, None, None
 
 
 class _SiLUDerivativeBackward(Function):

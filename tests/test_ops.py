@@ -25,7 +25,6 @@ SCALARS: dict[str, tuple[object, ...]] = {
     "leaky_relu_": (0.2,),
     "leaky_relu_backward_mask": (0.2,),
     "leaky_relu_backward_output": (0.2,),
-    "silu_double_backward": (True,),
 }
 PLANES: dict[str, int | None] = {
     "relu_": 1,

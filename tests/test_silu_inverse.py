@@ -104,26 +104,29 @@ def test_default_bits_give_pytorchs_gradient(dtype: torch.dtype, device: torch.d
 
 
 def recovered(x: Tensor, bits: int) -> Tensor:
-    """silu'' at the x that backward recovers, through the op."""
+    """silu'' / silu' at the x that backward recovers, through the op."""
     y = x.clone()
     packed = _ops.empty_bits(y, bits)
     _ops.silu_(y, packed, [])
     ones = torch.ones_like(y)
-    return _ops.silu_double_backward(ones, ones, y, packed, [], False)
+    return _ops.silu_double_backward(ones, ones, y, packed, [])
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=id_of)
 def test_default_bits_recover_the_input(dtype: torch.dtype, device: torch.device) -> None:
-    # silu'' is never flat where silu' is, so that both together tell one x from its neighbours.
+    # The ratio tells an x from its neighbours everywhere but far to the right, and best next to the
+    # minimum, where the float32 arithmetic leaves silu' an absolute error of 2e-7.
     x = all_finite(dtype, device)
     # Below -20.1 float16's output is subnormal, and below that 0.
     x = x[x > (-20.1 if dtype == torch.float16 else -88)]
     exact = x.double()
     s = torch.sigmoid(exact)
-    second = s * (1 - s) * (2 + exact * (1 - 2 * s))
+    first = s * (1 + exact * (1 - s))
+    ratio = s * (1 - s) * (2 + exact * (1 - 2 * s)) / first
     actual = recovered(x, SILU_DEFAULT_BITS[dtype]).double()
-    error = (actual - second).abs()
-    limit = torch.finfo(dtype).eps / 2 * second.abs() + torch.finfo(dtype).tiny + 1e-6
+    error = (actual - ratio).abs()
+    relative = torch.where(exact < -2, 1e-5, 2e-7 / first.abs().clamp(max=1))
+    limit = (torch.finfo(dtype).eps / 2 + relative) * ratio.abs() + 1e-6
     assert (error <= limit).all()
 
 
