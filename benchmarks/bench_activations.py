@@ -25,11 +25,12 @@ from variants import VARIANTS, Variant
 
 PHASES = ("forward", "backward", "both")
 
-# Largest error of the derivative, where it is more than torch.testing's default tolerances.
+# Largest error of the derivative that the README gives, where it is more than torch.testing's
+# default tolerances; the rounding of the arithmetic on both sides comes on top.
 DERIVATIVE_ERROR = {
     "output, 1 bit": {
         torch.float64: 5e-9,
-        torch.float32: 8e-5,
+        torch.float32: 8.3e-5,
         torch.float16: 3.8e-3,
         torch.bfloat16: 1.2e-2,
     },
@@ -57,7 +58,8 @@ def verify(variant: Variant, reference: Variant, x: Tensor, equal: bool) -> None
     value_tolerance = {"rtol": 0.0, "atol": 0.0} if equal else {}
     gradient_tolerance = value_tolerance
     if variant.name in DERIVATIVE_ERROR:
-        error = DERIVATIVE_ERROR[variant.name][x.dtype]
+        arithmetic = torch.finfo(torch.promote_types(x.dtype, torch.float32))
+        error = DERIVATIVE_ERROR[variant.name][x.dtype] + 4 * arithmetic.eps
         gradient_tolerance = {"rtol": torch.finfo(x.dtype).eps, "atol": error}
     torch.testing.assert_close(value, expected_value, **value_tolerance)
     torch.testing.assert_close(gradient, expected_gradient, **gradient_tolerance)

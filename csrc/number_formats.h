@@ -36,6 +36,21 @@ HOST_DEVICE To bit_cast(From value) {
   return result;
 }
 
+// condition ? a : b, in bits on the host: a compiler that sees the choice moves the work of one
+// side behind a branch, and then does not vectorize the loop.
+HOST_DEVICE uint32_t select(bool condition, uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+  return condition ? a : b;
+#else
+  const uint32_t mask = 0u - uint32_t(condition);
+  return (a & mask) | (b & ~mask);
+#endif
+}
+
+HOST_DEVICE float select(bool condition, float a, float b) {
+  return bit_cast<float>(select(condition, bit_cast<uint32_t>(a), bit_cast<uint32_t>(b)));
+}
+
 // The type a format is computed in: float for the 16-bit floats, otherwise the format itself.
 template <class T>
 struct ComputeType {
@@ -71,8 +86,8 @@ HOST_DEVICE float load(Half value) {
   const uint32_t infinite = magnitude + (224u << 23);
   const float subnormal =
       bit_cast<float>(magnitude + (113u << 23)) - bit_cast<float>(uint32_t(113u << 23));
-  const uint32_t finite = magnitude < (1u << 23) ? bit_cast<uint32_t>(subnormal) : normal;
-  return bit_cast<float>(sign | (magnitude >= (31u << 23) ? infinite : finite));
+  const uint32_t finite = select(magnitude < (1u << 23), bit_cast<uint32_t>(subnormal), normal);
+  return bit_cast<float>(sign | select(magnitude >= (31u << 23), infinite, finite));
 #endif
 }
 
@@ -89,9 +104,9 @@ HOST_DEVICE T store(compute_t<T> value) {
     const uint32_t magnitude = pattern & 0x7fffffffu;
     const uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - (126u << 23);
     const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-    const uint32_t special = magnitude > (255u << 23) ? 0x7e00u : 0x7c00u;
-    const uint32_t finite = magnitude < (113u << 23) ? subnormal : normal;
-    const uint32_t rounded = magnitude >= (143u << 23) ? special : finite;
+    const uint32_t special = select(magnitude > (255u << 23), 0x7e00u, 0x7c00u);
+    const uint32_t finite = select(magnitude < (113u << 23), subnormal, normal);
+    const uint32_t rounded = select(magnitude >= (143u << 23), special, finite);
     return Half{uint16_t(rounded | ((pattern >> 16) & 0x8000u))};
 #endif
   } else if constexpr (std::is_same_v<T, BFloat16>) {
@@ -112,17 +127,6 @@ HOST_DEVICE double exp_of(double x) { return exp(x); }
 HOST_DEVICE double log_of(double x) { return log(x); }
 HOST_DEVICE double sqrt_of(double x) { return sqrt(x); }
 HOST_DEVICE float sqrt_of(float x) { return sqrtf(x); }
-
-// condition ? a : b, in bits on the host: a compiler that sees the choice moves the work of one
-// side behind a branch, and then does not vectorize the loop.
-HOST_DEVICE float select(bool condition, float a, float b) {
-#ifdef __CUDA_ARCH__
-  return condition ? a : b;
-#else
-  const uint32_t mask = 0u - uint32_t(condition);
-  return bit_cast<float>((bit_cast<uint32_t>(a) & mask) | (bit_cast<uint32_t>(b) & ~mask));
-#endif
-}
 
 // c[0] + c[1] x + ... A GPU hides the latency of Horner's chain behind other threads; a CPU core
 // does better with two shorter chains, of the even and the odd powers.

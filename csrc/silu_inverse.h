@@ -228,29 +228,29 @@ HOST_DEVICE SiluPoint<compute_t<T>> silu_recover(T y, uint32_t code, int bits) {
   const Pattern magnitude = Pattern(pattern & Pattern(~sign_bit));
 
   // A cell is the 2^shift patterns that share all but the bits below the kept ones, and the kept
-  // ones repeat every `window` patterns.
+  // ones repeat every `window` patterns. Below 0 (of a tiny x) the closest is 0.
   const int32_t cell = 1 << shift, window = cell << (bits - 1);
   const int32_t middle_of_code = (int32_t(code >> 1) << shift) + cell / 2;
   const int32_t offset =
-      ((middle_of_code - int32_t(magnitude) + window / 2) & (window - 1)) - window / 2;
-  const Signed closest = Signed(Signed(magnitude) + Signed(offset));
-  const Pattern middle = Pattern(closest < 0 ? closest + window : closest);
-  const Pattern first = Pattern(middle - Pattern(cell / 2)), last = Pattern(first + (cell - 1));
+      ((middle_of_code + window / 2 - int32_t(magnitude)) & (window - 1)) - window / 2;
+  const Signed middle = larger(Signed(Signed(magnitude) + Signed(offset)), Signed(0));
+  const Signed first = Signed(middle - cell / 2), last = Signed(first + (cell - 1));
   // Within the cell: the middle next to the minimum, where the estimate says nothing, otherwise the
   // value nearest to the estimate.
-  const C distance = estimate.x - C(kMinimumX);
   constexpr C flat = sizeof(T) == 8 ? C(1e-5) : C(0.03);
-  const bool is_flat = distance < flat && distance > -flat;
-  const Pattern nearest = magnitude < first ? first : magnitude > last ? last : magnitude;
-  const Pattern chosen = Pattern((shift > 0 && is_flat ? middle : nearest) | (pattern & sign_bit));
-  const C x = load(bit_cast<T>(chosen));
+  const C distance = estimate.x - C(kMinimumX);
+  const bool is_flat = (distance < C(0) ? -distance : distance) < flat;
+  const Signed not_below = larger(Signed(magnitude), first);
+  const Signed nearest = not_below < last ? not_below : last;
+  const Signed closest = shift > 0 && is_flat ? middle : nearest;
+  const C x = load(bit_cast<T>(Pattern(Pattern(closest) | (pattern & sign_bit))));
 
   // With the branch alone nothing was learned: the estimate itself, not rounded to T, is better.
   if (bits == 1) return estimate;
   if constexpr (std::is_same_v<T, float>) {
-    // The step is so small that sigmoid's Taylor polynomial is exact in float.
+    // The step is so small that the next term of sigmoid's Taylor series is lost in float.
     const float s = estimate.sigmoid, step = x - estimate.x;
-    return {x, s + step * s * (1.0f - s) * (1.0f + step * (0.5f - s))};
+    return {x, s + step * s * (1.0f - s)};
   } else {
     return {x, sigmoid(x)};
   }
