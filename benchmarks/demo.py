@@ -197,7 +197,7 @@ def plot(results: dict[tuple[str, str], Training], out: Path, title: str) -> Non
     axes[0].set_ylim(top=1.3 * max(result.saved for result in results.values()) / MIB)
     axes[0].legend(fontsize=8)
     for axis, activation in zip(axes[1:], activations, strict=True):
-        for name, style in zip(names, ("-", "--", ":"), strict=True):
+        for name, style in zip(names, ("C0-", "C1--", "C2:"), strict=True):  # colors of the bars
             losses = results[activation, name].losses
             if losses:
                 axis.semilogy(losses, style, label=name)
