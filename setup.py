@@ -1,7 +1,6 @@
 """Builds the CPU extension, and the CUDA one where a toolkit and a CUDA-built torch are found.
 
-FORCE_CPU=1 leaves CUDA out, FORCE_CUDA=1 makes its absence an error, TORCH_CUDA_ARCH_LIST names the
-architectures ("8.0;9.0+PTX").
+FORCE_CPU=1, FORCE_CUDA=1 and TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX") are honoured: see the README.
 """
 
 import os
@@ -28,6 +27,14 @@ def cuda_toolkit():
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
     top, release = re.search(r"TOP=(.+)", dry_run), re.search(r"release (\d+\.\d+)", version)
     return (os.path.realpath(top[1].strip()), release[1]) if top and release else None
+
+
+def default_architectures(toolkit):
+    """Those of the common GPUs that this nvcc knows, and PTX for later ones."""
+    nvcc = [os.path.join(toolkit[0], "bin", "nvcc"), "--list-gpu-arch"]
+    known = subprocess.run(nvcc, capture_output=True, text=True).stdout.split()
+    wanted = ["7.5", "8.0", "8.6", "9.0", "10.0", "12.0"]
+    return ";".join(a for a in wanted if f"compute_{a.replace('.', '')}" in known) + "+PTX"
 
 
 def builds_for_cuda(toolkit, torch_cuda):
@@ -60,7 +67,7 @@ try:
     from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 except ImportError as error:
     sys.exit(f"inplace_ops: building needs torch >= 2.11 (pip install torch): {error}")
-if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+if torch.__version__ < (2, 11):
     sys.exit(f"inplace_ops: building needs torch >= 2.11, found {torch.__version__}.")
 if not shutil.which(os.environ.get("CXX", "g++").split()[0]):
     sys.exit("inplace_ops: no C++ compiler: install g++ (Debian: apt install g++) or set CXX.")
@@ -69,7 +76,7 @@ flags = {"cxx": [*CXX_FLAGS, STABLE_ABI], "nvcc": ["-O3", "-DUSE_CUDA", STABLE_A
 options = {"extra_compile_args": flags, "py_limited_api": True}
 modules = [CppExtension("inplace_ops._C", ["csrc/library.cpp", "csrc/cpu/kernels.cpp"], **options)]
 if builds_for_cuda(toolkit, torch.version.cuda):
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "7.5;8.0;8.6;9.0;10.0;12.0+PTX")
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", default_architectures(toolkit))
     modules.append(CUDAExtension("inplace_ops._C_cuda", ["csrc/cuda/kernels.cu"], **options))
 setup(
     ext_modules=modules,
