@@ -1,11 +1,15 @@
 // The mathematics of every activation, once, for host and device, in no other place.
 //
-// An activation is a struct over its storage format T with
-//   forward(x)              the value, in the compute type;
-//   keep(x)                 what backward needs to know of the input x, a code of at most 32 bits;
-//   backward(grad, y, code) the gradient, from the output y (where it is kept) and the code.
-// It is constructed from the number of bits kept an element and the op's scalar arguments.
-// To add one: a struct here, its entry in the list at the end of ops.h.
+// An activation is a struct over its storage format T, made from the op's scalar arguments, with
+//   forward(x)                    the value, in the compute type;
+//   keep(x, bits)                 what backward needs to know of the input x: a code of `bits`
+//   bits; backward(grad, y, code, bits) the gradient, from the output y (where it is kept) and the
+//   code;
+// and, for BackwardFromBoth and DoubleBackward alone,
+//   is_tail(y, code, bits)        whether backward_tail or backward_core is to be called;
+//   double_backward(...)          the second derivative's term.
+// kMaxBits and kUsualBits let a kernel be compiled for the usual number of bits (0: for none).
+// To add one: a struct here, its ops in the list at the end of ops.h, their schemas in library.cpp.
 #pragma once
 
 #include "number_formats.h"
@@ -20,9 +24,8 @@ struct ReLU {
   using C = compute_t<T>;
   static constexpr const char* kName = "relu_";
   static constexpr bool kTakesIntegers = true;
+  static constexpr int kMaxBits = 1, kUsualBits = 1;
   static constexpr bool accepts_bits(int64_t bits) { return bits == 1; }
-
-  explicit ReLU(int) {}
 
   HOST_DEVICE C forward(C x) const {
     if constexpr (std::is_unsigned_v<C>) {
@@ -31,8 +34,8 @@ struct ReLU {
       return x < C(0) ? C(0) : x;
     }
   }
-  HOST_DEVICE uint32_t keep(T x) const { return !(load(x) <= C(0)); }
-  HOST_DEVICE C backward(C grad, T, uint32_t code) const { return code ? grad : C(0); }
+  HOST_DEVICE uint32_t keep(T x, int) const { return !(load(x) <= C(0)); }
+  HOST_DEVICE C backward(C grad, T, uint32_t code, int) const { return code ? grad : C(0); }
 };
 
 // x where x > 0, otherwise negative_slope * x.
@@ -41,14 +44,15 @@ struct LeakyReLU {
   using C = compute_t<T>;
   static constexpr const char* kName = "leaky_relu_";
   static constexpr bool kTakesIntegers = false;
+  static constexpr int kMaxBits = 1, kUsualBits = 1;
   static constexpr bool accepts_bits(int64_t bits) { return bits == 1; }
   C negative_slope;
 
-  LeakyReLU(int, double slope) : negative_slope(C(slope)) {}
+  explicit LeakyReLU(double slope) : negative_slope(C(slope)) {}
 
   HOST_DEVICE C forward(C x) const { return x > C(0) ? x : x * negative_slope; }
-  HOST_DEVICE uint32_t keep(T x) const { return load(x) > C(0); }
-  HOST_DEVICE C backward(C grad, T, uint32_t code) const {
+  HOST_DEVICE uint32_t keep(T x, int) const { return load(x) > C(0); }
+  HOST_DEVICE C backward(C grad, T, uint32_t code, int) const {
     return code ? grad : grad * negative_slope;
   }
 };
@@ -64,9 +68,12 @@ HOST_DEVICE C silu_second_derivative(SiluPoint<C> at) {
   return s * (C(1) - s) * (C(2) + at.x * (C(1) - C(2) * s));
 }
 
-template <class C>
-HOST_DEVICE C silu(C x) {
-  return x / (C(1) + exp_of(-x));
+template <class T>
+HOST_DEVICE compute_t<T> silu(compute_t<T> x) {
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof(T) == 2) return x * sigmoid<T>(x);
+#endif
+  return x / (compute_t<T>(1) + exp_of(-x));
 }
 
 // x * sigmoid(x). Keeps its output, the branch and bits - 1 bits of the input: silu_inverse.h.
@@ -75,32 +82,37 @@ struct SiLU {
   using C = compute_t<T>;
   static constexpr const char* kName = "silu_";
   static constexpr bool kTakesIntegers = false;
+  static constexpr int kMaxBits = 8;
+  // Those that inplace_ops.silu_ takes where it is asked for none.
+  static constexpr int kUsualBits = sizeof(T) == 8                ? 1
+                                    : sizeof(T) == 4              ? 6
+                                    : std::is_same_v<T, BFloat16> ? 5
+                                                                  : 7;
   static constexpr bool accepts_bits(int64_t bits) { return bits >= 1 && bits <= 8; }
-  int bits;
 
-  explicit SiLU(int kept_bits) : bits(kept_bits) {}
-
-  HOST_DEVICE C forward(C x) const { return silu(x); }
-  HOST_DEVICE uint32_t keep(T x) const { return silu_code(x, bits); }
+  HOST_DEVICE C forward(C x) const { return silu<T>(x); }
+  HOST_DEVICE uint32_t keep(T x, int bits) const { return SiluCode<T>(bits).encode(x); }
   template <SiluRegion region = SiluRegion::kAny>
-  HOST_DEVICE C backward(C grad, T y, uint32_t code) const {
+  HOST_DEVICE C backward(C grad, T y, uint32_t code, int bits) const {
     return grad * silu_derivative(silu_recover<T, region>(y, code, bits));
   }
 
-  // Backward in two parts, for a CPU, where a vector would evaluate both for every element.
+  // In two parts: on a CPU a vector would evaluate both for every element.
   static constexpr bool kHasTail = !std::is_same_v<T, double>;
-  HOST_DEVICE bool is_tail(T y, uint32_t code) const { return is_silu_tail<T>(load(y), code & 1u); }
-  HOST_DEVICE C backward_core(C grad, T y, uint32_t code) const {
-    return backward<SiluRegion::kCore>(grad, y, code);
+  HOST_DEVICE bool is_tail(T y, uint32_t code, int bits) const {
+    return is_silu_tail<T>(load(y), SiluCode<T>(bits).is_left(code));
   }
-  HOST_DEVICE C backward_tail(C grad, T y, uint32_t code) const {
-    return backward<SiluRegion::kTail>(grad, y, code);
+  HOST_DEVICE C backward_core(C grad, T y, uint32_t code, int bits) const {
+    return backward<SiluRegion::kCore>(grad, y, code, bits);
+  }
+  HOST_DEVICE C backward_tail(C grad, T y, uint32_t code, int bits) const {
+    return backward<SiluRegion::kTail>(grad, y, code, bits);
   }
 
   // grad_grad * grad * silu''(x) / silu'(x): what a second differentiation sends to the output,
   // whose own backward multiplies by silu'(x) again. Where that is 0 the term is lost, and is no
   // NaN.
-  HOST_DEVICE C double_backward(C grad_grad, C grad, T y, uint32_t code) const {
+  HOST_DEVICE C double_backward(C grad_grad, C grad, T y, uint32_t code, int bits) const {
     const SiluPoint<C> at = silu_recover(y, code, bits);
     const C slope = silu_derivative(at);
     const C term = grad_grad * grad * silu_second_derivative(at);
@@ -108,36 +120,40 @@ struct SiLU {
   }
 };
 
-// SiLU that keeps its derivative instead of its output, on a uniform grid over the derivative's
-// range
-// [-0.0999, 1.0999]: code c stands for (c - zero) / steps, so that 0 and 1 are exact, and 0 for
-// NaN.
+// A uniform grid over the range [-0.0999, 1.0999] of silu': code c stands for (c - zero) / steps,
+// so that 0 and 1 are exact, and 0 for NaN. The constants are exact in float.
+template <class C>
+struct DerivativeGrid {
+  C steps, zero;
+
+  HOST_DEVICE explicit DerivativeGrid(int bits)
+      : steps(bits == 8    ? C(212)
+              : bits == 16 ? C(54610)
+                           : C(48 * 0x1p26)),
+        zero(bits == 8    ? C(22)
+             : bits == 16 ? C(5460)
+                          : C(5 * 0x1p26)) {}
+};
+
+// SiLU that keeps its derivative instead of its output.
 template <class T>
 struct SiLUDerivative {
   using C = compute_t<T>;
   static constexpr const char* kName = "silu_";
   static constexpr bool kTakesIntegers = false;
+  static constexpr int kMaxBits = 32, kUsualBits = sizeof(T) == 2 ? 8 : 4 * sizeof(T);
   static constexpr bool accepts_bits(int64_t bits) { return bits == 8 || bits == 16 || bits == 32; }
-  C steps, per_step, zero;
 
-  // The grid's constants are exact in float.
-  explicit SiLUDerivative(int bits)
-      : steps(bits == 8    ? C(212)
-              : bits == 16 ? C(54610)
-                           : C(48 * 0x1p26)),
-        per_step(C(1) / steps),
-        zero(bits == 8    ? C(22)
-             : bits == 16 ? C(5460)
-                          : C(5 * 0x1p26)) {}
-
-  HOST_DEVICE C forward(C x) const { return silu(x); }
-  HOST_DEVICE uint32_t keep(T x) const {
+  HOST_DEVICE C forward(C x) const { return silu<T>(x); }
+  HOST_DEVICE uint32_t keep(T x, int bits) const {
+    const DerivativeGrid<C> grid(bits);
     const C value = load(x);
-    const C derivative = silu_derivative(SiluPoint<C>{value, sigmoid(value)});
-    return derivative == derivative ? uint32_t(derivative * steps + zero + C(0.5)) : 0u;
+    const C derivative = silu_derivative(SiluPoint<C>{value, sigmoid<T>(value)});
+    return derivative == derivative ? uint32_t(derivative * grid.steps + grid.zero + C(0.5)) : 0u;
   }
-  HOST_DEVICE C backward(C grad, T, uint32_t code) const {
-    return grad * (code != 0u ? (C(code) - zero) * per_step : C(NAN));
+  HOST_DEVICE C backward(C grad, T, uint32_t code, int bits) const {
+    const DerivativeGrid<C> grid(bits);
+    return grad * (code != 0u ? (C(code) - grid.zero) * (C(1) / grid.steps) : C(NAN));
   }
 };
 

@@ -1,4 +1,5 @@
-// The kernels, as functors over one element, without an activation's name in them.
+// The kernels, as functors over one element, its code and the code's bits, without an activation's
+// name in them.
 // cpu/elementwise.h and cuda/elementwise.cuh run them: operand 0 is written, the inputs are read,
 // and the packed bits are not used, written or read.
 #pragma once
@@ -35,9 +36,10 @@ struct Forward {
   using Scalar = T;
   static constexpr int kInputs = 1;
   static constexpr Bits kBits = Bits::kNone;
+  static constexpr int kMaxBits = 0, kUsualBits = 0;
   Activation activation;
 
-  HOST_DEVICE T operator()(const T (&in)[1], uint32_t&) const {
+  HOST_DEVICE T operator()(const T (&in)[1], uint32_t&, int) const {
     return store<T>(activation.forward(load(in[0])));
   }
 };
@@ -48,10 +50,11 @@ struct ForwardKeeping {
   using Scalar = T;
   static constexpr int kInputs = 1;
   static constexpr Bits kBits = Bits::kWritten;
+  static constexpr int kMaxBits = Activation::kMaxBits, kUsualBits = Activation::kUsualBits;
   Activation activation;
 
-  HOST_DEVICE T operator()(const T (&in)[1], uint32_t& code) const {
-    code = activation.keep(in[0]);
+  HOST_DEVICE T operator()(const T (&in)[1], uint32_t& code, int bits) const {
+    code = activation.keep(in[0], bits);
     return store<T>(activation.forward(load(in[0])));
   }
 };
@@ -62,10 +65,11 @@ struct BackwardFromBits {
   using Scalar = T;
   static constexpr int kInputs = 1;
   static constexpr Bits kBits = Bits::kRead;
+  static constexpr int kMaxBits = Activation::kMaxBits, kUsualBits = Activation::kUsualBits;
   Activation activation;
 
-  HOST_DEVICE T operator()(const T (&in)[1], uint32_t& code) const {
-    return store<T>(activation.backward(load(in[0]), T{}, code));
+  HOST_DEVICE T operator()(const T (&in)[1], uint32_t& code, int bits) const {
+    return store<T>(activation.backward(load(in[0]), T{}, code, bits));
   }
 };
 
@@ -75,10 +79,11 @@ struct BackwardFromOutput {
   using Scalar = T;
   static constexpr int kInputs = 2;
   static constexpr Bits kBits = Bits::kNone;
+  static constexpr int kMaxBits = 0, kUsualBits = 0;
   Activation activation;
 
-  HOST_DEVICE T operator()(const T (&in)[2], uint32_t&) const {
-    return store<T>(activation.backward(load(in[0]), in[1], activation.keep(in[1])));
+  HOST_DEVICE T operator()(const T (&in)[2], uint32_t&, int) const {
+    return store<T>(activation.backward(load(in[0]), in[1], activation.keep(in[1], 1), 1));
   }
 };
 
@@ -88,21 +93,22 @@ struct BackwardFromBoth {
   using Scalar = T;
   static constexpr int kInputs = 2;
   static constexpr Bits kBits = Bits::kRead;
+  static constexpr int kMaxBits = Activation::kMaxBits, kUsualBits = Activation::kUsualBits;
   Activation activation;
 
-  HOST_DEVICE T operator()(const T (&in)[2], uint32_t& code) const {
-    return store<T>(activation.backward(load(in[0]), in[1], code));
+  HOST_DEVICE T operator()(const T (&in)[2], uint32_t& code, int bits) const {
+    return store<T>(activation.backward(load(in[0]), in[1], code, bits));
   }
 
   static constexpr bool kHasTail = Activation::kHasTail;
-  HOST_DEVICE bool is_tail(const T (&in)[2], uint32_t code) const {
-    return activation.is_tail(in[1], code);
+  HOST_DEVICE bool is_tail(const T (&in)[2], uint32_t code, int bits) const {
+    return activation.is_tail(in[1], code, bits);
   }
-  HOST_DEVICE T core(const T (&in)[2], uint32_t code) const {
-    return store<T>(activation.backward_core(load(in[0]), in[1], code));
+  HOST_DEVICE T core(const T (&in)[2], uint32_t code, int bits) const {
+    return store<T>(activation.backward_core(load(in[0]), in[1], code, bits));
   }
-  HOST_DEVICE T tail(const T (&in)[2], uint32_t code) const {
-    return store<T>(activation.backward_tail(load(in[0]), in[1], code));
+  HOST_DEVICE T tail(const T (&in)[2], uint32_t code, int bits) const {
+    return store<T>(activation.backward_tail(load(in[0]), in[1], code, bits));
   }
 };
 
@@ -113,10 +119,11 @@ struct DoubleBackward {
   using Scalar = T;
   static constexpr int kInputs = 3;
   static constexpr Bits kBits = Bits::kRead;
+  static constexpr int kMaxBits = Activation::kMaxBits, kUsualBits = Activation::kUsualBits;
   Activation activation;
 
-  HOST_DEVICE T operator()(const T (&in)[3], uint32_t& code) const {
-    return store<T>(activation.double_backward(load(in[0]), load(in[1]), in[2], code));
+  HOST_DEVICE T operator()(const T (&in)[3], uint32_t& code, int bits) const {
+    return store<T>(activation.double_backward(load(in[0]), load(in[1]), in[2], code, bits));
   }
 };
 

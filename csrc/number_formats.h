@@ -12,10 +12,12 @@
 #include <cuda_fp16.h>
 #define HOST_DEVICE __host__ __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
+#define NO_UNROLL _Pragma("unroll 1")
 #else
 // Forced, so that the caller's instruction set (cpu/elementwise.h) is that of all it calls.
 #define HOST_DEVICE inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
+#define NO_UNROLL
 #endif
 
 namespace inplace_ops {
@@ -125,8 +127,6 @@ HOST_DEVICE T store(compute_t<T> value) {
 
 HOST_DEVICE double exp_of(double x) { return exp(x); }
 HOST_DEVICE double log_of(double x) { return log(x); }
-HOST_DEVICE double sqrt_of(double x) { return sqrt(x); }
-HOST_DEVICE float sqrt_of(float x) { return sqrtf(x); }
 
 // c[0] + c[1] x + ... A GPU hides the latency of Horner's chain behind other threads; a CPU core
 // does better with two shorter chains, of the even and the odd powers.
@@ -187,6 +187,60 @@ HOST_DEVICE float log_of(float x) {
   const float whole = float(n);
   return (f + (tail + whole * 1.42860677e-6f)) + whole * 0.693145752f;
 #endif
+}
+
+// Within a few units in the last place on a GPU, in one or two instructions without a slow path;
+// subnormals count as 0 there. For what is rounded to 16 bits or corrected afterwards.
+HOST_DEVICE float rough_reciprocal(float x) {
+#ifdef __CUDA_ARCH__
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#else
+  return 1.0f / x;
+#endif
+}
+
+HOST_DEVICE float rough_sqrt(float x) {
+#ifdef __CUDA_ARCH__
+  float result;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#else
+  return sqrtf(x);
+#endif
+}
+
+HOST_DEVICE double rough_sqrt(double x) { return sqrt(x); }
+
+HOST_DEVICE float rough_exp(float x) {
+#ifdef __CUDA_ARCH__
+  return __expf(x);
+#else
+  return exp_of(x);
+#endif
+}
+
+HOST_DEVICE float rough_log(float x) {
+#ifdef __CUDA_ARCH__
+  return __logf(x);
+#else
+  return log_of(x);
+#endif
+}
+
+// 1 / (1 + exp(-x)) for a value stored as T.
+template <class T>
+HOST_DEVICE compute_t<T> sigmoid(compute_t<T> x) {
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof(T) == 2) {
+    // A quarter of the denominator, whose reciprocal is normal as long as exp(-x) is finite.
+    float quarter;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(quarter) : "f"(x * -1.44269504f - 2.0f));
+    return 0.25f * rough_reciprocal(quarter + 0.25f);
+  }
+#endif
+  return compute_t<T>(1) / (compute_t<T>(1) + exp_of(-x));
 }
 
 }  // namespace inplace_ops

@@ -82,13 +82,13 @@ void forward(Tensor x, std::optional<Tensor> bits, Order order, Arguments... arg
   if (bits) {
     dispatch<false>(x.scalar_type(), Properties::kName, [&](auto zero) {
       using T = decltype(zero);
-      const Activation<T> activation(int(bits->size(0)), arguments...);
+      const Activation<T> activation{arguments...};
       run(ForwardKeeping<Activation<T>, T>{activation}, written_bits(*bits));
     });
   } else {
     dispatch<Properties::kTakesIntegers>(x.scalar_type(), Properties::kName, [&](auto zero) {
       using T = decltype(zero);
-      const Activation<T> activation(1, arguments...);
+      const Activation<T> activation{arguments...};
       run(Forward<Activation<T>, T>{activation}, PackedBits<const uint8_t>{});
     });
   }
@@ -118,9 +118,7 @@ Tensor differentiate(const std::array<Tensor, count>& inputs, const Tensor* bits
     for (size_t k = 0; k < count; ++k)
       data.in[k] = static_cast<const T*>(inputs[k].const_data_ptr());
     if (bits) data.bits = read_bits(*bits);
-    const int kept_bits = bits ? int(bits->size(0)) : 1;
-    Device::run(Kernel{Activation<T>(kept_bits, arguments...)}, geometry, data,
-                grad.get_device_index());
+    Device::run(Kernel{Activation<T>{arguments...}}, geometry, data, grad.get_device_index());
   });
   return result;
 }

@@ -12,8 +12,7 @@ namespace inplace_ops {
 // The minimum of silu: silu'(kMinimumX) = 0, kMinimumY = silu(kMinimumX) = kMinimumX + 1.
 constexpr double kMinimumX = -1.2784645427610738;
 constexpr double kMinimumY = -0.2784645427610738;
-constexpr float kMinimumYHigh = -0x1.1d25d0p-2f;
-constexpr float kMinimumYLow = 1.29792825e-8f;  // kMinimumY - kMinimumYHigh
+constexpr double kMinimumYLow = 1.5523606315812798e-18;  // the rest of it
 
 // What stands for an x on the left whose y has underflowed to -0: silu' is 0 there.
 constexpr float kUnderflowed = -1e4f;
@@ -22,23 +21,23 @@ template <class T>
 struct SiluFit;
 
 // Minimax fits, ascending powers, each to what its format needs: core, for low <= p <= high, is
-// 1 - sigmoid(x) of p; left is 1 / |x| of v = sqrt(x_min - ln(-y)); right is W(z) / z of z = y
-// exp(-y).
+// sigmoid(x) of p; left is 1 / |x| of v = sqrt(x_min - ln(-y)); right is W(z) / z of z = y exp(-y).
+// ulp is the spacing of y in [-1/2, -1/4).
 template <>
 struct SiluFit<float> {
   static constexpr float low = -0.25f, high = 1.5f;
-  static constexpr float half_ulp = 0x1p-26f;  // half the spacing of y in [-1/2, -1/4)
+  static constexpr double ulp = 0x1p-25;
   HOST_DEVICE static float core(float p) {
-    constexpr float c[] = {.449261576f,     -.514502764f,   .0784921795f,   .0720168129f,
-                           -.00932671782f,  .000534789346f, -.0035590718f,  -.000224183808f,
-                           -.00106902746f,  .00138421776f,  .000490803272f, -.0010155905f,
-                           -.000558009779f, .000702388468f};
+    constexpr float c[] = {.550738424f,    .514502764f,     -.0784921795f,   -.0720168129f,
+                           .00932671782f,  -.000534789346f, .0035590718f,    .000224183808f,
+                           .00106902746f,  -.00138421776f,  -.000490803272f, .0010155905f,
+                           .000558009779f, -.000702388468f};
     return polynomial(c, p - 0.625f);
   }
   HOST_DEVICE static float left(float v) {
     constexpr float c[] = {.116771802f, 1.27455866f, 4.28501034f,  1.54569292f,  -15.1126881f,
                            45.5967941f, 339.664246f, -1069.11938f, -4170.81738f, 15204.3486f};
-    return polynomial(c, 1.0f / (v + 2.0f) - 0.234375f);
+    return polynomial(c, rough_reciprocal(v + 2.0f) - 0.234375f);
   }
   HOST_DEVICE static float right(float z) {
     constexpr float c[] = {.999999881f, -.999960959f, 1.49753559f, -2.60724783f,
@@ -49,15 +48,15 @@ struct SiluFit<float> {
 template <>
 struct SiluFit<Half> {
   static constexpr float low = -0.3f, high = 1.5f;
-  static constexpr float half_ulp = 0x1p-13f;
+  static constexpr double ulp = 0x1p-12;
   HOST_DEVICE static float core(float p) {
-    constexpr float c[] = {.449281514f,    -.51452899f,   .0777589455f, .0716949254f,
-                           -.00645606872f, .00142070418f, -.0069206343f};
-    return polynomial(c, p - 0.625f);
+    constexpr float c[] = {.217800032f,  .516361497f,   .0911090416f, -.127176883f,
+                           .0514463609f, -.0273730828f, .0069206343f};
+    return polynomial(c, p);
   }
   HOST_DEVICE static float left(float v) {
     constexpr float c[] = {.116754725f, 1.27844516f, 4.20964872f, 1.08268376f};
-    return polynomial(c, 1.0f / (v + 2.0f) - 0.234375f);
+    return polynomial(c, rough_reciprocal(v + 2.0f) - 0.234375f);
   }
   HOST_DEVICE static float right(float z) {
     constexpr float c[] = {.999992013f, -.998399138f, 1.44782043f, -2.0395968f, 1.67252827f};
@@ -67,15 +66,15 @@ struct SiluFit<Half> {
 template <>
 struct SiluFit<BFloat16> {
   static constexpr float low = -0.4f, high = 1.8f;
-  static constexpr float half_ulp = 0x1p-10f;
+  static constexpr double ulp = 0x1p-9;
   HOST_DEVICE static float core(float p) {
-    constexpr float c[] = {.386154115f,  -.489665002f, .108595863f,
-                           .0614286661f, -.017939182f, .00190267887f};
-    return polynomial(c, p - 0.75f);
+    constexpr float c[] = {.217554763f,  .515615455f,  .0981903015f,
+                           -.125948781f, .0250742278f, -.00190267887f};
+    return polynomial(c, p);
   }
   HOST_DEVICE static float left(float v) {
     constexpr float c[] = {.117391826f, 1.26369229f, 4.09614474f, 2.99636683f};
-    return polynomial(c, 1.0f / (v + 2.0f) - 0.234375f);
+    return polynomial(c, rough_reciprocal(v + 2.0f) - 0.234375f);
   }
   HOST_DEVICE static float right(float z) {
     constexpr float c[] = {.999821603f, -.977129102f, 1.05023682f};
@@ -83,19 +82,19 @@ struct SiluFit<BFloat16> {
   }
 };
 
+template <>
+struct SiluFit<double> {
+  static constexpr double ulp = 0x1p-54;
+};
+
 template <class C>
 HOST_DEVICE C larger(C a, C b) {
   return a > b ? a : b;
 }
 
-// p at the middle of the inputs that share y: y stands for [y - half_ulp, y + half_ulp], and near
-// the minimum, where silu is flat, that is a wide interval of x. excess = y - kMinimumY.
 template <class C>
-HOST_DEVICE C middle_root(C excess, C half_ulp, bool left) {
-  const C above = sqrt_of(larger(excess + half_ulp, C(0)));
-  const C below = sqrt_of(larger(excess - half_ulp, C(0)));
-  const C p = C(0.5) * (above + below);
-  return left ? -p : p;
+HOST_DEVICE C smaller(C a, C b) {
+  return a < b ? a : b;
 }
 
 // A point of the curve: x and sigmoid(x).
@@ -104,43 +103,49 @@ struct SiluPoint {
   C x, sigmoid;
 };
 
-template <class C>
-HOST_DEVICE C sigmoid(C x) {
-  return C(1) / (C(1) + exp_of(-x));
+// +-sqrt(y - y_min) for the middle of the inputs that share a y: near the minimum, where silu is
+// flat, that is a wide interval, and a little less than y has its middle. NaN gives the smallest.
+template <class T>
+HOST_DEVICE compute_t<T> silu_root(compute_t<T> y, bool left) {
+  using C = compute_t<T>;
+  constexpr double ulp = SiluFit<T>::ulp, shift = sizeof(T) == 2 ? 0.15 * ulp : 0.0;
+  constexpr C high = C(kMinimumY + shift);
+  constexpr C low = sizeof(T) == 2 ? C(0) : C(kMinimumY - double(high) + kMinimumYLow + 0.15 * ulp);
+  const C p = rough_sqrt(larger((y - high) - low, C(0.06 * ulp)));
+  return left ? -p : p;
 }
 
 // The inverse for a float y that was stored as T, in two parts: the core, where nearly all inputs
-// of a network lie, and the tails. NaN lies in the core and gives NaN.
+// of a network lie, and the tails, to which all that is not finite belongs.
 template <class T>
 HOST_DEVICE bool is_silu_tail(float y, bool left) {
   using Fit = SiluFit<T>;
   constexpr float left_end = float(kMinimumY + double(Fit::low) * double(Fit::low));
   constexpr float right_end = float(kMinimumY + double(Fit::high) * double(Fit::high));
-  return y > (left ? left_end : right_end);
+  return !(y <= (left ? left_end : right_end));
 }
 
 template <class T>
 HOST_DEVICE SiluPoint<float> silu_inverse_core(float y, bool left) {
-  using Fit = SiluFit<T>;
-  const float half_ulp = y < -0.125f ? Fit::half_ulp : 0.0f;
-  const float p = middle_root((y - kMinimumYHigh) - kMinimumYLow, half_ulp, left);
-  const float s = 1.0f - Fit::core(p);
-  return {y / s, s};
+  const float s = SiluFit<T>::core(silu_root<T>(y, left));
+  return {y * rough_reciprocal(s), s};
 }
 
 template <class T>
 HOST_DEVICE SiluPoint<float> silu_inverse_tail(float y, bool left) {
   using Fit = SiluFit<T>;
-  const float e = exp_of(-y);
-  const float right_x = y + y * e * Fit::right(y * e);
+  const float e = rough_exp(-y);
+  const float right_denominator = 1.0f + e * Fit::right(y * e);  // x / y
 
-  const float depth = larger(float(kMinimumX) - log_of(-y), 0.0f);
-  const float v = sqrt_of(depth < 107.0f ? depth : 107.0f);
+  const float depth = larger(float(kMinimumX) - rough_log(-y), 0.0f);
+  const float v = rough_sqrt(depth < 107.0f ? depth : 107.0f);
   const float left_inverse = -Fit::left(v);
 
-  const float quotient = select(left, 1.0f, y) / select(left, left_inverse, right_x);
-  const float left_x = select(y == 0.0f, kUnderflowed, quotient);
-  return {select(left, left_x, right_x), select(left, y * left_inverse, quotient)};
+  const float reciprocal = rough_reciprocal(select(left, left_inverse, right_denominator));
+  const float left_x = select(y == 0.0f, kUnderflowed, reciprocal);
+  const float nan_if_not_finite = y - y;
+  return {select(left, left_x, y * right_denominator) + nan_if_not_finite,
+          select(left, y * left_inverse, reciprocal)};
 }
 
 enum class SiluRegion { kAny, kCore, kTail };
@@ -157,7 +162,7 @@ HOST_DEVICE SiluPoint<float> silu_inverse(float y, bool left) {
 // tail.
 template <class T, SiluRegion>
 HOST_DEVICE SiluPoint<double> silu_inverse(double y, bool left) {
-  const double p = middle_root(y - kMinimumY, y < -0.125 ? 0x1p-55 : 0.0, left);
+  const double p = silu_root<double>(y, left);
   double x;
   if (!(y <= 40.0)) {
     x = y;  // NaN, or sigmoid(y) rounds to 1
@@ -180,79 +185,105 @@ HOST_DEVICE SiluPoint<double> silu_inverse(double y, bool left) {
     const double log_y = log_of(-y);
     x = log_y - log_of(-log_y);
     for (int step = 0; step < 4; ++step) {
-      const double s = sigmoid(x);
+      const double s = sigmoid<double>(x);
       x -= (log_of(-x * s) - log_y) / (1.0 / x + 1.0 - s);
     }
   } else {
     x = silu_inverse<float, SiluRegion::kAny>(float(y), left).x;
     for (int step = 0; step < 2; ++step) {
-      const double s = sigmoid(x);
+      const double s = sigmoid<double>(x);
       x -= (x * s - y) / (s * (1.0 + x * (1.0 - s)));
     }
   }
-  return {x, sigmoid(x)};
+  return {x, sigmoid<double>(x)};
 }
 
-// Which bits of x's pattern are kept beside the branch: bits - 1 of them, from bit `shift` up. The
-// highest kept bit is fixed by how far the inverse can be off: half of 2^(shift + bits - 1).
+// What silu keeps of an input x in `bits` bits: which branch it lies on, and from its pattern the
+// bits - 1 bits from bit `shift` up. The highest of these is fixed by how far the inverse can be
+// off: half of 2^(shift + bits - 1) patterns.
 template <class T>
-HOST_DEVICE int kept_shift(int bits) {
-  return sizeof(T) == 8 ? 29 - bits : sizeof(T) == 4 ? 14 - bits : 0;
-}
+class SiluCode {
+ public:
+  using C = compute_t<T>;
 
-template <class T>
-HOST_DEVICE bool is_left_of_minimum(T x) {
-  // In float no value lies between kMinimumX and its nearest, which is the smaller.
-  return sizeof(T) == 8 ? load(x) < kMinimumX : load(x) <= float(kMinimumX);
-}
+  HOST_DEVICE explicit SiluCode(int bits)
+      : shift_(sizeof(T) == 8   ? 29 - bits
+               : sizeof(T) == 4 ? 14 - bits
+                                : 0),
+        kept_((1u << (bits - 1)) - 1u),
+        branch_(1u << (bits - 1)) {
+    // Of a 16-bit format: in float's pattern. With the branch alone nothing is learned of the
+    // estimate: it stays as it is.
+    constexpr int widened = std::is_same_v<T, Half> ? 13 : std::is_same_v<T, BFloat16> ? 16 : 0;
+    if (bits == 1) return;
+    cell_shift_ = shift_ + widened;
+    half_cell_ = sizeof(T) == 2 ? 0u : (1u << shift_) / 2u;
+    half_window_ = 1u << (cell_shift_ + bits - 2);
+    window_mask_ = 2u * half_window_ - 1u;
+  }
 
-template <class T>
-HOST_DEVICE uint32_t silu_code(T x, int bits) {
-  const uint32_t pattern = uint32_t(bit_cast<pattern_t<T>>(x) >> kept_shift<T>(bits));
-  const uint32_t mask = (1u << (bits - 1)) - 1u;
-  return uint32_t(is_left_of_minimum(x)) | ((pattern & mask) << 1);
-}
+  HOST_DEVICE uint32_t encode(T x) const {
+    const uint32_t pattern = uint32_t(bit_cast<pattern_t<T>>(x) >> shift_);
+    // In float no value lies between kMinimumX and its nearest, which is the smaller.
+    const bool left = sizeof(T) == 8 ? load(x) < C(kMinimumX) : load(x) <= C(float(kMinimumX));
+    return (pattern & kept_) | select(left, branch_, 0u);
+  }
 
-// The point from y = silu(x) and silu_code(x, bits): of the values whose pattern has the kept bits
-// the one nearest to the inverse of y.
+  HOST_DEVICE bool is_left(uint32_t code) const { return code & branch_; }
+
+  // Of the values that have the kept bits the one nearest to the estimate of x.
+  template <bool is_finite>
+  HOST_DEVICE C closest(C estimate, uint32_t code) const {
+    using Pattern = pattern_t<C>;
+    using Signed = std::make_signed_t<Pattern>;
+    constexpr Pattern sign_bit = Pattern(1) << (8 * sizeof(C) - 1);
+    // The kept bits repeat every 2 half_window_ patterns. Below 0 (of a tiny x) the closest is 0.
+    // Unsigned sums, as what is not finite may come here too, in core for nothing.
+    const Pattern pattern = bit_cast<Pattern>(estimate);
+    Pattern magnitude = pattern & ~sign_bit;
+    // A GPU's NaN is the last pattern of all; this one stays a NaN.
+    if (!is_finite) magnitude = smaller(magnitude, bit_cast<Pattern>(C(NAN)));
+    const uint32_t wanted = (code << cell_shift_) + half_cell_;
+    const uint32_t ahead = (wanted + half_window_ - uint32_t(magnitude)) & window_mask_;
+    const Pattern sum = Pattern(magnitude + ahead - half_window_);
+    const Signed middle = larger(Signed(sum), Signed(0));
+    Signed closest = middle;
+    if constexpr (std::is_same_v<T, C>) {
+      // All of the cell's 2 half_cell_ patterns are possible. Next to the minimum the estimate says
+      // nothing of them.
+      constexpr C flat = sizeof(T) == 8 ? C(1e-5) : C(0.03);
+      const Signed first = Signed(Pattern(middle) - half_cell_);
+      const Signed last = Signed(Pattern(middle) + larger(half_cell_, 1u) - 1u);
+      const Signed nearest = smaller(larger(Signed(magnitude), first), last);
+      const C distance = estimate - C(kMinimumX);
+      closest = (distance < C(0) ? -distance : distance) < flat ? middle : nearest;
+    } else if constexpr (std::is_same_v<T, Half>) {
+      // Subnormal halves have other patterns in float; there the estimate is good to the last bit.
+      constexpr float nearly_subnormal = 1e-4f;
+      closest = magnitude < bit_cast<Pattern>(nearly_subnormal) ? Signed(magnitude) : middle;
+    }
+    return bit_cast<C>(Pattern(closest) | (pattern & sign_bit));
+  }
+
+ private:
+  int shift_;
+  uint32_t kept_, branch_;
+  int cell_shift_ = 0;
+  uint32_t half_cell_ = 0, half_window_ = 0, window_mask_ = 0;
+};
+
+// The point from y = silu(x) and the code of x in `bits` bits.
 template <class T, SiluRegion region = SiluRegion::kAny>
 HOST_DEVICE SiluPoint<compute_t<T>> silu_recover(T y, uint32_t code, int bits) {
-  using C = compute_t<T>;
-  using Pattern = pattern_t<T>;
-  using Signed = std::make_signed_t<Pattern>;
-  const SiluPoint<C> estimate = silu_inverse<T, region>(load(y), code & 1u);
-
-  const int shift = kept_shift<T>(bits);
-  const Pattern pattern = bit_cast<Pattern>(store<T>(estimate.x));
-  constexpr Pattern sign_bit = Pattern(Pattern(1) << (8 * sizeof(T) - 1));
-  const Pattern magnitude = Pattern(pattern & Pattern(~sign_bit));
-
-  // A cell is the 2^shift patterns that share all but the bits below the kept ones, and the kept
-  // ones repeat every `window` patterns. Below 0 (of a tiny x) the closest is 0.
-  const int32_t cell = 1 << shift, window = cell << (bits - 1);
-  const int32_t middle_of_code = (int32_t(code >> 1) << shift) + cell / 2;
-  const int32_t offset =
-      ((middle_of_code + window / 2 - int32_t(magnitude)) & (window - 1)) - window / 2;
-  const Signed middle = larger(Signed(Signed(magnitude) + Signed(offset)), Signed(0));
-  const Signed first = Signed(middle - cell / 2), last = Signed(first + (cell - 1));
-  // Within the cell: the middle next to the minimum, where the estimate says nothing, otherwise the
-  // value nearest to the estimate.
-  constexpr C flat = sizeof(T) == 8 ? C(1e-5) : C(0.03);
-  const C distance = estimate.x - C(kMinimumX);
-  const bool is_flat = (distance < C(0) ? -distance : distance) < flat;
-  const Signed not_below = larger(Signed(magnitude), first);
-  const Signed nearest = not_below < last ? not_below : last;
-  const Signed closest = shift > 0 && is_flat ? middle : nearest;
-  const C x = load(bit_cast<T>(Pattern(Pattern(closest) | (pattern & sign_bit))));
-
-  // With the branch alone nothing was learned: the estimate itself, not rounded to T, is better.
-  if (bits == 1) return estimate;
+  const SiluCode<T> kept(bits);
+  const auto estimate = silu_inverse<T, region>(load(y), kept.is_left(code));
+  const compute_t<T> x = kept.template closest<region == SiluRegion::kCore>(estimate.x, code);
   if constexpr (std::is_same_v<T, float>) {
     // The step is so small that the next term of sigmoid's Taylor series is lost in float.
     const float s = estimate.sigmoid, step = x - estimate.x;
     return {x, s + step * s * (1.0f - s)};
   } else {
-    return {x, sigmoid(x)};
+    return {x, sigmoid<T>(x)};
   }
 }
 

@@ -11,6 +11,13 @@
 #include "../csrc/activations.h"
 #include "../csrc/cuda/elementwise.cuh"
 
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(address, size) (void(address), void(size))
+#define ASAN_UNPOISON_MEMORY_REGION(address, size) (void(address), void(size))
+#endif
+
 namespace py = pybind11;
 using namespace inplace_ops;
 
@@ -22,25 +29,8 @@ struct Launch {
   int planes;
   std::vector<int64_t> sizes;
   std::vector<std::vector<int64_t>> strides;
-  int64_t elements;
-  int64_t first_group;
-  bool wide_index;
+  int64_t first_element;  // where the grid begins: a tensor's part past 2^31 needs no memory before
 };
-
-template <class Index, class Kernel>
-void run_grid(const Kernel& kernel, const Geometry& geometry, const Operands<Kernel>& operands,
-              const Launch& launch) {
-  const Index elements = Index(launch.elements);
-  const bool dense = geometry.is_dense();
-  for (int64_t group = launch.first_group; group * kGroup < launch.elements; ++group) {
-    if (dense && is_aligned(operands))
-      run_group<true>(kernel, Dense{}, operands, elements, Index(group));
-    else if (dense)
-      run_group<false>(kernel, Dense{}, operands, elements, Index(group));
-    else
-      run_group<false>(kernel, geometry, operands, elements, Index(group));
-  }
-}
 
 template <class Kernel>
 void run(const Kernel& kernel, const Launch& launch) {
@@ -58,10 +48,15 @@ void run(const Kernel& kernel, const Launch& launch) {
   operands.bits.data = reinterpret_cast<decltype(operands.bits.data)>(launch.bits_address);
   operands.bits.plane_stride = launch.plane_stride;
   operands.bits.planes = launch.planes;
-  if (launch.wide_index)
-    run_grid<int64_t>(kernel, geometry, operands, launch);
-  else
-    run_grid<int32_t>(kernel, geometry, operands, launch);
+
+  choose_path(geometry, operands, [&](auto count, auto index, const auto& layout) {
+    using Index = decltype(index);
+    constexpr int warps = kThreads / kLanes;
+    const int64_t first = launch.first_element / kTileElements<count()>;
+    const int64_t tiles = tiles_of<count()>(geometry.elements);
+    for (int64_t tile = first; tile < (tiles + warps - 1) / warps * warps; ++tile)
+      run_warp<count()>(kernel, layout, operands, Index(geometry.elements), Index(tile));
+  });
 }
 
 template <class Activation, class T>
@@ -81,23 +76,23 @@ void run_kind(const std::string& kind, const Activation& activation, const Launc
 template <class T>
 void run_activation(const std::string& name, const std::string& kind, double slope,
                     const Launch& launch) {
-  if (name == "relu") return run_kind<ReLU<T>, T>(kind, ReLU<T>(1), launch);
-  if (name == "leaky_relu") return run_kind<LeakyReLU<T>, T>(kind, LeakyReLU<T>(1, slope), launch);
+  if (name == "relu") return run_kind<ReLU<T>, T>(kind, ReLU<T>(), launch);
+  if (name == "leaky_relu") return run_kind<LeakyReLU<T>, T>(kind, LeakyReLU<T>(slope), launch);
   if (name == "silu" && kind == "backward_from_both")
-    return run(BackwardFromBoth<SiLU<T>, T>{SiLU<T>(launch.planes)}, launch);
-  if (name == "silu") return run_kind<SiLU<T>, T>(kind, SiLU<T>(launch.planes), launch);
+    return run(BackwardFromBoth<SiLU<T>, T>{SiLU<T>()}, launch);
+  if (name == "silu" && kind == "double_backward")
+    return run(DoubleBackward<SiLU<T>, T>{SiLU<T>()}, launch);
+  if (name == "silu") return run_kind<SiLU<T>, T>(kind, SiLU<T>(), launch);
   if (name == "silu_derivative")
-    return run_kind<SiLUDerivative<T>, T>(kind, SiLUDerivative<T>(launch.planes), launch);
+    return run_kind<SiLUDerivative<T>, T>(kind, SiLUDerivative<T>(), launch);
   throw std::invalid_argument("name: " + name);
 }
 
 void run_named(const std::string& name, const std::string& kind, const std::string& dtype,
                double slope, std::vector<uintptr_t> addresses, uintptr_t bits_address,
                int64_t plane_stride, int planes, std::vector<int64_t> sizes,
-               std::vector<std::vector<int64_t>> strides, int64_t elements, int64_t first_group,
-               bool wide_index) {
-  const Launch launch{addresses, bits_address, plane_stride, planes,    sizes,
-                      strides,   elements,     first_group,  wide_index};
+               std::vector<std::vector<int64_t>> strides, int64_t first_element) {
+  const Launch launch{addresses, bits_address, plane_stride, planes, sizes, strides, first_element};
   if (dtype == "float64") return run_activation<double>(name, kind, slope, launch);
   if (dtype == "float32") return run_activation<float>(name, kind, slope, launch);
   if (dtype == "float16") return run_activation<Half>(name, kind, slope, launch);
@@ -105,4 +100,16 @@ void run_named(const std::string& name, const std::string& kind, const std::stri
   throw std::invalid_argument("dtype: " + dtype);
 }
 
-PYBIND11_MODULE(host_kernels, module) { module.def("run", &run_named); }
+void poison(uintptr_t address, size_t size) {
+  ASAN_POISON_MEMORY_REGION(reinterpret_cast<void*>(address), size);
+}
+
+void unpoison(uintptr_t address, size_t size) {
+  ASAN_UNPOISON_MEMORY_REGION(reinterpret_cast<void*>(address), size);
+}
+
+PYBIND11_MODULE(host_kernels, module) {
+  module.def("run", &run_named);
+  module.def("poison", &poison);
+  module.def("unpoison", &unpoison);
+}

@@ -65,25 +65,25 @@ HOST_DEVICE void fetch(T (&element)[inputs], const T* const (&in)[inputs], int i
 // The kernel is a copy: its members could otherwise be thought to change with the output.
 template <class Kernel>
 HOST_DEVICE void compute(const Kernel kernel, typename Kernel::Scalar* out, Inputs<Kernel> in,
-                         uint32_t* codes, int count) {
+                         uint32_t* codes, int bits, int count) {
 #pragma GCC ivdep
   for (int i = 0; i < count; ++i) {
     typename Kernel::Scalar element[Kernel::kInputs];
     fetch(element, in, i);
-    out[i] = kernel(element, codes[i]);
+    out[i] = kernel(element, codes[i], bits);
   }
 }
 
 // The same in two parts, the elements of the tail collected first, so that no vector works on both.
 template <class Kernel>
 HOST_DEVICE void compute_in_parts(const Kernel kernel, typename Kernel::Scalar* out,
-                                  Inputs<Kernel> in, const uint32_t* codes, int count) {
+                                  Inputs<Kernel> in, const uint32_t* codes, int bits, int count) {
   using T = typename Kernel::Scalar;
   uint8_t is_tail[kBlock] = {};
   for (int i = 0; i < count; ++i) {
     T element[Kernel::kInputs];
     fetch(element, in, i);
-    is_tail[i] = kernel.is_tail(element, codes[i]);
+    is_tail[i] = kernel.is_tail(element, codes[i], bits);
   }
 
   int found = 0;
@@ -108,14 +108,14 @@ HOST_DEVICE void compute_in_parts(const Kernel kernel, typename Kernel::Scalar* 
   for (int i = 0; i < count; ++i) {
     T element[Kernel::kInputs];
     fetch(element, in, i);
-    out[i] = kernel.core(element, codes[i]);
+    out[i] = kernel.core(element, codes[i], bits);
   }
 
   T results[kBlock];
   for (int i = 0; i < found; ++i) {
     T element[Kernel::kInputs];
     for (int k = 0; k < Kernel::kInputs; ++k) element[k] = tail_in[k][i];
-    results[i] = kernel.tail(element, tail_codes[i]);
+    results[i] = kernel.tail(element, tail_codes[i], bits);
   }
   for (int i = 0; i < found; ++i) out[places[i]] = results[i];
 }
@@ -126,6 +126,7 @@ HOST_DEVICE void run_blocks(const Kernel& kernel, const Geometry& geometry,
                             int64_t last_block) {
   using T = typename Kernel::Scalar;
   const bool is_dense = geometry.is_dense();
+  const int bits = operands.bits.planes;
   uint32_t codes[kBlock];
   T buffers[Kernel::kInputs][kBlock];
   for (int64_t block = first_block; block < last_block; ++block) {
@@ -143,9 +144,9 @@ HOST_DEVICE void run_blocks(const Kernel& kernel, const Geometry& geometry,
     if constexpr (Kernel::kBits == Bits::kRead)
       unpack<kBlockGroups>(codes, operands.bits, first / kGroup, groups);
     if constexpr (HasTail<Kernel>::value) {
-      compute_in_parts(kernel, out, in, codes, count);
+      compute_in_parts(kernel, out, in, codes, bits, count);
     } else {
-      compute(kernel, out, in, codes, count);
+      compute(kernel, out, in, codes, bits, count);
     }
     if constexpr (Kernel::kBits == Bits::kWritten) {
       std::fill(codes + count, codes + kBlock, 0u);

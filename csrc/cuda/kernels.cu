@@ -13,13 +13,13 @@
 namespace inplace_ops {
 namespace {
 
-template <bool vectors, class Index, class Kernel, class Layout>
+template <int count, class Index, class Kernel, class Layout>
 __global__ void __launch_bounds__(kThreads)
-    run_groups(const Kernel kernel, __grid_constant__ const Layout layout,
-               const Operands<Kernel> operands, int64_t elements) {
-  const Index group = Index(blockIdx.x) * kThreads + threadIdx.x;
-  if (group * kGroup < elements)
-    run_group<vectors>(kernel, layout, operands, Index(elements), group);
+    run_warps(const Kernel kernel, __grid_constant__ const Layout layout,
+              const Operands<Kernel> operands, int64_t elements) {
+  constexpr int warps = kThreads / kLanes;
+  const Index tile = Index(blockIdx.x) * warps + threadIdx.x / kLanes;
+  run_warp<count>(kernel, layout, operands, Index(elements), tile);
 }
 
 struct Cuda {
@@ -32,24 +32,13 @@ struct Cuda {
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream_pointer));
     const auto stream = static_cast<cudaStream_t>(stream_pointer);
 
-    const int64_t blocks = (plane_bytes(geometry.elements) + kThreads - 1) / kThreads;
-    STD_TORCH_CHECK(blocks <= std::numeric_limits<int32_t>::max(), "tensor too large");
-    const dim3 grid(blocks);
-    const int64_t elements = geometry.elements;
-    // In 32 bits no index of the last block overflows, those past the end included.
-    const bool is_small = elements <= std::numeric_limits<int32_t>::max() - kThreads * kGroup;
-    if (geometry.is_dense() && is_aligned(operands)) {
-      run_groups<true, int64_t><<<grid, kThreads, 0, stream>>>(kernel, Dense{}, operands, elements);
-    } else if (geometry.is_dense()) {
-      run_groups<false, int64_t>
-          <<<grid, kThreads, 0, stream>>>(kernel, Dense{}, operands, elements);
-    } else if (is_small) {
-      run_groups<false, int32_t>
-          <<<grid, kThreads, 0, stream>>>(kernel, geometry, operands, elements);
-    } else {
-      run_groups<false, int64_t>
-          <<<grid, kThreads, 0, stream>>>(kernel, geometry, operands, elements);
-    }
+    choose_path(geometry, operands, [&](auto count, auto index, const auto& layout) {
+      constexpr int warps = kThreads / kLanes;
+      const int64_t blocks = (tiles_of<count()>(geometry.elements) + warps - 1) / warps;
+      STD_TORCH_CHECK(blocks <= std::numeric_limits<int32_t>::max(), "tensor too large");
+      run_warps<count(), decltype(index)>
+          <<<dim3(blocks), kThreads, 0, stream>>>(kernel, layout, operands, geometry.elements);
+    });
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
 };
