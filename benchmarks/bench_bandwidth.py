@@ -7,8 +7,8 @@ and backward reads what that forward saved.
 
 A timing is of many launches, each with tensors of its own: 256 MiB of each tensor or, for the small
 ones, 512 launches. On CUDA it is one replay of a graph, so that neither Python nor launching from
-the host is in the time, and what the L2 cache holds is evicted first; on the CPU it is a loop. Below
-about 1 MiB it is the time of a launch, not of the memory.
+the host is in the time, and what the L2 cache holds is evicted first; on the CPU it is a loop.
+Below about 1 MiB it is the time of a launch, not of the memory.
 
 The results of the very launches that are timed are compared with PyTorch's first.
 """
