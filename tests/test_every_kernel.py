@@ -1,6 +1,6 @@
-"""Every CUDA kernel once, on small tensors, against the CPU's: few and quick enough for a sanitizer.
+"""Every CUDA kernel once, on small tensors, against the CPU's: quick enough for compute-sanitizer.
 
-Only these kernels and copies run on the device: inputs are made on the CPU, results compared there.
+Little else runs on the device: the inputs are made on the CPU, and the results compared there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from inplace_ops import _ops
 
 SLOPE = 0.2
-# Nothing follows the last element in memory, and its byte of bits is not full. Strided is "stepped".
+# Nothing follows the last element in memory, and its byte of bits is not full.
 LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], list[int]]] = {
     "dense": (lambda t: t[:1050].clone().view(3, 50, 7), []),
     "misaligned": (lambda t: t[:1051].clone()[1:].view(3, 50, 7), []),
