@@ -6,8 +6,8 @@ are compared with PyTorch out of place. Steps are timed in turn: forward, backwa
 (SGD with momentum).
 
 peak: what a step allocates at most on top of weights and momentum. Largest batch: within a limit on
-all that PyTorch allocates, found on CUDA by running into it; on the CPU estimated from the peaks at
-two batch sizes.
+all that PyTorch allocates, estimated from the peaks at two batch sizes, and on CUDA in some modes
+(`--search`) then found by running into the limit.
 """
 
 from __future__ import annotations
@@ -168,14 +168,19 @@ def fits_memory(training: Training, side: int, batch: int) -> bool:
     return fits
 
 
-def search_batch(training: Training, side: int, limit: int, peaks: list[int], batch: int) -> int:
-    """The largest batch within `limit` bytes, from the peaks at `batch` and at half of it."""
+def search_batch(
+    training: Training, side: int, limit: int, peaks: list[int], batch: int, runs: bool
+) -> int:
+    """The largest batch within `limit` bytes, estimated from the peaks at `batch` and half of it.
+
+    If it `runs`, steps are run to find what really fits.
+    """
     each = (peaks[0] - peaks[1]) / (batch - batch // 2)
     fixed = peaks[0] - each * batch + training.fixed_bytes()
     each += 3 * side**2 * torch.float32.itemsize  # the images
     estimate = max(1, int((limit - fixed) / each))
-    if training.device == "cpu":
-        return largest_batch(lambda size: fixed + each * size <= limit, estimate)
+    if not runs:
+        return estimate
     training.step(training.images(2, side))  # the optimizer allocates its momentum
     total = torch.cuda.get_device_properties().total_memory
     torch.cuda.empty_cache()
@@ -217,9 +222,12 @@ def measure(
     del trainings, images, step, parts  # the largest batch has the memory for itself
 
     rows = []
+    limit = int(arguments.memory_limit * 1024 * MIB)
+    runs = device == "cuda" and mode_name in arguments.search
     for way in WAYS:
-        limit = int(arguments.memory_limit * 1024 * MIB)
-        largest = search_batch(Training(network, way, mode, device), side, limit, peaks[way], batch)
+        training = Training(network, way, mode, device)
+        largest = search_batch(training, side, limit, peaks[way], batch, runs)
+        del training
         first, median, third = quartiles(times[way])
         pairs = zip(times[way], times["torch in place"], strict=True)
         ratios = quartiles([a / b for a, b in pairs])
@@ -239,7 +247,7 @@ def measure(
                 "ratio_third_quartile": f"{ratios[2]:.3f}",
                 "memory_limit_gib": arguments.memory_limit,
                 "largest_batch": largest,
-                "largest_batch_by": "estimate" if device == "cpu" else "out of memory",
+                "largest_batch_by": "running" if runs else "estimate",
                 **machine(device),
             }
         )
@@ -257,6 +265,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, help="32 on a GPU, 4 on the CPU")
     parser.add_argument("--side", type=int, help="of the images; 64 on the CPU")
     parser.add_argument("--memory-limit", type=float, default=8, help="GiB, for the largest batch")
+    parser.add_argument(
+        "--search",
+        nargs="*",
+        choices=list(MODES),
+        default=["float32", "bfloat16, channels_last"],
+        help="modes in which the largest batch is found by running, on CUDA",
+    )
     parser.add_argument("--repetitions", type=int, default=11)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -280,7 +295,7 @@ def main() -> None:
                 print(f"{name}, {mode}", flush=True)
                 try:
                     rows += measure(name, network, mode, side, arguments)
-                except AssertionError as error:
+                except (AssertionError, torch.OutOfMemoryError) as error:
                     print(f"  not timed: {error}", flush=True)
                     failures.append(f"{name}, {mode}")
     finally:  # what was measured, also where it ends early
@@ -290,7 +305,7 @@ def main() -> None:
     columns += ["ratio_first_quartile", "ratio_third_quartile", "largest_batch"]
     print(table([columns, *([str(row[c]) for c in columns] for row in rows)]))
     if failures:
-        sys.exit(f"not PyTorch's losses or gradients: {'; '.join(failures)}")
+        sys.exit(f"not timed: {'; '.join(failures)}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ import matplotlib.pyplot as plt  # the backend is chosen first
 Rows = list[dict[str, str]]
 
 
-def plot_by_size(path: Path, rows: Rows, size: str, ratio: str, quartiles: str, label: str) -> None:
+def plot_by_size(
+    path: Path, rows: Rows, size: str, ratio: str, quartiles: str, label: str, log: bool
+) -> None:
     """A median and its quartiles over size, a curve each variant, for each activation and dtype."""
     activations = list(dict.fromkeys(row["activation"] for row in rows))
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
@@ -39,7 +41,8 @@ def plot_by_size(path: Path, rows: Rows, size: str, ratio: str, quartiles: str, 
                 (drawn,) = axis.plot(sizes, ratios, "o-", label=variant, markersize=3)
                 axis.fill_between(sizes, low, high, alpha=0.2, color=drawn.get_color())
             axis.set_xscale("log", base=2)
-            axis.set_yscale("log", base=2)
+            if log:
+                axis.set_yscale("log", base=2)
             axis.yaxis.set_major_formatter("{x:g}")
             axis.set_title(f"{activation}, {dtype}", fontsize=9)
             axis.grid(alpha=0.3)
@@ -54,7 +57,7 @@ def plot_times(path: Path) -> None:
     """Forward and backward over PyTorch in place."""
     rows = [row for row in read_csv(path) if row["phase"] == "both"]
     label = "time over torch in place"
-    plot_by_size(path, rows, "elements", "ratio_to_torch_in_place", "ratio", label)
+    plot_by_size(path, rows, "elements", "ratio_to_torch_in_place", "ratio", label, log=True)
 
 
 def plot_bandwidth(path: Path) -> None:
@@ -62,7 +65,8 @@ def plot_bandwidth(path: Path) -> None:
     rows = read_csv(path)
     for row in rows:
         row["variant"] += f", {row['direction']}"
-    plot_by_size(path, rows, "bytes", "share_of_copy", "share", "share of copy bandwidth")
+    label = "share of copy bandwidth"
+    plot_by_size(path, rows, "bytes", "share_of_copy", "share", label, log=False)
 
 
 def plot_memory(path: Path) -> None:
@@ -100,7 +104,8 @@ def plot_networks(path: Path) -> None:
         axis.set_xlabel(f"{label}; bars: over torch in place")
     axes[0].set_yticks(range(len(cases)), cases, fontsize=8)
     axes[0].invert_yaxis()
-    axes[0].legend(loc="lower left", fontsize=7)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
     save(figure, path, rows[0])
 
 
