@@ -97,7 +97,7 @@ if [ "$device" = cuda ]; then
   run build 180 "$python" setup.py build_ext --inplace --force
   workers=()
   "$python" -c 'import xdist' 2>/dev/null && workers=(-n 8)
-  run tests 240 env OMP_NUM_THREADS=2 "$python" -m pytest -q "${workers[@]}"
+  run tests 240 env OMP_NUM_THREADS=2 "$python" -m pytest -q -rfE "${workers[@]}"
   sanitize memcheck --report-api-errors no # PyTorch probes with calls that may fail
   sanitize racecheck
   sanitize initcheck
@@ -110,12 +110,13 @@ else
   export FORCE_CPU=1
   echo "memcheck, racecheck, initcheck: skipped, they check CUDA kernels" | tee -a "$log"
   run build 400 "$python" setup.py build_ext --inplace --force
-  run tests 400 "$python" -m pytest -q
+  run tests 400 "$python" -m pytest -q -rfE
   bench bandwidth 100 --repetitions 3
   bench activations 100 --compile --elements 65536 --dtypes float32 --repetitions 3
   bench host 30 --repetitions 3
   bench memory 30 --size 1000
-  bench networks 200 --networks EfficientNet-B0 YOLO-like --repetitions 2
+  bench networks 200 --networks EfficientNet-B0 YOLO-like \
+    --modes float32 "bfloat16, channels_last" --repetitions 2
 fi
 
 {
