@@ -1,5 +1,6 @@
 # make demo: train on real data and compare memory. make test: build and run the tests.
-# make tables: write the README's tables from benchmarks/results. All set up $(VENV) first. TORCH names the torch to install, for example
+# make tables: write the README's tables from benchmarks/results.
+# All set up $(VENV) first. TORCH names the torch to install, for example
 #   make demo TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
 
 PYTHON ?= python3

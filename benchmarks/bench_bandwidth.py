@@ -5,7 +5,7 @@ kernels' bytes are the least that they must move (variants.py). All are timed in
 repetition, and the share is taken there. The copy restores the input of the forward that follows,
 and backward reads what that forward saved.
 
-A timing is of many launches, each with tensors of its own: 256 MiB of each tensor or, for the small
+A timing is of many launches, each with tensors of its own: 512 MiB of each tensor or, for the small
 ones, 512 launches. On CUDA it is one replay of a graph, so that neither Python nor launching from
 the host is in the time, and what the L2 cache holds is evicted first; on the CPU it is a loop.
 Below about 1 MiB it is the time of a launch, not of the memory.
@@ -27,7 +27,7 @@ from variants import VARIANTS, Variant
 from verification import check
 
 SIZES = {"cuda": [2**i for i in range(10, 33, 2)], "cpu": [2**12, 2**18, 2**24]}
-ROTATED = {"cuda": 256 * MIB, "cpu": 16 * MIB}  # of each tensor; on CUDA more than any L2
+ROTATED = {"cuda": 512 * MIB, "cpu": 16 * MIB}  # of each tensor; on CUDA more than any L2
 MOST_LAUNCHES = 512
 CHUNK = 2**26  # elements compared at a time
 
@@ -134,7 +134,8 @@ def measure_size(
     """The rows of all variants at one size and dtype; none where they do not fit the device."""
     if clock.device == "cuda":
         torch.cuda.empty_cache()
-        if 6 * size > torch.cuda.mem_get_info()[0]:  # three here, the bits, the result, a check
+        needed = 6 * max(size, ROTATED["cuda"])  # three tensors, bits, the result, a comparison
+        if needed > torch.cuda.mem_get_info()[0]:
             print(f"{dtype}, {size} bytes: does not fit", flush=True)
             return []
     buffers = Buffers(size, dtype, clock.device)

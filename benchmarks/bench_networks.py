@@ -52,7 +52,8 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 class Mode:
     """How a network is trained, and how far loss and gradients may be from PyTorch's, relatively.
 
-    In bfloat16 a last bit that differs in one layer's output changes all later ones.
+    In bfloat16 a last bit that differs in one layer's output changes all later ones. float32 is as
+    PyTorch's defaults have it: convolutions in TF32 on a GPU.
     """
 
     autocast: bool

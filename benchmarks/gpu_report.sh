@@ -84,7 +84,7 @@ bench() {
 sanitize() {
   local tool=$1
   shift
-  run "$tool" 60 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+  run "$tool" 90 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
     compute-sanitizer --tool "$tool" "$@" --error-exitcode 1 \
     "$python" -m pytest -q -p no:cacheprovider tests/test_every_kernel.py
 }
