@@ -32,7 +32,7 @@ def values(rows: Rows, column: str) -> list[str]:
 
 
 def find(rows: Rows, column: str, **wanted: str) -> str:
-    """The column of the one row that has the wanted values; a dash without such a row."""
+    """The column of the row that has the wanted values; a dash without such a row."""
     found = [row[column] for row in rows if all(row[k] == v for k, v in wanted.items())]
     return found[0] if found else "-"
 
@@ -48,22 +48,23 @@ def activations(rows: Rows) -> str:
     both = [row for row in rows if row["phase"] == "both"]
     sizes = sorted(values(both, "elements"), key=int)
     dtypes = values(both, "dtype")
+    ratio, bytes_ratio = "ratio_to_torch_in_place", "bytes_ratio_to_torch_in_place"
+    has_bytes = bytes_ratio in rows[0]
+    over = "over PyTorch in place" + (" (of the bytes)" if has_bytes else "")
     header = [f"{sizes[-1]} elements, forward and backward", f"ms, {dtypes[0]}"]
-    header += [f"over PyTorch in place, {dtype}" for dtype in dtypes]
+    header += [f"{over}, {dtype}" for dtype in dtypes]
     header.append(f"{sizes[0]} elements, {dtypes[0]}")
-    has_bytes = "bytes_ratio_to_torch_in_place" in rows[0]
-    if has_bytes:
-        header.append(f"bytes, {dtypes[0]}")
     body = []
     for variant in variants(both):
         large = {**variant, "elements": sizes[-1]}
         time = float(find(both, "median_us", **large, dtype=dtypes[0])) / 1e3
-        ratio = "ratio_to_torch_in_place"
         line = [", ".join(variant.values()), f"{time:.3g}"]
-        line += [find(both, ratio, **large, dtype=dtype) for dtype in dtypes]
+        for dtype in dtypes:
+            cell = find(both, ratio, **large, dtype=dtype)
+            if has_bytes:
+                cell += f" ({find(both, bytes_ratio, **large, dtype=dtype)})"
+            line.append(cell)
         line.append(find(both, ratio, **variant, elements=sizes[0], dtype=dtypes[0]))
-        if has_bytes:
-            line.append(find(both, f"bytes_{ratio}", **large, dtype=dtypes[0]))
         body.append(line)
     return markdown(header, body)
 
