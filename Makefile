@@ -1,5 +1,6 @@
 # make demo: train on real data and compare memory. make test: build and run the tests.
-# Both set up $(VENV) first. TORCH names the torch to install, for example
+# make tables: write the README's tables from benchmarks/results.
+# All set up $(VENV) first. TORCH names the torch to install, for example
 #   make demo TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ TORCH ?= torch>=2.11
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint format clean
+.PHONY: demo test tables lint format clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/python benchmarks/demo.py
@@ -17,7 +18,11 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(VENV)/bin/pytest
 
+tables: $(INSTALLED)
+	$(VENV)/bin/python benchmarks/readme_tables.py
+
 lint: $(INSTALLED)
+	$(VENV)/bin/python benchmarks/readme_tables.py --check
 	$(VENV)/bin/pip install -q -e '.[lint]' --no-build-isolation
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .

@@ -8,12 +8,15 @@ timed region. "both" is the sum of a repetition's forward and backward.
 Bandwidth is the bytes that the variant cannot avoid moving over its median time: for ReLU and
 LeakyReLU each tensor read or written once, 2 forward and 3 backward (2 with a mask), for in-place
 SiLU in PyTorch 4 + 3 (the clone), and the packed bits once in each direction (variants.py).
-`--compile` adds torch.compile of PyTorch's activation, the hardest baseline on a GPU.
+`--compile` adds torch.compile of PyTorch's activation, the hardest baseline on a GPU. Python's and
+autograd's cost is in the times as far as the device has to wait for it: see bench_bandwidth.py for
+the kernels alone, bench_host.py for the host alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -22,47 +25,9 @@ from measure import RESULTS, Clock, machine, quartiles, table, write_csv
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from variants import VARIANTS, Variant
+from verification import verify
 
 PHASES = ("forward", "backward", "both")
-
-# Largest error of the derivative that the README gives, where it is more than torch.testing's
-# default tolerances; the rounding of the arithmetic on both sides comes on top.
-DERIVATIVE_ERROR = {
-    "output, 1 bit": {
-        torch.float64: 5e-9,
-        torch.float32: 8.3e-5,
-        torch.float16: 3.8e-3,
-        torch.bfloat16: 1.2e-2,
-    },
-    "derivative": {
-        torch.float64: 1.6e-10,
-        torch.float32: 9.2e-6,
-        torch.float16: 2.4e-3,
-        torch.bfloat16: 2.4e-3,
-    },
-}
-
-
-def verify(variant: Variant, reference: Variant, x: Tensor, equal: bool) -> None:
-    """Raise unless values and gradients are PyTorch's: equal, or within what is documented."""
-    # What is documented holds for a unit gradient; the signs tell the elements apart.
-    grad = torch.randn_like(x).sign()
-
-    def run(run_variant: Variant) -> tuple[Tensor, Tensor]:
-        leaf = x.clone().requires_grad_()
-        output = run_variant.run(leaf.clone())
-        (gradient,) = torch.autograd.grad(output, leaf, grad)
-        return output.detach(), gradient
-
-    (value, gradient), (expected_value, expected_gradient) = run(variant), run(reference)
-    value_tolerance = {"rtol": 0.0, "atol": 0.0} if equal else {}
-    gradient_tolerance = value_tolerance
-    if variant.name in DERIVATIVE_ERROR:
-        arithmetic = torch.finfo(torch.promote_types(x.dtype, torch.float32))
-        error = DERIVATIVE_ERROR[variant.name][x.dtype] + 4 * arithmetic.eps
-        gradient_tolerance = {"rtol": torch.finfo(x.dtype).eps, "atol": error}
-    torch.testing.assert_close(value, expected_value, **value_tolerance)
-    torch.testing.assert_close(gradient, expected_gradient, **gradient_tolerance)
 
 
 def time_case(
@@ -89,64 +54,51 @@ def time_case(
     return times
 
 
-def main() -> None:
-    """Verify, measure, print the table, write the CSV."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
-    parser.add_argument("--elements", type=int, nargs="+", default=[2**12, 2**16, 2**20, 2**24])
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16"])
-    parser.add_argument("--repetitions", type=int, default=21)
-    parser.add_argument("--compile", action="store_true", help="time torch.compile too")
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    device = arguments.device
-    torch.set_num_threads(arguments.threads)
-    where, clock = machine(device), Clock(device)
+def measure(
+    activation: str, dtype: torch.dtype, elements: int, arguments: argparse.Namespace, clock: Clock
+) -> list[dict[str, Any]]:
+    """The rows of one case: every variant, each phase."""
+    x, grad = (torch.randn(elements, device=arguments.device).to(dtype) for _ in range(2))
+    variants = list(VARIANTS[activation])
+    if arguments.compile:
+        torch.compiler.reset()  # past its limit of recompilations it runs eagerly
+        compiled = torch.compile(variants[0].run, dynamic=False)
+        variants.append(Variant("torch.compile", compiled))
+    for variant in variants:
+        verify(activation, variant, x)
+    times = time_case(variants, x, grad, arguments.repetitions, clock)
 
-    rows: list[dict[str, Any]] = []
-    for activation, listed in VARIANTS.items():
-        for dtype_name in arguments.dtypes:
-            dtype = getattr(torch, dtype_name)
-            for elements in arguments.elements:
-                x = torch.randn(elements, device=device).to(dtype)
-                grad = torch.randn(elements, device=device).to(dtype)
-                variants = list(listed)
-                if arguments.compile:
-                    torch.compiler.reset()  # past its limit of recompilations it runs eagerly
-                    compiled = torch.compile(listed[0].run, dynamic=False)
-                    variants.append(Variant("torch.compile", compiled))
-                for variant in variants:
-                    verify(variant, variants[0], x, equal=activation != "SiLU")
-                times = time_case(variants, x, grad, arguments.repetitions, clock)
-                for variant in variants:
-                    for phase in PHASES:
-                        first, median, third = quartiles(times[variant.name][phase])
-                        base = times["torch in place"][phase]
-                        ratios = quartiles(
-                            [a / b for a, b in zip(times[variant.name][phase], base, strict=True)]
-                        )
-                        moved = variant.bytes_moved(phase, dtype, elements)
-                        rows.append(
-                            {
-                                "activation": activation,
-                                "variant": variant.name,
-                                "dtype": dtype_name,
-                                "elements": elements,
-                                "phase": phase,
-                                "median_us": f"{median:.2f}",
-                                "first_quartile_us": f"{first:.2f}",
-                                "third_quartile_us": f"{third:.2f}",
-                                "gigabytes_per_second": f"{moved / median / 1e3:.2f}",
-                                "ratio_to_torch_in_place": f"{ratios[1]:.3f}",
-                                "ratio_first_quartile": f"{ratios[0]:.3f}",
-                                "ratio_third_quartile": f"{ratios[2]:.3f}",
-                                **where,
-                            }
-                        )
-        print(f"{activation}: verified and timed", flush=True)
+    rows = []
+    in_place = VARIANTS[activation][1]
+    for variant, phase in itertools.product(variants, PHASES):
+        first, median, third = quartiles(times[variant.name][phase])
+        base = times[in_place.name][phase]
+        ratios = quartiles([a / b for a, b in zip(times[variant.name][phase], base, strict=True)])
+        moved = variant.bytes_moved(phase, dtype, elements)
+        base_moved = in_place.bytes_moved(phase, dtype, elements)
+        rows.append(
+            {
+                "activation": activation,
+                "variant": variant.name,
+                "dtype": str(dtype).removeprefix("torch."),
+                "elements": elements,
+                "phase": phase,
+                "median_us": f"{median:.2f}",
+                "first_quartile_us": f"{first:.2f}",
+                "third_quartile_us": f"{third:.2f}",
+                "gigabytes_per_second": f"{moved / median / 1e3:.2f}",
+                "ratio_to_torch_in_place": f"{ratios[1]:.3f}",
+                "ratio_first_quartile": f"{ratios[0]:.3f}",
+                "ratio_third_quartile": f"{ratios[2]:.3f}",
+                "bytes_ratio_to_torch_in_place": f"{moved / base_moved:.3f}",
+                **machine(arguments.device),
+            }
+        )
+    return rows
 
+
+def report(rows: list[dict[str, Any]]) -> None:
+    """Print forward plus backward of every case, and where PyTorch is faster."""
     print("\nForward and backward, time over PyTorch in place (below 1 is faster):\n")
     columns = ["activation", "variant", "dtype", "elements"]
     columns += ["median_us", "gigabytes_per_second", "ratio_to_torch_in_place"]
@@ -159,7 +111,32 @@ def main() -> None:
     for row in slower:
         case = ", ".join(str(row[c]) for c in columns[:4])
         print(f"  {case}: {row['ratio_to_torch_in_place']}")
-    write_csv(arguments.out or RESULTS / f"activations_{device}.csv", rows)
+
+
+def main() -> None:
+    """Verify, measure, print the table, write the CSV."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--elements", type=int, nargs="+", default=[2**12, 2**16, 2**20, 2**24])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16"])
+    parser.add_argument("--repetitions", type=int, default=21)
+    parser.add_argument("--compile", action="store_true", help="time torch.compile too")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    clock = Clock(arguments.device)
+
+    rows: list[dict[str, Any]] = []
+    cases = itertools.product(VARIANTS, arguments.dtypes, arguments.elements)
+    try:
+        for activation, dtype, elements in cases:
+            rows += measure(activation, getattr(torch, dtype), elements, arguments, clock)
+            print(f"{activation}, {dtype}, {elements} elements: verified and timed", flush=True)
+    finally:  # what was measured, also where it ends early
+        write_csv(arguments.out or RESULTS / f"activations_{arguments.device}.csv", rows)
+    report(rows)
 
 
 if __name__ == "__main__":

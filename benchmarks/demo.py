@@ -252,7 +252,8 @@ def main() -> None:
             row += [f"{result.epoch_loss:.4f}", f"{result.accuracy:.1%}"]
         rows.append(row)
     where = machine(arguments.device)
-    title = f"digits, batch {arguments.batch_size}; " + ", ".join(where.values())
+    title = f"digits, batch {arguments.batch_size}; {where['device']}, torch {where['torch']}, "
+    title += f"Python {where['python']}, {where['date']}"
     print(f"\n{title}\n\n{table(rows)}\n")
     print("saved: held for backward after the forward pass, parameters and input not counted.")
     print("activations: of that, what the same network without activations does not hold.")

@@ -4,30 +4,40 @@ from __future__ import annotations
 
 import csv
 import datetime
+import functools
 import os
 import platform
+import shutil
+import signal
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own progress messages
+# A time limit ends a benchmark with SIGTERM: as an exception, so that it writes what it has.
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
 
 MIB = 2**20
 RESULTS = Path(__file__).parent / "results"
 
 
+@functools.cache
 def machine(device: str) -> dict[str, str]:
     """The columns that say where and when a figure was measured."""
     if device == "cuda":
-        name = torch.cuda.get_device_name()
+        name, driver, cuda = torch.cuda.get_device_name(), _driver(), torch.version.cuda
     else:
-        name = f"{_cpu_name()}, {torch.get_num_threads()} threads"
+        name, driver, cuda = f"{_cpu_name()}, {torch.get_num_threads()} threads", None, None
     return {
         "device": name,
+        "driver": driver or "none",
+        "cuda": cuda or "none",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
@@ -40,6 +50,13 @@ def _cpu_name() -> str:
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     capability = torch.backends.cpu.get_cpu_capability()
     return f"{names[0] if names else platform.machine()} ({capability})"
+
+
+def _driver() -> str:
+    if not shutil.which("nvidia-smi"):
+        return "unknown"
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
 
 
 def memory_of(fn: Callable[[], Any], device: str) -> tuple[int, int]:
@@ -73,7 +90,7 @@ class Clock:
     def __init__(self, device: str) -> None:
         self.device = device
         if device == "cuda":
-            self.evicting = torch.zeros(256 * MIB // 4, device=device)  # larger than any L2
+            self.evicting = torch.zeros(1024 * MIB // 4, device=device)  # larger than any L2
 
     def time(self, fn: Callable[[], Any]) -> tuple[float, Any]:
         """Call `fn` once; return its time and its result."""
@@ -92,15 +109,36 @@ class Clock:
         return begin.elapsed_time(end) * 1e3, result
 
 
+def recorded(calls: Sequence[Callable[[], Any]], device: str) -> Callable[[], list[Any]]:
+    """One function that makes all the calls and returns their results.
+
+    On CUDA it replays a graph of them: the device alone is timed, not the host that launches. Their
+    results lie in different memory; those of the next replay take their place.
+    """
+    if device != "cuda":
+        return lambda: [call() for call in calls]
+    calls[0]()  # what a first call loads and sets up cannot be captured
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [call() for call in calls]
+
+    def replay() -> list[Any]:
+        graph.replay()
+        return results
+
+    return replay
+
+
 def quartiles(times: list[float]) -> tuple[float, float, float]:
     """The first quartile, the median and the third quartile."""
     first, median, third = statistics.quantiles(times, n=4, method="inclusive")
     return first, median, third
 
 
-def write_csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write rows of one kind, the keys of the first as header."""
-    rows = list(rows)
+def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write rows of one kind, the keys of the first as header; nothing if there are none."""
+    if not rows:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")

@@ -1,4 +1,4 @@
-"""Draws the result files: time over PyTorch in place by size, and the memory that is held."""
+"""Draws the result files: bandwidth and time ratios by size, memory and time of networks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from measure import RESULTS, read_csv
 matplotlib.use("agg")
 import matplotlib.pyplot as plt  # the backend is chosen first
 
+Rows = list[dict[str, str]]
 
-def plot_times(path: Path) -> None:
-    """Forward and backward over PyTorch in place: the median of the ratios and their quartiles."""
-    rows = [row for row in read_csv(path) if row["phase"] == "both"]
+
+def plot_by_size(
+    path: Path, rows: Rows, size: str, ratio: str, quartiles: str, label: str, log: bool
+) -> None:
+    """A median and its quartiles over size, a curve each variant, for each activation and dtype."""
     activations = list(dict.fromkeys(row["activation"] for row in rows))
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
     figure, axes = plt.subplots(
@@ -30,27 +33,40 @@ def plot_times(path: Path) -> None:
             case = [r for r in rows if (r["activation"], r["dtype"]) == (activation, dtype)]
             for variant in dict.fromkeys(row["variant"] for row in case):
                 points = [row for row in case if row["variant"] == variant]
-                sizes = [int(row["elements"]) for row in points]
+                sizes = [int(row[size]) for row in points]
                 low, ratios, high = (
                     [float(row[key]) for row in points]
-                    for key in (
-                        "ratio_first_quartile",
-                        "ratio_to_torch_in_place",
-                        "ratio_third_quartile",
-                    )
+                    for key in (f"{quartiles}_first_quartile", ratio, f"{quartiles}_third_quartile")
                 )
                 (drawn,) = axis.plot(sizes, ratios, "o-", label=variant, markersize=3)
                 axis.fill_between(sizes, low, high, alpha=0.2, color=drawn.get_color())
             axis.set_xscale("log", base=2)
-            axis.set_yscale("log", base=2)
+            if log:
+                axis.set_yscale("log", base=2)
             axis.yaxis.set_major_formatter("{x:g}")
             axis.set_title(f"{activation}, {dtype}", fontsize=9)
             axis.grid(alpha=0.3)
-        line[0].set_ylabel("time over torch in place")
+        line[0].set_ylabel(label)
         line[0].legend(fontsize=7)
     for axis in axes[-1]:
-        axis.set_xlabel("elements")
+        axis.set_xlabel(size)
     save(figure, path, rows[0])
+
+
+def plot_times(path: Path) -> None:
+    """Forward and backward over PyTorch in place."""
+    rows = [row for row in read_csv(path) if row["phase"] == "both"]
+    label = "time over torch in place"
+    plot_by_size(path, rows, "elements", "ratio_to_torch_in_place", "ratio", label, log=True)
+
+
+def plot_bandwidth(path: Path) -> None:
+    """Share of the copy bandwidth, forward and backward."""
+    rows = read_csv(path)
+    for row in rows:
+        row["variant"] += f", {row['direction']}"
+    label = "share of copy bandwidth"
+    plot_by_size(path, rows, "bytes", "share_of_copy", "share", label, log=False)
 
 
 def plot_memory(path: Path) -> None:
@@ -69,6 +85,30 @@ def plot_memory(path: Path) -> None:
     save(figure, path, rows[0])
 
 
+def plot_networks(path: Path) -> None:
+    """Peak memory, step time and largest batch of each network, over PyTorch in place."""
+    rows = read_csv(path)
+    for row in rows:
+        row["case"] = f"{row['network']}, {row['mode']}"
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    columns = {"peak_mib": "peak, MiB", "median_ms": "step, ms", "largest_batch": "largest batch"}
+    size = (5 * len(columns), 0.5 * len(cases) + 1)
+    figure, axes = plt.subplots(1, len(columns), figsize=size, sharey=True, layout="constrained")
+    for axis, (column, label) in zip(axes, columns.items(), strict=True):
+        value = {(row["case"], row["variant"]): float(row[column]) for row in rows}
+        for i, way in enumerate(dict.fromkeys(row["variant"] for row in rows)):
+            places = [j + 0.27 * (i - 1) for j in range(len(cases))]
+            ratios = [value[case, way] / value[case, "torch in place"] for case in cases]
+            bars = axis.barh(places, ratios, height=0.25, label=way)
+            axis.bar_label(bars, [f"{value[case, way]:g}" for case in cases], fontsize=6)
+        axis.set_xlabel(f"{label}; bars: over torch in place")
+    axes[0].set_yticks(range(len(cases)), cases, fontsize=8)
+    axes[0].invert_yaxis()
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
+    save(figure, path, rows[0])
+
+
 def save(figure: plt.Figure, path: Path, row: dict[str, str]) -> None:
     """Write the figure beside its result file, with where and when it was measured."""
     figure.suptitle(f"{row['device']}, torch {row['torch']}, {row['date']}", fontsize=9)
@@ -82,10 +122,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV files")
     results = parser.parse_args().results
-    for path in sorted(results.glob("activations_*.csv")):
-        plot_times(path)
-    for path in sorted(results.glob("memory_*.csv")):
-        plot_memory(path)
+    plots = {
+        "activations": plot_times,
+        "bandwidth": plot_bandwidth,
+        "memory": plot_memory,
+        "networks": plot_networks,
+    }
+    for kind, plot in plots.items():
+        for path in sorted(results.glob(f"{kind}_*.csv")):
+            plot(path)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,181 @@
+"""The kernels alone: share of the device's copy bandwidth, by op, direction, dtype and size.
+
+The copy is a device-to-device copy of a tensor of the same size, bytes read plus bytes written; the
+kernels' bytes are the least that they must move (variants.py). All are timed in turn within each
+repetition, and the share is taken there. The copy restores the input of the forward that follows,
+and backward reads what that forward saved.
+
+A timing is of many launches, each with tensors of its own: 512 MiB of each tensor or, for the small
+ones, 512 launches. On CUDA it is one replay of a graph, so that neither Python nor launching from
+the host is in the time, and what the L2 cache holds is evicted first; on the CPU it is a loop.
+Below about 1 MiB it is the time of a launch, not of the memory.
+
+The results of the very launches that are timed are compared with PyTorch's first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import MIB, RESULTS, Clock, machine, quartiles, recorded, table, write_csv
+from variants import VARIANTS, Variant
+from verification import check
+
+SIZES = {"cuda": [2**i for i in range(10, 33, 2)], "cpu": [2**12, 2**18, 2**24]}
+ROTATED = {"cuda": 512 * MIB, "cpu": 16 * MIB}  # of each tensor; on CUDA more than any L2
+MOST_LAUNCHES = 512
+CHUNK = 2**26  # elements compared at a time
+
+
+class Buffers:
+    """Tensors for launches that each have their own, of one size and dtype."""
+
+    def __init__(self, size: int, dtype: torch.dtype, device: str) -> None:
+        self.launches = max(1, min(MOST_LAUNCHES, ROTATED[device] // size))
+        shape = (self.launches, size // dtype.itemsize)
+        self.input = torch.randn(shape, dtype=dtype, device=device)
+        self.grad = torch.randn(shape, dtype=dtype, device=device)
+        self.x = torch.zeros_like(self.input)
+        self.copy = recorded(
+            [partial(x.copy_, source) for x, source in zip(self.x, self.input, strict=True)], device
+        )
+
+    def empty_bits(self, planes: int) -> list[torch.Tensor | None]:
+        """Room for the packed bits of each launch; None without any."""
+        shape = (self.launches, planes, (self.x.size(1) + 7) // 8)
+        return list(self.x.new_empty(shape, dtype=torch.uint8)) if planes else [None] * shape[0]
+
+
+def time_case(
+    activation: str, variant: Variant, buffers: Buffers, repetitions: int, clock: Clock
+) -> dict[str, list[float]]:
+    """Verify, then time: microseconds a launch of the copy, of forward and of backward."""
+    assert variant.kernels is not None
+    all_bits = buffers.empty_bits(variant.bits_of(buffers.x.dtype))
+    forwards, backwards = [], []
+    for x, grad, bits in zip(buffers.x, buffers.grad, all_bits, strict=True):
+        saved = [x] if variant.backward_tensors == 3 else []
+        saved += [] if bits is None else [bits]
+        forwards.append(partial(variant.kernels.forward, x, bits))
+        backwards.append(partial(variant.kernels.backward, grad, *saved))
+    runs = {
+        "copy": buffers.copy,
+        "forward": recorded(forwards, clock.device),
+        "backward": recorded(backwards, clock.device),
+    }
+
+    buffers.grad.normal_().sign_()
+    runs["copy"]()
+    if not torch.equal(buffers.x, buffers.input):
+        raise AssertionError("the copy is not one")
+    runs["forward"]()
+    results = runs["backward"]()
+    gradient = results[0] if len(results) == 1 else torch.stack(results)
+    tensors = (buffers.input, buffers.grad, buffers.x, gradient)
+    for chunks in zip(*(tensor.flatten().split(CHUNK) for tensor in tensors), strict=True):
+        check(activation, variant, *chunks)
+    del results, gradient, tensors, chunks
+    buffers.grad.normal_()
+
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for repetition in range(repetitions + 2):
+        for name, run in runs.items():
+            time, _ = clock.time(run)
+            if repetition >= 2:  # the first ones warm up
+                times[name].append(time / buffers.launches)
+    return times
+
+
+def measure(
+    activation: str, variant: Variant, buffers: Buffers, repetitions: int, clock: Clock
+) -> list[dict[str, Any]]:
+    """The rows of one variant: forward and backward."""
+    times = time_case(activation, variant, buffers, repetitions, clock)
+    dtype, elements = buffers.x.dtype, buffers.x.size(1)
+    copied = 2 * elements * dtype.itemsize
+    rows = []
+    for direction in ("forward", "backward"):
+        moved = variant.bytes_moved(direction, dtype, elements)
+        first, median, third = quartiles(times[direction])
+        pairs = zip(times[direction], times["copy"], strict=True)
+        shares = quartiles([moved / copied * copy / time for time, copy in pairs])
+        copy_rate = copied / quartiles(times["copy"])[1] / 1e3
+        rows.append(
+            {
+                "activation": activation,
+                "variant": variant.name,
+                "direction": direction,
+                "dtype": str(dtype).removeprefix("torch."),
+                "bytes": elements * dtype.itemsize,
+                "launches": buffers.launches,
+                "method": "graph replay" if clock.device == "cuda" else "loop",
+                "median_us": f"{median:.3f}",
+                "first_quartile_us": f"{first:.3f}",
+                "third_quartile_us": f"{third:.3f}",
+                "gigabytes_per_second": f"{moved / median / 1e3:.2f}",
+                "copy_gigabytes_per_second": f"{copy_rate:.2f}",
+                "share_of_copy": f"{shares[1]:.3f}",
+                "share_first_quartile": f"{shares[0]:.3f}",
+                "share_third_quartile": f"{shares[2]:.3f}",
+                **machine(clock.device),
+            }
+        )
+    return rows
+
+
+def measure_size(
+    size: int, dtype: torch.dtype, repetitions: int, clock: Clock
+) -> list[dict[str, Any]]:
+    """The rows of all variants at one size and dtype; none where they do not fit the device."""
+    if clock.device == "cuda":
+        torch.cuda.empty_cache()
+        needed = 6 * max(size, ROTATED["cuda"])  # three tensors, bits, the result, a comparison
+        if needed > torch.cuda.mem_get_info()[0]:
+            print(f"{dtype}, {size} bytes: does not fit", flush=True)
+            return []
+    buffers = Buffers(size, dtype, clock.device)
+    rows = []
+    for activation, variants in VARIANTS.items():
+        for variant in variants:
+            if variant.kernels:
+                rows += measure(activation, variant, buffers, repetitions, clock)
+    print(f"{dtype}, {size} bytes: verified and timed", flush=True)
+    return rows
+
+
+def main() -> None:
+    """Verify, measure, write the CSV, print the largest size."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--sizes", type=int, nargs="+", help="bytes of a tensor")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16"])
+    parser.add_argument("--repetitions", type=int, default=21)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    clock = Clock(arguments.device)
+
+    rows: list[dict[str, Any]] = []
+    sizes = arguments.sizes or SIZES[arguments.device]
+    try:
+        for size, dtype in itertools.product(sizes, arguments.dtypes):
+            rows += measure_size(size, getattr(torch, dtype), arguments.repetitions, clock)
+    finally:  # what was measured, also where it ends early
+        write_csv(arguments.out or RESULTS / f"bandwidth_{arguments.device}.csv", rows)
+
+    columns = ["activation", "variant", "direction", "dtype", "bytes", "median_us"]
+    columns += ["copy_gigabytes_per_second", "share_of_copy"]
+    columns += ["share_first_quartile", "share_third_quartile"]
+    largest = [row for row in rows if row["bytes"] == rows[-1]["bytes"]]
+    print(table([columns, *([str(row[c]) for c in columns] for row in largest)]))
+
+
+if __name__ == "__main__":
+    main()

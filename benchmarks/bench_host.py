@@ -1,0 +1,99 @@
+"""Host time of a call on a small tensor: what Python and autograd cost before the device works.
+
+Calls are made one after the other without waiting for the device; the time is the host's clock over
+their number. Variants in turn within each repetition, against PyTorch out of place and in place. On
+the CPU the kernel's own time, below a microsecond here, is included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import RESULTS, machine, quartiles, table, write_csv
+from torch.autograd.graph import get_gradient_edge
+from variants import VARIANTS, Variant
+from verification import verify
+
+ELEMENTS = 1024
+CALLS = 200  # fewer than a CUDA stream queues
+PHASES = ("no grad", "forward", "backward")
+
+
+def host_time(calls: list[Callable[[], Any]], device: str) -> tuple[float, list[Any]]:
+    """Microseconds a call, and the results."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    results = [call() for call in calls]
+    return (time.perf_counter() - begin) / len(calls) * 1e6, results
+
+
+def time_variant(variant: Variant, device: str) -> dict[str, float]:
+    """Microseconds a call without a gradient, with one, and of backward."""
+    leaf = torch.randn(ELEMENTS, device=device, requires_grad=True)
+    grad = torch.randn(ELEMENTS, device=device)
+    inputs = [leaf.detach().clone() for _ in range(CALLS)]
+    no_grad, _ = host_time([lambda x=x: variant.run(x) for x in inputs], device)
+    inputs = [leaf.clone() for _ in range(CALLS)]
+    edges = [get_gradient_edge(x) for x in inputs]
+    forward, outputs = host_time([lambda x=x: variant.run(x) for x in inputs], device)
+    backward, _ = host_time(
+        [
+            lambda y=y, edge=edge: torch.autograd.grad(y, [edge], grad)
+            for y, edge in zip(outputs, edges, strict=True)
+        ],
+        device,
+    )
+    return dict(zip(PHASES, (no_grad, forward, backward), strict=True))
+
+
+def main() -> None:
+    """Verify, measure, print the table, write the CSV."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--repetitions", type=int, default=21)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    device = arguments.device
+
+    rows: list[dict[str, Any]] = []
+    for activation, variants in VARIANTS.items():
+        for variant in variants:
+            verify(activation, variant, torch.randn(ELEMENTS, device=device))
+            time_variant(variant, device)  # warms up
+        measured = [
+            {variant.name: time_variant(variant, device) for variant in variants}
+            for _ in range(arguments.repetitions)
+        ]
+        for variant, phase in itertools.product(variants, PHASES):
+            times = [repetition[variant.name][phase] for repetition in measured]
+            first, median, third = quartiles(times)
+            rows.append(
+                {
+                    "activation": activation,
+                    "variant": variant.name,
+                    "phase": phase,
+                    "elements": ELEMENTS,
+                    "median_us": f"{median:.2f}",
+                    "first_quartile_us": f"{first:.2f}",
+                    "third_quartile_us": f"{third:.2f}",
+                    **machine(device),
+                }
+            )
+    columns = ["activation", "variant", "phase", "median_us"]
+    columns += ["first_quartile_us", "third_quartile_us"]
+    print(table([columns, *([row[c] for c in columns] for row in rows)]))
+    write_csv(arguments.out or RESULTS / f"host_{device}.csv", rows)
+
+
+if __name__ == "__main__":
+    main()

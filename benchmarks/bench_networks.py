@@ -1,0 +1,313 @@
+"""Whole networks in training: peak memory, step time, and the largest batch that fits.
+
+The activations that a network runs in place are run three ways: PyTorch out of place, PyTorch in
+place, and inplace_ops. All start from the same weights; before anything is timed loss and gradients
+are compared with PyTorch out of place. Steps are timed in turn: forward, backward and the optimizer
+(SGD with momentum).
+
+peak: what a step allocates at most on top of weights and momentum. Largest batch: within a limit on
+all that PyTorch allocates, estimated from the peaks at two batch sizes, and on CUDA in some modes
+(`--search`) then found by running into the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from measure import MIB, RESULTS, Clock, machine, memory_of, quartiles, table, write_csv
+from torch import Tensor, nn
+from yolo_like import YoloLike
+
+import inplace_ops
+
+WAYS = ("torch out of place", "torch in place", "inplace_ops")
+
+
+def timm_model(name: str) -> nn.Module:
+    """A network of timm, untrained."""
+    return importlib.import_module("timm").create_model(name)
+
+
+# The network, and the side of its images on a GPU.
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "EfficientNet-B0": (partial(timm_model, "efficientnet_b0"), 224),
+    "EfficientNetV2-S": (partial(timm_model, "efficientnetv2_s"), 224),
+    "YOLO-like": (YoloLike, 640),
+    "ResNet-50": (partial(timm_model, "resnet50"), 224),
+    "Darknet-53": (partial(timm_model, "darknet53"), 224),  # LeakyReLU
+}
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a network is trained, and how far loss and gradients may be from PyTorch's, relatively.
+
+    In bfloat16 a last bit that differs in one layer's output changes all later ones. float32 is as
+    PyTorch's defaults have it: convolutions in TF32 on a GPU.
+    """
+
+    autocast: bool
+    memory_format: torch.memory_format
+    loss_tolerance: float
+    gradient_tolerance: float
+
+
+MODES = {
+    "float32": Mode(False, torch.contiguous_format, 1e-4, 1e-2),
+    "bfloat16": Mode(True, torch.contiguous_format, 2e-2, 0.3),
+    "bfloat16, channels_last": Mode(True, torch.channels_last, 2e-2, 0.3),
+}
+
+
+def set_activations(model: nn.Module, way: str) -> None:
+    """Run the activations that the model runs in place one of the three ways.
+
+    Where PyTorch's activation may overwrite its input ours may too; should its output be written
+    to later, where ours keeps it, backward says so. Each saves its default.
+    """
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if type(child) not in (nn.ReLU, nn.LeakyReLU, nn.SiLU) or not child.inplace:
+                continue
+            if way == "torch out of place":
+                child.inplace = False
+            elif way == "inplace_ops":
+                slope = (child.negative_slope,) if isinstance(child, nn.LeakyReLU) else ()
+                setattr(parent, name, getattr(inplace_ops, type(child).__name__)(*slope))
+
+
+class Training:
+    """A copy of a network in training."""
+
+    def __init__(self, network: nn.Module, way: str, mode: Mode, device: str) -> None:
+        self.mode, self.device = mode, device
+        self.network = copy.deepcopy(network)
+        set_activations(self.network, way)
+        self.network.to(device, memory_format=mode.memory_format).train()
+        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=1e-3, momentum=0.9)
+
+    def images(self, batch: int, side: int) -> Tensor:
+        """Random images."""
+        images = torch.randn(batch, 3, side, side, device=self.device)
+        return images.to(memory_format=self.mode.memory_format)
+
+    def backward(self, images: Tensor) -> Tensor:
+        """Forward and backward; returns the loss, of ten classes in turn."""
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.mode.autocast):
+            output = self.network(images).float()
+        classes = torch.arange(output[:, 0].numel(), device=self.device) % 10
+        loss = F.cross_entropy(output, classes.view_as(output[:, 0]))
+        loss.backward()
+        return loss.detach()
+
+    def step(self, images: Tensor) -> None:
+        """One step of the optimizer."""
+        self.backward(images)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def loss_and_gradient(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss and the gradients of all parameters, one after the other."""
+        loss = self.backward(images)
+        gradients = [p.grad.flatten() for p in self.network.parameters() if p.grad is not None]
+        self.optimizer.zero_grad()
+        return loss, torch.cat(gradients)
+
+    def fixed_bytes(self) -> int:
+        """Weights, buffers and momentum."""
+        parameters = sum(p.nbytes for p in self.network.parameters())
+        return 2 * parameters + sum(b.nbytes for b in self.network.buffers())
+
+
+def verify(trainings: dict[str, Training], images: Tensor, mode: Mode) -> None:
+    """Raise unless every way gives the loss and the gradients of PyTorch out of place."""
+    expected_loss, expected = trainings[WAYS[0]].loss_and_gradient(images)
+    for way in WAYS[1:]:
+        loss, gradient = trainings[way].loss_and_gradient(images)
+        distance = ((gradient - expected).norm() / expected.norm()).item()
+        print(f"  {way}: loss {loss:.5f}, gradient off by {distance:.1e}", flush=True)
+        torch.testing.assert_close(loss, expected_loss, rtol=mode.loss_tolerance, atol=0)
+        if not distance <= mode.gradient_tolerance:
+            raise AssertionError(f"{way}: the gradient is off by {distance:.2g}")
+
+
+def largest_batch(fits: Callable[[int], bool], estimate: int) -> int:
+    """The largest batch that fits, to a 32nd, searched from an estimate."""
+    step = max(1, estimate // 32)
+    batch = estimate
+    if fits(batch):
+        while fits(batch + step):
+            batch += step
+        return batch
+    while batch > 0 and not fits(batch):
+        batch -= step
+    return max(batch, 0)
+
+
+def fits_memory(training: Training, side: int, batch: int) -> bool:
+    """Whether a step runs within the limit that is set on the process."""
+    try:
+        training.step(training.images(batch, side))
+        fits = True
+    except RuntimeError as error:
+        # cuDNN finds no engine where no workspace fits.
+        if "out of memory" not in str(error) and "unable to find an engine" not in str(error):
+            raise
+        fits = False
+    training.optimizer.zero_grad()
+    torch.cuda.empty_cache()
+    return fits
+
+
+def search_batch(
+    training: Training, side: int, limit: int, peaks: list[int], batch: int, runs: bool
+) -> int:
+    """The largest batch within `limit` bytes, estimated from the peaks at `batch` and half of it.
+
+    If it `runs`, steps are run to find what really fits.
+    """
+    each = (peaks[0] - peaks[1]) / (batch - batch // 2)
+    fixed = peaks[0] - each * batch + training.fixed_bytes()
+    each += 3 * side**2 * torch.float32.itemsize  # the images
+    estimate = max(1, int((limit - fixed) / each))
+    if not runs:
+        return estimate
+    training.step(training.images(2, side))  # the optimizer allocates its momentum
+    total = torch.cuda.get_device_properties().total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
+    try:
+        return largest_batch(partial(fits_memory, training, side), estimate)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def time_steps(
+    trainings: dict[str, Training], images: Tensor, repetitions: int
+) -> dict[str, list[float]]:
+    """Milliseconds of steps, each way in turn."""
+    clock = Clock(str(images.device.type))
+    times: dict[str, list[float]] = {way: [] for way in trainings}
+    for repetition in range(repetitions):
+        first = repetition % len(WAYS)  # none always follows the same other
+        for way in WAYS[first:] + WAYS[:first]:
+            times[way].append(clock.time(partial(trainings[way].step, images))[0] / 1e3)
+    return times
+
+
+def measure(
+    name: str, network: nn.Module, mode_name: str, side: int, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """The rows of a network in one mode."""
+    device, batch, mode = arguments.device, arguments.batch, MODES[mode_name]
+    trainings = {way: Training(network, way, mode, device) for way in WAYS}
+    images = trainings[WAYS[0]].images(batch, side)
+    verify(trainings, images, mode)
+    peaks: dict[str, list[int]] = {}
+    for way in WAYS:
+        step = trainings[way].step
+        step(images)  # the optimizer allocates its momentum
+        parts = (images, images[: batch // 2])
+        peaks[way] = [memory_of(partial(step, part), device)[0] for part in parts]
+    times = time_steps(trainings, images, arguments.repetitions)
+    del trainings, images, step, parts  # the largest batch has the memory for itself
+
+    rows = []
+    limit = int(arguments.memory_limit * 1024 * MIB)
+    runs = device == "cuda" and mode_name in arguments.search
+    for way in WAYS:
+        training = Training(network, way, mode, device)
+        largest = search_batch(training, side, limit, peaks[way], batch, runs)
+        del training
+        first, median, third = quartiles(times[way])
+        pairs = zip(times[way], times["torch in place"], strict=True)
+        ratios = quartiles([a / b for a, b in pairs])
+        rows.append(
+            {
+                "network": name,
+                "mode": mode_name,
+                "variant": way,
+                "batch": batch,
+                "image_side": side,
+                "peak_mib": f"{peaks[way][0] / MIB:.1f}",
+                "median_ms": f"{median:.2f}",
+                "first_quartile_ms": f"{first:.2f}",
+                "third_quartile_ms": f"{third:.2f}",
+                "ratio_to_torch_in_place": f"{ratios[1]:.3f}",
+                "ratio_first_quartile": f"{ratios[0]:.3f}",
+                "ratio_third_quartile": f"{ratios[2]:.3f}",
+                "memory_limit_gib": arguments.memory_limit,
+                "largest_batch": largest,
+                "largest_batch_by": "running" if runs else "estimate",
+                **machine(device),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Verify, measure, print the table, write the CSV."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
+    parser.add_argument("--batch", type=int, help="32 on a GPU, 4 on the CPU")
+    parser.add_argument("--side", type=int, help="of the images; 64 on the CPU")
+    parser.add_argument("--memory-limit", type=float, default=8, help="GiB, for the largest batch")
+    parser.add_argument(
+        "--search",
+        nargs="*",
+        choices=list(MODES),
+        default=["float32", "bfloat16, channels_last"],
+        help="modes in which the largest batch is found by running, on CUDA",
+    )
+    parser.add_argument("--repetitions", type=int, default=11)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    on_cpu = arguments.device == "cpu"
+    arguments.batch = arguments.batch or (4 if on_cpu else 32)
+
+    rows: list[dict[str, Any]] = []
+    failures = []
+    try:
+        for name in arguments.networks:
+            build, side = NETWORKS[name]
+            side = arguments.side or (64 if on_cpu else side)
+            torch.manual_seed(0)
+            try:
+                network = build()
+            except ImportError as error:
+                print(f"{name}: skipped: {error}", flush=True)
+                continue
+            for mode in arguments.modes:
+                print(f"{name}, {mode}", flush=True)
+                try:
+                    rows += measure(name, network, mode, side, arguments)
+                except (AssertionError, torch.OutOfMemoryError) as error:
+                    print(f"  not timed: {error}", flush=True)
+                    failures.append(f"{name}, {mode}")
+    finally:  # what was measured, also where it ends early
+        write_csv(arguments.out or RESULTS / f"networks_{arguments.device}.csv", rows)
+
+    columns = ["network", "mode", "variant", "peak_mib", "median_ms", "ratio_to_torch_in_place"]
+    columns += ["ratio_first_quartile", "ratio_third_quartile", "largest_batch"]
+    print(table([columns, *([str(row[c]) for c in columns] for row in rows)]))
+    if failures:
+        sys.exit(f"not timed: {'; '.join(failures)}")
+
+
+if __name__ == "__main__":
+    main()

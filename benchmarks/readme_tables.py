@@ -1,0 +1,185 @@
+"""Writes the tables of README.md from the result files.
+
+Between `<!-- results: DEVICE -->` and `<!-- end -->` stand the tables of all results/*_DEVICE.csv.
+`--check` writes nothing and fails if they are not up to date; `--print FOLDER` prints the tables of
+the result files there, of all devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from measure import RESULTS, read_csv
+
+README = Path(__file__).parent.parent / "README.md"
+Rows = list[dict[str, str]]
+LARGE = 64 * 2**20  # bytes from which a kernel is to reach the copy bandwidth
+
+
+def markdown(header: list[str], body: list[list[str]]) -> str:
+    """A table in Markdown."""
+    lines = [header, ["---"] * len(header), *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def values(rows: Rows, column: str) -> list[str]:
+    """The values of a column, each once, in order."""
+    return list(dict.fromkeys(row[column] for row in rows))
+
+
+def find(rows: Rows, column: str, **wanted: str) -> str:
+    """The column of the row that has the wanted values; a dash without such a row."""
+    found = [row[column] for row in rows if all(row[k] == v for k, v in wanted.items())]
+    return found[0] if found else "-"
+
+
+def variants(rows: Rows) -> list[dict[str, str]]:
+    """The activations' variants, in order."""
+    pairs = dict.fromkeys((row["activation"], row["variant"]) for row in rows)
+    return [{"activation": activation, "variant": variant} for activation, variant in pairs]
+
+
+def activations(rows: Rows) -> str:
+    """Forward and backward, at the largest size in every dtype and at the smallest in float32."""
+    both = [row for row in rows if row["phase"] == "both"]
+    sizes = sorted(values(both, "elements"), key=int)
+    dtypes = values(both, "dtype")
+    ratio, bytes_ratio = "ratio_to_torch_in_place", "bytes_ratio_to_torch_in_place"
+    has_bytes = bytes_ratio in rows[0]
+    over = "over PyTorch in place" + (" (of the bytes)" if has_bytes else "")
+    header = [f"{sizes[-1]} elements, forward and backward", f"ms, {dtypes[0]}"]
+    header += [f"{over}, {dtype}" for dtype in dtypes]
+    header.append(f"{sizes[0]} elements, {dtypes[0]}")
+    body = []
+    for variant in variants(both):
+        large = {**variant, "elements": sizes[-1]}
+        time = float(find(both, "median_us", **large, dtype=dtypes[0])) / 1e3
+        line = [", ".join(variant.values()), f"{time:.3g}"]
+        for dtype in dtypes:
+            cell = find(both, ratio, **large, dtype=dtype)
+            if has_bytes:
+                cell += f" ({find(both, bytes_ratio, **large, dtype=dtype)})"
+            line.append(cell)
+        line.append(find(both, ratio, **variant, elements=sizes[0], dtype=dtypes[0]))
+        body.append(line)
+    return markdown(header, body)
+
+
+def bandwidth(rows: Rows) -> str:
+    """The lowest share of copy bandwidth among the large sizes."""
+    sizes = [int(size) for size in values(rows, "bytes")]
+    large = {str(size) for size in sizes if size >= min(LARGE, max(sizes))}
+    counted = [row for row in rows if row["bytes"] in large]
+    columns = [(d, t) for t in values(rows, "dtype") for d in values(rows, "direction")]
+    body = []
+    for variant in variants(rows):
+        line = [", ".join(variant.values())]
+        for direction, dtype in columns:
+            wanted = {**variant, "direction": direction, "dtype": dtype}
+            shares = [
+                float(row["share_of_copy"])
+                for row in counted
+                if all(row[k] == v for k, v in wanted.items())
+            ]
+            line.append(f"{min(shares):.3f}" if shares else "-")
+        body.append(line)
+    copies = [float(row["copy_gigabytes_per_second"]) for row in counted]
+    header = [f"share of the copy bandwidth ({min(copies):.0f} to {max(copies):.0f} GB/s)"]
+    header[0] += f", lowest from {min(map(int, large)) / 2**20:g} MiB on"
+    return markdown([*header, *(f"{direction}, {dtype}" for direction, dtype in columns)], body)
+
+
+def host(rows: Rows) -> str:
+    """Microseconds a call."""
+    phases = values(rows, "phase")
+    body = [
+        [", ".join(variant.values())]
+        + [find(rows, "median_us", **variant, phase=phase) for phase in phases]
+        for variant in variants(rows)
+    ]
+    return markdown(["host time of a call, us", *phases], body)
+
+
+def memory(rows: Rows) -> str:
+    """MiB held after forward."""
+    header = [f"held after forward, {rows[0]['size']} float32, MiB", "without grad", "with grad"]
+    columns = ("MiB held, no grad", "MiB held, with grad")
+    body = [
+        [f"{row['activation']}, {row['variant']}", *(row[column] for column in columns)]
+        for row in rows
+    ]
+    return markdown(header, body)
+
+
+def networks(rows: Rows) -> str:
+    """Peak, step time and largest batch of the networks, by what runs the activations."""
+    ways = values(rows, "variant")
+    header = ["network", *(f"peak MiB, {way}" for way in ways)]
+    header += [f"ms a step, {way}" for way in ways]
+    header += [f"batch in {rows[0]['memory_limit_gib']} GiB, {way}" for way in ways]
+    body = []
+    for network in values(rows, "network"):
+        case = [row for row in rows if row["network"] == network]
+        for mode in values(case, "mode"):
+            line = [f"{network}, {mode}"]
+            for column in ("peak_mib", "median_ms", "largest_batch"):
+                line += [find(case, column, mode=mode, variant=way) for way in ways]
+            body.append(line)
+    return markdown(header, body)
+
+
+TABLES: dict[str, Callable[[Rows], str]] = {
+    "bandwidth": bandwidth,
+    "activations": activations,
+    "host": host,
+    "memory": memory,
+    "networks": networks,
+}
+
+
+def tables(folder: Path, device: str) -> str:
+    """All tables of a device, each with where and when it was measured."""
+    blocks = []
+    for kind, draw in TABLES.items():
+        path = folder / f"{kind}_{device}.csv"
+        if path.exists():
+            rows = read_csv(path)
+            row = rows[0]
+            where = [row["device"]]
+            if device == "cuda":
+                where += [f"driver {row['driver']}", f"CUDA {row['cuda']}"]
+            where += [f"torch {row['torch']}", f"Python {row['python']}", row["date"]]
+            blocks.append(f"`bench_{kind}.py`, {', '.join(where)}:\n\n{draw(rows)}")
+    return "\n\n".join(blocks) or "Not measured yet."
+
+
+def main() -> None:
+    """Rewrite README.md, check it, or print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--print", type=Path, metavar="FOLDER")
+    arguments = parser.parse_args()
+    if arguments.print:
+        devices = {path.stem.split("_")[-1] for path in arguments.print.glob("*_*.csv")}
+        print("\n\n".join(tables(arguments.print, device) for device in sorted(devices)))
+        return
+
+    text = README.read_text()
+    updated = re.sub(
+        r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)",
+        lambda block: f"{block[1]}\n{tables(RESULTS, block[2])}\n\n{block[3]}",
+        text,
+        flags=re.DOTALL,
+    )
+    if not arguments.check:
+        README.write_text(updated)
+    elif updated != text:
+        sys.exit("README.md: the tables are not those of benchmarks/results: run `make tables`")
+
+
+if __name__ == "__main__":
+    main()
