@@ -45,7 +45,7 @@ class OverlapSearch {
     // difference may be taken positive.
     const int64_t low = std::max(is_nonzero ? -largest : 0, ceil_div(-reach_[i + 1] - sum, stride));
     const int64_t high = std::min(largest, floor_div(reach_[i + 1] - sum, stride));
-    for (int64_t d = low; d <= high; ++d)
+    for (int64_t d = low; d <= high && steps_left_ > 0; ++d)
       if (search(i + 1, sum + d * stride, is_nonzero || d != 0)) return true;
     return false;
   }

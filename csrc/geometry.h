@@ -7,7 +7,7 @@
 
 namespace inplace_ops {
 
-constexpr int kMaxDims = 64;     // as many as PyTorch allows
+constexpr int kMaxDims = 64;     // a tensor with elements has fewer dimensions of more than one
 constexpr int kMaxOperands = 4;  // the output and three inputs
 
 // A shape, outermost dimension first, and each operand's strides in elements, with neighbouring

@@ -26,6 +26,10 @@ using Order = std::vector<int64_t>;
 inline Geometry walk(const Order& order, const std::vector<const Tensor*>& operands) {
   const Tensor& first = *operands[0];
   Geometry geometry(int(operands.size()));
+  if (first.numel() == 0) {  // it may have any number of dimensions
+    geometry.elements = 0;
+    return geometry;
+  }
   for (int64_t i = 0; i < first.dim(); ++i) {
     const int64_t d = order.empty() ? i : order[i];
     int64_t strides[kMaxOperands] = {};

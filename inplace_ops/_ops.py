@@ -6,7 +6,7 @@ back: `inplace_ops.functions` wraps them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -78,13 +78,27 @@ def empty_bits(x: Tensor, bits: int) -> Tensor:
     return x.new_empty((bits, (x.numel() + 7) // 8), dtype=torch.uint8)
 
 
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def check_dtype(op: str, x: Tensor) -> None:
+    """Raise RuntimeError for a dtype that the kernels, which are not asked here, refuse."""
+    if x.dtype not in _FLOATS and not (op == "relu_" and x.dtype in _INTEGERS):
+        raise RuntimeError(f"{op}: unsupported dtype {x.dtype}")
+
+
 def _check_devices(*arguments: object) -> None:
     devices = {a.device for a in arguments if isinstance(a, Tensor)}
     torch._check(len(devices) == 1, lambda: f"tensors on several devices: {devices}")
 
 
-def _forward_fake(x: Tensor, bits: Tensor | None, order: Sequence[int], *arguments: float) -> None:
-    _check_devices(x, bits)
+def _forward_fake(name: str) -> Callable[..., None]:
+    def fake(x: Tensor, bits: Tensor | None, order: Sequence[int], *arguments: float) -> None:
+        _check_devices(x, bits)
+        check_dtype(name, x)
+
+    return fake
 
 
 def _backward_fake(grad: Tensor, *arguments: object) -> Tensor:
@@ -114,7 +128,7 @@ def _loop_over_batch(op: torch._ops.OpOverload):  # type: ignore[no-untyped-def]
 
 
 for _op in FORWARD_OPS:
-    torch.library.register_fake(_op.name(), _forward_fake)
+    torch.library.register_fake(_op.name(), _forward_fake(_op.name().removeprefix("inplace_ops::")))
 for _op in BACKWARD_OPS:
     torch.library.register_fake(_op.name(), _backward_fake)
     torch.library.register_vmap(_op.name(), _loop_over_batch(_op))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 
@@ -49,13 +50,20 @@ def saved_bytes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     not_counted += [obj for obj in gc.get_objects() if issubclass(type(obj), nn.Parameter)]
     if isinstance(fn, nn.Module):
         not_counted += [*fn.parameters(), *fn.buffers()]
-    known = {t.untyped_storage()._cdata for t in not_counted if t.layout == torch.strided}
+    known = {s._cdata for t in not_counted if not is_lazy(t) for s in _storages(t)}
 
-    storages = {}
+    storages: dict[int, int] = {}
     for handle in handles:
         saved = handle()
         if saved is not None:
-            storage = saved.tensor.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
+            storages |= {s._cdata: s.nbytes() for s in _storages(saved.tensor)}
     del result
     return sum(size for key, size in storages.items() if key not in known)
+
+
+def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
+    if tensor.layout != torch.strided:
+        raise NotImplementedError(f"saved_bytes: cannot measure a tensor of layout {tensor.layout}")
+    return [tensor.untyped_storage()]

@@ -132,3 +132,28 @@ def test_export(activation: Activation, device: torch.device) -> None:
     exported = torch.export.export(Model(), (x,)).module()
     expected = used(activation.reference, x)
     assert_values(activation, exported(x), expected)
+
+
+def tangent(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return torch.func.jvp(f, (x,), (torch.ones_like(x),))[1]
+
+
+def jacobian(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return torch.func.jacfwd(f)(x)
+
+
+def gradients_of_samples(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return torch.func.vmap(torch.func.grad(lambda z: f(z).sum()))(x)
+
+
+@one_of_each
+@pytest.mark.parametrize("transform", [tangent, jacobian, gradients_of_samples])
+def test_transforms_inside(
+    activation: Activation, transform: Callable[..., Tensor], device: torch.device
+) -> None:
+    x = torch.randn(3, 4, device=device)
+    compiled = torch.compile(
+        lambda z: transform(lambda t: activation.call(t * 1.5), z), backend="aot_eager"
+    )
+    expected = transform(lambda t: activation.reference(t * 1.5), x)
+    torch.testing.assert_close(compiled(x), expected)

@@ -7,6 +7,7 @@ nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm, or of Triton's.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 import shutil
@@ -120,7 +121,7 @@ def whole_tile(kernel: Kernel, architecture: str) -> Counter[str]:
         for address, text in re.findall(r"/\*([0-9a-f]{4,6})\*/\s+([^;/]*);", sass)
     }
     addresses = sorted(code)
-    following = dict(zip(addresses, addresses[1:], strict=False))
+    following = dict(itertools.pairwise(addresses))
     bytes_wanted = bits_of(kernel) * kernel.count * ACCESSES // 8
     start = (addresses[0], 0, 0)
     came_from: dict[tuple[int, int, int], tuple[int, int, int] | None] = {start: None}

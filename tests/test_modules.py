@@ -246,3 +246,11 @@ def test_saved_bytes_counts_storages_once_and_whole() -> None:
     assert saved_bytes(lambda v: v.exp().sin().detach(), x) == 0
     # exp keeps its output, sin its input: one tensor; cos another.
     assert saved_bytes(lambda v: v.exp().sin().cos(), x) == 80
+
+
+def test_saved_bytes_of_a_sparse_tensor_and_beside_a_lazy_module() -> None:
+    lazy = nn.LazyLinear(3)
+    x = torch.zeros(1000).index_fill(0, torch.arange(10), 1.0).to_sparse().requires_grad_()
+    indices_and_values = 10 * 8 + 10 * 4
+    assert saved_bytes(lambda t: (t * 1).relu(), x) == indices_and_values
+    assert lazy.has_uninitialized_params()

@@ -265,3 +265,33 @@ def test_more_than_2_to_the_31_elements(step: int, device: torch.device) -> None
         y.backward(torch.ones((), dtype=torch.float16, device=device).expand(elements))
         assert torch.equal(seen[0][-1000:], slope)
         assert not seen[0][:-1000].any()
+
+
+@one_of_each
+def test_an_empty_tensor_of_any_number_of_dimensions(
+    activation: Activation, device: torch.device
+) -> None:
+    # Backward of the second needs strides that PyTorch itself cannot compute.
+    for sizes in ([2] * 40 + [0], [0] + [2] * 300):
+        x = torch.empty(0, device=device, requires_grad=True)
+        y = activation.call(x.clone().as_strided(sizes, [1] * len(sizes)))
+        assert y.shape == torch.Size(sizes)
+        if len(sizes) < 60:
+            assert torch.autograd.grad(y.sum(), x)[0].shape == (0,)
+
+
+@pytest.mark.parametrize("slope", ["0.1", None, 1j, torch.tensor(0.1)], ids=str)
+def test_a_slope_that_is_no_number(slope: object) -> None:
+    x = torch.randn(5)
+    before = x.clone()
+    with pytest.raises(TypeError, match="leaky_relu_: negative_slope must be a real number"):
+        inplace_ops.leaky_relu_(x, slope)  # type: ignore[arg-type]
+    assert torch.equal(x, before)
+
+
+def test_a_dtype_that_a_transform_would_take(device: torch.device) -> None:
+    x = torch.randn(3, 4, dtype=torch.complex64, device=device)
+    with pytest.raises(RuntimeError, match="silu_: unsupported dtype"):
+        torch.func.vmap(inplace_ops.silu_)(x)
+    with pytest.raises(RuntimeError, match="silu_: unsupported dtype"):
+        inplace_ops.silu_(torch.ones(3, dtype=torch.int64, device="meta"))
