@@ -44,11 +44,12 @@ struct Geometry {
   template <class Index>
   HOST_DEVICE int64_t offset(int operand, Index element) const {
     int64_t sum = 0;
-    for (int d = dims - 1; d >= 0; --d) {
+    for (int d = dims - 1; d > 0; --d) {
       const Index size = Index(sizes[d]);
       sum += int64_t(element % size) * strides[operand][d];
       element /= size;
     }
+    if (dims > 0) sum += int64_t(element) * strides[operand][0];
     return sum;
   }
 };
