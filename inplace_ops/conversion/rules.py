@@ -234,14 +234,6 @@ def does_not_overlap(call: Call, plan: Plan) -> str | None:
     return "input's elements share memory" if call.overlaps else None
 
 
-def is_not_owned(call: Call, plan: Plan) -> str | None:
-    """Arguments, parameters and buffers outlive the call."""
-    for storage in plan.aliases(call.input, call):
-        if storage in plan.trace.owners:
-            return f"input is {plan.trace.owners[storage]}"
-    return None
-
-
 def is_not_saved(call: Call, plan: Plan) -> str | None:
     """Backward needs the values that others saved before."""
     for save in plan.saves_of(call.input, call):
@@ -264,6 +256,8 @@ def is_not_read_again(call: Call, plan: Plan) -> str | None:
 def does_not_escape(call: Call, plan: Plan) -> str | None:
     """What is there after forward may be read by anyone."""
     for storage in plan.aliases(call.input, call):
+        if storage in plan.trace.owners:
+            return f"input is {plan.trace.owners[storage]}"
         if storage in plan.trace.returned:
             return "input is returned by the model"
         if storage in plan.trace.alive:
@@ -276,7 +270,6 @@ SAFETY: list[Rule] = [
     is_no_leaf,
     is_no_refused_view,
     does_not_overlap,
-    is_not_owned,
     is_not_saved,
     is_not_read_again,
     does_not_escape,

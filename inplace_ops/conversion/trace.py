@@ -283,7 +283,7 @@ class _Tracer(TorchDispatchMode):
             dtype=x.dtype,
             device=x.device,
             needs_grad=x.requires_grad and torch.is_grad_enabled(),
-            is_leaf=x.is_leaf,
+            is_leaf=x.is_leaf and not x._is_view(),
             refused_view=_refused_view(x),
             overlaps=_may_overlap(x),
             is_supported=type(x) in (Tensor, nn.Parameter) and _has_kernel(x),
