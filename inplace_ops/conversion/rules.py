@@ -44,7 +44,7 @@ class Plan:
             self.links[call.input].append(call)
             self.links[call.output].append(call)
         self.refused = dict.fromkeys(
-            trace.called_otherwise, "is called otherwise than with one tensor"
+            trace.called_otherwise, "called otherwise than with one tensor"
         )
         self._refuse_until_all_hold()
 
@@ -146,7 +146,13 @@ class Plan:
     def _before(self, place: Place) -> int:
         total = 0
         for call in self.calls[place]:
-            if call.needs_grad and (place.activation.is_lossy or self._keeper(call) is None):
+            # PyTorch's own fails where the output that it keeps is written to.
+            shares_output = (
+                not place.activation.needs_input
+                and self._keeper(call) is not None
+                and not any(rule(call, self) for rule in OUTPUT_SAFETY)
+            )
+            if call.needs_grad and not shares_output:
                 total += call.elements * call.dtype.itemsize
         return total
 

@@ -26,12 +26,14 @@ class Activation:
         function: The module's own function, out of place.
         build: Makes the module that stands in for it; takes save= and, for SiLU, bits=.
         saves: What it may keep for backward, the choice that later writes cannot disturb first.
+        needs_input: Whether PyTorch's own backward reads the input, not the output.
     """
 
     name: str
     function: Callable[[Tensor], Tensor]
     build: Callable[..., nn.Module]
     saves: tuple[str, ...]
+    needs_input: bool
 
     @property
     def is_lossy(self) -> bool:
@@ -40,7 +42,7 @@ class Activation:
 
 
 def _relu(module: nn.Module) -> Activation:
-    return Activation("ReLU", F.relu, modules.ReLU, ("mask", "output"))
+    return Activation("ReLU", F.relu, modules.ReLU, ("mask", "output"), False)
 
 
 def _leaky_relu(module: nn.Module) -> Activation:
@@ -50,11 +52,12 @@ def _leaky_relu(module: nn.Module) -> Activation:
         partial(F.leaky_relu, negative_slope=slope),
         partial(modules.LeakyReLU, slope),
         ("mask", "output") if slope >= 0 else ("mask",),
+        needs_input=not slope >= 0,
     )
 
 
 def _silu(module: nn.Module, function: Callable[[Tensor], Tensor] = F.silu) -> Activation:
-    return Activation("SiLU", function, modules.SiLU, ("derivative", "output"))
+    return Activation("SiLU", function, modules.SiLU, ("derivative", "output"), True)
 
 
 def _x_sigmoid_x(x: Tensor) -> Tensor:

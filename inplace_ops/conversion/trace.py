@@ -162,7 +162,7 @@ class _Tracer(TorchDispatchMode):
         with ExitStack() as stack:
             stack.enter_context(reentrant_checkpoints_as_the_others())
             stack.enter_context(_seen_through_other_hooks(self.record_save))
-            stack.enter_context(saved_tensors_hooks(self.pack, _unpack))
+            stack.enter_context(_OwnHooks(self.pack, _unpack))
             stack.enter_context(self.module_paths())
             stack.enter_context(intercepted(places, self.activation))
             stack.enter_context(self)
@@ -265,11 +265,10 @@ class _Tracer(TorchDispatchMode):
             self.result.functions.setdefault((name, line), function).nodes.add(node)
 
     def activation(self, place: Place, *args: Any, **kwargs: Any) -> Any:
-        values = (*args, *kwargs.values())
-        if self.call is not None or len(values) != 1 or not isinstance(values[0], Tensor):
+        if self.call is not None or kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
             self.result.called_otherwise.add(place)
             return type(place.original).forward(place.original, *args, **kwargs)
-        x: Tensor = values[0]
+        x = args[0]
         if x.layout is not torch.strided:
             self.result.called_otherwise.add(place)
             return place.activation.function(x)
@@ -289,13 +288,20 @@ class _Tracer(TorchDispatchMode):
             is_supported=type(x) in (Tensor, nn.Parameter) and _has_kernel(x),
         )
         try:
-            result = place.activation.function(x)
+            with _OwnHooks(self.pack, _unpack):
+                result = place.activation.function(x)
         finally:
             self.call = None
         (call.output,) = self.storages_of([result])
         self.result.calls.append(call)
         self.result.events[input].append(Event(call.time, place.name, True, False, call))
         return result
+
+
+class _OwnHooks(saved_tensors_hooks):
+    """Hooks that are not reported as the model's."""
+
+    __enter__ = saved_tensors_hooks.__enter__
 
 
 def _unpack(kept: _Kept) -> Tensor:

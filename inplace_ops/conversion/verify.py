@@ -92,7 +92,7 @@ class _Steps:
 
 
 def _gradients(model: nn.Module, example: Example) -> dict[str, Tensor]:
-    """The model's outputs, and the gradients of parameters and arguments, by name.
+    """Outputs, arguments and buffers after a run, the gradients of parameters and arguments.
 
     The gradients are those of a sum of the outputs with random weights, the same in every run.
     """
@@ -108,6 +108,8 @@ def _gradients(model: nn.Module, example: Example) -> dict[str, Tensor]:
         inputs |= {f"the gradient of argument {i}": a for i, a in enumerate(example.tensors())}
         inputs = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
         results = {f"output {i}": tensor.detach() for i, tensor in enumerate(outputs)}
+        results |= {f"argument {i}": a.detach() for i, a in enumerate(example.tensors())}
+        results |= {f"buffer `{name}`": b.clone() for name, b in model.named_buffers()}
         differentiable = [tensor for tensor in outputs if tensor.requires_grad]
         if differentiable and inputs:
             torch.manual_seed(0)
