@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+
 from torch import nn
 
 LOADERS_HELP = (

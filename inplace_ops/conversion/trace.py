@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
+import os
 import sys
 import weakref
 from collections import defaultdict
@@ -354,8 +356,8 @@ def _may_overlap(x: Tensor) -> bool:
 
 
 def _line_of_the_model() -> str:
-    """File and line of the innermost caller outside of torch and of this file."""
-    outside = (str(Path(torch.__file__).parent), __file__)
+    """File and line of the innermost caller outside of torch and of this package."""
+    outside = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, _ops.__file__))
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(outside) and frame.f_back is not None:
         frame = frame.f_back
@@ -375,12 +377,16 @@ def _seen_through_other_hooks(record: Callable[[Tensor, bool], None]) -> Iterato
         pack = hooks.pack_hook
         is_checkpoint = type(hooks).__module__ == checkpoint.__module__
 
+        @functools.wraps(pack)
         def record_and_pack(tensor: Tensor) -> Any:
             record(tensor, is_checkpoint)
             return pack(tensor)
 
         hooks.pack_hook = record_and_pack
-        enter(hooks)
+        try:
+            enter(hooks)
+        finally:
+            hooks.pack_hook = pack
 
     saved_tensors_hooks.__enter__ = enter_and_record  # type: ignore[method-assign]
     try:
