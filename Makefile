@@ -1,5 +1,6 @@
 # make demo: train on real data and compare memory. make test: build and run the tests.
-# Both set up $(VENV) first. TORCH names the torch to install, for example
+# make models: convert, verify and train the models of other libraries, all of them.
+# They set up $(VENV) first. TORCH names the torch to install, for example
 #   make demo TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
 
 PYTHON ?= python3
@@ -9,13 +10,17 @@ TORCH ?= torch>=2.11
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint format clean
+.PHONY: demo test models lint format clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/python benchmarks/demo.py
 
 test: $(INSTALLED)
 	$(VENV)/bin/pytest
+
+models: $(INSTALLED)
+	$(VENV)/bin/pip install -q -e '.[models]' --no-build-isolation
+	INPLACE_OPS_MODELS=all $(VENV)/bin/pytest tests/test_models.py
 
 lint: $(INSTALLED)
 	$(VENV)/bin/pip install -q -e '.[lint]' --no-build-isolation

@@ -8,14 +8,14 @@ import pickle
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from behaviour import assert_same_behaviour, behaviour, differs, twin
+from memory import largest_allocation
 from patterns import PATTERNS, WIDTH, Network, Pattern, pattern_id
 from torch import Tensor, nn
 
@@ -575,19 +575,6 @@ def test_garbage_does_not_keep_an_input_alive() -> None:
     gc.collect()
     model = Network(compute)
     assert inplace_ops.analyze(model, torch.randn(4, WIDTH, dtype=torch.float64)).sites[0].converted
-
-
-@contextmanager
-def largest_allocation() -> Iterator[list[int]]:
-    found: list[int] = []
-    with torch.autograd.profiler.profile(profile_memory=True) as profile:
-        yield found
-    held = peak = 0
-    for event in sorted(profile.kineto_results.events(), key=lambda e: e.start_ns()):
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    found.append(peak)
 
 
 def test_memory_of_the_analysis() -> None:
