@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import pickle
 import random
 import subprocess
@@ -198,18 +199,22 @@ def test_hooks_that_move_what_is_saved() -> None:
 
 
 def test_a_slice_keeps_the_whole() -> None:
-    def compute(m: Network, x: Tensor) -> Tensor:
-        return m.second(F.pad(m.act(m.first(x)[:, :1]), (0, WIDTH - 1)))
+    def discarded(m: Network, x: Tensor) -> Tensor:
+        return m.act(m.first(x)[:, :1]).sum()
 
     def kept(m: Network, x: Tensor) -> Tensor:
-        y = m.act(m.first(x)[:, :1])
-        return (y * m.scale[0, :1].requires_grad_()).sum()
+        return F.linear(m.act(m.first(x)[:, :1]), m.weight)
 
     x = torch.randn(4, WIDTH, dtype=torch.float64)
-    assert inplace_ops.convert(Network(compute), x).sites[0].converted
-    (decision,) = inplace_ops.convert(Network(kept), x).sites
-    assert not decision.converted
-    assert "would keep more" in decision.reason
+    for compute, reason in (
+        (discarded, "nothing else"),
+        (kept, "would keep 160 bytes instead of 0"),
+    ):
+        model = Network(compute)
+        model.weight = nn.Parameter(torch.randn(1, 1).double())
+        (decision,) = inplace_ops.convert(model, x).sites
+        assert reason in decision.reason
+        assert decision.converted is (compute is discarded)
 
 
 # Activations that follow upon each other, and modules that are left in place.
@@ -543,6 +548,20 @@ def test_verify_checks_each_derivative(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_verify_accepts_the_documented_errors(dtype: torch.dtype, bits: int | None) -> None:
     model = nn.Sequential(nn.Linear(64, 512), nn.SiLU(), nn.Linear(512, 64), nn.SiLU()).to(dtype)
     inplace_ops.convert(model, 4 * torch.randn(64, 64, dtype=dtype), bits=bits)
+
+
+def test_progress_is_shown_where_it_lasts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 4))
+    for is_terminal, seconds, lines in ((True, 10, 4), (True, 0.1, 0), (False, 10, 0)):
+        clock = itertools.count(step=seconds)
+        monkeypatch.setattr("time.monotonic", lambda clock=clock: next(clock))
+        monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        inplace_ops.convert(model, torch.randn(2, 4))
+        shown = capsys.readouterr().err.splitlines()
+        assert len(shown) == lines
+        assert all("convert: verifying, run" in line for line in shown)
 
 
 # The trace.

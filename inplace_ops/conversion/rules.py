@@ -73,8 +73,9 @@ class Plan:
         save, reason = self._choice(place)
         if save is None:
             return reason
-        if self.optimize != "speed" and self._after(place, save) > self._before(place):
-            return "would keep more: its input is part of a larger tensor, kept whole"
+        before, after = self._before(place), self._after(place, save)
+        if self.optimize != "speed" and after > before:
+            return f"would keep {after} bytes instead of {before}"
         return None
 
     def decision(self, place: Place) -> Decision:

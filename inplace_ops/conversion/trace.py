@@ -185,7 +185,7 @@ class _Tracer(TorchDispatchMode):
 
     def storages_of(self, tensors: Iterable[Tensor]) -> Iterator[int]:
         for tensor in tensors:
-            if tensor.layout is torch.strided:
+            if torch._C._has_storage(tensor):
                 storage = tensor.untyped_storage()
                 reference = StorageWeakRef(storage)
                 self.storages.setdefault(reference.cdata, reference)
@@ -271,15 +271,15 @@ class _Tracer(TorchDispatchMode):
             self.result.called_otherwise.add(place)
             return type(place.original).forward(place.original, *args, **kwargs)
         x = args[0]
-        if x.layout is not torch.strided:
+        input = next(self.storages_of([x]), None)
+        if input is None:  # sparse, or inside a transform of torch.func
             self.result.called_otherwise.add(place)
             return place.activation.function(x)
-        (input,) = self.storages_of([x])
         self.call = call = Call(
             place,
             next(self.clock),
             input,
-            output=input,
+            input,
             elements=x.numel(),
             dtype=x.dtype,
             device=x.device,
