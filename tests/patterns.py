@@ -138,8 +138,8 @@ PATTERNS: list[Pattern] = [
         "second branch through a view",
         "is_not_read_again",
         r"read again by `sum`",
-        lambda m, x: m.second(m.act(h := m.first(x))) + h.view(-1)[:3].sum(),
-        lambda m, x: (h := m.first(x)).view(-1)[:3].sum() + m.second(m.act(h)),
+        lambda m, x: m.second(m.act(h := m.first(x))) + h.view(-1)[1:].sum(),
+        lambda m, x: (h := m.first(x)).view(-1)[1:].sum() + m.second(m.act(h)),
     ),
     Pattern(
         "input written to later",

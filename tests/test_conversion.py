@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 import inplace_ops
 from inplace_ops import VerificationError, saved_bytes
+from inplace_ops.__main__ import main
 from inplace_ops.conversion import rules
 
 ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.SiLU)
@@ -622,15 +624,14 @@ def test_report() -> None:
     assert max(map(len, text.splitlines())) < 120
 
 
-def test_analyze_command(tmp_path: Any) -> None:
+def test_analyze_command(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from torch import nn\n"
         "def build():\n"
         "    return nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 2))\n"
     )
-    command = [sys.executable, "-m", "inplace_ops", "analyze"]
     result = subprocess.run(
-        [*command, "mine:build", "--input", "2,4", "--bits", "1"],
+        [sys.executable, "-m", "inplace_ops", "analyze", "mine:build", "--input", "2,4"],
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -638,13 +639,27 @@ def test_analyze_command(tmp_path: Any) -> None:
     assert result.returncode == 0, result.stderr
     assert "1 of 1" in result.stdout
     assert 'save="output"' in result.stdout
-    for arguments in (
-        ["mine:build"],
-        ["nonsense", "--input", "2,4"],
-        ["no_such_module:x", "--input", "2"],
-    ):
-        result = subprocess.run(
-            [*command, *arguments], capture_output=True, text=True, cwd=tmp_path
-        )
-        assert result.returncode == 2
-        assert "usage:" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["torch:nn"], "required: --input"),
+        (["nonsense", "--input", "2,4"], "expected LIBRARY:NAME"),
+        (["no_such_module:x", "--input", "2,4"], "No module named"),
+        (["torch:no_such_name", "--input", "2,4"], "no_such_name"),
+    ],
+)
+def test_wrong_analyze_commands(
+    arguments: list[str],
+    error: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["inplace_ops", "analyze", *arguments])
+    with pytest.raises(SystemExit) as exit:
+        main()
+    assert exit.value.code == 2
+    message = capsys.readouterr().err
+    assert "usage:" in message
+    assert error in message

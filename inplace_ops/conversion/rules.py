@@ -187,7 +187,7 @@ class Plan:
                     pending |= {call.input, call.output} - found
         return found
 
-    def events(self, storage: int, call: Call) -> Iterator[Event]:
+    def events(self, storage: int, call: Call) -> list[Event]:
         """What others do to `storage` after `call`, in time."""
         found = [
             event
@@ -195,7 +195,7 @@ class Plan:
             for event in self.trace.events[alias]
             if event.time > call.time
         ]
-        return iter(sorted(found, key=lambda event: event.time))
+        return sorted(found, key=lambda event: event.time)
 
     def writes(self, event: Event) -> bool:
         """Whether the event writes."""
@@ -252,8 +252,7 @@ def is_not_saved(call: Call, plan: Plan) -> str | None:
 def is_not_read_again(call: Call, plan: Plan) -> str | None:
     """A later reader would read the output."""
     for event in plan.events(call.input, call):
-        if event.reads:
-            return f"input is read again by `{event.name}`"
+        return f"input is read again by `{event.name}`"
     for save in plan.saves_of(call.input, call):
         if save.time > call.time:
             return f"input is saved for backward by `{plan.trace.saver(save)}`"

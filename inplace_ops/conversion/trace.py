@@ -46,11 +46,10 @@ _FUNCTIONS = {
 
 @dataclass(frozen=True)
 class Event:
-    """An operation, or the call of an activation module, that reads or writes a storage."""
+    """An operation, or the call of an activation module, that reads a storage or writes to it."""
 
     time: int
     name: str
-    reads: bool
     writes: bool
     call: Call | None = None
 
@@ -64,13 +63,14 @@ class _Kept:
 
 @dataclass
 class Save:
-    """A storage saved for backward.
+    """That a storage was saved for backward.
 
     Attributes:
         time: When.
         node: The number of the autograd node that saved it.
         call: The activation's call that it was part of.
-        is_held: Whether the graph still holds it, and the storage itself, when forward has ended.
+        is_held: Whether the graph still holds it when forward has ended.
+        kept: What the graph holds, where the storage went to the tracer's own hooks.
     """
 
     time: int
@@ -82,7 +82,22 @@ class Save:
 
 @dataclass(eq=False)
 class Call:
-    """One call of an activation module, and its input as it was then."""
+    """One call of an activation module, and its input as it was then.
+
+    Attributes:
+        place: Where the module is held.
+        time: When.
+        input: The input's storage.
+        output: The output's storage, another one: the activations run out of place.
+        elements: The input's number of elements.
+        dtype: The input's.
+        device: The input's.
+        needs_grad: Whether a gradient flows through the call.
+        is_leaf: Whether the input is a leaf.
+        refused_view: What kind of view the input is, if autograd does not let it be modified.
+        overlaps: Whether elements of the input may share memory.
+        is_supported: Whether there is a kernel for it.
+    """
 
     place: Place
     time: int
@@ -110,7 +125,20 @@ class FunctionCall:
 
 @dataclass
 class Trace:
-    """What happened in one run. Storages are numbers that no two of them share."""
+    """What happened in one run. Storages are numbers that no two of them share.
+
+    Attributes:
+        calls: Of the activation modules, in time.
+        events: By storage, in time.
+        saves: By storage, in time.
+        owners: The storages that were there before, and what they are.
+        nbytes: The size of each storage.
+        alive: The inputs of calls that are still there after forward.
+        returned: The storages that the model returns.
+        node_names: The operations by the numbers of their autograd nodes.
+        functions: The activations called as functions, by name and line.
+        called_otherwise: The places that were not called with one plain tensor.
+    """
 
     calls: list[Call] = field(default_factory=list)
     events: defaultdict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
@@ -256,7 +284,7 @@ class _Tracer(TorchDispatchMode):
             for storage in self.storages_of(_tensors(value)):
                 used[storage] = used.get(storage, False) or is_written
         for storage, is_written in used.items():
-            self.result.events[storage].append(Event(time, name, True, is_written))
+            self.result.events[storage].append(Event(time, name, is_written))
         if not used:
             return
         node = torch._C._autograd._get_sequence_nr()
@@ -296,7 +324,7 @@ class _Tracer(TorchDispatchMode):
             self.call = None
         (call.output,) = self.storages_of([result])
         self.result.calls.append(call)
-        self.result.events[input].append(Event(call.time, place.name, True, False, call))
+        self.result.events[input].append(Event(call.time, place.name, False, call))
         return result
 
 
