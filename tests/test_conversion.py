@@ -187,6 +187,29 @@ def test_autocast() -> None:
     assert (plain.save, cast.save) == ("output", "derivative")
 
 
+def test_training_goes_on_under_the_same_autocast() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+            self.act1, self.act2 = nn.ReLU(), nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.act1(self.first(x))
+            with torch.autocast("cpu", enabled=False):
+                x = self.act2(self.second(x.float()))
+            return self.third(x)
+
+    model = Mixed()
+    original = twin(model)
+    x = torch.randn(16, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        report = inplace_ops.convert(model, x)
+        actual, expected = behaviour(model, x), behaviour(original, x)
+    assert [s.save for s in report.sites] == ["mask", "mask"]  # each consumer has a cast of its own
+    assert_same_behaviour(actual, expected, rtol=0, atol=0)
+
+
 def test_hooks_that_move_what_is_saved() -> None:
     def compute(m: Network, x: Tensor) -> Tensor:
         with torch.autograd.graph.save_on_cpu():
