@@ -174,6 +174,24 @@ def test_an_output_that_is_written_to_is_not_kept(
         behaviour(model, x)
 
 
+def test_what_pytorch_cannot_run() -> None:
+    def compute(m: Network, x: Tensor) -> Tensor:
+        y = m.act(m.first(x))
+        y += x  # PyTorch's ReLU kept y
+        return m.second(y)
+
+    model = Network(compute)
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+        inplace_ops.convert(model, x)
+    assert raised.type is RuntimeError  # the original's own error
+    (decision,) = inplace_ops.convert(model, x, verify=False).sites
+    assert decision.save == "mask"
+    actual = behaviour(model, x)
+    model.compute = lambda m, x: m.second(F.relu(m.first(x)) + x)
+    assert_same_behaviour(actual, behaviour(model, x))
+
+
 def test_autocast() -> None:
     # The layer keeps a 16-bit copy: the float32 output is not kept by anything else.
     model = nn.Sequential(nn.LayerNorm(8), nn.SiLU(), nn.Linear(8, 8))
