@@ -1,5 +1,6 @@
 # make demo: train on real data and compare memory. make test: build and run the tests.
 # make tables: write the README's tables from benchmarks/results.
+# make models: convert, verify and train the models of other libraries, all of them.
 # All set up $(VENV) first. TORCH names the torch to install, for example
 #   make demo TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
 
@@ -10,7 +11,7 @@ TORCH ?= torch>=2.11
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test tables lint format clean
+.PHONY: demo test models tables lint format clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/python benchmarks/demo.py
@@ -20,6 +21,10 @@ test: $(INSTALLED)
 
 tables: $(INSTALLED)
 	$(VENV)/bin/python benchmarks/readme_tables.py
+
+models: $(INSTALLED)
+	$(VENV)/bin/pip install -q -e '.[models]' --no-build-isolation
+	INPLACE_OPS_MODELS=all $(VENV)/bin/pytest tests/test_models.py
 
 lint: $(INSTALLED)
 	$(VENV)/bin/python benchmarks/readme_tables.py --check

@@ -1,7 +1,7 @@
 """Whole networks in training: peak memory, step time, and the largest batch that fits.
 
-The activations that a network runs in place are run three ways: PyTorch out of place, PyTorch in
-place, and inplace_ops. All start from the same weights; before anything is timed loss and gradients
+The activations are run three ways: PyTorch out of place, PyTorch in place (as the network has it),
+and as `inplace_ops.convert` puts them. All start from the same weights; before anything is timed loss and gradients
 are compared with PyTorch out of place. Steps are timed in turn: forward, backward and the optimizer
 (SGD with momentum).
 
@@ -69,31 +69,20 @@ MODES = {
 }
 
 
-def set_activations(model: nn.Module, way: str) -> None:
-    """Run the activations that the model runs in place one of the three ways.
-
-    Where PyTorch's activation may overwrite its input ours may too; should its output be written
-    to later, where ours keeps it, backward says so. Each saves its default.
-    """
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if type(child) not in (nn.ReLU, nn.LeakyReLU, nn.SiLU) or not child.inplace:
-                continue
-            if way == "torch out of place":
-                child.inplace = False
-            elif way == "inplace_ops":
-                slope = (child.negative_slope,) if isinstance(child, nn.LeakyReLU) else ()
-                setattr(parent, name, getattr(inplace_ops, type(child).__name__)(*slope))
-
-
 class Training:
     """A copy of a network in training."""
 
     def __init__(self, network: nn.Module, way: str, mode: Mode, device: str) -> None:
         self.mode, self.device = mode, device
         self.network = copy.deepcopy(network)
-        set_activations(self.network, way)
         self.network.to(device, memory_format=mode.memory_format).train()
+        if way == "torch out of place":
+            for module in self.network.modules():
+                if isinstance(module, (nn.ReLU, nn.LeakyReLU, nn.SiLU)):
+                    module.inplace = False
+        elif way == "inplace_ops":
+            with self.autocast():
+                inplace_ops.convert(self.network, self.images(2, 64), verify=False)
         self.optimizer = torch.optim.SGD(self.network.parameters(), lr=1e-3, momentum=0.9)
 
     def images(self, batch: int, side: int) -> Tensor:
@@ -101,9 +90,13 @@ class Training:
         images = torch.randn(batch, 3, side, side, device=self.device)
         return images.to(memory_format=self.mode.memory_format)
 
+    def autocast(self) -> torch.autocast:
+        """The mode's."""
+        return torch.autocast(self.device, torch.bfloat16, enabled=self.mode.autocast)
+
     def backward(self, images: Tensor) -> Tensor:
         """Forward and backward; returns the loss, of ten classes in turn."""
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.mode.autocast):
+        with self.autocast():
             output = self.network(images).float()
         classes = torch.arange(output[:, 0].numel(), device=self.device) % 10
         loss = F.cross_entropy(output, classes.view_as(output[:, 0]))

@@ -1,4 +1,8 @@
-"""`python -m inplace_ops info`: what was built, what is there, and whether each op works."""
+"""The commands of `python -m inplace_ops`.
+
+`info` says what was built, what is there, and whether each op works. `analyze` says which
+activations of a model can be put in place, and why the others cannot.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from torch import Tensor
 
 import inplace_ops
 from inplace_ops import _ops
+from inplace_ops.conversion.library import LOADERS_HELP, ModelNotFoundError, load
 
 _CHECKS: list[tuple[str, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
     ("relu_", inplace_ops.relu_, F.relu),
@@ -71,12 +76,34 @@ def info() -> int:
     return failed
 
 
+def analyze(arguments: argparse.Namespace) -> int:
+    """Print the report of `inplace_ops.analyze` for a model of an installed library."""
+    model = load(arguments.model).train(not arguments.eval)
+    shape = [int(size) for size in arguments.input.split(",")]
+    example = torch.zeros(shape, dtype=torch.long) if arguments.tokens else torch.randn(shape)
+    print(inplace_ops.analyze(model, example, bits=arguments.bits, optimize=arguments.optimize))
+    return 0
+
+
 def main() -> int:
     """Parse the command line and run the command."""
     parser = argparse.ArgumentParser(prog="python -m inplace_ops", description=__doc__)
-    parser.add_argument("command", choices=["info"])
-    parser.parse_args()
-    return min(info(), 1)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="what was built, and a self-check of each op")
+    analysis = commands.add_parser("analyze", help="what convert would do with a model, and why")
+    analysis.add_argument("model", help=LOADERS_HELP)
+    analysis.add_argument("--input", required=True, metavar="N,C,H,W", help="the input's shape")
+    analysis.add_argument("--tokens", action="store_true", help="the input is token ids, all 0")
+    analysis.add_argument("--eval", action="store_true", help="in eval mode")
+    analysis.add_argument("--bits", type=int, help="see inplace_ops.convert")
+    analysis.add_argument("--optimize", default="memory", choices=["memory", "speed", "exact"])
+    arguments = parser.parse_args()
+    if arguments.command == "info":
+        return min(info(), 1)
+    try:
+        return analyze(arguments)
+    except (ModelNotFoundError, ValueError) as error:
+        analysis.error(str(error))
 
 
 if __name__ == "__main__":

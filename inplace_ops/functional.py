@@ -114,11 +114,16 @@ def silu_(input: Tensor, *, save: str = "output", bits: int | None = None) -> Te
     order = _ops.storage_order(input)
     if not _needs_grad(input):
         return _without_grad(input, _ops.silu_, "silu_", order)
-    default = _SILU_BITS if save == "output" else _SILU_DERIVATIVE_BITS
-    packed = _ops.empty_bits(input, bits or default.get(input.dtype, 8))
+    packed = _ops.empty_bits(input, bits or default_bits(input.dtype, save))
     if save == "derivative":
         return _with_grad(SiLUDerivativeFunction, "silu_", input, packed, order)
     return _with_grad(SiLUFunction, "silu_", input, packed, order)
+
+
+def default_bits(dtype: torch.dtype, save: str) -> int:
+    """The bits an element that silu_ keeps unless it is told."""
+    default = _SILU_BITS if save == "output" else _SILU_DERIVATIVE_BITS
+    return default.get(dtype, 8)
 
 
 def check_save(op: str, save: str, choices: tuple[str, ...]) -> None:

@@ -1,0 +1,127 @@
+"""`convert`, `analyze` and `revert`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..functional import check_silu
+from .report import Report, Site
+from .rules import Decision, Plan
+from .run import Example, preserved
+from .sites import Place, find_places, original_of
+from .trace import trace
+from .verify import verify as verify_conversion
+
+
+def convert(
+    model: nn.Module,
+    example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any],
+    *,
+    bits: int | None = None,
+    optimize: str = "memory",
+    verify: bool = True,
+) -> Report:
+    """Put in place those of the model's ReLU, LeakyReLU and SiLU modules for which that is safe.
+
+    The model runs once on the example, its activations out of place, in the mode it is in and under
+    the caller's autocast. An activation is put in place if in this run nothing else needed its
+    input: see `docs/conversion.md` for the rules. The decisions hold for runs that take the same
+    way through the model. Parameters, buffers, gradients, the random state and the example are
+    left as they were, and `state_dict` as it is. Convert before DDP, FSDP or `torch.compile` wrap
+    the model. A model converted before is decided anew.
+
+    Args:
+        model: Any module, on the CPU or a CUDA device.
+        example_inputs: What the model is called with: a tensor, a tuple of arguments or a dict of
+            keyword arguments. Small sizes will do.
+        bits: Bits an element that SiLU keeps with `save="output"`, see `inplace_ops.silu_`.
+        optimize: "memory": what keeps the fewest bytes at each place. "speed": the same, but for
+            ReLU and LeakyReLU the mask everywhere. "exact": nothing whose gradient is not exact:
+            for SiLU, `save="output"` in bfloat16 (5 bits or more) and float16 (7 bits or more).
+        verify: Whether to run the model before and after, with backward, and compare.
+
+    Returns:
+        The decision for each place, with its reason.
+
+    Raises:
+        VerificationError: If the converted model differs from the original, which is then back.
+        TypeError, ValueError: For arguments that are none of these.
+        RuntimeError: In inference mode.
+        Whatever the model raises on the example, unchanged.
+    """
+    example = Example(example_inputs)
+    decisions, report = _decide(model, example, bits, optimize)
+    revert(model)
+    modules = {
+        place: place.converted(decision.save, bits)
+        for place, decision in decisions.items()
+        if decision.save is not None
+    }
+    if verify:
+        verify_conversion(model, example, modules)
+    for place, module in modules.items():
+        place.put(module)
+    return report
+
+
+def analyze(
+    model: nn.Module,
+    example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any],
+    *,
+    bits: int | None = None,
+    optimize: str = "memory",
+) -> Report:
+    """Report what `convert` would do, and why, and change nothing.
+
+    Takes the arguments of `convert`, and raises what it raises.
+    """
+    return _decide(model, Example(example_inputs), bits, optimize)[1]
+
+
+def revert(model: nn.Module) -> None:
+    """Put back the modules that `convert` replaced: the very same objects, in the present mode.
+
+    Works on copies and on unpickled models too, which have their own copies of those modules.
+    """
+    for parent in model.modules():
+        for key, child in parent._modules.items():
+            original = original_of(child) if child is not None else None
+            if child is not None and original is not None:
+                original.training = child.training
+                parent._modules[key] = original
+
+
+def _decide(
+    model: nn.Module, example: Example, bits: int | None, optimize: str
+) -> tuple[dict[Place, Decision], Report]:
+    check_silu("output", bits)
+    if optimize not in ("memory", "speed", "exact"):
+        raise ValueError(f'optimize must be "memory", "speed" or "exact", got {optimize!r}')
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("convert and analyze need autograd: call them outside of inference mode")
+    places = find_places(model)
+    with preserved(model, example), torch.enable_grad():
+        run = trace(model, places, example.copy())
+    plan = Plan(run, bits, optimize)
+    decisions = {place: plan.decision(place) for place in places}
+    sites = [
+        Site(
+            place.name,
+            place.activation.name,
+            decision.save is not None,
+            decision.reason,
+            decision.save,
+            decision.bytes_before,
+            decision.bytes_after,
+        )
+        for place, decision in decisions.items()
+    ]
+    for function in run.functions.values():
+        held = plan.bytes_of_nodes(function.nodes)
+        reason = f"called as a function in {function.line}"
+        sites.append(Site(function.name, function.activation, False, reason, None, held, held))
+    return decisions, Report(sites)

@@ -1,0 +1,90 @@
+"""What `convert` and `analyze` found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place of a model that calls an activation.
+
+    Attributes:
+        name: The path of the module that holds the activation and the activation's name in it, or,
+            for a call of a function, the path of the module that calls it and the function's name.
+        activation: The kind of activation, for example "SiLU".
+        converted: Whether it is put in place.
+        reason: Why not; or, where converted, why this is what it saves.
+        save: What it saves for backward: "output", "mask" or "derivative"; None if not converted.
+        bytes_before: Bytes that PyTorch's activation holds for backward, in place or out of place,
+            whichever is less, beyond what the other operations hold anyway.
+        bytes_after: The same with the decision taken.
+    """
+
+    name: str
+    activation: str
+    converted: bool
+    reason: str
+    save: str | None
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """The decisions for all sites of a model, in the order of its modules. Prints as a table.
+
+    Attributes:
+        sites: One entry a place that holds an activation, then one a call of an activation as a
+            function.
+    """
+
+    sites: list[Site]
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes that PyTorch's activations hold for backward, over all sites."""
+        return sum(site.bytes_before for site in self.sites)
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes that the activations hold for backward with the decisions taken."""
+        return sum(site.bytes_after for site in self.sites)
+
+    def __str__(self) -> str:
+        header = ("site", "activation", "decision", "before", "after", "reason")
+        rows = [
+            (
+                site.name,
+                site.activation,
+                f'save="{site.save}"' if site.converted else "left",
+                _mib(site.bytes_before),
+                _mib(site.bytes_after),
+                site.reason,
+            )
+            for site in self.sites
+        ]
+        converted = sum(site.converted for site in self.sites)
+        total = (
+            "total",
+            "",
+            f"{converted} of {len(self.sites)}",
+            _mib(self.bytes_before),
+            _mib(self.bytes_after),
+            "bytes in MiB, held for backward by the activations",
+        )
+        table = [header, *rows, total]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [
+            "  ".join(
+                cell.rjust(width) if name in ("before", "after") else cell.ljust(width)
+                for cell, width, name in zip(row, widths, header, strict=True)
+            ).rstrip()
+            for row in table
+        ]
+        rule = "  ".join("-" * width for width in widths)
+        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.3f}"

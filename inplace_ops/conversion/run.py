@@ -1,0 +1,102 @@
+"""Running a model on an example and leaving no trace of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
+
+
+class Example:
+    """The arguments of one call of a model."""
+
+    def __init__(self, inputs: Tensor | tuple[Any, ...] | Mapping[str, Any]) -> None:
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+        if isinstance(inputs, Tensor):
+            self.args = (inputs,)
+        elif isinstance(inputs, tuple):
+            self.args = inputs
+        elif isinstance(inputs, Mapping):
+            self.kwargs = dict(inputs)
+        else:
+            raise TypeError(
+                "example_inputs must be a tensor, a tuple of arguments or a dict of keyword "
+                f"arguments, got {type(inputs).__name__}"
+            )
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors among the arguments, those in nested lists, tuples and dicts included."""
+        return [a for a in tree_leaves((self.args, self.kwargs)) if isinstance(a, Tensor)]
+
+    def copy(self) -> Example:
+        """The same arguments in memory of their own, as the model may write to them."""
+        copies: dict[Tensor, Tensor] = {}
+
+        def clone(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if value not in copies:
+                copies[value] = value.detach().clone().requires_grad_(value.requires_grad)
+            return copies[value]
+
+        example = Example(())
+        example.args, example.kwargs = tree_map(clone, (self.args, self.kwargs))
+        return example
+
+    def call(self, model: nn.Module) -> Any:
+        """Call the model with the arguments."""
+        return model(*self.args, **self.kwargs)
+
+
+@contextmanager
+def preserved(model: nn.Module, example: Example) -> Iterator[None]:
+    """Put back buffers, gradients, training flags and the random state at the end."""
+    modules = list(model.modules())
+    buffers = [dict(module._buffers) for module in modules]
+    values = {b: b.detach().clone() for held in buffers for b in held.values() if b is not None}
+    training = [module.training for module in modules]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    devices = {t.device for t in (*model.parameters(), *example.tensors())}
+    python_state = random.getstate()
+    with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
+        try:
+            yield
+        finally:
+            for module, held, mode in zip(modules, buffers, training, strict=True):
+                module._buffers = held
+                module.training = mode
+            with torch.no_grad():
+                for buffer, value in values.items():
+                    if not torch.equal(buffer, value):
+                        buffer.copy_(value)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            random.setstate(python_state)
+            torch.clear_autocast_cache()  # casts that belong to the run's graph
+
+
+@contextmanager
+def reentrant_checkpoints_as_the_others() -> Iterator[None]:
+    """Run reentrant checkpoints as the other kind.
+
+    Theirs is a forward without a graph, in which nothing is seen to be saved, and a backward that
+    `torch.autograd.grad` cannot run.
+    """
+
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        return checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
+        )
+
+    CheckpointFunction.apply = staticmethod(apply)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del CheckpointFunction.apply

@@ -1,0 +1,240 @@
+"""Whether a converted model computes what the original does."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from ..functional import default_bits
+from .run import Example, preserved, reentrant_checkpoints_as_the_others
+from .sites import Place, intercepted
+
+# The documented largest absolute error of silu', by the bits kept. Where a dtype or a number of
+# bits is missing, the gradient passes torch.testing's default tolerances.
+_OUTPUT_ERROR: Mapping[torch.dtype, Mapping[int, float]] = {
+    torch.float32: {1: 8.3e-5, 2: 1.8e-4, 3: 2.8e-5, 4: 1.4e-5, 5: 7e-6},
+    torch.float16: {1: 3.8e-3, 2: 4.1e-3, 3: 4.1e-3, 4: 3.6e-3, 5: 3.7e-3, 6: 7.2e-3},
+    torch.bfloat16: {1: 1.2e-2, 2: 1.5e-2, 3: 1.5e-2, 4: 1.6e-2},
+}
+_DERIVATIVE_ERROR = {8: 2.4e-3, 16: 9.2e-6, 32: 1.6e-10}
+
+# A run may differ from another by some times what two others differ by.
+_NOISE = 4
+
+
+class VerificationError(RuntimeError):
+    """The converted model does not compute what the original does."""
+
+
+def verify(model: nn.Module, example: Example, modules: Mapping[Place, nn.Module]) -> None:
+    """Raise VerificationError unless `modules` at their places leave the model what it is.
+
+    First an exact in-place activation stands at the places: outputs and gradients must then equal
+    the original's up to what two runs of the original differ by. Then the modules themselves: each
+    one's derivative must be within its documented error, for the values that it meets.
+    """
+    if not modules:
+        return
+    places = list(modules)
+    steps = _Steps(4)
+    steps.next("the original")
+    original = _gradients(model, example)
+    steps.next("the original again")
+    again = _gradients(model, example)
+    noise = {name: _difference(again[name], value) for name, value in original.items()}
+    del again
+
+    steps.next("exact activations in place")
+    with intercepted(places, _exact):
+        exact = _run_converted(model, example)
+    for name, value in original.items():
+        if name not in exact or not _difference(exact[name], value) <= _NOISE * noise[name]:
+            raise VerificationError(
+                f"{name} of the converted model differs from the original's; "
+                f"{_first_difference(model, example, places)}"
+            )
+    del exact
+
+    steps.next("the converted model")
+
+    def checked(place: Place, x: Tensor) -> Tensor:
+        _check_derivative(place, modules[place], x)
+        return modules[place].forward(x)
+
+    with intercepted(places, checked):
+        _run_converted(model, example)
+
+
+class _Steps:
+    """Says on a terminal what runs, once it has lasted."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.done = 0
+        self.start = time.monotonic()
+
+    def next(self, what: str) -> None:
+        self.done += 1
+        seconds = time.monotonic() - self.start
+        if seconds > 2 and sys.stderr.isatty():
+            line = f"convert: verifying, run {self.done} of {self.count} ({what}), {seconds:.0f} s"
+            print(line, file=sys.stderr)
+
+
+def _gradients(model: nn.Module, example: Example) -> dict[str, Tensor]:
+    """Outputs, arguments and buffers after a run, the gradients of parameters and arguments.
+
+    The gradients are those of a sum of the outputs with random weights, the same in every run.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(preserved(model, example))
+        stack.enter_context(reentrant_checkpoints_as_the_others())
+        stack.enter_context(torch.enable_grad())
+        example = example.copy()
+        output = example.call(model)
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        inputs: dict[str, Tensor] = {}
+        inputs |= {f"the gradient of `{name}`": p for name, p in model.named_parameters()}
+        inputs |= {f"the gradient of argument {i}": a for i, a in enumerate(example.tensors())}
+        inputs = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
+        results = {f"output {i}": tensor.detach() for i, tensor in enumerate(outputs)}
+        results |= {f"argument {i}": a.detach() for i, a in enumerate(example.tensors())}
+        results |= {f"buffer `{name}`": b.clone() for name, b in model.named_buffers()}
+        differentiable = [tensor for tensor in outputs if tensor.requires_grad]
+        if differentiable and inputs:
+            torch.manual_seed(0)
+            gradients = torch.autograd.grad(
+                differentiable,
+                list(inputs.values()),
+                [torch.randn_like(tensor) for tensor in differentiable],
+                allow_unused=True,
+            )
+            for name, gradient in zip(inputs, gradients, strict=True):
+                if gradient is not None:
+                    results[name] = gradient
+        return results
+
+
+def _run_converted(model: nn.Module, example: Example) -> dict[str, Tensor]:
+    try:
+        return _gradients(model, example)
+    except VerificationError:
+        raise
+    except RuntimeError as error:
+        raise VerificationError(f"the converted model fails: {error}") from error
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    """The largest absolute difference; 0 between NaNs, and between equal infinities."""
+    if a.shape != b.shape:
+        return torch.inf
+    if torch.equal(a, b):
+        return 0.0
+    difference = (a.double() - b.double()).abs()
+    difference[(a == b) | (a.isnan() & b.isnan())] = 0
+    return float(difference.nan_to_num(nan=torch.inf).max())
+
+
+class _ExactFunction(Function):
+    """Overwrites x by function(x) and keeps a clone of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.function = function
+        clone = x.clone()
+        ctx.save_for_backward(clone)
+        ctx.mark_dirty(x)
+        return x.copy_(function(clone))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (clone,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = clone.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(ctx.function(x), x, grad)
+        return gradient, None
+
+
+def _exact(place: Place, x: Tensor) -> Tensor:
+    return _ExactFunction.apply(x, place.activation.function)
+
+
+def _original(place: Place, x: Tensor) -> Tensor:
+    return type(place.original).forward(place.original, x)
+
+
+def _first_difference(model: nn.Module, example: Example, places: list[Place]) -> str:
+    """Where the original and the exact activations in place part first, in words."""
+
+    def fingerprints(activation: Callable[[Place, Tensor], Tensor]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+
+        def forward(place: Place, x: Tensor) -> Tensor:
+            y = activation(place, x)
+
+            def note(what: str, value: Tensor) -> None:
+                key = f"the {what} of `{place.name}`"
+                while key in found:
+                    key += " when called again"
+                found[key] = torch.stack([value.sum(dtype=torch.double), value.abs().sum()])
+
+            note("output", y.detach())
+            if y.requires_grad:
+                y.register_hook(lambda gradient: note("incoming gradient", gradient))
+            return y
+
+        with intercepted(places, forward):
+            _gradients(model, example)
+        return found
+
+    original, again = fingerprints(_original), fingerprints(_original)
+    exact = fingerprints(_exact)
+    for key, value in original.items():
+        noise = _difference(again[key], value)
+        if key not in exact or not _difference(exact[key], value) <= _NOISE * noise:
+            return f"first in {key}"
+    return "but not at any converted place"
+
+
+def _check_derivative(place: Place, module: nn.Module, x: Tensor) -> None:
+    """Compare `module` alone, on a copy of x, with PyTorch's activation."""
+    results = []
+    with torch.enable_grad(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        for activation in (module.forward, place.activation.function):
+            leaf = x.detach().clone().requires_grad_()
+            y = activation(leaf.clone())
+            (derivative,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
+            results.append((y.detach(), derivative))
+    (value, derivative), (expected_value, expected_derivative) = results
+    rtol, atol = _tolerances(place, module, x.dtype)
+    try:
+        torch.testing.assert_close(value, expected_value, equal_nan=True)
+        torch.testing.assert_close(
+            derivative, expected_derivative, rtol=rtol, atol=atol, equal_nan=True
+        )
+    except AssertionError as error:
+        raise VerificationError(f"the activation at `{place.name}` is wrong: {error}") from None
+
+
+def _tolerances(
+    place: Place, module: nn.Module, dtype: torch.dtype
+) -> tuple[float | None, float | None]:
+    """Relative and absolute: the documented error of the derivative, or torch.testing's default."""
+    if not place.activation.is_lossy:
+        return 0.0, 0.0
+    save, bits = str(module.save), module.bits
+    kept = int(bits) if isinstance(bits, int) else default_bits(dtype, save)
+    if save == "output":
+        error = _OUTPUT_ERROR.get(dtype, {}).get(kept)
+    else:
+        error = _DERIVATIVE_ERROR[kept] + (0.0 if dtype == torch.float64 else 1e-6)
+    return (None, None) if error is None else (1.5 * torch.finfo(dtype).eps, error)

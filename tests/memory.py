@@ -1,0 +1,22 @@
+"""What is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def largest_allocation() -> Iterator[list[int]]:
+    """The most bytes that the block allocates on the CPU at one time: entry 0, at the end."""
+    found: list[int] = []
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        yield found
+    held = peak = 0
+    for event in sorted(profile.kineto_results.events(), key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    found.append(peak)

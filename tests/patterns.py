@@ -1,0 +1,326 @@
+"""Small models, each with one thing that forbids an activation in place, and its safe twin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 6
+
+Forward = Callable[[Any, Tensor], Any]
+
+
+class Network(nn.Module):
+    """Two linear layers, an activation, and whatever `compute` makes of them."""
+
+    def __init__(self, compute: Forward, activation: Callable[[], nn.Module] = nn.ReLU) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.second = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.act = activation()
+        self.frozen = nn.Parameter(torch.randn(WIDTH, WIDTH).double(), requires_grad=False)
+        self.register_buffer("scale", torch.randn(WIDTH, WIDTH).double())
+        self.compute = compute
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Any:
+        return self.compute(self, x)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """`rule` alone refuses `unsafe`, for `reason`; `safe` is accepted."""
+
+    name: str
+    rule: str
+    reason: str
+    unsafe: Forward
+    safe: Forward
+    activations: tuple[type[nn.Module], ...] = (nn.ReLU, nn.LeakyReLU, nn.SiLU)
+
+
+def _hooked(hook: Callable[[Network], Any], register: str) -> Forward:
+    def compute(m: Network, x: Tensor) -> Tensor:
+        handle = getattr(m.first, register)(hook(m))
+        h = m.first(m.second(x))  # an input with a gradient: else the hook warns
+        handle.remove()
+        return m.second(m.act(h))
+
+    return compute
+
+
+def _keep(m: Network) -> Callable[..., None]:
+    return lambda module, inputs, output: m.kept.append(output)
+
+
+def _keep_mean(m: Network) -> Callable[..., None]:
+    return lambda module, inputs, output: m.kept.append(output.mean())
+
+
+def _gradient_hook(m: Network) -> Callable[..., None]:
+    return lambda module, grad_inputs, grad_outputs: None
+
+
+def _attribute(m: Network, x: Tensor) -> Tensor:
+    h = m.first(x)
+    m.kept.append(h.view(-1))
+    return m.second(m.act(h))
+
+
+def _no_grad(m: Network, x: Tensor, reads: bool) -> Tensor:
+    with torch.no_grad():
+        h = m.first(x)
+        y = m.act(h)
+        return m.second(y + h if reads else y + x)
+
+
+def _no_grad_inside(m: Network, x: Tensor, reads: bool) -> Tensor:
+    return m.second(x) + _no_grad(m, x, reads)
+
+
+def _called_twice(m: Network, x: Tensor, reads: bool) -> Tensor:
+    h = m.second(m.act(m.first(x)))
+    y = m.act(h)
+    return y + h if reads else y + x
+
+
+def _written_later(m: Network, x: Tensor) -> Tensor:
+    h = m.first(x)
+    y = m.act(h)
+    h.zero_()
+    return m.second(y)
+
+
+def _force(m: Network, x: Tensor, prepare: Callable[[Tensor], Tensor]) -> Tensor:
+    """The gradient of an energy, as models of forces compute it: the graph is gone afterwards."""
+    position = m.first(x).detach().requires_grad_()
+    energy = m.act(prepare(position)).square().sum()
+    (force,) = torch.autograd.grad(energy, position)
+    return m.second(force)
+
+
+def _complex(m: Network, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = m.act(torch.complex(m.first(x), m.first(x)))
+    return m.second(y.real + y.imag)
+
+
+def _padded(y: Tensor) -> Tensor:
+    return F.pad(y, (0, WIDTH - y.shape[-1]))
+
+
+def _second_and_act(m: Network, h: Tensor) -> Tensor:
+    return m.second(h) + m.act(h)
+
+
+PATTERNS: list[Pattern] = [
+    Pattern(
+        "residual of the input",
+        "is_not_read_again",
+        r"read again by `add`",
+        lambda m, x: m.second((h := m.first(x)) * 0 + m.act(h) + h),
+        lambda m, x: m.second((h := m.first(x)) * 0 + m.act(h) + x),
+    ),
+    Pattern(
+        "second branch",
+        "is_not_read_again",
+        r"read again by `second\.addmm`",
+        lambda m, x: m.act(h := m.first(x)).sum() + m.second(h),
+        lambda m, x: (h := m.first(x)).sum() + m.second(m.act(h)),
+    ),
+    Pattern(
+        "second branch through a view",
+        "is_not_read_again",
+        r"read again by `sum`",
+        lambda m, x: m.second(m.act(h := m.first(x))) + h.view(-1)[1:].sum(),
+        lambda m, x: (h := m.first(x)).view(-1)[1:].sum() + m.second(m.act(h)),
+    ),
+    Pattern(
+        "input written to later",
+        "is_not_read_again",
+        r"read again by `zero_`",
+        _written_later,
+        lambda m, x: m.second(m.act(m.first(x))),
+        (nn.ReLU,),  # the others keep their input: PyTorch raises
+    ),
+    Pattern(
+        "saved by exp",
+        "is_not_saved",
+        r"saved for backward by `exp`",
+        lambda m, x: m.second(m.act(m.first(x).exp())),
+        lambda m, x: m.second(m.act(m.first(x).exp() + 1)),
+    ),
+    Pattern(
+        "saved by a layer",
+        "is_not_saved",
+        r"saved for backward by `second\.addmm`",
+        lambda m, x: m.second(h := m.first(x)) + m.act(h),
+        lambda m, x: m.second(h := m.first(x)) + m.act(h + 0),
+    ),
+    Pattern(
+        "saved by a layer in a checkpoint",
+        "is_not_saved",
+        r"saved for backward by `second\.addmm`",
+        lambda m, x: checkpoint(
+            lambda x: _second_and_act(m, m.first(x)), m.first(x), use_reentrant=False
+        ),
+        lambda m, x: checkpoint(
+            lambda x: m.second(m.act(m.first(x))), m.first(x), use_reentrant=False
+        ),
+    ),
+    Pattern(
+        "saved by a layer in a reentrant checkpoint",
+        "is_not_saved",
+        r"saved for backward by `second\.addmm`",
+        lambda m, x: checkpoint(
+            lambda x: _second_and_act(m, m.first(x)), m.first(x), use_reentrant=True
+        ),
+        lambda m, x: checkpoint(
+            lambda x: m.second(m.act(m.first(x))), m.first(x), use_reentrant=True
+        ),
+    ),
+    Pattern(
+        "a checkpoint's own input",
+        "is_not_saved",
+        r"saved for backward by",
+        lambda m, x: checkpoint(lambda h: m.second(m.act(h)), m.first(x), use_reentrant=False),
+        lambda m, x: checkpoint(lambda x: m.second(m.act(m.first(x))), x, use_reentrant=False),
+    ),
+    Pattern(
+        "chunk",
+        "is_no_refused_view",
+        r"several views",
+        lambda m, x: m.second(_padded(m.act(m.first(x).chunk(2, -1)[0]))),
+        lambda m, x: m.second(_padded(m.act(m.first(x)[:, :3]))),
+    ),
+    Pattern(
+        "view under no_grad",
+        "is_no_refused_view",
+        r"view made under no_grad",
+        lambda m, x: m.second(m.act(_view_without_grad(m.first(x)))),
+        lambda m, x: m.second(m.act(m.first(x).view(-1)).view(x.shape)),
+    ),
+    Pattern(
+        "backward hook",
+        "is_no_refused_view",
+        r"backward hook",
+        _hooked(_gradient_hook, "register_full_backward_hook"),
+        _hooked(_keep_mean, "register_forward_hook"),
+    ),
+    Pattern(
+        "view of a leaf",
+        "is_no_refused_view",
+        r"view of a leaf",
+        lambda m, x: _force(m, x, lambda position: position.view(-1)),
+        lambda m, x: _force(m, x, lambda position: (position * 2).view(-1)),
+        (nn.ReLU,),  # the others' own backward reads the input
+    ),
+    Pattern(
+        "leaf",
+        "is_no_leaf",
+        r"leaf that requires grad",
+        lambda m, x: _force(m, x, lambda position: position),
+        lambda m, x: _force(m, x, lambda position: position * 2),
+        (nn.ReLU,),  # the others' own backward reads the input
+    ),
+    Pattern(
+        "overlapping memory",
+        "does_not_overlap",
+        r"share memory",
+        lambda m, x: m.second(m.act(m.first(x)[0].unfold(0, 3, 1)).sum(0).repeat(2)),
+        lambda m, x: m.second(m.act(m.first(x)[0].unfold(0, 3, 3)).sum(0).repeat(2)),
+    ),
+    Pattern(
+        "argument",
+        "does_not_escape",
+        r"argument of the model",
+        lambda m, x: m.second(m.act(x)),
+        lambda m, x: m.second(m.act(x.clone())),
+    ),
+    Pattern(
+        "parameter",
+        "does_not_escape",
+        r"parameter `frozen`",
+        lambda m, x: m.first(F.linear(x, m.act(m.frozen))),
+        lambda m, x: m.first(F.linear(x, m.act(m.frozen.clone()))),
+    ),
+    Pattern(
+        "view of a buffer",
+        "does_not_escape",
+        r"buffer `scale`",
+        lambda m, x: m.first(F.linear(x, m.act(m.scale.t()))),
+        lambda m, x: m.first(F.linear(x, m.act(m.scale.t() + 0))),
+    ),
+    Pattern(
+        "returned",
+        "does_not_escape",
+        r"returned by the model",
+        lambda m, x: (m.second(m.act(h := m.first(x))), h),
+        lambda m, x: ((h := m.first(x)).sum(), m.second(m.act(h))),
+    ),
+    Pattern(
+        "kept by a hook",
+        "does_not_escape",
+        r"kept after forward",
+        _hooked(_keep, "register_forward_hook"),
+        _hooked(_keep_mean, "register_forward_hook"),
+    ),
+    Pattern(
+        "view kept by an attribute",
+        "does_not_escape",
+        r"kept after forward",
+        _attribute,
+        lambda m, x: m.second(m.act(m.first(x))),
+    ),
+    Pattern(
+        "everything under no_grad",
+        "is_not_read_again",
+        r"read again by `add`",
+        lambda m, x: _no_grad(m, x, reads=True),
+        lambda m, x: _no_grad(m, x, reads=False),
+    ),
+    Pattern(
+        "a part under no_grad",
+        "is_not_read_again",
+        r"read again by `add`",
+        lambda m, x: _no_grad_inside(m, x, reads=True),
+        lambda m, x: _no_grad_inside(m, x, reads=False),
+    ),
+    Pattern(
+        "called twice, once unsafe",
+        "is_not_read_again",
+        r"read again by `add`",
+        lambda m, x: _called_twice(m, x, reads=True),
+        lambda m, x: _called_twice(m, x, reads=False),
+    ),
+    Pattern(
+        "weights shared by two calls",
+        "is_not_read_again",
+        r"read again by `first\.addmm`",
+        lambda m, x: m.act(h := m.first(x)) + m.first(h),
+        lambda m, x: m.first(m.act(m.first(x))),
+    ),
+    Pattern(
+        "complex",
+        "has_a_kernel",
+        r"no kernel for torch.complex128",
+        _complex,
+        lambda m, x: m.second(m.act(m.first(x))),
+        (nn.SiLU,),
+    ),
+]
+
+
+def _view_without_grad(h: Tensor) -> Tensor:
+    with torch.no_grad():
+        return h.view(h.shape)
+
+
+def pattern_id(pattern: Pattern) -> str:
+    return pattern.name.replace(" ", "_")

@@ -1,0 +1,205 @@
+"""Models of other libraries, with random weights: what is converted, and that they train the same.
+
+A few of them by default, all with INPLACE_OPS_MODELS=all (`make models`); those whose library is
+not installed are skipped.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from memory import largest_allocation
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import inplace_ops
+from inplace_ops import saved_bytes
+from inplace_ops.conversion.library import load
+
+os.environ.setdefault("YOLO_CONFIG_DIR", tempfile.gettempdir())
+
+pytestmark = pytest.mark.filterwarnings("default")  # the libraries' own
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, its input, and how many of its activations are put in place."""
+
+    name: str
+    converted: int
+    sites: int
+    input: Any = field(default_factory=lambda: (2, 3, 64, 64))
+    configuration: dict[str, Any] | None = None
+    in_ci: bool = False
+    is_convolutional: bool = True
+
+    def build(self) -> nn.Module:
+        library, _, name = self.name.partition(":")
+        module = pytest.importorskip(library)
+        if name == "googlenet":
+            return module.models.googlenet(init_weights=False)
+        if self.configuration is None:
+            return load(self.name)
+        cls = getattr(module, name)
+        return cls(cls.config_class(**self.configuration))
+
+    def example(self) -> Any:
+        if self.is_convolutional or len(self.input) == 4:
+            return torch.randn(self.input)
+        tokens = torch.randint(0, 100, self.input)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+LLAMA = {**SMALL, "num_attention_heads": 4, "vocab_size": 100}
+VIT = {**SMALL, "num_attention_heads": 4, "hidden_act": "relu", "image_size": 64, "patch_size": 16}
+EFFICIENTNET_B0 = {"width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 1280}
+
+MODELS = [
+    Model("timm:cspdarknet53", 67, 67),
+    Model("timm:darknet53", 52, 52),
+    Model("timm:densenet121", 121, 121),
+    Model("timm:efficientnet_b0", 49, 49, in_ci=True),
+    Model("timm:ghostnet_100", 42, 42),
+    Model("timm:hrnet_w18_small", 69, 69),
+    Model("timm:inception_v3", 94, 94, (2, 3, 96, 96)),
+    Model("timm:mobilenetv3_small_100", 14, 14),
+    Model("timm:mobilevit_xxs", 34, 34),
+    # Their preactivated blocks add the activation's input.
+    Model("timm:nfnet_l0", 56, 64),
+    Model("timm:regnety_002", 53, 53),
+    Model("timm:resnet18", 17, 17, in_ci=True),
+    Model("timm:resnet50", 49, 49),
+    Model("timm:tf_efficientnetv2_b0", 55, 55),
+    Model("timm:xception41", 32, 44),
+    # One activation is a function; in GoogLeNet all of them are.
+    Model("torchvision:densenet121", 120, 121),
+    Model("torchvision:efficientnet_b0", 49, 49),
+    Model("torchvision:googlenet", 0, 61, is_convolutional=False),
+    Model("torchvision:regnet_y_400mf", 65, 65),
+    Model("torchvision:resnet50", 17, 17),
+    Model("torchvision:shufflenet_v2_x1_0", 37, 37, in_ci=True),
+    Model("torchvision:squeezenet1_1", 26, 26),
+    Model("torchvision:vgg11_bn", 10, 10),
+    Model("ultralytics:yolov8n.yaml", 57, 57, in_ci=True),
+    Model("ultralytics:yolo11n.yaml", 77, 77),
+    Model("transformers:ResNetModel", 25, 25, configuration={"depths": [2, 2, 2, 2]}),
+    Model("transformers:EfficientNetModel", 49, 49, configuration=EFFICIENTNET_B0),
+    Model("transformers:MobileViTModel", 34, 34, configuration={}),
+    Model(
+        "transformers:LlamaForCausalLM", 4, 4, (2, 16), LLAMA, in_ci=True, is_convolutional=False
+    ),
+    Model("transformers:ViTModel", 4, 4, configuration=VIT, is_convolutional=False),
+]
+
+
+def losses(model: nn.Module, example: Any) -> list[float]:
+    """Three steps on one example."""
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    found = []
+    for step in range(3):
+        torch.manual_seed(step)
+        output = model(**example) if isinstance(example, dict) else model(example)
+        tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        loss = torch.stack([t.double().square().mean() for t in tensors]).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize(
+    "row",
+    [m for m in MODELS if m.in_ci or os.environ.get("INPLACE_OPS_MODELS") == "all"],
+    ids=lambda row: row.name,
+)
+def test_model(row: Model) -> None:
+    model = row.build().train()
+    example = row.example()
+    arguments = example if isinstance(example, dict) else {}
+    positional = () if isinstance(example, dict) else (example,)
+    original = copy.deepcopy(model)
+    before = saved_bytes(model, *positional, **arguments)
+
+    report = inplace_ops.convert(model, example)
+    print(report)
+    assert (sum(s.converted for s in report.sites), len(report.sites)) == (row.converted, row.sites)
+    if row.is_convolutional:
+        assert row.converted > row.sites / 2
+    assert all(s.bytes_after <= s.bytes_before for s in report.sites)
+    saved = before - saved_bytes(model, *positional, **arguments)
+    assert saved == report.bytes_before - report.bytes_after
+    assert list(model.state_dict()) == list(original.state_dict())
+
+    torch.testing.assert_close(losses(model, example), losses(original, example), rtol=1e-3, atol=0)
+    inplace_ops.revert(model)
+    assert [type(m) for m in model.modules()] == [type(m) for m in original.modules()]
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "limit"),
+    [
+        ("timm:efficientnet_b0", None, 0.79),
+        ("timm:efficientnet_b0", 1, 0.74),
+        ("ultralytics:yolov8n.yaml", None, 0.81),
+        ("ultralytics:yolov8n.yaml", 1, 0.77),
+        ("timm:resnet50", None, 1.0),
+    ],
+)
+def test_saved_bytes_over_those_of_pytorch_in_place(
+    name: str, bits: int | None, limit: float
+) -> None:
+    model = Model(name, 0, 0).build().train()
+    for module in model.modules():
+        if hasattr(module, "inplace"):
+            module.inplace = True
+    x = torch.randn(2, 3, 128, 128)
+    in_place = saved_bytes(model, x)
+    inplace_ops.convert(model, x, bits=bits, verify=False)
+    assert saved_bytes(model, x) <= limit * in_place
+
+
+def seconds(function: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Other processes then disturb a timing less."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_cost_of_the_analysis() -> None:
+    model = Model("ultralytics:yolov8n.yaml", 57, 57).build().train()
+    x = torch.randn(2, 3, 256, 256)
+
+    def step() -> None:
+        tensors = [t for t in tree_leaves(model(x)) if t.requires_grad]
+        torch.autograd.backward([t.square().mean() for t in tensors])
+
+    def analyze() -> None:
+        inplace_ops.analyze(model, x)
+
+    step()
+    analyze()
+    assert min(seconds(analyze) / seconds(lambda: model(x)) for _ in range(10)) <= 4
+    with largest_allocation() as of_step:
+        step()
+    with largest_allocation() as of_analysis:
+        analyze()
+    assert of_analysis[0] <= 2 * of_step[0]
