@@ -2,8 +2,8 @@
 
 The activations are run three ways: PyTorch out of place, PyTorch in place (as the network has it),
 and as `inplace_ops.convert` puts them. All start from the same weights; before anything is timed
-loss and gradients are compared with PyTorch out of place. Steps are timed in turn: forward, backward
-and the optimizer (SGD with momentum).
+loss and gradients are compared with PyTorch out of place. Steps are timed in turn: forward,
+backward and the optimizer (SGD with momentum).
 
 peak: what a step allocates at most on top of weights and momentum. Largest batch: within a limit on
 all that PyTorch allocates, estimated from the peaks at two batch sizes, and on CUDA in some modes
