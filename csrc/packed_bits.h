@@ -40,9 +40,8 @@ struct PackedBits {
   }
 };
 
-// Codes are packed and unpacked `groups` at a time: one a thread on a GPU, a block of them on a
-// CPU, where the compiler turns these loops into vector code. `count` of the groups are stored or
-// read.
+// On a CPU codes are packed and unpacked a block of groups at a time, in loops that the compiler
+// turns into vector code. `count` of the groups are stored or read.
 template <int groups>
 HOST_DEVICE void pack(const uint32_t (&codes)[groups * kGroup], PackedBits<uint8_t> packed,
                       int64_t first_group, int count) {

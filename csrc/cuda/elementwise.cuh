@@ -8,12 +8,12 @@
 // Bandwidth. Bytes moved an element of s bytes with k kept bits: 2s forward, 2s + k/8 forward that
 // keeps, 2s + k/8 backward from bits, 3s backward from the output, 3s + k/8 from both: every byte
 // once. By Little's law an H200 (4.3 TB/s over 132 multiprocessors, 1 us under load) needs 32 KiB
-// under way in each multiprocessor, half of it loads: two 16-byte loads a lane with half of the
-// 2048 lanes resident. So: two accesses a lane; blocks of 256, of which eight fit at 32 registers
-// and five at 48; one tile a warp rather than a loop over few blocks, since the hardware hands out
-// blocks faster than they finish (8 KiB each) and a small tensor then spreads over all
-// multiprocessors; no streaming hints, since the next layer reads what this one writes.
-// benchmarks/tune_cuda.cu compares the alternatives.
+// under way in each multiprocessor, half of it loads: two 16-byte loads a lane with a quarter of
+// the 2048 lanes resident. So: two accesses a lane, which also hides their latency; blocks of 256,
+// of which eight fit at 32 registers and four at 64; one tile a warp rather than a loop over few
+// blocks, since the hardware hands out blocks faster than they finish (8 KiB each) and a small
+// tensor then spreads over all multiprocessors; no streaming hints, since the next layer reads what
+// this one writes. benchmarks/tune_cuda.cu compares the alternatives.
 //
 // The bodies take their indices as arguments and compile for the host too, where tests run them:
 // Lanes holds the state of one lane on a GPU, and of a whole warp on the host.
