@@ -4,10 +4,10 @@
 #   benchmarks/gpu_report.sh OUT [--device cpu] [PART...]
 #
 # Parts, all by default: build tests memcheck racecheck initcheck bandwidth activations host memory
-# networks. OUT/parts.csv remembers which passed: a second call runs only the others (and build, quick
-# where nothing changed). A part that fails or runs into its time limit does not stop the next; what it
-# has measured is written. OUT gets the result files (*.csv), log.txt and summary.md. Nothing is
-# installed; PYTHON names the interpreter.
+# networks tuning. OUT/parts.csv remembers which passed: a second call runs only the others (and
+# build, quick where nothing changed). A part that fails or runs into its time limit does not stop
+# the next; what it has measured is written. OUT gets the result files (*.csv), log.txt and
+# summary.md. Nothing is installed; PYTHON names the interpreter.
 # --device cpu runs all of it on the CPU with small sizes, to see that it works.
 set -uo pipefail
 
@@ -23,7 +23,7 @@ shift
 cd "$(dirname "$0")/.." || exit
 
 device=cuda
-known="build tests memcheck racecheck initcheck bandwidth activations host memory networks"
+known="build tests memcheck racecheck initcheck bandwidth activations host memory networks tuning"
 wanted=""
 while [ $# -gt 0 ]; do
   case $1 in
@@ -106,9 +106,10 @@ if [ "$device" = cuda ]; then
   bench host 30
   bench memory 30
   bench networks 240
+  run tuning 240 "$python" benchmarks/tune_cuda.py --out "$out/tune_cuda.csv"
 else
   export FORCE_CPU=1
-  echo "memcheck, racecheck, initcheck: skipped, they check CUDA kernels" | tee -a "$log"
+  echo "memcheck, racecheck, initcheck, tuning: skipped, they are of CUDA kernels" | tee -a "$log"
   run build 400 "$python" setup.py build_ext --inplace --force
   run tests 400 "$python" -m pytest -q -rfE
   bench bandwidth 100 --repetitions 3

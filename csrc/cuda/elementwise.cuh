@@ -13,7 +13,7 @@
 // of which eight fit at 32 registers and four at 64; one tile a warp rather than a loop over few
 // blocks, since the hardware hands out blocks faster than they finish (8 KiB each) and a small
 // tensor then spreads over all multiprocessors; no streaming hints, since the next layer reads what
-// this one writes. benchmarks/tune_cuda.cu compares the alternatives.
+// this one writes. benchmarks/tune_cuda.py compares the alternatives.
 //
 // The bodies take their indices as arguments and compile for the host too, where tests run them:
 // Lanes holds the state of one lane on a GPU, and of a whole warp on the host.
@@ -28,9 +28,14 @@
 
 namespace inplace_ops {
 
+#ifndef INPLACE_OPS_ACCESSES  // benchmarks/tune_cuda.py compares others, and an INPLACE_OPS_LOAD
+#define INPLACE_OPS_ACCESSES 2
+#define INPLACE_OPS_STORE "st.global"
+#endif
+
 constexpr int kThreads = 256;
 constexpr int kLanes = 32;
-constexpr int kAccesses = 2;
+constexpr int kAccesses = INPLACE_OPS_ACCESSES;
 constexpr int kVectorBytes = 16;
 
 // The layout of tensors that lie one element after the other, where Geometry walks all others.
@@ -52,7 +57,14 @@ struct alignas(kVectorBytes) Vector {
 template <class T, int count>
 HOST_DEVICE void load_vector(T (&values)[count], const T* data) {
   static_assert(sizeof(values) == sizeof(Vector));
+#if defined(__CUDA_ARCH__) && defined(INPLACE_OPS_LOAD)  // not always: it costs registers
+  Vector vector;
+  asm volatile(INPLACE_OPS_LOAD ".v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(vector.a), "=r"(vector.b), "=r"(vector.c), "=r"(vector.d)
+               : "l"(__cvta_generic_to_global(data)));
+#else
   const Vector vector = *reinterpret_cast<const Vector*>(data);
+#endif
   memcpy(values, &vector, sizeof(vector));
 }
 
@@ -63,7 +75,8 @@ HOST_DEVICE void store_vector(T* data, const T (&values)[count]) {
   memcpy(&vector, values, sizeof(vector));
 #ifdef __CUDA_ARCH__
   // nvcc 13.0 makes four accesses of four bytes of an assignment.
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(data)),
+  asm volatile(INPLACE_OPS_STORE
+               ".v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(data)),
                "r"(vector.a), "r"(vector.b), "r"(vector.c), "r"(vector.d)
                : "memory");
 #else

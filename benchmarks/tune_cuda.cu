@@ -1,0 +1,339 @@
+// Times the CUDA kernels with one of the choices of accesses and cache hints that tune_cuda.py
+// compiles this file for, in every grid and block size below, in turn with a copy between tensors
+// of the same size. Prints CSV. Needs no torch.
+//
+// Whatever is timed is verified first, against formulas of its own. Each launch of a timing has
+// tensors of its own, more than any L2 holds, and a graph of all launches is replayed, so that the
+// device alone is timed.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "../csrc/activations.h"
+#include "../csrc/cuda/elementwise.cuh"
+
+#define CHECK(call) check(call, #call, __LINE__)
+
+namespace {
+
+using namespace inplace_ops;
+
+constexpr int64_t kMib = 1 << 20;
+constexpr int64_t kSizes[] = {kMib, 64 * kMib, 1024 * kMib};  // bytes of a tensor
+constexpr int64_t kRotated = 2048 * kMib;                     // of a timing's tensors, at most
+constexpr int64_t kMostLaunches = 512;
+constexpr int kWarmUps = 2, kRepetitions = 13;
+
+struct Grid {
+  const char* name;
+  bool strides;  // over the tiles, with as many blocks as are resident; otherwise one tile a warp
+  int threads;
+};
+constexpr Grid kGrids[] = {{"simple", false, 128}, {"simple", false, 256}, {"simple", false, 512},
+                           {"stride", true, 128},  {"stride", true, 256},  {"stride", true, 512}};
+
+cudaDeviceProp device;
+cudaStream_t stream;
+struct {
+  void *input, *x, *grad, *result, *bits;
+} memory;
+__device__ unsigned long long wrong_elements;
+
+void check(cudaError_t error, const char* call, int line) {
+  if (error == cudaSuccess) return;
+  fprintf(stderr, "tune_cuda.cu:%d: %s: %s\n", line, call, cudaGetErrorString(error));
+  exit(1);
+}
+
+// A standard normal value for each i: Box and Muller's transform of a hash (splitmix64).
+__device__ float normal(uint64_t i) {
+  uint64_t hash = (i + 1) * 0x9e3779b97f4a7c15ull;
+  hash = (hash ^ (hash >> 30)) * 0xbf58476d1ce4e5b9ull;
+  hash = (hash ^ (hash >> 27)) * 0x94d049bb133111ebull;
+  hash ^= hash >> 31;
+  const float u = (float(hash >> 40) + 1.0f) * 0x1p-24f, v = float(hash & 0xffffffu) * 0x1p-23f;
+  return sqrtf(-2.0f * logf(u)) * cospif(v);
+}
+
+template <class T>
+__global__ void fill(T* values, int64_t elements, uint64_t seed) {
+  const int64_t step = int64_t(gridDim.x) * blockDim.x;
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < elements; i += step)
+    values[i] = store<T>(normal(seed + i));
+}
+
+// What must come out, and how far off it may be: in units of the last place, in subnormal results,
+// and in the derivative, where the kernel has it from the output and the kept bits.
+struct CopyReference {
+  static constexpr float kUlps = 0, kAbsolute = 0;
+  __device__ static float value(float x) { return x; }
+};
+struct ReluReference {
+  static constexpr float kUlps = 0, kAbsolute = 0, kDerivative = 0;
+  __device__ static float value(float x) { return x > 0 ? x : 0; }
+  __device__ static float derivative(float x) { return x > 0; }
+};
+struct SiluReference {
+  static constexpr float kUlps = 2, kAbsolute = 6e-8f, kDerivative = 2e-5f;
+  __device__ static float value(float x) { return x / (1 + expf(-x)); }
+  __device__ static float derivative(float x) {
+    const float sigmoid = 1 / (1 + expf(-x));
+    return sigmoid * (1 + x * (1 - sigmoid));
+  }
+};
+
+template <class T>
+constexpr float kUlp = sizeof(T) == 4            ? 0x1p-23f
+                       : std::is_same_v<T, Half> ? 0x1p-10f
+                                                 : 0x1p-7f;
+
+template <class Reference, bool is_gradient, class T>
+__global__ void count_wrong(const T* inputs, const T* grads, const T* results, int64_t elements) {
+  const int64_t step = int64_t(gridDim.x) * blockDim.x;
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < elements; i += step) {
+    const float x = load(inputs[i]);
+    float expected, tolerance = Reference::kAbsolute;
+    if constexpr (is_gradient) {
+      const float grad = load(grads[i]);
+      expected = grad * Reference::derivative(x);
+      tolerance += fabsf(grad) * Reference::kDerivative;
+    } else {
+      expected = Reference::value(x);
+    }
+    tolerance += fabsf(expected) * kUlp<T> * Reference::kUlps;
+    if (!(fabsf(load(results[i]) - expected) <= tolerance)) atomicAdd(&wrong_elements, 1ull);
+  }
+}
+
+template <class Reference, bool is_gradient, class T>
+void verify(const char* what, const Grid& grid, const void* result, int64_t elements) {
+  unsigned long long wrong = 0;
+  CHECK(cudaMemcpyToSymbolAsync(wrong_elements, &wrong, sizeof(wrong), 0, cudaMemcpyHostToDevice,
+                                stream));
+  count_wrong<Reference, is_gradient><<<4096, 256, 0, stream>>>(
+      static_cast<const T*>(memory.input), static_cast<const T*>(memory.grad),
+      static_cast<const T*>(result), elements);
+  CHECK(cudaGetLastError());
+  CHECK(cudaMemcpyFromSymbolAsync(&wrong, wrong_elements, sizeof(wrong), 0, cudaMemcpyDeviceToHost,
+                                  stream));
+  CHECK(cudaStreamSynchronize(stream));
+  if (wrong == 0) return;
+  fprintf(stderr, "%s, %s grid of %d threads: %llu of %lld elements are wrong\n", what, grid.name,
+          grid.threads, wrong, static_cast<long long>(elements));
+  exit(1);
+}
+
+template <int threads, bool strides, int count, class Kernel>
+__global__ void __launch_bounds__(threads)
+    run_warps(const Kernel kernel, const Operands<Kernel> operands, int64_t elements) {
+  constexpr int warps = threads / kLanes;
+  int64_t tile = int64_t(blockIdx.x) * warps + threadIdx.x / kLanes;
+  if constexpr (strides) {
+    for (; tile * kTileElements<count> < elements; tile += int64_t(gridDim.x) * warps)
+      run_warp<count>(kernel, Dense{}, operands, elements, tile);
+  } else {
+    run_warp<count>(kernel, Dense{}, operands, elements, tile);
+  }
+}
+
+template <int threads, class Kernel>
+auto function_of(bool strides) {
+  constexpr int count = kVectorElements<typename Kernel::Scalar>;
+  return strides ? run_warps<threads, true, count, Kernel>
+                 : run_warps<threads, false, count, Kernel>;
+}
+
+template <class Kernel>
+auto function_of(const Grid& grid) {
+  if (grid.threads == 128) return function_of<128, Kernel>(grid.strides);
+  if (grid.threads == 256) return function_of<256, Kernel>(grid.strides);
+  return function_of<512, Kernel>(grid.strides);
+}
+
+template <class Kernel>
+void launch(const Operands<Kernel>& operands, int64_t elements, const Grid& grid) {
+  constexpr int count = kVectorElements<typename Kernel::Scalar>;
+  const auto run = function_of<Kernel>(grid);
+  const int warps = grid.threads / kLanes;
+  int64_t blocks = (tiles_of<count>(elements) + warps - 1) / warps;
+  if (grid.strides) {
+    int resident = 0;
+    CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, run, grid.threads, 0));
+    blocks = std::min<int64_t>(blocks, resident * device.multiProcessorCount);
+  }
+  run<<<dim3(blocks), grid.threads, 0, stream>>>(Kernel{}, operands, elements);
+  CHECK(cudaGetLastError());
+}
+
+template <class Enqueue>
+cudaGraphExec_t record(const Enqueue& enqueue) {
+  cudaGraph_t graph;
+  cudaGraphExec_t replay;
+  CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+  enqueue();
+  CHECK(cudaStreamEndCapture(stream, &graph));
+  CHECK(cudaGraphInstantiate(&replay, graph, 0));
+  CHECK(cudaGraphDestroy(graph));
+  return replay;
+}
+
+// The tensors of all launches, and the bits between forward and backward.
+template <class Forward, class Backward, class Reference>
+class Comparison {
+ public:
+  using T = typename Forward::Scalar;
+
+  Comparison(const char* activation, const char* dtype, int64_t size)
+      : activation_(activation), dtype_(dtype), size_(size) {
+    copy_input_ = record([&] { copy(memory.x, memory.input); });
+    copy_grad_ = record([&] { copy(memory.result, memory.grad); });
+    for (const Grid& grid : kGrids) {
+      forwards_.push_back(record([&] { forward(grid); }));
+      backwards_.push_back(record([&] { backward(grid); }));
+    }
+  }
+
+  ~Comparison() {
+    for (const auto& graphs : {forwards_, backwards_, {copy_input_, copy_grad_}})
+      for (cudaGraphExec_t graph : graphs) CHECK(cudaGraphExecDestroy(graph));
+  }
+
+  void run() const {
+    const int64_t all = elements_ * launches_;
+    fill<<<4096, 256, 0, stream>>>(static_cast<T*>(memory.input), all, 0);
+    fill<<<4096, 256, 0, stream>>>(static_cast<T*>(memory.grad), all, all);
+    CHECK(cudaGetLastError());
+    for (size_t i = 0; i < forwards_.size(); ++i) {
+      CHECK(cudaMemsetAsync(memory.bits, 0xff, all * kPlanes / kGroup, stream));
+      CHECK(cudaMemsetAsync(memory.result, 0xff, all * sizeof(T), stream));  // NaN
+      CHECK(cudaGraphLaunch(copy_input_, stream));
+      verify<CopyReference, false, T>("copy", kGrids[i], memory.x, all);
+      CHECK(cudaGraphLaunch(forwards_[i], stream));
+      verify<Reference, false, T>(activation_, kGrids[i], memory.x, all);
+      CHECK(cudaGraphLaunch(backwards_[i], stream));
+      verify<Reference, true, T>(activation_, kGrids[i], memory.result, all);
+    }
+    time<Backward>("backward", backwards_, copy_grad_);  // of the output that is there now
+    time<Forward>("forward", forwards_, copy_input_);
+  }
+
+ private:
+  static constexpr int kPlanes = Forward::kUsualBits;
+
+  void copy(void* to, const void* from) const {
+    for (int64_t i = 0; i < launches_; ++i) {
+      CHECK(cudaMemcpyAsync(static_cast<char*>(to) + i * size_,
+                            static_cast<const char*>(from) + i * size_, size_,
+                            cudaMemcpyDeviceToDevice, stream));
+    }
+  }
+
+  PackedBits<uint8_t> bits(int64_t i) const {
+    const int64_t plane = plane_bytes(elements_);
+    return {static_cast<uint8_t*>(memory.bits) + i * plane * kPlanes, plane, kPlanes};
+  }
+
+  void forward(const Grid& grid) const {
+    for (int64_t i = 0; i < launches_; ++i) {
+      T* x = static_cast<T*>(memory.x) + i * elements_;
+      launch(Operands<Forward>{x, {x}, bits(i)}, elements_, grid);
+    }
+  }
+
+  void backward(const Grid& grid) const {
+    for (int64_t i = 0; i < launches_; ++i) {
+      const int64_t first = i * elements_;
+      Operands<Backward> operands{static_cast<T*>(memory.result) + first,
+                                  {static_cast<const T*>(memory.grad) + first},
+                                  {bits(i).data, bits(i).plane_stride, kPlanes}};
+      if constexpr (Backward::kInputs == 2)
+        operands.in[1] = static_cast<const T*>(memory.x) + first;
+      launch(operands, elements_, grid);
+    }
+  }
+
+  // The copy also restores what the kernel works on in place.
+  template <class Kernel>
+  void time(const char* direction, const std::vector<cudaGraphExec_t>& runs,
+            cudaGraphExec_t copy) const {
+    struct Events {
+      cudaEvent_t begin, between, end;
+    };
+    std::vector<Events> all(runs.size() * (kWarmUps + kRepetitions));
+    for (size_t i = 0; i < all.size(); ++i) {
+      for (cudaEvent_t* event : {&all[i].begin, &all[i].between, &all[i].end})
+        CHECK(cudaEventCreate(event));
+      CHECK(cudaEventRecord(all[i].begin, stream));
+      CHECK(cudaGraphLaunch(copy, stream));
+      CHECK(cudaEventRecord(all[i].between, stream));
+      CHECK(cudaGraphLaunch(runs[i % runs.size()], stream));
+      CHECK(cudaEventRecord(all[i].end, stream));
+    }
+    CHECK(cudaStreamSynchronize(stream));
+
+    const double moved = double(Kernel::kInputs + 1) * size_ + double(elements_) * kPlanes / 8;
+    for (size_t grid = 0; grid < runs.size(); ++grid) {
+      std::vector<double> times, copies, shares;  // in us a launch
+      for (size_t i = grid + kWarmUps * runs.size(); i < all.size(); i += runs.size()) {
+        float copied, ran;
+        CHECK(cudaEventElapsedTime(&copied, all[i].begin, all[i].between));
+        CHECK(cudaEventElapsedTime(&ran, all[i].between, all[i].end));
+        copies.push_back(copied * 1e3 / launches_);
+        times.push_back(ran * 1e3 / launches_);
+        shares.push_back(moved / (2.0 * size_) * copied / ran);
+      }
+      for (auto* values : {&times, &copies, &shares}) std::sort(values->begin(), values->end());
+      cudaFuncAttributes attributes;
+      CHECK(cudaFuncGetAttributes(&attributes, function_of<Kernel>(kGrids[grid])));
+      constexpr int half = kRepetitions / 2, quarter = kRepetitions / 4;
+      printf("%s,%s,%s,%s,%lld,%s,%d,%d,%lld,%.3f,%.2f,%.2f,%.3f,%.3f,%.3f\n", device.name,
+             activation_, direction, dtype_, static_cast<long long>(size_), kGrids[grid].name,
+             kGrids[grid].threads, attributes.numRegs, static_cast<long long>(launches_),
+             times[half], moved / times[half] / 1e3, 2.0 * size_ / copies[half] / 1e3, shares[half],
+             shares[quarter], shares[kRepetitions - 1 - quarter]);
+    }
+    for (const Events& events : all) {
+      for (cudaEvent_t event : {events.begin, events.between, events.end})
+        CHECK(cudaEventDestroy(event));
+    }
+  }
+
+  const char *activation_, *dtype_;
+  const int64_t size_;
+  const int64_t elements_ = size_ / sizeof(T);
+  const int64_t launches_ = std::min(kMostLaunches, kRotated / size_);
+  cudaGraphExec_t copy_input_, copy_grad_;
+  std::vector<cudaGraphExec_t> forwards_, backwards_;
+};
+
+template <class T>
+void compare(const char* dtype) {
+  for (const int64_t size : kSizes) {
+    Comparison<ForwardKeeping<ReLU<T>, T>, BackwardFromBits<ReLU<T>, T>, ReluReference>("ReLU",
+                                                                                        dtype, size)
+        .run();
+    Comparison<ForwardKeeping<SiLU<T>, T>, BackwardFromBoth<SiLU<T>, T>, SiluReference>("SiLU",
+                                                                                        dtype, size)
+        .run();
+  }
+}
+
+}  // namespace
+
+int main() {
+  CHECK(cudaGetDeviceProperties(&device, 0));
+  CHECK(cudaStreamCreate(&stream));
+  for (void** tensor : {&memory.input, &memory.x, &memory.grad, &memory.result, &memory.bits})
+    CHECK(cudaMalloc(tensor, kRotated));
+  printf(
+      "device,activation,direction,dtype,bytes,grid,threads,registers,launches,median_us,"
+      "gigabytes_per_second,copy_gigabytes_per_second,share_of_copy,share_first_quartile,"
+      "share_third_quartile\n");
+  // Pairs of accesses share the bytes of a 32-bit format's packed bits.
+  if constexpr (kAccesses % 2 == 0) compare<float>("float32");
+  compare<BFloat16>("bfloat16");
+  compare<Half>("float16");
+}

@@ -1,0 +1,139 @@
+"""Measures alternatives of the CUDA kernels on a machine with a GPU and nvcc; needs no torch.
+
+Compiles tune_cuda.cu for each number of 16-byte accesses that a lane makes to a tensor and for each
+cache hint, runs all of them, each in every grid and block size, and prints the lowest share of the
+copy bandwidth among ReLU and SiLU, forward and backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+ACCESSES = [2, 1, 4]  # the kernels' own first; one does for the 16-bit formats alone
+# PTX of the load and the store. Without one for the load, nvcc chooses it, and other registers.
+HINTS: dict[str, tuple[str | None, str]] = {
+    "none": (None, "st.global"),
+    "store .cs": (None, "st.global.cs"),
+    "load in PTX": ("ld.global", "st.global"),
+    "load .cs": ("ld.global.cs", "st.global"),
+    "load .L1::no_allocate": ("ld.global.L1::no_allocate", "st.global"),
+    "both .cs": ("ld.global.cs", "st.global.cs"),
+}
+Row = dict[str, str]
+
+
+class Variant(NamedTuple):
+    """What is chosen when the kernels are compiled."""
+
+    accesses: int
+    hint: str
+
+    def compile(self, nvcc: str, architecture: str, folder: Path) -> Path:
+        """Compile tune_cuda.cu for it; return the program."""
+        program = folder / f"{self.accesses}_{list(HINTS).index(self.hint)}"
+        load, store = HINTS[self.hint]
+        macros = [f"-DINPLACE_OPS_ACCESSES={self.accesses}", f'-DINPLACE_OPS_STORE="{store}"']
+        macros += [f'-DINPLACE_OPS_LOAD="{load}"'] if load else []
+        command = [nvcc, f"-arch={architecture}", "-O3", "-std=c++17", *macros]
+        subprocess.run([*command, "-o", str(program), str(HERE / "tune_cuda.cu")], check=True)
+        return program
+
+
+def output_of(*command: str) -> str:
+    """What a command prints."""
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def find_nvcc() -> str:
+    """The nvcc of CUDA_HOME, otherwise that of PATH."""
+    home = os.environ.get("CUDA_HOME")
+    nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else None)
+    return nvcc or sys.exit("no nvcc was found: set CUDA_HOME or PATH")
+
+
+def write_csv(path: Path, rows: list[Row]) -> None:
+    """Write the rows, if there are any."""
+    if not rows:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"\nwritten to {path}")
+
+
+def print_table(rows: list[Row]) -> None:
+    """A line for each variant, grid and block size; a column for each dtype and size."""
+    choices = ["accesses", "hint", "grid", "threads"]
+    shares: dict[tuple[str, ...], dict[str, float]] = {}
+    for row in rows:
+        line = shares.setdefault(tuple(row[choice] for choice in choices), {})
+        column = f"{row['dtype']} {int(row['bytes']) >> 20} MiB"
+        line[column] = min(line.get(column, float("inf")), float(row["share_of_copy"]))
+    columns = list(dict.fromkeys(itertools.chain.from_iterable(shares.values())))
+    lines = [[*choices, *columns]]
+    for choice, line in shares.items():
+        lines.append([*choice, *(f"{line[c]:.3f}" if c in line else "-" for c in columns)])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    print("\nlowest share of the copy bandwidth:")
+    for cells in lines:
+        print("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)))
+
+
+def main() -> None:
+    """Compile all variants, run all, write the CSV, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--arch", default="native", help="nvcc's -arch")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "tune_cuda.csv")
+    arguments = parser.parse_args()
+    # A time limit ends this with SIGTERM: as an exception, so that what was measured is written.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+
+    nvcc = find_nvcc()
+    release = re.search(r"release [\d.]+, V([\d.]+)", output_of(nvcc, "--version"))
+    driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    where = {
+        "driver": driver.split()[0],
+        "nvcc": release[1] if release else "unknown",
+        "date": datetime.date.today().isoformat(),
+    }
+    variants = [Variant(accesses, hint) for accesses in ACCESSES for hint in HINTS]
+    rows: list[Row] = []
+    failed = False
+    with tempfile.TemporaryDirectory() as folder:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            programs = list(
+                pool.map(lambda v: v.compile(nvcc, arguments.arch, Path(folder)), variants)
+            )
+        try:
+            for variant, program in zip(variants, programs, strict=True):
+                run = subprocess.run([str(program)], stdout=subprocess.PIPE, text=True)
+                chosen = {"accesses": str(variant.accesses), "hint": variant.hint}
+                found = csv.DictReader(run.stdout.splitlines())
+                rows += [{**chosen, **row, **where} for row in found]
+                outcome = f"exit status {run.returncode}" if run.returncode else "verified, timed"
+                print(f"{variant.accesses} accesses, hint {variant.hint}: {outcome}", flush=True)
+                failed |= run.returncode != 0
+        finally:
+            write_csv(arguments.out, rows)
+    print_table(rows)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
