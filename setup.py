@@ -42,8 +42,8 @@ def builds_for_cuda(toolkit, torch_cuda):
     elif toolkit[1].split(".")[0] != torch_cuda.split(".")[0]:
         sys.exit(
             f"inplace_ops: nvcc is CUDA {toolkit[1]}, torch is built for CUDA {torch_cuda}. Use a"
-            f" toolkit {torch_cuda.split('.')[0]}.x (pip install 'cuda-toolkit[nvcc,cccl]"
-            f"=={torch_cuda}.*') or a torch for CUDA {toolkit[1]}, and build with"
+            f" toolkit {torch_cuda.split('.')[0]}.x (from 13 on: pip install 'cuda-toolkit"
+            f"[nvcc,cccl]=={torch_cuda}.*') or a torch for CUDA {toolkit[1]}, and build with"
             " --no-build-isolation; FORCE_CPU=1 builds without CUDA kernels."
         )
     else:

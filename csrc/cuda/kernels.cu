@@ -10,12 +10,20 @@
 #include "../ops.h"
 #include "elementwise.cuh"
 
+// An indexed parameter that stays where it is, without a copy in local memory: from compute
+// capability 7.0 on.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 700
+#define GRID_CONSTANT
+#else
+#define GRID_CONSTANT __grid_constant__
+#endif
+
 namespace inplace_ops {
 namespace {
 
 template <int count, class Index, class Kernel, class Layout>
 __global__ void __launch_bounds__(kThreads)
-    run_warps(const Kernel kernel, __grid_constant__ const Layout layout,
+    run_warps(const Kernel kernel, GRID_CONSTANT const Layout layout,
               const Operands<Kernel> operands, int64_t elements) {
   constexpr int warps = kThreads / kLanes;
   const Index tile = Index(blockIdx.x) * warps + threadIdx.x / kLanes;
