@@ -124,15 +124,12 @@ struct SiLU {
 // so that 0 and 1 are exact, and 0 for NaN. The constants are exact in float.
 template <class C>
 struct DerivativeGrid {
-  C steps, zero;
+  C steps, per_step, zero;
 
   HOST_DEVICE explicit DerivativeGrid(int bits)
-      : steps(bits == 8    ? C(212)
-              : bits == 16 ? C(54610)
-                           : C(48 * 0x1p26)),
-        zero(bits == 8    ? C(22)
-             : bits == 16 ? C(5460)
-                          : C(5 * 0x1p26)) {}
+      : steps(C(select(bits == 8, 212.0f, select(bits == 16, 54610.0f, 48 * 0x1p26f)))),
+        per_step(C(1) / steps),
+        zero(C(select(bits == 8, 22.0f, select(bits == 16, 5460.0f, 5 * 0x1p26f)))) {}
 };
 
 // SiLU that keeps its derivative instead of its output.
@@ -153,7 +150,7 @@ struct SiLUDerivative {
   }
   HOST_DEVICE C backward(C grad, T, uint32_t code, int bits) const {
     const DerivativeGrid<C> grid(bits);
-    return grad * (code != 0u ? (C(code) - grid.zero) * (C(1) / grid.steps) : C(NAN));
+    return grad * (code != 0u ? (C(code) - grid.zero) * grid.per_step : C(NAN));
   }
 };
 
