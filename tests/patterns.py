@@ -203,7 +203,7 @@ PATTERNS: list[Pattern] = [
         "view under no_grad",
         "is_no_refused_view",
         r"view made under no_grad",
-        lambda m, x: m.second(m.act(_view_without_grad(m.first(x)))),
+        lambda m, x: m.second(m.act(_without_grad(lambda h: h.view(h.shape), m.first(x)))),
         lambda m, x: m.second(m.act(m.first(x).view(-1)).view(x.shape)),
     ),
     Pattern(
@@ -212,6 +212,13 @@ PATTERNS: list[Pattern] = [
         r"backward hook",
         _hooked(_gradient_hook, "register_full_backward_hook"),
         _hooked(_keep_mean, "register_forward_hook"),
+    ),
+    Pattern(
+        "detached by no_grad",
+        "does_not_detach",
+        r"under no_grad",
+        lambda m, x: m.second(_without_grad(m.act, m.first(x))),
+        lambda m, x: m.second(_without_grad(lambda x: m.act(m.first(x)), x)),
     ),
     Pattern(
         "view of a leaf",
@@ -317,9 +324,9 @@ PATTERNS: list[Pattern] = [
 ]
 
 
-def _view_without_grad(h: Tensor) -> Tensor:
+def _without_grad(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     with torch.no_grad():
-        return h.view(h.shape)
+        return function(x)
 
 
 def pattern_id(pattern: Pattern) -> str:

@@ -226,6 +226,11 @@ def has_a_kernel(call: Call, plan: Plan) -> str | None:
     return None
 
 
+def does_not_detach(call: Call, plan: Plan) -> str | None:
+    """In place, the output would still be the input, which requires grad."""
+    return "input requires grad and is taken under no_grad" if call.detaches else None
+
+
 def is_no_leaf(call: Call, plan: Plan) -> str | None:
     """Autograd refuses to modify a leaf that requires grad."""
     return "input is a leaf that requires grad" if call.needs_grad and call.is_leaf else None
@@ -273,6 +278,7 @@ def does_not_escape(call: Call, plan: Plan) -> str | None:
 
 SAFETY: list[Rule] = [
     has_a_kernel,
+    does_not_detach,
     is_no_leaf,
     is_no_refused_view,
     does_not_overlap,

@@ -93,6 +93,7 @@ class Call:
         dtype: The input's.
         device: The input's.
         needs_grad: Whether a gradient flows through the call.
+        detaches: Whether the input requires grad and the output does not, as under `no_grad`.
         is_leaf: Whether the input is a leaf.
         refused_view: What kind of view the input is, if autograd does not let it be modified.
         overlaps: Whether elements of the input may share memory.
@@ -107,6 +108,7 @@ class Call:
     dtype: torch.dtype
     device: torch.device
     needs_grad: bool
+    detaches: bool
     is_leaf: bool
     refused_view: str
     overlaps: bool
@@ -312,6 +314,7 @@ class _Tracer(TorchDispatchMode):
             dtype=x.dtype,
             device=x.device,
             needs_grad=x.requires_grad and torch.is_grad_enabled(),
+            detaches=x.requires_grad and not torch.is_grad_enabled(),
             is_leaf=x.is_leaf and not x._is_view(),
             refused_view=_refused_view(x),
             overlaps=_may_overlap(x),

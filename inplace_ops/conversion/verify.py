@@ -56,8 +56,8 @@ def verify(model: nn.Module, example: Example, modules: Mapping[Place, nn.Module
     steps.next("exact activations in place")
     with intercepted(places, _exact):
         exact = _run_converted(model, example)
-    for name, value in original.items():
-        if name not in exact or not _difference(exact[name], value) <= _NOISE * noise[name]:
+    for name in original | exact:
+        if not _agree(name, exact, original, _NOISE * noise.get(name, 0.0)):
             raise VerificationError(
                 f"{name} of the converted model differs from the original's; "
                 f"{_first_difference(model, example, places)}"
@@ -107,6 +107,10 @@ def _gradients(model: nn.Module, example: Example) -> dict[str, Tensor]:
         inputs |= {f"the gradient of argument {i}": a for i, a in enumerate(example.tensors())}
         inputs = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
         results = {f"output {i}": tensor.detach() for i, tensor in enumerate(outputs)}
+        results |= {
+            f"requires_grad of output {i}": torch.tensor(tensor.requires_grad)
+            for i, tensor in enumerate(outputs)
+        }
         results |= {f"argument {i}": a.detach() for i, a in enumerate(example.tensors())}
         results |= {f"buffer `{name}`": b.clone() for name, b in model.named_buffers()}
         differentiable = [tensor for tensor in outputs if tensor.requires_grad]
@@ -131,6 +135,15 @@ def _run_converted(model: nn.Module, example: Example) -> dict[str, Tensor]:
         raise
     except RuntimeError as error:
         raise VerificationError(f"the converted model fails: {error}") from error
+
+
+def _agree(
+    name: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float
+) -> bool:
+    """Whether both have this value, and it differs by no more than the tolerance."""
+    if name not in actual or name not in expected:
+        return False
+    return _difference(actual[name], expected[name]) <= tolerance
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
@@ -165,6 +178,8 @@ class _ExactFunction(Function):
 
 
 def _exact(place: Place, x: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        return x.copy_(place.activation.function(x))
     return _ExactFunction.apply(x, place.activation.function)
 
 
@@ -200,7 +215,7 @@ def _first_difference(model: nn.Module, example: Example, places: list[Place]) -
     exact = fingerprints(_exact)
     for key, value in original.items():
         noise = _difference(again[key], value)
-        if key not in exact or not _difference(exact[key], value) <= _NOISE * noise:
+        if not _agree(key, exact, original, _NOISE * noise):
             return f"first in {key}"
     return "but not at any converted place"
 
