@@ -627,6 +627,17 @@ def test_an_address_used_again_is_not_taken_for_the_old_tensor() -> None:
     assert len(set(addresses)) < 20
 
 
+def test_an_input_kept_by_the_activations_own_hook() -> None:
+    model = Network(lambda m, x: m.second(m.act(m.first(x))))
+
+    def keep(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        module.saved = inputs[0]
+
+    model.act.register_forward_hook(keep)
+    (decision,) = inplace_ops.analyze(model, torch.randn(4, WIDTH, dtype=torch.float64)).sites
+    assert decision.reason == "input is kept after forward, by a hook or an attribute"
+
+
 def test_garbage_does_not_keep_an_input_alive() -> None:
     def compute(m: Network, x: Tensor) -> Tensor:
         h = m.first(x)

@@ -191,15 +191,23 @@ class _Tracer(TorchDispatchMode):
             for storage in self.storages_of([tensor]):
                 trace.owners.setdefault(storage, owner)
 
+        # The modules that stand in are held until the end: their hooks may keep tensors on them.
+        with intercepted(places, self.activation):
+            output = self.run(example)
+            self.note_what_is_left(output)
+        return trace
+
+    def run(self, example: Example) -> Any:
         with ExitStack() as stack:
             stack.enter_context(reentrant_checkpoints_as_the_others())
             stack.enter_context(_seen_through_other_hooks(self.record_save))
             stack.enter_context(_OwnHooks(self.pack, _unpack))
             stack.enter_context(self.module_paths())
-            stack.enter_context(intercepted(places, self.activation))
             stack.enter_context(self)
-            output = example.call(self.model)
+            return example.call(self.model)
 
+    def note_what_is_left(self, output: Any) -> None:
+        trace = self.result
         for save in itertools.chain.from_iterable(trace.saves.values()):
             if save.kept is not None:
                 save.is_held = save.kept() is not None
@@ -211,7 +219,6 @@ class _Tracer(TorchDispatchMode):
         if not all(self.storages[storage].expired() for storage in inputs):
             gc.collect()
         trace.alive = {storage for storage in inputs if not self.storages[storage].expired()}
-        return trace
 
     def storages_of(self, tensors: Iterable[Tensor]) -> Iterator[int]:
         for tensor in tensors:
