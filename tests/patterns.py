@@ -111,10 +111,6 @@ def _complex(m: Network, x: Tensor) -> Tensor:
     return m.second(y.real + y.imag)
 
 
-def _padded(y: Tensor) -> Tensor:
-    return F.pad(y, (0, WIDTH - y.shape[-1]))
-
-
 def _second_and_act(m: Network, h: Tensor) -> Tensor:
     return m.second(h) + m.act(h)
 
@@ -196,8 +192,8 @@ PATTERNS: list[Pattern] = [
         "chunk",
         "is_no_refused_view",
         r"several views",
-        lambda m, x: m.second(_padded(m.act(m.first(x).chunk(2, -1)[0]))),
-        lambda m, x: m.second(_padded(m.act(m.first(x)[:, :3]))),
+        lambda m, x: m.second(m.act(m.first(x).chunk(1)[0])),
+        lambda m, x: m.second(m.act(m.first(x)[:])),
     ),
     Pattern(
         "view under no_grad",
@@ -242,6 +238,13 @@ PATTERNS: list[Pattern] = [
         r"share memory",
         lambda m, x: m.second(m.act(m.first(x)[0].unfold(0, 3, 1)).sum(0).repeat(2)),
         lambda m, x: m.second(m.act(m.first(x)[0].unfold(0, 3, 3)).sum(0).repeat(2)),
+    ),
+    Pattern(
+        "slice",
+        "keeps_its_layout",
+        r"a slice",
+        lambda m, x: m.second(m.act(m.first(x)[:, :3]).view(-1, WIDTH) + 0),
+        lambda m, x: m.second(m.act(m.first(x)[:, :3] + 0).view(-1, WIDTH) + 0),
     ),
     Pattern(
         "argument",

@@ -246,6 +246,13 @@ def does_not_overlap(call: Call, plan: Plan) -> str | None:
     return "input's elements share memory" if call.overlaps else None
 
 
+def keeps_its_layout(call: Call, plan: Plan) -> str | None:
+    """What follows, a `view` for example, may need the dense output that PyTorch makes."""
+    if call.keeps_layout or call.overlaps:
+        return None
+    return "input is a slice, and the output would be one too"
+
+
 def is_not_saved(call: Call, plan: Plan) -> str | None:
     """Backward needs the values that others saved before."""
     for save in plan.saves_of(call.input, call):
@@ -282,6 +289,7 @@ SAFETY: list[Rule] = [
     is_no_leaf,
     is_no_refused_view,
     does_not_overlap,
+    keeps_its_layout,
     is_not_saved,
     is_not_read_again,
     does_not_escape,

@@ -98,6 +98,7 @@ class Call:
         refused_view: What kind of view the input is, if autograd does not let it be modified.
         overlaps: Whether elements of the input may share memory.
         is_supported: Whether there is a kernel for it.
+        keeps_layout: Whether the output out of place has the input's strides.
     """
 
     place: Place
@@ -113,6 +114,7 @@ class Call:
     refused_view: str
     overlaps: bool
     is_supported: bool
+    keeps_layout: bool = True
 
 
 @dataclass
@@ -333,6 +335,7 @@ class _Tracer(TorchDispatchMode):
         finally:
             self.call = None
         (call.output,) = self.storages_of([result])
+        call.keeps_layout = _strides(result) == _strides(x)
         self.result.calls.append(call)
         self.result.events[input].append(Event(call.time, place.name, False, call))
         return result
@@ -391,6 +394,11 @@ def _may_overlap(x: Tensor) -> bool:
                 return x.numel() > 0
             reach += stride * (size - 1)
     return False
+
+
+def _strides(x: Tensor) -> list[int]:
+    """The strides that have a meaning."""
+    return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
 
 
 def _line_of_the_model() -> str:
