@@ -334,10 +334,35 @@ class Other(nn.SiLU):
         return super().forward(input) * 2
 
 
+class Scaled(nn.SiLU):
+    gain = 1.7
+
+
+class Called(nn.SiLU):
+    def __call__(self, input: Tensor) -> Tensor:
+        return super().__call__(input) * 2
+
+
+class WithArguments(nn.LeakyReLU):
+    """With another default."""
+
+    def __init__(self) -> None:
+        super().__init__(0.2)
+        self.note = "mine"
+
+
 def test_subclasses() -> None:
     changed = nn.SiLU()
     changed.forward = lambda x: x * 2  # type: ignore[method-assign]
-    for module, expected in ((Renamed(), 1), (Other(), 0), (nn.ReLU6(), 0), (changed, 0)):
+    for module, expected in (
+        (Renamed(), 1),
+        (WithArguments(), 1),
+        (Other(), 0),
+        (Scaled(), 0),
+        (Called(), 0),
+        (nn.ReLU6(), 0),
+        (changed, 0),
+    ):
         model = nn.Sequential(nn.Linear(4, 4), module, nn.Linear(4, 4))
         report = inplace_ops.convert(model, torch.randn(2, 4))
         assert sum(s.converted for s in report.sites) == expected
@@ -591,6 +616,16 @@ def test_verify_checks_each_derivative(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_verify_accepts_the_documented_errors(dtype: torch.dtype, bits: int | None) -> None:
     model = nn.Sequential(nn.Linear(64, 512), nn.SiLU(), nn.Linear(512, 64), nn.SiLU()).to(dtype)
     inplace_ops.convert(model, 4 * torch.randn(64, 64, dtype=dtype), bits=bits)
+
+
+@pytest.mark.parametrize(
+    "scale", [lambda m: 2 if type(m) is nn.SiLU else 1, lambda m: {nn.SiLU: 2}[type(m)]]
+)
+def test_verify_runs_the_modules_that_are_put_in(scale: Callable[[nn.Module], int]) -> None:
+    model = Network(lambda m, x: m.second(m.act(m.first(x)) * scale(m.act)), nn.SiLU)
+    with pytest.raises(VerificationError):
+        inplace_ops.convert(model, torch.randn(4, WIDTH, dtype=torch.float64))
+    assert type(model.act) is nn.SiLU
 
 
 def test_progress_is_shown_where_it_lasts(

@@ -44,7 +44,6 @@ def verify(model: nn.Module, example: Example, modules: Mapping[Place, nn.Module
     """
     if not modules:
         return
-    places = list(modules)
     steps = _Steps(4)
     steps.next("the original")
     original = _gradients(model, example)
@@ -54,13 +53,13 @@ def verify(model: nn.Module, example: Example, modules: Mapping[Place, nn.Module
     del again
 
     steps.next("exact activations in place")
-    with intercepted(places, _exact):
+    with intercepted(modules, _exact, modules):
         exact = _run_converted(model, example)
     for name in original | exact:
         if not _agree(name, exact, original, _NOISE * noise.get(name, 0.0)):
             raise VerificationError(
                 f"{name} of the converted model differs from the original's; "
-                f"{_first_difference(model, example, places)}"
+                f"{_first_difference(model, example, modules)}"
             )
     del exact
 
@@ -70,7 +69,7 @@ def verify(model: nn.Module, example: Example, modules: Mapping[Place, nn.Module
         _check_derivative(place, modules[place], x)
         return modules[place].forward(x)
 
-    with intercepted(places, checked):
+    with intercepted(modules, checked, modules):
         _run_converted(model, example)
 
 
@@ -133,7 +132,7 @@ def _run_converted(model: nn.Module, example: Example) -> dict[str, Tensor]:
         return _gradients(model, example)
     except VerificationError:
         raise
-    except RuntimeError as error:
+    except Exception as error:
         raise VerificationError(f"the converted model fails: {error}") from error
 
 
@@ -187,10 +186,15 @@ def _original(place: Place, x: Tensor) -> Tensor:
     return type(place.original).forward(place.original, x)
 
 
-def _first_difference(model: nn.Module, example: Example, places: list[Place]) -> str:
+def _first_difference(
+    model: nn.Module, example: Example, modules: Mapping[Place, nn.Module]
+) -> str:
     """Where the original and the exact activations in place part first, in words."""
 
-    def fingerprints(activation: Callable[[Place, Tensor], Tensor]) -> dict[str, Tensor]:
+    def fingerprints(
+        activation: Callable[[Place, Tensor], Tensor],
+        put_in: Mapping[Place, nn.Module] | None = None,
+    ) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
 
         def forward(place: Place, x: Tensor) -> Tensor:
@@ -207,12 +211,12 @@ def _first_difference(model: nn.Module, example: Example, places: list[Place]) -
                 y.register_hook(lambda gradient: note("incoming gradient", gradient))
             return y
 
-        with intercepted(places, forward):
+        with intercepted(modules, forward, put_in):
             _gradients(model, example)
         return found
 
     original, again = fingerprints(_original), fingerprints(_original)
-    exact = fingerprints(_exact)
+    exact = fingerprints(_exact, modules)
     for key, value in original.items():
         noise = _difference(again[key], value)
         if not _agree(key, exact, original, _NOISE * noise):
