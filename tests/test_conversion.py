@@ -25,6 +25,7 @@ import inplace_ops
 from inplace_ops import VerificationError, saved_bytes
 from inplace_ops.__main__ import main
 from inplace_ops.conversion import rules
+from inplace_ops.conversion.verify import _difference
 
 ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.SiLU)
 activations = pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -395,6 +396,36 @@ def test_called_otherwise() -> None:
 # What is left as it was.
 
 
+def test_attributes_that_forward_sets() -> None:
+    def compute(m: Network, x: Tensor) -> Tensor:
+        if m.cache is None:
+            m.cache = m.first.weight.exp()
+        m.last, m.new = m.act, x
+        return m.second(m.act(m.first(x)) @ m.cache)
+
+    model = Network(compute)
+    model.cache = None
+    original, buffers = twin(model), model._buffers
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    inplace_ops.convert(model, x)
+    assert model._buffers is buffers
+    assert model.cache is None
+    assert not hasattr(model, "last")
+    assert not hasattr(model, "new")
+    assert not differs(model, original, x)
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [torch.eye(3).to_sparse(), torch.tensor([torch.nan]).expand(3), torch.ones(3, device="meta")],
+    ids=["sparse", "expanded NaN", "meta"],
+)
+def test_kinds_of_buffers(buffer: Tensor) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 4))
+    model.register_buffer("buffer", buffer)
+    assert inplace_ops.convert(model, torch.randn(2, 4)).sites[0].converted
+
+
 class Stateful(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -628,6 +659,14 @@ def test_verify_runs_the_modules_that_are_put_in(scale: Callable[[nn.Module], in
     assert type(model.act) is nn.SiLU
 
 
+def test_verify_compares_every_kind_of_tensor() -> None:
+    first = torch.tensor([1 + 1j, 2])
+    assert _difference(first, torch.tensor([1 + 3j, 2])) == 2
+    assert _difference(first.to_sparse(), first.to_sparse()) == 0
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4), nn.SiLU())
+    assert inplace_ops.convert(model, torch.arange(4)).sites[0].converted
+
+
 def test_progress_is_shown_where_it_lasts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -650,7 +689,7 @@ def test_an_address_used_again_is_not_taken_for_the_old_tensor() -> None:
 
     def compute(m: Network, x: Tensor) -> Tensor:
         with torch.no_grad():
-            for _ in range(20):
+            for _ in range(200):
                 h = m.first(x)
                 addresses.append(h.data_ptr())
                 x = m.second(m.act(h))
@@ -659,7 +698,7 @@ def test_an_address_used_again_is_not_taken_for_the_old_tensor() -> None:
 
     model = Network(compute)
     assert inplace_ops.analyze(model, torch.randn(4, WIDTH, dtype=torch.float64)).sites[0].converted
-    assert len(set(addresses)) < 20
+    assert len(set(addresses)) < 200
 
 
 def test_an_input_kept_by_the_activations_own_hook() -> None:

@@ -72,7 +72,7 @@ _BY_BASE: Mapping[type[nn.Module], Callable[[nn.Module], Activation]] = {
 
 # What the class of a mere renaming may define: the module that is put in has none of the rest.
 _OF_A_NEW_NAME = frozenset(
-    [
+    {
         "__module__",
         "__qualname__",
         "__doc__",
@@ -83,7 +83,7 @@ _OF_A_NEW_NAME = frozenset(
         "__annotations_cache__",
         "__firstlineno__",
         "__static_attributes__",
-    ]
+    }
 )
 
 # Other libraries' own modules, by name, as the libraries may not be there.

@@ -348,7 +348,8 @@ class _OwnHooks(saved_tensors_hooks):
 
 
 def _unpack(kept: _Kept) -> Tensor:
-    assert kept.tensor is not None
+    if kept.tensor is None:
+        raise RuntimeError("a graph of the run that convert analysed is used after it")
     return kept.tensor
 
 

@@ -149,9 +149,13 @@ def _difference(a: Tensor, b: Tensor) -> float:
     """The largest absolute difference; 0 between NaNs, and between equal infinities."""
     if a.shape != b.shape:
         return torch.inf
+    if a.is_meta and b.is_meta:
+        return 0.0
+    a, b = (tensor.to_dense() if tensor.is_sparse else tensor for tensor in (a, b))
     if torch.equal(a, b):
         return 0.0
-    difference = (a.double() - b.double()).abs()
+    wide = torch.complex128 if a.is_complex() else torch.double
+    difference = (a.to(wide) - b.to(wide)).abs()
     difference[(a == b) | (a.isnan() & b.isnan())] = 0
     return float(difference.nan_to_num(nan=torch.inf).max())
 
