@@ -415,6 +415,16 @@ def test_attributes_that_forward_sets() -> None:
     assert not differs(model, original, x)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_child() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.SiLU()))
+    model = nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 4), scripted)
+    first, *_ = inplace_ops.convert(model, torch.randn(2, 4)).sites
+    assert (first.name, first.converted) == ("1", True)
+    assert scripted.training
+
+
 @pytest.mark.parametrize(
     "buffer",
     [torch.eye(3).to_sparse(), torch.tensor([torch.nan]).expand(3), torch.ones(3, device="meta")],
@@ -665,6 +675,14 @@ def test_verify_compares_every_kind_of_tensor() -> None:
     assert _difference(first.to_sparse(), first.to_sparse()) == 0
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4), nn.SiLU())
     assert inplace_ops.convert(model, torch.arange(4)).sites[0].converted
+
+
+def test_verify_leaves_the_generators_of_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 4))
+    seeds: list[int] = []
+    monkeypatch.setattr(torch, "manual_seed", seeds.append)
+    inplace_ops.convert(model, torch.randn(2, 4))
+    assert not seeds
 
 
 def test_progress_is_shown_where_it_lasts(

@@ -62,9 +62,11 @@ def preserved(model: nn.Module, example: Example) -> Iterator[None]:
     held = [
         entries
         for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)
         for entries in (vars(module), module._buffers, module._modules)
     ]
     before = [dict(entries) for entries in held]
+    training = [(module, module.training) for module in model.modules()]
     values = {
         buffer: buffer.detach().clone() for buffer in model.buffers() if _may_be_written_to(buffer)
     }
@@ -78,6 +80,8 @@ def preserved(model: nn.Module, example: Example) -> Iterator[None]:
             for entries, present in zip(held, before, strict=True):
                 entries.clear()
                 entries.update(present)
+            for module, mode in training:
+                module.training = mode
             with torch.no_grad():
                 for buffer, value in values.items():
                     if not torch.equal(buffer, value):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -95,7 +96,7 @@ _BY_NAME: Mapping[str, Callable[[nn.Module], Activation]] = {
 
 def recognise(module: nn.Module) -> Activation | None:
     """The activation that `module` computes, None where it is none of ours or changed by hand."""
-    if "forward" in vars(module):
+    if "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule):
         return None
     cls = type(module)
     known = _BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}") or _BY_BASE.get(_base_of(cls))

@@ -114,11 +114,19 @@ def _gradients(model: nn.Module, example: Example) -> dict[str, Tensor]:
         results |= {f"buffer `{name}`": b.clone() for name, b in model.named_buffers()}
         differentiable = [tensor for tensor in outputs if tensor.requires_grad]
         if differentiable and inputs:
-            torch.manual_seed(0)
+            # Their own generators: the model's random state is not of their making.
+            generators = {t.device: torch.Generator(t.device) for t in differentiable}
+            for generator in generators.values():
+                generator.manual_seed(0)
             gradients = torch.autograd.grad(
                 differentiable,
                 list(inputs.values()),
-                [torch.randn_like(tensor) for tensor in differentiable],
+                [
+                    torch.randn(
+                        t.shape, generator=generators[t.device], dtype=t.dtype, device=t.device
+                    )
+                    for t in differentiable
+                ],
                 allow_unused=True,
             )
             for name, gradient in zip(inputs, gradients, strict=True):
