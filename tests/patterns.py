@@ -111,10 +111,6 @@ def _complex(m: Network, x: Tensor) -> Tensor:
     return m.second(y.real + y.imag)
 
 
-def _padded(y: Tensor) -> Tensor:
-    return F.pad(y, (0, WIDTH - y.shape[-1]))
-
-
 def _second_and_act(m: Network, h: Tensor) -> Tensor:
     return m.second(h) + m.act(h)
 
@@ -196,14 +192,14 @@ PATTERNS: list[Pattern] = [
         "chunk",
         "is_no_refused_view",
         r"several views",
-        lambda m, x: m.second(_padded(m.act(m.first(x).chunk(2, -1)[0]))),
-        lambda m, x: m.second(_padded(m.act(m.first(x)[:, :3]))),
+        lambda m, x: m.second(m.act(m.first(x).chunk(1)[0])),
+        lambda m, x: m.second(m.act(m.first(x)[:])),
     ),
     Pattern(
         "view under no_grad",
         "is_no_refused_view",
         r"view made under no_grad",
-        lambda m, x: m.second(m.act(_view_without_grad(m.first(x)))),
+        lambda m, x: m.second(m.act(_without_grad(lambda h: h.view(h.shape), m.first(x)))),
         lambda m, x: m.second(m.act(m.first(x).view(-1)).view(x.shape)),
     ),
     Pattern(
@@ -212,6 +208,13 @@ PATTERNS: list[Pattern] = [
         r"backward hook",
         _hooked(_gradient_hook, "register_full_backward_hook"),
         _hooked(_keep_mean, "register_forward_hook"),
+    ),
+    Pattern(
+        "detached by no_grad",
+        "does_not_detach",
+        r"under no_grad",
+        lambda m, x: m.second(_without_grad(m.act, m.first(x))),
+        lambda m, x: m.second(_without_grad(lambda x: m.act(m.first(x)), x)),
     ),
     Pattern(
         "view of a leaf",
@@ -235,6 +238,13 @@ PATTERNS: list[Pattern] = [
         r"share memory",
         lambda m, x: m.second(m.act(m.first(x)[0].unfold(0, 3, 1)).sum(0).repeat(2)),
         lambda m, x: m.second(m.act(m.first(x)[0].unfold(0, 3, 3)).sum(0).repeat(2)),
+    ),
+    Pattern(
+        "slice",
+        "keeps_its_layout",
+        r"a slice",
+        lambda m, x: m.second(m.act(m.first(x)[:, :3]).view(-1, WIDTH) + 0),
+        lambda m, x: m.second(m.act(m.first(x)[:, :3] + 0).view(-1, WIDTH) + 0),
     ),
     Pattern(
         "argument",
@@ -317,9 +327,9 @@ PATTERNS: list[Pattern] = [
 ]
 
 
-def _view_without_grad(h: Tensor) -> Tensor:
+def _without_grad(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     with torch.no_grad():
-        return h.view(h.shape)
+        return function(x)
 
 
 def pattern_id(pattern: Pattern) -> str:

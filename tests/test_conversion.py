@@ -25,6 +25,7 @@ import inplace_ops
 from inplace_ops import VerificationError, saved_bytes
 from inplace_ops.__main__ import main
 from inplace_ops.conversion import rules
+from inplace_ops.conversion.verify import _difference
 
 ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.SiLU)
 activations = pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -243,18 +244,18 @@ def test_hooks_that_move_what_is_saved() -> None:
 
 def test_a_slice_keeps_the_whole() -> None:
     def discarded(m: Network, x: Tensor) -> Tensor:
-        return m.act(m.first(x)[:, :1]).sum()
+        return m.act(m.first(x)[:1]).sum()
 
     def kept(m: Network, x: Tensor) -> Tensor:
-        return F.linear(m.act(m.first(x)[:, :1]), m.weight)
+        return F.linear(m.act(m.first(x)[:1]), m.weight)
 
     x = torch.randn(4, WIDTH, dtype=torch.float64)
     for compute, reason in (
         (discarded, "nothing else"),
-        (kept, "would keep 160 bytes instead of 0"),
+        (kept, "would keep 144 bytes instead of 0"),
     ):
         model = Network(compute)
-        model.weight = nn.Parameter(torch.randn(1, 1).double())
+        model.weight = nn.Parameter(torch.randn(1, WIDTH).double())
         (decision,) = inplace_ops.convert(model, x).sites
         assert reason in decision.reason
         assert decision.converted is (compute is discarded)
@@ -334,10 +335,35 @@ class Other(nn.SiLU):
         return super().forward(input) * 2
 
 
+class Scaled(nn.SiLU):
+    gain = 1.7
+
+
+class Called(nn.SiLU):
+    def __call__(self, input: Tensor) -> Tensor:
+        return super().__call__(input) * 2
+
+
+class WithArguments(nn.LeakyReLU):
+    """With another default."""
+
+    def __init__(self) -> None:
+        super().__init__(0.2)
+        self.note = "mine"
+
+
 def test_subclasses() -> None:
     changed = nn.SiLU()
     changed.forward = lambda x: x * 2  # type: ignore[method-assign]
-    for module, expected in ((Renamed(), 1), (Other(), 0), (nn.ReLU6(), 0), (changed, 0)):
+    for module, expected in (
+        (Renamed(), 1),
+        (WithArguments(), 1),
+        (Other(), 0),
+        (Scaled(), 0),
+        (Called(), 0),
+        (nn.ReLU6(), 0),
+        (changed, 0),
+    ):
         model = nn.Sequential(nn.Linear(4, 4), module, nn.Linear(4, 4))
         report = inplace_ops.convert(model, torch.randn(2, 4))
         assert sum(s.converted for s in report.sites) == expected
@@ -368,6 +394,46 @@ def test_called_otherwise() -> None:
 
 
 # What is left as it was.
+
+
+def test_attributes_that_forward_sets() -> None:
+    def compute(m: Network, x: Tensor) -> Tensor:
+        if m.cache is None:
+            m.cache = m.first.weight.exp()
+        m.last, m.new = m.act, x
+        return m.second(m.act(m.first(x)) @ m.cache)
+
+    model = Network(compute)
+    model.cache = None
+    original, buffers = twin(model), model._buffers
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    inplace_ops.convert(model, x)
+    assert model._buffers is buffers
+    assert model.cache is None
+    assert not hasattr(model, "last")
+    assert not hasattr(model, "new")
+    assert not differs(model, original, x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_child() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.SiLU()))
+    model = nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 4), scripted)
+    first, *_ = inplace_ops.convert(model, torch.randn(2, 4)).sites
+    assert (first.name, first.converted) == ("1", True)
+    assert scripted.training
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [torch.eye(3).to_sparse(), torch.tensor([torch.nan]).expand(3), torch.ones(3, device="meta")],
+    ids=["sparse", "expanded NaN", "meta"],
+)
+def test_kinds_of_buffers(buffer: Tensor) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 4))
+    model.register_buffer("buffer", buffer)
+    assert inplace_ops.convert(model, torch.randn(2, 4)).sites[0].converted
 
 
 class Stateful(nn.Module):
@@ -593,6 +659,32 @@ def test_verify_accepts_the_documented_errors(dtype: torch.dtype, bits: int | No
     inplace_ops.convert(model, 4 * torch.randn(64, 64, dtype=dtype), bits=bits)
 
 
+@pytest.mark.parametrize(
+    "scale", [lambda m: 2 if type(m) is nn.SiLU else 1, lambda m: {nn.SiLU: 2}[type(m)]]
+)
+def test_verify_runs_the_modules_that_are_put_in(scale: Callable[[nn.Module], int]) -> None:
+    model = Network(lambda m, x: m.second(m.act(m.first(x)) * scale(m.act)), nn.SiLU)
+    with pytest.raises(VerificationError):
+        inplace_ops.convert(model, torch.randn(4, WIDTH, dtype=torch.float64))
+    assert type(model.act) is nn.SiLU
+
+
+def test_verify_compares_every_kind_of_tensor() -> None:
+    first = torch.tensor([1 + 1j, 2])
+    assert _difference(first, torch.tensor([1 + 3j, 2])) == 2
+    assert _difference(first.to_sparse(), first.to_sparse()) == 0
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4), nn.SiLU())
+    assert inplace_ops.convert(model, torch.arange(4)).sites[0].converted
+
+
+def test_verify_leaves_the_generators_of_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 4))
+    seeds: list[int] = []
+    monkeypatch.setattr(torch, "manual_seed", seeds.append)
+    inplace_ops.convert(model, torch.randn(2, 4))
+    assert not seeds
+
+
 def test_progress_is_shown_where_it_lasts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -624,7 +716,46 @@ def test_an_address_used_again_is_not_taken_for_the_old_tensor() -> None:
 
     model = Network(compute)
     assert inplace_ops.analyze(model, torch.randn(4, WIDTH, dtype=torch.float64)).sites[0].converted
-    assert len(set(addresses)) < 20
+    assert len(set(addresses)) < len(addresses)
+
+
+def test_an_input_kept_by_the_activations_own_hook() -> None:
+    model = Network(lambda m, x: m.second(m.act(m.first(x))))
+
+    def keep(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        module.saved = inputs[0]
+
+    model.act.register_forward_hook(keep)
+    (decision,) = inplace_ops.analyze(model, torch.randn(4, WIDTH, dtype=torch.float64)).sites
+    assert decision.reason == "input is kept after forward, by a hook or an attribute"
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_what_is_safe_in_one_mode_only(training: bool) -> None:
+    def compute(m: Network, x: Tensor) -> Tensor:
+        h = m.first(x)
+        return m.second(m.act(m.dropout(h) if m.swap else h * 1)) + h
+
+    for swap in (False, True):
+        model = Network(compute)
+        model.dropout, model.swap = nn.Dropout(), swap
+        model.train(training)
+        x = torch.randn(4, WIDTH, dtype=torch.float64)
+        (decision,) = inplace_ops.convert(model, x).sites
+        assert decision.converted is not swap
+        assert model.training is training
+        original = Network(compute)
+        original.dropout, original.swap = nn.Dropout(), swap
+        original.load_state_dict(model.state_dict())
+        model.eval()
+        original.eval()
+        assert not differs(model, original, x)
+
+
+def test_a_mode_that_does_not_run_is_left_out() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.SiLU(), nn.Linear(4, 4)).eval()
+    assert inplace_ops.convert(model, torch.randn(1, 4)).sites[0].converted
+    assert not any(module.training for module in model.modules())
 
 
 def test_garbage_does_not_keep_an_input_alive() -> None:

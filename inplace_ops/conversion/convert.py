@@ -13,7 +13,7 @@ from .report import Report, Site
 from .rules import Decision, Plan
 from .run import Example, preserved
 from .sites import Place, find_places, original_of
-from .trace import trace
+from .trace import Trace, trace
 from .verify import verify as verify_conversion
 
 
@@ -27,12 +27,12 @@ def convert(
 ) -> Report:
     """Put in place those of the model's ReLU, LeakyReLU and SiLU modules for which that is safe.
 
-    The model runs once on the example, its activations out of place, in the mode it is in and under
-    the caller's autocast. An activation is put in place if in this run nothing else needed its
-    input: see `docs/conversion.md` for the rules. The decisions hold for runs that take the same
-    way through the model. Parameters, buffers, gradients, the random state and the example are
-    left as they were, and `state_dict` as it is. Convert before DDP, FSDP or `torch.compile` wrap
-    the model. A model converted before is decided anew.
+    The model runs on the example, its activations out of place, in the mode it is in and in the
+    other, train or eval, under the caller's autocast. An activation is put in place if in neither
+    run anything else needed its input: see `docs/conversion.md` for the rules. The decisions hold
+    for runs that take the same way through the model. Parameters, buffers, gradients, the random
+    state and the example are left as they were, and `state_dict` as it is. Convert before DDP,
+    FSDP or `torch.compile` wrap the model. A model converted before is decided anew.
 
     Args:
         model: Any module, on the CPU or a CUDA device.
@@ -95,6 +95,17 @@ def revert(model: nn.Module) -> None:
                 parent._modules[key] = original
 
 
+def _trace_in_the_other_mode(
+    model: nn.Module, places: list[Place], example: Example
+) -> Trace | None:
+    """The run in eval mode of a model in train mode, or the other way; None where it fails."""
+    with preserved(model, example), torch.enable_grad():
+        try:
+            return trace(model.train(not model.training), places, example.copy())
+        except Exception:  # BatchNorm with one value, a loss that is only there in training
+            return None
+
+
 def _decide(
     model: nn.Module, example: Example, bits: int | None, optimize: str
 ) -> tuple[dict[Place, Decision], Report]:
@@ -106,7 +117,7 @@ def _decide(
     places = find_places(model)
     with preserved(model, example), torch.enable_grad():
         run = trace(model, places, example.copy())
-    plan = Plan(run, bits, optimize)
+    plan = Plan(run, bits, optimize, _trace_in_the_other_mode(model, places, example))
     decisions = {place: plan.decision(place) for place in places}
     sites = [
         Site(

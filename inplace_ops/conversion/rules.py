@@ -31,9 +31,14 @@ class Decision:
 
 
 class Plan:
-    """The decisions for all places of a traced model."""
+    """The decisions for all places of a traced model.
 
-    def __init__(self, trace: Trace, bits: int | None, optimize: str) -> None:
+    A run in the other mode, train or eval, refuses what is unsafe there; nothing else counts of it.
+    """
+
+    def __init__(
+        self, trace: Trace, bits: int | None, optimize: str, other_mode: Trace | None = None
+    ) -> None:
         self.trace = trace
         self.bits = bits
         self.optimize = optimize
@@ -46,6 +51,15 @@ class Plan:
         self.refused = dict.fromkeys(
             trace.called_otherwise, "called otherwise than with one tensor"
         )
+        self.other: Plan | None = None
+        if other_mode is not None:
+            self.other = Plan(other_mode, bits, optimize)
+            self.other.refused = self.refused  # one set of decisions for both
+            for place in self.other.calls:
+                if place not in self.calls:
+                    self.refused.setdefault(place, "not called with this input")
+            for place in other_mode.called_otherwise:
+                self.refused.setdefault(place, "called otherwise than with one tensor")
         self._refuse_until_all_hold()
 
     def _refuse_until_all_hold(self) -> None:
@@ -65,17 +79,26 @@ class Plan:
                 return
 
     def _objection(self, place: Place) -> str | None:
-        for call in self.calls[place]:
-            for rule in SAFETY:
-                reason = rule(call, self)
-                if reason is not None:
-                    return reason
+        unsafe = self._unsafe(place)
+        if unsafe is None and self.other is not None:
+            unsafe = self.other._unsafe(place)
+            unsafe = f"{unsafe} in the other mode, train or eval" if unsafe else None
+        if unsafe is not None:
+            return unsafe
         save, reason = self._choice(place)
         if save is None:
             return reason
         before, after = self._before(place), self._after(place, save)
         if self.optimize != "speed" and after > before:
             return f"would keep {after} bytes instead of {before}"
+        return None
+
+    def _unsafe(self, place: Place) -> str | None:
+        for call in self.calls[place]:
+            for rule in SAFETY:
+                reason = rule(call, self)
+                if reason is not None:
+                    return reason
         return None
 
     def decision(self, place: Place) -> Decision:
@@ -226,6 +249,11 @@ def has_a_kernel(call: Call, plan: Plan) -> str | None:
     return None
 
 
+def does_not_detach(call: Call, plan: Plan) -> str | None:
+    """In place, the output would still be the input, which requires grad."""
+    return "input requires grad and is taken under no_grad" if call.detaches else None
+
+
 def is_no_leaf(call: Call, plan: Plan) -> str | None:
     """Autograd refuses to modify a leaf that requires grad."""
     return "input is a leaf that requires grad" if call.needs_grad and call.is_leaf else None
@@ -239,6 +267,13 @@ def is_no_refused_view(call: Call, plan: Plan) -> str | None:
 def does_not_overlap(call: Call, plan: Plan) -> str | None:
     """Elements that share memory would be overwritten twice."""
     return "input's elements share memory" if call.overlaps else None
+
+
+def keeps_its_layout(call: Call, plan: Plan) -> str | None:
+    """What follows, a `view` for example, may need the dense output that PyTorch makes."""
+    if call.keeps_layout or call.overlaps:
+        return None
+    return "input is a slice, and the output would be one too"
 
 
 def is_not_saved(call: Call, plan: Plan) -> str | None:
@@ -273,9 +308,11 @@ def does_not_escape(call: Call, plan: Plan) -> str | None:
 
 SAFETY: list[Rule] = [
     has_a_kernel,
+    does_not_detach,
     is_no_leaf,
     is_no_refused_view,
     does_not_overlap,
+    keeps_its_layout,
     is_not_saved,
     is_not_read_again,
     does_not_escape,

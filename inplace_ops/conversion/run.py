@@ -57,11 +57,19 @@ class Example:
 
 @contextmanager
 def preserved(model: nn.Module, example: Example) -> Iterator[None]:
-    """Put back buffers, gradients, training flags and the random state at the end."""
-    modules = list(model.modules())
-    buffers = [dict(module._buffers) for module in modules]
-    values = {b: b.detach().clone() for held in buffers for b in held.values() if b is not None}
-    training = [module.training for module in modules]
+    """Put back what modules hold, buffers, gradients and the random state at the end."""
+    # The modules' attributes, and the entries of what holds buffers and submodules.
+    held = [
+        entries
+        for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+        for entries in (vars(module), module._buffers, module._modules)
+    ]
+    before = [dict(entries) for entries in held]
+    training = [(module, module.training) for module in model.modules()]
+    values = {
+        buffer: buffer.detach().clone() for buffer in model.buffers() if _may_be_written_to(buffer)
+    }
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     devices = {t.device for t in (*model.parameters(), *example.tensors())}
     python_state = random.getstate()
@@ -69,8 +77,10 @@ def preserved(model: nn.Module, example: Example) -> Iterator[None]:
         try:
             yield
         finally:
-            for module, held, mode in zip(modules, buffers, training, strict=True):
-                module._buffers = held
+            for entries, present in zip(held, before, strict=True):
+                entries.clear()
+                entries.update(present)
+            for module, mode in training:
                 module.training = mode
             with torch.no_grad():
                 for buffer, value in values.items():
@@ -80,6 +90,15 @@ def preserved(model: nn.Module, example: Example) -> Iterator[None]:
                 parameter.grad = gradient
             random.setstate(python_state)
             torch.clear_autocast_cache()  # casts that belong to the run's graph
+
+
+def _may_be_written_to(buffer: Tensor) -> bool:
+    """Whether it is strided, has values, and is not expanded from fewer."""
+    return (
+        buffer.layout == torch.strided
+        and not buffer.is_meta
+        and torch._debug_has_internal_overlap(buffer) != 1
+    )
 
 
 @contextmanager

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -64,12 +65,27 @@ def _x_sigmoid_x(x: Tensor) -> Tensor:
     return x.mul(x.sigmoid())
 
 
-# By the function that a subclass inherits, so that one which only renames its parent is known too.
-_BY_FORWARD: Mapping[Callable[..., Any], Callable[[nn.Module], Activation]] = {
-    nn.ReLU.forward: _relu,
-    nn.LeakyReLU.forward: _leaky_relu,
-    nn.SiLU.forward: _silu,
+_BY_BASE: Mapping[type[nn.Module], Callable[[nn.Module], Activation]] = {
+    nn.ReLU: _relu,
+    nn.LeakyReLU: _leaky_relu,
+    nn.SiLU: _silu,
 }
+
+# What the class of a mere renaming may define: the module that is put in has none of the rest.
+_OF_A_NEW_NAME = frozenset(
+    {
+        "__module__",
+        "__qualname__",
+        "__doc__",
+        "__init__",
+        "extra_repr",
+        "__annotations__",
+        "__annotate_func__",
+        "__annotations_cache__",
+        "__firstlineno__",
+        "__static_attributes__",
+    }
+)
 
 # Other libraries' own modules, by name, as the libraries may not be there.
 _BY_NAME: Mapping[str, Callable[[nn.Module], Activation]] = {
@@ -80,11 +96,18 @@ _BY_NAME: Mapping[str, Callable[[nn.Module], Activation]] = {
 
 def recognise(module: nn.Module) -> Activation | None:
     """The activation that `module` computes, None where it is none of ours or changed by hand."""
-    if "forward" in vars(module):
+    if "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule):
         return None
     cls = type(module)
-    known = _BY_FORWARD.get(cls.forward) or _BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}")
+    known = _BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}") or _BY_BASE.get(_base_of(cls))
     return known(module) if known else None
+
+
+def _base_of(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class that `cls` only renames, itself where it is more than another name."""
+    while len(cls.__bases__) == 1 and cls not in _BY_BASE and _OF_A_NEW_NAME.issuperset(vars(cls)):
+        cls = cls.__bases__[0]
+    return cls
 
 
 @dataclass(eq=False)
@@ -137,15 +160,20 @@ def find_places(model: nn.Module) -> list[Place]:
 
 
 @contextmanager
-def intercepted(places: list[Place], forward: Callable[..., Any]) -> Iterator[None]:
+def intercepted(
+    places: Iterable[Place],
+    forward: Callable[..., Any],
+    modules: Mapping[Place, nn.Module] | None = None,
+) -> Iterator[None]:
     """Let each place call `forward(place, *args, **kwargs)` in place of its module's own.
 
-    Every place gets a copy of its module, so that one module held in many places is told apart.
+    Every place gets a copy of its module, so that one module held in many places is told apart:
+    of the original, or of that in `modules`.
     """
     before = [place.parent._modules[place.key] for place in places]
     try:
         for place in places:
-            probe = copy.copy(place.original)
+            probe = copy.copy(modules[place] if modules else place.original)
             vars(probe)["forward"] = partial(forward, place)
             place.put(probe)
         yield

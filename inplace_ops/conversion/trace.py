@@ -93,10 +93,12 @@ class Call:
         dtype: The input's.
         device: The input's.
         needs_grad: Whether a gradient flows through the call.
+        detaches: Whether the input requires grad and the output does not, as under `no_grad`.
         is_leaf: Whether the input is a leaf.
         refused_view: What kind of view the input is, if autograd does not let it be modified.
         overlaps: Whether elements of the input may share memory.
         is_supported: Whether there is a kernel for it.
+        keeps_layout: Whether the output out of place has the input's strides.
     """
 
     place: Place
@@ -107,10 +109,12 @@ class Call:
     dtype: torch.dtype
     device: torch.device
     needs_grad: bool
+    detaches: bool
     is_leaf: bool
     refused_view: str
     overlaps: bool
     is_supported: bool
+    keeps_layout: bool = True
 
 
 @dataclass
@@ -189,15 +193,23 @@ class _Tracer(TorchDispatchMode):
             for storage in self.storages_of([tensor]):
                 trace.owners.setdefault(storage, owner)
 
+        # The modules that stand in are held until the end: their hooks may keep tensors on them.
+        with intercepted(places, self.activation):
+            output = self.run(example)
+            self.note_what_is_left(output)
+        return trace
+
+    def run(self, example: Example) -> Any:
         with ExitStack() as stack:
             stack.enter_context(reentrant_checkpoints_as_the_others())
             stack.enter_context(_seen_through_other_hooks(self.record_save))
             stack.enter_context(_OwnHooks(self.pack, _unpack))
             stack.enter_context(self.module_paths())
-            stack.enter_context(intercepted(places, self.activation))
             stack.enter_context(self)
-            output = example.call(self.model)
+            return example.call(self.model)
 
+    def note_what_is_left(self, output: Any) -> None:
+        trace = self.result
         for save in itertools.chain.from_iterable(trace.saves.values()):
             if save.kept is not None:
                 save.is_held = save.kept() is not None
@@ -209,7 +221,6 @@ class _Tracer(TorchDispatchMode):
         if not all(self.storages[storage].expired() for storage in inputs):
             gc.collect()
         trace.alive = {storage for storage in inputs if not self.storages[storage].expired()}
-        return trace
 
     def storages_of(self, tensors: Iterable[Tensor]) -> Iterator[int]:
         for tensor in tensors:
@@ -312,6 +323,7 @@ class _Tracer(TorchDispatchMode):
             dtype=x.dtype,
             device=x.device,
             needs_grad=x.requires_grad and torch.is_grad_enabled(),
+            detaches=x.requires_grad and not torch.is_grad_enabled(),
             is_leaf=x.is_leaf and not x._is_view(),
             refused_view=_refused_view(x),
             overlaps=_may_overlap(x),
@@ -323,6 +335,7 @@ class _Tracer(TorchDispatchMode):
         finally:
             self.call = None
         (call.output,) = self.storages_of([result])
+        call.keeps_layout = _strides(result) == _strides(x)
         self.result.calls.append(call)
         self.result.events[input].append(Event(call.time, place.name, False, call))
         return result
@@ -335,7 +348,8 @@ class _OwnHooks(saved_tensors_hooks):
 
 
 def _unpack(kept: _Kept) -> Tensor:
-    assert kept.tensor is not None
+    if kept.tensor is None:
+        raise RuntimeError("a graph of the run that convert analysed is used after it")
     return kept.tensor
 
 
@@ -381,6 +395,11 @@ def _may_overlap(x: Tensor) -> bool:
                 return x.numel() > 0
             reach += stride * (size - 1)
     return False
+
+
+def _strides(x: Tensor) -> list[int]:
+    """The strides that have a meaning."""
+    return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
 
 
 def _line_of_the_model() -> str:

@@ -44,7 +44,6 @@ def verify(model: nn.Module, example: Example, modules: Mapping[Place, nn.Module
     """
     if not modules:
         return
-    places = list(modules)
     steps = _Steps(4)
     steps.next("the original")
     original = _gradients(model, example)
@@ -54,13 +53,13 @@ def verify(model: nn.Module, example: Example, modules: Mapping[Place, nn.Module
     del again
 
     steps.next("exact activations in place")
-    with intercepted(places, _exact):
+    with intercepted(modules, _exact, modules):
         exact = _run_converted(model, example)
-    for name, value in original.items():
-        if name not in exact or not _difference(exact[name], value) <= _NOISE * noise[name]:
+    for name in original | exact:
+        if not _agree(name, exact, original, _NOISE * noise.get(name, 0.0)):
             raise VerificationError(
                 f"{name} of the converted model differs from the original's; "
-                f"{_first_difference(model, example, places)}"
+                f"{_first_difference(model, example, modules)}"
             )
     del exact
 
@@ -70,7 +69,7 @@ def verify(model: nn.Module, example: Example, modules: Mapping[Place, nn.Module
         _check_derivative(place, modules[place], x)
         return modules[place].forward(x)
 
-    with intercepted(places, checked):
+    with intercepted(modules, checked, modules):
         _run_converted(model, example)
 
 
@@ -107,15 +106,27 @@ def _gradients(model: nn.Module, example: Example) -> dict[str, Tensor]:
         inputs |= {f"the gradient of argument {i}": a for i, a in enumerate(example.tensors())}
         inputs = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
         results = {f"output {i}": tensor.detach() for i, tensor in enumerate(outputs)}
+        results |= {
+            f"requires_grad of output {i}": torch.tensor(tensor.requires_grad)
+            for i, tensor in enumerate(outputs)
+        }
         results |= {f"argument {i}": a.detach() for i, a in enumerate(example.tensors())}
         results |= {f"buffer `{name}`": b.clone() for name, b in model.named_buffers()}
         differentiable = [tensor for tensor in outputs if tensor.requires_grad]
         if differentiable and inputs:
-            torch.manual_seed(0)
+            # Their own generators: the model's random state is not of their making.
+            generators = {t.device: torch.Generator(t.device) for t in differentiable}
+            for generator in generators.values():
+                generator.manual_seed(0)
             gradients = torch.autograd.grad(
                 differentiable,
                 list(inputs.values()),
-                [torch.randn_like(tensor) for tensor in differentiable],
+                [
+                    torch.randn(
+                        t.shape, generator=generators[t.device], dtype=t.dtype, device=t.device
+                    )
+                    for t in differentiable
+                ],
                 allow_unused=True,
             )
             for name, gradient in zip(inputs, gradients, strict=True):
@@ -129,17 +140,30 @@ def _run_converted(model: nn.Module, example: Example) -> dict[str, Tensor]:
         return _gradients(model, example)
     except VerificationError:
         raise
-    except RuntimeError as error:
+    except Exception as error:
         raise VerificationError(f"the converted model fails: {error}") from error
+
+
+def _agree(
+    name: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float
+) -> bool:
+    """Whether both have this value, and it differs by no more than the tolerance."""
+    if name not in actual or name not in expected:
+        return False
+    return _difference(actual[name], expected[name]) <= tolerance
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
     """The largest absolute difference; 0 between NaNs, and between equal infinities."""
     if a.shape != b.shape:
         return torch.inf
+    if a.is_meta and b.is_meta:
+        return 0.0
+    a, b = (tensor.to_dense() if tensor.is_sparse else tensor for tensor in (a, b))
     if torch.equal(a, b):
         return 0.0
-    difference = (a.double() - b.double()).abs()
+    wide = torch.complex128 if a.is_complex() else torch.double
+    difference = (a.to(wide) - b.to(wide)).abs()
     difference[(a == b) | (a.isnan() & b.isnan())] = 0
     return float(difference.nan_to_num(nan=torch.inf).max())
 
@@ -165,6 +189,8 @@ class _ExactFunction(Function):
 
 
 def _exact(place: Place, x: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        return x.copy_(place.activation.function(x))
     return _ExactFunction.apply(x, place.activation.function)
 
 
@@ -172,10 +198,15 @@ def _original(place: Place, x: Tensor) -> Tensor:
     return type(place.original).forward(place.original, x)
 
 
-def _first_difference(model: nn.Module, example: Example, places: list[Place]) -> str:
+def _first_difference(
+    model: nn.Module, example: Example, modules: Mapping[Place, nn.Module]
+) -> str:
     """Where the original and the exact activations in place part first, in words."""
 
-    def fingerprints(activation: Callable[[Place, Tensor], Tensor]) -> dict[str, Tensor]:
+    def fingerprints(
+        activation: Callable[[Place, Tensor], Tensor],
+        put_in: Mapping[Place, nn.Module] | None = None,
+    ) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
 
         def forward(place: Place, x: Tensor) -> Tensor:
@@ -192,15 +223,15 @@ def _first_difference(model: nn.Module, example: Example, places: list[Place]) -
                 y.register_hook(lambda gradient: note("incoming gradient", gradient))
             return y
 
-        with intercepted(places, forward):
+        with intercepted(modules, forward, put_in):
             _gradients(model, example)
         return found
 
     original, again = fingerprints(_original), fingerprints(_original)
-    exact = fingerprints(_exact)
+    exact = fingerprints(_exact, modules)
     for key, value in original.items():
         noise = _difference(again[key], value)
-        if key not in exact or not _difference(exact[key], value) <= _NOISE * noise:
+        if not _agree(key, exact, original, _NOISE * noise):
             return f"first in {key}"
     return "but not at any converted place"
 
