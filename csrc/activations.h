@@ -1,14 +1,13 @@
 // The mathematics of every activation, once, for host and device, in no other place.
 //
 // An activation is a struct over its storage format T, made from the op's scalar arguments, with
-//   forward(x)                    the value, in the compute type;
-//   keep(x, bits)                 what backward needs to know of the input x: a code of `bits`
-//   bits; backward(grad, y, code, bits) the gradient, from the output y (where it is kept) and the
-//   code;
-// and, for BackwardFromBoth and DoubleBackward alone,
-//   is_tail(y, code, bits)        whether backward_tail or backward_core is to be called;
-//   double_backward(...)          the second derivative's term.
-// kMaxBits and kUsualBits let a kernel be compiled for the usual number of bits (0: for none).
+//   forward(x)                       the value, in the compute type;
+//   keep(x, bits)                    a code of the input x, of `bits` bits, for backward;
+//   backward(grad, y, code, bits)    the gradient, from the code and, where it is kept, the output;
+// and for BackwardFromBoth and DoubleBackward alone
+//   is_tail(y, code, bits)           whether backward_tail or backward_core is to be called;
+//   double_backward(gg, grad, y, ..) the second derivative's term.
+// kMaxBits and kUsualBits let a kernel be compiled for the usual number of bits.
 // To add one: a struct here, its ops in the list at the end of ops.h, their schemas in library.cpp.
 #pragma once
 
