@@ -79,10 +79,14 @@ def info() -> int:
 def analyze(arguments: argparse.Namespace) -> int:
     """Print the report of `inplace_ops.analyze` for a model of an installed library."""
     model = load(arguments.model).train(not arguments.eval)
-    shape = [int(size) for size in arguments.input.split(",")]
-    example = torch.zeros(shape, dtype=torch.long) if arguments.tokens else torch.randn(shape)
+    dtype = torch.long if arguments.tokens else torch.float
+    example = (torch.zeros if arguments.tokens else torch.randn)(arguments.input, dtype=dtype)
     print(inplace_ops.analyze(model, example, bits=arguments.bits, optimize=arguments.optimize))
     return 0
+
+
+def shape(text: str) -> list[int]:
+    return [int(size) for size in text.split(",")]
 
 
 def main() -> int:
@@ -92,17 +96,19 @@ def main() -> int:
     commands.add_parser("info", help="what was built, and a self-check of each op")
     analysis = commands.add_parser("analyze", help="what convert would do with a model, and why")
     analysis.add_argument("model", help=LOADERS_HELP)
-    analysis.add_argument("--input", required=True, metavar="N,C,H,W", help="the input's shape")
+    analysis.add_argument(
+        "--input", required=True, type=shape, metavar="N,C,H,W", help="the input's shape"
+    )
     analysis.add_argument("--tokens", action="store_true", help="the input is token ids, all 0")
     analysis.add_argument("--eval", action="store_true", help="in eval mode")
-    analysis.add_argument("--bits", type=int, help="see inplace_ops.convert")
+    analysis.add_argument("--bits", type=int, choices=range(1, 9), help="see inplace_ops.convert")
     analysis.add_argument("--optimize", default="memory", choices=["memory", "speed", "exact"])
     arguments = parser.parse_args()
     if arguments.command == "info":
         return min(info(), 1)
     try:
         return analyze(arguments)
-    except (ModelNotFoundError, ValueError) as error:
+    except ModelNotFoundError as error:
         analysis.error(str(error))
 
 

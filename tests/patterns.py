@@ -100,9 +100,26 @@ def _written_later(m: Network, x: Tensor) -> Tensor:
 def _force(m: Network, x: Tensor, prepare: Callable[[Tensor], Tensor]) -> Tensor:
     """The gradient of an energy, as models of forces compute it: the graph is gone afterwards."""
     position = m.first(x).detach().requires_grad_()
-    energy = m.act(prepare(position)).square().sum()
-    (force,) = torch.autograd.grad(energy, position)
-    return m.second(force)
+    m.act(prepare(position)).square().sum().backward()
+    assert position.grad is not None
+    return m.second(position.grad)
+
+
+def _gradient_hooks(m: Network, x: Tensor, before: bool) -> Tensor:
+    h = m.first(x)
+    if before:
+        h.register_hook(lambda gradient: gradient + 1)
+    y = m.act(h)
+    if not before:
+        h.register_hook(lambda gradient: gradient + 1)
+    return m.second(y)
+
+
+def _gradient_of(m: Network, x: Tensor, which: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    h = m.first(x)
+    y = m.act(h)
+    (gradient,) = torch.autograd.grad((y + 1).square().sum(), which(h, y), retain_graph=True)
+    return m.second(y) * gradient
 
 
 def _complex(m: Network, x: Tensor) -> Tensor:
@@ -144,6 +161,28 @@ PATTERNS: list[Pattern] = [
         _written_later,
         lambda m, x: m.second(m.act(m.first(x))),
         (nn.ReLU,),  # the others keep their input: PyTorch raises
+    ),
+    Pattern(
+        "gradient hook afterwards",
+        "is_not_read_again",
+        r"read again by `register_hook`",
+        lambda m, x: _gradient_hooks(m, x, before=False),
+        lambda m, x: _gradient_hooks(m, x, before=True),
+    ),
+    Pattern(
+        "values taken to Python",
+        "is_not_read_again",
+        r"read again by `tolist`",
+        lambda m, x: m.second(m.act(h := m.first(x.detach()))) * sum(h[0].detach().tolist()),
+        lambda m, x: m.second(m.act(h := m.first(x.detach()))) * len(h.shape),
+    ),
+    Pattern(
+        "gradient of the input",
+        "is_not_read_again",
+        r"read again by `autograd.grad`",
+        lambda m, x: _gradient_of(m, x, lambda h, y: h),
+        lambda m, x: _gradient_of(m, x, lambda h, y: y),
+        (nn.ReLU,),  # the others' own backward reads the input
     ),
     Pattern(
         "saved by exp",

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import os
 import pickle
 import random
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -393,6 +396,78 @@ def test_called_otherwise() -> None:
     assert site(report, "act").reason == "called otherwise than with one tensor"
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors(layout: torch.layout) -> None:
+    def compute(m: Network, x: Tensor) -> Tensor:
+        rows = torch.nested.nested_tensor([x[:2], x[:3]], layout=layout)
+        return torch.cat([y.sum(0) for y in m.second(m.act(m.first(rows))).unbind()])
+
+    model = Network(compute)
+    (decision,) = inplace_ops.convert(model, torch.randn(4, WIDTH, dtype=torch.float64)).sites
+    assert "nested tensor" in decision.reason
+
+
+def test_a_nested_tensor_that_shares_the_input() -> None:
+    def compute(m: Network, x: Tensor, reads: bool) -> Tensor:
+        h = m.first(x)
+        rows = torch.nested.nested_tensor_from_jagged(h.detach(), torch.tensor([0, 1, 4]))
+        if not reads:
+            rows = rows * 1
+        y = m.act(h)
+        return m.second(y) + (rows * 1).values()
+
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    for reads in (False, True):
+        model = Network(lambda m, x, reads=reads: compute(m, x, reads))
+        (decision,) = inplace_ops.convert(model, x).sites
+        assert decision.converted is not reads, decision.reason
+
+
+def test_models_that_cannot_be_followed() -> None:
+    def energy(m: Network, h: Tensor) -> Tensor:
+        return m.second(m.act(h * 1)).sum()
+
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    model = Network(lambda m, x: torch.func.grad(lambda h: energy(m, h))(m.first(x)))
+    with pytest.raises(RuntimeError, match=r"calls a gradient transform of torch\.func"):
+        inplace_ops.convert(model, x)
+    model = Network(
+        lambda m, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (m.second(m.act(m.first(x))),))
+    )
+    with pytest.raises(RuntimeError, match="calls a higher-order operator"):
+        inplace_ops.convert(model, x)
+
+
+def test_inside_vmap() -> None:
+    model = Network(lambda m, x: m.second(torch.func.vmap(lambda h: m.act(h * 1))(m.first(x))))
+    (decision,) = inplace_ops.convert(model, torch.randn(4, WIDTH, dtype=torch.float64)).sites
+    assert decision.reason == "called inside a transform of torch.func"
+
+
+def test_wrong_models() -> None:
+    x = torch.randn(2, 4)
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got function"):
+        inplace_ops.convert(F.relu, x)
+    with pytest.raises(ValueError, match="is itself a ReLU"):
+        inplace_ops.convert(nn.ReLU(), x)
+    with pytest.raises(ValueError, match="call it once before"):
+        inplace_ops.convert(nn.Sequential(nn.LazyLinear(4), nn.SiLU()), x)
+
+
+def test_without_a_gradient_it_takes_what_is_free_with_one() -> None:
+    model = Convolutions(nn.SiLU).requires_grad_(False)
+    report = inplace_ops.convert(model, images())
+    assert [s.bytes_before for s in report.sites] == [0, 0, 0, 0]
+    assert site(report, "block.2").save == "derivative"
+    model.stem.requires_grad_(True)
+    trained = [s.save for s in inplace_ops.convert(model, images()).sites]
+    model.stem.requires_grad_(False)
+    model.block[0].requires_grad_(True)  # it keeps the output of the stem, which needs no gradient
+    frozen = [s.save for s in inplace_ops.convert(model, images()).sites]
+    assert (trained[1], frozen[1]) == ("output", "output")
+
+
 # What is left as it was.
 
 
@@ -449,11 +524,46 @@ class Stateful(nn.Module):
         self.steps = self.steps + 1
         self.layers[1].train(not self.layers[1].training)
         random.random()
+        np.random.rand()
         x += 1
         y = self.layers(x)
         if self.error is not None:
             raise self.error
         return y
+
+
+def test_parameters_that_forward_writes_to() -> None:
+    def compute(m: Network, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            m.frozen.mul_(2)
+        return m.second(m.act(m.first(x)))
+
+    model = Network(compute)
+    with pytest.warns(UserWarning, match="wrote to its parameter `frozen`"):
+        inplace_ops.analyze(model, torch.randn(4, WIDTH, dtype=torch.float64))
+
+
+def test_a_backward_inside_forward() -> None:
+    def compute(m: Network, x: Tensor) -> Tensor:
+        m.second(m.first(x)).sum().backward()
+        return m.second(m.act(m.first(x)))
+
+    model = Network(compute)
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    model(x)
+    gradients = [p.grad for p in model.parameters()]
+    before = [g.clone() for g in gradients if g is not None]
+    inplace_ops.convert(model, x)
+    assert [id(p.grad) for p in model.parameters()] == [id(g) for g in gradients]
+    torch.testing.assert_close([g for g in gradients if g is not None], before, rtol=0, atol=0)
+
+
+def test_a_patched_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    function = torch.utils.checkpoint.CheckpointFunction
+    mine = staticmethod(lambda run, preserve, *args: run(*args))
+    monkeypatch.setattr(function, "apply", mine)
+    inplace_ops.convert(nn.Sequential(nn.Linear(4, 4), nn.SiLU()), torch.randn(2, 4))
+    assert vars(function)["apply"] is mine
 
 
 def state(model: Stateful, x: Tensor) -> list[Any]:
@@ -466,6 +576,7 @@ def state(model: Stateful, x: Tensor) -> list[Any]:
         x.clone(),
         torch.get_rng_state(),
         random.getstate(),
+        np.random.get_state()[1].tolist(),
         torch.is_grad_enabled(),
     ]
 
@@ -551,6 +662,17 @@ def test_revert(activation: type[nn.Module]) -> None:
     assert not any(m.training for m in model.modules())
     inplace_ops.revert(model)
     assert_reverted(model, modules)
+
+
+def test_revert_keeps_what_was_set_since() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 4))
+    inplace_ops.convert(model, torch.randn(2, 4))
+    seen = []
+    model[1].register_forward_hook(lambda m, inputs, output: seen.append("forward"))
+    model[1].register_full_backward_hook(lambda m, inputs, outputs: seen.append("backward"))
+    inplace_ops.revert(model)
+    model(torch.randn(2, 4)).sum().backward()
+    assert seen == ["forward", "backward"]
 
 
 @pytest.mark.parametrize(
@@ -675,6 +797,61 @@ def test_verify_compares_every_kind_of_tensor() -> None:
     assert _difference(first.to_sparse(), first.to_sparse()) == 0
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4), nn.SiLU())
     assert inplace_ops.convert(model, torch.arange(4)).sites[0].converted
+
+
+class Result:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+@dataclass
+class Results:
+    results: list[Result]
+
+
+def test_verify_looks_into_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compute(m: Network, x: Tensor) -> Results:
+        h = m.first(x)
+        return Results([Result(m.second(m.act(h))), Result(h)])
+
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    model = Network(compute)
+    assert inplace_ops.convert(model, x).sites[0].reason == "input is returned by the model"
+    monkeypatch.setattr(rules, "SAFETY", [])
+    with pytest.raises(VerificationError, match="output 1"):
+        inplace_ops.convert(model, x)
+
+
+def test_verify_refuses_what_it_cannot_compare() -> None:
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+
+    def nothing(m: Network, x: Tensor) -> float:
+        return m.second(m.act(m.first(x))).sum().item()
+
+    def noise(m: Network, x: Tensor) -> Tensor:
+        return m.second(m.act(m.first(x))) * os.getrandom(1)[0]
+
+    for compute, error in ((nothing, "returns no tensor"), (noise, "differs between two runs")):
+        model = Network(compute)
+        with pytest.raises(VerificationError, match=error):
+            inplace_ops.convert(model, x)
+        assert type(model.act) is nn.ReLU
+        assert inplace_ops.convert(model, x, verify=False).sites[0].converted
+
+
+def test_verify_follows_a_second_derivative() -> None:
+    def compute(m: Network, x: Tensor) -> Tensor:
+        h = m.first(x)
+        energy = m.second(m.act(h * 1)).square().sum()
+        (force,) = torch.autograd.grad(energy, h, create_graph=True)
+        return force
+
+    for activation in ACTIVATIONS:
+        model = Network(compute, activation)
+        original = twin(model)
+        x = torch.randn(4, WIDTH, dtype=torch.float64)
+        inplace_ops.convert(model, x)
+        assert not differs(model, original, x)
 
 
 def test_verify_leaves_the_generators_of_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -820,6 +997,8 @@ def test_analyze_command(tmp_path: Path) -> None:
         (["nonsense", "--input", "2,4"], "expected LIBRARY:NAME"),
         (["no_such_module:x", "--input", "2,4"], "No module named"),
         (["torch:no_such_name", "--input", "2,4"], "no_such_name"),
+        (["torch:nn", "--input", "2xfour"], "invalid shape value"),
+        (["torch:nn", "--input", "2,4", "--bits", "9"], "invalid choice: 9"),
     ],
 )
 def test_wrong_analyze_commands(

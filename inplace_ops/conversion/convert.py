@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..functional import check_silu
 from .report import Report, Site
 from .rules import Decision, Plan
 from .run import Example, preserved
-from .sites import Place, find_places, original_of
+from .sites import Place, find_places, original_of, recognise
 from .trace import Trace, trace
 from .verify import verify as verify_conversion
 
@@ -48,8 +49,10 @@ def convert(
         The decision for each place, with its reason.
 
     Raises:
-        VerificationError: If the converted model differs from the original, which is then back.
-        TypeError, ValueError: For arguments that are none of these.
+        VerificationError: If the converted model differs from the original, or nothing could be
+            compared; the original is then back.
+        TypeError, ValueError: For arguments that are none of these, for a model that is itself an
+            activation or has uninitialized parameters.
         RuntimeError: In inference mode.
         Whatever the model raises on the example, unchanged.
     """
@@ -91,7 +94,8 @@ def revert(model: nn.Module) -> None:
         for key, child in parent._modules.items():
             original = original_of(child) if child is not None else None
             if child is not None and original is not None:
-                original.training = child.training
+                # What convert shared with it, hooks for example, it has anyway.
+                vars(original).update({name: vars(child)[name] for name in vars(nn.Module())})
                 parent._modules[key] = original
 
 
@@ -106,6 +110,18 @@ def _trace_in_the_other_mode(
             return None
 
 
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    activation = recognise(model)
+    if activation is not None:
+        raise ValueError(
+            f"the model is itself a {activation.name}: convert the module that holds it"
+        )
+    if any(map(is_lazy, model.parameters())):
+        raise ValueError("the model has uninitialized parameters: call it once before")
+
+
 def _decide(
     model: nn.Module, example: Example, bits: int | None, optimize: str
 ) -> tuple[dict[Place, Decision], Report]:
@@ -114,6 +130,7 @@ def _decide(
         raise ValueError(f'optimize must be "memory", "speed" or "exact", got {optimize!r}')
     if torch.is_inference_mode_enabled():
         raise RuntimeError("convert and analyze need autograd: call them outside of inference mode")
+    _check_model(model)
     places = find_places(model)
     with preserved(model, example), torch.enable_grad():
         run = trace(model, places, example.copy())

@@ -48,9 +48,7 @@ class Plan:
             self.calls[call.place].append(call)
             self.links[call.input].append(call)
             self.links[call.output].append(call)
-        self.refused = dict.fromkeys(
-            trace.called_otherwise, "called otherwise than with one tensor"
-        )
+        self.refused = dict(trace.not_followed)
         self.other: Plan | None = None
         if other_mode is not None:
             self.other = Plan(other_mode, bits, optimize)
@@ -58,8 +56,8 @@ class Plan:
             for place in self.other.calls:
                 if place not in self.calls:
                     self.refused.setdefault(place, "not called with this input")
-            for place in other_mode.called_otherwise:
-                self.refused.setdefault(place, "called otherwise than with one tensor")
+            for place, reason in other_mode.not_followed.items():
+                self.refused.setdefault(place, reason)
         self._refuse_until_all_hold()
 
     def _refuse_until_all_hold(self) -> None:
@@ -144,9 +142,12 @@ class Plan:
                 return None, "only a lossy code would save memory here"
         if self.optimize == "speed" and not place.activation.is_lossy:
             return "mask", "the mask is the quickest"
-        save = min(saves, key=lambda save: self._after(place, save))
+        keeper = next((k for c in calls if (k := self._keeper(c))), None)
+        # Where a frozen model needs no gradient all cost nothing: take what would once it does.
+        save = min(
+            saves, key=lambda s: (self._after(place, s), (s == "output") is not bool(keeper))
+        )
         if save == "output":
-            keeper = next((k for c in calls if (k := self._keeper(c))), None)
             return save, f"output is kept by `{keeper}` anyway" if keeper else "costs least"
         return save, objection or "nothing else keeps the output"
 
@@ -243,10 +244,8 @@ Rule = Callable[[Call, Plan], "str | None"]
 
 
 def has_a_kernel(call: Call, plan: Plan) -> str | None:
-    """The ops take the input's device and dtype, and no subclass of Tensor."""
-    if not call.is_supported:
-        return f"no kernel for {call.dtype} on {call.device.type}, or for this kind of tensor"
-    return None
+    """The ops take the input's device and dtype."""
+    return None if call.has_kernel else f"no kernel for {call.dtype} on {call.device.type}"
 
 
 def does_not_detach(call: Call, plan: Plan) -> str | None:

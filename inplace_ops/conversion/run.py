@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ class Example:
         self.kwargs: dict[str, Any] = {}
         if isinstance(inputs, Tensor):
             self.args = (inputs,)
-        elif isinstance(inputs, tuple):
+        elif type(inputs) is tuple:  # a named one, as PackedSequence, is an argument
             self.args = inputs
         elif isinstance(inputs, Mapping):
             self.kwargs = dict(inputs)
@@ -32,8 +35,8 @@ class Example:
             )
 
     def tensors(self) -> list[Tensor]:
-        """All tensors among the arguments, those in nested lists, tuples and dicts included."""
-        return [a for a in tree_leaves((self.args, self.kwargs)) if isinstance(a, Tensor)]
+        """All tensors among the arguments, see `tensors_in`."""
+        return list(tensors_in((self.args, self.kwargs)))
 
     def copy(self) -> Example:
         """The same arguments in memory of their own, as the model may write to them."""
@@ -55,6 +58,19 @@ class Example:
         return model(*self.args, **self.kwargs)
 
 
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in containers, nested ones too, and in the attributes of objects."""
+    seen: set[int] = set()
+    pending = [value]
+    while pending:
+        for leaf in tree_leaves(pending.pop(0)):
+            if isinstance(leaf, Tensor):
+                yield leaf
+            elif id(leaf) not in seen and not (callable(leaf) or isinstance(leaf, ModuleType)):
+                seen.add(id(leaf))
+                pending.extend(getattr(leaf, "__dict__", {}).values())
+
+
 @contextmanager
 def preserved(model: nn.Module, example: Example) -> Iterator[None]:
     """Put back what modules hold, buffers, gradients and the random state at the end."""
@@ -70,9 +86,14 @@ def preserved(model: nn.Module, example: Example) -> Iterator[None]:
     values = {
         buffer: buffer.detach().clone() for buffer in model.buffers() if _may_be_written_to(buffer)
     }
+    versions = {name: parameter._version for name, parameter in model.named_parameters()}
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = None  # a backward inside forward would add to it
     devices = {t.device for t in (*model.parameters(), *example.tensors())}
     python_state = random.getstate()
+    numpy_random = getattr(sys.modules.get("numpy"), "random", None)
+    numpy_state = numpy_random.get_state() if numpy_random else None
     with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
         try:
             yield
@@ -89,7 +110,16 @@ def preserved(model: nn.Module, example: Example) -> Iterator[None]:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             random.setstate(python_state)
+            if numpy_random:
+                numpy_random.set_state(numpy_state)
             torch.clear_autocast_cache()  # casts that belong to the run's graph
+            for name, parameter in model.named_parameters():
+                if versions.get(name, parameter._version) != parameter._version:
+                    warnings.warn(
+                        f"the model's forward wrote to its parameter `{name}`, which convert does "
+                        "not put back",
+                        stacklevel=2,
+                    )
 
 
 def _may_be_written_to(buffer: Tensor) -> bool:
@@ -114,8 +144,19 @@ def reentrant_checkpoints_as_the_others() -> Iterator[None]:
             function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
         )
 
-    CheckpointFunction.apply = staticmethod(apply)  # type: ignore[method-assign]
+    with patched(CheckpointFunction, "apply", staticmethod(apply)):
+        yield
+
+
+@contextmanager
+def patched(owner: type, name: str, value: Any) -> Iterator[None]:
+    """Let the class attribute be `value`, and put back at the end what was there, or nothing."""
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        del CheckpointFunction.apply
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)

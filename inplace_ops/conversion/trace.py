@@ -9,7 +9,7 @@ import os
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,21 +17,45 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as module_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from .. import _ops
-from .run import Example, reentrant_checkpoints_as_the_others
+from .run import Example, patched, reentrant_checkpoints_as_the_others, tensors_in
 from .sites import Place, intercepted
 
 # They look at a tensor's shape and not at its values.
 _READ_NO_VALUES = frozenset(
     f"{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
 ) | {"new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "_unsafe_view"}
+
+# What reads a tensor's values, or takes its place in the graph, without an operation.
+_READ_WITHOUT_AN_OPERATION: Mapping[Callable[..., Any], str] = {
+    torch.autograd.grad: "autograd.grad",
+    **{
+        getattr(Tensor, name): name
+        for name in (
+            "register_hook",
+            "retain_grad",
+            "tolist",
+            "numpy",
+            "__array__",
+            "__dlpack__",
+            "data_ptr",
+        )
+    },
+}
+
+_CANNOT_BE_FOLLOWED = {
+    "support saved tensor hooks": "a gradient transform of torch.func",
+    "no rule registered for HigherOrderOperator": "a higher-order operator, such as torch.cond,",
+}
 
 _FUNCTIONS = {
     name: kind
@@ -97,7 +121,7 @@ class Call:
         is_leaf: Whether the input is a leaf.
         refused_view: What kind of view the input is, if autograd does not let it be modified.
         overlaps: Whether elements of the input may share memory.
-        is_supported: Whether there is a kernel for it.
+        has_kernel: Whether there is one for its device and dtype.
         keeps_layout: Whether the output out of place has the input's strides.
     """
 
@@ -113,7 +137,7 @@ class Call:
     is_leaf: bool
     refused_view: str
     overlaps: bool
-    is_supported: bool
+    has_kernel: bool
     keeps_layout: bool = True
 
 
@@ -141,7 +165,7 @@ class Trace:
         returned: The storages that the model returns.
         node_names: The operations by the numbers of their autograd nodes.
         functions: The activations called as functions, by name and line.
-        called_otherwise: The places that were not called with one plain tensor.
+        not_followed: The places whose calls cannot be judged, and why.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -153,7 +177,7 @@ class Trace:
     returned: set[int] = field(default_factory=set)
     node_names: dict[int, str] = field(default_factory=dict)
     functions: dict[tuple[str, str], FunctionCall] = field(default_factory=dict)
-    called_otherwise: set[Place] = field(default_factory=set)
+    not_followed: dict[Place, str] = field(default_factory=dict)
 
     def saver(self, save: Save) -> str:
         """The name of what saved it."""
@@ -182,6 +206,7 @@ class _Tracer(TorchDispatchMode):
         self.storages: dict[int, StorageWeakRef] = {}
         self.kept: weakref.WeakSet[_Kept] = weakref.WeakSet()
         self.call: Call | None = None
+        self.is_in_activation = False
 
     def trace(self, places: list[Place], example: Example) -> Trace:
         trace = self.result
@@ -205,8 +230,18 @@ class _Tracer(TorchDispatchMode):
             stack.enter_context(_seen_through_other_hooks(self.record_save))
             stack.enter_context(_OwnHooks(self.pack, _unpack))
             stack.enter_context(self.module_paths())
+            stack.enter_context(_ReadsWithoutAnOperation(self.record_read))
             stack.enter_context(self)
-            return example.call(self.model)
+            try:
+                return example.call(self.model)
+            except RuntimeError as error:
+                for symptom, cause in _CANNOT_BE_FOLLOWED.items():
+                    if symptom in str(error):
+                        raise RuntimeError(
+                            f"convert and analyze cannot follow a model that calls {cause} in its "
+                            "forward: PyTorch does not let them see what happens inside"
+                        ) from error
+                raise
 
     def note_what_is_left(self, output: Any) -> None:
         trace = self.result
@@ -216,7 +251,7 @@ class _Tracer(TorchDispatchMode):
         # From here on the graph holds nothing: a storage that is still there escapes.
         for kept in list(self.kept):
             kept.tensor = None
-        trace.returned = set(self.storages_of(_tensors(output)))
+        trace.returned = set(self.storages_of(tensors_in(output)))
         inputs = {call.input for call in trace.calls}
         if not all(self.storages[storage].expired() for storage in inputs):
             gc.collect()
@@ -224,7 +259,10 @@ class _Tracer(TorchDispatchMode):
 
     def storages_of(self, tensors: Iterable[Tensor]) -> Iterator[int]:
         for tensor in tensors:
-            if torch._C._has_storage(tensor):
+            if is_traceable_wrapper_subclass(tensor):
+                names, _ = tensor.__tensor_flatten__()
+                yield from self.storages_of(getattr(tensor, name) for name in names)
+            elif torch._C._has_storage(tensor):
                 storage = tensor.untyped_storage()
                 reference = StorageWeakRef(storage)
                 self.storages.setdefault(reference.cdata, reference)
@@ -271,7 +309,7 @@ class _Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
@@ -279,13 +317,17 @@ class _Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         time = next(self.clock)
         result = func(*args, **kwargs)
-        name = func._opname
-        if self.call is None and not func.is_view and name not in _READ_NO_VALUES:
+        if self.call is None and not func.is_view and func._opname not in _READ_NO_VALUES:
             self.record_operation(func, args, kwargs, time)
         return result
 
+    def record_read(self, name: str, arguments: Any) -> None:
+        event = Event(next(self.clock), self.named(name), False)
+        for storage in set(self.storages_of(_tensors(arguments))):
+            self.result.events[storage].append(event)
+
     def record_operation(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], time: int
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], time: int
     ) -> None:
         name = self.named(func._opname)
         used: dict[int, bool] = {}
@@ -300,20 +342,22 @@ class _Tracer(TorchDispatchMode):
             return
         node = torch._C._autograd._get_sequence_nr()
         self.result.node_names.setdefault(node, name)
-        if func._opname in _FUNCTIONS:
+        if func._opname in _FUNCTIONS and not self.is_in_activation:
             line = _line_of_the_model()
             function = FunctionCall(name, _FUNCTIONS[func._opname], line)
             self.result.functions.setdefault((name, line), function).nodes.add(node)
 
     def activation(self, place: Place, *args: Any, **kwargs: Any) -> Any:
-        if self.call is not None or kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
-            self.result.called_otherwise.add(place)
-            return type(place.original).forward(place.original, *args, **kwargs)
-        x = args[0]
-        input = next(self.storages_of([x]), None)
-        if input is None:  # sparse, or inside a transform of torch.func
-            self.result.called_otherwise.add(place)
-            return place.activation.function(x)
+        objection = self.not_to_be_followed(args, kwargs)
+        if objection is not None:
+            self.result.not_followed[place] = objection
+            self.is_in_activation = True
+            try:
+                return type(place.original).forward(place.original, *args, **kwargs)
+            finally:
+                self.is_in_activation = False
+        (x,) = args
+        (input,) = self.storages_of([x])
         self.call = call = Call(
             place,
             next(self.clock),
@@ -327,7 +371,7 @@ class _Tracer(TorchDispatchMode):
             is_leaf=x.is_leaf and not x._is_view(),
             refused_view=_refused_view(x),
             overlaps=_may_overlap(x),
-            is_supported=type(x) in (Tensor, nn.Parameter) and _has_kernel(x),
+            has_kernel=_has_kernel(x),
         )
         try:
             with _OwnHooks(self.pack, _unpack):
@@ -339,6 +383,36 @@ class _Tracer(TorchDispatchMode):
         self.result.calls.append(call)
         self.result.events[input].append(Event(call.time, place.name, False, call))
         return result
+
+    def not_to_be_followed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        if self.call is not None or kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
+            return "called otherwise than with one tensor"
+        (x,) = args
+        if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or x.is_nested:
+            return "called with a sparse or nested tensor, or another subclass of Tensor"
+        if not torch._C._has_storage(x):
+            return "called inside a transform of torch.func"
+        return None
+
+
+class _ReadsWithoutAnOperation(TorchFunctionMode):
+    """Reports to `record` the calls that read a tensor and that the dispatcher does not see."""
+
+    def __init__(self, record: Callable[[str, Any], None]) -> None:
+        super().__init__()
+        self.record = record
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        name = _READ_WITHOUT_AN_OPERATION.get(func)
+        if name is not None:
+            self.record(name, (args, kwargs))
+        return func(*args, **(kwargs or {}))
 
 
 class _OwnHooks(saved_tensors_hooks):
@@ -435,8 +509,5 @@ def _seen_through_other_hooks(record: Callable[[Tensor, bool], None]) -> Iterato
         finally:
             hooks.pack_hook = pack
 
-    saved_tensors_hooks.__enter__ = enter_and_record  # type: ignore[method-assign]
-    try:
+    with patched(saved_tensors_hooks, "__enter__", enter_and_record):
         yield
-    finally:
-        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
