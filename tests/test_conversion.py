@@ -576,7 +576,7 @@ def state(model: Stateful, x: Tensor) -> list[Any]:
         x.clone(),
         torch.get_rng_state(),
         random.getstate(),
-        np.random.get_state()[1].tolist(),
+        pickle.dumps(np.random.get_state()),
         torch.is_grad_enabled(),
     ]
 
