@@ -86,6 +86,7 @@ def analyze(arguments: argparse.Namespace) -> int:
 
 
 def shape(text: str) -> list[int]:
+    """The sizes in "2,3,224,224"."""
     return [int(size) for size in text.split(",")]
 
 
