@@ -1,6 +1,7 @@
 """Writes the tables of README.md from the result files.
 
-Between `<!-- results: DEVICE -->` and `<!-- end -->` stand the tables of all results/*_DEVICE.csv.
+Between `<!-- results: DEVICE -->` and `<!-- end -->` stand the tables of all results/*_DEVICE.csv;
+for "compatibility" the table of tests/compatibility.csv.
 `--check` writes nothing and fails if they are not up to date; `--print FOLDER` prints the tables of
 the result files there, of all devices.
 """
@@ -16,6 +17,7 @@ from pathlib import Path
 from measure import RESULTS, read_csv
 
 README = Path(__file__).parent.parent / "README.md"
+COMPATIBILITY = README.parent / "tests" / "compatibility.csv"
 Rows = list[dict[str, str]]
 LARGE = 64 * 2**20  # bytes from which a kernel is to reach the copy bandwidth
 
@@ -157,6 +159,37 @@ def tables(folder: Path, device: str) -> str:
     return "\n\n".join(blocks) or "Not measured yet."
 
 
+def compatibility(rows: Rows) -> str:
+    """Tests passed by what they are about and where they ran, and why others did not run."""
+    rows.sort(key=lambda row: [int(n) for n in re.findall(r"\d+", row["torch"] + row["python"])])
+    runs = list(dict.fromkeys((row["torch"], row["python"], row["date"]) for row in rows))
+    subjects = values(rows, "row")
+    body: list[list[str]] = []
+    notes: dict[str, list[str]] = {}
+    for subject in subjects:
+        line = [subject]
+        for torch, python, _ in runs:
+            wanted = {"row": subject, "torch": torch, "python": python}
+            passed, failed = (find(rows, c, **wanted) for c in ("passed", "failed"))
+            line.append(passed + ("" if failed in "0-" else f", {failed} FAILED"))
+            why = find(rows, "not_run", **wanted)
+            if why not in ("", "-"):
+                notes.setdefault(f"{subject}: {why}", []).append(f"{torch} on {python}")
+        body.append(line)
+    header = ["tests passed", *(f"torch {torch}, Python {python}" for torch, python, _ in runs)]
+    lines = [f"- {note} ({', '.join(where)})" for note, where in notes.items()]
+    dates = sorted({date for *_, date in runs})
+    ran = f"Ran {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. Not run there, and why:"
+    return "\n\n".join([markdown(header, body), ran, "\n".join(lines)])
+
+
+def block(name: str) -> str:
+    """What stands in the README's block of that name."""
+    return (
+        compatibility(read_csv(COMPATIBILITY)) if name == "compatibility" else tables(RESULTS, name)
+    )
+
+
 def main() -> None:
     """Rewrite README.md, check it, or print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -171,7 +204,7 @@ def main() -> None:
     text = README.read_text()
     updated = re.sub(
         r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)",
-        lambda block: f"{block[1]}\n{tables(RESULTS, block[2])}\n\n{block[3]}",
+        lambda found: f"{found[1]}\n{block(found[2])}\n\n{found[3]}",
         text,
         flags=re.DOTALL,
     )

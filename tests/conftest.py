@@ -6,8 +6,20 @@ import warnings
 
 import pytest
 import torch
+from compatibility import Recorder
 
 from inplace_ops import _ops
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--compatibility", action="store_true", help="write the outcomes to compatibility.csv"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--compatibility"):
+        config.pluginmanager.register(Recorder())
 
 
 @pytest.fixture(params=["cpu", "cuda"])
