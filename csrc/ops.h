@@ -10,7 +10,6 @@
 #include <torch/headeronly/util/HeaderOnlyArrayRef.h>
 
 #include <array>
-#include <optional>
 #include <vector>
 
 #include "activations.h"
@@ -68,34 +67,37 @@ inline PackedBits<const uint8_t> read_bits(const Tensor& bits) {
   return {static_cast<const uint8_t*>(bits.const_data_ptr()), bits.size(1), int(bits.size(0))};
 }
 
-template <class Device, template <class> class Activation, class... Arguments>
-void forward(Tensor x, std::optional<Tensor> bits, Order order, Arguments... arguments) {
+// Replaces x by the functor of it, and writes the bits.
+template <class Device, template <class> class Activation, template <class, class> class Functor,
+          class... Arguments>
+void modify(const Tensor& x, const Tensor* bits, const Order& order, Arguments... arguments) {
   using Properties = Activation<float>;
   check_writable(Properties::kName, x);
   check_order(Properties::kName, order, x.dim());
   if (bits) check_bits<Properties>(*bits, x);
   const Geometry geometry = walk(order, {&x, &x});
 
-  const auto run = [&](auto kernel, auto packed) {
-    using Kernel = decltype(kernel);
-    using T = typename Kernel::Scalar;
-    if (geometry.elements == 0) return;
-    T* values = static_cast<T*>(x.mutable_data_ptr());
-    Device::run(kernel, geometry, Operands<Kernel>{values, {values}, packed}, x.get_device_index());
-  };
-  if (bits) {
-    dispatch<false>(x.scalar_type(), Properties::kName, [&](auto zero) {
-      using T = decltype(zero);
-      const Activation<T> activation{arguments...};
-      run(ForwardKeeping<Activation<T>, T>{activation}, written_bits(*bits));
-    });
-  } else {
-    dispatch<Properties::kTakesIntegers>(x.scalar_type(), Properties::kName, [&](auto zero) {
-      using T = decltype(zero);
-      const Activation<T> activation{arguments...};
-      run(Forward<Activation<T>, T>{activation}, PackedBits<const uint8_t>{});
-    });
-  }
+  constexpr bool keeps = Functor<Properties, float>::kBits == Bits::kWritten;
+  dispatch<Properties::kTakesIntegers && !keeps>(
+      x.scalar_type(), Properties::kName, [&](auto zero) {
+        using T = decltype(zero);
+        using Kernel = Functor<Activation<T>, T>;
+        if (geometry.elements == 0) return;
+        T* values = static_cast<T*>(x.mutable_data_ptr());
+        Operands<Kernel> data{values, {values}, {}};
+        if constexpr (keeps) data.bits = written_bits(*bits);
+        Device::run(Kernel{Activation<T>{arguments...}}, geometry, data, x.get_device_index());
+      });
+}
+
+template <class Device, template <class> class Activation, class... Arguments>
+void forward(Tensor x, Order order, Arguments... arguments) {
+  modify<Device, Activation, Forward>(x, nullptr, order, arguments...);
+}
+
+template <class Device, template <class> class Activation, class... Arguments>
+void forward_keeping(Tensor x, Tensor bits, Order order, Arguments... arguments) {
+  modify<Device, Activation, ForwardKeeping>(x, &bits, order, arguments...);
 }
 
 // A new tensor from the functor of the inputs, the first of which is a gradient, and of the bits.
@@ -155,18 +157,21 @@ Tensor double_backward(Tensor grad_grad, Tensor grad, Tensor output, Tensor bits
 template <class Device>
 void register_ops(torch::stable::detail::StableLibrary& m) {
   m.impl("relu_", TORCH_BOX((&forward<Device, ReLU>)));
+  m.impl("relu_with_mask_", TORCH_BOX((&forward_keeping<Device, ReLU>)));
   m.impl("relu_backward_mask", TORCH_BOX((&backward_from_bits<Device, ReLU>)));
   m.impl("relu_backward_output", TORCH_BOX((&backward_from_output<Device, ReLU>)));
 
   m.impl("leaky_relu_", TORCH_BOX((&forward<Device, LeakyReLU, double>)));
+  m.impl("leaky_relu_with_mask_", TORCH_BOX((&forward_keeping<Device, LeakyReLU, double>)));
   m.impl("leaky_relu_backward_mask", TORCH_BOX((&backward_from_bits<Device, LeakyReLU, double>)));
   m.impl("leaky_relu_backward_output",
          TORCH_BOX((&backward_from_output<Device, LeakyReLU, double>)));
 
   m.impl("silu_", TORCH_BOX((&forward<Device, SiLU>)));
+  m.impl("silu_with_bits_", TORCH_BOX((&forward_keeping<Device, SiLU>)));
   m.impl("silu_backward_output", TORCH_BOX((&backward_from_both<Device, SiLU>)));
   m.impl("silu_double_backward", TORCH_BOX((&double_backward<Device, SiLU>)));
-  m.impl("silu_derivative_", TORCH_BOX((&forward<Device, SiLUDerivative>)));
+  m.impl("silu_with_derivative_", TORCH_BOX((&forward_keeping<Device, SiLUDerivative>)));
   m.impl("silu_backward_derivative", TORCH_BOX((&backward_from_bits<Device, SiLUDerivative>)));
 }
 

@@ -6,7 +6,7 @@ back: `inplace_ops.functions` wraps them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -34,18 +34,29 @@ built_with_torch = _C.built_with_torch
 
 _namespace = torch.ops.inplace_ops
 relu_ = _namespace.relu_.default
+relu_with_mask_ = _namespace.relu_with_mask_.default
 relu_backward_mask = _namespace.relu_backward_mask.default
 relu_backward_output = _namespace.relu_backward_output.default
 leaky_relu_ = _namespace.leaky_relu_.default
+leaky_relu_with_mask_ = _namespace.leaky_relu_with_mask_.default
 leaky_relu_backward_mask = _namespace.leaky_relu_backward_mask.default
 leaky_relu_backward_output = _namespace.leaky_relu_backward_output.default
 silu_ = _namespace.silu_.default
+silu_with_bits_ = _namespace.silu_with_bits_.default
 silu_backward_output = _namespace.silu_backward_output.default
 silu_double_backward = _namespace.silu_double_backward.default
-silu_derivative_ = _namespace.silu_derivative_.default
+silu_with_derivative_ = _namespace.silu_with_derivative_.default
 silu_backward_derivative = _namespace.silu_backward_derivative.default
 
-FORWARD_OPS = (relu_, leaky_relu_, silu_, silu_derivative_)
+FORWARD_OPS = (
+    relu_,
+    relu_with_mask_,
+    leaky_relu_,
+    leaky_relu_with_mask_,
+    silu_,
+    silu_with_bits_,
+    silu_with_derivative_,
+)
 BACKWARD_OPS = (
     relu_backward_mask,
     relu_backward_output,
@@ -94,8 +105,8 @@ def _check_devices(*arguments: object) -> None:
 
 
 def _forward_fake(name: str) -> Callable[..., None]:
-    def fake(x: Tensor, bits: Tensor | None, order: Sequence[int], *arguments: float) -> None:
-        _check_devices(x, bits)
+    def fake(x: Tensor, *arguments: object) -> None:
+        _check_devices(x, *arguments)
         check_dtype(name, x)
 
     return fake

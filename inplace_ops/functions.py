@@ -78,7 +78,10 @@ class ReLUFunction(Function):
 
     @staticmethod
     def forward(x: Tensor, mask: Tensor | None, order: list[int]) -> Tensor:
-        _ops.relu_(x, mask, order)
+        if mask is None:
+            _ops.relu_(x, order)
+        else:
+            _ops.relu_with_mask_(x, mask, order)
         return x
 
     @staticmethod
@@ -101,7 +104,10 @@ class LeakyReLUFunction(Function):
 
     @staticmethod
     def forward(x: Tensor, mask: Tensor | None, order: list[int], negative_slope: float) -> Tensor:
-        _ops.leaky_relu_(x, mask, order, negative_slope)
+        if mask is None:
+            _ops.leaky_relu_(x, order, negative_slope)
+        else:
+            _ops.leaky_relu_with_mask_(x, mask, order, negative_slope)
         return x
 
     @staticmethod
@@ -147,7 +153,7 @@ class SiLUFunction(Function):
 
     @staticmethod
     def forward(x: Tensor, bits: Tensor, order: list[int]) -> Tensor:
-        _ops.silu_(x, bits, order)
+        _ops.silu_with_bits_(x, bits, order)
         return x
 
     @staticmethod
@@ -204,7 +210,7 @@ class SiLUDerivativeFunction(Function):
 
     @staticmethod
     def forward(x: Tensor, bits: Tensor, order: list[int]) -> Tensor:
-        _ops.silu_derivative_(x, bits, order)
+        _ops.silu_with_derivative_(x, bits, order)
         return x
 
     @staticmethod
