@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from . import _ops
@@ -136,7 +137,8 @@ def check_save(op: str, save: str, choices: tuple[str, ...]) -> None:
 def check_leaky_relu(negative_slope: float, save: str) -> None:
     """Raise TypeError or ValueError for arguments that leaky_relu_ does not take."""
     check_save("leaky_relu_", save, ("mask", "output"))
-    if not isinstance(negative_slope, (Real, torch.SymInt, torch.SymFloat)):
+    # Real, an abstract class, takes long to ask.
+    if not isinstance(negative_slope, (float, int, Real, torch.SymInt, torch.SymFloat)):
         raise TypeError(
             f"leaky_relu_: negative_slope must be a real number, got {negative_slope!r}"
         )
@@ -194,8 +196,11 @@ def _without_grad(input: Tensor, op: Any, name: str, order: list[int], *argument
             "Inplace update to inference tensor outside InferenceMode is not allowed. You can make "
             "a clone to get a normal tensor before doing inplace update."
         )
-    _run(op, name, input, order, *arguments)
-    torch.autograd.graph.increment_version(input)
+    try:
+        op(input, order, *arguments)
+    except NotImplementedError as error:
+        raise _ops.unsupported(name, input) from error
+    increment_version(input)
     return input
 
 
@@ -207,12 +212,8 @@ def _with_grad(
         # a graph's input, nor, before 2.13, one whose result is discarded (PyTorch issue 184113).
         return input.copy_(function.apply(input.clone(), *arguments))
     _refuse_what_autograd_refuses(input)
-    return _run(function.apply, name, input, *arguments)
-
-
-def _run(function: Callable[..., Any], name: str, input: Tensor, *arguments: Any) -> Any:
     try:
-        return function(input, *arguments)
+        return function.apply(input, *arguments)
     except NotImplementedError as error:
         raise _ops.unsupported(name, input) from error
 

@@ -6,6 +6,9 @@ applied by `inplace_ops.functional`, which refuses first what PyTorch refuses: t
 
 Every backward is an op that is linear in the incoming gradient. Where a second derivative may be
 asked for it runs as a Function too.
+
+The Functions that modify the input set their context up in forward: a setup_context of their own
+would triple the cost of a call, and only torch.func's transforms, which they never meet, need one.
 """
 
 from __future__ import annotations
@@ -77,17 +80,14 @@ class ReLUFunction(Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, mask: Tensor | None, order: list[int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mask: Tensor | None, order: list[int]) -> Tensor:
         if mask is None:
             _ops.relu_(x, order)
         else:
             _ops.relu_with_mask_(x, mask, order)
-        return x
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, mask, ctx.order = inputs
+        ctx.order = order
         _keep_mask_or_output(ctx, x, mask)
+        return x
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -103,17 +103,16 @@ class LeakyReLUFunction(Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, mask: Tensor | None, order: list[int], negative_slope: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, mask: Tensor | None, order: list[int], negative_slope: float
+    ) -> Tensor:
         if mask is None:
             _ops.leaky_relu_(x, order, negative_slope)
         else:
             _ops.leaky_relu_with_mask_(x, mask, order, negative_slope)
-        return x
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, mask, ctx.order, ctx.negative_slope = inputs
+        ctx.order, ctx.negative_slope = order, negative_slope
         _keep_mask_or_output(ctx, x, mask)
+        return x
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -152,15 +151,12 @@ class SiLUFunction(Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, bits: Tensor, order: list[int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bits: Tensor, order: list[int]) -> Tensor:
         _ops.silu_with_bits_(x, bits, order)
-        return x
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, bits, ctx.order = inputs
+        ctx.order = order
         ctx.mark_dirty(x)
-        ctx.save_for_backward(output, bits)
+        ctx.save_for_backward(x, bits)
+        return x
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -209,15 +205,12 @@ class SiLUDerivativeFunction(Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, bits: Tensor, order: list[int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bits: Tensor, order: list[int]) -> Tensor:
         _ops.silu_with_derivative_(x, bits, order)
-        return x
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, bits, ctx.order = inputs
+        ctx.order = order
         ctx.mark_dirty(x)
         ctx.save_for_backward(bits)
+        return x
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
