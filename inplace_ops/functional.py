@@ -188,10 +188,11 @@ def _needs_grad(input: Tensor) -> bool:
 
 
 def _without_grad(input: Tensor, op: Any, name: str, order: list[int], *arguments: Any) -> Tensor:
-    if torch.compiler.is_compiling():
-        op(input, order, *arguments)
-        return input
-    if input.is_inference() and not torch.is_inference_mode_enabled():
+    if (
+        not torch.compiler.is_compiling()
+        and input.is_inference()
+        and not torch.is_inference_mode_enabled()
+    ):
         raise RuntimeError(
             "Inplace update to inference tensor outside InferenceMode is not allowed. You can make "
             "a clone to get a normal tensor before doing inplace update."
