@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import Function, forward_ad
 from torch.autograd.graph import increment_version
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
@@ -54,11 +54,12 @@ def relu_(input: Tensor, *, save: str = "mask") -> Tensor:
     check_save("relu_", save, ("mask", "output"))
     if _decomposes(input, "relu_"):
         return input.copy_(F.relu(input.clone()))
-    order = _ops.storage_order(input)
+    bits = int(save == "mask")
+    if torch.compiler.is_compiling():
+        return _compiled(_ops.relu, input, bits)
     if not _needs_grad(input):
-        return _without_grad(input, _ops.relu_, "relu_", order)
-    bits = _ops.empty_bits(input, 1) if save == "mask" else None
-    return _with_grad(ReLUFunction, "relu_", input, bits, order)
+        return _without_grad(_ops.relu_, "relu_", input)
+    return _with_grad(ReLUFunction, "relu_", input, bits)
 
 
 def leaky_relu_(input: Tensor, negative_slope: float = 0.01, *, save: str = "mask") -> Tensor:
@@ -80,11 +81,12 @@ def leaky_relu_(input: Tensor, negative_slope: float = 0.01, *, save: str = "mas
     check_leaky_relu(negative_slope, save)
     if _decomposes(input, "leaky_relu_"):
         return input.copy_(F.leaky_relu(input.clone(), negative_slope))
-    order = _ops.storage_order(input)
+    bits = int(save == "mask")
+    if torch.compiler.is_compiling():
+        return _compiled(_ops.leaky_relu, input, bits, negative_slope)
     if not _needs_grad(input):
-        return _without_grad(input, _ops.leaky_relu_, "leaky_relu_", order, negative_slope)
-    bits = _ops.empty_bits(input, 1) if save == "mask" else None
-    return _with_grad(LeakyReLUFunction, "leaky_relu_", input, bits, order, negative_slope)
+        return _without_grad(_ops.leaky_relu_, "leaky_relu_", input, negative_slope)
+    return _with_grad(LeakyReLUFunction, "leaky_relu_", input, bits, negative_slope)
 
 
 def silu_(input: Tensor, *, save: str = "output", bits: int | None = None) -> Tensor:
@@ -112,13 +114,14 @@ def silu_(input: Tensor, *, save: str = "output", bits: int | None = None) -> Te
     check_silu(save, bits)
     if _decomposes(input, "silu_"):
         return input.copy_(F.silu(input.clone()))
-    order = _ops.storage_order(input)
+    bits = bits or default_bits(input.dtype, save)
+    if torch.compiler.is_compiling():
+        op = _ops.silu if save == "output" else _ops.silu_derivative
+        return _compiled(op, input, bits)
     if not _needs_grad(input):
-        return _without_grad(input, _ops.silu_, "silu_", order)
-    packed = _ops.empty_bits(input, bits or default_bits(input.dtype, save))
-    if save == "derivative":
-        return _with_grad(SiLUDerivativeFunction, "silu_", input, packed, order)
-    return _with_grad(SiLUFunction, "silu_", input, packed, order)
+        return _without_grad(_ops.silu_, "silu_", input)
+    function = SiLUFunction if save == "output" else SiLUDerivativeFunction
+    return _with_grad(function, "silu_", input, bits)
 
 
 def default_bits(dtype: torch.dtype, save: str) -> int:
@@ -187,18 +190,25 @@ def _needs_grad(input: Tensor) -> bool:
     return input.requires_grad and torch.is_grad_enabled()
 
 
-def _without_grad(input: Tensor, op: Any, name: str, order: list[int], *arguments: Any) -> Tensor:
-    if (
-        not torch.compiler.is_compiling()
-        and input.is_inference()
-        and not torch.is_inference_mode_enabled()
-    ):
+def _compiled(op: Any, input: Tensor, bits: int, *arguments: Any) -> Tensor:
+    """The activation in compiled code: out of place and a copy, of which the compiler makes one.
+
+    Inductor moves an earlier read of a tensor behind a custom op that modifies it, and autograd
+    Functions that modify a graph's input get wrong gradients.
+    """
+    order = _ops.storage_order(input)
+    result, _ = op(input, bits if _needs_grad(input) else 0, order, *arguments)
+    return input.copy_(result)
+
+
+def _without_grad(op: Any, name: str, input: Tensor, *arguments: Any) -> Tensor:
+    if input.is_inference() and not torch.is_inference_mode_enabled():
         raise RuntimeError(
             "Inplace update to inference tensor outside InferenceMode is not allowed. You can make "
             "a clone to get a normal tensor before doing inplace update."
         )
     try:
-        op(input, order, *arguments)
+        op(input, _ops.storage_order(input), *arguments)
     except NotImplementedError as error:
         raise _ops.unsupported(name, input) from error
     increment_version(input)
@@ -206,15 +216,12 @@ def _without_grad(input: Tensor, op: Any, name: str, order: list[int], *argument
 
 
 def _with_grad(
-    function: type[torch.autograd.Function], name: str, input: Tensor, *arguments: Any
+    function: type[Function], name: str, input: Tensor, bits: int, *arguments: Any
 ) -> Tensor:
-    if torch.compiler.is_compiling():
-        # Dynamo follows a Function that modifies an intermediate result, but not one that modifies
-        # a graph's input, nor, before 2.13, one whose result is discarded (PyTorch issue 184113).
-        return input.copy_(function.apply(input.clone(), *arguments))
     _refuse_what_autograd_refuses(input)
+    packed = _ops.empty_bits(input, bits) if bits else None
     try:
-        return function.apply(input, *arguments)
+        return function.apply(input, packed, _ops.storage_order(input), *arguments)
     except NotImplementedError as error:
         raise _ops.unsupported(name, input) from error
 

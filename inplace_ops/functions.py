@@ -67,12 +67,6 @@ def _linear(grad: Tensor, op: Callable[..., Tensor], saved: Tensor, *arguments: 
     )
 
 
-def _keep_mask_or_output(ctx: Any, x: Tensor, mask: Tensor | None) -> None:
-    ctx.mark_dirty(x)
-    ctx.has_mask = mask is not None
-    ctx.save_for_backward(x if mask is None else mask)
-
-
 class ReLUFunction(Function):
     """`ReLUFunction.apply(x, mask, order)` replaces x by max(x, 0) and returns it.
 
@@ -85,9 +79,14 @@ class ReLUFunction(Function):
             _ops.relu_(x, order)
         else:
             _ops.relu_with_mask_(x, mask, order)
-        ctx.order = order
-        _keep_mask_or_output(ctx, x, mask)
+        ctx.mark_dirty(x)
+        ReLUFunction.keep(ctx, x, mask, order)
         return x
+
+    @staticmethod
+    def keep(ctx: Any, output: Tensor, mask: Tensor | None, order: list[int]) -> None:
+        ctx.has_mask, ctx.order = mask is not None, order
+        ctx.save_for_backward(output if mask is None else mask)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -110,9 +109,16 @@ class LeakyReLUFunction(Function):
             _ops.leaky_relu_(x, order, negative_slope)
         else:
             _ops.leaky_relu_with_mask_(x, mask, order, negative_slope)
-        ctx.order, ctx.negative_slope = order, negative_slope
-        _keep_mask_or_output(ctx, x, mask)
+        ctx.mark_dirty(x)
+        LeakyReLUFunction.keep(ctx, x, mask, order, negative_slope)
         return x
+
+    @staticmethod
+    def keep(
+        ctx: Any, output: Tensor, mask: Tensor | None, order: list[int], negative_slope: float
+    ) -> None:
+        ReLUFunction.keep(ctx, output, mask, order)
+        ctx.negative_slope = negative_slope
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -153,10 +159,14 @@ class SiLUFunction(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bits: Tensor, order: list[int]) -> Tensor:
         _ops.silu_with_bits_(x, bits, order)
-        ctx.order = order
         ctx.mark_dirty(x)
-        ctx.save_for_backward(x, bits)
+        SiLUFunction.keep(ctx, x, bits, order)
         return x
+
+    @staticmethod
+    def keep(ctx: Any, output: Tensor, bits: Tensor, order: list[int]) -> None:
+        ctx.order = order
+        ctx.save_for_backward(output, bits)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -207,10 +217,14 @@ class SiLUDerivativeFunction(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bits: Tensor, order: list[int]) -> Tensor:
         _ops.silu_with_derivative_(x, bits, order)
-        ctx.order = order
         ctx.mark_dirty(x)
-        ctx.save_for_backward(bits)
+        SiLUDerivativeFunction.keep(ctx, x, bits, order)
         return x
+
+    @staticmethod
+    def keep(ctx: Any, output: Tensor, bits: Tensor, order: list[int]) -> None:
+        ctx.order = order
+        ctx.save_for_backward(bits)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -221,3 +235,23 @@ class SiLUDerivativeFunction(Function):
             lambda g: _SiLUDerivativeBackward.apply(g, bits, ctx.order),
         )
         return gradient, None, None
+
+
+def _register_autograd(op: torch._ops.OpOverload, function: Any) -> None:
+    """Give an op out of place the gradient of a Function."""
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _, bits, *arguments = inputs
+        result, packed = output
+        function.keep(ctx, result, packed if bits else None, *arguments)
+
+    def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        return function.backward(ctx, grad)
+
+    torch.library.register_autograd(op.name(), backward, setup_context=setup_context)
+
+
+_register_autograd(_ops.relu, ReLUFunction)
+_register_autograd(_ops.leaky_relu, LeakyReLUFunction)
+_register_autograd(_ops.silu, SiLUFunction)
+_register_autograd(_ops.silu_derivative, SiLUDerivativeFunction)
