@@ -88,6 +88,7 @@ template <class Device, template <class> class Activation, template <class, clas
 void activate(const Tensor& out, const Tensor& x, const Tensor* bits, const Order& order,
               Arguments... arguments) {
   using Properties = Activation<float>;
+  check_writable(Properties::kName, x);  // compiled code copies out to x
   if (bits) check_bits<Properties>(*bits, x);
   const Geometry geometry = walk(order, {&out, &x});
 
@@ -107,14 +108,12 @@ void activate(const Tensor& out, const Tensor& x, const Tensor* bits, const Orde
 
 template <class Device, template <class> class Activation, class... Arguments>
 void in_place(Tensor x, Order order, Arguments... arguments) {
-  check_writable(Activation<float>::kName, x);
   check_order(Activation<float>::kName, order, x.dim());
   activate<Device, Activation, Forward>(x, x, nullptr, order, arguments...);
 }
 
 template <class Device, template <class> class Activation, class... Arguments>
 void in_place_keeping(Tensor x, Tensor bits, Order order, Arguments... arguments) {
-  check_writable(Activation<float>::kName, x);
   check_order(Activation<float>::kName, order, x.dim());
   activate<Device, Activation, ForwardKeeping>(x, x, &bits, order, arguments...);
 }

@@ -744,4 +744,4 @@ def test_errors_of_the_grids_are_the_documented_ones() -> None:
 
 def test_ops_are_private() -> None:
     assert not any(name in inplace_ops.__all__ for name in ("_ops", "FORWARD_OPS"))
-    assert len(_ops.FORWARD_OPS) + len(_ops.BACKWARD_OPS) == 14
+    assert len(_ops.FUNCTIONAL_OPS) + len(_ops.FORWARD_OPS) + len(_ops.BACKWARD_OPS) == 18

@@ -22,12 +22,17 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], list[int]]] = {
 
 # The scalar arguments of each op, and the number of bit planes that it takes: None takes no bits.
 SCALARS: dict[str, tuple[object, ...]] = {
+    "leaky_relu": (0.2,),
     "leaky_relu_": (0.2,),
     "leaky_relu_with_mask_": (0.2,),
     "leaky_relu_backward_mask": (0.2,),
     "leaky_relu_backward_output": (0.2,),
 }
 PLANES: dict[str, int | None] = {
+    "relu": None,
+    "leaky_relu": None,
+    "silu": None,
+    "silu_derivative": None,
     "relu_": None,
     "leaky_relu_": None,
     "silu_": None,
@@ -50,7 +55,15 @@ FLOATS_BEFORE_BITS = {
     "silu_double_backward": 3,
 }
 
-OPS = (*_ops.FORWARD_OPS, *_ops.BACKWARD_OPS)
+# The in-place op with the same bits of each functional one, which is told how many.
+IN_PLACE = {
+    _ops.relu: (_ops.relu_with_mask_, 1),
+    _ops.leaky_relu: (_ops.leaky_relu_with_mask_, 1),
+    _ops.silu: (_ops.silu_with_bits_, 6),
+    _ops.silu_derivative: (_ops.silu_with_derivative_, 16),
+}
+
+OPS = (*_ops.FUNCTIONAL_OPS, *_ops.FORWARD_OPS, *_ops.BACKWARD_OPS)
 all_ops = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name().split("::")[1])
 
 
@@ -75,7 +88,8 @@ def arguments_of(
     bits = [] if planes is None else [_ops.empty_bits(floats[0], planes).random_()]
     if planes == 16:
         bits[0][-1] = 255  # no code is 0, which stands for NaN
-    return [*floats, *bits, order, *SCALARS.get(name, ())]
+    number = [IN_PLACE[op][1]] if op in IN_PLACE else []
+    return [*floats, *number, *bits, order, *SCALARS.get(name, ())]
 
 
 keeping_ops = pytest.mark.parametrize(
@@ -92,6 +106,26 @@ def test_every_op_is_listed() -> None:
 def test_opcheck(op: torch._ops.OpOverload, layout: str, device: torch.device) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         torch.library.opcheck(op, tuple(arguments_of(op, device, dtype, layout)))
+
+
+@pytest.mark.parametrize("op", _ops.FUNCTIONAL_OPS, ids=name_of)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_functional_ops_equal_the_in_place_ones(
+    op: torch._ops.OpOverload, layout: str, device: torch.device
+) -> None:
+    in_place, planes = IN_PLACE[op]
+    x, _, *rest = arguments_of(op, device, layout=layout)
+    before = x.clone()
+    expected, expected_bits = x.clone(), _ops.empty_bits(x, planes)
+    in_place(expected, expected_bits, *rest)
+    for bits in (planes, 0):
+        result, packed = op(x, bits, *rest)
+        assert_identical(result, expected)
+        assert torch.equal(packed, expected_bits[:bits])
+    assert_identical(x, before)
+    for bits in (-1, 33):
+        with pytest.raises(RuntimeError):
+            op(x, bits, *rest)
 
 
 WRONG_BITS: dict[str, Callable[[Tensor], Tensor]] = {
