@@ -3,6 +3,9 @@
 Calls are made one after the other without waiting for the device; the time is the host's clock over
 their number. Variants in turn within each repetition, against PyTorch out of place and in place. On
 the CPU the kernel's own time, below a microsecond here, is included.
+
+"Python alone" is what no extension that is called from Python can go below: a call of a custom op,
+and a torch.autograd.Function that marks its input dirty, keeps a tensor and does nothing else.
 """
 
 from __future__ import annotations
@@ -16,13 +19,44 @@ from typing import Any
 
 import torch
 from measure import RESULTS, machine, quartiles, table, write_csv
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from variants import VARIANTS, Variant
 from verification import verify
 
+from inplace_ops import _ops
+
 ELEMENTS = 1024
 CALLS = 200  # fewer than a CUDA stream queues
 PHASES = ("no grad", "forward", "backward")
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(kept)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (_,) = ctx.saved_tensors
+        return grad, None
+
+
+_KEPT = torch.empty(1)
+
+
+def _op_alone(x: Tensor) -> Tensor:
+    _ops.relu_(x, [])
+    return x
+
+
+# With the phases in which they are one.
+FLOORS = {
+    "a custom op": (_op_alone, ("no grad",)),
+    "an empty autograd.Function": (lambda x: _Nothing.apply(x, _KEPT), ("forward", "backward")),
+}
 
 
 def host_time(calls: list[Callable[[], Any]], device: str) -> tuple[float, list[Any]]:
@@ -66,15 +100,19 @@ def main() -> None:
     device = arguments.device
 
     rows: list[dict[str, Any]] = []
-    for activation, variants in VARIANTS.items():
+    floors = [Variant(name, run) for name, (run, _) in FLOORS.items()]
+    for activation, variants in {**VARIANTS, "Python alone": floors}.items():
         for variant in variants:
-            verify(activation, variant, torch.randn(ELEMENTS, device=device))
+            if activation in VARIANTS:
+                verify(activation, variant, torch.randn(ELEMENTS, device=device))
             time_variant(variant, device)  # warms up
         measured = [
             {variant.name: time_variant(variant, device) for variant in variants}
             for _ in range(arguments.repetitions)
         ]
         for variant, phase in itertools.product(variants, PHASES):
+            if variant.name in FLOORS and phase not in FLOORS[variant.name][1]:
+                continue
             times = [repetition[variant.name][phase] for repetition in measured]
             first, median, third = quartiles(times)
             rows.append(

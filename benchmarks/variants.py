@@ -24,8 +24,9 @@ class Kernels:
     arguments: tuple[float, ...] = ()
 
     def forward(self, x: Tensor, bits: Tensor | None) -> None:
-        """Replace x by its activation and write the packed bits."""
-        self.forward_op(x, bits, [], *self.arguments)
+        """Replace x by its activation and write the packed bits, if it keeps any."""
+        kept = [] if bits is None else [bits]
+        self.forward_op(x, *kept, [], *self.arguments)
 
     def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
         """Return the gradient from the incoming one and what was saved: output, bits or both."""
@@ -63,7 +64,7 @@ class Variant:
 
 _SILU_BITS = {torch.float32: 6, torch.bfloat16: 5, torch.float16: 7, torch.float64: 1}
 _DERIVATIVE_BITS = {torch.float32: 16, torch.bfloat16: 8, torch.float16: 8, torch.float64: 32}
-_SILU_KERNELS = Kernels(_ops.silu_, _ops.silu_backward_output)
+_SILU_KERNELS = Kernels(_ops.silu_with_bits_, _ops.silu_backward_output)
 
 # PyTorch out of place first: it is the reference; PyTorch in place second: the ratios are to it.
 VARIANTS: dict[str, list[Variant]] = {
@@ -75,7 +76,7 @@ VARIANTS: dict[str, list[Variant]] = {
             inplace_ops.relu_,
             backward_tensors=2,
             bits=1,
-            kernels=Kernels(_ops.relu_, _ops.relu_backward_mask),
+            kernels=Kernels(_ops.relu_with_mask_, _ops.relu_backward_mask),
         ),
         Variant(
             "output",
@@ -91,7 +92,7 @@ VARIANTS: dict[str, list[Variant]] = {
             lambda x: inplace_ops.leaky_relu_(x, SLOPE),
             backward_tensors=2,
             bits=1,
-            kernels=Kernels(_ops.leaky_relu_, _ops.leaky_relu_backward_mask, (SLOPE,)),
+            kernels=Kernels(_ops.leaky_relu_with_mask_, _ops.leaky_relu_backward_mask, (SLOPE,)),
         ),
         Variant(
             "output",
@@ -114,7 +115,7 @@ VARIANTS: dict[str, list[Variant]] = {
             lambda x: inplace_ops.silu_(x, save="derivative"),
             backward_tensors=2,
             bits=_DERIVATIVE_BITS,
-            kernels=Kernels(_ops.silu_derivative_, _ops.silu_backward_derivative),
+            kernels=Kernels(_ops.silu_with_derivative_, _ops.silu_backward_derivative),
         ),
     ],
 }

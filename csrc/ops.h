@@ -10,7 +10,7 @@
 #include <torch/headeronly/util/HeaderOnlyArrayRef.h>
 
 #include <array>
-#include <optional>
+#include <tuple>
 #include <vector>
 
 #include "activations.h"
@@ -40,24 +40,38 @@ inline Geometry walk(const Order& order, const std::vector<const Tensor*>& opera
   return geometry;
 }
 
+inline Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+                            int32_t dtype, const Tensor& like) {
+  int32_t device_type;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(sizes.size()), sizes.data(),
+                                                         strides.data(), dtype, device_type,
+                                                         like.get_device_index(), &handle));
+  return Tensor(handle);
+}
+
 // An uninitialized tensor like `like`, contiguous once its dimensions are permuted by `order`.
 inline Tensor empty_in_order(const Tensor& like, const Order& order) {
   const int64_t dims = like.dim();
-  std::vector<int64_t> strides(dims);
+  std::vector<int64_t> sizes(dims), strides(dims);
   int64_t stride = 1;
   for (int64_t i = dims - 1; i >= 0; --i) {
     const int64_t d = order.empty() ? i : order[i];
+    sizes[d] = like.size(d);
     strides[d] = stride;
     stride *= std::max<int64_t>(like.size(d), 1);
   }
-  int32_t dtype, device_type;
+  int32_t dtype;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
-  AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dims, like.sizes().data(), strides.data(),
-                                                         dtype, device_type,
-                                                         like.get_device_index(), &handle));
-  return Tensor(handle);
+  return empty_strided(sizes, strides, dtype, like);
+}
+
+// Room for packed bits of the elements of x.
+inline Tensor empty_bits(const Tensor& x, int64_t bits) {
+  const int64_t bytes = plane_bytes(x.numel());
+  return empty_strided({bits, bytes}, {std::max<int64_t>(bytes, 1), 1}, aoti_torch_dtype_uint8(),
+                       x);
 }
 
 inline PackedBits<uint8_t> written_bits(const Tensor& bits) {
@@ -68,34 +82,53 @@ inline PackedBits<const uint8_t> read_bits(const Tensor& bits) {
   return {static_cast<const uint8_t*>(bits.const_data_ptr()), bits.size(1), int(bits.size(0))};
 }
 
-template <class Device, template <class> class Activation, class... Arguments>
-void forward(Tensor x, std::optional<Tensor> bits, Order order, Arguments... arguments) {
+// Writes the functor of x to out, which may be x, and the bits.
+template <class Device, template <class> class Activation, template <class, class> class Functor,
+          class... Arguments>
+void activate(const Tensor& out, const Tensor& x, const Tensor* bits, const Order& order,
+              Arguments... arguments) {
   using Properties = Activation<float>;
-  check_writable(Properties::kName, x);
-  check_order(Properties::kName, order, x.dim());
+  check_writable(Properties::kName, x);  // compiled code copies out to x
   if (bits) check_bits<Properties>(*bits, x);
-  const Geometry geometry = walk(order, {&x, &x});
+  const Geometry geometry = walk(order, {&out, &x});
 
-  const auto run = [&](auto kernel, auto packed) {
-    using Kernel = decltype(kernel);
-    using T = typename Kernel::Scalar;
-    if (geometry.elements == 0) return;
-    T* values = static_cast<T*>(x.mutable_data_ptr());
-    Device::run(kernel, geometry, Operands<Kernel>{values, {values}, packed}, x.get_device_index());
-  };
-  if (bits) {
-    dispatch<false>(x.scalar_type(), Properties::kName, [&](auto zero) {
-      using T = decltype(zero);
-      const Activation<T> activation{arguments...};
-      run(ForwardKeeping<Activation<T>, T>{activation}, written_bits(*bits));
-    });
-  } else {
-    dispatch<Properties::kTakesIntegers>(x.scalar_type(), Properties::kName, [&](auto zero) {
-      using T = decltype(zero);
-      const Activation<T> activation{arguments...};
-      run(Forward<Activation<T>, T>{activation}, PackedBits<const uint8_t>{});
-    });
-  }
+  constexpr bool keeps = Functor<Properties, float>::kBits == Bits::kWritten;
+  dispatch<Properties::kTakesIntegers && !keeps>(
+      x.scalar_type(), Properties::kName, [&](auto zero) {
+        using T = decltype(zero);
+        using Kernel = Functor<Activation<T>, T>;
+        if (geometry.elements == 0) return;
+        Operands<Kernel> data{static_cast<T*>(out.mutable_data_ptr()),
+                              {static_cast<const T*>(x.const_data_ptr())},
+                              {}};
+        if constexpr (keeps) data.bits = written_bits(*bits);
+        Device::run(Kernel{Activation<T>{arguments...}}, geometry, data, x.get_device_index());
+      });
+}
+
+template <class Device, template <class> class Activation, class... Arguments>
+void in_place(Tensor x, Order order, Arguments... arguments) {
+  check_order(Activation<float>::kName, order, x.dim());
+  activate<Device, Activation, Forward>(x, x, nullptr, order, arguments...);
+}
+
+template <class Device, template <class> class Activation, class... Arguments>
+void in_place_keeping(Tensor x, Tensor bits, Order order, Arguments... arguments) {
+  check_order(Activation<float>::kName, order, x.dim());
+  activate<Device, Activation, ForwardKeeping>(x, x, &bits, order, arguments...);
+}
+
+// The result, and as many packed bits an element as asked for.
+template <class Device, template <class> class Activation, class... Arguments>
+std::tuple<Tensor, Tensor> out_of_place(Tensor x, int64_t bits, Order order,
+                                        Arguments... arguments) {
+  check_order(Activation<float>::kName, order, x.dim());
+  const Tensor out = empty_in_order(x, order), packed = empty_bits(x, bits);
+  if (bits == 0)
+    activate<Device, Activation, Forward>(out, x, nullptr, order, arguments...);
+  else
+    activate<Device, Activation, ForwardKeeping>(out, x, &packed, order, arguments...);
+  return {out, packed};
 }
 
 // A new tensor from the functor of the inputs, the first of which is a gradient, and of the bits.
@@ -154,19 +187,26 @@ Tensor double_backward(Tensor grad_grad, Tensor grad, Tensor output, Tensor bits
 // The list: every op of every activation. The schemas are in library.cpp.
 template <class Device>
 void register_ops(torch::stable::detail::StableLibrary& m) {
-  m.impl("relu_", TORCH_BOX((&forward<Device, ReLU>)));
+  m.impl("relu", TORCH_BOX((&out_of_place<Device, ReLU>)));
+  m.impl("relu_", TORCH_BOX((&in_place<Device, ReLU>)));
+  m.impl("relu_with_mask_", TORCH_BOX((&in_place_keeping<Device, ReLU>)));
   m.impl("relu_backward_mask", TORCH_BOX((&backward_from_bits<Device, ReLU>)));
   m.impl("relu_backward_output", TORCH_BOX((&backward_from_output<Device, ReLU>)));
 
-  m.impl("leaky_relu_", TORCH_BOX((&forward<Device, LeakyReLU, double>)));
+  m.impl("leaky_relu", TORCH_BOX((&out_of_place<Device, LeakyReLU, double>)));
+  m.impl("leaky_relu_", TORCH_BOX((&in_place<Device, LeakyReLU, double>)));
+  m.impl("leaky_relu_with_mask_", TORCH_BOX((&in_place_keeping<Device, LeakyReLU, double>)));
   m.impl("leaky_relu_backward_mask", TORCH_BOX((&backward_from_bits<Device, LeakyReLU, double>)));
   m.impl("leaky_relu_backward_output",
          TORCH_BOX((&backward_from_output<Device, LeakyReLU, double>)));
 
-  m.impl("silu_", TORCH_BOX((&forward<Device, SiLU>)));
+  m.impl("silu", TORCH_BOX((&out_of_place<Device, SiLU>)));
+  m.impl("silu_", TORCH_BOX((&in_place<Device, SiLU>)));
+  m.impl("silu_with_bits_", TORCH_BOX((&in_place_keeping<Device, SiLU>)));
   m.impl("silu_backward_output", TORCH_BOX((&backward_from_both<Device, SiLU>)));
   m.impl("silu_double_backward", TORCH_BOX((&double_backward<Device, SiLU>)));
-  m.impl("silu_derivative_", TORCH_BOX((&forward<Device, SiLUDerivative>)));
+  m.impl("silu_derivative", TORCH_BOX((&out_of_place<Device, SiLUDerivative>)));
+  m.impl("silu_with_derivative_", TORCH_BOX((&in_place_keeping<Device, SiLUDerivative>)));
   m.impl("silu_backward_derivative", TORCH_BOX((&backward_from_bits<Device, SiLUDerivative>)));
 }
 

@@ -33,19 +33,36 @@ if torch.version.cuda is not None:
 built_with_torch = _C.built_with_torch
 
 _namespace = torch.ops.inplace_ops
+relu = _namespace.relu.default
 relu_ = _namespace.relu_.default
+relu_with_mask_ = _namespace.relu_with_mask_.default
 relu_backward_mask = _namespace.relu_backward_mask.default
 relu_backward_output = _namespace.relu_backward_output.default
+leaky_relu = _namespace.leaky_relu.default
 leaky_relu_ = _namespace.leaky_relu_.default
+leaky_relu_with_mask_ = _namespace.leaky_relu_with_mask_.default
 leaky_relu_backward_mask = _namespace.leaky_relu_backward_mask.default
 leaky_relu_backward_output = _namespace.leaky_relu_backward_output.default
+silu = _namespace.silu.default
 silu_ = _namespace.silu_.default
+silu_with_bits_ = _namespace.silu_with_bits_.default
 silu_backward_output = _namespace.silu_backward_output.default
 silu_double_backward = _namespace.silu_double_backward.default
-silu_derivative_ = _namespace.silu_derivative_.default
+silu_derivative = _namespace.silu_derivative.default
+silu_with_derivative_ = _namespace.silu_with_derivative_.default
 silu_backward_derivative = _namespace.silu_backward_derivative.default
 
-FORWARD_OPS = (relu_, leaky_relu_, silu_, silu_derivative_)
+# Out of place, for compiled code: the result and the packed bits.
+FUNCTIONAL_OPS = (relu, leaky_relu, silu, silu_derivative)
+FORWARD_OPS = (
+    relu_,
+    relu_with_mask_,
+    leaky_relu_,
+    leaky_relu_with_mask_,
+    silu_,
+    silu_with_bits_,
+    silu_with_derivative_,
+)
 BACKWARD_OPS = (
     relu_backward_mask,
     relu_backward_output,
@@ -93,9 +110,48 @@ def _check_devices(*arguments: object) -> None:
     torch._check(len(devices) == 1, lambda: f"tensors on several devices: {devices}")
 
 
-def _forward_fake(name: str) -> Callable[..., None]:
-    def fake(x: Tensor, bits: Tensor | None, order: Sequence[int], *arguments: float) -> None:
-        _check_devices(x, bits)
+def _empty_in_order(x: Tensor, order: Sequence[int]) -> Tensor:
+    strides = [1] * x.dim()
+    stride = 1
+    for d in reversed(order or range(x.dim())):
+        strides[d] = stride
+        stride = stride * torch.sym_max(x.size(d), 1)
+    return x.new_empty_strided(x.shape, strides)
+
+
+def _may_overlap(x: Tensor) -> bool:
+    """Whether elements of x may share memory.
+
+    True for a few strides without overlap too, such as (3, 2) of a shape (2, 3).
+    """
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+def _functional_fake(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    def fake(
+        x: Tensor, bits: int, order: Sequence[int], *arguments: float
+    ) -> tuple[Tensor, Tensor]:
+        check_dtype(name, x)
+        if _may_overlap(x):  # compiled code copies the result to x
+            raise RuntimeError(
+                f"{name}: unsupported operation: more than one element of the written-to tensor "
+                "refers to a single memory location. Please clone() the tensor before performing "
+                "the operation."
+            )
+        return _empty_in_order(x, order), empty_bits(x, bits)
+
+    return fake
+
+
+def _in_place_fake(name: str) -> Callable[..., None]:
+    def fake(x: Tensor, *arguments: object) -> None:
+        _check_devices(x, *arguments)
         check_dtype(name, x)
 
     return fake
@@ -103,13 +159,7 @@ def _forward_fake(name: str) -> Callable[..., None]:
 
 def _backward_fake(grad: Tensor, *arguments: object) -> Tensor:
     _check_devices(grad, *arguments)
-    order = next(a for a in arguments if isinstance(a, (list, tuple)))
-    strides = [1] * grad.dim()
-    stride = 1
-    for d in reversed(order or range(grad.dim())):
-        strides[d] = stride
-        stride = stride * torch.sym_max(grad.size(d), 1)
-    return grad.new_empty_strided(grad.shape, strides)
+    return _empty_in_order(grad, next(a for a in arguments if isinstance(a, (list, tuple))))
 
 
 def _loop_over_batch(op: torch._ops.OpOverload):  # type: ignore[no-untyped-def]
@@ -127,8 +177,10 @@ def _loop_over_batch(op: torch._ops.OpOverload):  # type: ignore[no-untyped-def]
     return rule
 
 
+for _op in FUNCTIONAL_OPS:
+    torch.library.register_fake(_op.name(), _functional_fake(f"{_op._opname}_"))
 for _op in FORWARD_OPS:
-    torch.library.register_fake(_op.name(), _forward_fake(_op.name().removeprefix("inplace_ops::")))
+    torch.library.register_fake(_op.name(), _in_place_fake(_op._opname))
 for _op in BACKWARD_OPS:
     torch.library.register_fake(_op.name(), _backward_fake)
     torch.library.register_vmap(_op.name(), _loop_over_batch(_op))

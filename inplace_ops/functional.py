@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import Function, forward_ad
+from torch.autograd.graph import increment_version
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from . import _ops
@@ -53,11 +54,12 @@ def relu_(input: Tensor, *, save: str = "mask") -> Tensor:
     check_save("relu_", save, ("mask", "output"))
     if _decomposes(input, "relu_"):
         return input.copy_(F.relu(input.clone()))
-    order = _ops.storage_order(input)
+    bits = int(save == "mask")
+    if torch.compiler.is_compiling():
+        return _compiled(_ops.relu, input, bits)
     if not _needs_grad(input):
-        return _without_grad(input, _ops.relu_, "relu_", order)
-    bits = _ops.empty_bits(input, 1) if save == "mask" else None
-    return _with_grad(ReLUFunction, "relu_", input, bits, order)
+        return _without_grad(_ops.relu_, "relu_", input)
+    return _with_grad(ReLUFunction, "relu_", input, bits)
 
 
 def leaky_relu_(input: Tensor, negative_slope: float = 0.01, *, save: str = "mask") -> Tensor:
@@ -79,11 +81,12 @@ def leaky_relu_(input: Tensor, negative_slope: float = 0.01, *, save: str = "mas
     check_leaky_relu(negative_slope, save)
     if _decomposes(input, "leaky_relu_"):
         return input.copy_(F.leaky_relu(input.clone(), negative_slope))
-    order = _ops.storage_order(input)
+    bits = int(save == "mask")
+    if torch.compiler.is_compiling():
+        return _compiled(_ops.leaky_relu, input, bits, negative_slope)
     if not _needs_grad(input):
-        return _without_grad(input, _ops.leaky_relu_, "leaky_relu_", order, negative_slope)
-    bits = _ops.empty_bits(input, 1) if save == "mask" else None
-    return _with_grad(LeakyReLUFunction, "leaky_relu_", input, bits, order, negative_slope)
+        return _without_grad(_ops.leaky_relu_, "leaky_relu_", input, negative_slope)
+    return _with_grad(LeakyReLUFunction, "leaky_relu_", input, bits, negative_slope)
 
 
 def silu_(input: Tensor, *, save: str = "output", bits: int | None = None) -> Tensor:
@@ -111,13 +114,14 @@ def silu_(input: Tensor, *, save: str = "output", bits: int | None = None) -> Te
     check_silu(save, bits)
     if _decomposes(input, "silu_"):
         return input.copy_(F.silu(input.clone()))
-    order = _ops.storage_order(input)
+    bits = bits or default_bits(input.dtype, save)
+    if torch.compiler.is_compiling():
+        op = _ops.silu if save == "output" else _ops.silu_derivative
+        return _compiled(op, input, bits)
     if not _needs_grad(input):
-        return _without_grad(input, _ops.silu_, "silu_", order)
-    packed = _ops.empty_bits(input, bits or default_bits(input.dtype, save))
-    if save == "derivative":
-        return _with_grad(SiLUDerivativeFunction, "silu_", input, packed, order)
-    return _with_grad(SiLUFunction, "silu_", input, packed, order)
+        return _without_grad(_ops.silu_, "silu_", input)
+    function = SiLUFunction if save == "output" else SiLUDerivativeFunction
+    return _with_grad(function, "silu_", input, bits)
 
 
 def default_bits(dtype: torch.dtype, save: str) -> int:
@@ -136,7 +140,8 @@ def check_save(op: str, save: str, choices: tuple[str, ...]) -> None:
 def check_leaky_relu(negative_slope: float, save: str) -> None:
     """Raise TypeError or ValueError for arguments that leaky_relu_ does not take."""
     check_save("leaky_relu_", save, ("mask", "output"))
-    if not isinstance(negative_slope, (Real, torch.SymInt, torch.SymFloat)):
+    # Real, an abstract class, takes long to ask.
+    if not isinstance(negative_slope, (float, int, Real, torch.SymInt, torch.SymFloat)):
         raise TypeError(
             f"leaky_relu_: negative_slope must be a real number, got {negative_slope!r}"
         )
@@ -185,34 +190,38 @@ def _needs_grad(input: Tensor) -> bool:
     return input.requires_grad and torch.is_grad_enabled()
 
 
-def _without_grad(input: Tensor, op: Any, name: str, order: list[int], *arguments: Any) -> Tensor:
-    if torch.compiler.is_compiling():
-        op(input, None, order, *arguments)
-        return input
+def _compiled(op: Any, input: Tensor, bits: int, *arguments: Any) -> Tensor:
+    """The activation in compiled code: out of place and a copy, of which the compiler makes one.
+
+    Inductor moves an earlier read of a tensor behind a custom op that modifies it, and autograd
+    Functions that modify a graph's input get wrong gradients.
+    """
+    order = _ops.storage_order(input)
+    result, _ = op(input, bits if _needs_grad(input) else 0, order, *arguments)
+    return input.copy_(result)
+
+
+def _without_grad(op: Any, name: str, input: Tensor, *arguments: Any) -> Tensor:
     if input.is_inference() and not torch.is_inference_mode_enabled():
         raise RuntimeError(
             "Inplace update to inference tensor outside InferenceMode is not allowed. You can make "
             "a clone to get a normal tensor before doing inplace update."
         )
-    _run(op, name, input, None, order, *arguments)
-    torch.autograd.graph.increment_version(input)
+    try:
+        op(input, _ops.storage_order(input), *arguments)
+    except NotImplementedError as error:
+        raise _ops.unsupported(name, input) from error
+    increment_version(input)
     return input
 
 
 def _with_grad(
-    function: type[torch.autograd.Function], name: str, input: Tensor, *arguments: Any
+    function: type[Function], name: str, input: Tensor, bits: int, *arguments: Any
 ) -> Tensor:
-    if torch.compiler.is_compiling():
-        # Dynamo follows a Function that modifies an intermediate result, but not one that modifies
-        # a graph's input, nor, before 2.13, one whose result is discarded (PyTorch issue 184113).
-        return input.copy_(function.apply(input.clone(), *arguments))
     _refuse_what_autograd_refuses(input)
-    return _run(function.apply, name, input, *arguments)
-
-
-def _run(function: Callable[..., Any], name: str, input: Tensor, *arguments: Any) -> Any:
+    packed = _ops.empty_bits(input, bits) if bits else None
     try:
-        return function(input, *arguments)
+        return function.apply(input, packed, _ops.storage_order(input), *arguments)
     except NotImplementedError as error:
         raise _ops.unsupported(name, input) from error
 

@@ -6,6 +6,9 @@ applied by `inplace_ops.functional`, which refuses first what PyTorch refuses: t
 
 Every backward is an op that is linear in the incoming gradient. Where a second derivative may be
 asked for it runs as a Function too.
+
+The Functions that modify the input set their context up in forward: a setup_context of their own
+would triple the cost of a call, and only torch.func's transforms, which they never meet, need one.
 """
 
 from __future__ import annotations
@@ -64,12 +67,6 @@ def _linear(grad: Tensor, op: Callable[..., Tensor], saved: Tensor, *arguments: 
     )
 
 
-def _keep_mask_or_output(ctx: Any, x: Tensor, mask: Tensor | None) -> None:
-    ctx.mark_dirty(x)
-    ctx.has_mask = mask is not None
-    ctx.save_for_backward(x if mask is None else mask)
-
-
 class ReLUFunction(Function):
     """`ReLUFunction.apply(x, mask, order)` replaces x by max(x, 0) and returns it.
 
@@ -77,14 +74,19 @@ class ReLUFunction(Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, mask: Tensor | None, order: list[int]) -> Tensor:
-        _ops.relu_(x, mask, order)
+    def forward(ctx: Any, x: Tensor, mask: Tensor | None, order: list[int]) -> Tensor:
+        if mask is None:
+            _ops.relu_(x, order)
+        else:
+            _ops.relu_with_mask_(x, mask, order)
+        ctx.mark_dirty(x)
+        ReLUFunction.keep(ctx, x, mask, order)
         return x
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, mask, ctx.order = inputs
-        _keep_mask_or_output(ctx, x, mask)
+    def keep(ctx: Any, output: Tensor, mask: Tensor | None, order: list[int]) -> None:
+        ctx.has_mask, ctx.order = mask is not None, order
+        ctx.save_for_backward(output if mask is None else mask)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -100,14 +102,23 @@ class LeakyReLUFunction(Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, mask: Tensor | None, order: list[int], negative_slope: float) -> Tensor:
-        _ops.leaky_relu_(x, mask, order, negative_slope)
+    def forward(
+        ctx: Any, x: Tensor, mask: Tensor | None, order: list[int], negative_slope: float
+    ) -> Tensor:
+        if mask is None:
+            _ops.leaky_relu_(x, order, negative_slope)
+        else:
+            _ops.leaky_relu_with_mask_(x, mask, order, negative_slope)
+        ctx.mark_dirty(x)
+        LeakyReLUFunction.keep(ctx, x, mask, order, negative_slope)
         return x
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, mask, ctx.order, ctx.negative_slope = inputs
-        _keep_mask_or_output(ctx, x, mask)
+    def keep(
+        ctx: Any, output: Tensor, mask: Tensor | None, order: list[int], negative_slope: float
+    ) -> None:
+        ReLUFunction.keep(ctx, output, mask, order)
+        ctx.negative_slope = negative_slope
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -146,14 +157,15 @@ class SiLUFunction(Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, bits: Tensor, order: list[int]) -> Tensor:
-        _ops.silu_(x, bits, order)
+    def forward(ctx: Any, x: Tensor, bits: Tensor, order: list[int]) -> Tensor:
+        _ops.silu_with_bits_(x, bits, order)
+        ctx.mark_dirty(x)
+        SiLUFunction.keep(ctx, x, bits, order)
         return x
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, bits, ctx.order = inputs
-        ctx.mark_dirty(x)
+    def keep(ctx: Any, output: Tensor, bits: Tensor, order: list[int]) -> None:
+        ctx.order = order
         ctx.save_for_backward(output, bits)
 
     @staticmethod
@@ -203,14 +215,15 @@ class SiLUDerivativeFunction(Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, bits: Tensor, order: list[int]) -> Tensor:
-        _ops.silu_derivative_(x, bits, order)
+    def forward(ctx: Any, x: Tensor, bits: Tensor, order: list[int]) -> Tensor:
+        _ops.silu_with_derivative_(x, bits, order)
+        ctx.mark_dirty(x)
+        SiLUDerivativeFunction.keep(ctx, x, bits, order)
         return x
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, bits, ctx.order = inputs
-        ctx.mark_dirty(x)
+    def keep(ctx: Any, output: Tensor, bits: Tensor, order: list[int]) -> None:
+        ctx.order = order
         ctx.save_for_backward(bits)
 
     @staticmethod
@@ -222,3 +235,23 @@ class SiLUDerivativeFunction(Function):
             lambda g: _SiLUDerivativeBackward.apply(g, bits, ctx.order),
         )
         return gradient, None, None
+
+
+def _register_autograd(op: torch._ops.OpOverload, function: Any) -> None:
+    """Give an op out of place the gradient of a Function."""
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _, bits, *arguments = inputs
+        result, packed = output
+        function.keep(ctx, result, packed if bits else None, *arguments)
+
+    def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        return function.backward(ctx, grad)
+
+    torch.library.register_autograd(op.name(), backward, setup_context=setup_context)
+
+
+_register_autograd(_ops.relu, ReLUFunction)
+_register_autograd(_ops.leaky_relu, LeakyReLUFunction)
+_register_autograd(_ops.silu, SiLUFunction)
+_register_autograd(_ops.silu_derivative, SiLUDerivativeFunction)

@@ -511,6 +511,52 @@ def test_saved_tensors_hooks(
     assert_gradient(activation, actual, wanted, 1.0 + y.numel() * (place == "middle") * 1.5)
 
 
+def saved_before(call: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
+    return call(leaf.tanh())
+
+
+def saved_before_in_part(call: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
+    base = leaf.tanh()
+    call(base[1:3])
+    return base
+
+
+def written_after(call: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
+    return call(leaf.clone()).mul_(2)
+
+
+def written_without_grad(call: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
+    x = leaf.tanh()
+    y = x * 1.5
+    with torch.no_grad():
+        call(x)
+    return y + x
+
+
+def in_a_row(call: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
+    return call(call(leaf.clone()).add_(-0.5)).sigmoid()
+
+
+MUTATIONS = (saved_before, saved_before_in_part, written_after, written_without_grad, in_a_row)
+
+
+@one_of_each
+@pytest.mark.parametrize("program", MUTATIONS)
+def test_allow_mutation_on_saved_tensors(
+    activation: Activation, program: Callable[..., Tensor], device: torch.device
+) -> None:
+    leaf = random_values((4, 30), torch.float32, device).requires_grad_()
+    results = []
+    for call in (activation.call, activation.torch_inplace):
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            y = program(call, leaf)
+            (grad,) = torch.autograd.grad(y, leaf, torch.full_like(y, 0.5))
+        results.append((y.detach(), grad))
+    (actual, actual_grad), (expected, expected_grad) = results
+    assert_values(activation, actual, expected)
+    assert_gradient(activation, actual_grad, expected_grad, 1.0)
+
+
 class Token:
     """Something to hold a weak reference to."""
 
@@ -698,4 +744,4 @@ def test_errors_of_the_grids_are_the_documented_ones() -> None:
 
 def test_ops_are_private() -> None:
     assert not any(name in inplace_ops.__all__ for name in ("_ops", "FORWARD_OPS"))
-    assert len(_ops.FORWARD_OPS) + len(_ops.BACKWARD_OPS) == 11
+    assert len(_ops.FUNCTIONAL_OPS) + len(_ops.FORWARD_OPS) + len(_ops.BACKWARD_OPS) == 18

@@ -37,26 +37,29 @@ def run_all(x: Tensor, grad: Tensor, order: list[int], device: torch.device) -> 
     """Every op on copies of x and grad."""
     results = []
 
-    def forward(op: Callable[..., None], planes: int, *scalars: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        op: Callable[..., None], keeping_op: Callable[..., None], planes: int, *scalars: float
+    ) -> tuple[Tensor, Tensor]:
         without_bits, y = on(device, x), on(device, x)
         bits = _ops.empty_bits(y, planes)
-        op(without_bits, None, order, *scalars)
-        op(y, bits, order, *scalars)
+        op(without_bits, order, *scalars)
+        keeping_op(y, bits, order, *scalars)
         results.extend([without_bits, y])
         return y, bits
 
     g = on(device, grad)
-    y, bits = forward(_ops.relu_, 1)
+    y, bits = forward(_ops.relu_, _ops.relu_with_mask_, 1)
     results.append(_ops.relu_backward_mask(g, bits, order))
     results.append(_ops.relu_backward_output(g, y, order))
-    y, bits = forward(_ops.leaky_relu_, 1, SLOPE)
+    y, bits = forward(_ops.leaky_relu_, _ops.leaky_relu_with_mask_, 1, SLOPE)
     results.append(_ops.leaky_relu_backward_mask(g, bits, order, SLOPE))
     results.append(_ops.leaky_relu_backward_output(g, y, order, SLOPE))
     for planes in (1, SILU_DEFAULT_BITS[x.dtype]):
-        y, bits = forward(_ops.silu_, planes)
+        y, bits = forward(_ops.silu_, _ops.silu_with_bits_, planes)
         results.append(_ops.silu_backward_output(g, y, bits, order))
         results.append(_ops.silu_double_backward(g, g, y, bits, order))
-    _, bits = forward(_ops.silu_derivative_, DERIVATIVE_DEFAULT_BITS[x.dtype])
+    planes = DERIVATIVE_DEFAULT_BITS[x.dtype]
+    _, bits = forward(_ops.silu_, _ops.silu_with_derivative_, planes)
     results.append(_ops.silu_backward_derivative(g, bits, order))
     return results
 
@@ -87,5 +90,5 @@ def test_every_integer_kernel(dtype: torch.dtype, layout: str, device: torch.dev
     arrange, order = LAYOUTS[layout]
     x = arrange(torch.randint(100, (2100,)).sub_(50).to(dtype))
     y = on(device, x)
-    _ops.relu_(y, None, order)
+    _ops.relu_(y, order)
     assert torch.equal(y.cpu(), x.relu())

@@ -22,15 +22,24 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], list[int]]] = {
 
 # The scalar arguments of each op, and the number of bit planes that it takes: None takes no bits.
 SCALARS: dict[str, tuple[object, ...]] = {
+    "leaky_relu": (0.2,),
     "leaky_relu_": (0.2,),
+    "leaky_relu_with_mask_": (0.2,),
     "leaky_relu_backward_mask": (0.2,),
     "leaky_relu_backward_output": (0.2,),
 }
 PLANES: dict[str, int | None] = {
-    "relu_": 1,
-    "leaky_relu_": 1,
-    "silu_": 6,
-    "silu_derivative_": 16,
+    "relu": None,
+    "leaky_relu": None,
+    "silu": None,
+    "silu_derivative": None,
+    "relu_": None,
+    "leaky_relu_": None,
+    "silu_": None,
+    "relu_with_mask_": 1,
+    "leaky_relu_with_mask_": 1,
+    "silu_with_bits_": 6,
+    "silu_with_derivative_": 16,
     "relu_backward_mask": 1,
     "leaky_relu_backward_mask": 1,
     "relu_backward_output": None,
@@ -46,7 +55,15 @@ FLOATS_BEFORE_BITS = {
     "silu_double_backward": 3,
 }
 
-OPS = (*_ops.FORWARD_OPS, *_ops.BACKWARD_OPS)
+# The in-place op with the same bits of each functional one, which is told how many.
+IN_PLACE = {
+    _ops.relu: (_ops.relu_with_mask_, 1),
+    _ops.leaky_relu: (_ops.leaky_relu_with_mask_, 1),
+    _ops.silu: (_ops.silu_with_bits_, 6),
+    _ops.silu_derivative: (_ops.silu_with_derivative_, 16),
+}
+
+OPS = (*_ops.FUNCTIONAL_OPS, *_ops.FORWARD_OPS, *_ops.BACKWARD_OPS)
 all_ops = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name().split("::")[1])
 
 
@@ -71,7 +88,13 @@ def arguments_of(
     bits = [] if planes is None else [_ops.empty_bits(floats[0], planes).random_()]
     if planes == 16:
         bits[0][-1] = 255  # no code is 0, which stands for NaN
-    return [*floats, *bits, order, *SCALARS.get(name, ())]
+    number = [IN_PLACE[op][1]] if op in IN_PLACE else []
+    return [*floats, *number, *bits, order, *SCALARS.get(name, ())]
+
+
+keeping_ops = pytest.mark.parametrize(
+    "op", [op for op in _ops.FORWARD_OPS if PLANES[name_of(op)] is not None], ids=name_of
+)
 
 
 def test_every_op_is_listed() -> None:
@@ -85,11 +108,24 @@ def test_opcheck(op: torch._ops.OpOverload, layout: str, device: torch.device) -
         torch.library.opcheck(op, tuple(arguments_of(op, device, dtype, layout)))
 
 
-@pytest.mark.parametrize("op", _ops.FORWARD_OPS, ids=name_of)
-def test_opcheck_without_bits(op: torch._ops.OpOverload, device: torch.device) -> None:
-    arguments = arguments_of(op, device)
-    arguments[1] = None
-    torch.library.opcheck(op, tuple(arguments))
+@pytest.mark.parametrize("op", _ops.FUNCTIONAL_OPS, ids=name_of)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_functional_ops_equal_the_in_place_ones(
+    op: torch._ops.OpOverload, layout: str, device: torch.device
+) -> None:
+    in_place, planes = IN_PLACE[op]
+    x, _, *rest = arguments_of(op, device, layout=layout)
+    before = x.clone()
+    expected, expected_bits = x.clone(), _ops.empty_bits(x, planes)
+    in_place(expected, expected_bits, *rest)
+    for bits in (planes, 0):
+        result, packed = op(x, bits, *rest)
+        assert_identical(result, expected)
+        assert torch.equal(packed, expected_bits[:bits])
+    assert_identical(x, before)
+    for bits in (-1, 33):
+        with pytest.raises(RuntimeError):
+            op(x, bits, *rest)
 
 
 WRONG_BITS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -163,16 +199,16 @@ def test_unlike_tensors(op: torch._ops.OpOverload, wrong: str, device: torch.dev
 def test_wrong_number_of_planes(planes: int, device: torch.device) -> None:
     x = torch.randn(20, device=device)
     for op, accepted in (
-        (_ops.relu_, (1,)),
-        (_ops.leaky_relu_, (1,)),
-        (_ops.silu_, range(1, 9)),
-        (_ops.silu_derivative_, (8, 16, 32)),
+        (_ops.relu_with_mask_, (1,)),
+        (_ops.leaky_relu_with_mask_, (1,)),
+        (_ops.silu_with_bits_, range(1, 9)),
+        (_ops.silu_with_derivative_, (8, 16, 32)),
     ):
         if planes not in accepted:
             assert_refused(op, [x, _ops.empty_bits(x, planes), [], *SCALARS.get(name_of(op), ())])
 
 
-@pytest.mark.parametrize("op", _ops.FORWARD_OPS, ids=name_of)
+@keeping_ops
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_only_the_bits_are_written(
     op: torch._ops.OpOverload, dtype: torch.dtype, device: torch.device
@@ -199,7 +235,7 @@ def test_relus_mask_is_one_bit_an_element(device: torch.device) -> None:
     x[4:7] = torch.tensor([0.0, -0.0, torch.inf])
     expected = ~(x <= 0)
     bits = _ops.empty_bits(x, 1)
-    _ops.relu_(x, bits, [])
+    _ops.relu_with_mask_(x, bits, [])
     position = torch.arange(8, dtype=torch.uint8, device=device)
     unpacked = (bits[0][:, None] >> position & 1).flatten()[: x.numel()].bool()
     assert torch.equal(unpacked, expected)
@@ -207,8 +243,8 @@ def test_relus_mask_is_one_bit_an_element(device: torch.device) -> None:
 
 @pytest.mark.parametrize("op", _ops.FORWARD_OPS, ids=name_of)
 def test_meta_tensors(op: torch._ops.OpOverload) -> None:
-    x = torch.empty(SHAPE, device="meta")
-    op(x, _ops.empty_bits(x, PLANES[name_of(op)]), [], *SCALARS.get(name_of(op), ()))
+    x, *rest = arguments_of(op, torch.device("meta"))
+    op(x, *rest)
     assert x.is_meta
     assert x.shape == SHAPE
 

@@ -107,7 +107,7 @@ def recovered(x: Tensor, bits: int) -> Tensor:
     """silu'' / silu' at the x that backward recovers, through the op."""
     y = x.clone()
     packed = _ops.empty_bits(y, bits)
-    _ops.silu_(y, packed, [])
+    _ops.silu_with_bits_(y, packed, [])
     ones = torch.ones_like(y)
     return _ops.silu_double_backward(ones, ones, y, packed, [])
 
