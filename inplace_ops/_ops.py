@@ -73,6 +73,16 @@ def storage_order(x: Tensor) -> list[int]:
     return sorted(range(x.dim()), key=lambda d: -strides[d])
 
 
+def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a tensor whose elements lie densely in `order`, as a backward op's result."""
+    strides = [1] * len(shape)
+    stride = 1
+    for d in reversed(order or range(len(shape))):
+        strides[d] = stride
+        stride = stride * torch.sym_max(shape[d], 1)
+    return tuple(strides)
+
+
 def empty_bits(x: Tensor, bits: int) -> Tensor:
     """Room for `bits` packed bits an element of x: uint8 (bits, ceil(elements / 8))."""
     return x.new_empty((bits, (x.numel() + 7) // 8), dtype=torch.uint8)
@@ -104,12 +114,7 @@ def _forward_fake(name: str) -> Callable[..., None]:
 def _backward_fake(grad: Tensor, *arguments: object) -> Tensor:
     _check_devices(grad, *arguments)
     order = next(a for a in arguments if isinstance(a, (list, tuple)))
-    strides = [1] * grad.dim()
-    stride = 1
-    for d in reversed(order or range(grad.dim())):
-        strides[d] = stride
-        stride = stride * torch.sym_max(grad.size(d), 1)
-    return grad.new_empty_strided(grad.shape, strides)
+    return grad.new_empty_strided(grad.shape, dense_strides(grad.shape, order))
 
 
 def _loop_over_batch(op: torch._ops.OpOverload):  # type: ignore[no-untyped-def]

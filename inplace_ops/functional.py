@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from numbers import Real
 from typing import Any
@@ -56,7 +57,7 @@ def relu_(input: Tensor, *, save: str = "mask") -> Tensor:
     order = _ops.storage_order(input)
     if not _needs_grad(input):
         return _without_grad(input, _ops.relu_, "relu_", order)
-    bits = _ops.empty_bits(input, 1) if save == "mask" else None
+    bits = _ops.empty_bits(_local_part(input, "relu_"), 1) if save == "mask" else None
     return _with_grad(ReLUFunction, "relu_", input, bits, order)
 
 
@@ -82,7 +83,7 @@ def leaky_relu_(input: Tensor, negative_slope: float = 0.01, *, save: str = "mas
     order = _ops.storage_order(input)
     if not _needs_grad(input):
         return _without_grad(input, _ops.leaky_relu_, "leaky_relu_", order, negative_slope)
-    bits = _ops.empty_bits(input, 1) if save == "mask" else None
+    bits = _ops.empty_bits(_local_part(input, "leaky_relu_"), 1) if save == "mask" else None
     return _with_grad(LeakyReLUFunction, "leaky_relu_", input, bits, order, negative_slope)
 
 
@@ -114,7 +115,7 @@ def silu_(input: Tensor, *, save: str = "output", bits: int | None = None) -> Te
     order = _ops.storage_order(input)
     if not _needs_grad(input):
         return _without_grad(input, _ops.silu_, "silu_", order)
-    packed = _ops.empty_bits(input, bits or default_bits(input.dtype, save))
+    packed = _ops.empty_bits(_local_part(input, "silu_"), bits or default_bits(input.dtype, save))
     if save == "derivative":
         return _with_grad(SiLUDerivativeFunction, "silu_", input, packed, order)
     return _with_grad(SiLUFunction, "silu_", input, packed, order)
@@ -167,10 +168,14 @@ def _decomposes(input: Tensor, op: str) -> bool:
 
     The activation gets a clone, as it may keep what the copy would overwrite. So it is inside
     torch.func's transforms, with forward-mode AD's tangents, and for a lazily negated tensor: right
-    in each, with PyTorch's memory use.
+    in each, with PyTorch's memory use. So is, in compiled code, a DTensor.
     """
     if torch.compiler.is_compiling():
-        return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+        return (
+            torch._C._are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
+            or _is_dtensor(input)
+        )
     if not isinstance(input, Tensor):
         raise TypeError(f"{op}: expected a torch.Tensor, got {type(input).__name__}")
     if input.layout is not torch.strided:
@@ -185,6 +190,23 @@ def _needs_grad(input: Tensor) -> bool:
     return input.requires_grad and torch.is_grad_enabled()
 
 
+def _is_dtensor(input: Tensor) -> bool:
+    # Without importing torch.distributed.tensor, which takes longer than the rest.
+    if type(input) is Tensor:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(input, module.DTensor)
+
+
+def _local_part(input: Tensor, op: str) -> Tensor:
+    """The tensor to work on: this process's part of a DTensor, else the input itself."""
+    if not _is_dtensor(input):
+        return input
+    from ._dtensor import local_part
+
+    return local_part(op, input)
+
+
 def _without_grad(input: Tensor, op: Any, name: str, order: list[int], *arguments: Any) -> Tensor:
     if torch.compiler.is_compiling():
         op(input, None, order, *arguments)
@@ -194,7 +216,7 @@ def _without_grad(input: Tensor, op: Any, name: str, order: list[int], *argument
             "Inplace update to inference tensor outside InferenceMode is not allowed. You can make "
             "a clone to get a normal tensor before doing inplace update."
         )
-    _run(op, name, input, None, order, *arguments)
+    _run(op, name, _local_part(input, name), None, order, *arguments)
     torch.autograd.graph.increment_version(input)
     return input
 
@@ -207,6 +229,10 @@ def _with_grad(
         # a graph's input, nor, before 2.13, one whose result is discarded (PyTorch issue 184113).
         return input.copy_(function.apply(input.clone(), *arguments))
     _refuse_what_autograd_refuses(input)
+    if _is_dtensor(input):
+        from ._dtensor import on_local_parts
+
+        function = on_local_parts(function)
     return _run(function.apply, name, input, *arguments)
 
 
