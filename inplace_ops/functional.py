@@ -57,7 +57,8 @@ def relu_(input: Tensor, *, save: str = "mask") -> Tensor:
     order = _ops.storage_order(input)
     if not _needs_grad(input):
         return _without_grad(input, _ops.relu_, "relu_", order)
-    bits = _ops.empty_bits(_local_part(input, "relu_"), 1) if save == "mask" else None
+    local = _local_part(input, "relu_")
+    bits = _ops.empty_bits(local, 1) if save == "mask" else None
     return _with_grad(ReLUFunction, "relu_", input, bits, order)
 
 
@@ -83,7 +84,8 @@ def leaky_relu_(input: Tensor, negative_slope: float = 0.01, *, save: str = "mas
     order = _ops.storage_order(input)
     if not _needs_grad(input):
         return _without_grad(input, _ops.leaky_relu_, "leaky_relu_", order, negative_slope)
-    bits = _ops.empty_bits(_local_part(input, "leaky_relu_"), 1) if save == "mask" else None
+    local = _local_part(input, "leaky_relu_")
+    bits = _ops.empty_bits(local, 1) if save == "mask" else None
     return _with_grad(LeakyReLUFunction, "leaky_relu_", input, bits, order, negative_slope)
 
 
@@ -115,7 +117,8 @@ def silu_(input: Tensor, *, save: str = "output", bits: int | None = None) -> Te
     order = _ops.storage_order(input)
     if not _needs_grad(input):
         return _without_grad(input, _ops.silu_, "silu_", order)
-    packed = _ops.empty_bits(_local_part(input, "silu_"), bits or default_bits(input.dtype, save))
+    local = _local_part(input, "silu_")
+    packed = _ops.empty_bits(local, bits or default_bits(input.dtype, save))
     if save == "derivative":
         return _with_grad(SiLUDerivativeFunction, "silu_", input, packed, order)
     return _with_grad(SiLUFunction, "silu_", input, packed, order)
