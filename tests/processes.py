@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -42,7 +43,8 @@ class Processes:
                 try:
                     failure = running.pop(rank).recv()
                 except EOFError:
-                    failure = "the process ended"
+                    self._processes[rank].join(GRACE)
+                    failure = f"the process ended with code {self._processes[rank].exitcode}"
                 if failure is not None:
                     failures[rank] = failure
                     deadline = min(deadline, time.monotonic() + GRACE)
@@ -76,6 +78,7 @@ class Processes:
 
 
 def _serve(rank: int, world_size: int, backend: str, store: str, connection: Connection) -> None:
+    faulthandler.enable()
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
