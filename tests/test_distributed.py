@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from activations import ACTIVATIONS, ONE_OF_EACH, Activation, activation_id
-from comparison import assert_gradient, assert_identical, assert_values, random_values, unsigned_zeros
+from comparison import assert_gradient, assert_identical, assert_values, gradient, random_values, unsigned_zeros
 from processes import Processes
 from torch import Tensor, nn
 from torch.distributed import checkpoint
@@ -95,7 +95,7 @@ def collectives(function: Callable[[], Any]) -> tuple[Any, int]:
 
 def incoming_gradients(shape: torch.Size, mesh: DeviceMesh) -> list[DTensor]:
     full = random_values(tuple(shape), torch.float32, device())
-    part = random_values(tuple(shape), torch.float32, device()) * (1 + dist.get_rank())
+    part = torch.randint(-9, 9, shape, device=device()).float() * (1 + dist.get_rank())  # sums exact
     partial = DTensor.from_local(part, mesh, [Partial()] * mesh.ndim, run_check=False)
     return [
         partial,
@@ -106,53 +106,73 @@ def incoming_gradients(shape: torch.Size, mesh: DeviceMesh) -> list[DTensor]:
     ]
 
 
-def assert_like_pytorchs(
+def activated(
+    call: Callable[[Tensor], Tensor], values: Tensor, mesh: DeviceMesh, placements: list[Placement]
+) -> tuple[DTensor, DTensor]:
+    """A leaf and the activation's output, checked for what holds of PyTorch's and ours."""
+    leaf = distribute_tensor(values, mesh, placements).requires_grad_()
+    x = leaf * 1
+    memory = x.to_local().data_ptr()
+    y, communications = collectives(lambda: call(x))
+    assert y is x
+    assert x._version == 1
+    assert x.to_local().data_ptr() == memory
+    assert list(y.placements) == placements
+    assert y.stride() == values.stride()
+    assert communications == 0
+    return leaf, y
+
+
+def assert_right(
     activation: Activation, values: Tensor, mesh: DeviceMesh, placements: list[Placement]
 ) -> None:
-    leaves = [distribute_tensor(values, mesh, placements).requires_grad_() for _ in range(2)]
-    outputs = []
-    for call, leaf in zip((activation.call, pytorchs_inplace(activation)), leaves, strict=True):
-        x = leaf * 1
-        memory = x.to_local().data_ptr()
-        y, communications = collectives(lambda call=call, x=x: call(x))
-        assert y is x
-        assert x._version == 1
-        assert x.to_local().data_ptr() == memory
-        assert list(y.placements) == placements
-        assert y.stride() == values.stride()
-        assert communications == 0
-        outputs.append(y)
-    assert_values(activation, outputs[0].detach().full_tensor(), activation.reference(values))
-
+    leaf, y = activated(activation.call, values, mesh, placements)
+    assert_values(activation, y.detach().full_tensor(), activation.reference(values))
     for incoming in incoming_gradients(values.shape, mesh):
-        (ours, communications), (pytorchs, of_pytorch) = (
-            collectives(lambda y=y, leaf=leaf: torch.autograd.grad(y, leaf, incoming, None, True)[0])
-            for y, leaf in zip(outputs, leaves, strict=True)
+        actual, communications = collectives(
+            lambda incoming=incoming: torch.autograd.grad(y, leaf, incoming, retain_graph=True)[0]
         )
-        assert list(ours.placements) == placements
-        assert (ours.shape, ours.stride()) == (values.shape, values.stride())
-        largest = incoming.full_tensor().abs()
-        assert_gradient(activation, ours.full_tensor(), pytorchs.full_tensor(), largest)
+        assert list(actual.placements) == placements
+        assert (actual.shape, actual.stride()) == (values.shape, values.stride())
         if list(incoming.placements) == placements:
             assert communications == 0
-        # PyTorch itself does not shard a backward over more processes than a dimension has rows,
-        # and lets one of replicated values come out sharded if the gradient is.
-        if all(size >= dist.get_world_size() for size in values.shape):
-            if list(incoming.placements) == placements:
-                assert ours.placements == pytorchs.placements
-            if not any(p.is_replicate() for p in placements):
-                assert communications <= of_pytorch
+        full = incoming.full_tensor()
+        expected = gradient(activation.reference, values, full)
+        assert_gradient(activation, actual.full_tensor(), expected, full.abs())
+
+
+def assert_like_pytorchs(activation: Activation, values: Tensor, placement: Placement) -> None:
+    """That it communicates as often as PyTorch's own, and the gradients are placed alike."""
+    results = []
+    for call in (activation.call, pytorchs_inplace(activation)):
+        leaf, y = activated(call, values, mesh_of(), [placement])
+        results.append(
+            [
+                collectives(lambda: torch.autograd.grad(y, leaf, g, retain_graph=True)[0])  # noqa: B023
+                for g in incoming_gradients(values.shape, mesh_of())
+            ]
+        )
+    incoming = incoming_gradients(values.shape, mesh_of())
+    for g, (actual, communications), (expected, of_pytorch) in zip(incoming, *results, strict=True):
+        if g.placements == (placement,):
+            assert actual.placements == expected.placements
+            assert communications == of_pytorch == 0
+        # PyTorch lets the gradient of a replicated tensor come out sharded where it comes in so.
+        if placement.is_shard():
+            assert communications <= of_pytorch
 
 
 def one_mesh_dimension(name: str) -> None:
     for shape in ((4, 6), (5, 7), (1, 3)):  # divisible, not, and nothing for the last process
         for placement in (Shard(0), Shard(1), Replicate()):
             values = random_values(shape, torch.float32, device())
-            assert_like_pytorchs(BY_NAME[name], values, mesh_of(), [placement])
+            assert_right(BY_NAME[name], values, mesh_of(), [placement])
+            if min(shape) >= dist.get_world_size():
+                assert_like_pytorchs(BY_NAME[name], values, placement)
     images = random_values((2, 3, 5, 4), torch.float32, device())
     for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
         channels_last = images.contiguous(memory_format=torch.channels_last)
-        assert_like_pytorchs(BY_NAME[name], channels_last, mesh_of(), [placement])
+        assert_right(BY_NAME[name], channels_last, mesh_of(), [placement])
 
 
 @one_of_each
@@ -171,7 +191,7 @@ def two_mesh_dimensions() -> None:
             [Replicate(), Replicate()],
         ):
             values = random_values((5, 6), torch.float32, device())
-            assert_like_pytorchs(activation, values, mesh, placements)
+            assert_right(activation, values, mesh, placements)
 
 
 def test_dtensor_on_a_mesh_of_two_dimensions() -> None:
