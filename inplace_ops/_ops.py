@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 try:
     from . import _C
@@ -55,6 +56,10 @@ BACKWARD_OPS = (
     silu_double_backward,
     silu_backward_derivative,
 )
+
+
+# Selective checkpointing must run them again: it would replay what they return, which is nothing.
+SAC_IGNORED_OPS.update(FORWARD_OPS)
 
 
 def storage_order(x: Tensor) -> list[int]:
