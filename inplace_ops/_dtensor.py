@@ -69,7 +69,9 @@ def on_local_parts(function: Any) -> type[Function]:
             if grad is None:
                 return (None,) * len(ctx.needs_input_grad)
             if not isinstance(grad, DTensor):
-                raise RuntimeError("the gradient of a DTensor must be a DTensor, got a plain tensor")
+                raise RuntimeError(
+                    "the gradient of a DTensor must be a DTensor, got a plain tensor"
+                )
             # Every step is differentiable, for a second derivative.
             grad = grad.redistribute(placements=ctx.placements)
             part, *others = function.backward(_LocalContext(ctx), grad.to_local())

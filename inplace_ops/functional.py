@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,9 @@ from .functions import (
     SiLUDerivativeFunction,
     SiLUFunction,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # The fewest bits with which SiLU's gradient passes torch.testing's default tolerances.
 _SILU_BITS = {torch.float64: 1, torch.float32: 6, torch.float16: 7, torch.bfloat16: 5}
@@ -193,7 +196,7 @@ def _needs_grad(input: Tensor) -> bool:
     return input.requires_grad and torch.is_grad_enabled()
 
 
-def _is_dtensor(input: Tensor) -> bool:
+def _is_dtensor(input: Tensor) -> TypeGuard[DTensor]:
     # Without importing torch.distributed.tensor, which takes longer than the rest.
     if type(input) is Tensor:
         return False

@@ -30,7 +30,7 @@ class Processes:
         self._connections: list[Connection] = []
 
     def run(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a module's function in every process; raise with the tracebacks of those it fails in."""
+        """Call a module's function in every process; raise the tracebacks of those it fails in."""
         if not self._processes:
             self._start()
         for connection in self._connections:
@@ -48,7 +48,7 @@ class Processes:
                 if failure is not None:
                     failures[rank] = failure
                     deadline = min(deadline, time.monotonic() + GRACE)
-        failures |= {rank: "did not return" for rank in running}
+        failures |= dict.fromkeys(running, "did not return")
         if failures:
             self.stop()  # the processes may be out of step
             raise AssertionError(
@@ -69,7 +69,9 @@ class Processes:
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.world_size, self.backend, store, theirs), daemon=True
+                target=_serve,
+                args=(rank, self.world_size, self.backend, store, theirs),
+                daemon=True,
             )
             process.start()
             theirs.close()

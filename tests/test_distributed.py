@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from activations import ACTIVATIONS, ONE_OF_EACH, Activation, activation_id
-from comparison import assert_gradient, assert_identical, assert_values, gradient, random_values, unsigned_zeros
+from activations import ACTIVATIONS, ONE_OF_EACH, Activation
+from comparison import (
+    assert_gradient,
+    assert_identical,
+    assert_values,
+    gradient,
+    random_values,
+    unsigned_zeros,
+)
 from processes import Processes
 from torch import Tensor, nn
 from torch.distributed import checkpoint
@@ -95,7 +101,9 @@ def collectives(function: Callable[[], Any]) -> tuple[Any, int]:
 
 def incoming_gradients(shape: torch.Size, mesh: DeviceMesh) -> list[DTensor]:
     full = random_values(tuple(shape), torch.float32, device())
-    part = torch.randint(-9, 9, shape, device=device()).float() * (1 + dist.get_rank())  # sums exact
+    part = torch.randint(-9, 9, shape, device=device()).float() * (
+        1 + dist.get_rank()
+    )  # sums exact
     partial = DTensor.from_local(part, mesh, [Partial()] * mesh.ndim, run_check=False)
     return [
         partial,
