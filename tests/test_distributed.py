@@ -44,6 +44,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from inplace_ops import saved_bytes
+
 one_of_each = pytest.mark.parametrize("name", [row.name for row in ONE_OF_EACH])
 BY_NAME = {row.name: row for row in ACTIVATIONS}
 
@@ -231,6 +233,21 @@ def dtensor_without_grad() -> None:
 
 def test_dtensor_without_grad(processes: Processes) -> None:
     processes.run(dtensor_without_grad)
+
+
+def saved_bytes_of_dtensors() -> None:
+    values = torch.randn(80, 10, device=device())
+    for activation in ONE_OF_EACH:
+        for placement, elements in ((Shard(0), 800 // dist.get_world_size()), (Replicate(), 800)):
+            leaf = distribute_tensor(values, mesh_of(), [placement]).requires_grad_()
+            kept = elements * 4 * activation.keeps_output
+            kept += activation.packed_bits[torch.float32] * elements // 8
+            call = activation.call
+            assert saved_bytes(lambda x: call(x * 1).mean(), leaf) == kept  # noqa: B023
+
+
+def test_saved_bytes_of_dtensors(processes: Processes) -> None:
+    processes.run(saved_bytes_of_dtensors)
 
 
 def refused_dtensors() -> None:

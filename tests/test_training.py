@@ -13,7 +13,6 @@ import torch
 from activations import ONE_OF_EACH, Activation, activation_id
 from comparison import assert_gradient, assert_identical
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.parallel import parallel_apply
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import (
@@ -209,23 +208,6 @@ def test_selective_checkpoint_of_a_saved_input(
 
 
 # ---- Hooks ----
-
-
-def saved_elsewhere(model: nn.Module, x: Tensor) -> Tensor:
-    with save_on_cpu():
-        return square(model, x)
-
-
-def saved_as_half_of_twice(model: nn.Module, x: Tensor) -> Tensor:
-    # Bits and floats alike go through other memory and come back.
-    with saved_tensors_hooks(lambda t: torch.stack([t, t]), lambda t: t[1]):
-        return square(model, x)
-
-
-@one_of_each
-@pytest.mark.parametrize("step", [saved_elsewhere, saved_as_half_of_twice])
-def test_saved_tensors_hooks(activation: Activation, step: Step, device: torch.device) -> None:
-    assert_same_gradients(activation, device, step)
 
 
 @one_of_each
