@@ -61,11 +61,14 @@ class Processes:
             process.join()
         for connection in self._connections:
             connection.close()
+        if self._processes:
+            self._folder.cleanup()
         self._processes, self._connections = [], []
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        store = os.path.join(tempfile.mkdtemp(), "store")
+        self._folder = tempfile.TemporaryDirectory()
+        store = os.path.join(self._folder.name, "store")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(

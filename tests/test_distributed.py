@@ -87,7 +87,10 @@ class Collectives(TorchDispatchMode):
     ) -> Any:
         if DTensor in types:
             return NotImplemented
-        self.count += func.namespace == "_c10d_functional" and "wait" not in func.name()
+        self.count += func.namespace in (
+            "_c10d_functional",
+            "_dtensor",
+        ) and not func.name().endswith(("wait_tensor", "_wrap_tensor_autograd"))
         return func(*args, **(kwargs or {}))
 
 
@@ -98,14 +101,24 @@ def collectives(function: Callable[[], Any]) -> tuple[Any, int]:
     return result, mode.count
 
 
+def redistributions() -> None:
+    x = distribute_tensor(torch.randn(4, 6, device=device()), mesh_of(), [Shard(0)])
+    gathered, count = collectives(lambda: x.redistribute(placements=[Replicate()]))
+    assert count == 1
+    assert collectives(lambda: gathered.redistribute(placements=[Shard(1)]))[1] == 0
+
+
+def test_the_count_of_collectives_counts(processes: Processes) -> None:
+    processes.run(redistributions)
+
+
 # ---- DTensor ----
 
 
 def incoming_gradients(shape: torch.Size, mesh: DeviceMesh) -> list[DTensor]:
     full = random_values(tuple(shape), torch.float32, device())
-    part = torch.randint(-9, 9, shape, device=device()).float() * (
-        1 + dist.get_rank()
-    )  # sums exact
+    # Whole numbers, whose sums are exact.
+    part = torch.randint(-9, 9, shape, device=device()).float() * (1 + dist.get_rank())
     partial = DTensor.from_local(part, mesh, [Partial()] * mesh.ndim, run_check=False)
     return [
         partial,
