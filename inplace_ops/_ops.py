@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 try:
     from . import _C
@@ -74,6 +75,10 @@ BACKWARD_OPS = (
 )
 
 
+# Selective checkpointing must run them again: it would replay what they return, which is nothing.
+SAC_IGNORED_OPS.update(FORWARD_OPS)
+
+
 def storage_order(x: Tensor) -> list[int]:
     """The permutation of x's dimensions in which its elements lie in memory.
 
@@ -88,6 +93,16 @@ def storage_order(x: Tensor) -> list[int]:
         return []
     strides = x.stride()
     return sorted(range(x.dim()), key=lambda d: -strides[d])
+
+
+def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a tensor whose elements lie densely in `order`, as a backward op's result."""
+    strides = [1] * len(shape)
+    stride = 1
+    for d in reversed(order or range(len(shape))):
+        strides[d] = stride
+        stride = stride * torch.sym_max(shape[d], 1)
+    return tuple(strides)
 
 
 def empty_bits(x: Tensor, bits: int) -> Tensor:
@@ -111,12 +126,7 @@ def _check_devices(*arguments: object) -> None:
 
 
 def _empty_in_order(x: Tensor, order: Sequence[int]) -> Tensor:
-    strides = [1] * x.dim()
-    stride = 1
-    for d in reversed(order or range(x.dim())):
-        strides[d] = stride
-        stride = stride * torch.sym_max(x.size(d), 1)
-    return x.new_empty_strided(x.shape, strides)
+    return x.new_empty_strided(x.shape, dense_strides(x.shape, order))
 
 
 def _may_overlap(x: Tensor) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,9 @@ from .functions import (
     SiLUDerivativeFunction,
     SiLUFunction,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # The fewest bits with which SiLU's gradient passes torch.testing's default tolerances.
 _SILU_BITS = {torch.float64: 1, torch.float32: 6, torch.float16: 7, torch.bfloat16: 5}
@@ -172,10 +176,14 @@ def _decomposes(input: Tensor, op: str) -> bool:
 
     The activation gets a clone, as it may keep what the copy would overwrite. So it is inside
     torch.func's transforms, with forward-mode AD's tangents, and for a lazily negated tensor: right
-    in each, with PyTorch's memory use.
+    in each, with PyTorch's memory use. So is, in compiled code, a DTensor.
     """
     if torch.compiler.is_compiling():
-        return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+        return (
+            torch._C._are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
+            or _is_dtensor(input)
+        )
     if not isinstance(input, Tensor):
         raise TypeError(f"{op}: expected a torch.Tensor, got {type(input).__name__}")
     if input.layout is not torch.strided:
@@ -188,6 +196,23 @@ def _decomposes(input: Tensor, op: str) -> bool:
 
 def _needs_grad(input: Tensor) -> bool:
     return input.requires_grad and torch.is_grad_enabled()
+
+
+def _is_dtensor(input: Tensor) -> TypeGuard[DTensor]:
+    # Without importing torch.distributed.tensor, which takes longer than the rest.
+    if type(input) is Tensor:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(input, module.DTensor)
+
+
+def _local_part(input: Tensor, op: str) -> Tensor:
+    """The tensor to work on: this process's part of a DTensor, else the input itself."""
+    if not _is_dtensor(input):
+        return input
+    from ._dtensor import local_part
+
+    return local_part(op, input)
 
 
 def _compiled(op: Any, input: Tensor, bits: int, *arguments: Any) -> Tensor:
@@ -208,7 +233,7 @@ def _without_grad(op: Any, name: str, input: Tensor, *arguments: Any) -> Tensor:
             "a clone to get a normal tensor before doing inplace update."
         )
     try:
-        op(input, _ops.storage_order(input), *arguments)
+        op(_local_part(input, name), _ops.storage_order(input), *arguments)
     except NotImplementedError as error:
         raise _ops.unsupported(name, input) from error
     increment_version(input)
@@ -219,7 +244,12 @@ def _with_grad(
     function: type[Function], name: str, input: Tensor, bits: int, *arguments: Any
 ) -> Tensor:
     _refuse_what_autograd_refuses(input)
-    packed = _ops.empty_bits(input, bits) if bits else None
+    part = _local_part(input, name)
+    packed = _ops.empty_bits(part, bits) if bits else None
+    if part is not input:
+        from ._dtensor import on_local_parts
+
+        function = on_local_parts(function)
     try:
         return function.apply(input, packed, _ops.storage_order(input), *arguments)
     except NotImplementedError as error:

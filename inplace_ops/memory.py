@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 
@@ -23,9 +24,9 @@ class _Saved:
 def saved_bytes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     """Call `fn(*args, **kwargs)` and return the bytes that autograd then holds for backward.
 
-    Each storage counts once, and a view's whole storage. Parameters, the buffers of `fn` where it
-    is a module, and the arguments do not count, those that `fn` modifies included: they are there
-    anyway.
+    Each storage counts once, and a view's whole storage; of a DTensor this process's part counts.
+    Parameters, the buffers of `fn` where it is a module, and the arguments do not count, those that
+    `fn` modifies included: they are there anyway.
 
     Args:
         fn: A module or any callable; it is called once, under the caller's grad mode and autocast.
@@ -62,6 +63,9 @@ def saved_bytes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
 
 
 def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+    if is_traceable_wrapper_subclass(tensor):  # DTensor: this process's part
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [s for part in parts if isinstance(part, Tensor) for s in _storages(part)]
     if tensor.layout == torch.sparse_coo:
         return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
     if tensor.layout != torch.strided:
