@@ -73,7 +73,10 @@ void forward(Tensor x, std::optional<Tensor> bits, Order order, Arguments... arg
   using Properties = Activation<float>;
   check_writable(Properties::kName, x);
   check_order(Properties::kName, order, x.dim());
-  if (bits) check_bits<Properties>(*bits, x);
+  if (bits) {
+    check_bits<Properties>(*bits, x);
+    check_apart(Properties::kName, *bits, x);
+  }
   const Geometry geometry = walk(order, {&x, &x});
 
   const auto run = [&](auto kernel, auto packed) {
