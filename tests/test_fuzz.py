@@ -197,6 +197,7 @@ class Outcome:
     untouched: Tensor | None = None  # what was in it before the last activation
     gradient: Tensor | None = None
     backward_error: Exception | None = None
+    copies: bool = False
 
 
 Apply = Callable[[Activation, Tensor, Outcome], Tensor]
@@ -357,19 +358,22 @@ def assert_gradients(case: Case, actual: Outcome, expected: Outcome) -> None:
         assert actual.gradient is None
         assert expected.gradient is None
         return
-    if all(ROWS[name].is_exact for name in case.program if name in ROWS):
+    # With a copy PyTorch adds the gradients of several paths in another order.
+    is_exact = all(ROWS[name].is_exact for name in case.program if name in ROWS)
+    if is_exact and not expected.copies:
         assert_identical(
             unsigned_zeros(actual.gradient), unsigned_zeros(expected.gradient), "gradient"
         )
         return
     size, size_with_errors = bound(case, actual, False), bound(case, actual, True)
     finfo = torch.finfo(case.dtype)
-    limit = 1.01 * (size_with_errors - size) + (len(case.program) + 2) * (
-        finfo.eps * size_with_errors + finfo.tiny
-    )
+    slopes = [getattr(ROWS[n].reference, "keywords", {}) for n in case.program if n in ROWS]
+    slope = math.prod(max(1.0, abs(s.get("negative_slope", 0.0))) for s in slopes)
+    rounding = finfo.eps * size_with_errors + min(finfo.tiny, 1e-7) * slope  # the last: underflow
+    limit = 1.01 * (size_with_errors - size) + (len(case.program) + 2) * rounding
     ours_, theirs = actual.gradient.double(), expected.gradient.double()
     # Where a factor overflows, it depends on the last bit whether it does.
-    comparable = size_with_errors < finfo.max / 1e4
+    comparable = ~(size_with_errors >= finfo.max / 1e4)
     assert torch.equal(ours_.isnan() & comparable, theirs.isnan() & comparable)
     excess = torch.where(comparable, (ours_ - theirs).abs() - limit, 0.0).nan_to_num(0.0)
     place = excess.argmax() if excess.numel() else 0
@@ -411,9 +415,8 @@ def check(case: Case) -> Outcome:
         assert "modified by an inplace operation" in str(actual.backward_error)
         return actual
     # PyTorch's in-place op refuses some gradients that are right with ours.
-    assert_gradients(case, actual, copying)
-    if expected.backward_error is None:
-        assert_gradients(case, actual, expected)
+    copying.copies = True
+    assert_gradients(case, actual, copying if expected.backward_error else expected)
     return actual
 
 
@@ -504,7 +507,21 @@ def test_what_was_covered() -> None:
     assert len(counts["result"]) == 4
 
 
-REGRESSIONS: tuple[Case, ...] = ()
+# What once failed; so far in the comparison only.
+REGRESSIONS = (
+    Case(torch.float64, (3,), "permuted", "non_leaf", ("keep", "keep", "relu-mask"), 1),
+    Case(torch.float64, (1,), "contiguous", "non_leaf", ("chunk", "mul_root", "relu-mask"), 0),
+    Case(
+        torch.float64,
+        (),
+        "contiguous",
+        "non_leaf",
+        ("view_without_grad", "mul_root", "relu-mask"),
+        0,
+    ),
+    Case(torch.float64, (0,), "sliced", "inference_tensor_outside", ("to_root", "relu-mask"), 0),
+    Case(torch.uint8, (), "contiguous", "inference_tensor_outside", ("expand", "relu-mask"), 0),
+)
 
 
 @pytest.mark.parametrize("case", REGRESSIONS, ids=str)
