@@ -252,16 +252,16 @@ def run(
 def differentiate(
     case: Case, outcome: Outcome, leaf: Tensor, results: list[Tensor], positive: bool
 ) -> None:
-    results = [result for result in results if result.grad_fn is not None]
-    incoming = [
-        values(result.shape, case.dtype, 3 * (case.seed + i)).to(result)
-        for i, result in enumerate(results)
-    ]
-    if positive:
-        incoming = [g.abs() for g in incoming]
-    if not results:
-        return
     try:
+        results = [result for result in results if result.grad_fn is not None]
+        if not results:
+            return
+        incoming = [
+            values(result.shape, case.dtype, 3 * (case.seed + i)).to(result)
+            for i, result in enumerate(results)
+        ]
+        if positive:
+            incoming = [g.abs() for g in incoming]
         (outcome.gradient,) = torch.autograd.grad(results, leaf, incoming, allow_unused=True)
     except RuntimeError as error:
         outcome.backward_error = error
@@ -411,8 +411,9 @@ def check(case: Case) -> Outcome:
         errors.backward_error,
     )
     if actual.backward_error is not None:
-        assert "modified by an inplace operation" in str(errors.backward_error)
-        assert "modified by an inplace operation" in str(actual.backward_error)
+        # By an in-place operation; or, of a view by chunk, its base was.
+        assert "modified" in str(errors.backward_error)
+        assert "modified" in str(actual.backward_error)
         return actual
     # PyTorch's in-place op refuses some gradients that are right with ours.
     copying.copies = True
@@ -420,15 +421,22 @@ def check(case: Case) -> Outcome:
     return actual
 
 
-shapes = st.lists(st.integers(0, 5), max_size=5).map(tuple) | st.lists(
-    st.sampled_from((1, 2, 7, 33, 65)), min_size=1, max_size=2
-).map(tuple)
+sizes = st.sampled_from((2, 3, 4, 5, 7, 1, 0))
+shapes = st.integers(0, 5).flatmap(lambda rank: st.tuples(*[sizes] * rank)) | st.tuples(
+    st.sampled_from((9, 33, 65, 513))
+)
 # Those after which PyTorch refuses the activation, or nothing flows back, less often.
 ENDINGS = ("exp", "detach", "chunk", "expand", "view_without_grad")
 steps = st.sampled_from(
     (*[name for name in (*STEPS, *STATE_STEPS) if name not in ENDINGS] * 3, *ENDINGS)
 )
-names = st.sampled_from(tuple(ROWS))
+# One of a few groups first, so that ReLU's two are not lost among SiLU's many.
+names = st.one_of(
+    [
+        st.sampled_from([name for name in ROWS if name.startswith(group)])
+        for group in ("relu", "leaky_relu", "silu-output", "silu-derivative")
+    ]
+)
 layouts = [layout for layout in LAYOUTS if layout != "expanded"]
 
 
@@ -521,6 +529,7 @@ REGRESSIONS = (
     ),
     Case(torch.float64, (0,), "sliced", "inference_tensor_outside", ("to_root", "relu-mask"), 0),
     Case(torch.uint8, (), "contiguous", "inference_tensor_outside", ("expand", "relu-mask"), 0),
+    Case(torch.float64, (1,), "contiguous", "non_leaf", ("relu-mask", "chunk", "mul_root"), 0),
 )
 
 
