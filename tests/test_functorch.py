@@ -197,6 +197,26 @@ def test_captured_tensors(activation: Activation, device: torch.device) -> None:
 
 
 @one_of_each
+@pytest.mark.parametrize("in_dim", [0, 1, -1])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+def test_vmap_over_an_ordinary_backward(
+    activation: Activation, in_dim: int, layout: str, device: torch.device
+) -> None:
+    """Several incoming gradients for one graph; the ops' own batching rules."""
+    leaf = torch.randn(3, 4, dtype=torch.float64, device=device, requires_grad=True)
+    incoming = torch.randn(3, 4, 5, dtype=torch.float64, device=device).movedim(-1, in_dim)
+    x = leaf * 1.5
+    y = activation.call(x) if layout == "contiguous" else activation.call(x.t()).t()
+
+    def backward(g: Tensor) -> Tensor:
+        return torch.autograd.grad(y, leaf, g, retain_graph=True)[0]
+
+    actual = vmap(backward, in_dims=in_dim)(incoming)
+    expected = torch.stack([backward(g) for g in incoming.unbind(in_dim)])
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@one_of_each
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # its own
 def test_linearize(activation: Activation, device: torch.device) -> None:
     x = torch.randn(3, 4, dtype=torch.float64, device=device)
