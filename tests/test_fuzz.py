@@ -171,7 +171,7 @@ def special_values(dtype: torch.dtype) -> list[float]:
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Normal values; two seeds in three have special ones among them, one in three many."""
+    """Normal values; two seeds in three have special ones among them."""
     generator = torch.Generator().manual_seed(seed)
     if not dtype.is_floating_point:
         info = torch.iinfo(dtype)
@@ -180,7 +180,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     normal = 3 * torch.randn(shape, generator=generator, dtype=torch.float64)
     special = torch.tensor(special_values(dtype), dtype=torch.float64)
     chosen = special[torch.randint(len(special), shape, generator=generator)]
-    is_special = torch.rand(shape, generator=generator) < (0, 0.1, 0.6)[seed % 3]
+    is_special = torch.rand(shape, generator=generator) < (0.3, 0.1, 0)[seed % 3]
     return torch.where(is_special, chosen, normal).to(dtype)
 
 
@@ -372,9 +372,10 @@ def assert_gradients(case: Case, actual: Outcome, expected: Outcome) -> None:
     rounding = finfo.eps * size_with_errors + min(finfo.tiny, 1e-7) * slope  # the last: underflow
     limit = 1.01 * (size_with_errors - size) + (len(case.program) + 2) * rounding
     ours_, theirs = actual.gradient.double(), expected.gradient.double()
-    # Where a factor overflows, it depends on the last bit whether it does.
+    # Where a factor overflows, it depends on the last bit whether it does. An infinite gradient
+    # times a derivative that rounds to 0 is NaN, times one that nearly does infinite.
     comparable = ~(size_with_errors >= finfo.max / 1e4)
-    assert torch.equal(ours_.isnan() & comparable, theirs.isnan() & comparable)
+    assert torch.equal(ours_.isfinite() & comparable, theirs.isfinite() & comparable)
     excess = torch.where(comparable, (ours_ - theirs).abs() - limit, 0.0).nan_to_num(0.0)
     place = excess.argmax() if excess.numel() else 0
     assert not (excess > 0).any(), (
@@ -489,7 +490,7 @@ def count(case: Case, outcome: Outcome) -> None:
 
 
 @settings(
-    max_examples=int(os.environ.get(LONG, 300)),
+    max_examples=int(os.environ.get(LONG, 500)),
     deadline=None,
     database=None,
     print_blob=True,
@@ -530,6 +531,14 @@ REGRESSIONS = (
     Case(torch.float64, (0,), "sliced", "inference_tensor_outside", ("to_root", "relu-mask"), 0),
     Case(torch.uint8, (), "contiguous", "inference_tensor_outside", ("expand", "relu-mask"), 0),
     Case(torch.float64, (1,), "contiguous", "non_leaf", ("relu-mask", "chunk", "mul_root"), 0),
+    Case(
+        torch.float32,
+        (65,),
+        "contiguous",
+        "non_leaf",
+        ("silu-derivative-default", "leaky_relu--1.5-mask"),
+        95373,
+    ),
 )
 
 
