@@ -98,4 +98,16 @@ void check_bits(const Tensor& bits, const Tensor& x) {
                   " bits an element");
 }
 
+// The kernels read a block of x and write its bits before they read the next.
+inline void check_apart(const char* op, const Tensor& bits, const Tensor& x) {
+  if (x.numel() == 0) return;
+  int64_t last = 0;
+  for (int64_t d = 0; d < x.dim(); ++d) last += (x.size(d) - 1) * x.stride(d);
+  const auto x_begin = reinterpret_cast<uintptr_t>(x.const_data_ptr());
+  const auto bits_begin = reinterpret_cast<uintptr_t>(bits.const_data_ptr());
+  const uintptr_t x_end = x_begin + (last + 1) * x.element_size();
+  STD_TORCH_CHECK(bits_begin + bits.numel() <= x_begin || x_end <= bits_begin, op,
+                  ": packed bits must not lie in the memory of the tensor");
+}
+
 }  // namespace inplace_ops

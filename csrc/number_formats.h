@@ -180,9 +180,10 @@ HOST_DEVICE float log_of(float x) {
   constexpr float c[] = {0.3333333118f,  -0.2499999696f, 0.2000071575f,
                          -0.1666780232f, 0.1424905765f,  -0.1242568733f,
                          0.1168541992f,  -0.1147973385f, 0.06971611471f};
-  const int32_t pattern = bit_cast<int32_t>(x);
-  const int32_t n = (pattern - 0x3f3504f3) >> 23;  // x = 2^n (1 + f), 1 + f in [sqrt(1/2), sqrt(2))
-  const float f = bit_cast<float>(int32_t(pattern - int32_t(uint32_t(n) << 23))) - 1.0f;
+  const uint32_t pattern = bit_cast<uint32_t>(x);  // its sums wrap where x is negative
+  // x = 2^n (1 + f), 1 + f in [sqrt(1/2), sqrt(2))
+  const int32_t n = int32_t(pattern - 0x3f3504f3u) >> 23;
+  const float f = bit_cast<float>(pattern - (uint32_t(n) << 23)) - 1.0f;
   const float tail = f * f * (f * polynomial(c, f) - 0.5f);
   const float whole = float(n);
   return (f + (tail + whole * 1.42860677e-6f)) + whole * 0.693145752f;

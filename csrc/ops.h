@@ -89,7 +89,10 @@ void activate(const Tensor& out, const Tensor& x, const Tensor* bits, const Orde
               Arguments... arguments) {
   using Properties = Activation<float>;
   check_writable(Properties::kName, x);  // compiled code copies out to x
-  if (bits) check_bits<Properties>(*bits, x);
+  if (bits) {
+    check_bits<Properties>(*bits, x);
+    check_apart(Properties::kName, *bits, x);
+  }
   const Geometry geometry = walk(order, {&out, &x});
 
   constexpr bool keeps = Functor<Properties, float>::kBits == Bits::kWritten;

@@ -12,7 +12,7 @@ namespace inplace_ops {
 constexpr int kGroup = 8;  // elements that share a byte of each plane
 
 HOST_DEVICE constexpr int64_t plane_bytes(int64_t elements) {
-  return (elements + kGroup - 1) / kGroup;
+  return elements / kGroup + (elements % kGroup != 0);
 }
 
 // a where the mask is set, otherwise b.

@@ -78,7 +78,7 @@ def _relu(save: str) -> Activation:
     )
 
 
-def _leaky_relu(slope: float, save: str) -> Activation:
+def leaky_relu(slope: float, save: str) -> Activation:
     return Activation(
         name=f"leaky_relu-{slope}-{save}",
         call=partial(inplace_ops.leaky_relu_, negative_slope=slope, save=save),
@@ -134,8 +134,8 @@ def _silu_derivative(bits: int | None) -> Activation:
 
 ACTIVATIONS: tuple[Activation, ...] = (
     *(_relu(save) for save in ("mask", "output")),
-    *(_leaky_relu(slope, "mask") for slope in SLOPES),
-    *(_leaky_relu(slope, "output") for slope in SLOPES if slope >= 0),
+    *(leaky_relu(slope, "mask") for slope in SLOPES),
+    *(leaky_relu(slope, "output") for slope in SLOPES if slope >= 0),
     *(_silu(bits) for bits in (None, *range(1, 9))),
     *(_silu_derivative(bits) for bits in (None, 8, 16, 32)),
 )

@@ -77,3 +77,8 @@ def gradient(call: Callable[[Tensor], Tensor], x: Tensor, incoming: Tensor | Non
     leaf = x.detach().clone().requires_grad_()
     y = call(leaf.clone())
     return torch.autograd.grad(y, leaf, torch.ones_like(y) if incoming is None else incoming)[0]
+
+
+def wording(error: BaseException) -> str:
+    """The message, without the spaces that PyTorch forgets in one and the link at its end."""
+    return str(error).split("See http")[0].replace(" ", "")

@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 import torch
 from activations import ACTIVATIONS, DERIVATIVE_ERROR, ONE_OF_EACH, Activation, activation_id
-from comparison import assert_gradient, assert_identical, assert_values, gradient, random_values
+from comparison import (
+    assert_gradient,
+    assert_identical,
+    assert_values,
+    gradient,
+    random_values,
+    wording,
+)
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -213,11 +220,6 @@ REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded_without_grad": lambda leaf: leaf.detach().clone()[:, :1].expand(4, 7),
     "inference_tensor": inference_tensor,
 }
-
-
-def wording(error: BaseException) -> str:
-    """The message, without the spaces that PyTorch forgets in one and the link at its end."""
-    return str(error).split("See http")[0].replace(" ", "")
 
 
 @one_of_each

@@ -1,0 +1,316 @@
+"""The private ops, called with what the package never passes: refused, and nothing out of bounds.
+
+test_under_sanitizers runs this file, and others that walk memory, under AddressSanitizer and
+UndefinedBehaviorSanitizer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from activations import FLOATS
+from comparison import assert_identical
+from test_ops import OPS, PLANES, SHAPE, arguments_of, keeping_ops, name_of
+from torch import Tensor
+
+import inplace_ops
+from inplace_ops import _ops
+
+SANITIZE = "INPLACE_OPS_SANITIZE"  # set in the process that test_under_sanitizers starts
+
+all_ops = pytest.mark.parametrize("op", OPS, ids=name_of)
+ops_with_bits = pytest.mark.parametrize(
+    "op", [op for op in OPS if PLANES[name_of(op)] is not None], ids=name_of
+)
+backward_ops = pytest.mark.parametrize("op", _ops.BACKWARD_OPS, ids=name_of)
+
+
+def is_bits(argument: object) -> bool:
+    return isinstance(argument, Tensor) and argument.dtype == torch.uint8
+
+
+def is_float(argument: object) -> bool:
+    return isinstance(argument, Tensor) and not is_bits(argument)
+
+
+def with_bits(arguments: list[object], change: Callable[[Tensor], object]) -> list[object]:
+    return [change(a) if is_bits(a) else a for a in arguments]
+
+
+def with_floats(arguments: list[object], change: Callable[[Tensor], Tensor]) -> list[object]:
+    return [change(a) if is_float(a) else a for a in arguments]
+
+
+def assert_refused(op: torch._ops.OpOverload, arguments: list[object], message: str) -> None:
+    written = [
+        a
+        for a in arguments
+        if isinstance(a, Tensor) and a.layout == torch.strided and not a.is_meta
+    ]
+    before = [bytes(a.cpu().untyped_storage()) for a in written]
+    with pytest.raises(RuntimeError, match=message):
+        op(*arguments)
+    assert [bytes(a.cpu().untyped_storage()) for a in written] == before
+
+
+WRONG_BITS: dict[str, tuple[Callable[[Tensor], object], str]] = {
+    "too_short": (lambda bits: bits[:, :-1].contiguous(), "must have shape"),
+    "too_long": (lambda bits: torch.cat([bits, bits], 1), "must have shape"),
+    "empty": (lambda bits: bits[:, :0].contiguous(), "must have shape"),
+    "no_dimensions": (lambda bits: bits[0, 0], "must have shape"),
+    "three_dimensions": (lambda bits: bits[None], "must have shape"),
+    "no_planes": (lambda bits: bits[:0], "cannot keep 0 bits"),
+    "many_planes": (lambda bits: bits[:1].repeat(1000, 1), "cannot keep 1000 bits"),
+    "expanded": (lambda bits: bits[:, :1].expand_as(bits), "must be contiguous"),
+    "int8": (lambda bits: bits.view(torch.int8), "must be uint8"),
+    "requires_grad": (lambda bits: bits.float().requires_grad_(), "must be uint8"),
+    "sparse": (lambda bits: bits.to_sparse(), "inplace_ops::.*Sparse"),
+    "meta": (lambda bits: bits.to("meta"), "several devices"),
+    "list": (lambda bits: bits.tolist(), r"Expected a value of type '.*Tensor"),
+}
+
+
+@ops_with_bits
+@pytest.mark.parametrize("wrong", WRONG_BITS)
+def test_wrong_bits(op: torch._ops.OpOverload, wrong: str, device: torch.device) -> None:
+    change, message = WRONG_BITS[wrong]
+    assert_refused(op, with_bits(arguments_of(op, device), change), message)
+
+
+@keeping_ops
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_bits_in_the_memory_of_the_tensor(
+    op: torch._ops.OpOverload, dtype: torch.dtype, device: torch.device
+) -> None:
+    planes, elements = PLANES[name_of(op)], 64
+    bits_size = planes * elements // 8
+    arguments = arguments_of(op, device)
+    for step in (1, 3):
+        size = ((elements - 1) * step + 1) * dtype.itemsize
+        buffer = torch.zeros(size + 2 * bits_size, dtype=torch.uint8, device=device)
+        x = buffer[bits_size : bits_size + size].view(dtype)[::step]
+        given = with_floats(arguments, lambda _, x=x: x)
+
+        def call(start: int, given: list[object] = given, buffer: Tensor = buffer) -> list[object]:
+            bits = buffer[start : start + bits_size].view(planes, -1)
+            return with_bits(given, lambda _: bits)
+
+        for start in (1, bits_size // 2 + 1, bits_size, bits_size + size - 1):
+            assert_refused(op, call(start), "in the memory of the tensor")
+        for start in (0, bits_size + size):
+            x.fill_(3)
+            op(*call(start))
+            assert (x >= 2.8).all()
+
+
+WRONG_ORDERS: dict[str, list[int]] = {
+    "largest": [2**63 - 1, 0, 1, 2],
+    "smallest": [-(2**63), 0, 1, 2],
+    "negative": [-4, -3, -2, -1],
+    "long": list(range(4)) * 1000,
+    "twice": [3, 3, 3, 3],
+}
+
+
+@all_ops
+@pytest.mark.parametrize("wrong", WRONG_ORDERS)
+def test_wrong_order(op: torch._ops.OpOverload, wrong: str, device: torch.device) -> None:
+    order = WRONG_ORDERS[wrong]
+    arguments = [order if isinstance(a, list) else a for a in arguments_of(op, device)]
+    assert_refused(op, arguments, "order must be a permutation of the 4 dimensions")
+
+
+WRONG_FIRST: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "too_large": (lambda t: torch.cat([t, t]), "must have"),
+    "too_small": (lambda t: t[:1], "must have"),
+    "huge": (lambda t: t[:1, :1, :1, :1].expand(2**30, 2**15, 2**10, 2**7), "must have|more than"),
+    "complex": (lambda t: t.to(torch.complex64), "unsupported dtype|one shape, dtype"),
+    "bool": (lambda t: t > 0, "unsupported dtype|one shape, dtype"),
+    "float8": (lambda t: t.to(torch.float8_e4m3fn), "unsupported dtype|one shape, dtype"),
+    "sparse": (lambda t: t.to_sparse(), "inplace_ops::.*Sparse"),
+    "meta": (lambda t: t.to("meta"), "several devices"),
+}
+
+
+@ops_with_bits
+@pytest.mark.parametrize("wrong", WRONG_FIRST)
+def test_wrong_tensor(op: torch._ops.OpOverload, wrong: str, device: torch.device) -> None:
+    change, message = WRONG_FIRST[wrong]
+    first, *rest = arguments_of(op, device)
+    assert_refused(op, [change(first), *rest], message)
+
+
+@backward_ops
+def test_every_tensor_of_an_unknown_dtype(op: torch._ops.OpOverload, device: torch.device) -> None:
+    for dtype in (torch.int64, torch.int32, torch.complex64, torch.bool):
+        arguments = with_floats(arguments_of(op, device), lambda t, dtype=dtype: t.to(dtype))
+        assert_refused(op, arguments, "unsupported dtype")
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+def test_a_mask_of_integers(dtype: torch.dtype, device: torch.device) -> None:
+    x = torch.ones(9, dtype=dtype, device=device)
+    bits = torch.zeros(1, 2, dtype=torch.uint8, device=device)
+    assert_refused(_ops.relu_with_mask_, [x, bits, []], "unsupported dtype")
+
+
+@pytest.mark.parametrize("op", [_ops.relu_backward_output, _ops.leaky_relu_backward_output])
+def test_more_elements_than_memory(op: torch._ops.OpOverload, device: torch.device) -> None:
+    for size in (2**60, 2**63 - 1):
+        huge = torch.ones((), device=device).expand(size)
+        arguments = [huge if is_float(a) else a for a in arguments_of(op, device)]
+        assert_refused(op, arguments, "empty_strided")
+
+
+STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda t: t.clone(),
+    "transposed": lambda t: t.transpose(0, 3).contiguous().transpose(0, 3),
+    "stepped": lambda t: torch.stack([t, -t], -1)[..., 0],
+    "offset": lambda t: torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape),
+}
+
+
+@all_ops
+def test_every_order_and_stride(op: torch._ops.OpOverload, device: torch.device) -> None:
+    """The bits lie in the order that was given, whatever the strides."""
+    arguments = arguments_of(op, device, torch.float64)
+    bits = next((a for a in arguments if is_bits(a)), None)
+    orders = list(itertools.permutations(range(4)))
+
+    def run(order: tuple[int, ...], stride: str) -> tuple[Tensor, Tensor | None]:
+        """The values and the bits, both as they would be in logical order."""
+        permuted = [SHAPE[d] for d in order]
+        back = [order.index(d) for d in range(4)]
+
+        def reorder(packed: Tensor, sizes: list[int] | tuple[int, ...], to: list[int]) -> Tensor:
+            position = torch.arange(8, device=device, dtype=torch.uint8)
+            single = (packed[..., None] >> position & 1).flatten(1).view(-1, *sizes)
+            single = single.permute(0, *(1 + d for d in to)).reshape(len(packed), -1, 8)
+            return (single << position).sum(-1, dtype=torch.uint8)
+
+        given = with_floats(arguments, STRIDES[stride])
+        given = with_bits(given, lambda b: reorder(b, SHAPE, list(order)))
+        given = [list(order) if isinstance(a, list) else a for a in given]
+        result = op(*given)
+        if isinstance(result, Tensor):
+            return result, None
+        if result is None:
+            result = given[0], next((a for a in given if is_bits(a)), None)
+        values, written = result
+        return values, None if written is None else reorder(written, permuted, back)
+
+    expected, expected_bits = run(orders[0], "contiguous")
+    assert bits is None or expected_bits is None or not torch.equal(bits, expected_bits)
+    for order in orders:
+        for stride in STRIDES:
+            actual, actual_bits = run(order, stride)
+            assert_identical(actual, expected, f"{order}, {stride}:")
+            if expected_bits is not None:
+                assert torch.equal(actual_bits, expected_bits), (order, stride)
+
+
+@all_ops
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_any_bytes(op: torch._ops.OpOverload, dtype: torch.dtype, device: torch.device) -> None:
+    """Values, outputs and bits that no forward writes: nothing undefined, nothing out of bounds."""
+    for length in (*range(1, 20), 127, 511, 512, 513, 1500):
+
+        def random_bytes(like: Tensor, length: int = length) -> Tensor:
+            count = length * dtype.itemsize
+            return torch.randint(256, (count,), dtype=torch.uint8, device=device).view(dtype)
+
+        def random_bits(like: Tensor, length: int = length) -> Tensor:
+            shape = (len(like), (length + 7) // 8)
+            return torch.randint(256, shape, dtype=torch.uint8, device=device)
+
+        arguments = with_bits(arguments_of(op, device), random_bits)
+        result = op(*with_floats(arguments, random_bytes))
+        values = result[0] if isinstance(result, tuple) else result
+        assert values is None or values.shape == (length,)
+
+
+def test_a_mask_decides_alone(device: torch.device) -> None:
+    """Backward reads each element's own bit: one bit set gives one gradient."""
+    for length in (1, 7, 8, 9, 511, 513):
+        grad = torch.randn(length, device=device)
+        for place in {0, length // 2, length - 1}:
+            bits = torch.zeros(1, (length + 7) // 8, dtype=torch.uint8, device=device)
+            bits[0, place // 8] = 1 << place % 8
+            result = _ops.relu_backward_mask(grad, bits, [])
+            assert result[place] == grad[place]
+            assert result.count_nonzero() == 1
+
+
+# This file; every layout for one kernel of each kind; a short fuzz.
+SANITIZED = """
+    test_direct_calls or test_as_pytorch or test_values_and_gradients and (
+        float32-relu-mask or float64-leaky_relu-2.0-output or bfloat16-silu-output-default
+        or float16-silu-derivative-default
+    )
+"""
+
+
+def test_under_sanitizers(tmp_path: Path) -> None:
+    """The CPU extension, compiled with ASan and UBSan, in a copy of the package."""
+    if SANITIZE in os.environ:
+        assert Path(inplace_ops.__file__).parent == Path(os.environ[SANITIZE])
+        pytest.skip("this is that run")
+    source = Path(__file__).parents[1] / "csrc"
+    compiler = os.environ.get("CXX", "g++")
+    if not source.exists() or shutil.which(compiler) is None:
+        pytest.skip("needs the sources and a C++ compiler")
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    libraries = [
+        subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True)
+        for name in ("libasan.so", "libubsan.so", "libstdc++.so")
+    ]
+    paths = [library.stdout.strip() for library in libraries]
+    if not all(os.path.isabs(path) for path in paths):
+        pytest.skip(f"{compiler} has no sanitizers")
+
+    package = tmp_path / "inplace_ops"
+    package_source = Path(inplace_ops.__file__).parent
+    shutil.copytree(package_source, package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    command = [compiler, "-std=c++17", "-O0", "-shared", "-fPIC"]
+    command += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    command += ["-DTORCH_TARGET_VERSION=0x020b000000000000"]
+    for path in (*include_paths(), sysconfig.get_path("include")):
+        command += ["-isystem", path]
+    command += [str(source / "library.cpp"), str(source / "cpu/kernels.cpp")]
+    for path in library_paths():
+        command += [f"-L{path}", f"-Wl,-rpath,{path}"]
+    command += ["-lc10", "-ltorch_cpu", "-ltorch", "-o", str(package / "_C.abi3.so")]
+    subprocess.run(command, check=True)
+
+    environment = {
+        **os.environ,
+        SANITIZE: str(package),
+        "INPLACE_OPS_FUZZ": "100",
+        "PYTHONPATH": str(tmp_path),
+        "LD_PRELOAD": " ".join(paths),
+        "PYTHONMALLOC": "malloc",
+        "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    names = ("test_direct_calls.py", "test_values.py", "test_fuzz.py")
+    files = [str(Path(__file__).with_name(name)) for name in names]
+    # -s: a sanitizer ends the process, and what pytest has captured by then would be lost.
+    options = ["-q", "-x", "-s", "-p", "no:cacheprovider", "-k", SANITIZED.replace("\n", " ")]
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *files],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-5000:]
