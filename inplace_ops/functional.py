@@ -171,16 +171,25 @@ def _decomposes(input: Tensor, op: str) -> bool:
     """Whether to run as PyTorch's own activation and a copy, which every transform understands.
 
     The activation gets a clone, as it may keep what the copy would overwrite. So it is inside
-    torch.func's transforms, with forward-mode AD's tangents, and for a lazily negated tensor: right
-    in each, with PyTorch's memory use.
+    torch.func's transforms, with forward-mode AD's tangents, for a lazily negated tensor, and in
+    programs for use elsewhere, by torch.export and torch.jit.trace: right in each, with PyTorch's
+    memory use.
     """
     if torch.compiler.is_compiling():
-        return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+        return (
+            torch._C._are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
+            or torch.compiler.is_exporting()
+        )
     if not isinstance(input, Tensor):
         raise TypeError(f"{op}: expected a torch.Tensor, got {type(input).__name__}")
     if input.layout is not torch.strided:
         raise _ops.unsupported(op, input)
-    if torch._C._are_functorch_transforms_active() or input.is_neg():
+    if (
+        torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or input.is_neg()
+    ):
         _ops.check_dtype(op, input)
         return True
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(input).tangent is not None
