@@ -179,7 +179,8 @@ def _decomposes(input: Tensor, op: str) -> bool:
         return (
             torch._C._are_functorch_transforms_active()
             or forward_ad._current_level >= 0
-            or torch.compiler.is_exporting()
+            # is_exporting() is true of all that Dynamo traces before torch 2.13.
+            or torch.compiler._is_exporting_flag
         )
     if not isinstance(input, Tensor):
         raise TypeError(f"{op}: expected a torch.Tensor, got {type(input).__name__}")

@@ -15,7 +15,11 @@ from torch import Tensor, nn
 
 import inplace_ops
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export's own
+# torch.export's own.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning"),
+]
 
 one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
 
@@ -110,6 +114,7 @@ def test_symbolic_trace_of_a_function(activation: Activation) -> None:
 @one_of_each
 def test_feature_extractor(activation: Activation) -> None:
     torchvision = pytest.importorskip("torchvision")
+    extraction = pytest.importorskip("torchvision.models.feature_extraction")
 
     def model(make: Callable[[], nn.Module]) -> nn.Module:
         torch.manual_seed(0)
@@ -118,7 +123,7 @@ def test_feature_extractor(activation: Activation) -> None:
             if hasattr(module, "relu"):
                 module.relu = make()
         nodes = {"relu": "stem", "layer1.0.relu": "block", "layer2": "layer", "fc": "head"}
-        return torchvision.models.feature_extraction.create_feature_extractor(net, nodes)
+        return extraction.create_feature_extractor(net, nodes)
 
     ours = model(lambda: activation.module(inplace=True))
     pytorchs = model(lambda: InPlace(activation.reference))
