@@ -175,20 +175,27 @@ def _decomposes(input: Tensor, op: str) -> bool:
     """Whether to run as PyTorch's own activation and a copy, which every transform understands.
 
     The activation gets a clone, as it may keep what the copy would overwrite. So it is inside
-    torch.func's transforms, with forward-mode AD's tangents, and for a lazily negated tensor: right
-    in each, with PyTorch's memory use. So is, in compiled code, a DTensor.
+    torch.func's transforms, with forward-mode AD's tangents, for a lazily negated tensor, in
+    programs for use elsewhere, by torch.export and torch.jit.trace, and for DTensors in compiled
+    code: right in each, with PyTorch's memory use.
     """
     if torch.compiler.is_compiling():
         return (
             torch._C._are_functorch_transforms_active()
             or forward_ad._current_level >= 0
             or _is_dtensor(input)
+            # is_exporting() is true of all that Dynamo traces before torch 2.13.
+            or torch.compiler._is_exporting_flag
         )
     if not isinstance(input, Tensor):
         raise TypeError(f"{op}: expected a torch.Tensor, got {type(input).__name__}")
     if input.layout is not torch.strided:
         raise _ops.unsupported(op, input)
-    if torch._C._are_functorch_transforms_active() or input.is_neg():
+    if (
+        torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or input.is_neg()
+    ):
         _ops.check_dtype(op, input)
         return True
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(input).tangent is not None

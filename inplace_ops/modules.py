@@ -1,8 +1,13 @@
-"""The in-place activations as modules, in place of those of `torch.nn`."""
+"""The in-place activations as modules, in place of those of `torch.nn`.
+
+torch.jit.script takes PyTorch's own activation in their place, and compiles the branch of it alone.
+"""
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 from . import functional
 from .functional import check_leaky_relu, check_save, check_silu
@@ -25,9 +30,10 @@ class ReLU(nn.ReLU):
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the activation."""
-        if not self.inplace:
-            return super().forward(input)
-        return functional.relu_(input, save=self.save)
+        if is_scripting() or not self.inplace:
+            return F.relu(input, self.inplace)
+        else:
+            return functional.relu_(input, save=self.save)
 
     def extra_repr(self) -> str:
         """Return the arguments, as the parent prints them."""
@@ -54,9 +60,10 @@ class LeakyReLU(nn.LeakyReLU):
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the activation."""
-        if not self.inplace:
-            return super().forward(input)
-        return functional.leaky_relu_(input, self.negative_slope, save=self.save)
+        if is_scripting() or not self.inplace:
+            return F.leaky_relu(input, self.negative_slope, self.inplace)
+        else:
+            return functional.leaky_relu_(input, self.negative_slope, save=self.save)
 
     def extra_repr(self) -> str:
         """Return the arguments, as the parent prints them."""
@@ -84,9 +91,10 @@ class SiLU(nn.SiLU):
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the activation."""
-        if not self.inplace:
-            return super().forward(input)
-        return functional.silu_(input, save=self.save, bits=self.bits)
+        if is_scripting() or not self.inplace:
+            return F.silu(input, self.inplace)
+        else:
+            return functional.silu_(input, save=self.save, bits=self.bits)
 
     def extra_repr(self) -> str:
         """Return the arguments, as the parent prints them."""

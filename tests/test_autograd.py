@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -734,6 +735,21 @@ def test_batched_backward(activation: Activation, device: torch.device) -> None:
     (actual,) = torch.autograd.grad(y, leaf, incoming, is_grads_batched=True)
     expected = torch.stack([gradient(activation.reference, leaf, g) for g in incoming])
     assert_gradient(activation, actual, expected, 1.0)
+
+
+@pytest.mark.parametrize("place", ["whole", "rows"])
+def test_time_is_linear_in_depth(place: str, device: torch.device) -> None:
+    def seconds(depth: int) -> float:
+        x = torch.randn(64, 8, device=device, requires_grad=True) * 1
+        begin = time.perf_counter()
+        for i in range(depth):
+            inplace_ops.relu_(x if place == "whole" else x[i % 64])
+        x.sum().backward()
+        return time.perf_counter() - begin
+
+    seconds(1000)
+    # Quadratic in depth were 16.
+    assert min(seconds(4000) for _ in range(3)) < 8 * min(seconds(1000) for _ in range(3))
 
 
 def test_errors_of_the_grids_are_the_documented_ones() -> None:

@@ -1,0 +1,218 @@
+"""Programs made by tracing: torch.fx, torch.export, torch.jit, ONNX."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from activations import ONE_OF_EACH, Activation, activation_id
+from comparison import assert_gradient, assert_values
+from torch import Tensor, nn
+
+import inplace_ops
+
+# torch.export's own.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning"),
+]
+
+one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
+
+
+class Network(nn.Module):
+    """Activations of a layer's output, of a view of it whose result is not used, of an input."""
+
+    def __init__(self, activation: Activation, **arguments: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 8)
+        self.drop = nn.Dropout(0.5)
+        self.first = activation.module(**arguments)
+        self.second = activation.module(**arguments)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        self.first(h[:, 2:])
+        h = self.drop(h * 1)
+        return h.sum(1, keepdim=True) + self.second(x * 1.5)
+
+
+def networks(activation: Activation) -> tuple[nn.Module, nn.Module]:
+    """A network, and the same with PyTorch's activations."""
+    ours, pytorchs = Network(activation), Network(activation)
+    pytorchs.load_state_dict(ours.state_dict())
+    for name in ("first", "second"):
+        setattr(pytorchs, name, InPlace(activation.reference))
+    return ours, pytorchs
+
+
+class InPlace(nn.Module):
+    def __init__(self, reference: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.reference = reference
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.copy_(self.reference(x.clone()))
+
+
+def assert_same(
+    activation: Activation,
+    actual: Callable[[Tensor], Tensor],
+    expected: Callable[[Tensor], Tensor],
+    differentiable: bool = True,
+) -> None:
+    x = torch.randn(4, 6, requires_grad=differentiable)
+    results = []
+    for call in (actual, expected):
+        torch.manual_seed(0)  # dropout
+        y = call(x)
+        weight = torch.linspace(-1, 1, y.numel()).view(y.shape)
+        (grad,) = torch.autograd.grad(y, x, weight) if differentiable else (y,)
+        results.append((y.detach(), grad.detach()))
+    torch.testing.assert_close(results[0][0], results[1][0])
+    error = activation.derivative_error.get(torch.float32, 0.0)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-4, atol=1e-5 + 40 * error)
+
+
+def test_the_comparison_tells_a_difference() -> None:
+    ours, pytorchs = networks(ONE_OF_EACH[0])
+    pytorchs.second = nn.Identity()
+    with pytest.raises(AssertionError):
+        assert_same(ONE_OF_EACH[0], ours, pytorchs)
+
+
+@one_of_each
+def test_symbolic_trace_of_a_model(activation: Activation) -> None:
+    ours, pytorchs = networks(activation)
+    traced = torch.fx.symbolic_trace(ours)
+    called = [node.target for node in traced.graph.nodes if node.op == "call_function"]
+    assert sum(getattr(f, "__module__", "") == "inplace_ops.functional" for f in called) == 2
+    assert_same(activation, traced, pytorchs)
+    assert_same(activation, torch.fx.symbolic_trace(traced), pytorchs)
+    assert_same(activation, copy.deepcopy(traced), pytorchs)
+
+
+@one_of_each
+def test_symbolic_trace_of_a_function(activation: Activation) -> None:
+    def function(x: Tensor) -> Tensor:
+        return activation.call(x * 2) + 1
+
+    traced = torch.fx.symbolic_trace(function)
+    called = [node.target for node in traced.graph.nodes if node.op == "call_function"]
+    assert {inplace_ops.relu_, inplace_ops.leaky_relu_, inplace_ops.silu_} & set(called)
+    x = torch.randn(4, 6, requires_grad=True)
+    assert_values(activation, traced(x), activation.reference(x * 2) + 1)
+    (actual,) = torch.autograd.grad(traced(x).sum(), x)
+    (expected,) = torch.autograd.grad(activation.reference(x * 2).sum(), x)
+    assert_gradient(activation, actual, expected, 2.0)
+
+
+@one_of_each
+def test_feature_extractor(activation: Activation) -> None:
+    torchvision = pytest.importorskip("torchvision")
+    extraction = pytest.importorskip("torchvision.models.feature_extraction")
+
+    def model(make: Callable[[], nn.Module]) -> nn.Module:
+        torch.manual_seed(0)
+        net = torchvision.models.resnet18().double()
+        for module in list(net.modules()):
+            if hasattr(module, "relu"):
+                module.relu = make()
+        nodes = {"relu": "stem", "layer1.0.relu": "block", "layer2": "layer", "fc": "head"}
+        return extraction.create_feature_extractor(net, nodes)
+
+    ours = model(lambda: activation.module(inplace=True))
+    pytorchs = model(lambda: InPlace(activation.reference))
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    actual, expected = ours(images), pytorchs(images)
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name])
+    if activation.allows_later_writes:  # what PyTorch's residual networks do: out += identity
+        actual["head"].sum().backward()
+        expected["head"].sum().backward()
+        error = activation.derivative_error.get(torch.float64, 0.0)
+        for name, parameter in ours.named_parameters():
+            wanted = pytorchs.get_parameter(name).grad
+            scale = float(wanted.abs().max()) + 1.0
+            tolerance = (1e-7 + 1e4 * error) * scale
+            torch.testing.assert_close(parameter.grad, wanted, rtol=1e-5, atol=tolerance)
+
+
+def saved_and_loaded(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    buffer.seek(0)
+    return torch.export.load(buffer)
+
+
+@one_of_each
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("strict", [True, False])
+def test_export(activation: Activation, training: bool, strict: bool) -> None:
+    ours, pytorchs = (model.train(training) for model in networks(activation))
+    batch = torch.export.Dim("batch", min=2, max=64)
+    program = torch.export.export(
+        ours, (torch.randn(8, 6),), dynamic_shapes=({0: batch},), strict=strict
+    )
+    # Needs no inplace_ops where it runs, and has PyTorch's gradients.
+    assert not any("inplace_ops" in str(node.target) for node in program.graph.nodes)
+    for exported in (program, saved_and_loaded(program)):
+        assert_same(activation, exported.module(), pytorchs)
+    if not training:
+        module = program.run_decompositions().module()
+        assert_same(activation, module, pytorchs, differentiable=False)
+
+
+@one_of_each
+def test_exported_without_a_gradient(activation: Activation) -> None:
+    ours, pytorchs = (model.eval() for model in networks(activation))
+    with torch.no_grad():
+        program = torch.export.export(ours, (torch.randn(4, 6),))
+    assert_same(activation, program.module(), pytorchs)
+
+
+@one_of_each
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+@pytest.mark.filterwarnings("ignore:.*jit.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*jit.*:FutureWarning")
+def test_jit_trace(activation: Activation, mode: Callable[[], object]) -> None:
+    ours, pytorchs = (model.eval() for model in networks(activation))
+    with mode():
+        traced = torch.jit.trace(ours, torch.randn(4, 6))
+    buffer = io.BytesIO()
+    torch.jit.save(traced, buffer)
+    buffer.seek(0)
+    for module in (traced, torch.jit.load(buffer)):
+        assert_same(activation, module, pytorchs)  # traced without a gradient, run with one
+
+
+@one_of_each
+@pytest.mark.filterwarnings("ignore:.*jit.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*jit.*:FutureWarning")
+def test_jit_script(activation: Activation) -> None:
+    for inplace in (True, False):
+        ours = Network(activation, inplace=inplace).eval()
+        scripted = torch.jit.script(ours)
+        assert "inplace_ops::" not in str(scripted.inlined_graph)
+        assert_same(activation, scripted, copy.deepcopy(ours), differentiable=not inplace)
+        assert type(ours.first) is type(activation.module())  # the model itself is as it was
+
+
+@one_of_each
+@pytest.mark.parametrize("dynamo", [True, False])
+@pytest.mark.filterwarnings("ignore")  # of the exporters
+def test_onnx(activation: Activation, dynamo: bool, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+
+    model = nn.Sequential(nn.Linear(6, 8), activation.module(), nn.Linear(8, 3)).eval()
+    x, path = torch.randn(4, 6), str(tmp_path / "model.onnx")
+    torch.onnx.export(model, (x,), path, dynamo=dynamo, verbose=False)
+    session = runtime.InferenceSession(path)
+    (actual,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(actual), model(x).detach(), rtol=1e-4, atol=1e-5)
