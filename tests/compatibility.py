@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import platform
+import re
 from collections import Counter, defaultdict
 from datetime import date
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 FILE = Path(__file__).with_suffix(".csv")
 COLUMNS = ("row", "torch", "python", "date", "passed", "failed", "not_run")
 
-# By the beginning of a test's name.
+# By the beginning of a test's name. What takes a GPU has a row of its own.
 ROWS = {
     "values, dtypes, layouts": ("test_values", "test_ops", "test_silu_inverse", "test_every"),
     "autograd, modules": ("test_autograd", "test_modules"),
@@ -26,22 +27,21 @@ ROWS = {
     "torch.func: vmap, grad, jvp, jacrev, hessian": ("test_functorch",),
     "torch.compile": ("test_compile",),
     "fx, export, AOTInductor, ONNX, jit": ("test_tracing",),
-    "autocast, checkpoint, hooks, threads": ("test_training",),
+    "autocast, checkpoint, hooks, threads, Lightning": ("test_training",),
     "DDP, FSDP2, DTensor, tensor parallel": ("test_distributed",),
-    "fuzzing, wrong arguments": ("test_fuzz", "test_direct"),
+    "fuzzing, wrong arguments, sanitizers": ("test_fuzz", "test_direct"),
     "convert": ("test_conversion", "test_docs", "test_models"),
     "CUDA kernels on the host, disassembly": ("test_host_kernels", "test_cuda_code"),
-    "CUDA kernels on a GPU": ("test_cuda.py",),
 }
+ON_A_GPU = "on a GPU"
 
 
-def row_of(node: str) -> str | None:
-    """The row of a test; what needs a GPU has its own."""
+def row_of(node: str, reason: str) -> str | None:
+    """The row of a test that ran, or was skipped for a reason."""
     name = node.rpartition("tests/")[2]
-    found = [row for row, starts in ROWS.items() if name.startswith(starts)]
-    return (
-        "CUDA kernels on a GPU" if "cuda-" in name or "[cuda]" in name else next(iter(found), None)
-    )
+    if name.startswith("test_cuda.py") or re.search(r"[\[-]cuda[\]-]|GPU|\.cuda ", name + reason):
+        return ON_A_GPU
+    return next((row for row, starts in ROWS.items() if name.startswith(starts)), None)
 
 
 class Recorder:
@@ -52,17 +52,18 @@ class Recorder:
         self.reasons: defaultdict[str, dict[str, None]] = defaultdict(dict)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        row = row_of(report.nodeid)
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+        row = row_of(report.nodeid, reason)
         if row is None or (report.when != "call" and report.passed):
             return
         self.outcomes[row][report.outcome] += 1
-        if report.skipped and isinstance(report.longrepr, tuple):
-            self.reasons[row][report.longrepr[2].removeprefix("Skipped: ")] = None
+        if reason:
+            self.reasons[row][reason.removeprefix("Skipped: ")] = None
 
     def pytest_sessionfinish(self) -> None:
         here = {"torch": torch.__version__, "python": platform.python_version()}
         lines = [line for line in read() if any(line[key] != here[key] for key in here)]
-        for row in ROWS:
+        for row in (*ROWS, ON_A_GPU):
             lines.append(
                 {
                     "row": row,
