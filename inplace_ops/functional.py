@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 from torch.autograd.graph import increment_version
+from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from . import _ops
@@ -56,11 +57,11 @@ def relu_(input: Tensor, *, save: str = "mask") -> Tensor:
     if has_torch_function_unary(input):
         return _overridden(relu_, input, save=save)
     check_save("relu_", save, ("mask", "output"))
-    if _decomposes(input, "relu_"):
-        return input.copy_(F.relu(input.clone()))
     bits = int(save == "mask")
-    if torch.compiler.is_compiling():
-        return _compiled(_ops.relu, input, bits)
+    if is_compiling():
+        return _compiled(_ops.relu, F.relu, input, bits)
+    if _decomposes(input, "relu_"):
+        return _decomposed(F.relu, input)
     if not _needs_grad(input):
         return _without_grad(_ops.relu_, "relu_", input)
     return _with_grad(ReLUFunction, "relu_", input, bits)
@@ -83,11 +84,11 @@ def leaky_relu_(input: Tensor, negative_slope: float = 0.01, *, save: str = "mas
     if has_torch_function_unary(input):
         return _overridden(leaky_relu_, input, negative_slope=negative_slope, save=save)
     check_leaky_relu(negative_slope, save)
-    if _decomposes(input, "leaky_relu_"):
-        return input.copy_(F.leaky_relu(input.clone(), negative_slope))
     bits = int(save == "mask")
-    if torch.compiler.is_compiling():
-        return _compiled(_ops.leaky_relu, input, bits, negative_slope)
+    if is_compiling():
+        return _compiled(_ops.leaky_relu, F.leaky_relu, input, bits, negative_slope)
+    if _decomposes(input, "leaky_relu_"):
+        return _decomposed(F.leaky_relu, input, negative_slope)
     if not _needs_grad(input):
         return _without_grad(_ops.leaky_relu_, "leaky_relu_", input, negative_slope)
     return _with_grad(LeakyReLUFunction, "leaky_relu_", input, bits, negative_slope)
@@ -116,16 +117,15 @@ def silu_(input: Tensor, *, save: str = "output", bits: int | None = None) -> Te
     if has_torch_function_unary(input):
         return _overridden(silu_, input, save=save, bits=bits)
     check_silu(save, bits)
-    if _decomposes(input, "silu_"):
-        return input.copy_(F.silu(input.clone()))
-    bits = bits or default_bits(input.dtype, save)
-    if torch.compiler.is_compiling():
+    if is_compiling():
         op = _ops.silu if save == "output" else _ops.silu_derivative
-        return _compiled(op, input, bits)
+        return _compiled(op, F.silu, input, bits or default_bits(input.dtype, save))
+    if _decomposes(input, "silu_"):
+        return _decomposed(F.silu, input)
     if not _needs_grad(input):
         return _without_grad(_ops.silu_, "silu_", input)
     function = SiLUFunction if save == "output" else SiLUDerivativeFunction
-    return _with_grad(function, "silu_", input, bits)
+    return _with_grad(function, "silu_", input, bits or default_bits(input.dtype, save))
 
 
 def default_bits(dtype: torch.dtype, save: str) -> int:
@@ -172,33 +172,28 @@ def _overridden(function: Callable[..., Tensor], input: Any, **arguments: Any) -
 
 
 def _decomposes(input: Tensor, op: str) -> bool:
-    """Whether to run as PyTorch's own activation and a copy, which every transform understands.
-
-    The activation gets a clone, as it may keep what the copy would overwrite. So it is inside
-    torch.func's transforms, with forward-mode AD's tangents, for a lazily negated tensor, in
-    programs for use elsewhere, by torch.export and torch.jit.trace, and for DTensors in compiled
-    code: right in each, with PyTorch's memory use.
-    """
-    if torch.compiler.is_compiling():
-        return (
-            torch._C._are_functorch_transforms_active()
-            or forward_ad._current_level >= 0
-            or _is_dtensor(input)
-            # is_exporting() is true of all that Dynamo traces before torch 2.13.
-            or torch.compiler._is_exporting_flag
-        )
+    """Whether to run as PyTorch's own ops: inside transforms, and of a lazily negated tensor."""
     if not isinstance(input, Tensor):
         raise TypeError(f"{op}: expected a torch.Tensor, got {type(input).__name__}")
     if input.layout is not torch.strided:
         raise _ops.unsupported(op, input)
     if (
         torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
+        or torch._C._get_tracing_state() is not None  # torch.jit.trace
         or input.is_neg()
     ):
         _ops.check_dtype(op, input)
         return True
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(input).tangent is not None
+
+
+def _decomposed(activation: Callable[..., Tensor], input: Tensor, *arguments: Any) -> Tensor:
+    """PyTorch's own activation and a copy, which every transform understands.
+
+    The activation gets a clone, as it may keep what the copy would overwrite. Right everywhere,
+    with PyTorch's memory use.
+    """
+    return input.copy_(activation(input.clone(), *arguments))
 
 
 def _needs_grad(input: Tensor) -> bool:
@@ -222,12 +217,22 @@ def _local_part(input: Tensor, op: str) -> Tensor:
     return local_part(op, input)
 
 
-def _compiled(op: Any, input: Tensor, bits: int, *arguments: Any) -> Tensor:
+def _compiled(
+    op: Any, activation: Callable[..., Tensor], input: Tensor, bits: int, *arguments: Any
+) -> Tensor:
     """The activation in compiled code: out of place and a copy, of which the compiler makes one.
 
     Inductor moves an earlier read of a tensor behind a custom op that modifies it, and autograd
     Functions that modify a graph's input get wrong gradients.
     """
+    if (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or _is_dtensor(input)
+        # is_exporting() is true of all that Dynamo traces before torch 2.13.
+        or torch.compiler._is_exporting_flag
+    ):
+        return _decomposed(activation, input, *arguments)
     order = _ops.storage_order(input)
     result, _ = op(input, bits if _needs_grad(input) else 0, order, *arguments)
     return input.copy_(result)
