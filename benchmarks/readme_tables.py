@@ -171,16 +171,17 @@ def compatibility(rows: Rows) -> str:
         for torch, python, _ in runs:
             wanted = {"row": subject, "torch": torch, "python": python}
             passed, failed = (find(rows, c, **wanted) for c in ("passed", "failed"))
-            line.append(passed + ("" if failed in "0-" else f", {failed} FAILED"))
             why = find(rows, "not_run", **wanted)
-            if why not in ("", "-"):
+            ran = passed if (passed, failed) != ("0", "0") else "not run"
+            line.append(ran + ("" if failed == "0" else f", {failed} FAILED"))
+            if why:
                 notes.setdefault(f"{subject}: {why}", []).append(f"{torch} on {python}")
         body.append(line)
     header = ["tests passed", *(f"torch {torch}, Python {python}" for torch, python, _ in runs)]
     lines = [f"- {note} ({', '.join(where)})" for note, where in notes.items()]
     dates = sorted({date for *_, date in runs})
-    ran = f"Ran {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. Not run there, and why:"
-    return "\n\n".join([markdown(header, body), ran, "\n".join(lines)])
+    note = f"Ran {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. Not run there, and why:"
+    return "\n\n".join([markdown(header, body), note, "\n".join(lines)])
 
 
 def block(name: str) -> str:

@@ -58,7 +58,8 @@ class Recorder:
             return
         self.outcomes[row][report.outcome] += 1
         if reason:
-            self.reasons[row][reason.removeprefix("Skipped: ")] = None
+            why = re.sub(r".*could not import '(\w+)'.*", r"no \1", reason)
+            self.reasons[row][why.removeprefix("Skipped: ")] = None
 
     def pytest_sessionfinish(self) -> None:
         here = {"torch": torch.__version__, "python": platform.python_version()}
