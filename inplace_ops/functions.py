@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
-from torch.autograd.function import once_differentiable
 
 from . import _ops
 
@@ -127,6 +126,29 @@ class LeakyReLUFunction(Function):
         return gradient, None, None, None
 
 
+class _SiLUDoubleBackward(Function):
+    """The gradients of `_SiLUBackward` in grad and output. A third derivative raises."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        grad_grad: Tensor, grad: Tensor, output: Tensor, bits: Tensor, order: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        return (
+            _ops.silu_backward_output(grad_grad, output, bits, order),
+            _ops.silu_double_backward(grad_grad, grad, output, bits, order),
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise RuntimeError("silu_ can be differentiated twice, and not a third time")
+
+
 class _SiLUBackward(Function):
     """grad * silu'(x), x recovered from the output and its bits; differentiable once more."""
 
@@ -142,12 +164,11 @@ class _SiLUBackward(Function):
         ctx.save_for_backward(grad, silu_output, bits)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad, output, bits = ctx.saved_tensors
-        to_grad = _ops.silu_backward_output(grad_grad, output, bits, ctx.order)
-        to_output = _ops.silu_double_backward(grad_grad, grad, output, bits, ctx.order)
-        return to_grad, to_output, None, None
+        # Through its output x's graph is reached, whether or not grad_grad has one.
+        double_backward: Any = _SiLUDoubleBackward
+        run = double_backward.apply if torch.is_grad_enabled() else double_backward.forward
+        return *run(grad_grad, *ctx.saved_tensors, ctx.order), None, None
 
 
 class SiLUFunction(Function):
@@ -187,27 +208,6 @@ class SiLUFunction(Function):
         return gradient, None, None
 
 
-class _SiLUDerivativeBackward(Function):
-    """grad * silu'(x), from the kept code of silu'(x)."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(grad: Tensor, bits: Tensor, order: list[int]) -> Tensor:
-        return _ops.silu_backward_derivative(grad, bits, order)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad_grad: Tensor) -> tuple[Tensor | None, ...]:
-        raise RuntimeError(
-            'silu_(x, save="derivative") keeps the first derivative only and cannot be '
-            'differentiated twice: use save="output".'
-        )
-
-
 class SiLUDerivativeFunction(Function):
     """`SiLUDerivativeFunction.apply(x, bits, order)` replaces x by silu(x) and returns it.
 
@@ -228,13 +228,18 @@ class SiLUDerivativeFunction(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            # Even where grad has no graph: nothing here would lead a second derivative to x.
+            raise RuntimeError(
+                'silu_(x, save="derivative") keeps the first derivative only and cannot be '
+                'differentiated twice, with create_graph=True: use save="output".'
+            )
         (bits,) = ctx.saved_tensors
-        gradient = _gradient(
-            grad,
-            lambda g: _ops.silu_backward_derivative(g, bits, ctx.order),
-            lambda g: _SiLUDerivativeBackward.apply(g, bits, ctx.order),
-        )
-        return gradient, None, None
+
+        def op(grad: Tensor) -> Tensor:
+            return _ops.silu_backward_derivative(grad, bits, ctx.order)
+
+        return _gradient(grad, op, op), None, None
 
 
 def _register_autograd(op: torch._ops.OpOverload, function: Any) -> None:

@@ -115,6 +115,13 @@ def _gradient_hooks(m: Network, x: Tensor, before: bool) -> Tensor:
     return m.second(y)
 
 
+def _numpy(m: Network, x: Tensor, share: Callable[[Tensor], Tensor]) -> Tensor:
+    h = m.first(x)
+    array = share(h).numpy()
+    y = m.act(h)
+    return m.second(y) * float(array.sum())
+
+
 def _gradient_of(m: Network, x: Tensor, which: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     h = m.first(x)
     y = m.act(h)
@@ -175,6 +182,13 @@ PATTERNS: list[Pattern] = [
         r"read again by `tolist`",
         lambda m, x: m.second(m.act(h := m.first(x.detach()))) * sum(h[0].detach().tolist()),
         lambda m, x: m.second(m.act(h := m.first(x.detach()))) * len(h.shape),
+    ),
+    Pattern(
+        "memory handed to NumPy",
+        "does_not_escape",
+        r"handed out",
+        lambda m, x: _numpy(m, x, torch.detach),
+        lambda m, x: _numpy(m, x, lambda h: h.detach().clone()),
     ),
     Pattern(
         "gradient of the input",

@@ -300,6 +300,8 @@ def does_not_escape(call: Call, plan: Plan) -> str | None:
             return f"input is {plan.trace.owners[storage]}"
         if storage in plan.trace.returned:
             return "input is returned by the model"
+        if storage in plan.trace.handed_out:
+            return "input's memory is handed out, to NumPy for example"
         if storage in plan.trace.alive:
             return "input is kept after forward, by a hook or an attribute"
     return None

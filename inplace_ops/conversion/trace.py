@@ -44,6 +44,7 @@ _READ_WITHOUT_AN_OPERATION: Mapping[Callable[..., Any], str] = {
             "register_hook",
             "retain_grad",
             "tolist",
+            "__repr__",
             "numpy",
             "__array__",
             "__dlpack__",
@@ -51,6 +52,9 @@ _READ_WITHOUT_AN_OPERATION: Mapping[Callable[..., Any], str] = {
         )
     },
 }
+
+# Of these, what hands the memory out, to be read at any time.
+_HANDED_OUT = frozenset({"numpy", "__array__", "__dlpack__", "data_ptr"})
 
 _CANNOT_BE_FOLLOWED = {
     "support saved tensor hooks": "a gradient transform of torch.func",
@@ -162,6 +166,7 @@ class Trace:
         owners: The storages that were there before, and what they are.
         nbytes: The size of each storage.
         alive: The inputs of calls that are still there after forward.
+        handed_out: The storages whose memory was given to something else than PyTorch.
         returned: The storages that the model returns.
         node_names: The operations by the numbers of their autograd nodes.
         functions: The activations called as functions, by name and line.
@@ -174,6 +179,7 @@ class Trace:
     owners: dict[int, str] = field(default_factory=dict)
     nbytes: dict[int, int] = field(default_factory=dict)
     alive: set[int] = field(default_factory=set)
+    handed_out: set[int] = field(default_factory=set)
     returned: set[int] = field(default_factory=set)
     node_names: dict[int, str] = field(default_factory=dict)
     functions: dict[tuple[str, str], FunctionCall] = field(default_factory=dict)
@@ -325,6 +331,8 @@ class _Tracer(TorchDispatchMode):
         event = Event(next(self.clock), self.named(name), False)
         for storage in set(self.storages_of(_tensors(arguments))):
             self.result.events[storage].append(event)
+            if name in _HANDED_OUT:
+                self.result.handed_out.add(storage)
 
     def record_operation(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], time: int
