@@ -178,7 +178,10 @@ def compatibility(rows: Rows) -> str:
                 notes.setdefault(f"{subject}: {why}", []).append(f"{torch} on {python}")
         body.append(line)
     header = ["tests passed", *(f"torch {torch}, Python {python}" for torch, python, _ in runs)]
-    lines = [f"- {note} ({', '.join(where)})" for note, where in notes.items()]
+    lines = [
+        f"- {note}" + ("" if len(where) == len(runs) else f" ({', '.join(where)})")
+        for note, where in notes.items()
+    ]
     dates = sorted({date for *_, date in runs})
     note = f"Ran {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. Not run there, and why:"
     return "\n\n".join([markdown(header, body), note, "\n".join(lines)])

@@ -1,9 +1,10 @@
-"""Programs made by tracing: torch.fx, torch.export, torch.jit, ONNX."""
+"""Programs made by tracing: torch.fx, torch.export, AOTInductor, torch.jit, ONNX."""
 
 from __future__ import annotations
 
 import copy
 import io
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -201,6 +202,20 @@ def test_jit_script(activation: Activation) -> None:
         assert "inplace_ops::" not in str(scripted.inlined_graph)
         assert_same(activation, scripted, copy.deepcopy(ours), differentiable=not inplace)
         assert type(ours.first) is type(activation.module())  # the model itself is as it was
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs g++")
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_aotinductor(tmp_path: Path) -> None:
+    ours = nn.Sequential(
+        nn.Linear(6, 8), inplace_ops.SiLU(), nn.Linear(8, 8), inplace_ops.LeakyReLU(), nn.ReLU()
+    ).eval()
+    x = torch.randn(4, 6)
+    package = torch._inductor.aoti_compile_and_package(
+        torch.export.export(ours, (x,)), package_path=str(tmp_path / "model.pt2")
+    )
+    compiled = torch._inductor.aoti_load_package(package)
+    torch.testing.assert_close(compiled(x), ours(x).detach(), rtol=1e-4, atol=1e-5)
 
 
 @one_of_each
