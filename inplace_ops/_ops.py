@@ -83,13 +83,14 @@ def storage_order(x: Tensor) -> list[int]:
     """The permutation of x's dimensions in which its elements lie in memory.
 
     The ops walk their tensors, and lay packed bits, in this order. Empty for the identity. Any
-    order is right; in compiled code, whose strides may be symbols, it is that of the usual formats.
+    order is right; in compiled code, whose sizes may be unknown, it is that of the usual formats.
     """
-    if x.is_contiguous():
+    compiling = torch.compiler.is_compiling()
+    if (compiling and x.dim() != 4) or x.is_contiguous():
         return []
     if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
         return [0, 2, 3, 1]
-    if torch.compiler.is_compiling():
+    if compiling:
         return []
     strides = x.stride()
     return sorted(range(x.dim()), key=lambda d: -strides[d])

@@ -312,6 +312,21 @@ def test_dynamic_shapes(activation: Activation, device: torch.device) -> None:
             check(activation, program, compiled, shape, device)
 
 
+@one_of_each
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_sizes_that_depend_on_values(activation: Activation, device: torch.device) -> None:
+    def selected(call: Call, x: Tensor) -> Tensor:
+        return call(x[x[:, 0] > 0] * 1.5)
+
+    compiled = torch.compile(
+        partial(selected, activation.call), backend="aot_eager", fullgraph=True
+    )
+    x = torch.randn(9, 5, dtype=torch.float64, device=device, requires_grad=True)
+    (actual,) = torch.autograd.grad(compiled(x).sum(), x)
+    (expected,) = torch.autograd.grad(selected(activation.reference, x).sum(), x)
+    assert_gradient(activation, actual, expected, 1.5)
+
+
 @some
 @pytest.mark.parametrize("program", ["used", "in_a_view", "in_a_transpose", "channels_last"])
 def test_ten_shapes_compile_twice(

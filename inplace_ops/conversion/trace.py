@@ -54,7 +54,7 @@ _READ_WITHOUT_AN_OPERATION: Mapping[Callable[..., Any], str] = {
 }
 
 # Of these, what hands the memory out, to be read at any time.
-_HANDED_OUT = frozenset({"numpy", "__array__", "__dlpack__", "data_ptr"})
+_HANDED_OUT = frozenset({"numpy", "__array__", "__dlpack__"})
 
 _CANNOT_BE_FOLLOWED = {
     "support saved tensor hooks": "a gradient transform of torch.func",
