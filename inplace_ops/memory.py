@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -62,10 +62,22 @@ def saved_bytes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     return sum(size for key, size in storages.items() if key not in known)
 
 
+def unwrapped(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that it is made of: of a DTensor this process's part, else itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        part = getattr(tensor, name)
+        if isinstance(part, Tensor):
+            yield from unwrapped(part)
+
+
 def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
-    if is_traceable_wrapper_subclass(tensor):  # DTensor: this process's part
-        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        return [s for part in parts if isinstance(part, Tensor) for s in _storages(part)]
+    return [storage for part in unwrapped(tensor) for storage in _storages_of_plain(part)]
+
+
+def _storages_of_plain(tensor: Tensor) -> list[torch.UntypedStorage]:
     if tensor.layout == torch.sparse_coo:
         return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
     if tensor.layout != torch.strided:

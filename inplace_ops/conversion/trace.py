@@ -22,11 +22,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from .. import _ops
+from ..memory import unwrapped
 from .run import Example, patched, reentrant_checkpoints_as_the_others, tensors_in
 from .sites import Place, intercepted
 
@@ -264,11 +265,8 @@ class _Tracer(TorchDispatchMode):
         trace.alive = {storage for storage in inputs if not self.storages[storage].expired()}
 
     def storages_of(self, tensors: Iterable[Tensor]) -> Iterator[int]:
-        for tensor in tensors:
-            if is_traceable_wrapper_subclass(tensor):
-                names, _ = tensor.__tensor_flatten__()
-                yield from self.storages_of(getattr(tensor, name) for name in names)
-            elif torch._C._has_storage(tensor):
+        for tensor in itertools.chain.from_iterable(map(unwrapped, tensors)):
+            if torch._C._has_storage(tensor):
                 storage = tensor.untyped_storage()
                 reference = StorageWeakRef(storage)
                 self.storages.setdefault(reference.cdata, reference)
