@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
-import os
 import pickle
 import random
 import subprocess
@@ -828,8 +827,10 @@ def test_verify_refuses_what_it_cannot_compare() -> None:
     def nothing(m: Network, x: Tensor) -> float:
         return m.second(m.act(m.first(x))).sum().item()
 
+    factors = (2.0**i for i in itertools.count())
+
     def noise(m: Network, x: Tensor) -> Tensor:
-        return m.second(m.act(m.first(x))) * os.getrandom(1)[0]
+        return m.second(m.act(m.first(x))) * next(factors)
 
     for compute, error in ((nothing, "returns no tensor"), (noise, "differs between two runs")):
         model = Network(compute)
@@ -837,6 +838,23 @@ def test_verify_refuses_what_it_cannot_compare() -> None:
             inplace_ops.convert(model, x)
         assert type(model.act) is nn.ReLU
         assert inplace_ops.convert(model, x, verify=False).sites[0].converted
+
+
+def test_verify_names_the_noise_it_allows() -> None:
+    factors = itertools.repeat(1.0)
+
+    def compute(m: Network, x: Tensor) -> Tensor:
+        nonlocal runs
+        runs += 1
+        return m.second(m.act(m.first(x))) * next(factors)
+
+    runs = 0
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    inplace_ops.convert(Network(compute), x, verify=False)
+    # The two runs of the original differ by little, the converted model's from them by much.
+    factors = iter([1.0] * runs + [1.0, 1.001] + [2.0] * 10)
+    with pytest.raises(VerificationError, match="differs from the original's by more than its"):
+        inplace_ops.convert(Network(compute), x)
 
 
 def test_verify_follows_a_second_derivative() -> None:

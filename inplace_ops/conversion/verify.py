@@ -61,9 +61,11 @@ def verify(model: nn.Module, example: Example, modules: Mapping[Place, nn.Module
     with intercepted(modules, _exact, modules):
         exact = _run_converted(model, example)
     for name in original | exact:
-        if not _agree(name, exact, original, noise.get(name, 0.0)):
+        tolerance = noise.get(name, 0.0)
+        if not _agree(name, exact, original, tolerance):
+            repeats = f" by more than its runs differ by ({tolerance:.3g})" if tolerance else ""
             raise VerificationError(
-                f"{name} of the converted model differs from the original's; "
+                f"{name} of the converted model differs from the original's{repeats}; "
                 f"{_first_difference(model, example, modules)}"
             )
     del exact
