@@ -14,6 +14,8 @@ from setuptools import setup
 
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # of torch 2.11; runs on all later ones
 CXX_FLAGS = ["-O3", "-g0", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+# Errors name the source file: csrc/..., wherever it was built.
+CXX_FLAGS.append(f"-fmacro-prefix-map={os.path.dirname(os.path.abspath(__file__))}/=")
 
 
 def cuda_toolkit():

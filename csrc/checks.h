@@ -84,6 +84,12 @@ inline void check_order(const char* op, const std::vector<int64_t>& order, int64
 }
 
 template <class Activation>
+void check_count(int64_t bits) {
+  STD_TORCH_CHECK(Activation::accepts_bits(bits), Activation::kName, ": cannot keep ", bits,
+                  " bits an element");
+}
+
+template <class Activation>
 void check_bits(const Tensor& bits, const Tensor& x) {
   const char* op = Activation::kName;
   STD_TORCH_CHECK(bits.scalar_type() == torch::headeronly::ScalarType::Byte, op,
@@ -94,8 +100,7 @@ void check_bits(const Tensor& bits, const Tensor& x) {
                   ": packed bits must have shape (bits, ceil(elements / 8)) = (bits, ",
                   plane_bytes(x.numel()), ")");
   STD_TORCH_CHECK(bits.is_contiguous(), op, ": packed bits must be contiguous");
-  STD_TORCH_CHECK(Activation::accepts_bits(bits.size(0)), op, ": cannot keep ", bits.size(0),
-                  " bits an element");
+  check_count<Activation>(bits.size(0));
 }
 
 // The kernels read a block of x and write its bits before they read the next.

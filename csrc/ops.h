@@ -45,9 +45,13 @@ inline Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector
   int32_t device_type;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(sizes.size()), sizes.data(),
-                                                         strides.data(), dtype, device_type,
-                                                         like.get_device_index(), &handle));
+  const auto error = aoti_torch_empty_strided(int64_t(sizes.size()), sizes.data(), strides.data(),
+                                              dtype, device_type, like.get_device_index(), &handle);
+  // The stable ABI does not tell the kind of an error: training loops look for these words.
+  STD_TORCH_CHECK(
+      error == AOTI_TORCH_SUCCESS,
+      device_type == aoti_torch_device_type_cuda() ? "CUDA out of memory" : "out of memory",
+      ": inplace_ops could not allocate a tensor like one of ", like.numel(), " elements");
   return Tensor(handle);
 }
 
@@ -126,6 +130,7 @@ template <class Device, template <class> class Activation, class... Arguments>
 std::tuple<Tensor, Tensor> out_of_place(Tensor x, int64_t bits, Order order,
                                         Arguments... arguments) {
   check_order(Activation<float>::kName, order, x.dim());
+  if (bits != 0) check_count<Activation<float>>(bits);
   const Tensor out = empty_in_order(x, order), packed = empty_bits(x, bits);
   if (bits == 0)
     activate<Device, Activation, Forward>(out, x, nullptr, order, arguments...);

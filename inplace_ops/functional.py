@@ -56,6 +56,7 @@ def relu_(input: Tensor, *, save: str = "mask") -> Tensor:
     """
     if has_torch_function_unary(input):
         return _overridden(relu_, input, save=save)
+    _check_tensor("relu_", input)
     check_save("relu_", save, ("mask", "output"))
     bits = int(save == "mask")
     if is_compiling():
@@ -83,6 +84,7 @@ def leaky_relu_(input: Tensor, negative_slope: float = 0.01, *, save: str = "mas
     """
     if has_torch_function_unary(input):
         return _overridden(leaky_relu_, input, negative_slope=negative_slope, save=save)
+    _check_tensor("leaky_relu_", input)
     check_leaky_relu(negative_slope, save)
     bits = int(save == "mask")
     if is_compiling():
@@ -116,6 +118,7 @@ def silu_(input: Tensor, *, save: str = "output", bits: int | None = None) -> Te
     """
     if has_torch_function_unary(input):
         return _overridden(silu_, input, save=save, bits=bits)
+    _check_tensor("silu_", input)
     check_silu(save, bits)
     if is_compiling():
         op = _ops.silu if save == "output" else _ops.silu_derivative
@@ -171,12 +174,15 @@ def _overridden(function: Callable[..., Tensor], input: Any, **arguments: Any) -
     return handle_torch_function(function, (input,), input, **arguments)
 
 
-def _decomposes(input: Tensor, op: str) -> bool:
-    """Whether to run as PyTorch's own ops: inside transforms, and of a lazily negated tensor."""
+def _check_tensor(op: str, input: Tensor) -> None:
     if not isinstance(input, Tensor):
         raise TypeError(f"{op}: expected a torch.Tensor, got {type(input).__name__}")
     if input.layout is not torch.strided:
         raise _ops.unsupported(op, input)
+
+
+def _decomposes(input: Tensor, op: str) -> bool:
+    """Whether to run as PyTorch's own ops: inside transforms, and of a lazily negated tensor."""
     if (
         torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None  # torch.jit.trace

@@ -35,7 +35,12 @@ def _gradient(
         primal, tangent = forward_ad.unpack_dual(grad)
         if tangent is not None:
             return forward_ad.make_dual(run(primal), run(tangent))
-    return run(grad)
+    try:
+        return run(grad)
+    except RuntimeError as error:
+        if "out of memory" in str(error):
+            torch.empty_like(grad)  # raises PyTorch's own error, whose type the op has lost
+        raise
 
 
 class _Linear(Function):

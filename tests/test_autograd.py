@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import resource
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -766,6 +768,49 @@ def test_time_is_linear_in_depth(place: str, device: torch.device) -> None:
     seconds(1000)
     # Quadratic in depth were 16.
     assert min(seconds(4000) for _ in range(3)) < 8 * min(seconds(1000) for _ in range(3))
+
+
+@contextlib.contextmanager
+def memory_limit(device: torch.device, more: int) -> Iterator[None]:
+    """Let no more than `more` bytes be allocated."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(device).total_memory
+        fraction = (torch.cuda.memory_reserved(device) + more) / total
+        torch.cuda.set_per_process_memory_fraction(fraction, device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+    else:
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@one_of_each
+def test_out_of_memory_in_backward(
+    activation: Activation, create_graph: bool, device: torch.device
+) -> None:
+    if create_graph and not activation.is_twice_differentiable:
+        pytest.skip("refuses a second derivative, see test_derivative_mode_refuses")
+    leaf = torch.ones(2**24, device=device, requires_grad=True)
+    incoming = torch.ones((), device=device).expand(2**24)
+    y = activation.call(leaf * 1)
+    gc.collect()  # nothing else may be freed meanwhile
+    with memory_limit(device, 2**25):
+        with pytest.raises(RuntimeError) as pytorchs:
+            torch.empty_like(leaf)
+        with pytest.raises(RuntimeError) as ours:
+            torch.autograd.grad(y, leaf, incoming, create_graph=create_graph)
+    assert type(ours.value) is type(pytorchs.value)
+    assert str(ours.value)[:100] == str(pytorchs.value)[:100]
+    torch.autograd.grad(y, leaf, incoming)  # the graph is as it was
 
 
 def test_errors_of_the_grids_are_the_documented_ones() -> None:

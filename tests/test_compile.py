@@ -423,6 +423,12 @@ def test_refuses_what_eager_code_refuses(
 
 
 @one_of_each
+def test_no_tensor(activation: Activation) -> None:
+    with pytest.raises(TypeError, match=r"expected a torch\.Tensor, got list"):
+        torch.compile(activation.call, backend="eager")([1.0])
+
+
+@one_of_each
 def test_second_derivative(activation: Activation, device: torch.device) -> None:
     compiled = torch.compile(lambda x: used(activation.call, x), backend="eager", fullgraph=True)
     x = torch.randn(9, dtype=torch.float64, device=device, requires_grad=True)

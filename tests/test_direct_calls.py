@@ -168,7 +168,14 @@ def test_more_elements_than_memory(op: torch._ops.OpOverload, device: torch.devi
     for size in (2**60, 2**63 - 1):
         huge = torch.ones((), device=device).expand(size)
         arguments = [huge if is_float(a) else a for a in arguments_of(op, device)]
-        assert_refused(op, arguments, "empty_strided")
+        assert_refused(op, arguments, "out of memory")
+
+
+@pytest.mark.parametrize("op", _ops.FUNCTIONAL_OPS, ids=name_of)
+@pytest.mark.parametrize("count", [-(2**62), -1, 33, 2**62])
+def test_wrong_number_of_bits(op: torch._ops.OpOverload, count: int, device: torch.device) -> None:
+    x, _, *rest = arguments_of(op, device)
+    assert_refused(op, [x, count, *rest], f"cannot keep {count} bits an element")
 
 
 STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
