@@ -13,9 +13,10 @@ from subprocess import getoutput
 from setuptools import setup
 
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # of torch 2.11; runs on all later ones
-CXX_FLAGS = ["-O3", "-g0", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
-# Errors name the source file: csrc/..., wherever it was built.
-CXX_FLAGS.append(f"-fmacro-prefix-map={os.path.dirname(os.path.abspath(__file__))}/=")
+# Errors name csrc/..., wherever it was built.
+PATHS = f"-fmacro-prefix-map={os.path.dirname(os.path.abspath(__file__))}/="
+CXX_FLAGS = ["-O3", "-g0", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", PATHS]
+NVCC_FLAGS = ["-O3", "-DUSE_CUDA", "--threads=0", "-Xcompiler", PATHS]
 
 
 def cuda_toolkit():
@@ -69,7 +70,7 @@ if torch.__version__ < (2, 11):
 if not shutil.which((os.environ.get("CXX") or "g++").split()[0]):
     sys.exit("inplace_ops: no C++ compiler: install g++ (Debian: apt install g++) or set CXX.")
 
-flags = {"cxx": [*CXX_FLAGS, STABLE_ABI], "nvcc": ["-O3", "-DUSE_CUDA", "--threads=0", STABLE_ABI]}
+flags = {"cxx": [*CXX_FLAGS, STABLE_ABI], "nvcc": [*NVCC_FLAGS, STABLE_ABI]}
 flags["nvcc"] += [] if "TORCH_CUDA_ARCH_LIST" in os.environ else ["-arch=all-major"]
 options = {"extra_compile_args": flags, "py_limited_api": True}
 modules = [CppExtension("inplace_ops._C", ["csrc/library.cpp", "csrc/cpu/kernels.cpp"], **options)]
