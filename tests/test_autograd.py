@@ -132,6 +132,21 @@ def test_derivative_mode_refuses_a_second_derivative(name: str, device: torch.de
         torch.autograd.grad(loss, leaf, retain_graph=True)
 
 
+@pytest.mark.parametrize("call", [inplace_ops.relu_, inplace_ops.leaky_relu_])
+def test_the_zero_second_derivative(call: Callable[..., Tensor], device: torch.device) -> None:
+    leaf = torch.randn(50, device=device, requires_grad=True)
+    weight = torch.randn(50, device=device, requires_grad=True)
+
+    def second_derivative(save: str) -> Tensor | None:
+        first = torch.autograd.grad(
+            (call(leaf * 1, save=save) * weight).sum(), leaf, create_graph=True
+        )
+        return torch.autograd.grad(first[0].sum(), leaf, allow_unused=True)[0]
+
+    assert torch.equal(second_derivative("output"), torch.zeros_like(leaf))
+    assert second_derivative("mask") is None
+
+
 @pytest.mark.parametrize("tail", [torch.sum, lambda y: y.square().sum()], ids=["linear", "square"])
 def test_a_third_derivative_of_silu_raises(
     tail: Callable[[Tensor], Tensor], device: torch.device
