@@ -24,7 +24,6 @@ import inplace_ops
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),  # Inductor's
 ]
 
 SOME = [
@@ -215,6 +214,10 @@ def test_a_graph_input_is_modified(
     check(activation, function, compiled, (4, 7), device, intermediate=False)
 
 
+# Of its imports, of Triton's, and on a GPU of TF32, which is off.
+of_inductor = pytest.mark.filterwarnings("ignore")
+
+
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("inductor")
@@ -233,7 +236,7 @@ def inductor(
 
 @some
 @pytest.mark.parametrize("program", ["in_a_view", "read_before"])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")  # Inductor's own imports
+@of_inductor
 def test_inductor(
     activation: Activation, program: str, inductor: Callable[..., Any], device: torch.device
 ) -> None:
@@ -241,7 +244,7 @@ def test_inductor(
     check(activation, function, inductor(lambda x: function(activation.call, x)), (33, 65), device)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+@of_inductor
 def test_inductor_modifies_a_view_of_an_input(
     inductor: Callable[..., Any], device: torch.device
 ) -> None:
@@ -286,7 +289,7 @@ def test_modules(activation: Activation, backend: str, device: torch.device) -> 
 # On the CPU Inductor would lay convolutions out otherwise, and keep copies of input and weights.
 @torch._inductor.config.patch(layout_optimization=False)
 @some
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+@of_inductor
 def test_inductor_keeps_no_more_than_eager(
     activation: Activation, inductor: Callable[..., Any], device: torch.device
 ) -> None:
