@@ -97,7 +97,9 @@ if [ "$device" = cuda ]; then
   run build 180 "$python" setup.py build_ext --inplace --force
   workers=()
   "$python" -c 'import xdist' 2>/dev/null && workers=(-n 8)
-  run tests 240 env OMP_NUM_THREADS=2 "$python" -m pytest -q -rfE "${workers[@]}"
+  # What a GPU is needed for, also where a library that one file imports is missing.
+  run tests 240 env OMP_NUM_THREADS=2 "$python" -m pytest -q -rfE \
+    --continue-on-collection-errors -k "cuda or fuzz or info" "${workers[@]}"
   sanitize memcheck --report-api-errors no # PyTorch probes with calls that may fail
   sanitize racecheck
   sanitize initcheck

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from variants import VARIANTS, Variant
 
-# Largest error of the derivative that the README gives, where it is more than torch.testing's
-# default tolerances; the rounding of the arithmetic on both sides comes on top.
+# The tests' limits of the derivative's error, where they are more than torch.testing's default
+# tolerances; the rounding of the arithmetic on both sides comes on top.
 DERIVATIVE_ERROR = {
     "output, 1 bit": {
         torch.float64: 5e-9,

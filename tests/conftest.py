@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import warnings
 
 import pytest
@@ -18,6 +19,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A time limit ends pytest with SIGTERM: as by Ctrl-C, so that it names what has failed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if config.getoption("--compatibility"):
         config.pluginmanager.register(Recorder())
 

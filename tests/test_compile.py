@@ -164,22 +164,18 @@ def check(
     assert_gradient(rounded, gradient, wanted, 3.0)  # of two activations in a row
 
 
-@one_of_each
+@pytest.mark.parametrize(
+    ("activation", "backend"),
+    [*((row, "aot_eager") for row in ONE_OF_EACH), *((row, "eager") for row in SOME)],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_full_graph(activation: Activation, program: str, device: torch.device) -> None:
+def test_full_graph(
+    activation: Activation, backend: str, program: str, device: torch.device
+) -> None:
     function = PROGRAMS[program]
     compiled = torch.compile(
-        lambda x: function(activation.call, x), backend="aot_eager", fullgraph=True
-    )
-    check(activation, function, compiled, (4, 7), device)
-
-
-@some
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_full_graph_run_eagerly(activation: Activation, program: str, device: torch.device) -> None:
-    function = PROGRAMS[program]
-    compiled = torch.compile(
-        lambda x: function(activation.call, x), backend="eager", fullgraph=True
+        lambda x: function(activation.call, x), backend=backend, fullgraph=True
     )
     check(activation, function, compiled, (4, 7), device)
 
@@ -218,6 +214,10 @@ def test_a_graph_input_is_modified(
     check(activation, function, compiled, (4, 7), device, intermediate=False)
 
 
+# Of its imports, of Triton's, and on a GPU of TF32, which is off.
+of_inductor = pytest.mark.filterwarnings("ignore")
+
+
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("inductor")
@@ -236,7 +236,7 @@ def inductor(
 
 @some
 @pytest.mark.parametrize("program", ["in_a_view", "read_before"])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")  # Inductor's own imports
+@of_inductor
 def test_inductor(
     activation: Activation, program: str, inductor: Callable[..., Any], device: torch.device
 ) -> None:
@@ -244,7 +244,7 @@ def test_inductor(
     check(activation, function, inductor(lambda x: function(activation.call, x)), (33, 65), device)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+@of_inductor
 def test_inductor_modifies_a_view_of_an_input(
     inductor: Callable[..., Any], device: torch.device
 ) -> None:
@@ -289,7 +289,7 @@ def test_modules(activation: Activation, backend: str, device: torch.device) -> 
 # On the CPU Inductor would lay convolutions out otherwise, and keep copies of input and weights.
 @torch._inductor.config.patch(layout_optimization=False)
 @some
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+@of_inductor
 def test_inductor_keeps_no_more_than_eager(
     activation: Activation, inductor: Callable[..., Any], device: torch.device
 ) -> None:

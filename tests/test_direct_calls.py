@@ -10,7 +10,6 @@ import itertools
 import os
 import shutil
 import subprocess
-import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -19,13 +18,12 @@ import pytest
 import torch
 from activations import FLOATS
 from comparison import assert_identical
+from sanitizers import COMPILER, FLAGS, SANITIZE, run_tests, sanitizers
 from test_ops import OPS, PLANES, SHAPE, arguments_of, keeping_ops, name_of
 from torch import Tensor
 
 import inplace_ops
 from inplace_ops import _ops
-
-SANITIZE = "INPLACE_OPS_SANITIZE"  # set in the process that test_under_sanitizers starts
 
 all_ops = pytest.mark.parametrize("op", OPS, ids=name_of)
 ops_with_bits = pytest.mark.parametrize(
@@ -56,10 +54,11 @@ def assert_refused(op: torch._ops.OpOverload, arguments: list[object], message: 
         for a in arguments
         if isinstance(a, Tensor) and a.layout == torch.strided and not a.is_meta
     ]
-    before = [bytes(a.cpu().untyped_storage()) for a in written]
+    # The memory itself: a copy of a tensor that is expanded would be as large as its shape.
+    before = [bytes(a.untyped_storage().cpu()) for a in written]
     with pytest.raises(RuntimeError, match=message):
         op(*arguments)
-    assert [bytes(a.cpu().untyped_storage()) for a in written] == before
+    assert [bytes(a.untyped_storage().cpu()) for a in written] == before
 
 
 WRONG_BITS: dict[str, tuple[Callable[[Tensor], object], str]] = {
@@ -269,27 +268,16 @@ SANITIZED = """
 def test_under_sanitizers(tmp_path: Path) -> None:
     """The CPU extension, compiled with ASan and UBSan, in a copy of the package."""
     if SANITIZE in os.environ:
-        assert Path(inplace_ops.__file__).parent == Path(os.environ[SANITIZE])
-        pytest.skip("this is that run")
+        assert Path(inplace_ops.__file__).parent == Path.cwd() / "inplace_ops"
+    preloaded = sanitizers()
     source = Path(__file__).parents[1] / "csrc"
-    compiler = os.environ.get("CXX", "g++")
-    if not source.exists() or shutil.which(compiler) is None:
-        pytest.skip("needs the sources and a C++ compiler")
+    if not source.exists():
+        pytest.skip("needs the sources")
     from torch.utils.cpp_extension import include_paths, library_paths
 
-    libraries = [
-        subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True)
-        for name in ("libasan.so", "libubsan.so", "libstdc++.so")
-    ]
-    paths = [library.stdout.strip() for library in libraries]
-    if not all(os.path.isabs(path) for path in paths):
-        pytest.skip(f"{compiler} has no sanitizers")
-
-    package = tmp_path / "inplace_ops"
-    package_source = Path(inplace_ops.__file__).parent
+    package, package_source = tmp_path / "inplace_ops", Path(inplace_ops.__file__).parent
     shutil.copytree(package_source, package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    command = [compiler, "-std=c++17", "-O0", "-shared", "-fPIC"]
-    command += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    command = [COMPILER, "-std=c++17", "-O0", "-shared", "-fPIC", *FLAGS]
     command += ["-DTORCH_TARGET_VERSION=0x020b000000000000"]
     for path in (*include_paths(), sysconfig.get_path("include")):
         command += ["-isystem", path]
@@ -299,25 +287,14 @@ def test_under_sanitizers(tmp_path: Path) -> None:
     command += ["-lc10", "-ltorch_cpu", "-ltorch", "-o", str(package / "_C.abi3.so")]
     subprocess.run(command, check=True)
 
-    environment = {
-        **os.environ,
-        SANITIZE: str(package),
-        "INPLACE_OPS_FUZZ": "100",
-        "PYTHONPATH": str(tmp_path),
-        "LD_PRELOAD": " ".join(paths),
-        "PYTHONMALLOC": "malloc",
-        "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
     names = ("test_direct_calls.py", "test_values.py", "test_fuzz.py")
     files = [str(Path(__file__).with_name(name)) for name in names]
-    # -s: a sanitizer ends the process, and what pytest has captured by then would be lost.
-    options = ["-q", "-x", "-s", "-p", "no:cacheprovider", "-k", SANITIZED.replace("\n", " ")]
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *files],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
+    run_tests(
+        *("-k", SANITIZED.replace("\n", " ")),
+        *files,
+        folder=tmp_path,
+        preloaded=preloaded,
+        INPLACE_OPS_FUZZ="100",
+        PYTHONPATH=str(tmp_path),
+        CUDA_VISIBLE_DEVICES="",
     )
-    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-5000:]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import subprocess
-import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,14 +18,13 @@ from types import ModuleType
 import numpy as np
 import pybind11
 import pytest
+from sanitizers import COMPILER, FLAGS, SANITIZE, run_tests, sanitizers
 
-SANITIZE = "INPLACE_OPS_SANITIZE"  # set in the process that test_under_sanitizers starts
 GUARD = 64  # bytes before and after each buffer
 GUARD_BYTE = 0xA5
 DTYPES = ["float64", "float32", "float16", "bfloat16"]
 SIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 SLOPE = -0.25
-COMPILER = os.environ.get("CXX", "g++")
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +34,7 @@ def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     command = [COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
     command += [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}", str(source)]
     if SANITIZE in os.environ:
-        command += ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+        command += ["-g1", *FLAGS]
     subprocess.run([*command, "-o", str(library)], check=True)
     spec = importlib.util.spec_from_file_location("host_kernels", library)
     assert spec is not None
@@ -338,26 +336,4 @@ def test_not_finite(host_kernels: ModuleType, dtype: str) -> None:
 
 def test_under_sanitizers() -> None:
     """All of this file once more, with the kernels under ASan and UBSan."""
-    if SANITIZE in os.environ:
-        pytest.skip("this is that run")
-    libraries = [
-        subprocess.run([COMPILER, f"-print-file-name={name}"], capture_output=True, text=True)
-        for name in ("libasan.so", "libubsan.so", "libstdc++.so")
-    ]
-    paths = [library.stdout.strip() for library in libraries]
-    if not all(os.path.isabs(path) for path in paths):
-        pytest.skip(f"{COMPILER} has no sanitizers")
-    environment = {
-        **os.environ,
-        SANITIZE: "1",
-        "LD_PRELOAD": " ".join(paths),
-        "PYTHONMALLOC": "malloc",
-        "ASAN_OPTIONS": "detect_leaks=0",
-    }
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-5000:]
+    run_tests(__file__, folder=Path(__file__).parent, preloaded=sanitizers())

@@ -113,7 +113,7 @@ def test_autocast_and_grad_scaler(
     for skipped, same in zip(weights[2], weights[1], strict=True):
         assert_identical(skipped, same)
     assert all(p.isfinite().all() for p in weights[-1])
-    if activation.is_exact:
+    if activation.is_exact and device.type == "cpu":  # cuDNN may add in another order each time
         for mine, reference in zip(weights[-1], expected[-1], strict=True):
             assert_identical(mine, reference)
     # Of the first step's gradient, ten times the derivative's error and the rounding.
@@ -387,10 +387,13 @@ def test_anomaly_mode_names_the_forward(activation: Activation, device: torch.de
 # ---- A GPU alone ----
 
 on_cuda = pytest.mark.parametrize("device", ["cuda"], indirect=True)
+# PyTorch's advice where a parameter's gradient comes from another stream, as it does here.
+several_streams = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 
 
 @one_of_each
 @on_cuda
+@several_streams
 def test_make_graphed_callables(activation: Activation, device: torch.device) -> None:
     ours, pytorchs = twins(activation, device)
     sample = torch.randn(2, 3, 7, 7, dtype=torch.float64, device=device, requires_grad=True)
@@ -406,6 +409,7 @@ def test_make_graphed_callables(activation: Activation, device: torch.device) ->
 
 @one_of_each
 @on_cuda
+@several_streams
 def test_a_stream_for_each_branch(activation: Activation, device: torch.device) -> None:
     """Backward runs on the streams of forward, the packed bits' memory among them."""
     streams = [torch.cuda.Stream() for _ in range(3)]

@@ -156,6 +156,13 @@ def test_edge_gradients(
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@all_floats
+def test_relu_keeps_the_sign_of_zero(dtype: torch.dtype, device: torch.device) -> None:
+    for count in (1, 700):
+        x = torch.tensor([0.0, -0.0], dtype=dtype, device=device).repeat(count)
+        assert inplace_ops.relu_(x).signbit().tolist() == [False, True] * count
+
+
 @one_of_each
 @all_floats
 @pytest.mark.parametrize("requires_grad", [True, False], ids=["grad", "no_grad"])
