@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,26 +15,12 @@ import inplace_ops
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SLOPES = (-1.5, -0.01, 0.0, 0.01, 1.0, 2.0)
 
-# The largest absolute error of silu', by the bits kept: the design's figures for the fewest, the
-# default and the most. Between them, in float32: a bit more halves the error, but for the second,
-# which alone is too coarse to tell the inputs that share a y apart. In float16 and bfloat16: the
-# inverse is off by no more than with one bit, and of the values that have the kept bits one is
-# within 2^(bits - 2) of it; values near the minimum lie 2^-10 and 2^-7 apart, and silu'' is below
-# 0.23 there.
-SILU_ERROR: Mapping[torch.dtype, Mapping[int, float]] = {
-    torch.float64: dict.fromkeys(range(1, 9), 5e-9),
-    torch.float32: {
-        1: 8.3e-5,
-        2: 1.8e-4,
-        3: 5.6e-5,
-        4: 2.8e-5,
-        5: 1.4e-5,
-        6: 7e-6,
-        7: 3.5e-6,
-        8: 2e-6,
-    },
-    torch.float16: {1: 3.9e-3, **{k: 3.9e-3 + 2 ** (k - 2) * 2**-10 * 0.23 for k in range(2, 7)}},
-    torch.bfloat16: {1: 1.2e-2, **{k: 1.2e-2 + 2 ** (k - 2) * 2**-7 * 0.23 for k in range(2, 5)}},
+# The README's table: the largest absolute error of silu' with 1 to 8 bits; 0: exact.
+SILU_ERROR: Mapping[torch.dtype, Sequence[float]] = {
+    torch.float32: [8.3e-5, 1.8e-4, 2.8e-5, 1.4e-5, 7e-6, 3.5e-6, 1.8e-6, 1.5e-6],
+    torch.float16: [3.9e-3, 4.1e-3, 4.1e-3, 3.6e-3, 3.8e-3, 7.2e-3, 0, 0],
+    torch.bfloat16: [1.2e-2, 1.5e-2, 1.5e-2, 1.6e-2, 0, 0, 0, 0],
+    torch.float64: [5e-9, 3.5e-9, 1.7e-9, 9e-10, 5e-10, 2.1e-10, 1.1e-10, 6e-11],
 }
 SILU_DEFAULT_BITS = {torch.float64: 1, torch.float32: 6, torch.float16: 7, torch.bfloat16: 5}
 
@@ -104,7 +90,7 @@ def _silu(bits: int | None) -> Activation:
         packed_bits=kept,
         is_exact=False,
         derivative_error={
-            dtype: SILU_ERROR[dtype][kept[dtype]]
+            dtype: SILU_ERROR[dtype][kept[dtype] - 1]
             for dtype in FLOATS
             if kept[dtype] < SILU_DEFAULT_BITS[dtype]
         },

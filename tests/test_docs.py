@@ -1,4 +1,4 @@
-"""The examples of the documentation run."""
+"""The examples of the documentation run, and its figures are those of the tests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from activations import SILU_ERROR
 
 os.environ.setdefault("YOLO_CONFIG_DIR", tempfile.gettempdir())
 
@@ -27,3 +28,12 @@ def test_example(code: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_report_that_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     exec(EXAMPLES[0], {})
     assert capsys.readouterr().out.strip() in PAGE.read_text()
+
+
+def test_the_table_of_errors() -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    for dtype, errors in SILU_ERROR.items():
+        row = re.search(rf"^  \| {str(dtype)[6:]} \|(.*)\|[^|]*\|$", readme, re.MULTILINE)
+        assert row
+        shown = row[1].replace("*", "").replace("exact", "0").split("|")
+        assert [float(error) for error in shown] == errors
