@@ -129,17 +129,6 @@ def _gradient_of(m: Network, x: Tensor, which: Callable[[Tensor, Tensor], Tensor
     return m.second(y) * gradient
 
 
-def _retained_gradient(m: Network, x: Tensor, which: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    h = m.first(x)
-    h.retain_grad()
-    y = m.act(h)
-    y.retain_grad()
-    (y + 1).square().sum().backward(retain_graph=True)
-    gradient = which(h, y).grad
-    assert gradient is not None
-    return m.second(y) * gradient
-
-
 def _complex(m: Network, x: Tensor) -> Tensor:
     with torch.no_grad():
         y = m.act(torch.complex(m.first(x), m.first(x)))
@@ -207,14 +196,6 @@ PATTERNS: list[Pattern] = [
         r"read again by `autograd.grad`",
         lambda m, x: _gradient_of(m, x, lambda h, y: h),
         lambda m, x: _gradient_of(m, x, lambda h, y: y),
-        (nn.ReLU,),  # the others' own backward reads the input
-    ),
-    Pattern(
-        "retained gradient of the input",
-        "is_not_read_again",
-        r"read again by `grad`",
-        lambda m, x: _retained_gradient(m, x, lambda h, y: h),
-        lambda m, x: _retained_gradient(m, x, lambda h, y: y),
         (nn.ReLU,),  # the others' own backward reads the input
     ),
     Pattern(

@@ -908,8 +908,17 @@ def test_verify_compares_outputs_of_other_layouts(
     assert inplace_ops.convert(model, x).sites[0].converted
     model = Network(lambda m, x: output(m.second(m.act(h := m.first(x)) + h)))
     monkeypatch.setattr(rules, "SAFETY", [])
-    with pytest.raises(VerificationError, match="output 0"):
+    with pytest.raises(VerificationError, match=r"output \d of"):
         inplace_ops.convert(model, x)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_verify_compares_nested_arguments(layout: torch.layout) -> None:
+    model = Network(lambda m, rows: m.second(m.act(m.first(rows.unbind()[0]))))
+    rows = [torch.randn(n, WIDTH, dtype=torch.float64) for n in (3, 2)]
+    report = inplace_ops.convert(model, torch.nested.nested_tensor(rows, layout=layout))
+    assert report.sites[0].converted
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])

@@ -39,7 +39,6 @@ _READ_NO_VALUES = frozenset(
 # What reads a tensor's values, or takes its place in the graph, without an operation.
 _READ_WITHOUT_AN_OPERATION: Mapping[Callable[..., Any], str] = {
     torch.autograd.grad: "autograd.grad",
-    Tensor.grad.__get__: "grad",  # type: ignore[union-attr]
     **{
         getattr(Tensor, name): name
         for name in (

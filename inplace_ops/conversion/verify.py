@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -108,11 +108,7 @@ def _gradients(model: nn.Module, example: Example, perturbed: bool = False) -> d
         stack.enter_context(reentrant_checkpoints_as_the_others())
         stack.enter_context(torch.enable_grad())
         example = example.copy()
-        outputs = [
-            part
-            for tensor in tensors_in(example.call(model))
-            for part in (tensor.unbind() if tensor.is_nested else (tensor,))
-        ]
+        outputs = _comparable(tensors_in(example.call(model)))
         if not outputs:
             raise VerificationError(
                 "the model returns no tensor that could be compared: convert with verify=False, "
@@ -127,7 +123,8 @@ def _gradients(model: nn.Module, example: Example, perturbed: bool = False) -> d
             f"requires_grad of output {i}": torch.tensor(tensor.requires_grad)
             for i, tensor in enumerate(outputs)
         }
-        results |= {f"argument {i}": a.detach() for i, a in enumerate(example.tensors())}
+        arguments = _comparable(example.tensors())
+        results |= {f"argument {i}": a.detach() for i, a in enumerate(arguments)}
         results |= {f"buffer `{name}`": b.clone() for name, b in model.named_buffers()}
         differentiable = [tensor for tensor in outputs if tensor.requires_grad]
         if differentiable and inputs:
@@ -151,6 +148,13 @@ def _gradients(model: nn.Module, example: Example, perturbed: bool = False) -> d
                 if gradient is not None:
                     results[name] = gradient
         return results
+
+
+def _comparable(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors, and of nested ones their components."""
+    return [
+        part for tensor in tensors for part in (tensor.unbind() if tensor.is_nested else (tensor,))
+    ]
 
 
 def _run_converted(model: nn.Module, example: Example) -> dict[str, Tensor]:
