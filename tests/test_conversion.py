@@ -177,6 +177,16 @@ def test_an_output_that_is_written_to_is_not_kept(
         behaviour(model, x)
 
 
+def test_an_output_that_is_written_to_in_another_mode_only() -> None:
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.SiLU(), nn.Dropout(inplace=True), nn.Linear(4, 4)
+    ).eval()
+    (decision,) = inplace_ops.convert(model, torch.randn(2, 4)).sites
+    assert decision.save == "derivative"
+    model.train()
+    model(torch.randn(2, 4)).sum().backward()
+
+
 def test_what_pytorch_cannot_run() -> None:
     def compute(m: Network, x: Tensor) -> Tensor:
         y = m.act(m.first(x))
@@ -375,6 +385,15 @@ def test_subclasses() -> None:
     assert mine[1] is kept
 
 
+def test_a_slope_that_is_a_tensor() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU(torch.tensor(0.2)), nn.ReLU())  # type: ignore[arg-type]
+    leaky = model[1]
+    relu, function = inplace_ops.convert(model, torch.randn(2, 4)).sites
+    assert relu.activation == "ReLU"
+    assert "called as a function" in function.reason
+    assert model[1] is leaky
+
+
 def test_functions_are_reported_with_their_line() -> None:
     def compute(m: Network, x: Tensor) -> Tensor:
         return m.second(F.silu(m.first(x), inplace=True))
@@ -508,6 +527,40 @@ def test_kinds_of_buffers(buffer: Tensor) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 4))
     model.register_buffer("buffer", buffer)
     assert inplace_ops.convert(model, torch.randn(2, 4)).sites[0].converted
+
+
+def test_buffers_that_forward_resizes_and_flags_that_it_sets() -> None:
+    def compute(m: Network, x: Tensor) -> Tensor:
+        m.observed.resize_(WIDTH).copy_(x.amax(0))  # as the observers of torch.ao.quantization
+        m.first.requires_grad_(False)
+        return m.second(m.act(m.first(x)))
+
+    model = Network(compute)
+    model.register_buffer("observed", torch.empty(0))
+    inplace_ops.convert(model, torch.randn(4, WIDTH, dtype=torch.float64))
+    assert model.observed.shape == (0,)
+    assert all(p.requires_grad for p in model.first.parameters())
+
+
+class Merged(nn.Linear):
+    """Adds to its weight for eval mode and takes it away again, as some do with LoRA's."""
+
+    merged = False
+
+    def train(self, mode: bool = True) -> Merged:
+        if self.merged is mode:
+            self.merged = not mode
+            self.weight.data += 1 if self.merged else -1
+        return super().train(mode)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_a_train_method_that_writes_to_parameters(training: bool) -> None:
+    model = nn.Sequential(Merged(4, 4), nn.SiLU(), Merged(4, 4)).train(training)
+    before = copy.deepcopy(model.state_dict())
+    inplace_ops.convert(model, torch.randn(2, 4))
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert all(layer.merged is not training for layer in (model[0], model[2]))
 
 
 class Stateful(nn.Module):
@@ -821,6 +874,72 @@ def test_verify_looks_into_objects(monkeypatch: pytest.MonkeyPatch) -> None:
         inplace_ops.convert(model, x)
 
 
+class Slots:
+    __slots__ = ("hidden", "value")
+
+    def __init__(self, value: Tensor, hidden: Tensor) -> None:
+        self.value, self.hidden = value, hidden
+
+
+def test_verify_looks_into_slots() -> None:
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    model = Network(lambda m, x: Slots(m.second(m.act(m.first(x))), x.mean()))
+    assert inplace_ops.convert(model, x).sites[0].converted
+    model = Network(lambda m, x: Slots(m.second(m.act(h := m.first(x))), h))
+    assert inplace_ops.convert(model, x).sites[0].reason == "input is returned by the model"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
+@pytest.mark.parametrize(
+    "output",
+    [
+        lambda y: torch.nested.as_nested_tensor([y[:1], y[1:]]),
+        lambda y: torch.nested.nested_tensor_from_jagged(y, torch.tensor([0, 1, 4])),
+        lambda y: y.to_sparse_csr(),
+    ],
+    ids=["nested", "jagged", "csr"],
+)
+def test_verify_compares_outputs_of_other_layouts(
+    output: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    model = Network(lambda m, x: output(m.second(m.act(m.first(x)))))
+    assert inplace_ops.convert(model, x).sites[0].converted
+    model = Network(lambda m, x: output(m.second(m.act(h := m.first(x)) + h)))
+    monkeypatch.setattr(rules, "SAFETY", [])
+    with pytest.raises(VerificationError, match=r"output \d of"):
+        inplace_ops.convert(model, x)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_verify_compares_nested_arguments(layout: torch.layout) -> None:
+    model = Network(lambda m, rows: m.second(m.act(m.first(rows.unbind()[0]))))
+    rows = [torch.randn(n, WIDTH, dtype=torch.float64) for n in (3, 2)]
+    report = inplace_ops.convert(model, torch.nested.nested_tensor(rows, layout=layout))
+    assert report.sites[0].converted
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+def test_verify_allows_sums_in_another_order(dtype: torch.dtype) -> None:
+    # The gradient that comes to the SiLU is transposed, and its input a view: in place the rows
+    # are rounded otherwise than out of place.
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.act = nn.Linear(8, 8), nn.SiLU()
+            self.norm, self.lstm = nn.BatchNorm1d(8), nn.LSTM(8, 8, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.norm(self.linear(x).mT).mT if self.training else self.linear(x)
+            return self.lstm(self.act(h))[0]
+
+    for training in (True, False):
+        model = Recurrent().to(dtype).train(training)
+        assert inplace_ops.convert(model, torch.randn(16, 50, 8, dtype=dtype)).sites[0].converted
+
+
 def test_verify_refuses_what_it_cannot_compare() -> None:
     x = torch.randn(4, WIDTH, dtype=torch.float64)
 
@@ -945,6 +1064,20 @@ def test_what_is_safe_in_one_mode_only(training: bool) -> None:
         model.eval()
         original.eval()
         assert not differs(model, original, x)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_a_dropout_that_is_in_train_mode_alone(training: bool) -> None:
+    def compute(m: Network, x: Tensor) -> Tensor:
+        h = m.first(x)
+        return m.second(m.act(m.dropout(h))) + h
+
+    model = Network(compute)
+    model.dropout = nn.Dropout()
+    model.train(training)
+    model.dropout.train()
+    (decision,) = inplace_ops.convert(model, torch.randn(4, WIDTH, dtype=torch.float64)).sites
+    assert decision.reason == "input is read again by `add` in the other mode, train or eval"
 
 
 def test_a_mode_that_does_not_run_is_left_out() -> None:

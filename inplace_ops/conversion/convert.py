@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -99,15 +100,19 @@ def revert(model: nn.Module) -> None:
                 parent._modules[key] = original
 
 
-def _trace_in_the_other_mode(
-    model: nn.Module, places: list[Place], example: Example
-) -> Trace | None:
-    """The run in eval mode of a model in train mode, or the other way; None where it fails."""
-    with preserved(model, example), torch.enable_grad():
-        try:
-            return trace(model.train(not model.training), places, example.copy())
-        except Exception:  # BatchNorm with one value, a loss that is only there in training
-            return None
+def _traces_in_other_modes(model: nn.Module, places: list[Place], example: Example) -> list[Trace]:
+    """The runs with all modules in train mode, and in eval mode, unless they are, or it fails."""
+    traces = []
+    for mode in (True, False):
+        if all(module.training is mode for module in model.modules()):
+            continue
+        with preserved(model, example), torch.enable_grad():
+            for module in model.modules():
+                module.training = mode  # a train() of the model's own may write to parameters
+            # It may fail: BatchNorm with one value, a loss that is only there in training.
+            with suppress(Exception):
+                traces.append(trace(model, places, example.copy()))
+    return traces
 
 
 def _check_model(model: nn.Module) -> None:
@@ -134,7 +139,7 @@ def _decide(
     places = find_places(model)
     with preserved(model, example), torch.enable_grad():
         run = trace(model, places, example.copy())
-    plan = Plan(run, bits, optimize, _trace_in_the_other_mode(model, places, example))
+    plan = Plan(run, bits, optimize, _traces_in_other_modes(model, places, example))
     decisions = {place: plan.decision(place) for place in places}
     sites = [
         Site(

@@ -7,7 +7,7 @@ activation and the plan so far, and returns why it does not hold, or None.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -33,11 +33,11 @@ class Decision:
 class Plan:
     """The decisions for all places of a traced model.
 
-    A run in the other mode, train or eval, refuses what is unsafe there; nothing else counts of it.
+    Runs in another mode, train or eval, refuse what is unsafe there; nothing else counts of them.
     """
 
     def __init__(
-        self, trace: Trace, bits: int | None, optimize: str, other_mode: Trace | None = None
+        self, trace: Trace, bits: int | None, optimize: str, other_modes: Sequence[Trace] = ()
     ) -> None:
         self.trace = trace
         self.bits = bits
@@ -49,14 +49,13 @@ class Plan:
             self.links[call.input].append(call)
             self.links[call.output].append(call)
         self.refused = dict(trace.not_followed)
-        self.other: Plan | None = None
-        if other_mode is not None:
-            self.other = Plan(other_mode, bits, optimize)
-            self.other.refused = self.refused  # one set of decisions for both
-            for place in self.other.calls:
+        self.others = [Plan(other_mode, bits, optimize) for other_mode in other_modes]
+        for other in self.others:
+            other.refused = self.refused  # one set of decisions for all
+            for place in other.calls:
                 if place not in self.calls:
                     self.refused.setdefault(place, "not called with this input")
-            for place, reason in other_mode.not_followed.items():
+            for place, reason in other.trace.not_followed.items():
                 self.refused.setdefault(place, reason)
         self._refuse_until_all_hold()
 
@@ -78,11 +77,12 @@ class Plan:
 
     def _objection(self, place: Place) -> str | None:
         unsafe = self._unsafe(place)
-        if unsafe is None and self.other is not None:
-            unsafe = self.other._unsafe(place)
-            unsafe = f"{unsafe} in the other mode, train or eval" if unsafe else None
         if unsafe is not None:
             return unsafe
+        for other in self.others:
+            unsafe = other._unsafe(place)
+            if unsafe is not None:
+                return f"{unsafe} in the other mode, train or eval"
         save, reason = self._choice(place)
         if save is None:
             return reason
@@ -133,7 +133,16 @@ class Plan:
         """What `place` keeps in place, and why; None where only a lossy code would save memory."""
         calls = self.calls[place]
         saves = list(place.activation.saves)
-        objection = next((r for c in calls for rule in OUTPUT_SAFETY if (r := rule(c, self))), None)
+        objection = next(
+            (
+                reason
+                for plan in (self, *self.others)
+                for call in plan.calls[place]
+                for rule in OUTPUT_SAFETY
+                if (reason := rule(call, plan))
+            ),
+            None,
+        )
         if objection is not None and "output" in saves:
             saves.remove("output")
         if self.optimize == "exact" and place.activation.is_lossy:

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -59,7 +60,7 @@ class Example:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in containers, nested ones too, and in the attributes of objects."""
+    """The tensors in containers, nested ones too, and in the attributes and slots of objects."""
     seen: set[int] = set()
     pending = [value]
     while pending:
@@ -69,6 +70,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             elif id(leaf) not in seen and not (callable(leaf) or isinstance(leaf, ModuleType)):
                 seen.add(id(leaf))
                 pending.extend(getattr(leaf, "__dict__", {}).values())
+                slots = (getattr(cls, "__slots__", ()) for cls in type(leaf).__mro__)
+                pending.extend(getattr(leaf, slot, None) for slot in chain.from_iterable(slots))
 
 
 @contextmanager
@@ -87,7 +90,7 @@ def preserved(model: nn.Module, example: Example) -> Iterator[None]:
         buffer: buffer.detach().clone() for buffer in model.buffers() if _may_be_written_to(buffer)
     }
     versions = {name: parameter._version for name, parameter in model.named_parameters()}
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    gradients = [(p, p.grad, p.requires_grad) for p in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = None  # a backward inside forward would add to it
     devices = {t.device for t in (*model.parameters(), *example.tensors())}
@@ -106,9 +109,10 @@ def preserved(model: nn.Module, example: Example) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, value in values.items():
                     if not torch.equal(buffer, value):
-                        buffer.copy_(value)
-            for parameter, gradient in gradients:
+                        buffer.resize_(value.shape).copy_(value)  # an observer resizes its own
+            for parameter, gradient, requires_grad in gradients:
                 parameter.grad = gradient
+                parameter.requires_grad = requires_grad
             random.setstate(python_state)
             if numpy_random:
                 numpy_random.set_state(numpy_state)

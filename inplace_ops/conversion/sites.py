@@ -46,7 +46,9 @@ def _relu(module: nn.Module) -> Activation:
     return Activation("ReLU", F.relu, modules.ReLU, ("mask", "output"), False)
 
 
-def _leaky_relu(module: nn.Module) -> Activation:
+def _leaky_relu(module: nn.Module) -> Activation | None:
+    if isinstance(module.negative_slope, Tensor):
+        return None
     slope: float = module.negative_slope  # type: ignore[assignment]
     return Activation(
         "LeakyReLU",
@@ -65,7 +67,7 @@ def _x_sigmoid_x(x: Tensor) -> Tensor:
     return x.mul(x.sigmoid())
 
 
-_BY_BASE: Mapping[type[nn.Module], Callable[[nn.Module], Activation]] = {
+_BY_BASE: Mapping[type[nn.Module], Callable[[nn.Module], Activation | None]] = {
     nn.ReLU: _relu,
     nn.LeakyReLU: _leaky_relu,
     nn.SiLU: _silu,

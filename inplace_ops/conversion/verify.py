@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -53,7 +53,7 @@ def verify(model: nn.Module, example: Example, modules: Mapping[Place, nn.Module
     steps.next("the original")
     original = _gradients(model, example)
     steps.next("the original again")
-    again = _gradients(model, example)
+    again = _gradients(model, example, perturbed=True)
     noise = _noise(original, again)
     del again
 
@@ -96,17 +96,19 @@ class _Steps:
             print(line, file=sys.stderr)
 
 
-def _gradients(model: nn.Module, example: Example) -> dict[str, Tensor]:
+def _gradients(model: nn.Module, example: Example, perturbed: bool = False) -> dict[str, Tensor]:
     """Outputs, arguments and buffers after a run, the gradients of parameters and arguments.
 
-    The gradients are those of a sum of the outputs with random weights, the same in every run.
+    The gradients are those of a sum of the outputs with random weights, the same in every run, or
+    `perturbed` by a rounding: the sums in backward are then rounded otherwise, as they are where an
+    activation in place gives them their terms in another layout.
     """
     with ExitStack() as stack:
         stack.enter_context(preserved(model, example))
         stack.enter_context(reentrant_checkpoints_as_the_others())
         stack.enter_context(torch.enable_grad())
         example = example.copy()
-        outputs = list(tensors_in(example.call(model)))
+        outputs = _comparable(tensors_in(example.call(model)))
         if not outputs:
             raise VerificationError(
                 "the model returns no tensor that could be compared: convert with verify=False, "
@@ -121,7 +123,8 @@ def _gradients(model: nn.Module, example: Example) -> dict[str, Tensor]:
             f"requires_grad of output {i}": torch.tensor(tensor.requires_grad)
             for i, tensor in enumerate(outputs)
         }
-        results |= {f"argument {i}": a.detach() for i, a in enumerate(example.tensors())}
+        arguments = _comparable(example.tensors())
+        results |= {f"argument {i}": a.detach() for i, a in enumerate(arguments)}
         results |= {f"buffer `{name}`": b.clone() for name, b in model.named_buffers()}
         differentiable = [tensor for tensor in outputs if tensor.requires_grad]
         if differentiable and inputs:
@@ -136,6 +139,7 @@ def _gradients(model: nn.Module, example: Example) -> dict[str, Tensor]:
                     torch.randn(
                         t.shape, generator=generators[t.device], dtype=t.dtype, device=t.device
                     )
+                    * (1 + perturbed * torch.finfo(t.dtype).eps)
                     for t in differentiable
                 ],
                 allow_unused=True,
@@ -144,6 +148,13 @@ def _gradients(model: nn.Module, example: Example) -> dict[str, Tensor]:
                 if gradient is not None:
                     results[name] = gradient
         return results
+
+
+def _comparable(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors, and of nested ones their components."""
+    return [
+        part for tensor in tensors for part in (tensor.unbind() if tensor.is_nested else (tensor,))
+    ]
 
 
 def _run_converted(model: nn.Module, example: Example) -> dict[str, Tensor]:
@@ -178,7 +189,7 @@ def _largest(value: Tensor) -> float:
     """The largest finite magnitude."""
     if value.is_meta or value.numel() == 0:
         return 0.0
-    value = value.to_dense() if value.is_sparse else value
+    value = value if value.layout == torch.strided else value.to_dense()
     wide = value.to(torch.complex128 if value.is_complex() else torch.double)
     return float(wide.abs().nan_to_num(nan=0.0, posinf=0.0).max())
 
@@ -198,7 +209,7 @@ def _difference(a: Tensor, b: Tensor) -> float:
         return torch.inf
     if a.is_meta and b.is_meta:
         return 0.0
-    a, b = (tensor.to_dense() if tensor.is_sparse else tensor for tensor in (a, b))
+    a, b = (t if t.layout == torch.strided else t.to_dense() for t in (a, b))
     if torch.equal(a, b):
         return 0.0
     wide = torch.complex128 if a.is_complex() else torch.double
