@@ -11,6 +11,7 @@ from torch import Tensor
 
 import inplace_ops
 from inplace_ops import _ops
+from inplace_ops.functional import default_bits
 
 SLOPE = 0.01
 
@@ -46,12 +47,12 @@ class Variant:
     run: Callable[[Tensor], Tensor]
     forward_tensors: int = 2
     backward_tensors: int = 3
-    bits: dict[torch.dtype, int] | int = 0
+    bits: int | str = 0  # or the default of this `save`
     kernels: Kernels | None = None  # of ours
 
     def bits_of(self, dtype: torch.dtype) -> int:
         """Packed bits an element."""
-        return self.bits if isinstance(self.bits, int) else self.bits[dtype]
+        return self.bits if isinstance(self.bits, int) else default_bits(dtype, self.bits)
 
     def bytes_moved(self, phase: str, dtype: torch.dtype, elements: int) -> float:
         """The least bytes that a phase ("forward", "backward" or "both") reads and writes."""
@@ -62,8 +63,6 @@ class Variant:
         return phases[phase] * elements
 
 
-_SILU_BITS = {torch.float32: 6, torch.bfloat16: 5, torch.float16: 7, torch.float64: 1}
-_DERIVATIVE_BITS = {torch.float32: 16, torch.bfloat16: 8, torch.float16: 8, torch.float64: 32}
 _SILU_KERNELS = Kernels(_ops.silu_with_bits_, _ops.silu_backward_output)
 
 # PyTorch out of place first: it is the reference; PyTorch in place second: the ratios are to it.
@@ -103,7 +102,7 @@ VARIANTS: dict[str, list[Variant]] = {
     "SiLU": [
         Variant("torch out of place", F.silu),
         Variant("torch in place", lambda x: F.silu(x, inplace=True), forward_tensors=4),
-        Variant("output", inplace_ops.silu_, bits=_SILU_BITS, kernels=_SILU_KERNELS),
+        Variant("output", inplace_ops.silu_, bits="output", kernels=_SILU_KERNELS),
         Variant(
             "output, 1 bit",
             lambda x: inplace_ops.silu_(x, bits=1),
@@ -114,7 +113,7 @@ VARIANTS: dict[str, list[Variant]] = {
             "derivative",
             lambda x: inplace_ops.silu_(x, save="derivative"),
             backward_tensors=2,
-            bits=_DERIVATIVE_BITS,
+            bits="derivative",
             kernels=Kernels(_ops.silu_with_derivative_, _ops.silu_backward_derivative),
         ),
     ],

@@ -22,7 +22,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+from inplace_ops import _ops
+
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() and _ops.cuda_version else ("cpu",)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 ROWS: dict[str, Activation] = {
     row.name: row
