@@ -705,6 +705,31 @@ def test_convert_again_and_analyze_a_converted_model() -> None:
     assert_reverted(model, modules)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+@pytest.mark.filterwarnings("ignore:.*when there are global hooks on modules:UserWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("runs_before", [False, True])
+def test_a_compiled_model(backend: str, runs_before: bool) -> None:
+    torch._dynamo.reset()
+    model = Convolutions(nn.SiLU).double()
+    x = images().double()
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    compiled = torch.compile(model, backend=backend)
+
+    def assert_gradients() -> None:
+        gradients = torch.autograd.grad(compiled(x).square().sum(), list(model.parameters()))
+        torch.testing.assert_close(gradients, expected, rtol=1e-6, atol=1e-6)
+
+    if runs_before:
+        assert_gradients()
+    inplace_ops.convert(compiled, x)
+    assert isinstance(model.stem[2], inplace_ops.SiLU)
+    assert_gradients()
+    inplace_ops.revert(compiled)
+    assert type(model.stem[2]) is nn.SiLU
+    assert_gradients()
+
+
 def test_hooks_and_attributes_stay() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 4)).eval()
     model[1].note = "mine"
