@@ -336,6 +336,12 @@ def test_unsupported_tensors(activation: Activation, case: str, device: torch.de
     assert x._version == version
 
 
+def test_a_quantized_tensor_is_said_to_be_one(device: torch.device) -> None:
+    # Its layout and device are supported, which is all that the message would say otherwise.
+    with pytest.raises(NotImplementedError, match=r"qint8; .*strided tensors, not quantized,"):
+        inplace_ops.relu_(quantized(device))
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
 @one_of_each
 def test_unsupported_dtypes_with_gradient(

@@ -663,6 +663,20 @@ def test_revert(activation: type[nn.Module]) -> None:
     assert_reverted(model, modules)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.ao.quantization's own
+@pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max:UserWarning")
+def test_quantization_needs_the_reverted_model() -> None:
+    """It goes by PyTorch's own module types."""
+    quantization = torch.ao.quantization
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 3))
+    inplace_ops.convert(model, images())
+    with pytest.raises(AssertionError, match=r"fuser method.*inplace_ops\.modules\.ReLU"):
+        quantization.fuse_modules_qat(model, [["0", "1", "2"]])
+    inplace_ops.revert(model)
+    fused = quantization.fuse_modules_qat(model, [["0", "1", "2"]])
+    assert isinstance(fused[0], torch.ao.nn.intrinsic.ConvBnReLU2d)
+
+
 def test_revert_keeps_what_was_set_since() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 4))
     inplace_ops.convert(model, torch.randn(2, 4))
