@@ -176,7 +176,8 @@ for _op in BACKWARD_OPS:
     torch.library.register_fake(_op.name(), _backward_fake)
     torch.library.register_vmap(_op.name(), _loop_over_batch(_op))
 
-SUPPORTED = "strided tensors on the CPU" + (" and CUDA devices" if cuda_version else "")
+SUPPORTED = "strided tensors, neither nested nor quantized, on the CPU"
+SUPPORTED += " and CUDA devices" if cuda_version else ""
 
 
 def unsupported(op: str, x: Tensor) -> NotImplementedError:

@@ -1,16 +1,30 @@
 """The in-place activations as modules, in place of those of `torch.nn`.
 
 torch.jit.script takes PyTorch's own activation in their place, and compiles the branch of it alone.
+torch.fx keeps their calls as calls of a module, as it does those of `torch.nn`.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy, Tracer
 from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 from . import functional
 from .functional import check_leaky_relu, check_save, check_silu
+
+
+def _is_traced(input: Tensor) -> bool:
+    return isinstance(input, Proxy) and isinstance(input.tracer, Tracer)
+
+
+def _traced(module: nn.Module, input: Any) -> Any:
+    """The call of `module` in the graph that torch.fx traces."""
+    path = input.tracer.path_of_module(module)
+    return input.tracer.create_proxy("call_module", path, (input,), {})
 
 
 class ReLU(nn.ReLU):
@@ -30,10 +44,14 @@ class ReLU(nn.ReLU):
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the activation."""
-        if is_scripting() or not self.inplace:
+        if is_scripting():
             return F.relu(input, self.inplace)
-        else:
+        elif _is_traced(input):
+            return _traced(self, input)
+        elif self.inplace:
             return functional.relu_(input, save=self.save)
+        else:
+            return F.relu(input)
 
     def extra_repr(self) -> str:
         """Return the arguments, as the parent prints them."""
@@ -60,10 +78,14 @@ class LeakyReLU(nn.LeakyReLU):
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the activation."""
-        if is_scripting() or not self.inplace:
+        if is_scripting():
             return F.leaky_relu(input, self.negative_slope, self.inplace)
-        else:
+        elif _is_traced(input):
+            return _traced(self, input)
+        elif self.inplace:
             return functional.leaky_relu_(input, self.negative_slope, save=self.save)
+        else:
+            return F.leaky_relu(input, self.negative_slope)
 
     def extra_repr(self) -> str:
         """Return the arguments, as the parent prints them."""
@@ -91,10 +113,14 @@ class SiLU(nn.SiLU):
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the activation."""
-        if is_scripting() or not self.inplace:
+        if is_scripting():
             return F.silu(input, self.inplace)
-        else:
+        elif _is_traced(input):
+            return _traced(self, input)
+        elif self.inplace:
             return functional.silu_(input, save=self.save, bits=self.bits)
+        else:
+            return F.silu(input)
 
     def extra_repr(self) -> str:
         """Return the arguments, as the parent prints them."""

@@ -336,6 +336,15 @@ def test_unsupported_tensors(activation: Activation, case: str, device: torch.de
     assert x._version == version
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_quantized_and_nested_tensors_are_named(device: torch.device) -> None:
+    # Their layout and device are supported, which is all that the message would say otherwise.
+    nested = torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)], device=device)
+    for x in (quantized(device), nested):
+        with pytest.raises(NotImplementedError, match=r"strided tensors, neither nested nor quant"):
+            inplace_ops.relu_(x)
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
 @one_of_each
 def test_unsupported_dtypes_with_gradient(

@@ -716,6 +716,20 @@ def test_revert(activation: type[nn.Module]) -> None:
     assert_reverted(model, modules)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.ao.quantization's own
+@pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max:UserWarning")
+def test_quantization_needs_the_reverted_model() -> None:
+    """It goes by PyTorch's own module types."""
+    quantization = torch.ao.quantization
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 3))
+    inplace_ops.convert(model, images())
+    with pytest.raises(AssertionError, match=r"fuser method.*inplace_ops\.modules\.ReLU"):
+        quantization.fuse_modules_qat(model, [["0", "1", "2"]])
+    inplace_ops.revert(model)
+    fused = quantization.fuse_modules_qat(model, [["0", "1", "2"]])
+    assert isinstance(fused[0], torch.ao.nn.intrinsic.ConvBnReLU2d)
+
+
 def test_revert_keeps_what_was_set_since() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 4))
     inplace_ops.convert(model, torch.randn(2, 4))
@@ -756,6 +770,31 @@ def test_convert_again_and_analyze_a_converted_model() -> None:
     assert model.stem[2].bits == 1
     inplace_ops.revert(model)
     assert_reverted(model, modules)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
+@pytest.mark.filterwarnings("ignore:.*when there are global hooks on modules:UserWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("runs_before", [False, True])
+def test_a_compiled_model(backend: str, runs_before: bool) -> None:
+    torch._dynamo.reset()
+    model = Convolutions(nn.SiLU).double()
+    x = images().double()
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    compiled = torch.compile(model, backend=backend)
+
+    def assert_gradients() -> None:
+        gradients = torch.autograd.grad(compiled(x).square().sum(), list(model.parameters()))
+        torch.testing.assert_close(gradients, expected, rtol=1e-6, atol=1e-6)
+
+    if runs_before:
+        assert_gradients()
+    inplace_ops.convert(compiled, x)
+    assert isinstance(model.stem[2], inplace_ops.SiLU)
+    assert_gradients()
+    inplace_ops.revert(compiled)
+    assert type(model.stem[2]) is nn.SiLU
+    assert_gradients()
 
 
 def test_hooks_and_attributes_stay() -> None:

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,6 +167,47 @@ def test_saved_bytes_over_those_of_pytorch_in_place(
     in_place = saved_bytes(model, x)
     inplace_ops.convert(model, x, bits=bits, verify=False)
     assert saved_bytes(model, x) <= limit * in_place
+
+
+def test_ultralytics_own_training(tmp_path: Path) -> None:
+    """`train` builds the model anew, and a callback converts that one, as documented."""
+    ultralytics = pytest.importorskip("ultralytics")
+    from PIL import Image
+
+    for i in range(4):
+        for folder in ("images", "labels"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+        noise = torch.randint(256, (64, 64, 3), dtype=torch.uint8).numpy()
+        Image.fromarray(noise).save(tmp_path / "images" / f"{i}.png")
+        (tmp_path / "labels" / f"{i}.txt").write_text("0 0.5 0.5 0.5 0.5\n")
+    data = tmp_path / "data.yaml"
+    data.write_text(f"path: {tmp_path}\ntrain: images\nval: images\nnames: [thing]\n")
+
+    def converted(model: nn.Module) -> int:
+        return sum(isinstance(m, inplace_ops.SiLU) for m in model.modules())
+
+    def losses_of(name: str, *callbacks: Callable[[Any], Any]) -> list[float]:
+        found: list[float] = []
+        torch.manual_seed(0)
+        yolo = ultralytics.YOLO("yolov8n.yaml")
+        for callback in callbacks:
+            yolo.add_callback("on_pretrain_routine_end", callback)
+        yolo.add_callback("on_train_batch_end", lambda t: found.append(t.loss.item()))
+        yolo.add_callback("on_train_end", lambda t: found.append(converted(t.model)))
+        settings = {"imgsz": 64, "batch": 2, "epochs": 2, "device": "cpu", "workers": 0}
+        quiet = {"plots": False, "val": False, "verbose": False, "project": str(tmp_path)}
+        yolo.train(data=str(data), name=name, mosaic=0.0, amp=False, **settings, **quiet)
+        return found
+
+    def put_in_place(trainer: Any) -> None:
+        inplace_ops.convert(trainer.model.train(), torch.randn(2, 3, 64, 64))
+
+    *expected, none = losses_of("original")
+    *actual, count = losses_of("converted", put_in_place)
+    assert (none, count, len(actual)) == (0, 57, 4)
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=0)
+    saved = ultralytics.YOLO(tmp_path / "converted" / "weights" / "last.pt")
+    assert converted(saved.model) == 0
 
 
 def seconds(function: Callable[[], Any]) -> float:

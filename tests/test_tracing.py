@@ -90,11 +90,41 @@ def test_the_comparison_tells_a_difference() -> None:
 def test_symbolic_trace_of_a_model(activation: Activation) -> None:
     ours, pytorchs = networks(activation)
     traced = torch.fx.symbolic_trace(ours)
-    called = [node.target for node in traced.graph.nodes if node.op == "call_function"]
-    assert sum(getattr(f, "__module__", "") == "inplace_ops.functional" for f in called) == 2
+    called = [node.target for node in traced.graph.nodes if node.op == "call_module"]
+    assert sum(type(m) is type(ours.first) for m in map(traced.get_submodule, called)) == 2
     assert_same(activation, traced, pytorchs)
     assert_same(activation, torch.fx.symbolic_trace(traced), pytorchs)
     assert_same(activation, copy.deepcopy(traced), pytorchs)
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize(
+    ("ours", "pytorchs"),
+    [
+        (inplace_ops.ReLU, nn.ReLU),
+        (inplace_ops.LeakyReLU, nn.LeakyReLU),
+        (inplace_ops.SiLU, nn.SiLU),
+    ],
+)
+def test_the_traced_graph_is_pytorchs(
+    ours: Callable[..., nn.Module], pytorchs: Callable[..., nn.Module], inplace: bool
+) -> None:
+    """What selects nodes by name, as torchvision's feature extractors do, finds the same."""
+    graphs = []
+    for make in (ours, pytorchs):
+        module = make(inplace=inplace)
+        traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), module, module))
+        graphs.append([(node.op, node.name, node.target) for node in traced.graph.nodes])
+    assert graphs[0] == graphs[1]
+
+
+def test_a_module_applied_to_a_node_by_hand() -> None:
+    """As torch.nn's modules, in a transformation of a graph: the function is called."""
+    graph = torch.fx.Graph()
+    y = inplace_ops.ReLU()(torch.fx.Proxy(graph.placeholder("x")) * 2)
+    graph.output(y.node)
+    model = torch.fx.GraphModule({}, graph)
+    assert model(torch.tensor([-1.0, 3.0])).tolist() == [0.0, 6.0]
 
 
 @one_of_each
@@ -124,7 +154,9 @@ def test_feature_extractor(activation: Activation) -> None:
             if hasattr(module, "relu"):
                 module.relu = make()
         nodes = {"relu": "stem", "layer1.0.relu": "block", "layer2": "layer", "fc": "head"}
-        return extraction.create_feature_extractor(net, nodes)
+        # The reference stands for a module of torch.nn, which is not traced into.
+        leaves = {"leaf_modules": [InPlace]}
+        return extraction.create_feature_extractor(net, nodes, tracer_kwargs=leaves)
 
     ours = model(lambda: activation.module(inplace=True))
     pytorchs = model(lambda: InPlace(activation.reference))

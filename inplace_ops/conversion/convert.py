@@ -33,8 +33,9 @@ def convert(
     other, train or eval, under the caller's autocast. An activation is put in place if in neither
     run anything else needed its input: see `docs/conversion.md` for the rules. The decisions hold
     for runs that take the same way through the model. Parameters, buffers, gradients, the random
-    state and the example are left as they were, and `state_dict` as it is. Convert before DDP,
-    FSDP or `torch.compile` wrap the model. A model converted before is decided anew.
+    state and the example are left as they were, and `state_dict` as it is. Convert before DDP
+    or FSDP wrap the model; a compiled one runs uncompiled here. A model converted before is decided
+    anew.
 
     Args:
         model: Any module, on the CPU or a CUDA device.

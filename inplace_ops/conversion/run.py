@@ -97,7 +97,11 @@ def preserved(model: nn.Module, example: Example) -> Iterator[None]:
     python_state = random.getstate()
     numpy_random = getattr(sys.modules.get("numpy"), "random", None)
     numpy_state = numpy_random.get_state() if numpy_random else None
-    with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
+    with (
+        torch.random.fork_rng([device for device in devices if device.type == "cuda"]),
+        # Compiled code would run what it was compiled from, not what is put in.
+        torch.compiler.set_stance("force_eager"),
+    ):
         try:
             yield
         finally:
