@@ -180,7 +180,7 @@ PATTERNS: list[Pattern] = [
         "values taken to Python",
         "is_not_read_again",
         r"read again by `tolist`",
-        lambda m, x: m.second(m.act(h := m.first(x.detach()))) * sum(h[0].detach().tolist()),
+        lambda m, x: m.second(m.act(h := m.first(x.detach()))) * sum(h.detach().flatten().tolist()),
         lambda m, x: m.second(m.act(h := m.first(x.detach()))) * len(h.shape),
     ),
     Pattern(
