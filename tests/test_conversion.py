@@ -508,6 +508,33 @@ def test_attributes_that_forward_sets() -> None:
     assert not differs(model, original, x)
 
 
+class HooksItself(nn.Module):
+    """As models of transformers, which register hooks in their first run and note that they did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.act = nn.SiLU()
+        self.hooked = False
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.hooked:
+            self.layer.register_forward_hook(lambda module, inputs, output: self.seen.append(x))
+            self.hooked = True
+        return self.layer(self.act(self.layer(x)))
+
+
+@pytest.mark.parametrize("function", [inplace_ops.convert, inplace_ops.analyze])
+def test_hooks_that_forward_registers(function: Callable[..., Any]) -> None:
+    model = HooksItself()
+    function(model, torch.randn(2, 4))
+    assert not model.hooked
+    model.seen.clear()
+    model(torch.randn(2, 4))
+    assert len(model.seen) == 2
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_scripted_child() -> None:

@@ -77,12 +77,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 @contextmanager
 def preserved(model: nn.Module, example: Example) -> Iterator[None]:
     """Put back what modules hold, buffers, gradients and the random state at the end."""
-    # The modules' attributes, and the entries of what holds buffers and submodules.
+    # The modules' attributes, and the entries of what holds parameters, submodules, hooks, ...
+    dicts = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict)}
     held = [
         entries
         for module in model.modules()
         if not isinstance(module, torch.jit.ScriptModule)
-        for entries in (vars(module), module._buffers, module._modules)
+        for entries in (vars(module), *(vars(module)[name] for name in dicts & vars(module).keys()))
     ]
     before = [dict(entries) for entries in held]
     training = [(module, module.training) for module in model.modules()]
