@@ -84,7 +84,7 @@ bench() {
 sanitize() {
   local tool=$1
   shift
-  run "$tool" 90 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+  run "$tool" 150 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
     compute-sanitizer --tool "$tool" "$@" --error-exitcode 1 \
     "$python" -m pytest -q -p no:cacheprovider tests/test_every_kernel.py
 }
@@ -98,17 +98,17 @@ if [ "$device" = cuda ]; then
   workers=()
   "$python" -c 'import xdist' 2>/dev/null && workers=(-n 8)
   # What a GPU is needed for, also where a library that one file imports is missing.
-  run tests 240 env OMP_NUM_THREADS=2 "$python" -m pytest -q -rfE \
+  run tests 400 env OMP_NUM_THREADS=2 "$python" -m pytest -q -rfE \
     --continue-on-collection-errors -k "cuda or fuzz or info" "${workers[@]}"
   sanitize memcheck --report-api-errors no # PyTorch probes with calls that may fail
   sanitize racecheck
   sanitize initcheck
   bench bandwidth 150
-  bench activations 150 --compile --elements $((2 ** 16)) $((2 ** 22)) $((2 ** 26))
+  bench activations 240 --compile --elements $((2 ** 16)) $((2 ** 22)) $((2 ** 26))
   bench host 30
   bench memory 30
-  bench networks 240
-  run tuning 240 "$python" benchmarks/tune_cuda.py --out "$out/tune_cuda.csv"
+  bench networks 540
+  run tuning 400 "$python" benchmarks/tune_cuda.py --out "$out/tune_cuda.csv"
 else
   export FORCE_CPU=1
   echo "memcheck, racecheck, initcheck, tuning: skipped, they are of CUDA kernels" | tee -a "$log"
