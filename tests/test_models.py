@@ -7,6 +7,7 @@ not installed are skipped.
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import os
 import tempfile
 import time
@@ -171,7 +172,14 @@ def test_saved_bytes_over_those_of_pytorch_in_place(
 
 def test_ultralytics_own_training(tmp_path: Path) -> None:
     """`train` builds the model anew, and a callback converts that one, as documented."""
-    ultralytics = pytest.importorskip("ultralytics")
+    pytest.importorskip("ultralytics")
+    # A process of its own: `train` sets flags of the whole of PyTorch.
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        pool.apply(train_with_ultralytics, (tmp_path,))
+
+
+def train_with_ultralytics(tmp_path: Path) -> None:
+    import ultralytics
     from PIL import Image
 
     for i in range(4):
