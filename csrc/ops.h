@@ -43,7 +43,7 @@ inline Geometry walk(const Order& order, const std::vector<const Tensor*>& opera
 inline Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
                             int32_t dtype, const Tensor& like) {
   int32_t device_type;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   AtenTensorHandle handle;
   const auto error = aoti_torch_empty_strided(int64_t(sizes.size()), sizes.data(), strides.data(),
                                               dtype, device_type, like.get_device_index(), &handle);
@@ -67,7 +67,7 @@ inline Tensor empty_in_order(const Tensor& like, const Order& order) {
     stride *= std::max<int64_t>(like.size(d), 1);
   }
   int32_t dtype;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
   return empty_strided(sizes, strides, dtype, like);
 }
 

@@ -37,7 +37,7 @@ struct Cuda {
                   int device) {
     const torch::stable::accelerator::DeviceGuard guard(device);
     void* stream_pointer = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream_pointer));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream_pointer));
     const auto stream = static_cast<cudaStream_t>(stream_pointer);
 
     choose_path(geometry, operands, [&](auto count, auto index, const auto& layout) {
