@@ -56,10 +56,10 @@ def relu_(input: Tensor, *, save: str = "mask") -> Tensor:
     """
     if has_torch_function_unary(input):
         return _overridden(relu_, input, save=save)
-    _check_tensor("relu_", input)
     check_save("relu_", save, ("mask", "output"))
     bits = int(save == "mask")
     if is_compiling():
+        _check_tensor("relu_", input)
         return _compiled(_ops.relu, F.relu, input, bits)
     if _decomposes(input, "relu_"):
         return _decomposed(F.relu, input)
@@ -84,10 +84,10 @@ def leaky_relu_(input: Tensor, negative_slope: float = 0.01, *, save: str = "mas
     """
     if has_torch_function_unary(input):
         return _overridden(leaky_relu_, input, negative_slope=negative_slope, save=save)
-    _check_tensor("leaky_relu_", input)
     check_leaky_relu(negative_slope, save)
     bits = int(save == "mask")
     if is_compiling():
+        _check_tensor("leaky_relu_", input)
         return _compiled(_ops.leaky_relu, F.leaky_relu, input, bits, negative_slope)
     if _decomposes(input, "leaky_relu_"):
         return _decomposed(F.leaky_relu, input, negative_slope)
@@ -118,9 +118,9 @@ def silu_(input: Tensor, *, save: str = "output", bits: int | None = None) -> Te
     """
     if has_torch_function_unary(input):
         return _overridden(silu_, input, save=save, bits=bits)
-    _check_tensor("silu_", input)
     check_silu(save, bits)
     if is_compiling():
+        _check_tensor("silu_", input)
         op = _ops.silu if save == "output" else _ops.silu_derivative
         return _compiled(op, F.silu, input, bits or default_bits(input.dtype, save))
     if _decomposes(input, "silu_"):
@@ -183,6 +183,8 @@ def _check_tensor(op: str, input: Tensor) -> None:
 
 def _decomposes(input: Tensor, op: str) -> bool:
     """Whether to run as PyTorch's own ops: inside transforms, and of a lazily negated tensor."""
+    if not isinstance(input, Tensor) or input.layout is not torch.strided:
+        _check_tensor(op, input)  # raises; asked first, as a call costs 0.2 us
     if (
         torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None  # torch.jit.trace
