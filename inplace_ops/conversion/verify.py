@@ -185,11 +185,15 @@ def _noise(original: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> dict[
     return noise
 
 
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+
+
 def _largest(value: Tensor) -> float:
     """The largest finite magnitude."""
     if value.is_meta or value.numel() == 0:
         return 0.0
-    value = value if value.layout == torch.strided else value.to_dense()
+    value = _dense(value)
     wide = value.to(torch.complex128 if value.is_complex() else torch.double)
     return float(wide.abs().nan_to_num(nan=0.0, posinf=0.0).max())
 
@@ -209,7 +213,7 @@ def _difference(a: Tensor, b: Tensor) -> float:
         return torch.inf
     if a.is_meta and b.is_meta:
         return 0.0
-    a, b = (t if t.layout == torch.strided else t.to_dense() for t in (a, b))
+    a, b = _dense(a), _dense(b)
     if torch.equal(a, b):
         return 0.0
     wide = torch.complex128 if a.is_complex() else torch.double
