@@ -1,13 +1,20 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import signal
+import subprocess
+import sysconfig
 import warnings
+from pathlib import Path
+from types import ModuleType
 
+import pybind11
 import pytest
 import torch
 from compatibility import Recorder
+from sanitizers import COMPILER, FLAGS, SANITIZE
 
 from inplace_ops import _ops
 
@@ -50,3 +57,20 @@ def seed() -> int:
     print(f"INPLACE_OPS_SEED={value}")  # pytest shows it where the test fails
     torch.manual_seed(value)
     return value
+
+
+@pytest.fixture(scope="session")
+def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    source = Path(__file__).with_name("host_kernels.cpp")
+    library = tmp_path_factory.mktemp("host_kernels") / "host_kernels.so"
+    command = [COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
+    command += [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}", str(source)]
+    if SANITIZE in os.environ:
+        command += ["-g1", *FLAGS]
+    subprocess.run([*command, "-o", str(library)], check=True)
+    spec = importlib.util.spec_from_file_location("host_kernels", library)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,6 +1,6 @@
-// The bodies of the CUDA kernels, run on the host over a virtual grid: test_host_kernels.py
-// compiles this file and calls it with the addresses of NumPy arrays. Needs neither torch nor a
-// GPU.
+// The bodies of the CUDA kernels, run on the host over a virtual grid, for tests: conftest.py
+// compiles this file, and test_host_kernels.py calls it with the addresses of NumPy arrays. Needs
+// neither torch nor a GPU.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

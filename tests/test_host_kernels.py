@@ -7,41 +7,19 @@ guard bytes, which show a write, and under AddressSanitizer poisoned memory, whi
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
-import pybind11
 import pytest
-from sanitizers import COMPILER, FLAGS, SANITIZE, run_tests, sanitizers
+from sanitizers import run_tests, sanitizers
 
 GUARD = 64  # bytes before and after each buffer
 GUARD_BYTE = 0xA5
 DTYPES = ["float64", "float32", "float16", "bfloat16"]
 SIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 SLOPE = -0.25
-
-
-@pytest.fixture(scope="session")
-def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    source = Path(__file__).with_name("host_kernels.cpp")
-    library = tmp_path_factory.mktemp("host_kernels") / "host_kernels.so"
-    command = [COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
-    command += [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}", str(source)]
-    if SANITIZE in os.environ:
-        command += ["-g1", *FLAGS]
-    subprocess.run([*command, "-o", str(library)], check=True)
-    spec = importlib.util.spec_from_file_location("host_kernels", library)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Buffer:
