@@ -100,6 +100,25 @@ void run_named(const std::string& name, const std::string& kind, const std::stri
   throw std::invalid_argument("dtype: " + dtype);
 }
 
+// The share of the inputs that lie in the tails of SiLU's inverse.
+template <class T>
+double tail_share_of(int bits, const std::vector<double>& inputs) {
+  const SiLU<T> silu;
+  int64_t tails = 0;
+  for (const double input : inputs) {
+    const T x = store<T>(compute_t<T>(input));
+    tails += silu.is_tail(store<T>(silu.forward(load(x))), silu.keep(x, bits), bits);
+  }
+  return double(tails) / inputs.size();
+}
+
+double tail_share(const std::string& dtype, int bits, const std::vector<double>& inputs) {
+  if (dtype == "float32") return tail_share_of<float>(bits, inputs);
+  if (dtype == "float16") return tail_share_of<Half>(bits, inputs);
+  if (dtype == "bfloat16") return tail_share_of<BFloat16>(bits, inputs);
+  throw std::invalid_argument("dtype: " + dtype);
+}
+
 void poison(uintptr_t address, size_t size) {
   ASAN_POISON_MEMORY_REGION(reinterpret_cast<void*>(address), size);
 }
@@ -110,6 +129,7 @@ void unpoison(uintptr_t address, size_t size) {
 
 PYBIND11_MODULE(host_kernels, module) {
   module.def("run", &run_named);
+  module.def("tail_share", &tail_share);
   module.def("poison", &poison);
   module.def("unpoison", &unpoison);
 }
