@@ -7,7 +7,6 @@ nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm, or of Triton's.
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import re
 import shutil
@@ -15,32 +14,74 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
+import torch
 
 import inplace_ops
 
-# An H200: instructions and special functions (a lane each) that its 132 multiprocessors issue per
-# byte copied: 128 and 16 a cycle at 1.98 GHz, over 4.3 TB/s.
-INSTRUCTIONS_A_BYTE = 132 * 128 * 1.98e9 / 4.3e12
-SPECIAL_A_BYTE = 132 * 16 * 1.98e9 / 4.3e12
+# An H200 under load: its 132 multiprocessors issue four warps' instructions a cycle, so 128 lanes'
+# at the base clock, and copy 4.3 TB/s, reads and writes.
+SLOTS_A_BYTE = 132 * 128 * 1.755e9 / 4.3e12
+MOST_SLOTS = 0.95  # of those that the bytes leave
+# Opcodes by the pipe they need, and how many lanes of a multiprocessor it serves a cycle. Rates: of
+# compute capability 9.0 in "Throughput of Native Arithmetic Instructions", CUDA C++ Programming
+# Guide (Best Practices Guide since CUDA 13); 32 load/store units: NVIDIA's H100 whitepaper. Pipes:
+# "Pipelines", Kernel Profiling Guide of Nsight Compute. FMA is two pipes, of which the heavy one
+# alone multiplies integers; HADD2.F32, half to float, is taken for a conversion, at half rate. FCHK
+# signals its result by a scoreboard as XU's instructions do. CS2R, P2R and R2P are a guess. What
+# has the full rate, or none that is published, takes its issue slot alone.
+PIPES = {
+    "issue": (
+        128,
+        "FADD FFMA FMUL HADD2 HFMA2 HMUL2 "
+        "BRA BSSY BSYNC CALL ENDCOLLECTIVE EXIT NOP RET WARPSYNC LDC S2R ULDC "
+        "UIADD3 UIMAD UISETP ULEA ULOP3 UMOV UPRMT USEL USHF",
+    ),
+    "ALU": (
+        64,
+        "CS2R F2FP FMNMX FSEL FSETP I2FP IABS IADD3 ISETP LEA LOP3 MOV P2R PLOP3 PRMT R2P SEL SHF "
+        "VIADD VIADDMNMX VIMNMX VOTE",
+    ),
+    "FMA heavy": (64, "HADD2.F32 IMAD"),
+    "LSU": (32, "LDG SHFL STG"),
+    "XU": (16, "BREV F2F F2I FCHK FLO I2F MUFU POPC"),
+}
+PIPE_OF = {opcode: pipe for pipe, (_, opcodes) in PIPES.items() for opcode in opcodes.split()}
 # Loads under way that a multiprocessor needs (Little's law): half of 4.3 TB/s over 1 us.
 BYTES_UNDER_WAY = 4.3e12 / 2 * 1e-6 / 132
 REGISTERS, THREADS, BLOCK = 65536, 2048, 256
+LANES = 32
 ACCESSES = 2  # of 16 bytes to each tensor, by a lane
-SIZE = {"float": 4, "Half": 2, "BFloat16": 2}
-USUAL_BITS = {
-    "SiLU": {"float": 6, "Half": 7, "BFloat16": 5},
-    "SiLUDerivative": {"float": 16, "Half": 8, "BFloat16": 8},
+DTYPES = {"float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16}
+MASK = dict.fromkeys(DTYPES, (1,))
+# The numbers of bits by format, the usual one first.
+BITS = {
+    "ReLU": MASK,
+    "LeakyReLU": MASK,
+    "SiLU": {"float": (6, 1), "Half": (7, 1), "BFloat16": (5, 1)},
+    "SiLUDerivative": {"float": (16,), "Half": (8,), "BFloat16": (8,)},
+}
+FUNCTORS = {
+    "ReLU": ["Forward", "ForwardKeeping", "BackwardFromBits", "BackwardFromOutput"],
+    "LeakyReLU": ["Forward", "ForwardKeeping", "BackwardFromBits", "BackwardFromOutput"],
+    "SiLU": ["Forward", "ForwardKeeping", "BackwardFromBoth", "DoubleBackward"],
+    "SiLUDerivative": ["Forward", "ForwardKeeping", "BackwardFromBits"],
 }
 INPUTS = {"BackwardFromOutput": 2, "BackwardFromBoth": 2, "DoubleBackward": 3}
-BITS = {
+BYTE_ACCESS = {
     "ForwardKeeping": "STG.E.U8",
     "BackwardFromBits": "LDG.E.U8",
     "BackwardFromBoth": "LDG.E.U8",
     "DoubleBackward": "LDG.E.U8",
 }
+# These treat rare values, the tails of SiLU's inverse, in code of its own, which takes a logarithm
+# an element and is the only one to do so. The inputs of a network are about N(0, 1).
+WITH_TAILS = ("BackwardFromBoth", "DoubleBackward")
+TAIL = "MUFU.LG2"
+DEVIATIONS = (1.0, 1.3)
 
 
 def find_cuobjdump() -> str | None:
@@ -57,7 +98,6 @@ pytestmark = [
     pytest.mark.skipif(LIBRARY is None, reason="the CUDA extension is not built"),
     pytest.mark.skipif(CUOBJDUMP is None, reason="cuobjdump is not installed"),
 ]
-on_each_architecture = pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 
 
 def cuobjdump(*arguments: str) -> str:
@@ -76,6 +116,44 @@ class Kernel(NamedTuple):
     count: int  # elements of an access
     registers: int
     stack: int
+
+
+class Case(NamedTuple):
+    activation: str
+    functor: str
+    scalar: str
+    bits: int
+
+    @property
+    def inputs(self) -> int:
+        return INPUTS.get(self.functor, 1)
+
+    @property
+    def size(self) -> int:
+        return DTYPES[self.scalar].itemsize
+
+    @property
+    def elements(self) -> int:  # of a lane
+        return ACCESSES * 16 // self.size
+
+    @property
+    def byte_accesses(self) -> int:
+        return self.bits * self.elements // 8
+
+    @property
+    def slots(self) -> float:  # an element: those that the bytes leave
+        return SLOTS_A_BYTE * (self.size * (self.inputs + 1) + self.bits / 8)
+
+
+CASES = [
+    Case(activation, functor, scalar, bits)
+    for activation, functors in FUNCTORS.items()
+    for functor in functors
+    for scalar in DTYPES
+    for bits in (BITS[activation][scalar] if functor in BYTE_ACCESS else (0,))
+]
+on_each_architecture = pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 
 
 @functools.cache
@@ -97,63 +175,142 @@ def kernels(architecture: str) -> list[Kernel]:
     return found
 
 
-def vector_kernels(architecture: str) -> list[Kernel]:
-    found = [kernel for kernel in kernels(architecture) if kernel.count > 1]
-    assert {kernel.scalar for kernel in found} >= set(SIZE)
-    return [kernel for kernel in found if kernel.scalar in SIZE]
-
-
-def bits_of(kernel: Kernel) -> int:
-    if kernel.functor not in BITS:
-        return 0
-    return USUAL_BITS.get(kernel.activation, {}).get(kernel.scalar, 1)
-
-
-def whole_tile(kernel: Kernel, architecture: str) -> Counter[str]:
-    """The instructions, by name, of the shortest way through the kernel for a whole tile.
-
-    It passes all 16-byte stores and as many accesses to packed bits as there are. A branch to the
-    tails of SiLU's inverse, which are rare, is longer than the way past it.
-    """
-    sass = cuobjdump("-sass", "-arch", architecture, "-fun", kernel.name)
-    code = {
-        int(address, 16): text.strip()
-        for address, text in re.findall(r"/\*([0-9a-f]{4,6})\*/\s+([^;/]*);", sass)
+def vector_kernels(architecture: str) -> dict[tuple[str, str, str], Kernel]:
+    return {
+        (kernel.activation, kernel.functor, kernel.scalar): kernel
+        for kernel in kernels(architecture)
+        if kernel.count > 1 and kernel.scalar in DTYPES
     }
-    addresses = sorted(code)
-    following = dict(itertools.pairwise(addresses))
-    bytes_wanted = bits_of(kernel) * kernel.count * ACCESSES // 8
-    start = (addresses[0], 0, 0)
-    came_from: dict[tuple[int, int, int], tuple[int, int, int] | None] = {start: None}
+
+
+@functools.cache
+def disassembly(architecture: str) -> dict[str, str]:
+    """By kernel. All at once: cuobjdump takes a fifth of a second for each one it is asked for."""
+    functions = cuobjdump("-sass", "-arch", architecture).split("Function : ")[1:]
+    return dict(function.split("\n", 1) for function in functions)
+
+
+class Instruction(NamedTuple):
+    address: int
+    name: str
+    following: tuple[int, ...]  # addresses
+
+
+@functools.cache
+def instructions(kernel: Kernel, architecture: str) -> dict[int, Instruction]:
+    """By address; the first is where the kernel begins."""
+    found = re.findall(
+        r"/\*([0-9a-f]{4,6})\*/\s+(@!?U?P\w+\s+)?([^\s;]+)([^;/]*);",
+        disassembly(architecture)[kernel.name],
+    )
+    addresses = [int(address, 16) for address, *_ in found]
+    code = {}
+    for address, after, (_, predicate, name, operands) in zip(
+        addresses, [*addresses[1:], None], found, strict=True
+    ):
+        following = []
+        if name.startswith("BRA"):
+            following.append(int(operands.split("0x")[-1], 16))
+        if after is not None and (predicate or name not in ("BRA", "EXIT", "RET.REL.NODEC")):
+            following.append(after)
+        code[address] = Instruction(address, name, tuple(following))
+    return code
+
+
+@functools.cache
+def whole_tile(case: Case, architecture: str, tails: int = 0) -> Counter[Instruction]:
+    """The instructions on the shortest way through the kernel for a whole tile.
+
+    It passes all 16-byte stores, exactly as many accesses to packed bits as there are, and the
+    code for tails as often as asked.
+    """
+    kernel = vector_kernels(architecture)[case[:3]]
+    code = instructions(kernel, architecture)
+    landmarks = ["STG.E.128", BYTE_ACCESS.get(case.functor), TAIL]
+    wanted = (ACCESSES, case.byte_accesses, tails)
+
+    State = tuple[int, tuple[int, ...]]  # an address, and the landmarks before it
+    start: State = (next(iter(code)), (0, 0, 0))
+    came_from: dict[State, State | None] = {start: None}
     frontier = [start]
     while frontier:
         reached = []
         for state in frontier:
-            address, stores, bytes_seen = state
-            predicate, name, operands = re.match(
-                r"(@!?U?P\w+\s+)?(\S+)(.*)", code[address]
-            ).groups()  # type: ignore[union-attr]
-            stores += name.startswith("STG.E.128")
-            bytes_seen = min(bytes_seen + (name == BITS.get(kernel.functor)), bytes_wanted)
-            if name == "EXIT" and (stores, bytes_seen) == (ACCESSES, bytes_wanted):
-                names: Counter[str] = Counter()
-                at: tuple[int, int, int] | None = state
+            address, seen = state
+            _, name, following = code[address]
+            if name in landmarks:
+                place = landmarks.index(name)
+                seen = (*seen[:place], seen[place] + 1, *seen[place + 1 :])
+                if seen[place] > wanted[place]:
+                    continue
+            if name == "EXIT" and seen == wanted:
+                way: Counter[Instruction] = Counter()
+                at: State | None = state
                 while at is not None:
-                    names[re.sub(r"^@\S+\s+", "", code[at[0]]).split()[0]] += 1
+                    way[code[at[0]]] += 1
                     at = came_from[at]
-                return names
-            targets = []
-            if name.startswith("BRA"):
-                targets.append(int(operands.split("0x")[-1], 16))
-            if predicate or name not in ("BRA", "EXIT", "RET.REL.NODEC"):
-                targets.append(following.get(address, address))
-            for target in targets:
-                after = (target, stores, bytes_seen)
+                return way
+            for target in following:
+                after = (target, seen)
                 if after not in came_from:
                     came_from[after] = state
                     reached.append(after)
         frontier = reached
-    raise AssertionError(f"{kernel}: no way passes {ACCESSES} 16-byte stores and the packed bits")
+    raise AssertionError(f"no way passes {wanted} of {landmarks}")
+
+
+def pipe_of(name: str) -> str:
+    while name not in PIPE_OF:
+        assert "." in name, f"{name} is in no pipe"
+        name = name.rpartition(".")[0]
+    return PIPE_OF[name]
+
+
+def slots_needed(way: Counter[Instruction], elements: int) -> dict[str, float]:
+    """Issue slots an element, and those in which each pipe is busy."""
+    slots = dict.fromkeys(PIPES, 0.0)
+    for instruction, count in way.items():
+        pipe = pipe_of(instruction.name)
+        slots["issue"] += count / elements
+        if pipe != "issue":
+            slots[pipe] += count / elements * PIPES["issue"][0] / PIPES[pipe][0]
+    return slots
+
+
+def tail_share(host_kernels: ModuleType, case: Case, deviation: float) -> float:
+    """How often an input from N(0, deviation^2) lies in the tails of SiLU's inverse."""
+    count = 2**18
+    quantiles = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    inputs = deviation * torch.special.ndtri(quantiles)
+    dtype = str(DTYPES[case.scalar]).removeprefix("torch.")
+    return host_kernels.tail_share(dtype, case.bits, inputs.tolist())
+
+
+def slots_of_a_warp(case: Case, share: float) -> dict[str, float]:
+    """As slots_needed, on average, with `share` of the elements in the tails.
+
+    A warp runs the code for the tail of an element where one of its 32 lanes has one. That costs
+    it `tail`, and an access with any `visit` more. The shortest ways with no, one and all tails
+    tell these; for its other lanes a warp walks the one with none in any case.
+    """
+    ways = [none := whole_tile(case, "sm_90")] * 3
+    if share > 0:
+        ways = [none | whole_tile(case, "sm_90", tails) for tails in (0, 1, case.elements)]
+    no, one, every = (slots_needed(way, case.elements) for way in ways)
+    tails = case.elements * (1 - (1 - share) ** LANES)
+    visits = ACCESSES * (1 - (1 - share) ** (LANES * case.elements // ACCESSES))
+    slots = {}
+    for pipe in PIPES:
+        first, rest = one[pipe] - no[pipe], every[pipe] - no[pipe]
+        tail = (rest - ACCESSES * first) / (case.elements - ACCESSES)
+        visit = first - tail
+        slots[pipe] = no[pipe] + visits * visit + tails * tail
+    return slots
+
+
+@on_each_architecture
+def test_every_vector_kernel_is_a_case(architecture: str) -> None:
+    assert vector_kernels(architecture).keys() == {case[:3] for case in CASES}
 
 
 @on_each_architecture
@@ -163,7 +320,7 @@ def test_nothing_is_kept_in_local_memory(architecture: str) -> None:
 
 @on_each_architecture
 def test_enough_loads_are_under_way(architecture: str) -> None:
-    for kernel in vector_kernels(architecture):
+    for kernel in vector_kernels(architecture).values():
         registers = -(-kernel.registers // 8) * 8
         threads = min(REGISTERS // registers, THREADS) // BLOCK * BLOCK
         loads = INPUTS.get(kernel.functor, 1) * ACCESSES * 16
@@ -171,27 +328,36 @@ def test_enough_loads_are_under_way(architecture: str) -> None:
 
 
 @on_each_architecture
-def test_accesses_and_instructions_of_a_whole_tile(architecture: str) -> None:
-    for kernel in vector_kernels(architecture):
-        names = whole_tile(kernel, architecture)
-        inputs, bits = INPUTS.get(kernel.functor, 1), bits_of(kernel)
-        elements = kernel.count * ACCESSES
-        accesses = {name: n for name, n in names.items() if name.startswith(("LDG", "STG"))}
-        expected = {"LDG.E.128": inputs * ACCESSES, "STG.E.128": ACCESSES}
-        if bits:
-            expected[BITS[kernel.functor]] = bits * elements // 8
-        assert accesses == expected, kernel
-        assert not any(name.startswith(("LDL", "STL", "CALL")) for name in names), kernel
+@each_case
+def test_accesses_of_a_whole_tile(case: Case, architecture: str) -> None:
+    names: Counter[str] = Counter()
+    for instruction, count in whole_tile(case, architecture).items():
+        names[instruction.name] += count
+    accesses = {name: n for name, n in names.items() if name.startswith(("LDG", "STG"))}
+    expected = {"LDG.E.128": case.inputs * ACCESSES, "STG.E.128": ACCESSES}
+    if case.bits:
+        expected[BYTE_ACCESS[case.functor]] = case.byte_accesses
+    assert accesses == expected
+    assert not any(name.startswith(("LDL", "STL", "CALL")) for name in names)
 
-        moved = SIZE[kernel.scalar] * (inputs + 1) + bits / 8
-        instructions = names.total() / elements
-        special = sum(n for name, n in names.items() if name.startswith("MUFU")) / elements
+
+@each_case
+def test_cost_of_a_warp(host_kernels: ModuleType, case: Case) -> None:
+    """Of sm_90 alone: the pipes, the clock and the bandwidth are an H200's."""
+    shares = {"": 0.0}
+    if case.functor in WITH_TAILS:
+        shares = {f" of N(0, {d}^2)": tail_share(host_kernels, case, d) for d in DEVIATIONS}
+    registers = vector_kernels("sm_90")[case[:3]].registers
+    most = 0.0
+    for inputs, share in shares.items():
+        slots = slots_of_a_warp(case, share)
+        busy = sorted(((slots[pipe] / case.slots, pipe) for pipe in slots), reverse=True)
         print(
-            f"{architecture} {kernel.functor} {kernel.activation} {kernel.scalar}: "
-            f"{instructions:.1f} of {INSTRUCTIONS_A_BYTE * moved:.1f} instructions an element, "
-            f"{special:.1f} of {SPECIAL_A_BYTE * moved:.1f} special functions, "
-            f"{kernel.registers} registers"
+            f"{'-'.join(map(str, case))}{inputs}: {slots['issue']:.1f} instructions an element in "
+            f"{case.slots:.1f} slots: "
+            + ", ".join(f"{pipe} {part:.0%}" for part, pipe in busy)
+            + f"; {registers} registers"
         )
-        if kernel.functor != "DoubleBackward":  # a second derivative may be bound by arithmetic
-            assert instructions <= INSTRUCTIONS_A_BYTE * moved, kernel
-            assert special <= SPECIAL_A_BYTE * moved, kernel
+        most = max(most, busy[0][0])
+    if case.functor != "DoubleBackward":  # a second derivative may be bound by arithmetic
+        assert most <= MOST_SLOTS
