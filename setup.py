@@ -23,7 +23,10 @@ def cuda_toolkit():
     """The toolkit's folder and version, as nvcc itself names them; None without nvcc."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     packages = [p for path in sys.path for p in glob.glob(os.path.join(path, "nvidia/cu*/bin"))]
-    places = [os.path.join(home, "bin")] if home else [*packages, os.environ.get("PATH", "")]
+    usual = glob.glob("/usr/local/cuda-*/bin")
+    usual.sort(key=lambda path: [int(n) for n in re.findall(r"\d+", path)], reverse=True)
+    places = [*packages, os.environ.get("PATH", ""), "/usr/local/cuda/bin", *usual]
+    places = [os.path.join(home, "bin")] if home else places
     nvcc = shutil.which("nvcc", path=os.pathsep.join(places))
     if not nvcc:
         return None

@@ -1,9 +1,10 @@
 """Time of forward, backward and both, against PyTorch out of place and in place.
 
-Every variant is verified against PyTorch out of place before it is timed. All variants of a case
-are timed in turn within each repetition, on the same values, and a ratio is taken within each
-repetition, so that a busy machine slows both sides. A variant's input is restored outside of the
-timed region. "both" is the sum of a repetition's forward and backward.
+Every variant is verified against PyTorch out of place before it is timed. One that fails is named
+and left out, and the exit status is 1. All variants of a case are timed in turn within each
+repetition, on the same values, and a ratio is taken within each repetition, so that a busy machine
+slows both sides. A variant's input is restored outside of the timed region. "both" is the sum of a
+repetition's forward and backward.
 
 Bandwidth is the bytes that the variant cannot avoid moving over its median time: for ReLU and
 LeakyReLU each tensor read or written once, 2 forward and 3 backward (2 with a mask), for in-place
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import RESULTS, Clock, machine, quartiles, table, write_csv
+from measure import RESULTS, Clock, Failures, machine, quartiles, table, written_to
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from variants import VARIANTS, Variant
@@ -55,22 +56,32 @@ def time_case(
 
 
 def measure(
-    activation: str, dtype: torch.dtype, elements: int, arguments: argparse.Namespace, clock: Clock
+    activation: str,
+    dtype: torch.dtype,
+    elements: int,
+    arguments: argparse.Namespace,
+    clock: Clock,
+    failures: Failures,
 ) -> list[dict[str, Any]]:
-    """The rows of one case: every variant, each phase."""
+    """The rows of one case: every variant that passes, each phase."""
     x, grad = (torch.randn(elements, device=arguments.device).to(dtype) for _ in range(2))
     variants = list(VARIANTS[activation])
     if arguments.compile:
         torch.compiler.reset()  # past its limit of recompilations it runs eagerly
         compiled = torch.compile(variants[0].run, dynamic=False)
         variants.append(Variant("torch.compile", compiled))
+    passed = []
     for variant in variants:
-        verify(activation, variant, x)
-    times = time_case(variants, x, grad, arguments.repetitions, clock)
+        with failures.recorded(f"{activation}, {variant.name}, {dtype}, {elements} elements"):
+            verify(activation, variant, x)
+            passed.append(variant)
+    in_place = VARIANTS[activation][1]
+    if in_place not in passed:
+        return []
+    times = time_case(passed, x, grad, arguments.repetitions, clock)
 
     rows = []
-    in_place = VARIANTS[activation][1]
-    for variant, phase in itertools.product(variants, PHASES):
+    for variant, phase in itertools.product(passed, PHASES):
         first, median, third = quartiles(times[variant.name][phase])
         base = times[in_place.name][phase]
         ratios = quartiles([a / b for a, b in zip(times[variant.name][phase], base, strict=True)])
@@ -128,15 +139,14 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     clock = Clock(arguments.device)
 
-    rows: list[dict[str, Any]] = []
-    cases = itertools.product(VARIANTS, arguments.dtypes, arguments.elements)
-    try:
-        for activation, dtype, elements in cases:
-            rows += measure(activation, getattr(torch, dtype), elements, arguments, clock)
-            print(f"{activation}, {dtype}, {elements} elements: verified and timed", flush=True)
-    finally:  # what was measured, also where it ends early
-        write_csv(arguments.out or RESULTS / f"activations_{arguments.device}.csv", rows)
+    failures = Failures()
+    cases = itertools.product(arguments.elements, arguments.dtypes, VARIANTS)
+    with written_to(arguments.out or RESULTS / f"activations_{arguments.device}.csv") as rows:
+        for elements, dtype, activation in cases:
+            rows += measure(activation, getattr(torch, dtype), elements, arguments, clock, failures)
+            print(f"{activation}, {dtype}, {elements} elements: done", flush=True)
     report(rows)
+    failures.exit()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ ones, 512 launches. On CUDA it is one replay of a graph, so that neither Python 
 the host is in the time, and what the L2 cache holds is evicted first; on the CPU it is a loop.
 Below about 1 MiB it is the time of a launch, not of the memory.
 
-The results of the very launches that are timed are compared with PyTorch's first.
+The results of the very launches that are timed are compared with PyTorch's first. What fails there
+is named and not timed; the others are, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -22,11 +23,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import MIB, RESULTS, Clock, machine, quartiles, recorded, table, write_csv
+from measure import (
+    MIB,
+    RESULTS,
+    Clock,
+    Failures,
+    machine,
+    quartiles,
+    recorded,
+    table,
+    written_to,
+)
 from variants import VARIANTS, Variant
 from verification import check
 
-SIZES = {"cuda": [2**i for i in range(10, 33, 2)], "cpu": [2**12, 2**18, 2**24]}
+# The large ones, which a time limit must not cut off, first.
+SIZES = {"cuda": [2**i for i in range(32, 9, -2)], "cpu": [2**24, 2**18, 2**12]}
 ROTATED = {"cuda": 512 * MIB, "cpu": 16 * MIB}  # of each tensor; on CUDA more than any L2
 MOST_LAUNCHES = 512
 CHUNK = 2**26  # elements compared at a time
@@ -129,7 +141,11 @@ def measure(
 
 
 def measure_size(
-    size: int, dtype: torch.dtype, repetitions: int, clock: Clock
+    size: int,
+    dtype: torch.dtype,
+    repetitions: int,
+    clock: Clock,
+    failures: Failures,
 ) -> list[dict[str, Any]]:
     """The rows of all variants at one size and dtype; none where they do not fit the device."""
     if clock.device == "cuda":
@@ -143,8 +159,9 @@ def measure_size(
     for activation, variants in VARIANTS.items():
         for variant in variants:
             if variant.kernels:
-                rows += measure(activation, variant, buffers, repetitions, clock)
-    print(f"{dtype}, {size} bytes: verified and timed", flush=True)
+                with failures.recorded(f"{activation}, {variant.name}, {dtype}, {size} bytes"):
+                    rows += measure(activation, variant, buffers, repetitions, clock)
+    print(f"{dtype}, {size} bytes: {len(rows)} rows verified and timed", flush=True)
     return rows
 
 
@@ -162,19 +179,21 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     clock = Clock(arguments.device)
 
-    rows: list[dict[str, Any]] = []
-    sizes = arguments.sizes or SIZES[arguments.device]
-    try:
-        for size, dtype in itertools.product(sizes, arguments.dtypes):
-            rows += measure_size(size, getattr(torch, dtype), arguments.repetitions, clock)
-    finally:  # what was measured, also where it ends early
-        write_csv(arguments.out or RESULTS / f"bandwidth_{arguments.device}.csv", rows)
+    failures = Failures()
+    cases = itertools.product(arguments.sizes or SIZES[arguments.device], arguments.dtypes)
+    with written_to(arguments.out or RESULTS / f"bandwidth_{arguments.device}.csv") as rows:
+        for size, dtype in cases:
+            rows += measure_size(
+                size, getattr(torch, dtype), arguments.repetitions, clock, failures
+            )
 
     columns = ["activation", "variant", "direction", "dtype", "bytes", "median_us"]
     columns += ["copy_gigabytes_per_second", "share_of_copy"]
     columns += ["share_first_quartile", "share_third_quartile"]
-    largest = [row for row in rows if row["bytes"] == rows[-1]["bytes"]]
-    print(table([columns, *([str(row[c]) for c in columns] for row in largest)]))
+    largest = max((row["bytes"] for row in rows), default=0)
+    shown = [row for row in rows if row["bytes"] == largest]
+    print(table([columns, *([str(row[c]) for c in columns] for row in shown)]))
+    failures.exit()
 
 
 if __name__ == "__main__":

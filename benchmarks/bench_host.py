@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import RESULTS, machine, quartiles, table, write_csv
+from measure import RESULTS, Failures, machine, quartiles, table, written_to
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from variants import VARIANTS, Variant
@@ -87,6 +87,37 @@ def time_variant(variant: Variant, device: str) -> dict[str, float]:
     return dict(zip(PHASES, (no_grad, forward, backward), strict=True))
 
 
+def measure(
+    activation: str, variants: list[Variant], device: str, repetitions: int
+) -> list[dict[str, Any]]:
+    """The rows of some variants, timed in turn."""
+    for variant in variants:
+        time_variant(variant, device)  # warms up
+    measured = [
+        {variant.name: time_variant(variant, device) for variant in variants}
+        for _ in range(repetitions)
+    ]
+    rows = []
+    for variant, phase in itertools.product(variants, PHASES):
+        if variant.name in FLOORS and phase not in FLOORS[variant.name][1]:
+            continue
+        times = [repetition[variant.name][phase] for repetition in measured]
+        first, median, third = quartiles(times)
+        rows.append(
+            {
+                "activation": activation,
+                "variant": variant.name,
+                "phase": phase,
+                "elements": ELEMENTS,
+                "median_us": f"{median:.2f}",
+                "first_quartile_us": f"{first:.2f}",
+                "third_quartile_us": f"{third:.2f}",
+                **machine(device),
+            }
+        )
+    return rows
+
+
 def main() -> None:
     """Verify, measure, print the table, write the CSV."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -99,38 +130,21 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     device = arguments.device
 
-    rows: list[dict[str, Any]] = []
+    failures = Failures()
     floors = [Variant(name, run) for name, (run, _) in FLOORS.items()]
-    for activation, variants in {**VARIANTS, "Python alone": floors}.items():
-        for variant in variants:
-            if activation in VARIANTS:
-                verify(activation, variant, torch.randn(ELEMENTS, device=device))
-            time_variant(variant, device)  # warms up
-        measured = [
-            {variant.name: time_variant(variant, device) for variant in variants}
-            for _ in range(arguments.repetitions)
-        ]
-        for variant, phase in itertools.product(variants, PHASES):
-            if variant.name in FLOORS and phase not in FLOORS[variant.name][1]:
-                continue
-            times = [repetition[variant.name][phase] for repetition in measured]
-            first, median, third = quartiles(times)
-            rows.append(
-                {
-                    "activation": activation,
-                    "variant": variant.name,
-                    "phase": phase,
-                    "elements": ELEMENTS,
-                    "median_us": f"{median:.2f}",
-                    "first_quartile_us": f"{first:.2f}",
-                    "third_quartile_us": f"{third:.2f}",
-                    **machine(device),
-                }
-            )
+    with written_to(arguments.out or RESULTS / f"host_{device}.csv") as rows:
+        for activation, variants in VARIANTS.items():
+            passed = []
+            for variant in variants:
+                with failures.recorded(f"{activation}, {variant.name}"):
+                    verify(activation, variant, torch.randn(ELEMENTS, device=device))
+                    passed.append(variant)
+            rows += measure(activation, passed, device, arguments.repetitions)
+        rows += measure("Python alone", floors, device, arguments.repetitions)
     columns = ["activation", "variant", "phase", "median_us"]
     columns += ["first_quartile_us", "third_quartile_us"]
     print(table([columns, *([row[c] for c in columns] for row in rows)]))
-    write_csv(arguments.out or RESULTS / f"host_{device}.csv", rows)
+    failures.exit()
 
 
 if __name__ == "__main__":

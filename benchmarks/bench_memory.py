@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from measure import MIB, RESULTS, machine, memory_of, table, write_csv
+from measure import MIB, RESULTS, machine, memory_of, table, written_to
 from torch import Tensor
 from variants import VARIANTS
 
@@ -34,23 +34,26 @@ def main() -> None:
         x = torch.randn(size, size, device=device, requires_grad=requires_grad)
         return x.clone() if requires_grad else x  # autograd refuses to modify a leaf
 
-    rows = []
-    for activation, variants in VARIANTS.items():
-        for variant in variants:
-            row = {"activation": activation, "variant": variant.name, "size": f"{size} x {size}"}
-            for requires_grad in (False, True):
-                x = fresh(requires_grad)
-                peak, held = memory_of(lambda x=x, run=variant.run: run(x), device)
-                suffix = "with grad" if requires_grad else "no grad"
-                row[f"MiB held, {suffix}"] = f"{held / MIB:.1f}"
-                row[f"MiB peak, {suffix}"] = f"{peak / MIB:.1f}"
-                del x
-            saved = inplace_ops.saved_bytes(variant.run, fresh(requires_grad=True))
-            row["MiB saved, with grad"] = f"{saved / MIB:.1f}"
-            rows.append(row | machine(device))
+    with written_to(arguments.out or RESULTS / f"memory_{device}.csv") as rows:
+        for activation, variants in VARIANTS.items():
+            for variant in variants:
+                row = {
+                    "activation": activation,
+                    "variant": variant.name,
+                    "size": f"{size} x {size}",
+                }
+                for requires_grad in (False, True):
+                    x = fresh(requires_grad)
+                    peak, held = memory_of(lambda x=x, run=variant.run: run(x), device)
+                    suffix = "with grad" if requires_grad else "no grad"
+                    row[f"MiB held, {suffix}"] = f"{held / MIB:.1f}"
+                    row[f"MiB peak, {suffix}"] = f"{peak / MIB:.1f}"
+                    del x
+                saved = inplace_ops.saved_bytes(variant.run, fresh(requires_grad=True))
+                row["MiB saved, with grad"] = f"{saved / MIB:.1f}"
+                rows.append(row | machine(device))
     columns = [c for c in rows[0] if c in ("activation", "variant") or c.startswith("MiB")]
     print(table([columns, *([row[c] for c in columns] for row in rows)]))
-    write_csv(arguments.out or RESULTS / f"memory_{device}.csv", rows)
 
 
 if __name__ == "__main__":

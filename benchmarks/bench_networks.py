@@ -1,9 +1,10 @@
 """Whole networks in training: peak memory, step time, and the largest batch that fits.
 
 The activations are run three ways: PyTorch out of place, PyTorch in place (as the network has it),
-and as `inplace_ops.convert` puts them. All start from the same weights; before anything is timed
-loss and gradients are compared with PyTorch out of place. Steps are timed in turn: forward,
-backward and the optimizer (SGD with momentum).
+and as `inplace_ops.convert` puts them; `--settings` compares several of convert's settings. All
+start from the same weights; before anything is timed loss and gradients are compared with PyTorch
+out of place. A way that fails is named and left out, and the exit status is 1. Steps are timed in
+turn: forward, backward and the optimizer (SGD with momentum).
 
 peak: what a step allocates at most on top of weights and momentum. Largest batch: within a limit on
 all that PyTorch allocates, estimated from the peaks at two batch sizes, and on CUDA in some modes
@@ -15,7 +16,6 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,13 +24,30 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measure import MIB, RESULTS, Clock, machine, memory_of, quartiles, table, write_csv
+from measure import (
+    MIB,
+    RESULTS,
+    Clock,
+    Failures,
+    machine,
+    memory_of,
+    quartiles,
+    table,
+    written_to,
+)
 from torch import Tensor, nn
 from yolo_like import YoloLike
 
 import inplace_ops
 
-WAYS = ("torch out of place", "torch in place", "inplace_ops")
+OUT_OF_PLACE, IN_PLACE = "torch out of place", "torch in place"  # what is compared with
+# What convert is told.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "inplace_ops": {},
+    "inplace_ops, 1 bit": {"bits": 1},
+    "inplace_ops, speed": {"optimize": "speed"},
+    "inplace_ops, exact": {"optimize": "exact"},
+}
 
 
 def timm_model(name: str) -> nn.Module:
@@ -76,13 +93,14 @@ class Training:
         self.mode, self.device = mode, device
         self.network = copy.deepcopy(network)
         self.network.to(device, memory_format=mode.memory_format).train()
-        if way == "torch out of place":
+        if way == OUT_OF_PLACE:
             for module in self.network.modules():
                 if isinstance(module, (nn.ReLU, nn.LeakyReLU, nn.SiLU)):
                     module.inplace = False
-        elif way == "inplace_ops":
+        elif way in SETTINGS:
             with self.autocast():
-                inplace_ops.convert(self.network, self.images(2, 64), verify=False)
+                images = self.images(2, 64)
+                inplace_ops.convert(self.network, images, verify=False, **SETTINGS[way])
         self.optimizer = torch.optim.SGD(self.network.parameters(), lr=1e-3, momentum=0.9)
 
     def images(self, batch: int, side: int) -> Tensor:
@@ -122,16 +140,16 @@ class Training:
         return 2 * parameters + sum(b.nbytes for b in self.network.buffers())
 
 
-def verify(trainings: dict[str, Training], images: Tensor, mode: Mode) -> None:
-    """Raise unless every way gives the loss and the gradients of PyTorch out of place."""
-    expected_loss, expected = trainings[WAYS[0]].loss_and_gradient(images)
-    for way in WAYS[1:]:
-        loss, gradient = trainings[way].loss_and_gradient(images)
-        distance = ((gradient - expected).norm() / expected.norm()).item()
-        print(f"  {way}: loss {loss:.5f}, gradient off by {distance:.1e}", flush=True)
-        torch.testing.assert_close(loss, expected_loss, rtol=mode.loss_tolerance, atol=0)
-        if not distance <= mode.gradient_tolerance:
-            raise AssertionError(f"{way}: the gradient is off by {distance:.2g}")
+def verify(
+    way: str, training: Training, images: Tensor, expected: tuple[Tensor, Tensor], mode: Mode
+) -> None:
+    """Raise unless the loss and the gradients are the expected ones."""
+    loss, gradient = training.loss_and_gradient(images)
+    distance = ((gradient - expected[1]).norm() / expected[1].norm()).item()
+    print(f"  {way}: loss {loss:.5f}, gradient off by {distance:.1e}", flush=True)
+    torch.testing.assert_close(loss, expected[0], rtol=mode.loss_tolerance, atol=0)
+    if not distance <= mode.gradient_tolerance:
+        raise AssertionError(f"the gradient is off by {distance:.2g}")
 
 
 def largest_batch(fits: Callable[[int], bool], estimate: int) -> int:
@@ -162,19 +180,16 @@ def fits_memory(training: Training, side: int, batch: int) -> bool:
     return fits
 
 
-def search_batch(
-    training: Training, side: int, limit: int, peaks: list[int], batch: int, runs: bool
-) -> int:
-    """The largest batch within `limit` bytes, estimated from the peaks at `batch` and half of it.
-
-    If it `runs`, steps are run to find what really fits.
-    """
+def estimate_batch(fixed: int, side: int, limit: int, peaks: list[int], batch: int) -> int:
+    """The largest batch within `limit` bytes, from the peaks at `batch` and half of it."""
     each = (peaks[0] - peaks[1]) / (batch - batch // 2)
-    fixed = peaks[0] - each * batch + training.fixed_bytes()
+    fixed += int(peaks[0] - each * batch)
     each += 3 * side**2 * torch.float32.itemsize  # the images
-    estimate = max(1, int((limit - fixed) / each))
-    if not runs:
-        return estimate
+    return max(1, int((limit - fixed) / each))
+
+
+def search_batch(training: Training, side: int, limit: int, estimate: int) -> int:
+    """The largest batch with which a step really runs within `limit` bytes, on CUDA."""
     training.step(training.images(2, side))  # the optimizer allocates its momentum
     total = torch.cuda.get_device_properties().total_memory
     torch.cuda.empty_cache()
@@ -190,40 +205,55 @@ def time_steps(
 ) -> dict[str, list[float]]:
     """Milliseconds of steps, each way in turn."""
     clock = Clock(str(images.device.type))
-    times: dict[str, list[float]] = {way: [] for way in trainings}
+    ways = list(trainings)
+    times: dict[str, list[float]] = {way: [] for way in ways}
     for repetition in range(repetitions):
-        first = repetition % len(WAYS)  # none always follows the same other
-        for way in WAYS[first:] + WAYS[:first]:
+        first = repetition % len(ways)  # none always follows the same other
+        for way in ways[first:] + ways[:first]:
             times[way].append(clock.time(partial(trainings[way].step, images))[0] / 1e3)
     return times
 
 
 def measure(
-    name: str, network: nn.Module, mode_name: str, side: int, arguments: argparse.Namespace
+    name: str,
+    network: nn.Module,
+    mode_name: str,
+    side: int,
+    arguments: argparse.Namespace,
+    failures: Failures,
 ) -> list[dict[str, Any]]:
-    """The rows of a network in one mode."""
+    """The rows of a network in one mode, of the ways that pass."""
     device, batch, mode = arguments.device, arguments.batch, MODES[mode_name]
-    trainings = {way: Training(network, way, mode, device) for way in WAYS}
-    images = trainings[WAYS[0]].images(batch, side)
-    verify(trainings, images, mode)
+    trainings = {OUT_OF_PLACE: Training(network, OUT_OF_PLACE, mode, device)}
+    images = trainings[OUT_OF_PLACE].images(batch, side)
+    expected = trainings[OUT_OF_PLACE].loss_and_gradient(images)
+    for way in (IN_PLACE, *arguments.settings):
+        with failures.recorded(f"{name}, {mode_name}, {way}"):
+            training = Training(network, way, mode, device)
+            verify(way, training, images, expected, mode)
+            trainings[way] = training
+    if IN_PLACE not in trainings:
+        return []
+    del training, expected
     peaks: dict[str, list[int]] = {}
-    for way in WAYS:
+    for way in trainings:
         step = trainings[way].step
         step(images)  # the optimizer allocates its momentum
         parts = (images, images[: batch // 2])
         peaks[way] = [memory_of(partial(step, part), device)[0] for part in parts]
     times = time_steps(trainings, images, arguments.repetitions)
+    fixed = trainings[OUT_OF_PLACE].fixed_bytes()
     del trainings, images, step, parts  # the largest batch has the memory for itself
 
     rows = []
     limit = int(arguments.memory_limit * 1024 * MIB)
     runs = device == "cuda" and mode_name in arguments.search
-    for way in WAYS:
-        training = Training(network, way, mode, device)
-        largest = search_batch(training, side, limit, peaks[way], batch, runs)
-        del training
+    for way in times:
+        largest = estimate_batch(fixed, side, limit, peaks[way], batch)
+        if runs:
+            largest = search_batch(Training(network, way, mode, device), side, limit, largest)
         first, median, third = quartiles(times[way])
-        pairs = zip(times[way], times["torch in place"], strict=True)
+        pairs = zip(times[way], times[IN_PLACE], strict=True)
         ratios = quartiles([a / b for a, b in pairs])
         rows.append(
             {
@@ -256,6 +286,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
+    parser.add_argument(
+        "--settings",
+        nargs="+",
+        choices=list(SETTINGS),
+        default=["inplace_ops"],
+        help="of convert, to compare",
+    )
     parser.add_argument("--batch", type=int, help="32 on a GPU, 4 on the CPU")
     parser.add_argument("--side", type=int, help="of the images; 64 on the CPU")
     parser.add_argument("--memory-limit", type=float, default=8, help="GiB, for the largest batch")
@@ -273,33 +310,27 @@ def main() -> None:
     on_cpu = arguments.device == "cpu"
     arguments.batch = arguments.batch or (4 if on_cpu else 32)
 
-    rows: list[dict[str, Any]] = []
-    failures = []
-    try:
+    failures = Failures()
+    with written_to(arguments.out or RESULTS / f"networks_{arguments.device}.csv") as rows:
         for name in arguments.networks:
             build, side = NETWORKS[name]
             side = arguments.side or (64 if on_cpu else side)
             torch.manual_seed(0)
-            try:
-                network = build()
-            except ImportError as error:
-                print(f"{name}: skipped: {error}", flush=True)
-                continue
-            for mode in arguments.modes:
-                print(f"{name}, {mode}", flush=True)
+            with failures.recorded(name):
                 try:
-                    rows += measure(name, network, mode, side, arguments)
-                except (AssertionError, torch.OutOfMemoryError) as error:
-                    print(f"  not timed: {error}", flush=True)
-                    failures.append(f"{name}, {mode}")
-    finally:  # what was measured, also where it ends early
-        write_csv(arguments.out or RESULTS / f"networks_{arguments.device}.csv", rows)
+                    network = build()
+                except ImportError as error:
+                    print(f"{name}: skipped: {error}", flush=True)
+                    continue
+                for mode in arguments.modes:
+                    print(f"{name}, {mode}", flush=True)
+                    with failures.recorded(f"{name}, {mode}"):
+                        rows += measure(name, network, mode, side, arguments, failures)
 
     columns = ["network", "mode", "variant", "peak_mib", "median_ms", "ratio_to_torch_in_place"]
     columns += ["ratio_first_quartile", "ratio_third_quartile", "largest_batch"]
     print(table([columns, *([str(row[c]) for c in columns] for row in rows)]))
-    if failures:
-        sys.exit(f"not timed: {'; '.join(failures)}")
+    failures.exit()
 
 
 if __name__ == "__main__":

@@ -3,12 +3,16 @@
 #
 #   benchmarks/gpu_report.sh OUT [--device cpu] [PART...]
 #
-# Parts, all by default: build tests memcheck racecheck initcheck bandwidth activations host memory
-# networks tuning. OUT/parts.csv remembers which passed: a second call runs only the others (and
-# build, quick where nothing changed). A part that fails or runs into its time limit does not stop
-# the next; what it has measured is written. OUT gets the result files (*.csv), log.txt and
-# summary.md. Nothing is installed; PYTHON names the interpreter.
-# --device cpu runs all of it on the CPU with small sizes, to see that it works.
+# Parts, all by default, in this order: build numerics tests memcheck initcheck bandwidth
+# activations host memory networks settings tuning. Each has its time limit; one that fails, or runs
+# into it, does not stop the next, what it has measured is written, and the exit status is 1.
+#
+# OUT gets PART_DEVICE.log of each part, whose last line says how it ended, PART_DEVICE.csv where it
+# measures, and summary.md of all that is there. A part whose log says "passed" is not run again.
+# Nothing else is kept in OUT: it may be emptied between calls for some of the parts, and what they
+# left be put into one folder afterwards. Nothing is installed; PYTHON names the interpreter.
+#
+# --device cpu runs on the CPU what can run there, with small sizes, to see that it works.
 set -uo pipefail
 
 usage() {
@@ -23,7 +27,8 @@ shift
 cd "$(dirname "$0")/.." || exit
 
 device=cuda
-known="build tests memcheck racecheck initcheck bandwidth activations host memory networks tuning"
+known="build numerics tests memcheck initcheck bandwidth activations host memory networks settings"
+known+=" tuning"
 wanted=""
 while [ $# -gt 0 ]; do
   case $1 in
@@ -39,25 +44,32 @@ done
 for part in $wanted; do [[ " $known " == *" $part "* ]] || usage; done
 
 python=${PYTHON:-python3}
-log=$out/log.txt
-parts=$out/parts.csv
 failed=0
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-[ -e "$parts" ] || echo "part,device,result,seconds,limit" >"$parts"
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=2 PYTHONUNBUFFERED=1
+
+is_wanted() { [[ " ${wanted:-$known} " == *" $1 "* ]]; }
+
+# end PART RESULT SECONDS LIMIT: the last line of its log.
+end() { echo "$1,$device,$2,$3,$4" | tee -a "$out/$1_$device.log"; }
+
+skip() {
+  is_wanted "$1" || return
+  : >"$out/$1_$device.log"
+  end "$1" "skipped: $2" 0 0
+}
 
 # run PART LIMIT COMMAND...: within LIMIT seconds, unless it is not wanted or has passed before.
 run() {
-  local part=$1 limit=$2 begin=$SECONDS result status
+  local part=$1 limit=$2 log=$out/$1_$device.log begin=$SECONDS status result
   shift 2
-  [[ " ${wanted:-$known} " == *" $part "* ]] || return
-  if [ "$part" != build ] && grep -q "^$part,$device,passed," "$parts"; then
-    echo "== $part: passed before"
+  is_wanted "$part" || return
+  if [ "$part" != build ] && tail -qn 1 "$log" 2>/dev/null | grep -q ",passed,"; then
+    echo "$part: passed before"
     return
   fi
-  echo "== $part: $*" | tee -a "$log"
-  timeout -k 10 "$limit" "$@" >"$out/$part.log" 2>&1
+  echo "== $part: $*"
+  timeout -k 10 "$limit" "$@" >"$log" 2>&1
   status=$?
-  cat "$out/$part.log" >>"$log"
   case $status in
     0) result=passed ;;
     124 | 137) result="time limit" ;;
@@ -65,27 +77,35 @@ run() {
   esac
   if [ $status -ne 0 ]; then
     failed=1
-    tail -n 20 "$out/$part.log"
+    tail -n 20 "$log"
   fi
-  rm "$out/$part.log"
-  echo "== $part: $result after $((SECONDS - begin)) s" | tee -a "$log"
-  sed -i "/^$part,$device,/d" "$parts"
-  echo "$part,$device,$result,$((SECONDS - begin)),$limit" >>"$parts"
+  end "$part" "$result" $((SECONDS - begin)) "$limit"
+}
+
+check() {
+  local part=$1 limit=$2
+  shift 2
+  run "$part" "$limit" "$python" -m pytest -q -rfE -p no:cacheprovider \
+    --continue-on-collection-errors "$@"
 }
 
 bench() {
-  local name=$1 limit=$2
-  shift 2
-  run "$name" "$limit" "$python" "benchmarks/bench_$name.py" --device "$device" \
-    --out "$out/${name}_$device.csv" "$@"
+  local part=$1 limit=$2 script=$3
+  shift 3
+  run "$part" "$limit" "$python" "benchmarks/bench_$script.py" --device "$device" \
+    --out "$out/${part}_$device.csv" "$@"
 }
 
 # Without the caching allocator a tensor is an allocation of its own, whose end the tool knows.
 sanitize() {
-  local tool=$1
-  shift
-  run "$tool" 150 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-    compute-sanitizer --tool "$tool" "$@" --error-exitcode 1 \
+  local tool=$1 limit=$2
+  shift 2
+  if [ -z "$sanitizer" ]; then
+    skip "$tool" "no compute-sanitizer was found"
+    return
+  fi
+  run "$tool" "$limit" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+    "$sanitizer" --tool "$tool" "$@" --error-exitcode 1 \
     "$python" -m pytest -q -p no:cacheprovider tests/test_every_kernel.py
 }
 
@@ -94,32 +114,52 @@ if [ "$device" = cuda ]; then
   TORCH_CUDA_ARCH_LIST=$("$python" -c \
     'import torch; print("{}.{}".format(*torch.cuda.get_device_capability()))') || exit
   export TORCH_CUDA_ARCH_LIST
-  run build 180 "$python" setup.py build_ext --inplace --force
-  workers=()
-  "$python" -c 'import xdist' 2>/dev/null && workers=(-n 8)
-  # What a GPU is needed for, also where a library that one file imports is missing.
-  run tests 400 env OMP_NUM_THREADS=2 "$python" -m pytest -q -rfE \
-    --continue-on-collection-errors -k "cuda or fuzz or info" "${workers[@]}"
-  sanitize memcheck --report-api-errors no # PyTorch probes with calls that may fail
-  sanitize racecheck
-  sanitize initcheck
-  bench bandwidth 150
-  bench activations 240 --compile --elements $((2 ** 16)) $((2 ** 22)) $((2 ** 26))
-  bench host 30
-  bench memory 30
-  bench networks 540
-  run tuning 400 "$python" benchmarks/tune_cuda.py --out "$out/tune_cuda.csv"
 else
   export FORCE_CPU=1
-  echo "memcheck, racecheck, initcheck, tuning: skipped, they are of CUDA kernels" | tee -a "$log"
-  run build 400 "$python" setup.py build_ext --inplace --force
-  run tests 400 "$python" -m pytest -q -rfE
-  bench bandwidth 100 --repetitions 3
-  bench activations 100 --compile --elements 65536 --dtypes float32 --repetitions 3
-  bench host 30 --repetitions 3
-  bench memory 30 --size 1000
-  bench networks 200 --networks EfficientNet-B0 YOLO-like \
+fi
+# With ninja, --force compiles only what has changed.
+run build 180 "$python" setup.py build_ext --inplace --force
+# Without the kernels the tests would be skipped, and seem to pass.
+"$python" -c 'import sys; from inplace_ops import _ops
+sys.exit(sys.argv[1] == "cuda" and not _ops.cuda_version)' "$device" || {
+  echo "the kernels are not built: name the part build"
+  exit 1
+}
+
+# Whether the kernels are right is decided by these files. The device stands in the tests' names.
+decisive=(tests/test_{silu_inverse,values,every_kernel,cuda}.py)
+check numerics 150 -k "[$device or -$device" "${decisive[@]}"
+workers=()
+"$python" -c 'import xdist' 2>/dev/null && workers=(-n "$(($(nproc) < 8 ? $(nproc) : 8))")
+# Those that are ignored run nothing on a GPU, and need further libraries to load.
+rest=("${decisive[@]/#/--ignore=}" --ignore=tests/test_{host_kernels,conversion_random}.py
+  "${workers[@]}" -k "[$device or -$device or test_fuzz.py or test_info.py")
+
+if [ "$device" = cuda ]; then
+  check tests 280 "${rest[@]}"
+  sanitizer=$("$python" benchmarks/toolkit.py compute-sanitizer)
+  sanitize memcheck 90 --report-api-errors no # PyTorch probes with calls that may fail
+  sanitize initcheck 90
+  bench bandwidth 90 bandwidth
+  bench activations 140 activations --compile --elements $((2 ** 26)) $((2 ** 22)) $((2 ** 16))
+  bench host 30 host
+  bench memory 30 memory
+  bench networks 150 networks --modes float32 "bfloat16, channels_last"
+  bench settings 120 networks --modes "bfloat16, channels_last" --settings inplace_ops \
+    "inplace_ops, 1 bit" "inplace_ops, speed" "inplace_ops, exact"
+  run tuning 150 "$python" benchmarks/tune_cuda.py --out "$out/tuning_cuda.csv"
+else
+  check tests 400 "${rest[@]}"
+  for part in memcheck initcheck; do skip "$part" "it is of CUDA kernels"; done
+  bench bandwidth 60 bandwidth --repetitions 3
+  bench activations 100 activations --compile --elements 65536 --dtypes float32 --repetitions 3
+  bench host 30 host --repetitions 3
+  bench memory 30 memory --size 1000
+  bench networks 100 networks --networks EfficientNet-B0 YOLO-like \
     --modes float32 "bfloat16, channels_last" --repetitions 2
+  bench settings 100 networks --networks Darknet-53 YOLO-like --modes float32 --settings \
+    inplace_ops "inplace_ops, 1 bit" "inplace_ops, speed" "inplace_ops, exact" --repetitions 2
+  skip tuning "it is of CUDA kernels"
 fi
 
 {
@@ -129,7 +169,13 @@ fi
   "$python" -m inplace_ops info
   echo '```'
   echo
-  sed 's/,/ | /g; s/^/| /; s/$/ |/; 1s/$/\n|---|---|---|---|---|/' "$parts"
+  echo "| part | device | result | seconds | limit |"
+  echo "|---|---|---|---|---|"
+  for part in $known; do
+    log=$out/${part}_$device.log
+    [ ! -e "$log" ] || tail -n 1 "$log" | sed 's/,/ | /g; s/^/| /; s/$/ |/'
+  done
+  echo
   "$python" benchmarks/readme_tables.py --print "$out"
 } >"$out/summary.md" 2>&1 || failed=1
 echo

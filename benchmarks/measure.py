@@ -13,7 +13,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +147,39 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         writer.writeheader()
         writer.writerows(rows)
     print(f"\nwritten to {path}")
+
+
+@contextmanager
+def written_to(path: Path) -> Iterator[list[dict[str, Any]]]:
+    """A list for the rows, which is written in the end, also where that comes early."""
+    rows: list[dict[str, Any]] = []
+    try:
+        yield rows
+    finally:
+        write_csv(path, rows)
+
+
+class Failures:
+    """The cases that failed, by wrong values above all: each is named, and the others go on."""
+
+    def __init__(self) -> None:
+        self.cases: list[str] = []
+
+    @contextmanager
+    def recorded(self, case: str) -> Iterator[None]:
+        """Run a case; print that it failed, and by how much, instead of raising."""
+        try:
+            yield
+        except Exception as error:  # that of a library which one case needs, too
+            why = " ".join(str(error).split())
+            print(f"FAILED, not timed: {case}: {type(error).__name__}: {why}", flush=True)
+            self.cases.append(case)
+            traceback.clear_frames(error.__traceback__)  # which hold the case's tensors
+
+    def exit(self) -> None:
+        """End the process with status 1 if there are any, and name them."""
+        if self.cases:
+            sys.exit(f"{len(self.cases)} not timed: {'; '.join(self.cases)}")
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:

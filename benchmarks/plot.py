@@ -92,15 +92,21 @@ def plot_networks(path: Path) -> None:
         row["case"] = f"{row['network']}, {row['mode']}"
     cases = list(dict.fromkeys(row["case"] for row in rows))
     columns = {"peak_mib": "peak, MiB", "median_ms": "step, ms", "largest_batch": "largest batch"}
-    size = (5 * len(columns), 0.5 * len(cases) + 1)
+    ways = list(dict.fromkeys(row["variant"] for row in rows))
+    size = (5 * len(columns), 0.17 * len(ways) * len(cases) + 1)
     figure, axes = plt.subplots(1, len(columns), figsize=size, sharey=True, layout="constrained")
     for axis, (column, label) in zip(axes, columns.items(), strict=True):
         value = {(row["case"], row["variant"]): float(row[column]) for row in rows}
-        for i, way in enumerate(dict.fromkeys(row["variant"] for row in rows)):
-            places = [j + 0.27 * (i - 1) for j in range(len(cases))]
-            ratios = [value[case, way] / value[case, "torch in place"] for case in cases]
-            bars = axis.barh(places, ratios, height=0.25, label=way)
-            axis.bar_label(bars, [f"{value[case, way]:g}" for case in cases], fontsize=6)
+        for i, way in enumerate(ways):
+            height = 0.8 / len(ways)
+            drawn = [j for j, case in enumerate(cases) if (case, way) in value]
+            places = [j + height * (i - (len(ways) - 1) / 2) for j in drawn]
+            values = [value[cases[j], way] for j in drawn]
+            ratios = [
+                v / value[cases[j], "torch in place"] for v, j in zip(values, drawn, strict=True)
+            ]
+            bars = axis.barh(places, ratios, height=0.9 * height, label=way)
+            axis.bar_label(bars, [f"{v:g}" for v in values], fontsize=6)
         axis.set_xlabel(f"{label}; bars: over torch in place")
     axes[0].set_yticks(range(len(cases)), cases, fontsize=8)
     axes[0].invert_yaxis()
@@ -127,6 +133,7 @@ def main() -> None:
         "bandwidth": plot_bandwidth,
         "memory": plot_memory,
         "networks": plot_networks,
+        "settings": plot_networks,
     }
     for kind, plot in plots.items():
         for path in sorted(results.glob(f"{kind}_*.csv")):

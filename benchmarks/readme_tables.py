@@ -59,8 +59,9 @@ def activations(rows: Rows) -> str:
     body = []
     for variant in variants(both):
         large = {**variant, "elements": sizes[-1]}
-        time = float(find(both, "median_us", **large, dtype=dtypes[0])) / 1e3
-        line = [", ".join(variant.values()), f"{time:.3g}"]
+        time = find(both, "median_us", **large, dtype=dtypes[0])
+        line = [", ".join(variant.values())]
+        line.append("-" if time == "-" else f"{float(time) / 1e3:.3g}")
         for dtype in dtypes:
             cell = find(both, ratio, **large, dtype=dtype)
             if has_bytes:
@@ -87,7 +88,10 @@ def bandwidth(rows: Rows) -> str:
                 for row in counted
                 if all(row[k] == v for k, v in wanted.items())
             ]
-            line.append(f"{min(shares):.3f}" if shares else "-")
+            cell = f"{min(shares):.3f}" if shares else "-"
+            if 0 < len(shares) < len(large):  # the others failed, or the time ended
+                cell += f" ({len(shares)} of {len(large)} sizes)"
+            line.append(cell)
         body.append(line)
     copies = [float(row["copy_gigabytes_per_second"]) for row in counted]
     header = [f"share of the copy bandwidth ({min(copies):.0f} to {max(copies):.0f} GB/s)"]
@@ -134,12 +138,24 @@ def networks(rows: Rows) -> str:
     return markdown(header, body)
 
 
+def settings(rows: Rows) -> str:
+    """The same of convert's settings, a line each."""
+    header = ["network", "setting", "peak MiB", "ms a step", "over PyTorch in place"]
+    header.append(f"batch in {rows[0]['memory_limit_gib']} GiB")
+    columns = ("variant", "peak_mib", "median_ms", "ratio_to_torch_in_place", "largest_batch")
+    body = [
+        [f"{row['network']}, {row['mode']}", *(row[column] for column in columns)] for row in rows
+    ]
+    return markdown(header, body)
+
+
 TABLES: dict[str, Callable[[Rows], str]] = {
     "bandwidth": bandwidth,
     "activations": activations,
     "host": host,
     "memory": memory,
     "networks": networks,
+    "settings": settings,
 }
 
 
@@ -155,7 +171,8 @@ def tables(folder: Path, device: str) -> str:
             if device == "cuda":
                 where += [f"driver {row['driver']}", f"CUDA {row['cuda']}"]
             where += [f"torch {row['torch']}", f"Python {row['python']}", row["date"]]
-            blocks.append(f"`bench_{kind}.py`, {', '.join(where)}:\n\n{draw(rows)}")
+            script = "bench_networks.py --settings" if kind == "settings" else f"bench_{kind}.py"
+            blocks.append(f"`{script}`, {', '.join(where)}:\n\n{draw(rows)}")
     return "\n\n".join(blocks) or "Not measured yet."
 
 

@@ -2,7 +2,8 @@
 
 Compiles tune_cuda.cu for each number of 16-byte accesses that a lane makes to a tensor and for each
 cache hint, runs all of them, each in every grid and block size, and prints the lowest share of the
-copy bandwidth among ReLU and SiLU, forward and backward.
+copy bandwidth among ReLU and SiLU, forward and backward. What does not compile, or computes wrong
+values, is named and not timed; the others are, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import datetime
 import itertools
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +21,8 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
+
+import toolkit
 
 HERE = Path(__file__).parent
 ACCESSES = [2, 1, 4]  # the kernels' own first; one does for the 16-bit formats alone
@@ -42,27 +44,20 @@ class Variant(NamedTuple):
     accesses: int
     hint: str
 
-    def compile(self, nvcc: str, architecture: str, folder: Path) -> Path:
-        """Compile tune_cuda.cu for it; return the program."""
+    def compile(self, nvcc: str, architecture: str, folder: Path) -> Path | None:
+        """Compile tune_cuda.cu for it; return the program, None where nvcc fails."""
         program = folder / f"{self.accesses}_{list(HINTS).index(self.hint)}"
         load, store = HINTS[self.hint]
         macros = [f"-DINPLACE_OPS_ACCESSES={self.accesses}", f'-DINPLACE_OPS_STORE="{store}"']
         macros += [f'-DINPLACE_OPS_LOAD="{load}"'] if load else []
         command = [nvcc, f"-arch={architecture}", "-O3", "-std=c++17", *macros]
-        subprocess.run([*command, "-o", str(program), str(HERE / "tune_cuda.cu")], check=True)
-        return program
+        command += ["-o", str(program), str(HERE / "tune_cuda.cu")]
+        return None if subprocess.run(command).returncode else program
 
 
 def output_of(*command: str) -> str:
     """What a command prints."""
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def find_nvcc() -> str:
-    """The nvcc of CUDA_HOME, otherwise that of PATH."""
-    home = os.environ.get("CUDA_HOME")
-    nvcc = shutil.which("nvcc", path=f"{home}/bin" if home else None)
-    return nvcc or sys.exit("no nvcc was found: set CUDA_HOME or PATH")
 
 
 def write_csv(path: Path, rows: list[Row]) -> None:
@@ -99,12 +94,12 @@ def main() -> None:
     """Compile all variants, run all, write the CSV, print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", default="native", help="nvcc's -arch")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "tune_cuda.csv")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "tuning_cuda.csv")
     arguments = parser.parse_args()
     # A time limit ends this with SIGTERM: as an exception, so that what was measured is written.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
 
-    nvcc = find_nvcc()
+    nvcc = toolkit.find("nvcc") or sys.exit("no nvcc was found: set CUDA_HOME or PATH")
     release = re.search(r"release [\d.]+, V([\d.]+)", output_of(nvcc, "--version"))
     driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     where = {
@@ -114,23 +109,28 @@ def main() -> None:
     }
     variants = [Variant(accesses, hint) for accesses in ACCESSES for hint in HINTS]
     rows: list[Row] = []
-    failed = False
+    failed: list[str] = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         # The first ones run while the others compile: what is timed is the device alone.
         programs = pool.map(lambda v: v.compile(nvcc, arguments.arch, Path(folder)), variants)
         try:
             for variant, program in zip(variants, programs, strict=True):
+                name = f"{variant.accesses} accesses, hint {variant.hint}"
+                if program is None:
+                    failed.append(f"{name}: not compiled")
+                    continue
                 run = subprocess.run([str(program)], stdout=subprocess.PIPE, text=True)
                 chosen = {"accesses": str(variant.accesses), "hint": variant.hint}
                 found = csv.DictReader(run.stdout.splitlines())
                 rows += [{**chosen, **row, **where} for row in found]
-                outcome = f"exit status {run.returncode}" if run.returncode else "verified, timed"
-                print(f"{variant.accesses} accesses, hint {variant.hint}: {outcome}", flush=True)
-                failed |= run.returncode != 0
+                if run.returncode:  # it has said why
+                    failed.append(f"{name}: exit status {run.returncode}")
+                print(f"{name}: exit status {run.returncode}", flush=True)
         finally:
             write_csv(arguments.out, rows)
     print_table(rows)
-    sys.exit(failed)
+    if failed:
+        sys.exit("; ".join(failed))
 
 
 if __name__ == "__main__":

@@ -18,11 +18,12 @@ import pytest
 import torch
 from activations import ACTIVATIONS, DERIVATIVE_ERROR, FLOATS, SILU_ERROR, Activation, leaky_relu
 from comparison import assert_identical, assert_values, unsigned_zeros, wording
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from inplace_ops import _ops
+
+hypothesis = pytest.importorskip("hypothesis")
+st = hypothesis.strategies
 
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() and _ops.cuda_version else ("cpu",)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -447,7 +448,7 @@ def cases(draw: st.DrawFn) -> Case:
     program = (*before, draw(names if dtype.is_floating_point else names | relu), *after)
     mode = draw(st.sampled_from(modes + ["non_leaf"] * 15 * dtype.is_floating_point))
     # PyTorch lets a detached inference tensor be modified anywhere; here it is refused.
-    assume(mode != "inference_tensor_outside" or "detach" not in program)
+    hypothesis.assume(mode != "inference_tensor_outside" or "detach" not in program)
     return Case(
         dtype=dtype,
         shape=draw(shapes),
@@ -485,14 +486,17 @@ def count(case: Case, outcome: Outcome) -> None:
     counts["result"][result] += 1
 
 
-@settings(
+@hypothesis.settings(
     max_examples=int(os.environ.get(LONG, 500)),
     deadline=None,
     database=None,
     print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    suppress_health_check=[
+        hypothesis.HealthCheck.too_slow,
+        hypothesis.HealthCheck.data_too_large,
+    ],
 )
-@given(cases())
+@hypothesis.given(cases())
 def test_as_pytorch(case: Case) -> None:
     count(case, check(case))
 
