@@ -37,6 +37,7 @@ struct Forward {
   static constexpr int kInputs = 1;
   static constexpr Bits kBits = Bits::kNone;
   static constexpr int kMaxBits = 0, kUsualBits = 0;
+  static constexpr bool kTakesOneBit = false;
   Activation activation;
 
   HOST_DEVICE T operator()(const T (&in)[1], uint32_t&, int) const {
@@ -51,6 +52,7 @@ struct ForwardKeeping {
   static constexpr int kInputs = 1;
   static constexpr Bits kBits = Bits::kWritten;
   static constexpr int kMaxBits = Activation::kMaxBits, kUsualBits = Activation::kUsualBits;
+  static constexpr bool kTakesOneBit = Activation::accepts_bits(1);
   Activation activation;
 
   HOST_DEVICE T operator()(const T (&in)[1], uint32_t& code, int bits) const {
@@ -66,6 +68,7 @@ struct BackwardFromBits {
   static constexpr int kInputs = 1;
   static constexpr Bits kBits = Bits::kRead;
   static constexpr int kMaxBits = Activation::kMaxBits, kUsualBits = Activation::kUsualBits;
+  static constexpr bool kTakesOneBit = Activation::accepts_bits(1);
   Activation activation;
 
   HOST_DEVICE T operator()(const T (&in)[1], uint32_t& code, int bits) const {
@@ -80,6 +83,7 @@ struct BackwardFromOutput {
   static constexpr int kInputs = 2;
   static constexpr Bits kBits = Bits::kNone;
   static constexpr int kMaxBits = 0, kUsualBits = 0;
+  static constexpr bool kTakesOneBit = false;
   Activation activation;
 
   HOST_DEVICE T operator()(const T (&in)[2], uint32_t&, int) const {
@@ -94,6 +98,7 @@ struct BackwardFromBoth {
   static constexpr int kInputs = 2;
   static constexpr Bits kBits = Bits::kRead;
   static constexpr int kMaxBits = Activation::kMaxBits, kUsualBits = Activation::kUsualBits;
+  static constexpr bool kTakesOneBit = Activation::accepts_bits(1);
   Activation activation;
 
   HOST_DEVICE T operator()(const T (&in)[2], uint32_t& code, int bits) const {
@@ -120,6 +125,7 @@ struct DoubleBackward {
   static constexpr int kInputs = 3;
   static constexpr Bits kBits = Bits::kRead;
   static constexpr int kMaxBits = Activation::kMaxBits, kUsualBits = Activation::kUsualBits;
+  static constexpr bool kTakesOneBit = Activation::accepts_bits(1);
   Activation activation;
 
   HOST_DEVICE T operator()(const T (&in)[3], uint32_t& code, int bits) const {

@@ -15,17 +15,39 @@ HOST_DEVICE constexpr int64_t plane_bytes(int64_t elements) {
   return elements / kGroup + (elements % kGroup != 0);
 }
 
-// a where the mask is set, otherwise b.
-HOST_DEVICE uint64_t merge(uint64_t mask, uint64_t a, uint64_t b) {
-  return (a & mask) | (b & ~mask);
+// Exchanges the bits that the mask covers with those `distance` above.
+template <class Word>
+HOST_DEVICE Word swap_bits(Word x, int distance, uint64_t mask) {
+  const Word differ = (x ^ (x >> distance)) & Word(mask);
+  return x ^ differ ^ (differ << distance);
+}
+
+// Within each half of an 8 x 8 bit matrix with a row a byte.
+template <class Word>
+HOST_DEVICE Word transpose4x4(Word x) {
+  x = swap_bits(x, 7, 0x00aa00aa00aa00aaull);
+  return swap_bits(x, 14, 0x0000cccc0000ccccull);
 }
 
 // The transpose of an 8 x 8 bit matrix with a row a byte, by swapping blocks of 1, 2 and 4
-// (Warren, Hacker's Delight, section 7-3).
+// (Warren, Hacker's Delight, section 7-3), for vectors of 64-bit words.
 HOST_DEVICE uint64_t transpose8x8(uint64_t x) {
-  x = merge(0x5500550055005500ull, x << 7, merge(0x00aa00aa00aa00aaull, x >> 7, x));
-  x = merge(0x3333000033330000ull, x << 14, merge(0x0000cccc0000ccccull, x >> 14, x));
-  return merge(0x0f0f0f0f00000000ull, x << 28, merge(0x00000000f0f0f0f0ull, x >> 28, x));
+  return swap_bits(transpose4x4(x), 28, 0x00000000f0f0f0f0ull);
+}
+
+// The same for a GPU, whose words have 32 bits.
+struct TwoWords {
+  uint32_t first, second;
+
+  HOST_DEVICE uint8_t byte(int i) const {
+    return uint8_t((i < 4 ? first : second) >> (8 * (i % 4)));
+  }
+};
+
+HOST_DEVICE TwoWords transpose8x8(TwoWords x) {
+  constexpr uint32_t low = 0x0f0f0f0fu;
+  x = {transpose4x4(x.first), transpose4x4(x.second)};
+  return {(x.first & low) | ((x.second << 4) & ~low), ((x.first >> 4) & low) | (x.second & ~low)};
 }
 
 // Where the packed bits of a tensor lie.
@@ -94,34 +116,31 @@ HOST_DEVICE void add_quad(uint32_t* codes, uint32_t quad, int low) {
   for (int i = 0; i < 4; ++i) codes[i] |= ((quad >> (width * i)) & ((1u << width) - 1u)) << low;
 }
 
-struct TwoQuads {
-  uint32_t first, second;
-};
-
 // A group's bytes of the planes from `low` up, at most eight, from its two quads.
 template <int max_planes>
 HOST_DEVICE void store_planes(const PackedBits<uint8_t>& packed, int low, int64_t group,
-                              TwoQuads quads) {
+                              TwoWords quads) {
   if constexpr (max_planes == 1) {
     packed.at(0, group) = uint8_t(quads.first | (quads.second << 4));
   } else {
-    const uint64_t planes = transpose8x8(quads.first | (uint64_t(quads.second) << 32));
+    const TwoWords planes = transpose8x8(quads);
     for (int plane = low; plane < packed.planes && plane < low + 8; ++plane)
-      packed.at(plane, group) = uint8_t(planes >> (8 * (plane - low)));
+      packed.at(plane, group) = planes.byte(plane - low);
   }
 }
 
 template <int max_planes>
-HOST_DEVICE TwoQuads load_planes(const PackedBits<const uint8_t>& packed, int low, int64_t group) {
+HOST_DEVICE TwoWords load_planes(const PackedBits<const uint8_t>& packed, int low, int64_t group) {
   if constexpr (max_planes == 1) {
     const uint32_t byte = packed.at(0, group);
     return {byte & 15u, byte >> 4};
   } else {
-    uint64_t planes = 0;
+    uint8_t bytes[8] = {};
     for (int plane = low; plane < packed.planes && plane < low + 8; ++plane)
-      planes |= uint64_t(packed.at(plane, group)) << (8 * (plane - low));
-    const uint64_t rows = transpose8x8(planes);
-    return {uint32_t(rows), uint32_t(rows >> 32)};
+      bytes[plane - low] = packed.at(plane, group);
+    TwoWords planes;
+    memcpy(&planes, bytes, sizeof(planes));
+    return transpose8x8(planes);
   }
 }
 

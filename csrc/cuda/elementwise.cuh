@@ -146,21 +146,26 @@ HOST_DEVICE Index first_element(Index tile, int access, unsigned lane) {
   return tile * kTileElements<count> + (access * kLanes + lane) * count;
 }
 
-// How the codes of a tile get to their bytes in the bit planes and back.
+// The group of the first of a lane's elements, without a division of the large index.
+template <int count, class Index>
+HOST_DEVICE int64_t first_group(Index tile, unsigned lane) {
+  return tile * (kTileElements<count> / kGroup) + lane * count / kGroup;
+}
+
+// How the codes of a tile, of `max` bits at most, get to their bytes in the bit planes and back.
 template <int count>
 struct TileBits;
 
 // A lane's eight elements share the bytes.
 template <>
 struct TileBits<8> {
-  template <class Kernel, class Index>
+  template <int max, class Kernel, class Index>
   HOST_DEVICE static void write(Lanes<LaneState<Kernel, 8>>& lanes,
                                 const PackedBits<uint8_t>& packed, Index, Index tile) {
-    constexpr int max = Kernel::kMaxBits;
     lanes.each([&](auto& my, unsigned lane) {
       UNROLL
       for (int a = 0; a < kAccesses; ++a) {
-        const int64_t group = first_element<8>(tile, a, lane) / kGroup;
+        const int64_t group = first_group<8>(tile, lane) + a * kLanes;
         for (int low = 0; low < (max > 8 ? packed.planes : 1); low += 8)
           store_planes<max>(packed, low, group,
                             {quad_of<max>(my.codes[a], low), quad_of<max>(my.codes[a] + 4, low)});
@@ -168,16 +173,15 @@ struct TileBits<8> {
     });
   }
 
-  template <class Kernel, class Index>
+  template <int max, class Kernel, class Index>
   HOST_DEVICE static void read(Lanes<LaneState<Kernel, 8>>& lanes,
                                const PackedBits<const uint8_t>& packed, Index, Index tile) {
-    constexpr int max = Kernel::kMaxBits;
     lanes.each([&](auto& my, unsigned lane) {
       UNROLL
       for (int a = 0; a < kAccesses; ++a) {
-        const int64_t group = first_element<8>(tile, a, lane) / kGroup;
+        const int64_t group = first_group<8>(tile, lane) + a * kLanes;
         for (int low = 0; low < (max > 8 ? packed.planes : 1); low += 8) {
-          const TwoQuads quads = load_planes<max>(packed, low, group);
+          const TwoWords quads = load_planes<max>(packed, low, group);
           add_quad<max>(my.codes[a], quads.first, low);
           add_quad<max>(my.codes[a] + 4, quads.second, low);
         }
@@ -192,13 +196,12 @@ template <>
 struct TileBits<4> {
   template <class Index>
   HOST_DEVICE static int64_t group(Index tile, int access, unsigned lane) {
-    return first_element<4>(tile, access + lane % 2, lane) / kGroup;
+    return first_group<4>(tile, (lane % 2) * kLanes + lane) + access * (kLanes / 2);
   }
 
-  template <class Kernel, class Index>
+  template <int max, class Kernel, class Index>
   HOST_DEVICE static void write(Lanes<LaneState<Kernel, 4>>& lanes,
                                 const PackedBits<uint8_t>& packed, Index, Index tile) {
-    constexpr int max = Kernel::kMaxBits;
     UNROLL
     for (int a = 0; a < kAccesses; a += 2) {
       for (int low = 0; low < (max > 8 ? packed.planes : 1); low += 8) {
@@ -210,22 +213,21 @@ struct TileBits<4> {
         });
         lanes.swap_neighbours(&LaneState<Kernel, 4>::word);
         lanes.each([&](auto& my, unsigned lane) {
-          const TwoQuads quads = lane % 2 ? TwoQuads{my.word, my.kept} : TwoQuads{my.kept, my.word};
+          const TwoWords quads = lane % 2 ? TwoWords{my.word, my.kept} : TwoWords{my.kept, my.word};
           store_planes<max>(packed, low, group(tile, a, lane), quads);
         });
       }
     }
   }
 
-  template <class Kernel, class Index>
+  template <int max, class Kernel, class Index>
   HOST_DEVICE static void read(Lanes<LaneState<Kernel, 4>>& lanes,
                                const PackedBits<const uint8_t>& packed, Index, Index tile) {
-    constexpr int max = Kernel::kMaxBits;
     UNROLL
     for (int a = 0; a < kAccesses; a += 2) {
       for (int low = 0; low < (max > 8 ? packed.planes : 1); low += 8) {
         lanes.each([&](auto& my, unsigned lane) {
-          const TwoQuads quads = load_planes<max>(packed, low, group(tile, a, lane));
+          const TwoWords quads = load_planes<max>(packed, low, group(tile, a, lane));
           my.kept = lane % 2 ? quads.second : quads.first;
           my.word = lane % 2 ? quads.first : quads.second;
         });
@@ -242,7 +244,7 @@ struct TileBits<4> {
 // 32 lanes with one each vote on four bytes.
 template <>
 struct TileBits<1> {
-  template <class Kernel, class Index>
+  template <int max, class Kernel, class Index>
   HOST_DEVICE static void write(Lanes<LaneState<Kernel, 1>>& lanes,
                                 const PackedBits<uint8_t>& packed, Index elements, Index tile) {
     UNROLL
@@ -259,7 +261,7 @@ struct TileBits<1> {
     }
   }
 
-  template <class Kernel, class Index>
+  template <int max, class Kernel, class Index>
   HOST_DEVICE static void read(Lanes<LaneState<Kernel, 1>>& lanes,
                                const PackedBits<const uint8_t>& packed, Index elements,
                                Index tile) {
@@ -308,9 +310,13 @@ HOST_DEVICE void compute(const Kernel& kernel, LaneState<Kernel, count>& my, int
 }
 
 // One tile, in accesses of `count` elements; of more than one only where the tile is whole.
-template <int count, class Kernel, class Layout, class Index>
+// `planes` is the number of bit planes where the compiler is to know it, otherwise 0.
+template <int count, int planes, class Kernel, class Layout, class Index>
 HOST_DEVICE void run_tile(const Kernel& kernel, const Layout& layout,
                           const Operands<Kernel>& operands, Index elements, Index tile) {
+  constexpr int max = planes == 0 ? Kernel::kMaxBits : planes;
+  auto packed = operands.bits;
+  if (planes != 0) packed.planes = planes;
   Lanes<LaneState<Kernel, count>> lanes;
   lanes.each([&](auto& my, unsigned lane) {
     UNROLL
@@ -333,12 +339,12 @@ HOST_DEVICE void run_tile(const Kernel& kernel, const Layout& layout,
     }
   });
   if constexpr (Kernel::kBits == Bits::kRead)
-    TileBits<count>::read(lanes, operands.bits, elements, tile);
+    TileBits<count>::template read<max>(lanes, packed, elements, tile);
 
   lanes.each([&](auto& my, unsigned lane) {
     UNROLL
     for (int a = 0; a < kAccesses; ++a) {
-      compute(kernel, my, a, operands.bits.planes);
+      compute(kernel, my, a, packed.planes);
       const Index first = first_element<count>(tile, a, lane);
       if constexpr (count > 1) {
         store_vector(operands.out + first, my.out[a]);
@@ -350,7 +356,7 @@ HOST_DEVICE void run_tile(const Kernel& kernel, const Layout& layout,
     }
   });
   if constexpr (Kernel::kBits == Bits::kWritten)
-    TileBits<count>::write(lanes, operands.bits, elements, tile);
+    TileBits<count>::template write<max>(lanes, packed, elements, tile);
 }
 
 template <int count>
@@ -367,14 +373,13 @@ HOST_DEVICE void run_warp(const Kernel& kernel, const Layout& layout,
   if (count > 1 && elements - first < kTileElements<count>) {
     NO_UNROLL
     for (int part = 0; part < count; ++part)
-      run_tile<1>(kernel, layout, operands, elements, Index(tile * count + part));
-  } else if (count > 1 && Kernel::kBits != Bits::kNone &&
-             operands.bits.planes == Kernel::kUsualBits) {
-    Operands<Kernel> usual = operands;
-    usual.bits.planes = Kernel::kUsualBits;  // a constant, for the compiler
-    run_tile<count>(kernel, layout, usual, elements, tile);
+      run_tile<1, 0>(kernel, layout, operands, elements, Index(tile * count + part));
+  } else if (count > 1 && Kernel::kUsualBits > 0 && operands.bits.planes == Kernel::kUsualBits) {
+    run_tile<count, Kernel::kUsualBits>(kernel, layout, operands, elements, tile);
+  } else if (count > 1 && Kernel::kTakesOneBit && operands.bits.planes == 1) {
+    run_tile<count, 1>(kernel, layout, operands, elements, tile);
   } else {
-    run_tile<count>(kernel, layout, operands, elements, tile);
+    run_tile<count, 0>(kernel, layout, operands, elements, tile);
   }
 }
 
