@@ -16,6 +16,7 @@ namespace inplace_ops {
 
 constexpr int kBlock = 512;  // elements; the block's buffers stay in the L1 cache
 constexpr int kBlockGroups = kBlock / kGroup;
+constexpr int kTailGroup = 16;  // elements of a tail worked on together: the widest vector's
 constexpr int64_t kGrainBlocks = 32768 / kBlock;  // PyTorch's own grain for elementwise work
 
 // Calls visit(position, length, offset, stride) for each run along the innermost dimension of the
@@ -87,7 +88,7 @@ HOST_DEVICE void compute_in_parts(const Kernel kernel, typename Kernel::Scalar* 
   }
 
   int found = 0;
-  int places[kBlock + 1];  // one more: written before it is known whether it counts
+  int places[kBlock + kTailGroup];  // more: written before it is known whether it counts
   for (int first = 0; first < count; first += 8) {
     uint64_t any;
     memcpy(&any, is_tail + first, sizeof(any));
@@ -97,9 +98,12 @@ HOST_DEVICE void compute_in_parts(const Kernel kernel, typename Kernel::Scalar* 
       found += is_tail[i];
     }
   }
+  // In whole groups, the last one filled up, as what is left of a vector costs as much as many.
+  int padded = found;
+  while (padded % kTailGroup != 0) places[padded++] = places[0];
   T tail_in[Kernel::kInputs][kBlock];
   uint32_t tail_codes[kBlock];
-  for (int i = 0; i < found; ++i) {
+  for (int i = 0; i < padded; ++i) {
     for (int k = 0; k < Kernel::kInputs; ++k) tail_in[k][i] = in[k][places[i]];
     tail_codes[i] = codes[places[i]];
   }
@@ -112,10 +116,12 @@ HOST_DEVICE void compute_in_parts(const Kernel kernel, typename Kernel::Scalar* 
   }
 
   T results[kBlock];
-  for (int i = 0; i < found; ++i) {
-    T element[Kernel::kInputs];
-    for (int k = 0; k < Kernel::kInputs; ++k) element[k] = tail_in[k][i];
-    results[i] = kernel.tail(element, tail_codes[i], bits);
+  for (int first = 0; first < padded; first += kTailGroup) {
+    for (int i = first; i < first + kTailGroup; ++i) {
+      T element[Kernel::kInputs];
+      for (int k = 0; k < Kernel::kInputs; ++k) element[k] = tail_in[k][i];
+      results[i] = kernel.tail(element, tail_codes[i], bits);
+    }
   }
   for (int i = 0; i < found; ++i) out[places[i]] = results[i];
 }
