@@ -56,23 +56,17 @@ struct LeakyReLU {
   }
 };
 
-template <class C>
-HOST_DEVICE C silu_derivative(SiluPoint<C> at) {
-  return at.sigmoid * (C(1) + at.x * (C(1) - at.sigmoid));
-}
-
-template <class C>
-HOST_DEVICE C silu_second_derivative(SiluPoint<C> at) {
-  const C s = at.sigmoid;
-  return s * (C(1) - s) * (C(2) + at.x * (C(1) - C(2) * s));
-}
-
 template <class T>
 HOST_DEVICE compute_t<T> silu(compute_t<T> x) {
-#ifdef __CUDA_ARCH__
-  if constexpr (sizeof(T) == 2) return x * sigmoid<T>(x);
-#endif
-  return x / (compute_t<T>(1) + exp_of(-x));
+  using C = compute_t<T>;
+  if constexpr (sizeof(T) == 2) return x * silu_point<T>(x).sigmoid;
+  const C value = x / (C(1) + exp_of(-x));
+  if constexpr (!std::is_same_v<T, float>) return value;
+  // Where silu is flat the inverse needs more: its series is off by half a unit in the last place.
+  constexpr float high = float(kMinimumY), low = float(kMinimumY - double(high));
+  const float d = float(x) - float(kMinimumX), square = d * d;
+  const float series = high + (square * (0.108905906f + 0.0488829f * d) + low);
+  return select(square < 0x1p-12f, series, float(value));
 }
 
 // x * sigmoid(x). Keeps its output, the branch and bits - 1 bits of the input: silu_inverse.h.
@@ -143,8 +137,7 @@ struct SiLUDerivative {
   HOST_DEVICE C forward(C x) const { return silu<T>(x); }
   HOST_DEVICE uint32_t keep(T x, int bits) const {
     const DerivativeGrid<C> grid(bits);
-    const C value = load(x);
-    const C derivative = silu_derivative(SiluPoint<C>{value, sigmoid<T>(value)});
+    const C derivative = silu_derivative(silu_point<T>(load(x)));
     return derivative == derivative ? uint32_t(derivative * grid.steps + grid.zero + C(0.5)) : 0u;
   }
   HOST_DEVICE C backward(C grad, T, uint32_t code, int bits) const {

@@ -1,5 +1,8 @@
 // The storage formats (double, float, Half, BFloat16, integers), the type each is computed in, and
 // the elementary functions, for host and device. Includes neither torch nor, on the host, CUDA.
+//
+// INPLACE_OPS_HARDWARE names the header with the hardware's functions where there are any: on a GPU
+// cuda/hardware.h, in tests on the host its emulation.
 #pragma once
 
 #include <cmath>
@@ -7,9 +10,14 @@
 #include <cstring>
 #include <type_traits>
 
+#ifdef __CUDA_ARCH__
+#define INPLACE_OPS_HARDWARE "cuda/hardware.h"
+#endif
+#ifdef INPLACE_OPS_HARDWARE
+#include INPLACE_OPS_HARDWARE
+#endif
+
 #ifdef __CUDACC__
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #define HOST_DEVICE __host__ __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
 #define NO_UNROLL _Pragma("unroll 1")
@@ -41,7 +49,7 @@ HOST_DEVICE To bit_cast(From value) {
 // condition ? a : b, in bits on the host: a compiler that sees the choice moves the work of one
 // side behind a branch, and then does not vectorize the loop.
 HOST_DEVICE uint32_t select(bool condition, uint32_t a, uint32_t b) {
-#ifdef __CUDA_ARCH__
+#ifdef INPLACE_OPS_HARDWARE
   return condition ? a : b;
 #else
   const uint32_t mask = 0u - uint32_t(condition);
@@ -79,8 +87,8 @@ HOST_DEVICE compute_t<T> load(T value) {
 }
 
 HOST_DEVICE float load(Half value) {
-#ifdef __CUDA_ARCH__
-  return __half2float(bit_cast<__half>(value.bits));
+#ifdef INPLACE_OPS_HARDWARE
+  return hardware::from_half(value.bits);
 #else
   const uint32_t magnitude = (value.bits & 0x7fffu) << 13;
   const uint32_t sign = (value.bits & 0x8000u) << 16;
@@ -99,8 +107,8 @@ HOST_DEVICE float load(BFloat16 value) { return bit_cast<float>(uint32_t(value.b
 template <class T>
 HOST_DEVICE T store(compute_t<T> value) {
   if constexpr (std::is_same_v<T, Half>) {
-#ifdef __CUDA_ARCH__
-    return bit_cast<Half>(__float2half_rn(value));
+#ifdef INPLACE_OPS_HARDWARE
+    return Half{hardware::to_half(value)};
 #else
     const uint32_t pattern = bit_cast<uint32_t>(value);
     const uint32_t magnitude = pattern & 0x7fffffffu;
@@ -112,8 +120,8 @@ HOST_DEVICE T store(compute_t<T> value) {
     return Half{uint16_t(rounded | ((pattern >> 16) & 0x8000u))};
 #endif
   } else if constexpr (std::is_same_v<T, BFloat16>) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    return bit_cast<BFloat16>(__float2bfloat16_rn(value));
+#ifdef INPLACE_OPS_HARDWARE
+    return BFloat16{hardware::to_bfloat16(value)};
 #else
     const uint32_t pattern = bit_cast<uint32_t>(value);
     const uint32_t rounded = (pattern + 0x7fffu + ((pattern >> 16) & 1u)) >> 16;
@@ -132,7 +140,7 @@ HOST_DEVICE double log_of(double x) { return log(x); }
 // does better with two shorter chains, of the even and the odd powers.
 template <class C, int terms>
 HOST_DEVICE C polynomial(const C (&c)[terms], C x) {
-#ifdef __CUDA_ARCH__
+#ifdef INPLACE_OPS_HARDWARE
   C sum = c[terms - 1];
   UNROLL
   for (int i = terms - 2; i >= 0; --i) sum = sum * x + c[i];
@@ -149,33 +157,49 @@ HOST_DEVICE C polynomial(const C (&c)[terms], C x) {
 #endif
 }
 
-// exp in float. The host's is branch-free, so that the compiler vectorizes the loop around it:
-// x = n ln 2 + r, exp(r) by a Chebyshev fit on |r| <= ln(2) / 2; largest error 1.5 ulp.
-HOST_DEVICE float exp_of(float x) {
-#ifdef __CUDA_ARCH__
-  return expf(x);
+// Within [0, 1]; 0 for NaN.
+HOST_DEVICE float saturate(float x) {
+#ifdef INPLACE_OPS_HARDWARE
+  return hardware::saturate(x);
 #else
-  constexpr float c[] = {0.5f, 0.1666657685f, 0.04166655444f, 0.008363202972f, 0.001392621347f};
-  constexpr float round_to_int = 12582912.0f;  // 1.5 * 2^23
-  x = x > 90.0f ? 90.0f : x;
-  x = x < -105.0f ? -105.0f : x;
-  const float shifted = x * 1.44269504f + round_to_int;
-  const int32_t n = bit_cast<int32_t>(shifted) - bit_cast<int32_t>(round_to_int);
-  const float whole = shifted - round_to_int;
-  const float r = (x - whole * 0.693145752f) - whole * 1.42860677e-6f;
-  const float mantissa = 1.0f + (r + r * r * polynomial(c, r));
-  // 2^n in two factors, for results that overflow or are subnormal.
-  const int32_t half = n >> 1;
-  const float scale_a = bit_cast<float>(int32_t(uint32_t(half + 127) << 23));
-  const float scale_b = bit_cast<float>(int32_t(uint32_t(n - half + 127) << 23));
-  return mantissa * scale_a * scale_b;
+  x = x > 0.0f ? x : 0.0f;
+  return x < 1.0f ? x : 1.0f;
 #endif
 }
 
-// ln of a positive normal float, branch-free on the host as exp_of is; 0 and below give about -88.
-HOST_DEVICE float log_of(float x) {
-#ifdef __CUDA_ARCH__
-  return logf(x);
+// exp in float. The host's is branch-free, so that the compiler vectorizes the loop around it:
+// x = n ln 2 + r, exp(r) by a Chebyshev fit on |r| <= ln(2) / 2; largest error 1.5 ulp, subnormal
+// results are 0.
+HOST_DEVICE float exp_of(float x) {
+#ifdef INPLACE_OPS_HARDWARE
+  return hardware::exp(x);
+#else
+  constexpr float c[] = {0.5f, 0.1666657685f, 0.04166655444f, 0.008363202972f, 0.001392621347f};
+  constexpr float round_to_int = 12582912.0f;  // 1.5 * 2^23
+  const float shifted = x * 1.44269504f + round_to_int;
+  const uint32_t n = bit_cast<uint32_t>(shifted) - bit_cast<uint32_t>(round_to_int);
+  const float whole = shifted - round_to_int;
+  const float r = (x - whole * 0.693145752f) - whole * 1.42860677e-6f;
+  const float mantissa = 1.0f + (r + r * r * polynomial(c, r));
+  const float result = bit_cast<float>(bit_cast<uint32_t>(mantissa) + (n << 23));
+  return x > 88.72283f ? INFINITY : x < -87.3f ? 0.0f : result;
+#endif
+}
+
+// The rough functions are within a few units in the last place on a GPU, in one or two instructions
+// without a slow path: for what is rounded to 16 bits or corrected afterwards.
+HOST_DEVICE float rough_exp(float x) {
+#ifdef INPLACE_OPS_HARDWARE
+  return hardware::exp2(x * 1.44269504f);
+#else
+  return exp_of(x);
+#endif
+}
+
+// ln of a positive normal float; of 0 and below, on the host, about -88.
+HOST_DEVICE float rough_log(float x) {
+#ifdef INPLACE_OPS_HARDWARE
+  return hardware::log2(x) * 0.693147181f;
 #else
   constexpr float c[] = {0.3333333118f,  -0.2499999696f, 0.2000071575f,
                          -0.1666780232f, 0.1424905765f,  -0.1242568733f,
@@ -190,58 +214,24 @@ HOST_DEVICE float log_of(float x) {
 #endif
 }
 
-// Within a few units in the last place on a GPU, in one or two instructions without a slow path;
-// subnormals count as 0 there. For what is rounded to 16 bits or corrected afterwards.
 HOST_DEVICE float rough_reciprocal(float x) {
-#ifdef __CUDA_ARCH__
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
+#ifdef INPLACE_OPS_HARDWARE
+  return hardware::reciprocal(x);
 #else
   return 1.0f / x;
 #endif
 }
 
+HOST_DEVICE double rough_reciprocal(double x) { return 1.0 / x; }
+
 HOST_DEVICE float rough_sqrt(float x) {
-#ifdef __CUDA_ARCH__
-  float result;
-  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
+#ifdef INPLACE_OPS_HARDWARE
+  return hardware::sqrt(x);
 #else
   return sqrtf(x);
 #endif
 }
 
 HOST_DEVICE double rough_sqrt(double x) { return sqrt(x); }
-
-HOST_DEVICE float rough_exp(float x) {
-#ifdef __CUDA_ARCH__
-  return __expf(x);
-#else
-  return exp_of(x);
-#endif
-}
-
-HOST_DEVICE float rough_log(float x) {
-#ifdef __CUDA_ARCH__
-  return __logf(x);
-#else
-  return log_of(x);
-#endif
-}
-
-// 1 / (1 + exp(-x)) for a value stored as T.
-template <class T>
-HOST_DEVICE compute_t<T> sigmoid(compute_t<T> x) {
-#ifdef __CUDA_ARCH__
-  if constexpr (sizeof(T) == 2) {
-    // A quarter of the denominator, whose reciprocal is normal as long as exp(-x) is finite.
-    float quarter;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(quarter) : "f"(x * -1.44269504f - 2.0f));
-    return 0.25f * rough_reciprocal(quarter + 0.25f);
-  }
-#endif
-  return compute_t<T>(1) / (compute_t<T>(1) + exp_of(-x));
-}
 
 }  // namespace inplace_ops

@@ -1,8 +1,10 @@
 // x from y = silu(x), from the branch (left or right of silu's minimum) and a few bits of x.
 //
 // x = y + W(y exp(-y)) with Lambert's W: W_0 on the right branch, W_-1 on the left (Corless,
-// Gonnet, Hare, Jeffrey, Knuth, "On the Lambert W function", 1996). Evaluated in three regions of
-// p = +-sqrt(y - y_min), in which x is analytic at the minimum, the branch point of W.
+// Gonnet, Hare, Jeffrey, Knuth, "On the Lambert W function", 1996). In the core, where nearly all
+// inputs of a network lie, x is y over a polynomial in +-sqrt(y - y_min), in which x is analytic at
+// the minimum, the branch point of W. For 16-bit formats that is near enough: the kept bits tell
+// the rest. In float it is so around the minimum, and a step of Newton's method follows elsewhere.
 #pragma once
 
 #include "number_formats.h"
@@ -14,78 +16,11 @@ constexpr double kMinimumX = -1.2784645427610738;
 constexpr double kMinimumY = -0.2784645427610738;
 constexpr double kMinimumYLow = 1.5523606315812798e-18;  // the rest of it
 
+// The outputs that are not too far left, where the fits end, nor so large that they might overflow.
+constexpr float kLeftEnd = -0.0494412412f, kRightEnd = 1e30f;  // the left one of x = -4.5
+
 // What stands for an x on the left whose y has underflowed to -0: silu' is 0 there.
 constexpr float kUnderflowed = -1e4f;
-
-template <class T>
-struct SiluFit;
-
-// Minimax fits, ascending powers, each to what its format needs: core, for low <= p <= high, is
-// sigmoid(x) of p; left is 1 / |x| of v = sqrt(x_min - ln(-y)); right is W(z) / z of z = y exp(-y).
-// ulp is the spacing of y in [-1/2, -1/4).
-template <>
-struct SiluFit<float> {
-  static constexpr float low = -0.25f, high = 1.5f;
-  static constexpr double ulp = 0x1p-25;
-  HOST_DEVICE static float core(float p) {
-    constexpr float c[] = {.550738424f,    .514502764f,     -.0784921795f,   -.0720168129f,
-                           .00932671782f,  -.000534789346f, .0035590718f,    .000224183808f,
-                           .00106902746f,  -.00138421776f,  -.000490803272f, .0010155905f,
-                           .000558009779f, -.000702388468f};
-    return polynomial(c, p - 0.625f);
-  }
-  HOST_DEVICE static float left(float v) {
-    constexpr float c[] = {.116771802f, 1.27455866f, 4.28501034f,  1.54569292f,  -15.1126881f,
-                           45.5967941f, 339.664246f, -1069.11938f, -4170.81738f, 15204.3486f};
-    return polynomial(c, rough_reciprocal(v + 2.0f) - 0.234375f);
-  }
-  HOST_DEVICE static float right(float z) {
-    constexpr float c[] = {.999999881f, -.999960959f, 1.49753559f, -2.60724783f,
-                           4.49828672f, -6.05956078f, 4.22740507f};
-    return polynomial(c, z);
-  }
-};
-template <>
-struct SiluFit<Half> {
-  static constexpr float low = -0.3f, high = 1.5f;
-  static constexpr double ulp = 0x1p-12;
-  HOST_DEVICE static float core(float p) {
-    constexpr float c[] = {.217800032f,  .516361497f,   .0911090416f, -.127176883f,
-                           .0514463609f, -.0273730828f, .0069206343f};
-    return polynomial(c, p);
-  }
-  HOST_DEVICE static float left(float v) {
-    constexpr float c[] = {.116754725f, 1.27844516f, 4.20964872f, 1.08268376f};
-    return polynomial(c, rough_reciprocal(v + 2.0f) - 0.234375f);
-  }
-  HOST_DEVICE static float right(float z) {
-    constexpr float c[] = {.999992013f, -.998399138f, 1.44782043f, -2.0395968f, 1.67252827f};
-    return polynomial(c, z);
-  }
-};
-template <>
-struct SiluFit<BFloat16> {
-  static constexpr float low = -0.4f, high = 1.8f;
-  static constexpr double ulp = 0x1p-9;
-  HOST_DEVICE static float core(float p) {
-    constexpr float c[] = {.217554763f,  .515615455f,  .0981903015f,
-                           -.125948781f, .0250742278f, -.00190267887f};
-    return polynomial(c, p);
-  }
-  HOST_DEVICE static float left(float v) {
-    constexpr float c[] = {.117391826f, 1.26369229f, 4.09614474f, 2.99636683f};
-    return polynomial(c, rough_reciprocal(v + 2.0f) - 0.234375f);
-  }
-  HOST_DEVICE static float right(float z) {
-    constexpr float c[] = {.999821603f, -.977129102f, 1.05023682f};
-    return polynomial(c, z);
-  }
-};
-
-template <>
-struct SiluFit<double> {
-  static constexpr double ulp = 0x1p-54;
-};
 
 template <class C>
 HOST_DEVICE C larger(C a, C b) {
@@ -97,76 +32,109 @@ HOST_DEVICE C smaller(C a, C b) {
   return a < b ? a : b;
 }
 
-// A point of the curve: x and sigmoid(x).
+// x, sigmoid(x), and sigmoid(-x) = 1 - sigmoid(x) without its cancellation.
 template <class C>
 struct SiluPoint {
-  C x, sigmoid;
+  C x, sigmoid, complement;
 };
 
-// +-sqrt(y - y_min) for the middle of the inputs that share a y: near the minimum, where silu is
-// flat, that is a wide interval, and a little less than y has its middle. NaN gives the smallest.
+template <class C>
+HOST_DEVICE C silu_derivative(SiluPoint<C> at) {
+  return at.sigmoid * (C(1) + at.x * at.complement);
+}
+
+template <class C>
+HOST_DEVICE C silu_second_derivative(SiluPoint<C> at) {
+  return at.sigmoid * at.complement * (C(2) + at.x * (at.complement - at.sigmoid));
+}
+
+// The point at any x that is stored as T.
 template <class T>
-HOST_DEVICE compute_t<T> silu_root(compute_t<T> y, bool left) {
+HOST_DEVICE SiluPoint<compute_t<T>> silu_point(compute_t<T> x) {
   using C = compute_t<T>;
-  constexpr double ulp = SiluFit<T>::ulp, shift = sizeof(T) == 2 ? 0.15 * ulp : 0.0;
-  constexpr C high = C(kMinimumY + shift);
-  constexpr C low = sizeof(T) == 2 ? C(0) : C(kMinimumY - double(high) + kMinimumYLow + 0.15 * ulp);
-  const C p = rough_sqrt(larger((y - high) - low, C(0.06 * ulp)));
-  return left ? -p : p;
+#ifdef INPLACE_OPS_HARDWARE
+  if constexpr (sizeof(T) == 2) {
+    // A quarter of the denominator, whose reciprocal is normal as long as exp(-x) is finite.
+    const float quarter = hardware::exp2(x * -1.44269504f - 2.0f);
+    const float reciprocal = rough_reciprocal(quarter + 0.25f);
+    return {x, 0.25f * reciprocal, smaller(quarter * reciprocal, 1.0f)};
+  }
+#endif
+  const C e = exp_of(-x), s = rough_reciprocal(C(1) + e);
+  return {x, s, smaller(e * s, C(1))};  // 1 where e is infinite
 }
 
-// The inverse for a float y that was stored as T, in two parts: the core, where nearly all inputs
-// of a network lie, and the tails, to which all that is not finite belongs.
-template <class T>
-HOST_DEVICE bool is_silu_tail(float y, bool left) {
-  using Fit = SiluFit<T>;
-  constexpr float left_end = float(kMinimumY + double(Fit::low) * double(Fit::low));
-  constexpr float right_end = float(kMinimumY + double(Fit::high) * double(Fit::high));
-  return !(y <= (left ? left_end : right_end));
+// The same where exp(-x) is far from overflow.
+HOST_DEVICE SiluPoint<float> silu_core_point(float x) {
+  const float e = rough_exp(-x), s = rough_reciprocal(1.0f + e);
+  return {x, s, e * s};
 }
 
+// A half's pattern, subnormals too, stands in that of a float that is 2^112 times smaller.
 template <class T>
-HOST_DEVICE SiluPoint<float> silu_inverse_core(float y, bool left) {
-  const float s = SiluFit<T>::core(silu_root<T>(y, left));
-  return {y * rough_reciprocal(s), s};
+constexpr float kPatternScale = std::is_same_v<T, Half> ? 0x1p-112f : 1.0f;
+
+// Minimax fits, ascending powers, of sigmoid(x) over kPatternScale as a function of silu_root. All
+// are within 0.5% of x, which Newton's step or the kept bits make good; those of 16 bits within
+// 5e-4 for |x - x_min| < 0.2, and that of float between x = -2.2 and 2.6 near enough for a
+// derivative within 4e-7. ulp is the spacing of y in [-1/2, -1/4).
+template <class T>
+struct SiluFit {  // of 16 bits
+  static constexpr double ulp = std::is_same_v<T, Half> ? 0x1p-12 : 0x1p-9;
+  HOST_DEVICE static float sigmoid(float root) {
+    constexpr float scale = 1.0f / kPatternScale<T>;
+    constexpr float c[] = {scale * 0.217866972f, scale * 1.23666501f, scale * 0.47248897f,
+                           scale * -1.64724004f, scale * 3.0906539f,  scale * -7.85657263f,
+                           scale * 8.8273592f,   scale * -3.34914422f};
+    return polynomial(c, root);
+  }
+};
+template <>
+struct SiluFit<float> {
+  static constexpr double ulp = 0x1p-25;
+  HOST_DEVICE static float sigmoid(float root) {
+    constexpr float c[] = {0.598535478f, 1.19367969f,  -0.56560719f, -0.94592607f,
+                           0.305622578f, 0.200449362f, 1.09733295f,  -1.36923337f,
+                           -5.85346842f, 15.1729136f,  50.3197861f,  -99.4709473f,
+                           -197.188995f, 315.692993f,  313.603668f,  -452.624939f};
+    return polynomial(c, root - 0.3f);
+  }
+};
+
+// +-sqrt((y - y_min) / 5.75) for the middle of the inputs that share a y: near the minimum, where
+// silu is flat, that is a wide interval, and a little less than y has its middle. From x = 5.5 on,
+// where sigmoid(x) is nearly 1, it is 1.
+template <class T>
+HOST_DEVICE float silu_root(float y, bool left) {
+  constexpr double scale = 1.0 / 5.75, middle = kMinimumY + 0.15 * SiluFit<T>::ulp;
+  constexpr float high = sizeof(T) == 2 ? 0.0f : float(kMinimumY),
+                  low = float(middle - double(high));
+  const float root = rough_sqrt(saturate((y - high) * float(scale) - float(scale * low)));
+  return left ? -root : root;
 }
 
-template <class T>
-HOST_DEVICE SiluPoint<float> silu_inverse_tail(float y, bool left) {
-  using Fit = SiluFit<T>;
-  const float e = rough_exp(-y);
-  const float right_denominator = 1.0f + e * Fit::right(y * e);  // x / y
+// Whether y is none of those for which there are fits. What is not finite is not.
+HOST_DEVICE bool is_silu_far(float y, bool left) { return !(y <= (left ? kLeftEnd : kRightEnd)); }
 
+// An estimate of x for such a y.
+HOST_DEVICE float silu_far_estimate(float y, bool left) {
+  // 1 / |x| of 1 / (v + 2) - 0.234375, v = sqrt(x_min - ln(-y)).
+  constexpr float c[] = {.116771802f, 1.27455866f, 4.28501034f,  1.54569292f,  -15.1126881f,
+                         45.5967941f, 339.664246f, -1069.11938f, -4170.81738f, 15204.3486f};
   const float depth = larger(float(kMinimumX) - rough_log(-y), 0.0f);
-  const float v = rough_sqrt(depth < 107.0f ? depth : 107.0f);
-  const float left_inverse = -Fit::left(v);
-
-  const float reciprocal = rough_reciprocal(select(left, left_inverse, right_denominator));
-  const float left_x = select(y == 0.0f, kUnderflowed, reciprocal);
-  const float nan_if_not_finite = y - y;
-  return {select(left, left_x, y * right_denominator) + nan_if_not_finite,
-          select(left, y * left_inverse, reciprocal)};
+  const float v = rough_sqrt(smaller(depth, 107.0f));
+  const float x = -rough_reciprocal(polynomial(c, rough_reciprocal(v + 2.0f) - 0.234375f));
+  return select(left, select(y == 0.0f, kUnderflowed, x), y);
 }
 
-enum class SiluRegion { kAny, kCore, kTail };
-
-template <class T, SiluRegion region>
-HOST_DEVICE SiluPoint<float> silu_inverse(float y, bool left) {
-  if constexpr (region == SiluRegion::kCore) return silu_inverse_core<T>(y, left);
-  if constexpr (region == SiluRegion::kTail) return silu_inverse_tail<T>(y, left);
-  if (is_silu_tail<T>(y, left)) return silu_inverse_tail<T>(y, left);
-  return silu_inverse_core<T>(y, left);
-}
-
-// In double: a series at the minimum, otherwise Newton's steps, in log coordinates in the left
-// tail.
-template <class T, SiluRegion>
-HOST_DEVICE SiluPoint<double> silu_inverse(double y, bool left) {
-  const double p = silu_root<double>(y, left);
-  double x;
-  if (!(y <= 40.0)) {
-    x = y;  // NaN, or sigmoid(y) rounds to 1
-  } else if (p > -0.02 && p < 0.02) {
+// In double: a series at the minimum, otherwise Newton's steps from the estimate in float, in log
+// coordinates in the left tail.
+HOST_DEVICE double silu_inverse(double y, bool left) {
+  constexpr double ulp = 0x1p-54;  // the spacing of y at the minimum
+  const double root = sqrt(larger(y - kMinimumY - (kMinimumYLow + 0.15 * ulp), 0.06 * ulp));
+  const double p = left ? -root : root;
+  if (!(y <= 40.0)) return y;  // NaN, or sigmoid(y) rounds to 1
+  if (p > -0.02 && p < 0.02) {
     constexpr double series[] = {kMinimumX,
                                  3.0302216013580994,
                                  -2.06074765111241476,
@@ -178,24 +146,31 @@ HOST_DEVICE SiluPoint<double> silu_inverse(double y, bool left) {
                                  -25.2291157597082491,
                                  42.3279957510526701,
                                  -71.9389859178529584};
-    x = polynomial(series, p);
-  } else if (p < -0.25 && y == 0.0) {
-    x = kUnderflowed;
-  } else if (p < -0.25) {
+    return polynomial(series, p);
+  }
+  if (p < -0.25) {
+    if (y == 0.0) return kUnderflowed;
     const double log_y = log_of(-y);
-    x = log_y - log_of(-log_y);
+    double x = log_y - log_of(-log_y);
     for (int step = 0; step < 4; ++step) {
-      const double s = sigmoid<double>(x);
+      const double s = silu_point<double>(x).sigmoid;
       x -= (log_of(-x * s) - log_y) / (1.0 / x + 1.0 - s);
     }
-  } else {
-    x = silu_inverse<float, SiluRegion::kAny>(float(y), left).x;
-    for (int step = 0; step < 2; ++step) {
-      const double s = sigmoid<double>(x);
-      x -= (x * s - y) / (s * (1.0 + x * (1.0 - s)));
-    }
+    return x;
   }
-  return {x, sigmoid<double>(x)};
+  const float seed = float(y);
+  double x = seed / SiluFit<float>::sigmoid(silu_root<float>(seed, left));
+  for (int step = 0; step < 3; ++step) {
+    const SiluPoint<double> at = silu_point<double>(x);
+    x -= (x * at.sigmoid - y) / silu_derivative(at);
+  }
+  return x;
+}
+
+template <class C>
+HOST_DEVICE bool is_near_minimum(C x, C distance) {
+  const C difference = x - C(kMinimumX);
+  return (difference < C(0) ? -difference : difference) < distance;
 }
 
 // What silu keeps of an input x in `bits` bits: which branch it lies on, and from its pattern the
@@ -218,8 +193,10 @@ class SiluCode {
     if (bits == 1) return;
     cell_shift_ = shift_ + widened;
     half_cell_ = sizeof(T) == 2 ? 0u : (1u << shift_) / 2u;
-    half_window_ = 1u << (cell_shift_ + bits - 2);
-    window_mask_ = 2u * half_window_ - 1u;
+    const uint32_t half_window = 1u << (cell_shift_ + bits - 2);
+    window_mask_ = 2u * half_window - 1u;
+    // Of two that are as near it is the one farther from 0: no step leads past 0.
+    farthest_below_ = half_window - 1u;
   }
 
   HOST_DEVICE uint32_t encode(T x) const {
@@ -231,59 +208,108 @@ class SiluCode {
 
   HOST_DEVICE bool is_left(uint32_t code) const { return code & branch_; }
 
-  // Of the values that have the kept bits the one nearest to the estimate of x.
-  template <bool is_finite>
+  // Of the values that have the kept bits the one nearest to the estimate of x, which is given
+  // times kPatternScale.
   HOST_DEVICE C closest(C estimate, uint32_t code) const {
     using Pattern = pattern_t<C>;
-    using Signed = std::make_signed_t<Pattern>;
-    constexpr Pattern sign_bit = Pattern(1) << (8 * sizeof(C) - 1);
-    // The kept bits repeat every 2 half_window_ patterns. Below 0 (of a tiny x) the closest is 0.
-    // Unsigned sums, as what is not finite may come here too, in core for nothing.
     const Pattern pattern = bit_cast<Pattern>(estimate);
-    Pattern magnitude = pattern & ~sign_bit;
-    // A GPU's NaN is the last pattern of all; this one stays a NaN.
-    if (!is_finite) magnitude = smaller(magnitude, bit_cast<Pattern>(C(NAN)));
+    // The kept bits repeat every window_mask_ + 1 patterns.
     const uint32_t wanted = (code << cell_shift_) + half_cell_;
-    const uint32_t ahead = (wanted + half_window_ - uint32_t(magnitude)) & window_mask_;
-    const Pattern sum = Pattern(magnitude + ahead - half_window_);
-    const Signed middle = larger(Signed(sum), Signed(0));
-    Signed closest = middle;
+    const uint32_t ahead = (wanted + farthest_below_ - uint32_t(pattern)) & window_mask_;
+    const Pattern middle = pattern + ahead - farthest_below_;
     if constexpr (std::is_same_v<T, C>) {
       // All of the cell's 2 half_cell_ patterns are possible. Next to the minimum the estimate says
       // nothing of them.
       constexpr C flat = sizeof(T) == 8 ? C(1e-5) : C(0.03);
-      const Signed first = Signed(Pattern(middle) - half_cell_);
-      const Signed last = Signed(Pattern(middle) + larger(half_cell_, 1u) - 1u);
-      const Signed nearest = smaller(larger(Signed(magnitude), first), last);
-      const C distance = estimate - C(kMinimumX);
-      closest = (distance < C(0) ? -distance : distance) < flat ? middle : nearest;
-    } else if constexpr (std::is_same_v<T, Half>) {
-      // Subnormal halves have other patterns in float; there the estimate is good to the last bit.
-      constexpr float nearly_subnormal = 1e-4f;
-      closest = magnitude < bit_cast<Pattern>(nearly_subnormal) ? Signed(magnitude) : middle;
+      const Pattern first = middle - half_cell_;
+      const Pattern last = middle + larger(half_cell_, 1u) - 1u;
+      const Pattern nearest = smaller(larger(pattern, first), last);
+      return bit_cast<C>(is_near_minimum(estimate, flat) ? middle : nearest);
+    } else {
+      return bit_cast<C>(middle) * (1.0f / kPatternScale<T>);
     }
-    return bit_cast<C>(Pattern(closest) | (pattern & sign_bit));
   }
 
  private:
   int shift_;
   uint32_t kept_, branch_;
   int cell_shift_ = 0;
-  uint32_t half_cell_ = 0, half_window_ = 0, window_mask_ = 0;
+  uint32_t half_cell_ = 0, window_mask_ = 0, farthest_below_ = 0;
 };
+
+// Kernels may work on the core and the tails apart. A warp pays for a tail as soon as one lane has
+// one: on a GPU only what is far is one. A CPU collects the tails, and spares the core of float
+// Newton's method.
+enum class SiluRegion { kAny, kCore, kTail };
+
+#ifdef INPLACE_OPS_HARDWARE
+constexpr bool kNewtonInCore = true;
+#else
+constexpr bool kNewtonInCore = false;
+#endif
+
+template <class T>
+HOST_DEVICE bool is_silu_tail(float y, bool left) {
+  if constexpr (sizeof(T) == 2 || kNewtonInCore) return is_silu_far(y, left);
+  return !(y <= (left ? -0.219451076f : 2.42024011f));  // of x = -2.2 and 2.6
+}
+
+template <class T, SiluRegion region>
+HOST_DEVICE SiluPoint<float> silu_recover_16(float y, bool left, const SiluCode<T>& kept,
+                                             uint32_t code) {
+  if constexpr (region == SiluRegion::kTail) {
+    const float estimate = silu_far_estimate(y, left) * kPatternScale<T>;
+    const float nan_if_not_finite = y - y;
+    return silu_point<T>(kept.closest(estimate, code) + nan_if_not_finite);
+  }
+  const float sigmoid = SiluFit<T>::sigmoid(silu_root<T>(y, left));  // over kPatternScale
+  return silu_core_point(kept.closest(y * rough_reciprocal(sigmoid), code));
+}
+
+template <SiluRegion region>
+HOST_DEVICE SiluPoint<float> silu_recover_float(float y, bool left, const SiluCode<float>& kept,
+                                                uint32_t code) {
+  const float fit = SiluFit<float>::sigmoid(silu_root<float>(y, left));
+  SiluPoint<float> at = {y * rough_reciprocal(fit), fit, 1.0f - fit};
+  float change = at.sigmoid * at.complement, newton = 0.0f;  // change: the sigmoid's derivative
+  constexpr bool takes_newton = region == SiluRegion::kTail || kNewtonInCore;
+  if constexpr (takes_newton) {
+    bool fits = is_near_minimum(at.x, 0.25f);  // where Newton's step is the worse one
+    if constexpr (region == SiluRegion::kTail) {
+      const bool far = is_silu_far(y, left);
+      at = silu_point<float>(select(far, silu_far_estimate(y, left), at.x));
+      fits |= far;
+    } else {
+      at = silu_core_point(at.x);
+    }
+    change = at.sigmoid * at.complement;
+    newton = (at.x * at.sigmoid - y) * rough_reciprocal(at.sigmoid + at.x * change);
+    newton = select(fits, 0.0f, newton);
+  }
+  float x = kept.closest(at.x - newton, code);
+  if constexpr (region == SiluRegion::kTail) x += y - y;  // NaN where y is not finite
+  const float step = x - at.x;
+  float difference = step * change;
+  if constexpr (takes_newton) difference *= 1.0f + 0.5f * step * (at.complement - at.sigmoid);
+  return {x, at.sigmoid + difference, at.complement - difference};
+}
 
 // The point from y = silu(x) and the code of x in `bits` bits.
 template <class T, SiluRegion region = SiluRegion::kAny>
-HOST_DEVICE SiluPoint<compute_t<T>> silu_recover(T y, uint32_t code, int bits) {
+HOST_DEVICE SiluPoint<compute_t<T>> silu_recover(T stored, uint32_t code, int bits) {
   const SiluCode<T> kept(bits);
-  const auto estimate = silu_inverse<T, region>(load(y), kept.is_left(code));
-  const compute_t<T> x = kept.template closest<region == SiluRegion::kCore>(estimate.x, code);
-  if constexpr (std::is_same_v<T, float>) {
-    // The step is so small that the next term of sigmoid's Taylor series is lost in float.
-    const float s = estimate.sigmoid, step = x - estimate.x;
-    return {x, s + step * s * (1.0f - s)};
+  const bool left = kept.is_left(code);
+  const compute_t<T> y = load(stored);
+  if constexpr (sizeof(T) == 8) {
+    const double nan_if_not_finite = y - y;
+    return silu_point<T>(kept.closest(silu_inverse(y, left), code) + nan_if_not_finite);
+  } else if constexpr (region == SiluRegion::kAny) {
+    if (is_silu_tail<T>(y, left)) return silu_recover<T, SiluRegion::kTail>(stored, code, bits);
+    return silu_recover<T, SiluRegion::kCore>(stored, code, bits);
+  } else if constexpr (sizeof(T) == 2) {
+    return silu_recover_16<T, region>(y, left, kept, code);
   } else {
-    return {x, sigmoid<T>(x)};
+    return silu_recover_float<region>(y, left, kept, code);
   }
 }
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import platform
 import signal
 import subprocess
 import sysconfig
@@ -59,18 +60,38 @@ def seed() -> int:
     return value
 
 
-@pytest.fixture(scope="session")
-def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    source = Path(__file__).with_name("host_kernels.cpp")
-    library = tmp_path_factory.mktemp("host_kernels") / "host_kernels.so"
-    command = [COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
-    command += [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}", str(source)]
+def build(source: str, folder: Path, *flags: str) -> ModuleType:
+    """Compile a pybind11 module of this folder and import it."""
+    path = Path(__file__).with_name(source)
+    library = folder / f"{path.stem}.so"
+    command = [COMPILER, "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", *flags]
+    command += [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}", str(path)]
     if SANITIZE in os.environ:
         command += ["-g1", *FLAGS]
     subprocess.run([*command, "-o", str(library)], check=True)
-    spec = importlib.util.spec_from_file_location("host_kernels", library)
+    spec = importlib.util.spec_from_file_location(path.stem, library)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    return build("host_kernels.cpp", tmp_path_factory.mktemp("host_kernels"), "-O1")
+
+
+@pytest.fixture(scope="session", params=["separate", "contracted"])
+def device_numerics(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> ModuleType:
+    """With sums of products rounded once, as nvcc mostly does, and with each rounded twice."""
+    flags = ["-O2", "-ffp-contract=off"]
+    if request.param == "contracted":
+        flags = ["-O2", "-ffp-contract=fast"]
+        if platform.machine() == "x86_64":
+            if "fma" not in Path("/proc/cpuinfo").read_text().split():
+                pytest.skip("the processor has no fused multiply-add")
+            flags.append("-mfma")
+    return build("device_numerics.cpp", tmp_path_factory.mktemp("device_numerics"), *flags)

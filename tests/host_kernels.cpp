@@ -1,6 +1,8 @@
 // The bodies of the CUDA kernels, run on the host over a virtual grid, for tests: conftest.py
 // compiles this file, and test_host_kernels.py calls it with the addresses of NumPy arrays. Needs
 // neither torch nor a GPU.
+#define INPLACE_OPS_HARDWARE "../tests/emulated_hardware.h"
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

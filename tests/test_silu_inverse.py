@@ -90,8 +90,8 @@ def test_default_bits_give_pytorchs_gradient(dtype: torch.dtype, device: torch.d
     x = all_finite(dtype, device)
     for scale in (1, 4):
         if scale > 1:
-            # Below, float16's output is its smallest value or two, and 14 inputs are lost.
-            x = x[x > -20.1]
+            # Below, float16's output is its smallest value or two, and some inputs are lost.
+            x = x[x > -20.125]
         incoming = scale * (torch.ones_like(x) if scale == 1 else 2 * torch.rand_like(x) - 1)
         actual = gradient(silu_, x, incoming)
         expected = gradient(F.silu, x, incoming)
@@ -116,8 +116,8 @@ def test_default_bits_recover_the_input(dtype: torch.dtype, device: torch.device
     # The ratio tells an x from its neighbours everywhere but far to the right, and best next to the
     # minimum, where the float32 arithmetic leaves silu' an absolute error of 2e-7.
     x = all_finite(dtype, device)
-    # Below -20.1 float16's output is subnormal, and below that 0.
-    x = x[x > (-20.1 if dtype == torch.float16 else -88)]
+    # Below, so many inputs share a subnormal output that the bits do not tell them apart, or all 0.
+    x = x[x > (-20.125 if dtype == torch.float16 else -89)]
     exact = x.double()
     s = torch.sigmoid(exact)
     first = s * (1 + exact * (1 - s))
@@ -165,11 +165,11 @@ def test_against_lambert_w(dtype: torch.dtype, left: bool, device: torch.device)
     inverse[exact == 0] = 0.0  # of either sign
     expected = derivative(torch.from_numpy(inverse))
     actual = gradient(partial(silu_, bits=1), x).cpu().double()
-    # 16-bit kernels fit the inverse to 2e-5 and 4e-4, and the gradient is rounded to the dtype.
+    # 16-bit kernels fit the derivative to 3.5e-4, and the gradient is rounded to the dtype.
     limit = {
         torch.float64: 1e-13,
         torch.float32: 2e-6,
-        torch.float16: 5.2e-4,
+        torch.float16: 8.5e-4,
         torch.bfloat16: 4.6e-3,
     }
     # Where silu is flat y's rounding moves the inverse: the branch is cut off at 0.2 from there.

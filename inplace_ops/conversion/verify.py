@@ -20,7 +20,7 @@ from .sites import Place, intercepted
 # The documented largest absolute error of silu', by the bits kept. Where a dtype or a number of
 # bits is missing, the gradient passes torch.testing's default tolerances.
 _OUTPUT_ERROR: Mapping[torch.dtype, Mapping[int, float]] = {
-    torch.float32: {1: 8.3e-5, 2: 1.8e-4, 3: 2.8e-5, 4: 1.4e-5, 5: 7e-6},
+    torch.float32: {1: 4.5e-5, 2: 5.6e-5, 3: 2.8e-5, 4: 1.4e-5, 5: 7e-6},
     torch.float16: {1: 3.9e-3, 2: 4.1e-3, 3: 4.1e-3, 4: 3.6e-3, 5: 3.8e-3, 6: 7.2e-3},
     torch.bfloat16: {1: 1.2e-2, 2: 1.5e-2, 3: 1.5e-2, 4: 1.6e-2},
 }

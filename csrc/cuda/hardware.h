@@ -1,0 +1,60 @@
+// What a GPU computes by instructions of its own, and how exactly, in units in the last place or
+// relatively: "PTX ISA", the instructions' descriptions; expf: "CUDA C++ Programming Guide",
+// mathematical functions. Arguments and results that are subnormal count as 0 but for expf's and
+// the conversions'. On the host tests/emulated_hardware.h takes the place of this file, with errors
+// as large as these.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace inplace_ops::hardware {
+
+// 2 units.
+__device__ __forceinline__ float exp2(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// 2^-22 absolutely for x in [1/2, 2], otherwise relatively.
+__device__ __forceinline__ float log2(float x) {
+  float result;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// 1 unit.
+__device__ __forceinline__ float reciprocal(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// 2^-22.4 relatively.
+__device__ __forceinline__ float sqrt(float x) {
+  float result;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// 2 units: made of exp2.
+__device__ __forceinline__ float exp(float x) { return expf(x); }
+
+// Costs nothing: a part of the instruction before it.
+__device__ __forceinline__ float saturate(float x) { return __saturatef(x); }
+
+// Exact, or rounded to nearest with ties to even.
+__device__ __forceinline__ float from_half(uint16_t bits) {
+  return __half2float(__ushort_as_half(bits));
+}
+__device__ __forceinline__ uint16_t to_half(float x) {
+  return __half_as_ushort(__float2half_rn(x));
+}
+__device__ __forceinline__ uint16_t to_bfloat16(float x) {
+  return __bfloat16_as_ushort(__float2bfloat16_rn(x));
+}
+
+}  // namespace inplace_ops::hardware

@@ -1,0 +1,109 @@
+// csrc/cuda/hardware.h on the host: the exact values, each off by as much as the PTX ISA allows
+// (9.1, sections 9.7.3.13, 15, 20 and 21) or a multiple of it. Subnormals count as 0, as with .ftz.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+namespace inplace_ops::hardware {
+
+enum Function { kExp2, kLog2, kReciprocal, kSqrt, kFunctions };
+
+// Multiples of the documented errors. With a seed each argument has its own share of the error,
+// between -1 and 1: any of these, or one of the ends where the seed is odd.
+struct Errors {
+  double multiples[kFunctions] = {};
+  uint64_t seed = 0;
+};
+inline Errors errors;
+
+inline double share(Function function, float x) {
+  if (errors.seed == 0) return 1.0;
+  uint32_t pattern;
+  memcpy(&pattern, &x, sizeof(pattern));
+  // Vigna, "splitmix64".
+  uint64_t z = errors.seed + 0x9e3779b97f4a7c15ull * ((uint64_t(pattern) << 2) + function + 1);
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+  const double share = double(int64_t(z ^ (z >> 31))) * 0x1p-63;
+  return errors.seed % 2 == 0 ? share : share < 0.0 ? -1.0 : 1.0;
+}
+
+template <class To, class From>
+To pattern_cast(From value) {
+  static_assert(sizeof(To) == sizeof(From));
+  To result;
+  memcpy(&result, &value, sizeof(To));
+  return result;
+}
+
+inline float flushed(float x) {
+  return std::fabs(x) < std::numeric_limits<float>::min() ? std::copysign(0.0f, x) : x;
+}
+
+// The spacing of float at x, from x's exponent.
+inline double unit_in_the_last_place(double x) {
+  constexpr uint64_t exponent = 0x7ffull << 52, digits = 23ull << 52;
+  return pattern_cast<double>((pattern_cast<uint64_t>(x) & exponent) - digits);
+}
+
+// The float that is off by the error, and not by more for its own rounding.
+inline float disturbed(Function function, float x, double exact, double largest_error) {
+  if (!std::isfinite(exact) || exact == 0.0) return float(exact);
+  const double error = errors.multiples[function] * share(function, x) * largest_error;
+  float result = float(exact + error);
+  if (error != 0.0 && std::fabs(result - exact) > std::fabs(error)) {
+    const bool too_large = std::fabs(result) > std::fabs(exact);
+    result = pattern_cast<float>(pattern_cast<uint32_t>(result) + (too_large ? -1 : 1));
+  }
+  return flushed(result);
+}
+
+// 2 units from the correctly rounded result.
+inline float exp2(float x) {
+  const double exact = std::exp2(double(flushed(x)));
+  const double rounded = float(exact);
+  return disturbed(kExp2, x, rounded, 2.0 * unit_in_the_last_place(exact));
+}
+
+inline float log2(float x) {
+  const double exact = std::log2(double(flushed(x)));
+  const bool near_one = x > 0.5f && x < 2.0f;
+  return disturbed(kLog2, x, exact, near_one ? 0x1p-22 : 0x1p-22 * std::fabs(exact));
+}
+
+inline float reciprocal(float x) {
+  const double exact = 1.0 / double(flushed(x));
+  return disturbed(kReciprocal, x, exact, unit_in_the_last_place(exact));
+}
+
+inline float sqrt(float x) {
+  const double exact = std::sqrt(double(flushed(x)));
+  return disturbed(kSqrt, x, exact, 0x1p-23 * exact);
+}
+
+// As CUDA's expf: exp2 of what is left of x / ln 2 without its nearest integer.
+inline float exp(float x) {
+  const double scaled = double(x) * 1.4426950408889634;
+  const double whole = std::nearbyint(scaled);
+  if (!(std::fabs(whole) < 1000.0)) return std::exp(x);
+  return float(std::ldexp(double(exp2(float(scaled - whole))), int(whole)));
+}
+
+inline float saturate(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
+
+inline float from_half(uint16_t bits) { return float(pattern_cast<_Float16>(bits)); }
+inline uint16_t to_half(float x) { return pattern_cast<uint16_t>(_Float16(x)); }
+
+// To nearest, ties to even, from the two neighbours.
+inline uint16_t to_bfloat16(float x) {
+  if (std::isnan(x)) return 0x7fff;
+  const uint32_t pattern = pattern_cast<uint32_t>(x);
+  const uint32_t below = pattern >> 16, rest = pattern & 0xffffu;
+  const bool up = rest > 0x8000u || (rest == 0x8000u && below % 2 == 1);
+  return uint16_t(below + up);
+}
+
+}  // namespace inplace_ops::hardware
