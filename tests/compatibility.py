@@ -31,7 +31,11 @@ ROWS = {
     "DDP, FSDP2, DTensor, tensor parallel": ("test_distributed",),
     "fuzzing, wrong arguments, sanitizers": ("test_fuzz", "test_direct"),
     "convert": ("test_conversion", "test_docs", "test_models"),
-    "CUDA kernels on the host, disassembly": ("test_host_kernels", "test_cuda_code"),
+    "CUDA kernels on the host, disassembly": (
+        "test_host_kernels",
+        "test_device_numerics",
+        "test_cuda_code",
+    ),
 }
 ON_A_GPU = "on a GPU"
 
