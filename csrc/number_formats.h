@@ -61,6 +61,15 @@ HOST_DEVICE float select(bool condition, float a, float b) {
   return bit_cast<float>(select(condition, bit_cast<uint32_t>(a), bit_cast<uint32_t>(b)));
 }
 
+// Byte i of a word, the lowest first.
+HOST_DEVICE uint32_t byte_of(uint32_t word, int i) {
+#ifdef INPLACE_OPS_HARDWARE
+  return hardware::byte_of(word, i);
+#else
+  return (word >> (8 * i)) & 0xffu;
+#endif
+}
+
 // The type a format is computed in: float for the 16-bit floats, otherwise the format itself.
 template <class T>
 struct ComputeType {

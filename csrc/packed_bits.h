@@ -111,9 +111,9 @@ HOST_DEVICE uint32_t quad_of(const uint32_t* codes, int low) {
 
 template <int max_planes>
 HOST_DEVICE void add_quad(uint32_t* codes, uint32_t quad, int low) {
-  constexpr int width = max_planes == 1 ? 1 : 8;
   UNROLL
-  for (int i = 0; i < 4; ++i) codes[i] |= ((quad >> (width * i)) & ((1u << width) - 1u)) << low;
+  for (int i = 0; i < 4; ++i)
+    codes[i] |= (max_planes == 1 ? (quad >> i) & 1u : byte_of(quad, i)) << low;
 }
 
 // A group's bytes of the planes from `low` up, at most eight, from its two quads.

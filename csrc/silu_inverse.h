@@ -75,17 +75,18 @@ template <class T>
 constexpr float kPatternScale = std::is_same_v<T, Half> ? 0x1p-112f : 1.0f;
 
 // Minimax fits, ascending powers, of sigmoid(x) over kPatternScale as a function of silu_root. All
-// are within 0.5% of x, which Newton's step or the kept bits make good; those of 16 bits within
-// 5e-4 for |x - x_min| < 0.2, and that of float between x = -2.2 and 2.6 near enough for a
-// derivative within 4e-7. ulp is the spacing of y in [-1/2, -1/4).
+// are within 0.8% of x, which Newton's step or the kept bits make good. That of 16 bits is within
+// 5e-4 for |x - x_min| < 0.2 and elsewhere within 3.2e-4 in silu', where the errors of inputs from
+// N(0, 1) add up to 0; that of float within 4e-7 in silu' between x = -2.2 and 2.6. ulp is the
+// spacing of y in [-1/2, -1/4).
 template <class T>
 struct SiluFit {  // of 16 bits
   static constexpr double ulp = std::is_same_v<T, Half> ? 0x1p-12 : 0x1p-9;
   HOST_DEVICE static float sigmoid(float root) {
     constexpr float scale = 1.0f / kPatternScale<T>;
-    constexpr float c[] = {scale * 0.217866972f, scale * 1.23666501f, scale * 0.47248897f,
-                           scale * -1.64724004f, scale * 3.0906539f,  scale * -7.85657263f,
-                           scale * 8.8273592f,   scale * -3.34914422f};
+    constexpr float c[] = {scale * 0.217878118f, scale * 1.23711264f, scale * 0.47054261f,
+                           scale * -1.68373525f, scale * 3.08919191f, scale * -7.54011822f,
+                           scale * 8.34901142f,  scale * -3.1479528f};
     return polynomial(c, root);
   }
 };
@@ -102,14 +103,16 @@ struct SiluFit<float> {
 };
 
 // +-sqrt((y - y_min) / 5.75) for the middle of the inputs that share a y: near the minimum, where
-// silu is flat, that is a wide interval, and a little less than y has its middle. From x = 5.5 on,
-// where sigmoid(x) is nearly 1, it is 1.
+// silu is flat, that is a wide interval, and a little less than y has its middle. Never 0, so that
+// both branches keep their side. From x = 5.5 on, where sigmoid(x) is nearly 1, it is 1.
 template <class T>
 HOST_DEVICE float silu_root(float y, bool left) {
-  constexpr double scale = 1.0 / 5.75, middle = kMinimumY + 0.15 * SiluFit<T>::ulp;
-  constexpr float high = sizeof(T) == 2 ? 0.0f : float(kMinimumY),
-                  low = float(middle - double(high));
-  const float root = rough_sqrt(saturate((y - high) * float(scale) - float(scale * low)));
+  constexpr double scale = 1.0 / 5.75, ulp = SiluFit<T>::ulp, smallest = 0.06 * ulp;
+  constexpr double lowest = kMinimumY + (sizeof(T) == 2 ? 0.155 : 0.15) * ulp + smallest;
+  constexpr float high = sizeof(T) == 2 ? 0.0f : float(kMinimumY);
+  constexpr float low = float(lowest - double(high));
+  const float above = saturate((y - high) * float(scale) - float(scale * low));
+  const float root = rough_sqrt(above + float(scale * smallest));
   return left ? -root : root;
 }
 
@@ -271,14 +274,13 @@ HOST_DEVICE SiluPoint<float> silu_recover_float(float y, bool left, const SiluCo
                                                 uint32_t code) {
   const float fit = SiluFit<float>::sigmoid(silu_root<float>(y, left));
   SiluPoint<float> at = {y * rough_reciprocal(fit), fit, 1.0f - fit};
+  const bool far = region == SiluRegion::kTail && is_silu_far(y, left);
   float change = at.sigmoid * at.complement, newton = 0.0f;  // change: the sigmoid's derivative
   constexpr bool takes_newton = region == SiluRegion::kTail || kNewtonInCore;
   if constexpr (takes_newton) {
-    bool fits = is_near_minimum(at.x, 0.25f);  // where Newton's step is the worse one
+    const bool fits = far | is_near_minimum(at.x, 0.25f);  // where Newton's step is the worse one
     if constexpr (region == SiluRegion::kTail) {
-      const bool far = is_silu_far(y, left);
       at = silu_point<float>(select(far, silu_far_estimate(y, left), at.x));
-      fits |= far;
     } else {
       at = silu_core_point(at.x);
     }
@@ -287,11 +289,15 @@ HOST_DEVICE SiluPoint<float> silu_recover_float(float y, bool left, const SiluCo
     newton = select(fits, 0.0f, newton);
   }
   float x = kept.closest(at.x - newton, code);
-  if constexpr (region == SiluRegion::kTail) x += y - y;  // NaN where y is not finite
   const float step = x - at.x;
   float difference = step * change;
   if constexpr (takes_newton) difference *= 1.0f + 0.5f * step * (at.complement - at.sigmoid);
-  return {x, at.sigmoid + difference, at.complement - difference};
+  float sigmoid = at.sigmoid + difference;
+  if constexpr (region == SiluRegion::kTail) {
+    sigmoid = select(far & left, y * rough_reciprocal(x), sigmoid);  // exp has multiplied x's error
+    x += y - y;                                                      // NaN where y is not finite
+  }
+  return {x, sigmoid, at.complement - difference};
 }
 
 // The point from y = silu(x) and the code of x in `bits` bits.

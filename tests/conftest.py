@@ -87,9 +87,9 @@ def device_numerics(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> ModuleType:
     """With sums of products rounded once, as nvcc mostly does, and with each rounded twice."""
-    flags = ["-O2", "-ffp-contract=off"]
+    flags = ["-O2", "-pthread", "-ffp-contract=off"]
     if request.param == "contracted":
-        flags = ["-O2", "-ffp-contract=fast"]
+        flags = ["-O2", "-pthread", "-ffp-contract=fast"]
         if platform.machine() == "x86_64":
             if "fma" not in Path("/proc/cpuinfo").read_text().split():
                 pytest.skip("the processor has no fused multiply-add")

@@ -6,9 +6,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <stdexcept>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include "../csrc/activations.h"
 
@@ -29,13 +32,27 @@ auto with_format(const std::string& dtype, const Visit& visit) {
   throw std::invalid_argument("dtype: " + dtype);
 }
 
+// Calls work(i) for each element, on all cores.
+template <class Work>
+void for_each(int64_t count, const Work& work) {
+  const int64_t threads = std::max(1u, std::thread::hardware_concurrency());
+  std::vector<std::thread> running;
+  for (int64_t t = 0; t < threads; ++t) {
+    running.emplace_back([=, &work] {
+      for (int64_t i = count * t / threads; i < count * (t + 1) / threads; ++i) work(i);
+    });
+  }
+  for (std::thread& thread : running) thread.join();
+}
+
 // y = silu(x).
 void forward(const std::string& dtype, uintptr_t x, uintptr_t y, int64_t count) {
   with_format(dtype, [=](auto zero) {
     using T = decltype(zero);
     const SiLU<T> silu;
-    for (int64_t i = 0; i < count; ++i)
+    for_each(count, [=](int64_t i) {
       reinterpret_cast<T*>(y)[i] = store<T>(silu.forward(load(reinterpret_cast<const T*>(x)[i])));
+    });
   });
 }
 
@@ -45,12 +62,12 @@ void recover(const std::string& dtype, uintptr_t x, uintptr_t y, int bits, uintp
   with_format(dtype, [=](auto zero) {
     using T = decltype(zero);
     const SiluCode<T> code(bits);
-    for (int64_t i = 0; i < count; ++i) {
+    for_each(count, [=](int64_t i) {
       const uint32_t kept = code.encode(reinterpret_cast<const T*>(x)[i]);
       const auto at = silu_recover(reinterpret_cast<const T*>(y)[i], kept, bits);
       reinterpret_cast<float*>(recovered)[i] = at.x;
       reinterpret_cast<float*>(derivative)[i] = silu_derivative(at);
-    }
+    });
   });
 }
 
@@ -60,10 +77,10 @@ void keep_derivative(const std::string& dtype, uintptr_t x, int bits, uintptr_t 
   with_format(dtype, [=](auto zero) {
     using T = decltype(zero);
     const SiLUDerivative<T> silu;
-    for (int64_t i = 0; i < count; ++i) {
+    for_each(count, [=](int64_t i) {
       const uint32_t kept = silu.keep(reinterpret_cast<const T*>(x)[i], bits);
       reinterpret_cast<float*>(derivative)[i] = silu.backward(1.0f, T{}, kept, bits);
-    }
+    });
   });
 }
 

@@ -84,15 +84,17 @@ inline float sqrt(float x) {
   return disturbed(kSqrt, x, exact, 0x1p-23 * exact);
 }
 
-// As CUDA's expf: exp2 of what is left of x / ln 2 without its nearest integer.
+// As CUDA's expf: exp2 of what is left of x / ln 2 above the next lower integer.
 inline float exp(float x) {
   const double scaled = double(x) * 1.4426950408889634;
-  const double whole = std::nearbyint(scaled);
+  const double whole = std::floor(scaled);
   if (!(std::fabs(whole) < 1000.0)) return std::exp(x);
   return float(std::ldexp(double(exp2(float(scaled - whole))), int(whole)));
 }
 
 inline float saturate(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
+
+inline uint32_t byte_of(uint32_t word, int i) { return word >> (8 * i) & 0xffu; }
 
 inline float from_half(uint16_t bits) { return float(pattern_cast<_Float16>(bits)); }
 inline uint16_t to_half(float x) { return pattern_cast<uint16_t>(_Float16(x)); }

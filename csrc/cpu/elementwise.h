@@ -88,13 +88,13 @@ HOST_DEVICE void compute_in_parts(const Kernel kernel, typename Kernel::Scalar* 
   }
 
   int found = 0;
-  int places[kBlock + kTailGroup];  // more: written before it is known whether it counts
+  int places[kBlock];
   for (int first = 0; first < count; first += 8) {
     uint64_t any;
     memcpy(&any, is_tail + first, sizeof(any));
     if (any == 0) continue;
     for (int i = first; i < first + 8; ++i) {
-      places[found] = i;
+      places[found] = i;  // counts only if it is one
       found += is_tail[i];
     }
   }

@@ -370,17 +370,23 @@ HOST_DEVICE void run_warp(const Kernel& kernel, const Layout& layout,
                           const Operands<Kernel>& operands, Index elements, Index tile) {
   const Index first = tile * kTileElements<count>;
   if (first >= elements) return;
-  if (count > 1 && elements - first < kTileElements<count>) {
-    NO_UNROLL
-    for (int part = 0; part < count; ++part)
-      run_tile<1, 0>(kernel, layout, operands, elements, Index(tile * count + part));
-  } else if (count > 1 && Kernel::kUsualBits > 0 && operands.bits.planes == Kernel::kUsualBits) {
-    run_tile<count, Kernel::kUsualBits>(kernel, layout, operands, elements, tile);
-  } else if (count > 1 && Kernel::kTakesOneBit && operands.bits.planes == 1) {
-    run_tile<count, 1>(kernel, layout, operands, elements, tile);
-  } else {
-    run_tile<count, 0>(kernel, layout, operands, elements, tile);
+  if constexpr (count > 1) {
+    if (elements - first < kTileElements<count>) {
+      NO_UNROLL
+      for (int part = 0; part < count; ++part)
+        run_tile<1, 0>(kernel, layout, operands, elements, Index(tile * count + part));
+      return;
+    }
+    if constexpr (Kernel::kUsualBits > 0) {
+      if (operands.bits.planes == Kernel::kUsualBits)
+        return run_tile<count, Kernel::kUsualBits>(kernel, layout, operands, elements, tile);
+    }
+    if constexpr (Kernel::kTakesOneBit && Kernel::kUsualBits != 1) {
+      if (operands.bits.planes == 1)
+        return run_tile<count, 1>(kernel, layout, operands, elements, tile);
+    }
   }
+  run_tile<count, 0>(kernel, layout, operands, elements, tile);
 }
 
 template <class Kernel>

@@ -33,7 +33,7 @@ __device__ __forceinline__ float reciprocal(float x) {
   return result;
 }
 
-// 2^-22.4 relatively.
+// 2^-23 relatively.
 __device__ __forceinline__ float sqrt(float x) {
   float result;
   asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
@@ -45,6 +45,11 @@ __device__ __forceinline__ float exp(float x) { return expf(x); }
 
 // Costs nothing: a part of the instruction before it.
 __device__ __forceinline__ float saturate(float x) { return __saturatef(x); }
+
+// In one instruction, where nvcc makes two of a shift and a mask.
+__device__ __forceinline__ uint32_t byte_of(uint32_t word, int i) {
+  return __byte_perm(word, 0, 0x4440 + i);
+}
 
 // Exact, or rounded to nearest with ties to even.
 __device__ __forceinline__ float from_half(uint16_t bits) {
