@@ -274,7 +274,7 @@ def float32_errors(device: Device, x: Tensor, bits: int, seed: int) -> Iterator[
             yield (slope.double() - expected).abs().max().item()
 
 
-@pytest.mark.parametrize("bits", [1, 6, 8])
+@pytest.mark.parametrize("bits", [1, 6])
 def test_every_float32_around_the_minimum(device_math: Device, bits: int, seed: int) -> None:
     x = around_the_minimum()
     assert x.max() == -1
