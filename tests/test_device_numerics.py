@@ -271,7 +271,7 @@ def float32_errors(device: Device, x: Tensor, bits: int, seed: int) -> Iterator[
         for backward in by_sign if forward.seed == 0 else by_chance(1, seed + 1):
             device.set(backward)
             slope = device.recover(x, bits, y)[1]
-            yield (slope.double() - expected).abs().max().item()
+            yield slope.double().sub_(expected).abs_().max().item()
 
 
 @pytest.mark.parametrize("bits", [1, 6])
@@ -279,7 +279,7 @@ def test_every_float32_around_the_minimum(device_math: Device, bits: int, seed: 
     x = around_the_minimum()
     assert x.max() == -1
     assert x.min() > -2.000001
-    for part in x.split(2**17):
+    for part in x.split(2**15):
         for error in float32_errors(device_math, part, bits, seed):
             assert error <= SILU_ERROR[torch.float32][bits - 1]
 
