@@ -1,8 +1,7 @@
 // What a GPU computes by instructions of its own, and how exactly, in units in the last place or
-// relatively: "PTX ISA", the instructions' descriptions; expf: "CUDA C++ Programming Guide",
-// mathematical functions. Arguments and results that are subnormal count as 0 but for expf's and
-// the conversions'. On the host tests/emulated_hardware.h takes the place of this file, with errors
-// as large as these.
+// relatively: the instructions' descriptions in "PTX ISA". Arguments and results that are subnormal
+// count as 0, but for expf's and the conversions'. On the host tests/emulated_hardware.h takes the
+// place of this file, with errors as large as these.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -19,7 +18,7 @@ __device__ __forceinline__ float exp2(float x) {
   return result;
 }
 
-// 2^-22 absolutely for x in [1/2, 2], otherwise relatively.
+// 2^-22 absolutely for 1/2 < x < 2, otherwise relatively.
 __device__ __forceinline__ float log2(float x) {
   float result;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
@@ -40,7 +39,7 @@ __device__ __forceinline__ float sqrt(float x) {
   return result;
 }
 
-// 2 units: made of exp2.
+// CUDA's own, which is made of exp2.
 __device__ __forceinline__ float exp(float x) { return expf(x); }
 
 // Costs nothing: a part of the instruction before it.
