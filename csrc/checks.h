@@ -1,18 +1,15 @@
 // The checks of arguments, all made before the first element is written.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
 #include <numeric>
 #include <vector>
 
-#include "packed_bits.h"
+#include "tensors.h"
 
 namespace inplace_ops {
-
-using torch::stable::Tensor;
 
 // Whether two elements share an address: whether a nonzero d with |d_i| < size_i has sum d_i
 // stride_i = 0. Searched from the largest stride down, dropping what the smaller strides cannot
@@ -61,7 +58,7 @@ class OverlapSearch {
 inline void check_writable(const char* op, const Tensor& x) {
   if (x.numel() < 2 || x.is_contiguous()) return;
   STD_TORCH_CHECK(!OverlapSearch(x).found(), op,
-                  ": unsupported operation: more than one element of the written-to tensor refers "
+                  "_: unsupported operation: more than one element of the written-to tensor refers "
                   "to a single memory location. Please clone() the tensor before performing the "
                   "operation.");
 }
@@ -71,48 +68,43 @@ inline void check_same(const char* op, const Tensor& tensor, const Tensor& grad)
   STD_TORCH_CHECK(tensor.scalar_type() == grad.scalar_type() && tensor.device() == grad.device() &&
                       sizes.size() == expected.size() &&
                       std::equal(sizes.begin(), sizes.end(), expected.begin()),
-                  op, ": backward's tensors must have one shape, dtype and device");
+                  op, "_: backward's tensors must have one shape, dtype and device");
 }
 
-inline void check_order(const char* op, const std::vector<int64_t>& order, int64_t dims) {
-  if (order.empty()) return;
-  std::vector<int64_t> sorted(order), expected(dims);
+inline void check_order(const char* op, const DimOrder& dim_order, int64_t dims) {
+  if (dim_order.empty()) return;
+  std::vector<int64_t> sorted(dim_order), expected(dims);
   std::sort(sorted.begin(), sorted.end());
   std::iota(expected.begin(), expected.end(), 0);
-  STD_TORCH_CHECK(sorted == expected, op, ": order must be a permutation of the ", dims,
+  STD_TORCH_CHECK(sorted == expected, op, "_: dim_order must be a permutation of the ", dims,
                   " dimensions, or empty");
 }
 
-template <class Activation>
-void check_count(int64_t bits) {
-  STD_TORCH_CHECK(Activation::accepts_bits(bits), Activation::kName, ": cannot keep ", bits,
-                  " bits an element");
+inline void check_count(const char* op, int64_t bits, bool is_accepted) {
+  STD_TORCH_CHECK(is_accepted, op, "_: cannot keep ", bits, " bits per element");
 }
 
-template <class Activation>
-void check_bits(const Tensor& bits, const Tensor& x) {
-  const char* op = Activation::kName;
-  STD_TORCH_CHECK(bits.scalar_type() == torch::headeronly::ScalarType::Byte, op,
-                  ": packed bits must be uint8");
-  STD_TORCH_CHECK(bits.device() == x.device(), op,
-                  ": packed bits must be on the device of the tensor");
-  STD_TORCH_CHECK(bits.dim() == 2 && bits.size(1) == plane_bytes(x.numel()), op,
-                  ": packed bits must have shape (bits, ceil(elements / 8)) = (bits, ",
+inline void check_packed(const char* op, const Tensor& packed, const Tensor& x) {
+  STD_TORCH_CHECK(packed.scalar_type() == torch::headeronly::ScalarType::Byte, op,
+                  "_: packed bits must be uint8");
+  STD_TORCH_CHECK(packed.device() == x.device(), op,
+                  "_: packed bits must be on the device of the tensor");
+  STD_TORCH_CHECK(packed.dim() == 2 && packed.size(1) == plane_bytes(x.numel()), op,
+                  "_: packed bits must have shape (bits, ceil(elements / 8)) = (bits, ",
                   plane_bytes(x.numel()), ")");
-  STD_TORCH_CHECK(bits.is_contiguous(), op, ": packed bits must be contiguous");
-  check_count<Activation>(bits.size(0));
+  STD_TORCH_CHECK(packed.is_contiguous(), op, "_: packed bits must be contiguous");
 }
 
 // The kernels read a block of x and write its bits before they read the next.
-inline void check_apart(const char* op, const Tensor& bits, const Tensor& x) {
+inline void check_apart(const char* op, const Tensor& packed, const Tensor& x) {
   if (x.numel() == 0) return;
   int64_t last = 0;
   for (int64_t d = 0; d < x.dim(); ++d) last += (x.size(d) - 1) * x.stride(d);
   const auto x_begin = reinterpret_cast<uintptr_t>(x.const_data_ptr());
-  const auto bits_begin = reinterpret_cast<uintptr_t>(bits.const_data_ptr());
+  const auto packed_begin = reinterpret_cast<uintptr_t>(packed.const_data_ptr());
   const uintptr_t x_end = x_begin + (last + 1) * x.element_size();
-  STD_TORCH_CHECK(bits_begin + bits.numel() <= x_begin || x_end <= bits_begin, op,
-                  ": packed bits must not lie in the memory of the tensor");
+  STD_TORCH_CHECK(packed_begin + packed.numel() <= x_begin || x_end <= packed_begin, op,
+                  "_: packed bits must not lie in the memory of the tensor");
 }
 
 }  // namespace inplace_ops

@@ -9,7 +9,7 @@
 namespace inplace_ops {
 
 // Calls body(T{}) with the format T of the dtype.
-template <bool takes_integers, class Body>
+template <class Body>
 void dispatch(torch::headeronly::ScalarType dtype, const char* op, const Body& body) {
   using torch::headeronly::ScalarType;
   switch (dtype) {
@@ -24,25 +24,8 @@ void dispatch(torch::headeronly::ScalarType dtype, const char* op, const Body& b
     default:
       break;
   }
-  if constexpr (takes_integers) {
-    switch (dtype) {
-      case ScalarType::Byte:
-        return body(uint8_t{});
-      case ScalarType::Char:
-        return body(int8_t{});
-      case ScalarType::Short:
-        return body(int16_t{});
-      case ScalarType::Int:
-        return body(int32_t{});
-      case ScalarType::Long:
-        return body(int64_t{});
-      default:
-        break;
-    }
-  }
-  STD_TORCH_CHECK(false, op, ": unsupported dtype ", torch::headeronly::toString(dtype),
-                  "; supported are float64, float32, float16, bfloat16",
-                  takes_integers ? ", and without a mask uint8, int8, int16, int32, int64" : "");
+  STD_TORCH_CHECK(false, op, "_: unsupported dtype ", torch::headeronly::toString(dtype),
+                  "; supported are float64, float32, float16, bfloat16");
 }
 
 }  // namespace inplace_ops

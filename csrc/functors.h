@@ -1,135 +1,171 @@
-// The kernels, as functors over one element, its code and the code's bits, without an activation's
-// name in them.
-// cpu/elementwise.h and cuda/elementwise.cuh run them: operand 0 is written, the inputs are read,
-// and the packed bits are not used, written or read.
+// What is done with each element, once for every activation: a functor per direction and way of
+// keeping (`save`). cpu/elementwise.h and cuda/elementwise.cuh run them: operand 0 is written, the
+// inputs are read, and the packed bits, whose element has `code`, are not used, written or read.
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
-#include <type_traits>
-
-#include "number_formats.h"
+#include "activations/entry.h"
+#include "curve.h"
+#include "derivative_grid.h"
 #include "packed_bits.h"
 
 namespace inplace_ops {
 
-enum class Bits { kNone, kWritten, kRead };
+enum class PackedBitsUse { kNone, kWritten, kRead };
 
-// A functor may also split its work: is_tail(), and core() and tail() for one kind of element each.
-template <class Kernel, class = void>
-struct HasTail : std::false_type {};
-template <class Kernel>
-struct HasTail<Kernel, std::enable_if_t<Kernel::kHasTail>> : std::true_type {};
+// Of a functor over formats T. A GPU's fast path is compiled for the numbers of bits in FastBits.
+template <class T, int inputs, PackedBitsUse use, int... fast_bits>
+struct Elementwise {
+  using Scalar = T;
+  using FastBits = std::integer_sequence<int, fast_bits...>;
+  static constexpr int kInputs = inputs;
+  static constexpr PackedBitsUse kPackedBits = use;
+};
 
-// What a kernel works on. The output may be the first input.
-template <class Kernel>
+// A functor may split its work: near() and far() for the elements of which is_far() tells them.
+template <class Functor, class = void>
+struct IsSplit : std::false_type {};
+template <class Functor>
+struct IsSplit<Functor, std::enable_if_t<Functor::kIsSplit>> : std::true_type {};
+
+// What a functor works on. The output may be the first input.
+template <class Functor>
 struct Operands {
-  using T = typename Kernel::Scalar;
+  using T = typename Functor::Scalar;
+  static constexpr bool kWritesBits = Functor::kPackedBits == PackedBitsUse::kWritten;
   T* out;
-  const T* in[Kernel::kInputs];
-  PackedBits<std::conditional_t<Kernel::kBits == Bits::kWritten, uint8_t, const uint8_t>> bits;
+  const T* in[Functor::kInputs];
+  PackedBits<std::conditional_t<kWritesBits, uint8_t, const uint8_t>> packed;
 };
 
-// x = forward(x), without a trace.
-template <class Activation, class T>
-struct Forward {
-  using Scalar = T;
-  static constexpr int kInputs = 1;
-  static constexpr Bits kBits = Bits::kNone;
-  static constexpr int kMaxBits = 0, kUsualBits = 0;
-  static constexpr bool kTakesOneBit = false;
+// Every forward overwrites x by its activation, and keeps nothing where it is given no planes.
+
+// save="mask": one bit.
+template <class Activation, class T = typename Activation::Scalar>
+struct ForwardMask : Elementwise<T, 1, PackedBitsUse::kWritten, 0, 1> {
+  static constexpr bool accepts_bits(int64_t bits) { return bits == 1; }
   Activation activation;
 
-  HOST_DEVICE T operator()(const T (&in)[1], uint32_t&, int) const {
-    return store<T>(activation.forward(load(in[0])));
+  HOST_DEVICE T operator()(const T (&in)[1], uint32_t& code, int) const {
+    const opmath_t<T> x = load(in[0]);
+    code = activation.mask(x);
+    return store<T>(activation.value(x));
   }
 };
 
-// x = forward(x), keeping what backward needs.
-template <class Activation, class T>
-struct ForwardKeeping {
-  using Scalar = T;
-  static constexpr int kInputs = 1;
-  static constexpr Bits kBits = Bits::kWritten;
-  static constexpr int kMaxBits = Activation::kMaxBits, kUsualBits = Activation::kUsualBits;
-  static constexpr bool kTakesOneBit = Activation::accepts_bits(1);
+template <class Activation, class T = typename Activation::Scalar>
+struct BackwardMask : Elementwise<T, 1, PackedBitsUse::kRead, 1> {
+  static constexpr bool accepts_bits(int64_t bits) { return bits == 1; }
   Activation activation;
 
-  HOST_DEVICE T operator()(const T (&in)[1], uint32_t& code, int bits) const {
-    code = activation.keep(in[0], bits);
-    return store<T>(activation.forward(load(in[0])));
+  HOST_DEVICE T operator()(const T (&in)[1], uint32_t& code, int) const {
+    return store<T>(activation.gradient(load(in[0]), code));
   }
 };
 
-// The gradient from the incoming one and the kept bits.
-template <class Activation, class T>
-struct BackwardFromBits {
-  using Scalar = T;
-  static constexpr int kInputs = 1;
-  static constexpr Bits kBits = Bits::kRead;
-  static constexpr int kMaxBits = Activation::kMaxBits, kUsualBits = Activation::kUsualBits;
-  static constexpr bool kTakesOneBit = Activation::accepts_bits(1);
-  Activation activation;
-
-  HOST_DEVICE T operator()(const T (&in)[1], uint32_t& code, int bits) const {
-    return store<T>(activation.backward(load(in[0]), T{}, code, bits));
-  }
-};
-
-// From the incoming gradient and the output, where the output tells as much as the input.
-template <class Activation, class T>
-struct BackwardFromOutput {
-  using Scalar = T;
-  static constexpr int kInputs = 2;
-  static constexpr Bits kBits = Bits::kNone;
-  static constexpr int kMaxBits = 0, kUsualBits = 0;
-  static constexpr bool kTakesOneBit = false;
+// save="output", where the output's mask is the input's.
+template <class Activation, class T = typename Activation::Scalar>
+struct BackwardMaskOfOutput : Elementwise<T, 2, PackedBitsUse::kNone, 0> {
   Activation activation;
 
   HOST_DEVICE T operator()(const T (&in)[2], uint32_t&, int) const {
-    return store<T>(activation.backward(load(in[0]), in[1], activation.keep(in[1], 1), 1));
+    return store<T>(activation.gradient(load(in[0]), activation.mask(load(in[1]))));
   }
 };
 
-// From the incoming gradient, the output and the kept bits.
-template <class Activation, class T>
-struct BackwardFromBoth {
-  using Scalar = T;
-  static constexpr int kInputs = 2;
-  static constexpr Bits kBits = Bits::kRead;
-  static constexpr int kMaxBits = Activation::kMaxBits, kUsualBits = Activation::kUsualBits;
-  static constexpr bool kTakesOneBit = Activation::accepts_bits(1);
+// save="output": the branch of the curve and the low bits of x beside the output.
+template <class Activation>
+constexpr bool accepts_output_bits(int64_t bits) {
+  return bits == 1 || bits == Activation::kDefaultBits || bits == 8;
+}
+
+template <class Activation, class T = typename Activation::Scalar>
+struct ForwardOutput
+    : Elementwise<T, 1, PackedBitsUse::kWritten, 0, 1, Activation::kDefaultBits> {
+  static constexpr bool accepts_bits(int64_t bits) { return accepts_output_bits<Activation>(bits); }
+  Activation activation;
+
+  HOST_DEVICE T operator()(const T (&in)[1], uint32_t& code, int bits) const {
+    code = InputCode<Activation>(bits).encode(in[0]);
+    return store<T>(activation.value(load(in[0])));
+  }
+};
+
+template <class Activation, class T = typename Activation::Scalar>
+struct BackwardOutput : Elementwise<T, 2, PackedBitsUse::kRead, 1, Activation::kDefaultBits> {
+  static constexpr bool accepts_bits(int64_t bits) { return accepts_output_bits<Activation>(bits); }
   Activation activation;
 
   HOST_DEVICE T operator()(const T (&in)[2], uint32_t& code, int bits) const {
-    return store<T>(activation.backward(load(in[0]), in[1], code, bits));
+    return gradient<Region::kAny>(in, code, bits);
   }
 
-  static constexpr bool kHasTail = Activation::kHasTail;
-  HOST_DEVICE bool is_tail(const T (&in)[2], uint32_t code, int bits) const {
-    return activation.is_tail(in[1], code, bits);
+  // In double all is one part.
+  static constexpr bool kIsSplit = !std::is_same_v<T, double>;
+  HOST_DEVICE bool is_far(const T (&in)[2], uint32_t code, int bits) const {
+    const bool left = InputCode<Activation>(bits).is_left(code);
+    return inplace_ops::is_far<Activation>(load(in[1]), left);
   }
-  HOST_DEVICE T core(const T (&in)[2], uint32_t code, int bits) const {
-    return store<T>(activation.backward_core(load(in[0]), in[1], code, bits));
+  HOST_DEVICE T near(const T (&in)[2], uint32_t code, int bits) const {
+    return gradient<Region::kCore>(in, code, bits);
   }
-  HOST_DEVICE T tail(const T (&in)[2], uint32_t code, int bits) const {
-    return store<T>(activation.backward_tail(load(in[0]), in[1], code, bits));
+  HOST_DEVICE T far(const T (&in)[2], uint32_t code, int bits) const {
+    return gradient<Region::kFar>(in, code, bits);
+  }
+
+ private:
+  template <Region region>
+  HOST_DEVICE static T gradient(const T (&in)[2], uint32_t code, int bits) {
+    const auto at = recover<Activation, region>(in[1], code, bits);
+    return store<T>(load(in[0]) * Activation::derivative(at));
   }
 };
 
-// The second derivative's term, from the gradient's gradient, the gradient, the output and the
-// bits.
-template <class Activation, class T>
-struct DoubleBackward {
-  using Scalar = T;
-  static constexpr int kInputs = 3;
-  static constexpr Bits kBits = Bits::kRead;
-  static constexpr int kMaxBits = Activation::kMaxBits, kUsualBits = Activation::kUsualBits;
-  static constexpr bool kTakesOneBit = Activation::accepts_bits(1);
+// grad_grad * grad * f''(x) / f'(x), from the gradient's gradient, the gradient and the output.
+// Autograd adds this to the output's gradient, and the activation's own backward then multiplies it
+// by f'(x). 0 where f'(x) is 0, as there it is lost.
+template <class Activation, class T = typename Activation::Scalar>
+struct DoubleBackward : Elementwise<T, 3, PackedBitsUse::kRead, 1, Activation::kDefaultBits> {
+  static constexpr bool accepts_bits(int64_t bits) { return accepts_output_bits<Activation>(bits); }
   Activation activation;
 
   HOST_DEVICE T operator()(const T (&in)[3], uint32_t& code, int bits) const {
-    return store<T>(activation.double_backward(load(in[0]), load(in[1]), in[2], code, bits));
+    using C = opmath_t<T>;
+    const auto at = recover<Activation, Region::kAny>(in[2], code, bits);
+    const C slope = Activation::derivative(at);
+    const C term = load(in[0]) * load(in[1]) * Activation::second_derivative(at);
+    return store<T>(slope == C(0) ? C(0) : term / slope);
+  }
+};
+
+// save="derivative": f'(x) rounded to a grid.
+constexpr bool accepts_derivative_bits(int64_t bits) {
+  return bits == 8 || bits == 16 || bits == 32;
+}
+
+template <class Activation, class T = typename Activation::Scalar>
+struct ForwardDerivative : Elementwise<T, 1, PackedBitsUse::kWritten, 0, kDerivativeBits<T>> {
+  static constexpr bool accepts_bits(int64_t bits) { return accepts_derivative_bits(bits); }
+  Activation activation;
+
+  HOST_DEVICE T operator()(const T (&in)[1], uint32_t& code, int bits) const {
+    const auto at = Activation::point(load(in[0]));
+    code = DerivativeGrid<opmath_t<T>>::template of<Activation>(bits).encode(
+        Activation::derivative(at));
+    return store<T>(activation.value(load(in[0])));
+  }
+};
+
+// One for all activations: their grids differ by two numbers.
+template <class T>
+struct BackwardDerivative : Elementwise<T, 1, PackedBitsUse::kRead, kDerivativeBits<T>> {
+  static constexpr bool accepts_bits(int64_t bits) { return accepts_derivative_bits(bits); }
+  DerivativeGrid<opmath_t<T>> grid;
+
+  HOST_DEVICE T operator()(const T (&in)[1], uint32_t& code, int) const {
+    return store<T>(load(in[0]) * grid.decode(code));
   }
 };
 

@@ -1,44 +1,57 @@
 // The schemas, and the Python module whose import registers them. The ops are private: called
 // directly on a tensor that needs a gradient they would be silently wrong.
 #include <Python.h>
-#include <torch/csrc/stable/library.h>
 #include <torch/headeronly/version.h>
 
-STABLE_TORCH_LIBRARY(inplace_ops, m) {
-  m.def("relu(Tensor x, int bits, int[] order) -> (Tensor, Tensor)");
-  m.def("relu_(Tensor(a!) x, int[] order) -> ()");
-  m.def("relu_with_mask_(Tensor(a!) x, Tensor(b!) bits, int[] order) -> ()");
-  m.def("relu_backward_mask(Tensor grad, Tensor bits, int[] order) -> Tensor");
-  m.def("relu_backward_output(Tensor grad, Tensor output, int[] order) -> Tensor");
+#include "registration.h"
 
-  m.def("leaky_relu(Tensor x, int bits, int[] order, float negative_slope) -> (Tensor, Tensor)");
-  m.def("leaky_relu_(Tensor(a!) x, int[] order, float negative_slope) -> ()");
-  m.def(
-      "leaky_relu_with_mask_(Tensor(a!) x, Tensor(b!) bits, int[] order, float negative_slope)"
-      " -> ()");
-  m.def(
-      "leaky_relu_backward_mask(Tensor grad, Tensor bits, int[] order, float negative_slope)"
-      " -> Tensor");
-  m.def(
-      "leaky_relu_backward_output(Tensor grad, Tensor output, int[] order, float negative_slope)"
-      " -> Tensor");
+STABLE_TORCH_LIBRARY(inplace_ops, m) { inplace_ops::define_all_ops(m); }
 
-  m.def("silu(Tensor x, int bits, int[] order) -> (Tensor, Tensor)");
-  m.def("silu_(Tensor(a!) x, int[] order) -> ()");
-  m.def("silu_with_bits_(Tensor(a!) x, Tensor(b!) bits, int[] order) -> ()");
-  m.def("silu_backward_output(Tensor grad, Tensor output, Tensor bits, int[] order) -> Tensor");
-  m.def(
-      "silu_double_backward(Tensor grad_grad, Tensor grad, Tensor output, Tensor bits, int[] order)"
-      " -> Tensor");
-  m.def("silu_derivative(Tensor x, int bits, int[] order) -> (Tensor, Tensor)");
-  m.def("silu_with_derivative_(Tensor(a!) x, Tensor(b!) bits, int[] order) -> ()");
-  m.def("silu_backward_derivative(Tensor grad, Tensor bits, int[] order) -> Tensor");
+namespace {
+
+using namespace inplace_ops;
+
+PyObject* by_dtype(int float64, int float32, int float16, int bfloat16) {
+  return Py_BuildValue("{s:i,s:i,s:i,s:i}", "float64", float64, "float32", float32, "float16",
+                       float16, "bfloat16", bfloat16);
 }
 
-static PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr};
+// What Python needs to know of an activation: by save and dtype the default bits per element, and
+// by bits the steps per unit of the grid that the derivative is rounded to.
+template <template <class> class Activation>
+PyObject* numbers_of(Entry<Activation>) {
+  if constexpr (Activation<float>::kKind == Kind::kMask) {
+    return Py_BuildValue("{s:{s:N,s:N},s:{}}", "default_bits", "mask", by_dtype(1, 1, 1, 1),
+                         "output", by_dtype(0, 0, 0, 0), "derivative_steps");
+  } else {
+    constexpr double lowest = Activation<double>::kLowestDerivative;
+    constexpr double highest = Activation<double>::kHighestDerivative;
+    return Py_BuildValue(
+        "{s:{s:N,s:N},s:{i:d,i:d,i:d}}", "default_bits", "output",
+        by_dtype(Activation<double>::kDefaultBits, Activation<float>::kDefaultBits,
+                 Activation<Half>::kDefaultBits, Activation<BFloat16>::kDefaultBits),
+        "derivative",
+        by_dtype(kDerivativeBits<double>, kDerivativeBits<float>, kDerivativeBits<Half>,
+                 kDerivativeBits<BFloat16>),
+        "derivative_steps", 8, finest_grid(lowest, highest, 8).steps, 16,
+        finest_grid(lowest, highest, 16).steps, 32, finest_grid(lowest, highest, 32).steps);
+  }
+}
+
+PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr};
+
+}  // namespace
 
 PyMODINIT_FUNC PyInit__C() {
   PyObject* module = PyModule_Create(&module_definition);
-  if (module != nullptr) PyModule_AddStringConstant(module, "built_with_torch", TORCH_VERSION);
+  if (module == nullptr) return nullptr;
+  PyModule_AddStringConstant(module, "built_with_torch", TORCH_VERSION);
+  PyObject* activations = PyDict_New();
+  for_each_activation([&](auto entry) {
+    PyObject* numbers = numbers_of(entry);
+    PyDict_SetItemString(activations, entry.name, numbers);
+    Py_DECREF(numbers);
+  });
+  PyModule_AddObject(module, "activations", activations);
   return module;
 }

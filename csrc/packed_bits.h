@@ -1,11 +1,11 @@
-// k bits an element, as k bit planes: byte g of plane i holds bit i of elements 8g to 8g + 7,
+// k bits per element, as k bit planes: byte g of plane i holds bit i of elements 8g to 8g + 7,
 // element 8g in its lowest bit. A plane of n elements has ceil(n / 8) bytes; the unused bits are
 // zero.
 #pragma once
 
 #include <cstdint>
 
-#include "number_formats.h"
+#include "host_device.h"
 
 namespace inplace_ops {
 
@@ -98,49 +98,51 @@ HOST_DEVICE void unpack(uint32_t (&codes)[groups * kGroup], PackedBits<const uin
   }
 }
 
-// On a GPU the codes of four elements travel in a word, a quad: a bit each where a code has one bit
-// at most, otherwise a byte each, of the bits from `low` up.
-template <int max_planes>
-HOST_DEVICE uint32_t quad_of(const uint32_t* codes, int low) {
-  constexpr int width = max_planes == 1 ? 1 : 8;
-  uint32_t quad = 0;
+// On a GPU the codes of four elements travel in a word: a bit each where there is one plane,
+// otherwise a byte each, of the bits from `low` up.
+template <int planes>
+HOST_DEVICE uint32_t word_of_four(const uint32_t* codes, int low) {
+  constexpr int width = planes == 1 ? 1 : 8;
+  uint32_t word = 0;
   UNROLL
-  for (int i = 0; i < 4; ++i) quad |= ((codes[i] >> low) & ((1u << width) - 1u)) << (width * i);
-  return quad;
+  for (int i = 0; i < 4; ++i) word |= ((codes[i] >> low) & ((1u << width) - 1u)) << (width * i);
+  return word;
 }
 
-template <int max_planes>
-HOST_DEVICE void add_quad(uint32_t* codes, uint32_t quad, int low) {
+template <int planes>
+HOST_DEVICE void add_word_of_four(uint32_t* codes, uint32_t word, int low) {
   UNROLL
   for (int i = 0; i < 4; ++i)
-    codes[i] |= (max_planes == 1 ? (quad >> i) & 1u : byte_of(quad, i)) << low;
+    codes[i] |= (planes == 1 ? (word >> i) & 1u : byte_of(word, i)) << low;
 }
 
-// A group's bytes of the planes from `low` up, at most eight, from its two quads.
-template <int max_planes>
+// A group's bytes of the planes from `low` up, at most eight, from the words of its two fours.
+template <int planes>
 HOST_DEVICE void store_planes(const PackedBits<uint8_t>& packed, int low, int64_t group,
-                              TwoWords quads) {
-  if constexpr (max_planes == 1) {
-    packed.at(0, group) = uint8_t(quads.first | (quads.second << 4));
+                              TwoWords words) {
+  if constexpr (planes == 1) {
+    packed.at(0, group) = uint8_t(words.first | (words.second << 4));
   } else {
-    const TwoWords planes = transpose8x8(quads);
-    for (int plane = low; plane < packed.planes && plane < low + 8; ++plane)
-      packed.at(plane, group) = planes.byte(plane - low);
+    const TwoWords bytes = transpose8x8(words);
+    UNROLL
+    for (int i = 0; i < 8; ++i)
+      if (low + i < planes) packed.at(low + i, group) = bytes.byte(i);
   }
 }
 
-template <int max_planes>
+template <int planes>
 HOST_DEVICE TwoWords load_planes(const PackedBits<const uint8_t>& packed, int low, int64_t group) {
-  if constexpr (max_planes == 1) {
+  if constexpr (planes == 1) {
     const uint32_t byte = packed.at(0, group);
     return {byte & 15u, byte >> 4};
   } else {
     uint8_t bytes[8] = {};
-    for (int plane = low; plane < packed.planes && plane < low + 8; ++plane)
-      bytes[plane - low] = packed.at(plane, group);
-    TwoWords planes;
-    memcpy(&planes, bytes, sizeof(planes));
-    return transpose8x8(planes);
+    UNROLL
+    for (int i = 0; i < 8; ++i)
+      if (low + i < planes) bytes[i] = packed.at(low + i, group);
+    TwoWords words;
+    memcpy(&words, bytes, sizeof(words));
+    return transpose8x8(words);
   }
 }
 

@@ -7,7 +7,7 @@
 // the rest. In float it is so around the minimum, and a step of Newton's method follows elsewhere.
 #pragma once
 
-#include "number_formats.h"
+#include "elementary_functions.h"
 
 namespace inplace_ops {
 
@@ -50,8 +50,8 @@ HOST_DEVICE C silu_second_derivative(SiluPoint<C> at) {
 
 // The point at any x that is stored as T.
 template <class T>
-HOST_DEVICE SiluPoint<compute_t<T>> silu_point(compute_t<T> x) {
-  using C = compute_t<T>;
+HOST_DEVICE SiluPoint<opmath_t<T>> silu_point(opmath_t<T> x) {
+  using C = opmath_t<T>;
 #ifdef INPLACE_OPS_HARDWARE
   if constexpr (sizeof(T) == 2) {
     // A quarter of the denominator, whose reciprocal is normal as long as exp(-x) is finite.
@@ -182,7 +182,7 @@ HOST_DEVICE bool is_near_minimum(C x, C distance) {
 template <class T>
 class SiluCode {
  public:
-  using C = compute_t<T>;
+  using C = opmath_t<T>;
 
   HOST_DEVICE explicit SiluCode(int bits)
       : shift_(sizeof(T) == 8   ? 29 - bits
@@ -302,10 +302,10 @@ HOST_DEVICE SiluPoint<float> silu_recover_float(float y, bool left, const SiluCo
 
 // The point from y = silu(x) and the code of x in `bits` bits.
 template <class T, SiluRegion region = SiluRegion::kAny>
-HOST_DEVICE SiluPoint<compute_t<T>> silu_recover(T stored, uint32_t code, int bits) {
+HOST_DEVICE SiluPoint<opmath_t<T>> silu_recover(T stored, uint32_t code, int bits) {
   const SiluCode<T> kept(bits);
   const bool left = kept.is_left(code);
-  const compute_t<T> y = load(stored);
+  const opmath_t<T> y = load(stored);
   if constexpr (sizeof(T) == 8) {
     const double nan_if_not_finite = y - y;
     return silu_point<T>(kept.closest(silu_inverse(y, left), code) + nan_if_not_finite);

@@ -1,14 +1,15 @@
-"""In-place ReLU, LeakyReLU and SiLU that keep a few bits an element for backward."""
+"""In-place activations that keep a few bits per element for backward."""
 
 from .conversion import Report, Site, VerificationError, analyze, convert, revert
-from .functional import leaky_relu_, relu_, silu_
+from .functional import leaky_relu_, relu6_, relu_, silu_
 from .memory import saved_bytes
-from .modules import LeakyReLU, ReLU, SiLU
+from .modules import LeakyReLU, ReLU, ReLU6, SiLU
 
 __version__ = "0.1.0"
 __all__ = [
     "LeakyReLU",
     "ReLU",
+    "ReLU6",
     "Report",
     "SiLU",
     "Site",
@@ -16,6 +17,7 @@ __all__ = [
     "analyze",
     "convert",
     "leaky_relu_",
+    "relu6_",
     "relu_",
     "revert",
     "saved_bytes",

@@ -88,7 +88,7 @@ def on_local_parts(function: Any) -> type[Function]:
                 grad.placements,
                 run_check=False,
                 shape=grad.shape,
-                stride=_ops.dense_strides(grad.shape, ctx.order),
+                stride=_ops.dense_strides(grad.shape, ctx.dim_order),
             )
             return gradient, *others
 

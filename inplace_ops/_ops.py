@@ -1,7 +1,7 @@
 """The compiled ops: their handles, their shapes for tracing, and the layout they walk.
 
 The ops are private. Called directly on a tensor that requires grad they modify it behind autograd's
-back: `inplace_ops.functions` wraps them.
+back: `inplace_ops.autograd` wraps them.
 """
 
 from __future__ import annotations
@@ -33,53 +33,63 @@ if torch.version.cuda is not None:
         cuda_architectures = _C_cuda.cuda_architectures
 built_with_torch = _C.built_with_torch
 
-_namespace = torch.ops.inplace_ops
-relu = _namespace.relu.default
-relu_ = _namespace.relu_.default
-relu_with_mask_ = _namespace.relu_with_mask_.default
-relu_backward_mask = _namespace.relu_backward_mask.default
-relu_backward_output = _namespace.relu_backward_output.default
-leaky_relu = _namespace.leaky_relu.default
-leaky_relu_ = _namespace.leaky_relu_.default
-leaky_relu_with_mask_ = _namespace.leaky_relu_with_mask_.default
-leaky_relu_backward_mask = _namespace.leaky_relu_backward_mask.default
-leaky_relu_backward_output = _namespace.leaky_relu_backward_output.default
-silu = _namespace.silu.default
-silu_ = _namespace.silu_.default
-silu_with_bits_ = _namespace.silu_with_bits_.default
-silu_backward_output = _namespace.silu_backward_output.default
-silu_double_backward = _namespace.silu_double_backward.default
-silu_derivative = _namespace.silu_derivative.default
-silu_with_derivative_ = _namespace.silu_with_derivative_.default
-silu_backward_derivative = _namespace.silu_backward_derivative.default
+# By activation and save and dtype, the bits per element that are kept unless told otherwise.
+DEFAULT_BITS = {
+    name: {
+        save: {getattr(torch, dtype): bits for dtype, bits in by_dtype.items()}
+        for save, by_dtype in numbers["default_bits"].items()
+    }
+    for name, numbers in _C.activations.items()
+}
+# By activation and bits, the steps per unit of the grid that save="derivative" rounds to.
+DERIVATIVE_STEPS = {
+    name: numbers["derivative_steps"] for name, numbers in _C.activations.items()
+}
+DTYPES = tuple(DEFAULT_BITS["relu"]["mask"])
 
-# Out of place, for compiled code: the result and the packed bits.
-FUNCTIONAL_OPS = (relu, leaky_relu, silu, silu_derivative)
-FORWARD_OPS = (
-    relu_,
-    relu_with_mask_,
-    leaky_relu_,
-    leaky_relu_with_mask_,
-    silu_,
-    silu_with_bits_,
-    silu_with_derivative_,
-)
-BACKWARD_OPS = (
-    relu_backward_mask,
-    relu_backward_output,
-    leaky_relu_backward_mask,
-    leaky_relu_backward_output,
-    silu_backward_output,
-    silu_double_backward,
-    silu_backward_derivative,
-)
+Op = torch._ops.OpOverload
 
+
+class Ops:
+    """The compiled ops of one activation: `csrc/registration.h` has their schemas.
+
+    Attributes:
+        in_place: Overwrites its argument and keeps nothing.
+        out_of_place: Returns the result, for compiled code.
+        save_in_place: By `save`: overwrites its argument and writes packed bits.
+        save_out_of_place: By `save`: returns the result and packed bits.
+        backward: By `save`: the gradient from the incoming one and what was kept.
+        double_backward: The second derivative's term; None where that is zero.
+    """
+
+    def __init__(self, name: str) -> None:
+        def op(suffix: str) -> Op:
+            return getattr(torch.ops.inplace_ops, name + suffix).default
+
+        default_bits = DEFAULT_BITS[name]
+        packing = [save for save, bits in default_bits.items() if any(bits.values())]
+        self.in_place = op("_")
+        self.out_of_place = op("")
+        self.save_in_place = {save: op(f"_save_{save}_") for save in packing}
+        self.save_out_of_place = {save: op(f"_save_{save}") for save in packing}
+        self.backward = {save: op(f"_backward_{save}") for save in default_bits}
+        self.double_backward = op("_double_backward") if "derivative" in packing else None
+
+
+ALL = {name: Ops(name) for name in DEFAULT_BITS}
+
+# Of all activations: out of place, without and with packed bits, in place, and those of backward.
+FUNCTIONAL_OPS = [ops.out_of_place for ops in ALL.values()]
+FUNCTIONAL_SAVING_OPS = [op for ops in ALL.values() for op in ops.save_out_of_place.values()]
+FORWARD_OPS = [op for ops in ALL.values() for op in (ops.in_place, *ops.save_in_place.values())]
+BACKWARD_OPS = [op for ops in ALL.values() for op in ops.backward.values()]
+BACKWARD_OPS += [ops.double_backward for ops in ALL.values() if ops.double_backward]
 
 # Selective checkpointing must run them again: it would replay what they return, which is nothing.
 SAC_IGNORED_OPS.update(FORWARD_OPS)
 
 
-def storage_order(x: Tensor) -> list[int]:
+def dim_order_of(x: Tensor) -> list[int]:
     """The permutation of x's dimensions in which its elements lie in memory.
 
     The ops walk their tensors, and lay packed bits, in this order. Empty for the identity. Any
@@ -96,28 +106,24 @@ def storage_order(x: Tensor) -> list[int]:
     return sorted(range(x.dim()), key=lambda d: -strides[d])
 
 
-def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a tensor whose elements lie densely in `order`, as a backward op's result."""
+def dense_strides(shape: Sequence[int], dim_order: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a tensor whose elements lie densely in `dim_order`, as a backward op's result."""
     strides = [1] * len(shape)
     stride = 1
-    for d in reversed(order or range(len(shape))):
+    for d in reversed(dim_order or range(len(shape))):
         strides[d] = stride
         stride = stride * torch.sym_max(shape[d], 1)
     return tuple(strides)
 
 
 def empty_bits(x: Tensor, bits: int) -> Tensor:
-    """Room for `bits` packed bits an element of x: uint8 (bits, ceil(elements / 8))."""
+    """Room for `bits` packed bits per element of x: uint8 (bits, ceil(elements / 8))."""
     return x.new_empty((bits, (x.numel() + 7) // 8), dtype=torch.uint8)
-
-
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def check_dtype(op: str, x: Tensor) -> None:
     """Raise RuntimeError for a dtype that the kernels, which are not asked here, refuse."""
-    if x.dtype not in _FLOATS and not (op == "relu_" and x.dtype in _INTEGERS):
+    if x.dtype not in DTYPES:
         raise RuntimeError(f"{op}: unsupported dtype {x.dtype}")
 
 
@@ -126,24 +132,37 @@ def _check_devices(*arguments: object) -> None:
     torch._check(len(devices) == 1, lambda: f"tensors on several devices: {devices}")
 
 
-def _empty_in_order(x: Tensor, order: Sequence[int]) -> Tensor:
-    return x.new_empty_strided(x.shape, dense_strides(x.shape, order))
+def _empty_in_order(x: Tensor, dim_order: Sequence[int]) -> Tensor:
+    return x.new_empty_strided(x.shape, dense_strides(x.shape, dim_order))
 
 
-def _functional_fake(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    def fake(
-        x: Tensor, bits: int, order: Sequence[int], *arguments: float
-    ) -> tuple[Tensor, Tensor]:
-        check_dtype(name, x)
-        return _empty_in_order(x, order), empty_bits(x, bits)
+def _name_of(op: Op) -> str:
+    """The function's name, as the kernels' errors have it."""
+    return op._opname.partition("_save_")[0].removesuffix("_") + "_"
+
+
+def _functional_fake(op: Op) -> Callable[..., Tensor]:
+    def fake(x: Tensor, dim_order: Sequence[int], *arguments: float) -> Tensor:
+        check_dtype(_name_of(op), x)
+        return _empty_in_order(x, dim_order)
 
     return fake
 
 
-def _in_place_fake(name: str) -> Callable[..., None]:
+def _functional_saving_fake(op: Op) -> Callable[..., tuple[Tensor, Tensor]]:
+    def fake(
+        x: Tensor, bits: int, dim_order: Sequence[int], *arguments: float
+    ) -> tuple[Tensor, Tensor]:
+        check_dtype(_name_of(op), x)
+        return _empty_in_order(x, dim_order), empty_bits(x, bits)
+
+    return fake
+
+
+def _in_place_fake(op: Op) -> Callable[..., None]:
     def fake(x: Tensor, *arguments: object) -> None:
         _check_devices(x, *arguments)
-        check_dtype(name, x)
+        check_dtype(_name_of(op), x)
 
     return fake
 
@@ -153,7 +172,7 @@ def _backward_fake(grad: Tensor, *arguments: object) -> Tensor:
     return _empty_in_order(grad, next(a for a in arguments if isinstance(a, (list, tuple))))
 
 
-def _loop_over_batch(op: torch._ops.OpOverload):  # type: ignore[no-untyped-def]
+def _loop_over_batch(op: Op):  # type: ignore[no-untyped-def]
     """The batching rule of a backward op, for vmap over the gradients of an ordinary backward."""
 
     def rule(info, in_dims, *arguments):  # type: ignore[no-untyped-def]
@@ -169,9 +188,11 @@ def _loop_over_batch(op: torch._ops.OpOverload):  # type: ignore[no-untyped-def]
 
 
 for _op in FUNCTIONAL_OPS:
-    torch.library.register_fake(_op.name(), _functional_fake(f"{_op._opname}_"))
+    torch.library.register_fake(_op.name(), _functional_fake(_op))
+for _op in FUNCTIONAL_SAVING_OPS:
+    torch.library.register_fake(_op.name(), _functional_saving_fake(_op))
 for _op in FORWARD_OPS:
-    torch.library.register_fake(_op.name(), _in_place_fake(_op._opname))
+    torch.library.register_fake(_op.name(), _in_place_fake(_op))
 for _op in BACKWARD_OPS:
     torch.library.register_fake(_op.name(), _backward_fake)
     torch.library.register_vmap(_op.name(), _loop_over_batch(_op))

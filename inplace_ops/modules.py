@@ -1,12 +1,8 @@
-"""The in-place activations as modules, in place of those of `torch.nn`.
-
-torch.jit.script takes PyTorch's own activation in their place, and compiles the branch of it alone.
-torch.fx keeps their calls as calls of a module, as it does those of `torch.nn`.
-"""
+"""The in-place activations as modules, in place of those of `torch.nn`."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,7 +10,8 @@ from torch.fx import Proxy, Tracer
 from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 from . import functional
-from .functional import check_leaky_relu, check_save, check_silu
+from .activations import RELU, RELU6, SILU, MaskSave, OutputSave, Save, check_bits, check_save
+from .functional import check_leaky_relu
 
 
 def _is_traced(input: Tensor) -> bool:
@@ -27,8 +24,49 @@ def _traced(module: nn.Module, input: Any) -> Any:
     return input.tracer.create_proxy("call_module", path, (input,), {})
 
 
-class ReLU(nn.ReLU):
-    """`torch.nn.ReLU` that overwrites its input and keeps one bit an element for backward.
+class _InPlaceModule(nn.Module):
+    """What the modules share: which way a call takes, and what they print.
+
+    torch.jit.script takes PyTorch's own activation in their place, and compiles that branch alone.
+    torch.fx keeps their calls as calls of a module, as it does those of `torch.nn`.
+    """
+
+    default_save: ClassVar[Save]
+    inplace: bool
+    save: Save
+    bits: int | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the activation."""
+        if is_scripting():
+            return self._torch(input, self.inplace)
+        elif _is_traced(input):
+            return _traced(self, input)
+        elif self.inplace:
+            return self._in_place(input)
+        else:
+            return self._torch(input, False)
+
+    def _torch(self, input: Tensor, inplace: bool) -> Tensor:
+        """PyTorch's own activation."""
+        raise NotImplementedError
+
+    def _in_place(self, input: Tensor) -> Tensor:
+        """This package's."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        """Return what the parent prints, and `save` and `bits` where they are not the defaults."""
+        parts = [super().extra_repr()]
+        if self.save != self.default_save:
+            parts.append(f"save={self.save!r}")
+        if getattr(self, "bits", None) is not None:
+            parts.append(f"bits={self.bits}")
+        return ", ".join(filter(None, parts))
+
+
+class ReLU(_InPlaceModule, nn.ReLU):
+    """`torch.nn.ReLU` that overwrites its input and keeps one bit per element for backward.
 
     Args:
         inplace: False behaves as `torch.nn.ReLU()` does.
@@ -37,29 +75,23 @@ class ReLU(nn.ReLU):
     Shape: any, and the same for the output, which is the input itself.
     """
 
-    def __init__(self, inplace: bool = True, *, save: str = "mask") -> None:
-        check_save("ReLU", save, ("mask", "output"))
+    default_save = "mask"
+    save: MaskSave
+
+    def __init__(self, inplace: bool = True, *, save: MaskSave = "mask") -> None:
+        check_save(RELU, save)
         super().__init__(inplace)
         self.save = save
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Apply the activation."""
-        if is_scripting():
-            return F.relu(input, self.inplace)
-        elif _is_traced(input):
-            return _traced(self, input)
-        elif self.inplace:
-            return functional.relu_(input, save=self.save)
-        else:
-            return F.relu(input)
+    def _torch(self, input: Tensor, inplace: bool) -> Tensor:
+        return F.relu(input, inplace)
 
-    def extra_repr(self) -> str:
-        """Return the arguments, as the parent prints them."""
-        return super().extra_repr() + ("" if self.save == "mask" else f", save={self.save!r}")
+    def _in_place(self, input: Tensor) -> Tensor:
+        return functional.relu_(input, save=self.save)
 
 
-class LeakyReLU(nn.LeakyReLU):
-    """`torch.nn.LeakyReLU` that overwrites its input and keeps one bit an element for backward.
+class LeakyReLU(_InPlaceModule, nn.LeakyReLU):
+    """`torch.nn.LeakyReLU` that overwrites its input and keeps one bit per element for backward.
 
     Args:
         negative_slope: Any number, negative ones included with `save="mask"`.
@@ -69,60 +101,72 @@ class LeakyReLU(nn.LeakyReLU):
     Shape: any, and the same for the output, which is the input itself.
     """
 
+    default_save = "mask"
+    save: MaskSave
+
     def __init__(
-        self, negative_slope: float = 0.01, inplace: bool = True, *, save: str = "mask"
+        self, negative_slope: float = 0.01, inplace: bool = True, *, save: MaskSave = "mask"
     ) -> None:
         check_leaky_relu(negative_slope, save)
         super().__init__(negative_slope, inplace)
         self.save = save
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Apply the activation."""
-        if is_scripting():
-            return F.leaky_relu(input, self.negative_slope, self.inplace)
-        elif _is_traced(input):
-            return _traced(self, input)
-        elif self.inplace:
-            return functional.leaky_relu_(input, self.negative_slope, save=self.save)
-        else:
-            return F.leaky_relu(input, self.negative_slope)
+    def _torch(self, input: Tensor, inplace: bool) -> Tensor:
+        return F.leaky_relu(input, self.negative_slope, inplace)
 
-    def extra_repr(self) -> str:
-        """Return the arguments, as the parent prints them."""
-        return super().extra_repr() + ("" if self.save == "mask" else f", save={self.save!r}")
+    def _in_place(self, input: Tensor) -> Tensor:
+        return functional.leaky_relu_(input, self.negative_slope, save=self.save)
 
 
-class SiLU(nn.SiLU):
-    """`torch.nn.SiLU` that overwrites its input and keeps its output and a few bits an element.
+class ReLU6(_InPlaceModule, nn.ReLU6):
+    """`torch.nn.ReLU6` that overwrites its input and keeps one bit per element for backward.
 
     Args:
-        inplace: False behaves as `torch.nn.SiLU()` does.
-        save: "output" or "derivative", see `inplace_ops.silu_`.
-        bits: Bits kept an element, None for the default, see `inplace_ops.silu_`.
+        inplace: False behaves as `torch.nn.ReLU6()` does.
+        save: "mask" or "output", see `inplace_ops.relu6_`.
 
     Shape: any, and the same for the output, which is the input itself.
     """
 
+    default_save = "mask"
+    save: MaskSave
+
+    def __init__(self, inplace: bool = True, *, save: MaskSave = "mask") -> None:
+        check_save(RELU6, save)
+        super().__init__(inplace)
+        self.save = save
+
+    def _torch(self, input: Tensor, inplace: bool) -> Tensor:
+        return F.relu6(input, inplace)
+
+    def _in_place(self, input: Tensor) -> Tensor:
+        return functional.relu6_(input, save=self.save)
+
+
+class SiLU(_InPlaceModule, nn.SiLU):
+    """`torch.nn.SiLU` that overwrites its input and keeps its output and a few bits per element.
+
+    Args:
+        inplace: False behaves as `torch.nn.SiLU()` does.
+        save: "output" or "derivative", see `inplace_ops.silu_`.
+        bits: Bits kept per element, None for the default, see `inplace_ops.silu_`.
+
+    Shape: any, and the same for the output, which is the input itself.
+    """
+
+    default_save = "output"
+    save: OutputSave
+
     def __init__(
-        self, inplace: bool = True, *, save: str = "output", bits: int | None = None
+        self, inplace: bool = True, *, save: OutputSave = "output", bits: int | None = None
     ) -> None:
-        check_silu(save, bits)
+        check_bits(SILU, save, bits)
         super().__init__(inplace)
         self.save = save
         self.bits = bits
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Apply the activation."""
-        if is_scripting():
-            return F.silu(input, self.inplace)
-        elif _is_traced(input):
-            return _traced(self, input)
-        elif self.inplace:
-            return functional.silu_(input, save=self.save, bits=self.bits)
-        else:
-            return F.silu(input)
+    def _torch(self, input: Tensor, inplace: bool) -> Tensor:
+        return F.silu(input, inplace)
 
-    def extra_repr(self) -> str:
-        """Return the arguments, as the parent prints them."""
-        save = "" if self.save == "output" else f", save={self.save!r}"
-        return super().extra_repr() + save + ("" if self.bits is None else f", bits={self.bits}")
+    def _in_place(self, input: Tensor) -> Tensor:
+        return functional.silu_(input, save=self.save, bits=self.bits)

@@ -16,12 +16,12 @@ namespace inplace_ops {
 
 constexpr int kBlock = 512;  // elements; the block's buffers stay in the L1 cache
 constexpr int kBlockGroups = kBlock / kGroup;
-constexpr int kTailGroup = 16;  // elements of a tail worked on together: the widest vector's
+constexpr int kVector = 16;  // elements of the widest vector
 constexpr int64_t kGrainBlocks = 32768 / kBlock;  // PyTorch's own grain for elementwise work
 
 // Calls visit(position, length, offset, stride) for each run along the innermost dimension of the
-// elements first to first + count - 1 of one operand.
-template <class Visit>
+// elements first to first + count - 1 of one of the operands.
+template <int operands, class Visit>
 void for_each_run(const Geometry& geometry, int operand, int64_t first, int64_t count,
                   const Visit& visit) {
   const int inner = geometry.dims - 1;
@@ -30,32 +30,34 @@ void for_each_run(const Geometry& geometry, int operand, int64_t first, int64_t 
   for (int64_t position = 0; position < count;) {
     const int64_t element = first + position;
     const int64_t length = std::min(count - position, size - element % size);
-    visit(position, length, geometry.offset(operand, element), stride);
+    int64_t offsets[operands];
+    geometry.locate(element, offsets);
+    visit(position, length, offsets[operand], stride);
     position += length;
   }
 }
 
-template <class T>
+template <int operands, class T>
 void gather(T* buffer, const T* data, const Geometry& geometry, int operand, int64_t first,
             int64_t count) {
-  for_each_run(geometry, operand, first, count,
-               [&](int64_t position, int64_t length, int64_t offset, int64_t stride) {
-                 for (int64_t i = 0; i < length; ++i)
-                   buffer[position + i] = data[offset + i * stride];
-               });
+  for_each_run<operands>(geometry, operand, first, count,
+                         [&](int64_t position, int64_t length, int64_t offset, int64_t stride) {
+                           for (int64_t i = 0; i < length; ++i)
+                             buffer[position + i] = data[offset + i * stride];
+                         });
 }
 
-template <class T>
+template <int operands, class T>
 void scatter(T* data, const T* buffer, const Geometry& geometry, int64_t first, int64_t count) {
-  for_each_run(geometry, 0, first, count,
-               [&](int64_t position, int64_t length, int64_t offset, int64_t stride) {
-                 for (int64_t i = 0; i < length; ++i)
-                   data[offset + i * stride] = buffer[position + i];
-               });
+  for_each_run<operands>(geometry, 0, first, count,
+                         [&](int64_t position, int64_t length, int64_t offset, int64_t stride) {
+                           for (int64_t i = 0; i < length; ++i)
+                             data[offset + i * stride] = buffer[position + i];
+                         });
 }
 
-template <class Kernel>
-using Inputs = const typename Kernel::Scalar* const (&)[Kernel::kInputs];
+template <class Functor>
+using Inputs = const typename Functor::Scalar* const (&)[Functor::kInputs];
 
 template <class T, int inputs>
 HOST_DEVICE void fetch(T (&element)[inputs], const T* const (&in)[inputs], int i) {
@@ -63,111 +65,129 @@ HOST_DEVICE void fetch(T (&element)[inputs], const T* const (&in)[inputs], int i
 }
 
 // The loop over the elements of one block. The output may be the first input, element by element.
-// The kernel is a copy: its members could otherwise be thought to change with the output.
-template <class Kernel>
-HOST_DEVICE void compute(const Kernel kernel, typename Kernel::Scalar* out, Inputs<Kernel> in,
+// The functor is a copy: its members could otherwise be thought to change with the output.
+template <class Functor>
+HOST_DEVICE void compute(const Functor functor, typename Functor::Scalar* out, Inputs<Functor> in,
                          uint32_t* codes, int bits, int count) {
 #pragma GCC ivdep
   for (int i = 0; i < count; ++i) {
-    typename Kernel::Scalar element[Kernel::kInputs];
+    typename Functor::Scalar element[Functor::kInputs];
     fetch(element, in, i);
-    out[i] = kernel(element, codes[i], bits);
+    out[i] = functor(element, codes[i], bits);
   }
 }
 
-// The same in two parts, the elements of the tail collected first, so that no vector works on both.
-template <class Kernel>
-HOST_DEVICE void compute_in_parts(const Kernel kernel, typename Kernel::Scalar* out,
-                                  Inputs<Kernel> in, const uint32_t* codes, int bits, int count) {
-  using T = typename Kernel::Scalar;
-  uint8_t is_tail[kBlock] = {};
+// The same where no codes are kept, which the compiler then does not compute.
+template <class Functor>
+HOST_DEVICE void compute_without_codes(const Functor functor, typename Functor::Scalar* out,
+                                       Inputs<Functor> in, int count) {
+#pragma GCC ivdep
   for (int i = 0; i < count; ++i) {
-    T element[Kernel::kInputs];
+    typename Functor::Scalar element[Functor::kInputs];
     fetch(element, in, i);
-    is_tail[i] = kernel.is_tail(element, codes[i], bits);
+    uint32_t code;
+    out[i] = functor(element, code, 1);
+  }
+}
+
+// The same in two parts, the far elements collected first, so that no vector works on both.
+template <class Functor>
+HOST_DEVICE void compute_in_parts(const Functor functor, typename Functor::Scalar* out,
+                                  Inputs<Functor> in, const uint32_t* codes, int bits, int count) {
+  using T = typename Functor::Scalar;
+  uint8_t is_far[kBlock] = {};
+  for (int i = 0; i < count; ++i) {
+    T element[Functor::kInputs];
+    fetch(element, in, i);
+    is_far[i] = functor.is_far(element, codes[i], bits);
   }
 
   int found = 0;
   int places[kBlock];
   for (int first = 0; first < count; first += 8) {
     uint64_t any;
-    memcpy(&any, is_tail + first, sizeof(any));
+    memcpy(&any, is_far + first, sizeof(any));
     if (any == 0) continue;
     for (int i = first; i < first + 8; ++i) {
       places[found] = i;  // counts only if it is one
-      found += is_tail[i];
+      found += is_far[i];
     }
   }
-  // In whole groups, the last one filled up, as what is left of a vector costs as much as many.
+  // In whole vectors, the last one filled up: a part of one costs as much as many.
   int padded = found;
-  while (padded % kTailGroup != 0) places[padded++] = places[0];
-  T tail_in[Kernel::kInputs][kBlock];
-  uint32_t tail_codes[kBlock];
+  while (padded % kVector != 0) places[padded++] = places[0];
+  T far_in[Functor::kInputs][kBlock];
+  uint32_t far_codes[kBlock];
   for (int i = 0; i < padded; ++i) {
-    for (int k = 0; k < Kernel::kInputs; ++k) tail_in[k][i] = in[k][places[i]];
-    tail_codes[i] = codes[places[i]];
+    for (int k = 0; k < Functor::kInputs; ++k) far_in[k][i] = in[k][places[i]];
+    far_codes[i] = codes[places[i]];
   }
 
 #pragma GCC ivdep
   for (int i = 0; i < count; ++i) {
-    T element[Kernel::kInputs];
+    T element[Functor::kInputs];
     fetch(element, in, i);
-    out[i] = kernel.core(element, codes[i], bits);
+    out[i] = functor.near(element, codes[i], bits);
   }
 
   T results[kBlock];
-  for (int first = 0; first < padded; first += kTailGroup) {
-    for (int i = first; i < first + kTailGroup; ++i) {
-      T element[Kernel::kInputs];
-      for (int k = 0; k < Kernel::kInputs; ++k) element[k] = tail_in[k][i];
-      results[i] = kernel.tail(element, tail_codes[i], bits);
+  for (int first = 0; first < padded; first += kVector) {
+    for (int i = first; i < first + kVector; ++i) {
+      T element[Functor::kInputs];
+      for (int k = 0; k < Functor::kInputs; ++k) element[k] = far_in[k][i];
+      results[i] = functor.far(element, far_codes[i], bits);
     }
   }
   for (int i = 0; i < found; ++i) out[places[i]] = results[i];
 }
 
-template <class Kernel>
-HOST_DEVICE void run_blocks(const Kernel& kernel, const Geometry& geometry,
-                            const Operands<Kernel>& operands, int64_t first_block,
+template <class Functor>
+HOST_DEVICE void run_blocks(const Functor& functor, const Geometry& geometry,
+                            const Operands<Functor>& operands, int64_t first_block,
                             int64_t last_block) {
-  using T = typename Kernel::Scalar;
+  using T = typename Functor::Scalar;
+  constexpr int operand_count = Functor::kInputs + 1;
+  constexpr bool writes_bits = Operands<Functor>::kWritesBits;
   const bool is_dense = geometry.is_dense();
-  const int bits = operands.bits.planes;
+  const int bits = operands.packed.planes;
   uint32_t codes[kBlock];
-  T buffers[Kernel::kInputs][kBlock];
+  T buffers[Functor::kInputs][kBlock];
   for (int64_t block = first_block; block < last_block; ++block) {
     const int64_t first = block * kBlock;
     const int count = int(std::min<int64_t>(kBlock, geometry.elements - first));
     const int groups = int(plane_bytes(count));
 
-    const T* in[Kernel::kInputs];
-    for (int k = 0; k < Kernel::kInputs; ++k) {
-      if (!is_dense) gather(buffers[k], operands.in[k], geometry, k + 1, first, count);
+    const T* in[Functor::kInputs];
+    for (int k = 0; k < Functor::kInputs; ++k) {
+      if (!is_dense)
+        gather<operand_count>(buffers[k], operands.in[k], geometry, k + 1, first, count);
       in[k] = is_dense ? operands.in[k] + first : buffers[k];
     }
     T* out = is_dense ? operands.out + first : buffers[0];
 
-    if constexpr (Kernel::kBits == Bits::kRead)
-      unpack<kBlockGroups>(codes, operands.bits, first / kGroup, groups);
-    if constexpr (HasTail<Kernel>::value) {
-      compute_in_parts(kernel, out, in, codes, bits, count);
+    if constexpr (Functor::kPackedBits == PackedBitsUse::kRead)
+      unpack<kBlockGroups>(codes, operands.packed, first / kGroup, groups);
+    if constexpr (IsSplit<Functor>::value) {
+      compute_in_parts(functor, out, in, codes, bits, count);
+    } else if (writes_bits && bits == 0) {
+      compute_without_codes(functor, out, in, count);
     } else {
-      compute(kernel, out, in, codes, bits, count);
+      compute(functor, out, in, codes, bits, count);
     }
-    if constexpr (Kernel::kBits == Bits::kWritten) {
+    if constexpr (writes_bits) {
       std::fill(codes + count, codes + kBlock, 0u);
-      pack<kBlockGroups>(codes, operands.bits, first / kGroup, groups);
+      pack<kBlockGroups>(codes, operands.packed, first / kGroup, groups);
     }
-    if (!is_dense) scatter(operands.out, out, geometry, first, count);
+    if (!is_dense) scatter<operand_count>(operands.out, out, geometry, first, count);
   }
 }
 
 // run_blocks for each instruction set. What it calls is inlined into it, and so compiled for it.
 #define INPLACE_OPS_RUN_BLOCKS(name, attributes)                                        \
-  template <class Kernel>                                                               \
-  attributes void name(const Kernel& kernel, const Geometry& geometry,                  \
-                       const Operands<Kernel>& operands, int64_t first, int64_t last) { \
-    run_blocks(kernel, geometry, operands, first, last);                                \
+  template <class Functor>                                                               \
+  attributes void name(const Functor& functor, const Geometry& geometry,                  \
+                       const Operands<Functor>& operands, int64_t first, int64_t last) { \
+    run_blocks(functor, geometry, operands, first, last);                                \
   }
 INPLACE_OPS_RUN_BLOCKS(run_blocks_baseline, )
 #ifdef __x86_64__
@@ -199,17 +219,17 @@ inline InstructionSet instruction_set() {
 }
 
 struct Cpu {
-  template <class Kernel>
-  static void run(const Kernel& kernel, const Geometry& geometry, const Operands<Kernel>& operands,
+  template <class Functor>
+  static void run(const Functor& functor, const Geometry& geometry, const Operands<Functor>& operands,
                   int /*device*/) {
-    auto* run_range = &run_blocks_baseline<Kernel>;
+    auto* run_range = &run_blocks_baseline<Functor>;
 #ifdef __x86_64__
-    if (instruction_set() == InstructionSet::kAvx2) run_range = &run_blocks_avx2<Kernel>;
-    if (instruction_set() == InstructionSet::kAvx512) run_range = &run_blocks_avx512<Kernel>;
+    if (instruction_set() == InstructionSet::kAvx2) run_range = &run_blocks_avx2<Functor>;
+    if (instruction_set() == InstructionSet::kAvx512) run_range = &run_blocks_avx512<Functor>;
 #endif
     const int64_t blocks = (geometry.elements + kBlock - 1) / kBlock;
     torch::stable::parallel_for(0, blocks, kGrainBlocks, [&](int64_t first, int64_t last) {
-      run_range(kernel, geometry, operands, first, last);
+      run_range(functor, geometry, operands, first, last);
     });
   }
 };

@@ -5,7 +5,7 @@
 // access neighbouring memory. All loads of a lane come before its arithmetic, so that all of them
 // are under way at once.
 //
-// Bandwidth. Bytes moved an element of s bytes with k kept bits: 2s forward, 2s + k/8 forward that
+// Bandwidth. Bytes moved per element of s bytes with k kept bits: 2s forward, 2s + k/8 forward that
 // keeps, 2s + k/8 backward from bits, 3s backward from the output, 3s + k/8 from both: every byte
 // once. By Little's law an H200 (4.3 TB/s over 132 multiprocessors, 1 us under load) needs 32 KiB
 // under way in each multiprocessor, half of it loads: two 16-byte loads a lane with a quarter of
@@ -19,8 +19,8 @@
 // Lanes holds the state of one lane on a GPU, and of a whole warp on the host.
 #pragma once
 
-#include <limits>
 #include <type_traits>
+#include <utility>
 
 #include "../functors.h"
 #include "../geometry.h"
@@ -34,15 +34,15 @@ namespace inplace_ops {
 #endif
 
 constexpr int kThreads = 256;
-constexpr int kLanes = 32;
+constexpr int kWarpSize = 32;
 constexpr int kAccesses = INPLACE_OPS_ACCESSES;
 constexpr int kVectorBytes = 16;
 
 // The layout of tensors that lie one element after the other, where Geometry walks all others.
 struct Dense {
-  template <class Index>
-  HOST_DEVICE int64_t offset(int, Index element) const {
-    return element;
+  template <int count>
+  HOST_DEVICE void locate(int64_t element, int64_t (&offsets)[count]) const {
+    for (int k = 0; k < count; ++k) offsets[k] = element;
   }
 };
 
@@ -91,7 +91,7 @@ class Lanes {
 #ifdef __CUDA_ARCH__
   template <class Work>
   __device__ __forceinline__ void each(const Work& work) {
-    work(state_, threadIdx.x % kLanes);
+    work(state_, threadIdx.x % kWarpSize);
   }
   // Lanes 2i and 2i + 1 exchange the word.
   __device__ __forceinline__ void swap_neighbours(uint32_t State::* word) {
@@ -107,10 +107,10 @@ class Lanes {
 #else
   template <class Work>
   void each(const Work& work) {
-    for (unsigned lane = 0; lane < kLanes; ++lane) work(states_[lane], lane);
+    for (unsigned lane = 0; lane < kWarpSize; ++lane) work(states_[lane], lane);
   }
   void swap_neighbours(uint32_t State::* word) {
-    for (int lane = 0; lane < kLanes; lane += 2) {
+    for (int lane = 0; lane < kWarpSize; lane += 2) {
       const uint32_t given = states_[lane].*word;
       states_[lane].*word = states_[lane + 1].*word;
       states_[lane + 1].*word = given;
@@ -118,72 +118,77 @@ class Lanes {
   }
   uint32_t vote(uint32_t State::* word) {
     uint32_t votes = 0;
-    for (int lane = 0; lane < kLanes; ++lane) votes |= (states_[lane].*word & 1u) << lane;
+    for (int lane = 0; lane < kWarpSize; ++lane) votes |= (states_[lane].*word & 1u) << lane;
     return votes;
   }
 
  private:
-  State states_[kLanes];
+  State states_[kWarpSize];
 #endif
 };
 
 // What a lane holds of a tile, in accesses of `count` elements each.
-template <class Kernel, int count>
+template <class Functor, int count>
 struct LaneState {
-  using T = typename Kernel::Scalar;
-  T in[Kernel::kInputs][kAccesses][count];
+  using T = typename Functor::Scalar;
+  T in[Functor::kInputs][kAccesses][count];
   T out[kAccesses][count];
+  int64_t out_offset[kAccesses];  // of accesses of one element
   uint32_t codes[kAccesses][count];
   uint32_t kept, word;
 };
 
 template <int count>
-constexpr int kTileElements = kLanes * kAccesses * count;
+constexpr int kTileElements = kWarpSize * kAccesses * count;
 
 // The first element of a lane's access.
-template <int count, class Index>
-HOST_DEVICE Index first_element(Index tile, int access, unsigned lane) {
-  return tile * kTileElements<count> + (access * kLanes + lane) * count;
+template <int count>
+HOST_DEVICE int64_t first_element(int64_t tile, int access, unsigned lane) {
+  return tile * kTileElements<count> + (access * kWarpSize + lane) * count;
 }
 
 // The group of the first of a lane's elements, without a division of the large index.
-template <int count, class Index>
-HOST_DEVICE int64_t first_group(Index tile, unsigned lane) {
+template <int count>
+HOST_DEVICE int64_t first_group(int64_t tile, unsigned lane) {
   return tile * (kTileElements<count> / kGroup) + lane * count / kGroup;
 }
 
-// How the codes of a tile, of `max` bits at most, get to their bytes in the bit planes and back.
+// How the codes of a tile get to their bytes in the bit planes and back. Only where accesses are of
+// one element is the number of planes not known to the compiler.
 template <int count>
 struct TileBits;
 
 // A lane's eight elements share the bytes.
 template <>
 struct TileBits<8> {
-  template <int max, class Kernel, class Index>
-  HOST_DEVICE static void write(Lanes<LaneState<Kernel, 8>>& lanes,
-                                const PackedBits<uint8_t>& packed, Index, Index tile) {
+  template <int planes, class Functor>
+  HOST_DEVICE static void write(Lanes<LaneState<Functor, 8>>& lanes,
+                                const PackedBits<uint8_t>& packed, int64_t, int64_t tile) {
     lanes.each([&](auto& my, unsigned lane) {
       UNROLL
       for (int a = 0; a < kAccesses; ++a) {
-        const int64_t group = first_group<8>(tile, lane) + a * kLanes;
-        for (int low = 0; low < (max > 8 ? packed.planes : 1); low += 8)
-          store_planes<max>(packed, low, group,
-                            {quad_of<max>(my.codes[a], low), quad_of<max>(my.codes[a] + 4, low)});
+        const int64_t group = first_group<8>(tile, lane) + a * kWarpSize;
+        UNROLL
+        for (int low = 0; low < planes; low += 8)
+          store_planes<planes>(packed, low, group,
+                               {word_of_four<planes>(my.codes[a], low),
+                                word_of_four<planes>(my.codes[a] + 4, low)});
       }
     });
   }
 
-  template <int max, class Kernel, class Index>
-  HOST_DEVICE static void read(Lanes<LaneState<Kernel, 8>>& lanes,
-                               const PackedBits<const uint8_t>& packed, Index, Index tile) {
+  template <int planes, class Functor>
+  HOST_DEVICE static void read(Lanes<LaneState<Functor, 8>>& lanes,
+                               const PackedBits<const uint8_t>& packed, int64_t, int64_t tile) {
     lanes.each([&](auto& my, unsigned lane) {
       UNROLL
       for (int a = 0; a < kAccesses; ++a) {
-        const int64_t group = first_group<8>(tile, lane) + a * kLanes;
-        for (int low = 0; low < (max > 8 ? packed.planes : 1); low += 8) {
-          const TwoWords quads = load_planes<max>(packed, low, group);
-          add_quad<max>(my.codes[a], quads.first, low);
-          add_quad<max>(my.codes[a] + 4, quads.second, low);
+        const int64_t group = first_group<8>(tile, lane) + a * kWarpSize;
+        UNROLL
+        for (int low = 0; low < planes; low += 8) {
+          const TwoWords words = load_planes<planes>(packed, low, group);
+          add_word_of_four<planes>(my.codes[a], words.first, low);
+          add_word_of_four<planes>(my.codes[a] + 4, words.second, low);
         }
       }
     });
@@ -191,84 +196,85 @@ struct TileBits<8> {
 };
 
 // Two neighbouring lanes have four each. Of every two accesses the even lane handles the bytes of
-// the first and the odd lane those of the second, and they exchange the quads that this needs.
+// the first and the odd lane those of the second, and they exchange the words that this needs.
 template <>
 struct TileBits<4> {
-  template <class Index>
-  HOST_DEVICE static int64_t group(Index tile, int access, unsigned lane) {
-    return first_group<4>(tile, (lane % 2) * kLanes + lane) + access * (kLanes / 2);
+  HOST_DEVICE static int64_t group(int64_t tile, int access, unsigned lane) {
+    return first_group<4>(tile, (lane % 2) * kWarpSize + lane) + access * (kWarpSize / 2);
   }
 
-  template <int max, class Kernel, class Index>
-  HOST_DEVICE static void write(Lanes<LaneState<Kernel, 4>>& lanes,
-                                const PackedBits<uint8_t>& packed, Index, Index tile) {
+  template <int planes, class Functor>
+  HOST_DEVICE static void write(Lanes<LaneState<Functor, 4>>& lanes,
+                                const PackedBits<uint8_t>& packed, int64_t, int64_t tile) {
     UNROLL
     for (int a = 0; a < kAccesses; a += 2) {
-      for (int low = 0; low < (max > 8 ? packed.planes : 1); low += 8) {
+      UNROLL
+      for (int low = 0; low < planes; low += 8) {
         lanes.each([&](auto& my, unsigned lane) {
-          const uint32_t first = quad_of<max>(my.codes[a], low);
-          const uint32_t second = quad_of<max>(my.codes[a + 1], low);
+          const uint32_t first = word_of_four<planes>(my.codes[a], low);
+          const uint32_t second = word_of_four<planes>(my.codes[a + 1], low);
           my.kept = lane % 2 ? second : first;
           my.word = lane % 2 ? first : second;
         });
-        lanes.swap_neighbours(&LaneState<Kernel, 4>::word);
+        lanes.swap_neighbours(&LaneState<Functor, 4>::word);
         lanes.each([&](auto& my, unsigned lane) {
-          const TwoWords quads = lane % 2 ? TwoWords{my.word, my.kept} : TwoWords{my.kept, my.word};
-          store_planes<max>(packed, low, group(tile, a, lane), quads);
+          const TwoWords words = lane % 2 ? TwoWords{my.word, my.kept} : TwoWords{my.kept, my.word};
+          store_planes<planes>(packed, low, group(tile, a, lane), words);
         });
       }
     }
   }
 
-  template <int max, class Kernel, class Index>
-  HOST_DEVICE static void read(Lanes<LaneState<Kernel, 4>>& lanes,
-                               const PackedBits<const uint8_t>& packed, Index, Index tile) {
+  template <int planes, class Functor>
+  HOST_DEVICE static void read(Lanes<LaneState<Functor, 4>>& lanes,
+                               const PackedBits<const uint8_t>& packed, int64_t, int64_t tile) {
     UNROLL
     for (int a = 0; a < kAccesses; a += 2) {
-      for (int low = 0; low < (max > 8 ? packed.planes : 1); low += 8) {
+      UNROLL
+      for (int low = 0; low < planes; low += 8) {
         lanes.each([&](auto& my, unsigned lane) {
-          const TwoWords quads = load_planes<max>(packed, low, group(tile, a, lane));
-          my.kept = lane % 2 ? quads.second : quads.first;
-          my.word = lane % 2 ? quads.first : quads.second;
+          const TwoWords words = load_planes<planes>(packed, low, group(tile, a, lane));
+          my.kept = lane % 2 ? words.second : words.first;
+          my.word = lane % 2 ? words.first : words.second;
         });
-        lanes.swap_neighbours(&LaneState<Kernel, 4>::word);
+        lanes.swap_neighbours(&LaneState<Functor, 4>::word);
         lanes.each([&](auto& my, unsigned lane) {
-          add_quad<max>(my.codes[a], lane % 2 ? my.word : my.kept, low);
-          add_quad<max>(my.codes[a + 1], lane % 2 ? my.kept : my.word, low);
+          add_word_of_four<planes>(my.codes[a], lane % 2 ? my.word : my.kept, low);
+          add_word_of_four<planes>(my.codes[a + 1], lane % 2 ? my.kept : my.word, low);
         });
       }
     }
   }
 };
 
-// 32 lanes with one each vote on four bytes.
+// The lanes of a warp with one each vote on four bytes.
 template <>
 struct TileBits<1> {
-  template <int max, class Kernel, class Index>
-  HOST_DEVICE static void write(Lanes<LaneState<Kernel, 1>>& lanes,
-                                const PackedBits<uint8_t>& packed, Index elements, Index tile) {
+  template <int, class Functor>
+  HOST_DEVICE static void write(Lanes<LaneState<Functor, 1>>& lanes,
+                                const PackedBits<uint8_t>& packed, int64_t elements, int64_t tile) {
     UNROLL
     for (int a = 0; a < kAccesses; ++a) {
       for (int plane = 0; plane < packed.planes; ++plane) {
         lanes.each([&](auto& my, int) { my.word = my.codes[a][0] >> plane; });
-        const uint32_t votes = lanes.vote(&LaneState<Kernel, 1>::word);
+        const uint32_t votes = lanes.vote(&LaneState<Functor, 1>::word);
         lanes.each([&](auto&, unsigned lane) {
-          const Index first = first_element<1>(tile, a, lane * kGroup);
-          if (lane < kLanes / kGroup && first < elements)
+          const int64_t first = first_element<1>(tile, a, lane * kGroup);
+          if (lane < kWarpSize / kGroup && first < elements)
             packed.at(plane, first / kGroup) = uint8_t(votes >> (lane * kGroup));
         });
       }
     }
   }
 
-  template <int max, class Kernel, class Index>
-  HOST_DEVICE static void read(Lanes<LaneState<Kernel, 1>>& lanes,
-                               const PackedBits<const uint8_t>& packed, Index elements,
-                               Index tile) {
+  template <int, class Functor>
+  HOST_DEVICE static void read(Lanes<LaneState<Functor, 1>>& lanes,
+                               const PackedBits<const uint8_t>& packed, int64_t elements,
+                               int64_t tile) {
     lanes.each([&](auto& my, unsigned lane) {
       UNROLL
       for (int a = 0; a < kAccesses; ++a) {
-        const Index element = first_element<1>(tile, a, lane);
+        const int64_t element = first_element<1>(tile, a, lane);
         if (element >= elements) continue;
         for (int plane = 0; plane < packed.planes; ++plane) {
           const uint32_t byte = packed.at(plane, element / kGroup);
@@ -279,57 +285,63 @@ struct TileBits<1> {
   }
 };
 
-// The arithmetic of one access. Where a kernel is split, the tails wait until all of the core is
-// done: they are rare, and one branch costs less than one an element.
-template <class Kernel, int count>
-HOST_DEVICE void compute(const Kernel& kernel, LaneState<Kernel, count>& my, int access, int bits) {
-  using T = typename Kernel::Scalar;
-  T elements[count][Kernel::kInputs];
-  bool has_tail = false;
+// The arithmetic of one access. Where a functor is split, what is far waits until all of the rest
+// is done: it is rare, and one branch costs less than one per element.
+template <class Functor, int count>
+HOST_DEVICE void compute(const Functor& functor, LaneState<Functor, count>& my, int access,
+                         int bits) {
+  using T = typename Functor::Scalar;
+  T elements[count][Functor::kInputs];
+  bool any_far = false;
   UNROLL
   for (int i = 0; i < count; ++i) {
     UNROLL
-    for (int k = 0; k < Kernel::kInputs; ++k) elements[i][k] = my.in[k][access][i];
+    for (int k = 0; k < Functor::kInputs; ++k) elements[i][k] = my.in[k][access][i];
     uint32_t& code = my.codes[access][i];
-    if constexpr (HasTail<Kernel>::value) {
-      my.out[access][i] = kernel.core(elements[i], code, bits);
-      has_tail |= kernel.is_tail(elements[i], code, bits);
+    if constexpr (IsSplit<Functor>::value) {
+      my.out[access][i] = functor.near(elements[i], code, bits);
+      any_far |= functor.is_far(elements[i], code, bits);
     } else {
-      my.out[access][i] = kernel(elements[i], code, bits);
+      my.out[access][i] = functor(elements[i], code, bits);
     }
   }
-  if constexpr (HasTail<Kernel>::value) {
-    if (!has_tail) return;
+  if constexpr (IsSplit<Functor>::value) {
+    if (!any_far) return;
     UNROLL
     for (int i = 0; i < count; ++i) {
       const uint32_t code = my.codes[access][i];
-      if (kernel.is_tail(elements[i], code, bits))
-        my.out[access][i] = kernel.tail(elements[i], code, bits);
+      if (functor.is_far(elements[i], code, bits))
+        my.out[access][i] = functor.far(elements[i], code, bits);
     }
   }
 }
 
-// One tile, in accesses of `count` elements; of more than one only where the tile is whole.
-// `planes` is the number of bit planes where the compiler is to know it, otherwise 0.
-template <int count, int planes, class Kernel, class Layout, class Index>
-HOST_DEVICE void run_tile(const Kernel& kernel, const Layout& layout,
-                          const Operands<Kernel>& operands, Index elements, Index tile) {
-  constexpr int max = planes == 0 ? Kernel::kMaxBits : planes;
-  auto packed = operands.bits;
-  if (planes != 0) packed.planes = planes;
-  Lanes<LaneState<Kernel, count>> lanes;
+// One tile. With accesses of more than one element it is whole and dense, and has `planes` planes.
+template <int count, int planes, class Functor, class Layout>
+HOST_DEVICE void run_tile(const Functor& functor, const Layout& layout,
+                          const Operands<Functor>& operands, int64_t elements, int64_t tile) {
+  using T = typename Functor::Scalar;
+  auto packed = operands.packed;
+  if constexpr (count > 1) packed.planes = planes;
+  Lanes<LaneState<Functor, count>> lanes;
   lanes.each([&](auto& my, unsigned lane) {
-    UNROLL
-    for (int k = 0; k < Kernel::kInputs; ++k) {
+    if constexpr (count > 1) {
+      UNROLL
+      for (int k = 0; k < Functor::kInputs; ++k) {
+        UNROLL
+        for (int a = 0; a < kAccesses; ++a)
+          load_vector(my.in[k][a], operands.in[k] + first_element<count>(tile, a, lane));
+      }
+    } else {
       UNROLL
       for (int a = 0; a < kAccesses; ++a) {
-        const Index first = first_element<count>(tile, a, lane);
-        if constexpr (count > 1) {
-          load_vector(my.in[k][a], operands.in[k] + first);
-        } else {
-          my.in[k][a][0] = {};
-          if (first < elements) my.in[k][a][0] = operands.in[k][layout.offset(k + 1, first)];
-        }
+        const int64_t element = first_element<1>(tile, a, lane);
+        int64_t offsets[Functor::kInputs + 1] = {};
+        if (element < elements) layout.locate(element, offsets);
+        my.out_offset[a] = offsets[0];
+        UNROLL
+        for (int k = 0; k < Functor::kInputs; ++k)
+          my.in[k][a][0] = element < elements ? operands.in[k][offsets[k + 1]] : T{};
       }
     }
     UNROLL
@@ -338,25 +350,25 @@ HOST_DEVICE void run_tile(const Kernel& kernel, const Layout& layout,
       for (int i = 0; i < count; ++i) my.codes[a][i] = 0;
     }
   });
-  if constexpr (Kernel::kBits == Bits::kRead)
-    TileBits<count>::template read<max>(lanes, packed, elements, tile);
+  if constexpr (Functor::kPackedBits == PackedBitsUse::kRead)
+    TileBits<count>::template read<planes>(lanes, packed, elements, tile);
 
   lanes.each([&](auto& my, unsigned lane) {
     UNROLL
     for (int a = 0; a < kAccesses; ++a) {
-      compute(kernel, my, a, packed.planes);
-      const Index first = first_element<count>(tile, a, lane);
+      compute(functor, my, a, packed.planes);
+      const int64_t first = first_element<count>(tile, a, lane);
       if constexpr (count > 1) {
         store_vector(operands.out + first, my.out[a]);
       } else if (first < elements) {
-        operands.out[layout.offset(0, first)] = my.out[a][0];
+        operands.out[my.out_offset[a]] = my.out[a][0];
       } else {
         my.codes[a][0] = 0;
       }
     }
   });
-  if constexpr (Kernel::kBits == Bits::kWritten)
-    TileBits<count>::template write<max>(lanes, packed, elements, tile);
+  if constexpr (Functor::kPackedBits == PackedBitsUse::kWritten)
+    TileBits<count>::template write<planes>(lanes, packed, elements, tile);
 }
 
 template <int count>
@@ -364,53 +376,51 @@ inline int64_t tiles_of(int64_t elements) {
   return (elements + kTileElements<count> - 1) / kTileElements<count>;
 }
 
-// The tile of a warp, element by element where it is not whole. Index is as wide as the size needs.
-template <int count, class Kernel, class Layout, class Index>
-HOST_DEVICE void run_warp(const Kernel& kernel, const Layout& layout,
-                          const Operands<Kernel>& operands, Index elements, Index tile) {
-  const Index first = tile * kTileElements<count>;
-  if (first >= elements) return;
-  if constexpr (count > 1) {
-    if (elements - first < kTileElements<count>) {
-      NO_UNROLL
-      for (int part = 0; part < count; ++part)
-        run_tile<1, 0>(kernel, layout, operands, elements, Index(tile * count + part));
-      return;
-    }
-    if constexpr (Kernel::kUsualBits > 0) {
-      if (operands.bits.planes == Kernel::kUsualBits)
-        return run_tile<count, Kernel::kUsualBits>(kernel, layout, operands, elements, tile);
-    }
-    if constexpr (Kernel::kTakesOneBit && Kernel::kUsualBits != 1) {
-      if (operands.bits.planes == 1)
-        return run_tile<count, 1>(kernel, layout, operands, elements, tile);
-    }
-  }
-  run_tile<count, 0>(kernel, layout, operands, elements, tile);
+// The whole tile in the one of the fast versions that is for this number of planes.
+template <int count, class Functor, int... planes>
+HOST_DEVICE void run_fast_tile(std::integer_sequence<int, planes...>, const Functor& functor,
+                               const Operands<Functor>& operands, int64_t elements, int64_t tile) {
+  ((operands.packed.planes == planes
+        ? run_tile<count, planes>(functor, Dense{}, operands, elements, tile)
+        : void()),
+   ...);
 }
 
-template <class Kernel>
-bool is_aligned(const Operands<Kernel>& operands) {
+// The tile of a warp, element by element where it is not whole.
+template <int count, class Functor, class Layout>
+HOST_DEVICE void run_warp(const Functor& functor, const Layout& layout,
+                          const Operands<Functor>& operands, int64_t elements, int64_t tile) {
+  const int64_t first = tile * kTileElements<count>;
+  if (first >= elements) return;
+  if constexpr (count == 1) {
+    run_tile<1, 0>(functor, layout, operands, elements, tile);
+  } else if (elements - first >= kTileElements<count>) {
+    run_fast_tile<count>(typename Functor::FastBits{}, functor, operands, elements, tile);
+  } else {
+    NO_UNROLL
+    for (int part = 0; part < count; ++part)
+      run_tile<1, 0>(functor, layout, operands, elements, tile * count + part);
+  }
+}
+
+template <class Functor, int... planes>
+bool has_fast_version(const Operands<Functor>& operands, std::integer_sequence<int, planes...>) {
   uintptr_t addresses = reinterpret_cast<uintptr_t>(operands.out);
   for (const auto* in : operands.in) addresses |= reinterpret_cast<uintptr_t>(in);
-  return addresses % kVectorBytes == 0;
+  return addresses % kVectorBytes == 0 && ((operands.packed.planes == planes) || ...);
 }
 
-// Calls launch(count, index, layout) with the access size, the index type and the layout to use.
-template <class Kernel, class Launch>
-void choose_path(const Geometry& geometry, const Operands<Kernel>& operands, const Launch& launch) {
-  constexpr int vector = kVectorElements<typename Kernel::Scalar>;
-  // In 32 bits no index of the last block overflows, those past the end included.
-  constexpr int block_elements = kThreads / kLanes * kTileElements<1>;
-  constexpr int64_t largest_small = std::numeric_limits<int32_t>::max() - block_elements;
-  if (geometry.is_dense() && is_aligned(operands))
-    launch(std::integral_constant<int, vector>{}, int64_t{}, Dense{});
-  else if (geometry.is_dense())
-    launch(std::integral_constant<int, 1>{}, int64_t{}, Dense{});
-  else if (geometry.elements <= largest_small)
-    launch(std::integral_constant<int, 1>{}, int32_t{}, geometry);
-  else
-    launch(std::integral_constant<int, 1>{}, int64_t{}, geometry);
+// Calls launch(count, layout) with the access size and the layout to use: one element and any
+// layout where it is not dense, not aligned, or of a rare number of bits.
+template <class Functor, class Launch>
+void choose_path(const Geometry& geometry, const Operands<Functor>& operands,
+                 const Launch& launch) {
+  constexpr int vector = kVectorElements<typename Functor::Scalar>;
+  if constexpr (vector > 1) {
+    if (geometry.is_dense() && has_fast_version(operands, typename Functor::FastBits{}))
+      return launch(std::integral_constant<int, vector>{}, Dense{});
+  }
+  launch(std::integral_constant<int, 1>{}, geometry);
 }
 
 }  // namespace inplace_ops

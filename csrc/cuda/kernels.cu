@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "../ops.h"
+#include "../registration.h"
 #include "elementwise.cuh"
 
 // An indexed parameter that stays where it is, without a copy in local memory: from compute
@@ -21,31 +21,31 @@
 namespace inplace_ops {
 namespace {
 
-template <int count, class Index, class Kernel, class Layout>
+template <int count, class Functor, class Layout>
 __global__ void __launch_bounds__(kThreads)
-    run_warps(const Kernel kernel, GRID_CONSTANT const Layout layout,
-              const Operands<Kernel> operands, int64_t elements) {
-  constexpr int warps = kThreads / kLanes;
-  const Index tile = Index(blockIdx.x) * warps + threadIdx.x / kLanes;
-  run_warp<count>(kernel, layout, operands, Index(elements), tile);
+    run_warps(const Functor functor, GRID_CONSTANT const Layout layout,
+              const Operands<Functor> operands, int64_t elements) {
+  constexpr int warps = kThreads / kWarpSize;
+  const int64_t tile = int64_t(blockIdx.x) * warps + threadIdx.x / kWarpSize;
+  run_warp<count>(functor, layout, operands, elements, tile);
 }
 
 struct Cuda {
   // One launch on the current stream of the tensors' device; it waits for nothing.
-  template <class Kernel>
-  static void run(const Kernel& kernel, const Geometry& geometry, const Operands<Kernel>& operands,
-                  int device) {
+  template <class Functor>
+  static void run(const Functor& functor, const Geometry& geometry,
+                  const Operands<Functor>& operands, int device) {
     const torch::stable::accelerator::DeviceGuard guard(device);
     void* stream_pointer = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream_pointer));
     const auto stream = static_cast<cudaStream_t>(stream_pointer);
 
-    choose_path(geometry, operands, [&](auto count, auto index, const auto& layout) {
-      constexpr int warps = kThreads / kLanes;
+    choose_path(geometry, operands, [&](auto count, const auto& layout) {
+      constexpr int warps = kThreads / kWarpSize;
       const int64_t blocks = (tiles_of<count()>(geometry.elements) + warps - 1) / warps;
       STD_TORCH_CHECK(blocks <= std::numeric_limits<int32_t>::max(), "tensor too large");
-      run_warps<count(), decltype(index)>
-          <<<dim3(blocks), kThreads, 0, stream>>>(kernel, layout, operands, geometry.elements);
+      run_warps<count()>
+          <<<dim3(blocks), kThreads, 0, stream>>>(functor, layout, operands, geometry.elements);
     });
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
@@ -54,7 +54,7 @@ struct Cuda {
 }  // namespace
 }  // namespace inplace_ops
 
-STABLE_TORCH_LIBRARY_IMPL(inplace_ops, CUDA, m) { inplace_ops::register_ops<inplace_ops::Cuda>(m); }
+STABLE_TORCH_LIBRARY_IMPL(inplace_ops, CUDA, m) { inplace_ops::register_all_ops<inplace_ops::Cuda>(m); }
 
 #define INPLACE_OPS_STRING_(...) #__VA_ARGS__
 #define INPLACE_OPS_STRING(...) INPLACE_OPS_STRING_(__VA_ARGS__)

@@ -1,0 +1,21 @@
+#pragma once
+
+#include "entry.h"
+
+namespace inplace_ops {
+
+// max(x, 0). NaN passes, with gradient 1; -0.0 stays; the gradient is selected, not multiplied, so
+// that an infinite one gives 0 where the input is negative. As PyTorch's.
+template <class T>
+struct ReLU : WithoutArguments {
+  using Scalar = T;
+  using C = opmath_t<T>;
+  static constexpr Kind kKind = Kind::kMask;
+  static constexpr const char* kName = "relu";
+
+  HOST_DEVICE C value(C x) const { return x < C(0) ? C(0) : x; }
+  HOST_DEVICE bool mask(C x) const { return !(x <= C(0)); }
+  HOST_DEVICE C gradient(C grad, bool mask) const { return mask ? grad : C(0); }
+};
+
+}  // namespace inplace_ops

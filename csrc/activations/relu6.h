@@ -1,0 +1,21 @@
+#pragma once
+
+#include "entry.h"
+
+namespace inplace_ops {
+
+// min(max(x, 0), 6). NaN passes, with gradient 1 as ReLU's: PyTorch's own is 0 or 1, by how its code
+// was vectorized. At 0 and at 6 the gradient is 0.
+template <class T>
+struct ReLU6 : WithoutArguments {
+  using Scalar = T;
+  using C = opmath_t<T>;
+  static constexpr Kind kKind = Kind::kMask;
+  static constexpr const char* kName = "relu6";
+
+  HOST_DEVICE C value(C x) const { return x < C(0) ? C(0) : x > C(6) ? C(6) : x; }
+  HOST_DEVICE bool mask(C x) const { return !(x <= C(0)) && !(x >= C(6)); }
+  HOST_DEVICE C gradient(C grad, bool mask) const { return mask ? grad : C(0); }
+};
+
+}  // namespace inplace_ops

@@ -1,0 +1,60 @@
+// save="derivative": a uniform grid over the range of an activation's derivative, in which 0 and 1
+// are exact. Code c stands for (c - zero) / steps, and 0 for NaN.
+#pragma once
+
+#include <cmath>
+
+#include "number_formats.h"
+
+namespace inplace_ops {
+
+// Unless save="derivative" is told another number of bits.
+template <class T>
+constexpr int kDerivativeBits = sizeof(T) == 2 ? 8 : 4 * sizeof(T);
+
+struct GridSteps {
+  double steps, zero;
+};
+
+// The finest grid of `bits` bits from the derivative's lowest to its highest value. Exact in float.
+constexpr GridSteps finest_grid(double lowest, double highest, int bits) {
+  if (bits > 16) {
+    const GridSteps grid = finest_grid(lowest, highest, 16);
+    const double finer = double(1ll << (bits - 16));
+    return {grid.steps * finer, grid.zero * finer};
+  }
+  const double codes = double(1 << bits);
+  for (int64_t steps = int64_t(codes / (highest - lowest));; --steps) {
+    // A quarter of a step beyond the range is for the derivative's own error: code 0 is NaN's.
+    const int64_t zero = int64_t(1.75 - lowest * steps);
+    if (highest * steps + zero + 0.75 < codes) return {double(steps), double(zero)};
+  }
+}
+
+template <class C>
+struct DerivativeGrid {
+  C steps, per_step, zero;
+
+  template <class Activation>
+  HOST_DEVICE static DerivativeGrid of(int bits) {
+    constexpr double lowest = Activation::kLowestDerivative;
+    constexpr double highest = Activation::kHighestDerivative;
+    constexpr GridSteps grids[] = {finest_grid(lowest, highest, 8), finest_grid(lowest, highest, 16),
+                                   finest_grid(lowest, highest, 32)};
+    const C steps = C(bits == 8    ? grids[0].steps
+                      : bits == 16 ? grids[1].steps
+                                   : grids[2].steps);
+    const C zero = C(bits == 8 ? grids[0].zero : bits == 16 ? grids[1].zero : grids[2].zero);
+    return {steps, C(1) / steps, zero};
+  }
+
+  HOST_DEVICE uint32_t encode(C derivative) const {
+    return derivative == derivative ? uint32_t(derivative * steps + zero + C(0.5)) : 0u;
+  }
+
+  HOST_DEVICE C decode(uint32_t code) const {
+    return code != 0u ? (C(code) - zero) * per_step : C(NAN);
+  }
+};
+
+}  // namespace inplace_ops

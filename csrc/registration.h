@@ -1,0 +1,85 @@
+// The schemas of all ops, and their implementations on a device: both from the list of activations.
+//
+//   relu_(x!), relu(x)                              in place and out of place, nothing kept
+//   relu_save_mask_(x!, packed!), relu_save_mask(x, bits)      with what `save` keeps, for each save
+//   relu_backward_mask(grad, packed), relu_backward_output(grad, output)
+//   silu_backward_output(grad, output, packed), silu_backward_derivative(grad, packed)
+//   silu_double_backward(grad_grad, grad, output, packed)
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+
+#include <string>
+
+#include "ops.h"
+
+namespace inplace_ops {
+
+using Library = torch::stable::detail::StableLibrary;
+
+inline void define_saving(Library& m, const std::string& op, const std::string& rest) {
+  m.def((op + "_(Tensor(a!) x, Tensor(b!) packed" + rest + ") -> ()").c_str());
+  m.def((op + "(Tensor x, int bits" + rest + ") -> (Tensor, Tensor)").c_str());
+}
+
+template <template <class> class Activation>
+void define_ops(Library& m, Entry<Activation> entry) {
+  const std::string name = entry.name;
+  const std::string rest = std::string(", int[] dim_order") + Activation<float>::kSchema;
+  m.def((name + "_(Tensor(a!) x" + rest + ") -> ()").c_str());
+  m.def((name + "(Tensor x" + rest + ") -> Tensor").c_str());
+  if constexpr (Activation<float>::kKind == Kind::kMask) {
+    define_saving(m, name + "_save_mask", rest);
+    m.def((name + "_backward_mask(Tensor grad, Tensor packed" + rest + ") -> Tensor").c_str());
+    m.def((name + "_backward_output(Tensor grad, Tensor output" + rest + ") -> Tensor").c_str());
+  } else {
+    define_saving(m, name + "_save_output", rest);
+    define_saving(m, name + "_save_derivative", rest);
+    const std::string saved = "Tensor grad, Tensor output, Tensor packed" + rest + ") -> Tensor";
+    m.def((name + "_backward_output(" + saved).c_str());
+    m.def((name + "_double_backward(Tensor grad_grad, " + saved).c_str());
+    m.def((name + "_backward_derivative(Tensor grad, Tensor packed" + rest + ") -> Tensor").c_str());
+  }
+}
+
+template <class Of, template <class, class> class Forward>
+void register_saving(Library& m, const std::string& op) {
+  m.impl((op + "_").c_str(), TORCH_BOX((&Of::template in_place_saving<Forward>)));
+  m.impl(op.c_str(), TORCH_BOX((&Of::template out_of_place_saving<Forward>)));
+}
+
+template <class Of, template <class, class> class Forward>
+void register_plain(Library& m, const std::string& name) {
+  m.impl((name + "_").c_str(), TORCH_BOX((&Of::template in_place<Forward>)));
+  m.impl(name.c_str(), TORCH_BOX((&Of::template out_of_place<Forward>)));
+}
+
+template <class Device, template <class> class Activation>
+void register_ops(Library& m, Entry<Activation> entry) {
+  using Of = Ops<Device, Activation, typename Activation<float>::Arguments>;
+  const std::string name = entry.name;
+  if constexpr (Activation<float>::kKind == Kind::kMask) {
+    register_plain<Of, ForwardMask>(m, name);
+    register_saving<Of, ForwardMask>(m, name + "_save_mask");
+    m.impl((name + "_backward_mask").c_str(), TORCH_BOX((&Of::backward_mask)));
+    m.impl((name + "_backward_output").c_str(), TORCH_BOX((&Of::backward_mask_of_output)));
+  } else {
+    register_plain<Of, ForwardOutput>(m, name);
+    register_saving<Of, ForwardOutput>(m, name + "_save_output");
+    register_saving<Of, ForwardDerivative>(m, name + "_save_derivative");
+    m.impl((name + "_backward_output").c_str(), TORCH_BOX((&Of::backward_output)));
+    m.impl((name + "_double_backward").c_str(), TORCH_BOX((&Of::double_backward)));
+    m.impl((name + "_backward_derivative").c_str(), TORCH_BOX((&Of::backward_derivative)));
+  }
+}
+
+inline void define_all_ops(Library& m) {
+  for_each_activation([&](auto entry) { define_ops(m, entry); });
+}
+
+template <class Device>
+void register_all_ops(Library& m) {
+  for_each_activation([&](auto entry) { register_ops<Device>(m, entry); });
+}
+
+}  // namespace inplace_ops

@@ -1,0 +1,89 @@
+// Tensors of LibTorch's stable ABI: how they are walked together, new ones, packed bits in them.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "geometry.h"
+#include "packed_bits.h"
+
+namespace inplace_ops {
+
+using torch::stable::Tensor;
+
+// The order in which a tensor's dimensions are visited and its packed bits lie, as
+// Tensor.dim_order() gives it (empty: as they are). Any permutation is correct; one that makes the
+// permuted tensor contiguous is fastest.
+using DimOrder = std::vector<int64_t>;
+
+inline Geometry walk(const DimOrder& dim_order, const std::vector<const Tensor*>& operands) {
+  const Tensor& first = *operands[0];
+  Geometry geometry(int(operands.size()));
+  if (first.numel() == 0) {  // it may have any number of dimensions
+    geometry.elements = 0;
+    return geometry;
+  }
+  for (int64_t i = 0; i < first.dim(); ++i) {
+    const int64_t d = dim_order.empty() ? i : dim_order[i];
+    int64_t strides[kMaxOperands] = {};
+    int k = 0;
+    for (const Tensor* tensor : operands) strides[k++] = tensor->stride(d);
+    geometry.push_inner(first.size(d), strides);
+  }
+  return geometry;
+}
+
+inline Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+                            int32_t dtype, const Tensor& like) {
+  int32_t device_type;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  AtenTensorHandle handle;
+  const auto error = aoti_torch_empty_strided(int64_t(sizes.size()), sizes.data(), strides.data(),
+                                              dtype, device_type, like.get_device_index(), &handle);
+  // The stable ABI does not tell the kind of an error: training loops look for these words.
+  STD_TORCH_CHECK(
+      error == AOTI_TORCH_SUCCESS,
+      device_type == aoti_torch_device_type_cuda() ? "CUDA out of memory" : "out of memory",
+      ": inplace_ops could not allocate a tensor like one of ", like.numel(), " elements");
+  return Tensor(handle);
+}
+
+// An uninitialized tensor like `like`, contiguous once its dimensions are permuted by `dim_order`.
+inline Tensor empty_in_order(const Tensor& like, const DimOrder& dim_order) {
+  const int64_t dims = like.dim();
+  std::vector<int64_t> sizes(dims), strides(dims);
+  int64_t stride = 1;
+  for (int64_t i = dims - 1; i >= 0; --i) {
+    const int64_t d = dim_order.empty() ? i : dim_order[i];
+    sizes[d] = like.size(d);
+    strides[d] = stride;
+    stride *= std::max<int64_t>(like.size(d), 1);
+  }
+  int32_t dtype;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  return empty_strided(sizes, strides, dtype, like);
+}
+
+// Room for packed bits of the elements of x.
+inline Tensor empty_bits(const Tensor& x, int64_t bits) {
+  const int64_t bytes = plane_bytes(x.numel());
+  return empty_strided({bits, bytes}, {std::max<int64_t>(bytes, 1), 1}, aoti_torch_dtype_uint8(),
+                       x);
+}
+
+template <bool is_written>
+auto packed_bits_of(const Tensor& packed) {
+  const int64_t stride = packed.size(1);
+  const int planes = int(packed.size(0));
+  if constexpr (is_written) {
+    return PackedBits<uint8_t>{static_cast<uint8_t*>(packed.mutable_data_ptr()), stride, planes};
+  } else {
+    return PackedBits<const uint8_t>{static_cast<const uint8_t*>(packed.const_data_ptr()), stride,
+                                     planes};
+  }
+}
+
+}  // namespace inplace_ops

@@ -1,0 +1,337 @@
+"""The autograd Functions.
+
+Their forward modifies the input and marks it dirty, which raises its version by one. They are
+applied by `inplace_ops.execution`, which refuses first what PyTorch refuses: the errors that
+`mark_dirty` raises come after forward, when the data is already gone.
+
+Every backward is an op that is linear in the incoming gradient. Where a second derivative may be
+asked for it runs as a Function too.
+
+The Functions that modify the input set their context up in forward: a setup_context of their own
+would triple the cost of a call, and only torch.func's transforms, which they never meet, need one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+
+from . import _ops
+from .activations import LEAKY_RELU, RELU, RELU6, SILU, Activation, Save
+
+
+def _gradient(
+    grad: Tensor, op: Callable[[Tensor], Tensor], function: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Apply `op`, or its differentiable version `function` when grad mode is on.
+
+    Both are linear in grad. A tangent that forward-mode AD has given grad goes the same way.
+    """
+    run = function if torch.is_grad_enabled() else op
+    if forward_ad._current_level >= 0:
+        primal, tangent = forward_ad.unpack_dual(grad)
+        if tangent is not None:
+            return forward_ad.make_dual(run(primal), run(tangent))
+    try:
+        return run(grad)
+    except RuntimeError as error:
+        if "out of memory" in str(error):
+            torch.empty_like(grad)  # raises PyTorch's own error, whose type the op has lost
+        raise
+
+
+class _Linear(Function):
+    """grad -> op(grad, saved, *arguments): linear in grad, and without a gradient for the rest."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(grad: Tensor, op: Callable[..., Tensor], saved: Tensor, *arguments: Any) -> Tensor:
+        return op(grad, saved, *arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.op, saved, *ctx.arguments = inputs
+        ctx.save_for_backward(saved)
+
+    @staticmethod
+    def backward(ctx: Any, grad_grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = _linear(grad_grad, ctx.op, *ctx.saved_tensors, *ctx.arguments)
+        return (gradient, None, None, *(None for _ in ctx.arguments))
+
+
+def _linear(grad: Tensor, op: Callable[..., Tensor], saved: Tensor, *arguments: Any) -> Tensor:
+    return _gradient(
+        grad,
+        lambda g: op(g, saved, *arguments),
+        lambda g: _Linear.apply(g, op, saved, *arguments),
+    )
+
+
+class _InPlaceFunction(Function):
+    """`apply(x, packed, dim_order, *arguments)` replaces x by its activation and returns it.
+
+    Attributes:
+        activation: Which one it is.
+        saves: What it may keep for backward.
+    """
+
+    activation: ClassVar[Activation]
+    saves: ClassVar[tuple[Save, ...]]
+
+    @classmethod
+    def forward(
+        cls, ctx: Any, x: Tensor, packed: Tensor | None, dim_order: list[int], *arguments: float
+    ) -> Tensor:
+        ops = cls.activation.ops
+        if packed is None:
+            ops.in_place(x, dim_order, *arguments)
+        else:
+            ops.save_in_place[cls.saves[0]](x, packed, dim_order, *arguments)
+        ctx.mark_dirty(x)
+        cls.keep(ctx, x, packed, dim_order, *arguments)
+        return x
+
+    @classmethod
+    def keep(
+        cls,
+        ctx: Any,
+        output: Tensor,
+        packed: Tensor | None,
+        dim_order: list[int],
+        *arguments: float,
+    ) -> None:
+        """Save for backward what it needs, and nothing else."""
+        raise NotImplementedError
+
+
+class MaskFunction(_InPlaceFunction):
+    """Keeps the mask, one bit per element, or without one (`None`) the output."""
+
+    saves = ("mask", "output")
+
+    @classmethod
+    def keep(
+        cls,
+        ctx: Any,
+        output: Tensor,
+        packed: Tensor | None,
+        dim_order: list[int],
+        *arguments: float,
+    ) -> None:
+        ctx.op = cls.activation.ops.backward["output" if packed is None else "mask"]
+        ctx.dim_order, ctx.arguments = dim_order, arguments
+        ctx.save_for_backward(output if packed is None else packed)
+
+    @classmethod
+    def backward(cls, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = _linear(grad, ctx.op, *ctx.saved_tensors, ctx.dim_order, *ctx.arguments)
+        return gradient, None, None, *(None for _ in ctx.arguments)
+
+
+class _OutputDoubleBackward(Function):
+    """The gradients of `_OutputBackward` in grad and output. A third derivative raises."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        grad_grad: Tensor,
+        grad: Tensor,
+        output: Tensor,
+        packed: Tensor,
+        dim_order: list[int],
+        activation: Activation,
+    ) -> tuple[Tensor, Tensor]:
+        ops = activation.ops
+        assert ops.double_backward is not None
+        return (
+            ops.backward["output"](grad_grad, output, packed, dim_order),
+            ops.double_backward(grad_grad, grad, output, packed, dim_order),
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.activation = inputs[-1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise RuntimeError(
+            f"{ctx.activation.name}_ can be differentiated twice, and not a third time"
+        )
+
+
+class _OutputBackward(Function):
+    """grad * f'(x), x recovered from the output and its bits; differentiable once more."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        grad: Tensor,
+        output: Tensor,
+        packed: Tensor,
+        dim_order: list[int],
+        activation: Activation,
+    ) -> Tensor:
+        return activation.ops.backward["output"](grad, output, packed, dim_order)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        grad, activation_output, packed, ctx.dim_order, ctx.activation = inputs
+        ctx.save_for_backward(grad, activation_output, packed)
+
+    @staticmethod
+    def backward(ctx: Any, grad_grad: Tensor) -> tuple[Tensor | None, ...]:
+        # Through its output x's graph is reached, whether or not grad_grad has one.
+        double_backward: Any = _OutputDoubleBackward
+        run = double_backward.apply if torch.is_grad_enabled() else double_backward.forward
+        gradients = run(grad_grad, *ctx.saved_tensors, ctx.dim_order, ctx.activation)
+        return *gradients, None, None, None
+
+
+class OutputFunction(_InPlaceFunction):
+    """Keeps the output and packed bits of the input."""
+
+    saves = ("output",)
+
+    @classmethod
+    def keep(
+        cls,
+        ctx: Any,
+        output: Tensor,
+        packed: Tensor | None,
+        dim_order: list[int],
+        *arguments: float,
+    ) -> None:
+        ctx.dim_order = dim_order
+        ctx.save_for_backward(output, packed)
+
+    @classmethod
+    def backward(cls, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        name = cls.activation.name
+        try:
+            output, packed = ctx.saved_tensors
+        except RuntimeError as error:
+            if "inplace operation" not in str(error):
+                raise
+            raise RuntimeError(
+                f"{error} Here it is the output of {name}_, which backward reads: "
+                f'{name}_(x, save="derivative") allows its output to be modified.'
+            ) from None
+        op, dim_order = cls.activation.ops.backward["output"], ctx.dim_order
+        gradient = _gradient(
+            grad,
+            lambda g: op(g, output, packed, dim_order),
+            lambda g: _OutputBackward.apply(g, output, packed, dim_order, cls.activation),
+        )
+        return gradient, None, None
+
+
+class DerivativeFunction(_InPlaceFunction):
+    """Keeps f'(x) as packed codes of 8, 16 or 32 bits."""
+
+    saves = ("derivative",)
+
+    @classmethod
+    def keep(
+        cls,
+        ctx: Any,
+        output: Tensor,
+        packed: Tensor | None,
+        dim_order: list[int],
+        *arguments: float,
+    ) -> None:
+        ctx.dim_order = dim_order
+        ctx.save_for_backward(packed)
+
+    @classmethod
+    def backward(cls, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            # Even where grad has no graph: nothing here would lead a second derivative to x.
+            raise RuntimeError(
+                f'{cls.activation.name}_(x, save="derivative") keeps the first derivative only and '
+                'cannot be differentiated twice, with create_graph=True: use save="output".'
+            )
+        (packed,) = ctx.saved_tensors
+
+        def op(grad: Tensor) -> Tensor:
+            return cls.activation.ops.backward["derivative"](grad, packed, ctx.dim_order)
+
+        return _gradient(grad, op, op), None, None
+
+
+class ReLUFunction(MaskFunction):
+    """`ReLUFunction.apply(x, mask, dim_order)` replaces x by max(x, 0) and returns it."""
+
+    activation = RELU
+
+
+class LeakyReLUFunction(MaskFunction):
+    """`LeakyReLUFunction.apply(x, mask, dim_order, negative_slope)`, of leaky_relu.
+
+    Without a mask the gradient follows from the output where `negative_slope` is not negative.
+    """
+
+    activation = LEAKY_RELU
+
+
+class ReLU6Function(MaskFunction):
+    """`ReLU6Function.apply(x, mask, dim_order)`, of min(max(x, 0), 6)."""
+
+    activation = RELU6
+
+
+class SiLUFunction(OutputFunction):
+    """`SiLUFunction.apply(x, packed, dim_order)`, of x * sigmoid(x)."""
+
+    activation = SILU
+
+
+class SiLUDerivativeFunction(DerivativeFunction):
+    """`SiLUDerivativeFunction.apply(x, packed, dim_order)`, of x * sigmoid(x)."""
+
+    activation = SILU
+
+
+FUNCTIONS: Mapping[tuple[str, Save], type[_InPlaceFunction]] = {
+    (function.activation.name, save): function
+    for function in (
+        ReLUFunction,
+        LeakyReLUFunction,
+        ReLU6Function,
+        SiLUFunction,
+        SiLUDerivativeFunction,
+    )
+    for save in function.saves
+}
+
+
+def _register_autograd(op: _ops.Op, function: type[_InPlaceFunction], saves_bits: bool) -> None:
+    """Give an op out of place the gradient of a Function."""
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        if saves_bits:
+            _, _, *arguments = inputs
+            function.keep(ctx, *output, *arguments)
+        else:
+            _, *arguments = inputs
+            function.keep(ctx, output, None, *arguments)
+
+    def backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        gradient, *nones = function.backward(ctx, grad)
+        return gradient, *nones[0 if saves_bits else 1 :]
+
+    torch.library.register_autograd(op.name(), backward, setup_context=setup_context)
+
+
+for (_name, _save), _function in FUNCTIONS.items():
+    _all_ops = _ops.ALL[_name]
+    if _save in _all_ops.save_out_of_place:
+        _register_autograd(_all_ops.save_out_of_place[_save], _function, True)
+    else:
+        _register_autograd(_all_ops.out_of_place, _function, False)
