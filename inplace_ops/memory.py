@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+
+from ._torch import is_traceable_wrapper_subclass, storage_id, tree_leaves
 
 
 class _Saved:
@@ -51,13 +51,13 @@ def saved_bytes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     not_counted += [obj for obj in gc.get_objects() if issubclass(type(obj), nn.Parameter)]
     if isinstance(fn, nn.Module):
         not_counted += [*fn.parameters(), *fn.buffers()]
-    known = {s._cdata for t in not_counted if not is_lazy(t) for s in _storages(t)}
+    known = {storage_id(s) for t in not_counted if not is_lazy(t) for s in _storages(t)}
 
     storages: dict[int, int] = {}
     for handle in handles:
         saved = handle()
         if saved is not None:
-            storages |= {s._cdata: s.nbytes() for s in _storages(saved.tensor)}
+            storages |= {storage_id(s): s.nbytes() for s in _storages(saved.tensor)}
     del result
     return sum(size for key, size in storages.items() if key not in known)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import inplace_ops
-from inplace_ops.conversion.sites import find_places
+from inplace_ops.conversion.slots import find_slots
 
 WIDTH = 4
 ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.SiLU)
@@ -133,16 +133,16 @@ def test_few_refusals_are_needless() -> None:
             continue
         report = inplace_ops.convert(model, x, verify=False)
         reasons = {site.name: site.reason for site in report.sites if not site.converted}
-        for place in find_places(model):
-            reason = reasons.get(place.name)
+        for slot in find_slots(model):
+            reason = reasons.get(slot.name)
             if reason is None or reason == "not called with this input":
                 continue
-            left = place.parent._modules[place.key]
-            place.put(place.converted(place.activation.saves[0], None))
+            left = slot.parent._modules[slot.key]
+            slot.put(slot.converted(slot.activation.saves[0], None))
             refused += 1
             if not differs(model, original, x):
-                needless.append(f"{reason}: {place.name} of {steps}")
-            place.put(left)
+                needless.append(f"{reason}: {slot.name} of {steps}")
+            slot.put(left)
     print("\n".join(needless))
     print(f"{len(needless)} of {refused} refusals were needless")
     assert len(needless) <= 0.25 * refused

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..functional import check_silu
+from .plan import Decision, Plan
+from .recognise import recognise
+from .recorder import record
+from .recording import Recording
 from .report import Report, Site
-from .rules import Decision, Plan
 from .run import Example, preserved
-from .sites import Place, find_places, original_of, recognise
-from .trace import Trace, trace
+from .slots import Slot, find_slots, original_of
 from .verify import verify as verify_conversion
 
 
@@ -62,14 +64,14 @@ def convert(
     decisions, report = _decide(model, example, bits, optimize)
     revert(model)
     modules = {
-        place: place.converted(decision.save, bits)
-        for place, decision in decisions.items()
+        slot: slot.converted(decision.save, bits)
+        for slot, decision in decisions.items()
         if decision.save is not None
     }
     if verify:
         verify_conversion(model, example, modules)
-    for place, module in modules.items():
-        place.put(module)
+    for slot, module in modules.items():
+        slot.put(module)
     return report
 
 
@@ -101,19 +103,22 @@ def revert(model: nn.Module) -> None:
                 parent._modules[key] = original
 
 
-def _traces_in_other_modes(model: nn.Module, places: list[Place], example: Example) -> list[Trace]:
+def _record_other_modes(model: nn.Module, slots: list[Slot], example: Example) -> list[Recording]:
     """The runs with all modules in train mode, and in eval mode, unless they are, or it fails."""
-    traces = []
+    recordings = []
     for mode in (True, False):
         if all(module.training is mode for module in model.modules()):
             continue
         with preserved(model, example), torch.enable_grad():
             for module in model.modules():
                 module.training = mode  # a train() of the model's own may write to parameters
-            # It may fail: BatchNorm with one value, a loss that is only there in training.
+            inputs = example.copy()
+            # Anything, as the model need not run in this mode: BatchNorm raises ValueError for one
+            # value, a loss TypeError without its targets. Where `record` itself is wrong, the first
+            # run, in which nothing is suppressed, shows it.
             with suppress(Exception):
-                traces.append(trace(model, places, example.copy()))
-    return traces
+                recordings.append(record(model, slots, inputs))
+    return recordings
 
 
 def _check_model(model: nn.Module) -> None:
@@ -130,32 +135,32 @@ def _check_model(model: nn.Module) -> None:
 
 def _decide(
     model: nn.Module, example: Example, bits: int | None, optimize: str
-) -> tuple[dict[Place, Decision], Report]:
+) -> tuple[dict[Slot, Decision], Report]:
     check_silu("output", bits)
     if optimize not in ("memory", "speed", "exact"):
         raise ValueError(f'optimize must be "memory", "speed" or "exact", got {optimize!r}')
     if torch.is_inference_mode_enabled():
         raise RuntimeError("convert and analyze need autograd: call them outside of inference mode")
     _check_model(model)
-    places = find_places(model)
+    slots = find_slots(model)
     with preserved(model, example), torch.enable_grad():
-        run = trace(model, places, example.copy())
-    plan = Plan(run, bits, optimize, _traces_in_other_modes(model, places, example))
-    decisions = {place: plan.decision(place) for place in places}
+        recording = record(model, slots, example.copy())
+    plan = Plan(recording, _record_other_modes(model, slots, example), bits, optimize)
+    decisions = {slot: plan.decision(slot) for slot in slots}
     sites = [
         Site(
-            place.name,
-            place.activation.name,
+            slot.name,
+            slot.activation.name,
             decision.save is not None,
             decision.reason,
             decision.save,
             decision.bytes_before,
             decision.bytes_after,
         )
-        for place, decision in decisions.items()
+        for slot, decision in decisions.items()
     ]
-    for function in run.functions.values():
-        held = plan.bytes_of_nodes(function.nodes)
+    for function in recording.functions.values():
+        held = recording.bytes_of_function(function)
         reason = f"called as a function in {function.line}"
         sites.append(Site(function.name, function.activation, False, reason, None, held, held))
     return decisions, Report(sites)

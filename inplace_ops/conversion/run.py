@@ -1,4 +1,4 @@
-"""Running a model on an example and leaving no trace of it."""
+"""Running a model on an example and leaving it as it was."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
+
+from .._torch import tree_map
+from .tensors import may_be_written_to, tensors_in
 
 
 class Example:
@@ -59,21 +59,6 @@ class Example:
         return model(*self.args, **self.kwargs)
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in containers, nested ones too, and in the attributes and slots of objects."""
-    seen: set[int] = set()
-    pending = [value]
-    while pending:
-        for leaf in tree_leaves(pending.pop(0)):
-            if isinstance(leaf, Tensor):
-                yield leaf
-            elif id(leaf) not in seen and not (callable(leaf) or isinstance(leaf, ModuleType)):
-                seen.add(id(leaf))
-                pending.extend(getattr(leaf, "__dict__", {}).values())
-                slots = (getattr(cls, "__slots__", ()) for cls in type(leaf).__mro__)
-                pending.extend(getattr(leaf, slot, None) for slot in chain.from_iterable(slots))
-
-
 @contextmanager
 def preserved(model: nn.Module, example: Example) -> Iterator[None]:
     """Put back what modules hold, buffers, gradients and the random state at the end."""
@@ -88,7 +73,7 @@ def preserved(model: nn.Module, example: Example) -> Iterator[None]:
     before = [dict(entries) for entries in held]
     training = [(module, module.training) for module in model.modules()]
     values = {
-        buffer: buffer.detach().clone() for buffer in model.buffers() if _may_be_written_to(buffer)
+        buffer: buffer.detach().clone() for buffer in model.buffers() if may_be_written_to(buffer)
     }
     versions = {name: parameter._version for name, parameter in model.named_parameters()}
     gradients = [(p, p.grad, p.requires_grad) for p in model.parameters()]
@@ -129,15 +114,6 @@ def preserved(model: nn.Module, example: Example) -> Iterator[None]:
                         "not put back",
                         stacklevel=2,
                     )
-
-
-def _may_be_written_to(buffer: Tensor) -> bool:
-    """Whether it is strided, has values, and is not expanded from fewer."""
-    return (
-        buffer.layout == torch.strided
-        and not buffer.is_meta
-        and torch._debug_has_internal_overlap(buffer) != 1
-    )
 
 
 @contextmanager

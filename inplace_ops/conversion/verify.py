@@ -14,8 +14,9 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..functional import default_bits
-from .run import Example, preserved, reentrant_checkpoints_as_the_others, tensors_in
-from .sites import Place, intercepted
+from .run import Example, preserved, reentrant_checkpoints_as_the_others
+from .slots import Slot, intercepted
+from .tensors import tensors_in
 
 # The documented largest absolute error of silu', by the bits kept. Where a dtype or a number of
 # bits is missing, the gradient passes torch.testing's default tolerances.
@@ -40,10 +41,10 @@ class VerificationError(RuntimeError):
     """The converted model does not compute what the original does."""
 
 
-def verify(model: nn.Module, example: Example, modules: Mapping[Place, nn.Module]) -> None:
-    """Raise VerificationError unless `modules` at their places leave the model what it is.
+def verify(model: nn.Module, example: Example, modules: Mapping[Slot, nn.Module]) -> None:
+    """Raise VerificationError unless the model stays what it is with `modules` in their slots.
 
-    First an exact in-place activation stands at the places: outputs and gradients must then equal
+    First an exact in-place activation stands in the slots: outputs and gradients must then equal
     the original's up to what two runs of the original differ by. Then the modules themselves: each
     one's derivative must be within its documented error, for the values that it meets.
     """
@@ -72,9 +73,9 @@ def verify(model: nn.Module, example: Example, modules: Mapping[Place, nn.Module
 
     steps.next("the converted model")
 
-    def checked(place: Place, x: Tensor) -> Tensor:
-        _check_derivative(place, modules[place], x)
-        return modules[place].forward(x)
+    def checked(slot: Slot, x: Tensor) -> Tensor:
+        _check_derivative(slot, modules[slot], x)
+        return modules[slot].forward(x)
 
     with intercepted(modules, checked, modules):
         _run_converted(model, example)
@@ -246,32 +247,30 @@ class _ExactFunction(Function):
         return None, gradient, None
 
 
-def _exact(place: Place, x: Tensor) -> Tensor:
+def _exact(slot: Slot, x: Tensor) -> Tensor:
     if not torch.is_grad_enabled():
-        return x.copy_(place.activation.function(x))
-    return _ExactFunction.apply(x, x.clone(), place.activation.function)
+        return x.copy_(slot.activation.function(x))
+    return _ExactFunction.apply(x, x.clone(), slot.activation.function)
 
 
-def _original(place: Place, x: Tensor) -> Tensor:
-    return type(place.original).forward(place.original, x)
+def _original(slot: Slot, x: Tensor) -> Tensor:
+    return type(slot.original).forward(slot.original, x)
 
 
-def _first_difference(
-    model: nn.Module, example: Example, modules: Mapping[Place, nn.Module]
-) -> str:
+def _first_difference(model: nn.Module, example: Example, modules: Mapping[Slot, nn.Module]) -> str:
     """Where the original and the exact activations in place part first, in words."""
 
     def fingerprints(
-        activation: Callable[[Place, Tensor], Tensor],
-        put_in: Mapping[Place, nn.Module] | None = None,
+        activation: Callable[[Slot, Tensor], Tensor],
+        put_in: Mapping[Slot, nn.Module] | None = None,
     ) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
 
-        def forward(place: Place, x: Tensor) -> Tensor:
-            y = activation(place, x)
+        def forward(slot: Slot, x: Tensor) -> Tensor:
+            y = activation(slot, x)
 
             def note(what: str, value: Tensor) -> None:
-                key = f"the {what} of `{place.name}`"
+                key = f"the {what} of `{slot.name}`"
                 while key in found:
                     key += " when called again"
                 found[key] = torch.stack([value.sum(dtype=torch.double), value.abs().sum()])
@@ -293,31 +292,31 @@ def _first_difference(
     return "but not at any converted place"
 
 
-def _check_derivative(place: Place, module: nn.Module, x: Tensor) -> None:
+def _check_derivative(slot: Slot, module: nn.Module, x: Tensor) -> None:
     """Compare `module` alone, on a copy of x, with PyTorch's activation."""
     results = []
     with torch.enable_grad(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        for activation in (module.forward, place.activation.function):
+        for activation in (module.forward, slot.activation.function):
             leaf = x.detach().clone().requires_grad_()
             y = activation(leaf.clone())
             (derivative,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
             results.append((y.detach(), derivative))
     (value, derivative), (expected_value, expected_derivative) = results
-    rtol, atol = _tolerances(place, module, x.dtype)
+    rtol, atol = _tolerances(slot, module, x.dtype)
     try:
         torch.testing.assert_close(value, expected_value, equal_nan=True)
         torch.testing.assert_close(
             derivative, expected_derivative, rtol=rtol, atol=atol, equal_nan=True
         )
     except AssertionError as error:
-        raise VerificationError(f"the activation at `{place.name}` is wrong: {error}") from None
+        raise VerificationError(f"the activation at `{slot.name}` is wrong: {error}") from None
 
 
 def _tolerances(
-    place: Place, module: nn.Module, dtype: torch.dtype
+    slot: Slot, module: nn.Module, dtype: torch.dtype
 ) -> tuple[float | None, float | None]:
     """Relative and absolute: the documented error of the derivative, or torch.testing's default."""
-    if not place.activation.is_lossy:
+    if not slot.activation.is_lossy:
         return 0.0, 0.0
     save, bits = str(module.save), module.bits
     kept = int(bits) if isinstance(bits, int) else default_bits(dtype, save)

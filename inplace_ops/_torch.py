@@ -1,0 +1,51 @@
+"""What is used of PyTorch under a private name, and why no public one serves."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# The type of an op, of which `torch.ops` has the instances alone.
+from torch._ops import OpOverload as OpOverload
+
+# PyTorch's notes on extending it give this very name.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+# Says that a tensor has `__tensor_flatten__`, and of what it is made.
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
+)
+
+# These know the containers that libraries register, of their models' outputs for example.
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Whether the tensor has memory: where it has none, `untyped_storage` raises."""
+    return torch._C._has_storage(tensor)
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """The same for all Python objects of one storage; `data_ptr` is 0 for every empty one."""
+    return storage._cdata
+
+
+def elements_share_memory(tensor: Tensor) -> bool:
+    """Whether they surely do, as after `expand`: what in-place ops ask before they write."""
+    return torch._debug_has_internal_overlap(tensor) == 1
+
+
+def next_node_number() -> int:
+    """The number that autograd's next node takes: nothing public tells what it is making."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def creation_meta(view: Tensor) -> str:
+    """How the view was made, "DEFAULT" where autograd lets it be modified: else it only raises."""
+    return torch._C._autograd._get_creation_meta(view).name
+
+
+def op_parameters(op: OpOverload) -> list[torch.Argument]:
+    """The op's parameters, and which of them it writes to: nothing public has its schema."""
+    return op._schema.arguments

@@ -1,0 +1,164 @@
+"""Which activations are put in place, and what each keeps for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..functional import default_bits
+from . import rules
+from .forecast import Forecast
+from .recording import Call, Recording
+from .slots import Slot
+
+# The fewest bits from which silu's input, and so its gradient, comes back exactly.
+_EXACT_BITS = {torch.bfloat16: 5, torch.float16: 7}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of a slot: what it saves where it is put in place, else None."""
+
+    save: str | None
+    reason: str
+    bytes_before: int
+    bytes_after: int
+
+
+class Plan:
+    """The decisions for all slots of a recorded model.
+
+    Runs in other modes, train or eval, refuse what is unsafe there; nothing else counts of them.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        in_other_modes: Sequence[Recording],
+        bits: int | None,
+        optimize: str,
+    ) -> None:
+        self.bits = bits
+        self.optimize = optimize
+        self.refused = dict(recording.not_followed)
+        self.run = Forecast(recording, self.refused)
+        self.other_runs = [Forecast(other, self.refused) for other in in_other_modes]
+        for other in self.other_runs:
+            for slot in other.calls:
+                if slot not in self.run.calls:
+                    self.refused.setdefault(slot, "not called with this input")
+            for slot, reason in other.recording.not_followed.items():
+                self.refused.setdefault(slot, reason)
+        self._refuse_until_all_hold()
+
+    def decision(self, slot: Slot) -> Decision:
+        """What becomes of `slot`."""
+        calls = self.run.calls_of(slot)
+        if slot in self.refused:
+            held = sum(map(self.run.recording.bytes_of_call, calls))
+            return Decision(None, self.refused[slot], held, held)
+        if not calls:
+            return Decision(None, "not called with this input", 0, 0)
+        save, reason = self._choice(slot)
+        assert save is not None
+        return Decision(save, reason, self._before(slot), self._after(slot, save))
+
+    def _refuse_until_all_hold(self) -> None:
+        """Refuse slots until every rule holds for all others.
+
+        A slot that is refused runs as the model's own module again, which may keep its input or
+        output: the rest is looked at once more.
+        """
+        while True:
+            before = len(self.refused)
+            for slot in self.run.calls:
+                if slot not in self.refused:
+                    reason = self._objection(slot)
+                    if reason is not None:
+                        self.refused[slot] = reason
+            if len(self.refused) == before:
+                return
+
+    def _objection(self, slot: Slot) -> str | None:
+        unsafe = rules.objection(self.run.calls_of(slot), self.run)
+        if unsafe is not None:
+            return unsafe
+        for other in self.other_runs:
+            unsafe = rules.objection(other.calls_of(slot), other)
+            if unsafe is not None:
+                return f"{unsafe} in the other mode, train or eval"
+        save, reason = self._choice(slot)
+        if save is None:
+            return reason
+        before, after = self._before(slot), self._after(slot, save)
+        if self.optimize != "speed" and after > before:
+            return f"would keep {after} bytes instead of {before}"
+        return None
+
+    # What a slot keeps.
+
+    def _choice(self, slot: Slot) -> tuple[str | None, str]:
+        """What `slot` keeps in place, and why; None where only a lossy code would save memory."""
+        calls = self.run.calls_of(slot)
+        saves = list(slot.activation.saves)
+        objection = next(
+            (
+                reason
+                for run in (self.run, *self.other_runs)
+                for call in run.calls_of(slot)
+                if (reason := rules.output_is_not_written(call, run))
+            ),
+            None,
+        )
+        if objection is not None and "output" in saves:
+            saves.remove("output")
+        if self.optimize == "exact" and slot.activation.is_lossy:
+            saves = [save for save in saves if all(self._is_exact(c, save) for c in calls)]
+            if not saves:
+                return None, "only a lossy code would save memory here"
+        if self.optimize == "speed" and not slot.activation.is_lossy:
+            return "mask", "the mask is the quickest"
+        keeper = next((k for c in calls if (k := self.run.keeper(c))), None)
+        # Without gradients every mode costs 0 bytes; break the tie as if gradients were needed.
+        save = min(saves, key=lambda s: (self._after(slot, s), (s == "output") is not bool(keeper)))
+        if save == "output":
+            return save, f"output is kept by `{keeper}` anyway" if keeper else "costs least"
+        return save, objection or "nothing else keeps the output"
+
+    def _is_exact(self, call: Call, save: str) -> bool:
+        bits = self._bits(call, save)
+        return save == "output" and bits >= _EXACT_BITS.get(call.dtype, 9)
+
+    def _bits(self, call: Call, save: str) -> int:
+        if not call.slot.activation.is_lossy:
+            return 1 if save == "mask" else 0
+        return (self.bits if save == "output" else None) or default_bits(call.dtype, save)
+
+    def _before(self, slot: Slot) -> int:
+        total = 0
+        for call in self.run.calls_of(slot):
+            # PyTorch's own fails where the output that it keeps is written to.
+            shares_output = (
+                not slot.activation.needs_input
+                and self.run.keeper(call) is not None
+                and rules.output_is_not_written(call, self.run) is None
+            )
+            if call.needs_grad and not shares_output:
+                total += call.elements * call.dtype.itemsize
+        return total
+
+    def _after(self, slot: Slot, save: str) -> int:
+        total = 0
+        nbytes = self.run.recording.nbytes
+        for call in self.run.calls_of(slot):
+            if not call.needs_grad:
+                continue
+            total += self._bits(call, save) * ((call.elements + 7) // 8)
+            if self.run.keeper(call) is not None:
+                # What keeps the output then keeps the input's whole memory.
+                total += nbytes[call.input] - nbytes[call.output]
+            elif save == "output":
+                total += nbytes[call.input]
+        return total

@@ -1,0 +1,140 @@
+"""What became of each storage in one run of a model with its activations out of place."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from .slots import Slot
+
+
+@dataclass(frozen=True)
+class Event:
+    """An operation, or the call of an activation module, that reads a storage or writes to it."""
+
+    time: int
+    name: str
+    writes: bool
+    call: Call | None = None
+
+
+@dataclass
+class SavedTensor:
+    """That a tensor of a storage was saved for backward.
+
+    Attributes:
+        time: When.
+        node: The number of the autograd node that saved it.
+        call: The activation's call that it was part of.
+        is_held: Whether the graph still holds it when forward has ended.
+    """
+
+    time: int
+    node: int
+    call: Call | None
+    is_held: bool
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of an activation module, and its input as it was then.
+
+    Attributes:
+        slot: Where the module is held.
+        time: When.
+        input: The input's storage.
+        output: The output's storage, another one: the activations run out of place.
+        elements: The input's number of elements.
+        dtype: The input's.
+        device: The input's.
+        needs_grad: Whether a gradient flows through the call.
+        detaches: Whether the input requires grad and the output does not, as under `no_grad`.
+        is_leaf: Whether the input is a leaf.
+        refused_view: What kind of view the input is, if autograd does not let it be modified.
+        overlaps: Whether elements of the input may share memory.
+        has_kernel: Whether there is one for its device and dtype.
+        keeps_layout: Whether the output out of place has the input's strides.
+    """
+
+    slot: Slot
+    time: int
+    input: int
+    output: int
+    elements: int
+    dtype: torch.dtype
+    device: torch.device
+    needs_grad: bool
+    detaches: bool
+    is_leaf: bool
+    refused_view: str
+    overlaps: bool
+    has_kernel: bool
+    keeps_layout: bool = True
+
+
+@dataclass
+class FunctionCall:
+    """An activation called as a function: it is reported, not replaced."""
+
+    name: str
+    activation: str
+    line: str
+    nodes: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Recording:
+    """What happened in one run. Storages are numbers that no two of them share.
+
+    Attributes:
+        calls: Of the activation modules, in time.
+        events: By storage, in time.
+        saved: What was saved for backward, by storage, in time.
+        owners: The storages that were there before, and what they are.
+        nbytes: The size of each storage.
+        alive: The inputs of calls that are still there after forward.
+        handed_out: The storages whose memory was given to something else than PyTorch.
+        returned: The storages that the model returns.
+        node_names: The operations by the numbers of their autograd nodes.
+        functions: The activations called as functions, by name and line.
+        not_followed: The slots whose calls cannot be judged, and why.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    events: defaultdict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
+    saved: defaultdict[int, list[SavedTensor]] = field(default_factory=lambda: defaultdict(list))
+    owners: dict[int, str] = field(default_factory=dict)
+    nbytes: dict[int, int] = field(default_factory=dict)
+    alive: set[int] = field(default_factory=set)
+    handed_out: set[int] = field(default_factory=set)
+    returned: set[int] = field(default_factory=set)
+    node_names: dict[int, str] = field(default_factory=dict)
+    functions: dict[tuple[str, str], FunctionCall] = field(default_factory=dict)
+    not_followed: dict[Slot, str] = field(default_factory=dict)
+
+    def saver(self, saved: SavedTensor) -> str:
+        """The name of what saved it."""
+        if saved.call is not None:
+            return saved.call.slot.name
+        return self.node_names.get(saved.node, "an autograd Function")
+
+    def bytes_of_call(self, call: Call) -> int:
+        """Bytes that this call alone holds for backward."""
+        return self._bytes_held_by(lambda saved: saved.call is call)
+
+    def bytes_of_function(self, function: FunctionCall) -> int:
+        """Bytes that this function alone holds for backward."""
+        nodes = function.nodes
+        return self._bytes_held_by(lambda saved: saved.call is None and saved.node in nodes)
+
+    def _bytes_held_by(self, condition: Callable[[SavedTensor], bool]) -> int:
+        """Bytes that are held for backward, and only where `condition` is true."""
+        total = 0
+        for storage, saved in self.saved.items():
+            held = [condition(tensor) for tensor in saved if tensor.is_held]
+            if held and all(held) and storage not in self.owners:
+                total += self.nbytes[storage]
+        return total
