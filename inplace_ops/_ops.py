@@ -33,20 +33,6 @@ if torch.version.cuda is not None:
         cuda_architectures = _C_cuda.cuda_architectures
 built_with_torch = _C.built_with_torch
 
-# By activation and save and dtype, the bits per element that are kept unless told otherwise.
-DEFAULT_BITS = {
-    name: {
-        save: {getattr(torch, dtype): bits for dtype, bits in by_dtype.items()}
-        for save, by_dtype in numbers["default_bits"].items()
-    }
-    for name, numbers in _C.activations.items()
-}
-# By activation and bits, the steps per unit of the grid that save="derivative" rounds to.
-DERIVATIVE_STEPS = {
-    name: numbers["derivative_steps"] for name, numbers in _C.activations.items()
-}
-DTYPES = tuple(DEFAULT_BITS["relu"]["mask"])
-
 Op = torch._ops.OpOverload
 
 
@@ -54,6 +40,8 @@ class Ops:
     """The compiled ops of one activation: `csrc/registration.h` has their schemas.
 
     Attributes:
+        default_bits: By `save` and dtype, the bits per element that are kept unless told otherwise.
+        derivative_steps: By bits, the steps per unit of the grid that save="derivative" rounds to.
         in_place: Overwrites its argument and keeps nothing.
         out_of_place: Returns the result, for compiled code.
         save_in_place: By `save`: overwrites its argument and writes packed bits.
@@ -66,17 +54,23 @@ class Ops:
         def op(suffix: str) -> Op:
             return getattr(torch.ops.inplace_ops, name + suffix).default
 
-        default_bits = DEFAULT_BITS[name]
-        packing = [save for save, bits in default_bits.items() if any(bits.values())]
+        numbers = _C.activations[name]
+        self.derivative_steps = numbers["derivative_steps"]
+        self.default_bits = {
+            save: {getattr(torch, dtype): bits for dtype, bits in by_dtype.items()}
+            for save, by_dtype in numbers["default_bits"].items()
+        }
+        packing = [save for save, bits in self.default_bits.items() if any(bits.values())]
         self.in_place = op("_")
         self.out_of_place = op("")
         self.save_in_place = {save: op(f"_save_{save}_") for save in packing}
         self.save_out_of_place = {save: op(f"_save_{save}") for save in packing}
-        self.backward = {save: op(f"_backward_{save}") for save in default_bits}
+        self.backward = {save: op(f"_backward_{save}") for save in self.default_bits}
         self.double_backward = op("_double_backward") if "derivative" in packing else None
 
 
-ALL = {name: Ops(name) for name in DEFAULT_BITS}
+ALL = {name: Ops(name) for name in _C.activations}
+DTYPES = tuple(ALL["relu"].default_bits["mask"])
 
 # Of all activations: out of place, without and with packed bits, in place, and those of backward.
 FUNCTIONAL_OPS = [ops.out_of_place for ops in ALL.values()]

@@ -20,86 +20,121 @@ MaskSave = Literal["mask", "output"]  # where one bit tells the derivative
 OutputSave = Literal["output", "derivative"]  # elsewhere
 Save = Literal["mask", "output", "derivative"]
 
+Errors = Mapping[torch.dtype, Mapping[int, float]]
+
 
 @dataclass(frozen=True, eq=False)
 class Activation:
     """What is known of an activation.
 
     Attributes:
-        name: Of its ops; its function's, in place, has an underscore more.
-        torch_module: PyTorch's module.
-        torch_function: PyTorch's function, out of place, of the input and the arguments.
+        function: The name of its function.
+        torch_module: PyTorch's module, and ours has its name.
+        torch_function: PyTorch's function, out of place, of the input and the scalar arguments.
         torch_inplace: The same in place; None where PyTorch has none.
-        torch_saves: What PyTorch's in-place form keeps for backward: its output, or a clone of the
+        torch_saves: What PyTorch's in-place form keeps for backward: its output, or a clone of its
             input.
-        arguments: Its scalar arguments, attributes of the module too.
+        ops: The compiled ops.
+        aten: The operation that PyTorch's function calls, by its name in torch.ops.aten and its
+            first scalars; empty where it is named as the function.
+        variant: Arguments of the function and the module, by name, that make it this activation.
+        scalars: The names of its scalar arguments, attributes of the module too.
+        allows_output: Whether, with these scalars, the output tells what backward needs.
         takes_integers: Whether PyTorch's function does; integers are left to it.
         output_errors: The largest absolute error of the derivative with save="output", by dtype and
             bits; 0 where the input comes back exactly.
     """
 
-    name: str
+    function: str
     torch_module: type[nn.Module]
     torch_function: Callable[..., Tensor]
     torch_inplace: Callable[..., Tensor] | None
     torch_saves: Literal["input", "output"]
-    arguments: tuple[str, ...] = ()
+    ops: _ops.Ops
+    aten: tuple[object, ...] = ()
+    variant: Mapping[str, str] = field(default_factory=dict)
+    scalars: tuple[str, ...] = ()
+    allows_output: Callable[..., bool] = lambda: True
     takes_integers: bool = False
-    output_errors: Mapping[torch.dtype, Mapping[int, float]] = field(default_factory=dict)
+    output_errors: Errors = field(default_factory=dict)
 
     @property
-    def ops(self) -> _ops.Ops:
-        """The compiled ops."""
-        return _ops.ALL[self.name]
+    def name(self) -> str:
+        """The name of the module, ours and PyTorch's."""
+        return self.torch_module.__name__
+
+    def is_call(self, operation: str, arguments: tuple[object, ...]) -> bool:
+        """Whether the ATen operation, in place or not, with these arguments is this activation."""
+        name, *scalars = self.aten or (self.function.removesuffix("_"),)
+        return (
+            operation.removesuffix("_") == name and list(arguments[1 : 1 + len(scalars)]) == scalars
+        )
 
     @property
     def saves(self) -> tuple[Save, ...]:
         """What may be kept for backward, the default first."""
-        return tuple(_ops.DEFAULT_BITS[self.name])
+        return tuple(self.ops.default_bits)
 
     @property
-    def is_exact(self) -> bool:
+    def has_mask(self) -> bool:
         """Whether one bit tells the derivative: values and gradients are PyTorch's, to the bit."""
         return "mask" in self.saves
 
     def default_bits(self, save: Save, dtype: torch.dtype) -> int:
         """The packed bits per element that `save` keeps unless it is told."""
-        return _ops.DEFAULT_BITS[self.name][save].get(dtype, 8)
+        return self.ops.default_bits[save].get(dtype, 8)
+
+    def is_exact(self, save: Save, dtype: torch.dtype, bits: int) -> bool:
+        """Whether backward has the derivative of the very input."""
+        if save == "output":
+            return self.has_mask or self.output_errors.get(dtype, {}).get(bits) == 0
+        return save == "mask"
 
     def derivative_error(self, save: Save, dtype: torch.dtype, bits: int) -> float | None:
         """The largest absolute error of the derivative.
 
-        None: the gradient, at an incoming one of at most 1, passes torch.testing's default
+        None: the gradient, of an incoming one of at most 1, passes torch.testing's default
         tolerances against PyTorch's.
         """
         if save == "derivative":
-            # Beside half a step of its grid: computed in float32, PyTorch's derivative too is
-            # within 1e-6.
+            # Half a step of the grid, and what computing the derivative in float32 makes.
             arithmetic = 0.0 if dtype == torch.float64 else 1e-6
-            return 0.5 / _ops.DERIVATIVE_STEPS[self.name][bits] + arithmetic
+            return 0.5 / self.ops.derivative_steps[bits] + arithmetic
         if save == "output" and bits < self.default_bits(save, dtype):
             return self.output_errors[dtype][bits]
         return None
 
 
-RELU = Activation("relu", nn.ReLU, F.relu, F.relu_, "output", takes_integers=True)
+RELU = Activation(
+    "relu_", nn.ReLU, F.relu, F.relu_, "output", _ops.ALL["relu"], takes_integers=True
+)
 LEAKY_RELU = Activation(
-    "leaky_relu", nn.LeakyReLU, F.leaky_relu, F.leaky_relu_, "output", ("negative_slope",)
+    "leaky_relu_",
+    nn.LeakyReLU,
+    F.leaky_relu,
+    F.leaky_relu_,
+    "output",
+    _ops.ALL["leaky_relu"],
+    scalars=("negative_slope",),
+    allows_output=lambda negative_slope: negative_slope >= 0,
 )
 RELU6 = Activation(
-    "relu6",
+    "relu6_",
     nn.ReLU6,
     F.relu6,
     lambda x: F.relu6(x, inplace=True),
     "output",
+    _ops.ALL["relu6"],
+    aten=("hardtanh", 0, 6),
     takes_integers=True,
 )
 SILU = Activation(
-    "silu",
+    "silu_",
     nn.SiLU,
     F.silu,
     lambda x: F.silu(x, inplace=True),
     "input",
+    _ops.ALL["silu"],
     output_errors={
         torch.float64: {1: 5e-9, 8: 6e-11},
         torch.float32: {1: 4.5e-5, 6: 3.5e-6, 8: 1.9e-6},
@@ -112,21 +147,18 @@ ACTIVATIONS = (RELU, LEAKY_RELU, RELU6, SILU)
 
 
 def check_save(activation: Activation, save: str) -> None:
-    """Raise ValueError unless `save` is one of the activation's."""
+    """Raise ValueError unless the activation may keep `save`."""
     if save not in activation.saves:
         expected = " or ".join(f'"{choice}"' for choice in activation.saves)
-        raise ValueError(f"{activation.name}_: save must be {expected}, got {save!r}")
+        raise ValueError(f"{activation.function}: save must be {expected}, got {save!r}")
 
 
-def check_bits(activation: Activation, save: str, bits: int | None) -> None:
-    """Raise ValueError unless `save` may keep so many bits per element."""
-    check_save(activation, save)
+def check_bits(name: str, save: str, bits: int | None) -> None:
+    """Raise ValueError unless `save`, of an activation without a mask, takes so many bits."""
     if bits is None:
         return
-    choices, expected = (
-        ((1, 8), '1 or 8, or None for the default, with save="output"')
-        if save == "output"
-        else ((8, 16, 32), '8, 16 or 32, or None for the default, with save="derivative"')
-    )
+    choices, expected = ((1, 8), "1, 8") if save == "output" else ((8, 16, 32), "8, 16, 32")
     if not isinstance(bits, int) or isinstance(bits, bool) or bits not in choices:
-        raise ValueError(f"{activation.name}_: bits must be {expected}, got {bits!r}")
+        raise ValueError(
+            f'{name}: bits must be {expected} or None with save="{save}", got {bits!r}'
+        )

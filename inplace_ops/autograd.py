@@ -161,7 +161,7 @@ class _OutputDoubleBackward(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         raise RuntimeError(
-            f"{ctx.activation.name}_ can be differentiated twice, and not a third time"
+            f"{ctx.activation.function} can be differentiated twice, and not a third time"
         )
 
 
@@ -213,15 +213,15 @@ class OutputFunction(_InPlaceFunction):
 
     @classmethod
     def backward(cls, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        name = cls.activation.name
+        name = cls.activation.function
         try:
             output, packed = ctx.saved_tensors
         except RuntimeError as error:
             if "inplace operation" not in str(error):
                 raise
             raise RuntimeError(
-                f"{error} Here it is the output of {name}_, which backward reads: "
-                f'{name}_(x, save="derivative") allows its output to be modified.'
+                f"{error} Here it is the output of {name}, which backward reads: "
+                f'{name}(x, save="derivative") allows its output to be modified.'
             ) from None
         op, dim_order = cls.activation.ops.backward["output"], ctx.dim_order
         gradient = _gradient(
@@ -254,7 +254,7 @@ class DerivativeFunction(_InPlaceFunction):
         if torch.is_grad_enabled():
             # Even where grad has no graph: nothing here would lead a second derivative to x.
             raise RuntimeError(
-                f'{cls.activation.name}_(x, save="derivative") keeps the first derivative only and '
+                f'{cls.activation.function}(x, save="derivative") keeps the first derivative only and '
                 'cannot be differentiated twice, with create_graph=True: use save="output".'
             )
         (packed,) = ctx.saved_tensors
@@ -298,8 +298,8 @@ class SiLUDerivativeFunction(DerivativeFunction):
     activation = SILU
 
 
-FUNCTIONS: Mapping[tuple[str, Save], type[_InPlaceFunction]] = {
-    (function.activation.name, save): function
+FUNCTIONS: Mapping[tuple[Activation, Save], type[_InPlaceFunction]] = {
+    (function.activation, save): function
     for function in (
         ReLUFunction,
         LeakyReLUFunction,
@@ -329,9 +329,8 @@ def _register_autograd(op: _ops.Op, function: type[_InPlaceFunction], saves_bits
     torch.library.register_autograd(op.name(), backward, setup_context=setup_context)
 
 
-for (_name, _save), _function in FUNCTIONS.items():
-    _all_ops = _ops.ALL[_name]
-    if _save in _all_ops.save_out_of_place:
-        _register_autograd(_all_ops.save_out_of_place[_save], _function, True)
+for (_activation, _save), _function in FUNCTIONS.items():
+    if _save in _activation.ops.save_out_of_place:
+        _register_autograd(_activation.ops.save_out_of_place[_save], _function, True)
     else:
-        _register_autograd(_all_ops.out_of_place, _function, False)
+        _register_autograd(_activation.ops.out_of_place, _function, False)

@@ -36,7 +36,7 @@ def run(
     if activation.takes_integers and isinstance(input, Tensor) and input.dtype in _INTEGERS:
         assert activation.torch_inplace is not None
         return activation.torch_inplace(input)
-    name = f"{activation.name}_"
+    name = activation.function
     if is_compiling():
         _check_tensor(name, input)
         return _compiled(activation, input, save, bits, *arguments)
@@ -129,7 +129,7 @@ def _without_grad(activation: Activation, input: Tensor, *arguments: Any) -> Ten
             "Inplace update to inference tensor outside InferenceMode is not allowed. You can make "
             "a clone to get a normal tensor before doing inplace update."
         )
-    name = f"{activation.name}_"
+    name = activation.function
     try:
         activation.ops.in_place(_local_part(input, name), _ops.dim_order_of(input), *arguments)
     except NotImplementedError as error:
@@ -142,11 +142,11 @@ def _with_grad(
     activation: Activation, input: Tensor, save: Save, bits: int | None, *arguments: Any
 ) -> Tensor:
     _refuse_what_autograd_refuses(input)
-    name = f"{activation.name}_"
+    name = activation.function
     part = _local_part(input, name)
     kept = bits or activation.default_bits(save, input.dtype)
     packed = _ops.empty_bits(part, kept) if kept else None
-    function: Any = FUNCTIONS[activation.name, save]
+    function: Any = FUNCTIONS[activation, save]
     if part is not input:
         from ._dtensor import on_local_parts
 

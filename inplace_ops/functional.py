@@ -38,9 +38,7 @@ def relu_(input: Tensor, *, save: MaskSave = "mask") -> Tensor:
     return run(RELU, input, save, None)
 
 
-def leaky_relu_(
-    input: Tensor, negative_slope: float = 0.01, *, save: MaskSave = "mask"
-) -> Tensor:
+def leaky_relu_(input: Tensor, negative_slope: float = 0.01, *, save: MaskSave = "mask") -> Tensor:
     """Multiply `input` by `negative_slope` where it is not positive and return `input` itself.
 
     Args:
@@ -98,7 +96,8 @@ def silu_(input: Tensor, *, save: OutputSave = "output", bits: int | None = None
     """
     if has_torch_function_unary(input):
         return _overridden(silu_, input, save=save, bits=bits)
-    check_bits(SILU, save, bits)
+    check_save(SILU, save)
+    check_bits("silu_", save, bits)
     return run(SILU, input, save, bits)
 
 
@@ -110,7 +109,7 @@ def check_leaky_relu(negative_slope: float, save: str) -> None:
         raise TypeError(
             f"leaky_relu_: negative_slope must be a real number, got {negative_slope!r}"
         )
-    if save == "output" and not negative_slope >= 0:
+    if save == "output" and not LEAKY_RELU.allows_output(negative_slope):
         raise ValueError(
             f'leaky_relu_: save="output" needs negative_slope >= 0, got {negative_slope}: the sign '
             'of the output does not tell that of the input; use save="mask"'

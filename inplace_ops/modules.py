@@ -160,7 +160,8 @@ class SiLU(_InPlaceModule, nn.SiLU):
     def __init__(
         self, inplace: bool = True, *, save: OutputSave = "output", bits: int | None = None
     ) -> None:
-        check_bits(SILU, save, bits)
+        check_save(SILU, save)
+        check_bits("SiLU", save, bits)
         super().__init__(inplace)
         self.save = save
         self.bits = bits

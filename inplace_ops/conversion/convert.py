@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..functional import check_silu
+from ..activations import check_bits
 from .plan import Decision, Plan
 from .recognise import recognise
 from .recorder import record
@@ -124,10 +124,10 @@ def _record_other_modes(model: nn.Module, slots: list[Slot], example: Example) -
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    activation = recognise(model)
-    if activation is not None:
+    recognised = recognise(model)
+    if recognised is not None:
         raise ValueError(
-            f"the model is itself a {activation.name}: convert the module that holds it"
+            f"the model is itself a {recognised.activation.name}: convert the module that holds it"
         )
     if any(map(is_lazy, model.parameters())):
         raise ValueError("the model has uninitialized parameters: call it once before")
@@ -136,7 +136,7 @@ def _check_model(model: nn.Module) -> None:
 def _decide(
     model: nn.Module, example: Example, bits: int | None, optimize: str
 ) -> tuple[dict[Slot, Decision], Report]:
-    check_silu("output", bits)
+    check_bits("convert", "output", bits)
     if optimize not in ("memory", "speed", "exact"):
         raise ValueError(f'optimize must be "memory", "speed" or "exact", got {optimize!r}')
     if torch.is_inference_mode_enabled():
@@ -150,7 +150,7 @@ def _decide(
     sites = [
         Site(
             slot.name,
-            slot.activation.name,
+            slot.recognised.activation.name,
             decision.save is not None,
             decision.reason,
             decision.save,

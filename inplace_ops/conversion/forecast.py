@@ -79,5 +79,5 @@ class Forecast:
         slot = saved.call.slot
         if saved.call is seen_by or slot not in self.refused:
             return False
-        # In place PyTorch's SiLU saves a clone.
-        return not (slot.inplace and slot.activation.is_lossy)
+        # What PyTorch's in-place form saves may be a clone.
+        return not (slot.inplace and slot.recognised.activation.torch_saves == "input")

@@ -7,21 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
-from ..functional import default_bits
+from ..activations import Save
 from . import rules
 from .forecast import Forecast
 from .recording import Call, Recording
 from .slots import Slot
-
-# The fewest bits from which silu's input, and so its gradient, comes back exactly.
-_EXACT_BITS = {torch.bfloat16: 5, torch.float16: 7}
 
 
 @dataclass(frozen=True)
 class Decision:
     """What becomes of a slot: what it saves where it is put in place, else None."""
 
-    save: str | None
+    save: Save | None
     reason: str
     bytes_before: int
     bytes_after: int
@@ -99,10 +96,10 @@ class Plan:
 
     # What a slot keeps.
 
-    def _choice(self, slot: Slot) -> tuple[str | None, str]:
+    def _choice(self, slot: Slot) -> tuple[Save | None, str]:
         """What `slot` keeps in place, and why; None where only a lossy code would save memory."""
         calls = self.run.calls_of(slot)
-        saves = list(slot.activation.saves)
+        saves = slot.recognised.saves
         objection = next(
             (
                 reason
@@ -114,11 +111,11 @@ class Plan:
         )
         if objection is not None and "output" in saves:
             saves.remove("output")
-        if self.optimize == "exact" and slot.activation.is_lossy:
+        if self.optimize == "exact":
             saves = [save for save in saves if all(self._is_exact(c, save) for c in calls)]
             if not saves:
                 return None, "only a lossy code would save memory here"
-        if self.optimize == "speed" and not slot.activation.is_lossy:
+        if self.optimize == "speed" and slot.recognised.activation.has_mask:
             return "mask", "the mask is the quickest"
         keeper = next((k for c in calls if (k := self.run.keeper(c))), None)
         # Without gradients every mode costs 0 bytes; break the tie as if gradients were needed.
@@ -127,21 +124,22 @@ class Plan:
             return save, f"output is kept by `{keeper}` anyway" if keeper else "costs least"
         return save, objection or "nothing else keeps the output"
 
-    def _is_exact(self, call: Call, save: str) -> bool:
-        bits = self._bits(call, save)
-        return save == "output" and bits >= _EXACT_BITS.get(call.dtype, 9)
+    def _is_exact(self, call: Call, save: Save) -> bool:
+        activation = call.slot.recognised.activation
+        return activation.is_exact(save, call.dtype, self._bits(call, save))
 
-    def _bits(self, call: Call, save: str) -> int:
-        if not call.slot.activation.is_lossy:
-            return 1 if save == "mask" else 0
-        return (self.bits if save == "output" else None) or default_bits(call.dtype, save)
+    def _bits(self, call: Call, save: Save) -> int:
+        activation = call.slot.recognised.activation
+        asked = self.bits if save == "output" and not activation.has_mask else None
+        return asked or activation.default_bits(save, call.dtype)
 
     def _before(self, slot: Slot) -> int:
         total = 0
         for call in self.run.calls_of(slot):
             # PyTorch's own fails where the output that it keeps is written to.
             shares_output = (
-                not slot.activation.needs_input
+                slot.recognised.activation.torch_saves == "output"
+                and slot.recognised.allows_output
                 and self.run.keeper(call) is not None
                 and rules.output_is_not_written(call, self.run) is None
             )
@@ -149,7 +147,7 @@ class Plan:
                 total += call.elements * call.dtype.itemsize
         return total
 
-    def _after(self, slot: Slot, save: str) -> int:
+    def _after(self, slot: Slot, save: Save) -> int:
         total = 0
         nbytes = self.run.recording.nbytes
         for call in self.run.calls_of(slot):

@@ -5,68 +5,49 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import modules
+from ..activations import ACTIVATIONS, SILU, Activation, Save
 
 
 @dataclass(frozen=True)
-class Activation:
-    """What an activation module computes, and what stands in for it.
+class Recognised:
+    """An activation as a module computes it.
 
     Attributes:
-        name: The activation's name.
+        activation: Which one.
         function: The module's own function, out of place.
-        build: Makes the module that stands in for it; takes save= and, for SiLU, bits=.
-        saves: What it may keep for backward, the choice that later writes cannot disturb first.
-        needs_input: Whether PyTorch's own backward reads the input, not the output.
+        scalars: Its scalar arguments by name.
     """
 
-    name: str
+    activation: Activation
     function: Callable[[Tensor], Tensor]
-    build: Callable[..., nn.Module]
-    saves: tuple[str, ...]
-    needs_input: bool
+    scalars: Mapping[str, Any]
 
     @property
-    def is_lossy(self) -> bool:
-        """Whether what it keeps gives the derivative only within an error."""
-        return self.name == "SiLU"
+    def saves(self) -> list[Save]:
+        """What it may keep for backward, the choice that later writes cannot disturb first."""
+        saves = sorted(self.activation.saves, key=lambda save: save == "output")
+        return saves if self.allows_output else saves[:-1]
 
+    @property
+    def allows_output(self) -> bool:
+        """Whether its output tells what backward needs."""
+        return self.activation.allows_output(*self.scalars.values())
 
-def _relu(module: nn.Module) -> Activation:
-    return Activation("ReLU", F.relu, modules.ReLU, ("mask", "output"), False)
-
-
-def _leaky_relu(module: nn.Module) -> Activation | None:
-    if isinstance(module.negative_slope, Tensor):
-        return None
-    slope: float = module.negative_slope  # type: ignore[assignment]
-    return Activation(
-        "LeakyReLU",
-        partial(F.leaky_relu, negative_slope=slope),
-        partial(modules.LeakyReLU, slope),
-        ("mask", "output") if slope >= 0 else ("mask",),
-        needs_input=not slope >= 0,
-    )
-
-
-def _silu(module: nn.Module, function: Callable[[Tensor], Tensor] = F.silu) -> Activation:
-    return Activation("SiLU", function, modules.SiLU, ("derivative", "output"), True)
+    def build(self, **arguments: Any) -> nn.Module:
+        """The module that stands in for it, which takes save= and maybe bits=."""
+        module = getattr(modules, self.activation.name)
+        return module(**self.activation.variant, **self.scalars, **arguments)
 
 
 def _x_sigmoid_x(x: Tensor) -> Tensor:
     return x.mul(x.sigmoid())
 
-
-_BY_BASE: Mapping[type[nn.Module], Callable[[nn.Module], Activation | None]] = {
-    nn.ReLU: _relu,
-    nn.LeakyReLU: _leaky_relu,
-    nn.SiLU: _silu,
-}
 
 # Attributes that a subclass may define and still count as an alias of its base; anything else would
 # be lost on replacement.
@@ -85,28 +66,39 @@ _ALLOWED_IN_AN_ALIAS = frozenset(
     }
 )
 
-# Other libraries' own modules, by name, as the libraries may not be there.
-_BY_NAME: Mapping[str, Callable[[nn.Module], Activation]] = {
-    "timm.layers.activations.Swish": partial(_silu, function=_x_sigmoid_x),
-    "transformers.activations.SiLUActivation": _silu,
+# Other libraries' own modules, by name, as the libraries may not be there, and their functions.
+_BY_NAME: Mapping[str, tuple[Activation, Callable[[Tensor], Tensor]]] = {
+    "timm.layers.activations.Swish": (SILU, _x_sigmoid_x),
+    "transformers.activations.SiLUActivation": (SILU, SILU.torch_function),
 }
 
+_BASES = {activation.torch_module for activation in ACTIVATIONS}
 
-def recognise(module: nn.Module) -> Activation | None:
+
+def recognise(module: nn.Module) -> Recognised | None:
     """The activation that `module` computes, None where it is none of ours or changed by hand."""
     if "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule):
         return None
     cls = type(module)
-    known = _BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}") or _BY_BASE.get(_base_of(cls))
-    return known(module) if known else None
+    known = _BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}")
+    if known:
+        return Recognised(*known, {})
+    base = _base_of(cls)
+    for activation in ACTIVATIONS:
+        if activation.torch_module is base and all(
+            getattr(module, name) == value for name, value in activation.variant.items()
+        ):
+            scalars = {name: getattr(module, name) for name in activation.scalars}
+            if any(isinstance(scalar, Tensor) for scalar in scalars.values()):
+                return None
+            return Recognised(activation, partial(activation.torch_function, **scalars), scalars)
+    return None
 
 
 def _base_of(cls: type[nn.Module]) -> type[nn.Module]:
     """The class that `cls` is an alias of; itself where it is more than that."""
     while (
-        len(cls.__bases__) == 1
-        and cls not in _BY_BASE
-        and _ALLOWED_IN_AN_ALIAS.issuperset(vars(cls))
+        len(cls.__bases__) == 1 and cls not in _BASES and _ALLOWED_IN_AN_ALIAS.issuperset(vars(cls))
     ):
         cls = cls.__bases__[0]
     return cls

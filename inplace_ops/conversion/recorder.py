@@ -25,6 +25,7 @@ from .._torch import (
     next_node_number,
     op_parameters,
 )
+from ..activations import ACTIVATIONS
 from ..memory import unwrapped
 from .interception import HANDED_OUT, OwnHooks, ReadsWithoutAnOperation, seen_through_other_hooks
 from .recording import Call, Event, FunctionCall, Recording, SavedTensor
@@ -40,16 +41,6 @@ _READ_NO_VALUES = frozenset(
 _CANNOT_BE_FOLLOWED = {
     "support saved tensor hooks": "a gradient transform of torch.func",
     "no rule registered for HigherOrderOperator": "a higher-order operator, such as torch.cond,",
-}
-
-_FUNCTIONS = {
-    name: kind
-    for kind, names in {
-        "ReLU": ("relu", "relu_"),
-        "LeakyReLU": ("leaky_relu", "leaky_relu_"),
-        "SiLU": ("silu", "silu_"),
-    }.items()
-    for name in names
 }
 
 
@@ -218,9 +209,10 @@ class _Recorder(TorchDispatchMode):
             return
         node = next_node_number()
         self.recording.node_names.setdefault(node, name)
-        if operation in _FUNCTIONS and not self.is_in_activation:
+        activation = next((a for a in ACTIVATIONS if a.is_call(operation, args)), None)
+        if activation is not None and not self.is_in_activation:
             line = _line_of_the_model()
-            function = FunctionCall(name, _FUNCTIONS[operation], line)
+            function = FunctionCall(name, activation.name, line)
             self.recording.functions.setdefault((name, line), function).nodes.add(node)
 
     def activation(self, slot: Slot, *args: Any, **kwargs: Any) -> Any:
@@ -251,7 +243,7 @@ class _Recorder(TorchDispatchMode):
         )
         try:
             with OwnHooks(self.pack, _unpack):
-                result = slot.activation.function(x)
+                result = slot.recognised.function(x)
         finally:
             self.call = None
         (call.output,) = self.storages_of([result])

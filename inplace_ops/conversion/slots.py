@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from .recognise import Activation, recognise
+from ..activations import Save
+from .recognise import Recognised, recognise
 
 _ORIGINAL = "_converted_from"  # where a module put in by `convert` keeps the one it stands for
 
@@ -24,7 +25,7 @@ class Slot:
     parent: nn.Module
     key: str
     original: nn.Module
-    activation: Activation
+    recognised: Recognised
 
     @property
     def inplace(self) -> bool:
@@ -35,10 +36,10 @@ class Slot:
         """Let the parent hold `module`."""
         self.parent._modules[self.key] = module
 
-    def converted(self, save: str, bits: int | None) -> nn.Module:
+    def converted(self, save: Save, bits: int | None) -> nn.Module:
         """The module that takes the original's place, with its hooks and attributes."""
-        arguments = {"bits": bits} if self.activation.is_lossy and save == "output" else {}
-        module = self.activation.build(save=save, **arguments)
+        takes_bits = save == "output" and not self.recognised.activation.has_mask
+        module = self.recognised.build(save=save, **({"bits": bits} if takes_bits else {}))
         of_every_module = vars(nn.Module())
         own = {name: value for name, value in vars(module).items() if name not in of_every_module}
         vars(module).update({**vars(self.original), **own, _ORIGINAL: self.original})
@@ -58,10 +59,10 @@ def find_slots(model: nn.Module) -> list[Slot]:
             if child is None:
                 continue
             original = original_of(child) or child
-            activation = recognise(original)
-            if activation is not None:
+            recognised = recognise(original)
+            if recognised is not None:
                 name = f"{path}.{key}" if path else key
-                slots.append(Slot(name, parent, key, original, activation))
+                slots.append(Slot(name, parent, key, original, recognised))
     return slots
 
 

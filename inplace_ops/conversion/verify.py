@@ -13,19 +13,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..functional import default_bits
+from ..activations import Save
 from .run import Example, preserved, reentrant_checkpoints_as_the_others
 from .slots import Slot, intercepted
 from .tensors import tensors_in
-
-# The documented largest absolute error of silu', by the bits kept. Where a dtype or a number of
-# bits is missing, the gradient passes torch.testing's default tolerances.
-_OUTPUT_ERROR: Mapping[torch.dtype, Mapping[int, float]] = {
-    torch.float32: {1: 4.5e-5, 2: 5.6e-5, 3: 2.8e-5, 4: 1.4e-5, 5: 7e-6},
-    torch.float16: {1: 3.9e-3, 2: 4.1e-3, 3: 4.1e-3, 4: 3.6e-3, 5: 3.8e-3, 6: 7.2e-3},
-    torch.bfloat16: {1: 1.2e-2, 2: 1.5e-2, 3: 1.5e-2, 4: 1.6e-2},
-}
-_DERIVATIVE_ERROR = {8: 2.4e-3, 16: 9.2e-6, 32: 1.6e-10}
 
 # A run may differ from another by some times what two others differ by. On CUDA these may be equal
 # by chance where others would not be: there by some roundings of the largest value at least.
@@ -249,8 +240,8 @@ class _ExactFunction(Function):
 
 def _exact(slot: Slot, x: Tensor) -> Tensor:
     if not torch.is_grad_enabled():
-        return x.copy_(slot.activation.function(x))
-    return _ExactFunction.apply(x, x.clone(), slot.activation.function)
+        return x.copy_(slot.recognised.function(x))
+    return _ExactFunction.apply(x, x.clone(), slot.recognised.function)
 
 
 def _original(slot: Slot, x: Tensor) -> Tensor:
@@ -296,7 +287,7 @@ def _check_derivative(slot: Slot, module: nn.Module, x: Tensor) -> None:
     """Compare `module` alone, on a copy of x, with PyTorch's activation."""
     results = []
     with torch.enable_grad(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        for activation in (module.forward, slot.activation.function):
+        for activation in (module.forward, slot.recognised.function):
             leaf = x.detach().clone().requires_grad_()
             y = activation(leaf.clone())
             (derivative,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
@@ -316,12 +307,11 @@ def _tolerances(
     slot: Slot, module: nn.Module, dtype: torch.dtype
 ) -> tuple[float | None, float | None]:
     """Relative and absolute: the documented error of the derivative, or torch.testing's default."""
-    if not slot.activation.is_lossy:
+    activation = slot.recognised.activation
+    save: Save = module.save  # type: ignore[assignment]
+    if activation.has_mask:
         return 0.0, 0.0
-    save, bits = str(module.save), module.bits
-    kept = int(bits) if isinstance(bits, int) else default_bits(dtype, save)
-    if save == "output":
-        error = _OUTPUT_ERROR.get(dtype, {}).get(kept)
-    else:
-        error = _DERIVATIVE_ERROR[kept] + (0.0 if dtype == torch.float64 else 1e-6)
+    bits = module.bits
+    kept = bits if isinstance(bits, int) else activation.default_bits(save, dtype)
+    error = activation.derivative_error(save, dtype, kept)
     return (None, None) if error is None else (1.5 * torch.finfo(dtype).eps, error)
