@@ -1,0 +1,187 @@
+"""First and second derivatives."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from activations import ACTIVATIONS, DERIVATIVE_ERROR, ONE_OF_EACH, Activation, activation_id
+from comparison import assert_gradient, gradient, random_values
+from places import PLACES
+from torch import Tensor
+
+import inplace_ops
+
+all_activations = pytest.mark.parametrize("activation", ACTIVATIONS, ids=activation_id)
+one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
+BY_NAME = {row.name: row for row in ACTIVATIONS}
+
+
+def away_from_zero(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Float64 values away from the kink at 0, where a finite difference says nothing."""
+    sign = torch.where(torch.rand(shape, device=device) < 0.5, -1.0, 1.0)
+    return ((0.1 + 3 * torch.rand(shape, device=device)) * sign).double().requires_grad_()
+
+
+@all_activations
+@pytest.mark.parametrize("place", PLACES)
+def test_gradcheck(activation: Activation, place: str, device: torch.device) -> None:
+    x = away_from_zero((4, 3), device)
+
+    def function(value: Tensor) -> Tensor:
+        return PLACES[place](activation.call, value)
+
+    error = activation.derivative_error.get(torch.float64, 0.0)
+    assert torch.autograd.gradcheck(
+        function, x, atol=max(1e-5, 4 * error), check_batched_grad=True, check_forward_ad=True
+    )
+    if activation.is_twice_differentiable:
+        assert torch.autograd.gradgradcheck(function, x, check_batched_grad=True)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("bits", [1, 5, 8])
+def test_gradgradcheck_at_silus_minimum(place: str, bits: int, device: torch.device) -> None:
+    x = -1.2784645427610738 + torch.randn(4, 3, dtype=torch.float64, device=device) * 1e-2
+
+    def function(value: Tensor) -> Tensor:
+        return PLACES[place](lambda v: inplace_ops.silu_(v, bits=bits), value)
+
+    assert torch.autograd.gradgradcheck(function, x.requires_grad_())
+
+
+@all_activations
+def test_second_derivative_equals_pytorchs(activation: Activation, device: torch.device) -> None:
+    if not activation.is_twice_differentiable:
+        pytest.skip("refuses a second derivative, see test_derivative_mode_refuses")
+    leaf = random_values((500,), torch.float64, device).requires_grad_()
+    g = torch.randn(500, dtype=torch.float64, device=device, requires_grad=True)
+    results = []
+    for call in (activation.call, activation.reference):
+        y = call(leaf.clone())
+        (first,) = torch.autograd.grad(y, leaf, g, create_graph=True)
+        results.append(
+            torch.autograd.grad((first * first.detach().sin()).sum(), (leaf, g), allow_unused=True)
+        )
+    for actual, expected in zip(*results, strict=True):
+        if expected is None:  # PyTorch knows that ReLU's second derivative is nowhere
+            assert actual is None or not actual.any()
+        else:
+            actual = torch.zeros_like(expected) if actual is None else actual
+            torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(
+    "name", [row.name for row in ACTIVATIONS if not row.is_twice_differentiable]
+)
+def test_derivative_mode_refuses_a_second_derivative(name: str, device: torch.device) -> None:
+    activation = BY_NAME[name]
+    leaf = torch.randn(50, dtype=torch.float64, device=device, requires_grad=True)
+    y = activation.call(leaf.clone())
+    for loss in (y.square().sum(), y.sum()):  # with and without a graph of the incoming gradient
+        with pytest.raises(RuntimeError, match=r'save="derivative".*save="output"'):
+            torch.autograd.grad(loss, leaf, create_graph=True)
+        torch.autograd.grad(loss, leaf, retain_graph=True)
+
+
+@pytest.mark.parametrize("call", [inplace_ops.relu_, inplace_ops.leaky_relu_])
+def test_the_zero_second_derivative(call: Callable[..., Tensor], device: torch.device) -> None:
+    leaf = torch.randn(50, device=device, requires_grad=True)
+    weight = torch.randn(50, device=device, requires_grad=True)
+
+    def second_derivative(save: str) -> Tensor | None:
+        first = torch.autograd.grad(
+            (call(leaf * 1, save=save) * weight).sum(), leaf, create_graph=True
+        )
+        return torch.autograd.grad(first[0].sum(), leaf, allow_unused=True)[0]
+
+    assert torch.equal(second_derivative("output"), torch.zeros_like(leaf))
+    assert second_derivative("mask") is None
+
+
+@pytest.mark.parametrize("tail", [torch.sum, lambda y: y.square().sum()], ids=["linear", "square"])
+def test_a_third_derivative_of_silu_raises(
+    tail: Callable[[Tensor], Tensor], device: torch.device
+) -> None:
+    leaf = torch.randn(50, dtype=torch.float64, device=device, requires_grad=True)
+    first, second = [], []
+    for silu in (inplace_ops.silu_, F.silu):
+        (gradient,) = torch.autograd.grad(tail(silu(leaf * 1.5)), leaf, create_graph=True)
+        first.append(gradient)
+        second += torch.autograd.grad(gradient.sum(), leaf, create_graph=True)
+    torch.testing.assert_close(first[0], first[1], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(second[0], second[1], rtol=1e-6, atol=1e-6)
+    with pytest.raises(RuntimeError, match="not a third time"):
+        torch.autograd.grad(second[0].sum(), leaf)
+
+
+@one_of_each
+def test_backward_twice(activation: Activation, device: torch.device) -> None:
+    leaf = torch.randn(11, device=device, requires_grad=True)
+    expected = gradient(activation.reference, leaf)
+    y = activation.call(leaf.clone())
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert_gradient(activation, leaf.grad / 2, expected, 1.0)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.sum().backward()
+
+
+@one_of_each
+def test_threads(activation: Activation, device: torch.device) -> None:
+    inputs = [torch.randn(70_000, device=device) for _ in range(4)]
+    expected = [gradient(activation.reference, x) for x in inputs]
+    results: dict[int, Tensor] = {}
+
+    def work(i: int) -> None:
+        for _ in range(3):
+            results[i] = gradient(activation.call, inputs[i])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, wanted in enumerate(expected):
+        assert_gradient(activation, results[i], wanted, 1.0)
+
+
+@one_of_each
+@pytest.mark.parametrize("place", PLACES)
+def test_anomaly_mode(activation: Activation, place: str, device: torch.device) -> None:
+    leaf = torch.randn(4, 3, device=device, requires_grad=True)
+    with pytest.warns(UserWarning, match="Anomaly Detection"):
+        detector = torch.autograd.detect_anomaly()
+    with detector:
+        y = PLACES[place](activation.call, leaf)
+        (actual,) = torch.autograd.grad(y.sum(), leaf)
+    expected = PLACES[place](lambda x: x.copy_(activation.reference(x.clone())), leaf)
+    (wanted,) = torch.autograd.grad(expected.sum(), leaf)
+    assert_gradient(activation, actual, wanted, 1.0 + y.numel() * (place == "middle") * 1.5)
+
+
+@pytest.mark.parametrize("place", ["whole", "rows"])
+def test_time_is_linear_in_depth(place: str, device: torch.device) -> None:
+    def seconds(depth: int) -> float:
+        x = torch.randn(64, 8, device=device, requires_grad=True) * 1
+        begin = time.perf_counter()
+        for i in range(depth):
+            inplace_ops.relu_(x if place == "whole" else x[i % 64])
+        x.sum().backward()
+        return time.perf_counter() - begin
+
+    seconds(1000)
+    # Quadratic in depth were 16.
+    assert min(seconds(4000) for _ in range(3)) < 8 * min(seconds(1000) for _ in range(3))
+
+
+def test_errors_of_the_grids_are_the_documented_ones() -> None:
+    assert {bits: f"{error:.1e}" for bits, error in DERIVATIVE_ERROR.items()} == {
+        8: "2.4e-03",
+        16: "9.2e-06",
+        32: "1.6e-10",
+    }

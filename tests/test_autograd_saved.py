@@ -1,0 +1,278 @@
+"""What is saved for backward: checkpoints, hooks, and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import resource
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from activations import ONE_OF_EACH, Activation, activation_id
+from comparison import assert_gradient, assert_values, random_values
+from places import PLACES
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
+
+
+@one_of_each
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoint(activation: Activation, use_reentrant: bool, device: torch.device) -> None:
+    leaf = torch.randn(11, device=device, requires_grad=True)
+    y = checkpoint(lambda x: activation.call(x * 2), leaf, use_reentrant=use_reentrant)
+    (y * y.detach()).sum().backward()
+    reference = leaf.detach().clone().requires_grad_()
+    expected = activation.reference(reference * 2)
+    (expected * expected.detach()).sum().backward()
+    assert_values(activation, y, expected)
+    largest = 2 * expected.detach().abs().double()
+    assert_gradient(activation, leaf.grad, reference.grad, largest)
+
+
+@one_of_each
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoint_of_a_region_that_modifies_its_input(
+    activation: Activation, use_reentrant: bool, device: torch.device
+) -> None:
+    def run(call: Callable[[Tensor], Tensor]) -> None:
+        leaf = torch.randn(11, device=device, requires_grad=True)
+        y = checkpoint(lambda x: call(x) * 2, leaf * 1, use_reentrant=use_reentrant)
+        y.sum().backward()
+
+    with pytest.raises(RuntimeError) as pytorchs:
+        run(torch.relu_)
+    with pytest.raises(RuntimeError) as ours:
+        run(activation.call)
+    assert type(ours.value) is type(pytorchs.value)
+    assert str(ours.value)[:60] == str(pytorchs.value)[:60]
+
+
+@one_of_each
+@pytest.mark.parametrize("hooks", ["numpy", "save_on_cpu"])
+@pytest.mark.parametrize("place", PLACES)
+def test_saved_tensors_hooks(
+    activation: Activation, hooks: str, place: str, device: torch.device
+) -> None:
+    to_numpy = saved_tensors_hooks(
+        lambda t: (t.device, t.detach().cpu().numpy().copy()),
+        lambda p: torch.tensor(p[1], device=p[0]),
+    )
+    leaf = torch.randn(4, 3, device=device, requires_grad=True)
+    with to_numpy if hooks == "numpy" else save_on_cpu():
+        y = PLACES[place](activation.call, leaf)
+    (actual,) = torch.autograd.grad(y.sum(), leaf)
+    expected = PLACES[place](lambda x: x.copy_(activation.reference(x.clone())), leaf)
+    (wanted,) = torch.autograd.grad(expected.sum(), leaf)
+    assert_gradient(activation, actual, wanted, 1.0 + y.numel() * (place == "middle") * 1.5)
+
+
+def saved_before(call: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
+    return call(leaf.tanh())
+
+
+def saved_before_in_part(call: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
+    base = leaf.tanh()
+    call(base[1:3])
+    return base
+
+
+def written_after(call: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
+    return call(leaf.clone()).mul_(2)
+
+
+def written_without_grad(call: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
+    x = leaf.tanh()
+    y = x * 1.5
+    with torch.no_grad():
+        call(x)
+    return y + x
+
+
+def in_a_row(call: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
+    return call(call(leaf.clone()).add_(-0.5)).sigmoid()
+
+
+MUTATIONS = (saved_before, saved_before_in_part, written_after, written_without_grad, in_a_row)
+
+
+@one_of_each
+@pytest.mark.parametrize("program", MUTATIONS)
+def test_allow_mutation_on_saved_tensors(
+    activation: Activation, program: Callable[..., Tensor], device: torch.device
+) -> None:
+    leaf = random_values((4, 30), torch.float32, device).requires_grad_()
+    results = []
+    for call in (activation.call, activation.torch_inplace):
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            y = program(call, leaf)
+            (grad,) = torch.autograd.grad(y, leaf, torch.full_like(y, 0.5))
+        results.append((y.detach(), grad))
+    (actual, actual_grad), (expected, expected_grad) = results
+    assert_values(activation, actual, expected)
+    assert_gradient(activation, actual_grad, expected_grad, 1.0)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 1.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.001)
+
+
+class Token:
+    """Something to hold a weak reference to."""
+
+
+class Probe(torch.autograd.Function):
+    """A node below the activation's, which holds a token as long as the graph is alive."""
+
+    @staticmethod
+    def forward(ctx, x, token):
+        ctx.token = token
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+@one_of_each
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("used", ["not", "backward", "retain_graph", "create_graph"])
+def test_graph_is_freed_without_the_garbage_collector(
+    activation: Activation, place: str, used: str, device: torch.device
+) -> None:
+    if used == "create_graph" and not activation.is_twice_differentiable:
+        pytest.skip("refuses a second derivative, see test_derivative_mode_refuses")
+    leaf = torch.randn(4, 3, device=device, requires_grad=True)
+
+    def run() -> weakref.ref[Token]:
+        token = Token()
+        y = PLACES[place](activation.call, Probe.apply(leaf, token))
+        if used != "not":
+            create, retain = used == "create_graph", used != "backward"
+            torch.autograd.grad(y.sum(), leaf, retain_graph=retain, create_graph=create)
+        return weakref.ref(token)
+
+    gc.disable()
+    try:
+        token = run()
+        if device.type == "cuda":  # whose thread lets go of the graph when grad has returned
+            wait_until(lambda: token() is None)
+        assert token() is None
+    finally:
+        gc.enable()
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+WITHOUT_GRAD = {
+    "no_requires_grad": (contextlib.nullcontext, False),
+    "no_grad": (torch.no_grad, True),
+    "inference_mode": (torch.inference_mode, True),
+}
+
+
+@one_of_each
+@pytest.mark.parametrize("mode", WITHOUT_GRAD)
+def test_nothing_is_allocated_without_grad(
+    activation: Activation, mode: str, device: torch.device
+) -> None:
+    context, requires_grad = WITHOUT_GRAD[mode]
+    x = torch.randn(1000, 100, device=device, requires_grad=requires_grad) * 1
+    node = x.grad_fn
+    with context(), Recorder() as recorder:
+        activation.call(x)
+    assert len(recorder.ops) == 1
+    assert recorder.ops[0].startswith("inplace_ops.")
+    assert x.grad_fn is node
+    with context():
+        assert allocated_bytes(lambda: activation.call(x), device) == 0
+
+
+@one_of_each
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forward_allocates_what_it_keeps(
+    activation: Activation, dtype: torch.dtype, device: torch.device
+) -> None:
+    x = torch.randn(1003, 100, dtype=dtype, device=device, requires_grad=True) * 1
+    groups = (x.numel() + 7) // 8
+    kept = activation.packed_bits[dtype] * groups
+    assert allocated_bytes(lambda: activation.call(x), device) == kept
+
+
+def allocated_bytes(function: Callable[[], object], device: torch.device) -> int:
+    """Bytes allocated while function runs: what was asked for, of which allocators give more."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_stats()["requested_bytes.all.allocated"]
+        function()
+        return torch.cuda.memory_stats()["requested_bytes.all.allocated"] - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        function()
+    events = profile.profiler.kineto_results.events()
+    return sum(max(event.nbytes(), 0) for event in events if event.name() == "[memory]")
+
+
+def test_the_count_of_allocations_counts(device: torch.device) -> None:
+    assert allocated_bytes(lambda: torch.empty(1003, 100, device=device), device) == 401_200
+
+
+@contextlib.contextmanager
+def memory_limit(device: torch.device, more: int) -> Iterator[None]:
+    """Let no more than `more` bytes be allocated."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(device).total_memory
+        fraction = (torch.cuda.memory_reserved(device) + more) / total
+        torch.cuda.set_per_process_memory_fraction(fraction)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+    else:
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@one_of_each
+def test_out_of_memory_in_backward(
+    activation: Activation, create_graph: bool, device: torch.device
+) -> None:
+    if create_graph and not activation.is_twice_differentiable:
+        pytest.skip("refuses a second derivative, see test_derivative_mode_refuses")
+    leaf = torch.ones(2**24, device=device, requires_grad=True)
+    incoming = torch.ones((), device=device).expand(2**24)
+    y = activation.call(leaf * 1)
+    gc.collect()  # nothing else may be freed meanwhile
+    with memory_limit(device, 2**25):
+        with pytest.raises(RuntimeError) as pytorchs:
+            torch.empty_like(leaf)
+        with pytest.raises(RuntimeError) as ours:
+            torch.autograd.grad(y, leaf, incoming, create_graph=create_graph)
+    assert type(ours.value) is type(pytorchs.value)
+    assert str(ours.value)[:100] == str(pytorchs.value)[:100]
+    torch.autograd.grad(y, leaf, incoming)  # the graph is as it was

@@ -1,0 +1,126 @@
+"""The run that convert decides by."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from conversions import site
+from memory import largest_allocation
+from patterns import WIDTH, Network
+from torch import Tensor, nn
+
+import inplace_ops
+
+
+def test_an_address_used_again_is_not_taken_for_the_old_tensor() -> None:
+    addresses = []
+
+    def compute(m: Network, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for _ in range(20):
+                h = m.first(x)
+                addresses.append(h.data_ptr())
+                x = m.second(m.act(h))
+                del h
+        return m.second(x)
+
+    model = Network(compute)
+    assert inplace_ops.analyze(model, torch.randn(4, WIDTH, dtype=torch.float64)).sites[0].converted
+    assert len(set(addresses)) < len(addresses)
+
+
+def test_an_input_kept_by_the_activations_own_hook() -> None:
+    model = Network(lambda m, x: m.second(m.act(m.first(x))))
+
+    def keep(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        module.saved = inputs[0]
+
+    model.act.register_forward_hook(keep)
+    (decision,) = inplace_ops.analyze(model, torch.randn(4, WIDTH, dtype=torch.float64)).sites
+    assert decision.reason == "input is kept after forward, by a hook or an attribute"
+
+
+def test_a_nested_tensor_that_shares_the_input() -> None:
+    def compute(m: Network, x: Tensor, reads: bool) -> Tensor:
+        h = m.first(x)
+        rows = torch.nested.nested_tensor_from_jagged(h.detach(), torch.tensor([0, 1, 4]))
+        if not reads:
+            rows = rows * 1
+        y = m.act(h)
+        return m.second(y) + (rows * 1).values()
+
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    for reads in (False, True):
+        model = Network(lambda m, x, reads=reads: compute(m, x, reads))
+        (decision,) = inplace_ops.convert(model, x).sites
+        assert decision.converted is not reads, decision.reason
+
+
+def test_garbage_does_not_keep_an_input_alive() -> None:
+    def compute(m: Network, x: Tensor) -> Tensor:
+        h = m.first(x)
+        cycle: list[Any] = [h]
+        cycle.append(cycle)
+        return m.second(m.act(h))
+
+    gc.collect()
+    model = Network(compute)
+    assert inplace_ops.analyze(model, torch.randn(4, WIDTH, dtype=torch.float64)).sites[0].converted
+
+
+def test_memory_of_the_analysis() -> None:
+    layers = [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU(inplace=True)]
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *(copy.deepcopy(layers) * 8))
+    x = torch.randn(2, 3, 64, 64)
+    model(x).sum().backward()
+    with largest_allocation() as step:
+        model(x).sum().backward()
+    with largest_allocation() as analysis:
+        inplace_ops.analyze(model, x)
+    assert analysis[0] <= 2 * step[0]
+
+
+# What cannot be followed.
+
+
+def test_called_otherwise() -> None:
+    model = Network(lambda m, x: m.second(m.act(input=m.first(x))))
+    report = inplace_ops.convert(model, torch.randn(4, WIDTH, dtype=torch.float64))
+    assert site(report, "act").reason == "called otherwise than with one tensor"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors(layout: torch.layout) -> None:
+    def compute(m: Network, x: Tensor) -> Tensor:
+        rows = torch.nested.nested_tensor([x[:2], x[:3]], layout=layout)
+        return torch.cat([y.sum(0) for y in m.second(m.act(m.first(rows))).unbind()])
+
+    model = Network(compute)
+    (decision,) = inplace_ops.convert(model, torch.randn(4, WIDTH, dtype=torch.float64)).sites
+    assert "nested tensor" in decision.reason
+
+
+def test_inside_vmap() -> None:
+    model = Network(lambda m, x: m.second(torch.func.vmap(lambda h: m.act(h * 1))(m.first(x))))
+    (decision,) = inplace_ops.convert(model, torch.randn(4, WIDTH, dtype=torch.float64)).sites
+    assert decision.reason == "called inside a transform of torch.func"
+
+
+def test_models_that_cannot_be_followed() -> None:
+    def energy(m: Network, h: Tensor) -> Tensor:
+        return m.second(m.act(h * 1)).sum()
+
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    model = Network(lambda m, x: torch.func.grad(lambda h: energy(m, h))(m.first(x)))
+    with pytest.raises(RuntimeError, match=r"calls a gradient transform of torch\.func"):
+        inplace_ops.convert(model, x)
+    model = Network(
+        lambda m, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (m.second(m.act(m.first(x))),))
+    )
+    with pytest.raises(RuntimeError, match="calls a higher-order operator"):
+        inplace_ops.convert(model, x)
