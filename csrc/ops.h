@@ -74,6 +74,7 @@ struct Ops<Device, Activation, Types<Arguments...>> {
 
   template <template <class, class> class Forward>
   static Tensor out_of_place(Tensor x, DimOrder dim_order, Arguments... arguments) {
+    check_order(kName, dim_order, x.dim());
     const Tensor out = empty_in_order(x, dim_order);
     forward<Forward>(out, x, nullptr, dim_order, arguments...);
     return out;
@@ -83,6 +84,7 @@ struct Ops<Device, Activation, Types<Arguments...>> {
   template <template <class, class> class Forward>
   static std::tuple<Tensor, Tensor> out_of_place_saving(Tensor x, int64_t bits, DimOrder dim_order,
                                                         Arguments... arguments) {
+    check_order(kName, dim_order, x.dim());
     check_count(kName, bits, bits >= 1 && bits <= 32);
     const Tensor out = empty_in_order(x, dim_order), packed = empty_bits(x, bits);
     forward<Forward>(out, x, &packed, dim_order, arguments...);

@@ -9,31 +9,23 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
-from collections.abc import Callable
+from functools import partial
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 import inplace_ops
 from inplace_ops import _ops
+from inplace_ops.activations import ACTIVATIONS, Activation, Save
 from inplace_ops.conversion.library import LOADERS_HELP, ModelNotFoundError, load
 
-_CHECKS: list[tuple[str, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
-    ("relu_", inplace_ops.relu_, F.relu),
-    ("leaky_relu_", inplace_ops.leaky_relu_, F.leaky_relu),
-    ("silu_", inplace_ops.silu_, F.silu),
-    ("silu_ derivative", lambda x: inplace_ops.silu_(x, save="derivative"), F.silu),
-]
 
-
-def _self_check(
-    activation: Callable[[Tensor], Tensor], reference: Callable[[Tensor], Tensor], device: str
-) -> str:
+def _self_check(activation: Activation, save: Save, device: str) -> str:
     """Compare value and gradient with PyTorch's; "ok" or what is wrong."""
+    function = getattr(inplace_ops, activation.function)
+    ours = partial(function, **activation.variant, save=save)
     inputs = torch.randn(1001, device=device, requires_grad=True)
     results = []
-    for function in (activation, reference):
+    for function in (ours, activation.torch_function):
         output = function(inputs * 1)
         (gradient,) = torch.autograd.grad(output.sum(), inputs)
         results.append((output.detach(), gradient))
@@ -69,10 +61,12 @@ def info() -> int:
     runs_on_cuda = _ops.cuda_version is not None and torch.cuda.is_available()
     failed = 0
     for device in ["cpu", "cuda"] if runs_on_cuda else ["cpu"]:
-        for name, activation, reference in _CHECKS:
-            result = _self_check(activation, reference, device)
-            failed += result != "ok"
-            print(f"{name + ' on ' + device + ':':<26}{result}")
+        for activation in ACTIVATIONS:
+            for save in activation.saves:
+                result = _self_check(activation, save, device)
+                failed += result != "ok"
+                what = " ".join([activation.function, *activation.variant.values(), save])
+                print(f"{what + ' on ' + device + ':':<30}{result}")
     return failed
 
 
@@ -102,7 +96,7 @@ def main() -> int:
     )
     analysis.add_argument("--tokens", action="store_true", help="the input is token ids, all 0")
     analysis.add_argument("--eval", action="store_true", help="in eval mode")
-    analysis.add_argument("--bits", type=int, choices=range(1, 9), help="see inplace_ops.convert")
+    analysis.add_argument("--bits", type=int, choices=[1, 8], help="see inplace_ops.convert")
     analysis.add_argument("--optimize", default="memory", choices=["memory", "speed", "exact"])
     arguments = parser.parse_args()
     if arguments.command == "info":

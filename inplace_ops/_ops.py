@@ -101,7 +101,7 @@ def dim_order_of(x: Tensor) -> list[int]:
 
 
 def dense_strides(shape: Sequence[int], dim_order: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a tensor whose elements lie densely in `dim_order`, as a backward op's result."""
+    """The strides of a tensor that is dense in `dim_order`, as a backward op's result is."""
     strides = [1] * len(shape)
     stride = 1
     for d in reversed(dim_order or range(len(shape))):

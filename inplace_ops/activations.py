@@ -1,5 +1,4 @@
-"""The activations, one entry each: what functions, modules, conversion, the command line, tests and
-benchmarks know of them.
+"""The activations, one entry each: what the rest of the package, tests and benchmarks know of them.
 
 The kernels' list is `csrc/activations.h`, and the numbers of bits come from there.
 """
@@ -123,7 +122,7 @@ RELU6 = Activation(
     nn.ReLU6,
     F.relu6,
     lambda x: F.relu6(x, inplace=True),
-    "output",
+    "input",
     _ops.ALL["relu6"],
     aten=("hardtanh", 0, 6),
     takes_integers=True,

@@ -254,8 +254,8 @@ class DerivativeFunction(_InPlaceFunction):
         if torch.is_grad_enabled():
             # Even where grad has no graph: nothing here would lead a second derivative to x.
             raise RuntimeError(
-                f'{cls.activation.function}(x, save="derivative") keeps the first derivative only and '
-                'cannot be differentiated twice, with create_graph=True: use save="output".'
+                f'{cls.activation.function}(x, save="derivative") keeps the first derivative only '
+                'and cannot be differentiated twice, with create_graph=True: use save="output".'
             )
         (packed,) = ctx.saved_tensors
 

@@ -1,4 +1,4 @@
-"""How a call of an in-place activation runs: compiled, transformed, without gradient or with one."""
+"""How a call of an in-place activation runs: compiled, transformed, without or with a gradient."""
 
 from __future__ import annotations
 

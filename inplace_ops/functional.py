@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from .activations import LEAKY_RELU, RELU, RELU6, SILU, OutputSave, MaskSave, check_bits, check_save
+from .activations import LEAKY_RELU, RELU, RELU6, SILU, MaskSave, OutputSave, check_bits, check_save
 from .execution import run
 
 

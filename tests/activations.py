@@ -1,141 +1,132 @@
-"""The list of what is tested: one row an activation, what it saves, its bits and slope."""
+"""What is tested: a row for each activation, what it saves, its bits and slope."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import inplace_ops
+from inplace_ops import activations as table
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SLOPES = (-1.5, -0.01, 0.0, 0.01, 1.0, 2.0)
 
-# The README's table: the largest absolute error of silu' with 1 to 8 bits; 0: exact.
-SILU_ERROR: Mapping[torch.dtype, Sequence[float]] = {
-    torch.float32: [4.5e-5, 5.6e-5, 2.8e-5, 1.4e-5, 7e-6, 3.5e-6, 2.5e-6, 1.9e-6],
-    torch.float16: [3.9e-3, 4.1e-3, 4.1e-3, 3.6e-3, 3.8e-3, 7.2e-3, 0, 0],
-    torch.bfloat16: [1.2e-2, 1.5e-2, 1.5e-2, 1.6e-2, 0, 0, 0, 0],
-    torch.float64: [5e-9, 3.5e-9, 1.7e-9, 9e-10, 5e-10, 2.1e-10, 1.1e-10, 6e-11],
-}
-SILU_DEFAULT_BITS = {torch.float64: 1, torch.float32: 6, torch.float16: 7, torch.bfloat16: 5}
-
-# Half a step of the grid that the derivative is rounded to.
-DERIVATIVE_ERROR = {8: 0.5 / 212, 16: 0.5 / 54610, 32: 0.5 / (48 * 2**26)}
-DERIVATIVE_DEFAULT_BITS = {
-    torch.float64: 32,
-    torch.float32: 16,
-    torch.float16: 8,
-    torch.bfloat16: 8,
-}
-
 
 @dataclass(frozen=True)
 class Activation:
-    name: str
-    call: Callable[[Tensor], Tensor]
-    module: Callable[..., nn.Module]  # takes inplace=
-    reference: Callable[[Tensor], Tensor]  # PyTorch's, out of place
-    torch_inplace: Callable[[Tensor], Tensor]
-    allows_later_writes: bool
-    keeps_output: bool
-    packed_bits: Mapping[torch.dtype, int]  # an element, kept for backward
-    is_exact: bool = True  # values and gradients equal PyTorch's to the bit
-    is_twice_differentiable: bool = True
-    # The largest absolute error of the derivative; none for a dtype: the gradient at an incoming
-    # gradient of at most 1 passes torch.testing's default tolerances.
-    derivative_error: Mapping[torch.dtype, float] = field(default_factory=dict)
+    entry: table.Activation
+    save: table.Save
+    bits: int | None = None
+    scalars: tuple[float, ...] = ()
+
+    @property
+    def name(self) -> str:
+        bits = [] if self.entry.has_mask else [self.bits or "default"]
+        parts = [self.function, *self.entry.variant.values(), *self.scalars, self.save, *bits]
+        return "-".join(map(str, parts))
+
+    @property
+    def function(self) -> str:
+        """The name of the function, without its underscore."""
+        return self.entry.function.removesuffix("_")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        bits = {} if self.entry.has_mask else {"bits": self.bits}
+        scalars = dict(zip(self.entry.scalars, self.scalars, strict=True))
+        return {**self.entry.variant, **scalars, "save": self.save, **bits}
+
+    @property
+    def call(self) -> Callable[[Tensor], Tensor]:
+        return partial(getattr(inplace_ops, self.entry.function), **self.arguments)
+
+    @property
+    def module(self) -> Callable[..., nn.Module]:  # takes inplace=
+        return partial(getattr(inplace_ops, self.entry.name), **self.arguments)
+
+    @property
+    def reference(self) -> Callable[[Tensor], Tensor]:
+        """PyTorch's, out of place."""
+        scalars = dict(zip(self.entry.scalars, self.scalars, strict=True))
+        return partial(self.entry.torch_function, **scalars)
+
+    @property
+    def torch_inplace(self) -> Callable[[Tensor], Tensor]:
+        """PyTorch's, in place; that of SiLU, which refuses the same, where there is none."""
+        scalars = dict(zip(self.entry.scalars, self.scalars, strict=True))
+        return partial(self.entry.torch_inplace or table.SILU.torch_inplace, **scalars)
+
+    @property
+    def allows_later_writes(self) -> bool:
+        return self.save != "output"
+
+    @property
+    def keeps_output(self) -> bool:
+        return self.save == "output"
+
+    @property
+    def packed_bits(self) -> Mapping[torch.dtype, int]:
+        """Per element, kept for backward."""
+        return {d: self.bits or self.entry.default_bits(self.save, d) for d in FLOATS}
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether values and gradients equal PyTorch's to the bit."""
+        return self.entry.has_mask
+
+    @property
+    def nan_gradient(self) -> float | None:
+        """The gradient at NaN; None where it is PyTorch's, which of these differs from itself."""
+        return {"relu6": 1.0}.get(self.function)
+
+    @property
+    def is_twice_differentiable(self) -> bool:
+        return self.save != "derivative"
+
+    @property
+    def derivative_error(self) -> Mapping[torch.dtype, float]:
+        """The largest absolute error of the derivative.
+
+        None for a dtype: the gradient at an incoming gradient of at most 1 passes torch.testing's
+        default tolerances.
+        """
+        errors = {d: self.entry.derivative_error(self.save, d, self.packed_bits[d]) for d in FLOATS}
+        return {dtype: error for dtype, error in errors.items() if error is not None}
 
 
-def _relu(save: str) -> Activation:
-    return Activation(
-        name=f"relu-{save}",
-        call=partial(inplace_ops.relu_, save=save),
-        module=partial(inplace_ops.ReLU, save=save),
-        reference=torch.relu,
-        torch_inplace=torch.relu_,
-        allows_later_writes=save == "mask",
-        keeps_output=save == "output",
-        packed_bits=dict.fromkeys(FLOATS, int(save == "mask")),
-    )
+def leaky_relu(slope: float, save: table.MaskSave) -> Activation:
+    return Activation(table.LEAKY_RELU, save, scalars=(slope,))
 
 
-def leaky_relu(slope: float, save: str) -> Activation:
-    return Activation(
-        name=f"leaky_relu-{slope}-{save}",
-        call=partial(inplace_ops.leaky_relu_, negative_slope=slope, save=save),
-        module=partial(inplace_ops.LeakyReLU, slope, save=save),
-        reference=partial(F.leaky_relu, negative_slope=slope),
-        torch_inplace=partial(F.leaky_relu_, negative_slope=slope),
-        allows_later_writes=save == "mask",
-        keeps_output=save == "output",
-        packed_bits=dict.fromkeys(FLOATS, int(save == "mask")),
-    )
+def _rows(entry: table.Activation) -> list[Activation]:
+    if entry is table.LEAKY_RELU:
+        rows = [leaky_relu(slope, "mask") for slope in SLOPES]
+        return rows + [leaky_relu(slope, "output") for slope in SLOPES if slope >= 0]
+    if entry.has_mask:
+        return [Activation(entry, save) for save in entry.saves]
+    rows = [Activation(entry, "output", bits) for bits in (None, 1, 8)]
+    return rows + [Activation(entry, "derivative", bits) for bits in (None, 8, 16, 32)]
 
 
-def _silu(bits: int | None) -> Activation:
-    kept = SILU_DEFAULT_BITS if bits is None else dict.fromkeys(FLOATS, bits)
-    return Activation(
-        name=f"silu-output-{bits or 'default'}",
-        call=partial(inplace_ops.silu_, bits=bits),
-        module=partial(inplace_ops.SiLU, bits=bits),
-        reference=F.silu,
-        torch_inplace=partial(F.silu, inplace=True),
-        allows_later_writes=False,
-        keeps_output=True,
-        packed_bits=kept,
-        is_exact=False,
-        derivative_error={
-            dtype: SILU_ERROR[dtype][kept[dtype] - 1]
-            for dtype in FLOATS
-            if kept[dtype] < SILU_DEFAULT_BITS[dtype]
-        },
-    )
+ACTIVATIONS = tuple(row for entry in table.ACTIVATIONS for row in _rows(entry))
 
-
-def _silu_derivative(bits: int | None) -> Activation:
-    kept = DERIVATIVE_DEFAULT_BITS if bits is None else dict.fromkeys(FLOATS, bits)
-    return Activation(
-        name=f"silu-derivative-{bits or 'default'}",
-        call=partial(inplace_ops.silu_, save="derivative", bits=bits),
-        module=partial(inplace_ops.SiLU, save="derivative", bits=bits),
-        reference=F.silu,
-        torch_inplace=partial(F.silu, inplace=True),
-        allows_later_writes=True,
-        keeps_output=False,
-        packed_bits=kept,
-        is_exact=False,
-        is_twice_differentiable=False,
-        # Beside the grid's error that of silu' itself: computed in float32, PyTorch's too is 1e-6.
-        derivative_error={
-            dtype: DERIVATIVE_ERROR[kept[dtype]] + (0 if dtype == torch.float64 else 1e-6)
-            for dtype in FLOATS
-        },
-    )
-
-
-ACTIVATIONS: tuple[Activation, ...] = (
-    *(_relu(save) for save in ("mask", "output")),
-    *(leaky_relu(slope, "mask") for slope in SLOPES),
-    *(leaky_relu(slope, "output") for slope in SLOPES if slope >= 0),
-    *(_silu(bits) for bits in (None, *range(1, 9))),
-    *(_silu_derivative(bits) for bits in (None, 8, 16, 32)),
-)
-
-# One row for each way of saving, for tests whose subject is not the numbers.
-ONE_OF_EACH: tuple[Activation, ...] = tuple(
-    activation
-    for activation in ACTIVATIONS
-    if activation.name
+# One row for each way of saving, and one for each activation, for tests whose subject is not the
+# numbers.
+ONE_OF_EACH = tuple(
+    row
+    for row in ACTIVATIONS
+    if row.name
     in (
         "relu-mask",
         "relu-output",
         "leaky_relu-0.01-mask",
         "leaky_relu-0.01-output",
+        "relu6-mask",
         "silu-output-default",
         "silu-output-1",
         "silu-derivative-default",

@@ -9,12 +9,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from activations import ACTIVATIONS, DERIVATIVE_ERROR, ONE_OF_EACH, Activation, activation_id
+from activations import ACTIVATIONS, ONE_OF_EACH, Activation, activation_id
 from comparison import assert_gradient, gradient, random_values
 from places import PLACES
 from torch import Tensor
 
 import inplace_ops
+from inplace_ops.activations import SILU
 
 all_activations = pytest.mark.parametrize("activation", ACTIVATIONS, ids=activation_id)
 one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
@@ -44,7 +45,7 @@ def test_gradcheck(activation: Activation, place: str, device: torch.device) -> 
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("bits", [1, 5, 8])
+@pytest.mark.parametrize("bits", [1, 8])
 def test_gradgradcheck_at_silus_minimum(place: str, bits: int, device: torch.device) -> None:
     x = -1.2784645427610738 + torch.randn(4, 3, dtype=torch.float64, device=device) * 1e-2
 
@@ -180,8 +181,11 @@ def test_time_is_linear_in_depth(place: str, device: torch.device) -> None:
 
 
 def test_errors_of_the_grids_are_the_documented_ones() -> None:
-    assert {bits: f"{error:.1e}" for bits, error in DERIVATIVE_ERROR.items()} == {
+    errors = {
+        bits: SILU.derivative_error("derivative", torch.float64, bits) for bits in (8, 16, 32)
+    }
+    assert {bits: f"{error:.1e}" for bits, error in errors.items()} == {
         8: "2.4e-03",
         16: "9.2e-06",
-        32: "1.6e-10",
+        32: "1.4e-10",
     }

@@ -19,17 +19,28 @@ import torch
 from activations import FLOATS
 from comparison import assert_identical
 from sanitizers import COMPILER, FLAGS, SANITIZE, run_tests, sanitizers
-from test_ops import OPS, PLANES, SHAPE, arguments_of, keeping_ops, name_of
+from test_ops import (
+    OF_EACH_KIND,
+    SHAPE,
+    all_ops,
+    arguments_of,
+    has_packed,
+    name_of,
+    of_each_kind,
+    planes_of,
+)
 from torch import Tensor
 
 import inplace_ops
 from inplace_ops import _ops
 
-all_ops = pytest.mark.parametrize("op", OPS, ids=name_of)
-ops_with_bits = pytest.mark.parametrize(
-    "op", [op for op in OPS if PLANES[name_of(op)] is not None], ids=name_of
+ops_with_bits = pytest.mark.parametrize("op", list(filter(has_packed, OF_EACH_KIND)), ids=name_of)
+backward_ops = pytest.mark.parametrize(
+    "op", [op for op in OF_EACH_KIND if op in _ops.BACKWARD_OPS], ids=name_of
 )
-backward_ops = pytest.mark.parametrize("op", _ops.BACKWARD_OPS, ids=name_of)
+saving_ops = pytest.mark.parametrize(
+    "op", [op for op in OF_EACH_KIND if op in _ops.FORWARD_OPS and has_packed(op)], ids=name_of
+)
 
 
 def is_bits(argument: object) -> bool:
@@ -85,14 +96,14 @@ def test_wrong_bits(op: torch._ops.OpOverload, wrong: str, device: torch.device)
     assert_refused(op, with_bits(arguments_of(op, device), change), message)
 
 
-@keeping_ops
+@saving_ops
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_bits_in_the_memory_of_the_tensor(
     op: torch._ops.OpOverload, dtype: torch.dtype, device: torch.device
 ) -> None:
-    planes, elements = PLANES[name_of(op)], 64
+    planes, elements = planes_of(op, dtype), 64
     bits_size = planes * elements // 8
-    arguments = arguments_of(op, device)
+    arguments = arguments_of(op, device, dtype)
     for step in (1, 3):
         size = ((elements - 1) * step + 1) * dtype.itemsize
         buffer = torch.zeros(size + 2 * bits_size, dtype=torch.uint8, device=device)
@@ -120,12 +131,12 @@ WRONG_ORDERS: dict[str, list[int]] = {
 }
 
 
-@all_ops
+@of_each_kind
 @pytest.mark.parametrize("wrong", WRONG_ORDERS)
 def test_wrong_order(op: torch._ops.OpOverload, wrong: str, device: torch.device) -> None:
     order = WRONG_ORDERS[wrong]
     arguments = [order if isinstance(a, list) else a for a in arguments_of(op, device)]
-    assert_refused(op, arguments, "order must be a permutation of the 4 dimensions")
+    assert_refused(op, arguments, "dim_order must be a permutation of the 4 dimensions")
 
 
 WRONG_FIRST: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
@@ -156,13 +167,16 @@ def test_every_tensor_of_an_unknown_dtype(op: torch._ops.OpOverload, device: tor
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
-def test_a_mask_of_integers(dtype: torch.dtype, device: torch.device) -> None:
-    x = torch.ones(9, dtype=dtype, device=device)
-    bits = torch.zeros(1, 2, dtype=torch.uint8, device=device)
-    assert_refused(_ops.relu_with_mask_, [x, bits, []], "unsupported dtype")
+def test_integers(dtype: torch.dtype, device: torch.device) -> None:
+    relu, x = _ops.ALL["relu"], torch.ones(9, dtype=dtype, device=device)
+    packed = torch.zeros(1, 2, dtype=torch.uint8, device=device)
+    assert_refused(relu.save_in_place["mask"], [x, packed, []], "unsupported dtype")
+    assert_refused(relu.in_place, [x, []], "unsupported dtype")
 
 
-@pytest.mark.parametrize("op", [_ops.relu_backward_output, _ops.leaky_relu_backward_output])
+@pytest.mark.parametrize(
+    "op", [_ops.ALL[name].backward["output"] for name in ("relu", "leaky_relu")]
+)
 def test_more_elements_than_memory(op: torch._ops.OpOverload, device: torch.device) -> None:
     for size in (2**60, 2**63 - 1):
         huge = torch.ones((), device=device).expand(size)
@@ -170,11 +184,13 @@ def test_more_elements_than_memory(op: torch._ops.OpOverload, device: torch.devi
         assert_refused(op, arguments, "out of memory")
 
 
-@pytest.mark.parametrize("op", _ops.FUNCTIONAL_OPS, ids=name_of)
+@pytest.mark.parametrize(
+    "op", [op for op in OF_EACH_KIND if op in _ops.FUNCTIONAL_SAVING_OPS], ids=name_of
+)
 @pytest.mark.parametrize("count", [-(2**62), -1, 33, 2**62])
 def test_wrong_number_of_bits(op: torch._ops.OpOverload, count: int, device: torch.device) -> None:
     x, _, *rest = arguments_of(op, device)
-    assert_refused(op, [x, count, *rest], f"cannot keep {count} bits an element")
+    assert_refused(op, [x, count, *rest], f"cannot keep {count} bits per element")
 
 
 STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -185,7 +201,7 @@ STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@all_ops
+@of_each_kind
 def test_every_order_and_stride(op: torch._ops.OpOverload, device: torch.device) -> None:
     """The bits lie in the order that was given, whatever the strides."""
     arguments = arguments_of(op, device, torch.float64)
@@ -235,10 +251,11 @@ def test_any_bytes(op: torch._ops.OpOverload, dtype: torch.dtype, device: torch.
             return torch.randint(256, (count,), dtype=torch.uint8, device=device).view(dtype)
 
         def random_bits(like: Tensor, length: int = length) -> Tensor:
-            shape = (len(like), (length + 7) // 8)
+            shape = (planes_of(op, dtype), (length + 7) // 8)
             return torch.randint(256, shape, dtype=torch.uint8, device=device)
 
         arguments = with_bits(arguments_of(op, device), random_bits)
+        arguments = [planes_of(op, dtype) if type(a) is int else a for a in arguments]
         result = op(*with_floats(arguments, random_bytes))
         values = result[0] if isinstance(result, tuple) else result
         assert values is None or values.shape == (length,)
@@ -251,7 +268,7 @@ def test_a_mask_decides_alone(device: torch.device) -> None:
         for place in {0, length // 2, length - 1}:
             bits = torch.zeros(1, (length + 7) // 8, dtype=torch.uint8, device=device)
             bits[0, place // 8] = 1 << place % 8
-            result = _ops.relu_backward_mask(grad, bits, [])
+            result = _ops.ALL["relu"].backward["mask"](grad, bits, [])
             assert result[place] == grad[place]
             assert result.count_nonzero() == 1
 

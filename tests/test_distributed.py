@@ -72,7 +72,7 @@ def mesh_of(*shape: int) -> DeviceMesh:
 
 def pytorchs_inplace(activation: Activation) -> Callable[[Tensor], Tensor]:
     """PyTorch's own in-place activation; before 2.12 silu_ has no sharding strategy."""
-    if activation.name.startswith("silu") and torch.__version__ < "2.12":
+    if activation.entry.torch_saves == "input" and torch.__version__ < "2.12":
         return lambda x: x.copy_(F.silu(x.clone()))
     return activation.torch_inplace
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from activations import ACTIVATIONS, DERIVATIVE_ERROR, FLOATS, SILU_ERROR, Activation, leaky_relu
+from activations import ACTIVATIONS, FLOATS, Activation, leaky_relu
 from comparison import assert_identical, assert_values, unsigned_zeros, wording
 from torch import Tensor
 
@@ -325,7 +325,11 @@ def derivative_error(activation: Activation, dtype: torch.dtype) -> float:
     if activation.is_exact:
         return 0.0
     bits = activation.packed_bits[dtype]
-    kept = SILU_ERROR[dtype][bits - 1] if activation.keeps_output else DERIVATIVE_ERROR[bits]
+    entry = activation.entry
+    if activation.keeps_output:
+        kept = entry.output_errors[dtype][bits]
+    else:
+        kept = entry.derivative_error("derivative", dtype, bits)
     return kept + FORMULA.get(dtype, 1.2e-6)
 
 

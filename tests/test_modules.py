@@ -188,8 +188,8 @@ def test_saved_bytes_between_convolutions(
     extra = activation.packed_bits[dtype] * elements // 8
     assert between(activation.call) == without + extra
     # PyTorch's, for comparison: nothing for ReLU, a clone of the input for SiLU.
-    clone = elements * dtype.itemsize if activation.name.startswith("silu") else 0
-    if not activation.name.startswith("leaky_relu--"):
+    clone = elements * dtype.itemsize if activation.entry.torch_saves == "input" else 0
+    if activation.entry.allows_output(*activation.scalars):
         assert between(activation.torch_inplace) == without + clone
 
 

@@ -20,55 +20,45 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], list[int]]] = {
     "logical_order": (lambda t: t.transpose(1, 2), []),
 }
 
-# The scalar arguments of each op, and the number of bit planes that it takes: None takes no bits.
-SCALARS: dict[str, tuple[object, ...]] = {
-    "leaky_relu": (0.2,),
-    "leaky_relu_": (0.2,),
-    "leaky_relu_with_mask_": (0.2,),
-    "leaky_relu_backward_mask": (0.2,),
-    "leaky_relu_backward_output": (0.2,),
-}
-PLANES: dict[str, int | None] = {
-    "relu": None,
-    "leaky_relu": None,
-    "silu": None,
-    "silu_derivative": None,
-    "relu_": None,
-    "leaky_relu_": None,
-    "silu_": None,
-    "relu_with_mask_": 1,
-    "leaky_relu_with_mask_": 1,
-    "silu_with_bits_": 6,
-    "silu_with_derivative_": 16,
-    "relu_backward_mask": 1,
-    "leaky_relu_backward_mask": 1,
-    "relu_backward_output": None,
-    "leaky_relu_backward_output": None,
-    "silu_backward_output": 6,
-    "silu_double_backward": 6,
-    "silu_backward_derivative": 16,
-}
-FLOATS_BEFORE_BITS = {
-    "relu_backward_output": 2,
-    "leaky_relu_backward_output": 2,
-    "silu_backward_output": 2,
-    "silu_double_backward": 3,
-}
+SCALARS = {"negative_slope": 0.2}
 
-# The in-place op with the same bits of each functional one, which is told how many.
-IN_PLACE = {
-    _ops.relu: (_ops.relu_with_mask_, 1),
-    _ops.leaky_relu: (_ops.leaky_relu_with_mask_, 1),
-    _ops.silu: (_ops.silu_with_bits_, 6),
-    _ops.silu_derivative: (_ops.silu_with_derivative_, 16),
-}
-
-OPS = (*_ops.FUNCTIONAL_OPS, *_ops.FORWARD_OPS, *_ops.BACKWARD_OPS)
-all_ops = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name().split("::")[1])
+OPS = (
+    *_ops.FUNCTIONAL_OPS,
+    *_ops.FUNCTIONAL_SAVING_OPS,
+    *_ops.FORWARD_OPS,
+    *_ops.BACKWARD_OPS,
+)
 
 
 def name_of(op: torch._ops.OpOverload) -> str:
     return op.name().removeprefix("inplace_ops::")
+
+
+def numbers_of(op: torch._ops.OpOverload) -> tuple[str, str | None]:
+    """The activation's name among the ops, and what the op saves or reads."""
+    for activation, ops in _ops.ALL.items():
+        for by_save in (ops.save_in_place, ops.save_out_of_place, ops.backward):
+            for save, other in by_save.items():
+                if other is op:
+                    return activation, save
+        if ops.double_backward is op:
+            return activation, "output"
+        if op in (ops.in_place, ops.out_of_place):
+            return activation, None
+    raise AssertionError(op)
+
+
+def planes_of(op: torch._ops.OpOverload, dtype: torch.dtype = torch.float32) -> int:
+    """The default number of bit planes of what it writes or reads, 0 where it has none."""
+    activation, save = numbers_of(op)
+    return _ops.ALL[activation].default_bits[save][dtype] if save else 0
+
+
+# The template of ops.h is the same for all: of those of a kind one, and the one with a scalar.
+OF_EACH_KIND = [op for op in OPS if numbers_of(op)[0] in ("relu", "leaky_relu", "silu")]
+
+all_ops = pytest.mark.parametrize("op", OPS, ids=name_of)
+of_each_kind = pytest.mark.parametrize("op", OF_EACH_KIND, ids=name_of)
 
 
 def arguments_of(
@@ -77,28 +67,44 @@ def arguments_of(
     dtype: torch.dtype = torch.float32,
     layout: str = "contiguous",
 ) -> list[object]:
-    """Arguments as the package itself passes them: floats, bits, order, scalars."""
-    arrange, order = LAYOUTS[layout]
-    name = name_of(op)
-    floats = [
-        arrange(torch.randn(SHAPE, device=device).to(dtype))
-        for _ in range(FLOATS_BEFORE_BITS.get(name, 1))
-    ]
-    planes = PLANES[name]
-    bits = [] if planes is None else [_ops.empty_bits(floats[0], planes).random_()]
-    if planes == 16:
-        bits[0][-1] = 255  # no code is 0, which stands for NaN
-    number = [IN_PLACE[op][1]] if op in IN_PLACE else []
-    return [*floats, *number, *bits, order, *SCALARS.get(name, ())]
+    """Arguments as the package itself passes them, of the schema's names."""
+    arrange, dim_order = LAYOUTS[layout]
+    planes = planes_of(op, dtype)
+    arguments: list[object] = []
+    for parameter in op._schema.arguments:
+        if parameter.name in ("x", "grad", "grad_grad", "output"):
+            arguments.append(arrange(torch.randn(SHAPE, device=device).to(dtype)))
+        elif parameter.name == "packed":
+            packed = _ops.empty_bits(arguments[0], planes).random_()
+            if planes == 16:
+                packed[-1] = 255  # no code is 0, which stands for NaN
+            arguments.append(packed)
+        elif parameter.name == "bits":
+            arguments.append(planes)
+        elif parameter.name == "dim_order":
+            arguments.append(dim_order)
+        else:
+            arguments.append(SCALARS[parameter.name])
+    return arguments
 
 
-keeping_ops = pytest.mark.parametrize(
-    "op", [op for op in _ops.FORWARD_OPS if PLANES[name_of(op)] is not None], ids=name_of
+def floats_of(op: torch._ops.OpOverload) -> int:
+    """How many tensors that are no packed bits it takes."""
+    return sum(p.name in ("x", "grad", "grad_grad", "output") for p in op._schema.arguments)
+
+
+def has_packed(op: torch._ops.OpOverload) -> bool:
+    return any(parameter.name == "packed" for parameter in op._schema.arguments)
+
+
+saving_ops = pytest.mark.parametrize(
+    "op", [op for op in _ops.FORWARD_OPS if has_packed(op)], ids=name_of
 )
 
 
 def test_every_op_is_listed() -> None:
-    assert {name_of(op) for op in OPS} == set(PLANES)
+    listed = torch._C._dispatch_get_all_op_names()
+    assert {op.name() for op in OPS} == {n for n in listed if n.startswith("inplace_ops::")}
 
 
 @all_ops
@@ -108,24 +114,28 @@ def test_opcheck(op: torch._ops.OpOverload, layout: str, device: torch.device) -
         torch.library.opcheck(op, tuple(arguments_of(op, device, dtype, layout)))
 
 
-@pytest.mark.parametrize("op", _ops.FUNCTIONAL_OPS, ids=name_of)
+@pytest.mark.parametrize("activation", _ops.ALL)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_functional_ops_equal_the_in_place_ones(
-    op: torch._ops.OpOverload, layout: str, device: torch.device
+    activation: str, layout: str, device: torch.device
 ) -> None:
-    in_place, planes = IN_PLACE[op]
-    x, _, *rest = arguments_of(op, device, layout=layout)
-    before = x.clone()
-    expected, expected_bits = x.clone(), _ops.empty_bits(x, planes)
-    in_place(expected, expected_bits, *rest)
-    for bits in (planes, 0):
-        result, packed = op(x, bits, *rest)
+    ops = _ops.ALL[activation]
+    for save, op in ops.save_out_of_place.items():
+        planes = ops.default_bits[save][torch.float32]
+        x, _, *rest = arguments_of(op, device, layout=layout)
+        before = x.clone()
+        expected, expected_packed = x.clone(), _ops.empty_bits(x, planes)
+        ops.save_in_place[save](expected, expected_packed, *rest)
+        result, packed = op(x, planes, *rest)
         assert_identical(result, expected)
-        assert torch.equal(packed, expected_bits[:bits])
-    assert_identical(x, before)
-    for bits in (-1, 33):
-        with pytest.raises(RuntimeError):
-            op(x, bits, *rest)
+        assert torch.equal(packed, expected_packed)
+        assert_identical(ops.out_of_place(x, *rest), expected)
+        assert_identical(x, before)
+        ops.in_place(x, *rest)
+        assert_identical(x, expected)
+        for bits in (-1, 0, 33):
+            with pytest.raises(RuntimeError):
+                op(x, bits, *rest)
 
 
 WRONG_BITS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -151,11 +161,7 @@ def assert_refused(op: torch._ops.OpOverload, arguments: list[object]) -> None:
 
 
 @pytest.mark.parametrize("wrong", WRONG_BITS)
-@pytest.mark.parametrize(
-    "op",
-    [op for op in OPS if PLANES[name_of(op)] is not None],
-    ids=lambda op: op.name().split("::")[1],
-)
+@pytest.mark.parametrize("op", list(filter(has_packed, OF_EACH_KIND)), ids=name_of)
 def test_wrong_bits(op: torch._ops.OpOverload, wrong: str, device: torch.device) -> None:
     arguments = arguments_of(op, device)
     place = next(
@@ -165,7 +171,7 @@ def test_wrong_bits(op: torch._ops.OpOverload, wrong: str, device: torch.device)
     assert_refused(op, arguments)
 
 
-@all_ops
+@of_each_kind
 @pytest.mark.parametrize(
     "order", [[0], [0, 1, 2], [0, 1, 2, 3, 4], [0, 1, 2, 2], [1, 2, 3, 4], [0, 1, 2, -1]], ids=str
 )
@@ -183,37 +189,32 @@ WRONG_FLOATS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG_FLOATS)
-@pytest.mark.parametrize(
-    "op",
-    [op for op in OPS if name_of(op) in FLOATS_BEFORE_BITS],
-    ids=lambda op: op.name().split("::")[1],
-)
+@pytest.mark.parametrize("op", [op for op in OF_EACH_KIND if floats_of(op) > 1], ids=name_of)
 def test_unlike_tensors(op: torch._ops.OpOverload, wrong: str, device: torch.device) -> None:
-    for place in range(1, FLOATS_BEFORE_BITS[name_of(op)]):
+    for place in range(1, floats_of(op)):
         arguments = arguments_of(op, device)
         arguments[place] = WRONG_FLOATS[wrong](arguments[place])
         assert_refused(op, arguments)
 
 
-@pytest.mark.parametrize("planes", [0, 2, 7, 9, 12, 33])
-def test_wrong_number_of_planes(planes: int, device: torch.device) -> None:
-    x = torch.randn(20, device=device)
-    for op, accepted in (
-        (_ops.relu_with_mask_, (1,)),
-        (_ops.leaky_relu_with_mask_, (1,)),
-        (_ops.silu_with_bits_, range(1, 9)),
-        (_ops.silu_with_derivative_, (8, 16, 32)),
-    ):
-        if planes not in accepted:
-            assert_refused(op, [x, _ops.empty_bits(x, planes), [], *SCALARS.get(name_of(op), ())])
+@saving_ops
+@pytest.mark.parametrize("planes", [0, 1, 2, 7, 9, 12, 33])
+def test_wrong_number_of_planes(
+    op: torch._ops.OpOverload, planes: int, device: torch.device
+) -> None:
+    accepted = {"mask": (1,), "output": (1, 6, 8), "derivative": (8, 16, 32)}
+    if planes not in accepted[numbers_of(op)[1]]:
+        x, _, *rest = arguments_of(op, device)
+        assert_refused(op, [x, _ops.empty_bits(x, planes), *rest])
 
 
-@keeping_ops
+@saving_ops
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_only_the_bits_are_written(
     op: torch._ops.OpOverload, dtype: torch.dtype, device: torch.device
 ) -> None:
-    planes = PLANES[name_of(op)]
+    planes = planes_of(op, dtype)
+    rest = arguments_of(op, device)[2:]
     for length in (*range(42), 511, 512, 513, 1029):
         x = torch.randn(length, device=device).to(dtype) - 1
         bytes_a_plane = (length + 7) // 8
@@ -222,20 +223,20 @@ def test_only_the_bits_are_written(
                 (planes * bytes_a_plane + 34,), sentinel, dtype=torch.uint8, device=device
             )
             bits = around[17:-17].view(planes, bytes_a_plane)
-            op(x.clone(), bits, [], *SCALARS.get(name_of(op), ()))
+            op(x.clone(), bits, *rest)
             assert (around[:17] == sentinel).all()
             assert (around[-17:] == sentinel).all()
             if length % 8:  # the unused bits of the last byte are zero
                 assert not (bits[:, -1] >> (length % 8)).any()
 
 
-def test_relus_mask_is_one_bit_an_element(device: torch.device) -> None:
+def test_relus_mask_is_one_bit_per_element(device: torch.device) -> None:
     x = torch.randn(77, device=device)
     x[3] = torch.nan
     x[4:7] = torch.tensor([0.0, -0.0, torch.inf])
     expected = ~(x <= 0)
     bits = _ops.empty_bits(x, 1)
-    _ops.relu_with_mask_(x, bits, [])
+    _ops.ALL["relu"].save_in_place["mask"](x, bits, [])
     position = torch.arange(8, dtype=torch.uint8, device=device)
     unpacked = (bits[0][:, None] >> position & 1).flatten()[: x.numel()].bool()
     assert torch.equal(unpacked, expected)
@@ -249,7 +250,7 @@ def test_meta_tensors(op: torch._ops.OpOverload) -> None:
     assert x.shape == SHAPE
 
 
-@pytest.mark.parametrize("op", _ops.BACKWARD_OPS, ids=name_of)
+@pytest.mark.parametrize("op", [op for op in OF_EACH_KIND if op in _ops.BACKWARD_OPS], ids=name_of)
 @pytest.mark.parametrize("batched", ["gradient", "all"])
 @pytest.mark.parametrize("dim", [0, 2])
 def test_vmap(op: torch._ops.OpOverload, batched: str, dim: int, device: torch.device) -> None:

@@ -111,7 +111,7 @@ def test_large_incoming_gradients(
 
 
 # Not -100: where SiLU's output underflows its derivative is 0 here, -3.7e-42 in PyTorch.
-EDGES = [0.0, -0.0, 1.0, -1.0, 5.0, -5.0, torch.inf, -torch.inf, torch.nan]
+EDGES = [0.0, -0.0, 1.0, -1.0, 3.0, -3.0, 5.0, -5.0, 6.0, torch.inf, -torch.inf, torch.nan]
 INCOMING = [1.0, 0.0, -0.0, torch.inf, -torch.inf, torch.nan]
 
 
@@ -147,6 +147,8 @@ def test_edge_gradients(
     activation: Activation, dtype: torch.dtype, incoming: float, device: torch.device
 ) -> None:
     x = edge_values(dtype, device)
+    if activation.nan_gradient is not None:
+        x = x[~x.isnan()]
     incoming_gradient = torch.full_like(x, incoming)
     actual = gradient(activation.call, x, incoming_gradient)
     expected = gradient(activation.reference, x, incoming_gradient)
@@ -154,6 +156,16 @@ def test_edge_gradients(
         assert_gradient(activation, actual, expected, 1.0)
     else:
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@all_activations
+@all_floats
+def test_gradient_at_nan(activation: Activation, dtype: torch.dtype, device: torch.device) -> None:
+    """Where PyTorch's own depends on how its code was vectorized."""
+    if activation.nan_gradient is None:
+        pytest.skip("is PyTorch's")
+    x = torch.full((40,), torch.nan, dtype=dtype, device=device)
+    assert_identical(gradient(activation.call, x), torch.full_like(x, activation.nan_gradient))
 
 
 @all_floats
