@@ -37,12 +37,12 @@ def elements_share_memory(tensor: Tensor) -> bool:
 
 
 def next_node_number() -> int:
-    """The number that autograd's next node takes: nothing public tells what it is making."""
+    """The number that autograd's next node takes: nothing public tells which one saves a tensor."""
     return torch._C._autograd._get_sequence_nr()
 
 
 def creation_meta(view: Tensor) -> str:
-    """How the view was made, "DEFAULT" where autograd lets it be modified: else it only raises."""
+    """How the view was made, "DEFAULT" where autograd lets it be modified; in public it raises."""
     return torch._C._autograd._get_creation_meta(view).name
 
 

@@ -18,13 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as module_hooks
 
 from .. import _ops
-from .._torch import (
-    OpOverload,
-    TorchDispatchMode,
-    has_storage,
-    next_node_number,
-    op_parameters,
-)
+from .._torch import OpOverload, TorchDispatchMode, has_storage, next_node_number, op_parameters
 from ..activations import ACTIVATIONS
 from ..memory import unwrapped
 from .interception import HANDED_OUT, OwnHooks, ReadsWithoutAnOperation, seen_through_other_hooks

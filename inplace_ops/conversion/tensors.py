@@ -23,7 +23,7 @@ _REFUSED_VIEWS = {
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in containers, nested ones too, and in the attributes and slots of objects."""
+    """The tensors in containers, nested ones too, and in objects' attributes and `__slots__`."""
     seen: set[int] = set()
     pending = [value]
     while pending:
