@@ -20,7 +20,7 @@ struct Entry {
 };
 
 inline constexpr std::tuple kActivations{Entry<ReLU>{}, Entry<LeakyReLU>{}, Entry<ReLU6>{},
-                                       Entry<SiLU>{}};
+                                         Entry<SiLU>{}};
 
 // Calls visit(entry) for each activation.
 template <class Visit>

@@ -1,10 +1,249 @@
+// x from y = x * gate(x), from a code of a few bits of x, for curves with one minimum.
+//
+// A curve's entry (activations/*.h) holds its formulas and fits. Near the minimum x is analytic in
+// +-sqrt(y - y_min), so that in the core, where nearly all inputs of a network lie, x is y over a
+// polynomial of that root. For 16-bit formats that is near enough: the kept bits tell the rest. In
+// float it is so around the minimum, and a step of Newton's method follows elsewhere.
+//
+// An entry A has, with T the storage format and C = opmath_t<T>,
+//   kMinimumX, kMinimumY, kMinimumYLow  the minimum, kMinimumYLow what kMinimumY lacks;
+//   kLeftEnd, kRightEnd                 the outputs between which estimate() is right;
+//   Point                               x, gate, and what the derivatives need;
+//   point(x), core_point(x)             at any x, and between the two ends;
+//   estimate(y, left)                   x in the core, in float, times kPatternScale;
+//   fitted(y, left), kFitIsExact        its point, and whether Newton's step may be left out;
+//   far_estimate(y, left)               x elsewhere, in float;
+//   far_point(x, y, left)               its point;
+//   moved(point, step)                  a point close to another;
+//   slope(point)                        the gate's derivative;
+//   derivative(point), second_derivative(point);
+//   inverse(y, left)                    x in double, mostly by curve_inverse(), which needs
+//   kLowestX                            the last x on the left whose gate is not 0.
 #pragma once
-#include "silu_inverse.h"
+
+#include "elementary_functions.h"
+
 namespace inplace_ops {
+
+// Kernels may work on the core and on the rest apart: a warp pays for what is far as soon as one
+// lane is, and a CPU collects it.
 enum class Region { kAny, kCore, kFar };
-template <class A> using InputCode = SiluCode<typename A::Scalar>;
-template <class A, Region region> HOST_DEVICE auto recover(typename A::Scalar y, uint32_t code, int bits) {
-  return silu_recover<typename A::Scalar, static_cast<SiluRegion>(static_cast<int>(region))>(y, code, bits);
+
+// What stands for an x on the left whose y has underflowed to -0: the derivative is 0 there.
+constexpr float kUnderflowed = -1e4f;
+
+template <class C>
+HOST_DEVICE C larger(C a, C b) {
+  return a > b ? a : b;
 }
-template <class A> HOST_DEVICE bool is_far(opmath_t<typename A::Scalar> y, bool left) { return is_silu_tail<typename A::Scalar>(y, left); }
+
+template <class C>
+HOST_DEVICE C smaller(C a, C b) {
+  return a < b ? a : b;
 }
+
+// A half's pattern, subnormals too, stands in that of a float that is 2^112 times smaller.
+template <class T>
+constexpr float kPatternScale = std::is_same_v<T, Half> ? 0x1p-112f : 1.0f;
+
+// The spacing of outputs next to the minimum, which lies between -1/2 and -1/8.
+template <class A, class T = typename A::Scalar>
+constexpr double kSpacing =
+    (A::kMinimumY < -0.25 ? 1.0 : 0.5) * (sizeof(T) == 8            ? 0x1p-54
+                                          : sizeof(T) == 4          ? 0x1p-25
+                                          : std::is_same_v<T, Half> ? 0x1p-12
+                                                                    : 0x1p-9);
+
+// +-sqrt((y - y_min) / kScale), at most 1, for the middle of the inputs that share a y: near the
+// minimum, where the curve is flat, that is a wide interval, and a little less than y has its
+// middle. Never 0, so that both branches keep their side.
+template <class A>
+HOST_DEVICE float curve_root(float y, bool left) {
+  using T = typename A::Scalar;
+  constexpr double scale = 1.0 / A::kScale, spacing = kSpacing<A>, smallest = 0.06 * spacing;
+  constexpr double lowest = A::kMinimumY + (sizeof(T) == 2 ? 0.155 : 0.15) * spacing + smallest;
+  constexpr float high = sizeof(T) == 2 ? 0.0f : float(A::kMinimumY);
+  constexpr float low = float(lowest - double(high));
+  const float above = saturate((y - high) * float(scale) - float(scale * low));
+  const float root = rough_sqrt(above + float(scale * smallest));
+  return left ? -root : root;
+}
+
+// Whether y is none of those that the core is for. What is not finite is not.
+template <class A>
+HOST_DEVICE bool is_far(float y, bool left) {
+  return !(y <= (left ? A::kLeftEnd : A::kRightEnd));
+}
+
+// Where a curve is flat its inverse needs more of y than the formula gives: this series is off by
+// half a unit in the last place.
+template <class A, int terms>
+HOST_DEVICE float near_minimum(float x, const float (&c)[terms], float elsewhere) {
+  constexpr float high = float(A::kMinimumY), low = float(A::kMinimumY - double(high));
+  const float d = x - float(A::kMinimumX), square = d * d;
+  const float series = high + (square * polynomial(c, d) + low);
+  return select(square < 0x1p-12f, series, elsewhere);
+}
+
+template <class A, class C>
+HOST_DEVICE bool is_near_minimum(C x, C distance) {
+  const C difference = x - C(A::kMinimumX);
+  return (difference < C(0) ? -difference : difference) < distance;
+}
+
+// What is kept of an input x in `bits` bits: which branch it lies on, and from its pattern the
+// bits - 1 bits from bit `shift` up. The highest of these is fixed by how far the inverse can be
+// off: half of 2^(shift + bits - 1) patterns.
+template <class A>
+class InputCode {
+ public:
+  using T = typename A::Scalar;
+  using C = opmath_t<T>;
+
+  HOST_DEVICE explicit InputCode(int bits)
+      : shift_(sizeof(T) == 8   ? 29 - bits
+               : sizeof(T) == 4 ? 14 - bits
+                                : 0),
+        kept_((1u << (bits - 1)) - 1u),
+        branch_(1u << (bits - 1)) {
+    // Of a 16-bit format: in float's pattern. With the branch alone nothing is learned of the
+    // estimate: it stays as it is.
+    constexpr int widened = std::is_same_v<T, Half> ? 13 : std::is_same_v<T, BFloat16> ? 16 : 0;
+    if (bits == 1) return;
+    cell_shift_ = shift_ + widened;
+    half_cell_ = sizeof(T) == 2 ? 0u : (1u << shift_) / 2u;
+    const uint32_t half_window = 1u << (cell_shift_ + bits - 2);
+    window_mask_ = 2u * half_window - 1u;
+    // Of two that are as near it is the one farther from 0: no step leads past 0.
+    farthest_below_ = half_window - 1u;
+  }
+
+  HOST_DEVICE uint32_t encode(T x) const {
+    const uint32_t pattern = uint32_t(bit_cast<pattern_t<T>>(x) >> shift_);
+    // In float no value lies between kMinimumX and the nearest one.
+    constexpr C nearest = C(A::kMinimumX);
+    constexpr bool nearest_is_left = double(nearest) < A::kMinimumX;
+    const bool left = nearest_is_left ? load(x) <= nearest : load(x) < nearest;
+    return (pattern & kept_) | select(left, branch_, 0u);
+  }
+
+  HOST_DEVICE bool is_left(uint32_t code) const { return code & branch_; }
+
+  // Of the values that have the kept bits the one nearest to the estimate of x, which is given
+  // times kPatternScale.
+  HOST_DEVICE C closest(C estimate, uint32_t code) const {
+    using Pattern = pattern_t<C>;
+    const Pattern pattern = bit_cast<Pattern>(estimate);
+    // The kept bits repeat every window_mask_ + 1 patterns.
+    const uint32_t wanted = (code << cell_shift_) + half_cell_;
+    const uint32_t ahead = (wanted + farthest_below_ - uint32_t(pattern)) & window_mask_;
+    const Pattern middle = pattern + ahead - farthest_below_;
+    if constexpr (std::is_same_v<T, C>) {
+      // All of the cell's 2 half_cell_ patterns are possible. Next to the minimum the estimate says
+      // nothing of them.
+      constexpr C flat = sizeof(T) == 8 ? C(1e-5) : C(0.03);
+      const Pattern first = middle - half_cell_;
+      const Pattern last = middle + larger(half_cell_, 1u) - 1u;
+      const Pattern nearest = smaller(larger(pattern, first), last);
+      return bit_cast<C>(is_near_minimum<A>(estimate, flat) ? middle : nearest);
+    } else {
+      return bit_cast<C>(middle) * (1.0f / kPatternScale<T>);
+    }
+  }
+
+ private:
+  int shift_;
+  uint32_t kept_, branch_;
+  int cell_shift_ = 0;
+  uint32_t half_cell_ = 0, window_mask_ = 0, farthest_below_ = 0;
+};
+
+// +-sqrt(y - y_min), as curve_root.
+template <class A>
+HOST_DEVICE double precise_root(double y, bool left) {
+  constexpr double spacing = kSpacing<A>;
+  const double above = y - A::kMinimumY - (A::kMinimumYLow + 0.15 * spacing);
+  const double root = sqrt(larger(above, 0.06 * spacing));
+  return left ? -root : root;
+}
+
+// In double: a series in precise_root at the minimum, otherwise Newton's steps from the estimate in
+// float, of the logarithms where y is small on the left.
+template <class A, int terms>
+HOST_DEVICE double curve_inverse(double y, bool left, const double (&series)[terms]) {
+  const double p = precise_root<A>(y, left);
+  if (!(y <= 40.0)) return y;  // NaN, or the gate rounds to 1
+  if (p > -0.02 && p < 0.02) return polynomial(series, p);
+  const float seed = float(y);
+  double x = is_far<A>(seed, left) ? A::far_estimate(seed, left) : A::estimate(seed, left);
+  if (p < -0.25) {
+    if (y == 0.0) return kUnderflowed;
+    const double log_y = log_of(-y);
+    for (int step = 0; step < 6; ++step) {
+      x = larger(x, A::kLowestX);
+      const auto at = A::point(x);
+      const double value = x * at.gate;
+      x -= (log_of(-value) - log_y) * (value / A::derivative(at));
+    }
+  } else {
+    for (int step = 0; step < 3; ++step) {
+      const auto at = A::point(x);
+      x -= (x * at.gate - y) / A::derivative(at);
+    }
+  }
+  return x;
+}
+
+template <class A>
+HOST_DEVICE auto recover_core(float y, bool left, const InputCode<A>& kept, uint32_t code) {
+  if constexpr (sizeof(typename A::Scalar) == 2) {
+    return A::core_point(kept.closest(A::estimate(y, left), code));
+  } else {
+    const auto at = A::fitted(y, left);
+    float x = at.x;
+    if constexpr (!A::kFitIsExact) {
+      const float derivative = at.gate + at.x * A::slope(at);
+      const float newton = (at.x * at.gate - y) * rough_reciprocal(derivative);
+      // Around the minimum the step is worse than the fit.
+      x -= select(is_near_minimum<A>(at.x, 0.25f), 0.0f, newton);
+    }
+    x = kept.closest(x, code);
+    auto result = A::moved(at, x - at.x);
+    result.x = x;
+    return result;
+  }
+}
+
+template <class A>
+HOST_DEVICE auto recover_far(float y, bool left, const InputCode<A>& kept, uint32_t code) {
+  using T = typename A::Scalar;
+  const float estimate = A::far_estimate(y, left) * kPatternScale<T>;
+  const auto at = A::far_point(kept.closest(estimate, code), y, left);
+  if constexpr (sizeof(T) == 2) {
+    return at;
+  } else {
+    // What the function of x has made of its rounding, y tells better.
+    const float newton = (at.x * at.gate - y) * rough_reciprocal(A::derivative(at));
+    return A::moved(at, select(left & (y < -0x1p-118f), -newton, 0.0f));
+  }
+}
+
+// The point from y and the code of x in `bits` bits.
+template <class A, Region region = Region::kAny>
+HOST_DEVICE auto recover(typename A::Scalar stored, uint32_t code, int bits) {
+  const InputCode<A> kept(bits);
+  const bool left = kept.is_left(code);
+  const auto y = load(stored);
+  if constexpr (std::is_same_v<decltype(y), const double>) {
+    return A::far_point(kept.closest(A::inverse(y, left), code), y, left);
+  } else if constexpr (region == Region::kCore) {
+    return recover_core<A>(y, left, kept, code);
+  } else if constexpr (region == Region::kFar) {
+    return recover_far<A>(y, left, kept, code);
+  } else {
+    return is_far<A>(y, left) ? recover_far<A>(y, left, kept, code)
+                              : recover_core<A>(y, left, kept, code);
+  }
+}
+
+}  // namespace inplace_ops

@@ -121,16 +121,14 @@ struct Ops<Device, Activation, Types<Arguments...>> {
   }
 
   static Tensor backward_output(Tensor grad, Tensor output, Tensor packed, DimOrder dim_order) {
-    return differentiate({&grad, &output}, &packed, dim_order, [](auto zero) {
-      return BackwardOutput<Activation<decltype(zero)>>{};
-    });
+    return differentiate({&grad, &output}, &packed, dim_order,
+                         [](auto zero) { return BackwardOutput<Activation<decltype(zero)>>{}; });
   }
 
   static Tensor double_backward(Tensor grad_grad, Tensor grad, Tensor output, Tensor packed,
                                 DimOrder dim_order) {
-    return differentiate({&grad_grad, &grad, &output}, &packed, dim_order, [](auto zero) {
-      return DoubleBackward<Activation<decltype(zero)>>{};
-    });
+    return differentiate({&grad_grad, &grad, &output}, &packed, dim_order,
+                         [](auto zero) { return DoubleBackward<Activation<decltype(zero)>>{}; });
   }
 
   static Tensor backward_derivative(Tensor grad, Tensor packed, DimOrder dim_order) {

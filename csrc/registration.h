@@ -1,8 +1,8 @@
 // The schemas of all ops, and their implementations on a device: both from the list of activations.
 //
 //   relu_(x!), relu(x)                              in place and out of place, nothing kept
-//   relu_save_mask_(x!, packed!), relu_save_mask(x, bits)      with what `save` keeps, for each save
-//   relu_backward_mask(grad, packed), relu_backward_output(grad, output)
+//   relu_save_mask_(x!, packed!), relu_save_mask(x, bits)      with what `save` keeps, for each
+//   save relu_backward_mask(grad, packed), relu_backward_output(grad, output)
 //   silu_backward_output(grad, output, packed), silu_backward_derivative(grad, packed)
 //   silu_double_backward(grad_grad, grad, output, packed)
 #pragma once
@@ -38,7 +38,8 @@ void define_ops(Library& m, Entry<Activation> entry) {
     const std::string saved = "Tensor grad, Tensor output, Tensor packed" + rest + ") -> Tensor";
     m.def((name + "_backward_output(" + saved).c_str());
     m.def((name + "_double_backward(Tensor grad_grad, " + saved).c_str());
-    m.def((name + "_backward_derivative(Tensor grad, Tensor packed" + rest + ") -> Tensor").c_str());
+    m.def(
+        (name + "_backward_derivative(Tensor grad, Tensor packed" + rest + ") -> Tensor").c_str());
   }
 }
 

@@ -1,7 +1,7 @@
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 class _Numbers(TypedDict):
-    default_bits: dict[str, dict[str, int]]
+    default_bits: dict[Literal["mask", "output", "derivative"], dict[str, int]]
     derivative_steps: dict[int, float]
 
 activations: dict[str, _Numbers]

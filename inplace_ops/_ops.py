@@ -7,6 +7,7 @@ back: `inplace_ops.autograd` wraps them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ if torch.version.cuda is not None:
 built_with_torch = _C.built_with_torch
 
 Op = torch._ops.OpOverload
+Save = Literal["mask", "output", "derivative"]
 
 
 class Ops:
@@ -56,7 +58,7 @@ class Ops:
 
         numbers = _C.activations[name]
         self.derivative_steps = numbers["derivative_steps"]
-        self.default_bits = {
+        self.default_bits: dict[Save, dict[torch.dtype, int]] = {
             save: {getattr(torch, dtype): bits for dtype, bits in by_dtype.items()}
             for save, by_dtype in numbers["default_bits"].items()
         }

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _ops
+from ._ops import Save as Save
 
 MaskSave = Literal["mask", "output"]  # where one bit tells the derivative
 OutputSave = Literal["output", "derivative"]  # elsewhere
-Save = Literal["mask", "output", "derivative"]
 
 Errors = Mapping[torch.dtype, Mapping[int, float]]
 

@@ -35,6 +35,7 @@ def run(
     """
     if activation.takes_integers and isinstance(input, Tensor) and input.dtype in _INTEGERS:
         assert activation.torch_inplace is not None
+        _refuse_inference_tensor(input)
         return activation.torch_inplace(input)
     name = activation.function
     if is_compiling():
@@ -124,11 +125,7 @@ def _compiled(
 
 
 def _without_grad(activation: Activation, input: Tensor, *arguments: Any) -> Tensor:
-    if input.is_inference() and not torch.is_inference_mode_enabled():
-        raise RuntimeError(
-            "Inplace update to inference tensor outside InferenceMode is not allowed. You can make "
-            "a clone to get a normal tensor before doing inplace update."
-        )
+    _refuse_inference_tensor(input)
     name = activation.function
     try:
         activation.ops.in_place(_local_part(input, name), _ops.dim_order_of(input), *arguments)
@@ -155,6 +152,15 @@ def _with_grad(
         return function.apply(input, packed, _ops.dim_order_of(input), *arguments)
     except NotImplementedError as error:
         raise _ops.unsupported(name, input) from error
+
+
+def _refuse_inference_tensor(input: Tensor) -> None:
+    """Raise PyTorch's error for one outside of inference mode, before it is modified."""
+    if input.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "Inplace update to inference tensor outside InferenceMode is not allowed. You can make "
+            "a clone to get a normal tensor before doing inplace update."
+        )
 
 
 def _refuse_what_autograd_refuses(input: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch.fx import Proxy, Tracer
 from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 from . import functional
-from .activations import RELU, RELU6, SILU, MaskSave, OutputSave, Save, check_bits, check_save
+from .activations import RELU, RELU6, SILU, MaskSave, OutputSave, check_bits, check_save
 from .functional import check_leaky_relu
 
 
@@ -31,10 +31,8 @@ class _InPlaceModule(nn.Module):
     torch.fx keeps their calls as calls of a module, as it does those of `torch.nn`.
     """
 
-    default_save: ClassVar[Save]
+    default_save: ClassVar[str]
     inplace: bool
-    save: Save
-    bits: int | None
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the activation."""
@@ -57,11 +55,12 @@ class _InPlaceModule(nn.Module):
 
     def extra_repr(self) -> str:
         """Return what the parent prints, and `save` and `bits` where they are not the defaults."""
+        save, bits = vars(self)["save"], vars(self).get("bits")
         parts = [super().extra_repr()]
-        if self.save != self.default_save:
-            parts.append(f"save={self.save!r}")
-        if getattr(self, "bits", None) is not None:
-            parts.append(f"bits={self.bits}")
+        if save != self.default_save:
+            parts.append(f"save={save!r}")
+        if bits is not None:
+            parts.append(f"bits={bits}")
         return ", ".join(filter(None, parts))
 
 
@@ -76,7 +75,6 @@ class ReLU(_InPlaceModule, nn.ReLU):
     """
 
     default_save = "mask"
-    save: MaskSave
 
     def __init__(self, inplace: bool = True, *, save: MaskSave = "mask") -> None:
         check_save(RELU, save)
@@ -102,7 +100,6 @@ class LeakyReLU(_InPlaceModule, nn.LeakyReLU):
     """
 
     default_save = "mask"
-    save: MaskSave
 
     def __init__(
         self, negative_slope: float = 0.01, inplace: bool = True, *, save: MaskSave = "mask"
@@ -129,7 +126,6 @@ class ReLU6(_InPlaceModule, nn.ReLU6):
     """
 
     default_save = "mask"
-    save: MaskSave
 
     def __init__(self, inplace: bool = True, *, save: MaskSave = "mask") -> None:
         check_save(RELU6, save)
@@ -155,7 +151,6 @@ class SiLU(_InPlaceModule, nn.SiLU):
     """
 
     default_save = "output"
-    save: OutputSave
 
     def __init__(
         self, inplace: bool = True, *, save: OutputSave = "output", bits: int | None = None

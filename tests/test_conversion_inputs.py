@@ -50,7 +50,8 @@ def test_subclasses() -> None:
         (Other(), 0),
         (Scaled(), 0),
         (Called(), 0),
-        (nn.ReLU6(), 0),
+        (nn.ReLU6(), 1),
+        (nn.Hardtanh(0, 6), 0),
         (changed, 0),
     ):
         model = nn.Sequential(nn.Linear(4, 4), module, nn.Linear(4, 4))

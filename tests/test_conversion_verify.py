@@ -66,7 +66,7 @@ def test_verify_checks_each_derivative(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("bits", [None, *range(1, 9)])
+@pytest.mark.parametrize("bits", [None, 1, 8])
 def test_verify_accepts_the_documented_errors(dtype: torch.dtype, bits: int | None) -> None:
     model = nn.Sequential(nn.Linear(64, 512), nn.SiLU(), nn.Linear(512, 64), nn.SiLU()).to(dtype)
     inplace_ops.convert(model, 4 * torch.randn(64, 64, dtype=dtype), bits=bits)

@@ -134,7 +134,7 @@ def test_symbolic_trace_of_a_function(activation: Activation) -> None:
 
     traced = torch.fx.symbolic_trace(function)
     called = [node.target for node in traced.graph.nodes if node.op == "call_function"]
-    assert {inplace_ops.relu_, inplace_ops.leaky_relu_, inplace_ops.silu_} & set(called)
+    assert getattr(inplace_ops, activation.entry.function) in called
     x = torch.randn(4, 6, requires_grad=True)
     assert_values(activation, traced(x), activation.reference(x * 2) + 1)
     (actual,) = torch.autograd.grad(traced(x).sum(), x)

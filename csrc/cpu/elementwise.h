@@ -16,7 +16,7 @@ namespace inplace_ops {
 
 constexpr int kBlock = 512;  // elements; the block's buffers stay in the L1 cache
 constexpr int kBlockGroups = kBlock / kGroup;
-constexpr int kVector = 16;  // elements of the widest vector
+constexpr int kVector = 16;                       // elements of the widest vector
 constexpr int64_t kGrainBlocks = 32768 / kBlock;  // PyTorch's own grain for elementwise work
 
 // Calls visit(position, length, offset, stride) for each run along the innermost dimension of the
@@ -183,9 +183,9 @@ HOST_DEVICE void run_blocks(const Functor& functor, const Geometry& geometry,
 }
 
 // run_blocks for each instruction set. What it calls is inlined into it, and so compiled for it.
-#define INPLACE_OPS_RUN_BLOCKS(name, attributes)                                        \
+#define INPLACE_OPS_RUN_BLOCKS(name, attributes)                                         \
   template <class Functor>                                                               \
-  attributes void name(const Functor& functor, const Geometry& geometry,                  \
+  attributes void name(const Functor& functor, const Geometry& geometry,                 \
                        const Operands<Functor>& operands, int64_t first, int64_t last) { \
     run_blocks(functor, geometry, operands, first, last);                                \
   }
@@ -220,8 +220,8 @@ inline InstructionSet instruction_set() {
 
 struct Cpu {
   template <class Functor>
-  static void run(const Functor& functor, const Geometry& geometry, const Operands<Functor>& operands,
-                  int /*device*/) {
+  static void run(const Functor& functor, const Geometry& geometry,
+                  const Operands<Functor>& operands, int /*device*/) {
     auto* run_range = &run_blocks_baseline<Functor>;
 #ifdef __x86_64__
     if (instruction_set() == InstructionSet::kAvx2) run_range = &run_blocks_avx2<Functor>;

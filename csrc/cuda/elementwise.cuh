@@ -170,9 +170,9 @@ struct TileBits<8> {
         const int64_t group = first_group<8>(tile, lane) + a * kWarpSize;
         UNROLL
         for (int low = 0; low < planes; low += 8)
-          store_planes<planes>(packed, low, group,
-                               {word_of_four<planes>(my.codes[a], low),
-                                word_of_four<planes>(my.codes[a] + 4, low)});
+          store_planes<planes>(
+              packed, low, group,
+              {word_of_four<planes>(my.codes[a], low), word_of_four<planes>(my.codes[a] + 4, low)});
       }
     });
   }

@@ -54,7 +54,9 @@ struct Cuda {
 }  // namespace
 }  // namespace inplace_ops
 
-STABLE_TORCH_LIBRARY_IMPL(inplace_ops, CUDA, m) { inplace_ops::register_all_ops<inplace_ops::Cuda>(m); }
+STABLE_TORCH_LIBRARY_IMPL(inplace_ops, CUDA, m) {
+  inplace_ops::register_all_ops<inplace_ops::Cuda>(m);
+}
 
 #define INPLACE_OPS_STRING_(...) #__VA_ARGS__
 #define INPLACE_OPS_STRING(...) INPLACE_OPS_STRING_(__VA_ARGS__)
