@@ -127,8 +127,8 @@ class MaskFunction(_InPlaceFunction):
         ctx.dim_order, ctx.arguments = dim_order, arguments
         ctx.save_for_backward(output if packed is None else packed)
 
-    @classmethod
-    def backward(cls, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gradient = _linear(grad, ctx.op, *ctx.saved_tensors, ctx.dim_order, *ctx.arguments)
         return gradient, None, None, *(None for _ in ctx.arguments)
 
@@ -208,12 +208,12 @@ class OutputFunction(_InPlaceFunction):
         dim_order: list[int],
         *arguments: float,
     ) -> None:
-        ctx.dim_order = dim_order
+        ctx.activation, ctx.dim_order = cls.activation, dim_order
         ctx.save_for_backward(output, packed)
 
-    @classmethod
-    def backward(cls, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        name = cls.activation.function
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        name = ctx.activation.function
         try:
             output, packed = ctx.saved_tensors
         except RuntimeError as error:
@@ -223,11 +223,12 @@ class OutputFunction(_InPlaceFunction):
                 f"{error} Here it is the output of {name}, which backward reads: "
                 f'{name}(x, save="derivative") allows its output to be modified.'
             ) from None
-        op, dim_order = cls.activation.ops.backward["output"], ctx.dim_order
+        activation, dim_order = ctx.activation, ctx.dim_order
+        op = activation.ops.backward["output"]
         gradient = _gradient(
             grad,
             lambda g: op(g, output, packed, dim_order),
-            lambda g: _OutputBackward.apply(g, output, packed, dim_order, cls.activation),
+            lambda g: _OutputBackward.apply(g, output, packed, dim_order, activation),
         )
         return gradient, None, None
 
@@ -246,21 +247,21 @@ class DerivativeFunction(_InPlaceFunction):
         dim_order: list[int],
         *arguments: float,
     ) -> None:
-        ctx.dim_order = dim_order
+        ctx.activation, ctx.dim_order = cls.activation, dim_order
         ctx.save_for_backward(packed)
 
-    @classmethod
-    def backward(cls, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             # Even where grad has no graph: nothing here would lead a second derivative to x.
             raise RuntimeError(
-                f'{cls.activation.function}(x, save="derivative") keeps the first derivative only '
+                f'{ctx.activation.function}(x, save="derivative") keeps the first derivative only '
                 'and cannot be differentiated twice, with create_graph=True: use save="output".'
             )
         (packed,) = ctx.saved_tensors
 
         def op(grad: Tensor) -> Tensor:
-            return cls.activation.ops.backward["derivative"](grad, packed, ctx.dim_order)
+            return ctx.activation.ops.backward["derivative"](grad, packed, ctx.dim_order)
 
         return _gradient(grad, op, op), None, None
 

@@ -406,6 +406,12 @@ def check(case: Case) -> Outcome:
             # In the rest PyTorch tells of a view whether its base was modified before.
             assert wording(expected.error)[:20] in wording(actual.error)
         return actual
+    called = [ROWS[name] for name in case.program if name in ROWS]
+    if any(
+        row.nan_gradient is not None and x.isnan().any()
+        for row, x in zip(called, actual.before, strict=True)
+    ):
+        return actual  # PyTorch's gradient there is not always the same
 
     errors = run(case, lambda activation, x, _: same_errors(activation, x))
     assert (actual.backward_error is None) == (errors.backward_error is None), (
