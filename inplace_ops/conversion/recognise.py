@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -45,10 +46,6 @@ class Recognised:
         return module(**self.activation.variant, **self.scalars, **arguments)
 
 
-def _x_sigmoid_x(x: Tensor) -> Tensor:
-    return x.mul(x.sigmoid())
-
-
 # Attributes that a subclass may define and still count as an alias of its base; anything else would
 # be lost on replacement.
 _ALLOWED_IN_AN_ALIAS = frozenset(
@@ -66,10 +63,10 @@ _ALLOWED_IN_AN_ALIAS = frozenset(
     }
 )
 
-# Other libraries' own modules, by name, as the libraries may not be there, and their functions.
-_BY_NAME: Mapping[str, tuple[Activation, Callable[[Tensor], Tensor]]] = {
-    "timm.layers.activations.Swish": (SILU, _x_sigmoid_x),
-    "transformers.activations.SiLUActivation": (SILU, SILU.torch_function),
+# Other libraries' own modules, by name, as the libraries may not be there.
+_BY_NAME: Mapping[str, Activation] = {
+    "timm.layers.activations.Swish": SILU,
+    "transformers.activations.SiLUActivation": SILU,
 }
 
 _BASES = {activation.torch_module for activation in ACTIVATIONS}
@@ -81,8 +78,8 @@ def recognise(module: nn.Module) -> Recognised | None:
         return None
     cls = type(module)
     known = _BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}")
-    if known:
-        return Recognised(*known, {})
+    if known is not None:
+        return Recognised(known, _forward_out_of_place(module), {})
     base = _base_of(cls)
     for activation in ACTIVATIONS:
         if activation.torch_module is base and all(
@@ -93,6 +90,13 @@ def recognise(module: nn.Module) -> Recognised | None:
                 return None
             return Recognised(activation, partial(activation.torch_function, **scalars), scalars)
     return None
+
+
+def _forward_out_of_place(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    own = copy.copy(module)
+    if getattr(own, "inplace", False):
+        own.inplace = False  # type: ignore[assignment]
+    return own.forward
 
 
 def _base_of(cls: type[nn.Module]) -> type[nn.Module]:
