@@ -7,6 +7,8 @@
 
 #include <tuple>
 
+#include "activations/gelu.h"
+#include "activations/hardswish.h"
 #include "activations/leaky_relu.h"
 #include "activations/relu.h"
 #include "activations/relu6.h"
@@ -19,8 +21,10 @@ struct Entry {
   static constexpr const char* name = Activation<float>::kName;
 };
 
-inline constexpr std::tuple kActivations{Entry<ReLU>{}, Entry<LeakyReLU>{}, Entry<ReLU6>{},
-                                         Entry<SiLU>{}};
+inline constexpr std::tuple kActivations{
+    Entry<ReLU>{}, Entry<LeakyReLU>{}, Entry<ReLU6>{},     Entry<SiLU>{},
+    Entry<GELU>{}, Entry<GELUTanh>{},  Entry<Hardswish>{},
+};
 
 // Calls visit(entry) for each activation.
 template <class Visit>

@@ -54,18 +54,47 @@ constexpr double kSpacing =
                                           : std::is_same_v<T, Half> ? 0x1p-12
                                                                     : 0x1p-9);
 
-// +-sqrt((y - y_min) / kScale), at most 1, for the middle of the inputs that share a y: near the
-// minimum, where the curve is flat, that is a wide interval, and a little less than y has its
-// middle. Never 0, so that both branches keep their side.
+constexpr double constexpr_sqrt(double x) {
+  double root = 1.0;
+  for (int step = 0; step < 30; ++step) root = 0.5 * (root + x / root);
+  return root;
+}
+
+// What to take of y - y_min in a fit: where a curve is flat, the inputs that share a y are a wide
+// interval, and the root of a little less than y is its middle. In units of the outputs' spacing,
+// and from y_min, a 16-bit output w comes of w - 1/2 to w + 1/2, and the square of the middle is,
+// from the roots of these, (w + 1/2) / 4 at the lowest output and second() at the next. Those of a
+// float or double have errors of their own.
 template <class A>
-HOST_DEVICE float curve_root(float y, bool left) {
-  using T = typename A::Scalar;
-  constexpr double scale = 1.0 / A::kScale, spacing = kSpacing<A>, smallest = 0.06 * spacing;
-  constexpr double lowest = A::kMinimumY + (sizeof(T) == 2 ? 0.155 : 0.15) * spacing + smallest;
-  constexpr float high = sizeof(T) == 2 ? 0.0f : float(A::kMinimumY);
+struct Middle {
+  static constexpr bool kIs16Bit = sizeof(typename A::Scalar) == 2;
+  static constexpr double kInUnits = -A::kMinimumY / kSpacing<A>;
+  static constexpr double kLowest = kIs16Bit ? kInUnits - double(int64_t(kInUnits + 0.5)) : 0.0;
+  static constexpr double second() {
+    return 0.5 * (1.0 + kLowest) + 0.5 * constexpr_sqrt((1.5 + kLowest) * (0.5 + kLowest));
+  }
+  // Of y - y_min: never less than kSmallest, so that both branches keep their side, after kLess has
+  // been taken away.
+  static constexpr double kSmallest =
+      (kIs16Bit ? 0.01 + 0.25 * (kLowest + 0.5) : 0.06) * kSpacing<A>;
+  static constexpr double kLess =
+      (kIs16Bit ? 1.0 + kLowest - second() : 0.15) * kSpacing<A> + kSmallest;
+};
+
+// (y - y_min) / kScale, at most 1, for the middle of the inputs that share a y,
+template <class A>
+HOST_DEVICE float squared_root(float y) {
+  constexpr double scale = 1.0 / A::kScale, lowest = A::kMinimumY + Middle<A>::kLess;
+  constexpr float high = sizeof(typename A::Scalar) == 2 ? 0.0f : float(A::kMinimumY);
   constexpr float low = float(lowest - double(high));
   const float above = saturate((y - high) * float(scale) - float(scale * low));
-  const float root = rough_sqrt(above + float(scale * smallest));
+  return above + float(scale * Middle<A>::kSmallest);
+}
+
+// and +- its square root.
+template <class A>
+HOST_DEVICE float curve_root(float y, bool left) {
+  const float root = rough_sqrt(squared_root<A>(y));
   return left ? -root : root;
 }
 
@@ -77,12 +106,14 @@ HOST_DEVICE bool is_far(float y, bool left) {
 
 // Where a curve is flat its inverse needs more of y than the formula gives: this series is off by
 // half a unit in the last place.
-template <class A, int terms>
-HOST_DEVICE float near_minimum(float x, const float (&c)[terms], float elsewhere) {
-  constexpr float high = float(A::kMinimumY), low = float(A::kMinimumY - double(high));
-  const float d = x - float(A::kMinimumX), square = d * d;
-  const float series = high + (square * polynomial(c, d) + low);
-  return select(square < 0x1p-12f, series, elsewhere);
+template <class A, class C, int terms>
+HOST_DEVICE C near_minimum(C x, const C (&c)[terms], C elsewhere) {
+  constexpr C high = C(A::kMinimumY);
+  constexpr C low = C(A::kMinimumY - double(high) + A::kMinimumYLow);
+  const C d = x - C(A::kMinimumX), square = d * d;
+  const C series = high + (square * polynomial(c, d) + low);
+  if constexpr (sizeof(C) == 8) return square < 0x1p-30 ? series : elsewhere;
+  return select(square < C(0x1p-12), float(series), float(elsewhere));
 }
 
 template <class A, class C>
@@ -161,9 +192,8 @@ class InputCode {
 // +-sqrt(y - y_min), as curve_root.
 template <class A>
 HOST_DEVICE double precise_root(double y, bool left) {
-  constexpr double spacing = kSpacing<A>;
-  const double above = y - A::kMinimumY - (A::kMinimumYLow + 0.15 * spacing);
-  const double root = sqrt(larger(above, 0.06 * spacing));
+  const double above = y - A::kMinimumY - (A::kMinimumYLow + Middle<A>::kLess);
+  const double root = sqrt(larger(above, 0.0) + Middle<A>::kSmallest);
   return left ? -root : root;
 }
 
@@ -204,8 +234,9 @@ HOST_DEVICE auto recover_core(float y, bool left, const InputCode<A>& kept, uint
     if constexpr (!A::kFitIsExact) {
       const float derivative = at.gate + at.x * A::slope(at);
       const float newton = (at.x * at.gate - y) * rough_reciprocal(derivative);
-      // Around the minimum the step is worse than the fit.
-      x -= select(is_near_minimum<A>(at.x, 0.25f), 0.0f, newton);
+      // Around the minimum the step is worse than the fit; it is NaN where the derivative is 0.
+      const float limited = A::kLeftEnd > 0.0f ? smaller(larger(newton, -0.1f), 0.1f) : newton;
+      x -= select(is_near_minimum<A>(at.x, 0.25f), 0.0f, limited);
     }
     x = kept.closest(x, code);
     auto result = A::moved(at, x - at.x);
@@ -219,7 +250,7 @@ HOST_DEVICE auto recover_far(float y, bool left, const InputCode<A>& kept, uint3
   using T = typename A::Scalar;
   const float estimate = A::far_estimate(y, left) * kPatternScale<T>;
   const auto at = A::far_point(kept.closest(estimate, code), y, left);
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (sizeof(T) == 2 || A::kLeftEnd > 0.0f) {
     return at;
   } else {
     // What the function of x has made of its rounding, y tells better.

@@ -1,12 +1,14 @@
 """In-place activations that keep a few bits per element for backward."""
 
 from .conversion import Report, Site, VerificationError, analyze, convert, revert
-from .functional import leaky_relu_, relu6_, relu_, silu_
+from .functional import gelu_, hardswish_, leaky_relu_, relu6_, relu_, silu_
 from .memory import saved_bytes
-from .modules import LeakyReLU, ReLU, ReLU6, SiLU
+from .modules import GELU, Hardswish, LeakyReLU, ReLU, ReLU6, SiLU
 
 __version__ = "0.1.0"
 __all__ = [
+    "GELU",
+    "Hardswish",
     "LeakyReLU",
     "ReLU",
     "ReLU6",
@@ -16,6 +18,8 @@ __all__ = [
     "VerificationError",
     "analyze",
     "convert",
+    "gelu_",
+    "hardswish_",
     "leaky_relu_",
     "relu6_",
     "relu_",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -142,7 +143,37 @@ SILU = Activation(
     },
 )
 
-ACTIVATIONS = (RELU, LEAKY_RELU, RELU6, SILU)
+GELU = Activation(
+    "gelu_",
+    nn.GELU,
+    F.gelu,
+    None,
+    "input",
+    _ops.ALL["gelu"],
+    variant={"approximate": "none"},
+    output_errors={},
+)
+GELU_TANH = Activation(
+    "gelu_",
+    nn.GELU,
+    partial(F.gelu, approximate="tanh"),
+    None,
+    "input",
+    _ops.ALL["gelu_tanh"],
+    variant={"approximate": "tanh"},
+    output_errors={},
+)
+HARDSWISH = Activation(
+    "hardswish_",
+    nn.Hardswish,
+    F.hardswish,
+    lambda x: F.hardswish(x, inplace=True),
+    "input",
+    _ops.ALL["hardswish"],
+    output_errors={},
+)
+
+ACTIVATIONS = (RELU, LEAKY_RELU, RELU6, SILU, GELU, GELU_TANH, HARDSWISH)
 
 
 def check_save(activation: Activation, save: str) -> None:

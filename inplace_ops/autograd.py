@@ -21,7 +21,17 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from . import _ops
-from .activations import LEAKY_RELU, RELU, RELU6, SILU, Activation, Save
+from .activations import (
+    GELU,
+    GELU_TANH,
+    HARDSWISH,
+    LEAKY_RELU,
+    RELU,
+    RELU6,
+    SILU,
+    Activation,
+    Save,
+)
 
 
 def _gradient(
@@ -299,6 +309,42 @@ class SiLUDerivativeFunction(DerivativeFunction):
     activation = SILU
 
 
+class GELUFunction(OutputFunction):
+    """`GELUFunction.apply(x, packed, dim_order)`, of x * Phi(x)."""
+
+    activation = GELU
+
+
+class GELUDerivativeFunction(DerivativeFunction):
+    """`GELUDerivativeFunction.apply(x, packed, dim_order)`, of x * Phi(x)."""
+
+    activation = GELU
+
+
+class GELUTanhFunction(OutputFunction):
+    """`GELUTanhFunction.apply(x, packed, dim_order)`, of gelu's tanh form."""
+
+    activation = GELU_TANH
+
+
+class GELUTanhDerivativeFunction(DerivativeFunction):
+    """`GELUTanhDerivativeFunction.apply(x, packed, dim_order)`, of gelu's tanh form."""
+
+    activation = GELU_TANH
+
+
+class HardswishFunction(OutputFunction):
+    """`HardswishFunction.apply(x, packed, dim_order)`, of x * clamp(x + 3, 0, 6) / 6."""
+
+    activation = HARDSWISH
+
+
+class HardswishDerivativeFunction(DerivativeFunction):
+    """`HardswishDerivativeFunction.apply(x, packed, dim_order)`, of hardswish."""
+
+    activation = HARDSWISH
+
+
 FUNCTIONS: Mapping[tuple[Activation, Save], type[_InPlaceFunction]] = {
     (function.activation, save): function
     for function in (
@@ -307,6 +353,12 @@ FUNCTIONS: Mapping[tuple[Activation, Save], type[_InPlaceFunction]] = {
         ReLU6Function,
         SiLUFunction,
         SiLUDerivativeFunction,
+        GELUFunction,
+        GELUDerivativeFunction,
+        GELUTanhFunction,
+        GELUTanhDerivativeFunction,
+        HardswishFunction,
+        HardswishDerivativeFunction,
     )
     for save in function.saves
 }

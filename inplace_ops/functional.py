@@ -10,7 +10,19 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from .activations import LEAKY_RELU, RELU, RELU6, SILU, MaskSave, OutputSave, check_bits, check_save
+from .activations import (
+    GELU,
+    GELU_TANH,
+    HARDSWISH,
+    LEAKY_RELU,
+    RELU,
+    RELU6,
+    SILU,
+    MaskSave,
+    OutputSave,
+    check_bits,
+    check_save,
+)
 from .execution import run
 
 
@@ -99,6 +111,62 @@ def silu_(input: Tensor, *, save: OutputSave = "output", bits: int | None = None
     check_save(SILU, save)
     check_bits("silu_", save, bits)
     return run(SILU, input, save, bits)
+
+
+def gelu_(
+    input: Tensor,
+    approximate: str = "none",
+    *,
+    save: OutputSave = "output",
+    bits: int | None = None,
+) -> Tensor:
+    """Replace `input` by input * Phi(input) and return `input` itself.
+
+    Phi is the normal distribution's function, or, with `approximate="tanh"`,
+    (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2 (Hendrycks, Gimpel, "Gaussian Error Linear
+    Units", 2016). PyTorch has no in-place form of it.
+
+    Args:
+        input: As for `relu_`, but floating point only.
+        approximate: "none" or "tanh".
+        save: As for `silu_`.
+        bits: As for `silu_`.
+
+    Raises:
+        ValueError: If `approximate`, `save` or `bits` is none of these.
+        Otherwise as `relu_`.
+    """
+    if has_torch_function_unary(input):
+        return _overridden(gelu_, input, approximate=approximate, save=save, bits=bits)
+    check_approximate("gelu_", approximate)
+    activation = GELU if approximate == "none" else GELU_TANH
+    check_save(activation, save)
+    check_bits("gelu_", save, bits)
+    return run(activation, input, save, bits)
+
+
+def hardswish_(input: Tensor, *, save: OutputSave = "output", bits: int | None = None) -> Tensor:
+    """Replace `input` by input * min(max(input + 3, 0), 6) / 6 and return `input` itself.
+
+    Args:
+        input: As for `relu_`, but floating point only.
+        save: As for `silu_`.
+        bits: As for `silu_`, but that `None` takes 6 in float16.
+
+    Raises:
+        As `silu_`.
+    """
+    if has_torch_function_unary(input):
+        return _overridden(hardswish_, input, save=save, bits=bits)
+    check_save(HARDSWISH, save)
+    check_bits("hardswish_", save, bits)
+    return run(HARDSWISH, input, save, bits)
+
+
+def check_approximate(name: str, approximate: str) -> None:
+    """Raise ValueError unless it names one of gelu's forms."""
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f'{name}: approximate must be "none" or "tanh", got {approximate!r}')
 
 
 def check_leaky_relu(negative_slope: float, save: str) -> None:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.fx import Proxy, Tracer
 from torch.jit import is_scripting  # type: ignore[attr-defined]
 
-from . import functional
-from .activations import RELU, RELU6, SILU, MaskSave, OutputSave, check_bits, check_save
-from .functional import check_leaky_relu
+from . import activations, functional
+from .activations import MaskSave, OutputSave, check_bits, check_save
+from .functional import check_approximate, check_leaky_relu
 
 
 def _is_traced(input: Tensor) -> bool:
@@ -77,7 +77,7 @@ class ReLU(_InPlaceModule, nn.ReLU):
     default_save = "mask"
 
     def __init__(self, inplace: bool = True, *, save: MaskSave = "mask") -> None:
-        check_save(RELU, save)
+        check_save(activations.RELU, save)
         super().__init__(inplace)
         self.save = save
 
@@ -128,7 +128,7 @@ class ReLU6(_InPlaceModule, nn.ReLU6):
     default_save = "mask"
 
     def __init__(self, inplace: bool = True, *, save: MaskSave = "mask") -> None:
-        check_save(RELU6, save)
+        check_save(activations.RELU6, save)
         super().__init__(inplace)
         self.save = save
 
@@ -155,7 +155,7 @@ class SiLU(_InPlaceModule, nn.SiLU):
     def __init__(
         self, inplace: bool = True, *, save: OutputSave = "output", bits: int | None = None
     ) -> None:
-        check_save(SILU, save)
+        check_save(activations.SILU, save)
         check_bits("SiLU", save, bits)
         super().__init__(inplace)
         self.save = save
@@ -166,3 +166,69 @@ class SiLU(_InPlaceModule, nn.SiLU):
 
     def _in_place(self, input: Tensor) -> Tensor:
         return functional.silu_(input, save=self.save, bits=self.bits)
+
+
+class GELU(_InPlaceModule, nn.GELU):
+    """`torch.nn.GELU` that overwrites its input and keeps its output and a few bits per element.
+
+    Args:
+        approximate: "none" or "tanh", see `inplace_ops.gelu_`.
+        inplace: False behaves as `torch.nn.GELU(approximate)` does.
+        save: "output" or "derivative", see `inplace_ops.gelu_`.
+        bits: Bits kept per element, None for the default, see `inplace_ops.gelu_`.
+
+    Shape: any, and the same for the output, which is the input itself.
+    """
+
+    default_save = "output"
+
+    def __init__(
+        self,
+        approximate: str = "none",
+        inplace: bool = True,
+        *,
+        save: OutputSave = "output",
+        bits: int | None = None,
+    ) -> None:
+        check_approximate("GELU", approximate)
+        check_save(activations.GELU, save)
+        check_bits("GELU", save, bits)
+        super().__init__(approximate)
+        self.inplace = inplace
+        self.save = save
+        self.bits = bits
+
+    def _torch(self, input: Tensor, inplace: bool) -> Tensor:
+        return F.gelu(input, approximate=self.approximate)
+
+    def _in_place(self, input: Tensor) -> Tensor:
+        return functional.gelu_(input, self.approximate, save=self.save, bits=self.bits)
+
+
+class Hardswish(_InPlaceModule, nn.Hardswish):
+    """`torch.nn.Hardswish` that overwrites its input, keeps its output and a few bits per element.
+
+    Args:
+        inplace: False behaves as `torch.nn.Hardswish()` does.
+        save: "output" or "derivative", see `inplace_ops.hardswish_`.
+        bits: Bits kept per element, None for the default, see `inplace_ops.hardswish_`.
+
+    Shape: any, and the same for the output, which is the input itself.
+    """
+
+    default_save = "output"
+
+    def __init__(
+        self, inplace: bool = True, *, save: OutputSave = "output", bits: int | None = None
+    ) -> None:
+        check_save(activations.HARDSWISH, save)
+        check_bits("Hardswish", save, bits)
+        super().__init__(inplace)
+        self.save = save
+        self.bits = bits
+
+    def _torch(self, input: Tensor, inplace: bool) -> Tensor:
+        return F.hardswish(input, inplace)
+
+    def _in_place(self, input: Tensor) -> Tensor:
+        return functional.hardswish_(input, save=self.save, bits=self.bits)

@@ -54,8 +54,7 @@ struct SiLU : WithoutArguments {
   HOST_DEVICE static C value(C x) {
     if constexpr (sizeof(T) == 2) return x * point(x).gate;
     const C value = x / (C(1) + exp_of(-x));
-    if constexpr (!std::is_same_v<T, float>) return value;
-    constexpr float c[] = {0.108905906f, 0.0488829f};
+    constexpr C c[] = {C(0.10890585285990005), C(0.04888293233231563)};
     return near_minimum<SiLU>(x, c, value);
   }
 
