@@ -41,6 +41,7 @@ class Activation:
         scalars: The names of its scalar arguments, attributes of the module too.
         allows_output: Whether, with these scalars, the output tells what backward needs.
         takes_integers: Whether PyTorch's function does; integers are left to it.
+        arithmetic_error: How far PyTorch's derivative, computed in float32, may be off.
         output_errors: The largest absolute error of the derivative with save="output", by dtype and
             bits; 0 where the input comes back exactly.
     """
@@ -56,6 +57,7 @@ class Activation:
     scalars: tuple[str, ...] = ()
     allows_output: Callable[..., bool] = lambda: True
     takes_integers: bool = False
+    arithmetic_error: float = 1e-6
     output_errors: Errors = field(default_factory=dict)
 
     @property
@@ -97,8 +99,7 @@ class Activation:
         tolerances against PyTorch's.
         """
         if save == "derivative":
-            # Half a step of the grid, and what computing the derivative in float32 makes.
-            arithmetic = 0.0 if dtype == torch.float64 else 1e-6
+            arithmetic = 0.0 if dtype == torch.float64 else self.arithmetic_error
             return 0.5 / self.ops.derivative_steps[bits] + arithmetic
         if save == "output" and bits < self.default_bits(save, dtype):
             return self.output_errors[dtype][bits]
@@ -151,7 +152,13 @@ GELU = Activation(
     "input",
     _ops.ALL["gelu"],
     variant={"approximate": "none"},
-    output_errors={},
+    arithmetic_error=2e-6,
+    output_errors={
+        torch.float64: {1: 3.5e-9, 8: 6e-11},
+        torch.float32: {1: 4.5e-5, 6: 3.6e-6, 8: 2e-6},
+        torch.float16: {1: 6.2e-3, 7: 0, 8: 0},
+        torch.bfloat16: {1: 1.1e-2, 5: 0, 8: 0},
+    },
 )
 GELU_TANH = Activation(
     "gelu_",
@@ -161,7 +168,13 @@ GELU_TANH = Activation(
     "input",
     _ops.ALL["gelu_tanh"],
     variant={"approximate": "tanh"},
-    output_errors={},
+    arithmetic_error=2e-6,  # its formula cancels on the left
+    output_errors={
+        torch.float64: {1: 3.5e-9, 8: 6e-11},
+        torch.float32: {1: 4.5e-5, 6: 3.6e-6, 8: 2e-6},
+        torch.float16: {1: 3.7e-3, 7: 0, 8: 0},
+        torch.bfloat16: {1: 1.1e-2, 5: 0, 8: 0},
+    },
 )
 HARDSWISH = Activation(
     "hardswish_",
@@ -170,7 +183,12 @@ HARDSWISH = Activation(
     lambda x: F.hardswish(x, inplace=True),
     "input",
     _ops.ALL["hardswish"],
-    output_errors={},
+    output_errors={
+        torch.float64: {1: 3.5e-9, 8: 9e-11},
+        torch.float32: {1: 6.6e-5, 6: 5.2e-6, 8: 2e-6},
+        torch.float16: {1: 4.8e-3, 6: 0, 8: 0},
+        torch.bfloat16: {1: 1.3e-2, 5: 0, 8: 0},
+    },
 )
 
 ACTIVATIONS = (RELU, LEAKY_RELU, RELU6, SILU, GELU, GELU_TANH, HARDSWISH)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -58,9 +59,11 @@ class Activation:
 
     @property
     def torch_inplace(self) -> Callable[[Tensor], Tensor]:
-        """PyTorch's, in place; that of SiLU, which refuses the same, where there is none."""
+        """PyTorch's, in place; where there is none, a copy of the result."""
         scalars = dict(zip(self.entry.scalars, self.scalars, strict=True))
-        return partial(self.entry.torch_inplace or table.SILU.torch_inplace, **scalars)
+        if self.entry.torch_inplace is None:
+            return lambda x: x.copy_(self.reference(x.clone()))
+        return partial(self.entry.torch_inplace, **scalars)
 
     @property
     def allows_later_writes(self) -> bool:
@@ -83,7 +86,14 @@ class Activation:
     @property
     def nan_gradient(self) -> float | None:
         """The gradient at NaN; None where it is PyTorch's, which of these differs from itself."""
-        return {"relu6": 1.0}.get(self.function)
+        return {"relu6": 1.0, "hardswish": math.nan}.get(self.function)
+
+    def own_edges(self, dtype: torch.dtype) -> Mapping[float, tuple[float, float]]:
+        """Values and gradients at what PyTorch's formulas of gelu overflow at."""
+        if self.function != "gelu":
+            return {}
+        largest = torch.finfo(dtype).max
+        return {math.inf: (math.inf, math.nan), largest: (largest, 1.0), -largest: (-0.0, 0.0)}
 
     @property
     def is_twice_differentiable(self) -> bool:
@@ -131,6 +141,9 @@ ONE_OF_EACH = tuple(
         "silu-output-default",
         "silu-output-1",
         "silu-derivative-default",
+        "gelu-none-output-default",
+        "gelu-tanh-output-default",
+        "hardswish-output-default",
     )
 )
 

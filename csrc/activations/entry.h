@@ -12,6 +12,7 @@
 //   point(x)              x with what derivative(point) and second_derivative(point) need of it;
 //   kLowestDerivative, kHighestDerivative
 //   kDefaultBits          the fewest with which the gradient passes torch.testing's tolerances;
+//   kSelectsZero          whether an infinite gradient times a derivative of 0 is 0, and not NaN;
 // and what ../curve.h needs to invert it.
 #pragma once
 
@@ -27,6 +28,11 @@ struct Types {};
 struct WithoutArguments {
   using Arguments = Types<>;
   static constexpr const char* kSchema = "";
+};
+
+struct CurveEntry : WithoutArguments {
+  static constexpr Kind kKind = Kind::kCurve;
+  static constexpr bool kSelectsZero = false;
 };
 
 }  // namespace inplace_ops

@@ -15,8 +15,7 @@ namespace inplace_ops {
 // What both forms have in common: on the left, where |x| grows with the square root of a logarithm
 // of y, a polynomial of curve_root is no good fit; one of v = sqrt(ln(y_min / y)) is.
 template <class Curve, class T>
-struct GELUBase : WithoutArguments {
-  static constexpr Kind kKind = Kind::kCurve;
+struct GELUBase : CurveEntry {
   using Scalar = T;
   using C = opmath_t<T>;
   static constexpr int kDefaultBits = sizeof(T) == 8                ? 1

@@ -12,11 +12,11 @@
 namespace inplace_ops {
 
 template <class T>
-struct Hardswish : WithoutArguments {
+struct Hardswish : CurveEntry {
   using Scalar = T;
   using C = opmath_t<T>;
-  static constexpr Kind kKind = Kind::kCurve;
   static constexpr const char* kName = "hardswish";
+  static constexpr bool kSelectsZero = true;  // as PyTorch, from -3 on
   static constexpr int kDefaultBits = sizeof(T) == 8 ? 1 : std::is_same_v<T, BFloat16> ? 5 : 6;
   static constexpr double kMinimumX = -1.5, kMinimumY = -0.375, kMinimumYLow = 0.0;
   static constexpr double kLowestDerivative = -0.5, kHighestDerivative = 1.5;

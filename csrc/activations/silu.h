@@ -11,10 +11,9 @@
 namespace inplace_ops {
 
 template <class T>
-struct SiLU : WithoutArguments {
+struct SiLU : CurveEntry {
   using Scalar = T;
   using C = opmath_t<T>;
-  static constexpr Kind kKind = Kind::kCurve;
   static constexpr const char* kName = "silu";
   static constexpr int kDefaultBits = sizeof(T) == 8                ? 1
                                       : sizeof(T) == 4              ? 6
