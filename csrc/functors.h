@@ -83,8 +83,7 @@ constexpr bool accepts_output_bits(int64_t bits) {
 }
 
 template <class Activation, class T = typename Activation::Scalar>
-struct ForwardOutput
-    : Elementwise<T, 1, PackedBitsUse::kWritten, 0, 1, Activation::kDefaultBits> {
+struct ForwardOutput : Elementwise<T, 1, PackedBitsUse::kWritten, 0, 1, Activation::kDefaultBits> {
   static constexpr bool accepts_bits(int64_t bits) { return accepts_output_bits<Activation>(bits); }
   Activation activation;
 
