@@ -1,14 +1,16 @@
 """Time of forward, backward and both, against PyTorch out of place and in place.
 
+The ratios are to PyTorch in place, or to out of place where PyTorch has no other.
+
 Every variant is verified against PyTorch out of place before it is timed. One that fails is named
 and left out, and the exit status is 1. All variants of a case are timed in turn within each
 repetition, on the same values, and a ratio is taken within each repetition, so that a busy machine
 slows both sides. A variant's input is restored outside of the timed region. "both" is the sum of a
 repetition's forward and backward.
 
-Bandwidth is the bytes that the variant cannot avoid moving over its median time: for ReLU and
-LeakyReLU each tensor read or written once, 2 forward and 3 backward (2 with a mask), for in-place
-SiLU in PyTorch 4 + 3 (the clone), and the packed bits once in each direction (variants.py).
+Bandwidth is the bytes that the variant cannot avoid moving over its median time: each tensor read
+or written once, 2 forward and 3 backward (2 without the output), where PyTorch in place clones its
+input 4 + 3, and the packed bits once in each direction (variants.py).
 `--compile` adds torch.compile of PyTorch's activation, the hardest baseline on a GPU. Python's and
 autograd's cost is in the times as far as the device has to wait for it: see bench_bandwidth.py for
 the kernels alone, bench_host.py for the host alone.
@@ -25,7 +27,7 @@ import torch
 from measure import RESULTS, Clock, Failures, machine, quartiles, table, written_to
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from variants import VARIANTS, Variant
+from variants import VARIANTS, Variant, baseline
 from verification import verify
 
 PHASES = ("forward", "backward", "both")
@@ -75,18 +77,18 @@ def measure(
         with failures.recorded(f"{activation}, {variant.name}, {dtype}, {elements} elements"):
             verify(activation, variant, x)
             passed.append(variant)
-    in_place = VARIANTS[activation][1]
-    if in_place not in passed:
+    reference = baseline(variants)
+    if reference not in passed:
         return []
     times = time_case(passed, x, grad, arguments.repetitions, clock)
 
     rows = []
     for variant, phase in itertools.product(passed, PHASES):
         first, median, third = quartiles(times[variant.name][phase])
-        base = times[in_place.name][phase]
+        base = times[reference.name][phase]
         ratios = quartiles([a / b for a, b in zip(times[variant.name][phase], base, strict=True)])
         moved = variant.bytes_moved(phase, dtype, elements)
-        base_moved = in_place.bytes_moved(phase, dtype, elements)
+        base_moved = reference.bytes_moved(phase, dtype, elements)
         rows.append(
             {
                 "activation": activation,

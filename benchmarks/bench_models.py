@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import inplace_ops
+from inplace_ops.activations import ACTIVATIONS
 from inplace_ops.conversion.library import load
 
+MODULES = tuple(entry.torch_module for entry in ACTIVATIONS)
 MODELS = (
     "timm:resnet50",
     "timm:efficientnet_b0",
@@ -82,7 +84,7 @@ def variants(model: nn.Module, x: Tensor) -> dict[str, nn.Module]:
     for variant in (in_place, out_of_place):
         for path, parent in variant.named_modules():
             for key, child in list(parent._modules.items()):
-                if isinstance(child, nn.ReLU | nn.LeakyReLU | nn.SiLU):
+                if isinstance(child, MODULES):
                     own = copy.copy(child)  # one module may be held in safe and unsafe places
                     own.inplace = variant is in_place and f"{path}.{key}".lstrip(".") in safe
                     parent._modules[key] = own

@@ -39,8 +39,10 @@ from torch import Tensor, nn
 from yolo_like import YoloLike
 
 import inplace_ops
+from inplace_ops.activations import ACTIVATIONS
 
 OUT_OF_PLACE, IN_PLACE = "torch out of place", "torch in place"  # what is compared with
+MODULES = tuple(entry.torch_module for entry in ACTIVATIONS)
 # What convert is told.
 SETTINGS: dict[str, dict[str, Any]] = {
     "inplace_ops": {},
@@ -95,7 +97,7 @@ class Training:
         self.network.to(device, memory_format=mode.memory_format).train()
         if way == OUT_OF_PLACE:
             for module in self.network.modules():
-                if isinstance(module, (nn.ReLU, nn.LeakyReLU, nn.SiLU)):
+                if isinstance(module, MODULES):
                     module.inplace = False
         elif way in SETTINGS:
             with self.autocast():

@@ -138,45 +138,45 @@ bool verify(const char* what, const char* dtype, const Grid& grid, const void* r
   return false;
 }
 
-template <int threads, bool strides, int count, class Kernel>
+template <int threads, bool strides, int count, class Functor>
 __global__ void __launch_bounds__(threads)
-    run_warps(const Kernel kernel, const Operands<Kernel> operands, int64_t elements) {
-  constexpr int warps = threads / kLanes;
-  int64_t tile = int64_t(blockIdx.x) * warps + threadIdx.x / kLanes;
+    run_warps(const Functor functor, const Operands<Functor> operands, int64_t elements) {
+  constexpr int warps = threads / kWarpSize;
+  int64_t tile = int64_t(blockIdx.x) * warps + threadIdx.x / kWarpSize;
   if constexpr (strides) {
     for (; tile * kTileElements<count> < elements; tile += int64_t(gridDim.x) * warps)
-      run_warp<count>(kernel, Dense{}, operands, elements, tile);
+      run_warp<count>(functor, Dense{}, operands, elements, tile);
   } else {
-    run_warp<count>(kernel, Dense{}, operands, elements, tile);
+    run_warp<count>(functor, Dense{}, operands, elements, tile);
   }
 }
 
-template <int threads, class Kernel>
+template <int threads, class Functor>
 auto function_of(bool strides) {
-  constexpr int count = kVectorElements<typename Kernel::Scalar>;
-  return strides ? run_warps<threads, true, count, Kernel>
-                 : run_warps<threads, false, count, Kernel>;
+  constexpr int count = kVectorElements<typename Functor::Scalar>;
+  return strides ? run_warps<threads, true, count, Functor>
+                 : run_warps<threads, false, count, Functor>;
 }
 
-template <class Kernel>
+template <class Functor>
 auto function_of(const Grid& grid) {
-  if (grid.threads == 128) return function_of<128, Kernel>(grid.strides);
-  if (grid.threads == 256) return function_of<256, Kernel>(grid.strides);
-  return function_of<512, Kernel>(grid.strides);
+  if (grid.threads == 128) return function_of<128, Functor>(grid.strides);
+  if (grid.threads == 256) return function_of<256, Functor>(grid.strides);
+  return function_of<512, Functor>(grid.strides);
 }
 
-template <class Kernel>
-void launch(const Operands<Kernel>& operands, int64_t elements, const Grid& grid) {
-  constexpr int count = kVectorElements<typename Kernel::Scalar>;
-  const auto run = function_of<Kernel>(grid);
-  const int warps = grid.threads / kLanes;
+template <class Functor>
+void launch(const Operands<Functor>& operands, int64_t elements, const Grid& grid) {
+  constexpr int count = kVectorElements<typename Functor::Scalar>;
+  const auto run = function_of<Functor>(grid);
+  const int warps = grid.threads / kWarpSize;
   int64_t blocks = (tiles_of<count>(elements) + warps - 1) / warps;
   if (grid.strides) {
     int resident = 0;
     CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, run, grid.threads, 0));
     blocks = std::min<int64_t>(blocks, resident * device.multiProcessorCount);
   }
-  run<<<dim3(blocks), grid.threads, 0, stream>>>(Kernel{}, operands, elements);
+  run<<<dim3(blocks), grid.threads, 0, stream>>>(Functor{}, operands, elements);
   CHECK(cudaGetLastError());
 }
 
@@ -193,7 +193,7 @@ cudaGraphExec_t record(const Enqueue& enqueue) {
 }
 
 // The tensors of all launches, and the bits between forward and backward.
-template <class Forward, class Backward, class Reference>
+template <class Forward, class Backward, class Reference, int planes>
 class Comparison {
  public:
   using T = typename Forward::Scalar;
@@ -220,7 +220,7 @@ class Comparison {
     CHECK(cudaGetLastError());
     std::vector<bool> forward_right, backward_right;
     for (size_t i = 0; i < forwards_.size(); ++i) {
-      CHECK(cudaMemsetAsync(memory.bits, 0xff, all * kPlanes / kGroup, stream));
+      CHECK(cudaMemsetAsync(memory.bits, 0xff, all * planes / kGroup, stream));
       CHECK(cudaMemsetAsync(memory.result, 0xff, all * sizeof(T), stream));  // NaN
       CHECK(cudaGraphLaunch(copy_input_, stream));
       const bool copied = verify<CopyReference, false, T>("copy", dtype_, kGrids[i], memory.x, all);
@@ -236,8 +236,6 @@ class Comparison {
   }
 
  private:
-  static constexpr int kPlanes = Forward::kUsualBits;
-
   void copy(void* to, const void* from) const {
     for (int64_t i = 0; i < launches_; ++i) {
       CHECK(cudaMemcpyAsync(static_cast<char*>(to) + i * size_,
@@ -248,7 +246,7 @@ class Comparison {
 
   PackedBits<uint8_t> bits(int64_t i) const {
     const int64_t plane = plane_bytes(elements_);
-    return {static_cast<uint8_t*>(memory.bits) + i * plane * kPlanes, plane, kPlanes};
+    return {static_cast<uint8_t*>(memory.bits) + i * plane * planes, plane, planes};
   }
 
   void forward(const Grid& grid) const {
@@ -263,7 +261,7 @@ class Comparison {
       const int64_t first = i * elements_;
       Operands<Backward> operands{static_cast<T*>(memory.result) + first,
                                   {static_cast<const T*>(memory.grad) + first},
-                                  {bits(i).data, bits(i).plane_stride, kPlanes}};
+                                  {bits(i).data, bits(i).plane_stride, planes}};
       if constexpr (Backward::kInputs == 2)
         operands.in[1] = static_cast<const T*>(memory.x) + first;
       launch(operands, elements_, grid);
@@ -271,7 +269,7 @@ class Comparison {
   }
 
   // The copy also restores what the kernel works on in place.
-  template <class Kernel>
+  template <class Functor>
   void time(const char* direction, const std::vector<cudaGraphExec_t>& runs, cudaGraphExec_t copy,
             const std::vector<bool>& right) const {
     struct Events {
@@ -289,7 +287,7 @@ class Comparison {
     }
     CHECK(cudaStreamSynchronize(stream));
 
-    const double moved = double(Kernel::kInputs + 1) * size_ + double(elements_) * kPlanes / 8;
+    const double moved = double(Functor::kInputs + 1) * size_ + double(elements_) * planes / 8;
     for (size_t grid = 0; grid < runs.size(); ++grid) {
       if (!right[grid]) continue;
       std::vector<double> times, copies, shares;  // in us a launch
@@ -303,7 +301,7 @@ class Comparison {
       }
       for (auto* values : {&times, &copies, &shares}) std::sort(values->begin(), values->end());
       cudaFuncAttributes attributes;
-      CHECK(cudaFuncGetAttributes(&attributes, function_of<Kernel>(kGrids[grid])));
+      CHECK(cudaFuncGetAttributes(&attributes, function_of<Functor>(kGrids[grid])));
       constexpr int half = kRepetitions / 2, quarter = kRepetitions / 4;
       printf("%s,%s,%s,%s,%lld,%s,%d,%d,%lld,%.3f,%.2f,%.2f,%.3f,%.3f,%.3f\n", device.name,
              activation_, direction, dtype_, static_cast<long long>(size_), kGrids[grid].name,
@@ -328,11 +326,10 @@ class Comparison {
 template <class T>
 void compare(const char* dtype) {
   for (const int64_t size : kSizes) {
-    Comparison<ForwardKeeping<ReLU<T>, T>, BackwardFromBits<ReLU<T>, T>, ReluReference>("ReLU",
-                                                                                        dtype, size)
+    Comparison<ForwardMask<ReLU<T>>, BackwardMask<ReLU<T>>, ReluReference, 1>("ReLU", dtype, size)
         .run();
-    Comparison<ForwardKeeping<SiLU<T>, T>, BackwardFromBoth<SiLU<T>, T>, SiluReference>("SiLU",
-                                                                                        dtype, size)
+    Comparison<ForwardOutput<SiLU<T>>, BackwardOutput<SiLU<T>>, SiluReference,
+               SiLU<T>::kDefaultBits>("SiLU", dtype, size)
         .run();
   }
 }

@@ -39,11 +39,13 @@ struct DerivativeGrid {
   HOST_DEVICE static DerivativeGrid of(int bits) {
     constexpr double lowest = Activation::kLowestDerivative;
     constexpr double highest = Activation::kHighestDerivative;
-    constexpr GridSteps grids[] = {finest_grid(lowest, highest, 8),
-                                   finest_grid(lowest, highest, 16),
-                                   finest_grid(lowest, highest, 32)};
-    const C steps = C(bits == 8 ? grids[0].steps : bits == 16 ? grids[1].steps : grids[2].steps);
-    const C zero = C(bits == 8 ? grids[0].zero : bits == 16 ? grids[1].zero : grids[2].zero);
+    constexpr GridSteps of8 = finest_grid(lowest, highest, 8);
+    constexpr GridSteps of16 = finest_grid(lowest, highest, 16);
+    constexpr GridSteps of32 = finest_grid(lowest, highest, 32);
+    const C steps = C(select(bits == 8, float(of8.steps),
+                             select(bits == 16, float(of16.steps), float(of32.steps))));
+    const C zero = C(
+        select(bits == 8, float(of8.zero), select(bits == 16, float(of16.zero), float(of32.zero))));
     return {steps, C(1) / steps, zero};
   }
 

@@ -40,7 +40,8 @@ struct Operands {
   PackedBits<std::conditional_t<kWritesBits, uint8_t, const uint8_t>> packed;
 };
 
-// Every forward overwrites x by its activation, and keeps nothing where it is given no planes.
+// Every forward overwrites x by its activation. ForwardMask and ForwardOutput keep nothing where
+// they are given no planes.
 
 // save="mask": one bit.
 template <class Activation, class T = typename Activation::Scalar>
@@ -148,7 +149,7 @@ constexpr bool accepts_derivative_bits(int64_t bits) {
 }
 
 template <class Activation, class T = typename Activation::Scalar>
-struct ForwardDerivative : Elementwise<T, 1, PackedBitsUse::kWritten, 0, kDerivativeBits<T>> {
+struct ForwardDerivative : Elementwise<T, 1, PackedBitsUse::kWritten, kDerivativeBits<T>> {
   static constexpr bool accepts_bits(int64_t bits) { return accepts_derivative_bits(bits); }
   Activation activation;
 

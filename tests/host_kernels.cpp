@@ -26,7 +26,7 @@ using namespace inplace_ops;
 // One launch: the operands' addresses, output first, and their strides in elements.
 struct Launch {
   std::vector<uintptr_t> addresses;
-  uintptr_t bits_address;
+  uintptr_t packed_address;
   int64_t plane_stride;
   int planes;
   std::vector<int64_t> sizes;
@@ -34,91 +34,126 @@ struct Launch {
   int64_t first_element;  // where the grid begins: a tensor's part past 2^31 needs no memory before
 };
 
-template <class Kernel>
-void run(const Kernel& kernel, const Launch& launch) {
-  using T = typename Kernel::Scalar;
-  Geometry geometry(Kernel::kInputs + 1);
+template <class Functor>
+void run(const Functor& functor, const Launch& launch) {
+  using T = typename Functor::Scalar;
+  if (launch.addresses.size() != Functor::kInputs + 1)
+    throw std::invalid_argument("number of operands");
+  Geometry geometry(Functor::kInputs + 1);
   for (size_t d = 0; d < launch.sizes.size(); ++d) {
     int64_t strides[kMaxOperands] = {};
-    for (int k = 0; k <= Kernel::kInputs; ++k) strides[k] = launch.strides[k][d];
+    for (int k = 0; k <= Functor::kInputs; ++k) strides[k] = launch.strides[k][d];
     geometry.push_inner(launch.sizes[d], strides);
   }
-  Operands<Kernel> operands{};
+  Operands<Functor> operands{};
   operands.out = reinterpret_cast<T*>(launch.addresses[0]);
-  for (int k = 0; k < Kernel::kInputs; ++k)
+  for (int k = 0; k < Functor::kInputs; ++k)
     operands.in[k] = reinterpret_cast<const T*>(launch.addresses[k + 1]);
-  operands.bits.data = reinterpret_cast<decltype(operands.bits.data)>(launch.bits_address);
-  operands.bits.plane_stride = launch.plane_stride;
-  operands.bits.planes = launch.planes;
+  operands.packed.data = reinterpret_cast<decltype(operands.packed.data)>(launch.packed_address);
+  operands.packed.plane_stride = launch.plane_stride;
+  operands.packed.planes = launch.planes;
 
-  choose_path(geometry, operands, [&](auto count, auto index, const auto& layout) {
-    using Index = decltype(index);
-    constexpr int warps = kThreads / kLanes;
+  choose_path(geometry, operands, [&](auto count, const auto& layout) {
+    constexpr int warps = kThreads / kWarpSize;
     const int64_t first = launch.first_element / kTileElements<count()>;
     const int64_t tiles = tiles_of<count()>(geometry.elements);
     for (int64_t tile = first; tile < (tiles + warps - 1) / warps * warps; ++tile)
-      run_warp<count()>(kernel, layout, operands, Index(geometry.elements), Index(tile));
+      run_warp<count()>(functor, layout, operands, geometry.elements, tile);
   });
 }
 
-template <class Activation, class T>
-void run_kind(const std::string& kind, const Activation& activation, const Launch& launch) {
-  if (kind == "forward")
-    run(Forward<Activation, T>{activation}, launch);
-  else if (kind == "forward_keeping")
-    run(ForwardKeeping<Activation, T>{activation}, launch);
-  else if (kind == "backward_from_bits")
-    run(BackwardFromBits<Activation, T>{activation}, launch);
-  else if (kind == "backward_from_output")
-    run(BackwardFromOutput<Activation, T>{activation}, launch);
-  else
-    throw std::invalid_argument("kind: " + kind);
-}
-
-template <class T>
-void run_activation(const std::string& name, const std::string& kind, double slope,
-                    const Launch& launch) {
-  if (name == "relu") return run_kind<ReLU<T>, T>(kind, ReLU<T>(), launch);
-  if (name == "leaky_relu") return run_kind<LeakyReLU<T>, T>(kind, LeakyReLU<T>(slope), launch);
-  if (name == "silu" && kind == "backward_from_both")
-    return run(BackwardFromBoth<SiLU<T>, T>{SiLU<T>()}, launch);
-  if (name == "silu" && kind == "double_backward")
-    return run(DoubleBackward<SiLU<T>, T>{SiLU<T>()}, launch);
-  if (name == "silu") return run_kind<SiLU<T>, T>(kind, SiLU<T>(), launch);
-  if (name == "silu_derivative")
-    return run_kind<SiLUDerivative<T>, T>(kind, SiLUDerivative<T>(), launch);
-  throw std::invalid_argument("name: " + name);
-}
-
-void run_named(const std::string& name, const std::string& kind, const std::string& dtype,
-               double slope, std::vector<uintptr_t> addresses, uintptr_t bits_address,
-               int64_t plane_stride, int planes, std::vector<int64_t> sizes,
-               std::vector<std::vector<int64_t>> strides, int64_t first_element) {
-  const Launch launch{addresses, bits_address, plane_stride, planes, sizes, strides, first_element};
-  if (dtype == "float64") return run_activation<double>(name, kind, slope, launch);
-  if (dtype == "float32") return run_activation<float>(name, kind, slope, launch);
-  if (dtype == "float16") return run_activation<Half>(name, kind, slope, launch);
-  if (dtype == "bfloat16") return run_activation<BFloat16>(name, kind, slope, launch);
-  throw std::invalid_argument("dtype: " + dtype);
-}
-
-// The share of the inputs that lie in the tails of SiLU's inverse.
-template <class T>
-double tail_share_of(int bits, const std::vector<double>& inputs) {
-  const SiLU<T> silu;
-  int64_t tails = 0;
-  for (const double input : inputs) {
-    const T x = store<T>(compute_t<T>(input));
-    tails += silu.is_tail(store<T>(silu.forward(load(x))), silu.keep(x, bits), bits);
+template <class A>
+void run_functor(const std::string& functor, const A& activation, const Launch& launch) {
+  using T = typename A::Scalar;
+  if constexpr (A::kKind == Kind::kMask) {
+    if (functor == "ForwardMask") return run(ForwardMask<A>{{}, activation}, launch);
+    if (functor == "BackwardMask") return run(BackwardMask<A>{{}, activation}, launch);
+    if (functor == "BackwardMaskOfOutput")
+      return run(BackwardMaskOfOutput<A>{{}, activation}, launch);
+  } else {
+    if (functor == "ForwardOutput") return run(ForwardOutput<A>{{}, activation}, launch);
+    if (functor == "BackwardOutput") return run(BackwardOutput<A>{{}, activation}, launch);
+    if (functor == "DoubleBackward") return run(DoubleBackward<A>{{}, activation}, launch);
+    if (functor == "ForwardDerivative") return run(ForwardDerivative<A>{{}, activation}, launch);
+    if (functor == "BackwardDerivative") {
+      const auto grid = DerivativeGrid<opmath_t<T>>::template of<A>(launch.planes);
+      return run(BackwardDerivative<T>{{}, grid}, launch);
+    }
   }
-  return double(tails) / inputs.size();
+  throw std::invalid_argument("functor: " + functor);
 }
 
-double tail_share(const std::string& dtype, int bits, const std::vector<double>& inputs) {
-  if (dtype == "float32") return tail_share_of<float>(bits, inputs);
-  if (dtype == "float16") return tail_share_of<Half>(bits, inputs);
-  if (dtype == "bfloat16") return tail_share_of<BFloat16>(bits, inputs);
+// Calls visit with a zero of the format.
+template <class Visit>
+void with_format(const std::string& dtype, const Visit& visit) {
+  if (dtype == "float64") return visit(double());
+  if (dtype == "float32") return visit(float());
+  if (dtype == "float16") return visit(Half());
+  if (dtype == "bfloat16") return visit(BFloat16());
   throw std::invalid_argument("dtype: " + dtype);
+}
+
+template <class A, class... Arguments>
+A make(Types<Arguments...>, const std::vector<double>& scalars) {
+  if (scalars.size() != sizeof...(Arguments)) throw std::invalid_argument("number of scalars");
+  [[maybe_unused]] auto scalar = scalars.begin();
+  return A{Arguments(*scalar++)...};
+}
+
+template <template <class> class Activation, class Visit>
+void visit_entry(Entry<Activation>, const std::string& dtype, const std::vector<double>& scalars,
+                 const Visit& visit) {
+  with_format(dtype, [&](auto zero) {
+    using A = Activation<decltype(zero)>;
+    visit(make<A>(typename A::Arguments{}, scalars));
+  });
+}
+
+// Calls visit with the activation of that name, over the format.
+template <class Visit>
+void with_activation(const std::string& name, const std::string& dtype,
+                     const std::vector<double>& scalars, const Visit& visit) {
+  bool found = false;
+  for_each_activation([&](auto entry) {
+    if (name != entry.name) return;
+    found = true;
+    visit_entry(entry, dtype, scalars, visit);
+  });
+  if (!found) throw std::invalid_argument("activation: " + name);
+}
+
+void run_named(const std::string& activation, const std::vector<double>& scalars,
+               const std::string& functor, const std::string& dtype,
+               std::vector<uintptr_t> addresses, uintptr_t packed_address, int64_t plane_stride,
+               int planes, std::vector<int64_t> sizes, std::vector<std::vector<int64_t>> strides,
+               int64_t first_element) {
+  const Launch launch{addresses, packed_address, plane_stride, planes,
+                      sizes,     strides,        first_element};
+  with_activation(activation, dtype, scalars,
+                  [&](const auto& made) { run_functor(functor, made, launch); });
+}
+
+// The share of the inputs that BackwardOutput takes for far.
+template <class A>
+double far_share_of(const A& activation, int bits, const std::vector<double>& inputs) {
+  using T = typename A::Scalar;
+  int64_t far = 0;
+  if constexpr (A::kKind == Kind::kCurve && !std::is_same_v<T, double>) {
+    for (const double input : inputs) {
+      const T x = store<T>(opmath_t<T>(input));
+      const T in[2] = {T{}, store<T>(activation.value(load(x)))};
+      far += BackwardOutput<A>{}.is_far(in, InputCode<A>(bits).encode(x), bits);
+    }
+  }
+  return double(far) / inputs.size();
+}
+
+double far_share(const std::string& activation, const std::string& dtype, int bits,
+                 const std::vector<double>& inputs) {
+  double share = 0.0;
+  with_activation(activation, dtype, {},
+                  [&](const auto& made) { share = far_share_of(made, bits, inputs); });
+  return share;
 }
 
 void poison(uintptr_t address, size_t size) {
@@ -131,7 +166,7 @@ void unpoison(uintptr_t address, size_t size) {
 
 PYBIND11_MODULE(host_kernels, module) {
   module.def("run", &run_named);
-  module.def("tail_share", &tail_share);
+  module.def("far_share", &far_share);
   module.def("poison", &poison);
   module.def("unpoison", &unpoison);
 }

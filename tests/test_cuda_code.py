@@ -21,11 +21,11 @@ import pytest
 import torch
 
 import inplace_ops
+from inplace_ops.activations import ACTIVATIONS
 
 # An H200 under load: its 132 multiprocessors issue four warps' instructions a cycle, so 128 lanes'
 # at the base clock, and copy 4.3 TB/s, reads and writes.
 SLOTS_A_BYTE = 132 * 128 * 1.755e9 / 4.3e12
-MOST_SLOTS = 0.95  # of those that the bytes leave
 # Opcodes by the pipe they need, and how many lanes of a multiprocessor it serves a cycle. Rates: of
 # compute capability 9.0 in "Throughput of Native Arithmetic Instructions", CUDA C++ Programming
 # Guide (Best Practices Guide since CUDA 13); 32 load/store units: NVIDIA's H100 whitepaper. Pipes:
@@ -53,35 +53,31 @@ PIPE_OF = {opcode: pipe for pipe, (_, opcodes) in PIPES.items() for opcode in op
 # Loads under way that a multiprocessor needs (Little's law): half of 4.3 TB/s over 1 us.
 BYTES_UNDER_WAY = 4.3e12 / 2 * 1e-6 / 132
 REGISTERS, THREADS, BLOCK = 65536, 2048, 256
-LANES = 32
+WARP = 32
 ACCESSES = 2  # of 16 bytes to each tensor, by a lane
 DTYPES = {"float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16}
-MASK = dict.fromkeys(DTYPES, (1,))
-# The numbers of bits by format, the usual one first.
-BITS = {
-    "ReLU": MASK,
-    "LeakyReLU": MASK,
-    "SiLU": {"float": (6, 1), "Half": (7, 1), "BFloat16": (5, 1)},
-    "SiLUDerivative": {"float": (16,), "Half": (8,), "BFloat16": (8,)},
+INPUTS = {"BackwardMaskOfOutput": 2, "BackwardOutput": 2, "DoubleBackward": 3}
+DEVIATIONS = (1.0, 1.3)  # the inputs of a network are about N(0, 1)
+
+
+class Budget(NamedTuple):
+    """What an activation may cost, and by what its code for far outputs is known.
+
+    That code, of BackwardOutput and DoubleBackward, has an instruction that nothing else takes, one
+    an element.
+    """
+
+    slots: float = 0.95  # of those that the bytes leave
+    far: str | None = None
+
+
+BUDGETS = {
+    "relu": Budget(),
+    "leaky_relu": Budget(),
+    "relu6": Budget(),
+    "silu": Budget(far="MUFU.LG2"),
 }
-FUNCTORS = {
-    "ReLU": ["Forward", "ForwardKeeping", "BackwardFromBits", "BackwardFromOutput"],
-    "LeakyReLU": ["Forward", "ForwardKeeping", "BackwardFromBits", "BackwardFromOutput"],
-    "SiLU": ["Forward", "ForwardKeeping", "BackwardFromBoth", "DoubleBackward"],
-    "SiLUDerivative": ["Forward", "ForwardKeeping", "BackwardFromBits"],
-}
-INPUTS = {"BackwardFromOutput": 2, "BackwardFromBoth": 2, "DoubleBackward": 3}
-BYTE_ACCESS = {
-    "ForwardKeeping": "STG.E.U8",
-    "BackwardFromBits": "LDG.E.U8",
-    "BackwardFromBoth": "LDG.E.U8",
-    "DoubleBackward": "LDG.E.U8",
-}
-# These treat rare values, the tails of SiLU's inverse, in code of its own, which takes a logarithm
-# an element and is the only one to do so. The inputs of a network are about N(0, 1).
-WITH_TAILS = ("BackwardFromBoth", "DoubleBackward")
-TAIL = "MUFU.LG2"
-DEVIATIONS = (1.0, 1.3)
+ANY = "any"  # the activation of what is one for all
 
 
 def find_cuobjdump() -> str | None:
@@ -110,8 +106,8 @@ def cuobjdump(*arguments: str) -> str:
 
 class Kernel(NamedTuple):
     name: str
-    functor: str
     activation: str
+    functor: str
     scalar: str
     count: int  # elements of an access
     registers: int
@@ -144,14 +140,39 @@ class Case(NamedTuple):
     def slots(self) -> float:  # an element: those that the bytes leave
         return SLOTS_A_BYTE * (self.size * (self.inputs + 1) + self.bits / 8)
 
+    @property
+    def byte_access(self) -> str:
+        return "STG.E.U8" if self.functor.startswith("Forward") else "LDG.E.U8"
 
-CASES = [
-    Case(activation, functor, scalar, bits)
-    for activation, functors in FUNCTORS.items()
-    for functor in functors
-    for scalar in DTYPES
-    for bits in (BITS[activation][scalar] if functor in BYTE_ACCESS else (0,))
-]
+    @property
+    def budget(self) -> Budget:
+        return BUDGETS.get(self.activation, Budget())
+
+    @property
+    def far(self) -> str | None:
+        return self.budget.far if self.functor in ("BackwardOutput", "DoubleBackward") else None
+
+
+def cases() -> list[Case]:
+    """Each fast version that the kernels have: csrc/functors.h."""
+    found = {}
+    for scalar, dtype in DTYPES.items():
+        for entry in ACTIVATIONS:
+            name = entry.ops.out_of_place.name().removeprefix("inplace_ops::")
+            if entry.has_mask:
+                bits = {"ForwardMask": (0, 1), "BackwardMask": (1,), "BackwardMaskOfOutput": (0,)}
+            else:
+                few = (1, entry.default_bits("output", dtype))
+                derivative = (entry.default_bits("derivative", dtype),)
+                bits = {"ForwardOutput": (0, *few), "ForwardDerivative": derivative}
+                bits |= {"BackwardOutput": few, "DoubleBackward": few}
+                found[Case(ANY, "BackwardDerivative", scalar, *derivative)] = None
+            for functor, choices in bits.items():
+                found |= {Case(name, functor, scalar, planes): None for planes in choices}
+    return list(found)
+
+
+CASES = cases()
 on_each_architecture = pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 
@@ -159,13 +180,16 @@ each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map
 @functools.cache
 def kernels(architecture: str) -> list[Kernel]:
     usage = cuobjdump("-res-usage", "-arch", architecture)
+    name = r"NS_\d+([A-Z][A-Za-z0-9]*?)"
     mangled = (
-        r"Function (\S*run_warpsILi(\d)E\wNS_\d+([A-Z]\w*?)INS_\d+([A-Z]\w*?)I"
-        r"(?:NS_\d([A-Z]\w*?)E|(\w))E\S*):\s+REG:(\d+) STACK:(\d+)"
+        rf"Function (\S*run_warpsILi(\d)E{name}I(?:{name}I)?(?:{name}E|([fd])E)\S*):"
+        r"\s+REG:(\d+) STACK:(\d+)"
     )
+    entries = {activation.replace("_", ""): activation for activation in BUDGETS}
     found = [
-        Kernel(name, functor, activation, named or {"f": "float"}.get(builtin, builtin),
-               int(count), int(registers), int(stack))
+        Kernel(name, entries[activation.lower()] if activation else ANY, functor,
+               named or {"f": "float", "d": "double"}[builtin], int(count), int(registers),
+               int(stack))
         for name, count, functor, activation, named, builtin, registers, stack
         in re.findall(mangled, usage)
     ]  # fmt: skip
@@ -179,7 +203,7 @@ def vector_kernels(architecture: str) -> dict[tuple[str, str, str], Kernel]:
     return {
         (kernel.activation, kernel.functor, kernel.scalar): kernel
         for kernel in kernels(architecture)
-        if kernel.count > 1 and kernel.scalar in DTYPES
+        if kernel.count > 1
     }
 
 
@@ -218,16 +242,16 @@ def instructions(kernel: Kernel, architecture: str) -> dict[int, Instruction]:
 
 
 @functools.cache
-def whole_tile(case: Case, architecture: str, tails: int = 0) -> Counter[Instruction]:
+def whole_tile(case: Case, architecture: str, far: int = 0) -> Counter[Instruction]:
     """The instructions on the shortest way through the kernel for a whole tile.
 
-    It passes all 16-byte stores, exactly as many accesses to packed bits as there are, and the
-    code for tails as often as asked.
+    It passes all 16-byte stores, exactly as many accesses to packed bits as there are, and the code
+    for far outputs as often as asked.
     """
     kernel = vector_kernels(architecture)[case[:3]]
     code = instructions(kernel, architecture)
-    landmarks = ["STG.E.128", BYTE_ACCESS.get(case.functor), TAIL]
-    wanted = (ACCESSES, case.byte_accesses, tails)
+    landmarks = ["STG.E.128", case.byte_access, case.far]
+    wanted = (ACCESSES, case.byte_accesses, far)
 
     State = tuple[int, tuple[int, ...]]  # an address, and the landmarks before it
     start: State = (next(iter(code)), (0, 0, 0))
@@ -277,35 +301,40 @@ def slots_needed(way: Counter[Instruction], elements: int) -> dict[str, float]:
     return slots
 
 
-def tail_share(host_kernels: ModuleType, case: Case, deviation: float) -> float:
-    """How often an input from N(0, deviation^2) lies in the tails of SiLU's inverse."""
+def far_share(host_kernels: ModuleType, case: Case, deviation: float) -> float:
+    """How often the output of an input from N(0, deviation^2) is far."""
     count = 2**18
     quantiles = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     inputs = deviation * torch.special.ndtri(quantiles)
     dtype = str(DTYPES[case.scalar]).removeprefix("torch.")
-    return host_kernels.tail_share(dtype, case.bits, inputs.tolist())
+    return host_kernels.far_share(case.activation, dtype, case.bits, inputs.tolist())
 
 
 def slots_of_a_warp(case: Case, share: float) -> dict[str, float]:
-    """As slots_needed, on average, with `share` of the elements in the tails.
+    """As slots_needed, on average, with `share` of the outputs far.
 
-    A warp runs the code for the tail of an element where one of its 32 lanes has one. That costs
-    it `tail`, and an access with any `visit` more. The shortest ways with no, one and all tails
-    tell these; for its other lanes a warp walks the one with none in any case.
+    A warp runs the code for a far output where one of its 32 lanes has one. That costs it `each`,
+    and an access with any `visit` more. The shortest ways with no, one and all outputs far tell
+    these; for its other lanes a warp walks the one with none in any case.
     """
     ways = [none := whole_tile(case, "sm_90")] * 3
     if share > 0:
-        ways = [none | whole_tile(case, "sm_90", tails) for tails in (0, 1, case.elements)]
+        ways = [none | whole_tile(case, "sm_90", far) for far in (0, 1, case.elements)]
     no, one, every = (slots_needed(way, case.elements) for way in ways)
-    tails = case.elements * (1 - (1 - share) ** LANES)
-    visits = ACCESSES * (1 - (1 - share) ** (LANES * case.elements // ACCESSES))
+    outputs = case.elements * (1 - (1 - share) ** WARP)
+    visits = ACCESSES * (1 - (1 - share) ** (WARP * case.elements // ACCESSES))
     slots = {}
     for pipe in PIPES:
         first, rest = one[pipe] - no[pipe], every[pipe] - no[pipe]
-        tail = (rest - ACCESSES * first) / (case.elements - ACCESSES)
-        visit = first - tail
-        slots[pipe] = no[pipe] + visits * visit + tails * tail
+        each = (rest - ACCESSES * first) / (case.elements - ACCESSES)
+        visit = first - each
+        slots[pipe] = no[pipe] + visits * visit + outputs * each
     return slots
+
+
+def test_every_activation_has_a_budget() -> None:
+    names = [entry.ops.out_of_place.name().removeprefix("inplace_ops::") for entry in ACTIVATIONS]
+    assert list(BUDGETS) == names
 
 
 @on_each_architecture
@@ -336,7 +365,7 @@ def test_accesses_of_a_whole_tile(case: Case, architecture: str) -> None:
     accesses = {name: n for name, n in names.items() if name.startswith(("LDG", "STG"))}
     expected = {"LDG.E.128": case.inputs * ACCESSES, "STG.E.128": ACCESSES}
     if case.bits:
-        expected[BYTE_ACCESS[case.functor]] = case.byte_accesses
+        expected[case.byte_access] = case.byte_accesses
     assert accesses == expected
     assert not any(name.startswith(("LDL", "STL", "CALL")) for name in names)
 
@@ -345,8 +374,8 @@ def test_accesses_of_a_whole_tile(case: Case, architecture: str) -> None:
 def test_cost_of_a_warp(host_kernels: ModuleType, case: Case) -> None:
     """Of sm_90 alone: the pipes, the clock and the bandwidth are an H200's."""
     shares = {"": 0.0}
-    if case.functor in WITH_TAILS:
-        shares = {f" of N(0, {d}^2)": tail_share(host_kernels, case, d) for d in DEVIATIONS}
+    if case.far:
+        shares = {f" of N(0, {d}^2)": far_share(host_kernels, case, d) for d in DEVIATIONS}
     registers = vector_kernels("sm_90")[case[:3]].registers
     most = 0.0
     for inputs, share in shares.items():
@@ -360,4 +389,4 @@ def test_cost_of_a_warp(host_kernels: ModuleType, case: Case) -> None:
         )
         most = max(most, busy[0][0])
     if case.functor != "DoubleBackward":  # a second derivative may be bound by arithmetic
-        assert most <= MOST_SLOTS
+        assert most <= case.budget.slots

@@ -46,9 +46,9 @@ struct Dense {
   }
 };
 
-// Elements in an access to aligned dense tensors: 16 bytes, or one of the formats of 1 and 8 bytes.
+// Elements in an access to aligned dense tensors: 16 bytes, or one double.
 template <class T>
-constexpr int kVectorElements = sizeof(T) == 2 || sizeof(T) == 4 ? kVectorBytes / sizeof(T) : 1;
+constexpr int kVectorElements = sizeof(T) == 8 ? 1 : kVectorBytes / sizeof(T);
 
 struct alignas(kVectorBytes) Vector {
   uint32_t a, b, c, d;
@@ -377,13 +377,16 @@ inline int64_t tiles_of(int64_t elements) {
 }
 
 // The whole tile in the one of the fast versions that is for this number of planes.
-template <int count, class Functor, int... planes>
-HOST_DEVICE void run_fast_tile(std::integer_sequence<int, planes...>, const Functor& functor,
-                               const Operands<Functor>& operands, int64_t elements, int64_t tile) {
-  ((operands.packed.planes == planes
-        ? run_tile<count, planes>(functor, Dense{}, operands, elements, tile)
-        : void()),
-   ...);
+template <int count, class Functor, int planes, int... others>
+HOST_DEVICE void run_fast_tile(std::integer_sequence<int, planes, others...>,
+                               const Functor& functor, const Operands<Functor>& operands,
+                               int64_t elements, int64_t tile) {
+  if constexpr (sizeof...(others) > 0) {
+    if (operands.packed.planes != planes)
+      return run_fast_tile<count>(std::integer_sequence<int, others...>{}, functor, operands,
+                                  elements, tile);
+  }
+  run_tile<count, planes>(functor, Dense{}, operands, elements, tile);
 }
 
 // The tile of a warp, element by element where it is not whole.
