@@ -127,7 +127,7 @@ sys.exit(sys.argv[1] == "cuda" and not _ops.cuda_version)' "$device" || {
 }
 
 # Whether the kernels are right is decided by these files. The device stands in the tests' names.
-decisive=(tests/test_{silu_inverse,values,every_kernel,cuda}.py)
+decisive=(tests/test_{curves,values,every_kernel,cuda}.py)
 check numerics 150 -k "[$device or -$device" "${decisive[@]}"
 workers=()
 "$python" -c 'import xdist' 2>/dev/null && workers=(-n "$(($(nproc) < 8 ? $(nproc) : 8))")

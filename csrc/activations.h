@@ -19,6 +19,8 @@ namespace inplace_ops {
 template <template <class> class Activation>
 struct Entry {
   static constexpr const char* name = Activation<float>::kName;
+  template <class T>
+  using Of = Activation<T>;
 };
 
 inline constexpr std::tuple kActivations{

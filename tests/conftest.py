@@ -60,16 +60,18 @@ def seed() -> int:
     return value
 
 
-def build(source: str, folder: Path, *flags: str) -> ModuleType:
-    """Compile a pybind11 module of this folder and import it."""
+def build(source: str, folder: Path, *flags: str, name: str = "") -> ModuleType:
+    """Compile a pybind11 module of this folder and import it, by default by its file's name."""
     path = Path(__file__).with_name(source)
-    library = folder / f"{path.stem}.so"
+    name = name or path.stem
+    library = folder / f"{name}.so"
+    flags = (*flags, f"-DMODULE_NAME={name}")
     command = [COMPILER, "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", *flags]
     command += [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}", str(path)]
     if SANITIZE in os.environ:
         command += ["-g1", *FLAGS]
     subprocess.run([*command, "-o", str(library)], check=True)
-    spec = importlib.util.spec_from_file_location(path.stem, library)
+    spec = importlib.util.spec_from_file_location(name, library)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -94,4 +96,12 @@ def device_numerics(
             if "fma" not in Path("/proc/cpuinfo").read_text().split():
                 pytest.skip("the processor has no fused multiply-add")
             flags.append("-mfma")
-    return build("device_numerics.cpp", tmp_path_factory.mktemp("device_numerics"), *flags)
+    name = f"device_numerics_{request.param}"
+    return build("device_numerics.cpp", tmp_path_factory.mktemp(name), *flags, name=name)
+
+
+@pytest.fixture(scope="session")
+def host_numerics(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    flags = ["-O2", "-pthread", "-DHOST_NUMERICS"]
+    folder = tmp_path_factory.mktemp("host_numerics")
+    return build("device_numerics.cpp", folder, *flags, name="host_numerics")

@@ -1,7 +1,10 @@
-// SiLU's mathematics as a GPU runs it, on the host, with the hardware's errors emulated:
-// test_device_numerics.py compiles this file and calls it with the addresses of NumPy arrays. Needs
-// neither torch nor a GPU.
+// The mathematics of the curves as a GPU runs it, on the host, with the hardware's errors emulated,
+// and, with HOST_NUMERICS defined, as the host runs it: conftest.py compiles this file, and tests
+// call it with the addresses of NumPy arrays. Needs neither torch nor a GPU. MODULE_NAME is another
+// for each build: Python takes two extensions of one name for the same.
+#ifndef HOST_NUMERICS
 #define INPLACE_OPS_HARDWARE "../tests/emulated_hardware.h"
+#endif
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -14,28 +17,40 @@
 #include <vector>
 
 #include "../csrc/activations.h"
+#include "../csrc/derivative_grid.h"
 
 namespace py = pybind11;
 using namespace inplace_ops;
 
-void set_errors(const std::array<double, hardware::kFunctions>& multiples, uint64_t seed) {
-  for (int i = 0; i < hardware::kFunctions; ++i) hardware::errors.multiples[i] = multiples[i];
-  hardware::errors.seed = seed;
-}
-
 // Calls visit with a zero of the format.
 template <class Visit>
 auto with_format(const std::string& dtype, const Visit& visit) {
+  if (dtype == "float64") return visit(double());
   if (dtype == "float32") return visit(float());
   if (dtype == "float16") return visit(Half());
   if (dtype == "bfloat16") return visit(BFloat16());
   throw std::invalid_argument("dtype: " + dtype);
 }
 
+// Calls visit with the activation of this name, one with a curve, over the format.
+template <class Visit>
+void with_curve(const std::string& name, const std::string& dtype, const Visit& visit) {
+  bool found = false;
+  const auto visit_entry = [&](auto zero, auto entry) {
+    using A = typename decltype(entry)::template Of<decltype(zero)>;
+    if constexpr (A::kKind == Kind::kCurve) visit(A());
+    found = A::kKind == Kind::kCurve;
+  };
+  for_each_activation([&](auto entry) {
+    if (name == entry.name) with_format(dtype, [&](auto zero) { visit_entry(zero, entry); });
+  });
+  if (!found) throw std::invalid_argument("name: " + name);
+}
+
 // Calls work(i) for each element, on all cores.
 template <class Work>
 void for_each(int64_t count, const Work& work) {
-  const int64_t threads = std::max(1u, std::thread::hardware_concurrency());
+  const int64_t threads = count < 1000 ? 1 : std::max(1u, std::thread::hardware_concurrency());
   std::vector<std::thread> running;
   for (int64_t t = 0; t < threads; ++t) {
     running.emplace_back([=, &work] {
@@ -45,49 +60,76 @@ void for_each(int64_t count, const Work& work) {
   for (std::thread& thread : running) thread.join();
 }
 
-// y = silu(x).
-void forward(const std::string& dtype, uintptr_t x, uintptr_t y, int64_t count) {
-  with_format(dtype, [=](auto zero) {
-    using T = decltype(zero);
-    const SiLU<T> silu;
+// The output of each input.
+void forward(const std::string& name, const std::string& dtype, uintptr_t x, uintptr_t y,
+             int64_t count) {
+  with_curve(name, dtype, [=](auto curve) {
+    using A = decltype(curve);
+    using T = typename A::Scalar;
     for_each(count, [=](int64_t i) {
-      reinterpret_cast<T*>(y)[i] = store<T>(silu.forward(load(reinterpret_cast<const T*>(x)[i])));
+      reinterpret_cast<T*>(y)[i] = store<T>(A::value(load(reinterpret_cast<const T*>(x)[i])));
     });
   });
 }
 
-// The x that backward recovers from y and the code of x, and silu' there, both in float.
-void recover(const std::string& dtype, uintptr_t x, uintptr_t y, int bits, uintptr_t recovered,
-             uintptr_t derivative, int64_t count) {
-  with_format(dtype, [=](auto zero) {
-    using T = decltype(zero);
-    const SiluCode<T> code(bits);
+// The x that backward recovers from y and the code of x, and both derivatives there, in the compute
+// type; with 0 bits those of x itself.
+void points(const std::string& name, const std::string& dtype, uintptr_t x, uintptr_t y, int bits,
+            uintptr_t recovered, uintptr_t first, uintptr_t second, int64_t count) {
+  with_curve(name, dtype, [=](auto curve) {
+    using A = decltype(curve);
+    using T = typename A::Scalar;
+    using C = opmath_t<T>;
+    const InputCode<A> code(std::max(bits, 1));
     for_each(count, [=](int64_t i) {
-      const uint32_t kept = code.encode(reinterpret_cast<const T*>(x)[i]);
-      const auto at = silu_recover(reinterpret_cast<const T*>(y)[i], kept, bits);
-      reinterpret_cast<float*>(recovered)[i] = at.x;
-      reinterpret_cast<float*>(derivative)[i] = silu_derivative(at);
+      const T input = reinterpret_cast<const T*>(x)[i];
+      const auto at = bits == 0
+                          ? A::point(load(input))
+                          : recover<A>(reinterpret_cast<const T*>(y)[i], code.encode(input), bits);
+      reinterpret_cast<C*>(recovered)[i] = at.x;
+      reinterpret_cast<C*>(first)[i] = A::derivative(at);
+      reinterpret_cast<C*>(second)[i] = A::second_derivative(at);
     });
   });
 }
 
-// silu' as save="derivative" keeps it.
-void keep_derivative(const std::string& dtype, uintptr_t x, int bits, uintptr_t derivative,
-                     int64_t count) {
-  with_format(dtype, [=](auto zero) {
-    using T = decltype(zero);
-    const SiLUDerivative<T> silu;
+// The range of the derivative, and the minimum.
+py::tuple properties(const std::string& name) {
+  py::tuple result;
+  with_curve(name, "float64", [&](auto curve) {
+    using A = decltype(curve);
+    result =
+        py::make_tuple(+A::kLowestDerivative, +A::kHighestDerivative, +A::kMinimumX, +A::kMinimumY);
+  });
+  return result;
+}
+
+// The derivative as save="derivative" keeps it.
+void keep_derivative(const std::string& name, const std::string& dtype, uintptr_t x, int bits,
+                     uintptr_t derivative, int64_t count) {
+  with_curve(name, dtype, [=](auto curve) {
+    using A = decltype(curve);
+    using T = typename A::Scalar;
+    using C = opmath_t<T>;
+    const auto grid = DerivativeGrid<C>::template of<A>(bits);
     for_each(count, [=](int64_t i) {
-      const uint32_t kept = silu.keep(reinterpret_cast<const T*>(x)[i], bits);
-      reinterpret_cast<float*>(derivative)[i] = silu.backward(1.0f, T{}, kept, bits);
+      const auto at = A::point(load(reinterpret_cast<const T*>(x)[i]));
+      reinterpret_cast<C*>(derivative)[i] = grid.decode(grid.encode(A::derivative(at)));
     });
   });
+}
+
+#ifndef HOST_NUMERICS
+void set_errors(const std::array<double, hardware::kFunctions>& multiples, uint64_t seed) {
+  for (int i = 0; i < hardware::kFunctions; ++i) hardware::errors.multiples[i] = multiples[i];
+  hardware::errors.seed = seed;
 }
 
 // What the format makes of a float: a check of the emulated conversions.
 uint32_t rounded(const std::string& dtype, float x) {
-  return with_format(dtype,
-                     [=](auto zero) { return bit_cast<uint32_t>(load(store<decltype(zero)>(x))); });
+  if (dtype == "float16") return bit_cast<uint32_t>(load(store<Half>(x)));
+  if (dtype == "bfloat16") return bit_cast<uint32_t>(load(store<BFloat16>(x)));
+  throw std::invalid_argument("dtype: " + dtype);
 }
 
 // An emulated function: a check of the emulation.
@@ -98,12 +140,16 @@ float approximation(const std::string& name, float x) {
   if (name == "sqrt") return hardware::sqrt(x);
   throw std::invalid_argument("name: " + name);
 }
+#endif
 
-PYBIND11_MODULE(device_numerics, module) {
-  module.def("set_errors", &set_errors);
+PYBIND11_MODULE(MODULE_NAME, module) {
   module.def("forward", &forward);
-  module.def("recover", &recover);
+  module.def("points", &points);
+  module.def("properties", &properties);
   module.def("keep_derivative", &keep_derivative);
+#ifndef HOST_NUMERICS
+  module.def("set_errors", &set_errors);
   module.def("rounded", &rounded);
   module.def("approximation", &approximation);
+#endif
 }

@@ -86,9 +86,7 @@ def test_dtypes(activation: Activation, device: torch.device) -> None:
         if dtype in supported:
             assert torch.equal(activation.call(x), entry.op(x.clone()))
         else:
-            with pytest.raises(
-                RuntimeError, match=rf"{name_of(activation)}\w*_: unsupported"
-            ):
+            with pytest.raises(RuntimeError, match=rf"{name_of(activation)}\w*_: unsupported"):
                 activation.call(x)
             assert (bytes(x.cpu().untyped_storage()), x._version) == (before, version)
 

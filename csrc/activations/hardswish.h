@@ -26,7 +26,7 @@ struct Hardswish : CurveEntry {
   };
 
   HOST_DEVICE static C derivative(Point at) {
-    const C inside = at.x * C(1.0 / 3) + C(0.5);
+    const C inside = (at.x + C(1.5)) * C(1.0 / 3);  // 0 at the minimum
     return at.x <= C(-3) ? C(0) : at.x >= C(3) ? C(1) : inside;
   }
 

@@ -1,0 +1,183 @@
+"""The curves whose inverse backward takes: float64 references, and what is stated of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+import inplace_ops
+from inplace_ops.activations import GELU, GELU_TANH, HARDSWISH, SILU, Activation
+
+HALVES = (torch.float16, torch.bfloat16)
+CPU = torch.device("cpu")
+
+
+def id_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Curve:
+    name: str  # of the ops
+    entry: Activation
+    minimum: float
+    exact: Callable[[Tensor], Tensor]  # the value and the derivative of a float64 tensor
+    derivative: Callable[[Tensor], Tensor]
+    # Below, 16-bit outputs are subnormal or 0 and the input is lost.
+    recovered_above: Mapping[torch.dtype, float]
+    unit: float  # float32's spacing of outputs at the minimum
+
+    @property
+    def call(self) -> Callable[..., Tensor]:
+        return partial(getattr(inplace_ops, self.entry.function), **self.entry.variant)
+
+    def default_bits(self, dtype: torch.dtype) -> int:
+        return self.entry.default_bits("output", dtype)
+
+    def all_bits(self, dtype: torch.dtype) -> tuple[int, ...]:
+        return tuple(sorted({1, self.default_bits(dtype), 8}))
+
+    def error(self, dtype: torch.dtype, bits: int) -> float:
+        """The largest absolute error of the derivative; 0: x is exact."""
+        return self.entry.output_errors[dtype][bits]
+
+
+def silu_derivative(x: Tensor) -> Tensor:
+    x = x.double()
+    s = torch.sigmoid(x)
+    return s * (1 + x * (1 - s))
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return x * torch.erfc(x / -math.sqrt(2)) / 2
+
+
+def _gelu_derivative(x: Tensor) -> Tensor:
+    density = torch.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+    return torch.erfc(x / -math.sqrt(2)) / 2 + x * density
+
+
+def _twice_u(x: Tensor) -> Tensor:
+    return math.sqrt(8 / math.pi) * (x + 0.044715 * x**3)
+
+
+def _gelu_tanh_derivative(x: Tensor) -> Tensor:
+    # Beyond, it is 0 or 1.
+    x = x.clamp(-100, 100)
+    u = _twice_u(x)
+    rate = math.sqrt(8 / math.pi) * (1 + 3 * 0.044715 * x * x)
+    return torch.sigmoid(u) + x * torch.sigmoid(u) * torch.sigmoid(-u) * rate
+
+
+def _hardswish_derivative(x: Tensor) -> Tensor:
+    return torch.where(x <= -3, 0, torch.where(x >= 3, 1, x / 3 + 0.5))
+
+
+CURVES = (
+    Curve(
+        "silu",
+        SILU,
+        -1.2784645427610738,
+        lambda x: x * torch.sigmoid(x),
+        silu_derivative,
+        {torch.float16: -20.125, torch.bfloat16: -89.0},
+        2**-25,
+    ),
+    Curve(
+        "gelu",
+        GELU,
+        -0.7517915246935645,
+        _gelu,
+        _gelu_derivative,
+        {torch.float16: -4.2, torch.bfloat16: -13.0},
+        2**-26,
+    ),
+    Curve(
+        "gelu_tanh",
+        GELU_TANH,
+        -0.7524614220710163,
+        lambda x: x * torch.sigmoid(_twice_u(x)),
+        _gelu_tanh_derivative,
+        {torch.float16: -4.05, torch.bfloat16: -9.9},
+        2**-26,
+    ),
+    Curve(
+        "hardswish",
+        HARDSWISH,
+        -1.5,
+        lambda x: x * (x + 3).clamp(0, 6) / 6,
+        _hardswish_derivative,
+        {torch.float16: -3.0, torch.bfloat16: -3.0},
+        2**-25,
+    ),
+)
+
+
+class Numerics:
+    """device_numerics.cpp over tensors."""
+
+    def __init__(self, module: ModuleType, curve: Curve) -> None:
+        self.module = module
+        self.curve = curve
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.empty_like(x)
+        dtype = id_of(x.dtype)
+        self.module.forward(self.curve.name, dtype, x.data_ptr(), y.data_ptr(), x.numel())
+        return y
+
+    def points(
+        self, x: Tensor, bits: int, y: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The x that backward finds, and both derivatives there; with 0 bits those of x itself."""
+        y = self.forward(x) if y is None else y
+        compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+        results = [torch.full(x.shape, torch.nan, dtype=compute) for _ in range(3)]
+        pointers = [result.data_ptr() for result in results]
+        self.module.points(
+            self.curve.name, id_of(x.dtype), x.data_ptr(), y.data_ptr(), bits, *pointers, x.numel()
+        )
+        return results[0], results[1], results[2]
+
+    def recover(self, x: Tensor, bits: int, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.points(x, bits, y)[:2]
+
+    def error(self, x: Tensor, bits: int, y: Tensor | None = None) -> float:
+        """The largest absolute one of the derivative."""
+        slope = self.recover(x, bits, y)[1].double()
+        error = (slope - self.curve.derivative(x.double())).abs().max().item()
+        assert error == error
+        return error
+
+
+def all_finite(dtype: torch.dtype, device: torch.device) -> Tensor:
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    return values[values.isfinite()].to(device)
+
+
+def near(center: float, widest: float, dtype: torch.dtype) -> Tensor:
+    """Values on both sides of center, at distances from `widest` down to one spacing."""
+    distances = torch.logspace(math.log10(widest), -17, 20_000, dtype=torch.float64)
+    return (center + torch.cat([distances, -distances])).to(dtype)
+
+
+def dense(dtype: torch.dtype, device: torch.device, minimum: float) -> Tensor:
+    """Every region of the inverse: the minimum, 0, both tails, subnormals."""
+    finfo = torch.finfo(dtype)
+    sizes = torch.logspace(
+        math.log10(finfo.smallest_normal),
+        math.log10(finfo.max) * 0.999,
+        20_000,
+        dtype=torch.float64,
+    )
+    subnormals = torch.arange(1, 1000, dtype=torch.float64) * (finfo.smallest_normal / 1000)
+    magnitudes = torch.cat([sizes, subnormals]).to(dtype)
+    lines = [torch.linspace(-end, end, 200_001, dtype=torch.float64) for end in (2, 25, 120, 800)]
+    values = [near(minimum, 1, dtype), near(0, 1, dtype), magnitudes, -magnitudes]
+    return torch.cat([*values, *(line.to(dtype) for line in lines)]).to(device)

@@ -1,0 +1,397 @@
+"""Gradients from the output and a few bits, over all of float16 and bfloat16, and densely.
+
+Through the ops, then as the host computes them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import partial
+from types import ModuleType
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from activations import FLOATS
+from comparison import assert_identical, gradient, patterns
+from curves import CPU, CURVES, HALVES, Curve, Numerics, all_finite, dense, id_of, near
+from torch import Tensor
+
+from inplace_ops import silu_
+
+SILU = CURVES[0]
+MINIMUM = SILU.minimum
+silu_dense = partial(dense, minimum=MINIMUM)
+derivative = SILU.derivative
+all_curves = pytest.mark.parametrize("curve", CURVES, ids=[curve.name for curve in CURVES])
+with_all_bits = pytest.mark.parametrize("which", [0, 1, -1], ids=["one", "default", "eight"])
+
+
+def bits_of(curve: Curve, dtype: torch.dtype, which: int) -> int:
+    return curve.all_bits(dtype)[which]
+
+
+def largest_error(curve: Curve, x: Tensor, **arguments: object) -> float:
+    actual = gradient(partial(curve.call, **arguments), x).double()
+    error = (actual - curve.derivative(x.double())).abs().max().item()
+    assert error == error
+    return error
+
+
+def rounding(curve: Curve, x: Tensor) -> float:
+    """The largest that rounding the derivative to x's dtype makes."""
+    exact = curve.derivative(x.double())
+    return (exact.to(x.dtype).double() - exact).abs().max().item()
+
+
+@all_curves
+@with_all_bits
+@pytest.mark.parametrize("dtype", HALVES, ids=id_of)
+def test_every_16_bit_value(
+    curve: Curve, dtype: torch.dtype, which: int, device: torch.device
+) -> None:
+    x = all_finite(dtype, device)
+    bits = bits_of(curve, dtype, which)
+    limit = curve.error(dtype, bits) or 1.001 * rounding(curve, x)
+    assert largest_error(curve, x, bits=bits) <= limit
+
+
+@all_curves
+@pytest.mark.parametrize("dtype", HALVES, ids=id_of)
+def test_default_bits_give_pytorchs_gradient(
+    curve: Curve, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Within one unit in the last place, or 2e-6, and SiLU's in nearly all places to the bit."""
+    x = all_finite(dtype, device)
+    x = x[x.abs() < 1e15]  # PyTorch's tanh form of GELU is NaN from 2^64 on
+    for scale in (1, 4):
+        if scale > 1:
+            # Below, the output is subnormal, and some inputs are lost.
+            x = x[x > curve.recovered_above[dtype]]
+        incoming = scale * (torch.ones_like(x) if scale == 1 else 2 * torch.rand_like(x) - 1)
+        actual = gradient(curve.call, x, incoming)
+        expected = gradient(curve.entry.torch_function, x, incoming)
+        units = (patterns(actual).int() - patterns(expected).int()).abs()
+        if curve is SILU:
+            units[(actual == 0) & (expected == 0)] = 0
+            assert int((units > 0).sum()) * 500 < x.numel()
+        else:
+            units[(actual.double() - expected.double()).abs() <= 2e-6 * scale] = 0
+        assert units.max() <= 1
+        torch.testing.assert_close(actual, expected)
+
+
+def recovered(x: Tensor, bits: int) -> Tensor:
+    """silu'' / silu' at the x that backward recovers, through the op."""
+    ops = SILU.entry.ops
+    y = x.clone()
+    packed = torch.empty((bits, (y.numel() + 7) // 8), dtype=torch.uint8, device=x.device)
+    ops.save_in_place["output"](y, packed, [])
+    ones = torch.ones_like(y)
+    assert ops.double_backward is not None
+    return ops.double_backward(ones, ones, y, packed, [])
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=id_of)
+def test_default_bits_recover_the_input(dtype: torch.dtype, device: torch.device) -> None:
+    # The ratio tells an x from its neighbours everywhere but far to the right, and best next to the
+    # minimum, where the float32 arithmetic leaves silu' an absolute error of 2e-7.
+    x = all_finite(dtype, device)
+    # Below, so many inputs share a subnormal output that the bits do not tell them apart, or all 0.
+    x = x[x > (-20.125 if dtype == torch.float16 else -89)]
+    exact = x.double()
+    s = torch.sigmoid(exact)
+    first = s * (1 + exact * (1 - s))
+    ratio = s * (1 - s) * (2 + exact * (1 - 2 * s)) / first
+    actual = recovered(x, SILU.default_bits(dtype)).double()
+    error = (actual - ratio).abs()
+    relative = torch.where(exact < -2, 1e-5, 2e-7 / first.abs().clamp(max=1))
+    limit = (torch.finfo(dtype).eps / 2 + relative) * ratio.abs() + 1e-6
+    assert (error <= limit).all()
+
+
+@all_curves
+@with_all_bits
+def test_every_float32_around_the_minimum(curve: Curve, which: int, device: torch.device) -> None:
+    ends = torch.tensor([abs(curve.minimum) - 0.15, abs(curve.minimum) + 0.15]).view(torch.int32)
+    x = -torch.arange(*ends.tolist(), dtype=torch.int32).view(torch.float32).to(device)
+    bits = bits_of(curve, torch.float32, which)
+    assert largest_error(curve, x, bits=bits) <= curve.error(torch.float32, bits)
+
+
+@all_curves
+@with_all_bits
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=id_of)
+def test_dense_samples(curve: Curve, dtype: torch.dtype, which: int, device: torch.device) -> None:
+    x = dense(dtype, device, curve.minimum)
+    bits = bits_of(curve, dtype, which)
+    assert largest_error(curve, x, bits=bits) <= curve.error(dtype, bits)
+    if bits >= curve.default_bits(dtype):
+        x = x[x.abs() < 1e15]
+        actual = gradient(partial(curve.call, bits=bits), x)
+        torch.testing.assert_close(actual, gradient(curve.entry.torch_function, x))
+
+
+@all_curves
+def test_default_bits_of_float32_near_the_minimum(curve: Curve, device: torch.device) -> None:
+    x = torch.cat([near(curve.minimum, widest, torch.float32) for widest in (1e-2, 1)]).to(device)
+    torch.testing.assert_close(gradient(curve.call, x), gradient(curve.entry.torch_function, x))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+def test_against_lambert_w(dtype: torch.dtype, left: bool, device: torch.device) -> None:
+    # x = y + W(y exp(-y)), from the outputs, without a look at the input.
+    special = pytest.importorskip("scipy.special")
+    x = (torch.linspace(-9, -1.5, 500) if left else torch.linspace(-1, 8, 500)).to(dtype).to(device)
+    y = silu_(x.clone()).cpu()
+    exact = y.double().numpy()
+    inverse = exact + special.lambertw(exact * np.exp(-exact), -1 if left else 0).real
+    inverse[exact == 0] = 0.0  # of either sign
+    expected = derivative(torch.from_numpy(inverse))
+    actual = gradient(partial(silu_, bits=1), x).cpu().double()
+    # 16-bit kernels fit the derivative to 3.5e-4, and the gradient is rounded to the dtype.
+    limit = {
+        torch.float64: 1e-13,
+        torch.float32: 2e-6,
+        torch.float16: 8.5e-4,
+        torch.bfloat16: 4.6e-3,
+    }
+    # Where silu is flat y's rounding moves the inverse: the branch is cut off at 0.2 from there.
+    assert (actual - expected).abs().max() <= limit[dtype]
+
+
+def test_float64_against_mpmath(device: torch.device) -> None:
+    with mpmath.workdps(40):
+        points = [-700.5, -87.25, -40.0, -5.5, MINIMUM - 1e-5, MINIMUM + 1e-4, -1.25, -1e-300, 0.0]
+        points += [1e-12, 0.75, 3.0, 36.5, 700.0]
+        x = torch.tensor(points, dtype=torch.float64, device=device)
+        expected = []
+        for point in points:
+            s = 1 / (1 + mpmath.exp(-mpmath.mpf(point)))
+            expected.append(float(s * (1 + mpmath.mpf(point) * (1 - s))))
+    actual = gradient(silu_, x).cpu()
+    assert (actual - torch.tensor(expected, dtype=torch.float64)).abs().max() <= 5e-11
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+def test_left_tail_to_underflow(dtype: torch.dtype, device: torch.device) -> None:
+    end = {torch.float16: -20.0, torch.bfloat16: -88.0, torch.float32: -87.0, torch.float64: -700.0}
+    x = torch.linspace(end[dtype], -3, 5000, dtype=torch.float64).to(dtype).to(device)
+    actual = gradient(silu_, x).double()
+    expected = derivative(x)
+    torch.testing.assert_close(actual.to(dtype), gradient(F.silu, x))
+    if dtype != torch.float32:
+        # x is exact: the relative error is the dtype's, but where the result is subnormal.
+        relative = 1e-12 if dtype == torch.float64 else torch.finfo(dtype).eps
+        limit = relative * expected.abs() + torch.finfo(dtype).smallest_normal * 1e-3
+        assert ((actual - expected).abs() <= limit).all()
+
+
+@all_curves
+@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+@pytest.mark.parametrize("bits", [8, 16, 32])
+def test_derivative_codes(
+    curve: Curve, dtype: torch.dtype, bits: int, device: torch.device
+) -> None:
+    x = all_finite(dtype, device) if dtype in HALVES else dense(dtype, device, curve.minimum)
+    error = largest_error(curve, x, save="derivative", bits=bits)
+    limit = curve.entry.derivative_error("derivative", dtype, bits)
+    assert error <= limit + 1.01 * rounding(curve, x)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+@pytest.mark.parametrize("bits", [None, 8, 16, 32])
+def test_derivative_codes_of_zero_one_and_nan(
+    dtype: torch.dtype, bits: int | None, device: torch.device
+) -> None:
+    x = torch.tensor([-900.0, 900.0, torch.nan, -torch.inf, torch.inf], dtype=dtype, device=device)
+    actual = gradient(partial(silu_, save="derivative", bits=bits), x)
+    # PyTorch's gradient at +inf is NaN, as inf * 0.
+    expected = torch.tensor([0, 1, torch.nan, torch.nan, torch.nan], dtype=dtype, device=device)
+    assert_identical(actual + 0.0, expected)
+    torch.testing.assert_close(actual, gradient(F.silu, x), rtol=0, atol=0, equal_nan=True)
+
+
+def test_derivative_codes_are_the_nearest(device: torch.device) -> None:
+    # 8 bits: every value is on the grid of steps of 1/212, and the nearest one of it.
+    x = silu_dense(torch.float64, device)
+    actual = gradient(partial(silu_, save="derivative", bits=8), x) * 212
+    torch.testing.assert_close(actual, actual.round(), rtol=0, atol=1e-12)
+    exact = derivative(x) * 212
+    nearest = exact.round()
+    is_clear = (exact - exact.floor() - 0.5).abs() > 1e-6
+    assert torch.equal(actual.round()[is_clear], nearest[is_clear])
+    assert nearest.min() >= -21
+    assert nearest.max() <= 233
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+def test_default_derivative_bits(dtype: torch.dtype, device: torch.device) -> None:
+    x = silu_dense(dtype, device).clamp(-1000, 1000)
+    given = gradient(partial(silu_, save="derivative"), x)
+    asked = gradient(
+        partial(silu_, save="derivative", bits=SILU.entry.default_bits("derivative", dtype)), x
+    )
+    assert_identical(given, asked)
+
+
+@all_curves
+@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+def test_values(host_numerics: ModuleType, curve: Curve, dtype: torch.dtype) -> None:
+    x = all_finite(dtype, CPU) if dtype in HALVES else dense(dtype, CPU, curve.minimum)
+    # Hardswish is inf above the largest value over 6, as PyTorch's.
+    x = x[x < torch.finfo(dtype).max / 7]
+    actual = Numerics(host_numerics, curve).forward(x)
+    torch.testing.assert_close(actual, curve.exact(x.double()).to(dtype))
+    assert torch.equal(actual.signbit(), x.signbit())
+
+
+@all_curves
+def test_values_in_the_left_tail(host_numerics: ModuleType, curve: Curve) -> None:
+    """Relatively, until they underflow."""
+    for dtype, limit in ((torch.float64, 1e-11), (torch.float32, 2e-5)):
+        x = torch.linspace(-80, -1, 100_001, dtype=torch.float64).to(dtype)
+        exact = curve.exact(x.double())
+        x = x[exact < -1e-35]
+        error = Numerics(host_numerics, curve).forward(x).double() / exact[exact < -1e-35] - 1
+        assert error.abs().max() <= limit
+
+
+@all_curves
+@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+def test_errors(host_numerics: ModuleType, curve: Curve, dtype: torch.dtype) -> None:
+    """The table; where x is exact, of the float32 formula and a rounding."""
+    numerics = Numerics(host_numerics, curve)
+    x = all_finite(dtype, CPU) if dtype in HALVES else dense(dtype, CPU, curve.minimum)
+    for bits in curve.all_bits(dtype):
+        assert numerics.error(x, bits) <= (curve.error(dtype, bits) or 1e-6)
+    assert numerics.error(x, 0) <= (1e-14 if dtype == torch.float64 else 6e-7)
+
+
+@all_curves
+@pytest.mark.parametrize("dtype", HALVES, ids=id_of)
+def test_inputs_are_recovered(host_numerics: ModuleType, curve: Curve, dtype: torch.dtype) -> None:
+    numerics = Numerics(host_numerics, curve)
+    x = all_finite(dtype, CPU)
+    x = x[(x > curve.recovered_above[dtype]) & (x < 20)]
+    for bits in (curve.default_bits(dtype), 8):
+        recovered, slope = numerics.recover(x, bits)
+        assert torch.equal(recovered, x.float())
+        expected = curve.derivative(x.double()).to(dtype)
+        units = (patterns(slope.to(dtype)).int() - patterns(expected).int()).abs()
+        units[(slope.double() - curve.derivative(x.double())).abs() <= 2e-6] = 0
+        assert units.max() <= 1
+
+
+@all_curves
+@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+def test_gradients_are_pytorchs(
+    host_numerics: ModuleType, curve: Curve, dtype: torch.dtype
+) -> None:
+    x = all_finite(dtype, CPU) if dtype in HALVES else dense(dtype, CPU, curve.minimum)
+    if curve.name == "gelu_tanh":
+        x = x.clamp(-6e4, 6e4)  # PyTorch's is NaN where x^3 overflows
+    expected = gradient(curve.entry.torch_function, x)
+    for bits in (0, curve.default_bits(dtype), 8):
+        actual = Numerics(host_numerics, curve).points(x, bits)[1]
+        torch.testing.assert_close(actual.to(dtype), expected)
+
+
+@all_curves
+@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+def test_edges(host_numerics: ModuleType, curve: Curve, dtype: torch.dtype) -> None:
+    """As PyTorch's, of one element; Hardswish's gradient at NaN is NaN."""
+    numerics = Numerics(host_numerics, curve)
+    largest = torch.finfo(dtype).max
+    edges = [torch.inf, -torch.inf, torch.nan, 0.0, -0.0, largest, -largest, 1e4, -1e4]
+    for edge in [*edges, 3.0, -3.0] if curve.name == "hardswish" else edges:
+        x = torch.tensor([edge], dtype=dtype)
+        assert_identical(numerics.forward(x), curve.entry.torch_function(x), f"value at {edge}")
+        expected = (
+            gradient(curve.entry.torch_function, x) if abs(edge) != largest else x.sign().clamp(0)
+        )
+        expected = expected if edge == edge else x
+        for bits in (0, *curve.all_bits(dtype)):
+            slope = numerics.points(x, bits)[1].to(dtype) + 0.0
+            torch.testing.assert_close(slope, expected, equal_nan=True)
+
+
+@all_curves
+@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+def test_second_derivative(host_numerics: ModuleType, curve: Curve, dtype: torch.dtype) -> None:
+    """Against differences of the first."""
+    x = torch.linspace(-8, 8, 4001, dtype=torch.float64).to(dtype)
+    x = x[(x.double().abs() - 3).abs() > 0.01] if curve.name == "hardswish" else x
+    step = 1e-5
+    first = [curve.derivative(x.double() + side) for side in (-step, step)]
+    expected = (first[1] - first[0]) / (2 * step)
+    _, _, second = Numerics(host_numerics, curve).points(x, 8)
+    assert (second.double() - expected).abs().max() <= (5e-6 if dtype != torch.float64 else 1e-8)
+
+
+@all_curves
+def test_range_of_the_derivative(host_numerics: ModuleType, curve: Curve) -> None:
+    lowest, highest, minimum, value = host_numerics.properties(curve.name)
+    x = torch.linspace(-3 + 1e-6, 3 - 1e-6, 1_000_001, dtype=torch.float64)
+    slopes = curve.derivative(x)
+    assert slopes.min().item() == pytest.approx(lowest, abs=1e-6)
+    assert slopes.max().item() == pytest.approx(highest, abs=1e-6)
+    assert lowest <= slopes.min() + 1e-15
+    assert highest >= slopes.max() - 1e-15
+    assert minimum == curve.minimum
+    assert curve.exact(torch.tensor(minimum, dtype=torch.float64)).item() == pytest.approx(value)
+
+
+@all_curves
+def test_float64_is_inverted(host_numerics: ModuleType, curve: Curve) -> None:
+    """All over the left tail, the minimum and the right the inverse is right to a few units."""
+    x = torch.cat([torch.linspace(-30, 30, 20_001), near(curve.minimum, 1, torch.float64)]).double()
+    if curve.name == "hardswish":
+        x = x[x > -3]
+    x = x[curve.exact(x).abs() > 1e-280]
+    recovered = Numerics(host_numerics, curve).recover(x, 1)[0]
+    away = ((x - curve.minimum).abs() > 1e-2) & (x < 20)
+    assert ((recovered - x) / x)[away & (x != 0)].abs().max() <= 1e-12
+
+
+# One check of each kind, in a process that runs another instruction set.
+CHECKS = [
+    f"{test}[{parameters}]"
+    for test, parameters in [
+        ("test_curves.py::test_every_16_bit_value", "cpu-float16-one-silu"),
+        ("test_curves.py::test_every_16_bit_value", "cpu-bfloat16-default-gelu"),
+        ("test_curves.py::test_default_bits_give_pytorchs_gradient", "cpu-float16-silu"),
+        ("test_curves.py::test_default_bits_give_pytorchs_gradient", "cpu-bfloat16-hardswish"),
+        ("test_curves.py::test_every_float32_around_the_minimum", "cpu-default-gelu_tanh"),
+        ("test_curves.py::test_dense_samples", "cpu-float32-one-silu"),
+        ("test_curves.py::test_dense_samples", "cpu-float32-eight-mish"),
+        ("test_curves.py::test_dense_samples", "cpu-float64-one-gelu"),
+        ("test_curves.py::test_left_tail_to_underflow", "cpu-float32"),
+        ("test_curves.py::test_derivative_codes", "cpu-8-float16-silu"),
+        ("test_curves.py::test_derivative_codes", "cpu-16-float32-silu"),
+    ]
+]
+
+
+CHECKS += [
+    f"test_values.py::{test}"
+    for test in ("test_every_length", "test_edge_values", "test_edge_gradients")
+]
+
+
+@pytest.mark.parametrize("instruction_set", ["baseline", "avx2"])
+def test_instruction_sets(instruction_set: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *CHECKS],
+        cwd=os.path.dirname(__file__),
+        env={**os.environ, "INPLACE_OPS_CPU": instruction_set},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr
+    assert "passed" in result.stdout
