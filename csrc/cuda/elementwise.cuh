@@ -323,6 +323,7 @@ HOST_DEVICE void run_tile(const Functor& functor, const Layout& layout,
   using T = typename Functor::Scalar;
   auto packed = operands.packed;
   if constexpr (count > 1) packed.planes = planes;
+  const int bits = packed.planes > 0 ? packed.planes : 1;  // without planes nobody reads the codes
   Lanes<LaneState<Functor, count>> lanes;
   lanes.each([&](auto& my, unsigned lane) {
     if constexpr (count > 1) {
@@ -356,7 +357,7 @@ HOST_DEVICE void run_tile(const Functor& functor, const Layout& layout,
   lanes.each([&](auto& my, unsigned lane) {
     UNROLL
     for (int a = 0; a < kAccesses; ++a) {
-      compute(functor, my, a, packed.planes);
+      compute(functor, my, a, bits);
       const int64_t first = first_element<count>(tile, a, lane);
       if constexpr (count > 1) {
         store_vector(operands.out + first, my.out[a]);
