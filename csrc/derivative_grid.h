@@ -16,6 +16,11 @@ struct GridSteps {
   double steps, zero;
 };
 
+// Whether steps * (1 / steps) is 1 in float and in double.
+constexpr bool has_exact_reciprocal(double steps) {
+  return float(steps) * (1.0f / float(steps)) == 1.0f && steps * (1.0 / steps) == 1.0;
+}
+
 // The finest grid of `bits` bits from the derivative's lowest to its highest value. Exact in float.
 constexpr GridSteps finest_grid(double lowest, double highest, int bits) {
   if (bits > 16) {
@@ -27,7 +32,8 @@ constexpr GridSteps finest_grid(double lowest, double highest, int bits) {
   for (int64_t steps = int64_t(codes / (highest - lowest));; --steps) {
     // A quarter of a step beyond the range is for the derivative's own error: code 0 is NaN's.
     const int64_t zero = int64_t(1.75 - lowest * steps);
-    if (highest * steps + zero + 0.75 < codes) return {double(steps), double(zero)};
+    if (highest * steps + zero + 0.75 < codes && has_exact_reciprocal(double(steps)))
+      return {double(steps), double(zero)};
   }
 }
 

@@ -28,11 +28,13 @@ MINIMUM = SILU.minimum
 silu_dense = partial(dense, minimum=MINIMUM)
 derivative = SILU.derivative
 all_curves = pytest.mark.parametrize("curve", CURVES, ids=[curve.name for curve in CURVES])
-with_all_bits = pytest.mark.parametrize("which", [0, 1, -1], ids=["one", "default", "eight"])
+with_all_bits = pytest.mark.parametrize("which", [0, 1, 2], ids=["one", "default", "eight"])
 
 
-def bits_of(curve: Curve, dtype: torch.dtype, which: int) -> int:
-    return curve.all_bits(dtype)[which]
+def bits_of(curve: Curve, dtype: torch.dtype, which: int) -> tuple[int | None, int]:
+    """What to ask for, and what is kept."""
+    bits = (1, None, 8)[which]
+    return bits, bits or curve.default_bits(dtype)
 
 
 def largest_error(curve: Curve, x: Tensor, **arguments: object) -> float:
@@ -55,8 +57,8 @@ def test_every_16_bit_value(
     curve: Curve, dtype: torch.dtype, which: int, device: torch.device
 ) -> None:
     x = all_finite(dtype, device)
-    bits = bits_of(curve, dtype, which)
-    limit = curve.error(dtype, bits) or 1.001 * rounding(curve, x)
+    bits, kept = bits_of(curve, dtype, which)
+    limit = curve.error(dtype, kept) or 1.001 * rounding(curve, x)
     assert largest_error(curve, x, bits=bits) <= limit
 
 
@@ -119,8 +121,8 @@ def test_default_bits_recover_the_input(dtype: torch.dtype, device: torch.device
 def test_every_float32_around_the_minimum(curve: Curve, which: int, device: torch.device) -> None:
     ends = torch.tensor([abs(curve.minimum) - 0.15, abs(curve.minimum) + 0.15]).view(torch.int32)
     x = -torch.arange(*ends.tolist(), dtype=torch.int32).view(torch.float32).to(device)
-    bits = bits_of(curve, torch.float32, which)
-    assert largest_error(curve, x, bits=bits) <= curve.error(torch.float32, bits)
+    bits, kept = bits_of(curve, torch.float32, which)
+    assert largest_error(curve, x, bits=bits) <= curve.error(torch.float32, kept)
 
 
 @all_curves
@@ -128,9 +130,9 @@ def test_every_float32_around_the_minimum(curve: Curve, which: int, device: torc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=id_of)
 def test_dense_samples(curve: Curve, dtype: torch.dtype, which: int, device: torch.device) -> None:
     x = dense(dtype, device, curve.minimum)
-    bits = bits_of(curve, dtype, which)
-    assert largest_error(curve, x, bits=bits) <= curve.error(dtype, bits)
-    if bits >= curve.default_bits(dtype):
+    bits, kept = bits_of(curve, dtype, which)
+    assert largest_error(curve, x, bits=bits) <= curve.error(dtype, kept)
+    if kept >= curve.default_bits(dtype):
         x = x[x.abs() < 1e15]
         actual = gradient(partial(curve.call, bits=bits), x)
         torch.testing.assert_close(actual, gradient(curve.entry.torch_function, x))
@@ -201,7 +203,8 @@ def test_derivative_codes(
     x = all_finite(dtype, device) if dtype in HALVES else dense(dtype, device, curve.minimum)
     error = largest_error(curve, x, save="derivative", bits=bits)
     limit = curve.entry.derivative_error("derivative", dtype, bits)
-    assert error <= limit + 1.01 * rounding(curve, x)
+    # And the rounding of a number below 2; half a step of the grid is reached.
+    assert error <= limit * (1 + 1e-5) + torch.finfo(dtype).eps / 2
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
