@@ -133,18 +133,13 @@ ONE_OF_EACH = tuple(
     for row in ACTIVATIONS
     if row.name
     in (
-        "relu-mask",
         "relu-output",
         "leaky_relu-0.01-mask",
         "leaky_relu-0.01-output",
-        "relu6-mask",
-        "silu-output-default",
         "silu-output-1",
         "silu-derivative-default",
-        "gelu-none-output-default",
-        "gelu-tanh-output-default",
-        "hardswish-output-default",
     )
+    or (row.save == row.entry.saves[0] and row.bits is None and not row.scalars)
 )
 
 

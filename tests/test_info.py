@@ -8,6 +8,7 @@ import torch
 
 import inplace_ops
 from inplace_ops import _ops
+from inplace_ops.activations import ACTIVATIONS
 
 
 def test_info() -> None:
@@ -22,7 +23,7 @@ def test_info() -> None:
     if torch.cuda.is_available() and _ops.cuda_version is not None:
         devices.append("cuda")
     for device in devices:
-        for op in ("relu_", "leaky_relu_", "silu_"):
+        for op in (activation.function for activation in ACTIVATIONS):
             line = rf"(?m)^.*\b{op}.*\b{device}\b.*\bok\b"
             assert re.search(line, result.stdout), f"{op} on {device}:\n{result.stdout}"
 
