@@ -10,6 +10,7 @@
 #include "activations/gelu.h"
 #include "activations/hardswish.h"
 #include "activations/leaky_relu.h"
+#include "activations/mish.h"
 #include "activations/relu.h"
 #include "activations/relu6.h"
 #include "activations/silu.h"
@@ -25,7 +26,7 @@ struct Entry {
 
 inline constexpr std::tuple kActivations{
     Entry<ReLU>{}, Entry<LeakyReLU>{}, Entry<ReLU6>{},     Entry<SiLU>{},
-    Entry<GELU>{}, Entry<GELUTanh>{},  Entry<Hardswish>{},
+    Entry<GELU>{}, Entry<GELUTanh>{},  Entry<Hardswish>{}, Entry<Mish>{},
 };
 
 // Calls visit(entry) for each activation.

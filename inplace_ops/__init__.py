@@ -1,15 +1,16 @@
 """In-place activations that keep a few bits per element for backward."""
 
 from .conversion import Report, Site, VerificationError, analyze, convert, revert
-from .functional import gelu_, hardswish_, leaky_relu_, relu6_, relu_, silu_
+from .functional import gelu_, hardswish_, leaky_relu_, mish_, relu6_, relu_, silu_
 from .memory import saved_bytes
-from .modules import GELU, Hardswish, LeakyReLU, ReLU, ReLU6, SiLU
+from .modules import GELU, Hardswish, LeakyReLU, Mish, ReLU, ReLU6, SiLU
 
 __version__ = "0.1.0"
 __all__ = [
     "GELU",
     "Hardswish",
     "LeakyReLU",
+    "Mish",
     "ReLU",
     "ReLU6",
     "Report",
@@ -21,6 +22,7 @@ __all__ = [
     "gelu_",
     "hardswish_",
     "leaky_relu_",
+    "mish_",
     "relu6_",
     "relu_",
     "revert",

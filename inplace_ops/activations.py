@@ -190,8 +190,22 @@ HARDSWISH = Activation(
         torch.bfloat16: {1: 1.3e-2, 5: 0, 8: 0},
     },
 )
+MISH = Activation(
+    "mish_",
+    nn.Mish,
+    F.mish,
+    lambda x: F.mish(x, inplace=True),
+    "input",
+    _ops.ALL["mish"],
+    output_errors={
+        torch.float64: {1: 5e-9, 8: 8e-11},
+        torch.float32: {1: 6.5e-5, 6: 4.5e-6, 8: 2.4e-6},
+        torch.float16: {1: 4.5e-3, 7: 0, 8: 0},
+        torch.bfloat16: {1: 1.27e-2, 5: 0, 8: 0},
+    },
+)
 
-ACTIVATIONS = (RELU, LEAKY_RELU, RELU6, SILU, GELU, GELU_TANH, HARDSWISH)
+ACTIVATIONS = (RELU, LEAKY_RELU, RELU6, SILU, GELU, GELU_TANH, HARDSWISH, MISH)
 
 
 def check_save(activation: Activation, save: str) -> None:

@@ -26,6 +26,7 @@ from .activations import (
     GELU_TANH,
     HARDSWISH,
     LEAKY_RELU,
+    MISH,
     RELU,
     RELU6,
     SILU,
@@ -345,6 +346,18 @@ class HardswishDerivativeFunction(DerivativeFunction):
     activation = HARDSWISH
 
 
+class MishFunction(OutputFunction):
+    """`MishFunction.apply(x, packed, dim_order)`, of x * tanh(log(1 + exp(x)))."""
+
+    activation = MISH
+
+
+class MishDerivativeFunction(DerivativeFunction):
+    """`MishDerivativeFunction.apply(x, packed, dim_order)`, of x * tanh(log(1 + exp(x)))."""
+
+    activation = MISH
+
+
 FUNCTIONS: Mapping[tuple[Activation, Save], type[_InPlaceFunction]] = {
     (function.activation, save): function
     for function in (
@@ -359,6 +372,8 @@ FUNCTIONS: Mapping[tuple[Activation, Save], type[_InPlaceFunction]] = {
         GELUTanhDerivativeFunction,
         HardswishFunction,
         HardswishDerivativeFunction,
+        MishFunction,
+        MishDerivativeFunction,
     )
     for save in function.saves
 }

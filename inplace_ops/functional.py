@@ -15,6 +15,7 @@ from .activations import (
     GELU_TANH,
     HARDSWISH,
     LEAKY_RELU,
+    MISH,
     RELU,
     RELU6,
     SILU,
@@ -161,6 +162,24 @@ def hardswish_(input: Tensor, *, save: OutputSave = "output", bits: int | None =
     check_save(HARDSWISH, save)
     check_bits("hardswish_", save, bits)
     return run(HARDSWISH, input, save, bits)
+
+
+def mish_(input: Tensor, *, save: OutputSave = "output", bits: int | None = None) -> Tensor:
+    """Replace `input` by input * tanh(log(1 + exp(input))) and return `input` itself.
+
+    Args:
+        input: As for `relu_`, but floating point only.
+        save: As for `silu_`.
+        bits: As for `silu_`.
+
+    Raises:
+        As `silu_`.
+    """
+    if has_torch_function_unary(input):
+        return _overridden(mish_, input, save=save, bits=bits)
+    check_save(MISH, save)
+    check_bits("mish_", save, bits)
+    return run(MISH, input, save, bits)
 
 
 def check_approximate(name: str, approximate: str) -> None:

@@ -232,3 +232,32 @@ class Hardswish(_InPlaceModule, nn.Hardswish):
 
     def _in_place(self, input: Tensor) -> Tensor:
         return functional.hardswish_(input, save=self.save, bits=self.bits)
+
+
+class Mish(_InPlaceModule, nn.Mish):
+    """`torch.nn.Mish` that overwrites its input and keeps its output and a few bits per element.
+
+    Args:
+        inplace: False behaves as `torch.nn.Mish()` does.
+        save: "output" or "derivative", see `inplace_ops.mish_`.
+        bits: Bits kept per element, None for the default, see `inplace_ops.mish_`.
+
+    Shape: any, and the same for the output, which is the input itself.
+    """
+
+    default_save = "output"
+
+    def __init__(
+        self, inplace: bool = True, *, save: OutputSave = "output", bits: int | None = None
+    ) -> None:
+        check_save(activations.MISH, save)
+        check_bits("Mish", save, bits)
+        super().__init__(inplace)
+        self.save = save
+        self.bits = bits
+
+    def _torch(self, input: Tensor, inplace: bool) -> Tensor:
+        return F.mish(input, inplace)
+
+    def _in_place(self, input: Tensor) -> Tensor:
+        return functional.mish_(input, save=self.save, bits=self.bits)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import inplace_ops
-from inplace_ops.activations import GELU, GELU_TANH, HARDSWISH, SILU, Activation
+from inplace_ops.activations import GELU, GELU_TANH, HARDSWISH, MISH, SILU, Activation
 
 HALVES = (torch.float16, torch.bfloat16)
 CPU = torch.device("cpu")
@@ -75,6 +75,17 @@ def _gelu_tanh_derivative(x: Tensor) -> Tensor:
     return torch.sigmoid(u) + x * torch.sigmoid(u) * torch.sigmoid(-u) * rate
 
 
+def _mish_gate(x: Tensor) -> Tensor:
+    e = torch.exp(x.clamp(max=40))
+    return e * (e + 2) / (e * (e + 2) + 2)
+
+
+def _mish_derivative(x: Tensor) -> Tensor:
+    gate = _mish_gate(x)
+    e = torch.exp(x.clamp(max=40))
+    return gate + x.clamp(-1000, 40) * 4 * e * (e + 1) / (e * (e + 2) + 2) ** 2
+
+
 def _hardswish_derivative(x: Tensor) -> Tensor:
     return torch.where(x <= -3, 0, torch.where(x >= 3, 1, x / 3 + 0.5))
 
@@ -106,6 +117,15 @@ CURVES = (
         _gelu_tanh_derivative,
         {torch.float16: -4.05, torch.bfloat16: -9.9},
         2**-26,
+    ),
+    Curve(
+        "mish",
+        MISH,
+        -1.1924312145154952,
+        lambda x: x * _mish_gate(x),
+        _mish_derivative,
+        {torch.float16: -12.4, torch.bfloat16: -87.0},
+        2**-25,
     ),
     Curve(
         "hardswish",

@@ -1,0 +1,117 @@
+// mish(x) = x * tanh(ln(1 + e^x)) (Misra, "Mish: A Self Regularized Non-Monotonic Activation
+// Function", 2019), its gate as n / (n + 2) with n = e^x (e^x + 2), without cancellation.
+//
+// As PyTorch's: NaN at -inf, +inf at +inf, the gradient NaN at both.
+#pragma once
+
+#include "../curve.h"
+#include "entry.h"
+
+namespace inplace_ops {
+
+template <class T>
+struct Mish : CurveEntry {
+  using Scalar = T;
+  using C = opmath_t<T>;
+  static constexpr const char* kName = "mish";
+  static constexpr int kDefaultBits = sizeof(T) == 8                ? 1
+                                      : sizeof(T) == 4              ? 6
+                                      : std::is_same_v<T, BFloat16> ? 5
+                                                                    : 7;
+  static constexpr double kMinimumX = -1.1924312145154952, kMinimumY = -0.30884341301725043;
+  static constexpr double kMinimumYLow = 2.7753772146779074e-17;
+  static constexpr double kLowestDerivative = -0.11252612238946255;
+  static constexpr double kHighestDerivative = 1.088498161251728;
+
+  // e^x, the gate and its two derivatives.
+  struct Point {
+    C x, e, gate, slope, curvature;
+  };
+
+  HOST_DEVICE static C slope(Point at) { return at.slope; }
+  HOST_DEVICE static C derivative(Point at) { return at.gate + at.x * at.slope; }
+  HOST_DEVICE static C second_derivative(Point at) { return C(2) * at.slope + at.x * at.curvature; }
+
+  // Where e^4 does not overflow.
+  HOST_DEVICE static Point point_of(C x, C e) {
+    const C n = e * (e + C(2)), half = rough_reciprocal(n + C(2)), rest = half + half;  // 1 - gate
+    const C product = (n - e) * rest;                                                   // e (e + 1)
+    const C slope = product * rest, own = e * rest;
+    return {x, e, n * half, slope, slope * (C(1) - (product + product)) + own * own};
+  }
+
+  // From 20 on, or 40 in double, the gate is 1, and x times its slope nothing beside it: x stands
+  // for what is larger, but for infinity.
+  HOST_DEVICE static Point point(C x) {
+    constexpr C end = sizeof(T) == 8 ? C(40) : C(20);
+    const C limited = x > end ? end : x;
+    Point at = sizeof(T) == 2 ? core_point(limited) : point_of(limited, exp_of(limited));
+    at.x += x - x;
+    return at;
+  }
+
+  HOST_DEVICE static C value(C x) {
+    const C value = x * point(x).gate;
+    if constexpr (sizeof(T) == 2) return value;
+    constexpr C c[] = {C(0.13347395702476725), C(0.06824375469336862)};
+    return near_minimum<Mish>(x, c, value);
+  }
+
+  // The core: x > -4.5, and e^x far from overflow.
+  static constexpr float kLeftEnd = -0.0497128293f, kRightEnd = 20.0f;
+  static constexpr double kScale = 5.0;  // from x = 4.7 on the gate is nearly 1
+  static constexpr double kLowestX = -700.0;
+  static constexpr bool kFitIsExact = false;
+
+  HOST_DEVICE static Point core_point(float x) { return point_of(x, rough_exp(x)); }
+  HOST_DEVICE static Point fitted(float y, bool left) { return core_point(estimate(y, left)); }
+
+  HOST_DEVICE static Point moved(Point at, C step) {
+    return point_of(at.x + step, at.e * (C(1) + step * (C(1) + C(0.5) * step)));
+  }
+
+  // Minimax fits, ascending powers, of the gate over kPatternScale as a function of curve_root.
+  // That of 16 bits is within 0.9% of x, within 7e-4 for |x - x_min| < 0.2, and elsewhere
+  // within 3.2e-4 in the derivative, where the errors of inputs from N(0, 1) add up to 0. That of
+  // float is within 0.4% of x, and around the minimum within 3e-7 in the derivative.
+  HOST_DEVICE static float estimate(float y, bool left) {
+    const float root = curve_root<Mish>(y, left);
+    if constexpr (sizeof(T) == 2) {
+      constexpr float scale = 1.0f / kPatternScale<T>;
+      constexpr float c[] = {scale * 0.259081364f, scale * 1.32805502f, scale * 0.532609463f,
+                             scale * -1.49378991f, scale * 1.46720397f, scale * -6.17725372f,
+                             scale * 8.74390888f,  scale * -3.66837382f};
+      return y * rough_reciprocal(polynomial(c, root));
+    } else {
+      constexpr float c[] = {0.667523086f, 1.25971878f, -0.824971855f, -1.62836754f,
+                             1.08051169f,  5.22499371f, -1.44324398f,  -27.545475f,
+                             -1.55154216f, 74.3858719f, 12.8210144f,   -79.0960236f};
+      return y * rough_reciprocal(polynomial(c, root - 0.3f));
+    }
+  }
+
+  HOST_DEVICE static float far_estimate(float y, bool left) {
+    // 1 / |x| of 1 / (v + 2) - 0.234375, v = sqrt(x_min - ln(-y)).
+    constexpr float c[] = {0.118116952f, 1.30574572f, 4.59415102f, 3.19731188f,  -14.0652771f,
+                           -8.98297405f, 218.154022f, 644.112793f, -1139.73267f, -6066.04541f};
+    const float depth = larger(float(kMinimumX) - rough_log(-y), 0.0f);
+    const float v = rough_sqrt(smaller(depth, 87.0f));
+    const float x = -rough_reciprocal(polynomial(c, rough_reciprocal(v + 2.0f) - 0.234375f));
+    return select(left, select(y == 0.0f, kUnderflowed, x), y);
+  }
+
+  HOST_DEVICE static Point far_point(C x, C y, bool) {
+    const C nan_if_not_finite = y - y;
+    return point(x + nan_if_not_finite);
+  }
+
+  HOST_DEVICE static double inverse(double y, bool left) {
+    constexpr double series[] = {kMinimumX,           2.737169751980141,  -1.9153133936666222,
+                                 2.545716599890605,   -3.270867548811557, 4.70503230445804,
+                                 -6.9797363451619585, 10.704969594301705, -16.765564651694902,
+                                 26.698410645072233,  -43.07206492707911};
+    return curve_inverse<Mish>(y, left, series);
+  }
+};
+
+}  // namespace inplace_ops
