@@ -14,6 +14,8 @@ from activations import FLOATS, ONE_OF_EACH, Activation, activation_id
 from comparison import assert_gradient, assert_identical, assert_values, unsigned_zeros
 from torch import Tensor
 
+import inplace_ops
+
 if TYPE_CHECKING:
     from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
@@ -67,10 +69,20 @@ def overlaps(view: tuple[tuple[int, ...], tuple[int, ...], int], elements: int) 
 
 
 def test_all_entries_are_known() -> None:
-    # PyTorch has neither error inputs nor other variants of these, so far.
+    # PyTorch has no error inputs of these but gelu's, and no other variants, so far.
     names = {name_of(activation) for activation in ONE_OF_EACH}
     assert set(ENTRIES) == {*((name, "") for name in names), ("silu", "complex")}
-    assert all(entry.error_inputs_func is None for entry in ENTRIES.values())
+    errors = {name for (name, _), entry in ENTRIES.items() if entry.error_inputs_func}
+    assert errors == {"gelu"}
+
+
+def test_error_inputs(device: torch.device) -> None:
+    for error in ENTRIES["gelu", ""].error_inputs(device):
+        sample = error.sample_input
+        x = sample.input.clone()
+        with pytest.raises(ValueError, match='approximate must be "none" or "tanh"'):
+            inplace_ops.gelu_(x, *sample.args, **sample.kwargs)
+        assert torch.equal(x, sample.input)
 
 
 @one_of_each
