@@ -1,7 +1,7 @@
 """Writes the tables of README.md from the result files.
 
 Between `<!-- results: DEVICE -->` and `<!-- end -->` stand the tables of all results/*_DEVICE.csv;
-for "compatibility" the table of tests/compatibility.csv.
+for "compatibility" the table of tests/compatibility.csv, for "errors" that of the activations.
 `--check` writes nothing and fails if they are not up to date; `--print FOLDER` prints the tables of
 the result files there, of all devices.
 """
@@ -14,11 +14,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from measure import RESULTS, read_csv
+
+from inplace_ops.activations import ACTIVATIONS
 
 README = Path(__file__).parent.parent / "README.md"
 COMPATIBILITY = README.parent / "tests" / "compatibility.csv"
 Rows = list[dict[str, str]]
+OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 LARGE = 64 * 2**20  # bytes from which a kernel is to reach the copy bandwidth
 
 
@@ -204,11 +208,28 @@ def compatibility(rows: Rows) -> str:
     return "\n\n".join([markdown(header, body), note, "\n".join(lines)])
 
 
+def errors() -> str:
+    """The largest errors of the derivative with save="output", as the table of activations has."""
+    header = ["", *(str(dtype).removeprefix("torch.") for dtype in OUTPUT_DTYPES)]
+    body = []
+    for activation in ACTIVATIONS:
+        if not activation.has_mask:
+            name = " ".join([activation.name, *activation.variant.values()]).replace(" none", "")
+            body.append([name])
+            for dtype in OUTPUT_DTYPES:
+                by_bits = activation.output_errors[dtype].items()
+                cells = [f"{error or 'exact'} ({bits})" for bits, error in by_bits]
+                body[-1].append(", ".join(cells))
+    return markdown(header, body)
+
+
 def block(name: str) -> str:
     """What stands in the README's block of that name."""
-    return (
-        compatibility(read_csv(COMPATIBILITY)) if name == "compatibility" else tables(RESULTS, name)
-    )
+    if name == "errors":
+        return errors()
+    if name == "compatibility":
+        return compatibility(read_csv(COMPATIBILITY))
+    return tables(RESULTS, name)
 
 
 def main() -> None:

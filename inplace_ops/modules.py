@@ -204,6 +204,11 @@ class GELU(_InPlaceModule, nn.GELU):
     def _in_place(self, input: Tensor) -> Tensor:
         return functional.gelu_(input, self.approximate, save=self.save, bits=self.bits)
 
+    def extra_repr(self) -> str:
+        """Return the arguments; the parent has no `inplace`."""
+        first, *others = super().extra_repr().split(", ")
+        return ", ".join([first, *(["inplace=True"] if self.inplace else []), *others])
+
 
 class Hardswish(_InPlaceModule, nn.Hardswish):
     """`torch.nn.Hardswish` that overwrites its input, keeps its output and a few bits per element.

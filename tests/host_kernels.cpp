@@ -77,7 +77,7 @@ void run_functor(const std::string& functor, const A& activation, const Launch& 
     if (functor == "ForwardDerivative") return run(ForwardDerivative<A>{{}, activation}, launch);
     if (functor == "BackwardDerivative") {
       const auto grid = DerivativeGrid<opmath_t<T>>::template of<A>(launch.planes);
-      return run(BackwardDerivative<T>{{}, grid}, launch);
+      return run(BackwardDerivative<T>{{}, grid, A::kSelectsZero}, launch);
     }
   }
   throw std::invalid_argument("functor: " + functor);
@@ -164,7 +164,7 @@ void unpoison(uintptr_t address, size_t size) {
   ASAN_UNPOISON_MEMORY_REGION(reinterpret_cast<void*>(address), size);
 }
 
-PYBIND11_MODULE(host_kernels, module) {
+PYBIND11_MODULE(MODULE_NAME, module) {
   module.def("run", &run_named);
   module.def("far_share", &far_share);
   module.def("poison", &poison);

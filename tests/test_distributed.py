@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from activations import ACTIVATIONS, ONE_OF_EACH, Activation
+from activations import ACTIVATIONS, WAYS_OF_SAVING, Activation
 from comparison import (
     assert_gradient,
     assert_identical,
@@ -46,7 +46,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from inplace_ops import saved_bytes
 
-one_of_each = pytest.mark.parametrize("name", [row.name for row in ONE_OF_EACH])
+one_of_each = pytest.mark.parametrize("name", [row.name for row in WAYS_OF_SAVING])
 BY_NAME = {row.name: row for row in ACTIVATIONS}
 
 
@@ -205,7 +205,7 @@ def test_dtensor(name: str, processes: Processes) -> None:
 
 def two_mesh_dimensions() -> None:
     mesh = mesh_of(2, 2)
-    for activation in ONE_OF_EACH:
+    for activation in WAYS_OF_SAVING:
         for placements in (
             [Shard(0), Shard(1)],
             [Shard(0), Shard(0)],
@@ -227,7 +227,7 @@ def test_dtensor_on_a_mesh_of_two_dimensions() -> None:
 
 def dtensor_without_grad() -> None:
     values = random_values((5, 7), torch.float32, device())
-    for activation in ONE_OF_EACH:
+    for activation in WAYS_OF_SAVING:
         for placement in (Shard(0), Shard(1), Replicate()):
             leaf = distribute_tensor(values, mesh_of(), [placement]).requires_grad_()
             for context in (torch.no_grad, torch.inference_mode):
@@ -250,7 +250,7 @@ def test_dtensor_without_grad(processes: Processes) -> None:
 
 def saved_bytes_of_dtensors() -> None:
     values = torch.randn(80, 10, device=device())
-    for activation in ONE_OF_EACH:
+    for activation in WAYS_OF_SAVING:
         for placement, elements in ((Shard(0), 800 // dist.get_world_size()), (Replicate(), 800)):
             leaf = distribute_tensor(values, mesh_of(), [placement]).requires_grad_()
             kept = elements * 4 * activation.keeps_output
@@ -281,7 +281,7 @@ def refused_dtensors() -> None:
         lambda: (leaf() * 1).chunk(2, dim=1)[1],
         lambda: DTensor.from_local(part[:, :1].expand(4, 5), mesh, [Shard(0)], run_check=False),
     ]
-    for activation in ONE_OF_EACH:
+    for activation in WAYS_OF_SAVING:
         for case in cases:
             with pytest.raises(RuntimeError) as pytorchs:
                 torch.relu_(case())
@@ -301,7 +301,7 @@ def test_refused_dtensors(processes: Processes) -> None:
 
 def writes_after_the_activation() -> None:
     values = random_values((5, 7), torch.float32, device())
-    for activation in ONE_OF_EACH:
+    for activation in WAYS_OF_SAVING:
         leaf = distribute_tensor(values, mesh_of(), [Shard(0)]).requires_grad_()
         y = activation.call(leaf * 1)
         y.mul_(2)
@@ -327,7 +327,7 @@ def activations_of_views() -> None:
         lambda x: x.select(1, 2),
     ]
     values = random_values((5, 6), torch.float32, device())
-    for activation in ONE_OF_EACH:
+    for activation in WAYS_OF_SAVING:
         for view in views:
             for placement in (Shard(0), Replicate()):
                 base = distribute_tensor(values, mesh_of(), [placement]).requires_grad_()
@@ -352,7 +352,7 @@ def test_views_of_dtensors(processes: Processes) -> None:
 
 def second_derivatives() -> None:
     values = random_values((5, 6), torch.float64, device())
-    for activation in ONE_OF_EACH:
+    for activation in WAYS_OF_SAVING:
         for placement in (Shard(0), Shard(1), Replicate()):
             results = []
             for call in (activation.call, activation.reference):
@@ -388,7 +388,7 @@ class NoGradient(torch.autograd.Function):
 
 def unusual_gradients() -> None:
     values = random_values((5, 6), torch.float32, device())
-    for activation in ONE_OF_EACH:
+    for activation in WAYS_OF_SAVING:
         leaf = distribute_tensor(values, mesh_of(), [Shard(0)]).requires_grad_()
         NoGradient.apply(activation.call(leaf * 1)).sum().backward()
         assert leaf.grad is None
@@ -403,7 +403,7 @@ def test_no_gradient_and_a_plain_one(processes: Processes) -> None:
 
 def unfinished_redistribution() -> None:
     values = random_values((5, 6), torch.float32, device())
-    for activation in ONE_OF_EACH:
+    for activation in WAYS_OF_SAVING:
         leaf = distribute_tensor(values, mesh_of(), [Shard(0)]).requires_grad_()
         y = activation.call(leaf.redistribute(placements=[Replicate()], async_op=True))
         y.sum().backward()
@@ -548,7 +548,7 @@ def test_tensor_parallel(name: str, processes: Processes) -> None:
 def local_output() -> None:
     """What to_local gives PyTorch does not let be modified: the output must stay a DTensor."""
     x = torch.randn(8, 6, device=device())
-    for activation in ONE_OF_EACH:
+    for activation in WAYS_OF_SAVING:
         for module in (activation.module(), PyTorchsInplace(activation)):
             model = mlp(lambda: module).to(device())  # noqa: B023
             parallelize_module(model, mesh_of(), {"0": ColwiseParallel(), "2": RowwiseParallel()})

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from inplace_ops.activations import SILU
-
 os.environ.setdefault("YOLO_CONFIG_DIR", tempfile.gettempdir())
 
 PAGE = Path(__file__).parent.parent / "docs" / "conversion.md"
@@ -29,13 +27,3 @@ def test_example(code: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_report_that_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     exec(EXAMPLES[0], {})
     assert capsys.readouterr().out.strip() in PAGE.read_text()
-
-
-def test_the_table_of_errors() -> None:
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    for dtype, errors in SILU.output_errors.items():
-        row = re.search(rf"^  \| {str(dtype)[6:]} \|(.*)\|[^|]*\|$", readme, re.MULTILINE)
-        assert row
-        shown = [float(e.split()[0]) for e in row[1].replace("exact", "0").split("|")]
-        default = SILU.default_bits("output", dtype)
-        assert shown == [errors[bits] for bits in (1, default, 8)]

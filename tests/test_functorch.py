@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from activations import ACTIVATIONS, ONE_OF_EACH, Activation, activation_id
+from activations import ACTIVATIONS, WAYS_OF_SAVING, Activation, activation_id
 from torch import Tensor, nn
 from torch.func import (
     functional_call,
@@ -24,7 +24,7 @@ from torch.func import (
 )
 
 all_activations = pytest.mark.parametrize("activation", ACTIVATIONS, ids=activation_id)
-one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
+one_of_each = pytest.mark.parametrize("activation", WAYS_OF_SAVING, ids=activation_id)
 
 Map = Callable[[Tensor], Tensor]
 
@@ -95,7 +95,7 @@ TRANSFORMS: dict[str, Callable[[Map, Tensor], object]] = {
     ("activation", "place"),
     [
         (row, place)
-        for row in ONE_OF_EACH
+        for row in WAYS_OF_SAVING
         for place in PLACES
         if place == "inner" or row.name in ("relu-mask", "silu-output-default")
     ],

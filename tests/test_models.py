@@ -62,10 +62,13 @@ class Model:
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
 LLAMA = {**SMALL, "num_attention_heads": 4, "vocab_size": 100}
+BERT = {**SMALL, "num_attention_heads": 4, "vocab_size": 100}
+GPT2 = {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 100}
 VIT = {**SMALL, "num_attention_heads": 4, "hidden_act": "relu", "image_size": 64, "patch_size": 16}
 EFFICIENTNET_B0 = {"width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 1280}
 
 MODELS = [
+    Model("timm:convnext_tiny", 18, 18, in_ci=True, is_convolutional=False),
     Model("timm:cspdarknet53", 67, 67),
     Model("timm:darknet53", 52, 52),
     Model("timm:densenet121", 121, 121),
@@ -75,6 +78,10 @@ MODELS = [
     Model("timm:inception_v3", 94, 94, (2, 3, 96, 96)),
     Model("timm:mobilenetv3_small_100", 14, 14),
     Model("timm:mobilevit_xxs", 34, 34),
+    Model("timm:mobilenetv2_100", 35, 35),
+    Model("timm:mobilenetv3_large_100", 40, 40),
+    Model("timm:swin_tiny_patch4_window7_224", 12, 12, (1, 3, 224, 224)),
+    Model("timm:vit_small_patch16_224", 12, 12, (1, 3, 224, 224)),
     # Their preactivated blocks add the activation's input.
     Model("timm:nfnet_l0", 56, 64),
     Model("timm:regnety_002", 53, 53),
@@ -86,6 +93,8 @@ MODELS = [
     Model("torchvision:densenet121", 120, 121),
     Model("torchvision:efficientnet_b0", 49, 49),
     Model("torchvision:googlenet", 0, 61, is_convolutional=False),
+    Model("torchvision:mobilenet_v2", 35, 35, in_ci=True),
+    Model("torchvision:mobilenet_v3_large", 40, 40, in_ci=True),
     Model("torchvision:regnet_y_400mf", 65, 65),
     Model("torchvision:resnet50", 17, 17),
     Model("torchvision:shufflenet_v2_x1_0", 37, 37, in_ci=True),
@@ -99,6 +108,8 @@ MODELS = [
     Model(
         "transformers:LlamaForCausalLM", 4, 4, (2, 16), LLAMA, in_ci=True, is_convolutional=False
     ),
+    Model("transformers:BertForMaskedLM", 5, 5, (2, 16), BERT, in_ci=True, is_convolutional=False),
+    Model("transformers:GPT2LMHeadModel", 4, 4, (2, 16), GPT2, in_ci=True, is_convolutional=False),
     Model("transformers:ViTModel", 4, 4, configuration=VIT, is_convolutional=False),
 ]
 
@@ -155,6 +166,8 @@ def test_model(row: Model) -> None:
         ("ultralytics:yolov8n.yaml", None, 0.81),
         ("ultralytics:yolov8n.yaml", 1, 0.77),
         ("timm:resnet50", None, 1.0),
+        ("timm:convnext_tiny", None, 0.75),
+        ("torchvision:mobilenet_v2", None, 0.69),
     ],
 )
 def test_saved_bytes_over_those_of_pytorch_in_place(

@@ -24,11 +24,13 @@ PAIRS: list[tuple[Callable[..., nn.Module], Callable[..., nn.Module]]] = [
     (inplace_ops.ReLU, nn.ReLU),
     (inplace_ops.LeakyReLU, nn.LeakyReLU),
     (lambda **k: inplace_ops.LeakyReLU(0.3, **k), lambda **k: nn.LeakyReLU(0.3, **k)),
+    (inplace_ops.ReLU6, nn.ReLU6),
     (inplace_ops.SiLU, nn.SiLU),
+    (inplace_ops.Hardswish, nn.Hardswish),
+    (inplace_ops.Mish, nn.Mish),
 ]
-pairs = pytest.mark.parametrize(
-    ("ours", "pytorchs"), PAIRS, ids=["ReLU", "LeakyReLU", "LeakyReLU-0.3", "SiLU"]
-)
+IDS = ["ReLU", "LeakyReLU", "LeakyReLU-0.3", "ReLU6", "SiLU", "Hardswish", "Mish"]
+pairs = pytest.mark.parametrize(("ours", "pytorchs"), PAIRS, ids=IDS)
 
 
 @pairs
@@ -42,6 +44,17 @@ def test_like_the_parent(
         assert mine.state_dict() == parent.state_dict() == {}
         assert not list(mine.parameters())
     assert ours().inplace
+
+
+def test_gelu_is_like_its_parent_and_names_inplace() -> None:
+    for approximate in ("none", "tanh"):
+        mine, parent = inplace_ops.GELU(approximate, inplace=False), nn.GELU(approximate)
+        assert isinstance(mine, nn.GELU)
+        assert repr(mine) == repr(parent)
+        assert mine.state_dict() == {}
+    assert repr(inplace_ops.GELU("tanh")) == "GELU(approximate='tanh', inplace=True)"
+    with pytest.raises(ValueError, match='GELU: approximate must be "none" or "tanh"'):
+        inplace_ops.GELU("erf")
 
 
 def test_repr_names_what_is_not_the_default() -> None:
@@ -98,6 +111,9 @@ def test_out_of_place_is_pytorchs(activation: Activation, device: torch.device) 
         (inplace_ops.LeakyReLU, {"negative_slope": -1.0, "save": "output"}),
         (inplace_ops.SiLU, {"save": "mask"}),
         (inplace_ops.SiLU, {"bits": 9}),
+        (inplace_ops.GELU, {"save": "mask"}),
+        (inplace_ops.ReLU6, {"save": "derivative"}),
+        (inplace_ops.Mish, {"bits": 5}),
         (inplace_ops.SiLU, {"bits": 0}),
         (inplace_ops.SiLU, {"save": "derivative", "bits": 4}),
     ],
@@ -210,6 +226,22 @@ def test_the_designs_table_of_saved_bytes(device: torch.device) -> None:
     assert an_element(lambda x: silu(x, save="derivative"), torch.float32) == 2
     assert an_element(lambda x: silu(x, save="derivative"), torch.bfloat16) == 1
     assert an_element(torch.nn.functional.silu, torch.float32) == 4
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_the_hidden_layer_of_a_transformers_block(approximate: str, device: torch.device) -> None:
+    """Linear, GELU, linear: bytes per hidden element, where PyTorch keeps input and output."""
+    hidden, tokens = 256, 64
+    first = nn.Linear(64, hidden).to(device, torch.bfloat16)
+    second = nn.Linear(hidden, 64).to(device, torch.bfloat16)
+    x = torch.randn(tokens, 64, dtype=torch.bfloat16, device=device)
+
+    def kept(activation: nn.Module) -> float:
+        return saved_bytes(lambda x: second(activation(first(x))), x) / (hidden * tokens)
+
+    assert kept(nn.GELU(approximate)) == 4
+    assert kept(inplace_ops.GELU(approximate)) == 2.625
+    assert kept(inplace_ops.GELU(approximate, bits=1)) == 2.125
 
 
 class Scale(nn.Module):

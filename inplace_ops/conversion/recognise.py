@@ -12,7 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from .. import modules
-from ..activations import ACTIVATIONS, SILU, Activation, Save
+from ..activations import (
+    ACTIVATIONS,
+    GELU,
+    GELU_TANH,
+    HARDSWISH,
+    MISH,
+    SILU,
+    Activation,
+    Save,
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,16 @@ _ALLOWED_IN_AN_ALIAS = frozenset(
 
 # Other libraries' own modules, by name, as the libraries may not be there.
 _BY_NAME: Mapping[str, Activation] = {
+    "timm.layers.activations.GELU": GELU,
+    "timm.layers.activations.GELUTanh": GELU_TANH,
+    "timm.layers.activations.HardSwish": HARDSWISH,
+    "timm.layers.activations.Mish": MISH,
     "timm.layers.activations.Swish": SILU,
+    "transformers.activations.FastGELUActivation": GELU_TANH,
+    "transformers.activations.GELUActivation": GELU,
+    "transformers.activations.GELUTanh": GELU_TANH,
+    "transformers.activations.MishActivation": MISH,
+    "transformers.activations.NewGELUActivation": GELU_TANH,
     "transformers.activations.SiLUActivation": SILU,
 }
 
