@@ -189,14 +189,14 @@ def compatibility(rows: Rows) -> str:
     notes: dict[str, list[str]] = {}
     for subject in subjects:
         line = [subject]
-        for torch, python, _ in runs:
-            wanted = {"row": subject, "torch": torch, "python": python}
+        for version, python, _ in runs:
+            wanted = {"row": subject, "torch": version, "python": python}
             passed, failed = (find(rows, c, **wanted) for c in ("passed", "failed"))
             why = find(rows, "not_run", **wanted)
             ran = passed if (passed, failed) != ("0", "0") else "not run"
             line.append(ran + ("" if failed == "0" else f", {failed} FAILED"))
             if why:
-                notes.setdefault(f"{subject}: {why}", []).append(f"{torch} on {python}")
+                notes.setdefault(f"{subject}: {why}", []).append(f"{version} on {python}")
         body.append(line)
     header = ["tests passed", *(f"torch {torch}, Python {python}" for torch, python, _ in runs)]
     lines = [
