@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -32,7 +32,8 @@ class _InPlaceModule(nn.Module):
     """
 
     default_save: ClassVar[str]
-    inplace: bool
+    if TYPE_CHECKING:  # torch.jit.script takes no annotation that is a string
+        inplace: bool
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the activation."""

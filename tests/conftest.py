@@ -29,7 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # A time limit ends pytest with SIGTERM: as by Ctrl-C, so that it names what has failed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if config.getoption("--compatibility"):
+    # With pytest-xdist the process that hands out the tests sees all outcomes.
+    if config.getoption("--compatibility") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder())
 
 

@@ -9,6 +9,7 @@ multiple of it. What is checked is what the README states, against float64.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import NamedTuple
@@ -36,9 +37,9 @@ class Errors(NamedTuple):
     seed: int = 0
 
 
-def all_signs(multiple: float) -> Iterator[Errors]:
-    for signs in itertools.product((-multiple, multiple), repeat=4):
-        yield Errors(*signs)
+SIGNS = list(itertools.product((-1, 1), repeat=4))
+# Of the curves but SiLU, unless the slow tests are asked for.
+FEW_SIGNS = [(-1, -1, -1, -1), (1, 1, 1, 1), (1, -1, -1, 1), (-1, 1, 1, -1)]
 
 
 def by_chance(multiple: float, seed: int) -> Iterator[Errors]:
@@ -52,6 +53,11 @@ class Device(Numerics):
 
     def set(self, errors: Errors) -> None:
         self.module.set_errors(errors[:4], errors.seed)
+
+    def all_signs(self, multiple: float) -> Iterator[Errors]:
+        every = self.curve is SILU or os.environ.get("INPLACE_OPS_LARGE") == "1"
+        for signs in SIGNS if every else FEW_SIGNS:
+            yield Errors(*(sign * multiple for sign in signs))
 
     def keep_derivative(self, x: Tensor, bits: int) -> Tensor:
         slope = torch.full(x.shape, torch.nan)
@@ -178,7 +184,7 @@ def test_multiples_that_are_survived(
 ) -> None:
     stated = of_silu if device.curve is SILU else of_any
     x = inputs(device.curve, dtype)
-    for errors in itertools.chain(all_signs(stated), by_chance(stated, seed)):
+    for errors in itertools.chain(device.all_signs(stated), by_chance(stated, seed)):
         device.set(errors)
         assert holds(device, x), errors
 
@@ -189,7 +195,7 @@ def test_last_bits_of_the_default(device: Device, dtype: torch.dtype) -> None:
     x = recovered_inputs(device.curve, dtype)
     exact = device.curve.derivative(x.double())
     expected = exact.to(dtype)
-    for errors in all_signs(1):
+    for errors in device.all_signs(1):
         device.set(errors)
         slope = device.recover(x, device.curve.default_bits(dtype))[1]
         units = (patterns(slope.to(dtype)).int() - patterns(expected).int()).abs()
@@ -209,7 +215,7 @@ def test_each_branch_keeps_its_side(device: Device, dtype: torch.dtype) -> None:
     x = x[x < 20]
     left = x.double() < device.curve.minimum
     for bits in device.curve.all_bits(dtype)[: None if dtype in HALVES else 1]:
-        for errors in all_signs(1):
+        for errors in device.all_signs(1):
             device.set(errors)
             _, slope, second = device.points(x, bits)
             assert ((slope < 0) == left).all(), errors
@@ -234,7 +240,7 @@ def test_what_is_not_recovered(device: Device, dtype: torch.dtype) -> None:
     curve = device.curve
     x = all_finite(dtype, CPU)
     x = x[x <= curve.recovered_above[dtype]]
-    for errors in all_signs(1):
+    for errors in device.all_signs(1):
         device.set(errors)
         slope = device.recover(x, curve.default_bits(dtype))[1].to(dtype)
         # A subnormal and what is lost to rounding; in bfloat16 all of it.
@@ -261,7 +267,7 @@ def test_every_float32_around_the_minimum(device: Device, bits: int, seed: int) 
 @pytest.mark.parametrize("bits", [1, 6, 8])
 def test_float32_everywhere(device: Device, bits: int, seed: int) -> None:
     x = inputs(device.curve, torch.float32)
-    for errors in itertools.chain(all_signs(1), by_chance(1, seed)):
+    for errors in itertools.chain(device.all_signs(1), by_chance(1, seed)):
         device.set(errors)
         assert device.error(x, bits) <= device.curve.error(torch.float32, bits)
 
@@ -274,7 +280,7 @@ def test_float32_in_the_far_left(device: Device, bits: int) -> None:
     x = torch.linspace(-80, -4, 100_001)
     x = x[device.curve.exact(x.double()) < -4e-36]
     expected = device.curve.derivative(x.double())
-    for errors in all_signs(1):
+    for errors in device.all_signs(1):
         device.set(errors)
         error = (device.recover(x, bits)[1].double() / expected - 1).abs()
         limit = 1e-4 if device.curve.name.startswith("gelu") else 4e-6
@@ -287,7 +293,7 @@ def test_derivative_codes(device: Device, dtype: torch.dtype, bits: int, seed: i
     curve = device.curve
     x = inputs(curve, dtype)
     limit = curve.entry.derivative_error("derivative", dtype, bits)
-    for errors in itertools.chain(all_signs(1), by_chance(1, seed)):
+    for errors in itertools.chain(device.all_signs(1), by_chance(1, seed)):
         device.set(errors)
         assert largest_error(device.keep_derivative(x, bits), curve, x) <= limit, errors
 
@@ -298,7 +304,7 @@ def test_not_finite(device: Device, dtype: torch.dtype) -> None:
     at -inf and 1 at inf."""
     x = torch.tensor([torch.inf, -torch.inf, torch.nan], dtype=dtype)
     slopes = [1, 0, torch.nan] if device.curve.name == "hardswish" else [torch.nan] * 3
-    for errors in all_signs(1):
+    for errors in device.all_signs(1):
         device.set(errors)
         y = device.forward(x)
         assert y[0] == torch.inf
