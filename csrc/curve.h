@@ -7,6 +7,7 @@
 //
 // An entry A has, with T the storage format and C = opmath_t<T>,
 //   kMinimumX, kMinimumY, kMinimumYLow  the minimum, kMinimumYLow what kMinimumY lacks;
+//   kScale                              y - y_min where the root is 1;
 //   kLeftEnd, kRightEnd                 the outputs between which estimate() is right;
 //   Point                               x, gate, and what the derivatives need;
 //   point(x), core_point(x)             at any x, and between the two ends;

@@ -119,10 +119,8 @@ struct BackwardOutput : Elementwise<T, 2, PackedBitsUse::kRead, 1, Activation::k
   template <Region region>
   HOST_DEVICE static T gradient(const T (&in)[2], uint32_t code, int bits) {
     const auto at = recover<Activation, region>(in[1], code, bits);
-    const opmath_t<T> grad = load(in[0]), derivative = Activation::derivative(at);
-    if constexpr (Activation::kSelectsZero)
-      return store<T>(derivative == opmath_t<T>(0) ? derivative : grad * derivative);
-    return store<T>(grad * derivative);
+    const opmath_t<T> gradient = load(in[0]) * Activation::derivative(at);
+    return store<T>(Activation::is_flat(at) ? opmath_t<T>(0) : gradient);
   }
 };
 
@@ -166,12 +164,9 @@ template <class T>
 struct BackwardDerivative : Elementwise<T, 1, PackedBitsUse::kRead, kDerivativeBits<T>> {
   static constexpr bool accepts_bits(int64_t bits) { return accepts_derivative_bits(bits); }
   DerivativeGrid<opmath_t<T>> grid;
-  bool selects_zero;
 
   HOST_DEVICE T operator()(const T (&in)[1], uint32_t& code, int) const {
-    const opmath_t<T> derivative = grid.decode(code);
-    const bool selects = selects_zero & (derivative == opmath_t<T>(0));
-    return store<T>(selects ? derivative : load(in[0]) * derivative);
+    return store<T>(load(in[0]) * grid.decode(code));
   }
 };
 

@@ -135,7 +135,7 @@ struct Ops<Device, Activation, Types<Arguments...>> {
     return differentiate({&grad}, &packed, dim_order, [&](auto zero) {
       using T = decltype(zero);
       const auto grid = DerivativeGrid<opmath_t<T>>::template of<Activation<T>>(packed.size(0));
-      return BackwardDerivative<T>{{}, grid, Activation<T>::kSelectsZero};
+      return BackwardDerivative<T>{{}, grid};
     });
   }
 };

@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
 from . import _ops
+from ._torch import creation_meta
 from .activations import Activation, Save
 from .autograd import FUNCTIONS
 
@@ -35,7 +36,8 @@ def run(
     """
     if activation.takes_integers and isinstance(input, Tensor) and input.dtype in _INTEGERS:
         assert activation.torch_inplace is not None
-        _refuse_inference_tensor(input)
+        if not is_compiling():
+            _refuse_inference_tensor(input)
         return activation.torch_inplace(input)
     name = activation.function
     if is_compiling():
@@ -172,8 +174,7 @@ def _refuse_what_autograd_refuses(input: Tensor) -> None:
         input._is_view()
         and (
             input._base.is_leaf  # type: ignore[union-attr]
-            or torch._C._autograd._get_creation_meta(input)
-            != torch._C._autograd.CreationMeta.DEFAULT
+            or creation_meta(input) != "DEFAULT"
         )
     ):
         # Autograd's check is the same for every in-place op, and raises before the op.

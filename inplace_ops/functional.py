@@ -152,7 +152,8 @@ def hardswish_(input: Tensor, *, save: OutputSave = "output", bits: int | None =
     Args:
         input: As for `relu_`, but floating point only.
         save: As for `silu_`.
-        bits: As for `silu_`, but that `None` takes 6 in float16.
+        bits: As for `silu_`, but that `None` takes 6 in float16, and the errors with "derivative"
+            are 4e-3 and 1.6e-5.
 
     Raises:
         As `silu_`.

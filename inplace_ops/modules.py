@@ -32,7 +32,7 @@ class _InPlaceModule(nn.Module):
     """
 
     default_save: ClassVar[str]
-    if TYPE_CHECKING:  # torch.jit.script takes no annotation that is a string
+    if TYPE_CHECKING:
         inplace: bool
 
     def forward(self, input: Tensor) -> Tensor:
@@ -181,6 +181,7 @@ class GELU(_InPlaceModule, nn.GELU):
     Shape: any, and the same for the output, which is the input itself.
     """
 
+    __constants__ = ["approximate", "inplace"]  # noqa: RUF012  # torch.jit.script's
     default_save = "output"
 
     def __init__(
@@ -200,7 +201,8 @@ class GELU(_InPlaceModule, nn.GELU):
         self.bits = bits
 
     def _torch(self, input: Tensor, inplace: bool) -> Tensor:
-        return F.gelu(input, approximate=self.approximate)
+        output = F.gelu(input, approximate=self.approximate)
+        return input.copy_(output) if inplace else output
 
     def _in_place(self, input: Tensor) -> Tensor:
         return functional.gelu_(input, self.approximate, save=self.save, bits=self.bits)

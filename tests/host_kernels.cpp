@@ -77,7 +77,7 @@ void run_functor(const std::string& functor, const A& activation, const Launch& 
     if (functor == "ForwardDerivative") return run(ForwardDerivative<A>{{}, activation}, launch);
     if (functor == "BackwardDerivative") {
       const auto grid = DerivativeGrid<opmath_t<T>>::template of<A>(launch.planes);
-      return run(BackwardDerivative<T>{{}, grid, A::kSelectsZero}, launch);
+      return run(BackwardDerivative<T>{{}, grid}, launch);
     }
   }
   throw std::invalid_argument("functor: " + functor);

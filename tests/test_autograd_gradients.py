@@ -44,6 +44,23 @@ def test_gradcheck(activation: Activation, place: str, device: torch.device) -> 
         assert torch.autograd.gradgradcheck(function, x, check_batched_grad=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_second_derivative_at_hardswishs_minimum(dtype: torch.dtype, device: torch.device) -> None:
+    x = torch.full((9,), -1.5, dtype=dtype, device=device, requires_grad=True)
+    (first,) = torch.autograd.grad(inplace_ops.hardswish_(x * 1).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(second, torch.full_like(x, 1 / 3))
+
+
+@pytest.mark.parametrize("save", ["output", "derivative"])
+def test_hardswish_swallows_no_nan(save: str, device: torch.device) -> None:
+    x = torch.linspace(-2.99, 4, 10_001, device=device, requires_grad=True)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        y = inplace_ops.hardswish_(x.to(dtype) * 1, save=save)
+        (gradient,) = torch.autograd.grad(y, x, torch.full_like(y, torch.nan))
+        assert gradient[x > -2.98].isnan().all()
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("bits", [1, 8])
 def test_gradgradcheck_at_silus_minimum(place: str, bits: int, device: torch.device) -> None:

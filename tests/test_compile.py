@@ -372,16 +372,25 @@ def test_modes(
 ) -> None:
     values = torch.randn(5, 7, device=device, requires_grad=requires_grad)
     results = []
-    for call in (activation.call, torch.relu_):
+    ours = activation.call
+    for call in (ours, torch.relu_):
         torch._dynamo.reset()
         compiled = torch.compile(call, backend=backend, fullgraph=True)
         x = values * 1
         with MODES[mode]():
             y = compiled(x)
         results.append((y is x, x._version, y.requires_grad))
-        if call is activation.call:
+        if call is ours:
             assert_values(activation, x.detach(), activation.reference(values.detach()))
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("name", ["relu_", "relu6_"])
+def test_integers(name: str, device: torch.device) -> None:
+    compiled = torch.compile(getattr(inplace_ops, name), backend="aot_eager", fullgraph=True)
+    x = torch.arange(-5, 10, device=device)
+    y = compiled(x)
+    assert torch.equal(y, torch.arange(-5, 10, device=device).clamp(0, 6 if "6" in name else 9))
 
 
 @one_of_each

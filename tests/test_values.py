@@ -157,6 +157,8 @@ def test_edge_gradients(
     x = pytorchs_edges(activation, dtype, device)
     if activation.nan_gradient is not None:
         x = x[~x.isnan()]
+    if activation.function == "hardswish" and activation.save == "derivative":
+        x = x[x > -3]  # where PyTorch selects 0 a code of 0 multiplies
     incoming_gradient = torch.full_like(x, incoming)
     actual = gradient(activation.call, x, incoming_gradient)
     expected = gradient(activation.reference, x, incoming_gradient)

@@ -12,7 +12,7 @@
 //   point(x)              x with what derivative(point) and second_derivative(point) need of it;
 //   kLowestDerivative, kHighestDerivative
 //   kDefaultBits          the fewest with which the gradient passes torch.testing's tolerances;
-//   kSelectsZero          whether an infinite gradient times a derivative of 0 is 0, and not NaN;
+//   is_flat(point)        whether the gradient is 0 there, even an infinite one;
 // and what ../curve.h needs to invert it.
 #pragma once
 
@@ -32,7 +32,10 @@ struct WithoutArguments {
 
 struct CurveEntry : WithoutArguments {
   static constexpr Kind kKind = Kind::kCurve;
-  static constexpr bool kSelectsZero = false;
+  template <class Point>
+  HOST_DEVICE static bool is_flat(Point) {
+    return false;
+  }
 };
 
 }  // namespace inplace_ops

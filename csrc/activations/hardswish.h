@@ -16,7 +16,6 @@ struct Hardswish : CurveEntry {
   using Scalar = T;
   using C = opmath_t<T>;
   static constexpr const char* kName = "hardswish";
-  static constexpr bool kSelectsZero = true;  // as PyTorch, from -3 on
   static constexpr int kDefaultBits = sizeof(T) == 8 ? 1 : std::is_same_v<T, BFloat16> ? 5 : 6;
   static constexpr double kMinimumX = -1.5, kMinimumY = -0.375, kMinimumYLow = 0.0;
   static constexpr double kLowestDerivative = -0.5, kHighestDerivative = 1.5;
@@ -27,8 +26,12 @@ struct Hardswish : CurveEntry {
 
   HOST_DEVICE static C derivative(Point at) {
     const C inside = (at.x + C(1.5)) * C(1.0 / 3);  // 0 at the minimum
-    return at.x <= C(-3) ? C(0) : at.x >= C(3) ? C(1) : inside;
+    // Never 0 inside, as double backward divides by it; in half the quotient would overflow.
+    constexpr C smallest = std::is_same_v<T, Half> ? C(0) : C(sizeof(T) == 8 ? 0x1p-50 : 0x1p-21);
+    return is_flat(at) ? C(0) : at.x >= C(3) ? C(1) : inside == C(0) ? smallest : inside;
   }
+
+  HOST_DEVICE static bool is_flat(Point at) { return at.x <= C(-3); }
 
   HOST_DEVICE static C second_derivative(Point at) {
     return at.x > C(-3) && at.x < C(3) ? C(1.0 / 3) : C(0);

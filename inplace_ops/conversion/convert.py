@@ -29,7 +29,7 @@ def convert(
     optimize: str = "memory",
     verify: bool = True,
 ) -> Report:
-    """Put in place those of the model's ReLU, LeakyReLU and SiLU modules for which that is safe.
+    """Put in place those of the model's activations for which that is safe.
 
     The model runs on the example, its activations out of place, in the mode it is in and in the
     other, train or eval, under the caller's autocast. An activation is put in place if in neither
@@ -43,10 +43,11 @@ def convert(
         model: Any module, on the CPU or a CUDA device.
         example_inputs: What the model is called with: a tensor, a tuple of arguments or a dict of
             keyword arguments. Small sizes will do.
-        bits: Bits an element that SiLU keeps with `save="output"`, see `inplace_ops.silu_`.
-        optimize: "memory": what keeps the fewest bytes at each place. "speed": the same, but for
-            ReLU and LeakyReLU the mask everywhere. "exact": nothing whose gradient is not exact:
-            for SiLU, `save="output"` in bfloat16 (5 bits or more) and float16 (7 bits or more).
+        bits: Bits per element that SiLU, GELU, Hardswish and Mish keep with `save="output"`, see
+            `inplace_ops.silu_`.
+        optimize: "memory": what keeps the fewest bytes at each place. "speed": the same, but the
+            mask wherever there is one. "exact": nothing whose gradient is not exact: of the four
+            `save="output"` in bfloat16 and float16, unless with one bit.
         verify: Whether to run the model before and after, with backward, and compare.
 
     Returns:

@@ -204,7 +204,7 @@ class _Recorder(TorchDispatchMode):
         node = next_node_number()
         self.recording.node_names.setdefault(node, name)
         activation = next((a for a in ACTIVATIONS if a.is_call(operation, args)), None)
-        if activation is not None and not self.is_in_activation:
+        if activation is not None and func.namespace == "aten" and not self.is_in_activation:
             line = _line_of_the_model()
             function = FunctionCall(name, activation.name, line)
             self.recording.functions.setdefault((name, line), function).nodes.add(node)

@@ -35,8 +35,8 @@ class Report:
     """The decisions for all sites of a model, in the order of its modules. Prints as a table.
 
     Attributes:
-        sites: One entry a place that holds an activation, then one a call of an activation as a
-            function.
+        sites: One entry per place that holds an activation, then one per call of an activation as
+            a function.
     """
 
     sites: list[Site]

@@ -48,12 +48,7 @@ def tensors_passed(value: Any) -> Iterator[Tensor]:
 def has_kernel(x: Tensor) -> bool:
     """Whether there is one for its device and dtype."""
     devices = ("cpu", "cuda") if _ops.cuda_version else ("cpu",)
-    return x.device.type in devices and x.dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-    )
+    return x.device.type in devices and x.dtype in _ops.DTYPES
 
 
 def refused_view(x: Tensor) -> str:

@@ -300,6 +300,10 @@ def _check_derivative(slot: Slot, module: nn.Module, x: Tensor) -> None:
             results.append((y.detach(), derivative))
     (value, derivative), (expected_value, expected_derivative) = results
     rtol, atol = _tolerances(slot, module, x.dtype)
+    # Elsewhere PyTorch's own may depend on the layout, or overflow.
+    usual = x.abs() < 1e15
+    value, derivative = value[usual], derivative[usual]
+    expected_value, expected_derivative = expected_value[usual], expected_derivative[usual]
     try:
         torch.testing.assert_close(value, expected_value, equal_nan=True)
         torch.testing.assert_close(
