@@ -25,7 +25,7 @@ class Kernels:
     arguments: tuple[float, ...] = ()
 
     def bits_of(self, dtype: torch.dtype) -> int:
-        """Packed bits an element."""
+        """Packed bits per element."""
         return self.bits or self.entry.default_bits(self.save, dtype)
 
     def forward(self, x: Tensor, bits: Tensor | None) -> None:
@@ -43,7 +43,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run an activation, and the bytes an element that its training step must move.
+    """One way to run an activation, and the bytes per element that its training step must move.
 
     `forward_tensors` and `backward_tensors` count reads and writes of a whole tensor: a backward of
     three reads the gradient and the output (or input) and writes, one of two has no need of the
@@ -57,7 +57,7 @@ class Variant:
     kernels: Kernels | None = None  # of ours
 
     def bits_of(self, dtype: torch.dtype) -> int:
-        """Packed bits an element."""
+        """Packed bits per element."""
         return self.kernels.bits_of(dtype) if self.kernels else 0
 
     def bytes_moved(self, phase: str, dtype: torch.dtype, elements: int) -> float:

@@ -2,7 +2,8 @@
 // else follows from: ops, schemas, registrations, default bits.
 //
 // To add one: its entry, which activations/entry.h describes, in a file beside the others; its line
-// below; then in Python its row in inplace_ops/activations.py, its Function, function and module.
+// below; in inplace_ops/ its row in activations.py, its Functions in autograd.py, its function, its
+// module and their export in __init__.py; and for a curve its reference in tests/curves.py.
 #pragma once
 
 #include <tuple>

@@ -65,7 +65,7 @@ class Budget(NamedTuple):
     """What an activation may cost, and by what its code for far outputs is known.
 
     That code, of BackwardOutput and DoubleBackward, has an instruction that nothing else takes, one
-    an element.
+    per element.
     """
 
     slots: float = 0.95  # of those that the bytes leave
@@ -140,7 +140,7 @@ class Case(NamedTuple):
         return self.bits * self.elements // 8
 
     @property
-    def slots(self) -> float:  # an element: those that the bytes leave
+    def slots(self) -> float:  # per element: those that the bytes leave
         return SLOTS_A_BYTE * (self.size * (self.inputs + 1) + self.bits / 8)
 
     @property
@@ -294,7 +294,7 @@ def pipe_of(name: str) -> str:
 
 
 def slots_needed(way: Counter[Instruction], elements: int) -> dict[str, float]:
-    """Issue slots an element, and those in which each pipe is busy."""
+    """Issue slots per element, and those in which each pipe is busy."""
     slots = dict.fromkeys(PIPES, 0.0)
     for instruction, count in way.items():
         pipe = pipe_of(instruction.name)
@@ -380,7 +380,7 @@ def test_cost_of_a_warp(host_kernels: ModuleType, case: Case) -> None:
         slots = slots_of_a_warp(case, share)
         busy = sorted(((slots[pipe] / case.slots, pipe) for pipe in slots), reverse=True)
         print(
-            f"{'-'.join(map(str, case))}{inputs}: {slots['issue']:.1f} instructions an element in "
+            f"{'-'.join(map(str, case))}{inputs}: {slots['issue']:.1f} instructions per element in "
             f"{case.slots:.1f} slots: "
             + ", ".join(f"{pipe} {part:.0%}" for part, pipe in busy)
             + f"; {registers} registers"
