@@ -140,14 +140,15 @@ if [ "$device" = cuda ]; then
   sanitizer=$("$python" benchmarks/toolkit.py compute-sanitizer)
   sanitize memcheck 90 --report-api-errors no # PyTorch probes with calls that may fail
   sanitize initcheck 90
-  bench bandwidth 90 bandwidth
-  bench activations 140 activations --compile --elements $((2 ** 26)) $((2 ** 22)) $((2 ** 16))
+  bench bandwidth 120 bandwidth
+  bench activations 140 activations --compile --elements $((2 ** 26)) $((2 ** 16)) \
+    --dtypes float32 bfloat16
   bench host 30 host
   bench memory 30 memory
   bench networks 150 networks --modes float32 "bfloat16, channels_last"
   bench settings 120 networks --modes "bfloat16, channels_last" --settings inplace_ops \
     "inplace_ops, 1 bit" "inplace_ops, speed" "inplace_ops, exact"
-  run tuning 150 "$python" benchmarks/tune_cuda.py --out "$out/tuning_cuda.csv"
+  run tuning 120 "$python" benchmarks/tune_cuda.py --out "$out/tuning_cuda.csv"
 else
   check tests 400 "${rest[@]}"
   for part in memcheck initcheck; do skip "$part" "it is of CUDA kernels"; done
