@@ -220,7 +220,9 @@ def test_each_branch_keeps_its_side(device: Device, dtype: torch.dtype) -> None:
             _, slope, second = device.points(x, bits)
             assert ((slope < 0) == left).all(), errors
             most = {torch.float16: 6e4, torch.bfloat16: 1000, torch.float32: 3e4}[dtype]
-            assert (second / slope)[slope != 0].abs().max() <= most
+            # At Hardswish's very minimum it is larger, and finite where double backward needs it.
+            away = (slope != 0) & (x.double() != device.curve.minimum)
+            assert (second / slope)[away].abs().max() <= most
 
 
 @halves
