@@ -65,12 +65,16 @@ class Activation:
         """The name of the module, ours and PyTorch's."""
         return self.torch_module.__name__
 
-    def is_call(self, operation: str, arguments: tuple[object, ...]) -> bool:
-        """Whether the ATen operation, in place or not, with these arguments is this activation."""
-        name, *scalars = self.aten or (self.function.removesuffix("_"),)
-        return (
-            operation.removesuffix("_") == name and list(arguments[1 : 1 + len(scalars)]) == scalars
-        )
+    def is_call(self, arguments: tuple[object, ...]) -> bool:
+        """Whether its ATen operation, called with these arguments, is this activation."""
+        _, *scalars = self.aten or ("",)
+        return list(arguments[1 : 1 + len(scalars)]) == scalars
+
+    @property
+    def operations(self) -> tuple[str, str]:
+        """The names of its ATen operation, out of place and in place."""
+        name = str(self.aten[0]) if self.aten else self.function.removesuffix("_")
+        return name, f"{name}_"
 
     @property
     def saves(self) -> tuple[Save, ...]:

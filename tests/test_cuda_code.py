@@ -78,7 +78,6 @@ BUDGETS = {
     "leaky_relu": Budget(),
     "relu6": Budget(),
     "silu": Budget(far="MUFU.LG2"),
-    "hardswish": Budget(slots=1.15),
 }
 ANY = "any"  # the activation of what is one for all
 

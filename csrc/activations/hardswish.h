@@ -24,11 +24,13 @@ struct Hardswish : CurveEntry {
     C x;
   };
 
+  // Never 0 inside, as double backward divides by it; in half the quotient would overflow.
   HOST_DEVICE static C derivative(Point at) {
-    const C inside = (at.x + C(1.5)) * C(1.0 / 3);  // 0 at the minimum
-    // Never 0 inside, as double backward divides by it; in half the quotient would overflow.
-    constexpr C smallest = std::is_same_v<T, Half> ? C(0) : C(sizeof(T) == 8 ? 0x1p-50 : 0x1p-21);
-    return is_flat(at) ? C(0) : at.x >= C(3) ? C(1) : inside == C(0) ? smallest : inside;
+    constexpr bool is_bfloat16 = std::is_same_v<T, BFloat16>;
+    C inside = at.x * C(1.0 / 3) + C(is_bfloat16 ? 0.5 + 0x1p-21 : 0.5);
+    if constexpr (sizeof(T) > 2)
+      inside = inside == C(0) ? C(sizeof(T) == 8 ? 0x1p-50 : 0x1p-21) : inside;
+    return is_flat(at) ? C(0) : at.x >= C(3) ? C(1) : inside;
   }
 
   HOST_DEVICE static bool is_flat(Point at) { return at.x <= C(-3); }

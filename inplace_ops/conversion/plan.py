@@ -134,6 +134,9 @@ class Plan:
     def _before(self, slot: Slot) -> int:
         total = 0
         for call in self.run.calls_of(slot):
+            if slot.recognised.is_own:
+                total += self.run.recording.bytes_of_call(call)
+                continue
             # PyTorch's own fails where the output that it keeps is written to.
             shares_output = (
                 slot.recognised.activation.torch_saves == "output"

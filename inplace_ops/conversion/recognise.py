@@ -32,11 +32,13 @@ class Recognised:
         activation: Which one.
         function: The module's own function, out of place.
         scalars: Its scalar arguments by name.
+        is_own: Whether that function is another library's, and not PyTorch's.
     """
 
     activation: Activation
     function: Callable[[Tensor], Tensor]
     scalars: Mapping[str, Any]
+    is_own: bool = False
 
     @property
     def saves(self) -> list[Save]:
@@ -97,7 +99,7 @@ def recognise(module: nn.Module) -> Recognised | None:
     cls = type(module)
     known = _BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}")
     if known is not None:
-        return Recognised(known, _forward_out_of_place(module), {})
+        return Recognised(known, _forward_out_of_place(module), {}, is_own=True)
     base = _base_of(cls)
     for activation in ACTIVATIONS:
         if activation.torch_module is base and all(

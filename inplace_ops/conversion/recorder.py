@@ -38,6 +38,9 @@ _CANNOT_BE_FOLLOWED = {
 }
 
 
+_FUNCTIONS = {name: activation for activation in ACTIVATIONS for name in activation.operations}
+
+
 def record(model: nn.Module, slots: list[Slot], example: Example) -> Recording:
     """Call the model on the example once, the activations in `slots` out of place.
 
@@ -203,8 +206,13 @@ class _Recorder(TorchDispatchMode):
             return
         node = next_node_number()
         self.recording.node_names.setdefault(node, name)
-        activation = next((a for a in ACTIVATIONS if a.is_call(operation, args)), None)
-        if activation is not None and func.namespace == "aten" and not self.is_in_activation:
+        activation = _FUNCTIONS.get(operation)
+        if (
+            activation is not None
+            and activation.is_call(args)
+            and func.namespace == "aten"
+            and not self.is_in_activation
+        ):
             line = _line_of_the_model()
             function = FunctionCall(name, activation.name, line)
             self.recording.functions.setdefault((name, line), function).nodes.add(node)
