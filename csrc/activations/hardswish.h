@@ -26,8 +26,8 @@ struct Hardswish : CurveEntry {
 
   // Never 0 inside, as double backward divides by it; in half the quotient would overflow.
   HOST_DEVICE static C derivative(Point at) {
-    constexpr bool is_bfloat16 = std::is_same_v<T, BFloat16>;
-    C inside = at.x * C(1.0 / 3) + C(is_bfloat16 ? 0.5 + 0x1p-21 : 0.5);
+    constexpr C more = C(std::is_same_v<T, BFloat16> ? 0x1p-21 : 0.0);
+    C inside = (at.x + C(1.5)) * C(1.0 / 3) + more;  // 0, but for that, at the minimum
     if constexpr (sizeof(T) > 2)
       inside = inside == C(0) ? C(sizeof(T) == 8 ? 0x1p-50 : 0x1p-21) : inside;
     return is_flat(at) ? C(0) : at.x >= C(3) ? C(1) : inside;
