@@ -132,9 +132,11 @@ struct Ops<Device, Activation, Types<Arguments...>> {
   }
 
   static Tensor backward_derivative(Tensor grad, Tensor packed, DimOrder dim_order) {
-    return differentiate({&grad}, &packed, dim_order, [&](auto zero) {
+    check_packed(kName, packed, grad);
+    const int bits = int(packed.size(0));
+    return differentiate({&grad}, &packed, dim_order, [bits](auto zero) {
       using T = decltype(zero);
-      const auto grid = DerivativeGrid<opmath_t<T>>::template of<Activation<T>>(packed.size(0));
+      const auto grid = DerivativeGrid<opmath_t<T>>::template of<Activation<T>>(bits);
       return BackwardDerivative<T>{{}, grid};
     });
   }
