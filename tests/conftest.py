@@ -82,7 +82,7 @@ def build(source: str, folder: Path, *flags: str, name: str = "") -> ModuleType:
 
 @pytest.fixture(scope="session")
 def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    return build("host_kernels.cpp", tmp_path_factory.mktemp("host_kernels"), "-O1")
+    return build("host_kernels.cpp", tmp_path_factory.mktemp("host_kernels"))
 
 
 @pytest.fixture(scope="session", params=["separate", "contracted"])

@@ -38,6 +38,7 @@ def run_tests(*arguments: str, folder: Path, preloaded: list[str], **environment
         [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", *arguments],
         env={
             **os.environ,
+            "PYTEST_ADDOPTS": "",
             SANITIZE: "1",
             "LD_PRELOAD": " ".join(preloaded),
             "PYTHONMALLOC": "malloc",

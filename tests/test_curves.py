@@ -392,7 +392,7 @@ def test_instruction_sets(instruction_set: str) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *CHECKS],
         cwd=os.path.dirname(__file__),
-        env={**os.environ, "INPLACE_OPS_CPU": instruction_set},
+        env={**os.environ, "INPLACE_OPS_CPU": instruction_set, "PYTEST_ADDOPTS": ""},
         capture_output=True,
         text=True,
     )
