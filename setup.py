@@ -81,5 +81,16 @@ if builds_for_cuda(toolkit, torch.version.cuda):
     modules.append(CUDAExtension("inplace_ops._C_cuda", ["csrc/cuda/kernels.cu"], **options))
     modules[-1].libraries.remove("cudart")  # which -lcudart does not find in NVIDIA's packages
     modules[-1].extra_objects = sorted(glob.glob(f"{toolkit[0]}/lib*/libcudart.so*"))[:1]
+
+
+class IncrementalBuild(BuildExtension):
+    """Compiles only what has changed, in an editable install too."""
+
+    def finalize_options(self) -> None:
+        """Takes a folder that stays; an editable install's is a temporary one."""
+        super().finalize_options()
+        self.build_temp = os.path.join("build", "temp")
+
+
 wheel = {"bdist_wheel": {"py_limited_api": "cp310"}}
-setup(ext_modules=modules, cmdclass={"build_ext": BuildExtension}, options=wheel)
+setup(ext_modules=modules, cmdclass={"build_ext": IncrementalBuild}, options=wheel)

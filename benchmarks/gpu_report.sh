@@ -152,7 +152,7 @@ if [ "$device" = cuda ]; then
 else # a limit here only ends what hangs
   check tests 600 "${rest[@]}"
   for part in memcheck initcheck; do skip "$part" "it is of CUDA kernels"; done
-  bench bandwidth 300 bandwidth --sizes $((2 ** 22)) $((2 ** 12)) --repetitions 1
+  bench bandwidth 300 bandwidth --sizes $((2 ** 20)) $((2 ** 12)) --repetitions 3
   bench activations 300 activations --compile --elements 65536 --dtypes float32 --repetitions 3
   bench host 300 host --repetitions 3
   bench memory 300 memory --size 1000
