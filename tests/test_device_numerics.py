@@ -70,7 +70,7 @@ class Device(Numerics):
 @pytest.fixture(params=CURVES, ids=[curve.name for curve in CURVES])
 def device(request: pytest.FixtureRequest, device_numerics: ModuleType) -> Iterator[Device]:
     if request.param is not SILU and "separate" in device_numerics.__name__:
-        pytest.skip("both ways of rounding for one curve: all take minutes")
+        pytest.skip("sums of products rounded twice, for other curves than SiLU: takes minutes")
     yield Device(device_numerics, request.param)
     device_numerics.set_errors(Errors()[:4], 0)
 
@@ -278,7 +278,7 @@ def test_float32_everywhere(device: Device, bits: int, seed: int) -> None:
 def test_float32_in_the_far_left(device: Device, bits: int) -> None:
     """Relatively, too: float32's unit is 1.2e-7, and y's own last bit moves x by as much."""
     if device.curve.name == "hardswish":
-        pytest.skip("its left is 0")
+        pytest.skip("Hardswish is 0 there")
     x = torch.linspace(-80, -4, 100_001)
     x = x[device.curve.exact(x.double()) < -4e-36]
     expected = device.curve.derivative(x.double())

@@ -187,7 +187,7 @@ def test_edges_of_our_own(activation: Activation, dtype: torch.dtype, device: to
 def test_gradient_at_nan(activation: Activation, dtype: torch.dtype, device: torch.device) -> None:
     """Where PyTorch's own depends on how its code was vectorized."""
     if activation.nan_gradient is None:
-        pytest.skip("is PyTorch's")
+        pytest.skip("its gradient at NaN is PyTorch's, see test_edge_gradients")
     x = torch.full((40,), torch.nan, dtype=dtype, device=device)
     assert_identical(gradient(activation.call, x), torch.full_like(x, activation.nan_gradient))
 
