@@ -17,6 +17,7 @@ STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # of torch 2.11; runs 
 PATHS = f"-fmacro-prefix-map={os.path.dirname(os.path.abspath(__file__))}/="
 CXX_FLAGS = ["-O3", "-g0", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", PATHS]
 NVCC_FLAGS = ["-O3", "-DUSE_CUDA", "--threads=0", "-Xcompiler", PATHS]
+NVCC_FLAGS += ["-Xfatbin", "-compress-all"]  # nvcc alone does not at this size
 
 
 def cuda_toolkit():
@@ -76,7 +77,8 @@ if not shutil.which((os.environ.get("CXX") or "g++").split()[0]):
 flags = {"cxx": [*CXX_FLAGS, STABLE_ABI], "nvcc": [*NVCC_FLAGS, STABLE_ABI]}
 flags["nvcc"] += [] if "TORCH_CUDA_ARCH_LIST" in os.environ else ["-arch=all-major"]
 options = {"extra_compile_args": flags, "py_limited_api": True}
-modules = [CppExtension("inplace_ops._C", ["csrc/library.cpp", "csrc/cpu/kernels.cpp"], **options)]
+sources = ["csrc/library.cpp", "csrc/cpu/forward.cpp", "csrc/cpu/backward.cpp"]
+modules = [CppExtension("inplace_ops._C", sources, **options)]
 if builds_for_cuda(toolkit, torch.version.cuda):
     modules.append(CUDAExtension("inplace_ops._C_cuda", ["csrc/cuda/kernels.cu"], **options))
     modules[-1].libraries.remove("cudart")  # which -lcudart does not find in NVIDIA's packages

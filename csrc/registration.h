@@ -56,18 +56,30 @@ void register_plain(Library& m, const std::string& name) {
 }
 
 template <class Device, template <class> class Activation>
-void register_ops(Library& m, Entry<Activation> entry) {
-  using Of = Ops<Device, Activation, typename Activation<float>::Arguments>;
+using OpsOf = Ops<Device, Activation, typename Activation<float>::Arguments>;
+
+template <class Device, template <class> class Activation>
+void register_forward(Library& m, Entry<Activation> entry) {
+  using Of = OpsOf<Device, Activation>;
   const std::string name = entry.name;
   if constexpr (Activation<float>::kKind == Kind::kMask) {
     register_plain<Of, ForwardMask>(m, name);
     register_saving<Of, ForwardMask>(m, name + "_save_mask");
-    m.impl((name + "_backward_mask").c_str(), TORCH_BOX((&Of::backward_mask)));
-    m.impl((name + "_backward_output").c_str(), TORCH_BOX((&Of::backward_mask_of_output)));
   } else {
     register_plain<Of, ForwardOutput>(m, name);
     register_saving<Of, ForwardOutput>(m, name + "_save_output");
     register_saving<Of, ForwardDerivative>(m, name + "_save_derivative");
+  }
+}
+
+template <class Device, template <class> class Activation>
+void register_backward(Library& m, Entry<Activation> entry) {
+  using Of = OpsOf<Device, Activation>;
+  const std::string name = entry.name;
+  if constexpr (Activation<float>::kKind == Kind::kMask) {
+    m.impl((name + "_backward_mask").c_str(), TORCH_BOX((&Of::backward_mask)));
+    m.impl((name + "_backward_output").c_str(), TORCH_BOX((&Of::backward_mask_of_output)));
+  } else {
     m.impl((name + "_backward_output").c_str(), TORCH_BOX((&Of::backward_output)));
     m.impl((name + "_double_backward").c_str(), TORCH_BOX((&Of::double_backward)));
     m.impl((name + "_backward_derivative").c_str(), TORCH_BOX((&Of::backward_derivative)));
@@ -79,8 +91,13 @@ inline void define_all_ops(Library& m) {
 }
 
 template <class Device>
-void register_all_ops(Library& m) {
-  for_each_activation([&](auto entry) { register_ops<Device>(m, entry); });
+void register_all_forward(Library& m) {
+  for_each_activation([&](auto entry) { register_forward<Device>(m, entry); });
+}
+
+template <class Device>
+void register_all_backward(Library& m) {
+  for_each_activation([&](auto entry) { register_backward<Device>(m, entry); });
 }
 
 }  // namespace inplace_ops

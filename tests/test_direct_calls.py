@@ -298,7 +298,7 @@ def test_under_sanitizers(tmp_path: Path) -> None:
     command += ["-DTORCH_TARGET_VERSION=0x020b000000000000"]
     for path in (*include_paths(), sysconfig.get_path("include")):
         command += ["-isystem", path]
-    command += [str(source / "library.cpp"), str(source / "cpu/kernels.cpp")]
+    command += [str(path) for path in (source / "library.cpp", *source.glob("cpu/*.cpp"))]
     for path in library_paths():
         command += [f"-L{path}", f"-Wl,-rpath,{path}"]
     command += ["-lc10", "-ltorch_cpu", "-ltorch", "-o", str(package / "_C.abi3.so")]

@@ -55,7 +55,8 @@ struct Cuda {
 }  // namespace inplace_ops
 
 STABLE_TORCH_LIBRARY_IMPL(inplace_ops, CUDA, m) {
-  inplace_ops::register_all_ops<inplace_ops::Cuda>(m);
+  inplace_ops::register_all_forward<inplace_ops::Cuda>(m);
+  inplace_ops::register_all_backward<inplace_ops::Cuda>(m);
 }
 
 #define INPLACE_OPS_STRING_(...) #__VA_ARGS__

@@ -2,5 +2,5 @@
 #include "elementwise.h"
 
 STABLE_TORCH_LIBRARY_IMPL(inplace_ops, CPU, m) {
-  inplace_ops::register_all_ops<inplace_ops::Cpu>(m);
+  inplace_ops::register_all_backward<inplace_ops::Cpu>(m);
 }
