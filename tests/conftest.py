@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import os
@@ -32,6 +33,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # With pytest-xdist the process that hands out the tests sees all outcomes.
     if config.getoption("--compatibility") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder())
+
+
+def pytest_collection_finish() -> None:
+    # What a test collects is its own garbage: looking through all tests each time takes longer
+    # than many of them.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["cpu", "cuda"])
