@@ -16,8 +16,11 @@ STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # of torch 2.11; runs 
 # Errors name csrc/..., wherever it was built.
 PATHS = f"-fmacro-prefix-map={os.path.dirname(os.path.abspath(__file__))}/="
 CXX_FLAGS = ["-O3", "-g0", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", PATHS]
-NVCC_FLAGS = ["-O3", "-DUSE_CUDA", "--threads=0", "-Xcompiler", PATHS]
+NVCC_FLAGS = ["-O3", "-DUSE_CUDA", "--threads=0"]
 NVCC_FLAGS += ["-Xfatbin", "-compress-all"]  # nvcc alone does not at this size
+# Not among the flags: torch ignores TORCH_CUDA_ARCH_LIST where one of them has an "arch", as a path
+# may.
+NVCC_APPEND_FLAGS = f'{os.environ.get("NVCC_APPEND_FLAGS", "")} -Xcompiler "{PATHS}"'
 
 
 def cuda_toolkit():
@@ -64,6 +67,7 @@ def builds_for_cuda(toolkit, torch_cuda):
 toolkit = cuda_toolkit()
 if toolkit:
     os.environ["CUDA_HOME"] = toolkit[0]  # torch would guess it from where nvcc is found
+    os.environ["NVCC_APPEND_FLAGS"] = NVCC_APPEND_FLAGS
 try:
     import torch
     from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension

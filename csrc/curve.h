@@ -8,18 +8,19 @@
 // An entry A has, with T the storage format and C = opmath_t<T>,
 //   kMinimumX, kMinimumY, kMinimumYLow  the minimum, kMinimumYLow what kMinimumY lacks;
 //   kScale                              y - y_min where the root is 1;
-//   kLeftEnd, kRightEnd                 the outputs between which estimate() is right;
-//   Point                               x, gate, and what the derivatives need;
+//   kLeftEnd, kRightEnd                 the largest outputs of the core, left of the minimum and
+//                                       right of it;
+//   Point                               x, and what the derivatives need; gate, where Newton's step
+//                                       or curve_inverse() is taken;
 //   point(x), core_point(x)             at any x, and between the two ends;
 //   estimate(y, left)                   x in the core, in float, times kPatternScale;
 //   fitted(y, left), kFitIsExact        its point, and whether Newton's step may be left out;
 //   far_estimate(y, left)               x elsewhere, in float;
 //   far_point(x, y, left)               its point;
 //   moved(point, step)                  a point close to another;
-//   slope(point)                        the gate's derivative;
 //   derivative(point), second_derivative(point);
 //   inverse(y, left)                    x in double, mostly by curve_inverse(), which needs
-//   kLowestX                            the last x on the left whose gate is not 0.
+//   kLowestX                            where it stays above on the left: the gate is not 0 there.
 #pragma once
 
 #include "elementary_functions.h"
@@ -47,7 +48,7 @@ HOST_DEVICE C smaller(C a, C b) {
 template <class T>
 constexpr float kPatternScale = std::is_same_v<T, Half> ? 0x1p-112f : 1.0f;
 
-// The spacing of outputs next to the minimum, which lies between -1/2 and -1/8.
+// The spacing of outputs next to the minimum.
 template <class A, class T = typename A::Scalar>
 constexpr double kSpacing =
     (A::kMinimumY < -0.25 ? 1.0 : 0.5) * (sizeof(T) == 8            ? 0x1p-54
@@ -68,6 +69,7 @@ constexpr double constexpr_sqrt(double x) {
 // float or double have errors of their own.
 template <class A>
 struct Middle {
+  static_assert(-0.5 < A::kMinimumY && A::kMinimumY < -0.125, "kSpacing knows no others");
   static constexpr bool kIs16Bit = sizeof(typename A::Scalar) == 2;
   static constexpr double kInUnits = -A::kMinimumY / kSpacing<A>;
   static constexpr double kLowest = kIs16Bit ? kInUnits - double(int64_t(kInUnits + 0.5)) : 0.0;
@@ -98,6 +100,10 @@ HOST_DEVICE float curve_root(float y, bool left) {
   const float root = rough_sqrt(squared_root<A>(y));
   return left ? -root : root;
 }
+
+// Whether the core has the left tail too, down to where y underflows, and so all that is finite.
+template <class A>
+constexpr bool kCoreHasTail = A::kLeftEnd > 0.0f;
 
 // Whether y is none of those that the core is for. What is not finite is not.
 template <class A>
@@ -233,10 +239,10 @@ HOST_DEVICE auto recover_core(float y, bool left, const InputCode<A>& kept, uint
     const auto at = A::fitted(y, left);
     float x = at.x;
     if constexpr (!A::kFitIsExact) {
-      const float derivative = at.gate + at.x * A::slope(at);
-      const float newton = (at.x * at.gate - y) * rough_reciprocal(derivative);
-      // Around the minimum the step is worse than the fit; it is NaN where the derivative is 0.
-      const float limited = A::kLeftEnd > 0.0f ? smaller(larger(newton, -0.1f), 0.1f) : newton;
+      const float newton = (at.x * at.gate - y) * rough_reciprocal(A::derivative(at));
+      // Around the minimum the step is worse than the fit; in the tail, where the derivative comes
+      // to 0, it may be NaN.
+      const float limited = kCoreHasTail<A> ? smaller(larger(newton, -0.1f), 0.1f) : newton;
       x -= select(is_near_minimum<A>(at.x, 0.25f), 0.0f, limited);
     }
     x = kept.closest(x, code);
@@ -251,7 +257,7 @@ HOST_DEVICE auto recover_far(float y, bool left, const InputCode<A>& kept, uint3
   using T = typename A::Scalar;
   const float estimate = A::far_estimate(y, left) * kPatternScale<T>;
   const auto at = A::far_point(kept.closest(estimate, code), y, left);
-  if constexpr (sizeof(T) == 2 || A::kLeftEnd > 0.0f) {
+  if constexpr (sizeof(T) == 2 || kCoreHasTail<A>) {
     return at;
   } else {
     // What the function of x has made of its rounding, y tells better.

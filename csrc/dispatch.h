@@ -1,4 +1,5 @@
-// The supported dtypes, in one place: from a runtime dtype to a storage format.
+// The supported dtypes: from a runtime dtype to a storage format. Python has them from by_dtype()
+// in library.cpp.
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>

@@ -1,5 +1,5 @@
-// exp, log, 1/x, square roots and polynomials, for host and device. The host's are branch-free, so
-// that the compiler vectorizes the loop around them; a device's are the hardware's.
+// exp, log, 1/x, square roots and polynomials, for host and device. The host's in float are
+// branch-free, so that the compiler vectorizes the loop around them; a device's are the hardware's.
 #pragma once
 
 #include <cmath>
@@ -15,6 +15,7 @@ HOST_DEVICE double log_of(double x) { return log(x); }
 // does better with two shorter chains, of the even and the odd powers.
 template <class C, int terms>
 HOST_DEVICE C polynomial(const C (&c)[terms], C x) {
+  static_assert(terms >= 2);
 #ifdef INPLACE_OPS_HARDWARE
   C sum = c[terms - 1];
   UNROLL
@@ -42,9 +43,8 @@ HOST_DEVICE float saturate(float x) {
 #endif
 }
 
-// exp in float. The host's is branch-free, so that the compiler vectorizes the loop around it:
-// x = n ln 2 + r, exp(r) by a Chebyshev fit on |r| <= ln(2) / 2; largest error 1.5 ulp, subnormal
-// results are 0.
+// exp in float. The host's: x = n ln 2 + r, exp(r) by a Chebyshev fit on |r| <= ln(2) / 2; largest
+// error 1.5 ulp, subnormal results are 0.
 HOST_DEVICE float exp_of(float x) {
 #ifdef INPLACE_OPS_HARDWARE
   return hardware::exp(x);
@@ -106,7 +106,5 @@ HOST_DEVICE float rough_sqrt(float x) {
   return sqrtf(x);
 #endif
 }
-
-HOST_DEVICE double rough_sqrt(double x) { return sqrt(x); }
 
 }  // namespace inplace_ops

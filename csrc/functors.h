@@ -40,8 +40,8 @@ struct Operands {
   PackedBits<std::conditional_t<kWritesBits, uint8_t, const uint8_t>> packed;
 };
 
-// Every forward overwrites x by its activation. ForwardMask and ForwardOutput keep nothing where
-// they are given no planes.
+// Every forward writes the activation of x. ForwardMask and ForwardOutput keep nothing where they
+// are given no planes.
 
 // save="mask": one bit.
 template <class Activation, class T = typename Activation::Scalar>
@@ -96,7 +96,6 @@ struct ForwardOutput : Elementwise<T, 1, PackedBitsUse::kWritten, 0, 1, Activati
 template <class Activation, class T = typename Activation::Scalar>
 struct BackwardOutput : Elementwise<T, 2, PackedBitsUse::kRead, 1, Activation::kDefaultBits> {
   static constexpr bool accepts_bits(int64_t bits) { return accepts_output_bits<Activation>(bits); }
-  Activation activation;
 
   HOST_DEVICE T operator()(const T (&in)[2], uint32_t& code, int bits) const {
     return gradient<Region::kAny>(in, code, bits);
@@ -130,7 +129,6 @@ struct BackwardOutput : Elementwise<T, 2, PackedBitsUse::kRead, 1, Activation::k
 template <class Activation, class T = typename Activation::Scalar>
 struct DoubleBackward : Elementwise<T, 3, PackedBitsUse::kRead, 1, Activation::kDefaultBits> {
   static constexpr bool accepts_bits(int64_t bits) { return accepts_output_bits<Activation>(bits); }
-  Activation activation;
 
   HOST_DEVICE T operator()(const T (&in)[3], uint32_t& code, int bits) const {
     using C = opmath_t<T>;

@@ -24,6 +24,9 @@ inline void define_saving(Library& m, const std::string& op, const std::string& 
 
 template <template <class> class Activation>
 void define_ops(Library& m, Entry<Activation> entry) {
+  static_assert(Activation<float>::kKind == Kind::kMask ||
+                    std::is_base_of_v<WithoutArguments, Activation<float>>,
+                "the ops of a curve, and its Functions, take no scalar arguments");
   const std::string name = entry.name;
   const std::string rest = std::string(", int[] dim_order") + Activation<float>::kSchema;
   m.def((name + "_(Tensor(a!) x" + rest + ") -> ()").c_str());

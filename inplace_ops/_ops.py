@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
+from ._torch import OpOverload
+
 try:
     from . import _C
 except ImportError as error:
@@ -34,7 +36,7 @@ if torch.version.cuda is not None:
         cuda_architectures = _C_cuda.cuda_architectures
 built_with_torch = _C.built_with_torch
 
-Op = torch._ops.OpOverload
+Op = OpOverload
 Save = Literal["mask", "output", "derivative"]
 
 
@@ -42,6 +44,7 @@ class Ops:
     """The compiled ops of one activation: `csrc/registration.h` has their schemas.
 
     Attributes:
+        name: The activation's, in `csrc/activations.h`.
         default_bits: By `save` and dtype, the bits per element that are kept unless told otherwise.
         derivative_steps: By bits, the steps per unit of the grid that save="derivative" rounds to.
         in_place: Overwrites its argument and keeps nothing.
@@ -57,6 +60,7 @@ class Ops:
             return getattr(torch.ops.inplace_ops, name + suffix).default
 
         numbers = _C.activations[name]
+        self.name = name
         self.derivative_steps = numbers["derivative_steps"]
         self.default_bits: dict[Save, dict[torch.dtype, int]] = {
             save: {getattr(torch, dtype): bits for dtype, bits in by_dtype.items()}
@@ -133,7 +137,7 @@ def _empty_in_order(x: Tensor, dim_order: Sequence[int]) -> Tensor:
 
 
 def _name_of(op: Op) -> str:
-    """The function's name, as the kernels' errors have it."""
+    """The name of its activation, as the kernels' errors have it: of gelu's tanh form its own."""
     return op._opname.partition("_save_")[0].removesuffix("_") + "_"
 
 

@@ -1,4 +1,7 @@
-"""What is used of PyTorch under a private name, and why no public one serves."""
+"""What is used of PyTorch under a private name, and why no public one serves.
+
+But for what each call asks: that stands in `execution.py`, without a function around it.
+"""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ class Activation:
         torch_module: PyTorch's module, and ours has its name.
         torch_function: PyTorch's function, out of place, of the input and the scalar arguments.
         torch_inplace: The same in place; None where PyTorch has none.
-        torch_saves: What PyTorch's in-place form keeps for backward: its output, or a clone of its
-            input.
+        torch_saves: What PyTorch's keeps for backward: its output, or its input, of which its
+            in-place form makes a clone.
         ops: The compiled ops.
         aten: The operation that PyTorch's function calls, by its name in torch.ops.aten and its
             first scalars; empty where it is named as the function.
@@ -41,7 +41,8 @@ class Activation:
         scalars: The names of its scalar arguments, attributes of the module too.
         allows_output: Whether, with these scalars, the output tells what backward needs.
         takes_integers: Whether PyTorch's function does; integers are left to it.
-        arithmetic_error: How far PyTorch's derivative, computed in float32, may be off.
+        arithmetic_error: How far the derivative may be off that is computed in float32, here and
+            by PyTorch.
         output_errors: The largest absolute error of the derivative with save="output", by dtype and
             bits; 0 where the input comes back exactly.
     """
@@ -66,7 +67,7 @@ class Activation:
         return self.torch_module.__name__
 
     def is_call(self, arguments: tuple[object, ...]) -> bool:
-        """Whether its ATen operation, called with these arguments, is this activation."""
+        """Whether its ATen operation, called with these, is this activation, in any variant."""
         _, *scalars = self.aten or ("",)
         return list(arguments[1 : 1 + len(scalars)]) == scalars
 
@@ -78,7 +79,7 @@ class Activation:
 
     @property
     def saves(self) -> tuple[Save, ...]:
-        """What may be kept for backward, the default first."""
+        """What may be kept for backward, the default first; that packs bits."""
         return tuple(self.ops.default_bits)
 
     @property
@@ -87,7 +88,10 @@ class Activation:
         return "mask" in self.saves
 
     def default_bits(self, save: Save, dtype: torch.dtype) -> int:
-        """The packed bits per element that `save` keeps unless it is told."""
+        """The packed bits per element that `save` keeps unless it is told.
+
+        For a dtype without kernels any number: the op, or its fake, refuses it.
+        """
         return self.ops.default_bits[save].get(dtype, 8)
 
     def is_exact(self, save: Save, dtype: torch.dtype, bits: int) -> bool:

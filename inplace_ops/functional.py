@@ -131,7 +131,7 @@ def gelu_(
         input: As for `relu_`, but floating point only.
         approximate: "none" or "tanh".
         save: As for `silu_`.
-        bits: As for `silu_`.
+        bits: As for `silu_`, but that the errors with "derivative" are 2.5e-3, 1e-5 and 1.5e-10.
 
     Raises:
         ValueError: If `approximate`, `save` or `bits` is none of these.
@@ -153,7 +153,7 @@ def hardswish_(input: Tensor, *, save: OutputSave = "output", bits: int | None =
         input: As for `relu_`, but floating point only.
         save: As for `silu_`.
         bits: As for `silu_`, but that `None` takes 6 in float16, and the errors with "derivative"
-            are 4e-3 and 1.6e-5.
+            are 4e-3, 1.6e-5 and 2.4e-10.
 
     Raises:
         As `silu_`.

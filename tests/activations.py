@@ -16,6 +16,7 @@ from inplace_ops import activations as table
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SLOPES = (-1.5, -0.01, 0.0, 0.01, 1.0, 2.0)
+SCALARS = {"negative_slope": 0.2}  # one value each, for tests of the private ops
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,12 @@ class Activation:
         return partial(self.entry.torch_inplace, **scalars)
 
     @property
-    def allows_later_writes(self) -> bool:
-        return self.save != "output"
-
-    @property
     def keeps_output(self) -> bool:
         return self.save == "output"
+
+    @property
+    def allows_later_writes(self) -> bool:
+        return not self.keeps_output
 
     @property
     def packed_bits(self) -> Mapping[torch.dtype, int]:

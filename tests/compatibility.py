@@ -21,7 +21,13 @@ COLUMNS = ("row", "torch", "python", "date", "passed", "failed", "not_run")
 
 # By the beginning of a test's name. What takes a GPU has a row of its own.
 ROWS = {
-    "values, dtypes, layouts": ("test_values", "test_ops", "test_curves", "test_every"),
+    "values, dtypes, layouts": (
+        "test_activations",
+        "test_values",
+        "test_ops",
+        "test_curves",
+        "test_every",
+    ),
     "autograd, modules": ("test_autograd", "test_modules"),
     "PyTorch's OpInfo samples, gradcheck": ("test_opinfo",),
     "torch.func: vmap, grad, jvp, jacrev, hessian": ("test_functorch",),

@@ -24,7 +24,6 @@ def id_of(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Curve:
-    name: str  # of the ops
     entry: Activation
     minimum: float
     exact: Callable[[Tensor], Tensor]  # the value and the derivative of a float64 tensor
@@ -32,6 +31,11 @@ class Curve:
     # Below, 16-bit outputs are subnormal or 0 and the input is lost.
     recovered_above: Mapping[torch.dtype, float]
     unit: float  # float32's spacing of outputs at the minimum
+
+    @property
+    def name(self) -> str:
+        """Of its ops."""
+        return self.entry.ops.name
 
     @property
     def call(self) -> Callable[..., Tensor]:
@@ -92,7 +96,6 @@ def _hardswish_derivative(x: Tensor) -> Tensor:
 
 CURVES = (
     Curve(
-        "silu",
         SILU,
         -1.2784645427610738,
         lambda x: x * torch.sigmoid(x),
@@ -101,7 +104,6 @@ CURVES = (
         2**-25,
     ),
     Curve(
-        "gelu",
         GELU,
         -0.7517915246935645,
         _gelu,
@@ -110,7 +112,6 @@ CURVES = (
         2**-26,
     ),
     Curve(
-        "gelu_tanh",
         GELU_TANH,
         -0.7524614220710163,
         lambda x: x * torch.sigmoid(_twice_u(x)),
@@ -119,7 +120,6 @@ CURVES = (
         2**-26,
     ),
     Curve(
-        "mish",
         MISH,
         -1.1924312145154952,
         lambda x: x * _mish_gate(x),
@@ -128,7 +128,6 @@ CURVES = (
         2**-25,
     ),
     Curve(
-        "hardswish",
         HARDSWISH,
         -1.5,
         lambda x: x * (x + 3).clamp(0, 6) / 6,

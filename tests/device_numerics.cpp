@@ -1,7 +1,7 @@
 // The mathematics of the curves as a GPU runs it, on the host, with the hardware's errors emulated,
 // and, with HOST_NUMERICS defined, as the host runs it: conftest.py compiles this file, and tests
-// call it with the addresses of NumPy arrays. Needs neither torch nor a GPU. MODULE_NAME is another
-// for each build: Python takes two extensions of one name for the same.
+// call it with tensors' addresses. Needs neither torch nor a GPU. MODULE_NAME is another for each
+// build: Python takes two extensions of one name for the same.
 #ifndef HOST_NUMERICS
 #define INPLACE_OPS_HARDWARE "../tests/emulated_hardware.h"
 #endif
@@ -32,17 +32,22 @@ auto with_format(const std::string& dtype, const Visit& visit) {
   throw std::invalid_argument("dtype: " + dtype);
 }
 
+// Calls visit with the activation over the format, if it is a curve; returns whether it is.
+template <template <class> class Activation, class Visit>
+bool visit_curve(Entry<Activation>, const std::string& dtype, const Visit& visit) {
+  with_format(dtype, [&](auto zero) {
+    using A = Activation<decltype(zero)>;
+    if constexpr (A::kKind == Kind::kCurve) visit(A());
+  });
+  return Activation<float>::kKind == Kind::kCurve;
+}
+
 // Calls visit with the activation of this name, one with a curve, over the format.
 template <class Visit>
 void with_curve(const std::string& name, const std::string& dtype, const Visit& visit) {
   bool found = false;
-  const auto visit_entry = [&](auto zero, auto entry) {
-    using A = typename decltype(entry)::template Of<decltype(zero)>;
-    if constexpr (A::kKind == Kind::kCurve) visit(A());
-    found = A::kKind == Kind::kCurve;
-  };
   for_each_activation([&](auto entry) {
-    if (name == entry.name) with_format(dtype, [&](auto zero) { visit_entry(zero, entry); });
+    if (name == entry.name) found = visit_curve(entry, dtype, visit);
   });
   if (!found) throw std::invalid_argument("name: " + name);
 }

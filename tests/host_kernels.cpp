@@ -1,6 +1,6 @@
 // The bodies of the CUDA kernels, run on the host over a virtual grid, for tests: conftest.py
-// compiles this file, and test_host_kernels.py calls it with the addresses of NumPy arrays. Needs
-// neither torch nor a GPU.
+// compiles this file, and test_host_kernels.py calls it with tensors' addresses. Needs neither
+// torch nor a GPU.
 #define INPLACE_OPS_HARDWARE "../tests/emulated_hardware.h"
 
 #include <pybind11/pybind11.h>
@@ -72,8 +72,8 @@ void run_functor(const std::string& functor, const A& activation, const Launch& 
       return run(BackwardMaskOfOutput<A>{{}, activation}, launch);
   } else {
     if (functor == "ForwardOutput") return run(ForwardOutput<A>{{}, activation}, launch);
-    if (functor == "BackwardOutput") return run(BackwardOutput<A>{{}, activation}, launch);
-    if (functor == "DoubleBackward") return run(DoubleBackward<A>{{}, activation}, launch);
+    if (functor == "BackwardOutput") return run(BackwardOutput<A>{}, launch);
+    if (functor == "DoubleBackward") return run(DoubleBackward<A>{}, launch);
     if (functor == "ForwardDerivative") return run(ForwardDerivative<A>{{}, activation}, launch);
     if (functor == "BackwardDerivative") {
       const auto grid = DerivativeGrid<opmath_t<T>>::template of<A>(launch.planes);

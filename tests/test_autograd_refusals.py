@@ -166,9 +166,11 @@ def test_unsupported_dtypes_with_gradient(
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
-def test_only_relu_takes_integers(dtype: torch.dtype, device: torch.device) -> None:
+def test_curves_and_leaky_relu_take_no_integers(dtype: torch.dtype, device: torch.device) -> None:
     x = torch.arange(6, dtype=dtype, device=device)
-    for call in (inplace_ops.leaky_relu_, inplace_ops.silu_):
+    calls = [a.call for a in ONE_OF_EACH if not a.entry.takes_integers]
+    assert len(calls) > 5
+    for call in calls:
         with pytest.raises(RuntimeError, match="unsupported dtype"):
             call(x)
     assert torch.equal(x, torch.arange(6, dtype=dtype, device=device))

@@ -74,16 +74,14 @@ class Budget(NamedTuple):
 
 # Above 1 a kernel is bound by arithmetic: a ratchet, a few percent above what it costs.
 BUDGETS = {
-    "relu": Budget(),
-    "leaky_relu": Budget(),
-    "relu6": Budget(),
     "silu": Budget(far="MUFU.LG2"),
     "gelu": Budget(slots=1.38),
     "gelu_tanh": Budget(slots=1.27),
     "hardswish": Budget(slots=1.2),
     "mish": Budget(slots=1.07),
 }
-UNLISTED = Budget(slots=1.4)
+MASKS = Budget()
+CURVES = Budget(slots=1.4)
 ANY = "any"  # the activation of what is one for all
 
 
@@ -153,7 +151,8 @@ class Case(NamedTuple):
 
     @property
     def budget(self) -> Budget:
-        return BUDGETS.get(self.activation, UNLISTED)
+        is_curve = self.activation == ANY or _ops.ALL[self.activation].double_backward is not None
+        return BUDGETS.get(self.activation, CURVES if is_curve else MASKS)
 
     @property
     def far(self) -> str | None:
@@ -165,7 +164,7 @@ def cases() -> list[Case]:
     found = {}
     for scalar, dtype in DTYPES.items():
         for entry in ACTIVATIONS:
-            name = entry.ops.out_of_place.name().removeprefix("inplace_ops::")
+            name = entry.ops.name
             if entry.has_mask:
                 bits = {"ForwardMask": (0, 1), "BackwardMask": (1,), "BackwardMaskOfOutput": (0,)}
             else:

@@ -9,13 +9,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from activations import FLOATS
+from activations import FLOATS, SCALARS
 from torch import Tensor
 
 from inplace_ops import _ops
 from inplace_ops.activations import ACTIVATIONS
 
-SCALARS = {"negative_slope": 0.2}
 # Nothing follows the last element in memory, and its byte of bits is not full.
 LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], list[int]]] = {
     "dense": (lambda t: t[:1050].clone().view(3, 50, 7), []),

@@ -48,7 +48,7 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         """The activation's, in csrc/activations."""
-        return self.entry.ops.out_of_place.name().removeprefix("inplace_ops::")
+        return self.entry.ops.name
 
     @property
     def scalars(self) -> dict[str, float]:

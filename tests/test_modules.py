@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from comparison import assert_gradient, assert_identical, assert_values, random_
 from torch import Tensor, nn
 
 import inplace_ops
+from inplace_ops import activations as table
 from inplace_ops import saved_bytes
 
 all_activations = pytest.mark.parametrize("activation", ACTIVATIONS, ids=activation_id)
@@ -20,17 +22,13 @@ all_activations = pytest.mark.parametrize("activation", ACTIVATIONS, ids=activat
 one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
 
 # Ours, PyTorch's with the same arguments.
-PAIRS: list[tuple[Callable[..., nn.Module], Callable[..., nn.Module]]] = [
-    (inplace_ops.ReLU, nn.ReLU),
-    (inplace_ops.LeakyReLU, nn.LeakyReLU),
-    (lambda **k: inplace_ops.LeakyReLU(0.3, **k), lambda **k: nn.LeakyReLU(0.3, **k)),
-    (inplace_ops.ReLU6, nn.ReLU6),
-    (inplace_ops.SiLU, nn.SiLU),
-    (inplace_ops.Hardswish, nn.Hardswish),
-    (inplace_ops.Mish, nn.Mish),
-]
-IDS = ["ReLU", "LeakyReLU", "LeakyReLU-0.3", "ReLU6", "SiLU", "Hardswish", "Mish"]
-pairs = pytest.mark.parametrize(("ours", "pytorchs"), PAIRS, ids=IDS)
+PAIRS: dict[str, tuple[Callable[..., nn.Module], Callable[..., nn.Module]]] = {
+    entry.name: (getattr(inplace_ops, entry.name), entry.torch_module)
+    for entry in table.ACTIVATIONS
+    if entry.torch_inplace is not None
+}
+PAIRS["LeakyReLU-0.3"] = (partial(inplace_ops.LeakyReLU, 0.3), partial(nn.LeakyReLU, 0.3))
+pairs = pytest.mark.parametrize(("ours", "pytorchs"), PAIRS.values(), ids=PAIRS)
 
 
 @pairs

@@ -1,8 +1,9 @@
-// What an activation is: a struct over its storage format T, made from the op's scalar arguments.
-// All of them have
+// What an activation is: a struct over its storage format T, made from the op's scalar arguments,
+// of which a curve has none. All of them have
 //   Scalar                T;
-//   kName                 of their ops;
-//   Arguments, kSchema    the types of the scalar arguments, and how the ops' schemas name them;
+//   kName                 of their ops: the struct's name in lower case, underscores apart;
+//   Arguments, kSchema    the types of the scalar arguments, and what the ops' schemas have for
+//                         them behind the others: each a comma, its type and its name;
 //   kKind                 what tells the derivative in backward;
 //   value(x)              in the type that T is computed in;
 // where one bit tells the derivative (Kind::kMask)
@@ -29,6 +30,14 @@ struct WithoutArguments {
   using Arguments = Types<>;
   static constexpr const char* kSchema = "";
 };
+
+// Bits per element beside the output with which the recovered input is exact in the 16-bit formats,
+// and its gradient within torch.testing's tolerances in the others, for most curves.
+template <class T>
+constexpr int kUsualBits = sizeof(T) == 8                ? 1
+                           : sizeof(T) == 4              ? 6
+                           : std::is_same_v<T, BFloat16> ? 5
+                                                         : 7;
 
 struct CurveEntry : WithoutArguments {
   static constexpr Kind kKind = Kind::kCurve;

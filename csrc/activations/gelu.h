@@ -18,10 +18,7 @@ template <class Curve, class T>
 struct GELUBase : CurveEntry {
   using Scalar = T;
   using C = opmath_t<T>;
-  static constexpr int kDefaultBits = sizeof(T) == 8                ? 1
-                                      : sizeof(T) == 4              ? 6
-                                      : std::is_same_v<T, BFloat16> ? 5
-                                                                    : 7;
+  static constexpr int kDefaultBits = kUsualBits<T>;
   // The core is all that is finite, but for what is so large that it might overflow.
   static constexpr float kLeftEnd = 1e6f, kRightEnd = 1e6f;
   static constexpr bool kFitIsExact = false;
@@ -74,7 +71,6 @@ struct GELU : GELUBase<GELU<T>, T> {
     C x, gate, density;
   };
 
-  HOST_DEVICE static C slope(Point at) { return at.density; }
   HOST_DEVICE static C derivative(Point at) { return at.gate + at.x * at.density; }
   HOST_DEVICE static C second_derivative(Point at) { return at.density * (C(2) - at.x * at.x); }
 

@@ -45,7 +45,7 @@ struct Hardswish : CurveEntry {
     const C above = larger(x + C(3), C(0));
     const C value = x * smaller(above, C(6)) * C(1.0 / 6);
     if constexpr (sizeof(T) == 2) return value;
-    constexpr C c[] = {C(1.0 / 6), C(0)};  // it is a parabola
+    constexpr C c[] = {C(1.0 / 6), C(0)};  // it is a parabola, and a polynomial has two terms
     return near_minimum<Hardswish>(x, c, value);
   }
 

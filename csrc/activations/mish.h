@@ -14,10 +14,7 @@ struct Mish : CurveEntry {
   using Scalar = T;
   using C = opmath_t<T>;
   static constexpr const char* kName = "mish";
-  static constexpr int kDefaultBits = sizeof(T) == 8                ? 1
-                                      : sizeof(T) == 4              ? 6
-                                      : std::is_same_v<T, BFloat16> ? 5
-                                                                    : 7;
+  static constexpr int kDefaultBits = kUsualBits<T>;
   static constexpr double kMinimumX = -1.1924312145154952, kMinimumY = -0.30884341301725043;
   static constexpr double kMinimumYLow = 2.7753772146779074e-17;
   static constexpr double kLowestDerivative = -0.11252612238946255;
@@ -28,7 +25,6 @@ struct Mish : CurveEntry {
     C x, e, gate, slope, curvature;
   };
 
-  HOST_DEVICE static C slope(Point at) { return at.slope; }
   HOST_DEVICE static C derivative(Point at) { return at.gate + at.x * at.slope; }
   HOST_DEVICE static C second_derivative(Point at) { return C(2) * at.slope + at.x * at.curvature; }
 

@@ -15,10 +15,7 @@ struct SiLU : CurveEntry {
   using Scalar = T;
   using C = opmath_t<T>;
   static constexpr const char* kName = "silu";
-  static constexpr int kDefaultBits = sizeof(T) == 8                ? 1
-                                      : sizeof(T) == 4              ? 6
-                                      : std::is_same_v<T, BFloat16> ? 5
-                                                                    : 7;
+  static constexpr int kDefaultBits = kUsualBits<T>;
   static constexpr double kMinimumX = -1.2784645427610738, kMinimumY = -0.2784645427610738;
   static constexpr double kMinimumYLow = 1.5523606315812798e-18;
   static constexpr double kLowestDerivative = -0.09983932012886691;

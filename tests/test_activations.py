@@ -1,0 +1,70 @@
+"""The lists of activations: each is in all of them, and says the same everywhere."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from curves import CURVES
+
+import inplace_ops
+from inplace_ops import _ops
+from inplace_ops.activations import (
+    ACTIVATIONS,
+    GELU,
+    GELU_TANH,
+    HARDSWISH,
+    MISH,
+    SILU,
+    Activation,
+    Save,
+)
+from inplace_ops.autograd import FUNCTIONS
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+each_activation = pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.ops.name)
+
+
+def test_every_activation_of_the_kernels_is_listed() -> None:
+    assert [activation.ops for activation in ACTIVATIONS] == list(_ops.ALL.values())
+    assert set(FUNCTIONS) == {(a, save) for a in ACTIVATIONS for save in a.saves}
+    assert {curve.entry for curve in CURVES} == {a for a in ACTIVATIONS if not a.has_mask}
+
+
+@each_activation
+def test_defaults_of_functions_and_modules(activation: Activation) -> None:
+    module = getattr(inplace_ops, activation.name)
+    for takes in (getattr(inplace_ops, activation.function), module):
+        parameters = inspect.signature(takes).parameters
+        assert parameters["save"].default == activation.saves[0]
+        assert ("bits" in parameters) == (not activation.has_mask)
+    assert module.default_save == activation.saves[0]
+    assert issubclass(module, activation.torch_module)
+
+
+@each_activation
+def test_what_is_kept_by_default_packs_bits(activation: Activation) -> None:
+    save: Save = activation.saves[0]
+    assert save in activation.ops.save_in_place
+    assert all(activation.default_bits(save, dtype) for dtype in DTYPES)
+
+
+@pytest.mark.parametrize(
+    ("activation", "documented"),
+    [
+        (SILU, (2.4e-3, 1e-5, 1.4e-10)),
+        (MISH, (2.4e-3, 1e-5, 1.4e-10)),
+        (GELU, (2.5e-3, 1e-5, 1.5e-10)),
+        (GELU_TANH, (2.5e-3, 1e-5, 1.5e-10)),
+        (HARDSWISH, (4e-3, 1.6e-5, 2.4e-10)),
+    ],
+    ids=lambda value: value.ops.name if isinstance(value, Activation) else "",
+)
+def test_errors_of_the_grids_are_the_documented_ones(
+    activation: Activation, documented: tuple[float, ...]
+) -> None:
+    """With 8, 16 and 32 bits, before what the arithmetic adds."""
+    for bits, limit in zip((8, 16, 32), documented, strict=True):
+        error = activation.derivative_error("derivative", torch.float64, bits)
+        assert 0.9 * limit <= error <= limit
