@@ -219,7 +219,8 @@ def test_each_branch_keeps_its_side(device: Device, dtype: torch.dtype) -> None:
             device.set(errors)
             _, slope, second = device.points(x, bits)
             assert ((slope < 0) == left).all(), errors
-            most = {torch.float16: 6e4, torch.bfloat16: 1000, torch.float32: 3e4}[dtype]
+            of_float16 = {"gelu_tanh": 6e4, "mish": 2.5e4}.get(device.curve.name, 7000)
+            most = {torch.float16: of_float16, torch.bfloat16: 1000, torch.float32: 3e4}[dtype]
             # At Hardswish's very minimum it is larger, and finite where double backward needs it.
             away = (slope != 0) & (x.double() != device.curve.minimum)
             assert (second / slope)[away].abs().max() <= most
@@ -246,7 +247,9 @@ def test_what_is_not_recovered(device: Device, dtype: torch.dtype) -> None:
         device.set(errors)
         slope = device.recover(x, curve.default_bits(dtype))[1].to(dtype)
         # A subnormal and what is lost to rounding; in bfloat16 all of it.
-        assert largest_error(slope, curve, x) <= (5e-6 if dtype == torch.float16 else 3e-34), errors
+        of_float16 = 9e-8 if curve is SILU else 6e-7
+        limit = of_float16 if dtype == torch.float16 else 3e-34
+        assert largest_error(slope, curve, x) <= limit, errors
 
 
 @pytest.mark.parametrize("bits", [1, None])
