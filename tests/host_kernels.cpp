@@ -169,4 +169,9 @@ PYBIND11_MODULE(MODULE_NAME, module) {
   module.def("far_share", &far_share);
   module.def("poison", &poison);
   module.def("unpoison", &unpoison);
+  py::dict tile;  // elements of a warp's tile, by their bytes
+  tile[py::int_(sizeof(double))] = kTileElements<kVectorElements<double>>;
+  tile[py::int_(sizeof(float))] = kTileElements<kVectorElements<float>>;
+  tile[py::int_(sizeof(Half))] = kTileElements<kVectorElements<Half>>;
+  module.attr("tile") = tile;
 }

@@ -26,7 +26,6 @@ from inplace_ops.activations import ACTIVATIONS, LEAKY_RELU, SILU, Activation
 
 GUARD = 64  # bytes before and after each buffer
 GUARD_BYTE = 0xA5
-TILE = {8: 64, 4: 256, 2: 512}  # elements of a warp, by their bytes
 # With save="output" the sign of the output must tell that of the input.
 SCALARS = {"negative_slope": {"mask": -0.25, "output": 0.5}}
 ROUNDING = {
@@ -243,14 +242,14 @@ def check_round_trip(
 
 @all_cases
 def test_every_activation(host_kernels: ModuleType, case: Case) -> None:
-    tile = TILE[case.dtype.itemsize]
+    tile = host_kernels.tile[case.dtype.itemsize]
     for count in (0, 1, 43, tile, 9 * tile + 5):
         check_round_trip(host_kernels, case, [count])
 
 
 @some_cases
 def test_every_tail_length(host_kernels: ModuleType, case: Case) -> None:
-    tile = TILE[case.dtype.itemsize]
+    tile = host_kernels.tile[case.dtype.itemsize]
     for count in [*range(18), *range(tile - 9, tile + 10), 3 * tile, 8 * tile]:
         check_round_trip(host_kernels, case, [count])
 
@@ -262,12 +261,12 @@ def test_every_alignment(host_kernels: ModuleType, case: Case, moved: int) -> No
     for offset in range(0, 16, 1 if moved == 3 else size):
         offsets = [0, 0, 0, 0]
         offsets[moved] = offset
-        check_round_trip(host_kernels, case, [TILE[size] + 37], offsets=offsets)
+        check_round_trip(host_kernels, case, [host_kernels.tile[size] + 37], offsets=offsets)
 
 
 @some_cases
 def test_indices_past_32_bits(host_kernels: ModuleType, case: Case) -> None:
-    count = 2 * TILE[case.dtype.itemsize] + 101
+    count = 2 * host_kernels.tile[case.dtype.itemsize] + 101
     for start in (2**31, 2**32, 2**35):
         check_round_trip(host_kernels, case, [count], first_row=start)
 
@@ -292,7 +291,7 @@ def test_strided(host_kernels: ModuleType, case: Case) -> None:
     ids=case_id,
 )
 def test_double_backward(host_kernels: ModuleType, case: Case) -> None:
-    dtype, shape = case.dtype, [2 * TILE[case.dtype.itemsize] + 43]
+    dtype, shape = case.dtype, [2 * host_kernels.tile[case.dtype.itemsize] + 43]
     x = normal(dtype, shape, 3.0)
     _, first, second = derivatives(case, x, 2)
     x = torch.where((second / first).abs() < 2.5, x, 1.0)  # away from f' = 0
