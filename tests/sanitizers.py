@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SANITIZE = "INPLACE_OPS_SANITIZE"  # set in that process
-FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-DHOST_DEVICE=inline"]
 COMPILER = os.environ.get("CXX", "g++")
 
 
