@@ -25,7 +25,7 @@ def _self_check(activation: Activation, save: Save, device: str) -> str:
     ours = partial(function, **activation.variant, save=save)
     inputs = torch.randn(1001, device=device, requires_grad=True)
     bits = activation.default_bits(save, inputs.dtype)
-    error = activation.derivative_error(save, inputs.dtype, bits) or 1e-5  # torch.testing's
+    tolerance = activation.derivative_error(save, inputs.dtype, bits) or 1e-5  # torch.testing's
     results = []
     for function in (ours, activation.torch_function):
         output = function(inputs * 1)
@@ -34,7 +34,7 @@ def _self_check(activation: Activation, save: Save, device: str) -> str:
     (value, gradient), (expected_value, expected_gradient) = results
     try:
         torch.testing.assert_close(value, expected_value)
-        torch.testing.assert_close(gradient, expected_gradient, rtol=2e-6, atol=error)
+        torch.testing.assert_close(gradient, expected_gradient, rtol=2e-6, atol=tolerance)
     except AssertionError as error:
         return "FAILED: " + str(error).replace("\n", " ")
     return "ok"
