@@ -16,40 +16,23 @@
 #include <thread>
 #include <vector>
 
-#include "../csrc/activations.h"
 #include "../csrc/derivative_grid.h"
+#include "named_activation.h"
 
 namespace py = pybind11;
 using namespace inplace_ops;
 
-// Calls visit with a zero of the format.
-template <class Visit>
-auto with_format(const std::string& dtype, const Visit& visit) {
-  if (dtype == "float64") return visit(double());
-  if (dtype == "float32") return visit(float());
-  if (dtype == "float16") return visit(Half());
-  if (dtype == "bfloat16") return visit(BFloat16());
-  throw std::invalid_argument("dtype: " + dtype);
-}
-
-// Calls visit with the activation over the format, if it is a curve; returns whether it is.
-template <template <class> class Activation, class Visit>
-bool visit_curve(Entry<Activation>, const std::string& dtype, const Visit& visit) {
-  with_format(dtype, [&](auto zero) {
-    using A = Activation<decltype(zero)>;
-    if constexpr (A::kKind == Kind::kCurve) visit(A());
-  });
-  return Activation<float>::kKind == Kind::kCurve;
-}
-
 // Calls visit with the activation of this name, one with a curve, over the format.
 template <class Visit>
 void with_curve(const std::string& name, const std::string& dtype, const Visit& visit) {
-  bool found = false;
-  for_each_activation([&](auto entry) {
-    if (name == entry.name) found = visit_curve(entry, dtype, visit);
+  with_activation(name, dtype, {}, [&](const auto& activation) {
+    using A = std::decay_t<decltype(activation)>;
+    if constexpr (A::kKind == Kind::kCurve) {
+      visit(activation);
+    } else {
+      throw std::invalid_argument("has no curve: " + name);
+    }
   });
-  if (!found) throw std::invalid_argument("name: " + name);
 }
 
 // Calls work(i) for each element, on all cores.
