@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "activations/entry.h"
+#include "affine.h"
 #include "curve.h"
 #include "derivative_grid.h"
 #include "packed_bits.h"
@@ -22,6 +23,13 @@ struct Elementwise {
   using FastBits = std::integer_sequence<int, fast_bits...>;
   static constexpr int kInputs = inputs;
   static constexpr PackedBitsUse kPackedBits = use;
+  static constexpr bool kNormalizes = false;
+};
+
+// Of a functor over normalized elements, which is given their scale and shift instead of a code.
+template <class T, int inputs>
+struct Normalizing : Elementwise<T, inputs, PackedBitsUse::kNone, 0> {
+  static constexpr bool kNormalizes = true;
 };
 
 // A functor may split its work: near() and far() for the elements of which is_far() tells them.
@@ -29,6 +37,8 @@ template <class Functor, class = void>
 struct IsSplit : std::false_type {};
 template <class Functor>
 struct IsSplit<Functor, std::enable_if_t<Functor::kIsSplit>> : std::true_type {};
+
+struct NoAffine {};
 
 // What a functor works on. The output may be the first input.
 template <class Functor>
@@ -38,6 +48,7 @@ struct Operands {
   T* out;
   const T* in[Functor::kInputs];
   PackedBits<std::conditional_t<kWritesBits, uint8_t, const uint8_t>> packed;
+  std::conditional_t<Functor::kNormalizes, Affine<opmath_t<T>>, NoAffine> affine;
 };
 
 // Every forward writes the activation of x. ForwardMask and ForwardOutput keep nothing where they
@@ -165,6 +176,44 @@ struct BackwardDerivative : Elementwise<T, 1, PackedBitsUse::kRead, kDerivativeB
 
   HOST_DEVICE T operator()(const T (&in)[1], uint32_t& code, int) const {
     return store<T>(load(in[0]) * grid.decode(code));
+  }
+};
+
+// save="recompute": z from the norm's input, rounded to the format as the norm rounds its output.
+template <class T, class C = opmath_t<T>>
+HOST_DEVICE C normalized(T x, ScaleAndShift<C> map) {
+  return load(store<T>(load(x) * map.scale + map.shift));
+}
+
+template <class T>
+struct Normalize : Normalizing<T, 1> {
+  HOST_DEVICE T operator()(const T (&in)[1], ScaleAndShift<opmath_t<T>> map) const {
+    return store<T>(normalized(in[0], map));
+  }
+};
+
+template <class Activation, class T = typename Activation::Scalar>
+struct ForwardRecompute : Normalizing<T, 1> {
+  Activation activation;
+
+  HOST_DEVICE T operator()(const T (&in)[1], ScaleAndShift<opmath_t<T>> map) const {
+    return store<T>(activation.value(normalized(in[0], map)));
+  }
+};
+
+template <class Activation, class T = typename Activation::Scalar>
+struct BackwardRecompute : Normalizing<T, 2> {
+  Activation activation;
+
+  HOST_DEVICE T operator()(const T (&in)[2], ScaleAndShift<opmath_t<T>> map) const {
+    const opmath_t<T> grad = load(in[0]), z = normalized(in[1], map);
+    if constexpr (Activation::kKind == Kind::kMask) {
+      return store<T>(activation.gradient(grad, activation.mask(z)));
+    } else {
+      const auto at = Activation::point(z);
+      const opmath_t<T> gradient = grad * Activation::derivative(at);
+      return store<T>(Activation::is_flat(at) ? opmath_t<T>(0) : gradient);
+    }
   }
 };
 

@@ -13,14 +13,16 @@ constexpr int kMaxOperands = 4;  // the output and three inputs
 // A shape, outermost dimension first, and each operand's strides in elements, with neighbouring
 // dimensions merged where every operand allows it. Tensors that share a dense layout come out as
 // one dimension of stride 1.
-struct Geometry {
+template <int max_operands, int max_dims>
+struct GeometryOf {
   int dims = 0;
   int operands = 0;
   int64_t elements = 1;
-  int64_t sizes[kMaxDims];
-  int64_t strides[kMaxOperands][kMaxDims];
+  int64_t sizes[max_dims];
+  int64_t strides[max_operands][max_dims];
 
-  explicit Geometry(int operand_count) : operands(operand_count) {}
+  GeometryOf() = default;
+  explicit GeometryOf(int operand_count) : operands(operand_count) {}
 
   // Appends a dimension inside the ones already there.
   void push_inner(int64_t size, const int64_t* stride) {
@@ -49,6 +51,12 @@ struct Geometry {
       locate_in<uint64_t>(element, offsets);
   }
 
+  // Its index in the innermost dimension.
+  HOST_DEVICE int64_t innermost(int64_t element) const {
+    if (elements <= UINT32_MAX) return uint32_t(element) % uint32_t(sizes[dims - 1]);
+    return element % sizes[dims - 1];
+  }
+
  private:
   template <class Index, int count>
   HOST_DEVICE void locate_in(Index element, int64_t (&offsets)[count]) const {
@@ -62,5 +70,7 @@ struct Geometry {
     }
   }
 };
+
+using Geometry = GeometryOf<kMaxOperands, kMaxDims>;
 
 }  // namespace inplace_ops

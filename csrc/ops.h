@@ -1,6 +1,7 @@
 // The ops of an activation, once for every activation and device: check, walk, dispatch, run.
 #pragma once
 
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -15,7 +16,8 @@ namespace inplace_ops {
 // Runs the functor that make(T{}) returns for the tensors' format T. Device has run(functor, ...).
 template <class Device, class MakeFunctor>
 void run(const char* op, const Tensor& out, const std::vector<const Tensor*>& in,
-         const Tensor* packed, const DimOrder& dim_order, const MakeFunctor& make) {
+         const Tensor* packed, const DimOrder& dim_order, const MakeFunctor& make,
+         const MapTensors* maps = nullptr) {
   std::vector<const Tensor*> operands{&out};
   operands.insert(operands.end(), in.begin(), in.end());
   const Geometry geometry = walk(dim_order, operands);
@@ -30,12 +32,32 @@ void run(const char* op, const Tensor& out, const std::vector<const Tensor*>& in
         data.packed = packed_bits_of<Operands<Functor>::kWritesBits>(*packed);
       }
     }
+    if constexpr (Functor::kNormalizes)
+      data.affine = affine_of<opmath_t<T>>(op, *maps, out, dim_order);
     if (geometry.elements == 0) return;
     data.out = static_cast<T*>(out.mutable_data_ptr());
     for (int k = 0; k < Functor::kInputs; ++k)
       data.in[k] = static_cast<const T*>(in[k]->const_data_ptr());
     Device::run(functor, geometry, data, out.get_device_index());
   });
+}
+
+// A new tensor from make(T{}) of a norm's input.
+template <class Device, class MakeFunctor>
+Tensor map_normalized(const char* op, const Tensor& x, const MapTensors& maps,
+                      const DimOrder& dim_order, const MakeFunctor& make) {
+  check_order(op, dim_order, x.dim());
+  const Tensor out = empty_in_order(x, dim_order);
+  run<Device>(op, out, {&x}, nullptr, dim_order, make, &maps);
+  return out;
+}
+
+// A norm's output from its input.
+template <class Device>
+Tensor normalize(Tensor x, Tensor channels, std::optional<Tensor> rows, DimOrder dim_order) {
+  const MapTensors maps{&channels, rows ? &*rows : nullptr};
+  return map_normalized<Device>("normalize", x, maps, dim_order,
+                                [](auto zero) { return Normalize<decltype(zero)>{}; });
 }
 
 template <class Device, template <class> class Activation, class Arguments>
@@ -94,14 +116,35 @@ struct Ops<Device, Activation, Types<Arguments...>> {
   // A new tensor from make(T{}) of the inputs, the first of which is a gradient.
   template <class MakeFunctor>
   static Tensor differentiate(const std::vector<const Tensor*>& in, const Tensor* packed,
-                              const DimOrder& dim_order, const MakeFunctor& make) {
+                              const DimOrder& dim_order, const MakeFunctor& make,
+                              const MapTensors* maps = nullptr) {
     const Tensor& grad = *in[0];
     check_order(kName, dim_order, grad.dim());
     for (const Tensor* input : in) check_same(kName, *input, grad);
     if (packed) check_packed(kName, *packed, grad);
     const Tensor result = empty_in_order(grad, dim_order);
-    run<Device>(kName, result, in, packed, dim_order, make);
+    run<Device>(kName, result, in, packed, dim_order, make, maps);
     return result;
+  }
+
+  static Tensor recompute(Tensor x, Tensor channels, std::optional<Tensor> rows, DimOrder dim_order,
+                          Arguments... arguments) {
+    const MapTensors maps{&channels, rows ? &*rows : nullptr};
+    return map_normalized<Device>(kName, x, maps, dim_order, [&](auto zero) {
+      using A = Activation<decltype(zero)>;
+      return ForwardRecompute<A>{{}, A{arguments...}};
+    });
+  }
+
+  static Tensor backward_recompute(Tensor grad, Tensor x, Tensor channels,
+                                   std::optional<Tensor> rows, DimOrder dim_order,
+                                   Arguments... arguments) {
+    const MapTensors maps{&channels, rows ? &*rows : nullptr};
+    const auto make = [&](auto zero) {
+      using A = Activation<decltype(zero)>;
+      return BackwardRecompute<A>{{}, A{arguments...}};
+    };
+    return differentiate({&grad, &x}, nullptr, dim_order, make, &maps);
   }
 
   static Tensor backward_mask(Tensor grad, Tensor packed, DimOrder dim_order,

@@ -5,6 +5,9 @@
 //   save relu_backward_mask(grad, packed), relu_backward_output(grad, output)
 //   silu_backward_output(grad, output, packed), silu_backward_derivative(grad, packed)
 //   silu_double_backward(grad_grad, grad, output, packed)
+//   relu_recompute(x, channels, rows), relu_backward_recompute(grad, x, channels, rows)
+//                                                   of a norm's input, with the norm's maps
+//   normalize(x, channels, rows)                    the norm's output
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -16,6 +19,8 @@
 namespace inplace_ops {
 
 using Library = torch::stable::detail::StableLibrary;
+
+constexpr const char* kNormalizedSchema = "Tensor x, Tensor channels, Tensor? rows";
 
 inline void define_saving(Library& m, const std::string& op, const std::string& rest) {
   m.def((op + "_(Tensor(a!) x, Tensor(b!) packed" + rest + ") -> ()").c_str());
@@ -31,6 +36,9 @@ void define_ops(Library& m, Entry<Activation> entry) {
   const std::string rest = std::string(", int[] dim_order") + Activation<float>::kSchema;
   m.def((name + "_(Tensor(a!) x" + rest + ") -> ()").c_str());
   m.def((name + "(Tensor x" + rest + ") -> Tensor").c_str());
+  const std::string normalized = std::string(kNormalizedSchema) + rest + ") -> Tensor";
+  m.def((name + "_recompute(" + normalized).c_str());
+  m.def((name + "_backward_recompute(Tensor grad, " + normalized).c_str());
   if constexpr (Activation<float>::kKind == Kind::kMask) {
     define_saving(m, name + "_save_mask", rest);
     m.def((name + "_backward_mask(Tensor grad, Tensor packed" + rest + ") -> Tensor").c_str());
@@ -89,7 +97,16 @@ void register_backward(Library& m, Entry<Activation> entry) {
   }
 }
 
+template <class Device, template <class> class Activation>
+void register_recompute(Library& m, Entry<Activation> entry) {
+  using Of = OpsOf<Device, Activation>;
+  const std::string name = entry.name;
+  m.impl((name + "_recompute").c_str(), TORCH_BOX((&Of::recompute)));
+  m.impl((name + "_backward_recompute").c_str(), TORCH_BOX((&Of::backward_recompute)));
+}
+
 inline void define_all_ops(Library& m) {
+  m.def((std::string("normalize(") + kNormalizedSchema + ", int[] dim_order) -> Tensor").c_str());
   for_each_activation([&](auto entry) { define_ops(m, entry); });
 }
 
@@ -101,6 +118,12 @@ void register_all_forward(Library& m) {
 template <class Device>
 void register_all_backward(Library& m) {
   for_each_activation([&](auto entry) { register_backward<Device>(m, entry); });
+}
+
+template <class Device>
+void register_all_recompute(Library& m) {
+  m.impl("normalize", TORCH_BOX((&normalize<Device>)));
+  for_each_activation([&](auto entry) { register_recompute<Device>(m, entry); });
 }
 
 }  // namespace inplace_ops

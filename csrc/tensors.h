@@ -2,11 +2,14 @@
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
+#include <array>
 #include <vector>
 
+#include "affine.h"
 #include "geometry.h"
 #include "packed_bits.h"
 
@@ -34,6 +37,49 @@ inline Geometry walk(const DimOrder& dim_order, const std::vector<const Tensor*>
     geometry.push_inner(first.size(d), strides);
   }
   return geometry;
+}
+
+// Of channels and of rows, or none: tensors (2, ...) of scales and shifts, whose other dimensions
+// are those of x, or 1.
+using MapTensors = std::array<const Tensor*, 2>;
+
+template <class C>
+Affine<C> affine_of(const char* op, const MapTensors& maps, const Tensor& x,
+                    const DimOrder& dim_order) {
+  constexpr auto dtype =
+      sizeof(C) == 8 ? torch::headeronly::ScalarType::Double : torch::headeronly::ScalarType::Float;
+  for (const Tensor* map : maps) {
+    if (!map) continue;
+    bool fits = map->dim() == x.dim() + 1 && map->size(0) == 2;
+    for (int64_t d = 0; fits && d < x.dim(); ++d)
+      fits = map->size(d + 1) == 1 || map->size(d + 1) == x.size(d);
+    STD_TORCH_CHECK(fits && map->scalar_type() == dtype && map->device() == x.device(), op,
+                    "_: scales and shifts must have shape (2, ...), the rest as the tensor's or "
+                    "1, and be float64 for float64 and else float32, on its device");
+  }
+  Geometry geometry(2);
+  for (int64_t i = 0; i < x.dim(); ++i) {
+    const int64_t d = dim_order.empty() ? i : dim_order[i];
+    int64_t strides[2] = {};
+    for (int k = 0; k < 2; ++k)
+      if (maps[k] && maps[k]->size(d + 1) > 1) strides[k] = maps[k]->stride(d + 1);
+    geometry.push_inner(x.size(d), strides);
+  }
+  STD_TORCH_CHECK(geometry.dims <= kMaxAffineDims, op,
+                  "_: scales and shifts that differ in so many dimensions are not supported");
+  Affine<C> affine{};
+  ScaleAndShift<const C*>* pointers[2] = {&affine.channels, &affine.rows};
+  affine.geometry.dims = geometry.dims;
+  affine.geometry.operands = 2;
+  affine.geometry.elements = geometry.elements;
+  for (int d = 0; d < geometry.dims; ++d) affine.geometry.sizes[d] = geometry.sizes[d];
+  for (int k = 0; k < 2; ++k) {
+    for (int d = 0; d < geometry.dims; ++d) affine.geometry.strides[k][d] = geometry.strides[k][d];
+    if (!maps[k]) continue;
+    const C* scale = static_cast<const C*>(maps[k]->const_data_ptr());
+    *pointers[k] = {scale, scale + maps[k]->stride(0)};
+  }
+  return affine;
 }
 
 inline Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,

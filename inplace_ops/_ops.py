@@ -37,7 +37,7 @@ if torch.version.cuda is not None:
 built_with_torch = _C.built_with_torch
 
 Op = OpOverload
-Save = Literal["mask", "output", "derivative"]
+Save = Literal["mask", "output", "derivative", "recompute"]
 
 
 class Ops:
@@ -52,6 +52,7 @@ class Ops:
         save_in_place: By `save`: overwrites its argument and writes packed bits.
         save_out_of_place: By `save`: returns the result and packed bits.
         backward: By `save`: the gradient from the incoming one and what was kept.
+        recompute: The result from a norm's input and its maps.
         double_backward: The second derivative's term; None where that is zero.
     """
 
@@ -72,16 +73,21 @@ class Ops:
         self.save_in_place = {save: op(f"_save_{save}_") for save in packing}
         self.save_out_of_place = {save: op(f"_save_{save}") for save in packing}
         self.backward = {save: op(f"_backward_{save}") for save in self.default_bits}
+        self.backward["recompute"] = op("_backward_recompute")
+        self.recompute = op("_recompute")
         self.double_backward = op("_double_backward") if "derivative" in packing else None
 
 
 ALL = {name: Ops(name) for name in _C.activations}
+NORMALIZE: Op = torch.ops.inplace_ops.normalize.default  # a norm's output, as `Ops.recompute`
 DTYPES = tuple(ALL["relu"].default_bits["mask"])
 
-# Of all activations: out of place, without and with packed bits, in place, and those of backward.
+# Of all activations: out of place, without and with packed bits, in place, of a norm's input, and
+# those of backward.
 FUNCTIONAL_OPS = [ops.out_of_place for ops in ALL.values()]
 FUNCTIONAL_SAVING_OPS = [op for ops in ALL.values() for op in ops.save_out_of_place.values()]
 FORWARD_OPS = [op for ops in ALL.values() for op in (ops.in_place, *ops.save_in_place.values())]
+RECOMPUTING_OPS = [NORMALIZE, *(ops.recompute for ops in ALL.values())]
 BACKWARD_OPS = [op for ops in ALL.values() for op in ops.backward.values()]
 BACKWARD_OPS += [ops.double_backward for ops in ALL.values() if ops.double_backward]
 
@@ -116,6 +122,11 @@ def dense_strides(shape: Sequence[int], dim_order: Sequence[int]) -> tuple[int, 
     return tuple(strides)
 
 
+def maps_dtype(x: Tensor) -> torch.dtype:
+    """That of the scales and shifts of a norm whose output is x."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def empty_bits(x: Tensor, bits: int) -> Tensor:
     """Room for `bits` packed bits per element of x: uint8 (bits, ceil(elements / 8))."""
     return x.new_empty((bits, (x.numel() + 7) // 8), dtype=torch.uint8)
@@ -147,6 +158,13 @@ def _functional_fake(op: Op) -> Callable[..., Tensor]:
         return _empty_in_order(x, dim_order)
 
     return fake
+
+
+def _recomputing_fake(
+    x: Tensor, channels: Tensor, rows: Tensor | None, dim_order: Sequence[int], *arguments: float
+) -> Tensor:
+    _check_devices(x, channels, rows)
+    return _empty_in_order(x, dim_order)
 
 
 def _functional_saving_fake(op: Op) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -189,6 +207,8 @@ def _loop_over_batch(op: Op):  # type: ignore[no-untyped-def]
 
 for _op in FUNCTIONAL_OPS:
     torch.library.register_fake(_op.name(), _functional_fake(_op))
+for _op in RECOMPUTING_OPS:
+    torch.library.register_fake(_op.name(), _recomputing_fake)
 for _op in FUNCTIONAL_SAVING_OPS:
     torch.library.register_fake(_op.name(), _functional_saving_fake(_op))
 for _op in FORWARD_OPS:

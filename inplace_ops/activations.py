@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from . import _ops
 from ._ops import Save as Save
 
-MaskSave = Literal["mask", "output"]  # where one bit tells the derivative
-OutputSave = Literal["output", "derivative"]  # elsewhere
+MaskSave = Literal["mask", "output", "recompute"]  # where one bit tells the derivative
+OutputSave = Literal["output", "derivative", "recompute"]  # elsewhere
 
 Errors = Mapping[torch.dtype, Mapping[int, float]]
 
@@ -79,7 +79,10 @@ class Activation:
 
     @property
     def saves(self) -> tuple[Save, ...]:
-        """What may be kept for backward, the default first; that packs bits."""
+        """What may be kept for backward, the default first; that packs bits.
+
+        Any of them may also keep nothing, with "recompute".
+        """
         return tuple(self.ops.default_bits)
 
     @property
@@ -98,7 +101,7 @@ class Activation:
         """Whether backward has the derivative of the very input."""
         if save == "output":
             return self.has_mask or self.output_errors.get(dtype, {}).get(bits) == 0
-        return save == "mask"
+        return save in ("mask", "recompute")
 
     def derivative_error(self, save: Save, dtype: torch.dtype, bits: int) -> float | None:
         """The largest absolute error of the derivative.
@@ -218,8 +221,8 @@ ACTIVATIONS = (RELU, LEAKY_RELU, RELU6, SILU, GELU, GELU_TANH, HARDSWISH, MISH)
 
 def check_save(activation: Activation, save: str) -> None:
     """Raise ValueError unless the activation may keep `save`."""
-    if save not in activation.saves:
-        expected = " or ".join(f'"{choice}"' for choice in activation.saves)
+    if save not in activation.saves and save != "recompute":
+        expected = ", ".join(f'"{choice}"' for choice in activation.saves) + ' or "recompute"'
         raise ValueError(f"{activation.function}: save must be {expected}, got {save!r}")
 
 
@@ -227,6 +230,8 @@ def check_bits(name: str, save: str, bits: int | None) -> None:
     """Raise ValueError unless `save`, of an activation without a mask, takes so many bits."""
     if bits is None:
         return
+    if save == "recompute":
+        raise ValueError(f'{name}: save="recompute" keeps no bits, got bits={bits!r}')
     choices, expected = ((1, 8), "1, 8") if save == "output" else ((8, 16, 32), "8, 16, 32")
     if not isinstance(bits, int) or isinstance(bits, bool) or bits not in choices:
         raise ValueError(

@@ -14,7 +14,7 @@ would triple the cost of a call, and only torch.func's transforms, which they ne
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ from .activations import (
     Activation,
     Save,
 )
+from .memory import is_held_itself, replace
+from .normalization import Source
 
 
 def _gradient(
@@ -171,9 +173,13 @@ class _OutputDoubleBackward(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        raise RuntimeError(
-            f"{ctx.activation.function} can be differentiated twice, and not a third time"
-        )
+        raise _third_derivative(ctx.activation)
+
+
+def _third_derivative(activation: Activation) -> RuntimeError:
+    return RuntimeError(
+        f"{activation.function} can be differentiated twice, and not a third time"
+    )
 
 
 class _OutputBackward(Function):
@@ -356,6 +362,125 @@ class MishDerivativeFunction(DerivativeFunction):
     """`MishDerivativeFunction.apply(x, packed, dim_order)`, of x * tanh(log(1 + exp(x)))."""
 
     activation = MISH
+
+
+class _RecomputeDoubleBackward(Function):
+    """The gradients of `_RecomputeBackward` in grad and output. A third derivative raises."""
+
+    @staticmethod
+    def forward(
+        grad_grad: Tensor, grad: Tensor, normalized: Normalized, activation: Activation
+    ) -> tuple[Tensor, Tensor]:
+        op = activation.ops.backward["recompute"]
+        # The output's own backward multiplies by the slope as this op computes it.
+        slope = op(torch.ones_like(grad), *normalized)
+        z = _ops.NORMALIZE(*normalized).to(_ops.maps_dtype(grad))
+        with torch.enable_grad():
+            z.requires_grad_()
+            value = activation.torch_function(z)
+            (first,) = torch.autograd.grad(value, z, torch.ones_like(z), create_graph=True)
+            (second,) = torch.autograd.grad(first, z, torch.ones_like(z))
+        term = grad_grad * grad * second / slope
+        return op(grad_grad, *normalized), torch.where(slope == 0, 0.0, term).to(grad.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.activation = inputs[-1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise _third_derivative(ctx.activation)
+
+
+class _RecomputeBackward(Function):
+    """grad * f'(z), z from the norm's input; differentiable once more, through the output's place."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        grad: Tensor, place: Tensor, normalized: Normalized, activation: Activation
+    ) -> Tensor:
+        return activation.ops.backward["recompute"](grad, *normalized)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        grad, place, ctx.normalized, ctx.activation = inputs
+        ctx.save_for_backward(grad, place)
+
+    @staticmethod
+    def backward(ctx: Any, grad_grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad, _ = ctx.saved_tensors
+        double_backward: Any = _RecomputeDoubleBackward
+        run = double_backward.apply if torch.is_grad_enabled() else double_backward.forward
+        return *run(grad_grad, grad, ctx.normalized, ctx.activation), None, None
+
+
+class Normalized(NamedTuple):
+    """The arguments of the ops that recompute, but for the gradient."""
+
+    x: Tensor
+    channels: Tensor
+    rows: Tensor | None
+    dim_order: list[int]
+
+
+class RecomputeFunction(Function):
+    """`RecomputeFunction.apply(z, source, dim_order, activation, *arguments)`, after a norm.
+
+    Replaces the norm's output z by its activation and keeps what z follows from: the norm's input,
+    which the norm keeps too, and the maps.
+
+    A curve also saves its output, for its place in the graph alone, where a second derivative ends:
+    `keep_place` lets go of the values.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        z: Tensor,
+        source: Source,
+        dim_order: list[int],
+        activation: Activation,
+        *arguments: float,
+    ) -> Tensor:
+        channels, rows = source.maps()
+        activation.ops.in_place(z, dim_order, *arguments)
+        ctx.mark_dirty(z)
+        ctx.activation, ctx.dim_order, ctx.arguments = activation, dim_order, arguments
+        place = None if activation.has_mask else z
+        ctx.save_for_backward(source.x, channels, rows, place)
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, channels, rows, place = ctx.saved_tensors
+        activation, op = ctx.activation, ctx.activation.ops.backward["recompute"]
+        normalized = Normalized(x, channels, rows, ctx.dim_order)
+        if place is None:
+            gradient = _linear(grad, op, *normalized, *ctx.arguments)
+        else:
+            gradient = _gradient(
+                grad,
+                lambda g: op(g, *normalized),
+                lambda g: _RecomputeBackward.apply(g, place, normalized, activation),
+            )
+        return gradient, None, None, None, *(None for _ in ctx.arguments)
+
+
+def keep_place(output: Tensor) -> None:
+    """Let a curve's RecomputeFunction, of which this is the output, keep no values of it."""
+    raw = output.grad_fn._raw_saved_tensors[-1]  # type: ignore[union-attr]
+    if is_held_itself(raw):
+        replace(raw, _without_values, _as_it_is)
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    return tensor.new_zeros(()).expand(tensor.shape)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 FUNCTIONS: Mapping[tuple[Activation, Save], type[_InPlaceFunction]] = {

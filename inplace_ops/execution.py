@@ -14,7 +14,8 @@ from torch.compiler import is_compiling
 from . import _ops
 from ._torch import creation_meta
 from .activations import Activation, Save
-from .autograd import FUNCTIONS
+from .autograd import FUNCTIONS, RecomputeFunction, keep_place
+from .normalization import norm_of, source_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -23,7 +24,11 @@ _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.
 
 
 def run(
-    activation: Activation, input: Tensor, save: Save, bits: int | None, *arguments: Any
+    activation: Activation,
+    input: Tensor,
+    save: Save,
+    bits: int | None,
+    *arguments: Any,
 ) -> Tensor:
     """Replace `input` by its activation and return `input` itself.
 
@@ -47,6 +52,8 @@ def run(
         return _decomposed(activation, input, *arguments)
     if not _needs_grad(input):
         return _without_grad(activation, input, *arguments)
+    if save == "recompute":
+        return _after_norm(activation, input, *arguments)
     return _with_grad(activation, input, save, bits, *arguments)
 
 
@@ -118,6 +125,8 @@ def _compiled(
     ):
         return _decomposed(activation, input, *arguments)
     ops, dim_order = activation.ops, _ops.dim_order_of(input)
+    if _needs_grad(input) and save == "recompute":
+        return _decomposed(activation, input, *arguments)  # which the compiler recomputes best
     if _needs_grad(input) and save in ops.save_out_of_place:
         kept = bits or activation.default_bits(save, input.dtype)
         result, _ = ops.save_out_of_place[save](input, kept, dim_order, *arguments)
@@ -154,6 +163,44 @@ def _with_grad(
         return function.apply(input, packed, _ops.dim_order_of(input), *arguments)
     except NotImplementedError as error:
         raise _ops.unsupported(name, input) from error
+
+
+def follows_from_norm(input: Tensor) -> bool:
+    """Whether save="recompute" keeps nothing of this input, as the norm before it tells it all."""
+    norm = norm_of(input)
+    return norm is not None and source_of(norm) is not None
+
+
+def _after_norm(activation: Activation, input: Tensor, *arguments: Any) -> Tensor:
+    _refuse_what_autograd_refuses(input)
+    norm = norm_of(input)
+    if norm is None:
+        raise RuntimeError(_no_norm(activation, input))
+    source = source_of(norm)
+    if source is None:
+        return _with_grad(activation, input, activation.saves[0], None, *arguments)
+    dim_order = _ops.dim_order_of(norm.output)
+    function: Any = RecomputeFunction
+    try:
+        output = function.apply(norm.output, source, dim_order, activation, *arguments)
+    except NotImplementedError as error:
+        raise _ops.unsupported(activation.function, input) from error
+    if not activation.has_mask:
+        keep_place(output)
+    return input
+
+
+def _no_norm(activation: Activation, input: Tensor) -> str:
+    found = f"that of {type(input.grad_fn).__name__}"
+    if input._version != 0:
+        found = "a tensor that was written to since it was made"
+    elif type(input) is not Tensor:
+        found = f"a {type(input).__name__}"
+    return (
+        f'{activation.function}: save="recompute" needs the unchanged output of a batch, group, '
+        f"instance or layer norm, which it then forms again from the norm's input, and got {found}: "
+        f'call it right after the norm, or with save="{activation.saves[0]}"'
+    )
 
 
 def _refuse_inference_tensor(input: Tensor) -> None:

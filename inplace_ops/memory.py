@@ -11,14 +11,38 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ._torch import is_traceable_wrapper_subclass, storage_id, tree_leaves
+from ._torch import SavedTensor, is_traceable_wrapper_subclass, storage_id, tree_leaves
 
 
 class _Saved:
-    """A tensor as the graph holds it: alive as long as the graph needs it."""
+    """A tensor as the graph holds it, or what stands for it: alive as long as the graph needs it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+        self.held: Any = tensor
+        self.unpack: Callable[[Any], Tensor] | None = None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What is held."""
+        return (leaf for leaf in tree_leaves(self.held) if isinstance(leaf, Tensor))
+
+
+def _unpack(saved: _Saved) -> Tensor:
+    return saved.unpack(saved.held) if saved.unpack else saved.held
+
+
+def is_held_itself(raw: SavedTensor) -> bool:
+    """Whether a node's saved tensor went through nobody's hooks, but for those of `saved_bytes`."""
+    return raw.unpack_hook is None or raw.unpack_hook is _unpack
+
+
+def replace(
+    raw: SavedTensor, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+) -> None:
+    """Let a node hold `pack(tensor)` and use `unpack` of that, where `is_held_itself`."""
+    if raw.unpack_hook is None:
+        raw.register_hooks(pack, unpack)
+    else:
+        raw.data.held, raw.data.unpack = pack(raw.data.held), unpack
 
 
 def saved_bytes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
@@ -43,7 +67,7 @@ def saved_bytes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
         handles.append(weakref.ref(saved))
         return saved
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
         result = fn(*args, **kwargs)
 
     # A saved parameter arrives in pack as a plain tensor: known by its storage alone.
@@ -57,7 +81,7 @@ def saved_bytes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     for handle in handles:
         saved = handle()
         if saved is not None:
-            storages |= {storage_id(s): s.nbytes() for s in _storages(saved.tensor)}
+            storages |= {storage_id(s): s.nbytes() for t in saved.tensors() for s in _storages(t)}
     del result
     return sum(size for key, size in storages.items() if key not in known)
 

@@ -21,40 +21,76 @@ constexpr int64_t kGrainBlocks = 32768 / kBlock;  // PyTorch's own grain for ele
 
 // Calls visit(position, length, offset, stride) for each run along the innermost dimension of the
 // elements first to first + count - 1 of one of the operands.
-template <int operands, class Visit>
-void for_each_run(const Geometry& geometry, int operand, int64_t first, int64_t count,
-                  const Visit& visit) {
+template <int max_operands, int max_dims, class Visit>
+void for_each_run(const GeometryOf<max_operands, max_dims>& geometry, int operand, int64_t first,
+                  int64_t count, const Visit& visit) {
   const int inner = geometry.dims - 1;
-  const int64_t size = geometry.dims > 0 ? geometry.sizes[inner] : 1;
-  const int64_t stride = geometry.dims > 0 ? geometry.strides[operand][inner] : 1;
+  if (inner < 0) return visit(int64_t(0), count, int64_t(0), int64_t(1));
+  const auto& sizes = geometry.sizes;
+  const auto& strides = geometry.strides[operand];
+  int64_t index[max_dims], offset = 0, rest = first;
+  for (int d = inner; d >= 0; --d) {
+    index[d] = d > 0 ? rest % sizes[d] : rest;
+    rest /= sizes[d];
+    offset += index[d] * strides[d];
+  }
   for (int64_t position = 0; position < count;) {
-    const int64_t element = first + position;
-    const int64_t length = std::min(count - position, size - element % size);
-    int64_t offsets[operands];
-    geometry.locate(element, offsets);
-    visit(position, length, offsets[operand], stride);
+    const int64_t length = std::min(count - position, sizes[inner] - index[inner]);
+    visit(position, length, offset, strides[inner]);
     position += length;
+    index[inner] += length;
+    offset += length * strides[inner];
+    for (int d = inner; d > 0 && index[d] == sizes[d]; --d) {
+      index[d] = 0;
+      ++index[d - 1];
+      offset += strides[d - 1] - sizes[d] * strides[d];
+    }
   }
 }
 
-template <int operands, class T>
-void gather(T* buffer, const T* data, const Geometry& geometry, int operand, int64_t first,
-            int64_t count) {
-  for_each_run<operands>(geometry, operand, first, count,
-                         [&](int64_t position, int64_t length, int64_t offset, int64_t stride) {
-                           for (int64_t i = 0; i < length; ++i)
-                             buffer[position + i] = data[offset + i * stride];
-                         });
+template <class T, int max_operands, int max_dims>
+void gather(T* buffer, const T* data, const GeometryOf<max_operands, max_dims>& geometry,
+            int operand, int64_t first, int64_t count) {
+  for_each_run(geometry, operand, first, count,
+               [&](int64_t position, int64_t length, int64_t offset, int64_t stride) {
+                 T* const to = buffer + position;
+                 if (stride == 0) {
+                   std::fill_n(to, length, data[offset]);
+                 } else if (stride == 1) {
+                   std::copy_n(data + offset, length, to);
+                 } else {
+                   for (int64_t i = 0; i < length; ++i) to[i] = data[offset + i * stride];
+                 }
+               });
 }
 
-template <int operands, class T>
+template <class T>
 void scatter(T* data, const T* buffer, const Geometry& geometry, int64_t first, int64_t count) {
-  for_each_run<operands>(geometry, 0, first, count,
-                         [&](int64_t position, int64_t length, int64_t offset, int64_t stride) {
-                           for (int64_t i = 0; i < length; ++i)
-                             data[offset + i * stride] = buffer[position + i];
-                         });
+  for_each_run(geometry, 0, first, count,
+               [&](int64_t position, int64_t length, int64_t offset, int64_t stride) {
+                 for (int64_t i = 0; i < length; ++i)
+                   data[offset + i * stride] = buffer[position + i];
+               });
 }
+
+// The maps of a block's elements.
+template <class C>
+struct BlockAffine {
+  C scale[kBlock], shift[kBlock];
+
+  HOST_DEVICE BlockAffine(const Affine<C>& affine, int64_t first, int count) {
+    gather(scale, affine.channels.scale, affine.geometry, 0, first, count);
+    gather(shift, affine.channels.shift, affine.geometry, 0, first, count);
+    if (!affine.has_rows()) return;
+    C row_scale[kBlock], row_shift[kBlock];
+    gather(row_scale, affine.rows.scale, affine.geometry, 1, first, count);
+    gather(row_shift, affine.rows.shift, affine.geometry, 1, first, count);
+    for (int i = 0; i < count; ++i) {
+      shift[i] += row_shift[i] * scale[i];
+      scale[i] *= row_scale[i];
+    }
+  }
+};
 
 template <class Functor>
 using Inputs = const typename Functor::Scalar* const (&)[Functor::kInputs];
@@ -87,6 +123,18 @@ HOST_DEVICE void compute_without_codes(const Functor functor, typename Functor::
     fetch(element, in, i);
     uint32_t code;
     out[i] = functor(element, code, 1);
+  }
+}
+
+// The same of normalized elements.
+template <class Functor, class C>
+HOST_DEVICE void compute_normalized(const Functor functor, typename Functor::Scalar* out,
+                                    Inputs<Functor> in, const BlockAffine<C>& affine, int count) {
+#pragma GCC ivdep
+  for (int i = 0; i < count; ++i) {
+    typename Functor::Scalar element[Functor::kInputs];
+    fetch(element, in, i);
+    out[i] = functor(element, {affine.scale[i], affine.shift[i]});
   }
 }
 
@@ -146,7 +194,6 @@ HOST_DEVICE void run_blocks(const Functor& functor, const Geometry& geometry,
                             const Operands<Functor>& operands, int64_t first_block,
                             int64_t last_block) {
   using T = typename Functor::Scalar;
-  constexpr int operand_count = Functor::kInputs + 1;
   constexpr bool writes_bits = Operands<Functor>::kWritesBits;
   const bool is_dense = geometry.is_dense();
   const int bits = operands.packed.planes;
@@ -159,15 +206,17 @@ HOST_DEVICE void run_blocks(const Functor& functor, const Geometry& geometry,
 
     const T* in[Functor::kInputs];
     for (int k = 0; k < Functor::kInputs; ++k) {
-      if (!is_dense)
-        gather<operand_count>(buffers[k], operands.in[k], geometry, k + 1, first, count);
+      if (!is_dense) gather(buffers[k], operands.in[k], geometry, k + 1, first, count);
       in[k] = is_dense ? operands.in[k] + first : buffers[k];
     }
     T* out = is_dense ? operands.out + first : buffers[0];
 
     if constexpr (Functor::kPackedBits == PackedBitsUse::kRead)
       unpack<kBlockGroups>(codes, operands.packed, first / kGroup, groups);
-    if constexpr (IsSplit<Functor>::value) {
+    if constexpr (Functor::kNormalizes) {
+      const BlockAffine affine(operands.affine, first, count);
+      compute_normalized(functor, out, in, affine, count);
+    } else if constexpr (IsSplit<Functor>::value) {
       compute_in_parts(functor, out, in, codes, bits, count);
     } else if (writes_bits && bits == 0) {
       compute_without_codes(functor, out, in, count);
@@ -178,7 +227,7 @@ HOST_DEVICE void run_blocks(const Functor& functor, const Geometry& geometry,
       std::fill(codes + count, codes + kBlock, 0u);
       pack<kBlockGroups>(codes, operands.packed, first / kGroup, groups);
     }
-    if (!is_dense) scatter<operand_count>(operands.out, out, geometry, first, count);
+    if (!is_dense) scatter(operands.out, out, geometry, first, count);
   }
 }
 

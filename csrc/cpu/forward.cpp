@@ -1,4 +1,4 @@
-// Beside backward.cpp, so that the two are compiled at once: they take long.
+// Beside backward.cpp and recompute.cpp, so that they are compiled at once: they take long.
 #include "../registration.h"
 #include "elementwise.h"
 

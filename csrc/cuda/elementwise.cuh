@@ -285,6 +285,38 @@ struct TileBits<1> {
   }
 };
 
+// The maps of the elements of one access, of which the vector path has that they lie in at most two
+// channels, or in neighbouring ones (suits_vectors()).
+template <int count, class C>
+HOST_DEVICE void expand(const Affine<C>& affine, int64_t element, ScaleAndShift<C> (&maps)[count]) {
+  if constexpr (count == 1) {
+    maps[0] = affine.at(element);
+  } else {
+    const auto& geometry = affine.geometry;
+    const int inner = geometry.dims - 1;
+    int64_t offsets[2];
+    geometry.locate(element, offsets);
+    if (geometry.strides[0][inner] == 0) {
+      const int64_t size = geometry.sizes[inner];
+      const int64_t left = size - geometry.innermost(element);
+      const auto first = affine.composed(
+          {affine.channels.scale[offsets[0]], affine.channels.shift[offsets[0]]}, offsets[1]);
+      const auto second = left < count ? affine.at(element + left) : first;
+      UNROLL
+      for (int i = 0; i < count; ++i) maps[i] = i < left ? first : second;
+    } else {
+      C scale[count], shift[count];
+      UNROLL
+      for (int i = 0; i < count; i += 4) {
+        load_vector(reinterpret_cast<C(&)[4]>(scale[i]), affine.channels.scale + offsets[0] + i);
+        load_vector(reinterpret_cast<C(&)[4]>(shift[i]), affine.channels.shift + offsets[0] + i);
+      }
+      UNROLL
+      for (int i = 0; i < count; ++i) maps[i] = affine.composed({scale[i], shift[i]}, offsets[1]);
+    }
+  }
+}
+
 // The arithmetic of one access. Where a functor is split, what is far waits until all of the rest
 // is done: it is rare, and one branch costs less than one per element.
 template <class Functor, int count>
@@ -313,6 +345,20 @@ HOST_DEVICE void compute(const Functor& functor, LaneState<Functor, count>& my, 
       if (functor.is_far(elements[i], code, bits))
         my.out[access][i] = functor.far(elements[i], code, bits);
     }
+  }
+}
+
+template <class Functor, int count, class C>
+HOST_DEVICE void compute_normalized(const Functor& functor, LaneState<Functor, count>& my,
+                                    int access, const Affine<C>& affine, int64_t first) {
+  ScaleAndShift<C> maps[count];
+  expand(affine, first, maps);
+  UNROLL
+  for (int i = 0; i < count; ++i) {
+    typename Functor::Scalar element[Functor::kInputs];
+    UNROLL
+    for (int k = 0; k < Functor::kInputs; ++k) element[k] = my.in[k][access][i];
+    my.out[access][i] = functor(element, maps[i]);
   }
 }
 
@@ -357,8 +403,12 @@ HOST_DEVICE void run_tile(const Functor& functor, const Layout& layout,
   lanes.each([&](auto& my, unsigned lane) {
     UNROLL
     for (int a = 0; a < kAccesses; ++a) {
-      compute(functor, my, a, bits);
       const int64_t first = first_element<count>(tile, a, lane);
+      if constexpr (Functor::kNormalizes) {
+        if (first < elements) compute_normalized(functor, my, a, operands.affine, first);
+      } else {
+        compute(functor, my, a, bits);
+      }
       if constexpr (count > 1) {
         store_vector(operands.out + first, my.out[a]);
       } else if (first < elements) {
@@ -407,8 +457,25 @@ HOST_DEVICE void run_warp(const Functor& functor, const Layout& layout,
   }
 }
 
+// Whether the maps of each access can be had by expand().
+template <int count, class C>
+bool suits_vectors(const Affine<C>& affine) {
+  const auto& geometry = affine.geometry;
+  const int inner = geometry.dims - 1;
+  if (inner < 0 || geometry.sizes[inner] < count || geometry.strides[1][inner] != 0) return false;
+  if (geometry.strides[0][inner] == 0) return true;
+  uintptr_t addresses = reinterpret_cast<uintptr_t>(affine.channels.scale) |
+                        reinterpret_cast<uintptr_t>(affine.channels.shift);
+  for (int d = 0; d < inner; ++d) addresses |= geometry.strides[0][d] * sizeof(C);
+  return geometry.strides[0][inner] == 1 && geometry.sizes[inner] % count == 0 &&
+         addresses % kVectorBytes == 0;
+}
+
 template <class Functor, int... planes>
 bool has_fast_version(const Operands<Functor>& operands, std::integer_sequence<int, planes...>) {
+  if constexpr (Functor::kNormalizes) {
+    if (!suits_vectors<kVectorElements<typename Functor::Scalar>>(operands.affine)) return false;
+  }
   uintptr_t addresses = reinterpret_cast<uintptr_t>(operands.out);
   for (const auto* in : operands.in) addresses |= reinterpret_cast<uintptr_t>(in);
   return addresses % kVectorBytes == 0 && ((operands.packed.planes == planes) || ...);

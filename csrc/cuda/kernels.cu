@@ -24,7 +24,7 @@ namespace {
 template <int count, class Functor, class Layout>
 __global__ void __launch_bounds__(kThreads)
     run_warps(const Functor functor, GRID_CONSTANT const Layout layout,
-              const Operands<Functor> operands, int64_t elements) {
+              GRID_CONSTANT const Operands<Functor> operands, int64_t elements) {
   constexpr int warps = kThreads / kWarpSize;
   const int64_t tile = int64_t(blockIdx.x) * warps + threadIdx.x / kWarpSize;
   run_warp<count>(functor, layout, operands, elements, tile);
@@ -57,6 +57,7 @@ struct Cuda {
 STABLE_TORCH_LIBRARY_IMPL(inplace_ops, CUDA, m) {
   inplace_ops::register_all_forward<inplace_ops::Cuda>(m);
   inplace_ops::register_all_backward<inplace_ops::Cuda>(m);
+  inplace_ops::register_all_recompute<inplace_ops::Cuda>(m);
 }
 
 #define INPLACE_OPS_STRING_(...) #__VA_ARGS__

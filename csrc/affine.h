@@ -1,0 +1,42 @@
+// The map of a norm, z = x * scale + shift, with a scale and a shift that many elements share: for
+// an activation that is formed again from the norm's input.
+//
+// Batch, group and instance norms have one of each channel, the same for all samples or not. A
+// layer norm has two maps, of its statistics, one of each row, and then of its weight and bias.
+#pragma once
+
+#include <cstdint>
+
+#include "geometry.h"
+
+namespace inplace_ops {
+
+constexpr int kMaxAffineDims = 4;  // after merging; the norms have at most three
+
+template <class C>
+struct ScaleAndShift {
+  C scale, shift;
+};
+
+template <class C>
+struct Affine {
+  using Map = ScaleAndShift<const C*>;
+  Map channels, rows;                      // rows come first where there are any
+  GeometryOf<2, kMaxAffineDims> geometry;  // of channels and of rows, walked as the tensors are
+
+  HOST_DEVICE bool has_rows() const { return rows.scale != nullptr; }
+
+  HOST_DEVICE ScaleAndShift<C> at(int64_t element) const {
+    int64_t offsets[2];
+    geometry.locate(element, offsets);
+    return composed({channels.scale[offsets[0]], channels.shift[offsets[0]]}, offsets[1]);
+  }
+
+  // A channel's map after that of the row at an offset.
+  HOST_DEVICE ScaleAndShift<C> composed(ScaleAndShift<C> channel, int64_t row) const {
+    if (!has_rows()) return channel;
+    return {rows.scale[row] * channel.scale, rows.shift[row] * channel.scale + channel.shift};
+  }
+};
+
+}  // namespace inplace_ops

@@ -1,0 +1,212 @@
+"""What the autograd node of a norm tells: how its output follows from its input.
+
+Batch, group, instance and layer norms keep their input for their own backward. With the statistics,
+the weight and the bias their output is a scale and a shift of it, so that an activation behind one
+need keep nothing: `save="recompute"`. The norms are PyTorch's; their nodes' `_saved_*` attributes
+and `next_functions` are read, as PyTorch's notes on autograd document them, and nothing is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from . import _ops
+from .memory import is_held_itself
+
+
+class Norm(NamedTuple):
+    """A norm that has run: its node and its output, of which an instance norm returns a view."""
+
+    node: Node
+    output: Tensor
+
+
+class Maps(NamedTuple):
+    """A norm's output as a map of its input, z = x * scale + shift.
+
+    Tensors of their own, so that nobody's later change of a parameter or a statistic matters, with
+    shape (2, ...), scales first, and the rest of x's shape or 1.
+
+    Attributes:
+        channels: The map.
+        rows: Of a layer norm the map of its statistics, which comes first.
+    """
+
+    channels: Tensor
+    rows: Tensor | None
+
+
+class Source(NamedTuple):
+    """What a norm's output follows from.
+
+    Attributes:
+        x: The norm's input, as large as its output.
+        maps: Computes the maps, with gradients off.
+    """
+
+    x: Tensor
+    maps: Callable[[], Maps]
+
+
+def norm_of(z: Tensor) -> Norm | None:
+    """The norm whose output z is, if z is one and has its values still.
+
+    But for a write through `.data`, which PyTorch does not see either.
+    """
+    if type(z) is not Tensor or z._version != 0 or z.output_nr != 0:
+        return None
+    output = _output_of_instance_norm(z) if z._is_view() else z
+    if output is None or type(output.grad_fn).__name__ not in _READERS:
+        return None
+    return Norm(output.grad_fn, output)
+
+
+def _output_of_instance_norm(z: Tensor) -> Tensor | None:
+    """What z is a view of where it may be an instance norm's: a batch norm's, of one sample."""
+    base = z._base
+    if base is None or base.dim() != z.dim() or z.dim() < 3 or not z.is_contiguous():
+        return None
+    samples, channels, *sizes = z.shape
+    is_whole = base.shape == (1, samples * channels, *sizes) and base.is_contiguous()
+    return base if is_whole else None
+
+
+def source_of(norm: Norm) -> Source | None:
+    """What the norm's output follows from.
+
+    None where that cannot be had: the norm ran inside a checkpoint or under other saved-tensor
+    hooks, which would run again; its bias is frozen, and stands nowhere; it is in another format.
+    """
+    node: Any = norm.node
+    name = type(node).__name__
+    attributes, maps_of = _READERS[name]
+    try:
+        saved = {}
+        for attribute in attributes:
+            if not is_held_itself(getattr(node, f"_raw_saved_{attribute}")):
+                return None
+            saved[attribute] = getattr(node, f"_saved_{attribute}")
+    except RuntimeError:  # freed, or modified since: the norm's own backward will say so
+        return None
+    x = saved["input"]
+    if x is None or x.shape != norm.output.shape or x.dtype != norm.output.dtype:
+        return None
+    make = maps_of(node, saved, norm.output)
+    return None if make is None else Source(x, make)
+
+
+_Saved = Mapping[str, Any]
+_MakeMaps = Callable[[], Maps]
+
+
+def _map(
+    z: Tensor, deviations: Tensor, weight: Tensor | None, mean: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """weight / deviation and bias - mean * weight / deviation, in a tensor of their own.
+
+    `deviations` are given as their reciprocals, and what is None as 1 or 0.
+    """
+    dtype = _ops.maps_dtype(z)
+    shape = deviations.shape
+    if weight is not None:
+        shape = torch.broadcast_shapes(shape, weight.shape)
+    result = deviations.new_empty((2, *shape), dtype=dtype)
+    scale, shift = result.unbind()
+    if weight is None:
+        scale.copy_(deviations)
+    else:
+        torch.mul(deviations.to(dtype), weight, out=scale)
+    if mean is None:
+        shift.zero_()
+    else:
+        torch.mul(mean, scale, out=shift).neg_()
+    if bias is not None:
+        shift.add_(bias)
+    return result
+
+
+def _batch_norm(node: Any, saved: _Saved, z: Tensor) -> _MakeMaps | None:
+    weight, bias = saved["weight"], _bias(node)
+    if bias is None and weight is not None:
+        return None
+
+    def make() -> Maps:
+        if node._saved_training:
+            mean, deviations = saved["result1"], saved["result2"]
+        else:
+            epsilon = node._saved_eps if hasattr(node, "_saved_eps") else node._saved_epsilon
+            mean = saved["running_mean"]
+            deviations = torch.rsqrt(saved["running_var"].to(_ops.maps_dtype(z)) + epsilon)
+        channels = _map(z, deviations, weight, mean, bias and bias())
+        return Maps(channels.view(_of_channels(z)), None)
+
+    return make
+
+
+def _of_channels(z: Tensor, samples: int = 1) -> tuple[int, ...]:
+    return (2, samples, z.size(1), *(1 for _ in range(z.dim() - 2)))
+
+
+def _bias(node: Any) -> Callable[[], Tensor] | None:
+    """The bias, which backward does not need: at the end of its edge in the graph."""
+    after = node.next_functions[2][0]
+    name = type(after).__name__
+    if name == "AccumulateGrad":
+        return lambda: after.variable
+    if name == "RepeatBackward0":  # instance norm's, one for each sample
+        leaf = after.next_functions[0][0]
+        repeats = after._saved_repeats
+        if type(leaf).__name__ == "AccumulateGrad":
+            return lambda: leaf.variable.repeat(repeats)
+    return None
+
+
+def _group_norm(node: Any, saved: _Saved, z: Tensor) -> _MakeMaps | None:
+    weight, bias = saved["weight"], _bias(node)
+    if bias is None and weight is not None:
+        return None
+
+    def make() -> Maps:
+        samples, groups = saved["result1"].shape
+        mean, deviations = saved["result1"].unsqueeze(-1), saved["result2"].unsqueeze(-1)
+        in_groups = (1, groups, -1)
+        channels = _map(
+            z,
+            deviations.expand(samples, groups, z.size(1) // groups),
+            None if weight is None else weight.view(in_groups),
+            mean,
+            bias and bias().view(in_groups),
+        )
+        return Maps(channels.view(_of_channels(z, samples)), None)
+
+    return make
+
+
+def _layer_norm(node: Any, saved: _Saved, z: Tensor) -> _MakeMaps | None:
+    weight, bias = saved["weight"], saved["bias"]
+
+    def make() -> Maps:
+        rows = _map(z, saved["result2"], None, saved["result1"], None)
+        if weight is None:
+            return Maps(rows, None)
+        leading = (1 for _ in range(z.dim() - weight.dim()))
+        return Maps(_map(z, weight, None, None, bias).view(2, *leading, *weight.shape), rows)
+
+    return make
+
+
+_Reader = Callable[[Any, _Saved, Tensor], "_MakeMaps | None"]
+_OF_BATCHES = ("input", "weight", "result1", "result2", "running_mean", "running_var")
+
+# By the type of the norm's node: what it is read of, and how.
+_READERS: Mapping[str, tuple[tuple[str, ...], _Reader]] = {
+    "NativeBatchNormBackward0": (_OF_BATCHES, _batch_norm),
+    "CudnnBatchNormBackward0": (_OF_BATCHES, _batch_norm),
+    "NativeGroupNormBackward0": (("input", "weight", "result1", "result2"), _group_norm),
+    "NativeLayerNormBackward0": (("input", "weight", "bias", "result1", "result2"), _layer_norm),
+}
