@@ -81,7 +81,10 @@ if not shutil.which((os.environ.get("CXX") or "g++").split()[0]):
 flags = {"cxx": [*CXX_FLAGS, STABLE_ABI], "nvcc": [*NVCC_FLAGS, STABLE_ABI]}
 flags["nvcc"] += [] if "TORCH_CUDA_ARCH_LIST" in os.environ else ["-arch=all-major"]
 options = {"extra_compile_args": flags, "py_limited_api": True}
-sources = ["csrc/library.cpp", *(f"csrc/cpu/{name}.cpp" for name in ("forward", "backward", "recompute"))]
+sources = [
+    "csrc/library.cpp",
+    *(f"csrc/cpu/{name}.cpp" for name in ("forward", "backward", "recompute")),
+]
 modules = [CppExtension("inplace_ops._C", sources, **options)]
 if builds_for_cuda(toolkit, torch.version.cuda):
     modules.append(CUDAExtension("inplace_ops._C_cuda", ["csrc/cuda/kernels.cu"], **options))

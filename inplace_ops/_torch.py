@@ -11,9 +11,6 @@ from torch import Tensor
 # The type of an op, of which `torch.ops` has the instances alone.
 from torch._ops import OpOverload as OpOverload
 
-# The type of a node's `_raw_saved_*`, which PyTorch's notes on saved tensors document.
-from torch._C._autograd import SavedTensor as SavedTensor
-
 # PyTorch's notes on extending it give this very name.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 

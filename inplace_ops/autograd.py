@@ -177,9 +177,7 @@ class _OutputDoubleBackward(Function):
 
 
 def _third_derivative(activation: Activation) -> RuntimeError:
-    return RuntimeError(
-        f"{activation.function} can be differentiated twice, and not a third time"
-    )
+    return RuntimeError(f"{activation.function} can be differentiated twice, and not a third time")
 
 
 class _OutputBackward(Function):
@@ -393,7 +391,7 @@ class _RecomputeDoubleBackward(Function):
 
 
 class _RecomputeBackward(Function):
-    """grad * f'(z), z from the norm's input; differentiable once more, through the output's place."""
+    """grad * f'(z), z from the norm's input; differentiable once more."""
 
     generate_vmap_rule = True
 

@@ -198,8 +198,8 @@ def _no_norm(activation: Activation, input: Tensor) -> str:
         found = f"a {type(input).__name__}"
     return (
         f'{activation.function}: save="recompute" needs the unchanged output of a batch, group, '
-        f"instance or layer norm, which it then forms again from the norm's input, and got {found}: "
-        f'call it right after the norm, or with save="{activation.saves[0]}"'
+        f"instance or layer norm, which it forms again from the norm's input, and got {found}: "
+        f'use it right after the norm, or save="{activation.saves[0]}"'
     )
 
 

@@ -36,14 +36,20 @@ def relu_(input: Tensor, *, save: MaskSave = "mask") -> Tensor:
         save: What is kept for backward where a gradient is needed. "mask": one bit per element, so
             that the result may be modified afterwards. "output": the result itself, as
             `torch.relu_` does; free where the next layer keeps it anyway, and then it must not be
-            modified before backward.
+            modified before backward. "recompute": nothing, if `input` is the unchanged output of a
+            batch, group, instance or layer norm: backward forms it again from the norm's input,
+            which the norm keeps; the result may be modified. Where the norm's input or bias cannot
+            be had (the norm ran inside a checkpoint or under saved-tensor hooks, its bias is
+            frozen), the default is kept instead; compiled code has PyTorch's own activation, which
+            the compiler recomputes.
 
     Raises:
         RuntimeError: Where `torch.relu_` raises too: a leaf that requires grad, a view that
-            autograd cannot modify, overlapping memory, ... `input` is unchanged.
+            autograd cannot modify, overlapping memory, ... With "recompute" for another input than
+            a norm's output. `input` is unchanged.
         NotImplementedError: For a tensor with no kernel here (sparse, another device, ...).
         TypeError: If `input` is no tensor.
-        ValueError: If `save` is neither "mask" nor "output".
+        ValueError: If `save` is none of these.
     """
     if has_torch_function_unary(input):
         return _overridden(relu_, input, save=save)
@@ -96,7 +102,8 @@ def silu_(input: Tensor, *, save: OutputSave = "output", bits: int | None = None
             free where the next layer keeps it anyway, and `bits` per element of the input, from
             which backward recovers the input (x = y + W(y exp(-y)), Lambert's W); the result must
             not be modified before backward. "derivative": silu'(x) rounded to a grid of `bits`
-            bits; the result may be modified, and there is no second derivative.
+            bits; the result may be modified, and there is no second derivative. "recompute": as for
+            `relu_`.
         bits: With "output" 1, 8 or None for the fewest with which the gradient passes
             torch.testing's default tolerances against PyTorch's: 1 in float64, 6 in float32, 7 in
             float16, 5 in bfloat16. With "derivative" 8, 16, 32 or None for 8 in float16 and

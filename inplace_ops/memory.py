@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ._torch import SavedTensor, is_traceable_wrapper_subclass, storage_id, tree_leaves
+from ._torch import is_traceable_wrapper_subclass, storage_id, tree_leaves
 
 
 class _Saved:
-    """A tensor as the graph holds it, or what stands for it: alive as long as the graph needs it."""
+    """What the graph holds for a tensor: alive as long as the graph needs it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.held: Any = tensor
@@ -30,14 +30,15 @@ def _unpack(saved: _Saved) -> Tensor:
     return saved.unpack(saved.held) if saved.unpack else saved.held
 
 
-def is_held_itself(raw: SavedTensor) -> bool:
-    """Whether a node's saved tensor went through nobody's hooks, but for those of `saved_bytes`."""
+def is_held_itself(raw: Any) -> bool:
+    """Whether a node's saved tensor, of its `_raw_saved_*`, went through nobody's hooks.
+
+    Those of `saved_bytes` do not count.
+    """
     return raw.unpack_hook is None or raw.unpack_hook is _unpack
 
 
-def replace(
-    raw: SavedTensor, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
-) -> None:
+def replace(raw: Any, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
     """Let a node hold `pack(tensor)` and use `unpack` of that, where `is_held_itself`."""
     if raw.unpack_hook is None:
         raw.register_hooks(pack, unpack)

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.fx import Proxy, Tracer
 from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 from . import activations, functional
 from .activations import MaskSave, OutputSave, check_bits, check_save
+from .execution import follows_from_norm
 from .functional import check_approximate, check_leaky_relu
 
 
@@ -29,11 +31,16 @@ class _InPlaceModule(nn.Module):
 
     torch.jit.script takes PyTorch's own activation in their place, and compiles that branch alone.
     torch.fx keeps their calls as calls of a module, as it does those of `torch.nn`.
+
+    With save="recompute" and no norm before it, where the function raises, a module keeps what it
+    keeps by default: a model's surroundings change over its life.
     """
 
     default_save: ClassVar[str]
+    fallback: str | None = None  # what is saved with save="recompute" elsewhere than after a norm
     if TYPE_CHECKING:
         inplace: bool
+        save: str
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the activation."""
@@ -54,6 +61,13 @@ class _InPlaceModule(nn.Module):
         """This package's."""
         raise NotImplementedError
 
+    def _kept(self, input: Tensor) -> dict[str, Any]:
+        """What the function is told to keep for backward."""
+        if self.save == "recompute" and (is_compiling() or follows_from_norm(input)):
+            return {"save": "recompute"}
+        save = (self.fallback or self.default_save) if self.save == "recompute" else self.save
+        return {"save": save, "bits": self.bits} if hasattr(self, "bits") else {"save": save}
+
     def extra_repr(self) -> str:
         """Return what the parent prints, and `save` and `bits` where they are not the defaults."""
         save, bits = vars(self)["save"], vars(self).get("bits")
@@ -70,7 +84,7 @@ class ReLU(_InPlaceModule, nn.ReLU):
 
     Args:
         inplace: False behaves as `torch.nn.ReLU()` does.
-        save: "mask" or "output", see `inplace_ops.relu_`.
+        save: "mask", "output" or "recompute", see `inplace_ops.relu_`.
 
     Shape: any, and the same for the output, which is the input itself.
     """
@@ -86,7 +100,7 @@ class ReLU(_InPlaceModule, nn.ReLU):
         return F.relu(input, inplace)
 
     def _in_place(self, input: Tensor) -> Tensor:
-        return functional.relu_(input, save=self.save)
+        return functional.relu_(input, **self._kept(input))
 
 
 class LeakyReLU(_InPlaceModule, nn.LeakyReLU):
@@ -95,7 +109,7 @@ class LeakyReLU(_InPlaceModule, nn.LeakyReLU):
     Args:
         negative_slope: Any number, negative ones included with `save="mask"`.
         inplace: False behaves as `torch.nn.LeakyReLU(negative_slope)` does.
-        save: "mask" or "output", see `inplace_ops.leaky_relu_`.
+        save: "mask", "output" or "recompute", see `inplace_ops.leaky_relu_`.
 
     Shape: any, and the same for the output, which is the input itself.
     """
@@ -113,7 +127,7 @@ class LeakyReLU(_InPlaceModule, nn.LeakyReLU):
         return F.leaky_relu(input, self.negative_slope, inplace)
 
     def _in_place(self, input: Tensor) -> Tensor:
-        return functional.leaky_relu_(input, self.negative_slope, save=self.save)
+        return functional.leaky_relu_(input, self.negative_slope, **self._kept(input))
 
 
 class ReLU6(_InPlaceModule, nn.ReLU6):
@@ -121,7 +135,7 @@ class ReLU6(_InPlaceModule, nn.ReLU6):
 
     Args:
         inplace: False behaves as `torch.nn.ReLU6()` does.
-        save: "mask" or "output", see `inplace_ops.relu6_`.
+        save: "mask", "output" or "recompute", see `inplace_ops.relu6_`.
 
     Shape: any, and the same for the output, which is the input itself.
     """
@@ -137,7 +151,7 @@ class ReLU6(_InPlaceModule, nn.ReLU6):
         return F.relu6(input, inplace)
 
     def _in_place(self, input: Tensor) -> Tensor:
-        return functional.relu6_(input, save=self.save)
+        return functional.relu6_(input, **self._kept(input))
 
 
 class SiLU(_InPlaceModule, nn.SiLU):
@@ -145,7 +159,7 @@ class SiLU(_InPlaceModule, nn.SiLU):
 
     Args:
         inplace: False behaves as `torch.nn.SiLU()` does.
-        save: "output" or "derivative", see `inplace_ops.silu_`.
+        save: "output", "derivative" or "recompute", see `inplace_ops.silu_`.
         bits: Bits kept per element, None for the default, see `inplace_ops.silu_`.
 
     Shape: any, and the same for the output, which is the input itself.
@@ -166,7 +180,7 @@ class SiLU(_InPlaceModule, nn.SiLU):
         return F.silu(input, inplace)
 
     def _in_place(self, input: Tensor) -> Tensor:
-        return functional.silu_(input, save=self.save, bits=self.bits)
+        return functional.silu_(input, **self._kept(input))
 
 
 class GELU(_InPlaceModule, nn.GELU):
@@ -175,7 +189,7 @@ class GELU(_InPlaceModule, nn.GELU):
     Args:
         approximate: "none" or "tanh", see `inplace_ops.gelu_`.
         inplace: False behaves as `torch.nn.GELU(approximate)` does.
-        save: "output" or "derivative", see `inplace_ops.gelu_`.
+        save: "output", "derivative" or "recompute", see `inplace_ops.gelu_`.
         bits: Bits kept per element, None for the default, see `inplace_ops.gelu_`.
 
     Shape: any, and the same for the output, which is the input itself.
@@ -205,7 +219,7 @@ class GELU(_InPlaceModule, nn.GELU):
         return input.copy_(output) if inplace else output
 
     def _in_place(self, input: Tensor) -> Tensor:
-        return functional.gelu_(input, self.approximate, save=self.save, bits=self.bits)
+        return functional.gelu_(input, self.approximate, **self._kept(input))
 
     def extra_repr(self) -> str:
         """Return the arguments; the parent has no `inplace`."""
@@ -218,7 +232,7 @@ class Hardswish(_InPlaceModule, nn.Hardswish):
 
     Args:
         inplace: False behaves as `torch.nn.Hardswish()` does.
-        save: "output" or "derivative", see `inplace_ops.hardswish_`.
+        save: "output", "derivative" or "recompute", see `inplace_ops.hardswish_`.
         bits: Bits kept per element, None for the default, see `inplace_ops.hardswish_`.
 
     Shape: any, and the same for the output, which is the input itself.
@@ -239,7 +253,7 @@ class Hardswish(_InPlaceModule, nn.Hardswish):
         return F.hardswish(input, inplace)
 
     def _in_place(self, input: Tensor) -> Tensor:
-        return functional.hardswish_(input, save=self.save, bits=self.bits)
+        return functional.hardswish_(input, **self._kept(input))
 
 
 class Mish(_InPlaceModule, nn.Mish):
@@ -247,7 +261,7 @@ class Mish(_InPlaceModule, nn.Mish):
 
     Args:
         inplace: False behaves as `torch.nn.Mish()` does.
-        save: "output" or "derivative", see `inplace_ops.mish_`.
+        save: "output", "derivative" or "recompute", see `inplace_ops.mish_`.
         bits: Bits kept per element, None for the default, see `inplace_ops.mish_`.
 
     Shape: any, and the same for the output, which is the input itself.
@@ -268,4 +282,4 @@ class Mish(_InPlaceModule, nn.Mish):
         return F.mish(input, inplace)
 
     def _in_place(self, input: Tensor) -> Tensor:
-        return functional.mish_(input, save=self.save, bits=self.bits)
+        return functional.mish_(input, **self._kept(input))

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from . import _ops
 from .memory import is_held_itself
@@ -22,7 +21,7 @@ from .memory import is_held_itself
 class Norm(NamedTuple):
     """A norm that has run: its node and its output, of which an instance norm returns a view."""
 
-    node: Node
+    node: Any
     output: Tensor
 
 
@@ -80,7 +79,8 @@ def source_of(norm: Norm) -> Source | None:
     """What the norm's output follows from.
 
     None where that cannot be had: the norm ran inside a checkpoint or under other saved-tensor
-    hooks, which would run again; its bias is frozen, and stands nowhere; it is in another format.
+    hooks, which would run again; its bias is frozen, and stands nowhere; its statistics, of a norm
+    whose parameters have 16 bits, are kept rounded to those.
     """
     node: Any = norm.node
     name = type(node).__name__
@@ -96,6 +96,9 @@ def source_of(norm: Norm) -> Source | None:
     x = saved["input"]
     if x is None or x.shape != norm.output.shape or x.dtype != norm.output.dtype:
         return None
+    statistics = saved["result1"]
+    if statistics.numel() and statistics.dtype != _ops.maps_dtype(x):
+        return None
     make = maps_of(node, saved, norm.output)
     return None if make is None else Source(x, make)
 
@@ -107,7 +110,7 @@ _MakeMaps = Callable[[], Maps]
 def _map(
     z: Tensor, deviations: Tensor, weight: Tensor | None, mean: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """weight / deviation and bias - mean * weight / deviation, in a tensor of their own.
+    """Scale and shift: weight / deviation and bias - mean * scale.
 
     `deviations` are given as their reciprocals, and what is None as 1 or 0.
     """
