@@ -76,13 +76,19 @@ def _output_of_instance_norm(z: Tensor) -> Tensor | None:
 
 
 def source_of(norm: Norm) -> Source | None:
-    """What the norm's output follows from.
+    """What the norm's output follows from; None where that cannot be had, as in `source_at`."""
+    source = source_at(norm.node)
+    z = norm.output
+    return source if source and source.x.shape == z.shape and source.x.dtype == z.dtype else None
+
+
+def source_at(node: Any) -> Source | None:
+    """What the output of the norm with that node follows from.
 
     None where that cannot be had: the norm ran inside a checkpoint or under other saved-tensor
     hooks, which would run again; its bias is frozen, and stands nowhere; its statistics, of a norm
     whose parameters have 16 bits, are kept rounded to those.
     """
-    node: Any = norm.node
     name = type(node).__name__
     attributes, maps_of = _READERS[name]
     try:
@@ -94,12 +100,10 @@ def source_of(norm: Norm) -> Source | None:
     except RuntimeError:  # freed, or modified since: the norm's own backward will say so
         return None
     x = saved["input"]
-    if x is None or x.shape != norm.output.shape or x.dtype != norm.output.dtype:
-        return None
     statistics = saved["result1"]
     if statistics.numel() and statistics.dtype != _ops.maps_dtype(x):
         return None
-    make = maps_of(node, saved, norm.output)
+    make = maps_of(node, saved, x)
     return None if make is None else Source(x, make)
 
 
@@ -108,13 +112,13 @@ _MakeMaps = Callable[[], Maps]
 
 
 def _map(
-    z: Tensor, deviations: Tensor, weight: Tensor | None, mean: Tensor | None, bias: Tensor | None
+    x: Tensor, deviations: Tensor, weight: Tensor | None, mean: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     """Scale and shift: weight / deviation and bias - mean * scale.
 
     `deviations` are given as their reciprocals, and what is None as 1 or 0.
     """
-    dtype = _ops.maps_dtype(z)
+    dtype = _ops.maps_dtype(x)
     shape = deviations.shape
     if weight is not None:
         shape = torch.broadcast_shapes(shape, weight.shape)
@@ -133,7 +137,7 @@ def _map(
     return result
 
 
-def _batch_norm(node: Any, saved: _Saved, z: Tensor) -> _MakeMaps | None:
+def _batch_norm(node: Any, saved: _Saved, x: Tensor) -> _MakeMaps | None:
     weight, bias = saved["weight"], _bias(node)
     if bias is None and weight is not None:
         return None
@@ -144,15 +148,15 @@ def _batch_norm(node: Any, saved: _Saved, z: Tensor) -> _MakeMaps | None:
         else:
             epsilon = node._saved_eps if hasattr(node, "_saved_eps") else node._saved_epsilon
             mean = saved["running_mean"]
-            deviations = torch.rsqrt(saved["running_var"].to(_ops.maps_dtype(z)) + epsilon)
-        channels = _map(z, deviations, weight, mean, bias and bias())
-        return Maps(channels.view(_of_channels(z)), None)
+            deviations = torch.rsqrt(saved["running_var"].to(_ops.maps_dtype(x)) + epsilon)
+        channels = _map(x, deviations, weight, mean, bias and bias())
+        return Maps(channels.view(_of_channels(x)), None)
 
     return make
 
 
-def _of_channels(z: Tensor, samples: int = 1) -> tuple[int, ...]:
-    return (2, samples, z.size(1), *(1 for _ in range(z.dim() - 2)))
+def _of_channels(x: Tensor, samples: int = 1) -> tuple[int, ...]:
+    return (2, samples, x.size(1), *(1 for _ in range(x.dim() - 2)))
 
 
 def _bias(node: Any) -> Callable[[], Tensor] | None:
@@ -169,7 +173,7 @@ def _bias(node: Any) -> Callable[[], Tensor] | None:
     return None
 
 
-def _group_norm(node: Any, saved: _Saved, z: Tensor) -> _MakeMaps | None:
+def _group_norm(node: Any, saved: _Saved, x: Tensor) -> _MakeMaps | None:
     weight, bias = saved["weight"], _bias(node)
     if bias is None and weight is not None:
         return None
@@ -179,26 +183,26 @@ def _group_norm(node: Any, saved: _Saved, z: Tensor) -> _MakeMaps | None:
         mean, deviations = saved["result1"].unsqueeze(-1), saved["result2"].unsqueeze(-1)
         in_groups = (1, groups, -1)
         channels = _map(
-            z,
-            deviations.expand(samples, groups, z.size(1) // groups),
+            x,
+            deviations.expand(samples, groups, x.size(1) // groups),
             None if weight is None else weight.view(in_groups),
             mean,
             bias and bias().view(in_groups),
         )
-        return Maps(channels.view(_of_channels(z, samples)), None)
+        return Maps(channels.view(_of_channels(x, samples)), None)
 
     return make
 
 
-def _layer_norm(node: Any, saved: _Saved, z: Tensor) -> _MakeMaps | None:
+def _layer_norm(node: Any, saved: _Saved, x: Tensor) -> _MakeMaps | None:
     weight, bias = saved["weight"], saved["bias"]
 
     def make() -> Maps:
-        rows = _map(z, saved["result2"], None, saved["result1"], None)
+        rows = _map(x, saved["result2"], None, saved["result1"], None)
         if weight is None:
             return Maps(rows, None)
-        leading = (1 for _ in range(z.dim() - weight.dim()))
-        return Maps(_map(z, weight, None, None, bias).view(2, *leading, *weight.shape), rows)
+        leading = (1 for _ in range(x.dim() - weight.dim()))
+        return Maps(_map(x, weight, None, None, bias).view(2, *leading, *weight.shape), rows)
 
     return make
 
@@ -213,3 +217,4 @@ _READERS: Mapping[str, tuple[tuple[str, ...], _Reader]] = {
     "NativeGroupNormBackward0": (("input", "weight", "result1", "result2"), _group_norm),
     "NativeLayerNormBackward0": (("input", "weight", "bias", "result1", "result2"), _layer_norm),
 }
+NODES = frozenset(_READERS)

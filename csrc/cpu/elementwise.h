@@ -19,84 +19,118 @@ constexpr int kBlockGroups = kBlock / kGroup;
 constexpr int kVector = 16;                       // elements of the widest vector
 constexpr int64_t kGrainBlocks = 32768 / kBlock;  // PyTorch's own grain for elementwise work
 
-// Calls visit(position, length, offset, stride) for each run along the innermost dimension of the
-// elements first to first + count - 1 of one of the operands.
+// Calls visit(position, length, offsets) for each run along the innermost dimension of the elements
+// first to first + count - 1, with where it begins in each of the operands.
 template <int max_operands, int max_dims, class Visit>
-void for_each_run(const GeometryOf<max_operands, max_dims>& geometry, int operand, int64_t first,
-                  int64_t count, const Visit& visit) {
+void for_each_run(const GeometryOf<max_operands, max_dims>& geometry, int64_t first, int64_t count,
+                  const Visit& visit) {
   const int inner = geometry.dims - 1;
-  if (inner < 0) return visit(int64_t(0), count, int64_t(0), int64_t(1));
   const auto& sizes = geometry.sizes;
-  const auto& strides = geometry.strides[operand];
-  int64_t index[max_dims], offset = 0, rest = first;
+  const auto& strides = geometry.strides;
+  int64_t offsets[max_operands] = {};
+  if (inner < 0) return visit(int64_t(0), count, offsets);
+  int64_t index[max_dims], rest = first;
   for (int d = inner; d >= 0; --d) {
     index[d] = d > 0 ? rest % sizes[d] : rest;
     rest /= sizes[d];
-    offset += index[d] * strides[d];
+    for (int k = 0; k < geometry.operands; ++k) offsets[k] += index[d] * strides[k][d];
   }
   for (int64_t position = 0; position < count;) {
     const int64_t length = std::min(count - position, sizes[inner] - index[inner]);
-    visit(position, length, offset, strides[inner]);
+    visit(position, length, offsets);
     position += length;
     index[inner] += length;
-    offset += length * strides[inner];
+    for (int k = 0; k < geometry.operands; ++k) offsets[k] += length * strides[k][inner];
     for (int d = inner; d > 0 && index[d] == sizes[d]; --d) {
       index[d] = 0;
       ++index[d - 1];
-      offset += strides[d - 1] - sizes[d] * strides[d];
+      for (int k = 0; k < geometry.operands; ++k)
+        offsets[k] += strides[k][d - 1] - sizes[d] * strides[k][d];
     }
   }
+}
+
+template <int max_operands, int max_dims>
+int64_t innermost_stride(const GeometryOf<max_operands, max_dims>& geometry, int operand) {
+  return geometry.dims > 0 ? geometry.strides[operand][geometry.dims - 1] : 1;
 }
 
 template <class T, int max_operands, int max_dims>
 void gather(T* buffer, const T* data, const GeometryOf<max_operands, max_dims>& geometry,
             int operand, int64_t first, int64_t count) {
-  for_each_run(geometry, operand, first, count,
-               [&](int64_t position, int64_t length, int64_t offset, int64_t stride) {
-                 T* const to = buffer + position;
-                 if (stride == 0) {
-                   std::fill_n(to, length, data[offset]);
-                 } else if (stride == 1) {
-                   std::copy_n(data + offset, length, to);
-                 } else {
-                   for (int64_t i = 0; i < length; ++i) to[i] = data[offset + i * stride];
-                 }
-               });
+  const int64_t stride = innermost_stride(geometry, operand);
+  for_each_run(geometry, first, count, [&](int64_t position, int64_t length, auto& offsets) {
+    const T* const from = data + offsets[operand];
+    for (int64_t i = 0; i < length; ++i) buffer[position + i] = from[i * stride];
+  });
 }
 
 template <class T>
 void scatter(T* data, const T* buffer, const Geometry& geometry, int64_t first, int64_t count) {
-  for_each_run(geometry, 0, first, count,
-               [&](int64_t position, int64_t length, int64_t offset, int64_t stride) {
-                 for (int64_t i = 0; i < length; ++i)
-                   data[offset + i * stride] = buffer[position + i];
-               });
+  const int64_t stride = innermost_stride(geometry, 0);
+  for_each_run(geometry, first, count, [&](int64_t position, int64_t length, auto& offsets) {
+    T* const to = data + offsets[0];
+    for (int64_t i = 0; i < length; ++i) to[i * stride] = buffer[position + i];
+  });
 }
 
-// The maps of a block's elements.
+// The maps of a block's elements, in runs: each with one map, or with a map for each element.
 template <class C>
-struct BlockAffine {
-  C scale[kBlock], shift[kBlock];
+class BlockAffine {
+ public:
+  struct Run {
+    int64_t position, length;
+    const C *scale, *shift;
+  };
+  Run runs[kBlock / kVector + 2];
+  int count = 0;
+  bool is_one_map = false;
 
-  HOST_DEVICE BlockAffine(const Affine<C>& affine, int64_t first, int count) {
-    gather(scale, affine.channels.scale, affine.geometry, 0, first, count);
-    gather(shift, affine.channels.shift, affine.geometry, 0, first, count);
-    if (!affine.has_rows()) return;
-    C row_scale[kBlock], row_shift[kBlock];
-    gather(row_scale, affine.rows.scale, affine.geometry, 1, first, count);
-    gather(row_shift, affine.rows.shift, affine.geometry, 1, first, count);
-    for (int i = 0; i < count; ++i) {
-      shift[i] += row_shift[i] * scale[i];
-      scale[i] *= row_scale[i];
+  BlockAffine(const Affine<C>& affine, int64_t first, int elements) {
+    const auto& geometry = affine.geometry;
+    const int64_t stride = innermost_stride(geometry, 0);
+    const bool is_long = geometry.dims > 0 && geometry.sizes[geometry.dims - 1] >= kVector &&
+                         innermost_stride(geometry, 1) == 0;
+    is_one_map = is_long && stride == 0;
+    if (is_one_map || (is_long && stride == 1 && !affine.has_rows())) {
+      for_each_run(geometry, first, elements, [&](int64_t position, int64_t length, auto& offsets) {
+        Run& run = runs[count];
+        run = {position, length, affine.channels.scale + offsets[0],
+               affine.channels.shift + offsets[0]};
+        if (is_one_map) {
+          const auto map = affine.composed({*run.scale, *run.shift}, offsets[1]);
+          scale_[count] = map.scale;
+          shift_[count] = map.shift;
+          run.scale = scale_ + count;
+          run.shift = shift_ + count;
+        }
+        ++count;
+      });
+      return;
     }
+    gather(scale_, affine.channels.scale, geometry, 0, first, elements);
+    gather(shift_, affine.channels.shift, geometry, 0, first, elements);
+    if (affine.has_rows()) {
+      C row_scale[kBlock], row_shift[kBlock];
+      gather(row_scale, affine.rows.scale, geometry, 1, first, elements);
+      gather(row_shift, affine.rows.shift, geometry, 1, first, elements);
+      for (int i = 0; i < elements; ++i) {
+        shift_[i] += row_shift[i] * scale_[i];
+        scale_[i] *= row_scale[i];
+      }
+    }
+    runs[count++] = {0, elements, scale_, shift_};
   }
+
+ private:
+  C scale_[kBlock], shift_[kBlock];
 };
 
 template <class Functor>
 using Inputs = const typename Functor::Scalar* const (&)[Functor::kInputs];
 
 template <class T, int inputs>
-HOST_DEVICE void fetch(T (&element)[inputs], const T* const (&in)[inputs], int i) {
+HOST_DEVICE void fetch(T (&element)[inputs], const T* const (&in)[inputs], int64_t i) {
   for (int k = 0; k < inputs; ++k) element[k] = in[k][i];
 }
 
@@ -129,12 +163,24 @@ HOST_DEVICE void compute_without_codes(const Functor functor, typename Functor::
 // The same of normalized elements.
 template <class Functor, class C>
 HOST_DEVICE void compute_normalized(const Functor functor, typename Functor::Scalar* out,
-                                    Inputs<Functor> in, const BlockAffine<C>& affine, int count) {
+                                    Inputs<Functor> in, const BlockAffine<C>& maps) {
+  typename Functor::Scalar element[Functor::kInputs];
+  for (int r = 0; r < maps.count; ++r) {
+    const auto [first, length, scale, shift] = maps.runs[r];
+    if (maps.is_one_map) {
+      const ScaleAndShift<C> map{*scale, *shift};
 #pragma GCC ivdep
-  for (int i = 0; i < count; ++i) {
-    typename Functor::Scalar element[Functor::kInputs];
-    fetch(element, in, i);
-    out[i] = functor(element, {affine.scale[i], affine.shift[i]});
+      for (int64_t i = first; i < first + length; ++i) {
+        fetch(element, in, i);
+        out[i] = functor(element, map);
+      }
+    } else {
+#pragma GCC ivdep
+      for (int64_t i = 0; i < length; ++i) {
+        fetch(element, in, first + i);
+        out[first + i] = functor(element, {scale[i], shift[i]});
+      }
+    }
   }
 }
 
@@ -214,8 +260,7 @@ HOST_DEVICE void run_blocks(const Functor& functor, const Geometry& geometry,
     if constexpr (Functor::kPackedBits == PackedBitsUse::kRead)
       unpack<kBlockGroups>(codes, operands.packed, first / kGroup, groups);
     if constexpr (Functor::kNormalizes) {
-      const BlockAffine affine(operands.affine, first, count);
-      compute_normalized(functor, out, in, affine, count);
+      compute_normalized(functor, out, in, BlockAffine(operands.affine, first, count));
     } else if constexpr (IsSplit<Functor>::value) {
       compute_in_parts(functor, out, in, codes, bits, count);
     } else if (writes_bits && bits == 0) {

@@ -1,0 +1,185 @@
+"""What a reader keeps of an output that a norm, or an activation after one, has formed.
+
+A convolution or a linear layer saves its input for its own backward. Where that is the output of a
+norm, or of an activation with save="recompute", it follows from the norm's input, which the norm
+keeps anyway. `drop_outputs`, a forward hook on the reader, lets the reader's node keep that recipe:
+by hooks on the saved tensor itself, which PyTorch's notes on saved tensors document. What anything
+else refers to stays alive all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from . import _ops
+from ._torch import tree_leaves
+from .activations import Activation
+from .autograd import Normalized, RecomputeFunction
+from .memory import is_held_itself, replace
+from .normalization import NODES, source_at
+
+
+class _Recipe(NamedTuple):
+    """How an output is formed again: the activation, if any, of a norm's output."""
+
+    normalized: Normalized
+    version: int  # of the norm's input
+    activation: Activation | None
+    arguments: tuple[float, ...]
+
+    def output(self) -> Tensor:
+        if self.normalized.x._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a norm's input, of shape {list(self.normalized.x.shape)}, is "
+                f"at version {self.normalized.x._version}; expected version {self.version} instead"
+            )
+        if self.activation is None:
+            return _ops.NORMALIZE(*self.normalized)
+        return self.activation.ops.recompute(*self.normalized, *self.arguments)
+
+
+class _View(NamedTuple):
+    """What a node keeps: a recipe, and which view of the output it saved."""
+
+    recipe: _Recipe
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+    def tensor(self) -> Tensor:
+        return self.recipe.output().as_strided(self.size, self.stride, self.offset)
+
+
+def drop_outputs(module: nn.Module, args: Any, output: Any) -> None:
+    """Let the nodes that `module` has just made keep recipes instead of outputs: a forward hook.
+
+    It looks at the graph between the module's arguments and its output.
+    """
+    if (
+        is_compiling()
+        or not torch.is_grad_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+    ):
+        return
+    seen = set(_nodes_of(args))
+    pending = list(_nodes_of(output))
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        pending.extend(before for before, _ in node.next_functions if before is not None)
+        if type(node).__name__ not in NODES:  # a look at what a norm keeps would form it again
+            _drop_what_is_saved_by(node)
+
+
+def _nodes_of(value: Any) -> Iterator[Any]:
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+            yield leaf.grad_fn
+
+
+@cache
+def _saved_by(node_type: Any) -> tuple[str, ...]:
+    """The names under which nodes of a type save tensors."""
+    prefix = "_raw_saved_"
+    return tuple(n.removeprefix(prefix) for n in dir(node_type) if n.startswith(prefix))
+
+
+def _drop_what_is_saved_by(node: Any) -> None:
+    for name in _saved_by(type(node)):
+        raw = getattr(node, f"_raw_saved_{name}")
+        if isinstance(raw, tuple) or not is_held_itself(raw):
+            continue
+        tensor = getattr(node, f"_saved_{name}")
+        if tensor is None or tensor.grad_fn is None:
+            continue
+        view = _view_of(tensor)
+        if view is not None:
+            _keep(raw, view)
+
+
+def _keep(raw: Any, view: _View) -> None:
+    replace(raw, lambda _: view, _View.tensor)
+
+
+# Whose output is a view of their input, and shares its version.
+_VIEWS = frozenset(
+    f"{name}Backward0"
+    for name in (
+        "Alias",
+        "AsStrided",
+        "Expand",
+        "Permute",
+        "ReshapeAlias",
+        "Select",
+        "Slice",
+        "Split",
+        "SplitWithSizes",
+        "Squeeze",
+        "T",
+        "Transpose",
+        "Unbind",
+        "Unfold",
+        "Unsqueeze",
+        "View",
+    )
+) | {"SqueezeBackward1", "SqueezeBackward2", "TransposeBackward1"}
+
+
+def _view_of(saved: Tensor) -> _View | None:
+    """The recipe of what a node saved; None where it is no such output, or not as it was formed."""
+    node: Any = saved.grad_fn
+    while type(node).__name__ in _VIEWS:
+        node = node.next_functions[0][0]
+    recipe, version = None, 0
+    if type(node) is RecomputeFunction._backward_cls:
+        recipe, version = _recipe_of_activation(node), 1
+    elif type(node).__name__ in NODES:
+        recipe = _recipe_of_norm(node)
+    if recipe is None:
+        return None
+    x = recipe.normalized.x
+    is_whole = saved.untyped_storage().nbytes() == x.numel() * x.itemsize
+    if saved._version != version or saved.dtype != x.dtype or saved.is_neg() or not is_whole:
+        return None
+    if saved.shape == x.shape and not _lies_in_order(saved, recipe.normalized.dim_order):
+        return None
+    return _View(recipe, saved.size(), saved.stride(), saved.storage_offset())
+
+
+def _recipe_of_activation(node: Any) -> _Recipe | None:
+    if not is_held_itself(node._raw_saved_tensors[0]):
+        return None
+    x, channels, rows, _ = node.saved_tensors
+    normalized = Normalized(x.detach(), channels, rows, node.dim_order)
+    return _Recipe(normalized, x._version, node.activation, node.arguments)
+
+
+def _recipe_of_norm(node: Any) -> _Recipe | None:
+    source = source_at(node)
+    if source is None:
+        return None
+    x = source.x.detach()
+    dim_order = _ops.dim_order_of(x)
+    if type(node).__name__ == "NativeLayerNormBackward0":
+        dim_order = []  # its output is contiguous in any case
+    elif not _lies_in_order(x, dim_order):
+        return None  # and who knows how its output lies
+    with torch.no_grad():
+        channels, rows = source.maps()
+    return _Recipe(Normalized(x, channels, rows, dim_order), x._version, None, ())
+
+
+def _lies_in_order(x: Tensor, dim_order: list[int]) -> bool:
+    """Whether x is dense in that order of its dimensions."""
+    dense = _ops.dense_strides(x.shape, dim_order)
+    return all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), dense, strict=True))
