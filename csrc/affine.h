@@ -18,6 +18,23 @@ struct ScaleAndShift {
   C scale, shift;
 };
 
+// How the map of each channel follows from a norm's statistics and parameters, of which there may
+// be none: the reciprocal deviation and the mean of `share` neighbouring channels, and weights and
+// biases, which begin again after the last for the next sample.
+template <class C>
+struct Statistics {
+  const C *deviation, *mean, *weight, *bias;
+  int64_t share, weights, biases;
+
+  HOST_DEVICE ScaleAndShift<C> map(int64_t channel) const {
+    const int64_t group = channel / share;
+    const C factor = weight ? weight[channel % weights] : C(1);
+    const C scale = deviation ? deviation[group] * factor : factor;
+    const C offset = mean ? mean[group] * scale : C(0);
+    return {scale, (bias ? bias[channel % biases] : C(0)) - offset};
+  }
+};
+
 template <class C>
 struct Affine {
   using Map = ScaleAndShift<const C*>;

@@ -42,6 +42,55 @@ void run(const char* op, const Tensor& out, const std::vector<const Tensor*>& in
   });
 }
 
+// The maps of a norm, as affine_of() takes them: scales and shifts of `shape`, (2, ...).
+template <class Device>
+Tensor norm_maps(std::optional<Tensor> deviation, std::optional<Tensor> mean,
+                 std::optional<Tensor> weight, std::optional<Tensor> bias,
+                 std::vector<int64_t> shape, int64_t share) {
+  const Tensor* const vectors[] = {deviation ? &*deviation : nullptr, mean ? &*mean : nullptr,
+                                   weight ? &*weight : nullptr, bias ? &*bias : nullptr};
+  const Tensor& like = deviation ? *deviation : weight.value();
+  int64_t channels = 1;
+  for (size_t d = 1; d < shape.size(); ++d) channels *= shape[d];
+  const int64_t weights = weight ? weight->numel() : 1, biases = bias ? bias->numel() : 1;
+  bool fits = share > 0 && weights > 0 && biases > 0 && channels % share == 0 &&
+              channels % weights == 0 && channels % biases == 0;
+  for (const Tensor* vector : {vectors[0], vectors[1]})
+    fits = fits && (!vector || vector->numel() == channels / share);
+  for (const Tensor* vector : vectors)
+    fits = fits && (!vector || (vector->scalar_type() == like.scalar_type() &&
+                                vector->device() == like.device() && vector->is_contiguous()));
+  STD_TORCH_CHECK(fits,
+                  "norm_maps: statistics and parameters must be contiguous, of one dtype and "
+                  "device, and as many as the shape has");
+  std::vector<int64_t> strides(shape.size(), 1);
+  for (size_t d = shape.size() - 1; d-- > 0;) strides[d] = strides[d + 1] * shape[d + 1];
+  int32_t dtype;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  const Tensor maps = empty_strided(shape, strides, dtype, like);
+  dispatch(like.scalar_type(), "norm_maps", [&](auto zero) {
+    using C = decltype(zero);
+    if constexpr (std::is_same_v<C, opmath_t<C>>) {
+      const auto data = [](const Tensor* vector) {
+        return vector ? static_cast<const C*>(vector->const_data_ptr()) : nullptr;
+      };
+      const Statistics<C> statistics{data(vectors[0]),
+                                     data(vectors[1]),
+                                     data(vectors[2]),
+                                     data(vectors[3]),
+                                     share,
+                                     weights,
+                                     biases};
+      C* const scale = static_cast<C*>(maps.mutable_data_ptr());
+      if (channels > 0)
+        Device::write_maps(statistics, scale, scale + channels, channels, like.get_device_index());
+    } else {
+      STD_TORCH_CHECK(false, "norm_maps: statistics must be float32 or float64");
+    }
+  });
+  return maps;
+}
+
 // A new tensor from make(T{}) of a norm's input.
 template <class Device, class MakeFunctor>
 Tensor map_normalized(const char* op, const Tensor& x, const MapTensors& maps,

@@ -8,6 +8,7 @@
 //   relu_recompute(x, channels, rows), relu_backward_recompute(grad, x, channels, rows)
 //                                                   of a norm's input, with the norm's maps
 //   normalize(x, channels, rows)                    the norm's output
+//   norm_maps(deviation, mean, weight, bias)        the norm's maps
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -106,6 +107,9 @@ void register_recompute(Library& m, Entry<Activation> entry) {
 }
 
 inline void define_all_ops(Library& m) {
+  m.def(
+      "norm_maps(Tensor? deviation, Tensor? mean, Tensor? weight, Tensor? bias, int[] shape, "
+      "int share) -> Tensor");
   m.def((std::string("normalize(") + kNormalizedSchema + ", int[] dim_order) -> Tensor").c_str());
   for_each_activation([&](auto entry) { define_ops(m, entry); });
 }
@@ -122,6 +126,7 @@ void register_all_backward(Library& m) {
 
 template <class Device>
 void register_all_recompute(Library& m) {
+  m.impl("norm_maps", TORCH_BOX((&norm_maps<Device>)));
   m.impl("normalize", TORCH_BOX((&normalize<Device>)));
   for_each_activation([&](auto entry) { register_recompute<Device>(m, entry); });
 }

@@ -79,6 +79,7 @@ class Ops:
 
 
 ALL = {name: Ops(name) for name in _C.activations}
+NORM_MAPS: Op = torch.ops.inplace_ops.norm_maps.default  # the scales and shifts of a norm
 NORMALIZE: Op = torch.ops.inplace_ops.normalize.default  # a norm's output, as `Ops.recompute`
 DTYPES = tuple(ALL["relu"].default_bits["mask"])
 
@@ -207,6 +208,23 @@ def _loop_over_batch(op: Op):  # type: ignore[no-untyped-def]
 
 for _op in FUNCTIONAL_OPS:
     torch.library.register_fake(_op.name(), _functional_fake(_op))
+
+
+def _norm_maps_fake(
+    deviation: Tensor | None,
+    mean: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    shape: Sequence[int],
+    share: int,
+) -> Tensor:
+    _check_devices(deviation, mean, weight, bias)
+    like = weight if deviation is None else deviation
+    assert like is not None
+    return like.new_empty(shape)
+
+
+torch.library.register_fake(NORM_MAPS.name(), _norm_maps_fake)
 for _op in RECOMPUTING_OPS:
     torch.library.register_fake(_op.name(), _recomputing_fake)
 for _op in FUNCTIONAL_SAVING_OPS:

@@ -446,6 +446,7 @@ class RecomputeFunction(Function):
         activation.ops.in_place(z, dim_order, *arguments)
         ctx.mark_dirty(z)
         ctx.activation, ctx.dim_order, ctx.arguments = activation, dim_order, arguments
+        ctx.stride = z.stride()
         place = None if activation.has_mask else z
         ctx.save_for_backward(source.x, channels, rows, place)
         return z

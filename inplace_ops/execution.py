@@ -29,6 +29,7 @@ def run(
     save: Save,
     bits: int | None,
     *arguments: Any,
+    fallback: Save | None = None,
 ) -> Tensor:
     """Replace `input` by its activation and return `input` itself.
 
@@ -38,6 +39,8 @@ def run(
         save: What is kept for backward, one of the activation's.
         bits: How many bits per element, None for the default.
         *arguments: The activation's scalar arguments.
+        fallback: What is kept with save="recompute" where no norm has formed `input`, an error if
+            None.
     """
     if activation.takes_integers and isinstance(input, Tensor) and input.dtype in _INTEGERS:
         assert activation.torch_inplace is not None
@@ -53,7 +56,7 @@ def run(
     if not _needs_grad(input):
         return _without_grad(activation, input, *arguments)
     if save == "recompute":
-        return _after_norm(activation, input, *arguments)
+        return _after_norm(activation, input, fallback, bits, *arguments)
     return _with_grad(activation, input, save, bits, *arguments)
 
 
@@ -165,20 +168,22 @@ def _with_grad(
         raise _ops.unsupported(name, input) from error
 
 
-def follows_from_norm(input: Tensor) -> bool:
-    """Whether save="recompute" keeps nothing of this input, as the norm before it tells it all."""
+def _after_norm(
+    activation: Activation,
+    input: Tensor,
+    fallback: Save | None,
+    bits: int | None,
+    *arguments: Any,
+) -> Tensor:
     norm = norm_of(input)
-    return norm is not None and source_of(norm) is not None
-
-
-def _after_norm(activation: Activation, input: Tensor, *arguments: Any) -> Tensor:
-    _refuse_what_autograd_refuses(input)
-    norm = norm_of(input)
-    if norm is None:
+    if norm is None and fallback is None:
+        _refuse_what_autograd_refuses(input)
         raise RuntimeError(_no_norm(activation, input))
-    source = source_of(norm)
-    if source is None:
-        return _with_grad(activation, input, activation.saves[0], None, *arguments)
+    source = norm and source_of(norm)
+    if norm is None or source is None:
+        save = fallback or activation.saves[0]
+        return _with_grad(activation, input, save, bits, *arguments)
+    _refuse_what_autograd_refuses(input)
     dim_order = _ops.dim_order_of(norm.output)
     function: Any = RecomputeFunction
     try:

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 from torch.fx import Proxy, Tracer
 from torch.jit import is_scripting  # type: ignore[attr-defined]
+from torch.overrides import has_torch_function_unary
 
 from . import activations, functional
-from .activations import MaskSave, OutputSave, check_bits, check_save
-from .execution import follows_from_norm
+from .activations import Activation, MaskSave, OutputSave, Save, check_bits, check_save
+from .execution import run
 from .functional import check_approximate, check_leaky_relu
 
 
@@ -36,11 +36,11 @@ class _InPlaceModule(nn.Module):
     keeps by default: a model's surroundings change over its life.
     """
 
-    default_save: ClassVar[str]
-    fallback: str | None = None  # what is saved with save="recompute" elsewhere than after a norm
+    default_save: ClassVar[Save]
+    fallback: Save | None = None  # what is saved with save="recompute" elsewhere than after a norm
     if TYPE_CHECKING:
         inplace: bool
-        save: str
+        save: Any
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the activation."""
@@ -48,6 +48,8 @@ class _InPlaceModule(nn.Module):
             return self._torch(input, self.inplace)
         elif _is_traced(input):
             return _traced(self, input)
+        elif self.inplace and self.save == "recompute" and not has_torch_function_unary(input):
+            return self._after_norm(input)
         elif self.inplace:
             return self._in_place(input)
         else:
@@ -61,12 +63,17 @@ class _InPlaceModule(nn.Module):
         """This package's."""
         raise NotImplementedError
 
-    def _kept(self, input: Tensor) -> dict[str, Any]:
-        """What the function is told to keep for backward."""
-        if self.save == "recompute" and (is_compiling() or follows_from_norm(input)):
-            return {"save": "recompute"}
-        save = (self.fallback or self.default_save) if self.save == "recompute" else self.save
-        return {"save": save, "bits": self.bits} if hasattr(self, "bits") else {"save": save}
+    def _entry(self) -> Activation:
+        """Which activation it is."""
+        raise NotImplementedError
+
+    def _after_norm(self, input: Tensor) -> Tensor:
+        """This package's with save="recompute", whatever the input is."""
+        entry = self._entry()
+        fallback = self.fallback or self.default_save
+        scalars = (getattr(self, name) for name in entry.scalars)
+        bits = getattr(self, "bits", None)
+        return run(entry, input, "recompute", bits, *scalars, fallback=fallback)
 
     def extra_repr(self) -> str:
         """Return what the parent prints, and `save` and `bits` where they are not the defaults."""
@@ -96,11 +103,14 @@ class ReLU(_InPlaceModule, nn.ReLU):
         super().__init__(inplace)
         self.save = save
 
+    def _entry(self) -> Activation:
+        return activations.RELU
+
     def _torch(self, input: Tensor, inplace: bool) -> Tensor:
         return F.relu(input, inplace)
 
     def _in_place(self, input: Tensor) -> Tensor:
-        return functional.relu_(input, **self._kept(input))
+        return functional.relu_(input, save=self.save)
 
 
 class LeakyReLU(_InPlaceModule, nn.LeakyReLU):
@@ -123,11 +133,14 @@ class LeakyReLU(_InPlaceModule, nn.LeakyReLU):
         super().__init__(negative_slope, inplace)
         self.save = save
 
+    def _entry(self) -> Activation:
+        return activations.LEAKY_RELU
+
     def _torch(self, input: Tensor, inplace: bool) -> Tensor:
         return F.leaky_relu(input, self.negative_slope, inplace)
 
     def _in_place(self, input: Tensor) -> Tensor:
-        return functional.leaky_relu_(input, self.negative_slope, **self._kept(input))
+        return functional.leaky_relu_(input, self.negative_slope, save=self.save)
 
 
 class ReLU6(_InPlaceModule, nn.ReLU6):
@@ -147,11 +160,14 @@ class ReLU6(_InPlaceModule, nn.ReLU6):
         super().__init__(inplace)
         self.save = save
 
+    def _entry(self) -> Activation:
+        return activations.RELU6
+
     def _torch(self, input: Tensor, inplace: bool) -> Tensor:
         return F.relu6(input, inplace)
 
     def _in_place(self, input: Tensor) -> Tensor:
-        return functional.relu6_(input, **self._kept(input))
+        return functional.relu6_(input, save=self.save)
 
 
 class SiLU(_InPlaceModule, nn.SiLU):
@@ -176,11 +192,14 @@ class SiLU(_InPlaceModule, nn.SiLU):
         self.save = save
         self.bits = bits
 
+    def _entry(self) -> Activation:
+        return activations.SILU
+
     def _torch(self, input: Tensor, inplace: bool) -> Tensor:
         return F.silu(input, inplace)
 
     def _in_place(self, input: Tensor) -> Tensor:
-        return functional.silu_(input, **self._kept(input))
+        return functional.silu_(input, save=self.save, bits=self.bits)
 
 
 class GELU(_InPlaceModule, nn.GELU):
@@ -214,12 +233,15 @@ class GELU(_InPlaceModule, nn.GELU):
         self.save = save
         self.bits = bits
 
+    def _entry(self) -> Activation:
+        return activations.GELU if self.approximate == "none" else activations.GELU_TANH
+
     def _torch(self, input: Tensor, inplace: bool) -> Tensor:
         output = F.gelu(input, approximate=self.approximate)
         return input.copy_(output) if inplace else output
 
     def _in_place(self, input: Tensor) -> Tensor:
-        return functional.gelu_(input, self.approximate, **self._kept(input))
+        return functional.gelu_(input, self.approximate, save=self.save, bits=self.bits)
 
     def extra_repr(self) -> str:
         """Return the arguments; the parent has no `inplace`."""
@@ -249,11 +271,14 @@ class Hardswish(_InPlaceModule, nn.Hardswish):
         self.save = save
         self.bits = bits
 
+    def _entry(self) -> Activation:
+        return activations.HARDSWISH
+
     def _torch(self, input: Tensor, inplace: bool) -> Tensor:
         return F.hardswish(input, inplace)
 
     def _in_place(self, input: Tensor) -> Tensor:
-        return functional.hardswish_(input, **self._kept(input))
+        return functional.hardswish_(input, save=self.save, bits=self.bits)
 
 
 class Mish(_InPlaceModule, nn.Mish):
@@ -278,8 +303,11 @@ class Mish(_InPlaceModule, nn.Mish):
         self.save = save
         self.bits = bits
 
+    def _entry(self) -> Activation:
+        return activations.MISH
+
     def _torch(self, input: Tensor, inplace: bool) -> Tensor:
         return F.mish(input, inplace)
 
     def _in_place(self, input: Tensor) -> Tensor:
-        return functional.mish_(input, **self._kept(input))
+        return functional.mish_(input, save=self.save, bits=self.bits)

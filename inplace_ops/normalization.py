@@ -112,29 +112,24 @@ _MakeMaps = Callable[[], Maps]
 
 
 def _map(
-    x: Tensor, deviations: Tensor, weight: Tensor | None, mean: Tensor | None, bias: Tensor | None
+    x: Tensor,
+    shape: tuple[int, ...],
+    deviation: Tensor | None,
+    mean: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    share: int = 1,
 ) -> Tensor:
-    """Scale and shift: weight / deviation and bias - mean * scale.
+    """A map of the given shape: weight / deviation, and bias - mean * that.
 
-    `deviations` are given as their reciprocals, and what is None as 1 or 0.
+    The deviation comes as its reciprocal, for every `share` channels; None is 1, or 0.
     """
     dtype = _ops.maps_dtype(x)
-    shape = deviations.shape
-    if weight is not None:
-        shape = torch.broadcast_shapes(shape, weight.shape)
-    result = deviations.new_empty((2, *shape), dtype=dtype)
-    scale, shift = result.unbind()
-    if weight is None:
-        scale.copy_(deviations)
-    else:
-        torch.mul(deviations.to(dtype), weight, out=scale)
-    if mean is None:
-        shift.zero_()
-    else:
-        torch.mul(mean, scale, out=shift).neg_()
-    if bias is not None:
-        shift.add_(bias)
-    return result
+    vectors = (
+        v if v is None or (v.dtype == dtype and v.is_contiguous()) else v.to(dtype).contiguous()
+        for v in (deviation, mean, weight, bias)
+    )
+    return _ops.NORM_MAPS(*vectors, shape, share)
 
 
 def _batch_norm(node: Any, saved: _Saved, x: Tensor) -> _MakeMaps | None:
@@ -144,33 +139,30 @@ def _batch_norm(node: Any, saved: _Saved, x: Tensor) -> _MakeMaps | None:
 
     def make() -> Maps:
         if node._saved_training:
-            mean, deviations = saved["result1"], saved["result2"]
+            mean, deviation = saved["result1"], saved["result2"]
         else:
             epsilon = node._saved_eps if hasattr(node, "_saved_eps") else node._saved_epsilon
             mean = saved["running_mean"]
-            deviations = torch.rsqrt(saved["running_var"].to(_ops.maps_dtype(x)) + epsilon)
-        channels = _map(x, deviations, weight, mean, bias and bias())
-        return Maps(channels.view(_of_channels(x)), None)
+            deviation = torch.rsqrt(saved["running_var"].to(_ops.maps_dtype(x)) + epsilon)
+        shape = _of_channels(x)
+        return Maps(_map(x, shape, deviation, mean, weight, bias), None)
 
     return make
 
 
 def _of_channels(x: Tensor, samples: int = 1) -> tuple[int, ...]:
-    return (2, samples, x.size(1), *(1 for _ in range(x.dim() - 2)))
+    return (2, samples, x.size(1), *(1,) * (x.dim() - 2))
 
 
-def _bias(node: Any) -> Callable[[], Tensor] | None:
-    """The bias, which backward does not need: at the end of its edge in the graph."""
-    after = node.next_functions[2][0]
-    name = type(after).__name__
-    if name == "AccumulateGrad":
-        return lambda: after.variable
-    if name == "RepeatBackward0":  # instance norm's, one for each sample
-        leaf = after.next_functions[0][0]
-        repeats = after._saved_repeats
-        if type(leaf).__name__ == "AccumulateGrad":
-            return lambda: leaf.variable.repeat(repeats)
-    return None
+def _bias(node: Any) -> Tensor | None:
+    """The bias, which backward does not need: at the end of its edge in the graph.
+
+    An instance norm's is repeated for each sample.
+    """
+    before = node.next_functions[2][0]
+    if type(before).__name__ == "RepeatBackward0":
+        before = before.next_functions[0][0]
+    return before.variable if type(before).__name__ == "AccumulateGrad" else None
 
 
 def _group_norm(node: Any, saved: _Saved, x: Tensor) -> _MakeMaps | None:
@@ -179,17 +171,10 @@ def _group_norm(node: Any, saved: _Saved, x: Tensor) -> _MakeMaps | None:
         return None
 
     def make() -> Maps:
-        samples, groups = saved["result1"].shape
-        mean, deviations = saved["result1"].unsqueeze(-1), saved["result2"].unsqueeze(-1)
-        in_groups = (1, groups, -1)
-        channels = _map(
-            x,
-            deviations.expand(samples, groups, x.size(1) // groups),
-            None if weight is None else weight.view(in_groups),
-            mean,
-            bias and bias().view(in_groups),
-        )
-        return Maps(channels.view(_of_channels(x, samples)), None)
+        mean, deviation = saved["result1"], saved["result2"]
+        samples, groups = mean.shape
+        shape, share = _of_channels(x, samples), x.size(1) // groups
+        return Maps(_map(x, shape, deviation, mean, weight, bias, share), None)
 
     return make
 
@@ -198,11 +183,12 @@ def _layer_norm(node: Any, saved: _Saved, x: Tensor) -> _MakeMaps | None:
     weight, bias = saved["weight"], saved["bias"]
 
     def make() -> Maps:
-        rows = _map(x, saved["result2"], None, saved["result1"], None)
+        mean, deviation = saved["result1"], saved["result2"]
+        rows = _map(x, (2, *mean.shape), deviation, mean, None, None)
         if weight is None:
             return Maps(rows, None)
-        leading = (1 for _ in range(x.dim() - weight.dim()))
-        return Maps(_map(x, weight, None, None, bias).view(2, *leading, *weight.shape), rows)
+        shape = (2, *(1,) * (x.dim() - weight.dim()), *weight.shape)
+        return Maps(_map(x, shape, None, None, weight, bias), rows)
 
     return make
 

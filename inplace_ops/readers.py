@@ -30,6 +30,7 @@ class _Recipe(NamedTuple):
 
     normalized: Normalized
     version: int  # of the norm's input
+    stride: tuple[int, ...]  # of the output
     activation: Activation | None
     arguments: tuple[float, ...]
 
@@ -69,7 +70,7 @@ def drop_outputs(module: nn.Module, args: Any, output: Any) -> None:
         or torch._C._get_tracing_state() is not None
     ):
         return
-    seen = set(_nodes_of(args))
+    seen = set(_nodes_of(args[0] if len(args) == 1 else args))
     pending = list(_nodes_of(output))
     while pending:
         node = pending.pop()
@@ -82,7 +83,8 @@ def drop_outputs(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _nodes_of(value: Any) -> Iterator[Any]:
-    for leaf in tree_leaves(value):
+    leaves = (value,) if isinstance(value, Tensor) else tree_leaves(value)
+    for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
             yield leaf.grad_fn
 
@@ -95,7 +97,8 @@ def _saved_by(node_type: Any) -> tuple[str, ...]:
 
 
 def _drop_what_is_saved_by(node: Any) -> None:
-    for name in _saved_by(type(node)):
+    of_type: Any = type(node)
+    for name in _saved_by(of_type):
         raw = getattr(node, f"_raw_saved_{name}")
         if isinstance(raw, tuple) or not is_held_itself(raw):
             continue
@@ -151,9 +154,10 @@ def _view_of(saved: Tensor) -> _View | None:
     is_whole = saved.untyped_storage().nbytes() == x.numel() * x.itemsize
     if saved._version != version or saved.dtype != x.dtype or saved.is_neg() or not is_whole:
         return None
-    if saved.shape == x.shape and not _lies_in_order(saved, recipe.normalized.dim_order):
+    size, stride = saved.size(), saved.stride()
+    if size == x.shape and stride != recipe.stride:
         return None
-    return _View(recipe, saved.size(), saved.stride(), saved.storage_offset())
+    return _View(recipe, size, stride, saved.storage_offset())
 
 
 def _recipe_of_activation(node: Any) -> _Recipe | None:
@@ -161,7 +165,7 @@ def _recipe_of_activation(node: Any) -> _Recipe | None:
         return None
     x, channels, rows, _ = node.saved_tensors
     normalized = Normalized(x.detach(), channels, rows, node.dim_order)
-    return _Recipe(normalized, x._version, node.activation, node.arguments)
+    return _Recipe(normalized, x._version, node.stride, node.activation, node.arguments)
 
 
 def _recipe_of_norm(node: Any) -> _Recipe | None:
@@ -170,16 +174,11 @@ def _recipe_of_norm(node: Any) -> _Recipe | None:
         return None
     x = source.x.detach()
     dim_order = _ops.dim_order_of(x)
+    stride = _ops.dense_strides(x.shape, dim_order)
     if type(node).__name__ == "NativeLayerNormBackward0":
-        dim_order = []  # its output is contiguous in any case
-    elif not _lies_in_order(x, dim_order):
+        dim_order, stride = [], _ops.dense_strides(x.shape, [])  # contiguous in any case
+    elif stride != x.stride():
         return None  # and who knows how its output lies
     with torch.no_grad():
         channels, rows = source.maps()
-    return _Recipe(Normalized(x, channels, rows, dim_order), x._version, None, ())
-
-
-def _lies_in_order(x: Tensor, dim_order: list[int]) -> bool:
-    """Whether x is dense in that order of its dimensions."""
-    dense = _ops.dense_strides(x.shape, dim_order)
-    return all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), dense, strict=True))
+    return _Recipe(Normalized(x, channels, rows, dim_order), x._version, stride, None, ())

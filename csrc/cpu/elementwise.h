@@ -313,6 +313,16 @@ inline InstructionSet instruction_set() {
 }
 
 struct Cpu {
+  template <class C>
+  static void write_maps(const Statistics<C>& statistics, C* scale, C* shift, int64_t channels,
+                         int /*device*/) {
+    for (int64_t i = 0; i < channels; ++i) {
+      const auto map = statistics.map(i);
+      scale[i] = map.scale;
+      shift[i] = map.shift;
+    }
+  }
+
   template <class Functor>
   static void run(const Functor& functor, const Geometry& geometry,
                   const Operands<Functor>& operands, int /*device*/) {

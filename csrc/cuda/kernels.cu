@@ -30,15 +30,39 @@ __global__ void __launch_bounds__(kThreads)
   run_warp<count>(functor, layout, operands, elements, tile);
 }
 
+template <class C>
+__global__ void write_map(const Statistics<C> statistics, C* scale, C* shift, int64_t channels) {
+  const int64_t channel = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (channel >= channels) return;
+  const auto map = statistics.map(channel);
+  scale[channel] = map.scale;
+  shift[channel] = map.shift;
+}
+
+inline cudaStream_t current_stream(int device) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
 struct Cuda {
+  template <class C>
+  static void write_maps(const Statistics<C>& statistics, C* scale, C* shift, int64_t channels,
+                         int device) {
+    const torch::stable::accelerator::DeviceGuard guard(device);
+    const int64_t blocks = (channels + kThreads - 1) / kThreads;
+    STD_TORCH_CHECK(blocks <= std::numeric_limits<int32_t>::max(), "tensor too large");
+    write_map<<<dim3(blocks), kThreads, 0, current_stream(device)>>>(statistics, scale, shift,
+                                                                     channels);
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+
   // One launch on the current stream of the tensors' device; it waits for nothing.
   template <class Functor>
   static void run(const Functor& functor, const Geometry& geometry,
                   const Operands<Functor>& operands, int device) {
     const torch::stable::accelerator::DeviceGuard guard(device);
-    void* stream_pointer = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream_pointer));
-    const auto stream = static_cast<cudaStream_t>(stream_pointer);
+    const cudaStream_t stream = current_stream(device);
 
     choose_path(geometry, operands, [&](auto count, const auto& layout) {
       constexpr int warps = kThreads / kWarpSize;
