@@ -95,7 +95,7 @@ class Activation:
 
         For a dtype without kernels any number: the op, or its fake, refuses it.
         """
-        return self.ops.default_bits[save].get(dtype, 8)
+        return 0 if save == "recompute" else self.ops.default_bits[save].get(dtype, 8)
 
     def is_exact(self, save: Save, dtype: torch.dtype, bits: int) -> bool:
         """Whether backward has the derivative of the very input."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,12 +30,12 @@ def _unpack(saved: _Saved) -> Tensor:
     return saved.unpack(saved.held) if saved.unpack else saved.held
 
 
-def is_held_itself(raw: Any) -> bool:
+def is_held_itself(raw: Any, harmless: Callable[[Any], Tensor] | None = None) -> bool:
     """Whether a node's saved tensor, of its `_raw_saved_*`, went through nobody's hooks.
 
-    Those of `saved_bytes` do not count.
+    Those of `saved_bytes` do not count, nor the unpack hook that is called harmless.
     """
-    return raw.unpack_hook is None or raw.unpack_hook is _unpack
+    return raw.unpack_hook is None or raw.unpack_hook in (_unpack, harmless)
 
 
 def replace(raw: Any, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
@@ -61,6 +61,25 @@ def saved_bytes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     Returns:
         Bytes held by the graph of the result when `fn` has returned.
     """
+    storages, result = _held(fn, *args, **kwargs)
+    # A saved parameter arrives in pack as a plain tensor: known by its storage alone.
+    not_counted: list[Tensor] = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+    not_counted += [obj for obj in gc.get_objects() if issubclass(type(obj), nn.Parameter)]
+    if isinstance(fn, nn.Module):
+        not_counted += [*fn.parameters(), *fn.buffers()]
+    del result
+    return _sum_without(not_counted, storages)
+
+
+def model_bytes(model: nn.Module, call: Callable[[], Any], inputs: Iterable[Tensor]) -> int:
+    """As `saved_bytes` of a call of the model, whose parameters alone are known."""
+    storages, result = _held(call)
+    del result
+    return _sum_without([*model.parameters(), *model.buffers(), *inputs], storages)
+
+
+def _held(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[dict[int, int], Any]:
+    """The sizes of the storages that the graph holds after a call, and the call's result."""
     handles: list[weakref.ref[_Saved]] = []
 
     def pack(tensor: Tensor) -> _Saved:
@@ -71,19 +90,16 @@ def saved_bytes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
         result = fn(*args, **kwargs)
 
-    # A saved parameter arrives in pack as a plain tensor: known by its storage alone.
-    not_counted: list[Tensor] = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
-    not_counted += [obj for obj in gc.get_objects() if issubclass(type(obj), nn.Parameter)]
-    if isinstance(fn, nn.Module):
-        not_counted += [*fn.parameters(), *fn.buffers()]
-    known = {storage_id(s) for t in not_counted if not is_lazy(t) for s in _storages(t)}
-
     storages: dict[int, int] = {}
     for handle in handles:
         saved = handle()
         if saved is not None:
             storages |= {storage_id(s): s.nbytes() for t in saved.tensors() for s in _storages(t)}
-    del result
+    return storages, result
+
+
+def _sum_without(not_counted: Iterable[Tensor], storages: Mapping[int, int]) -> int:
+    known = {storage_id(s) for t in not_counted if not is_lazy(t) for s in _storages(t)}
     return sum(size for key, size in storages.items() if key not in known)
 
 

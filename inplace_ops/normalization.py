@@ -75,14 +75,17 @@ def _output_of_instance_norm(z: Tensor) -> Tensor | None:
     return base if is_whole else None
 
 
-def source_of(norm: Norm) -> Source | None:
+Unpack = Callable[[Any], Tensor]
+
+
+def source_of(norm: Norm, harmless: Unpack | None = None) -> Source | None:
     """What the norm's output follows from; None where that cannot be had, as in `source_at`."""
-    source = source_at(norm.node)
+    source = source_at(norm.node, harmless)
     z = norm.output
     return source if source and source.x.shape == z.shape and source.x.dtype == z.dtype else None
 
 
-def source_at(node: Any) -> Source | None:
+def source_at(node: Any, harmless: Unpack | None = None) -> Source | None:
     """What the output of the norm with that node follows from.
 
     None where that cannot be had: the norm ran inside a checkpoint or under other saved-tensor
@@ -94,7 +97,7 @@ def source_at(node: Any) -> Source | None:
     try:
         saved = {}
         for attribute in attributes:
-            if not is_held_itself(getattr(node, f"_raw_saved_{attribute}")):
+            if not is_held_itself(getattr(node, f"_raw_saved_{attribute}"), harmless):
                 return None
             saved[attribute] = getattr(node, f"_saved_{attribute}")
     except RuntimeError:  # freed, or modified since: the norm's own backward will say so

@@ -59,10 +59,38 @@ class _View(NamedTuple):
 
 
 def drop_outputs(module: nn.Module, args: Any, output: Any) -> None:
-    """Let the nodes that `module` has just made keep recipes instead of outputs: a forward hook.
+    """Let the nodes that `module` has just made keep recipes instead of outputs: a forward hook."""
+    for saved in outputs_saved_by(args, output):
+        saved.drop()
 
-    It looks at the graph between the module's arguments and its output.
-    """
+
+class SavedOutput(NamedTuple):
+    """An output that a node has saved, and which can be formed again."""
+
+    raw: Any
+    tensor: Tensor
+    view: _View
+
+    def formed(self) -> Tensor:
+        """The same, formed again."""
+        return self.view.tensor()
+
+    def magnitude(self) -> Tensor:
+        """By its roundings it may differ: |x * scale| + |shift| of the norm."""
+        normalized = self.view.recipe.normalized
+        x, channels, rows, dim_order = normalized
+        maps = channels.abs(), None if rows is None else rows.abs()
+        magnitude = _ops.NORMALIZE(x.abs(), *maps, dim_order)
+        return magnitude.as_strided(self.view.size, self.view.stride, self.view.offset)
+
+    def drop(self) -> None:
+        """Let the node keep the recipe instead."""
+        view = self.view  # the hook must not hold the tensor
+        replace(self.raw, lambda _: view, _View.tensor)
+
+
+def outputs_saved_by(args: Any, output: Any) -> Iterator[SavedOutput]:
+    """What a module has saved, between its arguments and its output, that can be formed again."""
     if (
         is_compiling()
         or not torch.is_grad_enabled()
@@ -79,7 +107,7 @@ def drop_outputs(module: nn.Module, args: Any, output: Any) -> None:
         seen.add(node)
         pending.extend(before for before, _ in node.next_functions if before is not None)
         if type(node).__name__ not in NODES:  # a look at what a norm keeps would form it again
-            _drop_what_is_saved_by(node)
+            yield from _outputs_saved_at(node)
 
 
 def _nodes_of(value: Any) -> Iterator[Any]:
@@ -96,7 +124,7 @@ def _saved_by(node_type: Any) -> tuple[str, ...]:
     return tuple(n.removeprefix(prefix) for n in dir(node_type) if n.startswith(prefix))
 
 
-def _drop_what_is_saved_by(node: Any) -> None:
+def _outputs_saved_at(node: Any) -> Iterator[SavedOutput]:
     of_type: Any = type(node)
     for name in _saved_by(of_type):
         raw = getattr(node, f"_raw_saved_{name}")
@@ -107,11 +135,7 @@ def _drop_what_is_saved_by(node: Any) -> None:
             continue
         view = _view_of(tensor)
         if view is not None:
-            _keep(raw, view)
-
-
-def _keep(raw: Any, view: _View) -> None:
-    replace(raw, lambda _: view, _View.tensor)
+            yield SavedOutput(raw, tensor, view)
 
 
 # Whose output is a view of their input, and shares its version.

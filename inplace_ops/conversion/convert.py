@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..activations import check_bits
-from .plan import Decision, Plan
+from ..memory import model_bytes
+from .conversion import Conversion, remove_hooks
+from .plan import Plan
 from .recognise import recognise
 from .recorder import record
 from .recording import Recording
@@ -45,9 +47,10 @@ def convert(
             keyword arguments. Small sizes will do.
         bits: Bits per element that SiLU, GELU, Hardswish and Mish keep with `save="output"`, see
             `inplace_ops.silu_`.
-        optimize: "memory": what keeps the fewest bytes at each place. "speed": the same, but the
-            mask wherever there is one. "exact": nothing whose gradient is not exact: of the four
-            `save="output"` in bfloat16 and float16, unless with one bit.
+        optimize: "memory": what keeps the fewest bytes. "speed": the same at each place, but the
+            mask wherever there is one, and no output is formed again. "exact": nothing whose
+            gradient is not exact: after a norm all; elsewhere of the four `save="output"` in
+            bfloat16 and float16, unless with one bit.
         verify: Whether to run the model before and after, with backward, and compare.
 
     Returns:
@@ -62,17 +65,11 @@ def convert(
         Whatever the model raises on the example, unchanged.
     """
     example = Example(example_inputs)
-    decisions, report = _decide(model, example, bits, optimize)
+    conversion, report = _decide(model, example, bits, optimize)
     revert(model)
-    modules = {
-        slot: slot.converted(decision.save, bits)
-        for slot, decision in decisions.items()
-        if decision.save is not None
-    }
     if verify:
-        verify_conversion(model, example, modules)
-    for slot, module in modules.items():
-        slot.put(module)
+        verify_conversion(model, example, conversion)
+    conversion.put()
     return report
 
 
@@ -93,6 +90,8 @@ def analyze(
 def revert(model: nn.Module) -> None:
     """Put back the modules that `convert` replaced: the very same objects, in the present mode.
 
+    Its hooks go.
+
     Works on copies and on unpickled models too, which have their own copies of those modules.
     """
     for parent in model.modules():
@@ -102,6 +101,8 @@ def revert(model: nn.Module) -> None:
                 # What convert shared with it, hooks for example, it has anyway.
                 vars(original).update({name: vars(child)[name] for name in vars(nn.Module())})
                 parent._modules[key] = original
+    for module in model.modules():
+        remove_hooks(module)
 
 
 def _record_other_modes(model: nn.Module, slots: list[Slot], example: Example) -> list[Recording]:
@@ -136,7 +137,7 @@ def _check_model(model: nn.Module) -> None:
 
 def _decide(
     model: nn.Module, example: Example, bits: int | None, optimize: str
-) -> tuple[dict[Slot, Decision], Report]:
+) -> tuple[Conversion, Report]:
     check_bits("convert", "output", bits)
     if optimize not in ("memory", "speed", "exact"):
         raise ValueError(f'optimize must be "memory", "speed" or "exact", got {optimize!r}')
@@ -148,6 +149,13 @@ def _decide(
         recording = record(model, slots, example.copy())
     plan = Plan(recording, _record_other_modes(model, slots, example), bits, optimize)
     decisions = {slot: plan.decision(slot) for slot in slots}
+    drops = plan.drops()
+    modules = {
+        slot: slot.converted(decision.save, decision.fallback, bits)
+        for slot, decision in decisions.items()
+        if decision.save is not None and decision.fallback is not None
+    }
+    conversion = Conversion(modules, {reader for drop in drops for reader in drop.readers})
     sites = [
         Site(
             slot.name,
@@ -164,4 +172,20 @@ def _decide(
         held = recording.bytes_of_function(function)
         reason = f"called as a function in {function.line}"
         sites.append(Site(function.name, function.activation, False, reason, None, held, held))
-    return decisions, Report(sites)
+    before, after = _model_bytes(model, example, conversion)
+    return conversion, Report(sites, [drop.output for drop in drops], before, after)
+
+
+def _model_bytes(model: nn.Module, example: Example, conversion: Conversion) -> tuple[int, int]:
+    """What the whole model holds for backward when forward has returned, before and after."""
+
+    def measured() -> int:
+        with preserved(model, example), torch.enable_grad():
+            inputs = example.copy()
+            return model_bytes(model, lambda: inputs.call(model), inputs.tensors())
+
+    with preserved(model, example):  # which puts back what an earlier conversion put in
+        revert(model)
+        before = measured()
+        conversion.put()
+        return before, measured()

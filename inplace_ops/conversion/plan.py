@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..activations import Save
 from . import rules
+from .dropping import Drop, dropped_of_call, dropped_of_norm
 from .forecast import Forecast
 from .recording import Call, Recording
 from .slots import Slot
@@ -14,9 +15,13 @@ from .slots import Slot
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of a slot: what it saves where it is put in place, else None."""
+    """What becomes of a slot: what it saves where it is put in place, else None.
+
+    With "recompute", it saves `fallback` where it is called elsewhere than after a norm.
+    """
 
     save: Save | None
+    fallback: Save | None
     reason: str
     bytes_before: int
     bytes_after: int
@@ -53,12 +58,26 @@ class Plan:
         calls = self.run.calls_of(slot)
         if slot in self.refused:
             held = sum(map(self.run.recording.bytes_of_call, calls))
-            return Decision(None, self.refused[slot], held, held)
+            return Decision(None, None, self.refused[slot], held, held)
         if not calls:
-            return Decision(None, "not called with this input", 0, 0)
-        save, reason = self._choice(slot)
-        assert save is not None
-        return Decision(save, reason, self._before(slot), self._after(slot, save))
+            return Decision(None, None, "not called with this input", 0, 0)
+        save, fallback, reason = self._choice(slot)
+        after = self._after(slot, save, fallback)
+        return Decision(save, fallback, reason, self._before(slot), after)
+
+    def drops(self) -> list[Drop]:
+        """The outputs that are formed again in backward, in the order in which they arise."""
+        if self.optimize == "speed":
+            return []
+        converted = {slot for slot in self.run.calls if slot not in self.refused}
+        found: list[tuple[int, Drop | None]] = [
+            (call.time, dropped_of_call(call, self.run))
+            for slot in converted
+            if self._choice(slot)[0] == "recompute"
+            for call in self.run.calls_of(slot)
+        ]
+        found += [(norm.time, dropped_of_norm(norm, self.run)) for norm in self.run.recording.norms]
+        return [drop for _, drop in sorted(found, key=lambda f: f[0]) if drop]
 
     def _refuse_until_all_hold(self) -> None:
         """Refuse slots until every rule holds for all others.
@@ -84,18 +103,39 @@ class Plan:
             unsafe = rules.objection(other.calls_of(slot), other)
             if unsafe is not None:
                 return f"{unsafe} in the other mode, train or eval"
-        save, reason = self._choice(slot)
+        save, fallback, reason = self._choice(slot)
         if save is None:
             return reason
-        before, after = self._before(slot), self._after(slot, save)
+        before, after = self._before(slot), self._after(slot, save, fallback)
         if self.optimize != "speed" and after > before:
             return f"would keep {after} bytes instead of {before}"
         return None
 
     # What a slot keeps.
 
-    def _choice(self, slot: Slot) -> tuple[Save | None, str]:
-        """What `slot` keeps in place, and why; None where only a lossy code would save memory."""
+    def _choice(self, slot: Slot) -> tuple[Save | None, Save | None, str]:
+        """What `slot` keeps in place, elsewhere than after a norm too, and why.
+
+        None where only a lossy code would save memory.
+        """
+        calls = self.run.calls_of(slot)
+        save, reason = self._choice_without_norm(slot)
+        has_mask = slot.recognised.activation.has_mask
+        if not any(call.after_norm and call.needs_grad for call in calls) or (
+            self.optimize == "speed" and has_mask
+        ):
+            return save, save, reason
+        if save is None:  # which is right for what is saved elsewhere, but none is
+            if not all(call.after_norm for call in calls):
+                return None, None, reason
+            save = slot.recognised.saves[0]
+        drops = any(dropped_of_call(call, self.run) for call in calls)
+        less = self._after(slot, "recompute", save) < self._after(slot, save, save)
+        if less or (drops and self.optimize != "speed"):
+            return "recompute", save, "follows from the input of the norm before it"
+        return save, save, reason
+
+    def _choice_without_norm(self, slot: Slot) -> tuple[Save | None, str]:
         calls = self.run.calls_of(slot)
         saves = slot.recognised.saves
         objection = next(
@@ -117,7 +157,9 @@ class Plan:
             return "mask", "the mask is the quickest"
         keeper = next((k for c in calls if (k := self.run.keeper(c))), None)
         # Without gradients every mode costs 0 bytes; break the tie as if gradients were needed.
-        save = min(saves, key=lambda s: (self._after(slot, s), (s == "output") is not bool(keeper)))
+        save = min(
+            saves, key=lambda s: (self._after(slot, s, s), (s == "output") is not bool(keeper))
+        )
         if save == "output":
             return save, f"output is kept by `{keeper}` anyway" if keeper else "costs least"
         return save, objection or "nothing else keeps the output"
@@ -148,16 +190,18 @@ class Plan:
                 total += call.elements * call.dtype.itemsize
         return total
 
-    def _after(self, slot: Slot, save: Save) -> int:
+    def _after(self, slot: Slot, save: Save | None, fallback: Save | None) -> int:
         total = 0
         nbytes = self.run.recording.nbytes
         for call in self.run.calls_of(slot):
-            if not call.needs_grad:
+            kept = fallback if save == "recompute" and not call.after_norm else save
+            if not call.needs_grad or kept is None:
                 continue
-            total += self._bits(call, save) * ((call.elements + 7) // 8)
+            if kept != "recompute":
+                total += self._bits(call, kept) * ((call.elements + 7) // 8)
             if self.run.keeper(call) is not None:
                 # What keeps the output then keeps the input's whole memory.
                 total += nbytes[call.input] - nbytes[call.output]
-            elif save == "output":
+            elif kept == "output":
                 total += nbytes[call.input]
         return total

@@ -21,8 +21,9 @@ from .. import _ops
 from .._torch import OpOverload, TorchDispatchMode, has_storage, next_node_number, op_parameters
 from ..activations import ACTIVATIONS
 from ..memory import unwrapped
+from ..normalization import norm_of, source_of
 from .interception import HANDED_OUT, OwnHooks, ReadsWithoutAnOperation, seen_through_other_hooks
-from .recording import Call, Event, FunctionCall, Recording, SavedTensor
+from .recording import NORMS, Call, Event, FunctionCall, NormCall, Recording, SavedTensor
 from .run import Example, reentrant_checkpoints_as_the_others
 from .slots import Slot, intercepted
 from .tensors import has_kernel, may_overlap, refused_view, strides, tensors_in, tensors_passed
@@ -63,6 +64,7 @@ class _Recorder(TorchDispatchMode):
         self.model = model
         self.paths = {module: path for path, module in model.named_modules()}
         self.stack = [""]
+        self.modules = [model]
         self.clock = itertools.count()
         self.recording = Recording()
         self.storages: dict[int, StorageWeakRef] = {}
@@ -115,9 +117,12 @@ class _Recorder(TorchDispatchMode):
                 kept.tensor = None
         self.recording.returned = set(self.storages_of(tensors_in(output)))
         inputs = {call.input for call in self.recording.calls}
-        if not all(self.storages[storage].expired() for storage in inputs):
+        outputs = {call.output for call in self.recording.calls}
+        outputs |= {norm.output for norm in self.recording.norms}
+        if not all(self.storages[storage].expired() for storage in inputs | outputs):
             gc.collect()
         self.recording.alive = {s for s in inputs if not self.storages[s].expired()}
+        self.recording.alive_outputs = {s for s in outputs if not self.storages[s].expired()}
 
     def storages_of(self, tensors: Iterable[Tensor]) -> Iterator[int]:
         for tensor in itertools.chain.from_iterable(map(unwrapped, tensors)):
@@ -132,9 +137,11 @@ class _Recorder(TorchDispatchMode):
     def module_paths(self) -> Iterator[None]:
         def enter(module: nn.Module, inputs: Any) -> None:
             self.stack.append(self.paths.get(module, self.stack[-1]))
+            self.modules.append(module)
 
         def leave(module: nn.Module, inputs: Any, output: Any) -> None:
             self.stack.pop()
+            self.modules.pop()
 
         handles = [
             module_hooks.register_module_forward_pre_hook(enter),
@@ -161,7 +168,7 @@ class _Recorder(TorchDispatchMode):
         node = next_node_number()
         found = []
         for storage in self.storages_of([tensor]):
-            saved = SavedTensor(next(self.clock), node, self.call, is_held)
+            saved = SavedTensor(next(self.clock), node, self.call, is_held, self.modules[-1])
             self.recording.saved[storage].append(saved)
             found.append(saved)
         return found
@@ -178,6 +185,10 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         if self.call is None and not func.is_view:
             self.record_operation(func, args, kwargs, time)
+            if func.overloadpacket.__name__ in NORMS:
+                (output,) = self.storages_of(result[:1])
+                kind = type(self.modules[-1]).__name__
+                self.recording.norms.append(NormCall(self.stack[-1], kind, time, output))
         return result
 
     def record_read(self, name: str, arguments: Any) -> None:
@@ -242,6 +253,7 @@ class _Recorder(TorchDispatchMode):
             refused_view=refused_view(x),
             overlaps=may_overlap(x),
             has_kernel=has_kernel(x),
+            after_norm=_follows_from_norm(x),
         )
         try:
             with OwnHooks(self.pack, _unpack):
@@ -263,6 +275,11 @@ class _Recorder(TorchDispatchMode):
         if not has_storage(x):
             return "called inside a transform of torch.func"
         return None
+
+
+def _follows_from_norm(x: Tensor) -> bool:
+    norm = norm_of(x)
+    return norm is not None and source_of(norm, harmless=_unpack) is not None
 
 
 def _unpack(kept: _Kept) -> Tensor:

@@ -7,8 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from .slots import Slot
+
+# The operations that run norms.
+NORMS = frozenset(
+    {"native_batch_norm", "cudnn_batch_norm", "native_group_norm", "native_layer_norm"}
+)
 
 
 @dataclass(frozen=True)
@@ -30,12 +36,14 @@ class SavedTensor:
         node: The number of the autograd node that saved it.
         call: The activation's call that it was part of.
         is_held: Whether the graph still holds it when forward has ended.
+        reader: The innermost module that was called then.
     """
 
     time: int
     node: int
     call: Call | None
     is_held: bool
+    reader: nn.Module
 
 
 @dataclass(eq=False)
@@ -57,6 +65,7 @@ class Call:
         overlaps: Whether elements of the input may share memory.
         has_kernel: Whether there is one for its device and dtype.
         keeps_layout: Whether the output out of place has the input's strides.
+        after_norm: Whether the input follows from a norm's input.
     """
 
     slot: Slot
@@ -73,6 +82,24 @@ class Call:
     overlaps: bool
     has_kernel: bool
     keeps_layout: bool = True
+    after_norm: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class NormCall:
+    """One call of a norm.
+
+    Attributes:
+        name: The path of the module that called it.
+        kind: That module's class.
+        time: When.
+        output: The output's storage.
+    """
+
+    name: str
+    kind: str
+    time: int
+    output: int
 
 
 @dataclass
@@ -95,7 +122,9 @@ class Recording:
         saved: What was saved for backward, by storage, in time.
         owners: The storages that were there before, and what they are.
         nbytes: The size of each storage.
+        norms: The calls of norms, in time.
         alive: The inputs of calls that are still there after forward.
+        alive_outputs: The outputs of calls and of norms that are.
         handed_out: The storages whose memory was given to something else than PyTorch.
         returned: The storages that the model returns.
         node_names: The operations by the numbers of their autograd nodes.
@@ -106,9 +135,11 @@ class Recording:
     calls: list[Call] = field(default_factory=list)
     events: defaultdict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
     saved: defaultdict[int, list[SavedTensor]] = field(default_factory=lambda: defaultdict(list))
+    norms: list[NormCall] = field(default_factory=list)
     owners: dict[int, str] = field(default_factory=dict)
     nbytes: dict[int, int] = field(default_factory=dict)
     alive: set[int] = field(default_factory=set)
+    alive_outputs: set[int] = field(default_factory=set)
     handed_out: set[int] = field(default_factory=set)
     returned: set[int] = field(default_factory=set)
     node_names: dict[int, str] = field(default_factory=dict)

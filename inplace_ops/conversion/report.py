@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,8 @@ class Site:
         activation: The kind of activation, for example "SiLU".
         converted: Whether it is put in place.
         reason: Why not; or, where converted, why this is what it saves.
-        save: What it saves for backward: "output", "mask" or "derivative"; None if not converted.
+        save: What it saves for backward: "output", "mask", "derivative" or, as it follows from the
+            input of a norm, nothing: "recompute"; None if not converted.
         bytes_before: Bytes that PyTorch's activation holds for backward, in place or out of place,
             whichever is less, beyond what the other operations hold anyway.
         bytes_after: The same with the decision taken.
@@ -31,15 +32,40 @@ class Site:
 
 
 @dataclass(frozen=True)
+class DroppedOutput:
+    """An output that follows from a norm's input, and which its readers form again in backward.
+
+    Attributes:
+        name: Where it arises: the place of an activation, as in `Site`, or the path of a norm.
+        kind: The kind of activation, or the norm's class.
+        readers: The operations that keep it no longer, by the paths of the modules that call them.
+        bytes: Its size.
+    """
+
+    name: str
+    kind: str
+    readers: tuple[str, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Report:
     """The decisions for all sites of a model, in the order of its modules. Prints as a table.
 
     Attributes:
         sites: One entry per place that holds an activation, then one per call of an activation as
             a function.
+        dropped: The outputs of norms, and of activations after one, that the operations which read
+            them do not keep: in backward they are formed again.
+        model_bytes_before: Bytes that the whole model held for backward when forward had returned,
+            beside its parameters, buffers and arguments, measured on the example.
+        model_bytes_after: The same of the converted model.
     """
 
     sites: list[Site]
+    dropped: list[DroppedOutput] = field(default_factory=list)
+    model_bytes_before: int = 0
+    model_bytes_after: int = 0
 
     @property
     def bytes_before(self) -> int:
@@ -73,7 +99,26 @@ class Report:
             _mib(self.bytes_after),
             "bytes in MiB, held for backward by the activations",
         )
-        table = [header, *rows, total]
+        dropped = [
+            (
+                output.name,
+                output.kind,
+                "dropped",
+                _mib(output.bytes),
+                _mib(0),
+                "output is formed again for " + ", ".join(f"`{name}`" for name in output.readers),
+            )
+            for output in self.dropped
+        ]
+        model = (
+            "model",
+            "",
+            "",
+            _mib(self.model_bytes_before),
+            _mib(self.model_bytes_after),
+            "held for backward by the whole model",
+        )
+        table = [header, *rows, total, *dropped, model]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = [
             "  ".join(
@@ -83,7 +128,8 @@ class Report:
             for row in table
         ]
         rule = "  ".join("-" * width for width in widths)
-        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
+        first, last = lines[1 : 1 + len(rows)], lines[1 + len(rows) :]
+        return "\n".join([lines[0], rule, *first, rule, *last])
 
 
 def _mib(count: int) -> str:

@@ -36,10 +36,12 @@ class Slot:
         """Let the parent hold `module`."""
         self.parent._modules[self.key] = module
 
-    def converted(self, save: Save, bits: int | None) -> nn.Module:
+    def converted(self, save: Save, fallback: Save, bits: int | None) -> nn.Module:
         """The module that takes the original's place, with its hooks and attributes."""
-        takes_bits = save == "output" and not self.recognised.activation.has_mask
-        module = self.recognised.build(save=save, **({"bits": bits} if takes_bits else {}))
+        takes_bits = fallback == "output" and not self.recognised.activation.has_mask
+        module = self.recognised.build(save=fallback, **({"bits": bits} if takes_bits else {}))
+        if save == "recompute":
+            module.save, module.fallback = save, fallback  # type: ignore[assignment]
         of_every_module = vars(nn.Module())
         own = {name: value for name, value in vars(module).items() if name not in of_every_module}
         vars(module).update({**vars(self.original), **own, _ORIGINAL: self.original})

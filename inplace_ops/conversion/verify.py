@@ -15,6 +15,8 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..activations import Save
+from ..readers import outputs_saved_by
+from .conversion import Conversion
 from .run import Example, preserved, reentrant_checkpoints_as_the_others
 from .slots import Slot, intercepted
 from .tensors import tensors_in
@@ -23,6 +25,9 @@ from .tensors import tensors_in
 # by chance where others would not be: there by some roundings of the largest value at least.
 _NOISE = 4
 _CUDA_ROUNDINGS = 16
+
+# What is formed again from a norm's input is off by so many roundings of its terms.
+_ROUNDINGS = 16
 
 # With outputs of two runs that differ by more than this share of the largest value no third can be
 # compared.
@@ -33,14 +38,16 @@ class VerificationError(RuntimeError):
     """The converted model does not compute what the original does."""
 
 
-def verify(model: nn.Module, example: Example, modules: Mapping[Slot, nn.Module]) -> None:
-    """Raise VerificationError unless the model stays what it is with `modules` in their slots.
+def verify(model: nn.Module, example: Example, conversion: Conversion) -> None:
+    """Raise VerificationError unless the model stays what it is with the conversion put in.
 
     First an exact in-place activation stands in the slots: outputs and gradients must then equal
     the original's up to what two runs of the original differ by. Then the modules themselves: each
-    one's derivative must be within its documented error, for the values that it meets.
+    one's derivative must be within its documented error, for the values that it meets, and what
+    readers form again must be what they read.
     """
-    if not modules:
+    modules = conversion.modules
+    if not modules and not conversion.readers:
         return
     steps = _Steps(4)
     steps.next("the original")
@@ -69,8 +76,23 @@ def verify(model: nn.Module, example: Example, modules: Mapping[Slot, nn.Module]
         _check_derivative(slot, modules[slot], x)
         return modules[slot].forward(x)
 
-    with intercepted(modules, checked, modules):
+    with preserved(model, example), intercepted(modules, checked, modules):
+        conversion.hook(_check_and_drop)
         _run_converted(model, example)
+
+
+def _check_and_drop(module: nn.Module, args: Any, output: Any) -> None:
+    for saved in outputs_saved_by(args, output):
+        if not saved.tensor.is_meta:
+            tolerance = _ROUNDINGS * torch.finfo(saved.tensor.dtype).eps * saved.magnitude()
+            difference = (saved.formed() - saved.tensor).abs()
+            finite = saved.tensor.isfinite() & tolerance.isfinite()
+            if (difference > tolerance)[finite].any():
+                raise VerificationError(
+                    f"a {type(module).__name__} would be given in backward another input than it "
+                    f"reads: the two differ by up to {float(difference[finite].max()):.3g}"
+                )
+        saved.drop()
 
 
 class _Steps:
@@ -318,7 +340,8 @@ def _tolerances(
 ) -> tuple[float | None, float | None]:
     """Relative and absolute: the documented error of the derivative, or torch.testing's default."""
     activation = slot.recognised.activation
-    save: Save = module.save  # type: ignore[assignment]
+    # With "recompute" it is called here without the norm.
+    save: Save = module.save if module.save != "recompute" else module.fallback  # type: ignore[assignment]
     if activation.has_mask:
         return 0.0, 0.0
     bits = module.bits

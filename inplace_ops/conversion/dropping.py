@@ -1,0 +1,75 @@
+"""Which outputs nobody need keep: those that follow from a norm's input, and what keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from .forecast import Forecast
+from .recording import NORMS, Call, NormCall, SavedTensor
+from .report import DroppedOutput
+
+
+class Drop(NamedTuple):
+    """An output that its readers form again, and the modules that call these."""
+
+    output: DroppedOutput
+    readers: tuple[nn.Module, ...]
+
+
+def dropped_of_call(call: Call, run: Forecast) -> Drop | None:
+    """The output of an activation after a norm; None where something else keeps it, or nothing."""
+    if not call.after_norm or not call.needs_grad:
+        return None
+    kind = call.slot.recognised.activation.name
+    saved = [s for s in run.saved_of(call.output, call) if s.is_held]
+    writes = any(run.writes(event) for event in run.events(call.output, call))
+    escapes = any(_escapes(s, run) for s in run.aliases(call.output, call))
+    return _dropped(call.slot.name, kind, call.output, saved, writes or escapes, run)
+
+
+def dropped_of_norm(norm: NormCall, run: Forecast) -> Drop | None:
+    """The output of a norm without an activation in place behind it."""
+    recording = run.recording
+    if any(run.is_in_place(call) for call in recording.calls if call.input == norm.output):
+        return None
+    saved = [s for s in recording.saved[norm.output] if s.is_held]
+    writes = any(event.writes for event in recording.events[norm.output] if event.time > norm.time)
+    escapes = _escapes(norm.output, run)
+    return _dropped(norm.name, norm.kind, norm.output, saved, writes or escapes, run)
+
+
+def _escapes(storage: int, run: Forecast) -> bool:
+    recording = run.recording
+    kept = (recording.owners, recording.returned, recording.handed_out, recording.alive_outputs)
+    return any(storage in those for those in kept)
+
+
+def _dropped(
+    name: str,
+    kind: str,
+    storage: int,
+    saved: Iterable[SavedTensor],
+    stays: bool,
+    run: Forecast,
+) -> Drop | None:
+    saved = list(saved)
+    if stays or not saved or not all(_can_drop(s, run) for s in saved):
+        return None
+    readers = tuple(dict.fromkeys(run.recording.saver(s) for s in saved))
+    modules = tuple(dict.fromkeys(s.reader for s in saved))
+    output = DroppedOutput(name, kind, readers, run.recording.nbytes[storage])
+    return Drop(output, modules)
+
+
+def _can_drop(saved: SavedTensor, run: Forecast) -> bool:
+    """Whether what saved the tensor is an operation of PyTorch's, but no norm, in a module."""
+    operation = run.recording.node_names.get(saved.node, "").rpartition(".")[2]
+    return (
+        saved.call is None
+        and operation not in ("", *NORMS)
+        and not isinstance(saved.reader, torch.jit.ScriptModule)
+    )
