@@ -471,16 +471,19 @@ def keep_place(output: Tensor) -> None:
     """Let a curve's RecomputeFunction, of which this is the output, keep no values of it."""
     raw = output.grad_fn._raw_saved_tensors[-1]  # type: ignore[union-attr]
     if is_held_itself(raw):
-        replace(raw, _without_values, _as_it_is)
+        replace(raw, _without_values, _of_any_values)
 
 
-def _without_values(tensor: Tensor) -> Tensor:
-    return tensor.new_zeros(()).expand(tensor.shape)
+def _without_values(tensor: Tensor) -> _Place:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
+def _of_any_values(place: _Place) -> Tensor:
+    shape, dtype, device = place
+    return torch.empty((), dtype=dtype, device=device).expand(shape)
 
+
+_Place = tuple[torch.Size, torch.dtype, torch.device]
 
 FUNCTIONS: Mapping[tuple[Activation, Save], type[_InPlaceFunction]] = {
     (function.activation, save): function

@@ -18,12 +18,16 @@ activations = pytest.mark.parametrize("activation", ACTIVATIONS)
 class Convolutions(nn.Module):
     """Every kind of neighbour: convolution, addition, pooling, linear; one activation for all."""
 
-    def __init__(self, activation: Callable[[], nn.Module]) -> None:
+    def __init__(
+        self,
+        activation: Callable[[], nn.Module],
+        norm: Callable[[int], nn.Module] = nn.BatchNorm2d,
+    ) -> None:
         super().__init__()
         shared = activation()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), shared)
-        self.block = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), shared)
-        self.norm = nn.BatchNorm2d(8)
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), norm(8), shared)
+        self.block = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), norm(8), shared)
+        self.norm = norm(8)
         self.preactivation = shared
         self.head = nn.Sequential(nn.Flatten(), nn.Linear(8 * 16, 10), activation())
         self.last = nn.Linear(10, 2)

@@ -138,7 +138,7 @@ def test_few_refusals_are_needless() -> None:
             if reason is None or reason == "not called with this input":
                 continue
             left = slot.parent._modules[slot.key]
-            slot.put(slot.converted(slot.recognised.saves[0], None))
+            slot.put(slot.converted(slot.recognised.saves[0], slot.recognised.saves[0], None))
             refused += 1
             if not differs(model, original, x):
                 needless.append(f"{reason}: {slot.name} of {steps}")

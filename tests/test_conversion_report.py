@@ -16,11 +16,14 @@ from inplace_ops.__main__ import main
 
 def test_report() -> None:
     text = str(inplace_ops.analyze(Convolutions(nn.SiLU), images()))
-    header, _, *rows, _, total = text.splitlines()
+    header, _, *rows, _, total, dropped, model = text.splitlines()
     assert header.split() == ["site", "activation", "decision", "before", "after", "reason"]
     assert rows[0].split()[:3] == ["preactivation", "SiLU", "left"]
     assert "read again by `add`" in rows[0]
-    assert 'save="output"' in rows[1]
+    assert 'save="recompute"' in rows[1]
+    assert dropped.split()[:3] == ["stem.2", "SiLU", "dropped"]
+    assert "formed again for `block.0.convolution`" in dropped
+    assert "held for backward by the whole model" in model
     assert "3 of 4" in total
     assert max(map(len, text.splitlines())) < 120
 

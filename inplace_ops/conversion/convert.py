@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -17,7 +18,7 @@ from .plan import Plan
 from .recognise import recognise
 from .recorder import record
 from .recording import Recording
-from .report import Report, Site
+from .report import DroppedOutput, Report, Site
 from .run import Example, preserved
 from .slots import Slot, find_slots, original_of
 from .verify import verify as verify_conversion
@@ -65,10 +66,11 @@ def convert(
         Whatever the model raises on the example, unchanged.
     """
     example = Example(example_inputs)
-    conversion, report = _decide(model, example, bits, optimize)
+    conversion, sites, dropped = _decide(model, example, bits, optimize)
     revert(model)
     if verify:
         verify_conversion(model, example, conversion)
+    report = Report(sites, dropped, *_model_bytes(model, example, conversion))
     conversion.put()
     return report
 
@@ -84,7 +86,9 @@ def analyze(
 
     Takes the arguments of `convert`, and raises what it raises.
     """
-    return _decide(model, Example(example_inputs), bits, optimize)[1]
+    example = Example(example_inputs)
+    conversion, sites, dropped = _decide(model, example, bits, optimize)
+    return Report(sites, dropped, *_model_bytes(model, example, conversion))
 
 
 def revert(model: nn.Module) -> None:
@@ -137,7 +141,7 @@ def _check_model(model: nn.Module) -> None:
 
 def _decide(
     model: nn.Module, example: Example, bits: int | None, optimize: str
-) -> tuple[Conversion, Report]:
+) -> tuple[Conversion, list[Site], list[DroppedOutput]]:
     check_bits("convert", "output", bits)
     if optimize not in ("memory", "speed", "exact"):
         raise ValueError(f'optimize must be "memory", "speed" or "exact", got {optimize!r}')
@@ -172,20 +176,23 @@ def _decide(
         held = recording.bytes_of_function(function)
         reason = f"called as a function in {function.line}"
         sites.append(Site(function.name, function.activation, False, reason, None, held, held))
-    before, after = _model_bytes(model, example, conversion)
-    return conversion, Report(sites, [drop.output for drop in drops], before, after)
+    return conversion, sites, [drop.output for drop in drops]
 
 
-def _model_bytes(model: nn.Module, example: Example, conversion: Conversion) -> tuple[int, int]:
+def _model_bytes(
+    model: nn.Module, example: Example, conversion: Conversion
+) -> tuple[int | None, int | None]:
     """What the whole model holds for backward when forward has returned, before and after."""
 
-    def measured() -> int:
-        with preserved(model, example), torch.enable_grad():
+    def measured() -> int | None:
+        with preserved(model, example), torch.enable_grad(), suppress(Exception):
             inputs = example.copy()
             return model_bytes(model, lambda: inputs.call(model), inputs.tensors())
+        return None  # it fails: verify is what says so
 
-    with preserved(model, example):  # which puts back what an earlier conversion put in
-        revert(model)
+    with warnings.catch_warnings(), preserved(model, example):
+        warnings.simplefilter("ignore")  # the run that was recorded has given them
+        revert(model)  # an earlier conversion, which `preserved` puts in again
         before = measured()
         conversion.put()
         return before, measured()

@@ -38,7 +38,7 @@ def dropped_of_norm(norm: NormCall, run: Forecast) -> Drop | None:
         return None
     saved = [s for s in recording.saved[norm.output] if s.is_held]
     writes = any(event.writes for event in recording.events[norm.output] if event.time > norm.time)
-    escapes = _escapes(norm.output, run)
+    escapes = _escapes(norm.output, run) or norm.maps >= recording.nbytes[norm.output]
     return _dropped(norm.name, norm.kind, norm.output, saved, writes or escapes, run)
 
 

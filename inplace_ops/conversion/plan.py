@@ -44,6 +44,7 @@ class Plan:
         self.optimize = optimize
         self.refused = dict(recording.not_followed)
         self.run = Forecast(recording, self.refused)
+        self.maps = {norm.output: norm.maps for norm in recording.norms}
         self.other_runs = [Forecast(other, self.refused) for other in in_other_modes]
         for other in self.other_runs:
             for slot in other.calls:
@@ -107,7 +108,8 @@ class Plan:
         if save is None:
             return reason
         before, after = self._before(slot), self._after(slot, save, fallback)
-        if self.optimize != "speed" and after > before:
+        dropped = self._dropped_bytes(slot) if save == "recompute" else 0
+        if self.optimize != "speed" and after - dropped > before:
             return f"would keep {after} bytes instead of {before}"
         return None
 
@@ -129,11 +131,17 @@ class Plan:
             if not all(call.after_norm for call in calls):
                 return None, None, reason
             save = slot.recognised.saves[0]
-        drops = any(dropped_of_call(call, self.run) for call in calls)
-        less = self._after(slot, "recompute", save) < self._after(slot, save, save)
-        if less or (drops and self.optimize != "speed"):
+        after = self._after(slot, "recompute", save) - self._dropped_bytes(slot)
+        if after < self._after(slot, save, save):
             return "recompute", save, "follows from the input of the norm before it"
         return save, save, reason
+
+    def _dropped_bytes(self, slot: Slot) -> int:
+        """The size of its outputs that are formed again with save="recompute"."""
+        if self.optimize == "speed":
+            return 0
+        drops = (dropped_of_call(call, self.run) for call in self.run.calls_of(slot))
+        return sum(drop.output.bytes for drop in drops if drop)
 
     def _choice_without_norm(self, slot: Slot) -> tuple[Save | None, str]:
         calls = self.run.calls_of(slot)
@@ -197,7 +205,9 @@ class Plan:
             kept = fallback if save == "recompute" and not call.after_norm else save
             if not call.needs_grad or kept is None:
                 continue
-            if kept != "recompute":
+            if kept == "recompute":
+                total += self.maps[call.input]
+            else:
                 total += self._bits(call, kept) * ((call.elements + 7) // 8)
             if self.run.keeper(call) is not None:
                 # What keeps the output then keeps the input's whole memory.

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as module_hooks
 
 from .. import _ops
+from .._ops import maps_dtype
 from .._torch import OpOverload, TorchDispatchMode, has_storage, next_node_number, op_parameters
 from ..activations import ACTIVATIONS
 from ..memory import unwrapped
@@ -187,8 +188,8 @@ class _Recorder(TorchDispatchMode):
             self.record_operation(func, args, kwargs, time)
             if func.overloadpacket.__name__ in NORMS:
                 (output,) = self.storages_of(result[:1])
-                kind = type(self.modules[-1]).__name__
-                self.recording.norms.append(NormCall(self.stack[-1], kind, time, output))
+                kind, maps = type(self.modules[-1]).__name__, _bytes_of_maps(func, *result[:2])
+                self.recording.norms.append(NormCall(self.stack[-1], kind, time, output, maps))
         return result
 
     def record_read(self, name: str, arguments: Any) -> None:
@@ -275,6 +276,15 @@ class _Recorder(TorchDispatchMode):
         if not has_storage(x):
             return "called inside a transform of torch.func"
         return None
+
+
+def _bytes_of_maps(norm: OpOverload, output: Tensor, means: Tensor) -> int:
+    kind, values = norm.overloadpacket.__name__, 2 * output.size(1)
+    if kind == "native_group_norm":
+        values *= output.size(0)
+    elif kind == "native_layer_norm":
+        values = 2 * means.numel() + 2 * (output.numel() // max(means.numel(), 1))
+    return values * maps_dtype(output).itemsize
 
 
 def _follows_from_norm(x: Tensor) -> bool:

@@ -94,12 +94,14 @@ class NormCall:
         kind: That module's class.
         time: When.
         output: The output's storage.
+        maps: The bytes that its scales and shifts take.
     """
 
     name: str
     kind: str
     time: int
     output: int
+    maps: int
 
 
 @dataclass

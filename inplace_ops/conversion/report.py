@@ -57,15 +57,16 @@ class Report:
             a function.
         dropped: The outputs of norms, and of activations after one, that the operations which read
             them do not keep: in backward they are formed again.
-        model_bytes_before: Bytes that the whole model held for backward when forward had returned,
-            beside its parameters, buffers and arguments, measured on the example.
+        model_bytes_before: Bytes that the whole model holds for backward when forward has returned,
+            beside its parameters, buffers and arguments, measured on the example; None if that run
+            fails.
         model_bytes_after: The same of the converted model.
     """
 
     sites: list[Site]
     dropped: list[DroppedOutput] = field(default_factory=list)
-    model_bytes_before: int = 0
-    model_bytes_after: int = 0
+    model_bytes_before: int | None = None
+    model_bytes_after: int | None = None
 
     @property
     def bytes_before(self) -> int:
@@ -132,5 +133,5 @@ class Report:
         return "\n".join([lines[0], rule, *first, rule, *last])
 
 
-def _mib(count: int) -> str:
-    return f"{count / 2**20:.3f}"
+def _mib(count: int | None) -> str:
+    return "?" if count is None else f"{count / 2**20:.3f}"
