@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -37,7 +37,9 @@ class _InPlaceModule(nn.Module):
     """
 
     default_save: ClassVar[Save]
-    fallback: Save | None = None  # what is saved with save="recompute" elsewhere than after a norm
+    # What is saved with save="recompute" elsewhere than after a norm. Not annotated, as
+    # torch.jit.script would read that.
+    fallback = cast("Save | None", None)
     if TYPE_CHECKING:
         inplace: bool
         save: Any

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 from . import _ops
 from ._torch import tree_leaves
@@ -58,8 +59,16 @@ class _View(NamedTuple):
         return self.recipe.output().as_strided(self.size, self.stride, self.offset)
 
 
-def drop_outputs(module: nn.Module, args: Any, output: Any) -> None:
-    """Let the nodes that `module` has just made keep recipes instead of outputs: a forward hook."""
+def drop_outputs(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+    """Let the nodes that `module` has just made keep recipes instead of outputs: a forward hook.
+
+    Arguments and output may be anything: torch.jit.script, which leaves the hook out, wants types.
+    """
+    if not is_scripting():
+        _drop_outputs(args, output)
+
+
+def _drop_outputs(args: Any, output: Any) -> None:
     for saved in outputs_saved_by(args, output):
         saved.drop()
 
@@ -185,9 +194,12 @@ def _view_of(saved: Tensor) -> _View | None:
 
 
 def _recipe_of_activation(node: Any) -> _Recipe | None:
-    if not is_held_itself(node._raw_saved_tensors[0]):
+    try:
+        if not is_held_itself(node._raw_saved_tensors[0]):
+            return None
+        x, channels, rows, _ = node.saved_tensors
+    except RuntimeError:  # freed, or the norm's input was modified: backward will say so
         return None
-    x, channels, rows, _ = node.saved_tensors
     normalized = Normalized(x.detach(), channels, rows, node.dim_order)
     return _Recipe(normalized, x._version, node.stride, node.activation, node.arguments)
 
