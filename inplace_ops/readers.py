@@ -187,10 +187,9 @@ def _view_of(saved: Tensor) -> _View | None:
     is_whole = saved.untyped_storage().nbytes() == x.numel() * x.itemsize
     if saved._version != version or saved.dtype != x.dtype or saved.is_neg() or not is_whole:
         return None
-    size, stride = saved.size(), saved.stride()
-    if size == x.shape and stride != recipe.stride:
+    if saved.grad_fn is node and saved.stride() != recipe.stride:
         return None
-    return _View(recipe, size, stride, saved.storage_offset())
+    return _View(recipe, saved.size(), saved.stride(), saved.storage_offset())
 
 
 def _recipe_of_activation(node: Any) -> _Recipe | None:

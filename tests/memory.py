@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -20,3 +20,12 @@ def largest_allocation() -> Iterator[list[int]]:
             held += event.nbytes()
             peak = max(peak, held)
     found.append(peak)
+
+
+def held_allocation(call: Callable[[], object]) -> int:
+    """The bytes that the result of a call holds on the CPU, with all that backward needs."""
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        result = call()
+    events = profile.kineto_results.events()
+    del result
+    return sum(event.nbytes() for event in events if event.name() == "[memory]")

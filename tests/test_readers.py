@@ -1,0 +1,508 @@
+"""What readers keep of outputs that follow from a norm's input: converted models, held to account.
+
+What is held comes from the allocator's own events, what is computed from PyTorch's own model.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from behaviour import assert_same_behaviour, behaviour, twin
+from memory import held_allocation
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import inplace_ops
+from inplace_ops.readers import drop_outputs
+
+ACTIVATIONS = (nn.ReLU, nn.SiLU)
+each_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
+C = 8
+
+
+def block(activation: Callable[[], nn.Module], norm: Callable[[int], nn.Module]) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(C, C, 3, padding=1, bias=False), norm(C), activation())
+
+
+class Readers(nn.Module):
+    """A block, and what reads its output."""
+
+    def __init__(
+        self,
+        read: Callable[[Readers, Tensor], Any],
+        activation: Callable[[], nn.Module] = nn.SiLU,
+        norm: Callable[[int], nn.Module] = nn.BatchNorm2d,
+    ) -> None:
+        super().__init__()
+        self.block = block(activation, norm)
+        self.conv, self.other = nn.Conv2d(C, C, 3, padding=1), nn.Conv2d(C // 2, C, 1)
+        self.linear = nn.Linear(16, 16)
+        self.read = read
+        self.kept: list[Tensor] = []
+        self.double()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.read(self, self.block(x))
+
+
+def images(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(4, C, 16, 16, dtype=dtype)
+
+
+def chunked(m: Readers, y: Tensor) -> Tensor:
+    first, second = y.chunk(2, 1)
+    return m.other(first) + m.other(second)
+
+
+READERS: dict[str, Callable[[Readers, Tensor], Any]] = {
+    "convolution": lambda m, y: m.conv(y),
+    "linear": lambda m, y: m.linear(y),
+    "two": lambda m, y: m.conv(y) + m.linear(y),
+    "function": lambda m, y: F.conv2d(y, m.conv.weight),
+    "function_deep_inside": lambda m, y: F.conv2d(y, m.conv.weight).sin().exp().mean(1),
+    "pooling": lambda m, y: F.max_pool2d(y, 2),
+    "chunks": chunked,
+    "slice": lambda m, y: m.other(y[:, 2:6]),
+    "transposed": lambda m, y: F.conv2d(y.transpose(2, 3), m.conv.weight),
+    "one_saves_and_one_only_reads": lambda m, y: m.conv(y).mean() + y.sum(),
+    "gate": lambda m, y: m.conv(y * y.mean((2, 3), keepdim=True).sigmoid()),
+}
+each_reader = pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+
+
+def converted(model: nn.Module, x: Tensor, **options: Any) -> tuple[Any, Any, inplace_ops.Report]:
+    """The model converted, what it was, and the report."""
+    original = twin(model)
+    return model, original, inplace_ops.convert(model, x, **options)
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(h is drop_outputs for m in model.modules() for h in m._forward_hooks.values())
+
+
+@each_reader
+@each_activation
+def test_readers_keep_no_output(
+    activation: Callable[[], nn.Module], read: Callable[[Readers, Tensor], Any]
+) -> None:
+    x = images()
+    model, original, report = converted(Readers(read, activation), x)
+    assert [output.name for output in report.dropped] == ["block.2"]
+    held, before = held_allocation(lambda: model(x)), held_allocation(lambda: original(x))
+    maps = 8 * 2 * C
+    kept_by_pytorch = 2 if activation is nn.SiLU else 1
+    assert before - held == kept_by_pytorch * x.nbytes - maps
+    assert report.model_bytes_before is not None
+    assert report.model_bytes_after is not None
+    assert report.model_bytes_before - report.model_bytes_after == pytest.approx(
+        before - held, abs=0.02 * x.nbytes
+    )
+    assert_same_behaviour(behaviour(model, x), behaviour(original, x), rtol=1e-10, atol=1e-10)
+    inplace_ops.revert(model)
+    assert hooks(model) == 0
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.BatchNorm2d,
+        lambda c: nn.BatchNorm2d(c, affine=False),
+        lambda c: nn.BatchNorm2d(c, track_running_stats=False),
+        lambda c: nn.GroupNorm(2, c),
+        lambda c: nn.InstanceNorm2d(c, affine=True),
+        lambda c: nn.LayerNorm((c, 16, 16)),
+    ],
+)
+@each_activation
+def test_norms(
+    activation: Callable[[], nn.Module],
+    norm: Callable[[int], nn.Module],
+    memory_format: torch.memory_format,
+) -> None:
+    x = images().contiguous(memory_format=memory_format)
+    model = Readers(chunked, activation, norm).to(memory_format=memory_format)
+    model, original, report = converted(model, x)
+    assert len(report.dropped) == 1
+    for mode in (True, False):
+        model.train(mode)
+        original.train(mode)
+        actual, expected = behaviour(model, x), behaviour(original, x)
+        assert_same_behaviour(actual, expected, rtol=1e-11, atol=1e-11)
+
+
+class PreNorm(nn.Module):
+    """A transformer's MLP, whose norm's output is read by a layer that keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up, self.gate, self.down = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(self.up(h) * self.gate(h))
+
+
+def test_a_norms_output_without_an_activation() -> None:
+    x = torch.randn(2, 5, 7, 16, dtype=torch.float64)
+    model, original, report = converted(nn.Sequential(nn.Linear(16, 16), PreNorm()).double(), x)
+    (output,) = report.dropped
+    assert (output.name, output.kind) == ("1.norm", "LayerNorm")
+    assert output.readers == ("1.up.addmm", "1.gate.addmm")
+    held, before = held_allocation(lambda: model(x)), held_allocation(lambda: original(x))
+    maps = 8 * (2 * x[..., 0].numel() + 2 * 16)
+    assert before - held == x.nbytes - 2 * maps  # each reader has its own
+    assert_same_behaviour(behaviour(model, x), behaviour(original, x), rtol=1e-10, atol=1e-10)
+    transposed = x.transpose(1, 2).contiguous().transpose(1, 2)
+    actual, expected = behaviour(model, transposed), behaviour(original, transposed)
+    assert_same_behaviour(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+def returned(m: Readers, y: Tensor) -> Any:
+    return m.conv(y), y
+
+
+def kept(m: Readers, y: Tensor) -> Any:
+    m.kept.append(y)
+    return m.conv(y)
+
+
+def saved_by_a_norm(m: Readers, y: Tensor) -> Any:
+    return m.conv(y) + F.layer_norm(y, (16,))
+
+
+def written_to(m: Readers, y: Tensor) -> Any:
+    z = y.sum()
+    y += 1
+    return m.conv(y) + z
+
+
+@pytest.mark.parametrize("read", [returned, kept, saved_by_a_norm, written_to])
+@each_activation
+def test_what_stays_alive_anyway_is_not_dropped(
+    activation: Callable[[], nn.Module], read: Callable[[Readers, Tensor], Any]
+) -> None:
+    x = images()
+    model, original, report = converted(Readers(read, activation), x, verify=read is not written_to)
+    assert "block.2" not in [output.name for output in report.dropped]
+    assert hooks(model) == len(report.dropped) == 0
+    actual = behaviour(model, x)
+    if read is not written_to or activation is nn.SiLU:  # PyTorch's ReLU keeps what is written to
+        assert_same_behaviour(actual, behaviour(original, x), rtol=1e-10, atol=1e-10)
+
+
+def test_what_is_kept_later_stays_right() -> None:
+    """Written to, returned or kept after the conversion: never an empty or a wrong tensor."""
+    x = images()
+    model, original, _ = converted(Readers(READERS["convolution"]), x)
+    for read in (returned, kept, saved_by_a_norm, written_to, chunked):
+        model.read = original.read = read
+        actual, expected = behaviour(model, x), behaviour(original, x)
+        assert_same_behaviour(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+def step(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def assert_same_steps(
+    model: nn.Module, original: nn.Module, x: Tensor, tolerance: float = 1e-11
+) -> None:
+    for actual, expected in zip(step(model, x), step(original, x), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    for actual, expected in zip(model.buffers(), original.buffers(), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+FALLBACK = 1e-6  # of what is kept where nothing can be formed again: the documented error
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(*(block(nn.SiLU, nn.BatchNorm2d) for _ in range(3))).double()
+
+
+class Counted(nn.BatchNorm2d):
+    runs = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.runs += 1
+        return super().forward(input)
+
+
+class Checkpointed(nn.Module):
+    """Conv, norm, activation, conv: some of them in a checkpoint."""
+
+    def __init__(self, region: slice, reentrant: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(C, C, 1), Counted(C), nn.SiLU(), nn.Conv2d(C, C, 1), nn.Conv2d(C, C, 1)
+        )
+        self.region, self.reentrant = region, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        start, stop, _ = self.region.indices(len(self.layers))
+        x = self.layers[:start](x)
+        x = checkpoint(self.layers[self.region], x, use_reentrant=self.reentrant)
+        return self.layers[stop:](x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    "region",
+    [slice(0, 2), slice(0, 3), slice(0, 5), slice(1, 4), slice(2, 4), slice(3, 5)],
+    ids=str,
+)
+def test_checkpoints(region: slice, reentrant: bool) -> None:
+    """The norm runs as often as PyTorch runs it, and updates its statistics as often."""
+    x = images().requires_grad_()
+    model, original, _ = converted(Checkpointed(region, reentrant).double(), x)
+    before = model.layers[1].runs = original.layers[1].runs = 0
+    assert_same_steps(model, original, x)
+    assert model.layers[1].runs == original.layers[1].runs > before
+
+
+def test_other_hooks() -> None:
+    x = images()
+    model, original, _ = converted(network(), x)
+    seen: list[torch.Size] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.save_on_cpu():
+        assert_same_steps(model, original, x, FALLBACK)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        assert_same_steps(model, original, x, FALLBACK)
+    assert seen
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        assert_same_steps(model, original, x)
+
+
+def test_hooks_on_a_readers_own_saved_tensor() -> None:
+    x = images()
+    model, original, _ = converted(network(), x)
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        raw = output.grad_fn._raw_saved_input  # type: ignore[union-attr]
+        raw.register_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+    reader = model[1][0]
+    handle = reader.register_forward_hook(hook, prepend=True)  # then ours leaves it alone
+    assert_same_steps(model, original, x)
+    handle.remove()
+    reader.register_forward_hook(hook)  # there is one already, and PyTorch says so
+    with pytest.raises(RuntimeError, match="hooks have already been set"):
+        model(x)
+
+
+def test_backward_twice_and_a_second_derivative() -> None:
+    x = images().requires_grad_()
+    model, original, _ = converted(network(), x)
+    model.eval(), original.eval()
+    found = []
+    for m in (model, original):
+        m.zero_grad()
+        loss = m(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        (gradient,) = torch.autograd.grad(m(x).sin().sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+        found.append([p.grad for p in m.parameters()])
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_two_losses_with_separate_backwards() -> None:
+    def read(m: Readers, y: Tensor) -> Any:
+        return m.conv(y), m.linear(y.detach())
+
+    x = images()
+    model, original, _ = converted(Readers(read), x)
+    for m in (model, original):
+        first, second = m(x)
+        first.sum().backward()  # frees what the norm has kept
+        second.sin().sum().backward()
+    for actual, expected in zip(model.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("change", ["input", "weight", "bias", "running_mean"])
+def test_the_norms_tensors_change_before_backward(change: str) -> None:
+    """As PyTorch: it raises, or is right."""
+    x = images()
+    model, original, _ = converted(network(), x)
+    outcomes = []
+    for m in (model, original):
+        inputs: list[Tensor] = []
+        m[0][1].register_forward_hook(lambda _, args, output, inputs=inputs: inputs.extend(args))
+        loss = m(x).square().sum()
+        with torch.no_grad():
+            (inputs[0] if change == "input" else getattr(m[0][1], change)).add_(1)
+        try:
+            loss.backward()
+            outcomes.append([p.grad for p in m.parameters()])
+        except RuntimeError as error:
+            outcomes.append(str(error).split(":")[0])
+    if isinstance(outcomes[1], str):
+        assert outcomes[0] == outcomes[1]
+    else:
+        torch.testing.assert_close(outcomes[0], outcomes[1], rtol=1e-11, atol=1e-11)
+
+
+def test_an_input_that_changes_before_the_reader_is_said_in_backward() -> None:
+    model, _, _ = converted(network(), images())
+    (conv, norm, act), (reader, *_), _ = model
+    h = conv(images())
+    y = act(norm(h))
+    with torch.no_grad():
+        h.add_(1)
+    output = reader(y)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_exception_inside_a_reader_leaves_nothing_behind(error: type[BaseException]) -> None:
+    x = images()
+    model, original, _ = converted(network(), x)
+
+    def interrupt(module: nn.Module, args: Any) -> None:
+        raise error
+
+    handle = model[2][0].register_forward_pre_hook(interrupt)
+    with pytest.raises(error):
+        model(x)
+    original[:2](x)  # so far it came
+    handle.remove()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    assert_same_steps(model, original, x)
+
+
+def test_frozen_norms() -> None:
+    x = images()
+    model, original, _ = converted(network(), x)
+    for m in (model, original):
+        m[0][1].requires_grad_(False)  # no weight and no bias to be found
+        m[1][1].bias.requires_grad_(False)
+        m[2][1].weight.requires_grad_(False)
+    assert_same_steps(model, original, x, FALLBACK)
+    for m in (model, original):
+        inplace_ops.revert(m)
+    model, original, _ = converted(model, x)
+    assert_same_steps(model, original, x, FALLBACK)
+
+
+def test_norms_replaced_and_fused_after_the_conversion() -> None:
+    x = images()
+    model, original, _ = converted(network(), x)
+    for m in (model, original):
+        m[0][1] = nn.Identity()
+        m[1][1] = nn.GroupNorm(2, C).double()
+        m[2][1] = nn.SyncBatchNorm.convert_sync_batchnorm(m[2][1])
+    original[1][1].load_state_dict(model[1][1].state_dict())
+    assert_same_steps(model.eval(), original.eval(), x)  # which trains on GPUs alone
+    fused = torch.nn.utils.fusion.fuse_conv_bn_eval(model[2][0], copy.deepcopy(model[2][1]))
+    model[2][0], model[2][1] = fused, nn.Identity()
+    torch.testing.assert_close(model(x), original(x))
+
+
+def test_called_with_a_norms_output_and_with_something_else() -> None:
+    """As diffusers' residual block calls one SiLU with hidden states and with a time embedding."""
+
+    def read(m: Readers, y: Tensor) -> Tensor:
+        embedding = m.linear(m.block[2](m.linear(y.mean((1, 2)).detach())))
+        return m.conv(y) + embedding.mean()
+
+    x = images()
+    model, original, report = converted(Readers(read).double(), x)
+    (site,) = report.sites
+    assert site.save == "recompute"
+    assert site.bytes_after > 0
+    assert_same_behaviour(behaviour(model, x), behaviour(original, x), rtol=1e-6, atol=1e-6)
+
+
+def test_copies_pickles_and_state_dicts() -> None:
+    x = images()
+    model, original, _ = converted(network(), x)
+    assert list(model.state_dict()) == list(original.state_dict())
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert hooks(other) == hooks(model) == 2
+        reference = copy.deepcopy(original)
+        assert_same_steps(other, reference, x)
+        inplace_ops.revert(other)
+        assert hooks(other) == 0
+        assert_same_steps(other, reference, x)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    average.update_parameters(model)
+    assert_same_steps(average.module, copy.deepcopy(original), x)
+
+
+def test_threads() -> None:
+    x = images()
+    model, original, _ = converted(network(), x)
+    model.eval(), original.eval()
+    expected = torch.autograd.grad(original(x).square().sum(), list(original.parameters()))
+    wrong: list[str] = []
+
+    def train() -> None:
+        for _ in range(20):
+            loss = model(x).square().sum()
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            for a, e in zip(gradients, expected, strict=True):
+                if not torch.allclose(a, e, rtol=1e-11, atol=1e-11):
+                    wrong.append("differs")
+
+    threads = [threading.Thread(target=train) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_transforms_of_a_converted_model() -> None:
+    x = images()
+    model, original, _ = converted(network(), x)
+    model.eval(), original.eval()
+
+    def loss(parameters: dict[str, Tensor], m: nn.Module, x: Tensor) -> Tensor:
+        return torch.func.functional_call(m, parameters, (x,)).square().sum()
+
+    parameters = {name: p.detach() for name, p in original.named_parameters()}
+    per_sample = torch.func.vmap(torch.func.grad(loss), (None, None, 0))
+    for transform, inputs in ((torch.func.grad(loss), x), (per_sample, x[:, None])):
+        actual, expected = (transform(parameters, m, inputs) for m in (model, original))
+        torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_scripts_traces_and_graphs() -> None:
+    x = images()
+    model, original, _ = converted(network(), x)
+    model.eval(), original.eval()
+    for build in (torch.jit.script, lambda m: torch.jit.trace(m, x), torch.fx.symbolic_trace):
+        torch.testing.assert_close(build(model)(x), original(x))
+    exported = torch.export.export(model, (x,)).module()
+    torch.testing.assert_close(exported(x), original(x))
+
+
+def test_instance_norm_before_a_reader_keeps_views_apart() -> None:
+    """Its output is a view: chunks of it are views of a view."""
+    x = images()
+    norm = lambda c: nn.InstanceNorm2d(c, affine=True)  # noqa: E731
+    model, original, report = converted(Readers(chunked, nn.LeakyReLU, norm), x)
+    assert len(report.dropped) == 1
+    held, before = held_allocation(lambda: model(x)), held_allocation(lambda: original(x))
+    assert before - held >= 1.9 * x.nbytes
+    assert_same_behaviour(behaviour(model, x), behaviour(original, x), rtol=1e-10, atol=1e-10)
