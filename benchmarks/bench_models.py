@@ -1,9 +1,11 @@
-"""What real models keep for backward, with PyTorch's activations and with convert's.
+"""What models hold for backward, with PyTorch's activations and with convert's, and their time.
 
-The models come from timm, torchvision, Ultralytics and transformers, with random weights. "torch in
-place" sets inplace=True where convert finds it safe. saved: held for backward when forward has
-returned, beyond parameters, buffers and the input. peak: the most allocated at one time in a step
-of forward and backward. convert verifies each model before it is timed.
+The models come from timm, torchvision, Ultralytics and transformers, and are two U-Nets, with
+random weights. "torch in place" sets inplace=True where convert finds it safe. held: what is
+allocated when forward has returned, by the allocator's own events, the outputs with it. peak: the
+most allocated at one time in a step of forward and backward. Steps are timed in turn, and each
+compared with that of "torch in place" beside it. convert verifies each model before, and the
+gradients of a step are compared.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import copy
 import importlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,29 +29,32 @@ from inplace_ops.conversion.library import load
 
 MODULES = tuple(entry.torch_module for entry in ACTIVATIONS)
 MODELS = (
-    "timm:resnet50",
     "timm:efficientnet_b0",
-    "timm:tf_efficientnetv2_b0",
-    "timm:mobilenetv3_small_100",
-    "timm:regnety_002",
-    "timm:densenet121",
+    "torchvision:efficientnet_v2_s",
+    "torchvision:mobilenet_v2",
+    "torchvision:mobilenet_v3_large",
+    "torchvision:densenet121",
+    "torchvision:resnet50",
+    "torchvision:vgg16_bn",
+    "timm:regnety_016",
+    "timm:cspdarknet53",
     "timm:ghostnet_100",
     "timm:mobilevit_xxs",
-    "timm:cspdarknet53",
-    "timm:darknet53",
     "timm:nfnet_l0",
-    "torchvision:resnet50",
+    "torchvision:inception_v3",
     "torchvision:shufflenet_v2_x1_0",
-    "torchvision:regnet_y_400mf",
-    "torchvision:vgg11_bn",
     "torchvision:squeezenet1_1",
     "ultralytics:yolov8n.yaml",
     "ultralytics:yolo11n.yaml",
-    "transformers:ResNetModel",
-    "transformers:EfficientNetModel",
-    "transformers:MobileViTModel",
+    "unets:SegmentationUNet",
+    "unets:DiffusionUNet",
+    "timm:vit_small_patch16_224",
+    "timm:convnext_tiny",
     "transformers:LlamaForCausalLM",
 )
+SIDES = {"ultralytics": 2, "timm:vit": 1.75}  # of the images, times --size, by the name's beginning
+
+OUT_OF_PLACE, IN_PLACE = "torch out of place", "torch in place"
 
 # Smaller than by default.
 CONFIGURATIONS = {
@@ -72,14 +78,21 @@ def build(name: str) -> nn.Module:
     return load(name).train()
 
 
+VARIANTS: dict[str, dict[str, Any]] = {
+    "convert": {},
+    "convert, speed": {"optimize": "speed"},
+    "convert, exact": {"optimize": "exact"},
+}
+
+
 def variants(model: nn.Module, x: Tensor) -> dict[str, nn.Module]:
     """The model with each of the activations that are compared."""
-    converted = {
-        f"convert, {label}": copy.deepcopy(model) for label in ("1 bit", "default bits", "8 bits")
+    converted = {label: copy.deepcopy(model) for label in VARIANTS}
+    reports = {
+        label: inplace_ops.convert(variant, x, **VARIANTS[label])
+        for label, variant in converted.items()
     }
-    for bits, variant in zip((1, None, 8), converted.values(), strict=True):
-        report = inplace_ops.convert(variant, x, bits=bits)
-    safe = {site.name for site in report.sites if site.converted}
+    safe = {site.name for site in reports["convert"].sites if site.converted}
     in_place, out_of_place = copy.deepcopy(model), copy.deepcopy(model)
     for variant in (in_place, out_of_place):
         for path, parent in variant.named_modules():
@@ -88,7 +101,17 @@ def variants(model: nn.Module, x: Tensor) -> dict[str, nn.Module]:
                     own = copy.copy(child)  # one module may be held in safe and unsafe places
                     own.inplace = variant is in_place and f"{path}.{key}".lstrip(".") in safe
                     parent._modules[key] = own
-    return {"torch out of place": out_of_place, "torch in place": in_place, **converted}
+    return {OUT_OF_PLACE: out_of_place, IN_PLACE: in_place, **converted}
+
+
+def gradient(model: nn.Module, run: Callable[[], Any]) -> Tensor:
+    """All parameters' gradients of a step, one after the other."""
+    torch.manual_seed(0)
+    model.zero_grad()
+    run()
+    found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    model.zero_grad()
+    return found
 
 
 def step(model: nn.Module, x: Tensor) -> Callable[[], Any]:
@@ -109,7 +132,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--size", type=int, default=128, help="the images' height and width")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -121,31 +144,44 @@ def main() -> None:
     for name in arguments.models:
         torch.manual_seed(0)
         model = build(name).to(device)
-        x = torch.randn(arguments.batch, 3, arguments.size, arguments.size, device=device)
+        factor = next((f for start, f in SIDES.items() if name.startswith(start)), 1)
+        side = int(arguments.size * factor)
+        x = torch.randn(arguments.batch, 3, side, side, device=device)
         if "Llama" in name:
             x = torch.randint(0, 1000, (arguments.batch, arguments.size), device=device)
         compared = variants(model, x)
         steps = {variant: step(module, x) for variant, module in compared.items()}
+        expected = gradient(compared[OUT_OF_PLACE], steps[OUT_OF_PLACE])
         times: dict[str, list[float]] = {variant: [] for variant in compared}
-        for repeat in range(arguments.repeats + 1):
-            for variant, run in steps.items():
-                time, _ = clock.time(run)
-                if repeat:  # the first allocates the gradients
-                    times[variant].append(time / 1e3)
-        baseline = inplace_ops.saved_bytes(compared["torch in place"], x)
+        for repeat in range(arguments.repeats):
+            first = repeat % len(steps)  # none always follows the same other
+            for variant in [*steps, *steps][first : first + len(steps)]:
+                times[variant].append(clock.time(steps[variant])[0] / 1e3)
+                compared[variant].zero_grad()
+        memory = {
+            variant: (
+                memory_of(partial(module, x), device)[1],
+                memory_of(steps[variant], device)[0],
+            )
+            for variant, module in compared.items()
+        }
         for variant, module in compared.items():
-            saved = inplace_ops.saved_bytes(module, x)
-            peak, _ = memory_of(steps[variant], device)
-            first, median, third = quartiles(times[variant])
+            held, peak = memory[variant]
+            distance = (gradient(module, steps[variant]) - expected).norm() / expected.norm()
+            ratios = [a / b for a, b in zip(times[variant], times[IN_PLACE], strict=True)]
+            first, median, third = quartiles(ratios)
             row = {
                 "model": name,
                 "variant": variant,
                 "input": " x ".join(map(str, x.shape)),
-                "MiB saved": f"{saved / MIB:.2f}",
-                "over torch in place": f"{saved / baseline:.4f}",
+                "MiB held": f"{held / MIB:.2f}",
+                "held over torch out of place": f"{held / memory[OUT_OF_PLACE][0]:.3f}",
                 "MiB peak": f"{peak / MIB:.2f}",
-                "ms, median": f"{median:.1f}",
-                "ms, quartiles": f"{first:.1f} to {third:.1f}",
+                "peak over torch in place": f"{peak / memory[IN_PLACE][1]:.3f}",
+                "gradient off by": f"{distance:.1e}",
+                "ms, median": f"{quartiles(times[variant])[1]:.1f}",
+                "time over torch in place": f"{median:.3f}",
+                "quartiles": f"{first:.3f} to {third:.3f}",
             }
             rows.append(row | machine(device))
         print(

@@ -28,7 +28,7 @@ ROWS = {
         "test_curves",
         "test_every",
     ),
-    "autograd, modules": ("test_autograd", "test_modules"),
+    "autograd, modules": ("test_autograd", "test_modules", "test_recompute"),
     "PyTorch's OpInfo samples, gradcheck": ("test_opinfo",),
     "torch.func: vmap, grad, jvp, jacrev, hessian": ("test_functorch",),
     "torch.compile": ("test_compile",),
@@ -36,7 +36,7 @@ ROWS = {
     "autocast, checkpoint, hooks, threads, Lightning": ("test_training",),
     "DDP, FSDP2, DTensor, tensor parallel": ("test_distributed",),
     "fuzzing, wrong arguments, sanitizers": ("test_fuzz", "test_direct"),
-    "convert": ("test_conversion", "test_docs", "test_models"),
+    "convert": ("test_conversion", "test_docs", "test_models", "test_readers"),
     "CUDA kernels on the host, disassembly": (
         "test_host_kernels",
         "test_device_numerics",

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from memory import largest_allocation
+from memory import held_allocation, largest_allocation
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -148,9 +148,13 @@ def test_model(row: Model) -> None:
     assert (sum(s.converted for s in report.sites), len(report.sites)) == (row.converted, row.sites)
     if row.is_convolutional:
         assert row.converted > row.sites / 2
-    assert all(s.bytes_after <= s.bytes_before for s in report.sites)
-    saved = before - saved_bytes(model, *positional, **arguments)
-    assert saved == report.bytes_before - report.bytes_after
+    dropped = {output.name: output.bytes for output in report.dropped}
+    assert all(s.bytes_after <= s.bytes_before + dropped.get(s.name, 0) for s in report.sites)
+    after = saved_bytes(model, *positional, **arguments)
+    assert (report.model_bytes_before, report.model_bytes_after) == (before, after)
+    # Of a norm's output its scales and shifts stay, for each reader.
+    known = report.bytes_before - report.bytes_after + sum(dropped.values())
+    assert 0.98 * known <= before - after <= known
     assert list(model.state_dict()) == list(original.state_dict())
 
     torch.testing.assert_close(losses(model, example), losses(original, example), rtol=1e-3, atol=0)
@@ -161,13 +165,10 @@ def test_model(row: Model) -> None:
 @pytest.mark.parametrize(
     ("name", "bits", "limit"),
     [
-        ("timm:efficientnet_b0", None, 0.79),
-        ("timm:efficientnet_b0", 1, 0.74),
-        ("ultralytics:yolov8n.yaml", None, 0.81),
-        ("ultralytics:yolov8n.yaml", 1, 0.77),
-        ("timm:resnet50", None, 1.0),
-        ("timm:convnext_tiny", None, 0.75),
-        ("torchvision:mobilenet_v2", None, 0.69),
+        ("timm:efficientnet_b0", None, 0.43),
+        ("ultralytics:yolov8n.yaml", None, 0.475),
+        ("timm:convnext_tiny", None, 0.64),
+        ("timm:convnext_tiny", 1, 0.60),
     ],
 )
 def test_saved_bytes_over_those_of_pytorch_in_place(
@@ -181,6 +182,66 @@ def test_saved_bytes_over_those_of_pytorch_in_place(
     in_place = saved_bytes(model, x)
     inplace_ops.convert(model, x, bits=bits, verify=False)
     assert saved_bytes(model, x) <= limit * in_place
+
+
+# Held by the allocator's account when forward has returned, the model's outputs with it, over
+# PyTorch out of place, batch 2 at 128 x 128, and of YOLO at 256.
+HELD = {
+    "timm:efficientnet_b0": 0.45,
+    "torchvision:mobilenet_v2": 0.38,
+    "torchvision:mobilenet_v3_large": 0.53,
+    "torchvision:densenet121": 0.53,
+    "torchvision:resnet50": 0.82,
+    "ultralytics:yolov8n.yaml": 0.485,
+    "ultralytics:yolo11n.yaml": 0.475,
+    "timm:cspdarknet53": 0.46,
+    "torchvision:vgg16_bn": 0.59,
+    "torchvision:efficientnet_v2_s": 0.47,
+    "timm:regnety_016": 0.70,
+    "unets:SegmentationUNet": 0.44,
+    "unets:DiffusionUNet": 0.40,
+}
+HELD_IN_CI = (
+    ("timm:efficientnet_b0", False),
+    ("torchvision:mobilenet_v2", False),
+    ("torchvision:mobilenet_v2", True),
+    ("torchvision:densenet121", False),
+    ("ultralytics:yolov8n.yaml", False),
+    ("unets:SegmentationUNet", False),
+    ("unets:DiffusionUNet", True),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "autocast"),
+    [
+        (name, autocast)
+        for name in HELD
+        for autocast in (False, True)
+        if (name, autocast) in HELD_IN_CI or os.environ.get("INPLACE_OPS_MODELS") == "all"
+    ],
+)
+def test_held_over_pytorch_out_of_place(
+    name: str, autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    original = Model(name, 0, 0).build().train()
+    model = copy.deepcopy(original)
+    for module in original.modules():
+        if hasattr(module, "inplace"):
+            module.inplace = False
+    side = 256 if name.startswith("ultralytics") else 128
+    x = torch.randn(2, 3, side, side)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        inplace_ops.convert(model, x, verify=False)
+        held, before = (held_allocation(lambda m=m: m(x)) for m in (model, original))
+    if autocast:  # both hold 16-bit copies of the layers' parameters
+        layers = (nn.Conv2d, nn.ConvTranspose2d, nn.Linear)
+        copies = [m for m in model.modules() if isinstance(m, layers)]
+        size = sum(2 * p.numel() for m in copies for p in m.parameters())
+        held, before = held - size, before - size
+    print(f"{name}: {held / before:.3f}")
+    assert held <= (HELD[name] + (0.03 if autocast else 0)) * before
 
 
 def test_ultralytics_own_training(tmp_path: Path) -> None:
