@@ -53,8 +53,8 @@ Tensor norm_maps(std::optional<Tensor> deviation, std::optional<Tensor> mean,
   int64_t channels = 1;
   for (size_t d = 1; d < shape.size(); ++d) channels *= shape[d];
   const int64_t weights = weight ? weight->numel() : 1, biases = bias ? bias->numel() : 1;
-  bool fits = share > 0 && weights > 0 && biases > 0 && channels % share == 0 &&
-              channels % weights == 0 && channels % biases == 0;
+  bool fits = !shape.empty() && shape[0] == 2 && share > 0 && weights > 0 && biases > 0 &&
+              channels % share == 0 && channels % weights == 0 && channels % biases == 0;
   for (const Tensor* vector : {vectors[0], vectors[1]})
     fits = fits && (!vector || vector->numel() == channels / share);
   for (const Tensor* vector : vectors)
