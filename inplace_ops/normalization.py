@@ -136,9 +136,10 @@ def _map(
 
 
 def _batch_norm(node: Any, saved: _Saved, x: Tensor) -> _MakeMaps | None:
-    weight, bias = saved["weight"], _bias(node)
-    if bias is None and weight is not None:
+    parameters = _parameters(node, saved)
+    if parameters is None:
         return None
+    weight, bias = parameters
 
     def make() -> Maps:
         if node._saved_training:
@@ -157,21 +158,25 @@ def _of_channels(x: Tensor, samples: int = 1) -> tuple[int, ...]:
     return (2, samples, x.size(1), *(1,) * (x.dim() - 2))
 
 
-def _bias(node: Any) -> Tensor | None:
-    """The bias, which backward does not need: at the end of its edge in the graph.
+def _parameters(node: Any, saved: _Saved) -> tuple[Tensor | None, Tensor | None] | None:
+    """Weight and bias; None where there is a bias that cannot be had.
 
-    An instance norm's is repeated for each sample.
+    Backward does not need it, and it stands at the end of its edge in the graph: without an edge it
+    is frozen, or there is none. An instance norm's is repeated for each sample.
     """
-    before = node.next_functions[2][0]
+    weight, before = saved["weight"], node.next_functions[2][0]
+    if before is None:
+        return None if weight is not None else (None, None)
     if type(before).__name__ == "RepeatBackward0":
         before = before.next_functions[0][0]
-    return before.variable if type(before).__name__ == "AccumulateGrad" else None
+    return (weight, before.variable) if type(before).__name__ == "AccumulateGrad" else None
 
 
 def _group_norm(node: Any, saved: _Saved, x: Tensor) -> _MakeMaps | None:
-    weight, bias = saved["weight"], _bias(node)
-    if bias is None and weight is not None:
+    parameters = _parameters(node, saved)
+    if parameters is None:
         return None
+    weight, bias = parameters
 
     def make() -> Maps:
         mean, deviation = saved["result1"], saved["result2"]
@@ -188,10 +193,11 @@ def _layer_norm(node: Any, saved: _Saved, x: Tensor) -> _MakeMaps | None:
     def make() -> Maps:
         mean, deviation = saved["result1"], saved["result2"]
         rows = _map(x, (2, *mean.shape), deviation, mean, None, None)
-        if weight is None:
+        if weight is None and bias is None:
             return Maps(rows, None)
-        shape = (2, *(1,) * (x.dim() - weight.dim()), *weight.shape)
-        return Maps(_map(x, shape, None, None, weight, bias), rows)
+        factor = torch.ones_like(bias) if weight is None else weight
+        shape = (2, *(1,) * (x.dim() - factor.dim()), *factor.shape)
+        return Maps(_map(x, shape, None, None, factor, bias), rows)
 
     return make
 

@@ -32,10 +32,39 @@ struct Launch {
   std::vector<int64_t> sizes;
   std::vector<std::vector<int64_t>> strides;
   int64_t first_element;  // where the grid begins: a tensor's part past 2^31 needs no memory before
+  // Of a norm's maps: scale and shift of the channels, of the rows if any; strides of both.
+  std::vector<uintptr_t> map_addresses;
+  std::vector<std::vector<int64_t>> map_strides;
 };
 
+// As affine_of() in csrc/tensors.h makes it of tensors.
+template <class C>
+Affine<C> affine_of(const Launch& launch) {
+  Geometry geometry(2);
+  for (size_t d = 0; d < launch.sizes.size(); ++d) {
+    int64_t strides[kMaxOperands] = {};
+    for (size_t k = 0; k < launch.map_strides.size(); ++k) strides[k] = launch.map_strides[k][d];
+    geometry.push_inner(launch.sizes[d], strides);
+  }
+  if (geometry.dims > kMaxAffineDims) throw std::invalid_argument("dimensions of the maps");
+  Affine<C> affine{};
+  affine.geometry.dims = geometry.dims;
+  affine.geometry.operands = 2;
+  affine.geometry.elements = geometry.elements;
+  for (int d = 0; d < geometry.dims; ++d) {
+    affine.geometry.sizes[d] = geometry.sizes[d];
+    for (int k = 0; k < 2; ++k) affine.geometry.strides[k][d] = geometry.strides[k][d];
+  }
+  ScaleAndShift<const C*>* maps[2] = {&affine.channels, &affine.rows};
+  for (size_t k = 0; k < launch.map_strides.size(); ++k)
+    *maps[k] = {reinterpret_cast<const C*>(launch.map_addresses[2 * k]),
+                reinterpret_cast<const C*>(launch.map_addresses[2 * k + 1])};
+  return affine;
+}
+
+// Returns the elements of an access.
 template <class Functor>
-void run(const Functor& functor, const Launch& launch) {
+int run(const Functor& functor, const Launch& launch) {
   using T = typename Functor::Scalar;
   if (launch.addresses.size() != Functor::kInputs + 1)
     throw std::invalid_argument("number of operands");
@@ -52,19 +81,26 @@ void run(const Functor& functor, const Launch& launch) {
   operands.packed.data = reinterpret_cast<decltype(operands.packed.data)>(launch.packed_address);
   operands.packed.plane_stride = launch.plane_stride;
   operands.packed.planes = launch.planes;
+  if constexpr (Functor::kNormalizes) operands.affine = affine_of<opmath_t<T>>(launch);
 
+  int access = 0;
   choose_path(geometry, operands, [&](auto count, const auto& layout) {
+    access = count();
     constexpr int warps = kThreads / kWarpSize;
     const int64_t first = launch.first_element / kTileElements<count()>;
     const int64_t tiles = tiles_of<count()>(geometry.elements);
     for (int64_t tile = first; tile < (tiles + warps - 1) / warps * warps; ++tile)
       run_warp<count()>(functor, layout, operands, geometry.elements, tile);
   });
+  return access;
 }
 
 template <class A>
-void run_functor(const std::string& functor, const A& activation, const Launch& launch) {
+int run_functor(const std::string& functor, const A& activation, const Launch& launch) {
   using T = typename A::Scalar;
+  if (functor == "Normalize") return run(Normalize<T>{}, launch);
+  if (functor == "ForwardRecompute") return run(ForwardRecompute<A>{{}, activation}, launch);
+  if (functor == "BackwardRecompute") return run(BackwardRecompute<A>{{}, activation}, launch);
   if constexpr (A::kKind == Kind::kMask) {
     if (functor == "ForwardMask") return run(ForwardMask<A>{{}, activation}, launch);
     if (functor == "BackwardMask") return run(BackwardMask<A>{{}, activation}, launch);
@@ -83,15 +119,18 @@ void run_functor(const std::string& functor, const A& activation, const Launch& 
   throw std::invalid_argument("functor: " + functor);
 }
 
-void run_named(const std::string& activation, const std::vector<double>& scalars,
-               const std::string& functor, const std::string& dtype,
-               std::vector<uintptr_t> addresses, uintptr_t packed_address, int64_t plane_stride,
-               int planes, std::vector<int64_t> sizes, std::vector<std::vector<int64_t>> strides,
-               int64_t first_element) {
-  const Launch launch{addresses, packed_address, plane_stride, planes,
-                      sizes,     strides,        first_element};
+int run_named(const std::string& activation, const std::vector<double>& scalars,
+              const std::string& functor, const std::string& dtype,
+              std::vector<uintptr_t> addresses, uintptr_t packed_address, int64_t plane_stride,
+              int planes, std::vector<int64_t> sizes, std::vector<std::vector<int64_t>> strides,
+              int64_t first_element, std::vector<uintptr_t> map_addresses,
+              std::vector<std::vector<int64_t>> map_strides) {
+  const Launch launch{addresses, packed_address, plane_stride,  planes,     sizes,
+                      strides,   first_element,  map_addresses, map_strides};
+  int access = 0;
   with_activation(activation, dtype, scalars,
-                  [&](const auto& made) { run_functor(functor, made, launch); });
+                  [&](const auto& made) { access = run_functor(functor, made, launch); });
+  return access;
 }
 
 // The share of the inputs that BackwardOutput takes for far.

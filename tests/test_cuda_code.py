@@ -57,7 +57,12 @@ REGISTERS, THREADS, BLOCK = 65536, 2048, 256
 WARP = 32
 ACCESSES = 2  # of 16 bytes to each tensor, by a lane
 DTYPES = {"float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16}
-INPUTS = {"BackwardMaskOfOutput": 2, "BackwardOutput": 2, "DoubleBackward": 3}
+INPUTS = {
+    "BackwardMaskOfOutput": 2,
+    "BackwardOutput": 2,
+    "DoubleBackward": 3,
+    "BackwardRecompute": 2,
+}
 DEVIATIONS = (1.0, 1.3)  # the inputs of a network are about N(0, 1)
 
 
@@ -83,6 +88,42 @@ BUDGETS = {
 MASKS = Budget()
 CURVES = Budget(slots=1.4)
 ANY = "any"  # the activation of what is one for all
+# After a norm, with the maps that MAPS names.
+NORMALIZED = {
+    ANY: {"one": 1.21, "two": 1.76, "many": 0.88},
+    "relu": {"one": 1.28, "two": 1.84, "many": 0.95},
+    "leaky_relu": {"one": 1.3, "two": 1.86, "many": 0.97},
+    "relu6": {"one": 1.32, "two": 1.88, "many": 1.0},
+    "silu": {"one": 1.5, "two": 2.08, "many": 1.16},
+    "gelu": {"one": 1.88, "two": 2.44, "many": 1.56},
+    "gelu_tanh": {"one": 1.55, "two": 2.12, "many": 1.23},
+    "hardswish": {"one": 1.39, "two": 1.95, "many": 1.07},
+    "mish": {"one": 1.55, "two": 2.1, "many": 1.22},
+}
+
+
+class Maps(NamedTuple):
+    """What finding the maps of normalized elements adds to the way of a whole tile.
+
+    Counted for both accesses, each of which divides to find its place among the channels.
+    """
+
+    divisions: int
+    repeats: int  # of the loop over the dimensions, of which the outermost needs no division
+    scalars: int | None  # loads of one number; None for any number of them
+    vectors: int  # of 16 bytes, per element
+
+
+DIVISION = "I2F.U32.RP"
+MAPS = {
+    # A channel's elements in a row, samples outermost, and each access in one channel: one more
+    # division for what is left of it. Scale and shift, and those of rows, if only predicated.
+    "one": Maps(divisions=6, repeats=4, scalars=8, vectors=0),
+    # Every access reaches into the next channel, whose maps are found in the same way.
+    "two": Maps(divisions=10, repeats=8, scalars=16, vectors=0),
+    # An element of every channel in a row. Those of rows may be loaded for every element.
+    "many": Maps(divisions=2, repeats=2, scalars=None, vectors=1),
+}
 
 
 def find_cuobjdump() -> str | None:
@@ -124,6 +165,11 @@ class Case(NamedTuple):
     functor: str
     scalar: str
     bits: int
+    channels: str = ""  # of an access, where there are maps: which of MAPS
+
+    @property
+    def name(self) -> str:
+        return "-".join(str(part) for part in self if part != "")
 
     @property
     def inputs(self) -> int:
@@ -142,6 +188,11 @@ class Case(NamedTuple):
         return self.bits * self.elements // 8
 
     @property
+    def vector_loads(self) -> int:
+        maps = MAPS[self.channels].vectors * 2 * self.elements * 4 // 16 if self.channels else 0
+        return self.inputs * ACCESSES + maps
+
+    @property
     def slots(self) -> float:  # per element: those that the bytes leave
         return SLOTS_A_BYTE * (self.size * (self.inputs + 1) + self.bits / 8)
 
@@ -151,6 +202,8 @@ class Case(NamedTuple):
 
     @property
     def budget(self) -> Budget:
+        if self.channels:
+            return Budget(NORMALIZED[self.activation][self.channels])
         is_curve = self.activation == ANY or _ops.ALL[self.activation].double_backward is not None
         return BUDGETS.get(self.activation, CURVES if is_curve else MASKS)
 
@@ -165,6 +218,10 @@ def cases() -> list[Case]:
     for scalar, dtype in DTYPES.items():
         for entry in ACTIVATIONS:
             name = entry.ops.name
+            for channels in MAPS:
+                for functor in ("ForwardRecompute", "BackwardRecompute"):
+                    found[Case(name, functor, scalar, 0, channels)] = None
+                found[Case(ANY, "Normalize", scalar, 0, channels)] = None
             if entry.has_mask:
                 bits = {"ForwardMask": (0, 1), "BackwardMask": (1,), "BackwardMaskOfOutput": (0,)}
             else:
@@ -180,7 +237,7 @@ def cases() -> list[Case]:
 
 CASES = cases()
 on_each_architecture = pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 @functools.cache
@@ -251,28 +308,41 @@ def instructions(kernel: Kernel, architecture: str) -> dict[int, Instruction]:
 def whole_tile(case: Case, architecture: str, far: int = 0) -> Counter[Instruction]:
     """The instructions on the shortest way through the kernel for a whole tile.
 
-    It passes all 16-byte stores, exactly as many accesses to packed bits as there are, and the code
-    for far outputs as often as asked.
+    It passes all 16-byte stores, exactly as many accesses to packed bits as there are, the code for
+    far outputs as often as asked, and what finding maps takes.
     """
     kernel = vector_kernels(architecture)[case[:3]]
     code = instructions(kernel, architecture)
-    landmarks = ["STG.E.128", case.byte_access, case.far]
-    wanted = (ACCESSES, case.byte_accesses, far)
+    counts = {"STG.E.128": ACCESSES, case.byte_access: case.byte_accesses, case.far: far}
+    if case.channels:
+        maps = MAPS[case.channels]
+        counts = {"STG.E.128": ACCESSES, "LDG.E.128": case.vector_loads, DIVISION: maps.divisions}
+        counts |= {"backward": maps.repeats}
+        counts |= {} if maps.scalars is None else {"LDG.E": maps.scalars}
+    places, wanted = {name: i for i, name in enumerate(counts)}, tuple(counts.values())
 
-    State = tuple[int, tuple[int, ...]]  # an address, and the landmarks before it
-    start: State = (next(iter(code)), (0, 0, 0))
+    Seen = tuple[int, ...]  # the landmarks so far
+    State = tuple[int, Seen]  # an address, and those before it
+
+    def with_one_more(seen: Seen, landmark: str) -> Seen | None:
+        place = places.get(landmark)
+        if place is None:
+            return seen
+        if seen[place] == wanted[place]:
+            return None
+        return (*seen[:place], seen[place] + 1, *seen[place + 1 :])
+
+    start: State = (next(iter(code)), (0,) * len(wanted))
     came_from: dict[State, State | None] = {start: None}
     frontier = [start]
     while frontier:
         reached = []
         for state in frontier:
-            address, seen = state
+            address, before = state
             _, name, following = code[address]
-            if name in landmarks:
-                place = landmarks.index(name)
-                seen = (*seen[:place], seen[place] + 1, *seen[place + 1 :])
-                if seen[place] > wanted[place]:
-                    continue
+            seen = with_one_more(before, name)
+            if seen is None:
+                continue
             if name == "EXIT" and seen == wanted:
                 way: Counter[Instruction] = Counter()
                 at: State | None = state
@@ -281,12 +351,13 @@ def whole_tile(case: Case, architecture: str, far: int = 0) -> Counter[Instructi
                     at = came_from[at]
                 return way
             for target in following:
-                after = (target, seen)
-                if after not in came_from:
+                jumped = with_one_more(seen, "backward") if target < address else seen
+                after = (target, jumped)
+                if jumped is not None and after not in came_from:
                     came_from[after] = state
                     reached.append(after)
         frontier = reached
-    raise AssertionError(f"no way passes {wanted} of {landmarks}")
+    raise AssertionError(f"no way passes {counts}")
 
 
 def pipe_of(name: str) -> str:
@@ -364,9 +435,12 @@ def test_accesses_of_a_whole_tile(case: Case, architecture: str) -> None:
     for instruction, count in whole_tile(case, architecture).items():
         names[instruction.name] += count
     accesses = {name: n for name, n in names.items() if name.startswith(("LDG", "STG"))}
-    expected = {"LDG.E.128": case.inputs * ACCESSES, "STG.E.128": ACCESSES}
+    expected = {"LDG.E.128": case.vector_loads, "STG.E.128": ACCESSES}
     if case.bits:
         expected[case.byte_access] = case.byte_accesses
+    if case.channels:
+        scalars = accesses.pop("LDG.E", 0)
+        assert scalars <= (MAPS[case.channels].scalars or 2 * case.elements)
     assert accesses == expected
     assert not any(name.startswith(("LDL", "STL", "CALL")) for name in names)
 
@@ -383,7 +457,7 @@ def test_cost_of_a_warp(host_kernels: ModuleType, case: Case) -> None:
         slots = slots_of_a_warp(case, share)
         busy = sorted(((slots[pipe] / case.slots, pipe) for pipe in slots), reverse=True)
         print(
-            f"{'-'.join(map(str, case))}{inputs}: {slots['issue']:.1f} instructions per element in "
+            f"{case.name}{inputs}: {slots['issue']:.1f} instructions per element in "
             f"{case.slots:.1f} slots: "
             + ", ".join(f"{pipe} {part:.0%}" for part, pipe in busy)
             + f"; {registers} registers"

@@ -81,8 +81,9 @@ def test_default_bits_give_pytorchs_gradient(
         if curve is SILU:
             units[(actual == 0) & (expected == 0)] = 0
             assert int((units > 0).sum()) * 500 < x.numel()
-        else:
-            units[(actual.double() - expected.double()).abs() <= 2e-6 * scale] = 0
+        # Near its zero float's own rounding of the derivative is more than a unit of float16.
+        arithmetic = 3e-7 if curve is SILU else 2e-6
+        units[(actual.double() - expected.double()).abs() <= arithmetic * scale] = 0
         assert units.max() <= 1
         torch.testing.assert_close(actual, expected)
 

@@ -73,3 +73,63 @@ def test_every_kernel(dtype: torch.dtype, layout: str, device: torch.device) -> 
     tolerance = TOLERANCE[dtype]
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a.cpu(), e, rtol=tolerance, atol=tolerance)
+
+
+# Of a norm's input: its shape, and in which dimensions the maps of channels and of rows differ. An
+# access of 16 bytes has one channel or two, or one for each element, or there is none.
+NORMALIZED: dict[str, tuple[tuple[int, ...], int, int | None]] = {
+    "wide": ((5, 3, 49), 1, None),
+    "neighbours": ((70, 16), 1, 0),
+    "narrow": ((70, 3, 7), 1, None),
+}
+
+
+def steps(*shape: int, count: int, size: float) -> Tensor:
+    """Multiples of a step: so few that their sums and products are exact in every dtype."""
+    return size * torch.randint(-count, count + 1, shape).double()
+
+
+def maps_of(x: Tensor, dim: int) -> Tensor:
+    count = x.shape[dim]
+    maps = torch.stack([1.5 + steps(count, count=1, size=0.5), steps(count, count=2, size=0.25)])
+    shape = [count if d == dim else 1 for d in range(x.dim())]
+    return maps.to(_ops.maps_dtype(x)).view(2, *shape)
+
+
+def run_normalized(
+    x: Tensor, grad: Tensor, channels: Tensor, rows: Tensor | None, device: torch.device
+) -> list[Tensor]:
+    maps = (channels.to(device), None if rows is None else rows.to(device), [])
+    x, grad = x.to(device), grad.to(device)
+    results = [_ops.NORMALIZE(x, *maps)]
+    for activation in ACTIVATIONS:
+        ops = activation.ops
+        scalars = [SCALARS[name] for name in activation.scalars]
+        results.append(ops.recompute(x, *maps, *scalars))
+        results.append(ops.backward["recompute"](grad, x, *maps, *scalars))
+    return results
+
+
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+@pytest.mark.parametrize("kind", NORMALIZED)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_every_kernel_after_a_norm(dtype: torch.dtype, kind: str, device: torch.device) -> None:
+    shape, channels, rows = NORMALIZED[kind]
+    x = steps(*shape, count=8, size=0.25).to(dtype)
+    grad = torch.rand(shape).to(dtype)
+    maps = maps_of(x, channels), None if rows is None else maps_of(x, rows)
+    expected = run_normalized(x, grad, *maps, torch.device("cpu"))
+    actual = run_normalized(x, grad, *maps, device)
+    tolerance = TOLERANCE[dtype]
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a.cpu(), e, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_maps_of_a_norm(dtype: torch.dtype, device: torch.device) -> None:
+    statistics = [torch.randn(count, dtype=dtype) for count in (100, 100, 300, 300)]
+    shape, share = [2, 2, 300], 6
+    expected = _ops.NORM_MAPS(*statistics, shape, share)
+    actual = _ops.NORM_MAPS(*(part.to(device) for part in statistics), shape, share)
+    torch.testing.assert_close(actual.cpu(), expected)

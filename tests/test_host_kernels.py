@@ -19,6 +19,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from activations import FLOATS
+from norms import normalized, rounding
 from sanitizers import run_tests, sanitizers
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from inplace_ops.activations import ACTIVATIONS, LEAKY_RELU, SILU, Activation
 GUARD = 64  # bytes before and after each buffer
 GUARD_BYTE = 0xA5
 # With save="output" the sign of the output must tell that of the input.
-SCALARS = {"negative_slope": {"mask": -0.25, "output": 0.5}}
+SCALARS = {"negative_slope": {"mask": -0.25, "output": 0.5, "recompute": -0.25}}
 ROUNDING = {
     torch.float64: 4e-16,
     torch.float32: 3e-7,
@@ -72,6 +73,8 @@ class Case(NamedTuple):
     def derivative_error(self) -> float:
         if self.entry.has_mask:
             return 0.0
+        if self.save == "recompute":
+            return FORMULA[self.dtype]
         if self.save == "output":
             return self.entry.output_errors[self.dtype][self.bits] + FORMULA[self.dtype]
         return 0.5 / self.entry.ops.derivative_steps[self.bits] + FORMULA[self.dtype]
@@ -144,20 +147,26 @@ def launch(
     operands: Sequence[Operand],
     packed: Buffer | None = None,
     first_row: int = 0,
-) -> None:
+    maps: Sequence[Operand] = (),
+) -> int:
     """Run a kernel over a virtual grid that begins at `first_row`, the first there is memory of.
 
-    Operands of one dimension have rows of one element.
+    Operands of one dimension have rows of one element. Maps are one element where they do not
+    differ. Returns the elements of an access.
     """
     bits = case.bits if packed else 0
     packed = packed or Buffer(0)
     rows, *row = operands[0].tensor.shape
     first_element = first_row * math.prod(row)
-    buffers = {id(buffer): buffer for buffer in (*operands, packed)}.values()
+    map_strides = [
+        [stride if size > 1 else 0 for size, stride in zip(*layout, strict=True)]
+        for layout in ((of.tensor.shape, of.tensor.stride()) for of in maps)
+    ]
+    buffers = {id(buffer): buffer for buffer in (*operands, packed, *maps)}.values()
     guards = [guard for buffer in buffers for guard in buffer.guards]
     for guard in guards:
         host_kernels.poison(guard.data_ptr(), guard.numel())
-    host_kernels.run(
+    access = host_kernels.run(
         case.name,
         list(case.scalars.values()),
         functor,
@@ -172,11 +181,17 @@ def launch(
         [first_row + rows, *row],
         [operand.tensor.stride() for operand in operands],
         first_element,
+        [
+            of.address - first_row * strides[0] * of.tensor.dtype.itemsize
+            for of, strides in zip(maps, map_strides, strict=True)
+        ],
+        map_strides[::2],
     )
     for guard in guards:
         host_kernels.unpoison(guard.data_ptr(), guard.numel())
     for buffer in buffers:
         assert buffer.guards_are_intact()
+    return access
 
 
 def derivatives(case: Case, x: Tensor, order: int) -> list[Tensor]:
@@ -326,6 +341,226 @@ def test_not_finite(host_kernels: ModuleType, case: Case) -> None:
     elements[:, -1] &= 0x7F
     saved = [values] if case.save == "output" else []
     launch(host_kernels, case, case.backward, [result, incoming, *saved], packed)
+    _, slope = derivatives(case, x, 1)
+    assert slope[0].isnan()
+    assert result.tensor[slope.isnan()].isnan().all()
+
+
+NORMALIZED = [Case(entry, "recompute", 0, dtype) for entry in ACTIVATIONS for dtype in FLOATS]
+every_normalized = pytest.mark.parametrize("case", NORMALIZED, ids=case_id)
+some_normalized = pytest.mark.parametrize(
+    "case", [case for case in NORMALIZED if case.entry in (LEAKY_RELU, SILU)], ids=case_id
+)
+Dims = tuple[int, ...]
+
+
+def dense(shape: Sequence[int]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def random_map(case: Case, shape: Sequence[int], dims: Dims, offset: int, gap: int) -> Operand:
+    """Numbers that differ in some dimensions of the shape, `gap` between those of each sample."""
+    dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
+    own = [size if d in dims else 1 for d, size in enumerate(shape)]
+    sample, *strides = dense(own)
+    result = Operand(dtype, own, [sample + gap, *strides], offset)
+    result.tensor.copy_(normal(dtype, own))
+    return result
+
+
+def check_normalized(
+    host_kernels: ModuleType,
+    case: Case,
+    shape: Sequence[int],
+    channels: Dims,
+    rows: Dims | None = None,
+    *,
+    strides: Sequence[Sequence[int]] | None = None,
+    offsets: Sequence[int] = (0,) * 7,
+    gap: int = 0,
+    first_row: int = 0,
+) -> int:
+    """The norm's output, the activation and its gradient; returns the elements of their accesses.
+
+    The channels' and the rows' maps differ in the dimensions given. Input, incoming gradient,
+    result, and the scales and shifts lie `offsets` bytes off the alignment.
+    """
+    dtype = case.dtype
+    x, grad = normal(dtype, shape), normal(dtype, shape)
+    inputs, incoming, result = (
+        Operand(dtype, shape, stride, offset)
+        for stride, offset in zip(strides or [dense(shape)] * 3, offsets[:3], strict=True)
+    )
+    inputs.tensor.copy_(x)
+    incoming.tensor.copy_(grad)
+    of_parts = [channels] * 2 if rows is None else [channels] * 2 + [rows] * 2
+    maps = [
+        random_map(case, shape, dims, offset, gap)
+        for dims, offset in zip(of_parts, offsets[3:], strict=False)
+    ]
+    parts = [part.tensor.clone() for part in maps]
+
+    def run(functor: str, *operands: Operand) -> Tensor:
+        result.tensor.fill_(torch.nan)
+        accesses.add(
+            launch(host_kernels, case, functor, [result, *operands], None, first_row, maps)
+        )
+        return result.tensor.clone()
+
+    accesses: set[int] = set()
+    z = run("Normalize", inputs)
+    y = run("ForwardRecompute", inputs)
+    actual = run("BackwardRecompute", incoming, inputs)
+    for operand, before in zip([inputs, incoming, *maps], [x, grad, *parts], strict=True):
+        assert torch.equal(operand.tensor, before)
+
+    of_rows = None if rows is None else torch.stack(parts[2:])
+    expected, error = normalized(x, torch.stack(parts[:2]), of_rows)
+    assert ((z.double() - expected).abs() <= error).all()
+    value, slope = derivatives(case, z, 1)
+    gradient = grad.double() * slope
+    if case.entry.has_mask:
+        assert torch.equal(y, value.to(dtype))
+        assert torch.equal(actual, gradient.to(dtype))
+    else:
+        compute = ROUNDING[parts[0].dtype]
+        error = rounding(value, dtype) + 8 * compute * value.abs() + FORMULA[dtype]
+        assert ((y.double() - value).abs() <= error).all()
+        error = rounding(gradient, dtype) + grad.double().abs() * (FORMULA[dtype] + 2 * compute)
+        assert ((actual.double() - gradient).abs() <= error).all()
+    return min(accesses)
+
+
+def vector(case: Case) -> int:
+    """Elements of the widest access."""
+    return 1 if case.dtype == torch.float64 else 16 // case.dtype.itemsize
+
+
+def samples_of(host_kernels: ModuleType, case: Case, sample: int) -> int:
+    """How many make more than a tile, of elements each."""
+    return host_kernels.tile[case.dtype.itemsize] // sample + 2
+
+
+@every_normalized
+def test_every_activation_after_a_norm(host_kernels: ModuleType, case: Case) -> None:
+    samples = samples_of(host_kernels, case, 5 * 49)
+    check_normalized(host_kernels, case, [samples, 5, 49], (1,))
+    check_normalized(host_kernels, case, [3, 49, 16], (2,))
+    check_normalized(host_kernels, case, [49, 16], (1,), (0,))
+    check_normalized(host_kernels, case, [1], ())
+    check_normalized(host_kernels, case, [0, 3], (1,))
+
+
+@some_normalized
+@pytest.mark.parametrize("channels", [(1,), (0, 1), ()], ids=["batch", "group", "one"])
+def test_channels_of_every_size(host_kernels: ModuleType, case: Case, channels: Dims) -> None:
+    """Accesses reach into the next channel, and the next sample, at every place."""
+    for size in (*range(1, 3 * vector(case) + 2), 49, 196):
+        shape = [samples_of(host_kernels, case, 5 * size), 5, size]
+        access = check_normalized(host_kernels, case, shape, channels)
+        if size > 1:  # or they are neighbours
+            is_run = size >= vector(case) or not channels
+            assert access == (vector(case) if is_run else 1)
+
+
+@some_normalized
+@pytest.mark.parametrize("channels", [(2,), (0, 2)], ids=["batch", "group"])
+def test_neighbouring_channels(host_kernels: ModuleType, case: Case, channels: Dims) -> None:
+    count = vector(case)
+    for size in (*range(2, 2 * count + 1), 49, 64):
+        shape = [3, samples_of(host_kernels, case, 3 * size), size]
+        access = check_normalized(host_kernels, case, shape, channels)
+        assert access == (count if size % count == 0 else 1)
+    # Where a sample's maps begin is aligned or not.
+    for gap in range(1, 9):
+        access = check_normalized(host_kernels, case, [3, 99, 16], channels, gap=gap)
+        assert access == (1 if 0 in channels and gap % 4 else count)
+
+
+@some_normalized
+@pytest.mark.parametrize("channels", [(1,), (0,), (0, 1), ()], ids=str)
+def test_rows_and_columns(host_kernels: ModuleType, case: Case, channels: Dims) -> None:
+    count = vector(case)
+    for columns in (*range(2, 2 * count + 2), 49, 64):
+        shape = [samples_of(host_kernels, case, columns), columns]
+        access = check_normalized(host_kernels, case, shape, channels, (0,))
+        suits = columns % count == 0 if 1 in channels else columns >= count
+        assert access == (count if suits else 1)
+    # Rows that differ from element to element.
+    assert check_normalized(host_kernels, case, [99, 16], channels, (0, 1)) == 1
+    assert check_normalized(host_kernels, case, [1600, 1], channels, (0,)) == 1
+
+
+@some_normalized
+@pytest.mark.parametrize("moved", range(7))
+def test_every_alignment_after_a_norm(host_kernels: ModuleType, case: Case, moved: int) -> None:
+    size = case.dtype.itemsize if moved < 3 else max(case.dtype.itemsize, 4)
+    for offset in range(0, 16, size):
+        offsets = [0] * 7
+        offsets[moved] = offset
+        for shape, channels in (([37, 3, 16], (2,)), ([37, 3, 16], (1,))):
+            access = check_normalized(host_kernels, case, shape, channels, (0,), offsets=offsets)
+            matters = moved < 3 or (moved < 5 and channels == (2,))
+            assert access == (1 if offset and matters else vector(case))
+
+
+@some_normalized
+@pytest.mark.parametrize("channels", [(1,), (0, 1), (2,), (0, 2)], ids=str)
+def test_maps_past_32_bits(host_kernels: ModuleType, case: Case, channels: Dims) -> None:
+    tile = host_kernels.tile[case.dtype.itemsize]
+    size = 40 if 2 in channels else 43  # or accesses reach into the next channel
+    shape = [samples_of(host_kernels, case, 3 * size), 3, size]
+    rows = (0,) if 2 in channels else None
+    for start in (2**31, 2**32, 2**35):
+        first_row = (start // (3 * size) // tile + 1) * tile  # where a tile begins
+        access = check_normalized(host_kernels, case, shape, channels, rows, first_row=first_row)
+        assert access == vector(case)
+
+
+@some_normalized
+@pytest.mark.parametrize("channels", [(0,), (1,)], ids=["rows", "columns"])
+def test_strided_after_a_norm(host_kernels: ModuleType, case: Case, channels: Dims) -> None:
+    rows, columns = 40, 8
+    strides = [(3 * columns, 2), (columns + 5, 1), (2, 2 * rows)]
+    for start in (0, 2**31, 2**32, 2**33):
+        first_row = start // columns
+        access = check_normalized(
+            host_kernels, case, [rows, columns], channels, (0,), strides=strides, gap=3,
+            first_row=first_row,
+        )  # fmt: skip
+        assert access == 1
+
+
+@every_normalized
+def test_infinite_gradients_after_a_norm(host_kernels: ModuleType, case: Case) -> None:
+    """They are not multiplied by a derivative of 0 where PyTorch's are not."""
+    x = torch.tensor([-5.0, -3.0, 0.0, 3.0, 6.0, 7.0] * 99, dtype=case.dtype)
+    inputs, result, incoming = (Operand(case.dtype, x.shape, [1]) for _ in range(3))
+    maps = [random_map(case, x.shape, (), 0, 0) for _ in range(2)]
+    inputs.tensor.copy_(x)
+    incoming.tensor.fill_(torch.inf)
+    for part, value in zip(maps, (1.0, 0.0), strict=True):
+        part.tensor.fill_(value)
+    launch(host_kernels, case, "BackwardRecompute", [result, incoming, inputs], maps=maps)
+    leaf = x.double().requires_grad_()
+    y = case.entry.torch_function(leaf, **case.scalars)
+    (expected,) = torch.autograd.grad(y, leaf, torch.full_like(y, torch.inf))
+    torch.testing.assert_close(result.tensor.double(), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in NORMALIZED if not case.entry.has_mask], ids=case_id
+)
+def test_not_finite_after_a_norm(host_kernels: ModuleType, case: Case) -> None:
+    x = torch.tensor([torch.nan, torch.inf, -torch.inf] * 99, dtype=case.dtype)
+    inputs, result, incoming = (Operand(case.dtype, x.shape, [1]) for _ in range(3))
+    maps = [random_map(case, x.shape, (), 0, 0) for _ in range(2)]
+    inputs.tensor.copy_(x)
+    incoming.tensor.fill_(1.0)
+    maps[0].tensor.fill_(0.5)
+    launch(host_kernels, case, "Normalize", [result, inputs], maps=maps)
+    torch.testing.assert_close(result.tensor, x, rtol=0, atol=0, equal_nan=True)
+    launch(host_kernels, case, "BackwardRecompute", [result, incoming, inputs], maps=maps)
     _, slope = derivatives(case, x, 1)
     assert slope[0].isnan()
     assert result.tensor[slope.isnan()].isnan().all()

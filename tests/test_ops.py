@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from activations import FLOATS, SCALARS
-from comparison import assert_identical
+from comparison import assert_gradient, assert_identical, assert_values
+from norms import ROWS, normalized
 from torch import Tensor
 
 from inplace_ops import _ops
@@ -24,6 +26,8 @@ OPS = (
     *_ops.FUNCTIONAL_OPS,
     *_ops.FUNCTIONAL_SAVING_OPS,
     *_ops.FORWARD_OPS,
+    _ops.NORM_MAPS,
+    *_ops.RECOMPUTING_OPS,
     *_ops.BACKWARD_OPS,
 )
 
@@ -32,8 +36,15 @@ def name_of(op: torch._ops.OpOverload) -> str:
     return op.name().removeprefix("inplace_ops::")
 
 
-def numbers_of(op: torch._ops.OpOverload) -> tuple[str, str | None]:
+def names_of(op: torch._ops.OpOverload) -> list[str]:
+    """Of its parameters."""
+    return [parameter.name for parameter in op._schema.arguments]
+
+
+def numbers_of(op: torch._ops.OpOverload) -> tuple[str | None, str | None]:
     """The activation's name among the ops, and what the op saves or reads."""
+    if op in (_ops.NORM_MAPS, _ops.NORMALIZE):
+        return None, None
     for activation, ops in _ops.ALL.items():
         for by_save in (ops.save_in_place, ops.save_out_of_place, ops.backward):
             for save, other in by_save.items():
@@ -41,7 +52,7 @@ def numbers_of(op: torch._ops.OpOverload) -> tuple[str, str | None]:
                     return activation, save
         if ops.double_backward is op:
             return activation, "output"
-        if op in (ops.in_place, ops.out_of_place):
+        if op in (ops.in_place, ops.out_of_place, ops.recompute):
             return activation, None
     raise AssertionError(op)
 
@@ -49,14 +60,27 @@ def numbers_of(op: torch._ops.OpOverload) -> tuple[str, str | None]:
 def planes_of(op: torch._ops.OpOverload, dtype: torch.dtype = torch.float32) -> int:
     """The default number of bit planes of what it writes or reads, 0 where it has none."""
     activation, save = numbers_of(op)
-    return _ops.ALL[activation].default_bits[save][dtype] if save else 0
+    return _ops.ALL[activation].default_bits[save][dtype] if save not in (None, "recompute") else 0
 
 
 # The template of ops.h is the same for all: of those of a kind one, and the one with a scalar.
-OF_EACH_KIND = [op for op in OPS if numbers_of(op)[0] in ("relu", "leaky_relu", "silu")]
+OF_EACH_KIND = [op for op in OPS if numbers_of(op)[0] in (None, "relu", "leaky_relu", "silu")]
+NORMALIZING = [op for op in OF_EACH_KIND if "channels" in names_of(op)]
 
 all_ops = pytest.mark.parametrize("op", OPS, ids=name_of)
-of_each_kind = pytest.mark.parametrize("op", OF_EACH_KIND, ids=name_of)
+of_each_kind = pytest.mark.parametrize(
+    "op", [op for op in OF_EACH_KIND if "dim_order" in names_of(op)], ids=name_of
+)
+
+
+# How many, of two samples with six channels in two groups.
+STATISTICS = {"deviation": 4, "mean": 4, "weight": 6, "bias": 6}
+
+
+def maps_of(x: Tensor, *dims: int) -> Tensor:
+    """Scales and shifts that differ in some dimensions of x."""
+    shape = [size if d in dims else 1 for d, size in enumerate(x.shape)]
+    return torch.randn(2, *shape, dtype=_ops.maps_dtype(x), device=x.device)
 
 
 def arguments_of(
@@ -79,11 +103,19 @@ def arguments_of(
             arguments.append(packed)
         elif parameter.name == "bits":
             arguments.append(planes)
+        elif parameter.name == "channels":
+            arguments.append(maps_of(arguments[0], 1))
+        elif parameter.name in STATISTICS:
+            arguments.append(torch.randn(STATISTICS[parameter.name], device=device))
+        elif parameter.name in ("shape", "share"):
+            arguments.append([2, 2, 6] if parameter.name == "shape" else 3)
+        elif parameter.name == "rows":  # which only layer norms have
+            arguments.append(None if layout == "channels_last" else maps_of(arguments[0], 0))
         elif parameter.name == "dim_order":
             arguments.append(dim_order)
         else:
             arguments.append(SCALARS[parameter.name])
-    names = [parameter.name for parameter in op._schema.arguments]
+    names = names_of(op)
     if {"output", "packed"} <= set(names) and device.type != "meta":
         # Not every output, with every code, is one of an input.
         output, packed = (arguments[names.index(name)] for name in ("output", "packed"))
@@ -93,11 +125,11 @@ def arguments_of(
 
 def floats_of(op: torch._ops.OpOverload) -> int:
     """How many tensors that are no packed bits it takes."""
-    return sum(p.name in ("x", "grad", "grad_grad", "output") for p in op._schema.arguments)
+    return sum(name in ("x", "grad", "grad_grad", "output") for name in names_of(op))
 
 
 def has_packed(op: torch._ops.OpOverload) -> bool:
-    return any(parameter.name == "packed" for parameter in op._schema.arguments)
+    return "packed" in names_of(op)
 
 
 saving_ops = pytest.mark.parametrize(
@@ -208,6 +240,58 @@ def test_unlike_tensors(op: torch._ops.OpOverload, wrong: str, device: torch.dev
         assert_refused(op, arguments)
 
 
+WRONG_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "one": lambda maps: maps[:1],
+    "three": lambda maps: torch.cat([maps, maps[:1]]),
+    "dimensions": lambda maps: maps.flatten(1),
+    "too_few": lambda maps: torch.cat([maps] * 3, 3)[:, :, :2],
+    "too_many": lambda maps: torch.cat([maps] * 7, 2),
+    "elsewhere": lambda maps: torch.cat([maps] * 2, 4),
+    "wide": lambda maps: maps.double(),
+    "narrow": lambda maps: maps.half(),
+    "integers": lambda maps: maps.int(),
+    "meta": lambda maps: maps.to("meta"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_MAPS)
+@pytest.mark.parametrize("op", NORMALIZING, ids=name_of)
+def test_wrong_maps(op: torch._ops.OpOverload, wrong: str, device: torch.device) -> None:
+    for name in ("channels", "rows"):
+        arguments = arguments_of(op, device)
+        place = names_of(op).index(name)
+        arguments[place] = WRONG_MAPS[wrong](arguments[place])
+        assert_refused(op, arguments)
+
+
+@pytest.mark.parametrize("op", NORMALIZING, ids=name_of)
+def test_maps_of_float64(op: torch._ops.OpOverload, device: torch.device) -> None:
+    arguments = arguments_of(op, device, torch.float64)
+    op(*arguments)
+    place = names_of(op).index("channels")
+    arguments[place] = arguments[place].float()
+    assert_refused(op, arguments)
+
+
+@pytest.mark.parametrize("op", NORMALIZING, ids=name_of)
+def test_maps_that_differ_in_many_dimensions(
+    op: torch._ops.OpOverload, device: torch.device
+) -> None:
+    names = names_of(op)
+    for dims, is_supported in (((0, 2), True), ((0, 2, 4), False)):
+        x = torch.randn(2, 3, 2, 3, 2, device=device)
+        arguments = arguments_of(op, device)
+        for place, name in enumerate(names):
+            if name in ("x", "grad"):
+                arguments[place] = x
+        arguments[names.index("channels")] = maps_of(x, *dims)
+        arguments[names.index("rows")] = None
+        if is_supported:
+            assert op(*arguments).shape == x.shape
+        else:
+            assert_refused(op, arguments)
+
+
 @saving_ops
 @pytest.mark.parametrize("planes", [0, 1, 2, 7, 9, 12, 33])
 def test_wrong_number_of_planes(
@@ -255,6 +339,138 @@ def test_relus_mask_is_one_bit_per_element(device: torch.device) -> None:
     assert torch.equal(unpacked, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("given", ["1111", "1110", "1101", "1100", "1011", "1000", "0011", "0010"])
+@pytest.mark.parametrize(("samples", "channels", "share"), [(1, 5, 1), (3, 12, 4), (2, 3, 1)])
+def test_norm_maps(
+    samples: int, channels: int, share: int, given: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    groups = samples * channels // share
+    deviation, mean, weight, bias = (
+        torch.randn(count, dtype=dtype, device=device) if is_given == "1" else None
+        for count, is_given in zip((groups, groups, channels, channels), given, strict=True)
+    )
+    shape = [2, samples, channels, 1]
+    maps = _ops.NORM_MAPS(deviation, mean, weight, bias, shape, share)
+    assert list(maps.shape) == shape
+
+    def spread(part: Tensor | None, otherwise: float) -> Tensor:
+        if part is None:
+            return torch.full((samples, channels), otherwise, dtype=torch.float64, device=device)
+        if part is weight or part is bias:
+            return part.double().expand(samples, channels)
+        return part.double().repeat_interleave(share).view(samples, channels)
+
+    scale = spread(deviation, 1.0) * spread(weight, 1.0)
+    product, added = spread(mean, 0.0) * scale, spread(bias, 0.0)
+    # Roundings of the scale, the product and the sum, here in float64 too.
+    unit = 1.01 * torch.finfo(dtype).eps
+    assert ((maps[0, ..., 0].double() - scale).abs() <= unit * scale.abs()).all()
+    error = unit * (2 * product.abs() + (added - product).abs())
+    assert ((maps[1, ..., 0].double() - (added - product)).abs() <= error).all()
+
+
+WRONG_STATISTICS: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "too_few": ("deviation", lambda t: t[1:]),
+    "too_many": ("mean", lambda t: torch.cat([t, t])),
+    "weights": ("weight", lambda t: t[:5]),
+    "biases": ("bias", lambda t: t[:0]),
+    "dtype": ("weight", lambda t: t.double()),
+    "half": ("bias", lambda t: t.half()),
+    "strided": ("mean", lambda t: torch.cat([t, t])[::2]),
+    "meta": ("bias", lambda t: t.to("meta")),
+    "none": ("share", lambda _: 0),
+    "negative": ("share", lambda _: -3),
+    "unequal": ("share", lambda _: 5),
+    "shape": ("shape", lambda _: [2, 2, 7]),
+    "one_part": ("shape", lambda _: [1, 2, 6]),
+    "three_parts": ("shape", lambda _: [3, 2, 6]),
+    "no_shape": ("shape", lambda _: []),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_STATISTICS)
+def test_wrong_statistics(wrong: str, device: torch.device) -> None:
+    name, change = WRONG_STATISTICS[wrong]
+    arguments = arguments_of(_ops.NORM_MAPS, device)
+    place = names_of(_ops.NORM_MAPS).index(name)
+    arguments[place] = change(arguments[place])
+    assert_refused(_ops.NORM_MAPS, arguments)
+
+
+def test_statistics_are_not_halves(device: torch.device) -> None:
+    halves = [
+        argument.half() if isinstance(argument, Tensor) else argument
+        for argument in arguments_of(_ops.NORM_MAPS, device)
+    ]
+    assert_refused(_ops.NORM_MAPS, halves)
+    assert_refused(_ops.NORM_MAPS, [None] * 4 + halves[4:])
+
+
+# The dimensions of x in which channels and rows differ.
+DIFFERING: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
+    "none": ((), None),
+    "batch_norm": ((1,), None),
+    "group_norm": ((0, 1), None),
+    "layer_norm": ((3,), (0, 1, 2)),
+    "layer_norm_of_three": ((1, 2, 3), (0,)),
+    "layer_norm_without_weight": ((0, 1), None),
+    "all": ((0, 1, 2, 3), (0, 1, 2, 3)),
+    "odd": ((0, 2), (1, 3)),
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("differing", DIFFERING)
+def test_normalized_elements(
+    differing: str, layout: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    arrange, dim_order = LAYOUTS[layout]
+    x, grad = (arrange(3 * torch.randn(3, 5, 12, 13, device=device)).to(dtype) for _ in range(2))
+    of_channels, of_rows = DIFFERING[differing]
+    # As strided as maps may be.
+    channels = maps_of(x, *of_channels).movedim(0, -1).contiguous().movedim(-1, 0)
+    rows = None if of_rows is None else maps_of(x, *of_rows)
+    maps = (channels, rows, dim_order)
+
+    z = _ops.NORMALIZE(x, *maps)
+    expected, error = normalized(x, channels, rows)
+    assert ((z.double() - expected).abs() <= error).all()
+    assert z.stride() == _ops.dense_strides(x.shape, dim_order)
+    for row in ROWS:
+        leaf = z.clone().requires_grad_()
+        y = row.reference(leaf)
+        (gradient,) = torch.autograd.grad(y, leaf, grad)
+        ops = row.entry.ops
+        assert_values(row, ops.recompute(x, *maps, *row.scalars), y.detach())
+        actual = ops.backward["recompute"](grad, x, *maps, *row.scalars)
+        assert_gradient(row, actual, gradient, grad.abs().max(), row.name)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("channels", [(), (1,), (0, 1), (2,), (0, 2)], ids=str)
+@pytest.mark.parametrize("rows", [None, (0,), (0, 1), (0, 2)], ids=str)
+def test_runs_of_every_length(
+    channels: tuple[int, ...],
+    rows: tuple[int, ...] | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Maps that change anywhere in what a kernel works on at one time."""
+    leaky_relu = _ops.ALL["leaky_relu"]
+    for length in (*range(1, 35), 49, 196, 511, 512, 513):
+        x = (3 * torch.randn(1200 // (3 * length) + 2, 3, length, device=device)).to(dtype)
+        of_rows = None if rows is None else maps_of(x, *rows)
+        maps = (maps_of(x, *channels), of_rows, [])
+        z = _ops.NORMALIZE(x, *maps)
+        expected, error = normalized(x, *maps[:2])
+        assert ((z.double() - expected).abs() <= error).all()
+        assert_identical(leaky_relu.recompute(x, *maps, 0.25), torch.where(z > 0, z, z * 0.25))
+        gradient = leaky_relu.backward["recompute"](torch.ones_like(x), x, *maps, 0.25)
+        assert_identical(gradient, torch.where(z > 0, 1.0, 0.25).to(dtype))
+
+
 @pytest.mark.parametrize("op", _ops.FORWARD_OPS, ids=name_of)
 def test_meta_tensors(op: torch._ops.OpOverload) -> None:
     x, *rest = arguments_of(op, torch.device("meta"))
@@ -267,7 +483,8 @@ def test_meta_tensors(op: torch._ops.OpOverload) -> None:
 @pytest.mark.parametrize("batched", ["gradient", "all"])
 @pytest.mark.parametrize("dim", [0, 2])
 def test_vmap(op: torch._ops.OpOverload, batched: str, dim: int, device: torch.device) -> None:
-    sets = [arguments_of(op, device) for _ in range(3)]
+    layout = "contiguous" if batched == "all" else "channels_last"
+    sets = [arguments_of(op, device, layout=layout) for _ in range(3)]
     is_batched = [
         isinstance(a, Tensor) and (batched == "all" or place == 0)
         for place, a in enumerate(sets[0])

@@ -1,0 +1,181 @@
+"""The norms before an activation with save="recompute", and how exact their output is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from activations import ONE_OF_EACH, Activation
+from torch import Tensor, nn
+
+Call = Callable[[Tensor], Tensor]
+
+# One for each activation; what it saves is what a fallback saves.
+ROWS = [row for row in ONE_OF_EACH if row.save == row.entry.saves[0] and row.bits is None]
+MASK, CURVE = (next(row for row in ROWS if row.function == name) for name in ("relu", "silu"))
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm and its input.
+
+    Attributes:
+        make: Returns the module.
+        shape: The input's.
+        by_mean: From the input to a line for each mean and deviation.
+        map_numbers: How many scales and shifts it has.
+        memory_format: The input's.
+    """
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    by_mean: Callable[[Tensor], Tensor]
+    map_numbers: int
+    memory_format: torch.memory_format = torch.contiguous_format
+
+    def module(
+        self, dtype: torch.dtype, training: bool = True, device: torch.device | str = "cpu"
+    ) -> nn.Module:
+        """With random numbers in it; those of 16 bits are rounded to the dtype."""
+        module = self.make().to(device, dtype).train(training)
+        for name, state in module.state_dict().items():
+            if state.is_floating_point():
+                state.uniform_(0.5 if name in ("weight", "running_var") else -1.5, 1.5)
+        return module
+
+    def input(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        x = torch.randn(self.shape, device=device) + 0.4
+        return x.to(dtype, memory_format=self.memory_format).requires_grad_()
+
+    def error(self, module: nn.Module, x: Tensor, z: Tensor) -> Tensor:
+        """How far apart two may be that are formed of one x and the same statistics.
+
+        Each is x * scale + (bias - mean * scale), where PyTorch may take bias + (x - mean) * scale,
+        rounded a dozen times at most, and then to the dtype.
+        """
+        groups = self.by_mean(x.detach().double())
+        mean, variance = groups.mean(-1), groups.var(-1, unbiased=False)
+        if not module.training and getattr(module, "running_mean", None) is not None:
+            mean, variance = module.running_mean.double(), module.running_var.double()
+        largest = {name: state.abs().max().item() for name, state in module.state_dict().items()}
+        shift = (mean.abs() * (variance + module.eps).rsqrt()).max() * largest.get("weight", 1.0)
+        size = z.detach().double().abs()
+        terms = size + 2 * (shift + largest.get("bias", 0.0))
+        compute = torch.float64 if z.dtype == torch.float64 else torch.float32
+        error = 12 * torch.finfo(compute).eps * terms
+        return error + 2 * rounding(size + error, z.dtype)
+
+
+def _batch(x: Tensor) -> Tensor:
+    return x.transpose(0, 1).flatten(1)
+
+
+def _instance(x: Tensor) -> Tensor:
+    return x.flatten(2)
+
+
+CHANNELS_LAST = torch.channels_last
+IMAGES = (4, 6, 5, 3)
+
+NORMS: dict[str, Norm] = {
+    "batch_1d": Norm(partial(nn.BatchNorm1d, 5), (9, 5), _batch, 10),
+    "batch_1d_long": Norm(partial(nn.BatchNorm1d, 5), (4, 5, 7), _batch, 10),
+    "batch_2d": Norm(partial(nn.BatchNorm2d, 6), IMAGES, _batch, 12),
+    "batch_2d_last": Norm(partial(nn.BatchNorm2d, 6), IMAGES, _batch, 12, CHANNELS_LAST),
+    "batch_3d": Norm(partial(nn.BatchNorm3d, 3), (2, 3, 4, 2, 3), _batch, 6),
+    "batch_3d_last": Norm(
+        partial(nn.BatchNorm3d, 3), (2, 3, 4, 2, 3), _batch, 6, torch.channels_last_3d
+    ),
+    "batch_no_statistics": Norm(
+        partial(nn.BatchNorm2d, 6, track_running_stats=False), IMAGES, _batch, 12
+    ),
+    "batch_not_affine": Norm(partial(nn.BatchNorm2d, 6, affine=False), IMAGES, _batch, 12),
+    "group": Norm(partial(nn.GroupNorm, 2, 6), IMAGES, lambda x: x.reshape(4, 2, -1), 48),
+    "group_last": Norm(
+        partial(nn.GroupNorm, 3, 6), IMAGES, lambda x: x.reshape(4, 3, -1), 48, CHANNELS_LAST
+    ),
+    "group_of_all": Norm(partial(nn.GroupNorm, 1, 5), (3, 5, 4), lambda x: x.flatten(1), 30),
+    "group_not_affine": Norm(
+        partial(nn.GroupNorm, 2, 6, affine=False), IMAGES, lambda x: x.reshape(4, 2, -1), 48
+    ),
+    "instance_1d": Norm(partial(nn.InstanceNorm1d, 4, affine=True), (3, 4, 9), _instance, 24),
+    "instance_2d": Norm(partial(nn.InstanceNorm2d, 6), IMAGES, _instance, 48),
+    "instance_2d_last": Norm(
+        partial(nn.InstanceNorm2d, 6, affine=True), IMAGES, _instance, 48, CHANNELS_LAST
+    ),
+    "instance_3d": Norm(partial(nn.InstanceNorm3d, 3, affine=True), (2, 3, 4, 2, 3), _instance, 12),
+    "instance_statistics": Norm(
+        partial(nn.InstanceNorm2d, 6, affine=True, track_running_stats=True), IMAGES, _instance, 48
+    ),
+    "layer": Norm(partial(nn.LayerNorm, 12), (5, 3, 12), lambda x: x, 2 * (15 + 12)),
+    "layer_2d": Norm(
+        partial(nn.LayerNorm, (3, 12)), (5, 3, 12), lambda x: x.flatten(1), 2 * (5 + 36)
+    ),
+    "layer_no_bias": Norm(
+        partial(nn.LayerNorm, 12, bias=False), (5, 3, 12), lambda x: x, 2 * (15 + 12)
+    ),
+    "layer_not_affine": Norm(
+        partial(nn.LayerNorm, 12, elementwise_affine=False), (5, 3, 12), lambda x: x, 2 * 15
+    ),
+}
+# One for each of PyTorch's nodes, and an instance norm, whose output is a view.
+ONE_OF_EACH_NORM = ("batch_2d", "group", "instance_1d", "layer")
+
+
+def recompute(activation: Activation) -> Call:
+    return partial(activation.call, save="recompute")
+
+
+def node_of(z: Tensor) -> Any:
+    """That of a norm, or of the activation after it: an instance norm's output is a view."""
+    return (z if z._base is None else z._base).grad_fn
+
+
+def is_recomputed(y: Tensor) -> bool:
+    return node_of(y).name() == "RecomputeFunctionBackward"
+
+
+def loss_of(y: Tensor) -> Tensor:
+    """Its gradient is not 0 where y is."""
+    return (y + 1).square().sum()
+
+
+def gradients(call: Call, norm: nn.Module, x: Tensor) -> tuple[Tensor | None, ...]:
+    """Those of a loss of call(norm(x)), of all that requires one."""
+    of = [t for t in (x, *norm.parameters()) if t.requires_grad]
+    return torch.autograd.grad(loss_of(call(norm(x))), of, allow_unused=True)
+
+
+def assert_same_gradients(call: Call, reference: Call, norm: nn.Module, x: Tensor) -> None:
+    """Of call(norm(x)) and of reference(norm(x)), in float64; the norm's buffers too."""
+    other = copy.deepcopy(norm)
+    of_other = gradients(reference, other, x)
+    torch.testing.assert_close(gradients(call, norm, x), of_other, rtol=1e-9, atol=1e-9)
+    for mine, theirs in zip(norm.buffers(), other.buffers(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def normalized(x: Tensor, channels: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The map of x in float64, and how far one that is computed in the maps' dtype may be off.
+
+    On the way to the sum each of its terms is rounded three times, here in float64 too, and the sum
+    once more, to x's dtype.
+    """
+    compute = torch.finfo(channels.dtype).eps / 2
+    wide = x.double()
+    scale, shift = channels.double()
+    row_scale, row_shift = (1.0, torch.zeros_like(shift)) if rows is None else rows.double()
+    z = (wide * row_scale + row_shift) * scale + shift
+    terms = (wide * row_scale * scale).abs() + (row_shift * scale).abs() + shift.abs()
+    error = 2 * 3.01 * compute * terms
+    return z, error + rounding(z.abs() + error, x.dtype)
+
+
+def rounding(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """How far a value moves at most that is rounded to a dtype, subnormal or not."""
+    finfo = torch.finfo(dtype)
+    return 0.501 * finfo.eps * value.abs().clamp(min=finfo.smallest_normal)

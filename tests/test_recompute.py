@@ -1,0 +1,350 @@
+"""save="recompute": an activation after a norm, whose output backward forms again."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from activations import FLOATS, Activation, activation_id
+from comparison import assert_identical, assert_values
+from norms import (
+    CURVE,
+    MASK,
+    NORMS,
+    ONE_OF_EACH_NORM,
+    ROWS,
+    Call,
+    Norm,
+    assert_same_gradients,
+    is_recomputed,
+    node_of,
+    recompute,
+    rounding,
+)
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import inplace_ops
+from inplace_ops import saved_bytes
+
+each_activation = pytest.mark.parametrize("activation", ROWS, ids=activation_id)
+mask_and_curve = pytest.mark.parametrize("activation", [MASK, CURVE], ids=["mask", "curve"])
+each_norm = pytest.mark.parametrize("name", NORMS)
+one_of_each_norm = pytest.mark.parametrize("name", ONE_OF_EACH_NORM)
+
+
+def slope_and_spread(activation: Activation, z: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+    """The float64 derivative at z, and how much it differs where z may be instead."""
+    slopes = []
+    for wide in (z.double(), z.double() - error, z.double() + error):
+        leaf = wide.requires_grad_()
+        slopes += torch.autograd.grad(activation.reference(leaf).sum(), leaf)
+    slope, low, high = slopes
+    return slope, torch.maximum((low - slope).abs(), (high - slope).abs())
+
+
+def check(norm: Norm, module: nn.Module, activation: Activation, x: Tensor) -> Tensor:
+    """Values and gradients of the activation after a norm; returns the output.
+
+    The gradient that reaches the norm is the derivative's at the norm's output, up to one rounding
+    of that, and those of the norm's input and parameters are PyTorch's of that gradient.
+    """
+    reference = copy.deepcopy(module)
+    leaf = x.detach().clone().requires_grad_()
+    expected_z = reference(leaf)
+    z = module(x)
+    reached: list[Tensor] = []
+    node_of(z).register_prehook(lambda grads: reached.extend(grads[:1]))
+    y = recompute(activation)(z)
+    assert y is z
+    assert_identical(y, activation.call(expected_z.detach().clone()), "value")
+    assert_values(activation, y.detach(), activation.reference(expected_z).detach())
+
+    incoming = (2 * torch.rand(y.shape, device=y.device) - 1).to(y.dtype)
+    actual = torch.autograd.grad(y, (x, *module.parameters()), incoming, retain_graph=True)
+    gradient = reached[0].view_as(z)
+    assert gradient.stride() == expected_z.stride()
+    slope, spread = slope_and_spread(
+        activation, expected_z.detach(), norm.error(module, x, expected_z)
+    )
+    exact = torch.float64 if y.dtype == torch.float64 else torch.float32
+    formula = activation.entry.arithmetic_error * torch.finfo(exact).eps / 2**-23
+    if activation.entry.has_mask:
+        formula = 0.0
+    wanted = incoming.double() * slope
+    tolerance = incoming.double().abs() * (1.01 * spread + formula) + 2 * rounding(wanted, y.dtype)
+    assert ((gradient.double() - wanted).abs() <= tolerance).all()
+
+    expected = torch.autograd.grad(expected_z, (leaf, *reference.parameters()), gradient)
+    for mine, pytorchs in zip(actual, expected, strict=True):
+        if y.is_cuda:
+            torch.testing.assert_close(mine, pytorchs)
+        else:
+            assert_identical(mine, pytorchs)
+    for mine, pytorchs in zip(module.buffers(), reference.buffers(), strict=True):
+        assert torch.equal(mine, pytorchs)
+    return y
+
+
+@each_norm
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_values_and_gradients(
+    name: str, training: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    """The norm's parameters are float32 where its input has 16 bits, and so are its statistics."""
+    norm = NORMS[name]
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for activation in ROWS:
+        module = norm.module(wide, training, device)
+        y = check(norm, module, activation, norm.input(dtype, device))
+        if dtype.itemsize > 2 or module.state_dict():
+            assert is_recomputed(y)
+
+
+@each_norm
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_norms_of_16_bits(name: str, training: bool, dtype: torch.dtype) -> None:
+    """Their statistics are kept rounded, but for those that a batch norm was given."""
+    norm = NORMS[name]
+    for activation in ROWS:
+        module = norm.module(dtype, training)
+        y = check(norm, module, activation, norm.input(dtype))
+        is_given = not training and getattr(module, "running_mean", None) is not None
+        assert is_recomputed(y) == is_given
+
+
+SMALL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "batch": (partial(nn.BatchNorm2d, 2), (3, 2, 2, 1)),
+    "batch_eval": (lambda: nn.BatchNorm1d(2).eval(), (4, 2)),
+    "group": (partial(nn.GroupNorm, 1, 2), (2, 2, 3)),
+    "instance": (partial(nn.InstanceNorm1d, 2, affine=True), (2, 2, 3)),
+    "layer": (partial(nn.LayerNorm, 4), (1, 2, 4)),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+@each_activation
+def test_gradcheck(name: str, activation: Activation) -> None:
+    make, shape = SMALL[name]
+    norm = make().double()
+    while True:  # until a finite difference meets no kink
+        x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        z = norm(x).detach()
+        if all((z - kink).abs().min() > 1e-4 for kink in (-3.0, 0.0, 3.0, 6.0)):
+            break
+    inputs = (x, *norm.parameters())
+
+    def function(x: Tensor, *parameters: Tensor) -> Tensor:
+        return recompute(activation)(norm(x))
+
+    assert torch.autograd.gradcheck(function, inputs, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(function, inputs)
+
+
+@each_norm
+@each_activation
+def test_second_derivatives(name: str, activation: Activation, device: torch.device) -> None:
+    norm = NORMS[name]
+    module, x = norm.module(torch.float64, device=device), norm.input(torch.float64, device)
+    incoming = torch.randn_like(x).requires_grad_()
+    inputs = (x, incoming, *module.parameters())
+    results = []
+    for call in (lambda z: recompute(activation)(z).mul_(1), activation.reference):
+        y = call(module(x))
+        (first,) = torch.autograd.grad(y, x, incoming, create_graph=True)
+        weighted = (first * torch.linspace(-1, 1, first.numel()).to(first).view_as(first)).sum()
+        results.append(torch.autograd.grad(weighted, inputs, allow_unused=True))
+    for of, actual, expected in zip(inputs, *results, strict=True):
+        zeros = torch.zeros_like(of)  # which are not always known for zeros
+        torch.testing.assert_close(
+            zeros if actual is None else actual, zeros if expected is None else expected
+        )
+
+
+@one_of_each_norm
+@pytest.mark.parametrize("tail", [torch.sum, lambda y: y.square().sum()], ids=["linear", "square"])
+def test_a_third_derivative_raises(
+    name: str, tail: Callable[[Tensor], Tensor], device: torch.device
+) -> None:
+    norm = NORMS[name]
+    module, x = norm.module(torch.float64, device=device), norm.input(torch.float64, device)
+    (first,) = torch.autograd.grad(tail(recompute(CURVE)(module(x))), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="not a third time"):
+        torch.autograd.grad(second.square().sum(), x)
+
+
+@each_norm
+@mask_and_curve
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_saved_bytes(
+    name: str, activation: Activation, training: bool, device: torch.device
+) -> None:
+    norm = NORMS[name]
+    module, x = norm.module(torch.float32, training, device), norm.input(torch.float32, device)
+    alone = saved_bytes(nn.Sequential(module), x)
+    both = saved_bytes(nn.Sequential(module, activation.module(save="recompute")), x)
+    assert both == alone + 4 * norm.map_numbers
+
+
+@one_of_each_norm
+@each_activation
+def test_the_output_is_not_held(name: str, activation: Activation, device: torch.device) -> None:
+    norm = NORMS[name]
+    module, x = norm.module(torch.float32, device=device), norm.input(torch.float32, device)
+
+    def is_held(call: Call) -> bool:
+        y = call(module(x))
+        storage = StorageWeakRef(y.untyped_storage())
+        loss = y.sum()
+        del y
+        held = not storage.expired()
+        loss.backward()
+        return held
+
+    assert not is_held(recompute(activation))
+    assert is_held(partial(activation.call, save="output"))
+
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "add": lambda y: y.add_(torch.arange(y.numel(), device=y.device).to(y).view_as(y)),
+    "mul": lambda y: y.mul_(2),
+    "zero": lambda y: y.zero_(),
+    "slice": lambda y: y[1:].mul_(3),
+    "detached": lambda y: y.detach().mul_(1),
+    "relu": lambda y: torch.relu_(y),
+    "copy": lambda y: y.copy_(y.detach().flip(0)),
+}
+
+
+@one_of_each_norm
+@mask_and_curve
+@pytest.mark.parametrize("write", WRITES)
+def test_later_writes(name: str, activation: Activation, write: str, device: torch.device) -> None:
+    norm = NORMS[name]
+
+    def then_written(call: Call) -> Call:
+        def function(z: Tensor) -> Tensor:
+            y = call(z)
+            WRITES[write](y)
+            return y
+
+        return function
+
+    assert_same_gradients(
+        then_written(recompute(activation)),
+        then_written(lambda z: activation.reference(z).clone()),
+        norm.module(torch.float64, device=device),
+        norm.input(torch.float64, device),
+    )
+
+
+MODES = {
+    "grad": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+}
+
+
+@each_norm
+@mask_and_curve
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_version_rises_by_one(
+    name: str, activation: Activation, mode: str, requires_grad: bool, device: torch.device
+) -> None:
+    norm = NORMS[name]
+    module = norm.module(torch.float32, device=device).requires_grad_(requires_grad)
+    z = module(norm.input(torch.float32, device).requires_grad_(requires_grad))
+    expected = activation.reference(z.detach().clone())
+    before = z._version
+    with MODES[mode]():
+        assert recompute(activation)(z) is z
+    assert z._version == before + 1
+    assert z._base is None or z._base._version == before + 1
+    assert_values(activation, z.detach(), expected)
+
+
+class ViewFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z):
+        return z.view_as(z)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def made_without_grad(z: Tensor) -> Tensor:
+    with torch.no_grad():
+        return z.view_as(z)
+
+
+def written(z: Tensor, write: Callable[[Tensor], object]) -> Tensor:
+    write(z)
+    return z
+
+
+# From a norm's output to what is refused, and why.
+REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "leaf": (lambda z: z.detach().requires_grad_(), "leaf Variable that requires grad"),
+    "view_of_leaf": (lambda z: z.detach().requires_grad_()[1:], "view of a leaf Variable"),
+    "function_view": (ViewFunction.apply, "is a view and is being modified inplace"),
+    "view_made_without_grad": (made_without_grad, "no_grad mode"),
+    "product": (lambda z: z * 1, "that of MulBackward0"),
+    "view": (lambda z: z[1:], "that of SliceBackward0"),
+    "whole_view": (lambda z: z.view_as(z), "that of ViewBackward0"),
+    "transposed": (lambda z: z.transpose(0, 1), "that of TransposeBackward0"),
+    "written": (lambda z: written(z, lambda z: z.add_(1)), "written to"),
+    "part_written": (lambda z: written(z, lambda z: z[0].zero_()), "written to"),
+    "written_unseen": (lambda z: written(z, lambda z: z.detach().add_(1)), "written to"),
+    "activated": (lambda z: inplace_ops.relu_(z, save="recompute"), "written to"),
+}
+
+
+@mask_and_curve
+@pytest.mark.parametrize("name", ["batch_2d", "group", "layer"])
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str, name: str, activation: Activation, device: torch.device) -> None:
+    norm = NORMS[name]
+    change, reason = REFUSED[case]
+    z = change(norm.module(torch.float32, device=device)(norm.input(torch.float32, device)))
+    before, version = z.detach().clone(), z._version
+    with pytest.raises(RuntimeError, match=reason) as error:
+        recompute(activation)(z)
+    if reason.startswith(("that of", "written")):
+        save = activation.entry.saves[0]
+        assert f'{activation.entry.function}: save="recompute" needs' in str(error.value)
+        assert f'right after the norm, or save="{save}"' in str(error.value)
+    assert_identical(z, before, "modified although refused:")
+    assert z._version == version
+
+
+@mask_and_curve
+def test_refuses_the_output_of_a_convolution(activation: Activation, device: torch.device) -> None:
+    z = nn.Conv2d(3, 4, 3, device=device)(torch.randn(2, 3, 5, 5, device=device))
+    before = z.detach().clone()
+    with pytest.raises(RuntimeError, match=r"that of \w*Convolution\w*: use it right after"):
+        recompute(activation)(z)
+    assert_identical(z, before)
+    assert z._version == 0
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if not row.entry.has_mask], ids=activation_id)
+def test_takes_no_bits(row: Activation, device: torch.device) -> None:
+    norm = NORMS["batch_2d"]
+    z = norm.module(torch.float32, device=device)(norm.input(torch.float32, device))
+    before = z.detach().clone()
+    for bits in (1, 8, 32):
+        with pytest.raises(ValueError, match='save="recompute" keeps no bits'):
+            row.call(z, save="recompute", bits=bits)
+        with pytest.raises(ValueError, match='save="recompute" keeps no bits'):
+            row.module(save="recompute", bits=bits)
+    assert_identical(z, before)
+    assert z._version == 0

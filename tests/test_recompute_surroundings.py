@@ -1,0 +1,575 @@
+"""save="recompute" where the norm does not tell all, inside transforms, and used in other ways."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from activations import Activation, activation_id
+from comparison import wording
+from norms import (
+    CURVE,
+    MASK,
+    NORMS,
+    ONE_OF_EACH_NORM,
+    ROWS,
+    Call,
+    assert_same_gradients,
+    gradients,
+    is_recomputed,
+    loss_of,
+    node_of,
+    recompute,
+)
+from torch import Tensor, nn
+from torch.autograd.graph import (
+    allow_mutation_on_saved_tensors,
+    save_on_cpu,
+    saved_tensors_hooks,
+)
+from torch.utils.checkpoint import checkpoint
+
+import inplace_ops
+from inplace_ops import saved_bytes
+
+each_activation = pytest.mark.parametrize("activation", ROWS, ids=activation_id)
+mask_and_curve = pytest.mark.parametrize("activation", [MASK, CURVE], ids=["mask", "curve"])
+one_of_each_norm = pytest.mark.parametrize("name", ONE_OF_EACH_NORM)
+
+
+def norm_and_input(name: str, device: torch.device) -> tuple[nn.Module, Tensor]:
+    norm = NORMS[name]
+    return norm.module(torch.float64, device=device), norm.input(torch.float64, device)
+
+
+class Counting(nn.Module):
+    """A norm that counts how often it runs."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.norm(x)
+
+
+@one_of_each_norm
+@each_activation
+def test_the_norm_in_a_checkpoint(name: str, activation: Activation, device: torch.device) -> None:
+    """The norm runs once more for its own backward, and not for the activation's."""
+    module, x = norm_and_input(name, device)
+    counting = Counting(module)
+
+    def outside(call: Call) -> tuple[list[Tensor], Counting, bool]:
+        norm = copy.deepcopy(counting)
+        y = call(checkpoint(norm, x, use_reentrant=False))
+        found = torch.autograd.grad(loss_of(y), (x, *norm.parameters()))
+        return [*found, *norm.buffers()], norm, is_recomputed(y)
+
+    actual, norm, recomputed = outside(recompute(activation))
+    expected, other, _ = outside(activation.reference)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+    assert norm.calls == other.calls == 2
+    assert not recomputed
+
+
+@one_of_each_norm
+@each_activation
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_both_in_a_checkpoint(
+    name: str, activation: Activation, use_reentrant: bool, device: torch.device
+) -> None:
+    module, x = norm_and_input(name, device)
+    results = []
+    for call in (recompute(activation), activation.reference):
+        norm = Counting(copy.deepcopy(module))
+        y = checkpoint(lambda x, c=call, n=norm: c(n(x)), x, use_reentrant=use_reentrant)
+        x.grad = None
+        loss_of(y).backward()
+        assert norm.calls == 2
+        results.append([x.grad, *(p.grad for p in norm.parameters()), *norm.buffers()])
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
+
+
+@mask_and_curve
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_the_activation_in_a_checkpoint(
+    activation: Activation, use_reentrant: bool, device: torch.device
+) -> None:
+    """It modifies the region's input, which PyTorch's may not either."""
+    errors = []
+    for call in (recompute(activation), torch.relu_):
+        module, x = norm_and_input("batch_2d", device)
+        with pytest.raises(RuntimeError) as error:
+            checkpoint(call, module(x), use_reentrant=use_reentrant).sum().backward()
+        errors.append(wording(error.value)[:60])
+    assert errors[0] == errors[1]
+
+
+HOOKS: dict[str, Callable[[], Any]] = {
+    "save_on_cpu": save_on_cpu,
+    "copies": lambda: saved_tensors_hooks(Tensor.clone, lambda t: t),
+    "numpy": lambda: saved_tensors_hooks(
+        lambda t: (t.device, t.detach().cpu().numpy().copy()),
+        lambda pair: torch.tensor(pair[1], device=pair[0]),
+    ),
+}
+
+
+@one_of_each_norm
+@mask_and_curve
+@pytest.mark.parametrize("hooks", HOOKS)
+@pytest.mark.parametrize("around", ["norm", "activation", "both"])
+def test_saved_tensors_hooks(
+    name: str, activation: Activation, hooks: str, around: str, device: torch.device
+) -> None:
+    module, x = norm_and_input(name, device)
+    counting = Counting(module)
+    found, recomputed = [], []
+    for call in (recompute(activation), activation.reference):
+        norm = copy.deepcopy(counting)
+        with HOOKS[hooks]() if around != "activation" else nullcontext():
+            z = norm(x)
+        with HOOKS[hooks]() if around != "norm" else nullcontext():
+            y = call(z)
+        recomputed.append(is_recomputed(y))
+        found.append(torch.autograd.grad(loss_of(y), (x, *norm.parameters())))
+        assert norm.calls == 1
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+    assert recomputed == [around == "activation", False]
+
+
+@one_of_each_norm
+@mask_and_curve
+def test_allow_mutation_on_saved_tensors(
+    name: str, activation: Activation, device: torch.device
+) -> None:
+    def then_doubled(call: Call) -> Call:
+        return lambda z: call(z).mul_(2)
+
+    module, x = norm_and_input(name, device)
+    with allow_mutation_on_saved_tensors():
+        assert_same_gradients(
+            then_doubled(recompute(activation)), then_doubled(activation.reference), module, x
+        )
+
+
+FROZEN: dict[str, Callable[[nn.Module, Tensor], object]] = {
+    "bias": lambda norm, x: norm.bias.requires_grad_(False),
+    "weight": lambda norm, x: norm.weight.requires_grad_(False),
+    "both": lambda norm, x: norm.requires_grad_(False),
+    "input": lambda norm, x: x.requires_grad_(False),
+    "input_and_bias": lambda norm, x: (
+        norm.bias.requires_grad_(False),
+        x.requires_grad_(False),
+    ),
+    "without_bias": lambda norm, x: setattr(norm, "bias", None),
+}
+
+
+@one_of_each_norm
+@mask_and_curve
+@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_frozen(
+    name: str, activation: Activation, frozen: str, training: bool, device: torch.device
+) -> None:
+    module, x = norm_and_input(name, device)
+    FROZEN[frozen](module.train(training), x)
+    assert_same_gradients(recompute(activation), activation.reference, module, x)
+
+
+# Of the input, weight and bias.
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor | None, Tensor | None], Tensor]] = {
+    "batch": lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
+    "batch_eval": lambda x, w, b: F.batch_norm(
+        x, torch.linspace(-1, 1, 6).to(x), torch.linspace(0.5, 2, 6).to(x), w, b
+    ),
+    "group": lambda x, w, b: F.group_norm(x, 2, w, b),
+    "instance": lambda x, w, b: F.instance_norm(x, weight=w, bias=b),
+    "layer": lambda x, w, b: F.layer_norm(x, (6,), w, b),
+}
+GIVEN: dict[str, Callable[[Tensor], Tensor | None]] = {
+    "parameter": lambda leaf: leaf,
+    "frozen": lambda leaf: leaf.detach(),
+    "computed": lambda leaf: leaf * 1.5,
+    "repeated": lambda leaf: leaf[:3].repeat(2),
+    "none": lambda leaf: None,
+}
+NOT_KNOWN = pytest.mark.xfail(
+    strict=True, reason="a frozen bias stands nowhere, and without a weight nothing tells of it"
+)
+
+
+@pytest.mark.parametrize(
+    ("function", "weight", "bias"),
+    [
+        pytest.param(
+            function,
+            weight,
+            bias,
+            marks=NOT_KNOWN if (weight, bias) == ("none", "frozen") and function != "layer" else (),
+        )
+        for function in FUNCTIONS
+        for weight in GIVEN
+        for bias in GIVEN
+    ],
+)
+def test_any_parameters(function: str, weight: str, bias: str, device: torch.device) -> None:
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, device=device, requires_grad=True)
+
+    x, w, b = leaf(5, 6, 6), leaf(6), leaf(6)
+
+    def found(call: Call) -> tuple[Tensor | None, ...] | str:
+        z = FUNCTIONS[function](x, GIVEN[weight](w), GIVEN[bias](b))
+        loss = loss_of(call(z))
+        try:
+            return torch.autograd.grad(loss, (x, w, b), allow_unused=True)
+        except RuntimeError as error:  # PyTorch's own, of a group norm without a weight
+            return str(error)
+
+    assert_same_outcome(found(recompute(CURVE)), found(CURVE.reference))
+
+
+def assert_same_outcome(actual: Any, expected: Any) -> None:
+    """The same gradients, or the same error's message."""
+    if isinstance(actual, str) or isinstance(expected, str):
+        assert actual == expected
+    else:
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+CHANGED: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "input": lambda norm, x: x,
+    "weight": lambda norm, x: norm.weight,
+    "bias": lambda norm, x: norm.bias,
+    "running_mean": lambda norm, x: norm.running_mean,
+    "running_var": lambda norm, x: norm.running_var,
+}
+CHANGES = [
+    (name, changed, when)
+    for name in ("batch_2d", "group", "instance_statistics", "layer")
+    for changed in CHANGED
+    for when in ("before", "after")
+    if not changed.startswith("running") or name in ("batch_2d", "instance_statistics")
+]
+NOT_SEEN = pytest.mark.xfail(
+    strict=True, reason="the bias is read when the activation runs, and has no version to compare"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "when"),
+    [
+        pytest.param(
+            *case, marks=NOT_SEEN if case[1:] == ("bias", "before") and case[0] != "layer" else ()
+        )
+        for case in CHANGES
+    ],
+)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@mask_and_curve
+def test_changed_before_backward(
+    name: str,
+    changed: str,
+    when: str,
+    training: bool,
+    activation: Activation,
+    device: torch.device,
+) -> None:
+    """Before the activation or after it: PyTorch's error, or PyTorch's gradients."""
+    original, leaf = norm_and_input(name, device)
+
+    def found(call: Call) -> tuple[Tensor, ...] | str:
+        norm, x = copy.deepcopy(original).train(training), leaf.detach().clone().requires_grad_()
+
+        def change(at: str) -> None:
+            if at == when:
+                with torch.no_grad():
+                    CHANGED[changed](norm, x).add_(1)
+
+        z = norm(x)
+        change("before")
+        y = call(z)
+        change("after")
+        try:
+            return torch.autograd.grad(loss_of(y), (x, *norm.parameters()))
+        except RuntimeError as error:
+            return str(error).partition(" operation:")[0]
+
+    expected = found(activation.reference)
+    assert not isinstance(expected, str) or expected.endswith("been modified by an inplace")
+    assert_same_outcome(found(recompute(activation)), expected)
+
+
+@one_of_each_norm
+@mask_and_curve
+def test_the_norms_graph_is_gone(name: str, activation: Activation, device: torch.device) -> None:
+    module, x = norm_and_input(name, device)
+    z = module(x)
+    z.sum().backward()
+    y = recompute(activation)(z)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.sum().backward()
+
+
+@one_of_each_norm
+@each_activation
+def test_backward_many_times(name: str, activation: Activation, device: torch.device) -> None:
+    """Retained, accumulated, for two losses, and with readers that autograd does not see."""
+
+    def run(call: Call, norm: nn.Module, x: Tensor) -> list[Tensor | None]:
+        x.grad = None
+        y = call(norm(x))
+        seen = y.detach()
+        y.sum().backward(retain_graph=True)
+        (y * seen.sigmoid()).sum().backward(retain_graph=True)
+        (first,) = torch.autograd.grad(loss_of(y), x)
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            y.sum().backward()
+        call(norm(x)).sum().backward()  # once more, from a graph of its own
+        return [first, x.grad, *(p.grad for p in norm.parameters()), seen]
+
+    module, x = norm_and_input(name, device)
+    other = copy.deepcopy(module)
+    torch.testing.assert_close(
+        run(recompute(activation), module, x),
+        run(activation.reference, other, x),
+        rtol=1e-9,
+        atol=1e-9,
+    )
+
+
+@one_of_each_norm
+@each_activation
+def test_batched_gradients(name: str, activation: Activation, device: torch.device) -> None:
+    module, x = norm_and_input(name, device)
+    y = recompute(activation)(module(x))
+    incoming = torch.randn(3, *y.shape, dtype=y.dtype, device=device)
+    of = (x, *module.parameters())
+    batched = torch.autograd.grad(y, of, incoming, is_grads_batched=True, retain_graph=True)
+    expected = activation.reference(copy.deepcopy(module)(x))
+    rows = [torch.autograd.grad(y, of, g, retain_graph=True) for g in incoming]
+    for i, g in enumerate(incoming):
+        torch.testing.assert_close(batched[0][i], torch.autograd.grad(expected, x, g, True)[0])
+    for together, *each in zip(batched, *rows, strict=True):
+        torch.testing.assert_close(together, torch.stack(each))
+
+
+LAYER = partial(F.layer_norm, normalized_shape=(6,))
+TRANSFORMS: dict[str, Callable[[Call, Tensor], Tensor]] = {
+    "grad": lambda f, x: torch.func.grad(lambda x: loss_of(f(x)))(x),
+    "vmap": lambda f, x: torch.func.vmap(f)(x),
+    "vmap_grad": lambda f, x: torch.func.vmap(torch.func.grad(lambda x: loss_of(f(x))))(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x.cos(),))[1],
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "hessian": lambda f, x: torch.func.hessian(lambda x: loss_of(f(x)))(x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@each_activation
+def test_transforms(transform: str, activation: Activation, device: torch.device) -> None:
+    x = torch.randn(4, 6, dtype=torch.float64, device=device)
+    actual, expected = (
+        TRANSFORMS[transform](lambda x, call=call: call(LAYER(x * 1.5)), x)
+        for call in (recompute(activation), activation.reference)
+    )
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.fixture
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@one_of_each_norm
+@mask_and_curve
+def test_compiled(name: str, backend: str, activation: Activation, device: torch.device) -> None:
+    module, x = norm_and_input(name, device)
+    calls = {"function": recompute(activation), "module": activation.module(save="recompute")}
+    for call in calls.values():
+        norm = copy.deepcopy(module)
+        compiled = torch.compile(
+            lambda x, c=call, n=norm: c(n(x)) * 2, backend=backend, fullgraph=True
+        )
+        actual = torch.autograd.grad(loss_of(compiled(x)), (x, *norm.parameters()))
+        expected = gradients(lambda z: activation.reference(z) * 2, copy.deepcopy(module), x)
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+        torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore")  # Inductor's imports
+@pytest.mark.usefixtures("_fresh_dynamo")
+def test_compiled_by_inductor(
+    device: torch.device, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device.type == "cpu" and shutil.which("g++") is None:
+        pytest.skip("Inductor needs g++ on the CPU")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    module, x = norm_and_input("batch_2d", device)
+    other = copy.deepcopy(module)
+    compiled = torch.compile(
+        nn.Sequential(module, inplace_ops.SiLU(save="recompute")), fullgraph=True
+    )
+    actual = torch.autograd.grad(loss_of(compiled(x)), (x, *module.parameters()))
+    expected = gradients(F.silu, other, x)
+    torch.testing.assert_close(actual, expected, rtol=1e-7, atol=1e-7)
+
+
+def modules(activation: Activation) -> dict[str, nn.Module]:
+    module = activation.module(save="recompute")
+    pickled = pickle.loads(pickle.dumps(module))
+    return {"new": module, "deepcopy": copy.deepcopy(module), "pickle": pickled}
+
+
+@one_of_each_norm
+@each_activation
+def test_modules(name: str, activation: Activation, device: torch.device) -> None:
+    for kind, module in modules(activation).items():
+        norm, x = norm_and_input(name, device)
+        assert is_recomputed(module(norm(x))), kind
+        assert_same_gradients(module, activation.reference, norm, x)
+        assert repr(module) == repr(activation.module(save="recompute"))
+        assert "save='recompute'" in repr(module)
+
+
+@each_activation
+def test_modules_elsewhere_than_after_a_norm(activation: Activation, device: torch.device) -> None:
+    """They keep what they do by default."""
+    first = nn.Conv2d(3, 4, 3, device=device, dtype=torch.float64)
+    x = torch.randn(2, 3, 7, 7, dtype=torch.float64, device=device, requires_grad=True)
+    for kind, module in modules(activation).items():
+        y, default = module(first(x)), activation.module()(first(x))
+        assert node_of(y).name() == node_of(default).name(), kind
+        # Its output is the whole of what it keeps where the next layer keeps nothing.
+        kept = [saved_bytes(nn.Sequential(first, m), x) for m in (module, activation.module())]
+        assert kept[0] == kept[1]
+        error = max(activation.derivative_error.get(torch.float64, 0.0), 1e-7)
+        found = [gradients(call, first, x) for call in (module, activation.reference)]
+        torch.testing.assert_close(*found, rtol=error, atol=error)
+
+
+@each_activation
+def test_modules_refuse_what_pytorch_refuses(activation: Activation, device: torch.device) -> None:
+    module, (norm, x) = activation.module(save="recompute"), norm_and_input("batch_2d", device)
+    before = x.detach().clone()
+    for refused in (x, x[1:], norm(x).split(2)[1]):
+        with pytest.raises(RuntimeError) as pytorchs:
+            torch.relu_(refused)
+        with pytest.raises(RuntimeError) as ours:
+            module(refused)
+        assert wording(pytorchs.value) in wording(ours.value)
+    assert torch.equal(x, before)
+
+
+def test_a_chain_of_norms_and_activations(device: torch.device) -> None:
+    def chain(activation: Callable[[Activation], nn.Module]) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Conv2d(3, 6, 3),
+            nn.BatchNorm2d(6),
+            activation(CURVE),
+            nn.GroupNorm(2, 6),
+            activation(MASK),
+            nn.Conv2d(6, 4, 3),
+            nn.InstanceNorm2d(4, affine=True),
+            activation(CURVE),
+            nn.LayerNorm(5),
+            activation(CURVE),
+        ).to(device, torch.float64)
+
+    seed = torch.initial_seed()
+    ours = chain(lambda row: row.module(save="recompute"))
+    pytorchs = chain(lambda row: row.entry.torch_module())
+    x = torch.randn(2, 3, 9, 9, dtype=torch.float64, device=device, requires_grad=True)
+    assert_same_gradients(ours, pytorchs, nn.Identity(), x)
+    actual, expected = (gradients(lambda z: z, model, x) for model in (ours, pytorchs))
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    "stepped": lambda x: torch.stack([x, x], -1)[..., 1],
+    "expanded": lambda x: x[:1].expand(x.shape),
+    "permuted": lambda x: x.movedim(1, -1).contiguous().movedim(-1, 1),
+}
+
+
+@pytest.mark.parametrize("strides", STRIDES)
+@pytest.mark.parametrize("name", ["batch_1d", "batch_2d", "group", "instance_2d", "layer"])
+@mask_and_curve
+def test_inputs_of_any_strides(
+    name: str, strides: str, activation: Activation, device: torch.device
+) -> None:
+    """The norm's output is laid out in another way than its input."""
+    module, x = norm_and_input(name, device)
+    assert is_recomputed(recompute(activation)(module(STRIDES[strides](x))))
+    for call in (recompute(activation), activation.module(save="recompute")):
+        arranged = nn.Sequential(Arranged(STRIDES[strides]), module)
+        assert_same_gradients(call, activation.reference, arranged, x)
+
+
+class Arranged(nn.Module):
+    def __init__(self, arrange: Call) -> None:
+        super().__init__()
+        self.arrange = arrange
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.arrange(x)
+
+
+@pytest.mark.parametrize("name", ["layer", "group_of_all"])
+@mask_and_curve
+def test_empty(name: str, activation: Activation, device: torch.device) -> None:
+    module, x = norm_and_input(name, device)
+    assert_same_gradients(recompute(activation), activation.reference, module, empty_like(x))
+
+
+def empty_like(x: Tensor) -> Tensor:
+    return x.detach()[:0].clone().requires_grad_()
+
+
+@each_activation
+def test_threads(activation: Activation, device: torch.device) -> None:
+    """With a norm each, and one whose statistics do not change for all."""
+    shared, _ = norm_and_input("batch_2d", device)
+    shared.eval()
+    inputs = [norm_and_input("batch_2d", device) for _ in range(4)]
+    expected = [
+        (gradients(activation.reference, copy.deepcopy(norm), x),
+         gradients(activation.reference, shared, x))
+        for norm, x in inputs
+    ]  # fmt: skip
+    results: dict[int, Any] = {}
+
+    def work(i: int) -> None:
+        norm, x = inputs[i]
+        for _ in range(5):
+            results[i] = tuple(gradients(recompute(activation), n, x) for n in (norm, shared))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, wanted in enumerate(expected):
+        torch.testing.assert_close(results[i], wanted, rtol=1e-9, atol=1e-9)
