@@ -486,7 +486,7 @@ def test_transforms_of_a_converted_model() -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_scripts_traces_and_graphs() -> None:
     x = images()
     model, original, _ = converted(network(), x)
