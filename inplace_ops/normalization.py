@@ -92,26 +92,12 @@ def source_at(node: Any, harmless: Unpack | None = None) -> Source | None:
     hooks, which would run again; its bias is frozen, and stands nowhere; its statistics, of a norm
     whose parameters have 16 bits, are kept rounded to those.
     """
-    name = type(node).__name__
-    attributes, maps_of = _READERS[name]
     try:
-        saved = {}
-        for attribute in attributes:
-            if not is_held_itself(getattr(node, f"_raw_saved_{attribute}"), harmless):
-                return None
-            saved[attribute] = getattr(node, f"_saved_{attribute}")
+        # PyTorch's hooks take all that a node saves.
+        held = is_held_itself(node._raw_saved_input, harmless)
+        return _READERS[type(node).__name__](node, node._saved_input) if held else None
     except RuntimeError:  # freed, or modified since: the norm's own backward will say so
         return None
-    x = saved["input"]
-    statistics = saved["result1"]
-    if statistics.numel() and statistics.dtype != _ops.maps_dtype(x):
-        return None
-    make = maps_of(node, saved, x)
-    return None if make is None else Source(x, make)
-
-
-_Saved = Mapping[str, Any]
-_MakeMaps = Callable[[], Maps]
 
 
 def _map(
@@ -128,43 +114,26 @@ def _map(
     The deviation comes as its reciprocal, for every `share` channels; None is 1, or 0.
     """
     dtype = _ops.maps_dtype(x)
-    vectors = (
+    vectors = [
         v if v is None or (v.dtype == dtype and v.is_contiguous()) else v.to(dtype).contiguous()
         for v in (deviation, mean, weight, bias)
-    )
+    ]
     return _ops.NORM_MAPS(*vectors, shape, share)
 
 
-def _batch_norm(node: Any, saved: _Saved, x: Tensor) -> _MakeMaps | None:
-    parameters = _parameters(node, saved)
-    if parameters is None:
-        return None
-    weight, bias = parameters
-
-    def make() -> Maps:
-        if node._saved_training:
-            mean, deviation = saved["result1"], saved["result2"]
-        else:
-            epsilon = node._saved_eps if hasattr(node, "_saved_eps") else node._saved_epsilon
-            mean = saved["running_mean"]
-            deviation = torch.rsqrt(saved["running_var"].to(_ops.maps_dtype(x)) + epsilon)
-        shape = _of_channels(x)
-        return Maps(_map(x, shape, deviation, mean, weight, bias), None)
-
-    return make
+def _statistics(node: Any, x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The means and the reciprocals of the deviations; None where they are kept rounded."""
+    mean = node._saved_result1
+    return (mean, node._saved_result2) if mean.dtype == _ops.maps_dtype(x) else None
 
 
-def _of_channels(x: Tensor, samples: int = 1) -> tuple[int, ...]:
-    return (2, samples, x.size(1), *(1,) * (x.dim() - 2))
-
-
-def _parameters(node: Any, saved: _Saved) -> tuple[Tensor | None, Tensor | None] | None:
+def _parameters(node: Any) -> tuple[Tensor | None, Tensor | None] | None:
     """Weight and bias; None where there is a bias that cannot be had.
 
     Backward does not need it, and it stands at the end of its edge in the graph: without an edge it
     is frozen, or there is none. An instance norm's is repeated for each sample.
     """
-    weight, before = saved["weight"], node.next_functions[2][0]
+    weight, before = node._saved_weight, node.next_functions[2][0]
     if before is None:
         return None if weight is not None else (None, None)
     if type(before).__name__ == "RepeatBackward0":
@@ -172,26 +141,49 @@ def _parameters(node: Any, saved: _Saved) -> tuple[Tensor | None, Tensor | None]
     return (weight, before.variable) if type(before).__name__ == "AccumulateGrad" else None
 
 
-def _group_norm(node: Any, saved: _Saved, x: Tensor) -> _MakeMaps | None:
-    parameters = _parameters(node, saved)
+def _of_channels(x: Tensor, samples: int = 1) -> tuple[int, ...]:
+    return (2, samples, x.size(1), *(1,) * (x.dim() - 2))
+
+
+def _batch_norm(node: Any, x: Tensor) -> Source | None:
+    parameters = _parameters(node)
     if parameters is None:
         return None
-    weight, bias = parameters
+    shape = _of_channels(x)
+    if node._saved_training:
+        statistics = _statistics(node, x)
+        if statistics is None:
+            return None
+        mean, deviation = statistics
+        return Source(x, lambda: Maps(_map(x, shape, deviation, mean, *parameters), None))
+
+    epsilon = node._saved_eps if hasattr(node, "_saved_eps") else node._saved_epsilon
+    running_mean, variance = node._saved_running_mean, node._saved_running_var
 
     def make() -> Maps:
-        mean, deviation = saved["result1"], saved["result2"]
-        samples, groups = mean.shape
-        shape, share = _of_channels(x, samples), x.size(1) // groups
-        return Maps(_map(x, shape, deviation, mean, weight, bias, share), None)
+        deviation = torch.rsqrt(variance.to(_ops.maps_dtype(x)) + epsilon)
+        return Maps(_map(x, shape, deviation, running_mean, *parameters), None)
 
-    return make
+    return Source(x, make)
 
 
-def _layer_norm(node: Any, saved: _Saved, x: Tensor) -> _MakeMaps | None:
-    weight, bias = saved["weight"], saved["bias"]
+def _group_norm(node: Any, x: Tensor) -> Source | None:
+    parameters, statistics = _parameters(node), _statistics(node, x)
+    if parameters is None or statistics is None:
+        return None
+    mean, deviation = statistics
+    samples, groups = mean.shape
+    shape, share = _of_channels(x, samples), x.size(1) // groups
+    return Source(x, lambda: Maps(_map(x, shape, deviation, mean, *parameters, share), None))
+
+
+def _layer_norm(node: Any, x: Tensor) -> Source | None:
+    weight, bias, statistics = node._saved_weight, node._saved_bias, _statistics(node, x)
+    if statistics is None:
+        return None
+    mean, deviation = statistics
 
     def make() -> Maps:
-        mean, deviation = saved["result1"], saved["result2"]
         rows = _map(x, (2, *mean.shape), deviation, mean, None, None)
         if weight is None and bias is None:
             return Maps(rows, None)
@@ -199,17 +191,14 @@ def _layer_norm(node: Any, saved: _Saved, x: Tensor) -> _MakeMaps | None:
         shape = (2, *(1,) * (x.dim() - factor.dim()), *factor.shape)
         return Maps(_map(x, shape, None, None, factor, bias), rows)
 
-    return make
+    return Source(x, make)
 
 
-_Reader = Callable[[Any, _Saved, Tensor], "_MakeMaps | None"]
-_OF_BATCHES = ("input", "weight", "result1", "result2", "running_mean", "running_var")
-
-# By the type of the norm's node: what it is read of, and how.
-_READERS: Mapping[str, tuple[tuple[str, ...], _Reader]] = {
-    "NativeBatchNormBackward0": (_OF_BATCHES, _batch_norm),
-    "CudnnBatchNormBackward0": (_OF_BATCHES, _batch_norm),
-    "NativeGroupNormBackward0": (("input", "weight", "result1", "result2"), _group_norm),
-    "NativeLayerNormBackward0": (("input", "weight", "bias", "result1", "result2"), _layer_norm),
+# By the type of the norm's node.
+_READERS: Mapping[str, Callable[[Any, Tensor], Source | None]] = {
+    "NativeBatchNormBackward0": _batch_norm,
+    "CudnnBatchNormBackward0": _batch_norm,
+    "NativeGroupNormBackward0": _group_norm,
+    "NativeLayerNormBackward0": _layer_norm,
 }
 NODES = frozenset(_READERS)

@@ -108,22 +108,32 @@ def outputs_saved_by(args: Any, output: Any) -> Iterator[SavedOutput]:
     ):
         return
     seen = set(_nodes_of(args[0] if len(args) == 1 else args))
-    pending = list(_nodes_of(output))
+    pending = _nodes_of(output)
     while pending:
         node = pending.pop()
         if node in seen:
             continue
         seen.add(node)
         pending.extend(before for before, _ in node.next_functions if before is not None)
-        if type(node).__name__ not in NODES:  # a look at what a norm keeps would form it again
-            yield from _outputs_saved_at(node)
+        kind: Any = type(node)
+        if kind.__name__ in NODES:  # a look at what a norm keeps would form it again
+            continue
+        for name in _saved_by(kind):
+            raw = getattr(node, f"_raw_saved_{name}")
+            if isinstance(raw, tuple) or not is_held_itself(raw):
+                continue
+            tensor = getattr(node, f"_saved_{name}")
+            if tensor is None or tensor.grad_fn is None:
+                continue
+            view = _view_of(tensor)
+            if view is not None:
+                yield SavedOutput(raw, tensor, view)
 
 
-def _nodes_of(value: Any) -> Iterator[Any]:
+def _nodes_of(value: Any) -> list[Any]:
     leaves = (value,) if isinstance(value, Tensor) else tree_leaves(value)
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-            yield leaf.grad_fn
+    nodes = (leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor))
+    return [node for node in nodes if node is not None]
 
 
 @cache
@@ -131,20 +141,6 @@ def _saved_by(node_type: Any) -> tuple[str, ...]:
     """The names under which nodes of a type save tensors."""
     prefix = "_raw_saved_"
     return tuple(n.removeprefix(prefix) for n in dir(node_type) if n.startswith(prefix))
-
-
-def _outputs_saved_at(node: Any) -> Iterator[SavedOutput]:
-    of_type: Any = type(node)
-    for name in _saved_by(of_type):
-        raw = getattr(node, f"_raw_saved_{name}")
-        if isinstance(raw, tuple) or not is_held_itself(raw):
-            continue
-        tensor = getattr(node, f"_saved_{name}")
-        if tensor is None or tensor.grad_fn is None:
-            continue
-        view = _view_of(tensor)
-        if view is not None:
-            yield SavedOutput(raw, tensor, view)
 
 
 # Whose output is a view of their input, and shares its version.
@@ -214,6 +210,10 @@ def _recipe_of_norm(node: Any) -> _Recipe | None:
         dim_order, stride = [], _ops.dense_strides(x.shape, [])  # contiguous in any case
     elif stride != x.stride():
         return None  # and who knows how its output lies
-    with torch.no_grad():
-        channels, rows = source.maps()
-    return _Recipe(Normalized(x, channels, rows, dim_order), x._version, stride, None, ())
+    if _MAPS not in node.metadata:
+        with torch.no_grad():
+            node.metadata[_MAPS] = source.maps()
+    return _Recipe(Normalized(x, *node.metadata[_MAPS], dim_order), x._version, stride, None, ())
+
+
+_MAPS = "inplace_ops: maps"  # in a norm's metadata, for all that read its output

@@ -148,13 +148,11 @@ def test_model(row: Model) -> None:
     assert (sum(s.converted for s in report.sites), len(report.sites)) == (row.converted, row.sites)
     if row.is_convolutional:
         assert row.converted > row.sites / 2
-    dropped = {output.name: output.bytes for output in report.dropped}
+    dropped = {d.name: d.bytes_before - d.bytes_after for d in report.dropped}
     assert all(s.bytes_after <= s.bytes_before + dropped.get(s.name, 0) for s in report.sites)
     after = saved_bytes(model, *positional, **arguments)
     assert (report.model_bytes_before, report.model_bytes_after) == (before, after)
-    # Of a norm's output its scales and shifts stay, for each reader.
-    known = report.bytes_before - report.bytes_after + sum(dropped.values())
-    assert 0.98 * known <= before - after <= known
+    assert before - after == report.bytes_before - report.bytes_after + sum(dropped.values())
     assert list(model.state_dict()) == list(original.state_dict())
 
     torch.testing.assert_close(losses(model, example), losses(original, example), rtol=1e-3, atol=0)
@@ -310,7 +308,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.usefixtures("one_thread")
 def test_cost_of_the_analysis() -> None:
     model = Model("ultralytics:yolov8n.yaml", 57, 57).build().train()
-    x = torch.randn(2, 3, 256, 256)
+    x = torch.randn(4, 3, 256, 256)
 
     def step() -> None:
         tensors = [t for t in tree_leaves(model(x)) if t.requires_grad]
@@ -321,7 +319,7 @@ def test_cost_of_the_analysis() -> None:
 
     step()
     analyze()
-    assert min(seconds(analyze) / seconds(lambda: model(x)) for _ in range(10)) <= 4
+    assert min(seconds(analyze) / seconds(lambda: model(x)) for _ in range(10)) <= 6  # of 4 runs
     with largest_allocation() as of_step:
         step()
     with largest_allocation() as of_analysis:

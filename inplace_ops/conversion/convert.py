@@ -184,15 +184,15 @@ def _model_bytes(
 ) -> tuple[int | None, int | None]:
     """What the whole model holds for backward when forward has returned, before and after."""
 
-    def measured() -> int | None:
+    def measured(conversion: Conversion | None) -> int | None:
         with preserved(model, example), torch.enable_grad(), suppress(Exception):
+            revert(model)  # an earlier conversion, which `preserved` puts in again
+            if conversion is not None:
+                conversion.put()
             inputs = example.copy()
             return model_bytes(model, lambda: inputs.call(model), inputs.tensors())
         return None  # it fails: verify is what says so
 
-    with warnings.catch_warnings(), preserved(model, example):
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run that was recorded has given them
-        revert(model)  # an earlier conversion, which `preserved` puts in again
-        before = measured()
-        conversion.put()
-        return before, measured()
+        return measured(None), measured(conversion)

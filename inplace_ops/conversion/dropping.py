@@ -28,7 +28,7 @@ def dropped_of_call(call: Call, run: Forecast) -> Drop | None:
     saved = [s for s in run.saved_of(call.output, call) if s.is_held]
     writes = any(run.writes(event) for event in run.events(call.output, call))
     escapes = any(_escapes(s, run) for s in run.aliases(call.output, call))
-    return _dropped(call.slot.name, kind, call.output, saved, writes or escapes, run)
+    return _dropped(call.slot.name, kind, call.output, 0, saved, writes or escapes, run)
 
 
 def dropped_of_norm(norm: NormCall, run: Forecast) -> Drop | None:
@@ -39,7 +39,7 @@ def dropped_of_norm(norm: NormCall, run: Forecast) -> Drop | None:
     saved = [s for s in recording.saved[norm.output] if s.is_held]
     writes = any(event.writes for event in recording.events[norm.output] if event.time > norm.time)
     escapes = _escapes(norm.output, run) or norm.maps >= recording.nbytes[norm.output]
-    return _dropped(norm.name, norm.kind, norm.output, saved, writes or escapes, run)
+    return _dropped(norm.name, norm.kind, norm.output, norm.maps, saved, writes or escapes, run)
 
 
 def _escapes(storage: int, run: Forecast) -> bool:
@@ -52,6 +52,7 @@ def _dropped(
     name: str,
     kind: str,
     storage: int,
+    maps: int,
     saved: Iterable[SavedTensor],
     stays: bool,
     run: Forecast,
@@ -61,7 +62,7 @@ def _dropped(
         return None
     readers = tuple(dict.fromkeys(run.recording.saver(s) for s in saved))
     modules = tuple(dict.fromkeys(s.reader for s in saved))
-    output = DroppedOutput(name, kind, readers, run.recording.nbytes[storage])
+    output = DroppedOutput(name, kind, readers, run.recording.nbytes[storage], maps)
     return Drop(output, modules)
 
 

@@ -141,7 +141,7 @@ class Plan:
         if self.optimize == "speed":
             return 0
         drops = (dropped_of_call(call, self.run) for call in self.run.calls_of(slot))
-        return sum(drop.output.bytes for drop in drops if drop)
+        return sum(d.output.bytes_before - d.output.bytes_after for d in drops if d)
 
     def _choice_without_norm(self, slot: Slot) -> tuple[Save | None, str]:
         calls = self.run.calls_of(slot)

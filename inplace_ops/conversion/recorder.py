@@ -120,7 +120,8 @@ class _Recorder(TorchDispatchMode):
         inputs = {call.input for call in self.recording.calls}
         outputs = {call.output for call in self.recording.calls}
         outputs |= {norm.output for norm in self.recording.norms}
-        if not all(self.storages[storage].expired() for storage in inputs | outputs):
+        not_returned = (inputs | outputs) - self.recording.returned
+        if not all(self.storages[storage].expired() for storage in not_returned):
             gc.collect()
         self.recording.alive = {s for s in inputs if not self.storages[s].expired()}
         self.recording.alive_outputs = {s for s in outputs if not self.storages[s].expired()}

@@ -39,13 +39,15 @@ class DroppedOutput:
         name: Where it arises: the place of an activation, as in `Site`, or the path of a norm.
         kind: The kind of activation, or the norm's class.
         readers: The operations that keep it no longer, by the paths of the modules that call them.
-        bytes: Its size.
+        bytes_before: Its size.
+        bytes_after: What is kept to form it again, beyond what the norm, or the activation, keeps.
     """
 
     name: str
     kind: str
     readers: tuple[str, ...]
-    bytes: int
+    bytes_before: int
+    bytes_after: int
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,8 @@ class Report:
                 output.name,
                 output.kind,
                 "dropped",
-                _mib(output.bytes),
-                _mib(0),
+                _mib(output.bytes_before),
+                _mib(output.bytes_after),
                 "output is formed again for " + ", ".join(f"`{name}`" for name in output.readers),
             )
             for output in self.dropped
