@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import _ops
 from .memory import is_held_itself
@@ -89,13 +89,16 @@ def source_at(node: Any, harmless: Unpack | None = None) -> Source | None:
     """What the output of the norm with that node follows from.
 
     None where that cannot be had: the norm ran inside a checkpoint or under other saved-tensor
-    hooks, which would run again; its bias is frozen, and stands nowhere; its statistics, of a norm
-    whose parameters have 16 bits, are kept rounded to those.
+    hooks, which would run again; on DTensors; its bias is frozen, and stands nowhere; its parameters
+    have been freed until backward, as FSDP does; its statistics, of a norm whose parameters have 16
+    bits, are kept rounded to those.
     """
     try:
         # PyTorch's hooks take all that a node saves.
-        held = is_held_itself(node._raw_saved_input, harmless)
-        return _READERS[type(node).__name__](node, node._saved_input) if held else None
+        if not is_held_itself(node._raw_saved_input, harmless):
+            return None
+        x = node._saved_input
+        return _READERS[type(node).__name__](node, x) if _is_there(x) else None
     except RuntimeError:  # freed, or modified since: the norm's own backward will say so
         return None
 
@@ -138,7 +141,17 @@ def _parameters(node: Any) -> tuple[Tensor | None, Tensor | None] | None:
         return None if weight is not None else (None, None)
     if type(before).__name__ == "RepeatBackward0":
         before = before.next_functions[0][0]
-    return (weight, before.variable) if type(before).__name__ == "AccumulateGrad" else None
+    if type(before).__name__ != "AccumulateGrad":
+        return None
+    bias = before.variable
+    return (weight, bias) if _is_there(weight) and _is_there(bias) else None
+
+
+def _is_there(value: Tensor | None) -> bool:
+    """Whether it is no subclass of Tensor, and its memory has not been freed."""
+    if value is None or value.numel() == 0:
+        return True
+    return type(value) in (Tensor, nn.Parameter) and value.untyped_storage().nbytes() > 0
 
 
 def _of_channels(x: Tensor, samples: int = 1) -> tuple[int, ...]:
@@ -179,7 +192,7 @@ def _group_norm(node: Any, x: Tensor) -> Source | None:
 
 def _layer_norm(node: Any, x: Tensor) -> Source | None:
     weight, bias, statistics = node._saved_weight, node._saved_bias, _statistics(node, x)
-    if statistics is None:
+    if statistics is None or not (_is_there(weight) and _is_there(bias)):
         return None
     mean, deviation = statistics
 

@@ -213,7 +213,8 @@ def _recipe_of_norm(node: Any) -> _Recipe | None:
     if _MAPS not in node.metadata:
         with torch.no_grad():
             node.metadata[_MAPS] = source.maps()
-    return _Recipe(Normalized(x, *node.metadata[_MAPS], dim_order), x._version, stride, None, ())
+    channels, rows = node.metadata[_MAPS]
+    return _Recipe(Normalized(x, channels, rows, dim_order), x._version, stride, None, ())
 
 
 _MAPS = "inplace_ops: maps"  # in a norm's metadata, for all that read its output

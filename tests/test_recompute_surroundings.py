@@ -199,6 +199,28 @@ def test_frozen(
     assert_same_gradients(recompute(activation), activation.reference, module, x)
 
 
+@one_of_each_norm
+@mask_and_curve
+def test_parameters_freed_until_backward(
+    name: str, activation: Activation, device: torch.device
+) -> None:
+    """FSDP frees them behind a norm's forward: there is nothing to read."""
+    norm, x = norm_and_input(name, device)
+    expected = gradients(activation.reference, copy.deepcopy(norm), x)
+    values = {parameter: parameter.detach().clone() for parameter in norm.parameters()}
+    z = norm(x)
+    for parameter in values:
+        parameter.untyped_storage().resize_(0)
+    y = activation.module(save="recompute")(z)
+    assert not (values and is_recomputed(y))
+    for parameter, value in values.items():
+        parameter.untyped_storage().resize_(value.nbytes)
+        parameter.data.copy_(value)
+    actual = torch.autograd.grad(loss_of(y), (x, *values))
+    error = max(activation.derivative_error.get(torch.float64, 0.0), 1e-7)
+    torch.testing.assert_close(actual, expected, rtol=error, atol=error)
+
+
 # Of the input, weight and bias.
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor | None, Tensor | None], Tensor]] = {
     "batch": lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
