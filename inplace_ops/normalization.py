@@ -89,9 +89,9 @@ def source_at(node: Any, harmless: Unpack | None = None) -> Source | None:
     """What the output of the norm with that node follows from.
 
     None where that cannot be had: the norm ran inside a checkpoint or under other saved-tensor
-    hooks, which would run again; on DTensors; its bias is frozen, and stands nowhere; its parameters
-    have been freed until backward, as FSDP does; its statistics, of a norm whose parameters have 16
-    bits, are kept rounded to those.
+    hooks, which would run again; its tensors are DTensors; its bias is frozen, and stands nowhere;
+    its parameters have been freed until backward, as FSDP does; its statistics, of a norm whose
+    parameters have 16 bits, are kept rounded to those.
     """
     try:
         # PyTorch's hooks take all that a node saves.

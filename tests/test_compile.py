@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -296,6 +297,30 @@ def test_inductor_keeps_no_more_than_eager(
     images = torch.randn(2, 3, 32, 32, device=device)
     eager = inplace_ops.saved_bytes(model, images)
     assert inplace_ops.saved_bytes(inductor(model), images) <= eager
+
+
+@torch._inductor.config.patch(layout_optimization=False)
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.SiLU])
+@of_inductor
+def test_inductor_keeps_of_a_converted_model_no_more_than_of_pytorchs(
+    activation: Callable[[], nn.Module], inductor: Callable[..., Any], device: torch.device
+) -> None:
+    original = nn.Sequential(
+        nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), activation(), nn.Conv2d(8, 8, 3)
+    ).to(device)
+    model = copy.deepcopy(original)
+    images = torch.randn(2, 3, 32, 32, device=device)
+    report = inplace_ops.convert(model, images)
+    assert len(report.dropped) == 1
+    steps = []
+    for module in (original, model):
+        compiled = inductor(module)
+        held = inplace_ops.saved_bytes(compiled, images)
+        compiled(images).square().sum().backward()
+        steps.append((held, [p.grad for p in module.parameters()]))
+    (before, expected), (after, actual) = steps
+    assert after <= before
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @one_of_each

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -114,6 +115,28 @@ def test_convert(device: torch.device) -> None:
             report = inplace_ops.convert(model, torch.randn(2, 3, 32, 32, device=device))
         assert all(site.converted for site in report.sites)
         assert report.bytes_after < report.bytes_before
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.SiLU])
+def test_a_graph_of_a_converted_model(
+    activation: Callable[[], nn.Module], device: torch.device
+) -> None:
+    original = nn.Sequential(
+        nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), activation(), nn.Conv2d(8, 8, 3)
+    ).to(device, torch.float64)
+    static = torch.randn(2, 3, 32, 32, device=device, dtype=torch.float64)
+    model = copy.deepcopy(original)
+    assert len(inplace_ops.convert(model, static).dropped) == 1
+    graphed = torch.cuda.make_graphed_callables(model, (static,))
+    model.load_state_dict(original.state_dict())  # its warm-up ran the norm
+    for _ in range(3):
+        x = torch.randn_like(static)
+        for module, call in ((original, original), (model, graphed)):
+            module.zero_grad()
+            call(x).square().sum().backward()
+        for mine, reference in zip(model.parameters(), original.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, reference.grad)
+        torch.testing.assert_close(model.state_dict(), original.state_dict())
 
 
 @one_of_each

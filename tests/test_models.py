@@ -266,13 +266,18 @@ def train_with_ultralytics(tmp_path: Path) -> None:
     def converted(model: nn.Module) -> int:
         return sum(isinstance(m, inplace_ops.SiLU) for m in model.modules())
 
+    def average_of(trainer: Any) -> float:
+        return sum(p.double().abs().sum().item() for p in trainer.ema.ema.parameters())
+
     def losses_of(name: str, *callbacks: Callable[[Any], Any]) -> list[float]:
+        """Those of the steps, a sum over their average model, how many were converted."""
         found: list[float] = []
         torch.manual_seed(0)
         yolo = ultralytics.YOLO("yolov8n.yaml")
         for callback in callbacks:
             yolo.add_callback("on_pretrain_routine_end", callback)
         yolo.add_callback("on_train_batch_end", lambda t: found.append(t.loss.item()))
+        yolo.add_callback("on_train_end", lambda t: found.append(average_of(t)))
         yolo.add_callback("on_train_end", lambda t: found.append(converted(t.model)))
         settings = {"imgsz": 64, "batch": 2, "epochs": 2, "device": "cpu", "workers": 0}
         quiet = {"plots": False, "val": False, "verbose": False, "project": str(tmp_path)}
@@ -284,7 +289,7 @@ def train_with_ultralytics(tmp_path: Path) -> None:
 
     *expected, none = losses_of("original")
     *actual, count = losses_of("converted", put_in_place)
-    assert (none, count, len(actual)) == (0, 57, 4)
+    assert (none, count, len(actual)) == (0, 57, 5)
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=0)
     saved = ultralytics.YOLO(tmp_path / "converted" / "weights" / "last.pt")
     assert converted(saved.model) == 0

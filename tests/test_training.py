@@ -22,6 +22,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+import inplace_ops
+
 one_of_each = pytest.mark.parametrize("activation", WAYS_OF_SAVING, ids=activation_id)
 
 Step = Callable[[nn.Module, Tensor], Tensor]  # from a model and its input to a loss
@@ -436,11 +438,20 @@ def test_a_stream_for_each_branch(activation: Activation, device: torch.device) 
 
 
 @pytest.mark.filterwarnings("default")  # the frameworks' own
+@pytest.mark.parametrize("converts", [False, True], ids=["modules", "convert"])
 @pytest.mark.parametrize("name", ["silu-output-default", "relu-mask"])
-def test_lightning(name: str) -> None:
+def test_lightning(name: str, converts: bool) -> None:
     lightning = pytest.importorskip("lightning")
     activation = next(row for row in WAYS_OF_SAVING if row.name == name)
     ours, pytorchs = twins(activation, torch.device("cpu"))
+    if converts:
+        make = activation.entry.torch_module
+        pytorchs = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), make(), nn.Conv2d(8, 4, 3), nn.Flatten()
+        ).double()
+        ours = copy.deepcopy(pytorchs)
+        report = inplace_ops.convert(ours, torch.randn(2, 3, 7, 7, dtype=torch.float64))
+        assert len(report.dropped) == 1
 
     class Task(lightning.LightningModule):
         def __init__(self, model: nn.Module) -> None:
