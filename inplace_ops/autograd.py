@@ -45,6 +45,12 @@ def _gradient(
     Both are linear in grad. A tangent that forward-mode AD has given grad goes the same way.
     """
     run = function if torch.is_grad_enabled() else op
+    if torch.is_grad_enabled() and torch._C._functorch.is_legacy_batchedtensor(grad):
+        raise RuntimeError(
+            "with is_grads_batched=True (torch.autograd.functional.jacobian's vectorize=True) and "
+            "create_graph=True PyTorch loses the second derivative of every autograd.Function: use "
+            "torch.func.jacrev, or a loop over the gradients"
+        )
     if forward_ad._current_level >= 0:
         primal, tangent = forward_ad.unpack_dual(grad)
         if tangent is not None:
@@ -396,22 +402,21 @@ class _RecomputeBackward(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        grad: Tensor, place: Tensor, normalized: Normalized, activation: Activation
-    ) -> Tensor:
+    def forward(grad: Tensor, place: Tensor, activation: Activation, *normalized: Any) -> Tensor:
         return activation.ops.backward["recompute"](grad, *normalized)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        grad, place, ctx.normalized, ctx.activation = inputs
-        ctx.save_for_backward(grad, place)
+        grad, place, ctx.activation, *tensors, ctx.dim_order = inputs
+        ctx.save_for_backward(grad, place, *tensors)
 
     @staticmethod
     def backward(ctx: Any, grad_grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad, _ = ctx.saved_tensors
+        grad, _, x, channels, rows = ctx.saved_tensors
+        normalized = Normalized(x, channels, rows, ctx.dim_order)
         double_backward: Any = _RecomputeDoubleBackward
         run = double_backward.apply if torch.is_grad_enabled() else double_backward.forward
-        return *run(grad_grad, grad, ctx.normalized, ctx.activation), None, None
+        return *run(grad_grad, grad, normalized, ctx.activation), *[None] * 5
 
 
 class Normalized(NamedTuple):
@@ -455,14 +460,14 @@ class RecomputeFunction(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, channels, rows, place = ctx.saved_tensors
         activation, op = ctx.activation, ctx.activation.ops.backward["recompute"]
-        normalized = Normalized(x, channels, rows, ctx.dim_order)
+        normalized = Normalized(x.detach(), channels, rows, ctx.dim_order)
         if place is None:
             gradient = _linear(grad, op, *normalized, *ctx.arguments)
         else:
             gradient = _gradient(
                 grad,
                 lambda g: op(g, *normalized),
-                lambda g: _RecomputeBackward.apply(g, place, normalized, activation),
+                lambda g: _RecomputeBackward.apply(g, place, activation, *normalized),
             )
         return gradient, None, None, None, *(None for _ in ctx.arguments)
 

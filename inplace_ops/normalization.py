@@ -134,7 +134,8 @@ def _parameters(node: Any) -> tuple[Tensor | None, Tensor | None] | None:
     """Weight and bias; None where there is a bias that cannot be had.
 
     Backward does not need it, and it stands at the end of its edge in the graph: without an edge it
-    is frozen, or there is none. An instance norm's is repeated for each sample.
+    is frozen, or there is none, which a frozen one beside no weight is taken for. An instance
+    norm's is repeated for each sample.
     """
     weight, before = node._saved_weight, node.next_functions[2][0]
     if before is None:
@@ -144,7 +145,8 @@ def _parameters(node: Any) -> tuple[Tensor | None, Tensor | None] | None:
     if type(before).__name__ != "AccumulateGrad":
         return None
     bias = before.variable
-    return (weight, bias) if _is_there(weight) and _is_there(bias) else None
+    is_usable = bias.dim() == 1 and _is_there(weight) and _is_there(bias)
+    return (weight, bias) if is_usable else None
 
 
 def _is_there(value: Tensor | None) -> bool:

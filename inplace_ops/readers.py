@@ -9,12 +9,14 @@ else refers to stays alive all the same.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.compiler import is_compiling
 from torch.jit import is_scripting  # type: ignore[attr-defined]
 
@@ -23,7 +25,7 @@ from ._torch import tree_leaves
 from .activations import Activation
 from .autograd import Normalized, RecomputeFunction
 from .memory import is_held_itself, replace
-from .normalization import NODES, source_at
+from .normalization import NODES, Maps, source_at
 
 
 class _Recipe(NamedTuple):
@@ -34,6 +36,7 @@ class _Recipe(NamedTuple):
     stride: tuple[int, ...]  # of the output
     activation: Activation | None
     arguments: tuple[float, ...]
+    shared: _SharedMaps | None = None
 
     def output(self) -> Tensor:
         if self.normalized.x._version != self.version:
@@ -107,22 +110,30 @@ def outputs_saved_by(args: Any, output: Any) -> Iterator[SavedOutput]:
         or torch._C._get_tracing_state() is not None
     ):
         return
-    seen = set(_nodes_of(args[0] if len(args) == 1 else args))
-    pending = _nodes_of(output)
+    arguments = _tensors_in(args[0] if len(args) == 1 else args)
+    if not arguments:
+        return  # what the call has made cannot be told from what was there
+    seen = {argument.grad_fn for argument in arguments}
+    pending = [tensor.grad_fn for tensor in _tensors_in(output)]
     while pending:
         node = pending.pop()
-        if node in seen:
+        if node is None or node in seen:
             continue
         seen.add(node)
-        pending.extend(before for before, _ in node.next_functions if before is not None)
+        pending.extend(before for before, _ in node.next_functions)
         kind: Any = type(node)
         if kind.__name__ in NODES:  # a look at what a norm keeps would form it again
             continue
+        if issubclass(kind, BackwardCFunction):  # which know what they keep themselves
+            continue
         for name in _saved_by(kind):
-            raw = getattr(node, f"_raw_saved_{name}")
-            if isinstance(raw, tuple) or not is_held_itself(raw):
+            try:
+                raw = getattr(node, f"_raw_saved_{name}")
+                if isinstance(raw, tuple) or not is_held_itself(raw):
+                    continue
+                tensor = getattr(node, f"_saved_{name}")
+            except RuntimeError:  # freed, or modified since: backward will say so, if it comes
                 continue
-            tensor = getattr(node, f"_saved_{name}")
             if tensor is None or tensor.grad_fn is None:
                 continue
             view = _view_of(tensor)
@@ -130,15 +141,14 @@ def outputs_saved_by(args: Any, output: Any) -> Iterator[SavedOutput]:
                 yield SavedOutput(raw, tensor, view)
 
 
-def _nodes_of(value: Any) -> list[Any]:
+def _tensors_in(value: Any) -> list[Tensor]:
     leaves = (value,) if isinstance(value, Tensor) else tree_leaves(value)
-    nodes = (leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor))
-    return [node for node in nodes if node is not None]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 @cache
 def _saved_by(node_type: Any) -> tuple[str, ...]:
-    """The names under which nodes of a type save tensors."""
+    """The names under which nodes of a type, of PyTorch's own, save tensors."""
     prefix = "_raw_saved_"
     return tuple(n.removeprefix(prefix) for n in dir(node_type) if n.startswith(prefix))
 
@@ -208,13 +218,27 @@ def _recipe_of_norm(node: Any) -> _Recipe | None:
     stride = _ops.dense_strides(x.shape, dim_order)
     if type(node).__name__ == "NativeLayerNormBackward0":
         dim_order, stride = [], _ops.dense_strides(x.shape, [])  # contiguous in any case
-    elif stride != x.stride():
-        return None  # and who knows how its output lies
-    if _MAPS not in node.metadata:
+    elif not _ops.is_in_a_memory_format(x):
+        return None  # its output lies otherwise
+    shared = node.metadata.get(_SHARED, _nothing)()
+    if shared is None:
         with torch.no_grad():
-            node.metadata[_MAPS] = source.maps()
-    channels, rows = node.metadata[_MAPS]
-    return _Recipe(Normalized(x, channels, rows, dim_order), x._version, stride, None, ())
+            shared = _SharedMaps(source.maps())
+        node.metadata[_SHARED] = weakref.ref(shared)  # metadata outlives backward
+    channels, rows = shared.maps
+    normalized = Normalized(x, channels, rows, dim_order)
+    return _Recipe(normalized, x._version, stride, None, (), shared)
 
 
-_MAPS = "inplace_ops: maps"  # in a norm's metadata, for all that read its output
+_SHARED = "inplace_ops: maps"  # in a norm's metadata: what all that read its output share
+
+
+class _SharedMaps:
+    """The maps of a norm's output, as long as a recipe holds them."""
+
+    def __init__(self, maps: Maps) -> None:
+        self.maps = maps
+
+
+def _nothing() -> None:
+    return None

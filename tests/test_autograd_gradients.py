@@ -43,6 +43,24 @@ def test_gradcheck(activation: Activation, place: str, device: torch.device) -> 
         assert torch.autograd.gradgradcheck(function, x, check_batched_grad=True)
 
 
+@all_activations
+def test_a_second_derivative_through_batched_gradients_is_refused(
+    activation: Activation, device: torch.device
+) -> None:
+    """PyTorch's batched tensors lose what a Function's backward of a backward needs."""
+    leaf = away_from_zero((3,), device)
+    y = activation.call(leaf * 1)
+    rows = torch.eye(3, dtype=y.dtype, device=device)
+    (jacobian,) = torch.autograd.grad(y, leaf, rows, is_grads_batched=True, retain_graph=True)
+    x = leaf.detach().requires_grad_()
+    expected = torch.autograd.functional.jacobian(activation.reference, x)
+    error = max(activation.derivative_error.get(torch.float64, 0.0), 1e-7)
+    torch.testing.assert_close(jacobian, expected, rtol=error, atol=error)
+    message = r"is_grads_batched=True .* loses the second derivative|cannot be differentiated twice"
+    with pytest.raises(RuntimeError, match=message):
+        torch.autograd.grad(y, leaf, rows, is_grads_batched=True, create_graph=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_second_derivative_at_hardswishs_minimum(dtype: torch.dtype, device: torch.device) -> None:
     x = torch.full((9,), -1.5, dtype=dtype, device=device, requires_grad=True)

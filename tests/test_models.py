@@ -206,7 +206,7 @@ HELD_IN_CI = (
     ("torchvision:densenet121", False),
     ("ultralytics:yolov8n.yaml", False),
     ("unets:SegmentationUNet", False),
-    ("unets:DiffusionUNet", True),
+    ("unets:DiffusionUNet", False),
 )
 
 

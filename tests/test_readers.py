@@ -6,8 +6,10 @@ What is held comes from the allocator's own events, what is computed from PyTorc
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -506,3 +508,140 @@ def test_instance_norm_before_a_reader_keeps_views_apart() -> None:
     held, before = held_allocation(lambda: model(x)), held_allocation(lambda: original(x))
     assert before - held >= 1.9 * x.nbytes
     assert_same_behaviour(behaviour(model, x), behaviour(original, x), rtol=1e-10, atol=1e-10)
+
+
+PERMUTATIONS = ((0, 1, 3, 2), (0, 2, 3, 1), (1, 0, 2, 3), (3, 2, 1, 0), (2, 1, 0, 3))
+
+
+@pytest.mark.parametrize("read", [READERS["slice"], chunked, READERS["convolution"]])
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, lambda c: nn.GroupNorm(2, c), nn.InstanceNorm2d])
+@pytest.mark.parametrize("order", PERMUTATIONS)
+@pytest.mark.parametrize("is_example", [True, False], ids=["example", "later"])
+def test_a_norm_of_a_permuted_tensor(
+    is_example: bool,
+    order: tuple[int, ...],
+    norm: Callable[[int], nn.Module],
+    read: Callable[[Readers, Tensor], Any],
+) -> None:
+    """Its output may lie otherwise than its input."""
+
+    class Permuted(Readers):
+        def forward(self, x: Tensor) -> Any:
+            return self.read(self, self.block[1](x * self.block[0].weight[0, 0, 0, 0]))
+
+    x = images()
+    shape = [x.shape[d] for d in order]
+    inverse = sorted(range(4), key=order.__getitem__)
+    permuted = torch.randn(shape, dtype=x.dtype).permute(inverse)
+    model, original, _ = converted(Permuted(read, norm=norm), permuted if is_example else x)
+    assert_same_behaviour(
+        behaviour(model, permuted), behaviour(original, permuted), rtol=1e-10, atol=1e-10
+    )
+
+
+class Forces(nn.Module):
+    """Its forward differentiates, and frees the graph unless it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(8, 16), nn.LayerNorm(16)
+        self.weight = nn.Parameter(torch.randn(1, 16))
+        self.double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        energy = F.linear(self.norm(self.first(x)), self.weight).tanh().sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=self.training)
+        return energy, force
+
+
+def test_nodes_that_are_freed_or_changed_when_the_hook_looks() -> None:
+    x = torch.randn(64, 8, dtype=torch.float64, requires_grad=True)
+    model, original, report = converted(Forces(), x)
+    assert len(report.dropped) == 1
+    for mode in (True, False):
+        model.train(mode), original.train(mode)
+        torch.testing.assert_close(model(x), original(x), rtol=1e-10, atol=1e-10)
+
+    def modifies(m: Readers, y: Tensor) -> Tensor:
+        z = m.linear(y)
+        if not m.training:
+            z.sigmoid().clamp_(0.1, 0.2)
+            return F.conv2d(y, m.conv.weight).sigmoid().clamp_(0.1, 0.2)
+        return F.conv2d(y, m.conv.weight)
+
+    model, original, _ = converted(Readers(modifies), images())
+    model.eval(), original.eval()
+    x = images()
+    torch.testing.assert_close(model(x), original(x), rtol=1e-10, atol=1e-10)
+
+
+class Keyword(Readers):
+    """Calls what reads with keywords alone: a module that calls a function."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(C, C, 1, 1))
+
+        def forward(self, y: Tensor) -> Tensor:
+            return F.conv2d(y, self.weight)
+
+    def __init__(self) -> None:
+        super().__init__(lambda m, y: m.inner(y=y))
+        self.inner = self.Inner().double()
+
+
+def test_readers_called_with_keywords_alone_stay_as_they_are() -> None:
+    """What such a call has made cannot be told from what was there."""
+    x = images()
+    model, original, report = converted(Keyword(), x)
+    assert report.dropped == []
+    assert_same_behaviour(behaviour(model, x), behaviour(original, x), rtol=1e-10, atol=1e-10)
+    held = held_allocation(lambda: model(x))
+    model.inner.register_forward_hook(drop_outputs)
+    assert held_allocation(lambda: model(x)) == held
+
+
+def test_nothing_is_kept_for_ever() -> None:
+    alive: list[weakref.ref[Tensor]] = []
+
+    def read(m: Readers, y: Tensor) -> Tensor:
+        constant = torch.ones(4)
+        alive.append(weakref.ref(constant))
+
+        class Scale(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, z: Tensor) -> Tensor:
+                return z * constant[0]
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Tensor:
+                return grad * constant[0]
+
+        return Scale.apply(F.conv2d(y, m.conv.weight))
+
+    x = images()
+    model, _, report = converted(Readers(read), x)
+    assert len(report.dropped) == 1
+    alive.clear()
+    for _ in range(3):
+        model(x).sum().backward()
+    gc.collect()
+    assert [reference for reference in alive if reference() is not None] == []
+
+
+def test_losses_that_are_kept_keep_no_maps() -> None:
+    x = torch.randn(1024, 16, dtype=torch.float64)
+    layers = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16)).double()
+    model, original, report = converted(layers, x)
+    assert len(report.dropped) == 1
+
+    def losses(m: nn.Module) -> list[Tensor]:
+        m.zero_grad()
+        kept = [m(x).sum() for _ in range(3)]
+        for loss in kept:
+            loss.backward()
+        m.zero_grad()
+        return kept
+
+    assert held_allocation(lambda: losses(model)) == held_allocation(lambda: losses(original))

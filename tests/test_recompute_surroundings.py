@@ -6,6 +6,7 @@ import copy
 import pickle
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -274,6 +275,26 @@ def test_any_parameters(function: str, weight: str, bias: str, device: torch.dev
     assert_same_outcome(found(recompute(CURVE)), found(CURVE.reference))
 
 
+@pytest.mark.parametrize(
+    ("shape", "repeats"), [((3, 1), (1, 2)), ((1, 3), (2, 1)), ((3,), (2,)), ((), (6,))]
+)
+def test_a_bias_that_is_repeated(
+    shape: tuple[int, ...], repeats: tuple[int, ...], device: torch.device
+) -> None:
+    """An instance norm repeats its own: a vector, end to end."""
+    x = torch.randn(5, 6, 6, dtype=torch.float64, device=device, requires_grad=True)
+    leaf = torch.randn(shape, dtype=torch.float64, device=device, requires_grad=True)
+
+    def gradients_of(call: Call) -> tuple[Tensor, ...]:
+        z = F.batch_norm(x, None, None, None, leaf.repeat(repeats), training=True)
+        return torch.autograd.grad(loss_of(call(z)), x)  # the leaf's fails in PyTorch for a matrix
+
+    module = CURVE.module(save="recompute")
+    torch.testing.assert_close(
+        gradients_of(module), gradients_of(CURVE.reference), rtol=1e-7, atol=1e-7
+    )
+
+
 def assert_same_outcome(actual: Any, expected: Any) -> None:
     """The same gradients, or the same error's message."""
     if isinstance(actual, str) or isinstance(expected, str):
@@ -381,6 +402,21 @@ def test_backward_many_times(name: str, activation: Activation, device: torch.de
         rtol=1e-9,
         atol=1e-9,
     )
+
+
+@mask_and_curve
+def test_a_second_backward_frees_the_norms_input(
+    activation: Activation, device: torch.device
+) -> None:
+    norm, x = norm_and_input("layer", device)
+    inner = x * 1
+    alive = weakref.ref(inner)
+    y = recompute(activation)(norm(inner))
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    loss = gradient.square().sum()
+    del inner, y, gradient
+    loss.backward()
+    assert alive() is None
 
 
 @one_of_each_norm

@@ -38,8 +38,13 @@ def dropped_of_norm(norm: NormCall, run: Forecast) -> Drop | None:
         return None
     saved = [s for s in recording.saved[norm.output] if s.is_held]
     writes = any(event.writes for event in recording.events[norm.output] if event.time > norm.time)
-    escapes = _escapes(norm.output, run) or norm.maps >= recording.nbytes[norm.output]
-    return _dropped(norm.name, norm.kind, norm.output, norm.maps, saved, writes or escapes, run)
+    stays = (
+        writes
+        or _escapes(norm.output, run)
+        or norm.maps >= recording.nbytes[norm.output]
+        or not norm.layout_is_known
+    )
+    return _dropped(norm.name, norm.kind, norm.output, norm.maps, saved, stays, run)
 
 
 def _escapes(storage: int, run: Forecast) -> bool:
@@ -61,7 +66,7 @@ def _dropped(
     if stays or not saved or not all(_can_drop(s, run) for s in saved):
         return None
     readers = tuple(dict.fromkeys(run.recording.saver(s) for s in saved))
-    modules = tuple(dict.fromkeys(s.reader for s in saved))
+    modules = tuple(dict.fromkeys(s.reader for s in saved if s.reader))
     output = DroppedOutput(name, kind, readers, run.recording.nbytes[storage], maps)
     return Drop(output, modules)
 
@@ -72,5 +77,6 @@ def _can_drop(saved: SavedTensor, run: Forecast) -> bool:
     return (
         saved.call is None
         and operation not in ("", *NORMS)
+        and saved.reader is not None
         and not isinstance(saved.reader, torch.jit.ScriptModule)
     )

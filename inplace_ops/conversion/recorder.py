@@ -19,7 +19,14 @@ from torch.nn.modules import module as module_hooks
 
 from .. import _ops
 from .._ops import maps_dtype
-from .._torch import OpOverload, TorchDispatchMode, has_storage, next_node_number, op_parameters
+from .._torch import (
+    OpOverload,
+    TorchDispatchMode,
+    has_storage,
+    next_node_number,
+    op_parameters,
+    tree_leaves,
+)
 from ..activations import ACTIVATIONS
 from ..memory import unwrapped
 from ..normalization import norm_of, source_of
@@ -66,6 +73,7 @@ class _Recorder(TorchDispatchMode):
         self.paths = {module: path for path, module in model.named_modules()}
         self.stack = [""]
         self.modules = [model]
+        self.readers: list[nn.Module | None] = [None]
         self.clock = itertools.count()
         self.recording = Recording()
         self.storages: dict[int, StorageWeakRef] = {}
@@ -140,10 +148,13 @@ class _Recorder(TorchDispatchMode):
         def enter(module: nn.Module, inputs: Any) -> None:
             self.stack.append(self.paths.get(module, self.stack[-1]))
             self.modules.append(module)
+            takes_tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves(inputs))
+            self.readers.append(module if takes_tensors else None)
 
         def leave(module: nn.Module, inputs: Any, output: Any) -> None:
             self.stack.pop()
             self.modules.pop()
+            self.readers.pop()
 
         handles = [
             module_hooks.register_module_forward_pre_hook(enter),
@@ -170,7 +181,7 @@ class _Recorder(TorchDispatchMode):
         node = next_node_number()
         found = []
         for storage in self.storages_of([tensor]):
-            saved = SavedTensor(next(self.clock), node, self.call, is_held, self.modules[-1])
+            saved = SavedTensor(next(self.clock), node, self.call, is_held, self.readers[-1])
             self.recording.saved[storage].append(saved)
             found.append(saved)
         return found
@@ -190,7 +201,10 @@ class _Recorder(TorchDispatchMode):
             if func.overloadpacket.__name__ in NORMS:
                 (output,) = self.storages_of(result[:1])
                 kind, maps = type(self.modules[-1]).__name__, _bytes_of_maps(func, *result[:2])
-                self.recording.norms.append(NormCall(self.stack[-1], kind, time, output, maps))
+                norm = NormCall(
+                    self.stack[-1], kind, time, output, maps, _layout_is_known(func, args)
+                )
+                self.recording.norms.append(norm)
         return result
 
     def record_read(self, name: str, arguments: Any) -> None:
@@ -277,6 +291,11 @@ class _Recorder(TorchDispatchMode):
         if not has_storage(x):
             return "called inside a transform of torch.func"
         return None
+
+
+def _layout_is_known(norm: OpOverload, args: tuple[Any, ...]) -> bool:
+    name = norm.overloadpacket.__name__
+    return name == "native_layer_norm" or _ops.is_in_a_memory_format(args[0])
 
 
 def _bytes_of_maps(norm: OpOverload, output: Tensor, means: Tensor) -> int:

@@ -36,14 +36,15 @@ class SavedTensor:
         node: The number of the autograd node that saved it.
         call: The activation's call that it was part of.
         is_held: Whether the graph still holds it when forward has ended.
-        reader: The innermost module that was called then.
+        reader: The innermost module that was called then; None if it was called without tensors,
+            but for keyword arguments.
     """
 
     time: int
     node: int
     call: Call | None
     is_held: bool
-    reader: nn.Module
+    reader: nn.Module | None
 
 
 @dataclass(eq=False)
@@ -95,6 +96,7 @@ class NormCall:
         time: When.
         output: The output's storage.
         maps: The bytes that its scales and shifts take.
+        layout_is_known: Whether readers can tell how its output lies.
     """
 
     name: str
@@ -102,6 +104,7 @@ class NormCall:
     time: int
     output: int
     maps: int
+    layout_is_known: bool
 
 
 @dataclass
