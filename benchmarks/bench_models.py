@@ -4,8 +4,8 @@ The models come from timm, torchvision, Ultralytics and transformers, and are tw
 random weights. "torch in place" sets inplace=True where convert finds it safe. held: what is
 allocated when forward has returned, by the allocator's own events, the outputs with it. peak: the
 most allocated at one time in a step of forward and backward. Steps are timed in turn, and each
-compared with that of "torch in place" beside it. convert verifies each model before, and the
-gradients of a step are compared.
+compared with that of "torch in place" beside it. convert, on two of the images, verifies each model
+before, and the gradients of a step are compared.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import MIB, RESULTS, Clock, machine, memory_of, quartiles, table, write_csv
+from measure import MIB, RESULTS, Clock, machine, memory_of, quartiles, table, written_to
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -85,14 +85,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def variants(model: nn.Module, x: Tensor) -> dict[str, nn.Module]:
+def variants(model: nn.Module, x: Tensor, labels: Sequence[str]) -> dict[str, nn.Module]:
     """The model with each of the activations that are compared."""
-    converted = {label: copy.deepcopy(model) for label in VARIANTS}
-    reports = {
-        label: inplace_ops.convert(variant, x, **VARIANTS[label])
-        for label, variant in converted.items()
-    }
-    safe = {site.name for site in reports["convert"].sites if site.converted}
+    converted = {label: copy.deepcopy(model) for label in labels}
+    for label, variant in converted.items():
+        inplace_ops.convert(variant, x, **VARIANTS[label])
+    safe = {site.name for site in inplace_ops.analyze(model, x).sites if site.converted}
     in_place, out_of_place = copy.deepcopy(model), copy.deepcopy(model)
     for variant in (in_place, out_of_place):
         for path, parent in variant.named_modules():
@@ -124,6 +122,53 @@ def step(model: nn.Module, x: Tensor) -> Callable[[], Any]:
     return run
 
 
+def measured(name: str, arguments: argparse.Namespace, clock: Clock) -> list[dict[str, Any]]:
+    """The rows of one model."""
+    device = arguments.device
+    torch.manual_seed(0)
+    model = build(name).to(device)
+    factor = next((f for start, f in SIDES.items() if name.startswith(start)), 1)
+    side = int(arguments.size * factor)
+    x = torch.randn(arguments.batch, 3, side, side, device=device)
+    if "Llama" in name:
+        x = torch.randint(0, 1000, (arguments.batch, arguments.size), device=device)
+    compared = variants(model, x[:2], arguments.variants)
+    steps = {variant: step(module, x) for variant, module in compared.items()}
+    expected = gradient(compared[OUT_OF_PLACE], steps[OUT_OF_PLACE])
+    times: dict[str, list[float]] = {variant: [] for variant in compared}
+    for repeat in range(arguments.repeats):
+        first = repeat % len(steps)  # none always follows the same other
+        for variant in [*steps, *steps][first : first + len(steps)]:
+            times[variant].append(clock.time(steps[variant])[0] / 1e3)
+            compared[variant].zero_grad()
+    memory = {
+        variant: (memory_of(partial(module, x), device)[1], memory_of(steps[variant], device)[0])
+        for variant, module in compared.items()
+    }
+    rows = []
+    for variant, module in compared.items():
+        held, peak = memory[variant]
+        distance = (gradient(module, steps[variant]) - expected).norm() / expected.norm()
+        ratios = [a / b for a, b in zip(times[variant], times[IN_PLACE], strict=True)]
+        first_quartile, median, third_quartile = quartiles(ratios)
+        row = {
+            "model": name,
+            "variant": variant,
+            "input": " x ".join(map(str, x.shape)),
+            "MiB held": f"{held / MIB:.2f}",
+            "held over torch out of place": f"{held / memory[OUT_OF_PLACE][0]:.3f}",
+            "MiB peak": f"{peak / MIB:.2f}",
+            "peak over torch in place": f"{peak / memory[IN_PLACE][1]:.3f}",
+            "gradient off by": f"{distance:.1e}",
+            "ms, median": f"{quartiles(times[variant])[1]:.1f}",
+            "time over torch in place": f"{median:.3f}",
+            "quartiles": f"{first_quartile:.3f} to {third_quartile:.3f}",
+        }
+        rows.append(row | machine(device))
+    print(table([list(row)] + [[r[c] for c in row] for r in rows]), flush=True)
+    return rows
+
+
 def main() -> None:
     """Measure, print the table, write the CSV."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -132,62 +177,16 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--size", type=int, default=128, help="the images' height and width")
+    parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    device = arguments.device
-    clock = Clock(device)
-
-    rows = []
-    for name in arguments.models:
-        torch.manual_seed(0)
-        model = build(name).to(device)
-        factor = next((f for start, f in SIDES.items() if name.startswith(start)), 1)
-        side = int(arguments.size * factor)
-        x = torch.randn(arguments.batch, 3, side, side, device=device)
-        if "Llama" in name:
-            x = torch.randint(0, 1000, (arguments.batch, arguments.size), device=device)
-        compared = variants(model, x)
-        steps = {variant: step(module, x) for variant, module in compared.items()}
-        expected = gradient(compared[OUT_OF_PLACE], steps[OUT_OF_PLACE])
-        times: dict[str, list[float]] = {variant: [] for variant in compared}
-        for repeat in range(arguments.repeats):
-            first = repeat % len(steps)  # none always follows the same other
-            for variant in [*steps, *steps][first : first + len(steps)]:
-                times[variant].append(clock.time(steps[variant])[0] / 1e3)
-                compared[variant].zero_grad()
-        memory = {
-            variant: (
-                memory_of(partial(module, x), device)[1],
-                memory_of(steps[variant], device)[0],
-            )
-            for variant, module in compared.items()
-        }
-        for variant, module in compared.items():
-            held, peak = memory[variant]
-            distance = (gradient(module, steps[variant]) - expected).norm() / expected.norm()
-            ratios = [a / b for a, b in zip(times[variant], times[IN_PLACE], strict=True)]
-            first, median, third = quartiles(ratios)
-            row = {
-                "model": name,
-                "variant": variant,
-                "input": " x ".join(map(str, x.shape)),
-                "MiB held": f"{held / MIB:.2f}",
-                "held over torch out of place": f"{held / memory[OUT_OF_PLACE][0]:.3f}",
-                "MiB peak": f"{peak / MIB:.2f}",
-                "peak over torch in place": f"{peak / memory[IN_PLACE][1]:.3f}",
-                "gradient off by": f"{distance:.1e}",
-                "ms, median": f"{quartiles(times[variant])[1]:.1f}",
-                "time over torch in place": f"{median:.3f}",
-                "quartiles": f"{first:.3f} to {third:.3f}",
-            }
-            rows.append(row | machine(device))
-        print(
-            table([list(row)] + [[r[c] for c in row] for r in rows[-len(compared) :]]), flush=True
-        )
-    write_csv(arguments.out or RESULTS / f"models_{device}.csv", rows)
+    clock = Clock(arguments.device)
+    with written_to(arguments.out or RESULTS / f"models_{arguments.device}.csv") as rows:
+        for name in arguments.models:
+            rows += measured(name, arguments, clock)
 
 
 if __name__ == "__main__":

@@ -85,6 +85,31 @@ def plot_memory(path: Path) -> None:
     save(figure, path, rows[0])
 
 
+def plot_blocks(path: Path) -> None:
+    """Tensors that a block of convolution, norm and activation holds, and its time."""
+    rows = read_csv(path)
+    activations = list(dict.fromkeys(row["activation"] for row in rows))
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    figure, axis = plt.subplots(figsize=(9, 0.6 * len(variants) + 1), layout="constrained")
+    height = 0.8 / len(activations)
+    for i, activation in enumerate(activations):
+        of_activation = [row for row in rows if row["activation"] == activation]
+        places = [j + height * (i - (len(activations) - 1) / 2) for j in range(len(variants))]
+        held = [float(row["tensors held"]) for row in of_activation]
+        bars = axis.barh(places, held, height=0.9 * height, label=activation)
+        times = [
+            f"{row['tensors held']}; {row['time over torch in place']} of the time"
+            for row in of_activation
+        ]
+        axis.bar_label(bars, times, fontsize=7, padding=2)
+    axis.set_yticks(range(len(variants)), variants, fontsize=8)
+    axis.invert_yaxis()
+    axis.margins(x=0.2)
+    axis.set_xlabel("tensors that a block of convolution, norm and activation holds for backward")
+    axis.legend(loc="lower right", fontsize=8)
+    save(figure, path, rows[0])
+
+
 def plot_networks(path: Path) -> None:
     """Peak memory, step time and largest batch of each network, over PyTorch in place."""
     rows = read_csv(path)
@@ -132,6 +157,7 @@ def main() -> None:
         "activations": plot_times,
         "bandwidth": plot_bandwidth,
         "memory": plot_memory,
+        "blocks": plot_blocks,
         "networks": plot_networks,
         "settings": plot_networks,
     }

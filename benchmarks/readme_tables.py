@@ -125,6 +125,43 @@ def memory(rows: Rows) -> str:
     return markdown(header, body)
 
 
+def blocks(rows: Rows) -> str:
+    """What a block holds, and its time over PyTorch in place."""
+    kinds = values(rows, "activation")
+    header = [f"convolution, norm, activation, {rows[0]['input']}"]
+    header += [f"tensors held, {kind}" for kind in kinds]
+    header += [f"time over PyTorch in place, {kind} (quartiles)" for kind in kinds]
+    body = []
+    for variant in values(rows, "variant"):
+        line = [variant]
+        line += [find(rows, "tensors held", activation=kind, variant=variant) for kind in kinds]
+        for kind in kinds:
+            wanted = {"activation": kind, "variant": variant}
+            ratio = find(rows, "time over torch in place", **wanted)
+            line.append(f"{ratio} ({find(rows, 'quartiles', **wanted)})")
+        body.append(line)
+    return markdown(header, body)
+
+
+def models(rows: Rows) -> str:
+    """What converted models hold, their peak and time."""
+    converted = [row for row in rows if row["variant"].startswith("convert")]
+    header = ["model", "converted by", "input", "held over PyTorch out of place"]
+    header += ["peak of a step over PyTorch in place", "time over PyTorch in place (quartiles)"]
+    body = [
+        [
+            row["model"].partition(":")[2],
+            row["variant"],
+            row["input"],
+            row["held over torch out of place"],
+            row["peak over torch in place"],
+            f"{row['time over torch in place']} ({row['quartiles']})",
+        ]
+        for row in converted
+    ]
+    return markdown(header, body)
+
+
 def networks(rows: Rows) -> str:
     """Peak, step time and largest batch of the networks, by what runs the activations."""
     ways = values(rows, "variant")
@@ -158,6 +195,8 @@ TABLES: dict[str, Callable[[Rows], str]] = {
     "activations": activations,
     "host": host,
     "memory": memory,
+    "blocks": blocks,
+    "models": models,
     "networks": networks,
     "settings": settings,
 }

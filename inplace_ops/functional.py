@@ -39,9 +39,9 @@ def relu_(input: Tensor, *, save: MaskSave = "mask") -> Tensor:
             modified before backward. "recompute": nothing, if `input` is the unchanged output of a
             batch, group, instance or layer norm: backward forms it again from the norm's input,
             which the norm keeps; the result may be modified. Where the norm's input or bias cannot
-            be had (the norm ran inside a checkpoint or under saved-tensor hooks, its bias is
-            frozen), the default is kept instead; compiled code has PyTorch's own activation, which
-            the compiler recomputes.
+            be had (the norm ran inside a checkpoint or under saved-tensor hooks, the bias beside
+            its weight is frozen), the default is kept instead; compiled code has PyTorch's own
+            activation, which the compiler recomputes.
 
     Raises:
         RuntimeError: Where `torch.relu_` raises too: a leaf that requires grad, a view that

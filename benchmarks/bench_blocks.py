@@ -1,0 +1,171 @@
+"""What one block of convolution, norm and activation holds for backward, and the time it takes.
+
+A chain of such blocks is run with PyTorch's activation out of place and in place, converted, with
+each block in a checkpoint, and compiled, without and with a budget of half the memory. held: what
+is allocated when forward has returned, by the allocator's own events, of a longer chain less that
+of a shorter, by the blocks between and the size of a block's output. A step of forward and backward
+of the longer chain is timed in turn with the others, and compared with "torch in place" beside it.
+All gradients are compared with those of "torch out of place" before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config
+from measure import RESULTS, Clock, machine, memory_of, quartiles, table, written_to
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import inplace_ops
+
+SHORT, LONG = 2, 6
+IN_PLACE = "torch in place"
+ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {"ReLU": nn.ReLU, "SiLU": nn.SiLU}
+
+Run = Callable[[Tensor], Tensor]
+
+
+def chain(activation: Callable[..., nn.Module], blocks: int, channels: int) -> nn.Sequential:
+    """Blocks of convolution, norm and activation, and a convolution that reads the last."""
+
+    def convolution() -> nn.Module:
+        return nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(
+            nn.Sequential(convolution(), nn.BatchNorm2d(channels), activation())
+            for _ in range(blocks)
+        ),
+        convolution(),
+    )
+
+
+def in_place(model: nn.Sequential, x: Tensor) -> Run:
+    """PyTorch's own activations in place."""
+    for module in model.modules():
+        if hasattr(module, "inplace"):
+            module.inplace = True
+    return model
+
+
+def converted(model: nn.Sequential, x: Tensor) -> Run:
+    """The model after convert."""
+    inplace_ops.convert(model, x)
+    return model
+
+
+def checkpointed(model: nn.Sequential, x: Tensor) -> Run:
+    """Each block keeps its input alone, and runs again in backward."""
+
+    def run(x: Tensor) -> Tensor:
+        for block in list(model)[:-1]:
+            x = checkpoint(block, x, use_reentrant=False)
+        return model[-1](x)
+
+    return run
+
+
+def compiled(model: nn.Sequential, x: Tensor, budget: float) -> Run:
+    """Compiled on this input, with a budget of PyTorch's memory for what is kept."""
+    torch._dynamo.reset()
+    run = torch.compile(model)
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        run(x).sum().backward()
+    model.zero_grad()
+    return run
+
+
+VARIANTS: dict[str, Callable[[nn.Sequential, Tensor], Run]] = {
+    "torch out of place": lambda model, x: model,
+    IN_PLACE: in_place,
+    "inplace_ops.convert": converted,
+    "checkpoint of each block": checkpointed,
+    "torch.compile": partial(compiled, budget=1.0),
+    "torch.compile, memory budget 0.5": partial(compiled, budget=0.5),
+}
+
+
+def step(run: Run, x: Tensor) -> None:
+    """Forward and backward."""
+    run(x).square().mean().backward()
+
+
+def gradient(model: nn.Module, run: Run, x: Tensor) -> Tensor:
+    """All parameters' gradients of a step, one after the other."""
+    model.zero_grad()
+    step(run, x)
+    found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    model.zero_grad()
+    return found
+
+
+def main() -> None:
+    """Measure, print the table, write the CSV."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--channels", type=int, default=64)
+    parser.add_argument("--size", type=int, default=56, help="the images' height and width")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    device, clock = arguments.device, Clock(arguments.device)
+    shape = (arguments.batch, arguments.channels, arguments.size, arguments.size)
+    x = torch.randn(shape, device=device)
+
+    with written_to(arguments.out or RESULTS / f"blocks_{device}.csv") as rows:
+        for name, activation in ACTIVATIONS.items():
+            short, long = (
+                chain(activation, n, arguments.channels).to(device) for n in (SHORT, LONG)
+            )
+            models, runs, held = {}, {}, {}
+            for variant, make in VARIANTS.items():
+                ends = []
+                for model in (copy.deepcopy(short), copy.deepcopy(long)):
+                    run = make(model, x)
+                    run(x)  # what a first call loads and sets up
+                    ends.append(memory_of(partial(run, x), device)[1])
+                models[variant], runs[variant] = model, run
+                held[variant] = (ends[1] - ends[0]) / (LONG - SHORT) / x.nbytes
+            expected = gradient(long, long, x)
+            distances = {
+                variant: (gradient(models[variant], run, x) - expected).norm() / expected.norm()
+                for variant, run in runs.items()
+            }
+            assert all(distance < 0.01 for distance in distances.values()), distances
+            times: dict[str, list[float]] = {variant: [] for variant in runs}
+            for repeat in range(arguments.repeats):
+                first = repeat % len(runs)  # none always follows the same other
+                for variant in [*runs, *runs][first : first + len(runs)]:
+                    times[variant].append(clock.time(partial(step, runs[variant], x))[0] / 1e3)
+                    models[variant].zero_grad()
+            for variant in VARIANTS:
+                pairs = zip(times[variant], times[IN_PLACE], strict=True)
+                first_quartile, median, third_quartile = quartiles([a / b for a, b in pairs])
+                row: dict[str, Any] = {
+                    "activation": name,
+                    "variant": variant,
+                    "input": " x ".join(map(str, shape)),
+                    "tensors held": f"{held[variant]:.2f}",
+                    "ms a block": f"{quartiles(times[variant])[1] / LONG:.1f}",
+                    "time over torch in place": f"{median:.2f}",
+                    "quartiles": f"{first_quartile:.2f} to {third_quartile:.2f}",
+                    "gradient off by": f"{distances[variant]:.0e}",
+                }
+                rows.append(row | machine(device))
+    print(table([list(row)] + [[r[c] for c in row] for r in rows]))
+
+
+if __name__ == "__main__":
+    main()
