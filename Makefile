@@ -28,14 +28,12 @@ models: $(INSTALLED)
 
 lint: $(INSTALLED)
 	$(VENV)/bin/python benchmarks/readme_tables.py --check
-	$(VENV)/bin/pip install -q -e '.[lint]' --no-build-isolation
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/clang-format --dry-run --Werror $$(find csrc tests benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.cu*')
 	$(VENV)/bin/mypy
 
 format: $(INSTALLED)
-	$(VENV)/bin/pip install -q -e '.[lint]' --no-build-isolation
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i $$(find csrc tests benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.cu*')
@@ -44,7 +42,7 @@ $(INSTALLED): $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install $(if $(findstring index-url,$(TORCH)),$(TORCH),'$(TORCH)')
 	$(VENV)/bin/pip install 'setuptools>=77' ninja numpy
-	$(VENV)/bin/pip install --no-build-isolation -e '.[test,demo]'
+	$(VENV)/bin/pip install --no-build-isolation -e '.[test,demo,lint]'
 	touch $@
 
 clean:

@@ -35,14 +35,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Recorder())
 
 
-def pytest_collection_finish() -> None:
-    # What a test collects is its own garbage: looking through all tests each time takes longer
-    # than many of them.
+@pytest.fixture(scope="module", autouse=True)
+def _earlier_objects_frozen() -> None:
+    # What a test collects is its own garbage: looking through what pytest, imports and compilers
+    # have made each time takes longer than many of them.
     gc.collect()
     gc.freeze()
 
 
-@pytest.fixture(params=["cpu", "cuda"])
+# Where there is no GPU, only the tests that are of a GPU alone say that they did not run.
+@pytest.fixture(params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
 def device(request: pytest.FixtureRequest) -> torch.device:
     if request.param == "cuda":
         if not torch.cuda.is_available():
