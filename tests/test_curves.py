@@ -386,6 +386,7 @@ CHECKS += [
     f"test_values.py::{test}"
     for test in ("test_every_length", "test_edge_values", "test_edge_gradients")
 ]
+CHECKS += ["test_ops.py::test_normalized_elements_are_the_same_in_every_kernel"]
 
 
 @pytest.mark.parametrize("instruction_set", ["baseline", "avx2"])

@@ -449,6 +449,28 @@ def test_normalized_elements(
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("differing", DIFFERING)
+def test_normalized_elements_are_the_same_in_every_kernel(
+    differing: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Enough of them that a sum rounded once here and twice there makes another 16-bit number."""
+    x, grad = (3 * torch.randn(3, 5, 360, 131, device=device).to(dtype) for _ in range(2))
+    of_channels, of_rows = DIFFERING[differing]
+    rows = None if of_rows is None else maps_of(x, *of_rows)
+    maps = (maps_of(x, *of_channels), rows, [])
+    z = _ops.NORMALIZE(x, *maps)
+    one_and_zero = torch.tensor([1.0, 0.0], dtype=_ops.maps_dtype(x), device=device)
+    identity = (one_and_zero.view(2, 1, 1, 1, 1), None, [])
+    for row in ROWS:
+        ops, scalars = row.entry.ops, row.scalars
+        y = ops.recompute(x, *maps, *scalars)
+        assert torch.equal(y, ops.recompute(z, *identity, *scalars)), row.name
+        gradient = ops.backward["recompute"](grad, x, *maps, *scalars)
+        expected = ops.backward["recompute"](grad, z, *identity, *scalars)
+        assert torch.equal(gradient, expected), row.name
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("channels", [(), (1,), (0, 1), (2,), (0, 2)], ids=str)
 @pytest.mark.parametrize("rows", [None, (0,), (0, 1), (0, 2)], ids=str)
 def test_runs_of_every_length(

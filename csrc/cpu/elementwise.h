@@ -86,40 +86,47 @@ class BlockAffine {
   int count = 0;
   bool is_one_map = false;
 
-  BlockAffine(const Affine<C>& affine, int64_t first, int elements) {
+  HOST_DEVICE BlockAffine(const Affine<C>& affine, int64_t first, int elements) {
     const auto& geometry = affine.geometry;
     const int64_t stride = innermost_stride(geometry, 0);
     const bool is_long = geometry.dims > 0 && geometry.sizes[geometry.dims - 1] >= kVector &&
                          innermost_stride(geometry, 1) == 0;
     is_one_map = is_long && stride == 0;
-    if (is_one_map || (is_long && stride == 1 && !affine.has_rows())) {
+    if (is_long && stride == 1 && !affine.has_rows()) {
       for_each_run(geometry, first, elements, [&](int64_t position, int64_t length, auto& offsets) {
-        Run& run = runs[count];
-        run = {position, length, affine.channels.scale + offsets[0],
-               affine.channels.shift + offsets[0]};
-        if (is_one_map) {
-          const auto map = affine.composed({*run.scale, *run.shift}, offsets[1]);
-          scale_[count] = map.scale;
-          shift_[count] = map.shift;
-          run.scale = scale_ + count;
-          run.shift = shift_ + count;
-        }
-        ++count;
+        runs[count++] = {position, length, affine.channels.scale + offsets[0],
+                         affine.channels.shift + offsets[0]};
       });
       return;
     }
-    gather(scale_, affine.channels.scale, geometry, 0, first, elements);
-    gather(shift_, affine.channels.shift, geometry, 0, first, elements);
-    if (affine.has_rows()) {
-      C row_scale[kBlock], row_shift[kBlock];
-      gather(row_scale, affine.rows.scale, geometry, 1, first, elements);
-      gather(row_shift, affine.rows.shift, geometry, 1, first, elements);
-      for (int i = 0; i < elements; ++i) {
-        shift_[i] += row_shift[i] * scale_[i];
-        scale_[i] *= row_scale[i];
+    C row_scale[kBlock], row_shift[kBlock];
+    int maps = elements;
+    if (is_one_map) {
+      for_each_run(geometry, first, elements, [&](int64_t position, int64_t length, auto& offsets) {
+        runs[count] = {position, length, scale_ + count, shift_ + count};
+        scale_[count] = affine.channels.scale[offsets[0]];
+        shift_[count] = affine.channels.shift[offsets[0]];
+        if (affine.has_rows()) {
+          row_scale[count] = affine.rows.scale[offsets[1]];
+          row_shift[count] = affine.rows.shift[offsets[1]];
+        }
+        ++count;
+      });
+      maps = count;
+    } else {
+      gather(scale_, affine.channels.scale, geometry, 0, first, elements);
+      gather(shift_, affine.channels.shift, geometry, 0, first, elements);
+      if (affine.has_rows()) {
+        gather(row_scale, affine.rows.scale, geometry, 1, first, elements);
+        gather(row_shift, affine.rows.shift, geometry, 1, first, elements);
       }
+      runs[count++] = {0, elements, scale_, shift_};
     }
-    runs[count++] = {0, elements, scale_, shift_};
+    if (!affine.has_rows()) return;
+    for (int i = 0; i < maps; ++i) {
+      shift_[i] += row_shift[i] * scale_[i];
+      scale_[i] *= row_scale[i];
+    }
   }
 
  private:
