@@ -251,6 +251,6 @@ def unsupported(op: str, x: Tensor) -> NotImplementedError:
     """The error for a tensor that no kernel exists for."""
     reason = f"; the CUDA kernels could not be loaded: {cuda_error}" if cuda_error else ""
     return NotImplementedError(
-        f"{op}: no kernel for a tensor with layout {x.layout}, device {x.device} and dtype "
-        f"{x.dtype}; this build supports {SUPPORTED}{reason}"
+        f"{op}: no kernel for a {'nested ' if x.is_nested else ''}tensor with layout {x.layout}, "
+        f"device {x.device} and dtype {x.dtype}; this build supports {SUPPORTED}{reason}"
     )

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy, Tracer
 from torch.jit import is_scripting  # type: ignore[attr-defined]
-from torch.overrides import has_torch_function_unary
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from . import activations, functional
 from .activations import Activation, MaskSave, OutputSave, Save, check_bits, check_save
@@ -50,7 +50,7 @@ class _InPlaceModule(nn.Module):
             return self._torch(input, self.inplace)
         elif _is_traced(input):
             return _traced(self, input)
-        elif self.inplace and self.save == "recompute" and not has_torch_function_unary(input):
+        elif self.inplace and self.save == "recompute":
             return self._after_norm(input)
         elif self.inplace:
             return self._in_place(input)
@@ -74,8 +74,10 @@ class _InPlaceModule(nn.Module):
         entry = self._entry()
         fallback = self.fallback or self.default_save
         scalars = (getattr(self, name) for name in entry.scalars)
-        bits = getattr(self, "bits", None)
-        return run(entry, input, "recompute", bits, *scalars, fallback=fallback)
+        arguments = (entry, input, "recompute", getattr(self, "bits", None), *scalars)
+        if has_torch_function_unary(input):  # a mode, as torch.set_default_device's, or a subclass
+            return handle_torch_function(run, (input,), *arguments, fallback=fallback)
+        return run(*arguments, fallback=fallback)
 
     def extra_repr(self) -> str:
         """Return what the parent prints, and `save` and `bits` where they are not the defaults."""

@@ -57,7 +57,7 @@ def norm_of(z: Tensor) -> Norm | None:
 
     But for a write through `.data`, which PyTorch does not see either.
     """
-    if type(z) is not Tensor or z._version != 0 or z.output_nr != 0:
+    if type(z) is not Tensor or z.is_nested or z._version != 0 or z.output_nr != 0:
         return None
     output = _output_of_instance_norm(z) if z._is_view() else z
     if output is None or type(output.grad_fn).__name__ not in _READERS:
@@ -150,10 +150,12 @@ def _parameters(node: Any) -> tuple[Tensor | None, Tensor | None] | None:
 
 
 def _is_there(value: Tensor | None) -> bool:
-    """Whether it is no subclass of Tensor, and its memory has not been freed."""
-    if value is None or value.numel() == 0:
+    """Whether it is dense and no subclass of Tensor, and its memory has not been freed."""
+    if value is None:
         return True
-    return type(value) in (Tensor, nn.Parameter) and value.untyped_storage().nbytes() > 0
+    if type(value) not in (Tensor, nn.Parameter) or value.is_nested or value.is_sparse:
+        return False
+    return value.numel() == 0 or value.untyped_storage().nbytes() > 0
 
 
 def _of_channels(x: Tensor, samples: int = 1) -> tuple[int, ...]:

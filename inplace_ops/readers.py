@@ -3,8 +3,9 @@
 A convolution or a linear layer saves its input for its own backward. Where that is the output of a
 norm, or of an activation with save="recompute", it follows from the norm's input, which the norm
 keeps anyway. `drop_outputs`, a forward hook on the reader, lets the reader's node keep that recipe:
-by hooks on the saved tensor itself, which PyTorch's notes on saved tensors document. What anything
-else refers to stays alive all the same.
+by hooks on the saved tensor itself, which PyTorch's notes on saved tensors document. Which nodes
+are the reader's `note_first_node` tells, a hook before its forward. What anything else refers to
+stays alive all the same.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.compiler import is_compiling
 from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 from . import _ops
-from ._torch import tree_leaves
+from ._torch import next_node_number, tree_leaves
 from .activations import Activation
 from .autograd import Normalized, RecomputeFunction
 from .memory import is_held_itself, replace
@@ -62,17 +63,31 @@ class _View(NamedTuple):
         return self.recipe.output().as_strided(self.size, self.stride, self.offset)
 
 
-def drop_outputs(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-    """Let the nodes that `module` has just made keep recipes instead of outputs: a forward hook.
+def note_first_node(module: nn.Module, args: tuple[Tensor]) -> None:
+    """Note where the nodes begin that `module` is going to make: a forward pre-hook.
 
-    Arguments and output may be anything: torch.jit.script, which leaves the hook out, wants types.
+    Arguments and output may be anything: torch.jit.script, which leaves the hooks out, wants types.
     """
     if not is_scripting():
-        _drop_outputs(args, output)
+        _note_first_node(module)
 
 
-def _drop_outputs(args: Any, output: Any) -> None:
-    for saved in outputs_saved_by(args, output):
+def drop_outputs(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+    """Let the nodes that `module` has just made keep recipes instead of outputs: a forward hook."""
+    if not is_scripting():
+        _drop_outputs(module, output)
+
+
+FIRST_NODE = "_inplace_ops_first_node"  # the attribute of a module, past nn.Module's own setting
+
+
+def _note_first_node(module: nn.Module) -> None:
+    if not is_compiling():
+        vars(module)[FIRST_NODE] = next_node_number()
+
+
+def _drop_outputs(module: nn.Module, output: Any) -> None:
+    for saved in outputs_saved_by(module, output):
         saved.drop()
 
 
@@ -88,12 +103,14 @@ class SavedOutput(NamedTuple):
         return self.view.tensor()
 
     def magnitude(self) -> Tensor:
-        """By its roundings it may differ: |x * scale| + |shift| of the norm."""
-        normalized = self.view.recipe.normalized
-        x, channels, rows, dim_order = normalized
+        """By its roundings it may differ: the largest |x * scale| + |shift| of the norm.
+
+        Of the whole tensor, as bias and mean may cancel in a shift, which the norm adds in turn.
+        """
+        x, channels, rows, dim_order = self.view.recipe.normalized
         maps = channels.abs(), None if rows is None else rows.abs()
         magnitude = _ops.NORMALIZE(x.abs(), *maps, dim_order)
-        return magnitude.as_strided(self.view.size, self.view.stride, self.view.offset)
+        return magnitude.nan_to_num(nan=0.0, posinf=0.0).amax()
 
     def drop(self) -> None:
         """Let the node keep the recipe instead."""
@@ -101,8 +118,8 @@ class SavedOutput(NamedTuple):
         replace(self.raw, lambda _: view, _View.tensor)
 
 
-def outputs_saved_by(args: Any, output: Any) -> Iterator[SavedOutput]:
-    """What a module has saved, between its arguments and its output, that can be formed again."""
+def outputs_saved_by(module: nn.Module, output: Any) -> Iterator[SavedOutput]:
+    """What the nodes saved that a call of `module` has made, if it can be formed again."""
     if (
         is_compiling()
         or not torch.is_grad_enabled()
@@ -110,21 +127,19 @@ def outputs_saved_by(args: Any, output: Any) -> Iterator[SavedOutput]:
         or torch._C._get_tracing_state() is not None
     ):
         return
-    arguments = _tensors_in(args[0] if len(args) == 1 else args)
-    if not arguments:
-        return  # what the call has made cannot be told from what was there
-    seen = {argument.grad_fn for argument in arguments}
+    first = vars(module).get(FIRST_NODE)
+    if first is None:  # the call began before there was a hook
+        return
+    seen = set()
     pending = [tensor.grad_fn for tensor in _tensors_in(output)]
     while pending:
         node = pending.pop()
-        if node is None or node in seen:
+        if node is None or node in seen or node._sequence_nr() < first:
             continue
         seen.add(node)
         pending.extend(before for before, _ in node.next_functions)
         kind: Any = type(node)
-        if kind.__name__ in NODES:  # a look at what a norm keeps would form it again
-            continue
-        if issubclass(kind, BackwardCFunction):  # which know what they keep themselves
+        if issubclass(kind, BackwardCFunction):  # somebody's own, which no cache must keep alive
             continue
         for name in _saved_by(kind):
             try:
@@ -146,9 +161,45 @@ def _tensors_in(value: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
+# What may be given an input that differs by a rounding: the gradients of these follow it, or jump
+# where those of ReLU do. That of a maximum, or of a norm of infinite order, compares it with the
+# result, and is another altogether.
+_OPERATIONS = (
+    *("addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "linear", "mm", "mv", "_trilinear"),
+    *("convolution", "grid_sampler_2d", "grid_sampler_3d", "mkldnn_rnn_layer", "_cudnn_rnn"),
+    *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention"),
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+    "_scaled_dot_product_fused_attention_overrideable",
+    *("addcmul", "div", "mul"),
+    *("elu", "gelu", "glu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "log_sigmoid"),
+    *("mish", "_prelu_kernel", "silu", "softplus"),
+    # These look at its shape alone.
+    *("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "avg_pool2d", "avg_pool3d"),
+    *("adaptive_max_pool2d", "adaptive_max_pool3d"),
+    *("max_pool2d_with_indices", "max_pool3d_with_indices"),
+    *("reflection_pad1d", "reflection_pad2d", "reflection_pad3d"),
+    *("replication_pad1d", "replication_pad2d", "replication_pad3d"),
+)
+
+
+def _key(name: str) -> str:
+    """What the names of an operation and of its node have in common."""
+    return name.replace("_", "").lower()
+
+
+_KEYS = frozenset(map(_key, _OPERATIONS))
+
+
+def can_read_what_is_formed_again(operation: str) -> bool:
+    """Whether PyTorch's operation of that name may be given what differs by a rounding."""
+    return _key(operation) in _KEYS
+
+
 @cache
 def _saved_by(node_type: Any) -> tuple[str, ...]:
-    """The names under which nodes of a type, of PyTorch's own, save tensors."""
+    """The names under which nodes of a type save tensors, if they may be formed again."""
+    if not can_read_what_is_formed_again(node_type.__name__.rpartition("Backward")[0]):
+        return ()
     prefix = "_raw_saved_"
     return tuple(n.removeprefix(prefix) for n in dir(node_type) if n.startswith(prefix))
 

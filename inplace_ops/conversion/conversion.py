@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ..readers import drop_outputs
+from ..readers import FIRST_NODE, drop_outputs, note_first_node
 from .slots import Slot
 
 
@@ -24,12 +24,15 @@ class Conversion(NamedTuple):
         self.hook(drop_outputs)
 
     def hook(self, hook: Callable[..., None]) -> None:
-        """Put a forward hook on the readers."""
+        """Put a forward hook on the readers, and before it what notes their first nodes."""
         for reader in self.readers:
+            reader.register_forward_pre_hook(note_first_node)
             reader.register_forward_hook(hook)
 
 
 def remove_hooks(module: nn.Module) -> None:
     """Take away what `Conversion.put` put on a reader, or on what it is a copy of."""
-    for key in [key for key, hook in module._forward_hooks.items() if hook is drop_outputs]:
-        del module._forward_hooks[key]
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [k for k, hook in hooks.items() if hook in (note_first_node, drop_outputs)]:
+            del hooks[key]
+    vars(module).pop(FIRST_NODE, None)

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ..readers import can_read_what_is_formed_again
 from .forecast import Forecast
-from .recording import NORMS, Call, NormCall, SavedTensor
+from .recording import Call, NormCall, SavedTensor
 from .report import DroppedOutput
 
 
@@ -72,11 +73,11 @@ def _dropped(
 
 
 def _can_drop(saved: SavedTensor, run: Forecast) -> bool:
-    """Whether what saved the tensor is an operation of PyTorch's, but no norm, in a module."""
+    """Whether what saved the tensor is an operation, in a module, that may be given another."""
     operation = run.recording.node_names.get(saved.node, "").rpartition(".")[2]
     return (
         saved.call is None
-        and operation not in ("", *NORMS)
+        and can_read_what_is_formed_again(operation)
         and saved.reader is not None
         and not isinstance(saved.reader, torch.jit.ScriptModule)
     )

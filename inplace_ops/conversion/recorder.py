@@ -25,7 +25,6 @@ from .._torch import (
     has_storage,
     next_node_number,
     op_parameters,
-    tree_leaves,
 )
 from ..activations import ACTIVATIONS
 from ..memory import unwrapped
@@ -148,8 +147,8 @@ class _Recorder(TorchDispatchMode):
         def enter(module: nn.Module, inputs: Any) -> None:
             self.stack.append(self.paths.get(module, self.stack[-1]))
             self.modules.append(module)
-            takes_tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves(inputs))
-            self.readers.append(module if takes_tensors else None)
+            # Not what the model calls without holding it: nothing finds its hooks again.
+            self.readers.append(module if module in self.paths else None)
 
         def leave(module: nn.Module, inputs: Any, output: Any) -> None:
             self.stack.pop()
@@ -198,7 +197,7 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         if self.call is None and not func.is_view:
             self.record_operation(func, args, kwargs, time)
-            if func.overloadpacket.__name__ in NORMS:
+            if func.overloadpacket.__name__ in NORMS and not result[0].is_nested:
                 (output,) = self.storages_of(result[:1])
                 kind, maps = type(self.modules[-1]).__name__, _bytes_of_maps(func, *result[:2])
                 norm = NormCall(
@@ -299,12 +298,14 @@ def _layout_is_known(norm: OpOverload, args: tuple[Any, ...]) -> bool:
 
 
 def _bytes_of_maps(norm: OpOverload, output: Tensor, means: Tensor) -> int:
-    kind, values = norm.overloadpacket.__name__, 2 * output.size(1)
-    if kind == "native_group_norm":
-        values *= output.size(0)
-    elif kind == "native_layer_norm":
-        values = 2 * means.numel() + 2 * (output.numel() // max(means.numel(), 1))
-    return values * maps_dtype(output).itemsize
+    match norm.overloadpacket.__name__:
+        case "native_layer_norm":
+            values = means.numel() + output.numel() // max(means.numel(), 1)
+        case "native_group_norm":
+            values = output.size(0) * output.size(1)
+        case _:
+            values = output.size(1)
+    return 2 * values * maps_dtype(output).itemsize
 
 
 def _follows_from_norm(x: Tensor) -> bool:
