@@ -166,13 +166,13 @@ def _tensors_in(value: Any) -> list[Tensor]:
 # result, and is another altogether.
 _OPERATIONS = (
     *("addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "linear", "mm", "mv", "_trilinear"),
-    *("convolution", "grid_sampler_2d", "grid_sampler_3d", "mkldnn_rnn_layer", "_cudnn_rnn"),
+    *("convolution", "grid_sampler_2d", "grid_sampler_3d"),
     *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention"),
     *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
     "_scaled_dot_product_fused_attention_overrideable",
     *("addcmul", "div", "mul"),
-    *("elu", "gelu", "glu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "log_sigmoid"),
-    *("mish", "_prelu_kernel", "silu", "softplus"),
+    *("elu", "gelu", "glu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "mish"),
+    *("_prelu_kernel", "silu", "softplus"),
     # These look at its shape alone.
     *("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "avg_pool2d", "avg_pool3d"),
     *("adaptive_max_pool2d", "adaptive_max_pool3d"),

@@ -651,6 +651,68 @@ def test_only_nodes_of_the_call_are_looked_at(monkeypatch: pytest.MonkeyPatch) -
     assert_same_behaviour(behaviour(model, x), behaviour(original, x), rtol=1e-10, atol=1e-10)
 
 
+# What reads a norm's output of shape (4, C, 16, 16), by the operation that saves it.
+OPERATIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "addbmm": lambda m, y: torch.addbmm(y.new_zeros(16, 16), y[:, 0], m.weight[:4]),
+    "addmm": lambda m, y: m.linear(y),
+    "addmv": lambda m, y: torch.addmv(y.new_zeros(4), y.flatten(1), m.weight.flatten()[:2048]),
+    "baddbmm": lambda m, y: torch.baddbmm(y.new_zeros(4, 16, 16), y[:, 0], m.weight[:4]),
+    "bmm": lambda m, y: y[:, 0] @ m.weight[:4],
+    "dot": lambda m, y: y[:2].flatten() @ m.weight.flatten(),
+    "mm": lambda m, y: y.flatten(1) @ m.weight.view(2048, 2),
+    "mv": lambda m, y: y.flatten(1) @ m.weight.flatten()[:2048],
+    "trilinear": lambda m, y: F.bilinear(y, y.detach() * 0.5, m.weight),
+    "convolution": lambda m, y: m.conv(y),
+    "grid_sampler_2d": lambda m, y: F.grid_sample(
+        y, m.weight[:4, :, None, :2].tanh(), align_corners=False
+    ),
+    "attention": lambda m, y: F.scaled_dot_product_attention(y, y, y),
+    "addcmul": lambda m, y: torch.addcmul(y.new_zeros(()), y, m.weight[:C]),
+    "div": lambda m, y: y / (2 + m.weight[:C].cos()),
+    "mul": lambda m, y: y * m.weight[:C],
+    "elu": lambda m, y: F.elu(y),
+    "gelu": lambda m, y: F.gelu(y),
+    "glu": lambda m, y: F.glu(y, 1),
+    "hardsigmoid": lambda m, y: F.hardsigmoid(y),
+    "hardswish": lambda m, y: F.hardswish(y),
+    "hardtanh": lambda m, y: F.hardtanh(y),
+    "leaky_relu": lambda m, y: F.leaky_relu(y),
+    "mish": lambda m, y: F.mish(y),
+    "prelu": lambda m, y: F.prelu(y, m.weight[0, 0, :C]),
+    "silu": lambda m, y: F.silu(y),
+    "softplus": lambda m, y: F.softplus(y),
+    "adaptive_avg_pool2d": lambda m, y: F.adaptive_avg_pool2d(y, 5),
+    "adaptive_avg_pool3d": lambda m, y: F.adaptive_avg_pool3d(y, 5),
+    "avg_pool2d": lambda m, y: F.avg_pool2d(y, 2),
+    "avg_pool3d": lambda m, y: F.avg_pool3d(y, 2),
+    "adaptive_max_pool2d": lambda m, y: F.adaptive_max_pool2d(y, 5),
+    "adaptive_max_pool3d": lambda m, y: F.adaptive_max_pool3d(y, 5),
+    "max_pool2d": lambda m, y: F.max_pool2d(y, 2),
+    "max_pool3d": lambda m, y: F.max_pool3d(y, 2),
+    "reflection_pad1d": lambda m, y: F.pad(y[0], (1, 1), "reflect"),
+    "reflection_pad2d": lambda m, y: F.pad(y, (1, 1, 1, 1), "reflect"),
+    "replication_pad2d": lambda m, y: F.pad(y, (1, 1, 1, 1), "replicate"),
+    "replication_pad3d": lambda m, y: F.pad(y, (1, 1, 1, 1, 1, 1), "replicate"),
+}
+
+
+class Operations(Readers):
+    def __init__(self, read: Callable[[Any, Tensor], Tensor]) -> None:
+        norm = lambda c: nn.InstanceNorm2d(c, affine=True)  # noqa: E731
+        super().__init__(read, nn.Identity, norm)
+        nn.init.normal_(self.block[1].bias)
+        self.weight = nn.Parameter(torch.randn(16, 16, 16, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("read", OPERATIONS.values(), ids=OPERATIONS)
+def test_operations_that_read_what_is_formed_again(read: Callable[[Any, Tensor], Tensor]) -> None:
+    x = images()
+    model, original, report = converted(Operations(read), x)
+    assert [output.name for output in report.dropped] == ["block.1"]
+    assert held_allocation(lambda: model(x)) < held_allocation(lambda: original(x))
+    assert_same_behaviour(behaviour(model, x), behaviour(original, x), rtol=1e-10, atol=1e-10)
+
+
 INDEX = torch.arange(C) % 3
 # Gradients that compare what was saved with the result: another last bit makes another gradient.
 COMPARE: dict[str, Callable[[Tensor], Tensor]] = {
