@@ -718,7 +718,6 @@ INDEX = torch.arange(C) % 3
 COMPARE: dict[str, Callable[[Tensor], Tensor]] = {
     "amax": lambda y: y.amax((2, 3)),
     "amin": lambda y: y.amin((2, 3)),
-    "aminmax": lambda y: torch.stack(torch.aminmax(y, dim=1)),
     "max": lambda y: y.max(),
     "min": lambda y: y.min(),
     "vector_norm": lambda y: torch.linalg.vector_norm(y, torch.inf, dim=1),
