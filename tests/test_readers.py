@@ -803,6 +803,18 @@ def test_norms_with_biases_as_trained_ones_have(
         assert [output.name for output in report.dropped] == ["2"]
 
 
+@pytest.mark.parametrize("factor", [1 + 1e-12, torch.nan])
+def test_what_is_formed_again_is_verified(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = readers._Recipe.output
+    monkeypatch.setattr(readers._Recipe, "output", lambda recipe: right(recipe) * factor)
+    model = network()
+    with pytest.raises(inplace_ops.VerificationError, match="another input than it reads"):
+        inplace_ops.convert(model, images())
+    assert hooks(model) == 0
+    assert isinstance(model[0][2], nn.SiLU)
+    assert not isinstance(model[0][2], inplace_ops.SiLU)
+
+
 def test_modules_that_the_model_does_not_hold() -> None:
     """A frozen critic in a list: nobody would find its hooks to take them away."""
 

@@ -87,7 +87,7 @@ def _check_and_drop(module: nn.Module, args: Any, output: Any) -> None:
             tolerance = _ROUNDINGS * torch.finfo(saved.tensor.dtype).eps * saved.magnitude()
             difference = (saved.formed() - saved.tensor.detach()).abs()
             finite = saved.tensor.isfinite()
-            if (difference > tolerance)[finite].any():
+            if not (difference <= tolerance)[finite].all():
                 raise VerificationError(
                     f"a {type(module).__name__} would be given in backward another input than it "
                     f"reads: the two differ by up to {float(difference[finite].max()):.3g}"
