@@ -18,6 +18,12 @@ struct ScaleAndShift {
   C scale, shift;
 };
 
+// A row's map, and then a channel's.
+template <class C>
+HOST_DEVICE ScaleAndShift<C> composed(ScaleAndShift<C> row, ScaleAndShift<C> channel) {
+  return {row.scale * channel.scale, row.shift * channel.scale + channel.shift};
+}
+
 // How the map of each channel follows from a norm's statistics and parameters, of which there may
 // be none: the reciprocal deviation and the mean of `share` neighbouring channels, and weights and
 // biases, which begin again after the last for the next sample.
@@ -46,13 +52,12 @@ struct Affine {
   HOST_DEVICE ScaleAndShift<C> at(int64_t element) const {
     int64_t offsets[2];
     geometry.locate(element, offsets);
-    return composed({channels.scale[offsets[0]], channels.shift[offsets[0]]}, offsets[1]);
+    return after_row(offsets[1], {channels.scale[offsets[0]], channels.shift[offsets[0]]});
   }
 
   // A channel's map after that of the row at an offset.
-  HOST_DEVICE ScaleAndShift<C> composed(ScaleAndShift<C> channel, int64_t row) const {
-    if (!has_rows()) return channel;
-    return {rows.scale[row] * channel.scale, rows.shift[row] * channel.scale + channel.shift};
+  HOST_DEVICE ScaleAndShift<C> after_row(int64_t row, ScaleAndShift<C> channel) const {
+    return has_rows() ? composed({rows.scale[row], rows.shift[row]}, channel) : channel;
   }
 };
 

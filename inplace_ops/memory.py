@@ -103,6 +103,12 @@ def _sum_without(not_counted: Iterable[Tensor], storages: Mapping[int, int]) -> 
     return sum(size for key, size in storages.items() if key not in known)
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is strided and not nested, and of no subclass but Parameter."""
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested
+    return type(tensor) in (Tensor, nn.Parameter) and is_strided
+
+
 def unwrapped(tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors that it is made of: of a DTensor this process's part, else itself."""
     if not is_traceable_wrapper_subclass(tensor):

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import _ops
-from .memory import is_held_itself
+from .memory import is_held_itself, is_plain
 
 
 class Norm(NamedTuple):
@@ -150,12 +150,10 @@ def _parameters(node: Any) -> tuple[Tensor | None, Tensor | None] | None:
 
 
 def _is_there(value: Tensor | None) -> bool:
-    """Whether it is dense and no subclass of Tensor, and its memory has not been freed."""
+    """Whether it is a plain tensor whose memory has not been freed."""
     if value is None:
         return True
-    if type(value) not in (Tensor, nn.Parameter) or value.is_nested or value.is_sparse:
-        return False
-    return value.numel() == 0 or value.untyped_storage().nbytes() > 0
+    return is_plain(value) and (value.numel() == 0 or value.untyped_storage().nbytes() > 0)
 
 
 def _of_channels(x: Tensor, samples: int = 1) -> tuple[int, ...]:

@@ -124,8 +124,9 @@ class BlockAffine {
     }
     if (!affine.has_rows()) return;
     for (int i = 0; i < maps; ++i) {
-      shift_[i] += row_shift[i] * scale_[i];
-      scale_[i] *= row_scale[i];
+      const auto map = composed<C>({row_scale[i], row_shift[i]}, {scale_[i], shift_[i]});
+      scale_[i] = map.scale;
+      shift_[i] = map.shift;
     }
   }
 

@@ -299,8 +299,8 @@ HOST_DEVICE void expand(const Affine<C>& affine, int64_t element, ScaleAndShift<
     if (geometry.strides[0][inner] == 0) {
       const int64_t size = geometry.sizes[inner];
       const int64_t left = size - geometry.innermost(element);
-      const auto first = affine.composed(
-          {affine.channels.scale[offsets[0]], affine.channels.shift[offsets[0]]}, offsets[1]);
+      const auto first = affine.after_row(
+          offsets[1], {affine.channels.scale[offsets[0]], affine.channels.shift[offsets[0]]});
       const auto second = left < count ? affine.at(element + left) : first;
       UNROLL
       for (int i = 0; i < count; ++i) maps[i] = i < left ? first : second;
@@ -312,7 +312,7 @@ HOST_DEVICE void expand(const Affine<C>& affine, int64_t element, ScaleAndShift<
         load_vector(reinterpret_cast<C(&)[4]>(shift[i]), affine.channels.shift + offsets[0] + i);
       }
       UNROLL
-      for (int i = 0; i < count; ++i) maps[i] = affine.composed({scale[i], shift[i]}, offsets[1]);
+      for (int i = 0; i < count; ++i) maps[i] = affine.after_row(offsets[1], {scale[i], shift[i]});
     }
   }
 }

@@ -27,7 +27,7 @@ from .._torch import (
     op_parameters,
 )
 from ..activations import ACTIVATIONS
-from ..memory import unwrapped
+from ..memory import is_plain, unwrapped
 from ..normalization import norm_of, source_of
 from .interception import HANDED_OUT, OwnHooks, ReadsWithoutAnOperation, seen_through_other_hooks
 from .recording import NORMS, Call, Event, FunctionCall, NormCall, Recording, SavedTensor
@@ -72,7 +72,6 @@ class _Recorder(TorchDispatchMode):
         self.paths = {module: path for path, module in model.named_modules()}
         self.stack = [""]
         self.modules = [model]
-        self.readers: list[nn.Module | None] = [None]
         self.clock = itertools.count()
         self.recording = Recording()
         self.storages: dict[int, StorageWeakRef] = {}
@@ -147,13 +146,10 @@ class _Recorder(TorchDispatchMode):
         def enter(module: nn.Module, inputs: Any) -> None:
             self.stack.append(self.paths.get(module, self.stack[-1]))
             self.modules.append(module)
-            # Not what the model calls without holding it: nothing finds its hooks again.
-            self.readers.append(module if module in self.paths else None)
 
         def leave(module: nn.Module, inputs: Any, output: Any) -> None:
             self.stack.pop()
             self.modules.pop()
-            self.readers.pop()
 
         handles = [
             module_hooks.register_module_forward_pre_hook(enter),
@@ -178,9 +174,11 @@ class _Recorder(TorchDispatchMode):
     def record_saved(self, tensor: Tensor, is_held: bool = True) -> list[SavedTensor]:
         # A node takes its number before it saves its first tensor.
         node = next_node_number()
+        # Not what the model calls without holding it: nothing finds its hooks again.
+        reader = self.modules[-1] if self.modules[-1] in self.paths else None
         found = []
         for storage in self.storages_of([tensor]):
-            saved = SavedTensor(next(self.clock), node, self.call, is_held, self.readers[-1])
+            saved = SavedTensor(next(self.clock), node, self.call, is_held, reader)
             self.recording.saved[storage].append(saved)
             found.append(saved)
         return found
@@ -285,7 +283,7 @@ class _Recorder(TorchDispatchMode):
         if self.call is not None or kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
             return "called otherwise than with one tensor"
         (x,) = args
-        if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or x.is_nested:
+        if not is_plain(x):
             return "called with a sparse or nested tensor, or another subclass of Tensor"
         if not has_storage(x):
             return "called inside a transform of torch.func"

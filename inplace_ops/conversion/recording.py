@@ -36,8 +36,7 @@ class SavedTensor:
         node: The number of the autograd node that saved it.
         call: The activation's call that it was part of.
         is_held: Whether the graph still holds it when forward has ended.
-        reader: The innermost module that was called then; None if it was called without tensors,
-            but for keyword arguments.
+        reader: The innermost module that was called then; None if the model does not hold it.
     """
 
     time: int
