@@ -57,34 +57,26 @@ class Buffers:
             [partial(x.copy_, source) for x, source in zip(self.x, self.input, strict=True)], device
         )
 
-    def empty_bits(self, planes: int) -> list[torch.Tensor | None]:
-        """Room for the packed bits of each launch; None without any."""
-        shape = (self.launches, planes, (self.x.size(1) + 7) // 8)
-        return list(self.x.new_empty(shape, dtype=torch.uint8)) if planes else [None] * shape[0]
-
 
 def time_case(
     activation: str, variant: Variant, buffers: Buffers, repetitions: int, clock: Clock
 ) -> dict[str, list[float]]:
     """Verify, then time: microseconds a launch of the copy, of forward and of backward."""
     assert variant.kernels is not None
-    all_bits = buffers.empty_bits(variant.bits_of(buffers.x.dtype))
-    forwards, backwards = [], []
-    for x, grad, bits in zip(buffers.x, buffers.grad, all_bits, strict=True):
-        saved = [x] if variant.backward_tensors == 3 else []
-        saved += [] if bits is None else [bits]
-        forwards.append(partial(variant.kernels.forward, x, bits))
-        backwards.append(partial(variant.kernels.backward, grad, *saved))
-    runs = {
-        "copy": buffers.copy,
-        "forward": recorded(forwards, clock.device),
-        "backward": recorded(backwards, clock.device),
-    }
+    forward = recorded([partial(variant.kernels.forward, x) for x in buffers.x], clock.device)
+    runs = {"copy": buffers.copy, "forward": forward}
 
     buffers.grad.normal_().sign_()
     runs["copy"]()
     if not torch.equal(buffers.x, buffers.input):
         raise AssertionError("the copy is not one")
+    backwards = []
+    for x, grad, bits in zip(buffers.x, buffers.grad, runs["forward"](), strict=True):
+        saved = [x] if variant.backward_tensors == 3 else []
+        saved += [] if bits is None else [bits]
+        backwards.append(partial(variant.kernels.backward, grad, *saved))
+    runs["backward"] = recorded(backwards, clock.device)
+    runs["copy"]()
     runs["forward"]()
     results = runs["backward"]()
     gradient = results[0] if len(results) == 1 else torch.stack(results)

@@ -28,17 +28,16 @@ class Kernels:
         """Packed bits per element."""
         return self.bits or self.entry.default_bits(self.save, dtype)
 
-    def forward(self, x: Tensor, bits: Tensor | None) -> None:
-        """Replace x by its activation and write the packed bits, if it keeps any."""
-        ops = self.entry.ops
-        if bits is None:
-            ops.in_place(x, [], *self.arguments)
-        else:
-            ops.save_in_place[self.save](x, bits, [], *self.arguments)
+    def forward(self, x: Tensor) -> Tensor | None:
+        """Replace x by its activation and return the packed bits, if it keeps any."""
+        ops, bits = self.entry.ops, self.bits_of(x.dtype)
+        if bits:
+            return ops.save_in_place[self.save](x, bits, None, *self.arguments)
+        return ops.in_place(x, None, *self.arguments)
 
     def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
         """Return the gradient from the incoming one and what was saved: output, bits or both."""
-        return self.entry.ops.backward[self.save](grad, *saved, [], *self.arguments)
+        return self.entry.ops.backward[self.save](grad, *saved, None, *self.arguments)
 
 
 @dataclass(frozen=True)

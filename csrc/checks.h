@@ -72,12 +72,12 @@ inline void check_same(const char* op, const Tensor& tensor, const Tensor& grad)
 }
 
 inline void check_order(const char* op, const DimOrder& dim_order, int64_t dims) {
-  if (dim_order.empty()) return;
-  std::vector<int64_t> sorted(dim_order), expected(dims);
+  if (!dim_order) return;
+  std::vector<int64_t> sorted(*dim_order), expected(dims);
   std::sort(sorted.begin(), sorted.end());
   std::iota(expected.begin(), expected.end(), 0);
   STD_TORCH_CHECK(sorted == expected, op, "_: dim_order must be a permutation of the ", dims,
-                  " dimensions, or empty");
+                  " dimensions, or none");
 }
 
 inline void check_count(const char* op, int64_t bits, bool is_accepted) {
@@ -93,18 +93,6 @@ inline void check_packed(const char* op, const Tensor& packed, const Tensor& x) 
                   "_: packed bits must have shape (bits, ceil(elements / 8)) = (bits, ",
                   plane_bytes(x.numel()), ")");
   STD_TORCH_CHECK(packed.is_contiguous(), op, "_: packed bits must be contiguous");
-}
-
-// The kernels read a block of x and write its bits before they read the next.
-inline void check_apart(const char* op, const Tensor& packed, const Tensor& x) {
-  if (x.numel() == 0) return;
-  int64_t last = 0;
-  for (int64_t d = 0; d < x.dim(); ++d) last += (x.size(d) - 1) * x.stride(d);
-  const auto x_begin = reinterpret_cast<uintptr_t>(x.const_data_ptr());
-  const auto packed_begin = reinterpret_cast<uintptr_t>(packed.const_data_ptr());
-  const uintptr_t x_end = x_begin + (last + 1) * x.element_size();
-  STD_TORCH_CHECK(packed_begin + packed.numel() <= x_begin || x_end <= packed_begin, op,
-                  "_: packed bits must not lie in the memory of the tensor");
 }
 
 }  // namespace inplace_ops

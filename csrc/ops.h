@@ -14,12 +14,11 @@
 namespace inplace_ops {
 
 // Runs the functor that make(T{}) returns for the tensors' format T. Device has run(functor, ...).
-template <class Device, class MakeFunctor>
-void run(const char* op, const Tensor& out, const std::vector<const Tensor*>& in,
-         const Tensor* packed, const DimOrder& dim_order, const MakeFunctor& make,
-         const MapTensors* maps = nullptr) {
-  std::vector<const Tensor*> operands{&out};
-  operands.insert(operands.end(), in.begin(), in.end());
+template <class Device, size_t inputs, class MakeFunctor>
+void run(const char* op, const Tensor& out, const Tensor* const (&in)[inputs], const Tensor* packed,
+         const DimOrder& dim_order, const MakeFunctor& make, const MapTensors* maps = nullptr) {
+  const Tensor* operands[inputs + 1] = {&out};
+  std::copy(in, in + inputs, operands + 1);
   const Geometry geometry = walk(dim_order, operands);
   dispatch(out.scalar_type(), op, [&](auto zero) {
     using T = decltype(zero);
@@ -67,7 +66,8 @@ Tensor norm_maps(std::optional<Tensor> deviation, std::optional<Tensor> mean,
   for (size_t d = shape.size() - 1; d-- > 0;) strides[d] = strides[d + 1] * shape[d + 1];
   int32_t dtype;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
-  const Tensor maps = empty_strided(shape, strides, dtype, like);
+  const Tensor maps =
+      empty_strided(int64_t(shape.size()), shape.data(), strides.data(), dtype, like);
   dispatch(like.scalar_type(), "norm_maps", [&](auto zero) {
     using C = decltype(zero);
     if constexpr (std::is_same_v<C, opmath_t<C>>) {
@@ -121,12 +121,6 @@ struct Ops<Device, Activation, Types<Arguments...>> {
   template <template <class, class> class Forward>
   static void forward(const Tensor& out, const Tensor& x, const Tensor* packed,
                       const DimOrder& dim_order, Arguments... arguments) {
-    check_order(kName, dim_order, x.dim());
-    check_writable(kName, x);  // compiled code copies out to x
-    if (packed) {
-      check_packed(kName, *packed, x);
-      check_apart(kName, *packed, x);
-    }
     run<Device>(kName, out, {&x}, packed, dim_order, [&](auto zero) {
       using A = Activation<decltype(zero)>;
       return Forward<A, decltype(zero)>{{}, A{arguments...}};
@@ -135,23 +129,24 @@ struct Ops<Device, Activation, Types<Arguments...>> {
 
   template <template <class, class> class Forward>
   static void in_place(Tensor x, DimOrder dim_order, Arguments... arguments) {
+    check_order(kName, dim_order, x.dim());
+    check_writable(kName, x);
     forward<Forward>(x, x, nullptr, dim_order, arguments...);
   }
 
+  // Returns the packed bits.
   template <template <class, class> class Forward>
-  static void in_place_saving(Tensor x, Tensor packed, DimOrder dim_order, Arguments... arguments) {
-    forward<Forward>(x, x, &packed, dim_order, arguments...);
-  }
-
-  template <template <class, class> class Forward>
-  static Tensor out_of_place(Tensor x, DimOrder dim_order, Arguments... arguments) {
+  static Tensor in_place_saving(Tensor x, int64_t bits, DimOrder dim_order,
+                                Arguments... arguments) {
     check_order(kName, dim_order, x.dim());
-    const Tensor out = empty_in_order(x, dim_order);
-    forward<Forward>(out, x, nullptr, dim_order, arguments...);
-    return out;
+    check_writable(kName, x);
+    check_count(kName, bits, bits >= 1 && bits <= 32);
+    const Tensor packed = empty_bits(x, bits);
+    forward<Forward>(x, x, &packed, dim_order, arguments...);
+    return packed;
   }
 
-  // The result and the packed bits.
+  // Returns the result and the packed bits.
   template <template <class, class> class Forward>
   static std::tuple<Tensor, Tensor> out_of_place_saving(Tensor x, int64_t bits, DimOrder dim_order,
                                                         Arguments... arguments) {
@@ -163,8 +158,8 @@ struct Ops<Device, Activation, Types<Arguments...>> {
   }
 
   // A new tensor from make(T{}) of the inputs, the first of which is a gradient.
-  template <class MakeFunctor>
-  static Tensor differentiate(const std::vector<const Tensor*>& in, const Tensor* packed,
+  template <size_t inputs, class MakeFunctor>
+  static Tensor differentiate(const Tensor* const (&in)[inputs], const Tensor* packed,
                               const DimOrder& dim_order, const MakeFunctor& make,
                               const MapTensors* maps = nullptr) {
     const Tensor& grad = *in[0];

@@ -1,8 +1,10 @@
 // The schemas of all ops, and their implementations on a device: both from the list of activations.
 //
-//   relu_(x!), relu(x)                              in place and out of place, nothing kept
-//   relu_save_mask_(x!, packed!), relu_save_mask(x, bits)      with what `save` keeps, for each
-//   save relu_backward_mask(grad, packed), relu_backward_output(grad, output)
+//   relu_(x!)                                       in place, nothing kept
+//   relu_save_mask_(x!, bits), relu_save_mask(x, bits)
+//                                                   with what `save` keeps, for each save
+//   relu_traced_(x!, save, bits)                    in compiled code: inplace_ops/compilation.py
+//   relu_backward_mask(grad, packed), relu_backward_output(grad, output)
 //   silu_backward_output(grad, output, packed), silu_backward_derivative(grad, packed)
 //   silu_double_backward(grad_grad, grad, output, packed)
 //   relu_recompute(x, channels, rows), relu_backward_recompute(grad, x, channels, rows)
@@ -24,7 +26,7 @@ using Library = torch::stable::detail::StableLibrary;
 constexpr const char* kNormalizedSchema = "Tensor x, Tensor channels, Tensor? rows";
 
 inline void define_saving(Library& m, const std::string& op, const std::string& rest) {
-  m.def((op + "_(Tensor(a!) x, Tensor(b!) packed" + rest + ") -> ()").c_str());
+  m.def((op + "_(Tensor(a!) x, int bits" + rest + ") -> Tensor").c_str());
   m.def((op + "(Tensor x, int bits" + rest + ") -> (Tensor, Tensor)").c_str());
 }
 
@@ -34,9 +36,10 @@ void define_ops(Library& m, Entry<Activation> entry) {
                     std::is_base_of_v<WithoutArguments, Activation<float>>,
                 "the ops of a curve, and its Functions, take no scalar arguments");
   const std::string name = entry.name;
-  const std::string rest = std::string(", int[] dim_order") + Activation<float>::kSchema;
+  const std::string rest = std::string(", int[]? dim_order") + Activation<float>::kSchema;
   m.def((name + "_(Tensor(a!) x" + rest + ") -> ()").c_str());
-  m.def((name + "(Tensor x" + rest + ") -> Tensor").c_str());
+  m.def((name + "_traced_(Tensor(a!) x, str save, int? bits" + Activation<float>::kSchema + ") -> ()")
+            .c_str());
   const std::string normalized = std::string(kNormalizedSchema) + rest + ") -> Tensor";
   m.def((name + "_recompute(" + normalized).c_str());
   m.def((name + "_backward_recompute(Tensor grad, " + normalized).c_str());
@@ -61,12 +64,6 @@ void register_saving(Library& m, const std::string& op) {
   m.impl(op.c_str(), TORCH_BOX((&Of::template out_of_place_saving<Forward>)));
 }
 
-template <class Of, template <class, class> class Forward>
-void register_plain(Library& m, const std::string& name) {
-  m.impl((name + "_").c_str(), TORCH_BOX((&Of::template in_place<Forward>)));
-  m.impl(name.c_str(), TORCH_BOX((&Of::template out_of_place<Forward>)));
-}
-
 template <class Device, template <class> class Activation>
 using OpsOf = Ops<Device, Activation, typename Activation<float>::Arguments>;
 
@@ -75,10 +72,10 @@ void register_forward(Library& m, Entry<Activation> entry) {
   using Of = OpsOf<Device, Activation>;
   const std::string name = entry.name;
   if constexpr (Activation<float>::kKind == Kind::kMask) {
-    register_plain<Of, ForwardMask>(m, name);
+    m.impl((name + "_").c_str(), TORCH_BOX((&Of::template in_place<ForwardMask>)));
     register_saving<Of, ForwardMask>(m, name + "_save_mask");
   } else {
-    register_plain<Of, ForwardOutput>(m, name);
+    m.impl((name + "_").c_str(), TORCH_BOX((&Of::template in_place<ForwardOutput>)));
     register_saving<Of, ForwardOutput>(m, name + "_save_output");
     register_saving<Of, ForwardDerivative>(m, name + "_save_derivative");
   }
@@ -110,7 +107,7 @@ inline void define_all_ops(Library& m) {
   m.def(
       "norm_maps(Tensor? deviation, Tensor? mean, Tensor? weight, Tensor? bias, int[] shape, "
       "int share) -> Tensor");
-  m.def((std::string("normalize(") + kNormalizedSchema + ", int[] dim_order) -> Tensor").c_str());
+  m.def((std::string("normalize(") + kNormalizedSchema + ", int[]? dim_order) -> Tensor").c_str());
   for_each_activation([&](auto entry) { define_ops(m, entry); });
 }
 

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <vector>
 
 #include "affine.h"
@@ -18,22 +19,26 @@ namespace inplace_ops {
 using torch::stable::Tensor;
 
 // The order in which a tensor's dimensions are visited and its packed bits lie, as
-// Tensor.dim_order() gives it (empty: as they are). Any permutation is correct; one that makes the
+// Tensor.dim_order() gives it (none: as they are). Any permutation is correct; one that makes the
 // permuted tensor contiguous is fastest.
-using DimOrder = std::vector<int64_t>;
+using DimOrder = std::optional<std::vector<int64_t>>;
 
-inline Geometry walk(const DimOrder& dim_order, const std::vector<const Tensor*>& operands) {
+inline int64_t dimension(const DimOrder& dim_order, int64_t i) {
+  return dim_order ? (*dim_order)[i] : i;
+}
+
+template <size_t count>
+Geometry walk(const DimOrder& dim_order, const Tensor* const (&operands)[count]) {
   const Tensor& first = *operands[0];
-  Geometry geometry(int(operands.size()));
+  Geometry geometry(count);
   if (first.numel() == 0) {  // it may have any number of dimensions
     geometry.elements = 0;
     return geometry;
   }
   for (int64_t i = 0; i < first.dim(); ++i) {
-    const int64_t d = dim_order.empty() ? i : dim_order[i];
-    int64_t strides[kMaxOperands] = {};
-    int k = 0;
-    for (const Tensor* tensor : operands) strides[k++] = tensor->stride(d);
+    const int64_t d = dimension(dim_order, i);
+    int64_t strides[count];
+    for (size_t k = 0; k < count; ++k) strides[k] = operands[k]->stride(d);
     geometry.push_inner(first.size(d), strides);
   }
   return geometry;
@@ -59,7 +64,7 @@ Affine<C> affine_of(const char* op, const MapTensors& maps, const Tensor& x,
   }
   Geometry geometry(2);
   for (int64_t i = 0; i < x.dim(); ++i) {
-    const int64_t d = dim_order.empty() ? i : dim_order[i];
+    const int64_t d = dimension(dim_order, i);
     int64_t strides[2] = {};
     for (int k = 0; k < 2; ++k)
       if (maps[k] && maps[k]->size(d + 1) > 1) strides[k] = maps[k]->stride(d + 1);
@@ -82,13 +87,13 @@ Affine<C> affine_of(const char* op, const MapTensors& maps, const Tensor& x,
   return affine;
 }
 
-inline Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+inline Tensor empty_strided(int64_t dims, const int64_t* sizes, const int64_t* strides,
                             int32_t dtype, const Tensor& like) {
   int32_t device_type;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   AtenTensorHandle handle;
-  const auto error = aoti_torch_empty_strided(int64_t(sizes.size()), sizes.data(), strides.data(),
-                                              dtype, device_type, like.get_device_index(), &handle);
+  const auto error = aoti_torch_empty_strided(dims, sizes, strides, dtype, device_type,
+                                              like.get_device_index(), &handle);
   // The stable ABI does not tell the kind of an error: training loops look for these words.
   STD_TORCH_CHECK(
       error == AOTI_TORCH_SUCCESS,
@@ -100,24 +105,25 @@ inline Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector
 // An uninitialized tensor like `like`, contiguous once its dimensions are permuted by `dim_order`.
 inline Tensor empty_in_order(const Tensor& like, const DimOrder& dim_order) {
   const int64_t dims = like.dim();
-  std::vector<int64_t> sizes(dims), strides(dims);
+  int64_t sizes[kMaxDims], strides[kMaxDims];
+  STD_TORCH_CHECK(dims <= kMaxDims, "inplace_ops: more than ", kMaxDims, " dimensions");
   int64_t stride = 1;
   for (int64_t i = dims - 1; i >= 0; --i) {
-    const int64_t d = dim_order.empty() ? i : dim_order[i];
+    const int64_t d = dimension(dim_order, i);
     sizes[d] = like.size(d);
     strides[d] = stride;
     stride *= std::max<int64_t>(like.size(d), 1);
   }
   int32_t dtype;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
-  return empty_strided(sizes, strides, dtype, like);
+  return empty_strided(dims, sizes, strides, dtype, like);
 }
 
 // Room for packed bits of the elements of x.
 inline Tensor empty_bits(const Tensor& x, int64_t bits) {
   const int64_t bytes = plane_bytes(x.numel());
-  return empty_strided({bits, bytes}, {std::max<int64_t>(bytes, 1), 1}, aoti_torch_dtype_uint8(),
-                       x);
+  const int64_t sizes[] = {bits, bytes}, strides[] = {std::max<int64_t>(bytes, 1), 1};
+  return empty_strided(2, sizes, strides, aoti_torch_dtype_uint8(), x);
 }
 
 template <bool is_written>

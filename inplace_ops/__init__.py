@@ -1,5 +1,6 @@
 """In-place activations that keep a few bits per element for backward."""
 
+from . import compilation as compilation  # registers what runs in compiled code
 from .conversion import Report, Site, VerificationError, analyze, convert, revert
 from .functional import gelu_, hardswish_, leaky_relu_, mish_, relu6_, relu_, silu_
 from .memory import saved_bytes

@@ -14,6 +14,7 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
 from . import _ops
+from .autograd import Tail
 
 
 def local_part(op: str, x: DTensor) -> Tensor:
@@ -29,15 +30,6 @@ def local_part(op: str, x: DTensor) -> Tensor:
         )
     with torch.no_grad():
         return x.to_local()
-
-
-class _NoContext:
-    """The context of a forward that nothing is kept of."""
-
-    def mark_dirty(self, *tensors: Tensor) -> None:
-        pass
-
-    save_for_backward = mark_dirty
 
 
 class _LocalContext:
@@ -63,10 +55,10 @@ def on_local_parts(function: Any) -> type[Function]:
 
     class OnLocalParts(Function):
         @staticmethod
-        def forward(ctx: Any, x: DTensor, *arguments: Any) -> DTensor:
-            function.forward(_NoContext(), x.to_local(), *arguments)
+        def forward(ctx: Any, x: DTensor, bits: int, tail: Tail) -> DTensor:
+            packed = function.overwrite(x.to_local(), bits, tail)
             ctx.mark_dirty(x)
-            function.keep(ctx, x, *arguments)
+            function.keep(ctx, x, packed, tail)
             ctx.placements = x.placements
             ctx.set_materialize_grads(False)  # the zeros would be no DTensor
             return x
@@ -88,7 +80,7 @@ def on_local_parts(function: Any) -> type[Function]:
                 grad.placements,
                 run_check=False,
                 shape=grad.shape,
-                stride=_ops.dense_strides(grad.shape, ctx.dim_order),
+                stride=_ops.dense_strides(grad.shape, ctx.tail[0]),
             )
             return gradient, *others
 

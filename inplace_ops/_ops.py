@@ -38,6 +38,7 @@ built_with_torch = _C.built_with_torch
 
 Op = OpOverload
 Save = Literal["mask", "output", "derivative", "recompute"]
+DimOrder = Sequence[int] | None  # a permutation of the dimensions; None, which costs least: identity
 
 
 class Ops:
@@ -48,9 +49,9 @@ class Ops:
         default_bits: By `save` and dtype, the bits per element that are kept unless told otherwise.
         derivative_steps: By bits, the steps per unit of the grid that save="derivative" rounds to.
         in_place: Overwrites its argument and keeps nothing.
-        out_of_place: Returns the result, for compiled code.
-        save_in_place: By `save`: overwrites its argument and writes packed bits.
-        save_out_of_place: By `save`: returns the result and packed bits.
+        save_in_place: By `save`: overwrites its argument and returns packed bits.
+        save_out_of_place: By `save`: returns the result and packed bits, for compiled code.
+        traced: The whole activation in compiled code: `compilation.py`.
         backward: By `save`: the gradient from the incoming one and what was kept.
         recompute: The result from a norm's input and its maps.
         double_backward: The second derivative's term; None where that is zero.
@@ -69,9 +70,9 @@ class Ops:
         }
         packing = [save for save, bits in self.default_bits.items() if any(bits.values())]
         self.in_place = op("_")
-        self.out_of_place = op("")
         self.save_in_place = {save: op(f"_save_{save}_") for save in packing}
         self.save_out_of_place = {save: op(f"_save_{save}") for save in packing}
+        self.traced = op("_traced_")
         self.backward = {save: op(f"_backward_{save}") for save in self.default_bits}
         self.backward["recompute"] = op("_backward_recompute")
         self.recompute = op("_recompute")
@@ -83,32 +84,28 @@ NORM_MAPS: Op = torch.ops.inplace_ops.norm_maps.default  # the scales and shifts
 NORMALIZE: Op = torch.ops.inplace_ops.normalize.default  # a norm's output, as `Ops.recompute`
 DTYPES = tuple(ALL["relu"].default_bits["mask"])
 
-# Of all activations: out of place, without and with packed bits, in place, of a norm's input, and
+# Of all activations: in place, without and with packed bits, out of place, of a norm's input, and
 # those of backward.
-FUNCTIONAL_OPS = [ops.out_of_place for ops in ALL.values()]
-FUNCTIONAL_SAVING_OPS = [op for ops in ALL.values() for op in ops.save_out_of_place.values()]
-FORWARD_OPS = [op for ops in ALL.values() for op in (ops.in_place, *ops.save_in_place.values())]
+PLAIN_OPS = [ops.in_place for ops in ALL.values()]
+SAVING_OPS = [op for ops in ALL.values() for op in ops.save_in_place.values()]
+FUNCTIONAL_OPS = [op for ops in ALL.values() for op in ops.save_out_of_place.values()]
 RECOMPUTING_OPS = [NORMALIZE, *(ops.recompute for ops in ALL.values())]
 BACKWARD_OPS = [op for ops in ALL.values() for op in ops.backward.values()]
 BACKWARD_OPS += [ops.double_backward for ops in ALL.values() if ops.double_backward]
 
-# Selective checkpointing must run them again: it would replay what they return, which is nothing.
-SAC_IGNORED_OPS.update(FORWARD_OPS)
+# Selective checkpointing must run them again: it would replay what they return, and not write.
+SAC_IGNORED_OPS.update(PLAIN_OPS, SAVING_OPS)
 
 
-def dim_order_of(x: Tensor) -> list[int]:
-    """The permutation of x's dimensions in which its elements lie in memory.
+def dim_order_of(x: Tensor) -> DimOrder:
+    """The order in which x's elements lie in memory.
 
-    The ops walk their tensors, and lay packed bits, in this order. Empty for the identity. Any
-    order is right; in compiled code, whose sizes may be unknown, it is that of the usual formats.
+    The ops walk their tensors, and lay packed bits, in this order. Any order is right.
     """
-    compiling = torch.compiler.is_compiling()
-    if (compiling and x.dim() != 4) or x.is_contiguous():
-        return []
+    if x.is_contiguous():
+        return None
     if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
         return [0, 2, 3, 1]
-    if compiling:
-        return []
     strides = x.stride()
     return sorted(range(x.dim()), key=lambda d: -strides[d])
 
@@ -121,7 +118,7 @@ def is_in_a_memory_format(x: Tensor) -> bool:
     )
 
 
-def dense_strides(shape: Sequence[int], dim_order: Sequence[int]) -> tuple[int, ...]:
+def dense_strides(shape: Sequence[int], dim_order: DimOrder) -> tuple[int, ...]:
     """The strides of a tensor that is dense in `dim_order`, as a backward op's result is."""
     strides = [1] * len(shape)
     stride = 1
@@ -152,7 +149,7 @@ def _check_devices(*arguments: object) -> None:
     torch._check(len(devices) == 1, lambda: f"tensors on several devices: {devices}")
 
 
-def _empty_in_order(x: Tensor, dim_order: Sequence[int]) -> Tensor:
+def _empty_in_order(x: Tensor, dim_order: DimOrder) -> Tensor:
     return x.new_empty_strided(x.shape, dense_strides(x.shape, dim_order))
 
 
@@ -161,24 +158,30 @@ def _name_of(op: Op) -> str:
     return op._opname.partition("_save_")[0].removesuffix("_") + "_"
 
 
-def _functional_fake(op: Op) -> Callable[..., Tensor]:
-    def fake(x: Tensor, dim_order: Sequence[int], *arguments: float) -> Tensor:
-        check_dtype(_name_of(op), x)
-        return _empty_in_order(x, dim_order)
-
-    return fake
-
-
 def _recomputing_fake(
-    x: Tensor, channels: Tensor, rows: Tensor | None, dim_order: Sequence[int], *arguments: float
+    x: Tensor, channels: Tensor, rows: Tensor | None, dim_order: DimOrder, *arguments: float
 ) -> Tensor:
     _check_devices(x, channels, rows)
     return _empty_in_order(x, dim_order)
 
 
-def _functional_saving_fake(op: Op) -> Callable[..., tuple[Tensor, Tensor]]:
+def _norm_maps_fake(
+    deviation: Tensor | None,
+    mean: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    shape: Sequence[int],
+    share: int,
+) -> Tensor:
+    _check_devices(deviation, mean, weight, bias)
+    like = weight if deviation is None else deviation
+    assert like is not None
+    return like.new_empty(shape)
+
+
+def _functional_fake(op: Op) -> Callable[..., tuple[Tensor, Tensor]]:
     def fake(
-        x: Tensor, bits: int, dim_order: Sequence[int], *arguments: float
+        x: Tensor, bits: int, dim_order: DimOrder, *arguments: float
     ) -> tuple[Tensor, Tensor]:
         check_dtype(_name_of(op), x)
         return _empty_in_order(x, dim_order), empty_bits(x, bits)
@@ -186,9 +189,16 @@ def _functional_saving_fake(op: Op) -> Callable[..., tuple[Tensor, Tensor]]:
     return fake
 
 
-def _in_place_fake(op: Op) -> Callable[..., None]:
+def _saving_fake(op: Op) -> Callable[..., Tensor]:
+    def fake(x: Tensor, bits: int, *arguments: object) -> Tensor:
+        check_dtype(_name_of(op), x)
+        return empty_bits(x, bits)
+
+    return fake
+
+
+def _plain_fake(op: Op) -> Callable[..., None]:
     def fake(x: Tensor, *arguments: object) -> None:
-        _check_devices(x, *arguments)
         check_dtype(_name_of(op), x)
 
     return fake
@@ -196,7 +206,8 @@ def _in_place_fake(op: Op) -> Callable[..., None]:
 
 def _backward_fake(grad: Tensor, *arguments: object) -> Tensor:
     _check_devices(grad, *arguments)
-    return _empty_in_order(grad, next(a for a in arguments if isinstance(a, (list, tuple))))
+    order = next((a for a in arguments if isinstance(a, (list, tuple))), None)
+    return _empty_in_order(grad, order)
 
 
 def _loop_over_batch(op: Op):  # type: ignore[no-untyped-def]
@@ -214,31 +225,15 @@ def _loop_over_batch(op: Op):  # type: ignore[no-untyped-def]
     return rule
 
 
-for _op in FUNCTIONAL_OPS:
-    torch.library.register_fake(_op.name(), _functional_fake(_op))
-
-
-def _norm_maps_fake(
-    deviation: Tensor | None,
-    mean: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    shape: Sequence[int],
-    share: int,
-) -> Tensor:
-    _check_devices(deviation, mean, weight, bias)
-    like = weight if deviation is None else deviation
-    assert like is not None
-    return like.new_empty(shape)
-
-
 torch.library.register_fake(NORM_MAPS.name(), _norm_maps_fake)
 for _op in RECOMPUTING_OPS:
     torch.library.register_fake(_op.name(), _recomputing_fake)
-for _op in FUNCTIONAL_SAVING_OPS:
-    torch.library.register_fake(_op.name(), _functional_saving_fake(_op))
-for _op in FORWARD_OPS:
-    torch.library.register_fake(_op.name(), _in_place_fake(_op))
+for _op in PLAIN_OPS:
+    torch.library.register_fake(_op.name(), _plain_fake(_op))
+for _op in SAVING_OPS:
+    torch.library.register_fake(_op.name(), _saving_fake(_op))
+for _op in FUNCTIONAL_OPS:
+    torch.library.register_fake(_op.name(), _functional_fake(_op))
 for _op in BACKWARD_OPS:
     torch.library.register_fake(_op.name(), _backward_fake)
     torch.library.register_vmap(_op.name(), _loop_over_batch(_op))

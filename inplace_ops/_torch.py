@@ -44,6 +44,11 @@ def next_node_number() -> int:
     return torch._C._autograd._get_sequence_nr()
 
 
+def partitioner_has_budget() -> bool:
+    """Whether compiled code is to keep less than what takes no time to form again."""
+    return torch._functorch.config.activation_memory_budget < 1
+
+
 def creation_meta(view: Tensor) -> str:
     """How the view was made, "DEFAULT" where autograd lets it be modified; in public it raises."""
     return torch._C._autograd._get_creation_meta(view).name

@@ -45,6 +45,8 @@ class Activation:
             by PyTorch.
         output_errors: The largest absolute error of the derivative with save="output", by dtype and
             bits; 0 where the input comes back exactly.
+        saves: What may be kept for backward, the default first; that packs bits. Any activation may
+            also keep nothing, with "recompute".
     """
 
     function: str
@@ -60,6 +62,11 @@ class Activation:
     takes_integers: bool = False
     arithmetic_error: float = 1e-6
     output_errors: Errors = field(default_factory=dict)
+    saves: tuple[Save, ...] = field(init=False)  # no property, as each call asks for it
+
+    def __post_init__(self) -> None:
+        """Take from the ops what may be kept."""
+        object.__setattr__(self, "saves", tuple(self.ops.default_bits))
 
     @property
     def name(self) -> str:
@@ -76,14 +83,6 @@ class Activation:
         """The names of its ATen operation, out of place and in place."""
         name = str(self.aten[0]) if self.aten else self.function.removesuffix("_")
         return name, f"{name}_"
-
-    @property
-    def saves(self) -> tuple[Save, ...]:
-        """What may be kept for backward, the default first; that packs bits.
-
-        Any of them may also keep nothing, with "recompute".
-        """
-        return tuple(self.ops.default_bits)
 
     @property
     def has_mask(self) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.autograd import Function, forward_ad
 
 from . import _ops
@@ -33,19 +33,46 @@ from .activations import (
     Activation,
     Save,
 )
+from ._ops import DimOrder
 from .memory import is_held_itself, replace
 from .normalization import Source
 
+Tail = tuple[Any, ...]  # dim_order and the scalar arguments, as the ops take them at their end
+
 
 def _gradient(
-    grad: Tensor, op: Callable[[Tensor], Tensor], function: Callable[[Tensor], Tensor]
+    op: _ops.Op,
+    grad: Tensor,
+    *saved: Any,
+    differentiable: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """Apply `op`, or its differentiable version `function` when grad mode is on.
+    """`op(grad, *saved)`, linear in grad.
 
-    Both are linear in grad. A tangent that forward-mode AD has given grad goes the same way.
+    When grad mode is on `differentiable(grad, op, *saved)` instead, by default `_Linear`. A tangent
+    that forward-mode AD has given grad goes the same way.
     """
-    run = function if torch.is_grad_enabled() else op
-    if torch.is_grad_enabled() and torch._C._functorch.is_legacy_batchedtensor(grad):
+    if is_grad_enabled() or forward_ad._current_level >= 0:
+        return _transformed(differentiable or _Linear.apply, op, grad, *saved)
+    try:
+        return op(grad, *saved)
+    except RuntimeError as error:
+        _raise_out_of_memory(error, grad)
+        raise
+
+
+def _raise_out_of_memory(error: RuntimeError, like: Tensor) -> None:
+    """Raise PyTorch's own error, whose type an op that allocates one like this has lost."""
+    if "out of memory" in str(error):
+        torch.empty_like(like)
+
+
+def _transformed(
+    differentiable: Callable[..., Tensor], op: _ops.Op, grad: Tensor, *saved: Any
+) -> Tensor:
+    def run(grad: Tensor) -> Tensor:
+        return differentiable(grad, op, *saved) if is_grad_enabled() else op(grad, *saved)
+
+    if is_grad_enabled() and torch._C._functorch.is_legacy_batchedtensor(grad):
         raise RuntimeError(
             "with is_grads_batched=True (torch.autograd.functional.jacobian's vectorize=True) and "
             "create_graph=True PyTorch loses the second derivative of every autograd.Function: use "
@@ -55,101 +82,27 @@ def _gradient(
         primal, tangent = forward_ad.unpack_dual(grad)
         if tangent is not None:
             return forward_ad.make_dual(run(primal), run(tangent))
-    try:
-        return run(grad)
-    except RuntimeError as error:
-        if "out of memory" in str(error):
-            torch.empty_like(grad)  # raises PyTorch's own error, whose type the op has lost
-        raise
+    return run(grad)
 
 
 class _Linear(Function):
-    """grad -> op(grad, saved, *arguments): linear in grad, and without a gradient for the rest."""
+    """grad -> op(grad, *saved): without a gradient for what was saved."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(grad: Tensor, op: Callable[..., Tensor], saved: Tensor, *arguments: Any) -> Tensor:
-        return op(grad, saved, *arguments)
+    def forward(grad: Tensor, op: _ops.Op, saved: Tensor, *rest: Any) -> Tensor:
+        return op(grad, saved, *rest)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.op, saved, *ctx.arguments = inputs
+        _, ctx.op, saved, *ctx.rest = inputs
         ctx.save_for_backward(saved)
 
     @staticmethod
     def backward(ctx: Any, grad_grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = _linear(grad_grad, ctx.op, *ctx.saved_tensors, *ctx.arguments)
-        return (gradient, None, None, *(None for _ in ctx.arguments))
-
-
-def _linear(grad: Tensor, op: Callable[..., Tensor], saved: Tensor, *arguments: Any) -> Tensor:
-    return _gradient(
-        grad,
-        lambda g: op(g, saved, *arguments),
-        lambda g: _Linear.apply(g, op, saved, *arguments),
-    )
-
-
-class _InPlaceFunction(Function):
-    """`apply(x, packed, dim_order, *arguments)` replaces x by its activation and returns it.
-
-    Attributes:
-        activation: Which one it is.
-        saves: What it may keep for backward.
-    """
-
-    activation: ClassVar[Activation]
-    saves: ClassVar[tuple[Save, ...]]
-
-    @classmethod
-    def forward(
-        cls, ctx: Any, x: Tensor, packed: Tensor | None, dim_order: list[int], *arguments: float
-    ) -> Tensor:
-        ops = cls.activation.ops
-        if packed is None:
-            ops.in_place(x, dim_order, *arguments)
-        else:
-            ops.save_in_place[cls.saves[0]](x, packed, dim_order, *arguments)
-        ctx.mark_dirty(x)
-        cls.keep(ctx, x, packed, dim_order, *arguments)
-        return x
-
-    @classmethod
-    def keep(
-        cls,
-        ctx: Any,
-        output: Tensor,
-        packed: Tensor | None,
-        dim_order: list[int],
-        *arguments: float,
-    ) -> None:
-        """Save for backward what it needs, and nothing else."""
-        raise NotImplementedError
-
-
-class MaskFunction(_InPlaceFunction):
-    """Keeps the mask, one bit per element, or without one (`None`) the output."""
-
-    saves = ("mask", "output")
-
-    @classmethod
-    def keep(
-        cls,
-        ctx: Any,
-        output: Tensor,
-        packed: Tensor | None,
-        dim_order: list[int],
-        *arguments: float,
-    ) -> None:
-        ctx.op = cls.activation.ops.backward["output" if packed is None else "mask"]
-        ctx.dim_order, ctx.arguments = dim_order, arguments
-        ctx.save_for_backward(output if packed is None else packed)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = _linear(grad, ctx.op, *ctx.saved_tensors, ctx.dim_order, *ctx.arguments)
-        return gradient, None, None, *(None for _ in ctx.arguments)
+        gradient = _gradient(ctx.op, grad_grad, *ctx.saved_tensors, *ctx.rest)
+        return gradient, None, None, *[None] * len(ctx.rest)
 
 
 class _OutputDoubleBackward(Function):
@@ -163,7 +116,7 @@ class _OutputDoubleBackward(Function):
         grad: Tensor,
         output: Tensor,
         packed: Tensor,
-        dim_order: list[int],
+        dim_order: DimOrder,
         activation: Activation,
     ) -> tuple[Tensor, Tensor]:
         ops = activation.ops
@@ -196,7 +149,7 @@ class _OutputBackward(Function):
         grad: Tensor,
         output: Tensor,
         packed: Tensor,
-        dim_order: list[int],
+        dim_order: DimOrder,
         activation: Activation,
     ) -> Tensor:
         return activation.ops.backward["output"](grad, output, packed, dim_order)
@@ -210,48 +163,102 @@ class _OutputBackward(Function):
     def backward(ctx: Any, grad_grad: Tensor) -> tuple[Tensor | None, ...]:
         # Through its output x's graph is reached, whether or not grad_grad has one.
         double_backward: Any = _OutputDoubleBackward
-        run = double_backward.apply if torch.is_grad_enabled() else double_backward.forward
+        run = double_backward.apply if is_grad_enabled() else double_backward.forward
         gradients = run(grad_grad, *ctx.saved_tensors, ctx.dim_order, ctx.activation)
         return *gradients, None, None, None
+
+
+class _InPlaceFunction(Function):
+    """`apply(x, bits, tail)` replaces x by its activation and returns it.
+
+    `bits` packed bits per element are kept, and the output where there are none. `tail` is what the
+    ops take at their end: the order in which x's elements lie, and the scalar arguments.
+
+    Attributes:
+        activation: Which one it is.
+        saves: What it may keep for backward.
+        keeps_output: Whether it keeps its output beside packed bits.
+    """
+
+    activation: ClassVar[Activation]
+    saves: ClassVar[tuple[Save, ...]]
+    keeps_output: ClassVar[bool] = False
+
+    @classmethod
+    def forward(cls, ctx: Any, x: Tensor, bits: int, tail: Tail) -> Tensor:
+        packed = cls.overwrite(x, bits, tail)
+        ctx.mark_dirty(x)
+        cls.keep(ctx, x, packed, tail)
+        return x
+
+    @classmethod
+    def overwrite(cls, x: Tensor, bits: int, tail: Tail) -> Tensor | None:
+        """Replace x by its activation; the packed bits, if any are to be kept."""
+        ops = cls.activation.ops
+        if bits:
+            return ops.save_in_place[cls.saves[0]](x, bits, *tail)
+        ops.in_place(x, *tail)
+        return None
+
+    @classmethod
+    def keep(cls, ctx: Any, output: Tensor, packed: Tensor | None, tail: Tail) -> None:
+        """Save for backward what it needs, and nothing else."""
+        ctx.function, ctx.tail = cls, tail
+        if packed is None:
+            ctx.op = cls.activation.ops.backward["output"]
+            ctx.save_for_backward(output)
+        else:
+            ctx.op = cls.activation.ops.backward[cls.saves[0]]
+            ctx.save_for_backward(*((output, packed) if cls.keeps_output else (packed,)))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        try:
+            if is_grad_enabled() or forward_ad._current_level >= 0:
+                gradient = _transformed(ctx.function.differentiable, ctx.op, grad, *ctx.saved_tensors, *ctx.tail)
+            else:
+                gradient = ctx.op(grad, *ctx.saved_tensors, *ctx.tail)
+        except RuntimeError as error:
+            ctx.function.explain(error, grad)
+            raise
+        return gradient, None, None
+
+    @classmethod
+    def differentiable(cls, grad: Tensor, op: _ops.Op, *saved: Any) -> Tensor:
+        """`op(grad, *saved)`, that backward may go through again."""
+        return _Linear.apply(grad, op, *saved)
+
+    @classmethod
+    def explain(cls, error: RuntimeError, grad: Tensor) -> None:
+        """Raise a better error than that of backward, where there is one."""
+        _raise_out_of_memory(error, grad)
+
+
+class MaskFunction(_InPlaceFunction):
+    """Keeps the mask, one bit per element, or without bits the output."""
+
+    saves = ("mask", "output")
 
 
 class OutputFunction(_InPlaceFunction):
     """Keeps the output and packed bits of the input."""
 
     saves = ("output",)
+    keeps_output = True
 
     @classmethod
-    def keep(
-        cls,
-        ctx: Any,
-        output: Tensor,
-        packed: Tensor | None,
-        dim_order: list[int],
-        *arguments: float,
-    ) -> None:
-        ctx.activation, ctx.dim_order = cls.activation, dim_order
-        ctx.save_for_backward(output, packed)
+    def differentiable(cls, grad: Tensor, op: _ops.Op, *saved: Any) -> Tensor:
+        return _OutputBackward.apply(grad, *saved, cls.activation)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        name = ctx.activation.function
-        try:
-            output, packed = ctx.saved_tensors
-        except RuntimeError as error:
-            if "inplace operation" not in str(error):
-                raise
+    @classmethod
+    def explain(cls, error: RuntimeError, grad: Tensor) -> None:
+        super().explain(error, grad)
+        if "inplace operation" in str(error):
+            name = cls.activation.function
             raise RuntimeError(
                 f"{error} Here it is the output of {name}, which backward reads: "
                 f'{name}(x, save="derivative") allows its output to be modified.'
             ) from None
-        activation, dim_order = ctx.activation, ctx.dim_order
-        op = activation.ops.backward["output"]
-        gradient = _gradient(
-            grad,
-            lambda g: op(g, output, packed, dim_order),
-            lambda g: _OutputBackward.apply(g, output, packed, dim_order, activation),
-        )
-        return gradient, None, None
 
 
 class DerivativeFunction(_InPlaceFunction):
@@ -260,41 +267,22 @@ class DerivativeFunction(_InPlaceFunction):
     saves = ("derivative",)
 
     @classmethod
-    def keep(
-        cls,
-        ctx: Any,
-        output: Tensor,
-        packed: Tensor | None,
-        dim_order: list[int],
-        *arguments: float,
-    ) -> None:
-        ctx.activation, ctx.dim_order = cls.activation, dim_order
-        ctx.save_for_backward(packed)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            # Even where grad has no graph: nothing here would lead a second derivative to x.
-            raise RuntimeError(
-                f'{ctx.activation.function}(x, save="derivative") keeps the first derivative only '
-                'and cannot be differentiated twice, with create_graph=True: use save="output".'
-            )
-        (packed,) = ctx.saved_tensors
-
-        def op(grad: Tensor) -> Tensor:
-            return ctx.activation.ops.backward["derivative"](grad, packed, ctx.dim_order)
-
-        return _gradient(grad, op, op), None, None
+    def differentiable(cls, grad: Tensor, op: _ops.Op, *saved: Any) -> Tensor:
+        # Even where grad has no graph: nothing here would lead a second derivative to x.
+        raise RuntimeError(
+            f'{cls.activation.function}(x, save="derivative") keeps the first derivative only '
+            'and cannot be differentiated twice, with create_graph=True: use save="output".'
+        )
 
 
 class ReLUFunction(MaskFunction):
-    """`ReLUFunction.apply(x, mask, dim_order)` replaces x by max(x, 0) and returns it."""
+    """`ReLUFunction.apply(x, bits, tail)`, of max(x, 0)."""
 
     activation = RELU
 
 
 class LeakyReLUFunction(MaskFunction):
-    """`LeakyReLUFunction.apply(x, mask, dim_order, negative_slope)`, of leaky_relu.
+    """`LeakyReLUFunction.apply(x, bits, tail)`, of leaky_relu.
 
     Without a mask the gradient follows from the output where `negative_slope` is not negative.
     """
@@ -303,67 +291,67 @@ class LeakyReLUFunction(MaskFunction):
 
 
 class ReLU6Function(MaskFunction):
-    """`ReLU6Function.apply(x, mask, dim_order)`, of min(max(x, 0), 6)."""
+    """`ReLU6Function.apply(x, bits, tail)`, of min(max(x, 0), 6)."""
 
     activation = RELU6
 
 
 class SiLUFunction(OutputFunction):
-    """`SiLUFunction.apply(x, packed, dim_order)`, of x * sigmoid(x)."""
+    """`SiLUFunction.apply(x, bits, tail)`, of x * sigmoid(x)."""
 
     activation = SILU
 
 
 class SiLUDerivativeFunction(DerivativeFunction):
-    """`SiLUDerivativeFunction.apply(x, packed, dim_order)`, of x * sigmoid(x)."""
+    """`SiLUDerivativeFunction.apply(x, bits, tail)`, of x * sigmoid(x)."""
 
     activation = SILU
 
 
 class GELUFunction(OutputFunction):
-    """`GELUFunction.apply(x, packed, dim_order)`, of x * Phi(x)."""
+    """`GELUFunction.apply(x, bits, tail)`, of x * Phi(x)."""
 
     activation = GELU
 
 
 class GELUDerivativeFunction(DerivativeFunction):
-    """`GELUDerivativeFunction.apply(x, packed, dim_order)`, of x * Phi(x)."""
+    """`GELUDerivativeFunction.apply(x, bits, tail)`, of x * Phi(x)."""
 
     activation = GELU
 
 
 class GELUTanhFunction(OutputFunction):
-    """`GELUTanhFunction.apply(x, packed, dim_order)`, of gelu's tanh form."""
+    """`GELUTanhFunction.apply(x, bits, tail)`, of gelu's tanh form."""
 
     activation = GELU_TANH
 
 
 class GELUTanhDerivativeFunction(DerivativeFunction):
-    """`GELUTanhDerivativeFunction.apply(x, packed, dim_order)`, of gelu's tanh form."""
+    """`GELUTanhDerivativeFunction.apply(x, bits, tail)`, of gelu's tanh form."""
 
     activation = GELU_TANH
 
 
 class HardswishFunction(OutputFunction):
-    """`HardswishFunction.apply(x, packed, dim_order)`, of x * clamp(x + 3, 0, 6) / 6."""
+    """`HardswishFunction.apply(x, bits, tail)`, of x * clamp(x + 3, 0, 6) / 6."""
 
     activation = HARDSWISH
 
 
 class HardswishDerivativeFunction(DerivativeFunction):
-    """`HardswishDerivativeFunction.apply(x, packed, dim_order)`, of hardswish."""
+    """`HardswishDerivativeFunction.apply(x, bits, tail)`, of hardswish."""
 
     activation = HARDSWISH
 
 
 class MishFunction(OutputFunction):
-    """`MishFunction.apply(x, packed, dim_order)`, of x * tanh(log(1 + exp(x)))."""
+    """`MishFunction.apply(x, bits, tail)`, of x * tanh(log(1 + exp(x)))."""
 
     activation = MISH
 
 
 class MishDerivativeFunction(DerivativeFunction):
-    """`MishDerivativeFunction.apply(x, packed, dim_order)`, of x * tanh(log(1 + exp(x)))."""
+    """`MishDerivativeFunction.apply(x, bits, tail)`, of x * tanh(log(1 + exp(x)))."""
 
     activation = MISH
 
@@ -415,7 +403,7 @@ class _RecomputeBackward(Function):
         grad, _, x, channels, rows = ctx.saved_tensors
         normalized = Normalized(x, channels, rows, ctx.dim_order)
         double_backward: Any = _RecomputeDoubleBackward
-        run = double_backward.apply if torch.is_grad_enabled() else double_backward.forward
+        run = double_backward.apply if is_grad_enabled() else double_backward.forward
         return *run(grad_grad, grad, normalized, ctx.activation), *[None] * 5
 
 
@@ -425,11 +413,11 @@ class Normalized(NamedTuple):
     x: Tensor
     channels: Tensor
     rows: Tensor | None
-    dim_order: list[int]
+    dim_order: DimOrder
 
 
 class RecomputeFunction(Function):
-    """`RecomputeFunction.apply(z, source, dim_order, activation, *arguments)`, after a norm.
+    """`RecomputeFunction.apply(z, source, activation, tail)`, after a norm.
 
     Replaces the norm's output z by its activation and keeps what z follows from: the norm's input,
     which the norm keeps too, and the maps.
@@ -439,37 +427,27 @@ class RecomputeFunction(Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        z: Tensor,
-        source: Source,
-        dim_order: list[int],
-        activation: Activation,
-        *arguments: float,
-    ) -> Tensor:
+    def forward(ctx: Any, z: Tensor, source: Source, activation: Activation, tail: Tail) -> Tensor:
         channels, rows = source.maps()
-        activation.ops.in_place(z, dim_order, *arguments)
+        activation.ops.in_place(z, *tail)
         ctx.mark_dirty(z)
-        ctx.activation, ctx.dim_order, ctx.arguments = activation, dim_order, arguments
-        ctx.stride = z.stride()
+        ctx.activation, ctx.tail, ctx.stride = activation, tail, z.stride()
         place = None if activation.has_mask else z
         ctx.save_for_backward(source.x, channels, rows, place)
         return z
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         x, channels, rows, place = ctx.saved_tensors
-        activation, op = ctx.activation, ctx.activation.ops.backward["recompute"]
-        normalized = Normalized(x.detach(), channels, rows, ctx.dim_order)
-        if place is None:
-            gradient = _linear(grad, op, *normalized, *ctx.arguments)
-        else:
-            gradient = _gradient(
-                grad,
-                lambda g: op(g, *normalized),
-                lambda g: _RecomputeBackward.apply(g, place, activation, *normalized),
-            )
-        return gradient, None, None, None, *(None for _ in ctx.arguments)
+        activation, differentiable = ctx.activation, None
+        if place is not None:
+
+            def differentiable(grad: Tensor, _: _ops.Op, *normalized: Any) -> Tensor:
+                return _RecomputeBackward.apply(grad, place, activation, *normalized)
+
+        op = activation.ops.backward["recompute"]
+        saved = x.detach(), channels, rows, *ctx.tail
+        return _gradient(op, grad, *saved, differentiable=differentiable), None, None, None
 
 
 def keep_place(output: Tensor) -> None:
@@ -510,27 +488,10 @@ FUNCTIONS: Mapping[tuple[Activation, Save], type[_InPlaceFunction]] = {
     for save in function.saves
 }
 
-
-def _register_autograd(op: _ops.Op, function: type[_InPlaceFunction], saves_bits: bool) -> None:
-    """Give an op out of place the gradient of a Function."""
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        if saves_bits:
-            _, _, *arguments = inputs
-            function.keep(ctx, *output, *arguments)
-        else:
-            _, *arguments = inputs
-            function.keep(ctx, output, None, *arguments)
-
-    def backward(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-        gradient, *nones = function.backward(ctx, grad)
-        return gradient, *nones[0 if saves_bits else 1 :]
-
-    torch.library.register_autograd(op.name(), backward, setup_context=setup_context)
-
-
-for (_activation, _save), _function in FUNCTIONS.items():
-    if _save in _activation.ops.save_out_of_place:
-        _register_autograd(_activation.ops.save_out_of_place[_save], _function, True)
-    else:
-        _register_autograd(_activation.ops.out_of_place, _function, False)
+# Function.apply without what it does for functorch's transforms, in which none of these runs; and
+# the bits that are kept by default.
+APPLY: Mapping[tuple[Activation, Save], tuple[Callable[..., Tensor], Mapping[torch.dtype, int]]] = {
+    (activation, save): (super(Function, function).apply, activation.ops.default_bits[save])
+    for (activation, save), function in FUNCTIONS.items()
+}
+APPLY_RECOMPUTE: Callable[..., Tensor] = super(Function, RecomputeFunction).apply

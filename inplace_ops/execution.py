@@ -6,7 +6,8 @@ import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch._C import _are_functorch_transforms_active, _get_tracing_state
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
@@ -14,7 +15,7 @@ from torch.compiler import is_compiling
 from . import _ops
 from ._torch import creation_meta
 from .activations import Activation, Save
-from .autograd import FUNCTIONS, RecomputeFunction, keep_place
+from .autograd import APPLY, APPLY_RECOMPUTE, FUNCTIONS, keep_place
 from .normalization import norm_of, source_of
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def run(
     input: Tensor,
     save: Save,
     bits: int | None,
-    *arguments: Any,
+    arguments: tuple[Any, ...] = (),
     fallback: Save | None = None,
 ) -> Tensor:
     """Replace `input` by its activation and return `input` itself.
@@ -38,50 +39,49 @@ def run(
         input: What the public functions take.
         save: What is kept for backward, one of the activation's.
         bits: How many bits per element, None for the default.
-        *arguments: The activation's scalar arguments.
+        arguments: The activation's scalar arguments.
         fallback: What is kept with save="recompute" where no norm has formed `input`, an error if
             None.
     """
-    if activation.takes_integers and isinstance(input, Tensor) and input.dtype in _INTEGERS:
-        assert activation.torch_inplace is not None
-        if not is_compiling():
-            _refuse_inference_tensor(input)
-        return activation.torch_inplace(input)
-    name = activation.function
     if is_compiling():
-        _check_tensor(name, input)
-        return _compiled(activation, input, save, bits, *arguments)
-    if _decomposes(input, name):
-        return _decomposed(activation, input, *arguments)
-    if not _needs_grad(input):
-        return _without_grad(activation, input, *arguments)
-    if save == "recompute":
-        return _after_norm(activation, input, fallback, bits, *arguments)
-    return _with_grad(activation, input, save, bits, *arguments)
-
-
-def _check_tensor(op: str, input: Tensor) -> None:
-    if not isinstance(input, Tensor):
-        raise TypeError(f"{op}: expected a torch.Tensor, got {type(input).__name__}")
-    if input.layout is not torch.strided:
-        raise _ops.unsupported(op, input)
-
-
-def _decomposes(input: Tensor, op: str) -> bool:
-    """Whether to run as PyTorch's own ops: inside transforms, and of a lazily negated tensor."""
+        return _compiled(activation, input, save, bits, arguments)
     if not isinstance(input, Tensor) or input.layout is not torch.strided:
-        _check_tensor(op, input)  # raises; asked first, as a call costs 0.2 us
+        raise _no_tensor_to_modify(activation, input)
     if (
-        torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None  # torch.jit.trace
+        _are_functorch_transforms_active()
+        or _get_tracing_state() is not None  # torch.jit.trace
         or input.is_neg()
+        or (forward_ad._current_level >= 0 and forward_ad.unpack_dual(input).tangent is not None)
     ):
-        _ops.check_dtype(op, input)
-        return True
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(input).tangent is not None
+        return _transformed(activation, input, arguments)
+    if not (input.requires_grad and is_grad_enabled()):
+        return _without_grad(activation, input, arguments)
+    if save == "recompute":
+        return _after_norm(activation, input, fallback, bits, arguments)
+    return _with_grad(activation, input, save, bits, arguments)
 
 
-def _decomposed(activation: Activation, input: Tensor, *arguments: Any) -> Tensor:
+def _no_tensor_to_modify(activation: Activation, input: object) -> Exception:
+    if isinstance(input, Tensor):
+        return _ops.unsupported(activation.function, input)
+    return TypeError(
+        f"{activation.function}: expected a torch.Tensor, got {type(input).__name__}"
+    )
+
+
+def _transformed(activation: Activation, input: Tensor, arguments: tuple[Any, ...]) -> Tensor:
+    if activation.takes_integers and input.dtype in _INTEGERS:
+        return _of_integers(activation, input)
+    _ops.check_dtype(activation.function, input)
+    return decomposed(activation, input, arguments)
+
+
+def _of_integers(activation: Activation, input: Tensor) -> Tensor:
+    assert activation.torch_inplace is not None
+    return activation.torch_inplace(input)
+
+
+def decomposed(activation: Activation, input: Tensor, arguments: tuple[Any, ...]) -> Tensor:
     """PyTorch's own activation and a copy, which every transform understands.
 
     The activation gets a clone, as it may keep what the copy would overwrite. Right everywhere,
@@ -90,8 +90,9 @@ def _decomposed(activation: Activation, input: Tensor, *arguments: Any) -> Tenso
     return input.copy_(activation.torch_function(input.clone(), *arguments))
 
 
-def _needs_grad(input: Tensor) -> bool:
-    return input.requires_grad and torch.is_grad_enabled()
+def needs_grad(input: Tensor) -> bool:
+    """Whether what is done with it is recorded for backward."""
+    return input.requires_grad and is_grad_enabled()
 
 
 def _is_dtensor(input: Tensor) -> TypeGuard[DTensor]:
@@ -112,13 +113,12 @@ def _local_part(input: Tensor, op: str) -> Tensor:
 
 
 def _compiled(
-    activation: Activation, input: Tensor, save: Save, bits: int | None, *arguments: Any
+    activation: Activation, input: Tensor, save: Save, bits: int | None, arguments: tuple[Any, ...]
 ) -> Tensor:
-    """The activation in compiled code: out of place and a copy, of which the compiler makes one.
-
-    Inductor moves an earlier read of a tensor behind a custom op that modifies it, and autograd
-    Functions that modify a graph's input get wrong gradients.
-    """
+    if not isinstance(input, Tensor) or input.layout is not torch.strided:
+        raise _no_tensor_to_modify(activation, input)
+    if activation.takes_integers and input.dtype in _INTEGERS:
+        return _of_integers(activation, input)
     if (
         torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
@@ -126,23 +126,24 @@ def _compiled(
         # is_exporting() is true of all that Dynamo traces before torch 2.13.
         or torch.compiler._is_exporting_flag
     ):
-        return _decomposed(activation, input, *arguments)
-    ops, dim_order = activation.ops, _ops.dim_order_of(input)
-    if _needs_grad(input) and save == "recompute":
-        return _decomposed(activation, input, *arguments)  # which the compiler recomputes best
-    if _needs_grad(input) and save in ops.save_out_of_place:
-        kept = bits or activation.default_bits(save, input.dtype)
-        result, _ = ops.save_out_of_place[save](input, kept, dim_order, *arguments)
-    else:
-        result = ops.out_of_place(input, dim_order, *arguments)
-    return input.copy_(result)
+        return decomposed(activation, input, arguments)
+    _ops.check_dtype(activation.function, input)
+    activation.ops.traced(input, save, bits, *arguments)
+    return input
 
 
-def _without_grad(activation: Activation, input: Tensor, *arguments: Any) -> Tensor:
-    _refuse_inference_tensor(input)
+def _without_grad(activation: Activation, input: Tensor, arguments: tuple[Any, ...]) -> Tensor:
+    if input.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "Inplace update to inference tensor outside InferenceMode is not allowed. You can make "
+            "a clone to get a normal tensor before doing inplace update."
+        )
+    if activation.takes_integers and input.dtype in _INTEGERS:
+        return _of_integers(activation, input)
     name = activation.function
+    part = input if type(input) is Tensor else _local_part(input, name)
     try:
-        activation.ops.in_place(_local_part(input, name), _ops.dim_order_of(input), *arguments)
+        activation.ops.in_place(part, _ops.dim_order_of(part), *arguments)
     except NotImplementedError as error:
         raise _ops.unsupported(name, input) from error
     increment_version(input)
@@ -150,22 +151,25 @@ def _without_grad(activation: Activation, input: Tensor, *arguments: Any) -> Ten
 
 
 def _with_grad(
-    activation: Activation, input: Tensor, save: Save, bits: int | None, *arguments: Any
+    activation: Activation, input: Tensor, save: Save, bits: int | None, arguments: tuple[Any, ...]
 ) -> Tensor:
-    _refuse_what_autograd_refuses(input)
-    name = activation.function
-    part = _local_part(input, name)
-    kept = bits or activation.default_bits(save, input.dtype)
-    packed = _ops.empty_bits(part, kept) if kept else None
-    function: Any = FUNCTIONS[activation, save]
-    if part is not input:
-        from ._dtensor import on_local_parts
+    if input.is_leaf or input._is_view():
+        _refuse_what_autograd_refuses(input)
+    apply, default_bits = APPLY[activation, save]
+    kept = bits or default_bits.get(input.dtype, 8)  # the op refuses a dtype that it does not know
+    if type(input) is not Tensor and _is_dtensor(input):
+        from ._dtensor import local_part, on_local_parts
 
-        function = on_local_parts(function)
+        local_part(activation.function, input)  # raises where the parts cannot be modified
+        apply = on_local_parts(FUNCTIONS[activation, save]).apply
     try:
-        return function.apply(input, packed, _ops.dim_order_of(input), *arguments)
+        return apply(input, kept, (_ops.dim_order_of(input), *arguments))
     except NotImplementedError as error:
-        raise _ops.unsupported(name, input) from error
+        raise _ops.unsupported(activation.function, input) from error
+    except RuntimeError as error:
+        if "out of memory" in str(error):
+            _ops.empty_bits(input, kept)  # raises PyTorch's own error, whose type the op has lost
+        raise
 
 
 def _after_norm(
@@ -173,7 +177,7 @@ def _after_norm(
     input: Tensor,
     fallback: Save | None,
     bits: int | None,
-    *arguments: Any,
+    arguments: tuple[Any, ...],
 ) -> Tensor:
     norm = norm_of(input)
     if norm is None and fallback is None:
@@ -182,12 +186,11 @@ def _after_norm(
     source = norm and source_of(norm)
     if norm is None or source is None:
         save = fallback or activation.saves[0]
-        return _with_grad(activation, input, save, bits, *arguments)
+        return _with_grad(activation, input, save, bits, arguments)
     _refuse_what_autograd_refuses(input)
-    dim_order = _ops.dim_order_of(norm.output)
-    function: Any = RecomputeFunction
+    tail = (_ops.dim_order_of(norm.output), *arguments)
     try:
-        output = function.apply(norm.output, source, dim_order, activation, *arguments)
+        output = APPLY_RECOMPUTE(norm.output, source, activation, tail)
     except NotImplementedError as error:
         raise _ops.unsupported(activation.function, input) from error
     if not activation.has_mask:
@@ -206,15 +209,6 @@ def _no_norm(activation: Activation, input: Tensor) -> str:
         f"instance or layer norm, which it forms again from the norm's input, and got {found}: "
         f'use it right after the norm, or save="{activation.saves[0]}"'
     )
-
-
-def _refuse_inference_tensor(input: Tensor) -> None:
-    """Raise PyTorch's error for one outside of inference mode, before it is modified."""
-    if input.is_inference() and not torch.is_inference_mode_enabled():
-        raise RuntimeError(
-            "Inplace update to inference tensor outside InferenceMode is not allowed. You can make "
-            "a clone to get a normal tensor before doing inplace update."
-        )
 
 
 def _refuse_what_autograd_refuses(input: Tensor) -> None:

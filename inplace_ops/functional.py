@@ -74,7 +74,7 @@ def leaky_relu_(input: Tensor, negative_slope: float = 0.01, *, save: MaskSave =
     if has_torch_function_unary(input):
         return _overridden(leaky_relu_, input, negative_slope=negative_slope, save=save)
     check_leaky_relu(negative_slope, save)
-    return run(LEAKY_RELU, input, save, None, negative_slope)
+    return run(LEAKY_RELU, input, save, None, (negative_slope,))
 
 
 def relu6_(input: Tensor, *, save: MaskSave = "mask") -> Tensor:

@@ -256,8 +256,9 @@ def _recipe_of_activation(node: Any) -> _Recipe | None:
         x, channels, rows, _ = node.saved_tensors
     except RuntimeError:  # freed, or the norm's input was modified: backward will say so
         return None
-    normalized = Normalized(x.detach(), channels, rows, node.dim_order)
-    return _Recipe(normalized, x._version, node.stride, node.activation, node.arguments)
+    dim_order, *arguments = node.tail
+    normalized = Normalized(x.detach(), channels, rows, dim_order)
+    return _Recipe(normalized, x._version, node.stride, node.activation, tuple(arguments))
 
 
 def _recipe_of_norm(node: Any) -> _Recipe | None:
@@ -268,7 +269,7 @@ def _recipe_of_norm(node: Any) -> _Recipe | None:
     dim_order = _ops.dim_order_of(x)
     stride = _ops.dense_strides(x.shape, dim_order)
     if type(node).__name__ == "NativeLayerNormBackward0":
-        dim_order, stride = [], _ops.dense_strides(x.shape, [])  # contiguous in any case
+        dim_order, stride = None, _ops.dense_strides(x.shape, None)  # contiguous in any case
     elif not _ops.is_in_a_memory_format(x):
         return None  # its output lies otherwise
     shared = node.metadata.get(_SHARED, _nothing)()

@@ -16,10 +16,10 @@ from inplace_ops import _ops
 from inplace_ops.activations import ACTIVATIONS
 
 # Nothing follows the last element in memory, and its byte of bits is not full.
-LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], list[int]]] = {
-    "dense": (lambda t: t[:1050].clone().view(3, 50, 7), []),
-    "misaligned": (lambda t: t[:1051].clone()[1:].view(3, 50, 7), []),
-    "stepped": (lambda t: t[:2100].clone().view(3, 50, 7, 2)[..., 1], []),
+LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], list[int] | None]] = {
+    "dense": (lambda t: t[:1050].clone().view(3, 50, 7), None),
+    "misaligned": (lambda t: t[:1051].clone()[1:].view(3, 50, 7), None),
+    "stepped": (lambda t: t[:2100].clone().view(3, 50, 7, 2)[..., 1], None),
     "permuted": (lambda t: t[:1050].clone().view(3, 50, 7).permute(1, 2, 0), [2, 0, 1]),
 }
 # Both sides may round to different neighbours, on the derivative's grid too.
@@ -33,7 +33,7 @@ def on(device: torch.device, like: Tensor) -> Tensor:
     return copy.as_strided(like.shape, like.stride(), like.storage_offset())
 
 
-def run_all(x: Tensor, grad: Tensor, dim_order: list[int], device: torch.device) -> list[Tensor]:
+def run_all(x: Tensor, grad: Tensor, dim_order: list[int] | None, device: torch.device) -> list[Tensor]:
     """Every op in place, and every backward, on copies of x and grad."""
     results = []
     g = on(device, grad)
@@ -49,8 +49,7 @@ def run_all(x: Tensor, grad: Tensor, dim_order: list[int], device: torch.device)
             default = activation.default_bits(save, x.dtype)
             for planes in {1, default, 8} if save == "output" else {default}:
                 y = on(device, x)
-                packed = _ops.empty_bits(y, planes)
-                op(y, packed, dim_order, *scalars)
+                packed = op(y, planes, dim_order, *scalars)
                 saved = [y, packed] if save == "output" else [packed]
                 results += [y, ops.backward[save](g, *saved, dim_order, *scalars)]
                 if save == "output":
@@ -99,7 +98,7 @@ def maps_of(x: Tensor, dim: int) -> Tensor:
 def run_normalized(
     x: Tensor, grad: Tensor, channels: Tensor, rows: Tensor | None, device: torch.device
 ) -> list[Tensor]:
-    maps = (channels.to(device), None if rows is None else rows.to(device), [])
+    maps = (channels.to(device), None if rows is None else rows.to(device), None)
     x, grad = x.to(device), grad.to(device)
     results = [_ops.NORMALIZE(x, *maps)]
     for activation in ACTIVATIONS:

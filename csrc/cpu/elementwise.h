@@ -340,6 +340,7 @@ struct Cpu {
     if (instruction_set() == InstructionSet::kAvx512) run_range = &run_blocks_avx512<Functor>;
 #endif
     const int64_t blocks = (geometry.elements + kBlock - 1) / kBlock;
+    if (blocks <= kGrainBlocks) return run_range(functor, geometry, operands, 0, blocks);
     torch::stable::parallel_for(0, blocks, kGrainBlocks, [&](int64_t first, int64_t last) {
       run_range(functor, geometry, operands, first, last);
     });

@@ -1,0 +1,174 @@
+"""An activation in compiled code.
+
+Dynamo's graph has one op of it, `relu_traced_` for example. What it comes to is decided where the
+graph is traced with autograd, as only there it shows what has formed the input:
+
+- A convolution or a matrix product, which is not run again: the Function of eager code, which keeps
+  less than PyTorch's activation would. ReLU and LeakyReLU are PyTorch's there too, which keep the
+  output alone.
+- Nothing in the graph, as it is the graph's input: the Function of eager code. Of PyTorch's, those
+  that keep their input get wrong gradients there (torch 2.11 to 2.14 with Inductor).
+- Anything else: PyTorch's activation. Min-cut partitioning forms the output of a norm or of a
+  pointwise operation again in backward, and keeps no input of an activation for it; it cannot do
+  that with custom ops, and Inductor cannot fuse them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ._ops import DimOrder
+from ._torch import partitioner_has_budget
+from .activations import ACTIVATIONS, Activation, Save
+from .autograd import FUNCTIONS, Tail
+from .execution import decomposed, needs_grad, run
+
+
+class _OutOfPlace(Function):
+    """`apply(x, function, bits, tail)`: that Function while a graph is traced, of a copy of x.
+
+    For a graph's input, with the result copied to it: Functions that modify one get wrong gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Any, bits: int, tail: Tail) -> Tensor:
+        output, packed = _output(x, function, bits, tail)
+        ctx.function = function
+        function.keep(ctx, output, packed, tail)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        gradient, *_ = ctx.function.backward(ctx, grad)
+        return gradient, None, None, None
+
+
+class _InPlace(_OutOfPlace):
+    """`apply(x, function, bits, tail)`: that Function while a graph is traced, x overwritten.
+
+    What is kept is x, as its readers keep it, and not what was copied to it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Any, bits: int, tail: Tail) -> Tensor:
+        output, packed = _output(x, function, bits, tail)
+        x.copy_(output)
+        ctx.mark_dirty(x)
+        ctx.function = function
+        function.keep(ctx, x, packed, tail)
+        return x
+
+
+def _output(x: Tensor, function: Any, bits: int, tail: Tail) -> tuple[Tensor, Tensor | None]:
+    """The activation out of place and the packed bits, if any.
+
+    Inductor would move an earlier read of a tensor behind a custom op that modifies it.
+    """
+    if bits:
+        return function.activation.ops.save_out_of_place[function.saves[0]](x, bits, *tail)
+    _, *arguments = tail
+    return function.activation.torch_function(x, *arguments), None
+
+
+def _dim_order_of(x: Tensor) -> DimOrder:
+    """As that of `_ops`, of a tensor whose sizes may be unknown: in one of the usual formats."""
+    if x.dim() != 4 or x.is_contiguous():
+        return None
+    return [0, 2, 3, 1] if x.is_contiguous(memory_format=torch.channels_last) else None
+
+
+def _traced(
+    activation: Activation, input: Tensor, save: Save, bits: int | None, *arguments: Any
+) -> None:
+    if type(input) is Tensor:  # the graph runs as it is: Dynamo's backend "eager"
+        run(activation, input, save, bits, arguments, fallback=activation.saves[0])
+        return
+    if input._is_view() and _may_overlap(input):
+        raise RuntimeError(
+            f"{activation.function}: unsupported operation: more than one element of the written-to "
+            "tensor may refer to a single memory location. Please clone() the tensor before "
+            "performing the operation."
+        )
+    kept = _what_is_kept(activation, input, save, arguments)
+    if kept is not None:
+        bits = bits or activation.default_bits(kept, input.dtype)
+        tail = (_dim_order_of(input), *arguments)
+        call = (FUNCTIONS[activation, kept], bits, tail)
+        if _is_input(input):
+            input.copy_(_OutOfPlace.apply(input, *call))
+        else:
+            _InPlace.apply(input, *call)
+    elif activation.torch_inplace is not None and activation.allows_output(*arguments):
+        activation.torch_inplace(input, *arguments)
+    else:
+        decomposed(activation, input, arguments)
+
+
+def _what_is_kept(
+    activation: Activation, input: Tensor, save: Save, arguments: tuple[Any, ...]
+) -> Save | None:
+    """What this package's Function is to keep, None where PyTorch's activation keeps no more."""
+    if not needs_grad(input):
+        return None
+    if _is_input(input):  # which PyTorch's would keep, and find overwritten
+        return activation.saves[0] if save == "recompute" else save
+    if save == "recompute" or partitioner_has_budget():
+        return None
+    if activation.torch_saves == "output" and activation.allows_output(*arguments):
+        return None
+    return save if _is_product(input) else None
+
+
+def _is_input(x: Tensor) -> bool:
+    """Whether its memory is that of an input of the graph.
+
+    Tracing gives an input that requires grad a node of type Error, and a clone where it is modified.
+    """
+    whole: Any = x._base if x._is_view() else x
+    node = whole.grad_fn
+    for _ in range(whole._version):  # back over what has modified it, whose first edge it is
+        node = node.next_functions[0][0] if node and node.next_functions else None
+    while type(node).__name__ == "CloneBackward0":
+        node = node.next_functions[0][0]
+    return type(node).__name__ in ("NoneType", "AccumulateGrad", "Error")
+
+
+# Whose outputs are not formed again, and views of them.
+_PRODUCTS = frozenset(
+    f"{name}Backward0" for name in ("Addbmm", "Addmm", "Baddbmm", "Bmm", "Convolution", "Mm")
+)
+_VIEWS = frozenset(
+    f"{name}Backward0"
+    for name in ("Alias", "Permute", "ReshapeAlias", "Transpose", "UnsafeView", "View")
+)
+
+
+def _is_product(input: Tensor) -> bool:
+    node = input.grad_fn
+    while type(node).__name__ in _VIEWS:
+        node = node.next_functions[0][0]  # type: ignore[union-attr]
+    return type(node).__name__ in _PRODUCTS
+
+
+def _may_overlap(x: Tensor) -> bool:
+    """Whether elements may share memory: unless each stride passes what the smaller ones reach."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    reach: Any = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True), key=lambda dim: dim[0]):
+        if guard_or_false(size > 1):
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+for _activation in ACTIVATIONS:
+    torch.library.impl(
+        _activation.ops.traced.name(), "CompositeImplicitAutograd", partial(_traced, _activation)
+    )

@@ -1,0 +1,151 @@
+"""Compiled code keeps no more for backward than with PyTorch's activation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import inplace_ops
+from inplace_ops import saved_bytes
+from inplace_ops.activations import ACTIVATIONS, SILU, Activation
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Dynamo's and Inductor's own
+
+CHANNELS = 8
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "batch_norm": lambda: nn.BatchNorm2d(CHANNELS),
+    "group_norm": lambda: nn.GroupNorm(2, CHANNELS),
+    "no_norm": nn.Identity,
+}
+
+Call = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing compiled before, and on the CPU the layout that eager code has."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(layout_optimization=False):
+        yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    """A convolution, a norm, an activation and what reads it: a convolution, or a mean."""
+
+    def __init__(self, norm: str, call: Call, is_used: bool, reader: str) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False)
+        self.norm = NORMS[norm]()
+        self.call = call
+        self.is_used = is_used
+        self.reader: nn.Module = nn.Identity()
+        if reader == "convolution":
+            self.reader = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.convolution(x))
+        y = self.call(h)
+        return self.reader(y if self.is_used else h).mean((2, 3))
+
+
+def kept(
+    backend: str,
+    device: torch.device,
+    norm: str,
+    call: Call,
+    is_used: bool = True,
+    reader: str = "convolution",
+) -> float:
+    """Bytes per element that the compiled block keeps; its input, an argument, does not count."""
+    torch._dynamo.reset()
+    block = Block(norm, call, is_used, reader).to(device)
+    x = torch.randn(4, CHANNELS, 32, 32, device=device)
+    return saved_bytes(torch.compile(block, backend=backend, fullgraph=True), x) / x.numel()
+
+
+def pytorchs(activation: Activation) -> list[Call]:
+    """PyTorch's module, out of place and in place."""
+    variant = dict(activation.variant)
+    modules = [activation.torch_module(**variant)]
+    if activation.torch_inplace is not None:
+        modules.append(activation.torch_module(**variant, inplace=True))
+    return modules
+
+
+def ours(activation: Activation) -> dict[str, tuple[Call, bool]]:
+    """Module and function, and whether their result is used."""
+    variant = dict(activation.variant)
+    module = getattr(inplace_ops, activation.name)
+    function = getattr(inplace_ops, activation.function)
+    return {
+        "module": (module(**variant), True),
+        "module, discarded": (module(**variant), False),
+        "function": (lambda x: function(x, **variant), True),
+        "function, discarded": (lambda x: function(x, **variant), False),
+        "recompute": (module(**variant, save="recompute"), True),
+        "second choice": (module(**variant, save=activation.saves[1]), True),
+    }
+
+
+@pytest.mark.parametrize(
+    ("norm", "budget"),
+    [("batch_norm", 1), ("no_norm", 1), ("group_norm", 1), ("batch_norm", 0.5), ("no_norm", 0.5)],
+)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.ops.name)
+def test_keeps_no_more_than_pytorchs(
+    activation: Activation, norm: str, budget: float, device: torch.device
+) -> None:
+    """After AOTAutograd's partitioner, from which Inductor takes the graphs."""
+    backend, ways = "aot_eager_decomp_partition", ours(activation)
+    if norm == "group_norm" or budget < 1:
+        ways = {"module": ways["module"]}
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        least = min(kept(backend, device, norm, call) for call in pytorchs(activation))
+        for way, (call, is_used) in ways.items():
+            assert kept(backend, device, norm, call, is_used) <= least, way
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("name", ["relu", "silu"])
+def test_keeps_no_more_than_pytorchs_under_inductor(
+    name: str, norm: str, device: torch.device
+) -> None:
+    activation = next(a for a in ACTIVATIONS if a.ops.name == name)
+    least = min(kept("inductor", device, norm, call) for call in pytorchs(activation))
+    ways = ours(activation)
+    for way in ("module", "function, discarded"):
+        assert kept("inductor", device, norm, *ways[way]) <= least, way
+
+
+@pytest.mark.parametrize(
+    ("activation", "backend"),
+    [*((a, "aot_eager_decomp_partition") for a in ACTIVATIONS), (SILU, "inductor")],
+    ids=lambda value: value if isinstance(value, str) else value.ops.name,
+)
+def test_after_a_convolution_little_is_kept(
+    activation: Activation, backend: str, device: torch.device
+) -> None:
+    """The output, which the next convolution keeps, and packed bits of what keeps its input."""
+    bits = activation.default_bits(activation.saves[0], torch.float32)
+    call, _ = ours(activation)["module"]
+    expected = 4 if activation.torch_saves == "output" else 4 + bits / 8
+    assert kept(backend, device, "no_norm", call) == expected
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.ops.name)
+def test_without_a_reader_that_keeps_the_output(
+    activation: Activation, device: torch.device
+) -> None:
+    """save="derivative", or a mask, keeps less there too; save="output" says that there is one."""
+    backend = "aot_eager_decomp_partition"
+    save = "mask" if activation.has_mask else "derivative"
+    call = getattr(inplace_ops, activation.name)(**activation.variant, save=save)
+    for norm in ("batch_norm", "no_norm"):
+        least = min(kept(backend, device, norm, c, reader="mean") for c in pytorchs(activation))
+        assert kept(backend, device, norm, call, reader="mean") <= least, norm
