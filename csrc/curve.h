@@ -97,8 +97,7 @@ HOST_DEVICE float squared_root(float y) {
 // and +- its square root.
 template <class A>
 HOST_DEVICE float curve_root(float y, bool left) {
-  const float root = rough_sqrt(squared_root<A>(y));
-  return left ? -root : root;
+  return negate_if(left, rough_sqrt(squared_root<A>(y)));
 }
 
 // Whether the core has the left tail too, down to where y underflows, and so all that is finite.
@@ -156,12 +155,12 @@ class InputCode {
     farthest_below_ = half_window - 1u;
   }
 
-  HOST_DEVICE uint32_t encode(T x) const {
-    const uint32_t pattern = uint32_t(bit_cast<pattern_t<T>>(x) >> shift_);
+  HOST_DEVICE uint32_t encode(Element<T> x) const {
+    const uint32_t pattern = uint32_t(bit_cast<pattern_t<T>>(x.stored) >> shift_);
     // In float no value lies between kMinimumX and the nearest one.
     constexpr C nearest = C(A::kMinimumX);
     constexpr bool nearest_is_left = double(nearest) < A::kMinimumX;
-    const bool left = nearest_is_left ? load(x) <= nearest : load(x) < nearest;
+    const bool left = nearest_is_left ? x.value <= nearest : x.value < nearest;
     return (pattern & kept_) | select(left, branch_, 0u);
   }
 
@@ -231,12 +230,20 @@ HOST_DEVICE double curve_inverse(double y, bool left, const double (&series)[ter
   return x;
 }
 
+// x in the core, from which alone its point follows in the 16-bit formats.
 template <class A>
-HOST_DEVICE auto recover_core(float y, bool left, const InputCode<A>& kept, uint32_t code) {
+HOST_DEVICE float recover_core_input(float y, uint32_t code, int bits) {
+  const InputCode<A> kept(bits);
+  return kept.closest(A::estimate(y, kept.is_left(code)), code);
+}
+
+template <class A>
+HOST_DEVICE auto recover_core(float y, uint32_t code, int bits) {
   if constexpr (sizeof(typename A::Scalar) == 2) {
-    return A::core_point(kept.closest(A::estimate(y, left), code));
+    return A::core_point(recover_core_input<A>(y, code, bits));
   } else {
-    const auto at = A::fitted(y, left);
+    const InputCode<A> kept(bits);
+    const auto at = A::fitted(y, kept.is_left(code));
     float x = at.x;
     if constexpr (!A::kFitIsExact) {
       const float newton = (at.x * at.gate - y) * rough_reciprocal(A::derivative(at));
@@ -268,19 +275,18 @@ HOST_DEVICE auto recover_far(float y, bool left, const InputCode<A>& kept, uint3
 
 // The point from y and the code of x in `bits` bits.
 template <class A, Region region = Region::kAny>
-HOST_DEVICE auto recover(typename A::Scalar stored, uint32_t code, int bits) {
+HOST_DEVICE auto recover(opmath_t<typename A::Scalar> y, uint32_t code, int bits) {
   const InputCode<A> kept(bits);
   const bool left = kept.is_left(code);
-  const auto y = load(stored);
-  if constexpr (std::is_same_v<decltype(y), const double>) {
+  if constexpr (std::is_same_v<decltype(y), double>) {
     return A::far_point(kept.closest(A::inverse(y, left), code), y, left);
   } else if constexpr (region == Region::kCore) {
-    return recover_core<A>(y, left, kept, code);
+    return recover_core<A>(y, code, bits);
   } else if constexpr (region == Region::kFar) {
     return recover_far<A>(y, left, kept, code);
   } else {
     return is_far<A>(y, left) ? recover_far<A>(y, left, kept, code)
-                              : recover_core<A>(y, left, kept, code);
+                              : recover_core<A>(y, code, bits);
   }
 }
 

@@ -2,6 +2,7 @@
 // branch-free, so that the compiler vectorizes the loop around them; a device's are the hardware's.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "number_formats.h"
@@ -33,13 +34,14 @@ HOST_DEVICE C polynomial(const C (&c)[terms], C x) {
 #endif
 }
 
-// Within [0, 1]; 0 for NaN.
+// Within [0, 1], also of NaN. The host's in patterns, which are in the numbers' order from 0 up: of
+// two choices in float the compiler makes four.
 HOST_DEVICE float saturate(float x) {
 #ifdef INPLACE_OPS_HARDWARE
   return hardware::saturate(x);
 #else
-  x = x > 0.0f ? x : 0.0f;
-  return x < 1.0f ? x : 1.0f;
+  const int32_t pattern = std::max(bit_cast<int32_t>(x), 0);
+  return bit_cast<float>(std::min(pattern, bit_cast<int32_t>(1.0f)));
 #endif
 }
 
@@ -57,7 +59,7 @@ HOST_DEVICE float exp_of(float x) {
   const float r = (x - whole * 0.693145752f) - whole * 1.42860677e-6f;
   const float mantissa = 1.0f + (r + r * r * polynomial(c, r));
   const float result = bit_cast<float>(bit_cast<uint32_t>(mantissa) + (n << 23));
-  return x > 88.72283f ? INFINITY : x < -87.3f ? 0.0f : result;
+  return select(x > 88.72283f, INFINITY, select(x < -87.3f, 0.0f, result));
 #endif
 }
 

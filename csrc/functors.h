@@ -1,6 +1,7 @@
 // What is done with each element, once for every activation: a functor per direction and way of
 // keeping (`save`). cpu/elementwise.h and cuda/elementwise.cuh run them: operand 0 is written, the
 // inputs are read, and the packed bits, whose element has `code`, are not used, written or read.
+// What a functor returns is rounded to the format by those who run it.
 #pragma once
 
 #include <cstdint>
@@ -60,10 +61,10 @@ struct ForwardMask : Elementwise<T, 1, PackedBitsUse::kWritten, 0, 1> {
   static constexpr bool accepts_bits(int64_t bits) { return bits == 1; }
   Activation activation;
 
-  HOST_DEVICE T operator()(const T (&in)[1], uint32_t& code, int) const {
-    const opmath_t<T> x = load(in[0]);
+  HOST_DEVICE auto operator()(const Element<T> (&in)[1], uint32_t& code, int) const {
+    const opmath_t<T> x = in[0].value;
     code = activation.mask(x);
-    return store<T>(activation.value(x));
+    return activation.value(x);
   }
 };
 
@@ -72,8 +73,8 @@ struct BackwardMask : Elementwise<T, 1, PackedBitsUse::kRead, 1> {
   static constexpr bool accepts_bits(int64_t bits) { return bits == 1; }
   Activation activation;
 
-  HOST_DEVICE T operator()(const T (&in)[1], uint32_t& code, int) const {
-    return store<T>(activation.gradient(load(in[0]), code));
+  HOST_DEVICE auto operator()(const Element<T> (&in)[1], uint32_t& code, int) const {
+    return activation.gradient(in[0].value, code);
   }
 };
 
@@ -82,8 +83,8 @@ template <class Activation, class T = typename Activation::Scalar>
 struct BackwardMaskOfOutput : Elementwise<T, 2, PackedBitsUse::kNone, 0> {
   Activation activation;
 
-  HOST_DEVICE T operator()(const T (&in)[2], uint32_t&, int) const {
-    return store<T>(activation.gradient(load(in[0]), activation.mask(load(in[1]))));
+  HOST_DEVICE auto operator()(const Element<T> (&in)[2], uint32_t&, int) const {
+    return activation.gradient(in[0].value, activation.mask(in[1].value));
   }
 };
 
@@ -98,9 +99,9 @@ struct ForwardOutput : Elementwise<T, 1, PackedBitsUse::kWritten, 0, 1, Activati
   static constexpr bool accepts_bits(int64_t bits) { return accepts_output_bits<Activation>(bits); }
   Activation activation;
 
-  HOST_DEVICE T operator()(const T (&in)[1], uint32_t& code, int bits) const {
+  HOST_DEVICE auto operator()(const Element<T> (&in)[1], uint32_t& code, int bits) const {
     code = InputCode<Activation>(bits).encode(in[0]);
-    return store<T>(activation.value(load(in[0])));
+    return activation.value(in[0].value);
   }
 };
 
@@ -108,29 +109,41 @@ template <class Activation, class T = typename Activation::Scalar>
 struct BackwardOutput : Elementwise<T, 2, PackedBitsUse::kRead, 1, Activation::kDefaultBits> {
   static constexpr bool accepts_bits(int64_t bits) { return accepts_output_bits<Activation>(bits); }
 
-  HOST_DEVICE T operator()(const T (&in)[2], uint32_t& code, int bits) const {
+  HOST_DEVICE auto operator()(const Element<T> (&in)[2], uint32_t& code, int bits) const {
     return gradient<Region::kAny>(in, code, bits);
   }
 
   // In double all is one part.
   static constexpr bool kIsSplit = !std::is_same_v<T, double>;
-  HOST_DEVICE bool is_far(const T (&in)[2], uint32_t code, int bits) const {
+  HOST_DEVICE bool is_far(const Element<T> (&in)[2], uint32_t code, int bits) const {
     const bool left = InputCode<Activation>(bits).is_left(code);
-    return inplace_ops::is_far<Activation>(load(in[1]), left);
+    return inplace_ops::is_far<Activation>(in[1].value, left);
   }
-  HOST_DEVICE T near(const T (&in)[2], uint32_t code, int bits) const {
+  HOST_DEVICE auto near(const Element<T> (&in)[2], uint32_t code, int bits) const {
     return gradient<Region::kCore>(in, code, bits);
   }
-  HOST_DEVICE T far(const T (&in)[2], uint32_t code, int bits) const {
+  HOST_DEVICE auto far(const Element<T> (&in)[2], uint32_t code, int bits) const {
     return gradient<Region::kFar>(in, code, bits);
+  }
+
+  // near() in two steps, x and then the gradient.
+  static constexpr bool kHasSteps = sizeof(T) == 2;
+  HOST_DEVICE float near_input(const Element<T> (&in)[2], uint32_t code, int bits) const {
+    return recover_core_input<Activation>(in[1].value, code, bits);
+  }
+  HOST_DEVICE auto near_from_input(const Element<T> (&in)[2], float x) const {
+    return gradient_at(Activation::core_point(x), in[0].value);
   }
 
  private:
   template <Region region>
-  HOST_DEVICE static T gradient(const T (&in)[2], uint32_t code, int bits) {
-    const auto at = recover<Activation, region>(in[1], code, bits);
-    const opmath_t<T> gradient = load(in[0]) * Activation::derivative(at);
-    return store<T>(Activation::is_flat(at) ? opmath_t<T>(0) : gradient);
+  HOST_DEVICE static auto gradient(const Element<T> (&in)[2], uint32_t code, int bits) {
+    return gradient_at(recover<Activation, region>(in[1].value, code, bits), in[0].value);
+  }
+  template <class Point>
+  HOST_DEVICE static auto gradient_at(Point at, opmath_t<T> grad) {
+    const opmath_t<T> gradient = grad * Activation::derivative(at);
+    return Activation::is_flat(at) ? opmath_t<T>(0) : gradient;
   }
 };
 
@@ -141,12 +154,12 @@ template <class Activation, class T = typename Activation::Scalar>
 struct DoubleBackward : Elementwise<T, 3, PackedBitsUse::kRead, 1, Activation::kDefaultBits> {
   static constexpr bool accepts_bits(int64_t bits) { return accepts_output_bits<Activation>(bits); }
 
-  HOST_DEVICE T operator()(const T (&in)[3], uint32_t& code, int bits) const {
+  HOST_DEVICE auto operator()(const Element<T> (&in)[3], uint32_t& code, int bits) const {
     using C = opmath_t<T>;
-    const auto at = recover<Activation, Region::kAny>(in[2], code, bits);
+    const auto at = recover<Activation, Region::kAny>(in[2].value, code, bits);
     const C slope = Activation::derivative(at);
-    const C term = load(in[0]) * load(in[1]) * Activation::second_derivative(at);
-    return store<T>(slope == C(0) ? C(0) : term / slope);
+    const C term = in[0].value * in[1].value * Activation::second_derivative(at);
+    return slope == C(0) ? C(0) : term / slope;
   }
 };
 
@@ -160,11 +173,11 @@ struct ForwardDerivative : Elementwise<T, 1, PackedBitsUse::kWritten, kDerivativ
   static constexpr bool accepts_bits(int64_t bits) { return accepts_derivative_bits(bits); }
   Activation activation;
 
-  HOST_DEVICE T operator()(const T (&in)[1], uint32_t& code, int bits) const {
-    const auto at = Activation::point(load(in[0]));
+  HOST_DEVICE auto operator()(const Element<T> (&in)[1], uint32_t& code, int bits) const {
+    const auto at = Activation::point(in[0].value);
     code = DerivativeGrid<opmath_t<T>>::template of<Activation>(bits).encode(
         Activation::derivative(at));
-    return store<T>(activation.value(load(in[0])));
+    return activation.value(in[0].value);
   }
 };
 
@@ -174,21 +187,21 @@ struct BackwardDerivative : Elementwise<T, 1, PackedBitsUse::kRead, kDerivativeB
   static constexpr bool accepts_bits(int64_t bits) { return accepts_derivative_bits(bits); }
   DerivativeGrid<opmath_t<T>> grid;
 
-  HOST_DEVICE T operator()(const T (&in)[1], uint32_t& code, int) const {
-    return store<T>(load(in[0]) * grid.decode(code));
+  HOST_DEVICE auto operator()(const Element<T> (&in)[1], uint32_t& code, int) const {
+    return in[0].value * grid.decode(code);
   }
 };
 
 // save="recompute": z from the norm's input, rounded to the format as the norm rounds its output.
 template <class T, class C = opmath_t<T>>
-HOST_DEVICE C normalized(T x, ScaleAndShift<C> map) {
-  return load(store<T>(load(x) * map.scale + map.shift));
+HOST_DEVICE C normalized(Element<T> x, ScaleAndShift<C> map) {
+  return load(store<T>(x.value * map.scale + map.shift));
 }
 
 template <class T>
 struct Normalize : Normalizing<T, 1> {
-  HOST_DEVICE T operator()(const T (&in)[1], ScaleAndShift<opmath_t<T>> map) const {
-    return store<T>(normalized(in[0], map));
+  HOST_DEVICE auto operator()(const Element<T> (&in)[1], ScaleAndShift<opmath_t<T>> map) const {
+    return normalized(in[0], map);
   }
 };
 
@@ -196,8 +209,8 @@ template <class Activation, class T = typename Activation::Scalar>
 struct ForwardRecompute : Normalizing<T, 1> {
   Activation activation;
 
-  HOST_DEVICE T operator()(const T (&in)[1], ScaleAndShift<opmath_t<T>> map) const {
-    return store<T>(activation.value(normalized(in[0], map)));
+  HOST_DEVICE auto operator()(const Element<T> (&in)[1], ScaleAndShift<opmath_t<T>> map) const {
+    return activation.value(normalized(in[0], map));
   }
 };
 
@@ -205,14 +218,14 @@ template <class Activation, class T = typename Activation::Scalar>
 struct BackwardRecompute : Normalizing<T, 2> {
   Activation activation;
 
-  HOST_DEVICE T operator()(const T (&in)[2], ScaleAndShift<opmath_t<T>> map) const {
-    const opmath_t<T> grad = load(in[0]), z = normalized(in[1], map);
+  HOST_DEVICE auto operator()(const Element<T> (&in)[2], ScaleAndShift<opmath_t<T>> map) const {
+    const opmath_t<T> grad = in[0].value, z = normalized(in[1], map);
     if constexpr (Activation::kKind == Kind::kMask) {
-      return store<T>(activation.gradient(grad, activation.mask(z)));
+      return activation.gradient(grad, activation.mask(z));
     } else {
       const auto at = Activation::point(z);
       const opmath_t<T> gradient = grad * Activation::derivative(at);
-      return store<T>(Activation::is_flat(at) ? opmath_t<T>(0) : gradient);
+      return Activation::is_flat(at) ? opmath_t<T>(0) : gradient;
     }
   }
 };

@@ -53,6 +53,15 @@ HOST_DEVICE float select(bool condition, float a, float b) {
   return bit_cast<float>(select(condition, bit_cast<uint32_t>(a), bit_cast<uint32_t>(b)));
 }
 
+// condition ? -x : x, in which a compiler sees a choice too.
+HOST_DEVICE float negate_if(bool condition, float x) {
+#ifdef INPLACE_OPS_HARDWARE
+  return condition ? -x : x;
+#else
+  return bit_cast<float>(bit_cast<uint32_t>(x) ^ select(condition, 0x80000000u, 0u));
+#endif
+}
+
 // Byte i of a word, the lowest first.
 HOST_DEVICE uint32_t byte_of(uint32_t word, int i) {
 #ifdef INPLACE_OPS_HARDWARE

@@ -68,7 +68,8 @@ HOST_DEVICE T store(opmath_t<T> value) {
     const uint32_t magnitude = pattern & 0x7fffffffu;
     const uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - (126u << 23);
     const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-    const uint32_t special = select(magnitude > (255u << 23), 0x7e00u, 0x7c00u);
+    const uint32_t quiet_nan = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
+    const uint32_t special = select(magnitude > (255u << 23), quiet_nan, 0x7c00u);
     const uint32_t finite = select(magnitude < (113u << 23), subnormal, normal);
     const uint32_t rounded = select(magnitude >= (143u << 23), special, finite);
     return Half{uint16_t(rounded | ((pattern >> 16) & 0x8000u))};
@@ -78,13 +79,25 @@ HOST_DEVICE T store(opmath_t<T> value) {
     return BFloat16{hardware::to_bfloat16(value)};
 #else
     const uint32_t pattern = bit_cast<uint32_t>(value);
-    const uint32_t rounded = (pattern + 0x7fffu + ((pattern >> 16) & 1u)) >> 16;
-    const uint32_t quiet_nan = (pattern >> 16) | 0x40u;
-    return BFloat16{uint16_t((pattern & 0x7fffffffu) > (255u << 23) ? quiet_nan : rounded)};
+    const uint32_t rounded = pattern + 0x7fffu + ((pattern >> 16) & 1u);
+    const uint32_t quiet_nan = pattern | (1u << 22);
+    return BFloat16{uint16_t(select(value != value, quiet_nan, rounded) >> 16)};
 #endif
   } else {
     return value;
   }
+}
+
+// An element of a tensor, and its value in the type it is computed in.
+template <class T>
+struct Element {
+  T stored;
+  opmath_t<T> value;
+};
+
+template <class T>
+HOST_DEVICE Element<T> element_of(T stored) {
+  return {stored, load(stored)};
 }
 
 }  // namespace inplace_ops

@@ -16,26 +16,16 @@ HOST_DEVICE constexpr int64_t plane_bytes(int64_t elements) {
 }
 
 // Exchanges the bits that the mask covers with those `distance` above.
-template <class Word>
-HOST_DEVICE Word swap_bits(Word x, int distance, uint64_t mask) {
-  const Word differ = (x ^ (x >> distance)) & Word(mask);
+HOST_DEVICE uint32_t swap_bits(uint32_t x, int distance, uint32_t mask) {
+  const uint32_t differ = (x ^ (x >> distance)) & mask;
   return x ^ differ ^ (differ << distance);
 }
 
-// Within each half of an 8 x 8 bit matrix with a row a byte.
-template <class Word>
-HOST_DEVICE Word transpose4x4(Word x) {
-  x = swap_bits(x, 7, 0x00aa00aa00aa00aaull);
-  return swap_bits(x, 14, 0x0000cccc0000ccccull);
+// Within each half of a 4 x 8 bit matrix with a row a byte.
+HOST_DEVICE uint32_t transpose4x4(uint32_t x) {
+  return swap_bits(swap_bits(x, 7, 0x00aa00aau), 14, 0x0000ccccu);
 }
 
-// The transpose of an 8 x 8 bit matrix with a row a byte, by swapping blocks of 1, 2 and 4
-// (Warren, Hacker's Delight, section 7-3), for vectors of 64-bit words.
-HOST_DEVICE uint64_t transpose8x8(uint64_t x) {
-  return swap_bits(transpose4x4(x), 28, 0x00000000f0f0f0f0ull);
-}
-
-// The same for a GPU, whose words have 32 bits.
 struct TwoWords {
   uint32_t first, second;
 
@@ -44,6 +34,8 @@ struct TwoWords {
   }
 };
 
+// The transpose of an 8 x 8 bit matrix with a row a byte, by swapping blocks of 1, 2 and 4
+// (Warren, Hacker's Delight, section 7-3), in words of a GPU.
 HOST_DEVICE TwoWords transpose8x8(TwoWords x) {
   constexpr uint32_t low = 0x0f0f0f0fu;
   x = {transpose4x4(x.first), transpose4x4(x.second)};
@@ -61,42 +53,6 @@ struct PackedBits {
     return data[plane * plane_stride + group];
   }
 };
-
-// On a CPU codes are packed and unpacked a block of groups at a time, in loops that the compiler
-// turns into vector code. `count` of the groups are stored or read.
-template <int groups>
-HOST_DEVICE void pack(const uint32_t (&codes)[groups * kGroup], PackedBits<uint8_t> packed,
-                      int64_t first_group, int count) {
-  for (int low = 0; low < packed.planes; low += 8) {
-    uint8_t bytes[groups * kGroup];
-    for (int i = 0; i < groups * kGroup; ++i) bytes[i] = uint8_t(codes[i] >> low);
-    uint64_t rows[groups];
-    memcpy(rows, bytes, sizeof(rows));
-    for (int g = 0; g < groups; ++g) rows[g] = transpose8x8(rows[g]);
-    for (int plane = low; plane < packed.planes && plane < low + 8; ++plane) {
-      uint8_t* bits = &packed.at(plane, first_group);
-      for (int g = 0; g < count; ++g) bits[g] = uint8_t(rows[g] >> (8 * (plane - low)));
-    }
-  }
-}
-
-template <int groups>
-HOST_DEVICE void unpack(uint32_t (&codes)[groups * kGroup], PackedBits<const uint8_t> packed,
-                        int64_t first_group, int count) {
-  for (int i = 0; i < groups * kGroup; ++i) codes[i] = 0;
-  for (int low = 0; low < packed.planes; low += 8) {
-    uint64_t rows[groups];
-    for (int g = 0; g < groups; ++g) rows[g] = 0;
-    for (int plane = low; plane < packed.planes && plane < low + 8; ++plane) {
-      const uint8_t* bits = &packed.at(plane, first_group);
-      for (int g = 0; g < count; ++g) rows[g] |= uint64_t(bits[g]) << (8 * (plane - low));
-    }
-    for (int g = 0; g < groups; ++g) rows[g] = transpose8x8(rows[g]);
-    uint8_t bytes[groups * kGroup];
-    memcpy(bytes, rows, sizeof(rows));
-    for (int i = 0; i < groups * kGroup; ++i) codes[i] |= uint32_t(bytes[i]) << low;
-  }
-}
 
 // On a GPU the codes of four elements travel in a word: a bit each where there is one plane,
 // otherwise a byte each, of the bits from `low` up.

@@ -71,9 +71,9 @@ void points(const std::string& name, const std::string& dtype, uintptr_t x, uint
     const InputCode<A> code(std::max(bits, 1));
     for_each(count, [=](int64_t i) {
       const T input = reinterpret_cast<const T*>(x)[i];
-      const auto at = bits == 0
-                          ? A::point(load(input))
-                          : recover<A>(reinterpret_cast<const T*>(y)[i], code.encode(input), bits);
+      const auto at = bits == 0 ? A::point(load(input))
+                                : recover<A>(load(reinterpret_cast<const T*>(y)[i]),
+                                             code.encode(element_of(input)), bits);
       reinterpret_cast<C*>(recovered)[i] = at.x;
       reinterpret_cast<C*>(first)[i] = A::derivative(at);
       reinterpret_cast<C*>(second)[i] = A::second_derivative(at);

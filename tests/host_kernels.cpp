@@ -140,8 +140,8 @@ double far_share_of(const A& activation, int bits, const std::vector<double>& in
   int64_t far = 0;
   if constexpr (A::kKind == Kind::kCurve && !std::is_same_v<T, double>) {
     for (const double input : inputs) {
-      const T x = store<T>(opmath_t<T>(input));
-      const T in[2] = {T{}, store<T>(activation.value(load(x)))};
+      const auto x = element_of(store<T>(opmath_t<T>(input)));
+      const Element<T> in[2] = {{}, element_of(store<T>(activation.value(x.value)))};
       far += BackwardOutput<A>{}.is_far(in, InputCode<A>(bits).encode(x), bits);
     }
   }

@@ -383,9 +383,22 @@ CHECKS = [
 
 CHECKS += [
     f"test_values.py::{test}"
-    for test in ("test_every_length", "test_edge_values", "test_edge_gradients")
+    for test in (
+        "test_every_length",
+        "test_every_16_bit_value_is_rounded_as_pytorchs",
+        "test_nan_keeps_its_payload",
+        "test_edge_values",
+        "test_edge_gradients",
+    )
 ]
-CHECKS += ["test_ops.py::test_normalized_elements_are_the_same_in_every_kernel"]
+CHECKS += [
+    f"test_ops.py::{test}"
+    for test in (
+        "test_normalized_elements_are_the_same_in_every_kernel",
+        "test_only_the_bits_are_written",
+        "test_relus_mask_is_one_bit_per_element",
+    )
+]
 
 
 @pytest.mark.parametrize("instruction_set", ["baseline", "avx2"])

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 from activations import ACTIVATIONS, FLOATS, ONE_OF_EACH, Activation, activation_id
 from comparison import (
     assert_gradient,
@@ -232,6 +233,41 @@ def test_every_length(activation: Activation, dtype: torch.dtype, device: torch.
         actual = gradient(activation.call, x, incoming)
         expected = gradient(activation.reference, x, incoming)
         assert_gradient(activation, actual, expected, 1.0, f"length {length}:")
+
+
+EVERY_16_BITS = torch.arange(-(2**15), 2**15).to(torch.int16)
+OF_16_BITS = [torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("slope", [None, 0.01, -0.5, 1 / 3, 3.0, 2.0**-12])
+@pytest.mark.parametrize("dtype", OF_16_BITS, ids=lambda dtype: str(dtype)[6:])
+def test_every_16_bit_value_is_rounded_as_pytorchs(
+    dtype: torch.dtype, slope: float | None, device: torch.device
+) -> None:
+    def call(x: Tensor) -> Tensor:
+        return inplace_ops.relu_(x) if slope is None else inplace_ops.leaky_relu_(x, slope)
+
+    def reference(x: Tensor) -> Tensor:
+        return F.relu(x) if slope is None else F.leaky_relu(x, slope)
+
+    every = EVERY_16_BITS.to(device).view(dtype)
+    for count in (len(every), 517):  # of which the last few are no whole vector
+        x = every[torch.randperm(len(every))][:count]
+        incoming = every[torch.randperm(len(every))][:count]
+        actual, expected = call(x.clone()), reference(x)
+        if x.is_cuda:  # see assert_values
+            actual, expected = unsigned_zeros(actual), unsigned_zeros(expected)
+        assert_identical(actual, expected)
+        assert_identical(gradient(call, x, incoming), gradient(reference, x, incoming))
+
+
+@pytest.mark.parametrize("dtype", OF_16_BITS, ids=lambda dtype: str(dtype)[6:])
+def test_nan_keeps_its_payload(dtype: torch.dtype) -> None:
+    """On a CPU, whatever its instructions; a GPU has one NaN."""
+    x = EVERY_16_BITS.view(dtype)
+    x = x[x.isnan()].repeat(3)
+    quiet = x.view(torch.int16) | {torch.float16: 0x200, torch.bfloat16: 0x40}[dtype]
+    assert torch.equal(inplace_ops.relu_(x.clone()).view(torch.int16), quiet)
 
 
 @one_of_each

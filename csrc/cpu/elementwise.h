@@ -4,13 +4,17 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#ifdef __x86_64__
+#include <cpuid.h>
+#endif
+
 #include <algorithm>
 #include <cstdlib>
 #include <string_view>
 
 #include "../functors.h"
 #include "../geometry.h"
-#include "../packed_bits.h"
+#include "instructions.h"
 
 namespace inplace_ops {
 
@@ -134,45 +138,81 @@ class BlockAffine {
   C scale_[kBlock], shift_[kBlock];
 };
 
+// Halves are converted a block at a time, by instructions that the compiler does not use in loops;
+// all other formats in the loop that computes.
+template <class T>
+constexpr bool kIsWidened = std::is_same_v<T, Half>;
+
+// An input of a block.
+template <class T>
+struct Input {
+  const T* stored;
+  const opmath_t<T>* values;  // if they are widened
+
+  HOST_DEVICE Element<T> operator[](int64_t i) const {
+    if constexpr (kIsWidened<T>) return {stored[i], values[i]};
+    return element_of(stored[i]);
+  }
+};
+
 template <class Functor>
-using Inputs = const typename Functor::Scalar* const (&)[Functor::kInputs];
+using Inputs = const Input<typename Functor::Scalar> (&)[Functor::kInputs];
 
 template <class T, int inputs>
-HOST_DEVICE void fetch(T (&element)[inputs], const T* const (&in)[inputs], int64_t i) {
+HOST_DEVICE void fetch(Element<T> (&element)[inputs], const Input<T> (&in)[inputs], int64_t i) {
   for (int k = 0; k < inputs; ++k) element[k] = in[k][i];
 }
 
+// Results of format T, not yet narrowed if they are to be.
+template <class T>
+using Result = std::conditional_t<kIsWidened<T>, opmath_t<T>, T>;
+
+template <class T>
+HOST_DEVICE Result<T> result_of(opmath_t<T> value) {
+  if constexpr (kIsWidened<T>)
+    return value;
+  else
+    return store<T>(value);
+}
+
+// Codes are as wide as what is computed, or the compiler works on several vectors at once and runs
+// out of registers; those of masks, whose loop does little else than store them, are narrow.
+template <class Functor>
+using Code = std::conditional_t<Functor::accepts_bits(8), uint32_t, uint8_t>;
+
 // The loop over the elements of one block. The output may be the first input, element by element.
 // The functor is a copy: its members could otherwise be thought to change with the output.
-template <class Functor>
-HOST_DEVICE void compute(const Functor functor, typename Functor::Scalar* out, Inputs<Functor> in,
-                         uint32_t* codes, int bits, int count) {
+template <class Functor, class T = typename Functor::Scalar>
+HOST_DEVICE void compute(const Functor functor, Result<T>* out, Inputs<Functor> in,
+                         Code<Functor>* codes, int bits, int count) {
 #pragma GCC ivdep
   for (int i = 0; i < count; ++i) {
-    typename Functor::Scalar element[Functor::kInputs];
+    Element<T> element[Functor::kInputs];
     fetch(element, in, i);
-    out[i] = functor(element, codes[i], bits);
+    uint32_t code = Functor::kPackedBits == PackedBitsUse::kRead ? codes[i] : 0u;
+    out[i] = result_of<T>(functor(element, code, bits));
+    if (Functor::kPackedBits == PackedBitsUse::kWritten) codes[i] = Code<Functor>(code);
   }
 }
 
 // The same where no codes are kept, which the compiler then does not compute.
-template <class Functor>
-HOST_DEVICE void compute_without_codes(const Functor functor, typename Functor::Scalar* out,
-                                       Inputs<Functor> in, int count) {
+template <class Functor, class T = typename Functor::Scalar>
+HOST_DEVICE void compute_without_codes(const Functor functor, Result<T>* out, Inputs<Functor> in,
+                                       int count) {
 #pragma GCC ivdep
   for (int i = 0; i < count; ++i) {
-    typename Functor::Scalar element[Functor::kInputs];
+    Element<T> element[Functor::kInputs];
     fetch(element, in, i);
     uint32_t code;
-    out[i] = functor(element, code, 1);
+    out[i] = result_of<T>(functor(element, code, 1));
   }
 }
 
 // The same of normalized elements.
-template <class Functor, class C>
-HOST_DEVICE void compute_normalized(const Functor functor, typename Functor::Scalar* out,
-                                    Inputs<Functor> in, const BlockAffine<C>& maps) {
-  typename Functor::Scalar element[Functor::kInputs];
+template <class Functor, class C, class T = typename Functor::Scalar>
+HOST_DEVICE void compute_normalized(const Functor functor, Result<T>* out, Inputs<Functor> in,
+                                    const BlockAffine<C>& maps) {
+  Element<T> element[Functor::kInputs];
   for (int r = 0; r < maps.count; ++r) {
     const auto [first, length, scale, shift] = maps.runs[r];
     if (maps.is_one_map) {
@@ -180,26 +220,52 @@ HOST_DEVICE void compute_normalized(const Functor functor, typename Functor::Sca
 #pragma GCC ivdep
       for (int64_t i = first; i < first + length; ++i) {
         fetch(element, in, i);
-        out[i] = functor(element, map);
+        out[i] = result_of<T>(functor(element, map));
       }
     } else {
 #pragma GCC ivdep
       for (int64_t i = 0; i < length; ++i) {
         fetch(element, in, first + i);
-        out[first + i] = functor(element, {scale[i], shift[i]});
+        out[first + i] = result_of<T>(functor(element, {scale[i], shift[i]}));
       }
     }
   }
 }
 
+// The near part. Where it has two steps, as two loops: of a short loop the processor has several
+// iterations under way at once, and waits less for square roots and divisions.
+template <class Functor, class T = typename Functor::Scalar>
+HOST_DEVICE void compute_near(const Functor functor, Result<T>* out, Inputs<Functor> in,
+                              const Code<Functor>* codes, int bits, int count) {
+  Element<T> element[Functor::kInputs];
+  if constexpr (Functor::kHasSteps) {
+    float x[kBlock];
+#pragma GCC ivdep
+    for (int i = 0; i < count; ++i) {
+      fetch(element, in, i);
+      x[i] = functor.near_input(element, codes[i], bits);
+    }
+#pragma GCC ivdep
+    for (int i = 0; i < count; ++i) {
+      fetch(element, in, i);
+      out[i] = result_of<T>(functor.near_from_input(element, x[i]));
+    }
+  } else {
+#pragma GCC ivdep
+    for (int i = 0; i < count; ++i) {
+      fetch(element, in, i);
+      out[i] = result_of<T>(functor.near(element, codes[i], bits));
+    }
+  }
+}
+
 // The same in two parts, the far elements collected first, so that no vector works on both.
-template <class Functor>
-HOST_DEVICE void compute_in_parts(const Functor functor, typename Functor::Scalar* out,
-                                  Inputs<Functor> in, const uint32_t* codes, int bits, int count) {
-  using T = typename Functor::Scalar;
+template <class Functor, class T = typename Functor::Scalar>
+HOST_DEVICE void compute_in_parts(const Functor functor, Result<T>* out, Inputs<Functor> in,
+                                  const Code<Functor>* codes, int bits, int count) {
   uint8_t is_far[kBlock] = {};
   for (int i = 0; i < count; ++i) {
-    T element[Functor::kInputs];
+    Element<T> element[Functor::kInputs];
     fetch(element, in, i);
     is_far[i] = functor.is_far(element, codes[i], bits);
   }
@@ -219,31 +285,64 @@ HOST_DEVICE void compute_in_parts(const Functor functor, typename Functor::Scala
   int padded = found;
   while (padded % kVector != 0) places[padded++] = places[0];
   T far_in[Functor::kInputs][kBlock];
-  uint32_t far_codes[kBlock];
+  Code<Functor> far_codes[kBlock];
   for (int i = 0; i < padded; ++i) {
-    for (int k = 0; k < Functor::kInputs; ++k) far_in[k][i] = in[k][places[i]];
+    for (int k = 0; k < Functor::kInputs; ++k) far_in[k][i] = in[k].stored[places[i]];
     far_codes[i] = codes[places[i]];
   }
 
-#pragma GCC ivdep
-  for (int i = 0; i < count; ++i) {
-    T element[Functor::kInputs];
-    fetch(element, in, i);
-    out[i] = functor.near(element, codes[i], bits);
-  }
+  compute_near(functor, out, in, codes, bits, count);
 
-  T results[kBlock];
+  Result<T> results[kBlock];
   for (int first = 0; first < padded; first += kVector) {
     for (int i = first; i < first + kVector; ++i) {
-      T element[Functor::kInputs];
-      for (int k = 0; k < Functor::kInputs; ++k) element[k] = far_in[k][i];
-      results[i] = functor.far(element, far_codes[i], bits);
+      Element<T> element[Functor::kInputs];
+      for (int k = 0; k < Functor::kInputs; ++k) element[k] = element_of(far_in[k][i]);
+      results[i] = result_of<T>(functor.far(element, far_codes[i], bits));
     }
   }
   for (int i = 0; i < found; ++i) out[places[i]] = results[i];
 }
 
-template <class Functor>
+// Codes to and from their planes, eight planes at a time. Narrow codes are bytes already.
+template <class Instructions>
+HOST_DEVICE void pack(const uint8_t (&codes)[kBlock], const PackedBits<uint8_t>& packed,
+                      int64_t first_group, int groups, int low = 0) {
+  for (int plane = low; plane < packed.planes && plane < low + 8; ++plane)
+    Instructions::pack(&packed.at(plane, first_group), codes, plane - low, groups);
+}
+
+template <class Instructions>
+HOST_DEVICE void pack(const uint32_t (&codes)[kBlock], const PackedBits<uint8_t>& packed,
+                      int64_t first_group, int groups) {
+  for (int low = 0; low < packed.planes; low += 8) {
+    uint8_t bytes[kBlock];
+    for (int i = 0; i < kBlock; ++i) bytes[i] = uint8_t(codes[i] >> low);
+    pack<Instructions>(bytes, packed, first_group, groups, low);
+  }
+}
+
+template <class Instructions>
+HOST_DEVICE void unpack(uint8_t (&codes)[kBlock], const PackedBits<const uint8_t>& packed,
+                        int64_t first_group, int groups, int low = 0) {
+  memset(codes, 0, kBlock);
+  for (int plane = low; plane < packed.planes && plane < low + 8; ++plane)
+    Instructions::unpack(codes, &packed.at(plane, first_group), plane - low, groups);
+}
+
+template <class Instructions>
+HOST_DEVICE void unpack(uint32_t (&codes)[kBlock], const PackedBits<const uint8_t>& packed,
+                        int64_t first_group, int groups) {
+  uint8_t bytes[kBlock];
+  unpack<Instructions>(bytes, packed, first_group, groups);
+  for (int i = 0; i < kBlock; ++i) codes[i] = bytes[i];
+  for (int low = 8; low < packed.planes; low += 8) {
+    unpack<Instructions>(bytes, packed, first_group, groups, low);
+    for (int i = 0; i < kBlock; ++i) codes[i] |= uint32_t(bytes[i]) << low;
+  }
+}
+
+template <class Instructions, class Functor>
 HOST_DEVICE void run_blocks(const Functor& functor, const Geometry& geometry,
                             const Operands<Functor>& operands, int64_t first_block,
                             int64_t last_block) {
@@ -251,51 +350,66 @@ HOST_DEVICE void run_blocks(const Functor& functor, const Geometry& geometry,
   constexpr bool writes_bits = Operands<Functor>::kWritesBits;
   const bool is_dense = geometry.is_dense();
   const int bits = operands.packed.planes;
-  uint32_t codes[kBlock];
   T buffers[Functor::kInputs][kBlock];
+  float widened[Functor::kInputs][kIsWidened<T> ? kBlock : 1];
   for (int64_t block = first_block; block < last_block; ++block) {
     const int64_t first = block * kBlock;
     const int count = int(std::min<int64_t>(kBlock, geometry.elements - first));
-    const int groups = int(plane_bytes(count));
 
-    const T* in[Functor::kInputs];
+    Input<T> in[Functor::kInputs];
     for (int k = 0; k < Functor::kInputs; ++k) {
       if (!is_dense) gather(buffers[k], operands.in[k], geometry, k + 1, first, count);
-      in[k] = is_dense ? operands.in[k] + first : buffers[k];
+      in[k].stored = is_dense ? operands.in[k] + first : buffers[k];
+      if constexpr (kIsWidened<T>) {
+        Instructions::widen(widened[k], in[k].stored, count);
+        in[k].values = widened[k];
+      }
     }
-    T* out = is_dense ? operands.out + first : buffers[0];
+    T* const out = is_dense ? operands.out + first : buffers[0];
+    Result<T>* results;
+    if constexpr (kIsWidened<T>)
+      results = widened[0];
+    else
+      results = out;
 
-    if constexpr (Functor::kPackedBits == PackedBitsUse::kRead)
-      unpack<kBlockGroups>(codes, operands.packed, first / kGroup, groups);
     if constexpr (Functor::kNormalizes) {
-      compute_normalized(functor, out, in, BlockAffine(operands.affine, first, count));
-    } else if constexpr (IsSplit<Functor>::value) {
-      compute_in_parts(functor, out, in, codes, bits, count);
-    } else if (writes_bits && bits == 0) {
-      compute_without_codes(functor, out, in, count);
+      compute_normalized(functor, results, in, BlockAffine(operands.affine, first, count));
+    } else if constexpr (Functor::kPackedBits == PackedBitsUse::kNone) {
+      compute_without_codes(functor, results, in, count);
     } else {
-      compute(functor, out, in, codes, bits, count);
+      Code<Functor> codes[kBlock];
+      const int64_t first_group = first / kGroup;
+      const int groups = int(plane_bytes(count));
+      if constexpr (!writes_bits) unpack<Instructions>(codes, operands.packed, first_group, groups);
+      if constexpr (IsSplit<Functor>::value) {
+        compute_in_parts(functor, results, in, codes, bits, count);
+      } else if (writes_bits && bits == 0) {
+        compute_without_codes(functor, results, in, count);
+      } else {
+        compute(functor, results, in, codes, bits, count);
+      }
+      if constexpr (writes_bits) {
+        std::fill(codes + count, codes + kBlock, 0);
+        pack<Instructions>(codes, operands.packed, first_group, groups);
+      }
     }
-    if constexpr (writes_bits) {
-      std::fill(codes + count, codes + kBlock, 0u);
-      pack<kBlockGroups>(codes, operands.packed, first / kGroup, groups);
-    }
+    if constexpr (kIsWidened<T>) Instructions::narrow(out, results, count);
     if (!is_dense) scatter(operands.out, out, geometry, first, count);
   }
 }
 
 // run_blocks for each instruction set. What it calls is inlined into it, and so compiled for it.
-#define INPLACE_OPS_RUN_BLOCKS(name, attributes)                                         \
+#define INPLACE_OPS_RUN_BLOCKS(name, instructions, attributes)                           \
   template <class Functor>                                                               \
   attributes void name(const Functor& functor, const Geometry& geometry,                 \
                        const Operands<Functor>& operands, int64_t first, int64_t last) { \
-    run_blocks(functor, geometry, operands, first, last);                                \
+    run_blocks<instructions>(functor, geometry, operands, first, last);                  \
   }
-INPLACE_OPS_RUN_BLOCKS(run_blocks_baseline, )
+INPLACE_OPS_RUN_BLOCKS(run_blocks_baseline, Portable, )
 #ifdef __x86_64__
-INPLACE_OPS_RUN_BLOCKS(run_blocks_avx2, __attribute__((target("avx2,fma"))))
-INPLACE_OPS_RUN_BLOCKS(run_blocks_avx512,
-                       __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))))
+INPLACE_OPS_RUN_BLOCKS(run_blocks_avx2, Avx2, __attribute__((target("avx2,fma,f16c"))))
+INPLACE_OPS_RUN_BLOCKS(run_blocks_avx512, Avx512,
+                       __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c"))))
 #endif
 #undef INPLACE_OPS_RUN_BLOCKS
 
@@ -307,7 +421,10 @@ inline InstructionSet instruction_set() {
   static const InstructionSet result = [] {
     const char* variable = std::getenv("INPLACE_OPS_CPU");
     const std::string_view limit = variable ? variable : "";
-    if (limit == "baseline" || !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma"))
+    unsigned eax, ebx, ecx, edx;  // of F16C __builtin_cpu_supports knows since g++ 11
+    const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+    if (limit == "baseline" || !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
+        !has_f16c)
       return InstructionSet::kBaseline;
     if (limit == "avx2" || !__builtin_cpu_supports("avx512bw") ||
         !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))

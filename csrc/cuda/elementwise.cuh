@@ -323,18 +323,18 @@ template <class Functor, int count>
 HOST_DEVICE void compute(const Functor& functor, LaneState<Functor, count>& my, int access,
                          int bits) {
   using T = typename Functor::Scalar;
-  T elements[count][Functor::kInputs];
+  Element<T> elements[count][Functor::kInputs];
   bool any_far = false;
   UNROLL
   for (int i = 0; i < count; ++i) {
     UNROLL
-    for (int k = 0; k < Functor::kInputs; ++k) elements[i][k] = my.in[k][access][i];
+    for (int k = 0; k < Functor::kInputs; ++k) elements[i][k] = element_of(my.in[k][access][i]);
     uint32_t& code = my.codes[access][i];
     if constexpr (IsSplit<Functor>::value) {
-      my.out[access][i] = functor.near(elements[i], code, bits);
+      my.out[access][i] = store<T>(functor.near(elements[i], code, bits));
       any_far |= functor.is_far(elements[i], code, bits);
     } else {
-      my.out[access][i] = functor(elements[i], code, bits);
+      my.out[access][i] = store<T>(functor(elements[i], code, bits));
     }
   }
   if constexpr (IsSplit<Functor>::value) {
@@ -343,7 +343,7 @@ HOST_DEVICE void compute(const Functor& functor, LaneState<Functor, count>& my, 
     for (int i = 0; i < count; ++i) {
       const uint32_t code = my.codes[access][i];
       if (functor.is_far(elements[i], code, bits))
-        my.out[access][i] = functor.far(elements[i], code, bits);
+        my.out[access][i] = store<T>(functor.far(elements[i], code, bits));
     }
   }
 }
@@ -351,14 +351,15 @@ HOST_DEVICE void compute(const Functor& functor, LaneState<Functor, count>& my, 
 template <class Functor, int count, class C>
 HOST_DEVICE void compute_normalized(const Functor& functor, LaneState<Functor, count>& my,
                                     int access, const Affine<C>& affine, int64_t first) {
+  using T = typename Functor::Scalar;
   ScaleAndShift<C> maps[count];
   expand(affine, first, maps);
   UNROLL
   for (int i = 0; i < count; ++i) {
-    typename Functor::Scalar element[Functor::kInputs];
+    Element<T> element[Functor::kInputs];
     UNROLL
-    for (int k = 0; k < Functor::kInputs; ++k) element[k] = my.in[k][access][i];
-    my.out[access][i] = functor(element, maps[i]);
+    for (int k = 0; k < Functor::kInputs; ++k) element[k] = element_of(my.in[k][access][i]);
+    my.out[access][i] = store<T>(functor(element, maps[i]));
   }
 }
 

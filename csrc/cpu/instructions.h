@@ -1,0 +1,120 @@
+// What the compiler does not make of loops: conversions of halves, and bits to and from their
+// planes. Every set of instructions has the same functions, for a block of elements at a time.
+#pragma once
+
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
+#include "../number_formats.h"
+#include "../packed_bits.h"
+
+namespace inplace_ops {
+
+struct Portable {
+  HOST_DEVICE static void widen(float* to, const Half* from, int count) {
+    for (int i = 0; i < count; ++i) to[i] = load(from[i]);
+  }
+
+  HOST_DEVICE static void narrow(Half* to, const float* from, int count) {
+    for (int i = 0; i < count; ++i) to[i] = store<Half>(from[i]);
+  }
+
+  // A plane, a byte for each group, of one bit of each of the bytes.
+  HOST_DEVICE static void pack(uint8_t* plane, const uint8_t* bytes, int bit, int groups) {
+    for (int g = 0; g < groups; ++g) {
+      uint64_t row;
+      memcpy(&row, bytes + g * kGroup, sizeof(row));
+      row = (row >> bit) & 0x0101010101010101ull;
+      plane[g] = uint8_t((row * 0x0102040810204080ull) >> 56);  // bit 0 of byte i to bit 56 + i
+    }
+  }
+
+  // The other way: sets the bit, which is 0, in the bytes.
+  HOST_DEVICE static void unpack(uint8_t* bytes, const uint8_t* plane, int bit, int groups) {
+    for (int g = 0; g < groups; ++g) {
+      uint64_t row;
+      memcpy(&row, bytes + g * kGroup, sizeof(row));
+      const uint64_t apart = (plane[g] * 0x0101010101010101ull) & 0x8040201008040201ull;
+      row |= (((apart + 0x7f7f7f7f7f7f7f7full) >> 7) & 0x0101010101010101ull) << bit;
+      memcpy(bytes + g * kGroup, &row, sizeof(row));
+    }
+  }
+};
+
+#ifdef __x86_64__
+struct Avx2 {
+#define INPLACE_OPS_AVX2 __attribute__((target("avx2,f16c")))
+  INPLACE_OPS_AVX2 static void widen(float* to, const Half* from, int count) {
+    int i = 0;
+    for (; i + 8 <= count; i += 8)
+      _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + i))));
+    Portable::widen(to + i, from + i, count - i);
+  }
+
+  INPLACE_OPS_AVX2 static void narrow(Half* to, const float* from, int count) {
+    int i = 0;
+    for (; i + 8 <= count; i += 8) {
+      const __m256 eight = _mm256_loadu_ps(from + i);
+      _mm_storeu_si128((__m128i*)(to + i), _mm256_cvtps_ph(eight, _MM_FROUND_TO_NEAREST_INT));
+    }
+    Portable::narrow(to + i, from + i, count - i);
+  }
+
+  INPLACE_OPS_AVX2 static void pack(uint8_t* plane, const uint8_t* bytes, int bit, int groups) {
+    const __m128i to_the_top = _mm_cvtsi32_si128(7 - bit);
+    int g = 0;
+    for (; g + 4 <= groups; g += 4) {
+      const __m256i four = _mm256_loadu_si256((const __m256i*)(bytes + g * kGroup));
+      const int packed = _mm256_movemask_epi8(_mm256_sll_epi64(four, to_the_top));
+      memcpy(plane + g, &packed, sizeof(packed));
+    }
+    Portable::pack(plane + g, bytes + g * kGroup, bit, groups - g);
+  }
+
+  INPLACE_OPS_AVX2 static void unpack(uint8_t* bytes, const uint8_t* plane, int bit, int groups) {
+    const __m256i own_byte =
+        _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const __m256i own_bit = _mm256_set1_epi64x(int64_t(0x8040201008040201));
+    const __m256i value = _mm256_set1_epi8(char(1 << bit));
+    int g = 0;
+    for (; g + 4 <= groups; g += 4) {
+      int packed;
+      memcpy(&packed, plane + g, sizeof(packed));
+      const __m256i copies = _mm256_shuffle_epi8(_mm256_set1_epi32(packed), own_byte);
+      const __m256i is_set = _mm256_cmpeq_epi8(_mm256_and_si256(copies, own_bit), own_bit);
+      auto* const four = (__m256i*)(bytes + g * kGroup);
+      const __m256i others = _mm256_loadu_si256(four);
+      _mm256_storeu_si256(four, _mm256_or_si256(others, _mm256_and_si256(is_set, value)));
+    }
+    Portable::unpack(bytes + g * kGroup, plane + g, bit, groups - g);
+  }
+#undef INPLACE_OPS_AVX2
+};
+
+struct Avx512 : Avx2 {
+#define INPLACE_OPS_AVX512 __attribute__((target("avx512f")))
+  static constexpr __mmask16 kAll = 0xffff;  // of what has no mask g++ 12 warns without reason
+
+  INPLACE_OPS_AVX512 static void widen(float* to, const Half* from, int count) {
+    int i = 0;
+    for (; i + 16 <= count; i += 16)
+      _mm512_storeu_ps(to + i,
+                       _mm512_maskz_cvtph_ps(kAll, _mm256_loadu_si256((const __m256i*)(from + i))));
+    Portable::widen(to + i, from + i, count - i);
+  }
+
+  INPLACE_OPS_AVX512 static void narrow(Half* to, const float* from, int count) {
+    int i = 0;
+    for (; i + 16 <= count; i += 16) {
+      const __m512 sixteen = _mm512_loadu_ps(from + i);
+      _mm256_storeu_si256((__m256i*)(to + i),
+                          _mm512_maskz_cvtps_ph(kAll, sixteen, _MM_FROUND_TO_NEAREST_INT));
+    }
+    Portable::narrow(to + i, from + i, count - i);
+  }
+#undef INPLACE_OPS_AVX512
+};
+#endif
+
+}  // namespace inplace_ops
