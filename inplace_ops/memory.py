@@ -105,8 +105,9 @@ def _sum_without(not_counted: Iterable[Tensor], storages: Mapping[int, int]) -> 
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether it is strided and not nested, and of no subclass but Parameter."""
-    is_strided = tensor.layout is torch.strided and not tensor.is_nested
-    return type(tensor) in (Tensor, nn.Parameter) and is_strided
+    kind = type(tensor)
+    is_known = kind is Tensor or kind is nn.Parameter
+    return is_known and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def unwrapped(tensor: Tensor) -> Iterator[Tensor]:

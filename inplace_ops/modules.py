@@ -73,8 +73,9 @@ class _InPlaceModule(nn.Module):
         """This package's with save="recompute", whatever the input is."""
         entry = self._entry()
         fallback = self.fallback or self.default_save
-        scalars = tuple(getattr(self, name) for name in entry.scalars)
-        arguments = (entry, input, "recompute", getattr(self, "bits", None), scalars)
+        scalars = tuple([getattr(self, name) for name in entry.scalars])
+        # Not getattr, as nn.Module takes long to find that there is none.
+        arguments = (entry, input, "recompute", vars(self).get("bits"), scalars)
         if has_torch_function_unary(input):  # a mode, as torch.set_default_device's, or a subclass
             return handle_torch_function(run, (input,), *arguments, fallback=fallback)
         return run(*arguments, fallback=fallback)

@@ -114,20 +114,25 @@ def _map(
 ) -> Tensor:
     """A map of the given shape: weight / deviation, and bias - mean * that.
 
-    The deviation comes as its reciprocal, for every `share` channels; None is 1, or 0.
+    The deviation comes as its reciprocal, for every `share` channels; None is 1, or 0. Mean and
+    deviation are contiguous and of the maps' dtype.
     """
     dtype = _ops.maps_dtype(x)
-    vectors = [
-        v if v is None or (v.dtype == dtype and v.is_contiguous()) else v.to(dtype).contiguous()
-        for v in (deviation, mean, weight, bias)
-    ]
-    return _ops.NORM_MAPS(*vectors, shape, share)
+    return _ops.NORM_MAPS(
+        deviation, mean, _contiguous(weight, dtype), _contiguous(bias, dtype), shape, share
+    )
+
+
+def _contiguous(vector: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if vector is None or (vector.dtype is dtype and vector.is_contiguous()):
+        return vector
+    return vector.to(dtype).contiguous()
 
 
 def _statistics(node: Any, x: Tensor) -> tuple[Tensor, Tensor] | None:
     """The means and the reciprocals of the deviations; None where they are kept rounded."""
     mean = node._saved_result1
-    return (mean, node._saved_result2) if mean.dtype == _ops.maps_dtype(x) else None
+    return (mean, node._saved_result2) if mean.dtype is _ops.maps_dtype(x) else None
 
 
 def _parameters(node: Any) -> tuple[Tensor | None, Tensor | None] | None:
@@ -176,8 +181,9 @@ def _batch_norm(node: Any, x: Tensor) -> Source | None:
     running_mean, variance = node._saved_running_mean, node._saved_running_var
 
     def make() -> Maps:
-        deviation = torch.rsqrt(variance.to(_ops.maps_dtype(x)) + epsilon)
-        return Maps(_map(x, shape, deviation, running_mean, *parameters), None)
+        dtype = _ops.maps_dtype(x)
+        deviation = torch.rsqrt(variance.to(dtype) + epsilon).contiguous()
+        return Maps(_map(x, shape, deviation, _contiguous(running_mean, dtype), *parameters), None)
 
     return Source(x, make)
 

@@ -131,22 +131,22 @@ def outputs_saved_by(module: nn.Module, output: Any) -> Iterator[SavedOutput]:
     if first is None:  # the call began before there was a hook
         return
     seen = set()
-    pending = [tensor.grad_fn for tensor in _tensors_in(output)]
+    pending: list[Any] = [tensor.grad_fn for tensor in _tensors_in(output)]
     while pending:
         node = pending.pop()
-        if node is None or node in seen or node._sequence_nr() < first:
+        if node is None or node in seen or not first <= node._sequence_nr() < _LEAF:
             continue
         seen.add(node)
-        pending.extend(before for before, _ in node.next_functions)
+        pending += [before for before, _ in node.next_functions]
         kind: Any = type(node)
         if issubclass(kind, BackwardCFunction):  # somebody's own, which no cache must keep alive
             continue
-        for name in _saved_by(kind):
+        for raw_name, name in _saved_by(kind):
             try:
-                raw = getattr(node, f"_raw_saved_{name}")
+                raw = getattr(node, raw_name)
                 if isinstance(raw, tuple) or not is_held_itself(raw):
                     continue
-                tensor = getattr(node, f"_saved_{name}")
+                tensor = getattr(node, name)
             except RuntimeError:  # freed, or modified since: backward will say so, if it comes
                 continue
             if tensor is None or tensor.grad_fn is None:
@@ -156,9 +156,13 @@ def outputs_saved_by(module: nn.Module, output: Any) -> Iterator[SavedOutput]:
                 yield SavedOutput(raw, tensor, view)
 
 
+_LEAF = 2**64 - 1  # the number of every node that gathers a leaf's gradient
+
+
 def _tensors_in(value: Any) -> list[Tensor]:
-    leaves = (value,) if isinstance(value, Tensor) else tree_leaves(value)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if isinstance(value, Tensor):
+        return [value]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 # What may be given an input that differs by a rounding: the gradients of these follow it, or jump
@@ -196,12 +200,12 @@ def can_read_what_is_formed_again(operation: str) -> bool:
 
 
 @cache
-def _saved_by(node_type: Any) -> tuple[str, ...]:
-    """The names under which nodes of a type save tensors, if they may be formed again."""
+def _saved_by(node_type: Any) -> tuple[tuple[str, str], ...]:
+    """What nodes of a type save that may be formed again: the attributes, raw and unpacked."""
     if not can_read_what_is_formed_again(node_type.__name__.rpartition("Backward")[0]):
         return ()
-    prefix = "_raw_saved_"
-    return tuple(n.removeprefix(prefix) for n in dir(node_type) if n.startswith(prefix))
+    raw = [name for name in dir(node_type) if name.startswith("_raw_saved_")]
+    return tuple((name, name.replace("_raw", "", 1)) for name in raw)
 
 
 # Whose output is a view of their input, and shares its version.
