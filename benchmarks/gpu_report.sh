@@ -4,7 +4,7 @@
 #   benchmarks/gpu_report.sh OUT [--device cpu] [PART...]
 #
 # Parts, all by default, in this order: build numerics tests memcheck initcheck bandwidth
-# activations host memory networks settings tuning. Each has its time limit; one that fails, or runs
+# activations host steps memory networks settings tuning. Each has its time limit; one that fails, or runs
 # into it, does not stop the next, what it has measured is written, and the exit status is 1.
 #
 # OUT gets PART_DEVICE.log of each part, whose last line says how it ended, PART_DEVICE.csv where it
@@ -27,7 +27,7 @@ shift
 cd "$(dirname "$0")/.." || exit
 
 device=cuda
-known="build numerics tests memcheck initcheck bandwidth activations host memory networks settings"
+known="build numerics tests memcheck initcheck bandwidth activations host steps memory networks settings"
 known+=" tuning"
 wanted=""
 while [ $# -gt 0 ]; do
@@ -144,6 +144,7 @@ if [ "$device" = cuda ]; then
   bench activations 140 activations --compile --elements $((2 ** 26)) $((2 ** 16)) \
     --dtypes float32 bfloat16
   bench host 30 host
+  bench steps 30 steps
   bench memory 30 memory
   bench networks 150 networks --modes float32 "bfloat16, channels_last"
   bench settings 120 networks --modes "bfloat16, channels_last" --settings inplace_ops \
@@ -155,6 +156,7 @@ else # a limit here only ends what hangs
   bench bandwidth 300 bandwidth --sizes $((2 ** 20)) $((2 ** 12)) --repetitions 3
   bench activations 300 activations --compile --elements 65536 --dtypes float32 --repetitions 3
   bench host 300 host --repetitions 3
+  bench steps 300 steps --repetitions 3
   bench memory 300 memory --size 1000
   bench networks 300 networks --networks EfficientNet-B0 YOLO-like \
     --modes float32 "bfloat16, channels_last" --repetitions 2

@@ -114,6 +114,23 @@ def host(rows: Rows) -> str:
     return markdown(["host time of a call, us", *phases], body)
 
 
+def steps(rows: Rows) -> str:
+    """A step's time, and the host's time in it for each activation."""
+    header = ["a step", "ms", "over PyTorch in place (quartiles)", "more an activation, us: forward"]
+    body = [
+        [
+            f"{row['network']}, {row['variant']}",
+            row["step_ms"],
+            f"{row['ratio_to_torch_in_place']} "
+            f"({row['ratio_first_quartile']} to {row['ratio_third_quartile']})",
+            row["forward_us_per_activation"],
+            row["backward_us_per_activation"],
+        ]
+        for row in rows
+    ]
+    return markdown([*header, "backward"], body)
+
+
 def memory(rows: Rows) -> str:
     """MiB held after forward."""
     header = [f"held after forward, {rows[0]['size']} float32, MiB", "without grad", "with grad"]
@@ -194,6 +211,7 @@ TABLES: dict[str, Callable[[Rows], str]] = {
     "bandwidth": bandwidth,
     "activations": activations,
     "host": host,
+    "steps": steps,
     "memory": memory,
     "blocks": blocks,
     "models": models,

@@ -56,7 +56,11 @@ def on_local_parts(function: Any) -> type[Function]:
     class OnLocalParts(Function):
         @staticmethod
         def forward(ctx: Any, x: DTensor, bits: int, tail: Tail) -> DTensor:
-            packed = function.overwrite(x.to_local(), bits, tail)
+            packed, ops = None, function.activation.ops
+            if bits:
+                packed = ops.save_in_place[function.saves[0]](x.to_local(), bits, *tail)
+            else:
+                ops.in_place(x.to_local(), *tail)
             ctx.mark_dirty(x)
             function.keep(ctx, x, packed, tail)
             ctx.placements = x.placements

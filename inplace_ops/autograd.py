@@ -186,19 +186,14 @@ class _InPlaceFunction(Function):
 
     @classmethod
     def forward(cls, ctx: Any, x: Tensor, bits: int, tail: Tail) -> Tensor:
-        packed = cls.overwrite(x, bits, tail)
+        packed = None
+        if bits:
+            packed = cls.activation.ops.save_in_place[cls.saves[0]](x, bits, *tail)
+        else:
+            cls.activation.ops.in_place(x, *tail)
         ctx.mark_dirty(x)
         cls.keep(ctx, x, packed, tail)
         return x
-
-    @classmethod
-    def overwrite(cls, x: Tensor, bits: int, tail: Tail) -> Tensor | None:
-        """Replace x by its activation; the packed bits, if any are to be kept."""
-        ops = cls.activation.ops
-        if bits:
-            return ops.save_in_place[cls.saves[0]](x, bits, *tail)
-        ops.in_place(x, *tail)
-        return None
 
     @classmethod
     def keep(cls, ctx: Any, output: Tensor, packed: Tensor | None, tail: Tail) -> None:
@@ -207,9 +202,12 @@ class _InPlaceFunction(Function):
         if packed is None:
             ctx.op = cls.activation.ops.backward["output"]
             ctx.save_for_backward(output)
+        elif cls.keeps_output:
+            ctx.op = cls.activation.ops.backward["output"]
+            ctx.save_for_backward(output, packed)
         else:
             ctx.op = cls.activation.ops.backward[cls.saves[0]]
-            ctx.save_for_backward(*((output, packed) if cls.keeps_output else (packed,)))
+            ctx.save_for_backward(packed)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:

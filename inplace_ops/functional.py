@@ -200,7 +200,9 @@ def check_leaky_relu(negative_slope: float, save: str) -> None:
     """Raise TypeError or ValueError for arguments that leaky_relu_ does not take."""
     check_save(LEAKY_RELU, save)
     # Real, an abstract class, takes long to ask.
-    if not isinstance(negative_slope, (float, int, Real, torch.SymInt, torch.SymFloat)):
+    if type(negative_slope) is not float and not isinstance(
+        negative_slope, (int, Real, torch.SymInt, torch.SymFloat)
+    ):
         raise TypeError(
             f"leaky_relu_: negative_slope must be a real number, got {negative_slope!r}"
         )
