@@ -4,8 +4,8 @@
 #   benchmarks/gpu_report.sh OUT [--device cpu] [PART...]
 #
 # Parts, all by default, in this order: build numerics tests memcheck initcheck bandwidth
-# activations host steps memory networks settings tuning. Each has its time limit; one that fails, or runs
-# into it, does not stop the next, what it has measured is written, and the exit status is 1.
+# activations host steps memory networks settings tuning. Each has its time limit; one that fails,
+# or runs into it, does not stop the next, what it has measured is written, and the exit status is 1.
 #
 # OUT gets PART_DEVICE.log of each part, whose last line says how it ended, PART_DEVICE.csv where it
 # measures, and summary.md of all that is there. A part whose log says "passed" is not run again.
@@ -27,8 +27,8 @@ shift
 cd "$(dirname "$0")/.." || exit
 
 device=cuda
-known="build numerics tests memcheck initcheck bandwidth activations host steps memory networks settings"
-known+=" tuning"
+known="build numerics tests memcheck initcheck bandwidth activations host steps memory networks"
+known+=" settings tuning"
 wanted=""
 while [ $# -gt 0 ]; do
   case $1 in

@@ -116,7 +116,12 @@ def host(rows: Rows) -> str:
 
 def steps(rows: Rows) -> str:
     """A step's time, and the host's time in it for each activation."""
-    header = ["a step", "ms", "over PyTorch in place (quartiles)", "more an activation, us: forward"]
+    header = [
+        "a step",
+        "ms",
+        "over PyTorch in place (quartiles)",
+        "more an activation, us: forward",
+    ]
     body = [
         [
             f"{row['network']}, {row['variant']}",

@@ -38,8 +38,9 @@ void define_ops(Library& m, Entry<Activation> entry) {
   const std::string name = entry.name;
   const std::string rest = std::string(", int[]? dim_order") + Activation<float>::kSchema;
   m.def((name + "_(Tensor(a!) x" + rest + ") -> ()").c_str());
-  m.def((name + "_traced_(Tensor(a!) x, str save, int? bits" + Activation<float>::kSchema + ") -> ()")
-            .c_str());
+  m.def(
+      (name + "_traced_(Tensor(a!) x, str save, int? bits" + Activation<float>::kSchema + ") -> ()")
+          .c_str());
   const std::string normalized = std::string(kNormalizedSchema) + rest + ") -> Tensor";
   m.def((name + "_recompute(" + normalized).c_str());
   m.def((name + "_backward_recompute(Tensor grad, " + normalized).c_str());

@@ -38,7 +38,9 @@ built_with_torch = _C.built_with_torch
 
 Op = OpOverload
 Save = Literal["mask", "output", "derivative", "recompute"]
-DimOrder = Sequence[int] | None  # a permutation of the dimensions; None, which costs least: identity
+DimOrder = (
+    Sequence[int] | None
+)  # a permutation of the dimensions; None, which costs least: identity
 
 
 class Ops:
@@ -180,9 +182,7 @@ def _norm_maps_fake(
 
 
 def _functional_fake(op: Op) -> Callable[..., tuple[Tensor, Tensor]]:
-    def fake(
-        x: Tensor, bits: int, dim_order: DimOrder, *arguments: float
-    ) -> tuple[Tensor, Tensor]:
+    def fake(x: Tensor, bits: int, dim_order: DimOrder, *arguments: float) -> tuple[Tensor, Tensor]:
         check_dtype(_name_of(op), x)
         return _empty_in_order(x, dim_order), empty_bits(x, bits)
 

@@ -21,6 +21,7 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import Function, forward_ad
 
 from . import _ops
+from ._ops import DimOrder
 from .activations import (
     GELU,
     GELU_TANH,
@@ -33,7 +34,6 @@ from .activations import (
     Activation,
     Save,
 )
-from ._ops import DimOrder
 from .memory import is_held_itself, replace
 from .normalization import Source
 
@@ -213,7 +213,9 @@ class _InPlaceFunction(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         try:
             if is_grad_enabled() or forward_ad._current_level >= 0:
-                gradient = _transformed(ctx.function.differentiable, ctx.op, grad, *ctx.saved_tensors, *ctx.tail)
+                gradient = _transformed(
+                    ctx.function.differentiable, ctx.op, grad, *ctx.saved_tensors, *ctx.tail
+                )
             else:
                 gradient = ctx.op(grad, *ctx.saved_tensors, *ctx.tail)
         except RuntimeError as error:
@@ -489,7 +491,10 @@ FUNCTIONS: Mapping[tuple[Activation, Save], type[_InPlaceFunction]] = {
 # Function.apply without what it does for functorch's transforms, in which none of these runs; and
 # the bits that are kept by default.
 APPLY: Mapping[tuple[Activation, Save], tuple[Callable[..., Tensor], Mapping[torch.dtype, int]]] = {
-    (activation, save): (super(Function, function).apply, activation.ops.default_bits[save])
+    (activation, save): (
+        super(Function, function).apply,  # type: ignore[misc]
+        activation.ops.default_bits[save],
+    )
     for (activation, save), function in FUNCTIONS.items()
 }
 APPLY_RECOMPUTE: Callable[..., Tensor] = super(Function, RecomputeFunction).apply

@@ -32,13 +32,12 @@ from .execution import decomposed, needs_grad, run
 class _OutOfPlace(Function):
     """`apply(x, function, bits, tail)`: that Function while a graph is traced, of a copy of x.
 
-    For a graph's input, with the result copied to it: Functions that modify one get wrong gradients.
+    For a graph's input, with the result copied to it: Functions that modify one go wrong.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, function: Any, bits: int, tail: Tail) -> Tensor:
         output, packed = _output(x, function, bits, tail)
-        ctx.function = function
         function.keep(ctx, output, packed, tail)
         return output
 
@@ -59,7 +58,6 @@ class _InPlace(_OutOfPlace):
         output, packed = _output(x, function, bits, tail)
         x.copy_(output)
         ctx.mark_dirty(x)
-        ctx.function = function
         function.keep(ctx, x, packed, tail)
         return x
 
@@ -90,9 +88,9 @@ def _traced(
         return
     if input._is_view() and _may_overlap(input):
         raise RuntimeError(
-            f"{activation.function}: unsupported operation: more than one element of the written-to "
-            "tensor may refer to a single memory location. Please clone() the tensor before "
-            "performing the operation."
+            f"{activation.function}: unsupported operation: more than one element of the "
+            "written-to tensor may refer to a single memory location. Please clone() the tensor "
+            "before performing the operation."
         )
     kept = _what_is_kept(activation, input, save, arguments)
     if kept is not None:
@@ -127,7 +125,7 @@ def _what_is_kept(
 def _is_input(x: Tensor) -> bool:
     """Whether its memory is that of an input of the graph.
 
-    Tracing gives an input that requires grad a node of type Error, and a clone where it is modified.
+    Tracing gives an input that requires grad a node of type Error, and a clone if it is modified.
     """
     whole: Any = x._base if x._is_view() else x
     node = whole.grad_fn

@@ -64,9 +64,7 @@ def run(
 def _no_tensor_to_modify(activation: Activation, input: object) -> Exception:
     if isinstance(input, Tensor):
         return _ops.unsupported(activation.function, input)
-    return TypeError(
-        f"{activation.function}: expected a torch.Tensor, got {type(input).__name__}"
-    )
+    return TypeError(f"{activation.function}: expected a torch.Tensor, got {type(input).__name__}")
 
 
 def _transformed(activation: Activation, input: Tensor, arguments: tuple[Any, ...]) -> Tensor:

@@ -74,11 +74,11 @@ class _InPlaceModule(nn.Module):
         entry = self._entry()
         fallback = self.fallback or self.default_save
         scalars = tuple([getattr(self, name) for name in entry.scalars])
-        # Not getattr, as nn.Module takes long to find that there is none.
-        arguments = (entry, input, "recompute", vars(self).get("bits"), scalars)
+        bits = vars(self).get("bits")  # nn.Module takes long to find that there is none
+        arguments: Any = (entry, input, "recompute", bits, scalars, fallback)
         if has_torch_function_unary(input):  # a mode, as torch.set_default_device's, or a subclass
-            return handle_torch_function(run, (input,), *arguments, fallback=fallback)
-        return run(*arguments, fallback=fallback)
+            return handle_torch_function(run, (input,), *arguments)
+        return run(*arguments)
 
     def extra_repr(self) -> str:
         """Return what the parent prints, and `save` and `bits` where they are not the defaults."""

@@ -165,9 +165,7 @@ def test_more_elements_than_memory(op: torch._ops.OpOverload, device: torch.devi
         assert_refused(op, arguments, "out of memory")
 
 
-@pytest.mark.parametrize(
-    "op", [op for op in OF_EACH_KIND if op in writes_bits], ids=name_of
-)
+@pytest.mark.parametrize("op", [op for op in OF_EACH_KIND if op in writes_bits], ids=name_of)
 @pytest.mark.parametrize("count", [-(2**62), -1, 33, 2**62])
 def test_wrong_number_of_bits(op: torch._ops.OpOverload, count: int, device: torch.device) -> None:
     x, _, *rest = arguments_of(op, device)

@@ -33,7 +33,9 @@ def on(device: torch.device, like: Tensor) -> Tensor:
     return copy.as_strided(like.shape, like.stride(), like.storage_offset())
 
 
-def run_all(x: Tensor, grad: Tensor, dim_order: list[int] | None, device: torch.device) -> list[Tensor]:
+def run_all(
+    x: Tensor, grad: Tensor, dim_order: list[int] | None, device: torch.device
+) -> list[Tensor]:
     """Every op in place, and every backward, on copies of x and grad."""
     results = []
     g = on(device, grad)
