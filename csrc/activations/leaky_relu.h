@@ -18,15 +18,11 @@ struct LeakyReLU {
 
   HOST_DEVICE explicit LeakyReLU(double slope) : negative_slope(C(slope)) {}
 
-  // Chosen apart from the product: or the compiler rounds both of its results to 16 bits.
-  HOST_DEVICE C slope(bool mask) const {
-    if constexpr (sizeof(C) == 8) return mask ? C(1) : negative_slope;
-    return select(mask, 1.0f, float(negative_slope));
-  }
-
-  HOST_DEVICE C value(C x) const { return x * slope(mask(x)); }
+  HOST_DEVICE C value(C x) const { return multiply_unless(mask(x), x, negative_slope); }
   HOST_DEVICE bool mask(C x) const { return x > C(0); }
-  HOST_DEVICE C gradient(C grad, bool mask) const { return grad * slope(mask); }
+  HOST_DEVICE C gradient(C grad, bool mask) const {
+    return multiply_unless(mask, grad, negative_slope);
+  }
 };
 
 }  // namespace inplace_ops
