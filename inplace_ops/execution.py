@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor, is_grad_enabled
 from torch._C import _are_functorch_transforms_active, _get_tracing_state
+from torch._C._functorch import is_functorch_wrapped_tensor, unwrap_if_dead
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
@@ -56,6 +57,9 @@ def run(
         return _transformed(activation, input, arguments)
     if not (input.requires_grad and is_grad_enabled()):
         return _without_grad(activation, input, arguments)
+    if is_functorch_wrapped_tensor(input):  # by a transform that has ended
+        run(activation, unwrap_if_dead(input), save, bits, arguments, fallback)
+        return input
     if save == "recompute":
         return _after_norm(activation, input, fallback, bits, arguments)
     return _with_grad(activation, input, save, bits, arguments)

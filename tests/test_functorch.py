@@ -347,3 +347,24 @@ def test_hessian_of_a_network(activation: Activation, device: torch.device) -> N
 
         hessians.append(hessian(loss, argnums=(0, 1))(weight, bias))
     torch.testing.assert_close(*hessians)
+
+
+@one_of_each
+def test_a_tensor_that_a_transform_has_let_go(activation: Activation, device: torch.device) -> None:
+    """It is still wrapped, and an ordinary tensor otherwise."""
+    x = torch.randn(9, dtype=torch.float64, device=device)
+    factor = torch.randn_like(x, requires_grad=True)
+    leaked: list[Tensor] = []
+
+    def loss(x: Tensor) -> Tensor:
+        leaked.append(x * factor)
+        return leaked[0].sum()
+
+    grad(loss)(x)
+    y = activation.call(leaked[0])
+    assert y is leaked[0]
+    expected = activation.reference(x * factor)
+    limit = tolerance(activation)
+    torch.testing.assert_close(y.detach() + 0, expected.detach(), rtol=limit, atol=limit)
+    gradients = [torch.autograd.grad(z.square().sum(), factor) for z in (y, expected)]
+    torch.testing.assert_close(*gradients, rtol=limit, atol=limit)
