@@ -395,7 +395,7 @@ CHECKS += [
     f"test_ops.py::{test}"
     for test in (
         "test_normalized_elements_are_the_same_in_every_kernel",
-        "test_only_the_bits_are_written",
+        "test_unused_bits_are_zero",
         "test_relus_mask_is_one_bit_per_element",
     )
 ]
