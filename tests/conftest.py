@@ -43,14 +43,22 @@ def _earlier_objects_frozen() -> None:
     gc.freeze()
 
 
-# Where there is no GPU, only the tests that are of a GPU alone say that they did not run.
+def is_of_a_gpu(item: pytest.Item) -> bool:
+    callspec = getattr(item, "callspec", None)
+    return callspec is not None and callspec.params.get("device") == "cuda"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a GPU there are no tests of one alone, rather than a hundred that are skipped."""
+    if not torch.cuda.is_available():
+        config.hook.pytest_deselected(items=[item for item in items if is_of_a_gpu(item)])
+        items[:] = [item for item in items if not is_of_a_gpu(item)]
+
+
 @pytest.fixture(params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    if request.param == "cuda":
-        if not torch.cuda.is_available():
-            pytest.skip("torch.cuda is not available")
-        if _ops.cuda_version is None:
-            pytest.skip("inplace_ops was built without CUDA kernels")
+    if request.param == "cuda" and _ops.cuda_version is None:
+        pytest.skip("inplace_ops was built without CUDA kernels")
     return torch.device(request.param)
 
 

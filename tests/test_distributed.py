@@ -50,7 +50,7 @@ one_of_each = pytest.mark.parametrize("name", [row.name for row in WAYS_OF_SAVIN
 BY_NAME = {row.name: row for row in ACTIVATIONS}
 
 
-@pytest.fixture(scope="module", params=["cpu", "cuda"])
+@pytest.fixture(scope="module", params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
 def processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
     """Two processes: on the CPU, or with a GPU each."""
     if request.param == "cuda" and torch.cuda.device_count() < 2:
