@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import importlib.util
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sysconfig
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -103,20 +105,23 @@ def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     return build("host_kernels.cpp", tmp_path_factory.mktemp("host_kernels"))
 
 
-@pytest.fixture(scope="session", params=["separate", "contracted"])
-def device_numerics(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> ModuleType:
-    """With sums of products rounded once, as nvcc mostly does, and with each rounded twice."""
-    flags = ["-O2", "-pthread", "-ffp-contract=off"]
-    if request.param == "contracted":
-        flags = ["-O2", "-pthread", "-ffp-contract=fast"]
-        if platform.machine() == "x86_64":
-            if "fma" not in Path("/proc/cpuinfo").read_text().split():
-                pytest.skip("the processor has no fused multiply-add")
-            flags.append("-mfma")
-    name = f"device_numerics_{request.param}"
-    return build("device_numerics.cpp", tmp_path_factory.mktemp(name), *flags, name=name)
+@pytest.fixture(scope="session")
+def device_numerics(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModuleType]:
+    """By "contracted", with sums of products rounded once, as nvcc mostly does, or "separate"."""
+
+    @functools.cache
+    def built(sums: str) -> ModuleType:
+        flags = ["-O2", "-pthread", "-ffp-contract=off"]
+        if sums == "contracted":
+            flags = ["-O2", "-pthread", "-ffp-contract=fast"]
+            if platform.machine() == "x86_64":
+                if "fma" not in Path("/proc/cpuinfo").read_text().split():
+                    pytest.skip("the processor has no fused multiply-add")
+                flags.append("-mfma")
+        name = f"device_numerics_{sums}"
+        return build("device_numerics.cpp", tmp_path_factory.mktemp(name), *flags, name=name)
+
+    return built
 
 
 @pytest.fixture(scope="session")

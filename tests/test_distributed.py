@@ -21,6 +21,7 @@ from comparison import (
     unsigned_zeros,
 )
 from processes import Processes
+from selection import exhaustive
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -217,6 +218,7 @@ def two_mesh_dimensions() -> None:
             assert_right(activation, values, mesh, placements)
 
 
+@exhaustive
 def test_dtensor_on_a_mesh_of_two_dimensions() -> None:
     four = Processes(4)
     try:
@@ -438,6 +440,7 @@ def compiled_on_dtensors() -> None:
         assert_gradient(activation, leaf.grad.full_tensor(), reference.grad, 2.0)
 
 
+@exhaustive
 def test_compiled_on_dtensors(processes: Processes) -> None:
     processes.run(compiled_on_dtensors)
 
