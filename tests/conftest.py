@@ -50,11 +50,20 @@ def is_of_a_gpu(item: pytest.Item) -> bool:
     return callspec is not None and callspec.params.get("device") == "cuda"
 
 
+# Where processes share the files, what takes long is not to be left for the end.
+SLOWEST_FIRST = """
+    curves compile compiled_memory host_kernels device_numerics direct_calls values ops distributed
+    readers tracing opinfo
+"""
+RANKS = {f"test_{name}.py": rank for rank, name in enumerate(SLOWEST_FIRST.split())}
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without a GPU there are no tests of one alone, rather than a hundred that are skipped."""
     if not torch.cuda.is_available():
         config.hook.pytest_deselected(items=[item for item in items if is_of_a_gpu(item)])
         items[:] = [item for item in items if not is_of_a_gpu(item)]
+    items.sort(key=lambda item: RANKS.get(item.path.name, len(RANKS)))
 
 
 @pytest.fixture(params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
