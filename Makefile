@@ -1,4 +1,5 @@
-# make demo: train on real data and compare memory. make test: build and run the tests.
+# make demo: train on real data and compare memory. make test: build and run the tests, but for
+# those marked exhaustive; PYTEST_ADDOPTS="-m ''" runs these too.
 # make tables: write the README's tables from benchmarks/results.
 # make models: convert, verify and train the models of other libraries, all of them.
 # All set up $(VENV) first. TORCH names the torch to install, for example
@@ -7,6 +8,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch>=2.11
+
+# A file's tests in one process, so that what it compiles is compiled once. Each process has as many
+# threads as there are cores, which must not wait busily for each other.
+PARALLEL := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 INSTALLED := $(VENV)/.installed
@@ -17,7 +22,7 @@ demo: $(INSTALLED)
 	$(VENV)/bin/python benchmarks/demo.py
 
 test: $(INSTALLED)
-	$(VENV)/bin/pytest
+	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/pytest $(PARALLEL)
 
 tables: $(INSTALLED)
 	$(VENV)/bin/python benchmarks/readme_tables.py

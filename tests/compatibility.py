@@ -62,16 +62,26 @@ class Recorder:
         self.reasons: defaultdict[str, dict[str, None]] = defaultdict(dict)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        row = self.note(report.nodeid, report)
+        if row is not None and (report.when == "call" or not report.passed):
+            self.outcomes[row][report.outcome] += 1
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.skipped:  # a file, with all its tests
+            self.note(report.nodeid, report)
+
+    def note(self, node: str, report: pytest.CollectReport | pytest.TestReport) -> str | None:
+        """The row; why a test or a file of it was skipped is written down."""
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
-        row = row_of(report.nodeid, reason)
-        if row is None or (report.when != "call" and report.passed):
-            return
-        self.outcomes[row][report.outcome] += 1
-        if reason:
+        row = row_of(node, reason)
+        if row is not None and reason:
             why = re.sub(r".*could not import '(\w+)'.*", r"no \1", reason)
             self.reasons[row][why.removeprefix("Skipped: ")] = None
+        return row
 
     def pytest_sessionfinish(self) -> None:
+        if not torch.cuda.is_available():  # and conftest.py leaves out what is of a GPU alone
+            self.reasons[ON_A_GPU]["torch.cuda is not available"] = None
         here = {"torch": torch.__version__, "python": platform.python_version()}
         lines = [line for line in read() if any(line[key] != here[key] for key in here)]
         for row in (*ROWS, ON_A_GPU):

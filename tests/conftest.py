@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import importlib.util
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sysconfig
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -43,14 +45,31 @@ def _earlier_objects_frozen() -> None:
     gc.freeze()
 
 
-# Where there is no GPU, only the tests that are of a GPU alone say that they did not run.
+def is_of_a_gpu(item: pytest.Item) -> bool:
+    callspec = getattr(item, "callspec", None)
+    return callspec is not None and callspec.params.get("device") == "cuda"
+
+
+# Where processes share the files, what takes long is not to be left for the end.
+SLOWEST_FIRST = """
+    curves compile compiled_memory host_kernels device_numerics direct_calls values ops distributed
+    readers tracing opinfo
+"""
+RANKS = {f"test_{name}.py": rank for rank, name in enumerate(SLOWEST_FIRST.split())}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a GPU there are no tests of one alone, rather than a hundred that are skipped."""
+    if not torch.cuda.is_available():
+        config.hook.pytest_deselected(items=[item for item in items if is_of_a_gpu(item)])
+        items[:] = [item for item in items if not is_of_a_gpu(item)]
+    items.sort(key=lambda item: RANKS.get(item.path.name, len(RANKS)))
+
+
 @pytest.fixture(params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    if request.param == "cuda":
-        if not torch.cuda.is_available():
-            pytest.skip("torch.cuda is not available")
-        if _ops.cuda_version is None:
-            pytest.skip("inplace_ops was built without CUDA kernels")
+    if request.param == "cuda" and _ops.cuda_version is None:
+        pytest.skip("inplace_ops was built without CUDA kernels")
     return torch.device(request.param)
 
 
@@ -95,20 +114,23 @@ def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     return build("host_kernels.cpp", tmp_path_factory.mktemp("host_kernels"))
 
 
-@pytest.fixture(scope="session", params=["separate", "contracted"])
-def device_numerics(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> ModuleType:
-    """With sums of products rounded once, as nvcc mostly does, and with each rounded twice."""
-    flags = ["-O2", "-pthread", "-ffp-contract=off"]
-    if request.param == "contracted":
-        flags = ["-O2", "-pthread", "-ffp-contract=fast"]
-        if platform.machine() == "x86_64":
-            if "fma" not in Path("/proc/cpuinfo").read_text().split():
-                pytest.skip("the processor has no fused multiply-add")
-            flags.append("-mfma")
-    name = f"device_numerics_{request.param}"
-    return build("device_numerics.cpp", tmp_path_factory.mktemp(name), *flags, name=name)
+@pytest.fixture(scope="session")
+def device_numerics(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModuleType]:
+    """By "contracted", with sums of products rounded once, as nvcc mostly does, or "separate"."""
+
+    @functools.cache
+    def built(sums: str) -> ModuleType:
+        flags = ["-O2", "-pthread", "-ffp-contract=off"]
+        if sums == "contracted":
+            flags = ["-O2", "-pthread", "-ffp-contract=fast"]
+            if platform.machine() == "x86_64":
+                if "fma" not in Path("/proc/cpuinfo").read_text().split():
+                    pytest.skip("the processor has no fused multiply-add")
+                flags.append("-mfma")
+        name = f"device_numerics_{sums}"
+        return build("device_numerics.cpp", tmp_path_factory.mktemp(name), *flags, name=name)
+
+    return built
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,19 @@ def run_tests(*arguments: str, folder: Path, preloaded: list[str], **environment
     """Run pytest with the arguments in `folder`; fail where it does."""
     # -s: a sanitizer ends the process, and what pytest has captured by then would be lost.
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", *arguments],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-s",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "",
+            *arguments,
+        ],
         env={
             **os.environ,
             "PYTEST_ADDOPTS": "",

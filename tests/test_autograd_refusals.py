@@ -10,6 +10,7 @@ import pytest
 import torch
 from activations import ONE_OF_EACH, Activation, activation_id
 from comparison import assert_identical, wording
+from selection import each
 from torch import Tensor, nn
 
 import inplace_ops
@@ -62,7 +63,7 @@ REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @one_of_each
-@pytest.mark.parametrize("case", REFUSED)
+@each("case", REFUSED)
 def test_refuses_what_pytorch_refuses(
     activation: Activation, case: str, device: torch.device
 ) -> None:
@@ -84,8 +85,8 @@ def test_refuses_what_pytorch_refuses(
 
 
 @one_of_each
-@pytest.mark.parametrize("requires_grad", [True, False])
-@pytest.mark.parametrize(
+@each("requires_grad", [True, False])
+@each(
     ("size", "stride"), [((3, 3), (1, 1)), ((2, 4), (3, 1)), ((2, 2, 2), (3, 2, 1)), ((5,), (0,))]
 )
 def test_refuses_overlapping_memory(
@@ -121,7 +122,7 @@ UNSUPPORTED: dict[str, Callable[[torch.device], Tensor]] = {
 
 
 @one_of_each
-@pytest.mark.parametrize("case", UNSUPPORTED)
+@each("case", UNSUPPORTED)
 def test_unsupported_tensors(activation: Activation, case: str, device: torch.device) -> None:
     x = UNSUPPORTED[case](device)
 
@@ -177,9 +178,7 @@ def test_curves_and_leaky_relu_take_no_integers(dtype: torch.dtype, device: torc
     assert x._version == 0
 
 
-@pytest.mark.parametrize(
-    "wrong", [None, 1.5, [1.0], np.zeros(3)], ids=["None", "number", "list", "array"]
-)
+@each("wrong", [None, 1.5, [1.0], np.zeros(3)])
 @one_of_each
 def test_no_tensor(activation: Activation, wrong: object) -> None:
     with pytest.raises(TypeError, match=r"torch\.Tensor"):

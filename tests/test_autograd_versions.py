@@ -9,6 +9,7 @@ import pytest
 import torch
 from activations import ONE_OF_EACH, Activation, activation_id
 from comparison import assert_gradient, assert_identical, assert_values, gradient
+from selection import each
 from torch import Tensor
 
 one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
@@ -21,8 +22,8 @@ MODES = {
 
 
 @one_of_each
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("requires_grad", [True, False])
+@each("mode", MODES)
+@each("requires_grad", [True, False])
 def test_version_rises_by_one(
     activation: Activation, mode: str, requires_grad: bool, device: torch.device
 ) -> None:
@@ -49,7 +50,7 @@ def test_inference_tensor_in_inference_mode(activation: Activation, device: torc
 
 
 @one_of_each
-@pytest.mark.parametrize("earlier", [torch.exp, torch.sigmoid, torch.tanh])
+@each("earlier", [torch.exp, torch.sigmoid, torch.tanh])
 def test_earlier_op_saved_the_input(
     activation: Activation, earlier: Callable[[Tensor], Tensor], device: torch.device
 ) -> None:
@@ -69,7 +70,7 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
 
 
 @one_of_each
-@pytest.mark.parametrize("write", WRITES)
+@each("write", WRITES)
 def test_later_writes(activation: Activation, write: str, device: torch.device) -> None:
     leaf = torch.randn(11, device=device, requires_grad=True)
     y = activation.call(leaf.clone())

@@ -15,6 +15,7 @@ import pytest
 import torch
 from activations import ACTIVATIONS, ONE_OF_EACH, WAYS_OF_SAVING, Activation, activation_id
 from comparison import assert_gradient, assert_values
+from selection import exhaustive, quick
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -33,7 +34,7 @@ SOME = [
     if row.name in ("relu-mask", "silu-output-default", "silu-derivative-default")
 ]
 
-one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
+one_of_each = pytest.mark.parametrize("activation", quick(ONE_OF_EACH, SOME), ids=activation_id)
 some = pytest.mark.parametrize("activation", SOME, ids=activation_id)
 
 
@@ -167,7 +168,10 @@ def check(
 
 @pytest.mark.parametrize(
     ("activation", "backend"),
-    [*((row, "aot_eager") for row in WAYS_OF_SAVING), *((row, "eager") for row in SOME)],
+    quick(
+        [*((row, "aot_eager") for row in WAYS_OF_SAVING), *((row, "eager") for row in SOME)],
+        [*((row, "aot_eager") for row in SOME), (SOME[1], "eager")],
+    ),
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -259,7 +263,7 @@ def inductor(
     return partial(torch.compile, backend="inductor", fullgraph=True)
 
 
-@some
+@pytest.mark.parametrize("activation", quick(SOME, SOME[1:2]), ids=activation_id)
 @pytest.mark.parametrize("program", ["in_a_view", "read_before"])
 @of_inductor
 def test_inductor(
@@ -270,7 +274,7 @@ def test_inductor(
 
 
 @of_inductor
-@pytest.mark.parametrize("program", INPUT_PROGRAMS)
+@pytest.mark.parametrize("program", quick(INPUT_PROGRAMS, list(INPUT_PROGRAMS)[3:5]))
 def test_inductor_modifies_a_graph_input(
     program: str, inductor: Callable[..., Any], device: torch.device
 ) -> None:
@@ -314,7 +318,7 @@ def test_modules(activation: Activation, backend: str, device: torch.device) -> 
 
 # On the CPU Inductor would lay convolutions out otherwise, and keep copies of input and weights.
 @torch._inductor.config.patch(layout_optimization=False)
-@pytest.mark.parametrize("activation", [nn.ReLU, nn.SiLU])
+@pytest.mark.parametrize("activation", [pytest.param(nn.ReLU, marks=exhaustive), nn.SiLU])
 @of_inductor
 def test_inductor_keeps_of_a_converted_model_no_more_than_of_pytorchs(
     activation: Callable[[], nn.Module], inductor: Callable[..., Any], device: torch.device

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from selection import exhaustive, quick
 from torch import Tensor, nn
 
 import inplace_ops
 from inplace_ops import saved_bytes
-from inplace_ops.activations import ACTIVATIONS, SILU, Activation
+from inplace_ops.activations import ACTIVATIONS, RELU, RELU6, SILU, Activation
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Dynamo's and Inductor's own
 
@@ -23,6 +24,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 }
 
 Call = Callable[[Tensor], Tensor]
+SOME = (RELU, RELU6, SILU)
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +99,7 @@ def ours(activation: Activation) -> dict[str, tuple[Call, bool]]:
     ("norm", "budget"),
     [("batch_norm", 1), ("no_norm", 1), ("group_norm", 1), ("batch_norm", 0.5), ("no_norm", 0.5)],
 )
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.ops.name)
+@pytest.mark.parametrize("activation", quick(ACTIVATIONS, SOME), ids=lambda a: a.ops.name)
 def test_keeps_no_more_than_pytorchs(
     activation: Activation, norm: str, budget: float, device: torch.device
 ) -> None:
@@ -111,6 +113,7 @@ def test_keeps_no_more_than_pytorchs(
             assert kept(backend, device, norm, call, is_used) <= least, way
 
 
+@exhaustive
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("name", ["relu", "silu"])
 def test_keeps_no_more_than_pytorchs_under_inductor(
@@ -125,7 +128,10 @@ def test_keeps_no_more_than_pytorchs_under_inductor(
 
 @pytest.mark.parametrize(
     ("activation", "backend"),
-    [*((a, "aot_eager_decomp_partition") for a in ACTIVATIONS), (SILU, "inductor")],
+    [
+        *((a, "aot_eager_decomp_partition") for a in ACTIVATIONS),
+        pytest.param(SILU, "inductor", marks=exhaustive),
+    ],
     ids=lambda value: value if isinstance(value, str) else value.ops.name,
 )
 def test_after_a_convolution_little_is_kept(
@@ -138,7 +144,7 @@ def test_after_a_convolution_little_is_kept(
     assert kept(backend, device, "no_norm", call) == expected
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.ops.name)
+@pytest.mark.parametrize("activation", quick(ACTIVATIONS, SOME), ids=lambda a: a.ops.name)
 def test_without_a_reader_that_keeps_the_output(
     activation: Activation, device: torch.device
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 from behaviour import assert_same_behaviour, behaviour, differs, twin
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from selection import exhaustive
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -101,6 +102,7 @@ steps = st.lists(
 @given(steps)
 @settings(
     max_examples=60,
+    derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
 )
@@ -117,6 +119,7 @@ def test_what_is_accepted_computes_as_before(steps: list[Step]) -> None:
     assert inplace_ops.convert(model, x).sites == report.sites  # and is verified
 
 
+@exhaustive
 def test_few_refusals_are_needless() -> None:
     """Each refused place is put in place alone: it should then break or change something."""
     generator = random.Random(0)

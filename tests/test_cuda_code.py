@@ -136,10 +136,10 @@ def find_cuobjdump() -> str | None:
 
 CUOBJDUMP = find_cuobjdump()
 LIBRARY = next(Path(inplace_ops.__file__).parent.glob("_C_cuda*.so"), None)
-pytestmark = [
-    pytest.mark.skipif(LIBRARY is None, reason="the CUDA extension is not built"),
-    pytest.mark.skipif(CUOBJDUMP is None, reason="cuobjdump is not installed"),
-]
+if LIBRARY is None:
+    pytest.skip("the CUDA extension is not built", allow_module_level=True)
+if CUOBJDUMP is None:
+    pytest.skip("cuobjdump is not installed", allow_module_level=True)
 
 
 def cuobjdump(*arguments: str) -> str:

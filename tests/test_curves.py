@@ -395,7 +395,7 @@ CHECKS += [
     f"test_ops.py::{test}"
     for test in (
         "test_normalized_elements_are_the_same_in_every_kernel",
-        "test_only_the_bits_are_written",
+        "test_unused_bits_are_zero",
         "test_relus_mask_is_one_bit_per_element",
     )
 ]
@@ -404,7 +404,7 @@ CHECKS += [
 @pytest.mark.parametrize("instruction_set", ["baseline", "avx2"])
 def test_instruction_sets(instruction_set: str) -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *CHECKS],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", *CHECKS],
         cwd=os.path.dirname(__file__),
         env={**os.environ, "INPLACE_OPS_CPU": instruction_set, "PYTEST_ADDOPTS": ""},
         capture_output=True,

@@ -19,6 +19,7 @@ import torch
 from activations import FLOATS
 from comparison import assert_identical
 from sanitizers import COMPILER, FLAGS, SANITIZE, run_tests, sanitizers
+from selection import each, exhaustive
 from test_ops import (
     OF_EACH_KIND,
     OPS,
@@ -98,7 +99,7 @@ WRONG_BITS: dict[str, tuple[Callable[[Tensor], object], str]] = {
 
 
 @ops_with_bits
-@pytest.mark.parametrize("wrong", WRONG_BITS)
+@each("wrong", WRONG_BITS)
 def test_wrong_bits(op: torch._ops.OpOverload, wrong: str, device: torch.device) -> None:
     change, message = WRONG_BITS[wrong]
     assert_refused(op, with_bits(arguments_of(op, device), change), message)
@@ -114,7 +115,7 @@ WRONG_ORDERS: dict[str, list[int]] = {
 
 
 @of_each_kind
-@pytest.mark.parametrize("wrong", WRONG_ORDERS)
+@each("wrong", WRONG_ORDERS)
 def test_wrong_order(op: torch._ops.OpOverload, wrong: str, device: torch.device) -> None:
     arguments = arguments_of(op, device)
     arguments[names_of(op).index("dim_order")] = WRONG_ORDERS[wrong]
@@ -134,7 +135,7 @@ WRONG_FIRST: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 
 
 @ops_with_bits
-@pytest.mark.parametrize("wrong", WRONG_FIRST)
+@each("wrong", WRONG_FIRST)
 def test_wrong_tensor(op: torch._ops.OpOverload, wrong: str, device: torch.device) -> None:
     change, message = WRONG_FIRST[wrong]
     first, *rest = arguments_of(op, device)
@@ -166,7 +167,7 @@ def test_more_elements_than_memory(op: torch._ops.OpOverload, device: torch.devi
 
 
 @pytest.mark.parametrize("op", [op for op in OF_EACH_KIND if op in writes_bits], ids=name_of)
-@pytest.mark.parametrize("count", [-(2**62), -1, 33, 2**62])
+@each("count", [-(2**62), -1, 33, 2**62])
 def test_wrong_number_of_bits(op: torch._ops.OpOverload, count: int, device: torch.device) -> None:
     x, _, *rest = arguments_of(op, device)
     assert_refused(op, [x, count, *rest], f"cannot keep {count} bits per element")
@@ -225,7 +226,7 @@ def test_every_order_and_stride(op: torch._ops.OpOverload, device: torch.device)
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if "dim_order" in names_of(op)], ids=name_of)
-@pytest.mark.parametrize("dtype", FLOATS)
+@each("dtype", FLOATS)
 def test_any_bytes(op: torch._ops.OpOverload, dtype: torch.dtype, device: torch.device) -> None:
     """Values, outputs and bits that no forward writes: nothing undefined, nothing out of bounds."""
     for length in (*range(1, 20), 127, 511, 512, 513, 1500):
@@ -273,6 +274,7 @@ SANITIZED = """
 """
 
 
+@exhaustive
 def test_under_sanitizers(tmp_path: Path) -> None:
     """The CPU extension, compiled with ASan and UBSan, in a copy of the package."""
     if SANITIZE in os.environ:

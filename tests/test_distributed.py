@@ -21,6 +21,7 @@ from comparison import (
     unsigned_zeros,
 )
 from processes import Processes
+from selection import exhaustive
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -50,7 +51,7 @@ one_of_each = pytest.mark.parametrize("name", [row.name for row in WAYS_OF_SAVIN
 BY_NAME = {row.name: row for row in ACTIVATIONS}
 
 
-@pytest.fixture(scope="module", params=["cpu", "cuda"])
+@pytest.fixture(scope="module", params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
 def processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
     """Two processes: on the CPU, or with a GPU each."""
     if request.param == "cuda" and torch.cuda.device_count() < 2:
@@ -217,6 +218,7 @@ def two_mesh_dimensions() -> None:
             assert_right(activation, values, mesh, placements)
 
 
+@exhaustive
 def test_dtensor_on_a_mesh_of_two_dimensions() -> None:
     four = Processes(4)
     try:
@@ -438,6 +440,7 @@ def compiled_on_dtensors() -> None:
         assert_gradient(activation, leaf.grad.full_tensor(), reference.grad, 2.0)
 
 
+@exhaustive
 def test_compiled_on_dtensors(processes: Processes) -> None:
     processes.run(compiled_on_dtensors)
 

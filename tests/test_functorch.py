@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from activations import ACTIVATIONS, WAYS_OF_SAVING, Activation, activation_id
+from selection import each
 from torch import Tensor, nn
 from torch.func import (
     functional_call,
@@ -101,7 +102,7 @@ TRANSFORMS: dict[str, Callable[[Map, Tensor], object]] = {
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@each("transform", TRANSFORMS)
 def test_transforms(
     activation: Activation, place: str, transform: str, device: torch.device
 ) -> None:
@@ -135,8 +136,8 @@ def test_jacobians_of_every_activation(activation: Activation, device: torch.dev
 
 
 @one_of_each
-@pytest.mark.parametrize("in_dim", [0, 1, 2, -1, -2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each("in_dim", [0, 1, 2, -1, -2])
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_vmap_modifies_its_argument(
     activation: Activation, in_dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -197,8 +198,8 @@ def test_captured_tensors(activation: Activation, device: torch.device) -> None:
 
 
 @one_of_each
-@pytest.mark.parametrize("in_dim", [0, 1, -1])
-@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@each("in_dim", [0, 1, -1])
+@each("layout", ["contiguous", "transposed"])
 def test_vmap_over_an_ordinary_backward(
     activation: Activation, in_dim: int, layout: str, device: torch.device
 ) -> None:

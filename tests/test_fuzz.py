@@ -18,6 +18,7 @@ import pytest
 import torch
 from activations import ACTIVATIONS, FLOATS, Activation, leaky_relu
 from comparison import assert_identical, assert_values, unsigned_zeros, wording
+from selection import exhaustive
 from torch import Tensor
 
 from inplace_ops import _ops
@@ -500,6 +501,7 @@ def count(case: Case, outcome: Outcome) -> None:
 @hypothesis.settings(
     max_examples=int(os.environ.get(LONG, 500)),
     deadline=None,
+    derandomize=LONG not in os.environ,  # a short run finds the same always
     database=None,
     print_blob=True,
     suppress_health_check=[
@@ -512,6 +514,7 @@ def test_as_pytorch(case: Case) -> None:
     count(case, check(case))
 
 
+@exhaustive
 def test_what_was_covered() -> None:
     """After the long run: nothing was left out."""
     if LONG not in os.environ:

@@ -22,6 +22,7 @@ import torch
 from activations import FLOATS
 from norms import normalized, rounding
 from sanitizers import SANITIZE, run_tests, sanitizers
+from selection import each, exhaustive
 from torch import Tensor
 
 from inplace_ops.activations import ACTIVATIONS, LEAKY_RELU, SILU, Activation
@@ -274,7 +275,7 @@ def test_every_tail_length(host_kernels: ModuleType, case: Case) -> None:
 
 
 @some_cases
-@pytest.mark.parametrize("moved", range(4), ids=["values", "gradient", "incoming", "bits"])
+@each("moved", range(4))  # values, gradient, incoming, bits
 def test_every_alignment(host_kernels: ModuleType, case: Case, moved: int) -> None:
     size = case.dtype.itemsize
     for offset in range(0, 16, 1 if moved == 3 else size):
@@ -456,7 +457,7 @@ def test_every_activation_after_a_norm(host_kernels: ModuleType, case: Case) -> 
 
 
 @some_normalized
-@pytest.mark.parametrize("channels", [(1,), (0, 1), ()], ids=["batch", "group", "one"])
+@each("channels", [(1,), (0, 1), ()])  # of a batch norm, of a group norm, one for all
 def test_channels_of_every_size(host_kernels: ModuleType, case: Case, channels: Dims) -> None:
     """Accesses reach into the next channel, and the next sample, at every place."""
     for size in (*range(1, 3 * vector(case) + 2), 49, 196):
@@ -468,7 +469,7 @@ def test_channels_of_every_size(host_kernels: ModuleType, case: Case, channels: 
 
 
 @some_normalized
-@pytest.mark.parametrize("channels", [(2,), (0, 2)], ids=["batch", "group"])
+@each("channels", [(2,), (0, 2)])  # of a batch norm, of a group norm
 def test_neighbouring_channels(host_kernels: ModuleType, case: Case, channels: Dims) -> None:
     count = vector(case)
     for size in (*range(2, 2 * count + 1), 49, 64):
@@ -482,7 +483,7 @@ def test_neighbouring_channels(host_kernels: ModuleType, case: Case, channels: D
 
 
 @some_normalized
-@pytest.mark.parametrize("channels", [(1,), (0,), (0, 1), ()], ids=str)
+@each("channels", [(1,), (0,), (0, 1), ()])
 def test_rows_and_columns(host_kernels: ModuleType, case: Case, channels: Dims) -> None:
     count = vector(case)
     for columns in (*range(2, 2 * count + 2), 49, 64):
@@ -496,7 +497,7 @@ def test_rows_and_columns(host_kernels: ModuleType, case: Case, channels: Dims) 
 
 
 @some_normalized
-@pytest.mark.parametrize("moved", range(7))
+@each("moved", range(7))
 def test_every_alignment_after_a_norm(host_kernels: ModuleType, case: Case, moved: int) -> None:
     size = case.dtype.itemsize if moved < 3 else max(case.dtype.itemsize, 4)
     for offset in range(0, 16, size):
@@ -509,7 +510,7 @@ def test_every_alignment_after_a_norm(host_kernels: ModuleType, case: Case, move
 
 
 @some_normalized
-@pytest.mark.parametrize("channels", [(1,), (0, 1), (2,), (0, 2)], ids=str)
+@each("channels", [(1,), (0, 1), (2,), (0, 2)])
 def test_maps_past_32_bits(host_kernels: ModuleType, case: Case, channels: Dims) -> None:
     tile = host_kernels.tile[case.dtype.itemsize]
     size = 40 if 2 in channels else 43  # or accesses reach into the next channel
@@ -522,7 +523,7 @@ def test_maps_past_32_bits(host_kernels: ModuleType, case: Case, channels: Dims)
 
 
 @some_normalized
-@pytest.mark.parametrize("channels", [(0,), (1,)], ids=["rows", "columns"])
+@each("channels", [(0,), (1,)])  # rows, columns
 def test_strided_after_a_norm(host_kernels: ModuleType, case: Case, channels: Dims) -> None:
     rows, columns = 40, 8
     strides = [(3 * columns, 2), (columns + 5, 1), (2, 2 * rows)]
@@ -570,6 +571,7 @@ def test_not_finite_after_a_norm(host_kernels: ModuleType, case: Case) -> None:
     assert result.tensor[slope.isnan()].isnan().all()
 
 
+@exhaustive
 def test_under_sanitizers() -> None:
     """This file once more, with two activations' kernels under ASan and UBSan."""
     run_tests(__file__, folder=Path(__file__).parent, preloaded=sanitizers())

@@ -12,6 +12,7 @@ import pytest
 import torch
 from activations import FLOATS, ONE_OF_EACH, Activation, activation_id
 from comparison import assert_gradient, assert_identical, assert_values, unsigned_zeros
+from selection import exhaustive
 from torch import Tensor
 
 import inplace_ops
@@ -29,6 +30,7 @@ ENTRIES = {
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 REFUSED = (torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2)
 
+pytestmark = exhaustive
 one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
 all_floats = pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: str(dtype)[6:])
 

@@ -10,6 +10,7 @@ import torch
 from activations import FLOATS, SCALARS
 from comparison import assert_gradient, assert_identical, assert_values
 from norms import ROWS, normalized
+from selection import each, quick
 from torch import Tensor
 
 from inplace_ops import _ops
@@ -144,12 +145,15 @@ def test_every_op_is_listed() -> None:
 
 @pytest.mark.parametrize(
     ("op", "layout"),
-    [
-        (op, layout)
-        for op in OPS
-        for layout in LAYOUTS
-        if op in OF_EACH_KIND or layout == "transposed"
-    ],
+    quick(
+        [
+            (op, layout)
+            for op in OPS
+            for layout in LAYOUTS
+            if op in OF_EACH_KIND or layout == "transposed"
+        ],
+        [(op, "transposed") for op in OF_EACH_KIND],
+    ),
     ids=lambda value: value if isinstance(value, str) else name_of(value),
 )
 def test_opcheck(op: torch._ops.OpOverload, layout: str, device: torch.device) -> None:
@@ -158,7 +162,7 @@ def test_opcheck(op: torch._ops.OpOverload, layout: str, device: torch.device) -
 
 
 @pytest.mark.parametrize("activation", _ops.ALL)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each("layout", LAYOUTS)
 def test_functional_ops_equal_the_in_place_ones(
     activation: str, layout: str, device: torch.device
 ) -> None:
@@ -198,7 +202,7 @@ def assert_refused(op: torch._ops.OpOverload, arguments: list[object]) -> None:
         assert_identical(tensor, old, "modified although refused:")
 
 
-@pytest.mark.parametrize("wrong", WRONG_BITS)
+@each("wrong", WRONG_BITS)
 @pytest.mark.parametrize("op", list(filter(has_packed, OF_EACH_KIND)), ids=name_of)
 def test_wrong_bits(op: torch._ops.OpOverload, wrong: str, device: torch.device) -> None:
     arguments = arguments_of(op, device)
@@ -210,9 +214,7 @@ def test_wrong_bits(op: torch._ops.OpOverload, wrong: str, device: torch.device)
 
 
 @of_each_kind
-@pytest.mark.parametrize(
-    "order", [[0], [0, 1, 2], [0, 1, 2, 3, 4], [0, 1, 2, 2], [1, 2, 3, 4], [0, 1, 2, -1]], ids=str
-)
+@each("order", [[0], [0, 1, 2], [0, 1, 2, 3, 4], [0, 1, 2, 2], [1, 2, 3, 4], [0, 1, 2, -1]])
 def test_wrong_order(op: torch._ops.OpOverload, order: list[int], device: torch.device) -> None:
     arguments = arguments_of(op, device)
     arguments[names_of(op).index("dim_order")] = order
@@ -227,7 +229,7 @@ WRONG_FLOATS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG_FLOATS)
+@each("wrong", WRONG_FLOATS)
 @pytest.mark.parametrize("op", [op for op in OF_EACH_KIND if floats_of(op) > 1], ids=name_of)
 def test_unlike_tensors(op: torch._ops.OpOverload, wrong: str, device: torch.device) -> None:
     for place in range(1, floats_of(op)):
@@ -250,7 +252,7 @@ WRONG_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG_MAPS)
+@each("wrong", WRONG_MAPS)
 @pytest.mark.parametrize("op", NORMALIZING, ids=name_of)
 def test_wrong_maps(op: torch._ops.OpOverload, wrong: str, device: torch.device) -> None:
     for name in ("channels", "rows"):
@@ -289,7 +291,7 @@ def test_maps_that_differ_in_many_dimensions(
 
 
 @saving_ops
-@pytest.mark.parametrize("planes", [-1, 0, 1, 2, 7, 9, 12, 33])
+@each("planes", [-1, 0, 1, 2, 7, 9, 12, 33])
 def test_wrong_number_of_planes(
     op: torch._ops.OpOverload, planes: int, device: torch.device
 ) -> None:
@@ -302,7 +304,7 @@ def test_wrong_number_of_planes(
 
 
 @saving_ops
-@pytest.mark.parametrize("dtype", FLOATS)
+@each("dtype", FLOATS)
 def test_unused_bits_are_zero(
     op: torch._ops.OpOverload, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -329,7 +331,7 @@ def test_relus_mask_is_one_bit_per_element(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("given", ["1111", "1110", "1101", "1100", "1011", "1000", "0011", "0010"])
+@each("given", ["1111", "1110", "1101", "1100", "1011", "1000", "0011", "0010"])
 @pytest.mark.parametrize(("samples", "channels", "share"), [(1, 5, 1), (3, 12, 4), (2, 3, 1)])
 def test_norm_maps(
     samples: int, channels: int, share: int, given: str, dtype: torch.dtype, device: torch.device
@@ -378,7 +380,7 @@ WRONG_STATISTICS: dict[str, tuple[str, Callable[[Any], object]]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG_STATISTICS)
+@each("wrong", WRONG_STATISTICS)
 def test_wrong_statistics(wrong: str, device: torch.device) -> None:
     name, change = WRONG_STATISTICS[wrong]
     arguments = arguments_of(_ops.NORM_MAPS, device)
@@ -410,7 +412,7 @@ DIFFERING: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each("layout", LAYOUTS)
 @pytest.mark.parametrize("differing", DIFFERING)
 def test_normalized_elements(
     differing: str, layout: str, dtype: torch.dtype, device: torch.device
@@ -491,8 +493,8 @@ def test_meta_tensors(op: torch._ops.OpOverload) -> None:
 
 
 @pytest.mark.parametrize("op", [op for op in OF_EACH_KIND if op in _ops.BACKWARD_OPS], ids=name_of)
-@pytest.mark.parametrize("batched", ["gradient", "all"])
-@pytest.mark.parametrize("dim", [0, 2])
+@each("batched", ["gradient", "all"])
+@each("dim", [0, 2])
 def test_vmap(op: torch._ops.OpOverload, batched: str, dim: int, device: torch.device) -> None:
     layout = "contiguous" if batched == "all" else "channels_last"
     sets = [arguments_of(op, device, layout=layout) for _ in range(3)]

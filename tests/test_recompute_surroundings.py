@@ -31,6 +31,7 @@ from norms import (
     node_of,
     recompute,
 )
+from selection import exhaustive
 from torch import Tensor, nn
 from torch.autograd.graph import (
     allow_mutation_on_saved_tensors,
@@ -483,6 +484,7 @@ def test_compiled(name: str, activation: Activation, device: torch.device) -> No
         torch._dynamo.reset()
 
 
+@exhaustive
 @pytest.mark.filterwarnings("ignore")  # Inductor's imports
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_compiled_by_inductor(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from activations import ONE_OF_EACH, Activation, activation_id
 from comparison import assert_gradient, assert_values
+from selection import exhaustive, quick
 from torch import Tensor, nn
 
 import inplace_ops
@@ -23,6 +24,11 @@ pytestmark = [
 ]
 
 one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
+SOME = [
+    row
+    for row in ONE_OF_EACH
+    if row.name in ("relu-mask", "leaky_relu-0.01-mask", "silu-output-default")
+]
 
 
 class Network(nn.Module):
@@ -183,7 +189,7 @@ def saved_and_loaded(program: torch.export.ExportedProgram) -> torch.export.Expo
     return torch.export.load(buffer)
 
 
-@one_of_each
+@pytest.mark.parametrize("activation", quick(ONE_OF_EACH, SOME), ids=activation_id)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("strict", [True, False])
 def test_export(activation: Activation, training: bool, strict: bool) -> None:
@@ -236,6 +242,7 @@ def test_jit_script(activation: Activation) -> None:
         assert type(ours.first) is type(activation.module())  # the model itself is as it was
 
 
+@exhaustive
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs g++")
 @pytest.mark.filterwarnings("ignore")  # of the compiler
 def test_aotinductor(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from comparison import (
     unsigned_zeros,
 )
 from layouts import GRADIENTS, LAYOUTS, random_view
+from selection import each, exhaustive, quick
 from torch import Tensor
 from torch.testing._comparison import default_tolerances
 
@@ -30,7 +31,7 @@ all_floats = pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: str(dtyp
 
 @all_activations
 @all_floats
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each("layout", LAYOUTS)
 def test_values_and_gradients(
     activation: Activation, dtype: torch.dtype, layout: str, device: torch.device
 ) -> None:
@@ -151,7 +152,7 @@ def test_edge_values(activation: Activation, dtype: torch.dtype, device: torch.d
 
 @all_activations
 @all_floats
-@pytest.mark.parametrize("incoming", INCOMING)
+@each("incoming", INCOMING)
 def test_edge_gradients(
     activation: Activation, dtype: torch.dtype, incoming: float, device: torch.device
 ) -> None:
@@ -172,7 +173,9 @@ def test_edge_gradients(
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@all_activations
+@pytest.mark.parametrize(
+    "activation", [row for row in ACTIVATIONS if row.own_edges(torch.float32)], ids=activation_id
+)
 @all_floats
 def test_edges_of_our_own(activation: Activation, dtype: torch.dtype, device: torch.device) -> None:
     for edge, (value, slope) in activation.own_edges(dtype).items():
@@ -183,12 +186,14 @@ def test_edges_of_our_own(activation: Activation, dtype: torch.dtype, device: to
         torch.testing.assert_close(actual, expected, rtol=0, atol=2e-6, equal_nan=True)
 
 
-@all_activations
+@pytest.mark.parametrize(
+    "activation",
+    [row for row in ACTIVATIONS if row.nan_gradient is not None],
+    ids=activation_id,
+)
 @all_floats
 def test_gradient_at_nan(activation: Activation, dtype: torch.dtype, device: torch.device) -> None:
-    """Where PyTorch's own depends on how its code was vectorized."""
-    if activation.nan_gradient is None:
-        pytest.skip("its gradient at NaN is PyTorch's, see test_edge_gradients")
+    """Where PyTorch's own depends on how its code was vectorized; else see test_edge_gradients."""
     x = torch.full((40,), torch.nan, dtype=dtype, device=device)
     assert_identical(gradient(activation.call, x), torch.full_like(x, activation.nan_gradient))
 
@@ -200,7 +205,11 @@ def test_relu_keeps_the_sign_of_zero(dtype: torch.dtype, device: torch.device) -
         assert inplace_ops.relu_(x).signbit().tolist() == [False, True] * count
 
 
-@one_of_each
+@pytest.mark.parametrize(
+    "activation",
+    quick(ONE_OF_EACH, [row for row in ONE_OF_EACH if row.function in ("relu", "silu")]),
+    ids=activation_id,
+)
 @all_floats
 @pytest.mark.parametrize("requires_grad", [True, False], ids=["grad", "no_grad"])
 def test_nothing_outside_a_view_is_written(
@@ -306,7 +315,7 @@ def test_undefined_gradient(activation: Activation, device: torch.device) -> Non
     assert actual is None or not actual.any()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
 def test_relu_of_integers(dtype: torch.dtype, layout: str, device: torch.device) -> None:
     info = torch.iinfo(dtype)
@@ -323,6 +332,7 @@ def available_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+@exhaustive
 @pytest.mark.parametrize("step", [1, 2])
 def test_more_than_2_to_the_31_elements(step: int, device: torch.device) -> None:
     if os.environ.get("INPLACE_OPS_LARGE") != "1":
