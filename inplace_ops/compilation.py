@@ -15,7 +15,8 @@ graph is traced with autograd, as only there it shows what has formed the input:
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import cmp_to_key, partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch.autograd import Function
 
 from ._ops import DimOrder
 from ._torch import partitioner_has_budget
-from .activations import ACTIVATIONS, Activation, Save
+from .activations import ACTIVATIONS, LEAKY_RELU, RELU, Activation, Save
 from .autograd import FUNCTIONS, Tail
 from .execution import decomposed, needs_grad, run
 
@@ -60,6 +61,36 @@ class _InPlace(_OutOfPlace):
         ctx.mark_dirty(x)
         function.keep(ctx, x, packed, tail)
         return x
+
+
+class _OfOutput(Function):
+    """`apply(x, activation, arguments)`: PyTorch's ReLU or LeakyReLU, x overwritten.
+
+    What is kept is a copy of x, which no later write disturbs. The compiler leaves it out where
+    x's readers keep x anyway.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, activation: Activation, arguments: tuple[Any, ...]) -> Tensor:
+        assert activation.torch_inplace is not None
+        activation.torch_inplace(x, *arguments)
+        ctx.mark_dirty(x)
+        ctx.activation, ctx.arguments = activation, arguments
+        ctx.save_for_backward(x.clone())
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        backward = _BACKWARD_OF_OUTPUT[ctx.activation]
+        return backward(grad, *ctx.saved_tensors, *ctx.arguments), None, None
+
+
+_BACKWARD_OF_OUTPUT: dict[Activation, Callable[..., Tensor]] = {
+    RELU: lambda grad, output: torch.ops.aten.threshold_backward(grad, output, 0),
+    LEAKY_RELU: lambda grad, output, slope: torch.ops.aten.leaky_relu_backward(
+        grad, output, slope, True
+    ),
+}
 
 
 def _output(x: Tensor, function: Any, bits: int, tail: Tail) -> tuple[Tensor, Tensor | None]:
@@ -101,10 +132,15 @@ def _traced(
             input.copy_(_OutOfPlace.apply(input, *call))
         else:
             _InPlace.apply(input, *call)
-    elif activation.torch_inplace is not None and activation.allows_output(*arguments):
-        activation.torch_inplace(input, *arguments)
+    elif needs_grad(input) and _keeps_output(activation, arguments):
+        _OfOutput.apply(input, activation, arguments)
     else:
         decomposed(activation, input, arguments)
+
+
+def _keeps_output(activation: Activation, arguments: tuple[Any, ...]) -> bool:
+    """Whether PyTorch's activation, in place, keeps its output alone."""
+    return activation.torch_saves == "output" and activation.allows_output(*arguments)
 
 
 def _what_is_kept(
@@ -115,9 +151,7 @@ def _what_is_kept(
         return None
     if _is_input(input):  # which PyTorch's would keep, and find overwritten
         return activation.saves[0] if save == "recompute" else save
-    if save == "recompute" or partitioner_has_budget():
-        return None
-    if activation.torch_saves == "output" and activation.allows_output(*arguments):
+    if save == "recompute" or partitioner_has_budget() or _keeps_output(activation, arguments):
         return None
     return save if _is_product(input) else None
 
@@ -157,10 +191,13 @@ def _may_overlap(x: Tensor) -> bool:
     """Whether elements may share memory: unless each stride passes what the smaller ones reach."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
+    def compare(a: tuple[Any, Any], b: tuple[Any, Any]) -> int:
+        return -1 if guard_or_false(a[0] < b[0]) else 1
+
     reach: Any = 0
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True), key=lambda dim: dim[0]):
-        if guard_or_false(size > 1):
-            if stride <= reach:
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True), key=cmp_to_key(compare)):
+        if guard_or_false(size > 1):  # sizes that are not known until it runs pass
+            if guard_or_false(stride <= reach):
                 return True
             reach += stride * (size - 1)
     return False

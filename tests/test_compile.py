@@ -94,6 +94,21 @@ def then_modified(call: Call, x: Tensor) -> Tensor:
     return call(h - 0.3)
 
 
+def written_after(call: Call, x: Tensor) -> Tensor:
+    h = x * 2
+    y = call(h)
+    y += x
+    y[0] = 0
+    return y
+
+
+def written_after_a_product(call: Call, x: Tensor) -> Tensor:
+    h = x @ torch.eye(x.size(1), dtype=x.dtype, device=x.device)
+    y = call(h)
+    y += x
+    return y * 2
+
+
 def read_before(call: Call, x: Tensor) -> Tensor:
     h = x.tanh() * 2
     s = h.sigmoid()
@@ -185,6 +200,67 @@ def test_full_graph(
     check(activation, function, compiled, (4, 7), device)
 
 
+# Of its imports, of Triton's, and on a GPU of TF32, which is off.
+of_inductor = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("inductor")
+
+
+@pytest.fixture
+def inductor(
+    device: torch.device, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
+    """torch.compile by Inductor, with a cache that is empty at first."""
+    if device.type == "cpu" and shutil.which("g++") is None:
+        pytest.skip("Inductor needs g++ on the CPU")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    return partial(torch.compile, backend="inductor", fullgraph=True)
+
+
+WRITING_AFTER = {program.__name__: program for program in (written_after, written_after_a_product)}
+
+
+@pytest.mark.parametrize(
+    "activation",
+    quick([row for row in WAYS_OF_SAVING if row.save != "output"], SOME),
+    ids=activation_id,
+)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("program", WRITING_AFTER)
+def test_the_output_may_be_written_to(
+    activation: Activation, backend: str, program: str, device: torch.device
+) -> None:
+    function = WRITING_AFTER[program]
+    compiled = torch.compile(
+        lambda x: function(activation.call, x), backend=backend, fullgraph=True
+    )
+    check(activation, function, compiled, (4, 7), device)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@of_inductor
+def test_the_output_of_a_converted_block_may_be_written_to(
+    backend: str, inductor: Callable[..., Any], device: torch.device
+) -> None:
+    def block(x: Tensor, norm: nn.Module, relu: nn.Module) -> Tensor:
+        y = relu(norm(x))
+        y += x
+        return y
+
+    norm, x = nn.BatchNorm2d(4).to(device), torch.randn(2, 4, 5, 5, device=device)
+    relu = inplace_ops.ReLU(save="recompute")
+    compiled = inductor(partial(block, norm=norm, relu=relu), backend=backend)
+    results = []
+    for function in (compiled, lambda leaf: norm(leaf).relu() + leaf):
+        leaf = x.clone().requires_grad_()
+        y = function(leaf)
+        results.append((y, *torch.autograd.grad(y.square().sum(), leaf)))
+    torch.testing.assert_close(*results)
+
+
 def modifies_its_input(call: Call, x: Tensor) -> Tensor:
     return call(x)
 
@@ -241,26 +317,6 @@ def test_a_graph_input_is_modified(
         lambda x: function(activation.call, x), backend=backend, fullgraph=True
     )
     check(activation, function, compiled, (4, 7), device, intermediate=False)
-
-
-# Of its imports, of Triton's, and on a GPU of TF32, which is off.
-of_inductor = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("inductor")
-
-
-@pytest.fixture
-def inductor(
-    device: torch.device, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Any]:
-    """torch.compile by Inductor, with a cache that is empty at first."""
-    if device.type == "cpu" and shutil.which("g++") is None:
-        pytest.skip("Inductor needs g++ on the CPU")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
-    return partial(torch.compile, backend="inductor", fullgraph=True)
 
 
 @pytest.mark.parametrize("activation", quick(SOME, SOME[1:2]), ids=activation_id)
@@ -360,13 +416,17 @@ def test_sizes_that_depend_on_values(activation: Activation, device: torch.devic
     def selected(call: Call, x: Tensor) -> Tensor:
         return call(x[x[:, 0] > 0] * 1.5)
 
-    compiled = torch.compile(
-        partial(selected, activation.call), backend="aot_eager", fullgraph=True
-    )
+    def selected_view(call: Call, x: Tensor) -> Tensor:
+        return call((x[x[:, 0] > 0] * 1.5).unsqueeze(0))
+
     x = torch.randn(9, 5, dtype=torch.float64, device=device, requires_grad=True)
-    (actual,) = torch.autograd.grad(compiled(x).sum(), x)
-    (expected,) = torch.autograd.grad(selected(activation.reference, x).sum(), x)
-    assert_gradient(activation, actual, expected, 1.5)
+    for function in (selected, selected_view):
+        compiled = torch.compile(
+            partial(function, activation.call), backend="aot_eager", fullgraph=True
+        )
+        (actual,) = torch.autograd.grad(compiled(x).sum(), x)
+        (expected,) = torch.autograd.grad(function(activation.reference, x).sum(), x)
+        assert_gradient(activation, actual, expected, 1.5)
 
 
 @some
