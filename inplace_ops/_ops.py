@@ -38,9 +38,7 @@ built_with_torch = _C.built_with_torch
 
 Op = OpOverload
 Save = Literal["mask", "output", "derivative", "recompute"]
-DimOrder = (
-    Sequence[int] | None
-)  # a permutation of the dimensions; None, which costs least: identity
+DimOrder = Sequence[int] | None  # a permutation of the dimensions; None is the identity
 
 
 class Ops:

@@ -44,17 +44,20 @@ def run(
         fallback: What is kept with save="recompute" where no norm has formed `input`, an error if
             None.
     """
-    if is_compiling():
-        return _compiled(activation, input, save, bits, arguments)
     if not isinstance(input, Tensor) or input.layout is not torch.strided:
         raise _no_tensor_to_modify(activation, input)
+    if activation.takes_integers and not input.requires_grad and input.dtype in _INTEGERS:
+        return _of_integers(activation, input)
+    if is_compiling():
+        return _compiled(activation, input, save, bits, arguments)
     if (
         _are_functorch_transforms_active()
         or _get_tracing_state() is not None  # torch.jit.trace
         or input.is_neg()
         or (forward_ad._current_level >= 0 and forward_ad.unpack_dual(input).tangent is not None)
     ):
-        return _transformed(activation, input, arguments)
+        _ops.check_dtype(activation.function, input)
+        return decomposed(activation, input, arguments)
     if not (input.requires_grad and is_grad_enabled()):
         return _without_grad(activation, input, arguments)
     if is_functorch_wrapped_tensor(input):  # by a transform that has ended
@@ -71,15 +74,10 @@ def _no_tensor_to_modify(activation: Activation, input: object) -> Exception:
     return TypeError(f"{activation.function}: expected a torch.Tensor, got {type(input).__name__}")
 
 
-def _transformed(activation: Activation, input: Tensor, arguments: tuple[Any, ...]) -> Tensor:
-    if activation.takes_integers and input.dtype in _INTEGERS:
-        return _of_integers(activation, input)
-    _ops.check_dtype(activation.function, input)
-    return decomposed(activation, input, arguments)
-
-
 def _of_integers(activation: Activation, input: Tensor) -> Tensor:
     assert activation.torch_inplace is not None
+    if not is_compiling():
+        _refuse_inference_tensor(input)
     return activation.torch_inplace(input)
 
 
@@ -117,10 +115,6 @@ def _local_part(input: Tensor, op: str) -> Tensor:
 def _compiled(
     activation: Activation, input: Tensor, save: Save, bits: int | None, arguments: tuple[Any, ...]
 ) -> Tensor:
-    if not isinstance(input, Tensor) or input.layout is not torch.strided:
-        raise _no_tensor_to_modify(activation, input)
-    if activation.takes_integers and input.dtype in _INTEGERS:
-        return _of_integers(activation, input)
     if (
         torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
@@ -135,13 +129,7 @@ def _compiled(
 
 
 def _without_grad(activation: Activation, input: Tensor, arguments: tuple[Any, ...]) -> Tensor:
-    if input.is_inference() and not torch.is_inference_mode_enabled():
-        raise RuntimeError(
-            "Inplace update to inference tensor outside InferenceMode is not allowed. You can make "
-            "a clone to get a normal tensor before doing inplace update."
-        )
-    if activation.takes_integers and input.dtype in _INTEGERS:
-        return _of_integers(activation, input)
+    _refuse_inference_tensor(input)
     name = activation.function
     part = input if type(input) is Tensor else _local_part(input, name)
     try:
@@ -211,6 +199,15 @@ def _no_norm(activation: Activation, input: Tensor) -> str:
         f"instance or layer norm, which it forms again from the norm's input, and got {found}: "
         f'use it right after the norm, or save="{activation.saves[0]}"'
     )
+
+
+def _refuse_inference_tensor(input: Tensor) -> None:
+    """Raise PyTorch's error for one outside of inference mode, before it is modified."""
+    if input.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "Inplace update to inference tensor outside InferenceMode is not allowed. You can make "
+            "a clone to get a normal tensor before doing inplace update."
+        )
 
 
 def _refuse_what_autograd_refuses(input: Tensor) -> None:
