@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -115,9 +116,9 @@ def _gradient_hooks(m: Network, x: Tensor, before: bool) -> Tensor:
     return m.second(y)
 
 
-def _numpy(m: Network, x: Tensor, share: Callable[[Tensor], Tensor]) -> Tensor:
+def _numpy(m: Network, x: Tensor, share: Callable[[Tensor], Any]) -> Tensor:
     h = m.first(x)
-    array = share(h).numpy()
+    array = share(h.detach())
     y = m.act(h)
     return m.second(y) * float(array.sum())
 
@@ -133,6 +134,20 @@ def _complex(m: Network, x: Tensor) -> Tensor:
     with torch.no_grad():
         y = m.act(torch.complex(m.first(x), m.first(x)))
     return m.second(y.real + y.imag)
+
+
+class _SavesUnread(torch.autograd.Function):
+    """Saves h for backward, and nothing reads it before."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, h: Tensor) -> Tensor:
+        ctx.save_for_backward(h)
+        return y * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (h,) = ctx.saved_tensors
+        return grad * h.sum(), None
 
 
 def _second_and_act(m: Network, h: Tensor) -> Tensor:
@@ -187,8 +202,22 @@ PATTERNS: list[Pattern] = [
         "memory handed to NumPy",
         "does_not_escape",
         r"handed out",
-        lambda m, x: _numpy(m, x, torch.detach),
-        lambda m, x: _numpy(m, x, lambda h: h.detach().clone()),
+        lambda m, x: _numpy(m, x, lambda h: h.numpy()),
+        lambda m, x: _numpy(m, x, lambda h: h.clone().numpy()),
+    ),
+    Pattern(
+        "memory that NumPy takes",
+        "does_not_escape",
+        r"handed out",
+        lambda m, x: _numpy(m, x, np.asarray),
+        lambda m, x: _numpy(m, x, lambda h: np.asarray(h.clone())),
+    ),
+    Pattern(
+        "memory handed out by DLPack",
+        "does_not_escape",
+        r"handed out",
+        lambda m, x: _numpy(m, x, np.from_dlpack),
+        lambda m, x: _numpy(m, x, lambda h: np.from_dlpack(h.clone())),
     ),
     Pattern(
         "gradient of the input",
@@ -197,6 +226,13 @@ PATTERNS: list[Pattern] = [
         lambda m, x: _gradient_of(m, x, lambda h, y: h),
         lambda m, x: _gradient_of(m, x, lambda h, y: y),
         (nn.ReLU,),  # the others' own backward reads the input
+    ),
+    Pattern(
+        "saved later and not read before",
+        "is_not_read_again",
+        r"saved for backward by",
+        lambda m, x: m.second(_SavesUnread.apply(m.act(h := m.first(x)), h)),
+        lambda m, x: m.second(_SavesUnread.apply(m.act(m.first(x)), x)),
     ),
     Pattern(
         "saved by exp",
