@@ -362,6 +362,29 @@ def test_float64_is_inverted(host_numerics: ModuleType, curve: Curve) -> None:
     assert ((recovered - x) / x)[away & (x != 0)].abs().max() <= 1e-12
 
 
+@all_curves
+def test_the_fit_of_16_bits(host_numerics: ModuleType, curve: Curve) -> None:
+    """Away from the minimum the branch alone tells the derivative at the inverse of y."""
+    x = all_finite(torch.float16, CPU)
+    x = x[(x > max(-4.0, curve.recovered_above[torch.float16])) & (x < 20)]
+    x = x[(x - curve.minimum).abs() > 0.2]
+    y = curve.exact(x.double()).half()
+    inverse = x.double()
+    for _ in range(8):  # steps of Newton's method
+        inverse -= (curve.exact(inverse) - y.double()) / curve.derivative(inverse)
+    _, slope = Numerics(host_numerics, curve).recover(x, 1, y)
+    assert (slope.double() - curve.derivative(inverse)).abs().max() <= 4.1e-4
+
+
+@all_curves
+def test_the_fit_of_float32(host_numerics: ModuleType, curve: Curve) -> None:
+    """The derivative is that at the input that is found, whose gate is the fit's."""
+    x = torch.linspace(-2.2, 2.6, 100_001)
+    for bits in curve.all_bits(torch.float32):
+        found, slope = Numerics(host_numerics, curve).recover(x, bits)
+        assert (slope.double() - curve.derivative(found.double())).abs().max() <= 6e-7
+
+
 # One check of each kind, in a process that runs another instruction set.
 CHECKS = [
     f"{test}[{parameters}]"
