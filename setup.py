@@ -1,8 +1,10 @@
 """Builds the CPU extension, and the CUDA one where a toolkit and a CUDA-built torch are found.
 
-FORCE_CPU=1, FORCE_CUDA=1 and TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX") are honoured: see the README.
+FORCE_CPU=1, FORCE_CUDA=1 and TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX", "native") are honoured: see the
+README.
 """
 
+import contextlib
 import glob
 import os
 import re
@@ -16,7 +18,7 @@ STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # of torch 2.11; runs 
 # Errors name csrc/..., wherever it was built.
 PATHS = f"-fmacro-prefix-map={os.path.dirname(os.path.abspath(__file__))}/="
 CXX_FLAGS = ["-O3", "-g0", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", PATHS]
-NVCC_FLAGS = ["-O3", "-DUSE_CUDA", "--threads=0"]
+NVCC_FLAGS = ["-O2", "-DUSE_CUDA", "--threads=0"]  # -O2 for the host alone
 NVCC_FLAGS += ["-Xfatbin", "-compress-all"]  # nvcc alone does not at this size
 # Not among the flags: torch ignores TORCH_CUDA_ARCH_LIST where one of them has an "arch", as a path
 # may.
@@ -64,6 +66,44 @@ def builds_for_cuda(toolkit, torch_cuda):
     return False
 
 
+def major_architectures(toolkit):
+    """Of those that torch is built for and nvcc knows the lowest of each major one: 80, not 86."""
+    code = getoutput(f"'{toolkit[0]}/bin/nvcc' --list-gpu-code")
+    known = {int(number) for number in re.findall(r"sm_(\d+)$", code, re.MULTILINE)}
+    torchs = {int(name[3:]) for name in torch.cuda.get_arch_list() if name[3:].isdecimal()}
+    majors = {}
+    for architecture in sorted(known & torchs or known):
+        majors.setdefault(architecture // 10, architecture)
+    return list(majors.values())
+
+
+def architecture_flags(architectures):
+    """Machine code for each, and PTX for those to come.
+
+    From 8.0 on all from one PTX, which is all that the kernels need: to make PTX takes half of the
+    time.
+    """
+    names = "\\,".join(f"{architecture}0" for architecture in architectures)
+    old = [architecture for architecture in architectures if architecture < 80]
+    new = [f"sm_{architecture}" for architecture in architectures if architecture >= 80]
+    return [
+        f"-DINPLACE_OPS_ARCHITECTURES={names}",
+        *(f"-gencode=arch=compute_{number},code=sm_{number}" for number in old),
+        f"-gencode=arch=compute_80,code=[{','.join([*new, 'compute_80'])}]",
+    ]
+
+
+def own_architectures():
+    """The compute capabilities of the GPUs that are here, as TORCH_CUDA_ARCH_LIST names them."""
+    own = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    if not own:
+        sys.exit(
+            "inplace_ops: TORCH_CUDA_ARCH_LIST=native needs a GPU, and torch sees none. Name its"
+            ' compute capability: TORCH_CUDA_ARCH_LIST="9.0", for an H100 or H200.'
+        )
+    return ";".join(f"{major}.{minor}" for major, minor in sorted(own))
+
+
 toolkit = cuda_toolkit()
 if toolkit:
     os.environ["CUDA_HOME"] = toolkit[0]  # torch would guess it from where nvcc is found
@@ -79,26 +119,36 @@ if not shutil.which((os.environ.get("CXX") or "g++").split()[0]):
     sys.exit("inplace_ops: no C++ compiler: install g++ (Debian: apt install g++) or set CXX.")
 
 flags = {"cxx": [*CXX_FLAGS, STABLE_ABI], "nvcc": [*NVCC_FLAGS, STABLE_ABI]}
-flags["nvcc"] += [] if "TORCH_CUDA_ARCH_LIST" in os.environ else ["-arch=all-major"]
 options = {"extra_compile_args": flags, "py_limited_api": True}
-sources = [
-    "csrc/library.cpp",
-    *(f"csrc/cpu/{name}.cpp" for name in ("forward", "backward", "recompute")),
-]
+sources = ["csrc/library.cpp", *sorted(glob.glob("csrc/cpu/*.cpp"))]
 modules = [CppExtension("inplace_ops._C", sources, **options)]
 if builds_for_cuda(toolkit, torch.version.cuda):
+    if os.environ.get("TORCH_CUDA_ARCH_LIST") == "native":
+        os.environ["TORCH_CUDA_ARCH_LIST"] = own_architectures()
+    if "TORCH_CUDA_ARCH_LIST" not in os.environ:
+        flags["nvcc"] += architecture_flags(major_architectures(toolkit))
     modules.append(CUDAExtension("inplace_ops._C_cuda", ["csrc/cuda/kernels.cu"], **options))
     modules[-1].libraries.remove("cudart")  # which -lcudart does not find in NVIDIA's packages
     modules[-1].extra_objects = sorted(glob.glob(f"{toolkit[0]}/lib*/libcudart.so*"))[:1]
 
 
 class IncrementalBuild(BuildExtension):
-    """Compiles only what has changed, in an editable install too."""
+    """Compiles only what has changed, in an editable install too, and says what."""
 
     def finalize_options(self) -> None:
         """Takes a folder that stays; an editable install's is a temporary one."""
         super().finalize_options()
         self.build_temp = os.path.join("build", "temp")
+
+    def build_extension(self, extension) -> None:
+        """Tells the terminal, too: of what a build prints pip shows nothing."""
+        place = self.extensions.index(extension) + 1
+        line = f"inplace_ops: compiling {extension.name}, {place} of {len(self.extensions)}"
+        print(line, flush=True)
+        if not sys.stdout.isatty():
+            with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
+                print(f"\n{line}", file=terminal)
+        super().build_extension(extension)
 
 
 wheel = {"bdist_wheel": {"py_limited_api": "cp310"}}
