@@ -49,7 +49,8 @@ struct Affine {
 
   HOST_DEVICE bool has_rows() const { return rows.scale != nullptr; }
 
-  HOST_DEVICE ScaleAndShift<C> at(int64_t element) const {
+  template <class Index>
+  HOST_DEVICE ScaleAndShift<C> at(Index element) const {
     int64_t offsets[2];
     geometry.locate(element, offsets);
     return after_row(offsets[1], {channels.scale[offsets[0]], channels.shift[offsets[0]]});

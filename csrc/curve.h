@@ -215,6 +215,7 @@ HOST_DEVICE double curve_inverse(double y, bool left, const double (&series)[ter
   if (p < -0.25) {
     if (y == 0.0) return kUnderflowed;
     const double log_y = log_of(-y);
+    NO_UNROLL
     for (int step = 0; step < 6; ++step) {
       x = larger(x, A::kLowestX);
       const auto at = A::point(x);
@@ -222,6 +223,7 @@ HOST_DEVICE double curve_inverse(double y, bool left, const double (&series)[ter
       x -= (log_of(-value) - log_y) * (value / A::derivative(at));
     }
   } else {
+    NO_UNROLL
     for (int step = 0; step < 3; ++step) {
       const auto at = A::point(x);
       x -= (x * at.gate - y) / A::derivative(at);

@@ -27,12 +27,6 @@ struct Elementwise {
   static constexpr bool kNormalizes = false;
 };
 
-// Of a functor over normalized elements, which is given their scale and shift instead of a code.
-template <class T, int inputs>
-struct Normalizing : Elementwise<T, inputs, PackedBitsUse::kNone, 0> {
-  static constexpr bool kNormalizes = true;
-};
-
 // A functor may split its work: near() and far() for the elements of which is_far() tells them.
 template <class Functor, class = void>
 struct IsSplit : std::false_type {};
@@ -105,6 +99,12 @@ struct ForwardOutput : Elementwise<T, 1, PackedBitsUse::kWritten, 0, 1, Activati
   }
 };
 
+template <class Activation, class Point, class C>
+HOST_DEVICE C gradient_at(Point at, C grad) {
+  const C gradient = grad * Activation::derivative(at);
+  return Activation::is_flat(at) ? C(0) : gradient;
+}
+
 template <class Activation, class T = typename Activation::Scalar>
 struct BackwardOutput : Elementwise<T, 2, PackedBitsUse::kRead, 1, Activation::kDefaultBits> {
   static constexpr bool accepts_bits(int64_t bits) { return accepts_output_bits<Activation>(bits); }
@@ -132,18 +132,14 @@ struct BackwardOutput : Elementwise<T, 2, PackedBitsUse::kRead, 1, Activation::k
     return recover_core_input<Activation>(in[1].value, code, bits);
   }
   HOST_DEVICE auto near_from_input(const Element<T> (&in)[2], float x) const {
-    return gradient_at(Activation::core_point(x), in[0].value);
+    return gradient_at<Activation>(Activation::core_point(x), in[0].value);
   }
 
  private:
   template <Region region>
   HOST_DEVICE static auto gradient(const Element<T> (&in)[2], uint32_t code, int bits) {
-    return gradient_at(recover<Activation, region>(in[1].value, code, bits), in[0].value);
-  }
-  template <class Point>
-  HOST_DEVICE static auto gradient_at(Point at, opmath_t<T> grad) {
-    const opmath_t<T> gradient = grad * Activation::derivative(at);
-    return Activation::is_flat(at) ? opmath_t<T>(0) : gradient;
+    return gradient_at<Activation>(recover<Activation, region>(in[1].value, code, bits),
+                                   in[0].value);
   }
 };
 
@@ -151,7 +147,7 @@ struct BackwardOutput : Elementwise<T, 2, PackedBitsUse::kRead, 1, Activation::k
 // Autograd adds this to the output's gradient, and the activation's own backward then multiplies it
 // by f'(x). 0 where f'(x) is 0, as there it is lost.
 template <class Activation, class T = typename Activation::Scalar>
-struct DoubleBackward : Elementwise<T, 3, PackedBitsUse::kRead, 1, Activation::kDefaultBits> {
+struct DoubleBackward : Elementwise<T, 3, PackedBitsUse::kRead, Activation::kDefaultBits> {
   static constexpr bool accepts_bits(int64_t bits) { return accepts_output_bits<Activation>(bits); }
 
   HOST_DEVICE auto operator()(const Element<T> (&in)[3], uint32_t& code, int bits) const {
@@ -192,42 +188,66 @@ struct BackwardDerivative : Elementwise<T, 1, PackedBitsUse::kRead, kDerivativeB
   }
 };
 
-// save="recompute": z from the norm's input, rounded to the format as the norm rounds its output.
-template <class T, class C = opmath_t<T>>
-HOST_DEVICE C normalized(Element<T> x, ScaleAndShift<C> map) {
-  return load(store<T>(x.value * map.scale + map.shift));
-}
+// save="recompute": of z, which follows from the norm's input, the last one.
 
 template <class T>
-struct Normalize : Normalizing<T, 1> {
-  HOST_DEVICE auto operator()(const Element<T> (&in)[1], ScaleAndShift<opmath_t<T>> map) const {
-    return normalized(in[0], map);
+HOST_DEVICE opmath_t<T> mapped(Element<T> x, ScaleAndShift<opmath_t<T>> map) {
+  return x.value * map.scale + map.shift;
+}
+
+// A functor that is given the scale and shift of z instead of a code.
+template <class OfNormalized, class T = typename OfNormalized::Scalar>
+struct Normalizing : OfNormalized {
+  static constexpr bool kNormalizes = true;
+
+  HOST_DEVICE const OfNormalized& of_normalized() const { return *this; }
+
+  HOST_DEVICE auto operator()(Element<T> (&in)[OfNormalized::kInputs],
+                              ScaleAndShift<opmath_t<T>> map) const {
+    auto& last = in[OfNormalized::kInputs - 1];
+    last = element_of(store<T>(mapped(last, map)));  // rounded as the norm rounds its output
+    uint32_t no_code = 0;
+    return of_normalized()(in, no_code, 1);
+  }
+};
+
+template <class T>
+struct Identity : Elementwise<T, 1, PackedBitsUse::kNone, 0> {
+  HOST_DEVICE auto operator()(const Element<T> (&in)[1], uint32_t&, int) const {
+    return in[0].value;
   }
 };
 
 template <class Activation, class T = typename Activation::Scalar>
-struct ForwardRecompute : Normalizing<T, 1> {
+struct Value : Elementwise<T, 1, PackedBitsUse::kNone, 0> {
   Activation activation;
 
-  HOST_DEVICE auto operator()(const Element<T> (&in)[1], ScaleAndShift<opmath_t<T>> map) const {
-    return activation.value(normalized(in[0], map));
+  HOST_DEVICE auto operator()(const Element<T> (&in)[1], uint32_t&, int) const {
+    return activation.value(in[0].value);
   }
 };
 
 template <class Activation, class T = typename Activation::Scalar>
-struct BackwardRecompute : Normalizing<T, 2> {
+struct Gradient : Elementwise<T, 2, PackedBitsUse::kNone, 0> {
   Activation activation;
 
-  HOST_DEVICE auto operator()(const Element<T> (&in)[2], ScaleAndShift<opmath_t<T>> map) const {
-    const opmath_t<T> grad = in[0].value, z = normalized(in[1], map);
+  HOST_DEVICE auto operator()(const Element<T> (&in)[2], uint32_t&, int) const {
+    const opmath_t<T> grad = in[0].value, x = in[1].value;
     if constexpr (Activation::kKind == Kind::kMask) {
-      return activation.gradient(grad, activation.mask(z));
+      return activation.gradient(grad, activation.mask(x));
     } else {
-      const auto at = Activation::point(z);
-      const opmath_t<T> gradient = grad * Activation::derivative(at);
-      return Activation::is_flat(at) ? opmath_t<T>(0) : gradient;
+      return gradient_at<Activation>(Activation::point(x), grad);
     }
   }
 };
+
+template <class T>
+struct Normalize : Normalizing<Identity<T>> {};
+
+template <class Activation, class T = typename Activation::Scalar>
+struct ForwardRecompute : Normalizing<Value<Activation>> {};
+
+template <class Activation, class T = typename Activation::Scalar>
+struct BackwardRecompute : Normalizing<Gradient<Activation>> {};
 
 }  // namespace inplace_ops

@@ -42,24 +42,10 @@ struct GeometryOf {
     return true;
   }
 
-  // Where an element, counted in the order of the walk, lies in each of the operands.
-  template <int count>
-  HOST_DEVICE void locate(int64_t element, int64_t (&offsets)[count]) const {
-    if (elements <= UINT32_MAX)  // a GPU divides 32 bits much faster
-      locate_in<uint32_t>(element, offsets);
-    else
-      locate_in<uint64_t>(element, offsets);
-  }
-
-  // Its index in the innermost dimension.
-  HOST_DEVICE int64_t innermost(int64_t element) const {
-    if (elements <= UINT32_MAX) return uint32_t(element) % uint32_t(sizes[dims - 1]);
-    return element % sizes[dims - 1];
-  }
-
- private:
+  // Where an element, counted in the order of the walk, lies in each of the operands. Of 64 bits a
+  // GPU divides 32 where both numbers fit, but for that it has to look.
   template <class Index, int count>
-  HOST_DEVICE void locate_in(Index element, int64_t (&offsets)[count]) const {
+  HOST_DEVICE void locate(Index element, int64_t (&offsets)[count]) const {
     for (int k = 0; k < count; ++k) offsets[k] = 0;
     NO_UNROLL
     for (int d = dims - 1; d >= 0; --d) {

@@ -15,6 +15,7 @@
 #include INPLACE_OPS_HARDWARE
 #endif
 
+#define NO_INLINE __attribute__((noinline))
 #ifdef __CUDACC__
 #define HOST_DEVICE __host__ __device__ __forceinline__
 #define UNROLL _Pragma("unroll")

@@ -176,7 +176,7 @@ struct Ops<Device, Activation, Types<Arguments...>> {
     const MapTensors maps{&channels, rows ? &*rows : nullptr};
     return map_normalized<Device>(kName, x, maps, dim_order, [&](auto zero) {
       using A = Activation<decltype(zero)>;
-      return ForwardRecompute<A>{{}, A{arguments...}};
+      return ForwardRecompute<A>{{{{}, A{arguments...}}}};
     });
   }
 
@@ -186,7 +186,7 @@ struct Ops<Device, Activation, Types<Arguments...>> {
     const MapTensors maps{&channels, rows ? &*rows : nullptr};
     const auto make = [&](auto zero) {
       using A = Activation<decltype(zero)>;
-      return BackwardRecompute<A>{{}, A{arguments...}};
+      return BackwardRecompute<A>{{{{}, A{arguments...}}}};
     };
     return differentiate({&grad, &x}, nullptr, dim_order, make, &maps);
   }

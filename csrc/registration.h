@@ -91,8 +91,16 @@ void register_backward(Library& m, Entry<Activation> entry) {
     m.impl((name + "_backward_output").c_str(), TORCH_BOX((&Of::backward_mask_of_output)));
   } else {
     m.impl((name + "_backward_output").c_str(), TORCH_BOX((&Of::backward_output)));
-    m.impl((name + "_double_backward").c_str(), TORCH_BOX((&Of::double_backward)));
     m.impl((name + "_backward_derivative").c_str(), TORCH_BOX((&Of::backward_derivative)));
+  }
+}
+
+template <class Device, template <class> class Activation>
+void register_double_backward(Library& m, Entry<Activation> entry) {
+  if constexpr (Activation<float>::kKind == Kind::kCurve) {
+    using Of = OpsOf<Device, Activation>;
+    const std::string name = entry.name;
+    m.impl((name + "_double_backward").c_str(), TORCH_BOX((&Of::double_backward)));
   }
 }
 
@@ -120,6 +128,11 @@ void register_all_forward(Library& m) {
 template <class Device>
 void register_all_backward(Library& m) {
   for_each_activation([&](auto entry) { register_backward<Device>(m, entry); });
+}
+
+template <class Device>
+void register_all_double_backward(Library& m) {
+  for_each_activation([&](auto entry) { register_double_backward<Device>(m, entry); });
 }
 
 template <class Device>

@@ -2,6 +2,7 @@
 // compiles this file, and test_host_kernels.py calls it with tensors' addresses. Needs neither
 // torch nor a GPU.
 #define INPLACE_OPS_HARDWARE "../tests/emulated_hardware.h"
+#define INPLACE_OPS_FEW_TILES 1
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -62,7 +63,7 @@ Affine<C> affine_of(const Launch& launch) {
   return affine;
 }
 
-// Returns the elements of an access.
+// Returns the elements of an access, but for what is left at the end.
 template <class Functor>
 int run(const Functor& functor, const Launch& launch) {
   using T = typename Functor::Scalar;
@@ -84,13 +85,14 @@ int run(const Functor& functor, const Launch& launch) {
   if constexpr (Functor::kNormalizes) operands.affine = affine_of<opmath_t<T>>(launch);
 
   int access = 0;
-  choose_path(geometry, operands, [&](auto count, const auto& layout) {
-    access = count();
+  choose_path(geometry, operands, [&](auto count, const auto& layout, int64_t begin, int64_t end) {
+    access = std::max(access, count());
     constexpr int warps = kThreads / kWarpSize;
-    const int64_t first = launch.first_element / kTileElements<count()>;
-    const int64_t tiles = tiles_of<count()>(geometry.elements);
-    for (int64_t tile = first; tile < (tiles + warps - 1) / warps * warps; ++tile)
-      run_warp<count()>(functor, layout, operands, geometry.elements, tile);
+    const int64_t before = std::max<int64_t>(launch.first_element - begin, 0);
+    const int64_t tiles = tiles_of<count()>(end - begin);
+    for (int64_t tile = before / kTileElements<count()>; tile < (tiles + warps - 1) / warps * warps;
+         ++tile)
+      run_warp<count()>(functor, layout, operands, begin, end, tile);
   });
   return access;
 }
@@ -99,8 +101,8 @@ template <class A>
 int run_functor(const std::string& functor, const A& activation, const Launch& launch) {
   using T = typename A::Scalar;
   if (functor == "Normalize") return run(Normalize<T>{}, launch);
-  if (functor == "ForwardRecompute") return run(ForwardRecompute<A>{{}, activation}, launch);
-  if (functor == "BackwardRecompute") return run(BackwardRecompute<A>{{}, activation}, launch);
+  if (functor == "ForwardRecompute") return run(ForwardRecompute<A>{{{{}, activation}}}, launch);
+  if (functor == "BackwardRecompute") return run(BackwardRecompute<A>{{{{}, activation}}}, launch);
   if constexpr (A::kKind == Kind::kMask) {
     if (functor == "ForwardMask") return run(ForwardMask<A>{{}, activation}, launch);
     if (functor == "BackwardMask") return run(BackwardMask<A>{{}, activation}, launch);

@@ -27,7 +27,7 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "0-dim_view": ((3,), lambda a: a.clone()[1]),
     "empty": ((0,), lambda a: a.clone()),
     "empty_rows": ((3, 0, 2), lambda a: a.clone().transpose(0, 2)),
-    "large": ((3, 12000), lambda a: a.clone()),
+    "large": ((3, 24000), lambda a: a.clone()),
     "large_stepped": ((3, 12000, 2), lambda a: a.clone()[:, 1:, 0]),
 }
 

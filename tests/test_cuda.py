@@ -95,14 +95,17 @@ def test_nothing_waits_and_little_is_allocated(
 
 
 @one_of_each
-def test_one_launch(activation: Activation, device: torch.device) -> None:
-    x = torch.randn(1001, device=device)
+@pytest.mark.parametrize(("elements", "launches"), [(1001, 1), (2**20, 1), (2**20 + 1, 2)])
+def test_launches(
+    activation: Activation, elements: int, launches: int, device: torch.device
+) -> None:
+    x = torch.randn(elements, device=device)
     activation.call(x)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         activation.call(x)
         torch.cuda.synchronize()
     kernels = [event.name for event in profiler.events() if "run_warps" in event.name]
-    assert len(kernels) == 1
+    assert len(kernels) == launches
     assert not [event.name for event in profiler.events() if "Memcpy" in event.name]
 
 

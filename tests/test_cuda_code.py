@@ -228,7 +228,7 @@ def cases() -> list[Case]:
                 few = (1, entry.default_bits("output", dtype))
                 derivative = (entry.default_bits("derivative", dtype),)
                 bits = {"ForwardOutput": (0, *few), "ForwardDerivative": derivative}
-                bits |= {"BackwardOutput": few, "DoubleBackward": few}
+                bits |= {"BackwardOutput": few, "DoubleBackward": few[1:]}
                 found[Case(ANY, "BackwardDerivative", scalar, *derivative)] = None
             for functor, choices in bits.items():
                 found |= {Case(name, functor, scalar, planes): None for planes in choices}
@@ -349,6 +349,8 @@ def whole_tile(case: Case, architecture: str, far: int = 0) -> Counter[Instructi
                 while at is not None:
                     way[code[at[0]]] += 1
                     at = came_from[at]
+                exponentials = sum(k for at, k in way.items() if at.name == "MUFU.EX2")
+                assert exponentials == 0 or exponentials >= case.elements, "elements left out"
                 return way
             for target in following:
                 jumped = with_one_more(seen, "backward") if target < address else seen

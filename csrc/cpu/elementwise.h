@@ -60,8 +60,8 @@ int64_t innermost_stride(const GeometryOf<max_operands, max_dims>& geometry, int
 }
 
 template <class T, int max_operands, int max_dims>
-void gather(T* buffer, const T* data, const GeometryOf<max_operands, max_dims>& geometry,
-            int operand, int64_t first, int64_t count) {
+NO_INLINE void gather(T* buffer, const T* data, const GeometryOf<max_operands, max_dims>& geometry,
+                      int operand, int64_t first, int64_t count) {
   const int64_t stride = innermost_stride(geometry, operand);
   for_each_run(geometry, first, count, [&](int64_t position, int64_t length, auto& offsets) {
     const T* const from = data + offsets[operand];
@@ -70,7 +70,8 @@ void gather(T* buffer, const T* data, const GeometryOf<max_operands, max_dims>& 
 }
 
 template <class T>
-void scatter(T* data, const T* buffer, const Geometry& geometry, int64_t first, int64_t count) {
+NO_INLINE void scatter(T* data, const T* buffer, const Geometry& geometry, int64_t first,
+                       int64_t count) {
   const int64_t stride = innermost_stride(geometry, 0);
   for_each_run(geometry, first, count, [&](int64_t position, int64_t length, auto& offsets) {
     T* const to = data + offsets[0];
@@ -180,6 +181,29 @@ HOST_DEVICE Result<T> result_of(opmath_t<T> value) {
 template <class Functor>
 using Code = std::conditional_t<Functor::accepts_bits(8), uint32_t, uint8_t>;
 
+// z from the norm's input, where that may be, too.
+template <class Instructions, class T>
+HOST_DEVICE void normalize(T* z, Result<T>* values, const Input<T>& x,
+                           const Affine<opmath_t<T>>& affine, int64_t first, int count) {
+  const BlockAffine<opmath_t<T>> maps(affine, first, count);
+  for (int r = 0; r < maps.count; ++r) {
+    const auto [begin, length, scale, shift] = maps.runs[r];
+    if (maps.is_one_map) {
+      const ScaleAndShift<opmath_t<T>> map{*scale, *shift};
+#pragma GCC ivdep
+      for (int64_t i = begin; i < begin + length; ++i) values[i] = result_of<T>(mapped(x[i], map));
+    } else {
+#pragma GCC ivdep
+      for (int64_t i = 0; i < length; ++i)
+        values[begin + i] = result_of<T>(mapped(x[begin + i], {scale[i], shift[i]}));
+    }
+  }
+  if constexpr (kIsWidened<T>) {
+    Instructions::narrow(z, values, count);
+    Instructions::widen(values, z, count);
+  }
+}
+
 // The loop over the elements of one block. The output may be the first input, element by element.
 // The functor is a copy: its members could otherwise be thought to change with the output.
 template <class Functor, class T = typename Functor::Scalar>
@@ -208,29 +232,9 @@ HOST_DEVICE void compute_without_codes(const Functor functor, Result<T>* out, In
   }
 }
 
-// The same of normalized elements.
-template <class Functor, class C, class T = typename Functor::Scalar>
-HOST_DEVICE void compute_normalized(const Functor functor, Result<T>* out, Inputs<Functor> in,
-                                    const BlockAffine<C>& maps) {
-  Element<T> element[Functor::kInputs];
-  for (int r = 0; r < maps.count; ++r) {
-    const auto [first, length, scale, shift] = maps.runs[r];
-    if (maps.is_one_map) {
-      const ScaleAndShift<C> map{*scale, *shift};
-#pragma GCC ivdep
-      for (int64_t i = first; i < first + length; ++i) {
-        fetch(element, in, i);
-        out[i] = result_of<T>(functor(element, map));
-      }
-    } else {
-#pragma GCC ivdep
-      for (int64_t i = 0; i < length; ++i) {
-        fetch(element, in, first + i);
-        out[first + i] = result_of<T>(functor(element, {scale[i], shift[i]}));
-      }
-    }
-  }
-}
+// For an instruction set, and so is what is inlined into it.
+template <class Instructions>
+struct CompiledFor;
 
 // The near part. Where it has two steps, as two loops: of a short loop the processor has several
 // iterations under way at once, and waits less for square roots and divisions.
@@ -260,7 +264,7 @@ HOST_DEVICE void compute_near(const Functor functor, Result<T>* out, Inputs<Func
 }
 
 // The same in two parts, the far elements collected first, so that no vector works on both.
-template <class Functor, class T = typename Functor::Scalar>
+template <class Instructions, class Functor, class T = typename Functor::Scalar>
 HOST_DEVICE void compute_in_parts(const Functor functor, Result<T>* out, Inputs<Functor> in,
                                   const Code<Functor>* codes, int bits, int count) {
   uint8_t is_far[kBlock] = {};
@@ -284,12 +288,16 @@ HOST_DEVICE void compute_in_parts(const Functor functor, Result<T>* out, Inputs<
   // In whole vectors, the last one filled up: a part of one costs as much as many.
   int padded = found;
   while (padded % kVector != 0) places[padded++] = places[0];
-  T far_in[Functor::kInputs][kBlock];
+  T stored[Functor::kInputs][kBlock];
+  opmath_t<T> values[Functor::kInputs][kIsWidened<T> ? kBlock : 1];
+  Input<T> far_in[Functor::kInputs];
   Code<Functor> far_codes[kBlock];
-  for (int i = 0; i < padded; ++i) {
-    for (int k = 0; k < Functor::kInputs; ++k) far_in[k][i] = in[k].stored[places[i]];
-    far_codes[i] = codes[places[i]];
+  for (int k = 0; k < Functor::kInputs; ++k) {
+    for (int i = 0; i < padded; ++i) stored[k][i] = in[k].stored[places[i]];
+    if constexpr (kIsWidened<T>) CompiledFor<Instructions>::widen(values[k], stored[k], padded);
+    far_in[k] = {stored[k], values[k]};
   }
+  for (int i = 0; i < padded; ++i) far_codes[i] = codes[places[i]];
 
   compute_near(functor, out, in, codes, bits, count);
 
@@ -297,7 +305,7 @@ HOST_DEVICE void compute_in_parts(const Functor functor, Result<T>* out, Inputs<
   for (int first = 0; first < padded; first += kVector) {
     for (int i = first; i < first + kVector; ++i) {
       Element<T> element[Functor::kInputs];
-      for (int k = 0; k < Functor::kInputs; ++k) element[k] = element_of(far_in[k][i]);
+      fetch(element, far_in, i);
       results[i] = result_of<T>(functor.far(element, far_codes[i], bits));
     }
   }
@@ -361,7 +369,7 @@ HOST_DEVICE void run_blocks(const Functor& functor, const Geometry& geometry,
       if (!is_dense) gather(buffers[k], operands.in[k], geometry, k + 1, first, count);
       in[k].stored = is_dense ? operands.in[k] + first : buffers[k];
       if constexpr (kIsWidened<T>) {
-        Instructions::widen(widened[k], in[k].stored, count);
+        CompiledFor<Instructions>::widen(widened[k], in[k].stored, count);
         in[k].values = widened[k];
       }
     }
@@ -373,16 +381,25 @@ HOST_DEVICE void run_blocks(const Functor& functor, const Geometry& geometry,
       results = out;
 
     if constexpr (Functor::kNormalizes) {
-      compute_normalized(functor, results, in, BlockAffine(operands.affine, first, count));
+      constexpr int last = Functor::kInputs - 1;
+      T* const z = buffers[last];
+      if constexpr (kIsWidened<T>)
+        CompiledFor<Instructions>::normalize(z, widened[last], in[last], operands.affine, first,
+                                             count);
+      else
+        CompiledFor<Instructions>::normalize(z, z, in[last], operands.affine, first, count);
+      in[last].stored = z;
+      compute_without_codes(functor.of_normalized(), results, in, count);
     } else if constexpr (Functor::kPackedBits == PackedBitsUse::kNone) {
       compute_without_codes(functor, results, in, count);
     } else {
       Code<Functor> codes[kBlock];
       const int64_t first_group = first / kGroup;
       const int groups = int(plane_bytes(count));
-      if constexpr (!writes_bits) unpack<Instructions>(codes, operands.packed, first_group, groups);
+      if constexpr (!writes_bits)
+        CompiledFor<Instructions>::unpack(codes, operands.packed, first_group, groups);
       if constexpr (IsSplit<Functor>::value) {
-        compute_in_parts(functor, results, in, codes, bits, count);
+        compute_in_parts<Instructions>(functor, results, in, codes, bits, count);
       } else if (writes_bits && bits == 0) {
         compute_without_codes(functor, results, in, count);
       } else {
@@ -390,28 +407,57 @@ HOST_DEVICE void run_blocks(const Functor& functor, const Geometry& geometry,
       }
       if constexpr (writes_bits) {
         std::fill(codes + count, codes + kBlock, 0);
-        pack<Instructions>(codes, operands.packed, first_group, groups);
+        CompiledFor<Instructions>::pack(codes, operands.packed, first_group, groups);
       }
     }
-    if constexpr (kIsWidened<T>) Instructions::narrow(out, results, count);
+    if constexpr (kIsWidened<T>) CompiledFor<Instructions>::narrow(out, results, count);
     if (!is_dense) scatter(operands.out, out, geometry, first, count);
   }
 }
 
-// run_blocks for each instruction set. What it calls is inlined into it, and so compiled for it.
-#define INPLACE_OPS_RUN_BLOCKS(name, instructions, attributes)                           \
-  template <class Functor>                                                               \
-  attributes void name(const Functor& functor, const Geometry& geometry,                 \
-                       const Operands<Functor>& operands, int64_t first, int64_t last) { \
-    run_blocks<instructions>(functor, geometry, operands, first, last);                  \
-  }
-INPLACE_OPS_RUN_BLOCKS(run_blocks_baseline, Portable, )
+// For an instruction set, and so is what is inlined into them: run_blocks(), and its parts that are
+// the same for all functors, which compile once.
+#define INPLACE_OPS_COMPILE_FOR(Instructions, attributes)                                         \
+  template <>                                                                                     \
+  struct CompiledFor<Instructions> {                                                              \
+    template <class Functor>                                                                      \
+    attributes static void run_blocks(const Functor& functor, const Geometry& geometry,           \
+                                      const Operands<Functor>& operands, int64_t first,           \
+                                      int64_t last) {                                             \
+      inplace_ops::run_blocks<Instructions>(functor, geometry, operands, first, last);            \
+    }                                                                                             \
+    NO_INLINE attributes static void widen(float* to, const Half* from, int count) {              \
+      Instructions::widen(to, from, count);                                                       \
+    }                                                                                             \
+    NO_INLINE attributes static void narrow(Half* to, const float* from, int count) {             \
+      Instructions::narrow(to, from, count);                                                      \
+    }                                                                                             \
+    template <class T>                                                                            \
+    NO_INLINE attributes static void normalize(T* z, Result<T>* values, const Input<T>& x,        \
+                                               const Affine<opmath_t<T>>& affine, int64_t first,  \
+                                               int count) {                                       \
+      inplace_ops::normalize<Instructions>(z, values, x, affine, first, count);                   \
+    }                                                                                             \
+    template <class Code>                                                                         \
+    NO_INLINE attributes static void pack(const Code (&codes)[kBlock],                            \
+                                          const PackedBits<uint8_t>& packed, int64_t first_group, \
+                                          int groups) {                                           \
+      inplace_ops::pack<Instructions>(codes, packed, first_group, groups);                        \
+    }                                                                                             \
+    template <class Code>                                                                         \
+    NO_INLINE attributes static void unpack(Code (&codes)[kBlock],                                \
+                                            const PackedBits<const uint8_t>& packed,              \
+                                            int64_t first_group, int groups) {                    \
+      inplace_ops::unpack<Instructions>(codes, packed, first_group, groups);                      \
+    }                                                                                             \
+  };
+INPLACE_OPS_COMPILE_FOR(Portable, )
 #ifdef __x86_64__
-INPLACE_OPS_RUN_BLOCKS(run_blocks_avx2, Avx2, __attribute__((target("avx2,fma,f16c"))))
-INPLACE_OPS_RUN_BLOCKS(run_blocks_avx512, Avx512,
-                       __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c"))))
+INPLACE_OPS_COMPILE_FOR(Avx2, __attribute__((target("avx2,fma,f16c"))))
+INPLACE_OPS_COMPILE_FOR(Avx512,
+                        __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c"))))
 #endif
-#undef INPLACE_OPS_RUN_BLOCKS
+#undef INPLACE_OPS_COMPILE_FOR
 
 enum class InstructionSet { kBaseline, kAvx2, kAvx512 };
 
@@ -451,10 +497,12 @@ struct Cpu {
   template <class Functor>
   static void run(const Functor& functor, const Geometry& geometry,
                   const Operands<Functor>& operands, int /*device*/) {
-    auto* run_range = &run_blocks_baseline<Functor>;
+    auto* run_range = &CompiledFor<Portable>::run_blocks<Functor>;
 #ifdef __x86_64__
-    if (instruction_set() == InstructionSet::kAvx2) run_range = &run_blocks_avx2<Functor>;
-    if (instruction_set() == InstructionSet::kAvx512) run_range = &run_blocks_avx512<Functor>;
+    if (instruction_set() == InstructionSet::kAvx2)
+      run_range = &CompiledFor<Avx2>::run_blocks<Functor>;
+    if (instruction_set() == InstructionSet::kAvx512)
+      run_range = &CompiledFor<Avx512>::run_blocks<Functor>;
 #endif
     const int64_t blocks = (geometry.elements + kBlock - 1) / kBlock;
     if (blocks <= kGrainBlocks) return run_range(functor, geometry, operands, 0, blocks);

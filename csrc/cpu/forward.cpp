@@ -1,4 +1,4 @@
-// Beside backward.cpp and recompute.cpp, so that they are compiled at once: they take long.
+// Apart from the other directions, so that all are compiled at once: they take long.
 #include "../registration.h"
 #include "elementwise.h"
 

@@ -1,9 +1,9 @@
 // Runs a functor over tensors on a CUDA device.
 //
-// A warp works on a tile. Each of its lanes makes kAccesses accesses to every tensor, of 16 bytes
-// where the tensors are dense and aligned and of one element elsewhere, and neighbouring lanes
-// access neighbouring memory. All loads of a lane come before its arithmetic, so that all of them
-// are under way at once.
+// A warp works on a tile. Each of its lanes makes kAccesses accesses to every tensor, and
+// neighbouring lanes access neighbouring memory: 16 bytes in the whole tiles of tensors that are
+// dense and aligned, one element elsewhere. All loads of a lane come before its arithmetic, so that
+// all of them are under way at once.
 //
 // Bandwidth. Bytes moved per element of s bytes with k kept bits: 2s forward, 2s + k/8 forward that
 // keeps, 2s + k/8 backward from bits, 3s backward from the output, 3s + k/8 from both: every byte
@@ -33,6 +33,10 @@ namespace inplace_ops {
 #define INPLACE_OPS_STORE "st.global"
 #endif
 
+#ifndef INPLACE_OPS_FEW_TILES  // tests take both ways with small tensors
+#define INPLACE_OPS_FEW_TILES 128
+#endif
+
 constexpr int kThreads = 256;
 constexpr int kWarpSize = 32;
 constexpr int kAccesses = INPLACE_OPS_ACCESSES;
@@ -41,7 +45,7 @@ constexpr int kVectorBytes = 16;
 // The layout of tensors that lie one element after the other, where Geometry walks all others.
 struct Dense {
   template <int count>
-  HOST_DEVICE void locate(int64_t element, int64_t (&offsets)[count]) const {
+  HOST_DEVICE void locate(uint64_t element, int64_t (&offsets)[count]) const {
     for (int k = 0; k < count; ++k) offsets[k] = element;
   }
 };
@@ -141,16 +145,22 @@ struct LaneState {
 template <int count>
 constexpr int kTileElements = kWarpSize * kAccesses * count;
 
-// The first element of a lane's access.
-template <int count>
-HOST_DEVICE int64_t first_element(int64_t tile, int access, unsigned lane) {
-  return tile * kTileElements<count> + (access * kWarpSize + lane) * count;
-}
+// Where a tile begins, which is where a group does, and how many elements it has: all but in a last
+// one of accesses of one element.
+struct Tile {
+  int64_t first;
+  int elements;
 
-// The group of the first of a lane's elements, without a division of the large index.
+  // The group of an element, counted from where the tile begins. No division of a signed number.
+  HOST_DEVICE int64_t group(unsigned place) const {
+    return uint64_t(first) / kGroup + place / kGroup;
+  }
+};
+
+// The first element of a lane's access, counted from where the tile begins.
 template <int count>
-HOST_DEVICE int64_t first_group(int64_t tile, unsigned lane) {
-  return tile * (kTileElements<count> / kGroup) + lane * count / kGroup;
+HOST_DEVICE int place_of(int access, unsigned lane) {
+  return (access * kWarpSize + lane) * count;
 }
 
 // How the codes of a tile get to their bytes in the bit planes and back. Only where accesses are of
@@ -163,15 +173,14 @@ template <>
 struct TileBits<8> {
   template <int planes, class Functor>
   HOST_DEVICE static void write(Lanes<LaneState<Functor, 8>>& lanes,
-                                const PackedBits<uint8_t>& packed, int64_t, int64_t tile) {
+                                const PackedBits<uint8_t>& packed, const Tile& tile) {
     lanes.each([&](auto& my, unsigned lane) {
       UNROLL
       for (int a = 0; a < kAccesses; ++a) {
-        const int64_t group = first_group<8>(tile, lane) + a * kWarpSize;
         UNROLL
         for (int low = 0; low < planes; low += 8)
           store_planes<planes>(
-              packed, low, group,
+              packed, low, tile.group(place_of<8>(a, lane)),
               {word_of_four<planes>(my.codes[a], low), word_of_four<planes>(my.codes[a] + 4, low)});
       }
     });
@@ -179,13 +188,13 @@ struct TileBits<8> {
 
   template <int planes, class Functor>
   HOST_DEVICE static void read(Lanes<LaneState<Functor, 8>>& lanes,
-                               const PackedBits<const uint8_t>& packed, int64_t, int64_t tile) {
+                               const PackedBits<const uint8_t>& packed, const Tile& tile) {
     lanes.each([&](auto& my, unsigned lane) {
       UNROLL
       for (int a = 0; a < kAccesses; ++a) {
-        const int64_t group = first_group<8>(tile, lane) + a * kWarpSize;
         UNROLL
         for (int low = 0; low < planes; low += 8) {
+          const int64_t group = tile.group(place_of<8>(a, lane));
           const TwoWords words = load_planes<planes>(packed, low, group);
           add_word_of_four<planes>(my.codes[a], words.first, low);
           add_word_of_four<planes>(my.codes[a] + 4, words.second, low);
@@ -199,13 +208,14 @@ struct TileBits<8> {
 // the first and the odd lane those of the second, and they exchange the words that this needs.
 template <>
 struct TileBits<4> {
-  HOST_DEVICE static int64_t group(int64_t tile, int access, unsigned lane) {
-    return first_group<4>(tile, (lane % 2) * kWarpSize + lane) + access * (kWarpSize / 2);
+  // The first element of the group that a lane handles.
+  HOST_DEVICE static int place(int access, unsigned lane) {
+    return place_of<4>(access + lane % 2, lane - lane % 2);
   }
 
   template <int planes, class Functor>
   HOST_DEVICE static void write(Lanes<LaneState<Functor, 4>>& lanes,
-                                const PackedBits<uint8_t>& packed, int64_t, int64_t tile) {
+                                const PackedBits<uint8_t>& packed, const Tile& tile) {
     UNROLL
     for (int a = 0; a < kAccesses; a += 2) {
       UNROLL
@@ -219,7 +229,7 @@ struct TileBits<4> {
         lanes.swap_neighbours(&LaneState<Functor, 4>::word);
         lanes.each([&](auto& my, unsigned lane) {
           const TwoWords words = lane % 2 ? TwoWords{my.word, my.kept} : TwoWords{my.kept, my.word};
-          store_planes<planes>(packed, low, group(tile, a, lane), words);
+          store_planes<planes>(packed, low, tile.group(place(a, lane)), words);
         });
       }
     }
@@ -227,13 +237,13 @@ struct TileBits<4> {
 
   template <int planes, class Functor>
   HOST_DEVICE static void read(Lanes<LaneState<Functor, 4>>& lanes,
-                               const PackedBits<const uint8_t>& packed, int64_t, int64_t tile) {
+                               const PackedBits<const uint8_t>& packed, const Tile& tile) {
     UNROLL
     for (int a = 0; a < kAccesses; a += 2) {
       UNROLL
       for (int low = 0; low < planes; low += 8) {
         lanes.each([&](auto& my, unsigned lane) {
-          const TwoWords words = load_planes<planes>(packed, low, group(tile, a, lane));
+          const TwoWords words = load_planes<planes>(packed, low, tile.group(place(a, lane)));
           my.kept = lane % 2 ? words.second : words.first;
           my.word = lane % 2 ? words.first : words.second;
         });
@@ -252,16 +262,17 @@ template <>
 struct TileBits<1> {
   template <int, class Functor>
   HOST_DEVICE static void write(Lanes<LaneState<Functor, 1>>& lanes,
-                                const PackedBits<uint8_t>& packed, int64_t elements, int64_t tile) {
+                                const PackedBits<uint8_t>& packed, const Tile& tile) {
     UNROLL
     for (int a = 0; a < kAccesses; ++a) {
+      NO_UNROLL
       for (int plane = 0; plane < packed.planes; ++plane) {
         lanes.each([&](auto& my, int) { my.word = my.codes[a][0] >> plane; });
         const uint32_t votes = lanes.vote(&LaneState<Functor, 1>::word);
         lanes.each([&](auto&, unsigned lane) {
-          const int64_t first = first_element<1>(tile, a, lane * kGroup);
-          if (lane < kWarpSize / kGroup && first < elements)
-            packed.at(plane, first / kGroup) = uint8_t(votes >> (lane * kGroup));
+          const int place = place_of<1>(a, lane * kGroup);
+          if (lane < kWarpSize / kGroup && place < tile.elements)
+            packed.at(plane, tile.group(place)) = uint8_t(votes >> (lane * kGroup));
         });
       }
     }
@@ -269,16 +280,15 @@ struct TileBits<1> {
 
   template <int, class Functor>
   HOST_DEVICE static void read(Lanes<LaneState<Functor, 1>>& lanes,
-                               const PackedBits<const uint8_t>& packed, int64_t elements,
-                               int64_t tile) {
+                               const PackedBits<const uint8_t>& packed, const Tile& tile) {
     lanes.each([&](auto& my, unsigned lane) {
       UNROLL
       for (int a = 0; a < kAccesses; ++a) {
-        const int64_t element = first_element<1>(tile, a, lane);
-        if (element >= elements) continue;
+        const int place = smaller(place_of<1>(a, lane), tile.elements - 1);
+        NO_UNROLL
         for (int plane = 0; plane < packed.planes; ++plane) {
-          const uint32_t byte = packed.at(plane, element / kGroup);
-          my.codes[a][0] |= ((byte >> (element % kGroup)) & 1u) << plane;
+          const uint32_t byte = packed.at(plane, tile.group(place));
+          my.codes[a][0] |= ((byte >> (place % kGroup)) & 1u) << plane;
         }
       }
     });
@@ -290,21 +300,24 @@ struct TileBits<1> {
 template <int count, class C>
 HOST_DEVICE void expand(const Affine<C>& affine, int64_t element, ScaleAndShift<C> (&maps)[count]) {
   if constexpr (count == 1) {
-    maps[0] = affine.at(element);
+    maps[0] = affine.at(uint64_t(element));
   } else {
     const auto& geometry = affine.geometry;
     const int inner = geometry.dims - 1;
-    int64_t offsets[2];
-    geometry.locate(element, offsets);
+    const uint32_t small = element;
     if (geometry.strides[0][inner] == 0) {
-      const int64_t size = geometry.sizes[inner];
-      const int64_t left = size - geometry.innermost(element);
-      const auto first = affine.after_row(
-          offsets[1], {affine.channels.scale[offsets[0]], affine.channels.shift[offsets[0]]});
-      const auto second = left < count ? affine.at(element + left) : first;
+      const uint32_t size = geometry.sizes[inner], left = size - small % size;
+      ScaleAndShift<C> first, second;
+      NO_UNROLL
+      for (int channel = 0; channel < (left < count ? 2 : 1); ++channel) {
+        second = affine.at(small + channel * left);
+        if (channel == 0) first = second;
+      }
       UNROLL
-      for (int i = 0; i < count; ++i) maps[i] = i < left ? first : second;
+      for (uint32_t i = 0; i < count; ++i) maps[i] = i < left ? first : second;
     } else {
+      int64_t offsets[2];
+      geometry.locate(small, offsets);
       C scale[count], shift[count];
       UNROLL
       for (int i = 0; i < count; i += 4) {
@@ -339,11 +352,26 @@ HOST_DEVICE void compute(const Functor& functor, LaneState<Functor, count>& my, 
   }
   if constexpr (IsSplit<Functor>::value) {
     if (!any_far) return;
+    uint32_t far = 0;
     UNROLL
-    for (int i = 0; i < count; ++i) {
-      const uint32_t code = my.codes[access][i];
-      if (functor.is_far(elements[i], code, bits))
-        my.out[access][i] = store<T>(functor.far(elements[i], code, bits));
+    for (int i = 0; i < count; ++i)
+      far |= uint32_t(functor.is_far(elements[i], my.codes[access][i], bits)) << i;
+    NO_UNROLL
+    for (; far != 0; far &= far - 1) {
+      const uint32_t lowest = far & (0u - far);
+      Element<T> element[Functor::kInputs];
+      uint32_t code = 0;
+      UNROLL
+      for (int i = 0; i < count; ++i) {  // a register has no index
+        if (lowest != 1u << i) continue;
+        code = my.codes[access][i];
+        UNROLL
+        for (int k = 0; k < Functor::kInputs; ++k) element[k] = elements[i][k];
+      }
+      const T result = store<T>(functor.far(element, code, bits));
+      UNROLL
+      for (int i = 0; i < count; ++i)
+        if (lowest == 1u << i) my.out[access][i] = result;
     }
   }
 }
@@ -366,11 +394,12 @@ HOST_DEVICE void compute_normalized(const Functor& functor, LaneState<Functor, c
 // One tile. With accesses of more than one element it is whole and dense, and has `planes` planes.
 template <int count, int planes, class Functor, class Layout>
 HOST_DEVICE void run_tile(const Functor& functor, const Layout& layout,
-                          const Operands<Functor>& operands, int64_t elements, int64_t tile) {
+                          const Operands<Functor>& operands, const Tile& tile) {
   using T = typename Functor::Scalar;
   auto packed = operands.packed;
   if constexpr (count > 1) packed.planes = planes;
   const int bits = packed.planes > 0 ? packed.planes : 1;  // without planes nobody reads the codes
+  const auto is_there = [&](int place) { return count > 1 || place < tile.elements; };
   Lanes<LaneState<Functor, count>> lanes;
   lanes.each([&](auto& my, unsigned lane) {
     if constexpr (count > 1) {
@@ -378,18 +407,18 @@ HOST_DEVICE void run_tile(const Functor& functor, const Layout& layout,
       for (int k = 0; k < Functor::kInputs; ++k) {
         UNROLL
         for (int a = 0; a < kAccesses; ++a)
-          load_vector(my.in[k][a], operands.in[k] + first_element<count>(tile, a, lane));
+          load_vector(my.in[k][a], operands.in[k] + tile.first + place_of<count>(a, lane));
       }
     } else {
       UNROLL
       for (int a = 0; a < kAccesses; ++a) {
-        const int64_t element = first_element<1>(tile, a, lane);
+        const int place = place_of<1>(a, lane);
         int64_t offsets[Functor::kInputs + 1] = {};
-        if (element < elements) layout.locate(element, offsets);
+        if (is_there(place)) layout.locate(uint64_t(tile.first + place), offsets);
         my.out_offset[a] = offsets[0];
         UNROLL
         for (int k = 0; k < Functor::kInputs; ++k)
-          my.in[k][a][0] = element < elements ? operands.in[k][offsets[k + 1]] : T{};
+          my.in[k][a][0] = is_there(place) ? operands.in[k][offsets[k + 1]] : T{};
       }
     }
     UNROLL
@@ -399,20 +428,21 @@ HOST_DEVICE void run_tile(const Functor& functor, const Layout& layout,
     }
   });
   if constexpr (Functor::kPackedBits == PackedBitsUse::kRead)
-    TileBits<count>::template read<planes>(lanes, packed, elements, tile);
+    TileBits<count>::template read<planes>(lanes, packed, tile);
 
   lanes.each([&](auto& my, unsigned lane) {
     UNROLL
     for (int a = 0; a < kAccesses; ++a) {
-      const int64_t first = first_element<count>(tile, a, lane);
+      const int place = place_of<count>(a, lane);
       if constexpr (Functor::kNormalizes) {
-        if (first < elements) compute_normalized(functor, my, a, operands.affine, first);
+        if (is_there(place))
+          compute_normalized(functor, my, a, operands.affine, tile.first + place);
       } else {
         compute(functor, my, a, bits);
       }
       if constexpr (count > 1) {
-        store_vector(operands.out + first, my.out[a]);
-      } else if (first < elements) {
+        store_vector(operands.out + tile.first + place, my.out[a]);
+      } else if (is_there(place)) {
         operands.out[my.out_offset[a]] = my.out[a][0];
       } else {
         my.codes[a][0] = 0;
@@ -420,7 +450,7 @@ HOST_DEVICE void run_tile(const Functor& functor, const Layout& layout,
     }
   });
   if constexpr (Functor::kPackedBits == PackedBitsUse::kWritten)
-    TileBits<count>::template write<planes>(lanes, packed, elements, tile);
+    TileBits<count>::template write<planes>(lanes, packed, tile);
 }
 
 template <int count>
@@ -428,34 +458,30 @@ inline int64_t tiles_of(int64_t elements) {
   return (elements + kTileElements<count> - 1) / kTileElements<count>;
 }
 
-// The whole tile in the one of the fast versions that is for this number of planes.
-template <int count, class Functor, int planes, int... others>
-HOST_DEVICE void run_fast_tile(std::integer_sequence<int, planes, others...>,
-                               const Functor& functor, const Operands<Functor>& operands,
-                               int64_t elements, int64_t tile) {
+// The tile in the one of the versions that is for this number of planes.
+template <int count, class Functor, class Layout, int planes, int... others>
+HOST_DEVICE void run_version(std::integer_sequence<int, planes, others...>, const Functor& functor,
+                             const Layout& layout, const Operands<Functor>& operands,
+                             const Tile& tile) {
   if constexpr (sizeof...(others) > 0) {
     if (operands.packed.planes != planes)
-      return run_fast_tile<count>(std::integer_sequence<int, others...>{}, functor, operands,
-                                  elements, tile);
+      return run_version<count>(std::integer_sequence<int, others...>{}, functor, layout, operands,
+                                tile);
   }
-  run_tile<count, planes>(functor, Dense{}, operands, elements, tile);
+  run_tile<count, planes>(functor, layout, operands, tile);
 }
 
-// The tile of a warp, element by element where it is not whole.
+// The tile of a warp, counted from `begin`, a multiple of a group. There may be one too many.
 template <int count, class Functor, class Layout>
 HOST_DEVICE void run_warp(const Functor& functor, const Layout& layout,
-                          const Operands<Functor>& operands, int64_t elements, int64_t tile) {
-  const int64_t first = tile * kTileElements<count>;
-  if (first >= elements) return;
-  if constexpr (count == 1) {
-    run_tile<1, 0>(functor, layout, operands, elements, tile);
-  } else if (elements - first >= kTileElements<count>) {
-    run_fast_tile<count>(typename Functor::FastBits{}, functor, operands, elements, tile);
-  } else {
-    NO_UNROLL
-    for (int part = 0; part < count; ++part)
-      run_tile<1, 0>(functor, layout, operands, elements, tile * count + part);
-  }
+                          const Operands<Functor>& operands, int64_t begin, int64_t end,
+                          int64_t tile) {
+  using AnyBits = std::integer_sequence<int, 0>;
+  using Versions = std::conditional_t<count == 1, AnyBits, typename Functor::FastBits>;
+  const int64_t first = begin + tile * kTileElements<count>;
+  if (first >= end) return;
+  const int elements = smaller(end - first, int64_t(kTileElements<count>));
+  run_version<count>(Versions{}, functor, layout, operands, Tile{first, elements});
 }
 
 // Whether the maps of each access can be had by expand().
@@ -463,7 +489,9 @@ template <int count, class C>
 bool suits_vectors(const Affine<C>& affine) {
   const auto& geometry = affine.geometry;
   const int inner = geometry.dims - 1;
-  if (inner < 0 || geometry.sizes[inner] < count || geometry.strides[1][inner] != 0) return false;
+  if (inner < 0 || geometry.sizes[inner] < count || geometry.strides[1][inner] != 0 ||
+      geometry.elements > UINT32_MAX)
+    return false;
   if (geometry.strides[0][inner] == 0) return true;
   uintptr_t addresses = reinterpret_cast<uintptr_t>(affine.channels.scale) |
                         reinterpret_cast<uintptr_t>(affine.channels.shift);
@@ -482,17 +510,29 @@ bool has_fast_version(const Operands<Functor>& operands, std::integer_sequence<i
   return addresses % kVectorBytes == 0 && ((operands.packed.planes == planes) || ...);
 }
 
-// Calls launch(count, layout) with the access size and the layout to use: one element and any
-// layout where it is not dense, not aligned, or of a rare number of bits.
+// With fewer whole tiles, a second launch for the rest would cost more than accesses of one
+// element.
+constexpr int kFewTiles = INPLACE_OPS_FEW_TILES;
+
+// Calls launch(count, layout, begin, end) with the access size and the layout to use for these
+// elements: one element and any layout where it is not dense, not aligned, or of a rare number of
+// bits, and for what is less than a tile at the end.
 template <class Functor, class Launch>
 void choose_path(const Geometry& geometry, const Operands<Functor>& operands,
                  const Launch& launch) {
   constexpr int vector = kVectorElements<typename Functor::Scalar>;
+  const int64_t elements = geometry.elements;
+  int64_t begin = 0;
   if constexpr (vector > 1) {
-    if (geometry.is_dense() && has_fast_version(operands, typename Functor::FastBits{}))
-      return launch(std::integral_constant<int, vector>{}, Dense{});
+    constexpr int tile = kTileElements<vector>;
+    const bool is_worth_it = elements % tile == 0 || elements / tile >= kFewTiles;
+    if (is_worth_it && geometry.is_dense() &&
+        has_fast_version(operands, typename Functor::FastBits{})) {
+      begin = elements / tile * tile;
+      launch(std::integral_constant<int, vector>{}, Dense{}, int64_t(0), begin);
+    }
   }
-  launch(std::integral_constant<int, 1>{}, geometry);
+  if (begin < elements) launch(std::integral_constant<int, 1>{}, geometry, begin, elements);
 }
 
 }  // namespace inplace_ops

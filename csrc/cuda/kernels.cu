@@ -24,10 +24,10 @@ namespace {
 template <int count, class Functor, class Layout>
 __global__ void __launch_bounds__(kThreads)
     run_warps(const Functor functor, GRID_CONSTANT const Layout layout,
-              GRID_CONSTANT const Operands<Functor> operands, int64_t elements) {
+              GRID_CONSTANT const Operands<Functor> operands, int64_t begin, int64_t end) {
   constexpr int warps = kThreads / kWarpSize;
   const int64_t tile = int64_t(blockIdx.x) * warps + threadIdx.x / kWarpSize;
-  run_warp<count>(functor, layout, operands, elements, tile);
+  run_warp<count>(functor, layout, operands, begin, end, tile);
 }
 
 template <class C>
@@ -45,33 +45,32 @@ inline cudaStream_t current_stream(int device) {
   return static_cast<cudaStream_t>(stream);
 }
 
+// On the current stream of the tensors' device; waits for nothing. Not a template, and with a
+// kernel by its address, as there are hundreds.
+void launch(const void* kernel, int64_t threads, void** arguments, int device) {
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const int64_t blocks = (threads + kThreads - 1) / kThreads;
+  STD_TORCH_CHECK(blocks <= std::numeric_limits<int32_t>::max(), "tensor too large");
+  STD_CUDA_CHECK(
+      cudaLaunchKernel(kernel, dim3(blocks), dim3(kThreads), arguments, 0, current_stream(device)));
+}
+
 struct Cuda {
   template <class C>
-  static void write_maps(const Statistics<C>& statistics, C* scale, C* shift, int64_t channels,
+  static void write_maps(Statistics<C> statistics, C* scale, C* shift, int64_t channels,
                          int device) {
-    const torch::stable::accelerator::DeviceGuard guard(device);
-    const int64_t blocks = (channels + kThreads - 1) / kThreads;
-    STD_TORCH_CHECK(blocks <= std::numeric_limits<int32_t>::max(), "tensor too large");
-    write_map<<<dim3(blocks), kThreads, 0, current_stream(device)>>>(statistics, scale, shift,
-                                                                     channels);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    void* arguments[] = {&statistics, &scale, &shift, &channels};
+    launch(reinterpret_cast<const void*>(&write_map<C>), channels, arguments, device);
   }
 
-  // One launch on the current stream of the tensors' device; it waits for nothing.
   template <class Functor>
-  static void run(const Functor& functor, const Geometry& geometry,
-                  const Operands<Functor>& operands, int device) {
-    const torch::stable::accelerator::DeviceGuard guard(device);
-    const cudaStream_t stream = current_stream(device);
-
-    choose_path(geometry, operands, [&](auto count, const auto& layout) {
-      constexpr int warps = kThreads / kWarpSize;
-      const int64_t blocks = (tiles_of<count()>(geometry.elements) + warps - 1) / warps;
-      STD_TORCH_CHECK(blocks <= std::numeric_limits<int32_t>::max(), "tensor too large");
-      run_warps<count()>
-          <<<dim3(blocks), kThreads, 0, stream>>>(functor, layout, operands, geometry.elements);
+  static void run(Functor functor, const Geometry& geometry, Operands<Functor> operands,
+                  int device) {
+    choose_path(geometry, operands, [&](auto count, auto layout, int64_t begin, int64_t end) {
+      void* arguments[] = {&functor, &layout, &operands, &begin, &end};
+      launch(reinterpret_cast<const void*>(&run_warps<count(), Functor, decltype(layout)>),
+             tiles_of<count()>(end - begin) * kWarpSize, arguments, device);
     });
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
 };
 
@@ -81,9 +80,13 @@ struct Cuda {
 STABLE_TORCH_LIBRARY_IMPL(inplace_ops, CUDA, m) {
   inplace_ops::register_all_forward<inplace_ops::Cuda>(m);
   inplace_ops::register_all_backward<inplace_ops::Cuda>(m);
+  inplace_ops::register_all_double_backward<inplace_ops::Cuda>(m);
   inplace_ops::register_all_recompute<inplace_ops::Cuda>(m);
 }
 
+#ifndef INPLACE_OPS_ARCHITECTURES  // setup.py names more than it makes PTX for
+#define INPLACE_OPS_ARCHITECTURES __CUDA_ARCH_LIST__
+#endif
 #define INPLACE_OPS_STRING_(...) #__VA_ARGS__
 #define INPLACE_OPS_STRING(...) INPLACE_OPS_STRING_(__VA_ARGS__)
 
@@ -93,6 +96,7 @@ PyMODINIT_FUNC PyInit__C_cuda() {
   PyObject* module = PyModule_Create(&module_definition);
   if (module == nullptr) return nullptr;
   PyModule_AddIntConstant(module, "cuda_version", CUDART_VERSION);
-  PyModule_AddStringConstant(module, "cuda_architectures", INPLACE_OPS_STRING(__CUDA_ARCH_LIST__));
+  PyModule_AddStringConstant(module, "cuda_architectures",
+                             INPLACE_OPS_STRING(INPLACE_OPS_ARCHITECTURES));
   return module;
 }

@@ -1,0 +1,6 @@
+#include "../registration.h"
+#include "elementwise.h"
+
+STABLE_TORCH_LIBRARY_IMPL(inplace_ops, CPU, m) {
+  inplace_ops::register_all_double_backward<inplace_ops::Cpu>(m);
+}
