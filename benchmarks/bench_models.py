@@ -122,16 +122,18 @@ def step(model: nn.Module, x: Tensor) -> Callable[[], Any]:
     return run
 
 
-def measured(name: str, arguments: argparse.Namespace, clock: Clock) -> list[dict[str, Any]]:
-    """The rows of one model."""
+def measured(
+    name: str, batch: int, size: int, arguments: argparse.Namespace, clock: Clock
+) -> list[dict[str, Any]]:
+    """The rows of one model with one input."""
     device = arguments.device
     torch.manual_seed(0)
     model = build(name).to(device)
     factor = next((f for start, f in SIDES.items() if name.startswith(start)), 1)
-    side = int(arguments.size * factor)
-    x = torch.randn(arguments.batch, 3, side, side, device=device)
+    side = int(size * factor)
+    x = torch.randn(batch, 3, side, side, device=device)
     if "Llama" in name:
-        x = torch.randint(0, 1000, (arguments.batch, arguments.size), device=device)
+        x = torch.randint(0, 1000, (batch, size), device=device)
     compared = variants(model, x[:2], arguments.variants)
     steps = {variant: step(module, x) for variant, module in compared.items()}
     expected = gradient(compared[OUT_OF_PLACE], steps[OUT_OF_PLACE])
@@ -175,8 +177,10 @@ def main() -> None:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("models", nargs="*", default=MODELS, metavar="LIBRARY:NAME")
     parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--size", type=int, default=128, help="the images' height and width")
+    parser.add_argument("--batch", type=int, nargs="+", default=[2], help="one for each size")
+    parser.add_argument(
+        "--size", type=int, nargs="+", default=[128], help="the images' height and width"
+    )
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
@@ -185,8 +189,9 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     clock = Clock(arguments.device)
     with written_to(arguments.out or RESULTS / f"models_{arguments.device}.csv") as rows:
-        for name in arguments.models:
-            rows += measured(name, arguments, clock)
+        for batch, size in zip(arguments.batch, arguments.size, strict=True):
+            for name in arguments.models:
+                rows += measured(name, batch, size, arguments, clock)
 
 
 if __name__ == "__main__":

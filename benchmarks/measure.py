@@ -43,6 +43,7 @@ def machine(device: str) -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
+        "commit": _commit(),
     }
 
 
@@ -52,6 +53,14 @@ def _cpu_name() -> str:
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     capability = torch.backends.cpu.get_cpu_capability()
     return f"{names[0] if names else platform.machine()} ({capability})"
+
+
+def _commit() -> str:
+    """The checked-out commit, with a + if sources differ from it."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always"]
+    command += ["--exclude=*", "--dirty=+"]
+    found = subprocess.run(command, capture_output=True, text=True) if shutil.which("git") else None
+    return found.stdout.strip() if found and found.returncode == 0 else "unknown"
 
 
 def _driver() -> str:

@@ -237,6 +237,7 @@ def tables(folder: Path, device: str) -> str:
             if device == "cuda":
                 where += [f"driver {row['driver']}", f"CUDA {row['cuda']}"]
             where += [f"torch {row['torch']}", f"Python {row['python']}", row["date"]]
+            where += [f"commit {row['commit']}"] if "commit" in row else []
             script = "bench_networks.py --settings" if kind == "settings" else f"bench_{kind}.py"
             blocks.append(f"`{script}`, {', '.join(where)}:\n\n{draw(rows)}")
     return "\n\n".join(blocks) or "Not measured yet."

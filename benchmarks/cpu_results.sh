@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Measures all that benchmarks/results has of the CPU, on one machine and of one commit, draws it and
+# writes the README's tables.
+#
+#   benchmarks/cpu_results.sh [PART...]
+#
+# Parts, all by default: activations blocks host memory models steps. On two calm cores, with
+# nothing else running, they take MINUTES minutes together. PYTHON names an interpreter that has the
+# package with .[models,demo].
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+known="activations blocks host memory models steps"
+for part in "$@"; do
+  [[ " $known " == *" $part "* ]] || {
+    sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'
+    exit 2
+  }
+done
+wanted=" ${*:-$known} "
+python=${PYTHON:-python3}
+export OMP_NUM_THREADS=2
+out=$(mktemp -d) # not yet to results: rows name a commit, and whether files differ from it
+trap 'rm -rf "$out"' EXIT
+
+bench() {
+  local part=$1
+  shift
+  [[ $wanted == *" $part "* ]] || return 0
+  echo "== $part, $(date +%H:%M)"
+  "$python" "benchmarks/bench_$part.py" --device cpu --out "$out/${part}_cpu.csv" "$@"
+}
+
+bench activations
+bench blocks
+bench host --threads 1
+bench memory
+bench steps
+bench models --variants convert --batch 8 2 --size 224 128 \
+  timm:{efficientnet_b0,regnety_016,cspdarknet53} ultralytics:{yolov8n,yolo11n}.yaml \
+  torchvision:{mobilenet_v2,mobilenet_v3_large,efficientnet_v2_s,densenet121,resnet50,vgg16_bn} \
+  unets:{SegmentationUNet,DiffusionUNet}
+
+cp "$out"/*.csv benchmarks/results/
+"$python" benchmarks/plot.py
+"$python" benchmarks/readme_tables.py
