@@ -52,15 +52,14 @@ class _Recipe(NamedTuple):
 
 
 class _View(NamedTuple):
-    """What a node keeps: a recipe, and which view of the output it saved."""
+    """What a node keeps: a recipe, and which view of the output it saved, if not all of it."""
 
     recipe: _Recipe
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int | torch.SymInt
+    view: tuple[torch.Size, tuple[int, ...], int | torch.SymInt] | None
 
     def tensor(self) -> Tensor:
-        return self.recipe.output().as_strided(self.size, self.stride, self.offset)
+        output = self.recipe.output()
+        return output.as_strided(*self.view) if self.view else output
 
 
 def note_first_node(module: nn.Module, args: tuple[Tensor]) -> None:
@@ -134,10 +133,14 @@ def outputs_saved_by(module: nn.Module, output: Any) -> Iterator[SavedOutput]:
     pending: list[Any] = [tensor.grad_fn for tensor in _tensors_in(output)]
     while pending:
         node = pending.pop()
-        if node is None or node in seen or not first <= node._sequence_nr() < _LEAF:
+        if node is None or node in seen:
+            continue
+        number = node._sequence_nr()
+        if not first <= number < _LEAF:
             continue
         seen.add(node)
-        pending += [before for before, _ in node.next_functions]
+        if number > first:  # the first one's inputs are older
+            pending += [before for before, _ in node.next_functions]
         kind: Any = type(node)
         if issubclass(kind, BackwardCFunction):  # somebody's own, which no cache must keep alive
             continue
@@ -248,9 +251,9 @@ def _view_of(saved: Tensor) -> _View | None:
     is_whole = saved.untyped_storage().nbytes() == x.numel() * x.itemsize
     if saved._version != version or saved.dtype != x.dtype or saved.is_neg() or not is_whole:
         return None
-    if saved.grad_fn is node and saved.stride() != recipe.stride:
-        return None
-    return _View(recipe, saved.size(), saved.stride(), saved.storage_offset())
+    if saved.grad_fn is not node:
+        return _View(recipe, (saved.size(), saved.stride(), saved.storage_offset()))
+    return _View(recipe, None) if saved.stride() == recipe.stride else None
 
 
 def _recipe_of_activation(node: Any) -> _Recipe | None:
