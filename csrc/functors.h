@@ -1,7 +1,7 @@
 // What is done with each element, once for every activation: a functor per direction and way of
 // keeping (`save`). cpu/elementwise.h and cuda/elementwise.cuh run them: operand 0 is written, the
 // inputs are read, and the packed bits, whose element has `code`, are not used, written or read.
-// What a functor returns is rounded to the format by those who run it.
+// What a functor returns, in C, is rounded to the format by those who run it.
 #pragma once
 
 #include <cstdint>
@@ -21,6 +21,7 @@ enum class PackedBitsUse { kNone, kWritten, kRead };
 template <class T, int inputs, PackedBitsUse use, int... fast_bits>
 struct Elementwise {
   using Scalar = T;
+  using C = opmath_t<T>;
   using FastBits = std::integer_sequence<int, fast_bits...>;
   static constexpr int kInputs = inputs;
   static constexpr PackedBitsUse kPackedBits = use;
@@ -53,10 +54,11 @@ struct Operands {
 template <class Activation, class T = typename Activation::Scalar>
 struct ForwardMask : Elementwise<T, 1, PackedBitsUse::kWritten, 0, 1> {
   static constexpr bool accepts_bits(int64_t bits) { return bits == 1; }
+  using C = typename Activation::C;
   Activation activation;
 
-  HOST_DEVICE auto operator()(const Element<T> (&in)[1], uint32_t& code, int) const {
-    const opmath_t<T> x = in[0].value;
+  HOST_DEVICE C operator()(const Element<T> (&in)[1], uint32_t& code, int) const {
+    const C x = in[0].template as<C>();
     code = activation.mask(x);
     return activation.value(x);
   }
@@ -65,20 +67,22 @@ struct ForwardMask : Elementwise<T, 1, PackedBitsUse::kWritten, 0, 1> {
 template <class Activation, class T = typename Activation::Scalar>
 struct BackwardMask : Elementwise<T, 1, PackedBitsUse::kRead, 1> {
   static constexpr bool accepts_bits(int64_t bits) { return bits == 1; }
+  using C = typename Activation::C;
   Activation activation;
 
-  HOST_DEVICE auto operator()(const Element<T> (&in)[1], uint32_t& code, int) const {
-    return activation.gradient(in[0].value, code);
+  HOST_DEVICE C operator()(const Element<T> (&in)[1], uint32_t& code, int) const {
+    return activation.gradient(in[0].template as<C>(), code);
   }
 };
 
 // save="output", where the output's mask is the input's.
 template <class Activation, class T = typename Activation::Scalar>
 struct BackwardMaskOfOutput : Elementwise<T, 2, PackedBitsUse::kNone, 0> {
+  using C = typename Activation::C;
   Activation activation;
 
-  HOST_DEVICE auto operator()(const Element<T> (&in)[2], uint32_t&, int) const {
-    return activation.gradient(in[0].value, activation.mask(in[1].value));
+  HOST_DEVICE C operator()(const Element<T> (&in)[2], uint32_t&, int) const {
+    return activation.gradient(in[0].template as<C>(), activation.mask(in[1].template as<C>()));
   }
 };
 
@@ -220,19 +224,21 @@ struct Identity : Elementwise<T, 1, PackedBitsUse::kNone, 0> {
 
 template <class Activation, class T = typename Activation::Scalar>
 struct Value : Elementwise<T, 1, PackedBitsUse::kNone, 0> {
+  using C = typename Activation::C;
   Activation activation;
 
-  HOST_DEVICE auto operator()(const Element<T> (&in)[1], uint32_t&, int) const {
-    return activation.value(in[0].value);
+  HOST_DEVICE C operator()(const Element<T> (&in)[1], uint32_t&, int) const {
+    return activation.value(in[0].template as<C>());
   }
 };
 
 template <class Activation, class T = typename Activation::Scalar>
 struct Gradient : Elementwise<T, 2, PackedBitsUse::kNone, 0> {
+  using C = typename Activation::C;
   Activation activation;
 
-  HOST_DEVICE auto operator()(const Element<T> (&in)[2], uint32_t&, int) const {
-    const opmath_t<T> grad = in[0].value, x = in[1].value;
+  HOST_DEVICE C operator()(const Element<T> (&in)[2], uint32_t&, int) const {
+    const C grad = in[0].template as<C>(), x = in[1].template as<C>();
     if constexpr (Activation::kKind == Kind::kMask) {
       return activation.gradient(grad, activation.mask(x));
     } else {

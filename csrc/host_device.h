@@ -54,20 +54,6 @@ HOST_DEVICE float select(bool condition, float a, float b) {
   return bit_cast<float>(select(condition, bit_cast<uint32_t>(a), bit_cast<uint32_t>(b)));
 }
 
-// condition ? x : x * factor. On the host the factor is chosen: or a compiler also does on both
-// results what follows, as rounding to 16 bits.
-HOST_DEVICE float multiply_unless(bool condition, float x, float factor) {
-#ifdef INPLACE_OPS_HARDWARE
-  return condition ? x : x * factor;
-#else
-  return x * select(condition, 1.0f, factor);
-#endif
-}
-
-HOST_DEVICE double multiply_unless(bool condition, double x, double factor) {
-  return condition ? x : x * factor;
-}
-
 // condition ? -x : x, in which a compiler sees a choice too.
 HOST_DEVICE float negate_if(bool condition, float x) {
 #ifdef INPLACE_OPS_HARDWARE

@@ -9,10 +9,12 @@ namespace inplace_ops {
 
 struct Half {
   uint16_t pattern;
+  static constexpr uint16_t kInfinity = 0x7c00;
 };
 
 struct BFloat16 {
   uint16_t pattern;
+  static constexpr uint16_t kInfinity = 0x7f80;
 };
 
 // The type a format is computed in: float for the 16-bit floats, otherwise the format itself.
@@ -58,9 +60,12 @@ HOST_DEVICE float load(Half value) {
 HOST_DEVICE float load(BFloat16 value) { return bit_cast<float>(uint32_t(value.pattern) << 16); }
 
 // Rounds to nearest, ties to even.
-template <class T>
-HOST_DEVICE T store(opmath_t<T> value) {
-  if constexpr (std::is_same_v<T, Half>) {
+template <class T, class Value>
+HOST_DEVICE T store(Value value) {
+  static_assert(std::is_same_v<Value, T> || std::is_same_v<Value, opmath_t<T>>);
+  if constexpr (std::is_same_v<Value, T>) {
+    return value;
+  } else if constexpr (std::is_same_v<T, Half>) {
 #ifdef INPLACE_OPS_HARDWARE
     return Half{hardware::to_half(value)};
 #else
@@ -83,9 +88,41 @@ HOST_DEVICE T store(opmath_t<T> value) {
     const uint32_t quiet_nan = pattern | (1u << 22);
     return BFloat16{uint16_t(select(value != value, quiet_nan, rounded) >> 16)};
 #endif
-  } else {
-    return value;
   }
+}
+
+// What is worked with where nothing is computed, only compared with 0 and chosen: on a CPU the
+// element as it is stored, as vectors hold twice as many of 16 bits; a GPU takes less for values.
+#ifdef INPLACE_OPS_HARDWARE
+template <class T>
+using selected_t = opmath_t<T>;
+#else
+template <class T>
+using selected_t = T;
+#endif
+
+template <class T>
+HOST_DEVICE bool less_than_zero(T x) {
+  if constexpr (sizeof(T) == 2)
+    return uint16_t(x.pattern - 0x8001u) < T::kInfinity;
+  else
+    return x < T(0);
+}
+
+template <class T>
+HOST_DEVICE bool at_most_zero(T x) {
+  if constexpr (sizeof(T) == 2)
+    return (less_than_zero(x) | ((x.pattern & 0x7fffu) == 0)) != 0;
+  else
+    return x <= T(0);
+}
+
+template <class T>
+HOST_DEVICE T zero_if(bool condition, T x) {
+  if constexpr (sizeof(T) == 2)
+    return T{uint16_t(condition ? 0 : x.pattern)};
+  else
+    return condition ? T(0) : x;
 }
 
 // An element of a tensor, and its value in the type it is computed in.
@@ -93,6 +130,14 @@ template <class T>
 struct Element {
   T stored;
   opmath_t<T> value;
+
+  template <class C>
+  HOST_DEVICE C as() const {
+    if constexpr (std::is_same_v<C, T>)
+      return stored;
+    else
+      return value;
+  }
 };
 
 template <class T>

@@ -18,10 +18,23 @@ struct LeakyReLU {
 
   HOST_DEVICE explicit LeakyReLU(double slope) : negative_slope(C(slope)) {}
 
-  HOST_DEVICE C value(C x) const { return multiply_unless(mask(x), x, negative_slope); }
+  HOST_DEVICE C value(C x) const { return multiply_unless(mask(x), x); }
   HOST_DEVICE bool mask(C x) const { return x > C(0); }
-  HOST_DEVICE C gradient(C grad, bool mask) const {
-    return multiply_unless(mask, grad, negative_slope);
+  HOST_DEVICE C gradient(C grad, bool mask) const { return multiply_unless(mask, grad); }
+
+ private:
+  // condition ? x : x * negative_slope. On the host the factor is chosen: or a compiler also does
+  // on both results what follows; where that is rounding to BFloat16 it sees through a choice of
+  // it.
+  HOST_DEVICE C multiply_unless(bool condition, C x) const {
+#ifdef INPLACE_OPS_HARDWARE
+    return condition ? x : x * negative_slope;
+#else
+    if constexpr (std::is_same_v<T, BFloat16>)
+      return x * select(condition, 1.0f, negative_slope);
+    else
+      return x * (condition ? C(1) : negative_slope);
+#endif
   }
 };
 

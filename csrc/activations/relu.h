@@ -9,13 +9,13 @@ namespace inplace_ops {
 template <class T>
 struct ReLU : WithoutArguments {
   using Scalar = T;
-  using C = opmath_t<T>;
+  using C = selected_t<T>;
   static constexpr Kind kKind = Kind::kMask;
   static constexpr const char* kName = "relu";
 
-  HOST_DEVICE C value(C x) const { return x < C(0) ? C(0) : x; }
-  HOST_DEVICE bool mask(C x) const { return !(x <= C(0)); }
-  HOST_DEVICE C gradient(C grad, bool mask) const { return mask ? grad : C(0); }
+  HOST_DEVICE C value(C x) const { return zero_if(less_than_zero(x), x); }
+  HOST_DEVICE bool mask(C x) const { return !at_most_zero(x); }
+  HOST_DEVICE C gradient(C grad, bool mask) const { return zero_if(!mask, grad); }
 };
 
 }  // namespace inplace_ops

@@ -139,38 +139,44 @@ class BlockAffine {
   C scale_[kBlock], shift_[kBlock];
 };
 
-// Halves are converted a block at a time, by instructions that the compiler does not use in loops;
-// all other formats in the loop that computes.
-template <class T>
-constexpr bool kIsWidened = std::is_same_v<T, Half>;
+// The values of halves that are computed with are converted a block at a time, by instructions that
+// the compiler does not use in loops; those of all other formats in the loop that computes.
+template <class T, class C = opmath_t<T>>
+constexpr bool kIsWidened = std::is_same_v<T, Half> && !std::is_same_v<C, Half>;
 
 // An input of a block.
-template <class T>
+template <class T, class C = opmath_t<T>>
 struct Input {
   const T* stored;
   const opmath_t<T>* values;  // if they are widened
 
   HOST_DEVICE Element<T> operator[](int64_t i) const {
-    if constexpr (kIsWidened<T>) return {stored[i], values[i]};
+    if constexpr (kIsWidened<T, C>) return {stored[i], values[i]};
     return element_of(stored[i]);
   }
 };
 
 template <class Functor>
-using Inputs = const Input<typename Functor::Scalar> (&)[Functor::kInputs];
+using InputOf = Input<typename Functor::Scalar, typename Functor::C>;
 
-template <class T, int inputs>
-HOST_DEVICE void fetch(Element<T> (&element)[inputs], const Input<T> (&in)[inputs], int64_t i) {
+template <class Functor>
+using Inputs = const InputOf<Functor> (&)[Functor::kInputs];
+
+template <class T, class C, int inputs>
+HOST_DEVICE void fetch(Element<T> (&element)[inputs], const Input<T, C> (&in)[inputs], int64_t i) {
   for (int k = 0; k < inputs; ++k) element[k] = in[k][i];
 }
 
 // Results of format T, not yet narrowed if they are to be.
-template <class T>
-using Result = std::conditional_t<kIsWidened<T>, opmath_t<T>, T>;
+template <class T, class C = opmath_t<T>>
+using Result = std::conditional_t<kIsWidened<T, C>, opmath_t<T>, T>;
 
-template <class T>
-HOST_DEVICE Result<T> result_of(opmath_t<T> value) {
-  if constexpr (kIsWidened<T>)
+template <class Functor>
+using ResultOf = Result<typename Functor::Scalar, typename Functor::C>;
+
+template <class T, class C>
+HOST_DEVICE Result<T, C> result_of(C value) {
+  if constexpr (kIsWidened<T, C>)
     return value;
   else
     return store<T>(value);
@@ -207,7 +213,7 @@ HOST_DEVICE void normalize(T* z, Result<T>* values, const Input<T>& x,
 // The loop over the elements of one block. The output may be the first input, element by element.
 // The functor is a copy: its members could otherwise be thought to change with the output.
 template <class Functor, class T = typename Functor::Scalar>
-HOST_DEVICE void compute(const Functor functor, Result<T>* out, Inputs<Functor> in,
+HOST_DEVICE void compute(const Functor functor, ResultOf<Functor>* out, Inputs<Functor> in,
                          Code<Functor>* codes, int bits, int count) {
 #pragma GCC ivdep
   for (int i = 0; i < count; ++i) {
@@ -221,8 +227,8 @@ HOST_DEVICE void compute(const Functor functor, Result<T>* out, Inputs<Functor> 
 
 // The same where no codes are kept, which the compiler then does not compute.
 template <class Functor, class T = typename Functor::Scalar>
-HOST_DEVICE void compute_without_codes(const Functor functor, Result<T>* out, Inputs<Functor> in,
-                                       int count) {
+HOST_DEVICE void compute_without_codes(const Functor functor, ResultOf<Functor>* out,
+                                       Inputs<Functor> in, int count) {
 #pragma GCC ivdep
   for (int i = 0; i < count; ++i) {
     Element<T> element[Functor::kInputs];
@@ -355,27 +361,26 @@ HOST_DEVICE void run_blocks(const Functor& functor, const Geometry& geometry,
                             const Operands<Functor>& operands, int64_t first_block,
                             int64_t last_block) {
   using T = typename Functor::Scalar;
+  constexpr bool is_widened = kIsWidened<T, typename Functor::C>;
   constexpr bool writes_bits = Operands<Functor>::kWritesBits;
   const bool is_dense = geometry.is_dense();
   const int bits = operands.packed.planes;
   T buffers[Functor::kInputs][kBlock];
-  float widened[Functor::kInputs][kIsWidened<T> ? kBlock : 1];
+  opmath_t<T> widened[Functor::kInputs][kIsWidened<T> ? kBlock : 1];
   for (int64_t block = first_block; block < last_block; ++block) {
     const int64_t first = block * kBlock;
     const int count = int(std::min<int64_t>(kBlock, geometry.elements - first));
 
-    Input<T> in[Functor::kInputs];
+    InputOf<Functor> in[Functor::kInputs];
     for (int k = 0; k < Functor::kInputs; ++k) {
       if (!is_dense) gather(buffers[k], operands.in[k], geometry, k + 1, first, count);
       in[k].stored = is_dense ? operands.in[k] + first : buffers[k];
-      if constexpr (kIsWidened<T>) {
-        CompiledFor<Instructions>::widen(widened[k], in[k].stored, count);
-        in[k].values = widened[k];
-      }
+      in[k].values = widened[k];
+      if constexpr (is_widened) CompiledFor<Instructions>::widen(widened[k], in[k].stored, count);
     }
     T* const out = is_dense ? operands.out + first : buffers[0];
-    Result<T>* results;
-    if constexpr (kIsWidened<T>)
+    ResultOf<Functor>* results;
+    if constexpr (is_widened)
       results = widened[0];
     else
       results = out;
@@ -383,11 +388,13 @@ HOST_DEVICE void run_blocks(const Functor& functor, const Geometry& geometry,
     if constexpr (Functor::kNormalizes) {
       constexpr int last = Functor::kInputs - 1;
       T* const z = buffers[last];
-      if constexpr (kIsWidened<T>)
-        CompiledFor<Instructions>::normalize(z, widened[last], in[last], operands.affine, first,
-                                             count);
-      else
-        CompiledFor<Instructions>::normalize(z, z, in[last], operands.affine, first, count);
+      const Input<T> x{in[last].stored, widened[last]};
+      if constexpr (kIsWidened<T>) {
+        if (!is_widened) CompiledFor<Instructions>::widen(widened[last], x.stored, count);
+        CompiledFor<Instructions>::normalize(z, widened[last], x, operands.affine, first, count);
+      } else {
+        CompiledFor<Instructions>::normalize(z, z, x, operands.affine, first, count);
+      }
       in[last].stored = z;
       compute_without_codes(functor.of_normalized(), results, in, count);
     } else if constexpr (Functor::kPackedBits == PackedBitsUse::kNone) {
@@ -410,7 +417,7 @@ HOST_DEVICE void run_blocks(const Functor& functor, const Geometry& geometry,
         CompiledFor<Instructions>::pack(codes, operands.packed, first_group, groups);
       }
     }
-    if constexpr (kIsWidened<T>) CompiledFor<Instructions>::narrow(out, results, count);
+    if constexpr (is_widened) CompiledFor<Instructions>::narrow(out, results, count);
     if (!is_dense) scatter(operands.out, out, geometry, first, count);
   }
 }
