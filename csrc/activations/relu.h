@@ -13,9 +13,9 @@ struct ReLU : WithoutArguments {
   static constexpr Kind kKind = Kind::kMask;
   static constexpr const char* kName = "relu";
 
-  HOST_DEVICE C value(C x) const { return zero_if(less_than_zero(x), x); }
+  HOST_DEVICE C value(C x) const { return less_than_zero(x) ? C{} : x; }
   HOST_DEVICE bool mask(C x) const { return !at_most_zero(x); }
-  HOST_DEVICE C gradient(C grad, bool mask) const { return zero_if(!mask, grad); }
+  HOST_DEVICE C gradient(C grad, bool mask) const { return mask ? grad : C{}; }
 };
 
 }  // namespace inplace_ops
