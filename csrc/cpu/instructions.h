@@ -47,6 +47,7 @@ struct Avx2 {
 #define INPLACE_OPS_AVX2 __attribute__((target("avx2,f16c")))
   INPLACE_OPS_AVX2 static void widen(float* to, const Half* from, int count) {
     int i = 0;
+#pragma GCC unroll 4
     for (; i + 8 <= count; i += 8)
       _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + i))));
     Portable::widen(to + i, from + i, count - i);
@@ -54,6 +55,7 @@ struct Avx2 {
 
   INPLACE_OPS_AVX2 static void narrow(Half* to, const float* from, int count) {
     int i = 0;
+#pragma GCC unroll 4
     for (; i + 8 <= count; i += 8) {
       const __m256 eight = _mm256_loadu_ps(from + i);
       _mm_storeu_si128((__m128i*)(to + i), _mm256_cvtps_ph(eight, _MM_FROUND_TO_NEAREST_INT));
@@ -98,6 +100,7 @@ struct Avx512 : Avx2 {
 
   INPLACE_OPS_AVX512 static void widen(float* to, const Half* from, int count) {
     int i = 0;
+#pragma GCC unroll 4
     for (; i + 16 <= count; i += 16)
       _mm512_storeu_ps(to + i,
                        _mm512_maskz_cvtph_ps(kAll, _mm256_loadu_si256((const __m256i*)(from + i))));
@@ -106,6 +109,7 @@ struct Avx512 : Avx2 {
 
   INPLACE_OPS_AVX512 static void narrow(Half* to, const float* from, int count) {
     int i = 0;
+#pragma GCC unroll 4
     for (; i + 16 <= count; i += 16) {
       const __m512 sixteen = _mm512_loadu_ps(from + i);
       _mm256_storeu_si256((__m256i*)(to + i),
