@@ -36,7 +36,7 @@ bench blocks
 bench host --threads 1
 bench memory
 bench steps
-bench models --variants convert --batch 8 2 --size 224 128 \
+bench models --variants convert "convert, speed" --batch 8 2 --size 224 128 \
   timm:{efficientnet_b0,regnety_016,cspdarknet53} ultralytics:{yolov8n,yolo11n}.yaml \
   torchvision:{mobilenet_v2,mobilenet_v3_large,efficientnet_v2_s,densenet121,resnet50,vgg16_bn} \
   unets:{SegmentationUNet,DiffusionUNet}

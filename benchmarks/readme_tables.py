@@ -166,21 +166,25 @@ def blocks(rows: Rows) -> str:
 
 
 def models(rows: Rows) -> str:
-    """What converted models hold, their peak and time."""
-    converted = [row for row in rows if row["variant"].startswith("convert")]
-    header = ["model", "converted by", "input", "held over PyTorch out of place"]
-    header += ["peak of a step over PyTorch in place", "time over PyTorch in place (quartiles)"]
-    body = [
-        [
-            row["model"].partition(":")[2],
-            row["variant"],
-            row["input"],
-            row["held over torch out of place"],
-            row["peak over torch in place"],
-            f"{row['time over torch in place']} ({row['quartiles']})",
-        ]
-        for row in converted
-    ]
+    """What converted models hold, their peak and time, by how they were converted."""
+    ways = [way for way in values(rows, "variant") if way.startswith("convert")]
+    header = ["model", "input"]
+    columns = ["held over PyTorch out of place", "peak of a step over PyTorch in place"]
+    columns += ["time over PyTorch in place (quartiles)"]
+    header += [f"{column}, {way}" for column in columns for way in ways]
+    body = []
+    for model, size in dict.fromkeys((row["model"], row["input"]) for row in rows):
+        held, peak, ratios, spreads = (
+            [find(rows, column, model=model, input=size, variant=way) for way in ways]
+            for column in (
+                "held over torch out of place",
+                "peak over torch in place",
+                "time over torch in place",
+                "quartiles",
+            )
+        )
+        times = [f"{ratio} ({spread})" for ratio, spread in zip(ratios, spreads, strict=True)]
+        body.append([model.partition(":")[2], size, *held, *peak, *times])
     return markdown(header, body)
 
 
