@@ -5,7 +5,7 @@
 #   benchmarks/cpu_results.sh [PART...]
 #
 # Parts, all by default: activations blocks host memory models steps. On two calm cores, with
-# nothing else running, they take MINUTES minutes together. PYTHON names an interpreter that has the
+# nothing else running, they take about 20 minutes together. PYTHON names an interpreter that has the
 # package with .[models,demo].
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -21,7 +21,6 @@ wanted=" ${*:-$known} "
 python=${PYTHON:-python3}
 export OMP_NUM_THREADS=2
 out=$(mktemp -d) # not yet to results: rows name a commit, and whether files differ from it
-trap 'rm -rf "$out"' EXIT
 
 bench() {
   local part=$1
@@ -36,11 +35,12 @@ bench blocks
 bench host --threads 1
 bench memory
 bench steps
-bench models --variants convert "convert, speed" --batch 8 2 --size 224 128 \
-  timm:{efficientnet_b0,regnety_016,cspdarknet53} ultralytics:{yolov8n,yolo11n}.yaml \
+bench models timm:{efficientnet_b0,regnety_016,cspdarknet53} ultralytics:{yolov8n,yolo11n}.yaml \
   torchvision:{mobilenet_v2,mobilenet_v3_large,efficientnet_v2_s,densenet121,resnet50,vgg16_bn} \
-  unets:{SegmentationUNet,DiffusionUNet}
+  unets:{SegmentationUNet,DiffusionUNet} \
+  --variants convert "convert, speed" --batch 8 2 --size 224 128
 
-cp "$out"/*.csv benchmarks/results/
+mv "$out"/*.csv benchmarks/results/
+rmdir "$out"
 "$python" benchmarks/plot.py
 "$python" benchmarks/readme_tables.py
