@@ -5,7 +5,7 @@
 #   benchmarks/cpu_results.sh [PART...]
 #
 # Parts, all by default: activations blocks host memory models steps. On two calm cores, with
-# nothing else running, they take about 20 minutes together. PYTHON names an interpreter that has the
+# nothing else running, they take about 40 minutes together. PYTHON names an interpreter that has the
 # package with .[models,demo].
 set -euo pipefail
 cd "$(dirname "$0")/.."
