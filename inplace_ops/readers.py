@@ -52,14 +52,18 @@ class _Recipe(NamedTuple):
 
 
 class _View(NamedTuple):
-    """What a node keeps: a recipe, and which view of the output it saved, if not all of it."""
+    """What a node keeps: a recipe, and which view of the output it saved."""
 
     recipe: _Recipe
-    view: tuple[torch.Size, tuple[int, ...], int | torch.SymInt] | None
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
 
     def tensor(self) -> Tensor:
         output = self.recipe.output()
-        return output.as_strided(*self.view) if self.view else output
+        if output.shape == self.size and output.stride() == self.stride:
+            return output  # most often; and a view costs as much as all else here
+        return output.as_strided(self.size, self.stride, self.offset)
 
 
 def note_first_node(module: nn.Module, args: tuple[Tensor]) -> None:
@@ -139,7 +143,7 @@ def outputs_saved_by(module: nn.Module, output: Any) -> Iterator[SavedOutput]:
         if not first <= number < _LEAF:
             continue
         seen.add(node)
-        if number > first:  # the first one's inputs are older
+        if number > first:  # what that follows from is older, but for views made anew
             pending += [before for before, _ in node.next_functions]
         kind: Any = type(node)
         if issubclass(kind, BackwardCFunction):  # somebody's own, which no cache must keep alive
@@ -251,9 +255,9 @@ def _view_of(saved: Tensor) -> _View | None:
     is_whole = saved.untyped_storage().nbytes() == x.numel() * x.itemsize
     if saved._version != version or saved.dtype != x.dtype or saved.is_neg() or not is_whole:
         return None
-    if saved.grad_fn is not node:
-        return _View(recipe, (saved.size(), saved.stride(), saved.storage_offset()))
-    return _View(recipe, None) if saved.stride() == recipe.stride else None
+    if saved.grad_fn is node and saved.stride() != recipe.stride:
+        return None
+    return _View(recipe, saved.size(), saved.stride(), saved.storage_offset())
 
 
 def _recipe_of_activation(node: Any) -> _Recipe | None:

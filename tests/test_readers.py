@@ -852,6 +852,21 @@ def test_modules_that_the_model_does_not_hold() -> None:
         assert not linear._forward_pre_hooks
 
 
+@pytest.mark.parametrize("shape", [(4, C, 1, 1), (4, 1, 5, 6)], ids=str)
+def test_strides_of_dimensions_of_one(shape: tuple[int, ...]) -> None:
+    """They tell a convolution the memory format, that of the gradient too."""
+    channels = shape[1]
+    activation, convolution = inplace_ops.ReLU(save="recompute"), nn.Conv2d(channels, C, 1)
+    model = nn.Sequential(nn.GroupNorm(1, channels), activation, convolution)
+    read: list[Tensor] = []
+    convolution.register_forward_pre_hook(lambda _, args: read.append(args[0].detach()))
+    convolution.register_forward_pre_hook(readers.note_first_node)
+    convolution.register_forward_hook(readers.drop_outputs)
+    node = model(torch.empty(shape, memory_format=torch.channels_last).normal_()).grad_fn
+    assert node._raw_saved_input.unpack_hook is not None
+    torch.testing.assert_close(node._saved_input, read[0], check_stride=True)
+
+
 def test_layer_norms_of_one_dimension() -> None:
     layers = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 16))
     x = torch.randn(16, dtype=torch.float64)

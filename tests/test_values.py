@@ -272,7 +272,7 @@ def test_every_16_bit_value_is_rounded_as_pytorchs(
 
 @pytest.mark.parametrize("dtype", OF_16_BITS, ids=lambda dtype: str(dtype)[6:])
 def test_nan_keeps_its_payload(dtype: torch.dtype) -> None:
-    """On a CPU, whatever its instructions, which make it quiet; a GPU has one NaN."""
+    """On a CPU, whatever its instructions: arithmetic makes it quiet. A GPU has one NaN."""
     x = EVERY_16_BITS.view(dtype)
     x = x[x.isnan()].repeat(3)
     quiet = x.view(torch.int16) | {torch.float16: 0x200, torch.bfloat16: 0x40}[dtype]

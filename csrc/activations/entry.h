@@ -5,7 +5,7 @@
 //   Arguments, kSchema    the types of the scalar arguments, and what the ops' schemas have for
 //                         them behind the others: each a comma, its type and its name;
 //   kKind                 what tells the derivative in backward;
-//   C                     the type it is computed in: opmath_t<T>, or selected_t<T>;
+//   C                     the type it is computed in: opmath_t<T>, or with a mask selected_t<T>;
 //   value(x)
 // where one bit tells the derivative (Kind::kMask)
 //   mask(x)               that bit, the same of x and of value(x) where the output may be kept;

@@ -9,7 +9,7 @@ namespace inplace_ops {
 template <class T>
 struct LeakyReLU {
   using Scalar = T;
-  // Halves are converted before this, whether or not they are multiplied.
+  // Halves are all converted for the product: to choose stored ones would save nothing.
   using C = std::conditional_t<std::is_same_v<T, Half>, float, selected_t<T>>;
   using Arguments = Types<double>;
   static constexpr Kind kKind = Kind::kMask;
