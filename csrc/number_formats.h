@@ -92,7 +92,8 @@ HOST_DEVICE T store(Value value) {
 }
 
 // What is compared with 0 and chosen: on a CPU the elements as they are stored, as vectors hold
-// twice as many of 16 bits; on a GPU their values, which take fewer instructions.
+// twice as many of 16 bits; on a GPU their values, which take fewer instructions. Unlike PyTorch's,
+// subnormal numbers of 16 bits so compare as they are with torch.set_flush_denormal, too.
 #ifdef INPLACE_OPS_HARDWARE
 template <class T>
 using selected_t = opmath_t<T>;

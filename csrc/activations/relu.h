@@ -5,8 +5,7 @@
 namespace inplace_ops {
 
 // max(x, 0). NaN passes, with gradient 1; -0.0 stays; the gradient is selected, not multiplied, so
-// that an infinite one gives 0 where the input is negative. As PyTorch's, but that on a CPU
-// torch.set_flush_denormal does not make zeros of BFloat16's subnormal numbers.
+// that an infinite one gives 0 where the input is negative. As PyTorch's.
 template <class T>
 struct ReLU : WithoutArguments {
   using Scalar = T;

@@ -187,7 +187,7 @@ HOST_DEVICE Result<T, C> result_of(C value) {
 template <class Functor>
 using Code = std::conditional_t<Functor::accepts_bits(8), uint32_t, uint8_t>;
 
-// z from the norm's input, where that may be, too.
+// z from the norm's input, where that may be, too. Of halves the values come back not yet rounded.
 template <class Instructions, class T>
 HOST_DEVICE void normalize(T* z, Result<T>* values, const Input<T>& x,
                            const Affine<opmath_t<T>>& affine, int64_t first, int count) {
@@ -204,10 +204,7 @@ HOST_DEVICE void normalize(T* z, Result<T>* values, const Input<T>& x,
         values[begin + i] = result_of<T>(mapped(x[begin + i], {scale[i], shift[i]}));
     }
   }
-  if constexpr (kIsWidened<T>) {
-    Instructions::narrow(z, values, count);
-    Instructions::widen(values, z, count);
-  }
+  if constexpr (kIsWidened<T>) Instructions::narrow(z, values, count);
 }
 
 // The loop over the elements of one block. The output may be the first input, element by element.
@@ -392,6 +389,7 @@ HOST_DEVICE void run_blocks(const Functor& functor, const Geometry& geometry,
       if constexpr (kIsWidened<T>) {
         if (!is_widened) CompiledFor<Instructions>::widen(widened[last], x.stored, count);
         CompiledFor<Instructions>::normalize(z, widened[last], x, operands.affine, first, count);
+        if (is_widened) CompiledFor<Instructions>::widen(widened[last], z, count);
       } else {
         CompiledFor<Instructions>::normalize(z, z, x, operands.affine, first, count);
       }
