@@ -139,9 +139,10 @@ def empty_bits(x: Tensor, bits: int) -> Tensor:
 
 
 def check_dtype(op: str, x: Tensor) -> None:
-    """Raise RuntimeError for a dtype that the kernels, which are not asked here, refuse."""
+    """Raise RuntimeError for a dtype that there are no kernels for."""
     if x.dtype not in DTYPES:
-        raise RuntimeError(f"{op}: unsupported dtype {x.dtype}")
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise RuntimeError(f"{op}: unsupported dtype {x.dtype}; supported are {names}")
 
 
 def _check_devices(*arguments: object) -> None:

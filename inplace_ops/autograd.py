@@ -271,7 +271,8 @@ class DerivativeFunction(_InPlaceFunction):
         # Even where grad has no graph: nothing here would lead a second derivative to x.
         raise RuntimeError(
             f'{cls.activation.function}(x, save="derivative") keeps the first derivative only '
-            'and cannot be differentiated twice, with create_graph=True: use save="output".'
+            'and cannot be differentiated twice, with create_graph=True: use save="output", or, '
+            'where `convert` has chosen it, convert with optimize="exact".'
         )
 
 

@@ -136,6 +136,9 @@ def _without_grad(activation: Activation, input: Tensor, arguments: tuple[Any, .
         activation.ops.in_place(part, _ops.dim_order_of(part), *arguments)
     except NotImplementedError as error:
         raise _ops.unsupported(name, input) from error
+    except RuntimeError:
+        _ops.check_dtype(name, input)  # the op's own error names a line of C++
+        raise
     increment_version(input)
     return input
 
@@ -157,6 +160,7 @@ def _with_grad(
     except NotImplementedError as error:
         raise _ops.unsupported(activation.function, input) from error
     except RuntimeError as error:
+        _ops.check_dtype(activation.function, input)
         if "out of memory" in str(error):
             _ops.empty_bits(input, kept)  # raises PyTorch's own error, whose type the op has lost
         raise

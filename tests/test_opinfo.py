@@ -111,7 +111,7 @@ def test_complex_silu_is_refused(device: torch.device) -> None:
     for dtype in entry.dtypes:
         for sample in entry.sample_inputs(device, dtype, requires_grad=True):
             x = sample.input.clone()
-            with pytest.raises(RuntimeError, match="silu_: unsupported dtype Complex"):
+            with pytest.raises(RuntimeError, match="silu_: unsupported dtype torch"):
                 silu.call(x)
             assert torch.equal(x, sample.input)
             assert x._version == 0
