@@ -1,7 +1,7 @@
 """In-place activations that keep a few bits per element for backward."""
 
 from . import compilation as compilation  # registers what runs in compiled code
-from .conversion import Report, Site, VerificationError, analyze, convert, revert
+from .conversion import Report, Site, VerificationError, analyze, convert, revert, reverted
 from .functional import gelu_, hardswish_, leaky_relu_, mish_, relu6_, relu_, silu_
 from .memory import saved_bytes
 from .modules import GELU, Hardswish, LeakyReLU, Mish, ReLU, ReLU6, SiLU
@@ -27,6 +27,7 @@ __all__ = [
     "relu6_",
     "relu_",
     "revert",
+    "reverted",
     "saved_bytes",
     "silu_",
 ]

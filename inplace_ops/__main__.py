@@ -7,9 +7,12 @@ activations of a model can be put in place, and why the others cannot.
 from __future__ import annotations
 
 import argparse
+import ast
+import json
 import platform
 import sys
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -74,16 +77,28 @@ def info() -> int:
 
 def analyze(arguments: argparse.Namespace) -> int:
     """Print the report of `inplace_ops.analyze` for a model of an installed library."""
-    model = load(arguments.model).train(not arguments.eval)
+    model = load(arguments.model, dict(arguments.set)).train(not arguments.eval)
     dtype = torch.long if arguments.tokens else torch.float
     example = (torch.zeros if arguments.tokens else torch.randn)(arguments.input, dtype=dtype)
-    print(inplace_ops.analyze(model, example, bits=arguments.bits, optimize=arguments.optimize))
+    report = inplace_ops.analyze(model, example, bits=arguments.bits, optimize=arguments.optimize)
+    print(json.dumps(report.to_dict(), indent=2) if arguments.json else report)
     return 0
 
 
 def shape(text: str) -> list[int]:
     """The sizes in "2,3,224,224"."""
     return [int(size) for size in text.split(",")]
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """The name and the value in "hidden_size=256"."""
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise ValueError(text)
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
 
 
 def main() -> int:
@@ -96,6 +111,15 @@ def main() -> int:
     analysis.add_argument(
         "--input", required=True, type=shape, metavar="N,C,H,W", help="the input's shape"
     )
+    analysis.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        type=setting,
+        metavar="NAME=VALUE",
+        help="arguments of the model's function, of transformers its configuration's",
+    )
+    analysis.add_argument("--json", action="store_true", help="print the report as JSON")
     analysis.add_argument("--tokens", action="store_true", help="the input is token ids, all 0")
     analysis.add_argument("--eval", action="store_true", help="in eval mode")
     analysis.add_argument("--bits", type=int, choices=[1, 8], help="see inplace_ops.convert")

@@ -5,6 +5,8 @@ But for what each call asks: that stands in `execution.py`, without a function a
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -57,3 +59,14 @@ def creation_meta(view: Tensor) -> str:
 def op_parameters(op: OpOverload) -> list[torch.Argument]:
     """The op's parameters, and which of them it writes to: nothing public has its schema."""
     return op._schema.arguments
+
+
+def running_node() -> Any:
+    """The autograd node whose backward runs; None outside of backward."""
+    return torch._C._current_autograd_node()
+
+
+def innermost_saved_tensors_hook() -> Any:
+    """What packs what is saved now; None without hooks."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks and hooks[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch.nn.functional as F
@@ -22,6 +23,13 @@ def _is_traced(input: Tensor) -> bool:
 
 def _traced(module: nn.Module, input: Any) -> Any:
     """The call of `module` in the graph that torch.fx traces."""
+    if type(input.tracer).__module__.startswith("torch.ao.quantization"):
+        warnings.warn(
+            "torch.ao.quantization goes by PyTorch's own module types, and does not know "
+            f"inplace_ops.{type(module).__name__}: prepare the model within "
+            "`with inplace_ops.reverted(model):`, or put torch.nn's modules in",
+            stacklevel=2,
+        )
     path = input.tracer.path_of_module(module)
     return input.tracer.create_proxy("call_module", path, (input,), {})
 
@@ -40,6 +48,8 @@ class _InPlaceModule(nn.Module):
     # What is saved with save="recompute" elsewhere than after a norm. Not annotated, as
     # torch.jit.script would read that.
     fallback = cast("Save | None", None)
+    # Where `convert` has put it in place in some of its calls: what says in which.
+    calls = cast("Any", None)
     if TYPE_CHECKING:
         inplace: bool
         save: Any
@@ -50,6 +60,8 @@ class _InPlaceModule(nn.Module):
             return self._torch(input, self.inplace)
         elif _is_traced(input):
             return _traced(self, input)
+        elif self.calls is not None:
+            return self.calls.forward(self, input)
         elif self.inplace and self.save == "recompute":
             return self._after_norm(input)
         elif self.inplace:
@@ -88,6 +100,8 @@ class _InPlaceModule(nn.Module):
             parts.append(f"save={save!r}")
         if bits is not None:
             parts.append(f"bits={bits}")
+        if self.calls is not None:
+            parts.append(repr(self.calls))
         return ", ".join(filter(None, parts))
 
 

@@ -85,12 +85,6 @@ def _no_grad_inside(m: Network, x: Tensor, reads: bool) -> Tensor:
     return m.second(x) + _no_grad(m, x, reads)
 
 
-def _called_twice(m: Network, x: Tensor, reads: bool) -> Tensor:
-    h = m.second(m.act(m.first(x)))
-    y = m.act(h)
-    return y + h if reads else y + x
-
-
 def _written_later(m: Network, x: Tensor) -> Tensor:
     h = m.first(x)
     y = m.act(h)
@@ -390,13 +384,6 @@ PATTERNS: list[Pattern] = [
         r"read again by `add`",
         lambda m, x: _no_grad_inside(m, x, reads=True),
         lambda m, x: _no_grad_inside(m, x, reads=False),
-    ),
-    Pattern(
-        "called twice, once unsafe",
-        "is_not_read_again",
-        r"read again by `add`",
-        lambda m, x: _called_twice(m, x, reads=True),
-        lambda m, x: _called_twice(m, x, reads=False),
     ),
     Pattern(
         "weights shared by two calls",

@@ -68,7 +68,9 @@ def test_a_slope_that_is_a_tensor() -> None:
     leaky = model[1]
     relu, function = inplace_ops.convert(model, torch.randn(2, 4)).sites
     assert relu.activation == "ReLU"
-    assert "called as a function" in function.reason
+    assert function.reason == (
+        "a LeakyReLU that convert does not know: hold an nn.LeakyReLU, with numbers for arguments"
+    )
     assert model[1] is leaky
 
 
@@ -82,7 +84,9 @@ def test_functions_are_reported_with_their_line() -> None:
     called, function = report.sites
     assert called.reason == "not called with this input"
     assert (function.name, function.activation, function.converted) == ("silu_", "SiLU", False)
-    assert function.reason == f"called as a function in {Path(__file__).name}:{line}"
+    assert function.advice == "inplace_ops.silu_(x)"
+    where = f"{Path(__file__).name}:{line}"
+    assert function.reason.startswith(f"safe: write `inplace_ops.silu_(x)` at {where}: keeps ")
     assert function.bytes_before == function.bytes_after == x.numel() * 8  # the clone
 
 
@@ -107,3 +111,19 @@ def test_example_inputs(inputs: Callable[[Tensor], Any]) -> None:
         inplace_ops.convert(model, [x])
     with torch.inference_mode(), pytest.raises(RuntimeError, match="inference mode"):
         inplace_ops.convert(model, x)
+
+
+class TakesADict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 4))
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.layers(batch["images"])
+
+
+def test_a_dict_as_the_one_argument() -> None:
+    batch = {"images": torch.randn(2, 4)}
+    with pytest.raises(TypeError, match=r"passed as keyword arguments.*pass a tuple, \(batch,\)"):
+        inplace_ops.convert(TakesADict(), batch)
+    assert inplace_ops.convert(TakesADict(), (batch,)).sites[0].converted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from behaviour import differs, twin
 from patterns import WIDTH, Network
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import inplace_ops
 
@@ -248,3 +250,32 @@ def test_hooks_and_attributes_stay() -> None:
     handle.remove()
     model(torch.randn(2, 4))
     assert len(means) == 1
+
+
+def test_threads_that_convert_at_once() -> None:
+    """Each model's run takes hooks that are everybody's, and the random state."""
+    models = [Network(lambda m, x: m.second(m.act(m.first(x))), nn.SiLU) for _ in range(3)]
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    trained = Network(lambda m, x: m.second(m.act(m.first(x))), nn.SiLU)
+    reports: list[inplace_ops.Report] = []
+    done = threading.Event()
+
+    def convert(model: nn.Module) -> None:
+        for _ in range(5):
+            reports.append(inplace_ops.convert(model, x))
+
+    def train() -> None:  # what runs beside is not part of any of them
+        while not done.is_set():
+            checkpoint(trained, x.clone().requires_grad_(), use_reentrant=True).sum().backward()
+
+    converting = [threading.Thread(target=convert, args=(model,)) for model in models]
+    training = threading.Thread(target=train)
+    for thread in (training, *converting):
+        thread.start()
+    for thread in converting:
+        thread.join()
+    done.set()
+    training.join()
+    assert len(reports) == 15
+    assert all(report == reports[0] for report in reports)
+    assert [s.converted for s in reports[0].sites] == [True]

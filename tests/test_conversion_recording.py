@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from behaviour import assert_same_behaviour, behaviour, twin
 from conversions import site
 from memory import largest_allocation
 from patterns import WIDTH, Network
@@ -82,6 +83,60 @@ def test_memory_of_the_analysis() -> None:
     with largest_allocation() as analysis:
         inplace_ops.analyze(model, x)
     assert analysis[0] <= 2 * step[0]
+
+
+# Gradients inside of forward, as of an energy by positions or a penalty.
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.LeakyReLU, nn.SiLU, nn.GELU])
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+def test_a_gradient_inside_of_forward(activation: type[nn.Module], twice: bool) -> None:
+    def compute(m: Network, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        energy = m.second(m.act(m.first(x)))
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=twice, retain_graph=True)
+        return energy + force
+
+    model = Network(compute, activation)
+    original, x = twin(model), torch.randn(4, WIDTH, dtype=torch.float64)
+    (decision,) = inplace_ops.convert(model, x).sites
+    assert decision.converted, decision.reason
+    if twice:
+        assert decision.save != "derivative"
+    assert_same_behaviour(behaviour(model, x), behaviour(original, x), rtol=1e-5, atol=1e-6)
+
+
+def test_a_second_derivative_that_cannot_be_kept() -> None:
+    def compute(m: Network, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        y = m.act(m.first(x))
+        y += 1
+        (force,) = torch.autograd.grad(m.second(y).sum(), x, create_graph=True)
+        return force
+
+    model = Network(compute, nn.SiLU)
+    original, x = twin(model), torch.randn(4, WIDTH, dtype=torch.float64)
+    (decision,) = inplace_ops.convert(model, x).sites
+    assert decision.reason == "output is written to by `add_`, and its gradient is differentiated"
+    assert_same_behaviour(behaviour(model, x), behaviour(original, x))
+
+
+def test_a_gradient_inside_of_forward_that_reads_the_input() -> None:
+    """Another's backward, not the activation's own."""
+
+    def compute(m: Network, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        h = m.first(x)
+        squared = h.square().sum()
+        y = m.act(h + 0) if m.safe else m.act(h)
+        (force,) = torch.autograd.grad(squared, x, create_graph=True)
+        return m.second(y) + force
+
+    for safe in (True, False):
+        model = Network(compute, nn.SiLU)
+        model.safe = safe
+        (decision,) = inplace_ops.convert(model, torch.randn(4, WIDTH).double()).sites
+        assert decision.converted is safe
 
 
 # What cannot be followed.

@@ -250,11 +250,11 @@ def test_progress_is_shown_where_it_lasts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 4))
-    for is_terminal, seconds, lines in ((True, 10, 4), (True, 0.1, 0), (False, 10, 0)):
+    for is_terminal, seconds, lines in ((True, 10, 8), (True, 0.1, 0), (False, 10, 0)):
         clock = itertools.count(step=seconds)
         monkeypatch.setattr("time.monotonic", lambda clock=clock: next(clock))
         monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
         inplace_ops.convert(model, torch.randn(2, 4))
         shown = capsys.readouterr().err.splitlines()
         assert len(shown) == lines
-        assert all("convert: verifying, run" in line for line in shown)
+        assert all(f"convert: run {i + 1} of {lines} (" in line for i, line in enumerate(shown))

@@ -12,6 +12,7 @@ from ..readers import can_read_what_is_formed_again
 from .forecast import Forecast
 from .recording import Call, NormCall, SavedTensor
 from .report import DroppedOutput
+from .slots import Slot
 
 
 class Drop(NamedTuple):
@@ -25,11 +26,11 @@ def dropped_of_call(call: Call, run: Forecast) -> Drop | None:
     """The output of an activation after a norm; None where something else keeps it, or nothing."""
     if not call.after_norm or not call.needs_grad:
         return None
-    kind = call.slot.recognised.activation.name
+    kind = call.place.recognised.activation.name
     saved = [s for s in run.saved_of(call.output, call) if s.is_held]
     writes = any(run.writes(event) for event in run.events(call.output, call))
     escapes = any(_escapes(s, run) for s in run.aliases(call.output, call))
-    return _dropped(call.slot.name, kind, call.output, 0, saved, writes or escapes, run)
+    return _dropped(call.name, kind, call.output, 0, saved, writes or escapes, run)
 
 
 def dropped_of_norm(norm: NormCall, run: Forecast) -> Drop | None:
@@ -75,8 +76,9 @@ def _dropped(
 def _can_drop(saved: SavedTensor, run: Forecast) -> bool:
     """Whether what saved the tensor is an operation, in a module, that may be given another."""
     operation = run.recording.node_names.get(saved.node, "").rpartition(".")[2]
+    is_module = saved.call is not None and isinstance(saved.call.place, Slot)
     return (
-        saved.call is None
+        not is_module
         and can_read_what_is_formed_again(operation)
         and saved.reader is not None
         and not isinstance(saved.reader, torch.jit.ScriptModule)

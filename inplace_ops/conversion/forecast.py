@@ -3,35 +3,68 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-from .recording import Call, Event, Recording, SavedTensor
+from .recognise import Recognised
+from .recording import Call, Event, Line, Recording, SavedTensor
 from .slots import Slot
 
 
-class Forecast:
-    """A recorded run as it would be with the present decisions: all slots but `refused` in place.
+@dataclass(frozen=True)
+class Unit:
+    """The calls that are decided together: those of a place, or those of one order among them."""
 
-    `refused` is the plan's own, and grows while it decides.
+    place: Slot | Line
+    index: int | None = None
+
+    @property
+    def recognised(self) -> Recognised:
+        """The activation."""
+        return self.place.recognised
+
+
+@dataclass
+class Decisions:
+    """What is refused so far, and why, and which slots are decided call by call."""
+
+    refused: dict[Unit, str] = field(default_factory=dict)
+    split: set[Slot | Line] = field(default_factory=set)
+
+    def unit_of(self, call: Call) -> Unit:
+        """What the call is decided with."""
+        is_split = call.place in self.split and call.order is not None
+        return Unit(call.place, call.order.index if is_split and call.order else None)
+
+
+class Forecast:
+    """A recorded run as it would be with the present decisions: all units but the refused in place.
+
+    The decisions are the plan's own, and grow while it decides.
     """
 
-    def __init__(self, recording: Recording, refused: Container[Slot]) -> None:
+    def __init__(self, recording: Recording, decisions: Decisions) -> None:
         self.recording = recording
-        self.refused = refused
-        self.calls: dict[Slot, list[Call]] = {}
+        self.decisions = decisions
+        self.calls: dict[Slot | Line, list[Call]] = {}
         self._links: defaultdict[int, list[Call]] = defaultdict(list)
         for call in recording.calls:
-            self.calls.setdefault(call.slot, []).append(call)
+            self.calls.setdefault(call.place, []).append(call)
             self._links[call.input].append(call)
             self._links[call.output].append(call)
 
-    def calls_of(self, slot: Slot) -> list[Call]:
-        """The calls of the activation in `slot`, in time."""
-        return self.calls.get(slot, [])
+    def calls_of(self, unit: Unit) -> list[Call]:
+        """The calls that are decided together, in time."""
+        calls = self.calls.get(unit.place, [])
+        return [call for call in calls if self.decisions.unit_of(call) == unit]
+
+    def is_refused(self, call: Call) -> bool:
+        """Whether the call stays as it is."""
+        return self.decisions.unit_of(call) in self.decisions.refused
 
     def is_in_place(self, call: Call) -> bool:
-        """Whether the call overwrites its input: put in place, or left as a module that does."""
-        return call.slot not in self.refused or call.slot.inplace
+        """Whether the call overwrites its input: put in place, or left as one that does."""
+        return not self.is_refused(call) or call.place.inplace
 
     def aliases(self, storage: int, without: Call) -> set[int]:
         """The storages that are one with `storage` where all calls but `without` are in place."""
@@ -73,11 +106,13 @@ class Forecast:
         return None
 
     def _is_saved(self, saved: SavedTensor, seen_by: Call) -> bool:
-        """Whether what the recorded, out-of-place run saved is saved with the present decisions."""
-        if saved.call is None:
+        """Whether what the recorded run saved is saved with the present decisions."""
+        call = saved.call
+        if call is None:
             return True
-        slot = saved.call.slot
-        if saved.call is seen_by or slot not in self.refused:
+        if call is seen_by or not self.is_refused(call):
             return False
-        # What PyTorch's in-place form saves may be a clone.
-        return not (slot.inplace and slot.recognised.activation.torch_saves == "input")
+        # It ran out of place; what PyTorch's in-place form saves may be a clone.
+        place = call.place
+        is_clone = place.inplace and place.recognised.activation.torch_saves == "input"
+        return isinstance(place, Line) or not is_clone

@@ -3,42 +3,73 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
+import torch
 from torch import nn
 
 LOADERS_HELP = (
     "LIBRARY:NAME, for example timm:efficientnet_b0, torchvision:resnet50, "
-    "ultralytics:yolov8n.yaml, transformers:ResNetModel (with its default configuration), or "
-    "MODULE:FUNCTION for any function that returns a model"
+    "ultralytics:yolov8n.yaml, transformers:ResNetModel (with its default configuration, but for "
+    "--set), or MODULE:FUNCTION for any function that returns a model"
 )
+
+# Of models that are larger by default than anyone has tried out on one machine.
+_LARGEST = 10**9
 
 
 class ModelNotFoundError(LookupError):
-    """There is no such library, or no such model in it."""
+    """There is no such library, no such model in it, or it cannot be built."""
 
 
-def load(name: str) -> nn.Module:
+def load(name: str, arguments: Mapping[str, Any] | None = None) -> nn.Module:
     """Build the model that `name`, in the form LIBRARY:NAME, stands for.
 
+    Args:
+        name: The library and the model.
+        arguments: What the library's function takes, of transformers the configuration.
+
     Raises:
-        ModelNotFoundError: If the library is not installed or does not have it.
+        ModelNotFoundError: If the library is not installed or does not have it, does not take
+            these arguments, or if it is a model of transformers with over 10^9 parameters.
     """
     library, separator, model = name.partition(":")
     if not separator:
         raise ModelNotFoundError(f"expected LIBRARY:NAME, got {name!r}")
     try:
-        if library == "ultralytics":
-            return importlib.import_module("ultralytics.nn.tasks").DetectionModel(
-                model, verbose=False
-            )
-        module = importlib.import_module(library)
-        if library == "timm":
-            return module.create_model(model)
-        if library == "torchvision":
-            return module.models.get_model(model)
-        builder = getattr(module, model)
-    except (ImportError, AttributeError) as error:
+        build = partial(_builder(library, model), **(arguments or {}))
+        if library == "transformers":
+            _refuse_if_large(name, build)
+        return build()
+    except ModelNotFoundError:
+        raise
+    # What the libraries raise for a name that they do not know.
+    except (ImportError, AttributeError, RuntimeError, ValueError, OSError, TypeError) as error:
         raise ModelNotFoundError(f"{name}: {error}") from error
+
+
+def _builder(library: str, model: str) -> Callable[..., nn.Module]:
+    if library == "ultralytics":
+        detection = importlib.import_module("ultralytics.nn.tasks").DetectionModel
+        return partial(detection, model, verbose=False)
+    module = importlib.import_module(library)
+    if library == "timm":
+        return partial(module.create_model, model)
+    if library == "torchvision":
+        return partial(module.models.get_model, model)
+    builder = getattr(module, model)
     if library == "transformers":
-        return builder(builder.config_class())
-    return builder()
+        return lambda **configuration: builder(builder.config_class(**configuration))
+    return builder
+
+
+def _refuse_if_large(name: str, build: Callable[[], nn.Module]) -> None:
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in build().parameters())
+    if count > _LARGEST:
+        raise ModelNotFoundError(
+            f"{name} has {count / 1e9:.1f} billion parameters: make it smaller, for example by "
+            "--set num_hidden_layers=2 hidden_size=256 intermediate_size=512"
+        )

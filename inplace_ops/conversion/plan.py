@@ -2,39 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from torch import nn
 
 from ..activations import Save
 from . import rules
 from .dropping import Drop, dropped_of_call, dropped_of_norm
-from .forecast import Forecast
-from .recording import Call, Recording
+from .forecast import Decisions, Forecast, Unit
+from .recording import Call, Line, Recording
 from .slots import Slot
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of a slot: what it saves where it is put in place, else None.
+    """What becomes of the calls of a unit: what they save where they are put in place, else None.
 
-    With "recompute", it saves `fallback` where it is called elsewhere than after a norm.
+    With "recompute", they save `fallback` where they are called elsewhere than after a norm.
     """
 
+    unit: Unit
     save: Save | None
     fallback: Save | None
     reason: str
     bytes_before: int
     bytes_after: int
+    calls: Sequence[Call]
+    producers: frozenset[str]
+
+    @property
+    def caller(self) -> nn.Module:
+        """The module that calls it, where it is one of several orders."""
+        order = self.calls[0].order
+        assert order is not None
+        return order.caller
 
 
 class Plan:
-    """The decisions for all slots of a recorded model.
+    """The decisions for a recorded model.
 
     Runs in other modes, train or eval, refuse what is unsafe there; nothing else counts of them.
+
+    Attributes:
+        decisions: For the slots, in their order: one each, or one for each order of its calls.
+        drops: The outputs that are formed again in backward, in the order in which they arise.
+        advice: For the lines of code that call activations, what they could be in place.
     """
 
     def __init__(
         self,
+        slots: Sequence[Slot],
         recording: Recording,
         in_other_modes: Sequence[Recording],
         bits: int | None,
@@ -42,168 +60,230 @@ class Plan:
     ) -> None:
         self.bits = bits
         self.optimize = optimize
-        self.refused = dict(recording.not_followed)
-        self.run = Forecast(recording, self.refused)
+        self.so_far = Decisions()
+        self.run = Forecast(recording, self.so_far)
+        self.other_runs = [Forecast(other, self.so_far) for other in in_other_modes]
+        self.runs = [self.run, *self.other_runs]
         self.maps = {norm.output: norm.maps for norm in recording.norms}
-        self.other_runs = [Forecast(other, self.refused) for other in in_other_modes]
-        for other in self.other_runs:
-            for slot in other.calls:
-                if slot not in self.run.calls:
-                    self.refused.setdefault(slot, "not called with this input")
-            for slot, reason in other.recording.not_followed.items():
-                self.refused.setdefault(slot, reason)
-        self._refuse_until_all_hold()
+        self.refused = self.so_far.refused
+        for run in self.runs:
+            for place, reason in run.recording.not_followed.items():
+                self.refused.setdefault(Unit(place), reason)
+            for place in run.calls:
+                if place not in self.run.calls:
+                    self.refused.setdefault(Unit(place), _NOT_CALLED)
+        lines = [place for place in self.run.calls if isinstance(place, Line)]
+        self.advised = [Unit(line) for line in lines if Unit(line) not in self.refused]
+        self.refused |= dict.fromkeys(self.advised, "a conversion leaves it as it is")
+        self._refuse_until_all_hold([p for p in self.run.calls if isinstance(p, Slot)])
+        self.decisions = [self._decision(unit) for slot in slots for unit in self._units(slot)]
+        self.drops = self._drops()
+        self.advice = self._advise(lines)
 
-    def decision(self, slot: Slot) -> Decision:
-        """What becomes of `slot`."""
-        calls = self.run.calls_of(slot)
-        if slot in self.refused:
-            held = sum(map(self.run.recording.bytes_of_call, calls))
-            return Decision(None, None, self.refused[slot], held, held)
-        if not calls:
-            return Decision(None, None, "not called with this input", 0, 0)
-        save, fallback, reason = self._choice(slot)
-        after = self._after(slot, save, fallback)
-        return Decision(save, fallback, reason, self._before(slot), after)
+    def _units(self, place: Slot | Line) -> list[Unit]:
+        """What is decided of the place, in the order of its calls."""
+        return list(dict.fromkeys(map(self.so_far.unit_of, self.run.calls.get(place, [])))) or [
+            Unit(place)
+        ]
 
-    def drops(self) -> list[Drop]:
-        """The outputs that are formed again in backward, in the order in which they arise."""
+    def _decision(self, unit: Unit) -> Decision:
+        calls = self.run.calls_of(unit)
+        if unit in self.refused or not calls:
+            held = self._held(calls)
+            reason = self.refused.get(unit, _NOT_CALLED)
+            return Decision(unit, None, None, reason, held, held, calls, frozenset())
+        save, fallback, reason = self._choice(unit)
+        before, after = self._before(unit), self._after(unit, save, fallback)
+        producers = frozenset(
+            call.order.producer for run in self.runs for call in run.calls_of(unit) if call.order
+        )
+        return Decision(unit, save, fallback, reason, before, after, calls, producers)
+
+    def _drops(self) -> list[Drop]:
         if self.optimize == "speed":
             return []
-        converted = {slot for slot in self.run.calls if slot not in self.refused}
         found: list[tuple[int, Drop | None]] = [
             (call.time, dropped_of_call(call, self.run))
-            for slot in converted
-            if self._choice(slot)[0] == "recompute"
-            for call in self.run.calls_of(slot)
+            for decision in self.decisions
+            if decision.save == "recompute"
+            for call in decision.calls
         ]
         found += [(norm.time, dropped_of_norm(norm, self.run)) for norm in self.run.recording.norms]
         return [drop for _, drop in sorted(found, key=lambda f: f[0]) if drop]
 
-    def _refuse_until_all_hold(self) -> None:
-        """Refuse slots until every rule holds for all others.
+    def _advise(self, lines: Sequence[Line]) -> dict[Line, Decision]:
+        """What the lines could be, if all that may be were put in place."""
+        for unit in self.advised:
+            del self.refused[unit]
+        self._refuse_until_all_hold(lines)
+        return {line: self._decision(Unit(line)) for line in lines}
 
-        A slot that is refused runs as the model's own module again, which may keep its input or
-        output: the rest is looked at once more.
+    def _refuse_until_all_hold(self, places: Iterable[Slot | Line]) -> None:
+        """Refuse calls until every rule holds for all others.
+
+        One that is refused runs as the model's own again, which may keep its input or output: the
+        rest is looked at once more.
         """
-        while True:
-            before = len(self.refused)
-            for slot in self.run.calls:
-                if slot not in self.refused:
-                    reason = self._objection(slot)
+        changed = True
+        while changed:
+            changed = False
+            for place in places:
+                for unit in self._units(place):
+                    if unit in self.refused:
+                        continue
+                    reason = self._objection(unit)
                     if reason is not None:
-                        self.refused[slot] = reason
-            if len(self.refused) == before:
-                return
+                        changed = True
+                        self._refuse(unit, reason)
 
-    def _objection(self, slot: Slot) -> str | None:
-        unsafe = rules.objection(self.run.calls_of(slot), self.run)
-        if unsafe is not None:
-            return unsafe
-        for other in self.other_runs:
-            unsafe = rules.objection(other.calls_of(slot), other)
+    def _refuse(self, unit: Unit, reason: str) -> None:
+        """Refuse the unit's calls, or, of a slot where that is possible, each alone."""
+        if unit.index is None and self._can_be_split(unit.place):
+            self.so_far.split.add(unit.place)
+            shown = self._units(unit.place)
+            for run in self.other_runs:
+                for call in run.calls.get(unit.place, []):
+                    if self.so_far.unit_of(call) not in shown:
+                        self.refused[self.so_far.unit_of(call)] = _NOT_CALLED
+            return
+        self.refused[unit] = reason
+        if unit.index is not None and all(u in self.refused for u in self._units(unit.place)):
+            reason = self.refused[self._units(unit.place)[0]]
+            self.so_far.split.remove(unit.place)
+            self.refused[Unit(unit.place)] = reason
+
+    def _can_be_split(self, place: Slot | Line) -> bool:
+        """Whether its calls can be told apart: by their order in a forward of their one caller."""
+        calls = [call for run in self.runs for call in run.calls.get(place, [])]
+        callers = {call.order.caller if call.order else None for call in calls}
+        indexes = {call.order.index for call in self.run.calls[place] if call.order}
+        return len(callers) == 1 and None not in callers and len(indexes) > 1
+
+    def _objection(self, unit: Unit) -> str | None:
+        for run in self.runs:
+            unsafe = rules.objection(run.calls_of(unit), run)
             if unsafe is not None:
-                return f"{unsafe} in the other mode, train or eval"
-        save, fallback, reason = self._choice(slot)
+                elsewhere = "" if run is self.run else " in the other mode, train or eval"
+                return f"{unsafe.reason}{self._which(unsafe.call, run)}{elsewhere}"
+        save, fallback, reason = self._choice(unit)
         if save is None:
             return reason
-        before, after = self._before(slot), self._after(slot, save, fallback)
-        dropped = self._dropped_bytes(slot) if save == "recompute" else 0
+        before, after = self._before(unit), self._after(unit, save, fallback)
+        dropped = self._dropped_bytes(unit) if save == "recompute" else 0
         if self.optimize != "speed" and after - dropped > before:
             return f"would keep {after} bytes instead of {before}"
         return None
 
-    # What a slot keeps.
+    def _which(self, call: Call, run: Forecast) -> str:
+        """Which of several calls, in words."""
+        calls = run.calls[call.place]
+        if len(calls) == 1:
+            return ""
+        shape = " x ".join(map(str, call.shape))
+        return f" (call {calls.index(call) + 1} of {len(calls)}, {shape})"
 
-    def _choice(self, slot: Slot) -> tuple[Save | None, Save | None, str]:
-        """What `slot` keeps in place, elsewhere than after a norm too, and why.
+    # What a unit keeps.
+
+    def _choice(self, unit: Unit) -> tuple[Save | None, Save | None, str]:
+        """What `unit` keeps in place, elsewhere than after a norm too, and why.
 
         None where only a lossy code would save memory.
         """
-        calls = self.run.calls_of(slot)
-        save, reason = self._choice_without_norm(slot)
-        has_mask = slot.recognised.activation.has_mask
-        if not any(call.after_norm and call.needs_grad for call in calls) or (
-            self.optimize == "speed" and has_mask
+        calls = self.run.calls_of(unit)
+        save, reason = self._choice_without_norm(unit)
+        has_mask = unit.recognised.activation.has_mask
+        if (
+            not any(call.after_norm and call.needs_grad for call in calls)
+            or (self.optimize == "speed" and has_mask)
+            or isinstance(unit.place, Line)  # a function has no fallback
         ):
             return save, save, reason
         if save is None:  # which is right for what is saved elsewhere, but none is
             if not all(call.after_norm for call in calls):
                 return None, None, reason
-            save = slot.recognised.saves[0]
-        after = self._after(slot, "recompute", save) - self._dropped_bytes(slot)
-        if after < self._after(slot, save, save):
+            save = unit.recognised.saves[0]
+        after = self._after(unit, "recompute", save) - self._dropped_bytes(unit)
+        if after < self._after(unit, save, save):
             return "recompute", save, "follows from the input of the norm before it"
         return save, save, reason
 
-    def _dropped_bytes(self, slot: Slot) -> int:
+    def _dropped_bytes(self, unit: Unit) -> int:
         """The size of its outputs that are formed again with save="recompute"."""
         if self.optimize == "speed":
             return 0
-        drops = (dropped_of_call(call, self.run) for call in self.run.calls_of(slot))
+        drops = (dropped_of_call(call, self.run) for call in self.run.calls_of(unit))
         return sum(d.output.bytes_before - d.output.bytes_after for d in drops if d)
 
-    def _choice_without_norm(self, slot: Slot) -> tuple[Save | None, str]:
-        calls = self.run.calls_of(slot)
-        saves = slot.recognised.saves
+    def _choice_without_norm(self, unit: Unit) -> tuple[Save | None, str]:
+        calls = self.run.calls_of(unit)
+        saves = unit.recognised.saves
         objection = next(
             (
                 reason
-                for run in (self.run, *self.other_runs)
-                for call in run.calls_of(slot)
+                for run in self.runs
+                for call in run.calls_of(unit)
                 if (reason := rules.output_is_not_written(call, run))
             ),
             None,
         )
         if objection is not None and "output" in saves:
             saves.remove("output")
+        if "derivative" in saves and any(call.is_differentiated_twice for call in calls):
+            saves.remove("derivative")
+            if not saves:
+                return None, f"{objection}, and its gradient is differentiated"
         if self.optimize == "exact":
             saves = [save for save in saves if all(self._is_exact(c, save) for c in calls)]
             if not saves:
                 return None, "only a lossy code would save memory here"
-        if self.optimize == "speed" and slot.recognised.activation.has_mask:
+        if self.optimize == "speed" and unit.recognised.activation.has_mask:
             return "mask", "the mask is the quickest"
         keeper = next((k for c in calls if (k := self.run.keeper(c))), None)
         # Without gradients every mode costs 0 bytes; break the tie as if gradients were needed.
         save = min(
-            saves, key=lambda s: (self._after(slot, s, s), (s == "output") is not bool(keeper))
+            saves, key=lambda s: (self._after(unit, s, s), (s == "output") is not bool(keeper))
         )
         if save == "output":
             return save, f"output is kept by `{keeper}` anyway" if keeper else "costs least"
         return save, objection or "nothing else keeps the output"
 
     def _is_exact(self, call: Call, save: Save) -> bool:
-        activation = call.slot.recognised.activation
+        activation = call.place.recognised.activation
         return activation.is_exact(save, call.dtype, self._bits(call, save))
 
     def _bits(self, call: Call, save: Save) -> int:
-        activation = call.slot.recognised.activation
+        activation = call.place.recognised.activation
         asked = self.bits if save == "output" and not activation.has_mask else None
         return asked or activation.default_bits(save, call.dtype)
 
-    def _before(self, slot: Slot) -> int:
+    def _held(self, calls: Iterable[Call]) -> int:
+        return sum(map(self.run.recording.bytes_of_call, calls))
+
+    def _before(self, unit: Unit) -> int:
+        """What PyTorch's activation holds, in place or not, whichever is less; of a line more."""
+        calls, recognised = self.run.calls_of(unit), unit.recognised
+        if recognised.is_own:
+            return self._held(calls)
         total = 0
-        for call in self.run.calls_of(slot):
-            if slot.recognised.is_own:
-                total += self.run.recording.bytes_of_call(call)
-                continue
+        for call in calls:
             # PyTorch's own fails where the output that it keeps is written to.
             shares_output = (
-                slot.recognised.activation.torch_saves == "output"
-                and slot.recognised.allows_output
+                recognised.activation.torch_saves == "output"
+                and recognised.allows_output
                 and self.run.keeper(call) is not None
                 and rules.output_is_not_written(call, self.run) is None
             )
-            if call.needs_grad and not shares_output:
+            if call.needs_grad and call.is_held and not shares_output:
                 total += call.elements * call.dtype.itemsize
-        return total
+        # Nobody puts a line in place on the way.
+        return max(total, self._held(calls)) if isinstance(unit.place, Line) else total
 
-    def _after(self, slot: Slot, save: Save | None, fallback: Save | None) -> int:
+    def _after(self, unit: Unit, save: Save | None, fallback: Save | None) -> int:
         total = 0
         nbytes = self.run.recording.nbytes
-        for call in self.run.calls_of(slot):
+        for call in self.run.calls_of(unit):
             kept = fallback if save == "recompute" and not call.after_norm else save
-            if not call.needs_grad or kept is None:
+            if not call.needs_grad or not call.is_held or kept is None:
                 continue
             if kept == "recompute":
                 total += self.maps[call.input]
@@ -215,3 +295,6 @@ class Plan:
             elif kept == "output":
                 total += nbytes[call.input]
         return total
+
+
+_NOT_CALLED = "not called with this input"

@@ -94,7 +94,12 @@ _BASES = {activation.torch_module for activation in ACTIVATIONS}
 
 def recognise(module: nn.Module) -> Recognised | None:
     """The activation that `module` computes, None where it is none of ours or changed by hand."""
-    if "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule):
+    return None if "forward" in vars(module) else recognise_class(module)
+
+
+def recognise_class(module: nn.Module) -> Recognised | None:
+    """The same, whatever the module's `forward` was replaced by."""
+    if isinstance(module, torch.jit.ScriptModule):
         return None
     cls = type(module)
     known = _BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}")

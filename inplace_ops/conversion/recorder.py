@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
-import sys
+import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,14 +22,18 @@ from .._torch import (
     OpOverload,
     TorchDispatchMode,
     has_storage,
+    innermost_saved_tensors_hook,
     next_node_number,
     op_parameters,
+    running_node,
 )
-from ..activations import ACTIVATIONS
 from ..memory import is_plain, unwrapped
 from ..normalization import norm_of, source_of
+from .calls import producer_of
+from .functions import OtherKinds, function_called, line_that_calls
 from .interception import HANDED_OUT, OwnHooks, ReadsWithoutAnOperation, seen_through_other_hooks
-from .recording import NORMS, Call, Event, FunctionCall, NormCall, Recording, SavedTensor
+from .recognise import recognise_class
+from .recording import NORMS, Call, Event, Line, NormCall, Order, Recording, SavedTensor
 from .run import Example, reentrant_checkpoints_as_the_others
 from .slots import Slot, intercepted
 from .tensors import has_kernel, may_overlap, refused_view, strides, tensors_in, tensors_passed
@@ -44,9 +47,6 @@ _CANNOT_BE_FOLLOWED = {
     "support saved tensor hooks": "a gradient transform of torch.func",
     "no rule registered for HigherOrderOperator": "a higher-order operator, such as torch.cond,",
 }
-
-
-_FUNCTIONS = {name: activation for activation in ACTIVATIONS for name in activation.operations}
 
 
 def record(model: nn.Module, slots: list[Slot], example: Example) -> Recording:
@@ -69,9 +69,14 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.thread = threading.get_ident()
         self.paths = {module: path for path, module in model.named_modules()}
         self.stack = [""]
         self.modules = [model]
+        self.hooks_on_entry: dict[nn.Module, Any] = {}
+        self.counts: dict[nn.Module, Counter[Slot]] = {}
+        self.calls_of_functions: dict[int, Call] = {}
+        self.other_kinds = OtherKinds()
         self.clock = itertools.count()
         self.recording = Recording()
         self.storages: dict[int, StorageWeakRef] = {}
@@ -97,7 +102,7 @@ class _Recorder(TorchDispatchMode):
     def run(self, example: Example) -> Any:
         with ExitStack() as stack:
             stack.enter_context(reentrant_checkpoints_as_the_others())
-            stack.enter_context(seen_through_other_hooks(self.record_saved))
+            stack.enter_context(seen_through_other_hooks(self.record_saved_elsewhere))
             stack.enter_context(OwnHooks(self.pack, _unpack))
             stack.enter_context(self.module_paths())
             stack.enter_context(ReadsWithoutAnOperation(self.record_read))
@@ -115,9 +120,18 @@ class _Recorder(TorchDispatchMode):
 
     def record_what_is_left(self, output: Any) -> None:
         """Drop what the graph holds. Inputs that are still alive have escaped."""
+        for tensors in self.recording.saved.values():
+            for tensor in tensors:
+                tensor.call = tensor.call or self.calls_of_functions.get(tensor.node)
+        is_held: dict[Call, bool] = {}
         for reference, saved in self.kept:
             for tensor in saved:
                 tensor.is_held = reference() is not None
+                if tensor.call is not None:
+                    is_held[tensor.call] = tensor.is_held or is_held.get(tensor.call, False)
+        for call, value in is_held.items():
+            call.is_held = value
+        self.recording.other_kinds = self.other_kinds.found
         for reference, _ in self.kept:
             kept = reference()
             if kept is not None:
@@ -143,13 +157,18 @@ class _Recorder(TorchDispatchMode):
 
     @contextmanager
     def module_paths(self) -> Iterator[None]:
+        # The hooks are everybody's: what runs in other threads is not this model.
         def enter(module: nn.Module, inputs: Any) -> None:
-            self.stack.append(self.paths.get(module, self.stack[-1]))
-            self.modules.append(module)
+            if threading.get_ident() == self.thread:
+                self.stack.append(self.paths.get(module, self.stack[-1]))
+                self.modules.append(module)
+                self.hooks_on_entry[module] = innermost_saved_tensors_hook()
+                self.counts[module] = Counter()
 
         def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-            self.stack.pop()
-            self.modules.pop()
+            if threading.get_ident() == self.thread:
+                self.stack.pop()
+                self.modules.pop()
 
         handles = [
             module_hooks.register_module_forward_pre_hook(enter),
@@ -171,17 +190,34 @@ class _Recorder(TorchDispatchMode):
         self.kept.append((weakref.ref(kept), self.record_saved(tensor)))
         return kept
 
+    def record_saved_elsewhere(self, tensor: Tensor, is_held: bool) -> None:
+        if threading.get_ident() == self.thread:
+            self.record_saved(tensor, is_held)
+
     def record_saved(self, tensor: Tensor, is_held: bool = True) -> list[SavedTensor]:
         # A node takes its number before it saves its first tensor.
         node = next_node_number()
         # Not what the model calls without holding it: nothing finds its hooks again.
         reader = self.modules[-1] if self.modules[-1] in self.paths else None
+        differentiated = self.call_in_backward()
         found = []
         for storage in self.storages_of([tensor]):
-            saved = SavedTensor(next(self.clock), node, self.call, is_held, reader)
+            call = self.call
+            if differentiated is not None and storage in differentiated.storages:
+                call = differentiated
+                call.is_differentiated_twice = True
+            saved = SavedTensor(next(self.clock), node, call, is_held, reader)
             self.recording.saved[storage].append(saved)
             found.append(saved)
         return found
+
+    def call_in_backward(self) -> Call | None:
+        """The call of an activation whose own backward runs, inside of forward."""
+        node = running_node()
+        if node is None:
+            return None
+        number = node._sequence_nr()
+        return next((call for call in self.recording.calls if number in call.nodes), None)
 
     def __torch_dispatch__(
         self,
@@ -192,16 +228,16 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         time = next(self.clock)
+        if self.call is not None or func.is_view:
+            return func(*args, **kwargs)
+        call = self.function(func, args, kwargs, time)
         result = func(*args, **kwargs)
-        if self.call is None and not func.is_view:
-            self.record_operation(func, args, kwargs, time)
-            if func.overloadpacket.__name__ in NORMS and not result[0].is_nested:
-                (output,) = self.storages_of(result[:1])
-                kind, maps = type(self.modules[-1]).__name__, _bytes_of_maps(func, *result[:2])
-                norm = NormCall(
-                    self.stack[-1], kind, time, output, maps, _layout_is_known(func, args)
-                )
-                self.recording.norms.append(norm)
+        self.record_operation(func, args, kwargs, result, time, call)
+        if func.overloadpacket.__name__ in NORMS and not result[0].is_nested:
+            (output,) = self.storages_of(result[:1])
+            kind, maps = type(self.modules[-1]).__name__, _bytes_of_maps(func, *result[:2])
+            norm = NormCall(self.stack[-1], kind, time, output, maps, _layout_is_known(func, args))
+            self.recording.norms.append(norm)
         return result
 
     def record_read(self, name: str, arguments: Any) -> None:
@@ -212,7 +248,13 @@ class _Recorder(TorchDispatchMode):
                 self.recording.handed_out.add(storage)
 
     def record_operation(
-        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], time: int
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        time: int,
+        call: Call | None,
     ) -> None:
         operation = func.overloadpacket.__name__
         if operation in _READ_NO_VALUES:
@@ -224,22 +266,67 @@ class _Recorder(TorchDispatchMode):
             is_written = parameter.alias_info is not None and parameter.alias_info.is_write
             for storage in self.storages_of(tensors_passed(value)):
                 used[storage] = used.get(storage, False) or is_written
+        differentiated = self.call_in_backward()
         for storage, is_written in used.items():
-            self.recording.events[storage].append(Event(time, name, is_written))
+            # What an activation's own backward reads is what it has kept.
+            if differentiated is None or storage not in differentiated.storages or is_written:
+                self.recording.events[storage].append(Event(time, name, is_written, call))
         if not used:
             return
         node = next_node_number()
         self.recording.node_names.setdefault(node, name)
-        activation = _FUNCTIONS.get(operation)
-        if (
-            activation is not None
-            and activation.is_call(args)
-            and func.namespace == "aten"
-            and not self.is_in_activation
-        ):
-            line = _line_of_the_model()
-            function = FunctionCall(name, activation.name, line)
-            self.recording.functions.setdefault((name, line), function).nodes.add(node)
+        if call is not None:
+            (call.output,) = self.storages_of([result])
+            call.keeps_layout = strides(result) == strides(args[0])
+            self.recording.calls.append(call)
+            if call.needs_grad:
+                call.nodes = range(node - 1, node)
+                self.calls_of_functions[node] = call
+        elif not self.is_in_activation and running_node() is None:
+            made = list(self.storages_of(tensors_passed(result)))
+            self.other_kinds.see(operation, args, list(used), made, node)
+
+    def function(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], time: int
+    ) -> Call | None:
+        """The call of an activation that the operation is going to be, if it is one."""
+        function = None if self.is_in_activation else function_called(func, args, kwargs)
+        if function is None:
+            return None
+        x = args[0]
+        module = self.modules[-1] if self.is_activation(self.modules[-1]) else None
+        location, is_torchs = line_that_calls()
+        line = Line(location, is_torchs, *function, module)
+        if not is_plain(x) or not has_storage(x):
+            self.recording.not_followed[line] = "called with another kind of tensor"
+            return None
+        return self.call_on(x, line, self.named(func.overloadpacket.__name__), time)
+
+    def is_activation(self, module: nn.Module) -> bool:
+        """Whether the model holds it as one, though in no slot."""
+        is_torchs = type(module).__module__ == nn.SiLU.__module__
+        return module in self.paths and (is_torchs or recognise_class(module) is not None)
+
+    def call_on(self, x: Tensor, place: Slot | Line, name: str, time: int) -> Call:
+        (input,) = self.storages_of([x])
+        return Call(
+            place,
+            name,
+            time,
+            input,
+            input,
+            elements=x.numel(),
+            shape=tuple(x.shape),
+            dtype=x.dtype,
+            device=x.device,
+            needs_grad=x.requires_grad and torch.is_grad_enabled(),
+            detaches=x.requires_grad and not torch.is_grad_enabled(),
+            is_leaf=x.is_leaf and not x._is_view(),
+            refused_view=refused_view(x),
+            overlaps=may_overlap(x),
+            has_kernel=has_kernel(x),
+            after_norm=_follows_from_norm(x),
+        )
 
     def activation(self, slot: Slot, *args: Any, **kwargs: Any) -> Any:
         objection = self.not_to_be_followed(args, kwargs)
@@ -251,33 +338,34 @@ class _Recorder(TorchDispatchMode):
             finally:
                 self.is_in_activation = False
         (x,) = args
-        (input,) = self.storages_of([x])
-        self.call = call = Call(
-            slot,
-            next(self.clock),
-            input,
-            input,
-            elements=x.numel(),
-            dtype=x.dtype,
-            device=x.device,
-            needs_grad=x.requires_grad and torch.is_grad_enabled(),
-            detaches=x.requires_grad and not torch.is_grad_enabled(),
-            is_leaf=x.is_leaf and not x._is_view(),
-            refused_view=refused_view(x),
-            overlaps=may_overlap(x),
-            has_kernel=has_kernel(x),
-            after_norm=_follows_from_norm(x),
-        )
+        self.call = call = self.call_on(x, slot, slot.name, next(self.clock))
+        call.order = self.order(slot, x)
+        first_node = next_node_number()
         try:
             with OwnHooks(self.pack, _unpack):
                 result = slot.recognised.function(x)
         finally:
             self.call = None
+        call.nodes = range(first_node, next_node_number())
         (call.output,) = self.storages_of([result])
         call.keeps_layout = strides(result) == strides(x)
         self.recording.calls.append(call)
-        self.recording.events[input].append(Event(call.time, slot.name, False, call))
+        self.recording.events[call.input].append(Event(call.time, slot.name, False, call))
         return result
+
+    def order(self, slot: Slot, x: Tensor) -> Order | None:
+        """How the call that begins is told from the slot's others."""
+        *callers, called = self.modules
+        if not callers or called is not slot.parent._modules[slot.key]:
+            return None  # its forward was called, past the hooks
+        caller = callers[-1]
+        # In a checkpoint that the caller enters, a part of its forward runs again, alone.
+        runs_alone = innermost_saved_tensors_hook() is not self.hooks_on_entry.get(caller)
+        if caller not in self.paths or isinstance(caller, torch.jit.ScriptModule) or runs_alone:
+            return None
+        calls = self.counts.setdefault(caller, Counter())
+        calls[slot] += 1
+        return Order(caller, calls[slot] - 1, producer_of(x))
 
     def not_to_be_followed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         if self.call is not None or kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
@@ -315,12 +403,3 @@ def _unpack(kept: _Kept) -> Tensor:
     if kept.tensor is None:
         raise RuntimeError("a graph of the run that convert analysed is used after it")
     return kept.tensor
-
-
-def _line_of_the_model() -> str:
-    """File and line of the innermost caller outside of torch and of this package."""
-    outside = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, _ops.__file__))
-    frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(outside) and frame.f_back is not None:
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

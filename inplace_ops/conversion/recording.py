@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from ..activations import Activation
+from .recognise import Recognised
 from .slots import Slot
 
 # The operations that run norms.
@@ -18,8 +20,35 @@ NORMS = frozenset(
 
 
 @dataclass(frozen=True)
+class Line:
+    """A line of code that calls an activation as a function.
+
+    Attributes:
+        location: File and line, "models/unet.py:83".
+        is_torchs: Whether the line is PyTorch's own.
+        activation: Which one.
+        scalars: Its scalar arguments, in order.
+        inplace: Whether it overwrites its input.
+        module: The activation's module that it is called by, one that is none of the slots'.
+    """
+
+    location: str
+    is_torchs: bool
+    activation: Activation
+    scalars: tuple[float, ...]
+    inplace: bool
+    module: nn.Module | None
+
+    @property
+    def recognised(self) -> Recognised:
+        """The activation as the line computes it."""
+        named = dict(zip(self.activation.scalars, self.scalars, strict=True))
+        return Recognised(self.activation, self.activation.torch_function, named)
+
+
+@dataclass(frozen=True)
 class Event:
-    """An operation, or the call of an activation module, that reads a storage or writes to it."""
+    """An operation, or the call of an activation, that reads a storage or writes to it."""
 
     time: int
     name: str
@@ -48,14 +77,16 @@ class SavedTensor:
 
 @dataclass(eq=False)
 class Call:
-    """One call of an activation module, and its input as it was then.
+    """One call of an activation, and its input as it was then.
 
     Attributes:
-        slot: Where the module is held.
+        place: The slot that holds the module, or the line of code that calls the function.
+        name: What reports call it: the slot's name, or that of the calling module and the function.
         time: When.
         input: The input's storage.
-        output: The output's storage, another one: the activations run out of place.
+        output: The output's storage: another one, but for functions that overwrite their input.
         elements: The input's number of elements.
+        shape: The input's.
         dtype: The input's.
         device: The input's.
         needs_grad: Whether a gradient flows through the call.
@@ -64,15 +95,21 @@ class Call:
         refused_view: What kind of view the input is, if autograd does not let it be modified.
         overlaps: Whether elements of the input may share memory.
         has_kernel: Whether there is one for its device and dtype.
+        order: How it is told from the slot's other calls; None where it cannot be.
         keeps_layout: Whether the output out of place has the input's strides.
         after_norm: Whether the input follows from a norm's input.
+        nodes: The numbers of its autograd nodes.
+        is_held: Whether the graph still holds what it saved when forward has ended.
+        is_differentiated_twice: Whether forward itself takes a gradient of its gradient.
     """
 
-    slot: Slot
+    place: Slot | Line
+    name: str
     time: int
     input: int
     output: int
     elements: int
+    shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     needs_grad: bool
@@ -81,8 +118,37 @@ class Call:
     refused_view: str
     overlaps: bool
     has_kernel: bool
+    order: Order | None = None
     keeps_layout: bool = True
     after_norm: bool = False
+    nodes: range = range(0)
+    is_held: bool = True
+    is_differentiated_twice: bool = False
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether it did so in the run."""
+        return self.input == self.output
+
+    @property
+    def storages(self) -> tuple[int, int]:
+        """Those of input and output."""
+        return self.input, self.output
+
+
+@dataclass(frozen=True)
+class Order:
+    """How a call is told from the other calls of its slot.
+
+    Attributes:
+        caller: The module that calls it.
+        index: How many calls in the present forward of that module came before.
+        producer: What formed the input.
+    """
+
+    caller: nn.Module
+    index: int
+    producer: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,12 +173,15 @@ class NormCall:
 
 
 @dataclass
-class FunctionCall:
-    """An activation called as a function: it is reported, not replaced."""
+class OtherKind:
+    """Calls of an activation that there is no in-place form of here.
 
-    name: str
-    activation: str
-    line: str
+    Attributes:
+        calls: How many.
+        nodes: Their autograd nodes.
+    """
+
+    calls: int = 0
     nodes: set[int] = field(default_factory=set)
 
 
@@ -121,7 +190,7 @@ class Recording:
     """What happened in one run. Storages are numbers that no two of them share.
 
     Attributes:
-        calls: Of the activation modules, in time.
+        calls: Of the activations, in time.
         events: By storage, in time.
         saved: What was saved for backward, by storage, in time.
         owners: The storages that were there before, and what they are.
@@ -132,8 +201,8 @@ class Recording:
         handed_out: The storages whose memory was given to something else than PyTorch.
         returned: The storages that the model returns.
         node_names: The operations by the numbers of their autograd nodes.
-        functions: The activations called as functions, by name and line.
-        not_followed: The slots whose calls cannot be judged, and why.
+        other_kinds: Activations of other kinds than those in `calls`, by kind.
+        not_followed: The slots and lines whose calls cannot be judged, and why.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -147,23 +216,22 @@ class Recording:
     handed_out: set[int] = field(default_factory=set)
     returned: set[int] = field(default_factory=set)
     node_names: dict[int, str] = field(default_factory=dict)
-    functions: dict[tuple[str, str], FunctionCall] = field(default_factory=dict)
-    not_followed: dict[Slot, str] = field(default_factory=dict)
+    other_kinds: dict[str, OtherKind] = field(default_factory=dict)
+    not_followed: dict[Slot | Line, str] = field(default_factory=dict)
 
     def saver(self, saved: SavedTensor) -> str:
         """The name of what saved it."""
         if saved.call is not None:
-            return saved.call.slot.name
+            return saved.call.name
         return self.node_names.get(saved.node, "an autograd Function")
 
     def bytes_of_call(self, call: Call) -> int:
         """Bytes that this call alone holds for backward."""
         return self._bytes_held_by(lambda saved: saved.call is call)
 
-    def bytes_of_function(self, function: FunctionCall) -> int:
-        """Bytes that this function alone holds for backward."""
-        nodes = function.nodes
-        return self._bytes_held_by(lambda saved: saved.call is None and saved.node in nodes)
+    def bytes_of_kind(self, kind: OtherKind) -> int:
+        """Bytes that these calls alone hold for backward."""
+        return self._bytes_held_by(lambda saved: saved.call is None and saved.node in kind.nodes)
 
     def _bytes_held_by(self, condition: Callable[[SavedTensor], bool]) -> int:
         """Bytes that are held for backward, and only where `condition` is true."""

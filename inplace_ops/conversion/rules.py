@@ -7,9 +7,19 @@ the run with the present decisions, and returns why it does not hold, or None.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from .forecast import Forecast
 from .recording import Call
+from .tensors import SEVERAL_VIEWS
+
+
+class Objection(NamedTuple):
+    """Why a rule does not hold, and for which call."""
+
+    reason: str
+    call: Call
+
 
 Rule = Callable[[Call, Forecast], "str | None"]
 
@@ -31,7 +41,15 @@ def is_no_leaf(call: Call, run: Forecast) -> str | None:
 
 def is_no_refused_view(call: Call, run: Forecast) -> str | None:
     """Autograd refuses to modify some views."""
-    return f"input is {call.refused_view}" if call.needs_grad and call.refused_view else None
+    if not (call.needs_grad and call.refused_view):
+        return None
+    reason = f"input is {call.refused_view}"
+    if call.refused_view == SEVERAL_VIEWS:
+        function = f"`inplace_ops.{call.place.recognised.activation.function}`"
+        reason += (
+            f"; cut by `narrow` or slices, {function} may overwrite one before the rest is read"
+        )
+    return reason
 
 
 def does_not_overlap(call: Call, run: Forecast) -> str | None:
@@ -91,9 +109,15 @@ SAFETY: list[Rule] = [
 ]
 
 
-def objection(calls: Iterable[Call], run: Forecast) -> str | None:
+def objection(calls: Iterable[Call], run: Forecast) -> Objection | None:
     """Why one of the calls may not overwrite its input; None where all may."""
-    return next((why for call in calls for rule in SAFETY if (why := rule(call, run))), None)
+    for call in calls:
+        # What overwrites it already is meant to.
+        for rule in [has_a_kernel] if call.overwrites else SAFETY:
+            reason = rule(call, run)
+            if reason is not None:
+                return Objection(reason, call)
+    return None
 
 
 def output_is_not_written(call: Call, run: Forecast) -> str | None:

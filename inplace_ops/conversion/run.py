@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,6 +36,20 @@ class Example:
                 "example_inputs must be a tensor, a tuple of arguments or a dict of keyword "
                 f"arguments, got {type(inputs).__name__}"
             )
+
+    def check(self, model: nn.Module) -> None:
+        """Raise TypeError where a dict can only have been meant as the model's one argument."""
+        if not self.kwargs or self.args:
+            return
+        signature = inspect.signature(model.forward)
+        try:
+            signature.bind(**self.kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"example_inputs: the dict's entries are passed as keyword arguments, and the "
+                f"model's forward{signature} does not take these ({error}): for a model whose one "
+                "argument is a dict pass a tuple, (batch,)"
+            ) from error
 
     def tensors(self) -> list[Tensor]:
         """All tensors among the arguments, see `tensors_in`."""
@@ -123,8 +139,11 @@ def reentrant_checkpoints_as_the_others() -> Iterator[None]:
     Theirs is a forward without a graph, in which nothing is seen to be saved, and a backward that
     `torch.autograd.grad` cannot run.
     """
+    thread, reentrant = threading.get_ident(), CheckpointFunction.apply
 
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        if threading.get_ident() != thread:
+            return reentrant(function, preserve_rng_state, *args)
         return checkpoint(
             function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from ..activations import Save
+from .calls import CallByCall, InPlaceCall
 from .recognise import Recognised, recognise
 
 _ORIGINAL = "_converted_from"  # where a module put in by `convert` keeps the one it stands for
@@ -19,13 +21,23 @@ _ORIGINAL = "_converted_from"  # where a module put in by `convert` keeps the on
 
 @dataclass(eq=False)
 class Slot:
-    """A module's attribute, or a container's entry, that holds an activation."""
+    """A module's attribute, or a container's entry, that holds an activation.
+
+    Attributes:
+        name: The path in the model.
+        parent: What holds it.
+        key: Under which name.
+        original: The model's own module.
+        recognised: Which activation that is.
+        is_shared: Whether other slots hold the same module.
+    """
 
     name: str
     parent: nn.Module
     key: str
     original: nn.Module
     recognised: Recognised
+    is_shared: bool
 
     @property
     def inplace(self) -> bool:
@@ -42,10 +54,36 @@ class Slot:
         module = self.recognised.build(save=fallback, **({"bits": bits} if takes_bits else {}))
         if save == "recompute":
             module.save, module.fallback = save, fallback  # type: ignore[assignment]
+        return self._standing_in(module)
+
+    def converted_in(self, calls: Mapping[int, InPlaceCall]) -> nn.Module:
+        """The same, put in place in these of its calls alone."""
+        module = self.recognised.build()
+        module.calls = CallByCall(self.original, calls)  # type: ignore[assignment]
+        return self._standing_in(module)
+
+    def _standing_in(self, module: nn.Module) -> nn.Module:
         of_every_module = vars(nn.Module())
         own = {name: value for name, value in vars(module).items() if name not in of_every_module}
-        vars(module).update({**vars(self.original), **own, _ORIGINAL: self.original})
+        # The original's own dicts of hooks, so that what removes one finds it; but where it may
+        # still stand in the model, a hook on one is not to be one on all.
+        originals = {
+            name: value.copy() if self.is_shared and isinstance(value, dict) else value
+            for name, value in vars(self.original).items()
+        }
+        vars(module).update({**originals, **own, _ORIGINAL: self.original})
         return module
+
+
+def put_back(original: nn.Module, module: nn.Module) -> None:
+    """Give the original what was set since on the module that stands in for it."""
+    for name in vars(nn.Module()):
+        own, value = vars(original)[name], vars(module)[name]
+        if not isinstance(value, dict):
+            vars(original)[name] = value
+        elif own is not value:
+            known = [hook for hook in own.values() if callable(hook)]
+            own |= {k: hook for k, hook in value.items() if k not in own and hook not in known}
 
 
 def original_of(module: nn.Module) -> nn.Module | None:
@@ -55,17 +93,18 @@ def original_of(module: nn.Module) -> nn.Module | None:
 
 def find_slots(model: nn.Module) -> list[Slot]:
     """All slots of `model`, seen through an earlier conversion."""
-    slots = []
-    for path, parent in model.named_modules():
-        for key, child in parent._modules.items():
-            if child is None:
-                continue
-            original = original_of(child) or child
-            recognised = recognise(original)
-            if recognised is not None:
-                name = f"{path}.{key}" if path else key
-                slots.append(Slot(name, parent, key, original, recognised))
-    return slots
+    held = [
+        (f"{path}.{key}" if path else key, parent, key, original_of(child) or child)
+        for path, parent in model.named_modules()
+        for key, child in parent._modules.items()
+        if child is not None
+    ]
+    times = Counter(original for *_, original in held)
+    return [
+        Slot(name, parent, key, original, recognised, times[original] > 1)
+        for name, parent, key, original in held
+        if (recognised := recognise(original)) is not None
+    ]
 
 
 @contextmanager

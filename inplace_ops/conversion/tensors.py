@@ -13,11 +13,13 @@ from torch import Tensor
 from .. import _ops
 from .._torch import creation_meta, elements_share_memory, tree_leaves
 
+SEVERAL_VIEWS = "one of several views made at once, as by `chunk` or `split`"
+
 # By how autograd says that a view was made.
 _REFUSED_VIEWS = {
     "DEFAULT": "",
     "IN_CUSTOM_FUNCTION": "a view made by an autograd Function, as a module's backward hook",
-    "MULTI_OUTPUT_NODE": "one of several views made at once, as by `chunk` or `split`",
+    "MULTI_OUTPUT_NODE": SEVERAL_VIEWS,
     "NO_GRAD_MODE": "a view made under no_grad",
 }
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -17,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..activations import Save
 from ..readers import outputs_saved_by
 from .conversion import Conversion
+from .progress import Progress
 from .run import Example, preserved, reentrant_checkpoints_as_the_others
 from .slots import Slot, intercepted
 from .tensors import tensors_in
@@ -38,7 +37,10 @@ class VerificationError(RuntimeError):
     """The converted model does not compute what the original does."""
 
 
-def verify(model: nn.Module, example: Example, conversion: Conversion) -> None:
+RUNS = 4
+
+
+def verify(model: nn.Module, example: Example, conversion: Conversion, progress: Progress) -> None:
     """Raise VerificationError unless the model stays what it is with the conversion put in.
 
     First an exact in-place activation stands in the slots: outputs and gradients must then equal
@@ -49,16 +51,27 @@ def verify(model: nn.Module, example: Example, conversion: Conversion) -> None:
     modules = conversion.modules
     if not modules and not conversion.readers:
         return
-    steps = _Steps(4)
-    steps.next("the original")
+
+    def chosen(slot: Slot, x: Tensor) -> nn.Module:
+        """What runs the present call."""
+        calls = getattr(modules[slot], "calls", None)
+        return modules[slot] if calls is None else calls.chosen(modules[slot], x)
+
+    def exactly(slot: Slot, x: Tensor) -> Tensor:
+        """The present call, exact, in place where it is to be."""
+        module = chosen(slot, x)
+        return module.forward(x) if module is slot.original else _exact(slot, x)
+
+    progress.next("the original")
     original = _gradients(model, example)
-    steps.next("the original again")
+    progress.next("the original again")
     again = _gradients(model, example, perturbed=True)
     noise = _noise(original, again)
     del again
 
-    steps.next("exact activations in place")
-    with intercepted(modules, _exact, modules):
+    progress.next("exact activations in place")
+    with preserved(model, example), intercepted(modules, exactly, modules):
+        conversion.hook_callers()
         exact = _run_converted(model, example)
     for name in original | exact:
         tolerance = noise.get(name, 0.0)
@@ -66,18 +79,21 @@ def verify(model: nn.Module, example: Example, conversion: Conversion) -> None:
             repeats = f" by more than its runs differ by ({tolerance:.3g})" if tolerance else ""
             raise VerificationError(
                 f"{name} of the converted model differs from the original's{repeats}; "
-                f"{_first_difference(model, example, modules)}"
+                f"{_first_difference(model, example, conversion, exactly)}"
             )
     del exact
 
-    steps.next("the converted model")
+    progress.next("the converted model")
 
     def checked(slot: Slot, x: Tensor) -> Tensor:
-        _check_derivative(slot, modules[slot], x)
-        return modules[slot].forward(x)
+        module = chosen(slot, x)
+        if module is not slot.original:
+            _check_derivative(slot, module, x)
+        return module.forward(x)
 
     with preserved(model, example), intercepted(modules, checked, modules):
-        conversion.hook(_check_and_drop)
+        conversion.hook_callers()
+        conversion.hook_readers(_check_and_drop)
         _run_converted(model, example)
 
 
@@ -93,22 +109,6 @@ def _check_and_drop(module: nn.Module, args: Any, output: Any) -> None:
                     f"reads: the two differ by up to {float(difference[finite].max()):.3g}"
                 )
         saved.drop()
-
-
-class _Steps:
-    """Says on a terminal what runs, once it has lasted."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.done = 0
-        self.start = time.monotonic()
-
-    def next(self, what: str) -> None:
-        self.done += 1
-        seconds = time.monotonic() - self.start
-        if seconds > 2 and sys.stderr.isatty():
-            line = f"convert: verifying, run {self.done} of {self.count} ({what}), {seconds:.0f} s"
-            print(line, file=sys.stderr)
 
 
 def _gradients(model: nn.Module, example: Example, perturbed: bool = False) -> dict[str, Tensor]:
@@ -271,8 +271,14 @@ def _original(slot: Slot, x: Tensor) -> Tensor:
     return type(slot.original).forward(slot.original, x)
 
 
-def _first_difference(model: nn.Module, example: Example, modules: Mapping[Slot, nn.Module]) -> str:
+def _first_difference(
+    model: nn.Module,
+    example: Example,
+    conversion: Conversion,
+    exactly: Callable[[Slot, Tensor], Tensor],
+) -> str:
     """Where the original and the exact activations in place part first, in words."""
+    modules = conversion.modules
 
     def fingerprints(
         activation: Callable[[Slot, Tensor], Tensor],
@@ -294,12 +300,13 @@ def _first_difference(model: nn.Module, example: Example, modules: Mapping[Slot,
                 y.register_hook(lambda gradient: note("incoming gradient", gradient))
             return y
 
-        with intercepted(modules, forward, put_in):
+        with preserved(model, example), intercepted(modules, forward, put_in):
+            conversion.hook_callers()
             _gradients(model, example)
         return found
 
     original, again = fingerprints(_original), fingerprints(_original)
-    exact = fingerprints(_exact, modules)
+    exact = fingerprints(exactly, modules)
     for key, value in original.items():
         if not _agree(key, exact, original, _NOISE * _difference(again[key], value)):
             return f"first in {key}"
