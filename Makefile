@@ -1,6 +1,6 @@
 # make demo: train on real data and compare memory. make test: build and run the tests, but for
 # those marked exhaustive; PYTEST_ADDOPTS="-m ''" runs these too.
-# make tables: write the README's tables from benchmarks/results.
+# make tables: write the tables of docs/ from benchmarks/results.
 # make models: convert, verify and train the models of other libraries, all of them.
 # All set up $(VENV) first. TORCH names the torch to install, for example
 #   make demo TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
@@ -25,14 +25,14 @@ test: $(INSTALLED)
 	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/pytest $(PARALLEL)
 
 tables: $(INSTALLED)
-	$(VENV)/bin/python benchmarks/readme_tables.py
+	$(VENV)/bin/python benchmarks/tables.py
 
 models: $(INSTALLED)
 	$(VENV)/bin/pip install -q -e '.[models]' --no-build-isolation
 	INPLACE_OPS_MODELS=all $(VENV)/bin/pytest tests/test_models.py
 
 lint: $(INSTALLED)
-	$(VENV)/bin/python benchmarks/readme_tables.py --check
+	$(VENV)/bin/python benchmarks/tables.py --check
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/clang-format --dry-run --Werror $$(find csrc tests benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.cu*')

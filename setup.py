@@ -1,7 +1,7 @@
 """Builds the CPU extension, and the CUDA one where a toolkit and a CUDA-built torch are found.
 
-FORCE_CPU=1, FORCE_CUDA=1 and TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX", "native") are honoured: see the
-README.
+FORCE_CPU=1, FORCE_CUDA=1 and TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX", "native") are honoured: see
+docs/building.md.
 """
 
 import contextlib

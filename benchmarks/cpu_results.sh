@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measures all that benchmarks/results has of the CPU, on one machine and of one commit, draws it and
-# writes the README's tables.
+# writes the tables of docs/.
 #
 #   benchmarks/cpu_results.sh [PART...]
 #
@@ -43,4 +43,4 @@ bench models timm:{efficientnet_b0,regnety_016,cspdarknet53} ultralytics:{yolov8
 mv "$out"/*.csv benchmarks/results/
 rmdir "$out"
 "$python" benchmarks/plot.py
-"$python" benchmarks/readme_tables.py
+"$python" benchmarks/tables.py

@@ -179,7 +179,7 @@ fi
     [ ! -e "$log" ] || tail -n 1 "$log" | sed 's/,/ | /g; s/^/| /; s/$/ |/'
   done
   echo
-  "$python" benchmarks/readme_tables.py --print "$out"
+  "$python" benchmarks/tables.py --print "$out"
 } >"$out/summary.md" 2>&1 || failed=1
 echo
 cat "$out/summary.md"

@@ -1,4 +1,4 @@
-"""The record of a run for the README's table of compatibility.
+"""The record of a run for the table in docs/compatibility.md.
 
 `pytest --compatibility` writes to compatibility.csv how many tests of each row passed on this torch
 and Python, and why others did not run.

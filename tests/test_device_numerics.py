@@ -3,7 +3,7 @@
 device_numerics.cpp compiles the device's branches of the mathematics for the host, and
 emulated_hardware.h gives each of the hardware's functions as its exact value and an error: the
 largest that is documented, with every combination of signs, or shares of it by chance, or a
-multiple of it. What is checked is what the README states, against float64.
+multiple of it. What is checked is what docs/accuracy.md states, against float64.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def inputs(curve: Curve, dtype: torch.dtype) -> Tensor:
     return x[x < torch.finfo(dtype).max / 7]
 
 
-# What the README states, and how many times the documented errors it survives at least: SiLU, and
-# every curve.
+# What docs/accuracy.md states, and how many times the documented errors it survives at least: SiLU,
+# and every curve.
 GUARANTEES: list[tuple[Callable[[Device, Tensor], bool], torch.dtype, int, int]] = [
     (values_are_right, torch.float32, 64, 1),
     (values_are_right, torch.float16, 512, 64),

@@ -1,4 +1,4 @@
-"""Writes the tables of README.md from the result files.
+"""Writes the tables of the documentation from the result files.
 
 Between `<!-- results: DEVICE -->` and `<!-- end -->` stand the tables of all results/*_DEVICE.csv;
 for "compatibility" the table of tests/compatibility.csv, for "errors" that of the activations.
@@ -19,8 +19,9 @@ from measure import RESULTS, read_csv
 
 from inplace_ops.activations import ACTIVATIONS
 
-README = Path(__file__).parent.parent / "README.md"
-COMPATIBILITY = README.parent / "tests" / "compatibility.csv"
+PROJECT = Path(__file__).parent.parent
+PAGES = sorted((PROJECT / "docs").glob("*.md"))
+COMPATIBILITY = PROJECT / "tests" / "compatibility.csv"
 Rows = list[dict[str, str]]
 OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 LARGE = 64 * 2**20  # bytes from which a kernel is to reach the copy bandwidth
@@ -291,7 +292,7 @@ def errors() -> str:
 
 
 def block(name: str) -> str:
-    """What stands in the README's block of that name."""
+    """What stands in a page's block of that name."""
     if name == "errors":
         return errors()
     if name == "compatibility":
@@ -300,7 +301,7 @@ def block(name: str) -> str:
 
 
 def main() -> None:
-    """Rewrite README.md, check it, or print."""
+    """Rewrite the pages, check them, or print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--print", type=Path, metavar="FOLDER")
@@ -310,17 +311,18 @@ def main() -> None:
         print("\n\n".join(tables(arguments.print, device) for device in sorted(devices)))
         return
 
-    text = README.read_text()
-    updated = re.sub(
-        r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)",
-        lambda found: f"{found[1]}\n{block(found[2])}\n\n{found[3]}",
-        text,
-        flags=re.DOTALL,
-    )
-    if not arguments.check:
-        README.write_text(updated)
-    elif updated != text:
-        sys.exit("README.md: the tables are not those of benchmarks/results: run `make tables`")
+    for page in PAGES:
+        text = page.read_text()
+        updated = re.sub(
+            r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)",
+            lambda found: f"{found[1]}\n{block(found[2])}\n\n{found[3]}",
+            text,
+            flags=re.DOTALL,
+        )
+        if not arguments.check:
+            page.write_text(updated)
+        elif updated != text:
+            sys.exit(f"{page.name}: its tables are not those of the results: run `make tables`")
 
 
 if __name__ == "__main__":
