@@ -82,6 +82,17 @@ def test_hooks_on_each_place_of_a_shared_module() -> None:
     assert since == places[1:]
 
 
+def test_hooks_of_a_model_that_is_converted_again() -> None:
+    shared, seen = nn.SiLU(), []
+    model = nn.Sequential(nn.Linear(4, 4), shared, nn.Linear(4, 4), shared, nn.Linear(4, 4))
+    inplace_ops.convert(model, torch.randn(2, 4))
+    model[1].register_forward_hook(lambda m, inputs, output: seen.append(m))
+    inplace_ops.convert(model, torch.randn(2, 4))
+    seen.clear()
+    model(torch.randn(2, 4))
+    assert model[1] in seen
+
+
 def test_hooks_of_a_module_that_is_left_in_some_places() -> None:
     model = Convolutions(nn.SiLU)
     inplace_ops.convert(model, images())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..activations import check_bits
 from ..memory import model_bytes
 from .calls import InPlaceCall
 from .conversion import Conversion, conversion_of, remove_hooks
-from .plan import Plan
+from .plan import Decision, Plan
 from .progress import Progress
 from .recognise import recognise
 from .recorder import record
@@ -74,9 +74,13 @@ def convert(
         Whatever the model raises on the example, unchanged.
     """
     with _ONE_AT_A_TIME:
-        check = verify_conversion if verify else None
-        conversion, report = _analyze("convert", model, example_inputs, bits, optimize, check)
-        revert(model)
+        runs = RUNS_OF_VERIFY if verify else 0
+        analysis = _Analysis("convert", model, example_inputs, bits, optimize, runs)
+        revert(model)  # what was set on the modules of an earlier conversion is on the originals
+        conversion = analysis.conversion()
+        if verify:
+            verify_conversion(model, analysis.example, conversion, analysis.progress)
+        report = analysis.report(conversion)
         conversion.put()
         return report
 
@@ -93,7 +97,8 @@ def analyze(
     Takes the arguments of `convert`, and raises what it raises.
     """
     with _ONE_AT_A_TIME:
-        return _analyze("analyze", model, example_inputs, bits, optimize, None)[1]
+        analysis = _Analysis("analyze", model, example_inputs, bits, optimize, 0)
+        return analysis.report(analysis.conversion())
 
 
 def revert(model: nn.Module) -> None:
@@ -170,67 +175,80 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError("the model has uninitialized parameters: call it once before")
 
 
-def _analyze(
-    name: str,
-    model: nn.Module,
-    example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any],
-    bits: int | None,
-    optimize: str,
-    verify: Callable[[nn.Module, Example, Conversion, Progress], None] | None,
-) -> tuple[Conversion, Report]:
-    """What is to be put into the model, and the report. The model is as it was."""
-    check_bits("convert", "output", bits)
-    if optimize not in ("memory", "speed", "exact"):
-        raise ValueError(f'optimize must be "memory", "speed" or "exact", got {optimize!r}')
-    if torch.is_inference_mode_enabled():
-        raise RuntimeError("convert and analyze need autograd: call them outside of inference mode")
-    _check_model(model)
-    example = Example(example_inputs)
-    example.check(model)
-    slots, modes = find_slots(model), _other_modes(model)
-    runs = 1 + len(modes) + (RUNS_OF_VERIFY if verify else 0) + 2
-    progress = Progress(name, runs)
-    progress.next("recorded")
-    with preserved(model, example), torch.enable_grad():
-        recording = record(model, slots, example.copy())
-    in_other_modes = []
-    for mode in modes:
-        progress.next(f"recorded, in {'train' if mode else 'eval'} mode")
-        in_other_modes.append(_record_in_mode(mode, model, slots, example))
-    plan = Plan(slots, recording, [r for r in in_other_modes if r], bits, optimize)
-    conversion = _conversion(plan, slots, bits)
-    if verify is not None:
-        revert(model)
-        verify(model, example, conversion, progress)
-    progress.next("for the bytes it holds")
-    before = _model_bytes(model, example, None)
-    progress.next("for the bytes it holds, converted")
-    after = _model_bytes(model, example, conversion)
-    sites, others = sites_of(plan, slots, recording), other_activations(recording)
-    return conversion, Report(sites, [drop.output for drop in plan.drops], before, after, others)
+class _Analysis:
+    """The decisions for a model, which stays as it is; more runs may follow."""
 
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any],
+        bits: int | None,
+        optimize: str,
+        more_runs: int,
+    ) -> None:
+        check_bits("convert", "output", bits)
+        if optimize not in ("memory", "speed", "exact"):
+            raise ValueError(f'optimize must be "memory", "speed" or "exact", got {optimize!r}')
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "convert and analyze need autograd: call them outside of inference mode"
+            )
+        _check_model(model)
+        self.model, self.bits = model, bits
+        self.example = Example(example_inputs)
+        self.example.check(model)
+        self.slots, modes = find_slots(model), _other_modes(model)
+        self.progress = Progress(name, 1 + len(modes) + more_runs + 2)
+        self.progress.next("recorded")
+        with preserved(model, self.example), torch.enable_grad():
+            self.recording = record(model, self.slots, self.example.copy())
+        in_other_modes = []
+        for mode in modes:
+            self.progress.next(f"recorded, in {'train' if mode else 'eval'} mode")
+            in_other_modes.append(_record_in_mode(mode, model, self.slots, self.example))
+        runs = [recording for recording in in_other_modes if recording is not None]
+        self.plan = Plan(self.slots, self.recording, runs, bits, optimize)
 
-def _conversion(plan: Plan, slots: Sequence[Slot], bits: int | None) -> Conversion:
-    modules: dict[Slot, nn.Module] = {}
-    callers: dict[nn.Module, list[nn.Module]] = {}
-    for slot in slots:
-        in_place = {
-            decision.unit.index: (decision, slot.converted(decision.save, decision.fallback, bits))
-            for decision in plan.decisions
-            if decision.unit.place is slot and decision.save and decision.fallback
-        }
-        calls = {
-            index: InPlaceCall(module, decision.producers)
-            for index, (decision, module) in in_place.items()
-            if index is not None
-        }
-        if calls:
-            caller = next(d.caller for d, _ in in_place.values())
+    def conversion(self) -> Conversion:
+        """What is to be put into the model."""
+        modules: dict[Slot, nn.Module] = {}
+        callers: dict[nn.Module, list[nn.Module]] = {}
+        for slot in self.slots:
+            in_place = [d for d in self.plan.decisions if d.unit.place is slot and d.save]
+            if not in_place:
+                continue
+            if in_place[0].unit.index is None:
+                modules[slot] = self._in_place(slot, in_place[0])
+                continue
+            calls = {
+                decision.unit.index: InPlaceCall(self._in_place(slot, decision), decision.producers)
+                for decision in in_place
+                if decision.unit.index is not None
+            }
             modules[slot] = slot.converted_in(calls)
-            callers.setdefault(caller, []).append(modules[slot])
-        elif in_place:
-            modules[slot] = in_place[None][1]
-    return Conversion(modules, callers, {reader for drop in plan.drops for reader in drop.readers})
+            callers.setdefault(in_place[0].caller, []).append(modules[slot])
+        readers = {reader for drop in self.plan.drops for reader in drop.readers}
+        return Conversion(modules, callers, readers)
+
+    def _in_place(self, slot: Slot, decision: Decision) -> nn.Module:
+        assert decision.save is not None
+        assert decision.fallback is not None
+        return slot.converted(decision.save, decision.fallback, self.bits)
+
+    def report(self, conversion: Conversion) -> Report:
+        """What is decided, with the bytes that the whole model holds before and after."""
+        self.progress.next("for the bytes it holds")
+        before = _model_bytes(self.model, self.example, None)
+        self.progress.next("for the bytes it holds, converted")
+        after = _model_bytes(self.model, self.example, conversion)
+        return Report(
+            sites_of(self.plan, self.slots, self.recording),
+            [drop.output for drop in self.plan.drops],
+            before,
+            after,
+            other_activations(self.recording),
+        )
 
 
 def _model_bytes(model: nn.Module, example: Example, conversion: Conversion | None) -> int | None:
