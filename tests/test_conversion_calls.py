@@ -203,11 +203,33 @@ def test_two_callers() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             h = self.inner(x)
-            return self.inner.act(h) + h
+            y = self.inner.act(h) + h
+            return self.inner.second(self.inner.act(self.inner.second(y)))
 
     model = Two()
     (site,) = inplace_ops.convert(model, torch.randn(4, WIDTH, dtype=torch.float64)).sites
-    assert (site.converted, site.calls) == (False, 2)
+    assert (site.converted, site.calls) == (False, 3)
+
+
+def test_a_call_in_the_other_mode_alone() -> None:
+    """It runs as the original there, and keeps its input."""
+
+    def compute(m: Network, x: Tensor) -> Tensor:
+        h = m.first(x)
+        y = m.act(h) + h
+        h = m.second(m.act(m.second(y)))
+        z = 0 if m.training else m.act(h).sum()
+        return m.second(m.other(h)) + z
+
+    model = Network(compute, nn.SiLU)
+    model.other = nn.ReLU()
+    original, x = twin(model), torch.randn(4, WIDTH, dtype=torch.float64)
+    report = inplace_ops.convert(model, x)
+    assert [s.converted for s in report.sites] == [False, True, False]
+    assert report.sites[2].reason.endswith("in the other mode, train or eval")
+    for changed in (model, original):
+        changed.eval()
+    assert not differs(model, original, x)
 
 
 def test_a_block_that_is_called_twice() -> None:
@@ -234,23 +256,34 @@ def test_a_block_that_is_called_twice() -> None:
 
 
 def test_threads_that_share_a_model() -> None:
-    """Each counts its own calls, whatever the other has called in between."""
-    model, x = Denoiser(), example()
-    original = twin(model)
-    inplace_ops.convert(model, x)
-    expected = torch.autograd.grad(original(x).square().sum(), list(original.parameters()))
+    """Each counts its own calls: the second's first is not taken for the first's second."""
+
+    def compute(m: Network, x: Tensor) -> Tensor:
+        h = m.first(x)
+        y = m.act(h) + h
+        return m.second(m.act(m.second(y)))
+
+    model = Network(compute, nn.SiLU)
+    original, x = twin(model), torch.randn(4, WIDTH, dtype=torch.float64)
+    assert [s.converted for s in inplace_ops.convert(model, x).sites] == [False, True]
+
+    def gradients(model: nn.Module) -> tuple[Tensor, ...]:
+        weights = [p for p in model.parameters() if p.requires_grad]
+        return torch.autograd.grad(model(x).square().sum(), weights)
+
+    expected = gradients(original)
     barrier = threading.Barrier(2)
 
     def wait(*_: Any) -> None:
         barrier.wait(60)
 
-    model.blocks[0].time.register_forward_hook(wait)
-    model.blocks[1].conv1.register_forward_hook(wait)
+    model.first.register_forward_hook(wait)  # both have begun, and neither has called it
+    model.act.register_forward_hook(wait)
     results: list[Any] = []
 
     def train() -> None:
         for _ in range(3):
-            results.append(torch.autograd.grad(model(x).square().sum(), list(model.parameters())))
+            results.append(gradients(model))
 
     threads = [threading.Thread(target=train) for _ in range(2)]
     for thread in threads:
@@ -258,8 +291,8 @@ def test_threads_that_share_a_model() -> None:
     for thread in threads:
         thread.join()
     assert len(results) == 6
-    for gradients in results:
-        torch.testing.assert_close(gradients, expected, rtol=1e-6, atol=1e-6)
+    for result in results:
+        torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_compiled() -> None:

@@ -6,6 +6,7 @@ import copy
 import pickle
 import random
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -253,22 +254,32 @@ def test_hooks_and_attributes_stay() -> None:
 
 
 def test_threads_that_convert_at_once() -> None:
-    """Each model's run takes hooks that are everybody's, and the random state."""
-    models = [Network(lambda m, x: m.second(m.act(m.first(x))), nn.SiLU) for _ in range(3)]
+    """One after the other: the runs take hooks that are everybody's, and the random state."""
+    running: list[int] = []
+    at_once: list[int] = []
+
+    def compute(m: Network, x: Tensor) -> Tensor:
+        running.append(1)
+        time.sleep(0.002)
+        at_once.append(len(running))
+        running.pop()
+        return m.second(m.act(m.first(x)))
+
     x = torch.randn(4, WIDTH, dtype=torch.float64)
-    trained = Network(lambda m, x: m.second(m.act(m.first(x))), nn.SiLU)
     reports: list[inplace_ops.Report] = []
     done = threading.Event()
 
-    def convert(model: nn.Module) -> None:
-        for _ in range(5):
-            reports.append(inplace_ops.convert(model, x))
+    def convert() -> None:
+        model = Network(compute, nn.SiLU)
+        for function in (inplace_ops.convert, inplace_ops.analyze):
+            reports.append(function(model, x))
 
     def train() -> None:  # what runs beside is not part of any of them
+        trained = Network(lambda m, x: m.second(m.act(m.first(x))), nn.SiLU)
         while not done.is_set():
             checkpoint(trained, x.clone().requires_grad_(), use_reentrant=True).sum().backward()
 
-    converting = [threading.Thread(target=convert, args=(model,)) for model in models]
+    converting = [threading.Thread(target=convert) for _ in range(3)]
     training = threading.Thread(target=train)
     for thread in (training, *converting):
         thread.start()
@@ -276,6 +287,43 @@ def test_threads_that_convert_at_once() -> None:
         thread.join()
     done.set()
     training.join()
-    assert len(reports) == 15
+    assert len(reports) == 6
     assert all(report == reports[0] for report in reports)
-    assert [s.converted for s in reports[0].sites] == [True]
+    assert set(at_once) == {1}
+
+
+def test_another_thread_inside_of_a_module() -> None:
+    """What it calls meanwhile is not taken for the model's."""
+    inside, may_leave = threading.Event(), threading.Event()
+
+    class Waits(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            inside.set()
+            may_leave.wait(60)
+            return x
+
+    def twice(m: Network, x: Tensor) -> Tensor:
+        h = m.first(x)
+        return m.second(m.act(m.norm(m.act(h) + h)))
+
+    def compute(m: Network, x: Tensor, with_thread: bool) -> Tensor:
+        if not with_thread:
+            return twice(m, x)
+        inside.clear()
+        may_leave.clear()
+        thread = threading.Thread(target=Waits(), args=(x,))
+        thread.start()
+        inside.wait(60)
+        y = twice(m, x)
+        may_leave.set()
+        thread.join()
+        return y
+
+    reports = []
+    for with_thread in (False, True):
+        model = Network(lambda m, x, w=with_thread: compute(m, x, w), nn.SiLU)
+        model.norm = nn.LayerNorm(WIDTH, dtype=torch.float64)
+        reports.append(inplace_ops.convert(model, torch.randn(4, WIDTH, dtype=torch.float64)))
+    assert reports[0] == reports[1]
+    assert [s.converted for s in reports[0].sites] == [False, True]
+    assert reports[0].dropped[0].readers == ("second.addmm",)
