@@ -147,7 +147,7 @@ NETWORKS: dict[str, tuple[Callable[..., nn.Module], type[nn.Module], dict[str, M
 PRECISIONS = {"float32": (torch.float32, 1e-4), "bfloat16": (torch.bfloat16, 0.05)}
 
 
-@dataclass
+@dataclass(frozen=True)
 class Case:
     """A network, the precision that it is trained in, and what its activations are."""
 
@@ -206,22 +206,22 @@ def first_step(case: Case, images: Tensor, labels: Tensor) -> tuple[int, Tensor]
     return saved, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def verify(compared: list[Case], images: Tensor, labels: Tensor) -> dict[str, dict[str, Any]]:
+def verify(compared: list[Case], images: Tensor, labels: Tensor) -> dict[Case, dict[str, Any]]:
     """What each case saves, and the difference of its first gradient to PyTorch's, relative.
 
     Raises:
         AssertionError: If ours save as many bytes as PyTorch's, or a gradient differs too much.
     """
-    steps = {str(case): first_step(case, images, labels) for case in compared}
+    steps = {case: first_step(case, images, labels) for case in compared}
     columns = {}
     for case in compared:
-        saved, gradient = steps[str(case)]
-        pytorchs_saved, pytorchs_gradient = steps[str(replace(case, variant=BASELINE))]
+        saved, gradient = steps[case]
+        pytorchs_saved, pytorchs_gradient = steps[replace(case, variant=BASELINE)]
         is_pytorchs = case.variant in (BASELINE, OFF)
         assert (saved == pytorchs_saved) == is_pytorchs, f"{case} saves {saved} bytes"
         off_by = ((gradient - pytorchs_gradient).norm() / pytorchs_gradient.norm()).item()
         assert off_by <= PRECISIONS[case.precision][1], f"{case}: gradient off by {off_by:.1e}"
-        columns[str(case)] = {"saved_bytes": saved, "gradient_off_by": f"{off_by:.1e}"}
+        columns[case] = {"saved_bytes": saved, "gradient_off_by": f"{off_by:.1e}"}
     return columns
 
 
@@ -308,14 +308,14 @@ def main() -> None:
     )
     with written_to(out) as rows, pool:
         for (case, *_), row in zip(runs, pool.imap(train, runs), strict=True):
-            rows.append(row | verified[str(case)] | machine(arguments.device))
+            rows.append(row | verified[case] | machine(arguments.device))
             print(f"{len(rows)} of {len(runs)}:", *list(row.values())[:7], flush=True)
         pool.close()
         pool.join()
 
     print(f"\n{table(lines(rows))}\n\n{(time.monotonic() - begin) / 60:.1f} minutes")
     wrong = [
-        f"{[row[key] for key in (*CASE, 'seed')]} has not converged"
+        ", ".join(str(row[key]) for key in (*CASE, "seed")) + ": has not converged"
         for row in rows
         if not is_settled(row)
     ]

@@ -31,16 +31,17 @@ class Paired:
         """
         return abs(mean(self.differences)) <= 2 * stdev(self.pytorchs)
 
-    def cell(self, digits: int, scale: float = 1) -> str:
+    def cell(self, form: str, difference_form: str, scale: float = 1) -> str:
         """The mean and the standard deviation over the seeds, and those of the differences."""
 
-        def spread(values: list[float], sign: str = "") -> str:
+        def spread(values: list[float], form: str, sign: str = "") -> str:
             scaled = [scale * value for value in values]
-            deviation = f" ± {stdev(scaled):.{digits}f}" if len(scaled) > 1 else ""
-            return f"{mean(scaled):{sign}.{digits}f}{deviation}"
+            deviation = f" ± {stdev(scaled):{form}}" if len(scaled) > 1 else ""
+            return f"{mean(scaled):{sign}{form}}{deviation}"
 
-        difference = spread(self.differences, "+") if any(self.differences) else "equal"
-        return f"{spread(self.values)} ({difference})"
+        differ = any(self.differences)
+        difference = spread(self.differences, difference_form, "+") if differ else "equal"
+        return f"{spread(self.values, form)} ({difference})"
 
 
 def paired(rows: Sequence[dict[str, Any]], column: str, case: dict[str, str]) -> Paired:
@@ -73,6 +74,6 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
         line = body.setdefault(name, [name])
         line.append(f"{saved.values[0] / saved.pytorchs[0]:.3f}")
         line.append(f"{paired(rows, 'gradient_off_by', case).values[0]:.0e}")
-        line.append(paired(rows, "test_accuracy", case).cell(2, 100))
-        line.append(paired(rows, "test_loss", case).cell(4))
+        line.append(paired(rows, "test_accuracy", case).cell(".2f", ".2f", 100))
+        line.append(paired(rows, "test_loss", case).cell(".4f", ".0e"))
     return [header, *body.values()]
