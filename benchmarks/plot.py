@@ -170,8 +170,10 @@ def plot_training(path: Path) -> None:
     for axis, case in zip(axes[0], cases, strict=True):
         axis.set_title(", ".join(case), fontsize=9)
         axis.legend(fontsize=7)
+    seeds = len({row["seed"] for row in rows})
     for axis in axes[-1]:
-        axis.set_xlabel("epoch")
+        axis.set_xlabel(f"epoch; mean of {seeds} seeds, band from lowest to highest", fontsize=8)
+        axis.xaxis.get_major_locator().set_params(integer=True)
     save(figure, path, rows[0])
 
 
