@@ -5,8 +5,8 @@
 #   benchmarks/cpu_results.sh [PART...]
 #
 # Parts, all by default: activations blocks host memory models steps training. On two calm cores, with
-# nothing else running, they take about 40 minutes together. PYTHON names an interpreter that has the
-# package with .[models,demo].
+# nothing else running, they take about 40 minutes together without training, whose steps come to 13
+# more. PYTHON names an interpreter that has the package with .[models,demo].
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
