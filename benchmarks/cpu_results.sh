@@ -4,13 +4,13 @@
 #
 #   benchmarks/cpu_results.sh [PART...]
 #
-# Parts, all by default: activations blocks host memory models steps. On two calm cores, with
-# nothing else running, they take about 40 minutes together. PYTHON names an interpreter that has the
-# package with .[models,demo].
+# Parts, all by default: activations blocks host memory models steps training. On two calm cores, with
+# nothing else running, they take about 40 minutes together without training, whose steps come to 13
+# more. PYTHON names an interpreter that has the package with .[models,demo].
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-known="activations blocks host memory models steps"
+known="activations blocks host memory models steps training"
 for part in "$@"; do
   [[ " $known " == *" $part "* ]] || {
     sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'
@@ -39,6 +39,7 @@ bench models timm:{efficientnet_b0,regnety_016,cspdarknet53} ultralytics:{yolov8
   torchvision:{mobilenet_v2,mobilenet_v3_large,efficientnet_v2_s,densenet121,resnet50,vgg16_bn} \
   unets:{SegmentationUNet,DiffusionUNet} \
   --variants convert "convert, speed" --batch 8 2 --size 224 128
+bench training
 
 mv "$out"/*.csv benchmarks/results/
 rmdir "$out"

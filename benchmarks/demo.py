@@ -170,13 +170,13 @@ def train(
     return trainings
 
 
-def digits(device: str) -> tuple[Tensor, ...]:
+def digits(device: str, test_images: int = 360) -> tuple[Tensor, ...]:
     """Images (n, 1, 8, 8) from 0 to 1 and labels (n,), for training and for testing."""
     bunch = load_digits()
     images = torch.tensor(bunch.images, dtype=torch.float32)[:, None] / 16
     labels = torch.tensor(bunch.target, dtype=torch.int64)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    test, training = order[:360], order[360:]
+    test, training = order[:test_images], order[test_images:]
     chosen = (images[training], labels[training], images[test], labels[test])
     return tuple(tensor.to(device) for tensor in chosen)
 

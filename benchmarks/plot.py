@@ -1,9 +1,10 @@
-"""Draws the result files: bandwidth and time ratios by size, memory and time of networks."""
+"""Draws the result files: bandwidth and time by size, memory and time of networks, trainings."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from statistics import mean
 
 import matplotlib
 from measure import RESULTS, read_csv
@@ -140,6 +141,42 @@ def plot_networks(path: Path) -> None:
     save(figure, path, rows[0])
 
 
+def plot_training(path: Path) -> None:
+    """Losses over the epochs: the mean of the seeds, and from the lowest to the highest."""
+    rows = read_csv(path)
+    columns = {"training_losses": "training loss", "test_losses": "test loss"}
+    cases = list(dict.fromkeys((row["network"], row["precision"]) for row in rows))
+    size = (4.5 * len(cases), 3.5 * len(columns))
+    figure, axes = plt.subplots(
+        len(columns), len(cases), figsize=size, sharex=True, sharey="row", layout="constrained"
+    )
+    for line, (column, label) in zip(axes, columns.items(), strict=True):
+        for axis, case in zip(line, cases, strict=True):
+            runs = [row for row in rows if (row["network"], row["precision"]) == case]
+            for i, variant in enumerate(dict.fromkeys(row["variant"] for row in runs)):
+                curves = [
+                    [float(loss) for loss in run[column].split()]
+                    for run in runs
+                    if run["variant"] == variant
+                ]
+                epochs = range(1, len(curves[0]) + 1)
+                by_epoch = list(zip(*curves, strict=True))
+                # Curves that coincide stay visible: each lies thinner on the one before.
+                axis.plot(epochs, [*map(mean, by_epoch)], label=variant, linewidth=5 - 0.8 * i)
+                axis.fill_between(epochs, [*map(min, by_epoch)], [*map(max, by_epoch)], alpha=0.1)
+            axis.set_yscale("log")
+            axis.grid(alpha=0.3)
+        line[0].set_ylabel(label)
+    for axis, case in zip(axes[0], cases, strict=True):
+        axis.set_title(", ".join(case), fontsize=9)
+        axis.legend(fontsize=7)
+    seeds = len({row["seed"] for row in rows})
+    for axis in axes[-1]:
+        axis.set_xlabel(f"epoch; mean of {seeds} seeds, band from lowest to highest", fontsize=8)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    save(figure, path, rows[0])
+
+
 def save(figure: plt.Figure, path: Path, row: dict[str, str]) -> None:
     """Write the figure beside its result file, with where and when it was measured."""
     figure.suptitle(f"{row['device']}, torch {row['torch']}, {row['date']}", fontsize=9)
@@ -160,6 +197,7 @@ def main() -> None:
         "blocks": plot_blocks,
         "networks": plot_networks,
         "settings": plot_networks,
+        "training": plot_training,
     }
     for kind, plot in plots.items():
         for path in sorted(results.glob(f"{kind}_*.csv")):

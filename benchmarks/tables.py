@@ -1,7 +1,8 @@
 """Writes the tables of the documentation from the result files.
 
 Between `<!-- results: DEVICE -->` and `<!-- end -->` stand the tables of all results/*_DEVICE.csv;
-for "compatibility" the table of tests/compatibility.csv, for "errors" that of the activations.
+for "compatibility" the table of tests/compatibility.csv, for "errors" that of the activations, for
+"training" those of results/training_*.csv.
 `--check` writes nothing and fails if they are not up to date; `--print FOLDER` prints the tables of
 the result files there, of all devices.
 """
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import paired
 import torch
 from measure import RESULTS, read_csv
 
@@ -217,6 +219,12 @@ def settings(rows: Rows) -> str:
     return markdown(header, body)
 
 
+def training(rows: Rows) -> str:
+    """Test accuracy and loss by what the activations keep."""
+    header, *body = paired.lines(rows)
+    return markdown(header, body)
+
+
 TABLES: dict[str, Callable[[Rows], str]] = {
     "bandwidth": bandwidth,
     "activations": activations,
@@ -230,21 +238,24 @@ TABLES: dict[str, Callable[[Rows], str]] = {
 }
 
 
+def captioned(path: Path, draw: Callable[[Rows], str]) -> str:
+    """The table of a result file, with where and when it was measured."""
+    kind, device = path.stem.split("_")
+    rows = read_csv(path)
+    row = rows[0]
+    where = [row["device"]]
+    if device == "cuda":
+        where += [f"driver {row['driver']}", f"CUDA {row['cuda']}"]
+    where += [f"torch {row['torch']}", f"Python {row['python']}", row["date"]]
+    where += [f"commit {row['commit']}"] if "commit" in row else []
+    script = "bench_networks.py --settings" if kind == "settings" else f"bench_{kind}.py"
+    return f"`{script}`, {', '.join(where)}:\n\n{draw(rows)}"
+
+
 def tables(folder: Path, device: str) -> str:
-    """All tables of a device, each with where and when it was measured."""
-    blocks = []
-    for kind, draw in TABLES.items():
-        path = folder / f"{kind}_{device}.csv"
-        if path.exists():
-            rows = read_csv(path)
-            row = rows[0]
-            where = [row["device"]]
-            if device == "cuda":
-                where += [f"driver {row['driver']}", f"CUDA {row['cuda']}"]
-            where += [f"torch {row['torch']}", f"Python {row['python']}", row["date"]]
-            where += [f"commit {row['commit']}"] if "commit" in row else []
-            script = "bench_networks.py --settings" if kind == "settings" else f"bench_{kind}.py"
-            blocks.append(f"`{script}`, {', '.join(where)}:\n\n{draw(rows)}")
+    """All tables of a device."""
+    paths = {folder / f"{kind}_{device}.csv": draw for kind, draw in TABLES.items()}
+    blocks = [captioned(path, draw) for path, draw in paths.items() if path.exists()]
     return "\n\n".join(blocks) or "Not measured yet."
 
 
@@ -297,6 +308,9 @@ def block(name: str) -> str:
         return errors()
     if name == "compatibility":
         return compatibility(read_csv(COMPATIBILITY))
+    if name == "training":
+        paths = sorted(RESULTS.glob("training_*.csv"))
+        return "\n\n".join(captioned(path, training) for path in paths)
     return tables(RESULTS, name)
 
 
