@@ -2,7 +2,8 @@
 # those marked exhaustive; PYTEST_ADDOPTS="-m ''" runs these too.
 # make tables: write the tables of docs/ from benchmarks/results.
 # make models: convert, verify and train the models of other libraries, all of them.
-# All set up $(VENV) first. TORCH names the torch to install, for example
+# make wheels: build wheels for the CPU and for CUDA, and test them on several Pythons and torch.
+# All but the last set up $(VENV) first. TORCH names the torch to install, for example
 #   make demo TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ PARALLEL := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test models tables lint format clean
+.PHONY: demo test models wheels tables lint format clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/python benchmarks/demo.py
@@ -30,6 +31,9 @@ tables: $(INSTALLED)
 models: $(INSTALLED)
 	$(VENV)/bin/pip install -q -e '.[models]' --no-build-isolation
 	INPLACE_OPS_MODELS=all $(VENV)/bin/pytest tests/test_models.py
+
+wheels:
+	PYTHON=$(PYTHON) .ci/wheels
 
 lint: $(INSTALLED)
 	$(VENV)/bin/python benchmarks/tables.py --check

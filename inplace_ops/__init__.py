@@ -1,12 +1,18 @@
 """In-place activations that keep a few bits per element for backward."""
 
+from importlib import metadata as _metadata
+
 from . import compilation as compilation  # registers what runs in compiled code
 from .conversion import Report, Site, VerificationError, analyze, convert, revert, reverted
 from .functional import gelu_, hardswish_, leaky_relu_, mish_, relu6_, relu_, silu_
 from .memory import saved_bytes
 from .modules import GELU, Hardswish, LeakyReLU, Mish, ReLU, ReLU6, SiLU
 
-__version__ = "0.1.0"
+try:
+    __version__ = _metadata.version("inplace_ops")
+except _metadata.PackageNotFoundError:  # on PYTHONPATH, but not installed
+    __version__ = "0+unknown"
+
 __all__ = [
     "GELU",
     "Hardswish",

@@ -48,7 +48,7 @@ def info() -> int:
     if _ops.cuda_version:
         cuda = f"yes, CUDA {_ops.cuda_version}, architectures {_ops.cuda_architectures}"
     else:
-        cuda = "no" + (f" ({_ops.cuda_error})" if _ops.cuda_error else "")
+        cuda = f"no ({_ops.no_cuda})"
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     lines = {
         "inplace_ops": inplace_ops.__version__,

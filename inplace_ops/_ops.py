@@ -23,14 +23,18 @@ except ImportError as error:
         "Python from inside a clone of it unless you installed with `pip install -e .`."
     ) from error
 
-cuda_error: ImportError | None = None
 cuda_version: str | None = None
 cuda_architectures: str | None = None
-if torch.version.cuda is not None:
+no_cuda: str | None = None  # why there are no CUDA kernels
+if torch.version.cuda is None:
+    no_cuda = "torch is built without CUDA"
+else:
     try:
-        from . import _C_cuda
+        import inplace_ops._C_cuda as _C_cuda
+    except ModuleNotFoundError:
+        no_cuda = "inplace_ops is built without them"
     except ImportError as error:
-        cuda_error = error
+        no_cuda = f"they could not be loaded: {error}"
     else:
         cuda_version = f"{_C_cuda.cuda_version // 1000}.{_C_cuda.cuda_version % 1000 // 10}"
         cuda_architectures = _C_cuda.cuda_architectures
@@ -243,7 +247,7 @@ SUPPORTED += " and CUDA devices" if cuda_version else ""
 
 def unsupported(op: str, x: Tensor) -> NotImplementedError:
     """The error for a tensor that no kernel exists for."""
-    reason = f"; the CUDA kernels could not be loaded: {cuda_error}" if cuda_error else ""
+    reason = f"; no CUDA kernels: {no_cuda}" if x.is_cuda and no_cuda else ""
     return NotImplementedError(
         f"{op}: no kernel for a {'nested ' if x.is_nested else ''}tensor with layout {x.layout}, "
         f"device {x.device} and dtype {x.dtype}; this build supports {SUPPORTED}{reason}"

@@ -18,7 +18,8 @@ def test_info() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     assert inplace_ops.__version__ in result.stdout
     assert torch.__version__ in result.stdout
-    assert "CUDA" in result.stdout
+    cuda = f"yes, CUDA {_ops.cuda_version}" if _ops.cuda_version else f"no ({_ops.no_cuda})"
+    assert re.search(rf"(?m)^CUDA kernels: +{re.escape(cuda)}", result.stdout)
     devices = ["cpu"]
     if torch.cuda.is_available() and _ops.cuda_version is not None:
         devices.append("cuda")
@@ -26,6 +27,18 @@ def test_info() -> None:
         for op in (activation.function for activation in ACTIVATIONS):
             line = rf"(?m)^.*\b{op}.*\b{device}\b.*\bok\b"
             assert re.search(line, result.stdout), f"{op} on {device}:\n{result.stdout}"
+
+
+def test_a_build_without_cuda_kernels_on_a_torch_with_cuda() -> None:
+    code = """
+import sys, torch
+torch.version.cuda = "13.0"
+sys.modules["inplace_ops._C_cuda"] = None  # as where there is no such file
+from inplace_ops import _ops
+print(_ops.cuda_version, _ops.no_cuda, sep=", ")
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "None, inplace_ops is built without them\n", result.stderr
 
 
 def test_unknown_command() -> None:
