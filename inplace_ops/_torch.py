@@ -64,9 +64,3 @@ def op_parameters(op: OpOverload) -> list[torch.Argument]:
 def running_node() -> Any:
     """The autograd node whose backward runs; None outside of backward."""
     return torch._C._current_autograd_node()
-
-
-def innermost_saved_tensors_hook() -> Any:
-    """What packs what is saved now; None without hooks."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks and hooks[0]

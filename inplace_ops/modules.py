@@ -61,7 +61,7 @@ class _InPlaceModule(nn.Module):
         elif _is_traced(input):
             return _traced(self, input)
         elif self.calls is not None:
-            return self.calls.forward(self, input)
+            return self.calls.forward(input)
         elif self.inplace and self.save == "recompute":
             return self._after_norm(input)
         elif self.inplace:

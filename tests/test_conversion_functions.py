@@ -14,6 +14,7 @@ from behaviour import assert_same_behaviour, behaviour, differs, twin
 from conversions import site
 from patterns import PATTERNS, WIDTH, Network, Pattern
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import inplace_ops
 from inplace_ops import Site, saved_bytes
@@ -125,16 +126,43 @@ def test_a_line_is_safe_if_all_its_calls_are() -> None:
     assert [(s.advice, s.reason) for s in sites] == [(None, reason)] * 2
 
 
-def test_lines_are_advised_together() -> None:
-    """What the first keeps is what the second, in place, leaves alone."""
+def test_a_line_is_judged_with_the_others_as_they_are() -> None:
+    """In place, the second would write to what the first, PyTorch's ReLU, keeps."""
 
     def compute(m: Network, x: Tensor) -> Tensor:
-        h = F.relu(m.first(x))
-        return F.leaky_relu(h).sum()
+        return F.silu(m.act(m.first(x))).sum()
 
-    first, second = functions_of(Network(compute), example())
-    assert first.advice == "inplace_ops.relu_(x)"
-    assert second.advice == "inplace_ops.leaky_relu_(x, 0.01)"
+    for activation in (lambda: F.relu, nn.ReLU):
+        *_, last = functions_of(Network(compute, activation), example())
+        assert last.advice is None
+        assert "input is saved for backward by" in last.reason
+
+
+def test_what_a_checkpoint_saves_is_not_the_functions_before_it() -> None:
+    def compute(m: Network, x: Tensor) -> Tensor:
+        h = m.act(m.first(x) * 1)
+        return checkpoint(lambda t: m.second(F.silu(t)), h, use_reentrant=False)
+
+    *_, inside = functions_of(Network(compute, lambda: F.relu), example())
+    assert inside.advice is None
+
+
+@pytest.mark.parametrize("bits", [1, 8])
+def test_the_advice_has_the_bits(bits: int) -> None:
+    def compute(m: Network, x: Tensor) -> Tensor:
+        return m.second(F.silu(m.first(x)))
+
+    (found,) = (
+        s for s in inplace_ops.analyze(Network(compute), example(), bits=bits).sites if s.calls
+    )
+    assert found.advice == f"inplace_ops.silu_(x, bits={bits})"
+
+
+def test_inside_of_a_transform() -> None:
+    model = Network(lambda m, x: m.second(torch.vmap(F.silu)(m.first(x))))
+    (found,) = functions_of(model, example())
+    assert found.advice is None
+    assert "torch.func" in found.reason
 
 
 def test_decisions_of_modules_are_as_the_lines_are_now() -> None:
@@ -222,6 +250,9 @@ OTHERS: dict[str, tuple[Callable[[Tensor], Any], str, str]] = {
     "clamp": (lambda x: x.clamp(min=0), "clamp(min=0), which is ReLU", "write nn.ReLU()"),
     "clamp_min": (lambda x: x.clamp_min(0), "clamp(min=0), which is ReLU", "write nn.ReLU()"),
     "tanh": (torch.tanh, "Tanh", "no in-place form of this kind here"),
+    "gated": (lambda x: x * torch.sigmoid(x.flip(0)), "Sigmoid", "no in-place form"),
+    "half": (lambda x: x * torch.sigmoid(x[:, :1]), "Sigmoid", "no in-place form"),
+    "doubled": (lambda x: x * torch.sigmoid(x).mul_(2), "Sigmoid", "no in-place form"),
     "elu": (F.elu, "ELU", "no in-place form"),
     "prelu": (lambda x: F.prelu(x, torch.ones(1).double()), "PReLU", "no in-place form"),
     "hardtanh": (F.hardtanh, "Hardtanh", "no in-place form"),
@@ -244,6 +275,7 @@ def test_other_kinds(name: str) -> None:
 def test_nothing_that_is_no_activation() -> None:
     def compute(m: Network, x: Tensor) -> Tensor:
         h = m.first(x)
+        h = torch.clamp(h, min=torch.zeros(WIDTH).double())
         return m.second(h.clamp(min=1) + h.clamp(0, 1) + h.clamp(max=0) + h * h)
 
     report = inplace_ops.analyze(Network(compute), example())

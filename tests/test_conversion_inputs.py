@@ -127,3 +127,9 @@ def test_a_dict_as_the_one_argument() -> None:
     with pytest.raises(TypeError, match=r"passed as keyword arguments.*pass a tuple, \(batch,\)"):
         inplace_ops.convert(TakesADict(), batch)
     assert inplace_ops.convert(TakesADict(), (batch,)).sites[0].converted
+
+
+def test_what_a_hook_makes_of_the_arguments() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 4))
+    model.register_forward_pre_hook(lambda m, args, kwargs: ((kwargs["x"],), {}), with_kwargs=True)
+    assert inplace_ops.convert(model, {"x": torch.randn(2, 4)}).sites[0].converted

@@ -139,6 +139,22 @@ def test_a_gradient_inside_of_forward_that_reads_the_input() -> None:
         assert decision.converted is safe
 
 
+def test_a_hook_that_reads_the_input_inside_of_forward() -> None:
+    """It runs before the activation's own backward, as part of the same node."""
+
+    def compute(m: Network, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        h = m.first(x)
+        y = m.act(h)
+        values = h.detach()
+        y.register_hook(lambda gradient: gradient * values)
+        return m.second(torch.autograd.grad(m.second(y).sum(), x)[0])
+
+    model = Network(compute, nn.SiLU)
+    (decision,) = inplace_ops.convert(model, torch.randn(4, WIDTH).double()).sites
+    assert decision.reason == "input is read again by `mul`"
+
+
 # What cannot be followed.
 
 

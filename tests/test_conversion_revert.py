@@ -90,7 +90,40 @@ def test_hooks_of_a_model_that_is_converted_again() -> None:
     inplace_ops.convert(model, torch.randn(2, 4))
     seen.clear()
     model(torch.randn(2, 4))
-    assert model[1] in seen
+    assert seen == [model[1], model[3]]  # the one module's, as it was before
+
+
+def test_an_earlier_hook_is_seen_and_a_removed_one_stays_away() -> None:
+    shared, kept = nn.SiLU(), []
+    model = nn.Sequential(nn.Linear(4, 4), shared, nn.Linear(4, 4), shared, nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+    handle = shared.register_forward_hook(lambda m, inputs, output: kept.append(inputs[0].sum()))
+    inplace_ops.convert(model, x)
+    handle.remove()
+    inplace_ops.analyze(model, x)
+    with inplace_ops.reverted(model):
+        kept.clear()
+        model(x)
+        assert kept == []
+    inplace_ops.revert(model)
+    kept.clear()
+    model(x)
+    assert kept == []
+    inplace_ops.convert(model, x)
+    model[1].register_forward_hook(lambda m, inputs, output: kept.append(inputs[0]))
+    reasons = [s.reason for s in inplace_ops.convert(model, x).sites]
+    assert reasons == ["input is kept after forward, by a hook or an attribute"] * 2
+
+
+def test_convert_within_reverted() -> None:
+    model = Convolutions(nn.SiLU)
+    x = images()
+    inplace_ops.convert(model, x)
+    with inplace_ops.reverted(model):
+        report = inplace_ops.convert(model, x, bits=1)
+    assert saved_bytes(model, x) == report.model_bytes_after
+    inplace_ops.revert(model)
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
 
 
 def test_hooks_of_a_module_that_is_left_in_some_places() -> None:

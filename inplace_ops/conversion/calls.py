@@ -1,96 +1,70 @@
-"""A module that is called several times in a forward, put in place in some of these calls."""
+"""A module that is called in several places of a forward, put in place in some of these."""
 
 from __future__ import annotations
 
-import re
-import threading
+import os
+import sys
 from collections.abc import Mapping
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from torch.jit import is_scripting  # type: ignore[attr-defined]
+
+from .. import _ops
+
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_PACKAGE = f"{Path(_ops.__file__).parent}{os.sep}"
+
+CallSite = tuple[tuple[str, int, int], ...]
 
 
-def producer_of(x: Tensor) -> str:
-    """The operation that formed x, by autograd's name, empty where it has none.
+def call_site() -> CallSite:
+    """Where in the model's code the present call of a module is.
 
-    A norm is the same on every device.
+    Of each function from the one that calls it to the forward of the module around, or to what else
+    PyTorch calls, as a checkpoint: the name, the first line and the instruction.
     """
-    if x.grad_fn is None:
-        return ""
-    return re.sub("^(Native|Cudnn|Miopen)", "", type(x.grad_fn).__name__)
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE, _TORCH)):
+        frame = frame.f_back
+    found = []
+    while frame is not None and not frame.f_code.co_filename.startswith(_TORCH):
+        found.append((frame.f_code.co_name, frame.f_code.co_firstlineno, frame.f_lasti))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(found)
 
 
 class InPlaceCall(NamedTuple):
-    """A call that runs in place: the module that it then is, and what may have formed its input."""
+    """A call that runs in place: the module that it then is, and the line of code."""
 
     module: nn.Module
-    producers: frozenset[str]
+    line: str
 
 
 class CallByCall:
-    """Which calls of a module run in place, told by their order in a forward of its caller.
+    """Which calls of a module run in place, told by where in the code they are.
 
     All others run as the original: those that are not safe, and those that the example did not
-    show: one more, one with an input that something else has formed, one outside of such a forward.
+    show, as one from elsewhere, or in compiled code.
     """
 
-    def __init__(self, original: nn.Module, in_place: Mapping[int, InPlaceCall]) -> None:
+    def __init__(self, original: nn.Module, in_place: Mapping[CallSite, InPlaceCall]) -> None:
         self.original = original
         self.in_place = dict(in_place)
 
-    def forward(self, module: nn.Module, input: Tensor) -> Tensor:
-        """Run the present call of `module`, which is called so."""
-        return self.chosen(module, input).forward(input)
+    def forward(self, input: Tensor) -> Tensor:
+        """Run the present call."""
+        return self.chosen().forward(input)
 
-    def chosen(self, module: nn.Module, input: Tensor) -> nn.Module:
-        """What runs the present call of `module`; the next is another one."""
+    def chosen(self) -> nn.Module:
+        """What runs the present call."""
         if is_compiling() or torch._C._get_tracing_state() is not None:
             return self.original
-        index = _counts().get(module)
-        if index is None:
-            return self.original
-        _counts()[module] = index + 1
-        call = self.in_place.get(index)
-        if call is None or producer_of(input) not in call.producers:
-            return self.original
-        return call.module
+        call = self.in_place.get(call_site())
+        return self.original if call is None else call.module
 
     def __repr__(self) -> str:
         """As it stands in the module's own text."""
-        return "calls in place: " + ", ".join(str(index + 1) for index in sorted(self.in_place))
-
-
-CALLED = "_inplace_ops_called"  # the attribute of a caller, past nn.Module's own setting
-
-
-def begin_calls(module: nn.Module, args: tuple[Tensor]) -> None:
-    """Count the calls anew that `module` makes: a forward pre-hook.
-
-    Arguments may be anything: torch.jit.script, which leaves the hooks out, wants types.
-    """
-    if not is_scripting():
-        _begin_calls(module)
-
-
-def _begin_calls(module: nn.Module) -> None:
-    if not is_compiling():
-        for called in vars(module).get(CALLED, ()):
-            _counts()[called] = 0
-
-
-class _PerThread(threading.local):
-    """The calls so far in the present forward of the caller: threads may share a model."""
-
-    def __init__(self) -> None:
-        self.counts: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-
-
-_PER_THREAD = _PerThread()
-
-
-def _counts() -> WeakKeyDictionary[Any, int]:
-    return _PER_THREAD.counts
+        return "in place at " + ", ".join(call.line for call in self.in_place.values())

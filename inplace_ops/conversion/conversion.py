@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from typing import NamedTuple
 
 from torch import nn
 
 from ..readers import FIRST_NODE, drop_outputs, note_first_node
-from .calls import CALLED, begin_calls
 from .slots import Slot, find_slots, original_of
 
 
@@ -17,28 +16,19 @@ class Conversion(NamedTuple):
 
     Attributes:
         modules: What takes the places.
-        callers: The modules that call some of these, which are decided call by call.
         readers: The modules whose operations drop outputs.
     """
 
     modules: Mapping[Slot, nn.Module]
-    callers: Mapping[nn.Module, Sequence[nn.Module]]
     readers: Set[nn.Module]
 
     def put(self) -> None:
         """Put all of it into the model."""
         for slot, module in self.modules.items():
             slot.put(module)
-        self.hook_callers()
-        self.hook_readers(drop_outputs)
+        self.hook(drop_outputs)
 
-    def hook_callers(self) -> None:
-        """Let the callers count their calls."""
-        for caller, called in self.callers.items():
-            vars(caller)[CALLED] = called
-            caller.register_forward_pre_hook(begin_calls)
-
-    def hook_readers(self, hook: Callable[..., None]) -> None:
+    def hook(self, hook: Callable[..., None]) -> None:
         """Put a forward hook on the readers, and before it what notes their first nodes."""
         for reader in self.readers:
             reader.register_forward_pre_hook(note_first_node)
@@ -50,16 +40,14 @@ def conversion_of(model: nn.Module) -> Conversion:
     held = {slot: slot.parent._modules[slot.key] for slot in find_slots(model)}
     return Conversion(
         {slot: module for slot, module in held.items() if module and original_of(module)},
-        {module: vars(module)[CALLED] for module in model.modules() if CALLED in vars(module)},
         {m for m in model.modules() if note_first_node in m._forward_pre_hooks.values()},
     )
 
 
 def remove_hooks(module: nn.Module) -> None:
     """Take away what `Conversion.put` put on a module, or on what it is a copy of."""
-    ours = (begin_calls, note_first_node, drop_outputs)
+    ours = (note_first_node, drop_outputs)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key in [k for k, hook in hooks.items() if hook in ours]:
             del hooks[key]
-    for name in (CALLED, FIRST_NODE):
-        vars(module).pop(name, None)
+    vars(module).pop(FIRST_NODE, None)

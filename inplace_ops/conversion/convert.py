@@ -24,7 +24,7 @@ from .recording import Recording
 from .report import Report
 from .run import Example, preserved
 from .sites import other_activations, sites_of
-from .slots import Slot, find_slots, original_of, put_back
+from .slots import Slot, find_slots, hooks_of, keep_hooks, original_of, put_back
 from .verify import RUNS as RUNS_OF_VERIFY
 from .verify import verify as verify_conversion
 
@@ -75,8 +75,9 @@ def convert(
     """
     with _ONE_AT_A_TIME:
         runs = RUNS_OF_VERIFY if verify else 0
-        analysis = _Analysis("convert", model, example_inputs, bits, optimize, runs)
-        revert(model)  # what was set on the modules of an earlier conversion is on the originals
+        with reverted(model):  # for an error of the model's
+            analysis = _Analysis("convert", model, example_inputs, bits, optimize, runs)
+        revert(model)
         conversion = analysis.conversion()
         if verify:
             verify_conversion(model, analysis.example, conversion, analysis.progress)
@@ -96,7 +97,7 @@ def analyze(
 
     Takes the arguments of `convert`, and raises what it raises.
     """
-    with _ONE_AT_A_TIME:
+    with _ONE_AT_A_TIME, reverted(model):
         analysis = _Analysis("analyze", model, example_inputs, bits, optimize, 0)
         return analysis.report(analysis.conversion())
 
@@ -126,19 +127,27 @@ def reverted(model: nn.Module) -> Iterator[None]:
     `torch.ao.quantization`, tools that count operations. What is put in the model's slots within
     the block stays.
     """
+    if not isinstance(model, nn.Module):
+        yield  # whoever is given it says so
+        return
     conversion = conversion_of(model)
+    hooks = {slot.original: hooks_of(slot.original) for slot in conversion.modules}
     revert(model)
+    with_those_set_since = {original: hooks_of(original) for original in hooks}
     try:
         yield
     finally:
-        still_there = {
-            slot: module
-            for slot, module in conversion.modules.items()
-            if slot.parent._modules.get(slot.key) is slot.original
-        }
-        for slot, module in still_there.items():
-            module.training = slot.original.training
-        conversion._replace(modules=still_there).put()
+        for original, before in hooks.items():
+            keep_hooks(original, before, with_those_set_since[original])
+        if not conversion_of(model).modules:  # else it was converted meanwhile
+            still_there = {
+                slot: module
+                for slot, module in conversion.modules.items()
+                if slot.parent._modules.get(slot.key) is slot.original
+            }
+            for slot, module in still_there.items():
+                module.training = slot.original.training
+            conversion._replace(modules=still_there).put()
 
 
 def _other_modes(model: nn.Module) -> list[bool]:
@@ -197,12 +206,15 @@ class _Analysis:
         _check_model(model)
         self.model, self.bits = model, bits
         self.example = Example(example_inputs)
-        self.example.check(model)
         self.slots, modes = find_slots(model), _other_modes(model)
         self.progress = Progress(name, 1 + len(modes) + more_runs + 2)
         self.progress.next("recorded")
         with preserved(model, self.example), torch.enable_grad():
-            self.recording = record(model, self.slots, self.example.copy())
+            try:
+                self.recording = record(model, self.slots, self.example.copy())
+            except TypeError as error:
+                self.example.explain(error, model)
+                raise
         in_other_modes = []
         for mode in modes:
             self.progress.next(f"recorded, in {'train' if mode else 'eval'} mode")
@@ -213,23 +225,18 @@ class _Analysis:
     def conversion(self) -> Conversion:
         """What is to be put into the model."""
         modules: dict[Slot, nn.Module] = {}
-        callers: dict[nn.Module, list[nn.Module]] = {}
         for slot in self.slots:
             in_place = [d for d in self.plan.decisions if d.unit.place is slot and d.save]
-            if not in_place:
-                continue
-            if in_place[0].unit.index is None:
-                modules[slot] = self._in_place(slot, in_place[0])
-                continue
             calls = {
-                decision.unit.index: InPlaceCall(self._in_place(slot, decision), decision.producers)
-                for decision in in_place
-                if decision.unit.index is not None
+                d.unit.site: InPlaceCall(self._in_place(slot, d), d.calls[0].line)
+                for d in in_place
+                if d.unit.site is not None
             }
-            modules[slot] = slot.converted_in(calls)
-            callers.setdefault(in_place[0].caller, []).append(modules[slot])
-        readers = {reader for drop in self.plan.drops for reader in drop.readers}
-        return Conversion(modules, callers, readers)
+            if calls:
+                modules[slot] = slot.converted_in(calls)
+            elif in_place:
+                modules[slot] = self._in_place(slot, in_place[0])
+        return Conversion(modules, {reader for drop in self.plan.drops for reader in drop.readers})
 
     def _in_place(self, slot: Slot, decision: Decision) -> nn.Module:
         assert decision.save is not None

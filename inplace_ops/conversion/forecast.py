@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from .calls import CallSite
 from .recognise import Recognised
 from .recording import Call, Event, Line, Recording, SavedTensor
 from .slots import Slot
@@ -13,10 +14,10 @@ from .slots import Slot
 
 @dataclass(frozen=True)
 class Unit:
-    """The calls that are decided together: those of a place, or those of one order among them."""
+    """The calls that are decided together: those of a place, or of a slot those at one site."""
 
     place: Slot | Line
-    index: int | None = None
+    site: CallSite | None = None
 
     @property
     def recognised(self) -> Recognised:
@@ -33,8 +34,7 @@ class Decisions:
 
     def unit_of(self, call: Call) -> Unit:
         """What the call is decided with."""
-        is_split = call.place in self.split and call.order is not None
-        return Unit(call.place, call.order.index if is_split and call.order else None)
+        return Unit(call.place, call.site if call.place in self.split else None)
 
 
 class Forecast:

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .. import _ops
-from .._torch import OpOverload, op_parameters
+from .._torch import OpOverload, has_storage, op_parameters, storage_id
 from ..activations import ACTIVATIONS, Activation
+from ..memory import is_plain
 from .recording import OtherKind
 
 _ACTIVATIONS: defaultdict[str, list[Activation]] = defaultdict(list)
@@ -66,6 +68,29 @@ def line_that_calls() -> tuple[str, bool]:
     return f"{_shown(file)}:{frame.f_lineno}", file.startswith(_TORCH)
 
 
+# What PyTorch puts around `__torch_dispatch__`.
+_AROUND_DISPATCH = (_PACKAGE, f"{_TORCH}_compile.py", f"{_TORCH}_dynamo{os.sep}eval_frame.py")
+
+
+def is_called_by_autograd() -> bool:
+    """Whether backward itself runs the present operation, and no hook of somebody's in it."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_AROUND_DISPATCH):
+        frame = frame.f_back
+    # In a thread of autograd's own there is nothing below.
+    return frame.f_code.co_filename.startswith((*_AROUND_DISPATCH, f"{_TORCH}autograd"))
+
+
+def is_in_a_transform() -> bool:
+    """Whether the present operation is inside of a torch.func transform, unseen by itself."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        if frame.f_code.co_filename.startswith(f"{_TORCH}_functorch{os.sep}"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _is_passed_over(file: str) -> bool:
     if file.startswith(_MODULES):
         return file in _ON_THE_WAY
@@ -112,36 +137,56 @@ class OtherKinds:
 
     def __init__(self) -> None:
         self.found: dict[str, OtherKind] = {}
-        self._sigmoids: dict[int, tuple[int, int]] = {}
+        self._sigmoids: dict[_Fingerprint, tuple[_Fingerprint, int | None]] = {}
 
-    def see(
-        self, operation: str, args: tuple[Any, ...], read: list[int], made: list[int], node: int
-    ) -> None:
-        """Look at an operation, the storages that it reads and makes, and its autograd node."""
+    def see(self, operation: str, args: tuple[Any, ...], result: Any, next_node: int) -> None:
+        """Look at an operation, and at the node that it has made if anything requires grad."""
         name = operation.removesuffix("_")
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        has_node = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        node = next_node if has_node else None
         kind = _OTHER_KINDS.get(name)
         if name == "mul":
-            kind = self._silu(read)
-        elif name in ("clamp", "clamp_min") and args[1:2] == (0,) and args[2:] in ((), (None,)):
+            kind = self._silu(tensors, node)
+        elif name in ("clamp", "clamp_min") and _is_from_zero(*args[1:]):
             kind = _RELU
         if kind is None:
             return
+        self._count(kind, node)
+        if operation == "sigmoid" and isinstance(result, Tensor):
+            self._sigmoids[_fingerprint(result)] = _fingerprint(args[0]), node
+
+    def _count(self, kind: str, node: int | None) -> None:
         found = self.found.setdefault(kind, OtherKind())
         found.calls += 1
-        found.nodes.add(node)
-        if name == "sigmoid":
-            self._sigmoids.update({output: (input, node) for input in read for output in made})
+        found.nodes |= set() if node is None else {node}
 
-    def _silu(self, factors: list[int]) -> str | None:
+    def _silu(self, factors: list[Tensor], node: int | None) -> str | None:
         """What the product of x and sigmoid(x) is, of which the sigmoid is a part."""
-        for factor in factors:
-            input, node = self._sigmoids.get(factor, (None, 0))
-            if input in factors and input != factor:
+        seen = [_fingerprint(factor) for factor in factors]
+        for factor in seen:
+            input, its_node = self._sigmoids.pop(factor, (None, None))
+            if input in seen and (its_node is None) == (node is None):
                 sigmoids = self.found["Sigmoid"]
                 sigmoids.calls -= 1
-                sigmoids.nodes.discard(node)
+                if its_node is not None:
+                    sigmoids.nodes.discard(its_node)
+                    self.found.setdefault(_SILU, OtherKind()).nodes.add(its_node)
                 if sigmoids.calls == 0:
                     del self.found["Sigmoid"]
-                self.found.setdefault(_SILU, OtherKind()).nodes.add(node)
                 return _SILU
         return None
+
+
+_Fingerprint = tuple[object, ...]
+
+
+def _fingerprint(x: Tensor) -> _Fingerprint:
+    """What only the same tensor, not written to since, has."""
+    if not has_storage(x) or not is_plain(x):
+        return (id(x),)
+    return storage_id(x.untyped_storage()), x.storage_offset(), x.shape, x.stride(), x._version
+
+
+def _is_from_zero(low: object = None, high: object = None) -> bool:
+    return isinstance(low, (int, float)) and low == 0 and high is None

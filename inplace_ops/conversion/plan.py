@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from torch import nn
-
 from ..activations import Save
 from . import rules
 from .dropping import Drop, dropped_of_call, dropped_of_norm
@@ -29,14 +27,6 @@ class Decision:
     bytes_before: int
     bytes_after: int
     calls: Sequence[Call]
-    producers: frozenset[str]
-
-    @property
-    def caller(self) -> nn.Module:
-        """The module that calls it, where it is one of several orders."""
-        order = self.calls[0].order
-        assert order is not None
-        return order.caller
 
 
 class Plan:
@@ -45,7 +35,7 @@ class Plan:
     Runs in other modes, train or eval, refuse what is unsafe there; nothing else counts of them.
 
     Attributes:
-        decisions: For the slots, in their order: one each, or one for each order of its calls.
+        decisions: For the slots, in their order: one each, or one for each site of its calls.
         drops: The outputs that are formed again in backward, in the order in which they arise.
         advice: For the lines of code that call activations, what they could be in place.
     """
@@ -72,13 +62,13 @@ class Plan:
             for place in run.calls:
                 if place not in self.run.calls:
                     self.refused.setdefault(Unit(place), _NOT_CALLED)
-        lines = [place for place in self.run.calls if isinstance(place, Line)]
-        self.advised = [Unit(line) for line in lines if Unit(line) not in self.refused]
+        self.lines = [place for place in self.run.calls if isinstance(place, Line)]
+        self.advised = [Unit(line) for line in self.lines if Unit(line) not in self.refused]
         self.refused |= dict.fromkeys(self.advised, "a conversion leaves it as it is")
         self._refuse_until_all_hold([p for p in self.run.calls if isinstance(p, Slot)])
         self.decisions = [self._decision(unit) for slot in slots for unit in self._units(slot)]
         self.drops = self._drops()
-        self.advice = self._advise(lines)
+        self.advice = self._advise()
 
     def _units(self, place: Slot | Line) -> list[Unit]:
         """What is decided of the place, in the order of its calls."""
@@ -91,13 +81,10 @@ class Plan:
         if unit in self.refused or not calls:
             held = self._held(calls)
             reason = self.refused.get(unit, _NOT_CALLED)
-            return Decision(unit, None, None, reason, held, held, calls, frozenset())
+            return Decision(unit, None, None, reason, held, held, calls)
         save, fallback, reason = self._choice(unit)
         before, after = self._before(unit), self._after(unit, save, fallback)
-        producers = frozenset(
-            call.order.producer for run in self.runs for call in run.calls_of(unit) if call.order
-        )
-        return Decision(unit, save, fallback, reason, before, after, calls, producers)
+        return Decision(unit, save, fallback, reason, before, after, calls)
 
     def _drops(self) -> list[Drop]:
         if self.optimize == "speed":
@@ -111,12 +98,30 @@ class Plan:
         found += [(norm.time, dropped_of_norm(norm, self.run)) for norm in self.run.recording.norms]
         return [drop for _, drop in sorted(found, key=lambda f: f[0]) if drop]
 
-    def _advise(self, lines: Sequence[Line]) -> dict[Line, Decision]:
-        """What the lines could be, if all that may be were put in place."""
-        for unit in self.advised:
-            del self.refused[unit]
-        self._refuse_until_all_hold(lines)
-        return {line: self._decision(Unit(line)) for line in lines}
+    def _advise(self) -> dict[Line, Decision]:
+        """What each line could be in place, if it alone is changed.
+
+        With the model's own activations around it, and with those that are put in.
+        """
+        decided = dict(self.refused)
+        own = {self.so_far.unit_of(call): "" for run in self.runs for call in run.recording.calls}
+        advice = {}
+        for line in self.lines:
+            unit = Unit(line)
+            for around in (decided, own | decided):
+                self.refused.clear()
+                self.refused.update(around)
+                if unit in self.advised:
+                    del self.refused[unit]
+                    reason = self._objection(unit)
+                    if reason is not None:
+                        self.refused[unit] = reason
+                advice[line] = self._decision(unit)
+                if advice[line].save is None:
+                    break
+        self.refused.clear()
+        self.refused.update(decided)
+        return advice
 
     def _refuse_until_all_hold(self, places: Iterable[Slot | Line]) -> None:
         """Refuse calls until every rule holds for all others.
@@ -137,8 +142,8 @@ class Plan:
                         self._refuse(unit, reason)
 
     def _refuse(self, unit: Unit, reason: str) -> None:
-        """Refuse the unit's calls, or, of a slot where that is possible, each alone."""
-        if unit.index is None and self._can_be_split(unit.place):
+        """Refuse the unit's calls, or, of a slot that is called at several sites, each alone."""
+        if unit.site is None and len({call.site for call in self.run.calls[unit.place]}) > 1:
             self.so_far.split.add(unit.place)
             shown = self._units(unit.place)
             for run in self.other_runs:
@@ -147,17 +152,10 @@ class Plan:
                         self.refused[self.so_far.unit_of(call)] = _NOT_CALLED
             return
         self.refused[unit] = reason
-        if unit.index is not None and all(u in self.refused for u in self._units(unit.place)):
+        if unit.site is not None and all(u in self.refused for u in self._units(unit.place)):
             reason = self.refused[self._units(unit.place)[0]]
             self.so_far.split.remove(unit.place)
             self.refused[Unit(unit.place)] = reason
-
-    def _can_be_split(self, place: Slot | Line) -> bool:
-        """Whether its calls can be told apart: by their order in a forward of their one caller."""
-        calls = [call for run in self.runs for call in run.calls.get(place, [])]
-        callers = {call.order.caller if call.order else None for call in calls}
-        indexes = {call.order.index for call in self.run.calls[place] if call.order}
-        return len(callers) == 1 and None not in callers and len(indexes) > 1
 
     def _objection(self, unit: Unit) -> str | None:
         for run in self.runs:

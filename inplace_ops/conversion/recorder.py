@@ -6,7 +6,6 @@ import gc
 import itertools
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -22,18 +21,23 @@ from .._torch import (
     OpOverload,
     TorchDispatchMode,
     has_storage,
-    innermost_saved_tensors_hook,
     next_node_number,
     op_parameters,
     running_node,
 )
 from ..memory import is_plain, unwrapped
 from ..normalization import norm_of, source_of
-from .calls import producer_of
-from .functions import OtherKinds, function_called, line_that_calls
+from .calls import call_site
+from .functions import (
+    OtherKinds,
+    function_called,
+    is_called_by_autograd,
+    is_in_a_transform,
+    line_that_calls,
+)
 from .interception import HANDED_OUT, OwnHooks, ReadsWithoutAnOperation, seen_through_other_hooks
 from .recognise import recognise_class
-from .recording import NORMS, Call, Event, Line, NormCall, Order, Recording, SavedTensor
+from .recording import NORMS, Call, Event, Line, NormCall, Recording, SavedTensor
 from .run import Example, reentrant_checkpoints_as_the_others
 from .slots import Slot, intercepted
 from .tensors import has_kernel, may_overlap, refused_view, strides, tensors_in, tensors_passed
@@ -73,9 +77,8 @@ class _Recorder(TorchDispatchMode):
         self.paths = {module: path for path, module in model.named_modules()}
         self.stack = [""]
         self.modules = [model]
-        self.hooks_on_entry: dict[nn.Module, Any] = {}
-        self.counts: dict[nn.Module, Counter[Slot]] = {}
-        self.calls_of_functions: dict[int, Call] = {}
+        self.functions: dict[int, Call] = {}  # by node
+        self.differentiated: dict[int, Call] = {}  # by the node of their second derivative
         self.other_kinds = OtherKinds()
         self.clock = itertools.count()
         self.recording = Recording()
@@ -120,12 +123,18 @@ class _Recorder(TorchDispatchMode):
 
     def record_what_is_left(self, output: Any) -> None:
         """Drop what the graph holds. Inputs that are still alive have escaped."""
-        for tensors in self.recording.saved.values():
-            for tensor in tensors:
-                tensor.call = tensor.call or self.calls_of_functions.get(tensor.node)
+        saved = [(s, tensor) for s, tensors in self.recording.saved.items() for tensor in tensors]
+        for storage, tensor in sorted(saved, key=lambda pair: pair[1].time):
+            differentiated = self.differentiated.get(tensor.node)
+            if differentiated is not None and storage in differentiated.storages:
+                tensor.call = differentiated
+                differentiated.is_differentiated_twice = True
+            elif tensor.call is None:
+                # A function saves one tensor; what comes later has no node of its own.
+                tensor.call = self.functions.pop(tensor.node, None)
         is_held: dict[Call, bool] = {}
-        for reference, saved in self.kept:
-            for tensor in saved:
+        for reference, tensors in self.kept:
+            for tensor in tensors:
                 tensor.is_held = reference() is not None
                 if tensor.call is not None:
                     is_held[tensor.call] = tensor.is_held or is_held.get(tensor.call, False)
@@ -162,8 +171,6 @@ class _Recorder(TorchDispatchMode):
             if threading.get_ident() == self.thread:
                 self.stack.append(self.paths.get(module, self.stack[-1]))
                 self.modules.append(module)
-                self.hooks_on_entry[module] = innermost_saved_tensors_hook()
-                self.counts[module] = Counter()
 
         def leave(module: nn.Module, inputs: Any, output: Any) -> None:
             if threading.get_ident() == self.thread:
@@ -199,14 +206,9 @@ class _Recorder(TorchDispatchMode):
         node = next_node_number()
         # Not what the model calls without holding it: nothing finds its hooks again.
         reader = self.modules[-1] if self.modules[-1] in self.paths else None
-        differentiated = self.call_in_backward()
         found = []
         for storage in self.storages_of([tensor]):
-            call = self.call
-            if differentiated is not None and storage in differentiated.storages:
-                call = differentiated
-                call.is_differentiated_twice = True
-            saved = SavedTensor(next(self.clock), node, call, is_held, reader)
+            saved = SavedTensor(next(self.clock), node, self.call, is_held, reader)
             self.recording.saved[storage].append(saved)
             found.append(saved)
         return found
@@ -214,7 +216,7 @@ class _Recorder(TorchDispatchMode):
     def call_in_backward(self) -> Call | None:
         """The call of an activation whose own backward runs, inside of forward."""
         node = running_node()
-        if node is None:
+        if node is None or not is_called_by_autograd():
             return None
         number = node._sequence_nr()
         return next((call for call in self.recording.calls if number in call.nodes), None)
@@ -275,16 +277,17 @@ class _Recorder(TorchDispatchMode):
             return
         node = next_node_number()
         self.recording.node_names.setdefault(node, name)
+        if differentiated is not None and torch.is_grad_enabled():
+            self.differentiated[node] = differentiated
         if call is not None:
             (call.output,) = self.storages_of([result])
             call.keeps_layout = strides(result) == strides(args[0])
             self.recording.calls.append(call)
             if call.needs_grad:
                 call.nodes = range(node - 1, node)
-                self.calls_of_functions[node] = call
+                self.functions[node] = call
         elif not self.is_in_activation and running_node() is None:
-            made = list(self.storages_of(tensors_passed(result)))
-            self.other_kinds.see(operation, args, list(used), made, node)
+            self.other_kinds.see(operation, args, result, node)
 
     def function(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], time: int
@@ -300,6 +303,8 @@ class _Recorder(TorchDispatchMode):
         if not is_plain(x) or not has_storage(x):
             self.recording.not_followed[line] = "called with another kind of tensor"
             return None
+        if is_in_a_transform():
+            self.recording.not_followed[line] = "called inside a transform of torch.func"
         return self.call_on(x, line, self.named(func.overloadpacket.__name__), time)
 
     def is_activation(self, module: nn.Module) -> bool:
@@ -339,7 +344,7 @@ class _Recorder(TorchDispatchMode):
                 self.is_in_activation = False
         (x,) = args
         self.call = call = self.call_on(x, slot, slot.name, next(self.clock))
-        call.order = self.order(slot, x)
+        call.site, (call.line, _) = call_site(), line_that_calls()
         first_node = next_node_number()
         try:
             with OwnHooks(self.pack, _unpack):
@@ -352,20 +357,6 @@ class _Recorder(TorchDispatchMode):
         self.recording.calls.append(call)
         self.recording.events[call.input].append(Event(call.time, slot.name, False, call))
         return result
-
-    def order(self, slot: Slot, x: Tensor) -> Order | None:
-        """How the call that begins is told from the slot's others."""
-        *callers, called = self.modules
-        if not callers or called is not slot.parent._modules[slot.key]:
-            return None  # its forward was called, past the hooks
-        caller = callers[-1]
-        # In a checkpoint that the caller enters, a part of its forward runs again, alone.
-        runs_alone = innermost_saved_tensors_hook() is not self.hooks_on_entry.get(caller)
-        if caller not in self.paths or isinstance(caller, torch.jit.ScriptModule) or runs_alone:
-            return None
-        calls = self.counts.setdefault(caller, Counter())
-        calls[slot] += 1
-        return Order(caller, calls[slot] - 1, producer_of(x))
 
     def not_to_be_followed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         if self.call is not None or kwargs or len(args) != 1 or not isinstance(args[0], Tensor):

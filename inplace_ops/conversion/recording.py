@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..activations import Activation
+from .calls import CallSite
 from .recognise import Recognised
 from .slots import Slot
 
@@ -95,7 +96,8 @@ class Call:
         refused_view: What kind of view the input is, if autograd does not let it be modified.
         overlaps: Whether elements of the input may share memory.
         has_kernel: Whether there is one for its device and dtype.
-        order: How it is told from the slot's other calls; None where it cannot be.
+        site: Where in the model's code a module's call is.
+        line: The same as file and line, to be shown.
         keeps_layout: Whether the output out of place has the input's strides.
         after_norm: Whether the input follows from a norm's input.
         nodes: The numbers of its autograd nodes.
@@ -118,7 +120,8 @@ class Call:
     refused_view: str
     overlaps: bool
     has_kernel: bool
-    order: Order | None = None
+    site: CallSite = ()
+    line: str = ""
     keeps_layout: bool = True
     after_norm: bool = False
     nodes: range = range(0)
@@ -134,21 +137,6 @@ class Call:
     def storages(self) -> tuple[int, int]:
         """Those of input and output."""
         return self.input, self.output
-
-
-@dataclass(frozen=True)
-class Order:
-    """How a call is told from the other calls of its slot.
-
-    Attributes:
-        caller: The module that calls it.
-        index: How many calls in the present forward of that module came before.
-        producer: What formed the input.
-    """
-
-    caller: nn.Module
-    index: int
-    producer: str
 
 
 @dataclass(frozen=True, eq=False)

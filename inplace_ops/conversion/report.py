@@ -28,8 +28,8 @@ class Site:
             whichever is less, beyond what the other operations hold anyway.
         bytes_after: The same with the decision taken.
         calls: How often it was called in the run.
-        call: Which of the place's calls it is, from 1, in a forward of the module that calls it,
-            where these are decided one by one; else None.
+        call: The line of code that calls it, "models/unet.py:83", where a module's calls are
+            decided line by line; else None.
         advice: For a function that could be in place, the call to write instead of it.
     """
 
@@ -41,7 +41,7 @@ class Site:
     bytes_before: int
     bytes_after: int
     calls: int = 1
-    call: int | None = None
+    call: str | None = None
     advice: str | None = None
 
 
@@ -164,7 +164,7 @@ _Row = tuple[str, ...]
 
 def _row(site: Site) -> _Row:
     return (
-        site.name if site.call is None else f"{site.name}, call {site.call}",
+        site.name if site.call is None else f"{site.name} at {site.call}",
         site.activation,
         _decision(site),
         mib(site.bytes_before),

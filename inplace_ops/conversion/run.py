@@ -37,19 +37,18 @@ class Example:
                 f"arguments, got {type(inputs).__name__}"
             )
 
-    def check(self, model: nn.Module) -> None:
-        """Raise TypeError where a dict can only have been meant as the model's one argument."""
-        if not self.kwargs or self.args:
-            return
+    def explain(self, error: TypeError, model: nn.Module) -> None:
+        """Raise a better error where a dict was meant as the model's one argument."""
         signature = inspect.signature(model.forward)
         try:
-            signature.bind(**self.kwargs)
-        except TypeError as error:
-            raise TypeError(
-                f"example_inputs: the dict's entries are passed as keyword arguments, and the "
-                f"model's forward{signature} does not take these ({error}): for a model whose one "
-                "argument is a dict pass a tuple, (batch,)"
-            ) from error
+            signature.bind(*self.args, **self.kwargs)
+        except TypeError:
+            if self.kwargs and not self.args:
+                raise TypeError(
+                    "example_inputs: the dict's entries are passed as keyword arguments, and the "
+                    f"model's forward{signature} does not take these ({error}): for a model whose "
+                    "one argument is a dict pass a tuple, (batch,)"
+                ) from error
 
     def tensors(self) -> list[Tensor]:
         """All tensors among the arguments, see `tensors_in`."""

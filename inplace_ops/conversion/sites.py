@@ -47,7 +47,7 @@ def _sites_of_modules(plan: Plan, slots: Sequence[Slot], recording: Recording) -
             decision.bytes_before,
             decision.bytes_after,
             len(decision.calls),
-            None if decision.unit.index is None else decision.unit.index + 1,
+            None if decision.unit.site is None else decision.calls[0].line,
         )
 
 
@@ -60,7 +60,8 @@ def _sites_of_functions(plan: Plan, recording: Recording) -> Iterator[Site]:
         held = sum(map(recording.bytes_of_call, calls))
         decision = plan.advice[line]
         is_gain = decision.save is not None and decision.bytes_after < decision.bytes_before
-        advice = _call(line, decision) if is_gain and not (line.module or line.is_torchs) else None
+        is_to_edit = line.module is None and not line.is_torchs
+        advice = _call(line, decision, plan.bits) if is_gain and is_to_edit else None
         yield Site(
             name,
             line.activation.name,
@@ -95,10 +96,12 @@ def _reason(line: Line, decision: Decision, advice: str | None) -> str:
     return f"safe: write `{advice}` at {line.location}{times}: {kept}{module}"
 
 
-def _call(line: Line, decision: Decision) -> str:
+def _call(line: Line, decision: Decision, bits: int | None) -> str:
     """The call of the package's function that keeps what was decided."""
     activation = line.activation
     arguments = ["x", *map(repr, activation.variant.values()), *map(repr, line.scalars)]
     if decision.save != activation.saves[0]:
         arguments.append(f'save="{decision.save}"')
+    if bits is not None and decision.save == "output" and not activation.has_mask:
+        arguments.append(f"bits={bits}")
     return f"inplace_ops.{activation.function}({', '.join(arguments)})"

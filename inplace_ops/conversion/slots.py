@@ -13,10 +13,11 @@ from typing import Any
 from torch import nn
 
 from ..activations import Save
-from .calls import CallByCall, InPlaceCall
+from .calls import CallByCall, CallSite, InPlaceCall
 from .recognise import Recognised, recognise
 
 _ORIGINAL = "_converted_from"  # where a module put in by `convert` keeps the one it stands for
+_COPIED = "_hooks_copied"  # and the keys of the hooks that it got from that
 
 
 @dataclass(eq=False)
@@ -56,9 +57,10 @@ class Slot:
             module.save, module.fallback = save, fallback  # type: ignore[assignment]
         return self._standing_in(module)
 
-    def converted_in(self, calls: Mapping[int, InPlaceCall]) -> nn.Module:
+    def converted_in(self, calls: Mapping[CallSite, InPlaceCall]) -> nn.Module:
         """The same, put in place in these of its calls alone."""
         module = self.recognised.build()
+        module.inplace = self.inplace  # type: ignore[assignment]  # for torch.jit.script
         module.calls = CallByCall(self.original, calls)  # type: ignore[assignment]
         return self._standing_in(module)
 
@@ -72,18 +74,45 @@ class Slot:
             for name, value in vars(self.original).items()
         }
         vars(module).update({**originals, **own, _ORIGINAL: self.original})
+        vars(module)[_COPIED] = _keys(self.original) if self.is_shared else frozenset()
         return module
+
+
+def _keys(module: nn.Module) -> frozenset[object]:
+    """The keys of its hooks, no two of which are the same."""
+    dicts = (value for value in vars(module).values() if isinstance(value, dict))
+    return frozenset(key for entries in dicts for key in entries)
 
 
 def put_back(original: nn.Module, module: nn.Module) -> None:
     """Give the original what was set since on the module that stands in for it."""
+    copied = vars(module)[_COPIED]
     for name in vars(nn.Module()):
         own, value = vars(original)[name], vars(module)[name]
         if not isinstance(value, dict):
             vars(original)[name] = value
         elif own is not value:
             known = [hook for hook in own.values() if callable(hook)]
-            own |= {k: hook for k, hook in value.items() if k not in own and hook not in known}
+            since = {key: hook for key, hook in value.items() if key not in copied}
+            own |= {k: hook for k, hook in since.items() if k not in own and hook not in known}
+
+
+_Hooks = Mapping[str, Mapping[Any, Any]]
+
+
+def hooks_of(module: nn.Module) -> _Hooks:
+    """A copy of its dicts of hooks, by name."""
+    return {name: value.copy() for name, value in vars(module).items() if isinstance(value, dict)}
+
+
+def keep_hooks(module: nn.Module, before: _Hooks, then: _Hooks) -> None:
+    """Put back the hooks from `before`, but for what was removed or added since `then`."""
+    for name, now in hooks_of(module).items():
+        kept = {key: hook for key, hook in before.get(name, {}).items() if key in now}
+        added = {key: hook for key, hook in now.items() if key not in then.get(name, {})}
+        entries = vars(module)[name]
+        entries.clear()
+        entries.update({**kept, **added})
 
 
 def original_of(module: nn.Module) -> nn.Module | None:

@@ -52,14 +52,14 @@ def verify(model: nn.Module, example: Example, conversion: Conversion, progress:
     if not modules and not conversion.readers:
         return
 
-    def chosen(slot: Slot, x: Tensor) -> nn.Module:
+    def chosen(slot: Slot) -> nn.Module:
         """What runs the present call."""
         calls = getattr(modules[slot], "calls", None)
-        return modules[slot] if calls is None else calls.chosen(modules[slot], x)
+        return modules[slot] if calls is None else calls.chosen()
 
     def exactly(slot: Slot, x: Tensor) -> Tensor:
         """The present call, exact, in place where it is to be."""
-        module = chosen(slot, x)
+        module = chosen(slot)
         return module.forward(x) if module is slot.original else _exact(slot, x)
 
     progress.next("the original")
@@ -70,8 +70,7 @@ def verify(model: nn.Module, example: Example, conversion: Conversion, progress:
     del again
 
     progress.next("exact activations in place")
-    with preserved(model, example), intercepted(modules, exactly, modules):
-        conversion.hook_callers()
+    with intercepted(modules, exactly, modules):
         exact = _run_converted(model, example)
     for name in original | exact:
         tolerance = noise.get(name, 0.0)
@@ -79,21 +78,20 @@ def verify(model: nn.Module, example: Example, conversion: Conversion, progress:
             repeats = f" by more than its runs differ by ({tolerance:.3g})" if tolerance else ""
             raise VerificationError(
                 f"{name} of the converted model differs from the original's{repeats}; "
-                f"{_first_difference(model, example, conversion, exactly)}"
+                f"{_first_difference(model, example, modules, exactly)}"
             )
     del exact
 
     progress.next("the converted model")
 
     def checked(slot: Slot, x: Tensor) -> Tensor:
-        module = chosen(slot, x)
+        module = chosen(slot)
         if module is not slot.original:
             _check_derivative(slot, module, x)
         return module.forward(x)
 
     with preserved(model, example), intercepted(modules, checked, modules):
-        conversion.hook_callers()
-        conversion.hook_readers(_check_and_drop)
+        conversion.hook(_check_and_drop)
         _run_converted(model, example)
 
 
@@ -274,11 +272,10 @@ def _original(slot: Slot, x: Tensor) -> Tensor:
 def _first_difference(
     model: nn.Module,
     example: Example,
-    conversion: Conversion,
+    modules: Mapping[Slot, nn.Module],
     exactly: Callable[[Slot, Tensor], Tensor],
 ) -> str:
     """Where the original and the exact activations in place part first, in words."""
-    modules = conversion.modules
 
     def fingerprints(
         activation: Callable[[Slot, Tensor], Tensor],
@@ -300,8 +297,7 @@ def _first_difference(
                 y.register_hook(lambda gradient: note("incoming gradient", gradient))
             return y
 
-        with preserved(model, example), intercepted(modules, forward, put_in):
-            conversion.hook_callers()
+        with intercepted(modules, forward, put_in):
             _gradients(model, example)
         return found
 
