@@ -55,7 +55,7 @@ class Curve:
 def silu_derivative(x: Tensor) -> Tensor:
     x = x.double()
     s = torch.sigmoid(x)
-    return s * (1 + x * (1 - s))
+    return s * (1 + x * torch.sigmoid(-x))
 
 
 def _gelu(x: Tensor) -> Tensor:
