@@ -18,15 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._functorch.config
-from measure import RESULTS, Clock, machine, memory_of, quartiles, table, written_to
+from measure import RESULTS, Clock, machine, memory_of, quartiles, table, times_in_turn, written_to
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from training import IN_PLACE, OUT_OF_PLACE, checkpointed, compiled
 
 import inplace_ops
 
 SHORT, LONG = 2, 6
-IN_PLACE = "torch in place"
 ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {"ReLU": nn.ReLU, "SiLU": nn.SiLU}
 
 Run = Callable[[Tensor], Tensor]
@@ -62,34 +60,13 @@ def converted(model: nn.Sequential, x: Tensor) -> Run:
     return model
 
 
-def checkpointed(model: nn.Sequential, x: Tensor) -> Run:
-    """Each block keeps its input alone, and runs again in backward."""
-
-    def run(x: Tensor) -> Tensor:
-        for block in list(model)[:-1]:
-            x = checkpoint(block, x, use_reentrant=False)
-        return model[-1](x)
-
-    return run
-
-
-def compiled(model: nn.Sequential, x: Tensor, budget: float) -> Run:
-    """Compiled on this input, with a budget of PyTorch's memory for what is kept."""
-    torch._dynamo.reset()
-    run = torch.compile(model)
-    with torch._functorch.config.patch(activation_memory_budget=budget):
-        run(x).sum().backward()
-    model.zero_grad()
-    return run
-
-
 VARIANTS: dict[str, Callable[[nn.Sequential, Tensor], Run]] = {
-    "torch out of place": lambda model, x: model,
+    OUT_OF_PLACE: lambda model, x: model,
     IN_PLACE: in_place,
     "inplace_ops.convert": converted,
-    "checkpoint of each block": checkpointed,
-    "torch.compile": partial(compiled, budget=1.0),
-    "torch.compile, memory budget 0.5": partial(compiled, budget=0.5),
+    "checkpoint of each block": lambda model, x: checkpointed(model, ["Sequential"]),
+    "torch.compile": lambda model, x: compiled(model, budget=1.0),
+    "torch.compile, memory budget 0.5": lambda model, x: compiled(model, budget=0.5),
 }
 
 
@@ -126,6 +103,7 @@ def main() -> None:
 
     with written_to(arguments.out or RESULTS / f"blocks_{device}.csv") as rows:
         for name, activation in ACTIVATIONS.items():
+            torch._dynamo.reset()  # it counts what it has compiled, and stops
             short, long = (
                 chain(activation, n, arguments.channels).to(device) for n in (SHORT, LONG)
             )
@@ -144,12 +122,12 @@ def main() -> None:
                 for variant, run in runs.items()
             }
             assert all(distance < 0.01 for distance in distances.values()), distances
-            times: dict[str, list[float]] = {variant: [] for variant in runs}
-            for repeat in range(arguments.repeats):
-                first = repeat % len(runs)  # none always follows the same other
-                for variant in [*runs, *runs][first : first + len(runs)]:
-                    times[variant].append(clock.time(partial(step, runs[variant], x))[0] / 1e3)
-                    models[variant].zero_grad()
+            times = times_in_turn(
+                {variant: partial(step, run, x) for variant, run in runs.items()},
+                arguments.repeats,
+                clock,
+                after=lambda variant, models=models: models[variant].zero_grad(),
+            )
             for variant in VARIANTS:
                 pairs = zip(times[variant], times[IN_PLACE], strict=True)
                 first_quartile, median, third_quartile = quartiles([a / b for a, b in pairs])

@@ -19,15 +19,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import MIB, RESULTS, Clock, machine, memory_of, quartiles, table, written_to
+from measure import (
+    MIB,
+    RESULTS,
+    Clock,
+    machine,
+    memory_of,
+    quartiles,
+    table,
+    times_in_turn,
+    written_to,
+)
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from training import IN_PLACE, OUT_OF_PLACE, backward, safe_places, with_activations_in_place
 
 import inplace_ops
-from inplace_ops.activations import ACTIVATIONS
 from inplace_ops.conversion.library import load
 
-MODULES = tuple(entry.torch_module for entry in ACTIVATIONS)
 MODELS = (
     "timm:efficientnet_b0",
     "torchvision:efficientnet_v2_s",
@@ -53,8 +61,6 @@ MODELS = (
     "transformers:LlamaForCausalLM",
 )
 SIDES = {"ultralytics": 2, "timm:vit": 1.75}  # of the images, times --size, by the name's beginning
-
-OUT_OF_PLACE, IN_PLACE = "torch out of place", "torch in place"
 
 # Smaller than by default.
 CONFIGURATIONS = {
@@ -90,16 +96,11 @@ def variants(model: nn.Module, x: Tensor, labels: Sequence[str]) -> dict[str, nn
     converted = {label: copy.deepcopy(model) for label in labels}
     for label, variant in converted.items():
         inplace_ops.convert(variant, x, **VARIANTS[label])
-    safe = {site.name for site in inplace_ops.analyze(model, x).sites if site.converted}
-    in_place, out_of_place = copy.deepcopy(model), copy.deepcopy(model)
-    for variant in (in_place, out_of_place):
-        for path, parent in variant.named_modules():
-            for key, child in list(parent._modules.items()):
-                if isinstance(child, MODULES):
-                    own = copy.copy(child)  # one module may be held in safe and unsafe places
-                    own.inplace = variant is in_place and f"{path}.{key}".lstrip(".") in safe
-                    parent._modules[key] = own
-    return {OUT_OF_PLACE: out_of_place, IN_PLACE: in_place, **converted}
+    return {
+        OUT_OF_PLACE: with_activations_in_place(model, ()),
+        IN_PLACE: with_activations_in_place(model, safe_places(model, x)),
+        **converted,
+    }
 
 
 def gradient(model: nn.Module, run: Callable[[], Any]) -> Tensor:
@@ -112,14 +113,9 @@ def gradient(model: nn.Module, run: Callable[[], Any]) -> Tensor:
     return found
 
 
-def step(model: nn.Module, x: Tensor) -> Callable[[], Any]:
+def step(model: nn.Module, x: Tensor) -> None:
     """Forward and backward."""
-
-    def run() -> None:
-        outputs = [t for t in tree_leaves(model(x)) if isinstance(t, Tensor) and t.requires_grad]
-        torch.autograd.backward([t.float().square().mean() for t in outputs])
-
-    return run
+    backward(model(x))
 
 
 def measured(
@@ -135,14 +131,11 @@ def measured(
     if "Llama" in name:
         x = torch.randint(0, 1000, (batch, size), device=device)
     compared = variants(model, x[:2], arguments.variants)
-    steps = {variant: step(module, x) for variant, module in compared.items()}
+    steps = {variant: partial(step, module, x) for variant, module in compared.items()}
     expected = gradient(compared[OUT_OF_PLACE], steps[OUT_OF_PLACE])
-    times: dict[str, list[float]] = {variant: [] for variant in compared}
-    for repeat in range(arguments.repeats):
-        first = repeat % len(steps)  # none always follows the same other
-        for variant in [*steps, *steps][first : first + len(steps)]:
-            times[variant].append(clock.time(steps[variant])[0] / 1e3)
-            compared[variant].zero_grad()
+    times = times_in_turn(
+        steps, arguments.repeats, clock, after=lambda variant: compared[variant].zero_grad()
+    )
     memory = {
         variant: (memory_of(partial(module, x), device)[1], memory_of(steps[variant], device)[0])
         for variant, module in compared.items()

@@ -17,7 +17,6 @@ import argparse
 import copy
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,16 +32,15 @@ from measure import (
     memory_of,
     quartiles,
     table,
+    times_in_turn,
     written_to,
 )
 from torch import Tensor, nn
+from training import IN_PLACE, MODES, MODULES, OUT_OF_PLACE, Mode
 from yolo_like import YoloLike
 
 import inplace_ops
-from inplace_ops.activations import ACTIVATIONS
 
-OUT_OF_PLACE, IN_PLACE = "torch out of place", "torch in place"  # what is compared with
-MODULES = tuple(entry.torch_module for entry in ACTIVATIONS)
 # What convert is told.
 SETTINGS: dict[str, dict[str, Any]] = {
     "inplace_ops": {},
@@ -67,25 +65,9 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }
 
 
-@dataclass(frozen=True)
-class Mode:
-    """How a network is trained, and how far loss and gradients may be from PyTorch's, relatively.
-
-    In bfloat16 a last bit that differs in one layer's output changes all later ones. float32 is as
-    PyTorch's defaults have it: convolutions in TF32 on a GPU.
-    """
-
-    autocast: bool
-    memory_format: torch.memory_format
-    loss_tolerance: float
-    gradient_tolerance: float
-
-
-MODES = {
-    "float32": Mode(False, torch.contiguous_format, 1e-4, 1e-2),
-    "bfloat16": Mode(True, torch.contiguous_format, 2e-2, 0.3),
-    "bfloat16, channels_last": Mode(True, torch.channels_last, 2e-2, 0.3),
-}
+# How far loss and gradients may be from PyTorch's, relatively, without autocast and with it: in
+# bfloat16 a last bit that differs in one layer's output changes all later ones.
+TOLERANCES = {False: (1e-4, 1e-2), True: (2e-2, 0.3)}
 
 
 class Training:
@@ -149,8 +131,9 @@ def verify(
     loss, gradient = training.loss_and_gradient(images)
     distance = ((gradient - expected[1]).norm() / expected[1].norm()).item()
     print(f"  {way}: loss {loss:.5f}, gradient off by {distance:.1e}", flush=True)
-    torch.testing.assert_close(loss, expected[0], rtol=mode.loss_tolerance, atol=0)
-    if not distance <= mode.gradient_tolerance:
+    loss_tolerance, gradient_tolerance = TOLERANCES[mode.autocast]
+    torch.testing.assert_close(loss, expected[0], rtol=loss_tolerance, atol=0)
+    if not distance <= gradient_tolerance:
         raise AssertionError(f"the gradient is off by {distance:.2g}")
 
 
@@ -202,20 +185,6 @@ def search_batch(training: Training, side: int, limit: int, estimate: int) -> in
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def time_steps(
-    trainings: dict[str, Training], images: Tensor, repetitions: int
-) -> dict[str, list[float]]:
-    """Milliseconds of steps, each way in turn."""
-    clock = Clock(str(images.device.type))
-    ways = list(trainings)
-    times: dict[str, list[float]] = {way: [] for way in ways}
-    for repetition in range(repetitions):
-        first = repetition % len(ways)  # none always follows the same other
-        for way in ways[first:] + ways[:first]:
-            times[way].append(clock.time(partial(trainings[way].step, images))[0] / 1e3)
-    return times
-
-
 def measure(
     name: str,
     network: nn.Module,
@@ -243,9 +212,10 @@ def measure(
         step(images)  # the optimizer allocates its momentum
         parts = (images, images[: batch // 2])
         peaks[way] = [memory_of(partial(step, part), device)[0] for part in parts]
-    times = time_steps(trainings, images, arguments.repetitions)
+    steps = {way: partial(training.step, images) for way, training in trainings.items()}
+    times = times_in_turn(steps, arguments.repetitions, Clock(device))
     fixed = trainings[OUT_OF_PLACE].fixed_bytes()
-    del trainings, images, step, parts  # the largest batch has the memory for itself
+    del trainings, images, step, steps, parts  # the largest batch has the memory for itself
 
     rows = []
     limit = int(arguments.memory_limit * 1024 * MIB)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,23 @@ def recorded(calls: Sequence[Callable[[], Any]], device: str) -> Callable[[], li
         return results
 
     return replay
+
+
+def times_in_turn(
+    steps: Mapping[str, Callable[[], Any]],
+    repetitions: int,
+    clock: Clock,
+    after: Callable[[str], Any] = lambda name: None,
+) -> dict[str, list[float]]:
+    """Milliseconds of the steps, taken in turn; `after` follows each of them and is not timed."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    names = list(steps)
+    for repetition in range(repetitions):
+        first = repetition % len(names)  # none always follows the same other
+        for name in names[first:] + names[:first]:
+            times[name].append(clock.time(steps[name])[0] / 1e3)
+            after(name)
+    return times
 
 
 def quartiles(times: list[float]) -> tuple[float, float, float]:
