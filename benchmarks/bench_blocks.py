@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from measure import RESULTS, Clock, machine, memory_of, quartiles, table, times_in_turn, written_to
 from torch import Tensor, nn
-from training import IN_PLACE, OUT_OF_PLACE, checkpointed, compiled
+from whole_models import IN_PLACE, OUT_OF_PLACE, checkpointed, compiled
 
 import inplace_ops
 

@@ -31,7 +31,7 @@ from measure import (
     written_to,
 )
 from torch import Tensor, nn
-from training import IN_PLACE, OUT_OF_PLACE, backward, safe_places, with_activations_in_place
+from whole_models import IN_PLACE, OUT_OF_PLACE, backward, safe_places, with_activations_in_place
 
 import inplace_ops
 from inplace_ops.conversion.library import load

@@ -36,7 +36,7 @@ from measure import (
     written_to,
 )
 from torch import Tensor, nn
-from training import IN_PLACE, MODES, MODULES, OUT_OF_PLACE, Mode
+from whole_models import IN_PLACE, MODES, MODULES, OUT_OF_PLACE, Mode
 from yolo_like import YoloLike
 
 import inplace_ops

@@ -4,13 +4,14 @@
 #
 #   benchmarks/cpu_results.sh [PART...]
 #
-# Parts, all by default: activations blocks host memory models steps training. On two calm cores, with
-# nothing else running, they take about 40 minutes together without training, whose steps come to 13
-# more. PYTHON names an interpreter that has the package with .[models,demo].
+# Parts, all by default: activations blocks host memory models peers steps training. On two calm cores,
+# with nothing else running, they take about 40 minutes together without peers, which compiles fourteen
+# networks, and training, whose steps come to 13 more. PYTHON names an interpreter that has the package
+# with .[models,demo].
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-known="activations blocks host memory models steps training"
+known="activations blocks host memory models peers steps training"
 for part in "$@"; do
   [[ " $known " == *" $part "* ]] || {
     sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'
@@ -34,6 +35,7 @@ bench activations
 bench blocks
 bench host --threads 1
 bench memory
+bench peers
 bench steps
 bench models timm:{efficientnet_b0,regnety_016,cspdarknet53} ultralytics:{yolov8n,yolo11n}.yaml \
   torchvision:{mobilenet_v2,mobilenet_v3_large,efficientnet_v2_s,densenet121,resnet50,vgg16_bn} \

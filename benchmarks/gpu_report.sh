@@ -4,8 +4,9 @@
 #   benchmarks/gpu_report.sh OUT [--device cpu] [PART...]
 #
 # Parts, all by default, in this order: build numerics tests memcheck initcheck bandwidth
-# activations host steps memory networks settings tuning. Each has its time limit; one that fails,
-# or runs into it, does not stop the next, what it has measured is written, and the exit status is 1.
+# activations host steps memory networks settings tuning. Only where it is named: peers. Each has its
+# time limit; one that fails, or runs into it, does not stop the next, what it has measured is
+# written, and the exit status is 1.
 #
 # OUT gets PART_DEVICE.log of each part, whose last line says how it ended, PART_DEVICE.csv where it
 # measures, and summary.md of all that is there. A part whose log says "passed" is not run again.
@@ -29,6 +30,7 @@ cd "$(dirname "$0")/.." || exit
 device=cuda
 known="build numerics tests memcheck initcheck bandwidth activations host steps memory networks"
 known+=" settings tuning"
+optional=peers
 wanted=""
 while [ $# -gt 0 ]; do
   case $1 in
@@ -41,7 +43,7 @@ while [ $# -gt 0 ]; do
   shift
 done
 [[ $device =~ ^(cpu|cuda)$ ]] || usage
-for part in $wanted; do [[ " $known " == *" $part "* ]] || usage; done
+for part in $wanted; do [[ " $known $optional " == *" $part "* ]] || usage; done
 
 python=${PYTHON:-python3}
 failed=0
@@ -149,6 +151,7 @@ if [ "$device" = cuda ]; then
   bench networks 150 networks --modes float32 "bfloat16, channels_last"
   bench settings 120 networks --modes "bfloat16, channels_last" --settings inplace_ops \
     "inplace_ops, 1 bit" "inplace_ops, speed" "inplace_ops, exact"
+  bench peers 580 peers --mode "bfloat16, channels_last"
   run tuning 120 "$python" benchmarks/tune_cuda.py --out "$out/tuning_cuda.csv"
 else # a limit here only ends what hangs
   check tests 600 "${rest[@]}"
@@ -162,6 +165,7 @@ else # a limit here only ends what hangs
     --modes float32 "bfloat16, channels_last" --repetitions 2
   bench settings 300 networks --networks Darknet-53 YOLO-like --modes float32 --settings \
     inplace_ops "inplace_ops, 1 bit" "inplace_ops, speed" "inplace_ops, exact" --repetitions 2
+  bench peers 300 peers --quick
   skip tuning "it is of CUDA kernels"
 fi
 
@@ -174,7 +178,7 @@ fi
   echo
   echo "| part | device | result | seconds | limit |"
   echo "|---|---|---|---|---|"
-  for part in $known; do
+  for part in $known $optional; do
     log=$out/${part}_$device.log
     [ ! -e "$log" ] || tail -n 1 "$log" | sed 's/,/ | /g; s/^/| /; s/$/ |/'
   done

@@ -177,6 +177,55 @@ def plot_training(path: Path) -> None:
     save(figure, path, rows[0])
 
 
+def plot_peers(path: Path) -> None:
+    """Peak of a step against its time, over PyTorch in place, a panel each network.
+
+    The peak and not what is held when forward has returned: it decides what fits, and checkpoints
+    hold little, but in backward form again what they dropped.
+    """
+    rows = [row for row in read_csv(path) if row["source"] == "measured"]
+    networks = list(dict.fromkeys(row["network"] for row in rows))
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    looks = dict(zip(variants, zip("o.sDX^v<", plt.cm.tab10.colors, strict=False), strict=True))
+    width = -(-(len(networks) + 1) // 2)  # one place is the legend's
+    figure, axes = plt.subplots(
+        2, width, figsize=(3.4 * width, 7), sharey=True, layout="constrained"
+    )
+    for axis, network in zip(axes.flat, networks, strict=False):
+        case = [row for row in rows if row["network"] == network]
+        for row in case:
+            low, time, high = (
+                float(row[f"ratio_{column}"])
+                for column in ("first_quartile", "to_torch_in_place", "third_quartile")
+            )
+            marker, color = looks[row["variant"]]
+            axis.errorbar(
+                time,
+                float(row["peak_over_torch_in_place"]),
+                xerr=[[time - low], [high - time]],
+                marker=marker,
+                color=color,
+                label=row["variant"],
+                linestyle="none",
+                elinewidth=0.8,
+                markersize=7,
+                alpha=0.85,
+            )
+        base = next(row for row in case if row["variant"] == "torch in place")
+        title = f"{network}, {base['input']}\n1 is {base['peak_mib']} MiB, {base['median_ms']} ms"
+        axis.set_title(title, fontsize=9)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+        axis.set_xlabel("time of a step, over torch in place")
+    for line in axes:
+        line[0].set_ylabel("peak of a step, over torch in place")
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    for axis in axes.flat[len(networks) :]:
+        axis.axis("off")
+    axes.flat[-1].legend(handles, labels, loc="center", fontsize=9)
+    save(figure, path, rows[0])
+
+
 def save(figure: plt.Figure, path: Path, row: dict[str, str]) -> None:
     """Write the figure beside its result file, with where and when it was measured."""
     figure.suptitle(f"{row['device']}, torch {row['torch']}, {row['date']}", fontsize=9)
@@ -198,6 +247,7 @@ def main() -> None:
         "networks": plot_networks,
         "settings": plot_networks,
         "training": plot_training,
+        "peers": plot_peers,
     }
     for kind, plot in plots.items():
         for path in sorted(results.glob(f"{kind}_*.csv")):

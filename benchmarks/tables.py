@@ -1,8 +1,8 @@
 """Writes the tables of the documentation from the result files.
 
-Between `<!-- results: DEVICE -->` and `<!-- end -->` stand the tables of all results/*_DEVICE.csv;
-for "compatibility" the table of tests/compatibility.csv, for "errors" that of the activations, for
-"training" those of results/training_*.csv.
+Between `<!-- results: DEVICE -->` and `<!-- end -->` stand the tables of all results/*_DEVICE.csv
+but those of training and peers, of which a block of that name has all devices'; for "compatibility"
+the table of tests/compatibility.csv, for "errors" that of the activations.
 `--check` writes nothing and fails if they are not up to date; `--print FOLDER` prints the tables of
 the result files there, of all devices.
 """
@@ -225,7 +225,27 @@ def training(rows: Rows) -> str:
     return markdown(header, body)
 
 
-TABLES: dict[str, Callable[[Rows], str]] = {
+def peers(rows: Rows) -> str:
+    """Memory, time and gradients by what runs a network, and what others have published."""
+    over = "over PyTorch in place"
+    header = ["network", "variant", "MiB held", over, "MiB peak", over, "ms a step"]
+    header += [f"{over} (quartiles)", "largest difference of a gradient"]
+    columns = ["variant", "held_mib", "held_over_torch_in_place", "peak_mib"]
+    columns += ["peak_over_torch_in_place", "median_ms", "ratio_to_torch_in_place"]
+    body = []
+    for row in rows:
+        cells = [row[column] or "-" for column in columns]
+        if row["source"] == "measured":
+            network, gradient = f"{row['network']}, {row['input']}", row["gradient_off_by"]
+            cells[-1] += f" ({row['ratio_first_quartile']} to {row['ratio_third_quartile']})"
+        else:
+            network, gradient = f"{row['source']}: {row['network']}", "-"
+        body.append([network, *cells, gradient])
+    return markdown(header, body)
+
+
+Drawings = dict[str, Callable[[Rows], str]]
+TABLES: Drawings = {
     "bandwidth": bandwidth,
     "activations": activations,
     "host": host,
@@ -236,6 +256,7 @@ TABLES: dict[str, Callable[[Rows], str]] = {
     "networks": networks,
     "settings": settings,
 }
+ALONE: Drawings = {"peers": peers, "training": training}
 
 
 def captioned(path: Path, draw: Callable[[Rows], str]) -> str:
@@ -252,9 +273,9 @@ def captioned(path: Path, draw: Callable[[Rows], str]) -> str:
     return f"`{script}`, {', '.join(where)}:\n\n{draw(rows)}"
 
 
-def tables(folder: Path, device: str) -> str:
-    """All tables of a device."""
-    paths = {folder / f"{kind}_{device}.csv": draw for kind, draw in TABLES.items()}
+def tables(folder: Path, device: str, kinds: Drawings) -> str:
+    """The tables of a device."""
+    paths = {folder / f"{kind}_{device}.csv": draw for kind, draw in kinds.items()}
     blocks = [captioned(path, draw) for path, draw in paths.items() if path.exists()]
     return "\n\n".join(blocks) or "Not measured yet."
 
@@ -308,10 +329,10 @@ def block(name: str) -> str:
         return errors()
     if name == "compatibility":
         return compatibility(read_csv(COMPATIBILITY))
-    if name == "training":
-        paths = sorted(RESULTS.glob("training_*.csv"))
-        return "\n\n".join(captioned(path, training) for path in paths)
-    return tables(RESULTS, name)
+    if name in ALONE:
+        paths = sorted(RESULTS.glob(f"{name}_*.csv"))
+        return "\n\n".join(captioned(path, ALONE[name]) for path in paths)
+    return tables(RESULTS, name, TABLES)
 
 
 def main() -> None:
@@ -322,7 +343,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.print:
         devices = {path.stem.split("_")[-1] for path in arguments.print.glob("*_*.csv")}
-        print("\n\n".join(tables(arguments.print, device) for device in sorted(devices)))
+        print(
+            "\n\n".join(
+                tables(arguments.print, device, TABLES | ALONE) for device in sorted(devices)
+            )
+        )
         return
 
     for page in PAGES:
