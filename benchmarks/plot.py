@@ -187,6 +187,7 @@ def plot_peers(path: Path) -> None:
     networks = list(dict.fromkeys(row["network"] for row in rows))
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     looks = dict(zip(variants, zip("o.sDX^v<", plt.cm.tab10.colors, strict=False), strict=True))
+    top = 1.05 * max(float(row["peak_over_torch_in_place"]) for row in rows)
     width = -(-(len(networks) + 1) // 2)  # one place is the legend's
     figure, axes = plt.subplots(
         2, width, figsize=(3.4 * width, 7), sharey=True, layout="constrained"
@@ -214,7 +215,7 @@ def plot_peers(path: Path) -> None:
         base = next(row for row in case if row["variant"] == "torch in place")
         title = f"{network}, {base['input']}\n1 is {base['peak_mib']} MiB, {base['median_ms']} ms"
         axis.set_title(title, fontsize=9)
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, top)
         axis.grid(alpha=0.3)
         axis.set_xlabel("time of a step, over torch in place")
     for line in axes:

@@ -24,6 +24,7 @@ import inplace_ops
 
 # Dynamo's own, while it traces an autograd.Function and looks at a graph's inputs.
 pytestmark = [
+    pytest.mark.compiler,
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]

@@ -14,7 +14,10 @@ import inplace_ops
 from inplace_ops import saved_bytes
 from inplace_ops.activations import ACTIVATIONS, RELU, RELU6, SILU, Activation
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Dynamo's and Inductor's own
+pytestmark = [
+    pytest.mark.compiler,
+    pytest.mark.filterwarnings("ignore"),  # Dynamo's and Inductor's own
+]
 
 CHANNELS = 8
 NORMS: dict[str, Callable[[], nn.Module]] = {

@@ -19,6 +19,7 @@ import inplace_ops
 
 # torch.export's own.
 pytestmark = [
+    pytest.mark.compiler,
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning"),
 ]
