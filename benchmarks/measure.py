@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import datetime
 import functools
+import gc
 import os
 import platform
+import random
 import shutil
 import signal
 import statistics
@@ -75,6 +77,7 @@ def memory_of(fn: Callable[[], Any], device: str) -> tuple[int, int]:
 
     On CUDA from the caching allocator's statistics, on the CPU from the allocator's events.
     """
+    gc.collect()  # what is freed meanwhile would be subtracted
     if device == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -148,10 +151,9 @@ def times_in_turn(
 ) -> dict[str, list[float]]:
     """Milliseconds of the steps, taken in turn; `after` follows each of them and is not timed."""
     times: dict[str, list[float]] = {name: [] for name in steps}
-    names = list(steps)
-    for repetition in range(repetitions):
-        first = repetition % len(names)  # none always follows the same other
-        for name in names[first:] + names[:first]:
+    order = random.Random(0)  # none always follows the same other
+    for _ in range(repetitions):
+        for name in order.sample(list(steps), len(steps)):
             times[name].append(clock.time(steps[name])[0] / 1e3)
             after(name)
     return times

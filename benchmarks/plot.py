@@ -186,12 +186,13 @@ def plot_peers(path: Path) -> None:
     rows = [row for row in read_csv(path) if row["source"] == "measured"]
     networks = list(dict.fromkeys(row["network"] for row in rows))
     variants = list(dict.fromkeys(row["variant"] for row in rows))
-    looks = dict(zip(variants, zip("o.sDX^v<", plt.cm.tab10.colors, strict=False), strict=True))
+    looks = {variant: ("o.sDX^v<"[i % 8], f"C{i}") for i, variant in enumerate(variants)}
     top = 1.05 * max(float(row["peak_over_torch_in_place"]) for row in rows)
     width = -(-(len(networks) + 1) // 2)  # one place is the legend's
     figure, axes = plt.subplots(
-        2, width, figsize=(3.4 * width, 7), sharey=True, layout="constrained"
+        2, width, figsize=(3.4 * width, 7), sharey=True, squeeze=False, layout="constrained"
     )
+    points = {}
     for axis, network in zip(axes.flat, networks, strict=False):
         case = [row for row in rows if row["network"] == network]
         for row in case:
@@ -200,30 +201,28 @@ def plot_peers(path: Path) -> None:
                 for column in ("first_quartile", "to_torch_in_place", "third_quartile")
             )
             marker, color = looks[row["variant"]]
-            axis.errorbar(
+            points[row["variant"]] = axis.errorbar(
                 time,
                 float(row["peak_over_torch_in_place"]),
                 xerr=[[time - low], [high - time]],
                 marker=marker,
                 color=color,
-                label=row["variant"],
                 linestyle="none",
                 elinewidth=0.8,
                 markersize=7,
                 alpha=0.85,
             )
         base = next(row for row in case if row["variant"] == "torch in place")
-        title = f"{network}, {base['input']}\n1 is {base['peak_mib']} MiB, {base['median_ms']} ms"
-        axis.set_title(title, fontsize=9)
+        title = f"{network}, {base['input']}, {base['mode']}\n"
+        axis.set_title(f"{title}1 is {base['peak_mib']} MiB, {base['median_ms']} ms", fontsize=8)
         axis.set_ylim(0, top)
         axis.grid(alpha=0.3)
         axis.set_xlabel("time of a step, over torch in place")
     for line in axes:
         line[0].set_ylabel("peak of a step, over torch in place")
-    handles, labels = axes.flat[0].get_legend_handles_labels()
     for axis in axes.flat[len(networks) :]:
         axis.axis("off")
-    axes.flat[-1].legend(handles, labels, loc="center", fontsize=9)
+    axes.flat[-1].legend(points.values(), points, loc="center", fontsize=9)
     save(figure, path, rows[0])
 
 

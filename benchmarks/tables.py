@@ -229,20 +229,30 @@ def peers(rows: Rows) -> str:
     """Memory, time and gradients by what runs a network, and what others have published."""
     over = "over PyTorch in place"
     header = ["network", "variant", "MiB held", over, "MiB peak", over, "ms a step"]
-    header += [f"{over} (quartiles)", "gradient off by (PyTorch's own, from float64)"]
+    header += [f"{over} (quartiles)", "gradients off by (PyTorch's, from float64)"]
     columns = ["variant", "held_mib", "held_over_torch_in_place", "peak_mib"]
     columns += ["peak_over_torch_in_place", "median_ms", "ratio_to_torch_in_place"]
-    body = []
-    for row in rows:
-        cells = [row[column] or "-" for column in columns]
-        if row["source"] == "measured":
-            network = f"{row['network']}, {row['input']}"
-            gradient = f"{row['gradient_off_by']} ({row['torch_off_from_float64_by']})"
-            cells[-1] += f" ({row['ratio_first_quartile']} to {row['ratio_third_quartile']})"
-        else:
-            network, gradient = f"{row['source']}: {row['network']}", "-"
-        body.append([network, *cells, gradient])
-    return markdown(header, body)
+    measured = [row for row in rows if row["source"] == "measured"]
+    body = [
+        [
+            f"{row['network']}, {row['mode']}, {row['input']}",
+            *(row[column] for column in columns),
+            f"{row['gradient_off_by']} ({row['torch_off_from_float64_by']})",
+        ]
+        for row in measured
+    ]
+    for row, line in zip(measured, body, strict=True):
+        line[7] += f" ({row['ratio_first_quartile']} to {row['ratio_third_quartile']})"
+    published = [
+        [row["network"], row["variant"], row["held_over_torch_in_place"], row[columns[-1]] or "-"]
+        for row in rows
+        if row not in measured
+    ]
+    titles = ["on other machines", "variant", "held", "time of a step"]
+    source = next(row["source"] for row in rows if row not in measured)
+    return (
+        f"{markdown(header, body)}\n\nNot measured here, {source}:\n\n{markdown(titles, published)}"
+    )
 
 
 Drawings = dict[str, Callable[[Rows], str]]

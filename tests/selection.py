@@ -1,7 +1,7 @@
 """How many tests there are, and which run by default.
 
-Tests marked `exhaustive` run with `pytest -m ""`, as in .ci/run: they are slow, and rarely tell
-more than a quick one. Cases of a few milliseconds share a test.
+Tests marked `exhaustive` run with `pytest -m ""`, and in .ci/run but for those marked `release`:
+they are slow, and rarely tell more than a quick one. Cases of a few milliseconds share a test.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 
 exhaustive = pytest.mark.exhaustive
+release = (exhaustive, pytest.mark.release)
 
 
-def quick(values: Iterable[Any], always: Container[Any]) -> list[Any]:
+def quick(values: Iterable[Any], always: Container[Any], marks: Any = exhaustive) -> list[Any]:
     """Parameters for pytest.mark.parametrize: those not among `always` are exhaustive."""
     return [
         value
         if value in always
-        else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=exhaustive)
+        else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks)
         for value in values
     ]
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from activations import ACTIVATIONS, ONE_OF_EACH, WAYS_OF_SAVING, Activation, activation_id
 from comparison import assert_gradient, assert_values
-from selection import exhaustive, quick
+from selection import exhaustive, quick, release
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +24,6 @@ import inplace_ops
 
 # Dynamo's own, while it traces an autograd.Function and looks at a graph's inputs.
 pytestmark = [
-    pytest.mark.compiler,
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]
@@ -35,7 +34,9 @@ SOME = [
     if row.name in ("relu-mask", "silu-output-default", "silu-derivative-default")
 ]
 
-one_of_each = pytest.mark.parametrize("activation", quick(ONE_OF_EACH, SOME), ids=activation_id)
+one_of_each = pytest.mark.parametrize(
+    "activation", quick(ONE_OF_EACH, SOME, release), ids=activation_id
+)
 some = pytest.mark.parametrize("activation", SOME, ids=activation_id)
 
 
@@ -187,6 +188,7 @@ def check(
     quick(
         [*((row, "aot_eager") for row in WAYS_OF_SAVING), *((row, "eager") for row in SOME)],
         [*((row, "aot_eager") for row in SOME), (SOME[1], "eager")],
+        release,
     ),
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
@@ -226,7 +228,7 @@ WRITING_AFTER = {program.__name__: program for program in (written_after, writte
 
 @pytest.mark.parametrize(
     "activation",
-    quick([row for row in WAYS_OF_SAVING if row.save != "output"], SOME),
+    quick([row for row in WAYS_OF_SAVING if row.save != "output"], SOME, release),
     ids=activation_id,
 )
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -320,7 +322,7 @@ def test_a_graph_input_is_modified(
     check(activation, function, compiled, (4, 7), device, intermediate=False)
 
 
-@pytest.mark.parametrize("activation", quick(SOME, SOME[1:2]), ids=activation_id)
+@pytest.mark.parametrize("activation", quick(SOME, SOME[1:2], release), ids=activation_id)
 @pytest.mark.parametrize("program", ["in_a_view", "read_before"])
 @of_inductor
 def test_inductor(
@@ -331,7 +333,7 @@ def test_inductor(
 
 
 @of_inductor
-@pytest.mark.parametrize("program", quick(INPUT_PROGRAMS, list(INPUT_PROGRAMS)[3:5]))
+@pytest.mark.parametrize("program", quick(INPUT_PROGRAMS, list(INPUT_PROGRAMS)[3:5], release))
 def test_inductor_modifies_a_graph_input(
     program: str, inductor: Callable[..., Any], device: torch.device
 ) -> None:

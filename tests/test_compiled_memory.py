@@ -7,17 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from selection import exhaustive, quick
+from selection import exhaustive, quick, release
 from torch import Tensor, nn
 
 import inplace_ops
 from inplace_ops import saved_bytes
 from inplace_ops.activations import ACTIVATIONS, RELU, RELU6, SILU, Activation
 
-pytestmark = [
-    pytest.mark.compiler,
-    pytest.mark.filterwarnings("ignore"),  # Dynamo's and Inductor's own
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # Dynamo's and Inductor's own
 
 CHANNELS = 8
 NORMS: dict[str, Callable[[], nn.Module]] = {
@@ -102,7 +99,7 @@ def ours(activation: Activation) -> dict[str, tuple[Call, bool]]:
     ("norm", "budget"),
     [("batch_norm", 1), ("no_norm", 1), ("group_norm", 1), ("batch_norm", 0.5), ("no_norm", 0.5)],
 )
-@pytest.mark.parametrize("activation", quick(ACTIVATIONS, SOME), ids=lambda a: a.ops.name)
+@pytest.mark.parametrize("activation", quick(ACTIVATIONS, SOME, release), ids=lambda a: a.ops.name)
 def test_keeps_no_more_than_pytorchs(
     activation: Activation, norm: str, budget: float, device: torch.device
 ) -> None:
@@ -147,7 +144,7 @@ def test_after_a_convolution_little_is_kept(
     assert kept(backend, device, "no_norm", call) == expected
 
 
-@pytest.mark.parametrize("activation", quick(ACTIVATIONS, SOME), ids=lambda a: a.ops.name)
+@pytest.mark.parametrize("activation", quick(ACTIVATIONS, SOME, release), ids=lambda a: a.ops.name)
 def test_without_a_reader_that_keeps_the_output(
     activation: Activation, device: torch.device
 ) -> None:

@@ -12,14 +12,13 @@ import pytest
 import torch
 from activations import ONE_OF_EACH, Activation, activation_id
 from comparison import assert_gradient, assert_values
-from selection import exhaustive, quick
+from selection import exhaustive, quick, release
 from torch import Tensor, nn
 
 import inplace_ops
 
 # torch.export's own.
 pytestmark = [
-    pytest.mark.compiler,
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning"),
 ]
@@ -190,7 +189,7 @@ def saved_and_loaded(program: torch.export.ExportedProgram) -> torch.export.Expo
     return torch.export.load(buffer)
 
 
-@pytest.mark.parametrize("activation", quick(ONE_OF_EACH, SOME), ids=activation_id)
+@pytest.mark.parametrize("activation", quick(ONE_OF_EACH, SOME, release), ids=activation_id)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("strict", [True, False])
 def test_export(activation: Activation, training: bool, strict: bool) -> None:
