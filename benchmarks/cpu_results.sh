@@ -6,8 +6,8 @@
 #
 # Parts, all by default: activations blocks host memory models peers steps training. On two calm cores,
 # with nothing else running, they take about 40 minutes together without peers, which take half an hour, most
-# of it to compile, and training, whose steps come to 13 minutes. PYTHON names an interpreter that has the
-# package with .[models,demo].
+# of it to compile, and training, which takes 18 minutes. PYTHON names an interpreter that has the package
+# with .[models,demo].
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
