@@ -18,7 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import RESULTS, Clock, machine, memory_of, quartiles, table, times_in_turn, written_to
+from measure import (
+    RESULTS,
+    Clock,
+    machine,
+    memory_of,
+    quartiles,
+    ratio_quartiles,
+    table,
+    times_in_turn,
+    written_to,
+)
 from torch import Tensor, nn
 from whole_models import IN_PLACE, OUT_OF_PLACE, checkpointed, compiled
 
@@ -129,8 +139,9 @@ def main() -> None:
                 after=lambda variant, models=models: models[variant].zero_grad(),
             )
             for variant in VARIANTS:
-                pairs = zip(times[variant], times[IN_PLACE], strict=True)
-                first_quartile, median, third_quartile = quartiles([a / b for a, b in pairs])
+                first_quartile, median, third_quartile = ratio_quartiles(
+                    times[variant], times[IN_PLACE]
+                )
                 row: dict[str, Any] = {
                     "activation": name,
                     "variant": variant,

@@ -26,6 +26,7 @@ from measure import (
     machine,
     memory_of,
     quartiles,
+    ratio_quartiles,
     table,
     times_in_turn,
     written_to,
@@ -144,8 +145,7 @@ def measured(
     for variant, module in compared.items():
         held, peak = memory[variant]
         distance = (gradient(module, steps[variant]) - expected).norm() / expected.norm()
-        ratios = [a / b for a, b in zip(times[variant], times[IN_PLACE], strict=True)]
-        first_quartile, median, third_quartile = quartiles(ratios)
+        first_quartile, median, third_quartile = ratio_quartiles(times[variant], times[IN_PLACE])
         row = {
             "model": name,
             "variant": variant,

@@ -30,13 +30,13 @@ from measure import (
     Failures,
     machine,
     memory_of,
-    quartiles,
     table,
+    time_columns,
     times_in_turn,
     written_to,
 )
 from torch import Tensor, nn
-from whole_models import IN_PLACE, MODES, MODULES, OUT_OF_PLACE, Mode
+from whole_models import IN_PLACE, MODES, OUT_OF_PLACE, Mode, with_activations_in_place
 from yolo_like import YoloLike
 
 import inplace_ops
@@ -75,13 +75,12 @@ class Training:
 
     def __init__(self, network: nn.Module, way: str, mode: Mode, device: str) -> None:
         self.mode, self.device = mode, device
-        self.network = copy.deepcopy(network)
+        out_of_place = way == OUT_OF_PLACE
+        self.network = (
+            with_activations_in_place(network, ()) if out_of_place else copy.deepcopy(network)
+        )
         self.network.to(device, memory_format=mode.memory_format).train()
-        if way == OUT_OF_PLACE:
-            for module in self.network.modules():
-                if isinstance(module, MODULES):
-                    module.inplace = False
-        elif way in SETTINGS:
+        if way in SETTINGS:
             with self.autocast():
                 images = self.images(2, 64)
                 inplace_ops.convert(self.network, images, verify=False, **SETTINGS[way])
@@ -224,9 +223,6 @@ def measure(
         largest = estimate_batch(fixed, side, limit, peaks[way], batch)
         if runs:
             largest = search_batch(Training(network, way, mode, device), side, limit, largest)
-        first, median, third = quartiles(times[way])
-        pairs = zip(times[way], times[IN_PLACE], strict=True)
-        ratios = quartiles([a / b for a, b in pairs])
         rows.append(
             {
                 "network": name,
@@ -235,12 +231,7 @@ def measure(
                 "batch": batch,
                 "image_side": side,
                 "peak_mib": f"{peaks[way][0] / MIB:.1f}",
-                "median_ms": f"{median:.2f}",
-                "first_quartile_ms": f"{first:.2f}",
-                "third_quartile_ms": f"{third:.2f}",
-                "ratio_to_torch_in_place": f"{ratios[1]:.3f}",
-                "ratio_first_quartile": f"{ratios[0]:.3f}",
-                "ratio_third_quartile": f"{ratios[2]:.3f}",
+                **time_columns(times[way], times[IN_PLACE]),
                 "memory_limit_gib": arguments.memory_limit,
                 "largest_batch": largest,
                 "largest_batch_by": "running" if runs else "estimate",

@@ -25,8 +25,8 @@ from measure import (
     Failures,
     machine,
     memory_of,
-    quartiles,
     table,
+    time_columns,
     times_in_turn,
     written_to,
 )
@@ -174,9 +174,6 @@ def measured(
     )
     rows, rounding = [], expected.rounding["gradients"]
     for label in variants:
-        first, median, third = quartiles(times[label])
-        ratios = [a / b for a, b in zip(times[label], times[IN_PLACE], strict=True)]
-        first_ratio, ratio, third_ratio = quartiles(ratios)
         held, peak = (f"{count / MIB:.2f}" for count in memory[label])
         over = [a / b for a, b in zip(memory[label], memory[IN_PLACE], strict=True)]
         rows.append(
@@ -190,12 +187,7 @@ def measured(
                 "held_over_torch_in_place": f"{over[0]:.3f}",
                 "peak_mib": peak,
                 "peak_over_torch_in_place": f"{over[1]:.3f}",
-                "median_ms": f"{median:.2f}",
-                "first_quartile_ms": f"{first:.2f}",
-                "third_quartile_ms": f"{third:.2f}",
-                "ratio_to_torch_in_place": f"{ratio:.3f}",
-                "ratio_first_quartile": f"{first_ratio:.3f}",
-                "ratio_third_quartile": f"{third_ratio:.3f}",
+                **time_columns(times[label], times[IN_PLACE]),
                 "gradient_off_by": f"{off[label].overall:.1e}",
                 "gradient_off_in_a_tensor_by": f"{max(off[label].largest.values()):.1e}",
                 "torch_off_from_float64_by": f"{rounding.overall:.1e}",

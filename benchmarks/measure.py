@@ -165,6 +165,25 @@ def quartiles(times: list[float]) -> tuple[float, float, float]:
     return first, median, third
 
 
+def ratio_quartiles(times: list[float], others: list[float]) -> tuple[float, float, float]:
+    """The quartiles of each time over the other that was taken beside it."""
+    return quartiles([time / other for time, other in zip(times, others, strict=True)])
+
+
+def time_columns(times: list[float], torch_in_place: list[float]) -> dict[str, str]:
+    """A row's columns of milliseconds, and of these over PyTorch in place."""
+    first, median, third = quartiles(times)
+    first_ratio, ratio, third_ratio = ratio_quartiles(times, torch_in_place)
+    return {
+        "median_ms": f"{median:.2f}",
+        "first_quartile_ms": f"{first:.2f}",
+        "third_quartile_ms": f"{third:.2f}",
+        "ratio_to_torch_in_place": f"{ratio:.3f}",
+        "ratio_first_quartile": f"{first_ratio:.3f}",
+        "ratio_third_quartile": f"{third_ratio:.3f}",
+    }
+
+
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Write rows of one kind, the keys of the first as header; nothing if there are none."""
     if not rows:

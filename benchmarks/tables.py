@@ -232,24 +232,20 @@ def peers(rows: Rows) -> str:
     header += [f"{over} (quartiles)", "gradients off by (PyTorch's, from float64)"]
     columns = ["variant", "held_mib", "held_over_torch_in_place", "peak_mib"]
     columns += ["peak_over_torch_in_place", "median_ms", "ratio_to_torch_in_place"]
-    measured = [row for row in rows if row["source"] == "measured"]
-    body = [
-        [
-            f"{row['network']}, {row['mode']}, {row['input']}",
-            *(row[column] for column in columns),
-            f"{row['gradient_off_by']} ({row['torch_off_from_float64_by']})",
-        ]
-        for row in measured
-    ]
-    for row, line in zip(measured, body, strict=True):
-        line[7] += f" ({row['ratio_first_quartile']} to {row['ratio_third_quartile']})"
-    published = [
-        [row["network"], row["variant"], row["held_over_torch_in_place"], row[columns[-1]] or "-"]
-        for row in rows
-        if row not in measured
-    ]
+    body: list[list[str]] = []
+    published: list[list[str]] = []
+    source = ""
+    for row in rows:
+        cells = [row[column] for column in columns]
+        if row["source"] == "measured":
+            cells[-1] += f" ({row['ratio_first_quartile']} to {row['ratio_third_quartile']})"
+            gradient = f"{row['gradient_off_by']} ({row['torch_off_from_float64_by']})"
+            body.append([f"{row['network']}, {row['mode']}, {row['input']}", *cells, gradient])
+        else:
+            source = row["source"]
+            held, time = row["held_over_torch_in_place"], row["ratio_to_torch_in_place"]
+            published.append([row["network"], row["variant"], held, time or "-"])
     titles = ["on other machines", "variant", "held", "time of a step"]
-    source = next(row["source"] for row in rows if row not in measured)
     return (
         f"{markdown(header, body)}\n\nNot measured here, {source}:\n\n{markdown(titles, published)}"
     )

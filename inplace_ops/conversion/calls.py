@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from .. import _ops
-
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-_PACKAGE = f"{Path(_ops.__file__).parent}{os.sep}"
-
-CallSite = tuple[tuple[str, int, int], ...]
-
-
-def call_site() -> CallSite:
-    """Where in the model's code the present call of a module is.
-
-    Of each function from the one that calls it to the forward of the module around, or to what else
-    PyTorch calls, as a checkpoint: the name, the first line and the instruction.
-    """
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE, _TORCH)):
-        frame = frame.f_back
-    found = []
-    while frame is not None and not frame.f_code.co_filename.startswith(_TORCH):
-        found.append((frame.f_code.co_name, frame.f_code.co_firstlineno, frame.f_lasti))
-        frame = frame.f_back  # type: ignore[assignment]
-    return tuple(found)
+from .frames import CallSite, call_site
 
 
 class InPlaceCall(NamedTuple):

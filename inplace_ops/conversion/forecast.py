@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from .calls import CallSite
+from .frames import CallSite
 from .recognise import Recognised
 from .recording import Call, Event, Line, Recording, SavedTensor
 from .slots import Slot

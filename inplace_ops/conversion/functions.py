@@ -1,18 +1,14 @@
-"""Activations that a model calls as functions: which these are, and the lines of code that do."""
+"""Activations that a model calls as functions, and those that there is no in-place form of."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections import defaultdict
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import _ops
 from .._torch import OpOverload, has_storage, op_parameters, storage_id
 from ..activations import ACTIVATIONS, Activation
 from ..memory import is_plain
@@ -47,63 +43,6 @@ def function_called(
             scalars = tuple(named[scalar] for scalar in activation.scalars)
             return Function(activation, scalars, name.endswith("_"))
     return None
-
-
-# Where torch.nn is no more than on the way to whoever calls an activation.
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-_MODULES = f"{_TORCH}nn{os.sep}modules{os.sep}"
-_ON_THE_WAY = frozenset(f"{_MODULES}{name}.py" for name in ("activation", "container", "module"))
-_PACKAGE = f"{Path(_ops.__file__).parent}{os.sep}"
-
-
-def line_that_calls() -> tuple[str, bool]:
-    """File and line of the innermost caller that is no layer around PyTorch's functions.
-
-    With whether it is PyTorch's own: a module of torch.nn that calls them, as a transformer's.
-    """
-    frame = sys._getframe(1)
-    while _is_passed_over(frame.f_code.co_filename) and frame.f_back is not None:
-        frame = frame.f_back
-    file = frame.f_code.co_filename
-    return f"{_shown(file)}:{frame.f_lineno}", file.startswith(_TORCH)
-
-
-# What PyTorch puts around `__torch_dispatch__`.
-_AROUND_DISPATCH = (_PACKAGE, f"{_TORCH}_compile.py", f"{_TORCH}_dynamo{os.sep}eval_frame.py")
-
-
-def is_called_by_autograd() -> bool:
-    """Whether backward itself runs the present operation, and no hook of somebody's in it."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_AROUND_DISPATCH):
-        frame = frame.f_back
-    # In a thread of autograd's own there is nothing below.
-    return frame.f_code.co_filename.startswith((*_AROUND_DISPATCH, f"{_TORCH}autograd"))
-
-
-def is_in_a_transform() -> bool:
-    """Whether the present operation is inside of a torch.func transform, unseen by itself."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        if frame.f_code.co_filename.startswith(f"{_TORCH}_functorch{os.sep}"):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _is_passed_over(file: str) -> bool:
-    if file.startswith(_MODULES):
-        return file in _ON_THE_WAY
-    return file.startswith((_TORCH, _PACKAGE))
-
-
-def _shown(file: str) -> str:
-    """The file as seen from where Python found it, as "timm/models/mobilevit.py"."""
-    folders = [os.path.abspath(folder) for folder in sys.path]
-    parents = [folder for folder in folders if file.startswith(f"{folder}{os.sep}")]
-    if not parents:
-        return os.path.join(*Path(file).parts[-2:])
-    return os.path.relpath(file, max(parents, key=len))
 
 
 # Activations without an in-place form of ours, by PyTorch's operation.

@@ -27,14 +27,8 @@ from .._torch import (
 )
 from ..memory import is_plain, unwrapped
 from ..normalization import norm_of, source_of
-from .calls import call_site
-from .functions import (
-    OtherKinds,
-    function_called,
-    is_called_by_autograd,
-    is_in_a_transform,
-    line_that_calls,
-)
+from .frames import call_site, is_called_by_autograd, is_in_a_transform, line_that_calls
+from .functions import OtherKinds, function_called
 from .interception import HANDED_OUT, OwnHooks, ReadsWithoutAnOperation, seen_through_other_hooks
 from .recognise import recognise_class
 from .recording import NORMS, Call, Event, Line, NormCall, Recording, SavedTensor

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..activations import Activation
-from .calls import CallSite
+from .frames import CallSite
 from .recognise import Recognised
 from .slots import Slot
 

@@ -13,7 +13,8 @@ from typing import Any
 from torch import nn
 
 from ..activations import Save
-from .calls import CallByCall, CallSite, InPlaceCall
+from .calls import CallByCall, InPlaceCall
+from .frames import CallSite
 from .recognise import Recognised, recognise
 
 _ORIGINAL = "_converted_from"  # where a module put in by `convert` keeps the one it stands for
