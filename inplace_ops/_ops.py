@@ -114,14 +114,6 @@ def dim_order_of(x: Tensor) -> DimOrder:
     return sorted(range(x.dim()), key=lambda d: -strides[d])
 
 
-def is_in_a_memory_format(x: Tensor) -> bool:
-    """Whether x lies as PyTorch's norms lay their output."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return x.is_contiguous() or (
-        x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
-    )
-
-
 def dense_strides(shape: Sequence[int], dim_order: DimOrder) -> tuple[int, ...]:
     """The strides of a tensor that is dense in `dim_order`, as a backward op's result is."""
     strides = [1] * len(shape)

@@ -34,7 +34,6 @@ class _Recipe(NamedTuple):
 
     normalized: Normalized
     version: int  # of the norm's input
-    stride: tuple[int, ...]  # of the output
     activation: Activation | None
     arguments: tuple[float, ...]
     shared: _SharedMaps | None = None
@@ -248,14 +247,12 @@ def _view_of(saved: Tensor) -> _View | None:
     if type(node) is RecomputeFunction._backward_cls:
         recipe, version = _recipe_of_activation(node), 1
     elif type(node).__name__ in NODES:
-        recipe = _recipe_of_norm(node)
+        recipe = _recipe_of_norm(node, saved)
     if recipe is None:
         return None
     x = recipe.normalized.x
     is_whole = saved.untyped_storage().nbytes() == x.numel() * x.itemsize
     if saved._version != version or saved.dtype != x.dtype or saved.is_neg() or not is_whole:
-        return None
-    if saved.grad_fn is node and saved.stride() != recipe.stride:
         return None
     return _View(recipe, saved.size(), saved.stride(), saved.storage_offset())
 
@@ -269,31 +266,31 @@ def _recipe_of_activation(node: Any) -> _Recipe | None:
         return None
     dim_order, *arguments = node.tail
     normalized = Normalized(x.detach(), channels, rows, dim_order)
-    return _Recipe(normalized, x._version, node.stride, node.activation, tuple(arguments))
+    return _Recipe(normalized, x._version, node.activation, tuple(arguments))
 
 
-def _recipe_of_norm(node: Any) -> _Recipe | None:
+def _recipe_of_norm(node: Any, saved: Tensor) -> _Recipe | None:
     source = source_at(node)
-    if source is None:
+    output: Any = saved._base if saved._is_view() else saved
+    if source is None or output.grad_fn is not node:
         return None
     x = source.x.detach()
-    dim_order = _ops.dim_order_of(x)
-    stride = _ops.dense_strides(x.shape, dim_order)
-    if type(node).__name__ == "NativeLayerNormBackward0":
-        dim_order, stride = None, _ops.dense_strides(x.shape, None)  # contiguous in any case
-    elif not _ops.is_in_a_memory_format(x):
-        return None  # its output lies otherwise
-    shared = node.metadata.get(_SHARED, _nothing)()
+    # Its output need not lie as its input does: on a GPU a group norm's is always contiguous.
+    dim_order = _ops.dim_order_of(output)
+    # A reader's backward runs on the stream of its forward, and frees them there.
+    key = _SHARED, torch.cuda.current_stream(x.device) if x.is_cuda else None
+    shared = node.metadata.get(key, _nothing)()
     if shared is None:
         with torch.no_grad():
             shared = _SharedMaps(source.maps())
-        node.metadata[_SHARED] = weakref.ref(shared)  # metadata outlives backward
+        node.metadata[key] = weakref.ref(shared)  # metadata outlives backward
     channels, rows = shared.maps
     normalized = Normalized(x, channels, rows, dim_order)
-    return _Recipe(normalized, x._version, stride, None, (), shared)
+    return _Recipe(normalized, x._version, None, (), shared)
 
 
-_SHARED = "inplace_ops: maps"  # in a norm's metadata: what all that read its output share
+# In a norm's metadata: what all that read its output on one stream share.
+_SHARED = "inplace_ops: maps"
 
 
 class _SharedMaps:

@@ -543,18 +543,24 @@ def test_a_norm_of_a_permuted_tensor(
     order: tuple[int, ...],
     norm: Callable[[int], nn.Module],
     read: Callable[[Readers, Tensor], Any],
+    device: torch.device,
 ) -> None:
-    """Its output may lie otherwise than its input."""
+    """Its output may lie otherwise than its input; on a GPU a group norm's is contiguous."""
 
     class Permuted(Readers):
         def forward(self, x: Tensor) -> Any:
             return self.read(self, self.block[1](x * self.block[0].weight[0, 0, 0, 0]))
 
-    x = images()
+    x = images().to(device)
     shape = [x.shape[d] for d in order]
     inverse = sorted(range(4), key=order.__getitem__)
-    permuted = torch.randn(shape, dtype=x.dtype).permute(inverse)
-    model, original, _ = converted(Permuted(read, norm=norm), permuted if is_example else x)
+    permuted = torch.randn(shape, dtype=x.dtype, device=device).permute(inverse)
+    example = permuted if is_example else x
+    model, original, report = converted(Permuted(read, norm=norm).to(device), example)
+    assert len(report.dropped) == 1
+    if device.type == "cpu":
+        held, before = (held_allocation(lambda m=m: m(permuted)) for m in (model, original))
+        assert before - held >= 0.9 * x.nbytes
     assert_same_behaviour(
         behaviour(model, permuted), behaviour(original, permuted), rtol=1e-10, atol=1e-10
     )
@@ -850,6 +856,20 @@ def test_modules_that_the_model_does_not_hold() -> None:
         (linear,) = model.critic
         assert not linear._forward_hooks
         assert not linear._forward_pre_hooks
+
+
+def test_an_output_used_on_another_stream() -> None:
+    """`record_stream` tells the allocator of a GPU, and changes no value."""
+
+    def recorded(m: Readers, y: Tensor) -> Tensor:
+        y.record_stream(torch.Stream(device="cpu"))
+        return m.conv(y)
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("record_stream", lambda y, stream: None, "CPU")  # which has none
+        for activation in ACTIVATIONS:
+            _, _, report = converted(Readers(recorded, activation), images())
+            assert len(report.dropped) == 1
 
 
 @pytest.mark.parametrize("shape", [(4, C, 1, 1), (4, 1, 5, 6)], ids=str)

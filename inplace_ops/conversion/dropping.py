@@ -40,12 +40,7 @@ def dropped_of_norm(norm: NormCall, run: Forecast) -> Drop | None:
         return None
     saved = [s for s in recording.saved[norm.output] if s.is_held]
     writes = any(event.writes for event in recording.events[norm.output] if event.time > norm.time)
-    stays = (
-        writes
-        or _escapes(norm.output, run)
-        or norm.maps >= recording.nbytes[norm.output]
-        or not norm.layout_is_known
-    )
+    stays = writes or _escapes(norm.output, run) or norm.maps >= recording.nbytes[norm.output]
     return _dropped(norm.name, norm.kind, norm.output, norm.maps, saved, stays, run)
 
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as module_hooks
 
-from .. import _ops
 from .._ops import maps_dtype
 from .._torch import (
     OpOverload,
@@ -36,10 +35,12 @@ from .run import Example, reentrant_checkpoints_as_the_others
 from .slots import Slot, intercepted
 from .tensors import has_kernel, may_overlap, refused_view, strides, tensors_in, tensors_passed
 
-# They look at a tensor's shape and not at its values.
+# They look at a tensor's shape, or whose memory it is, and not at its values.
 _READ_NO_VALUES = frozenset(
-    f"{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
-) | {"new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "_unsafe_view"}
+    [f"{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")]
+    + [f"new_{name}" for name in ("empty", "empty_strided", "zeros", "ones", "full")]
+    + ["_unsafe_view", "record_stream"]
+)
 
 _CANNOT_BE_FOLLOWED = {
     "support saved tensor hooks": "a gradient transform of torch.func",
@@ -232,7 +233,7 @@ class _Recorder(TorchDispatchMode):
         if func.overloadpacket.__name__ in NORMS and not result[0].is_nested:
             (output,) = self.storages_of(result[:1])
             kind, maps = type(self.modules[-1]).__name__, _bytes_of_maps(func, *result[:2])
-            norm = NormCall(self.stack[-1], kind, time, output, maps, _layout_is_known(func, args))
+            norm = NormCall(self.stack[-1], kind, time, output, maps)
             self.recording.norms.append(norm)
         return result
 
@@ -361,11 +362,6 @@ class _Recorder(TorchDispatchMode):
         if not has_storage(x):
             return "called inside a transform of torch.func"
         return None
-
-
-def _layout_is_known(norm: OpOverload, args: tuple[Any, ...]) -> bool:
-    name = norm.overloadpacket.__name__
-    return name == "native_layer_norm" or _ops.is_in_a_memory_format(args[0])
 
 
 def _bytes_of_maps(norm: OpOverload, output: Tensor, means: Tensor) -> int:

@@ -149,7 +149,6 @@ class NormCall:
         time: When.
         output: The output's storage.
         maps: The bytes that its scales and shifts take.
-        layout_is_known: Whether readers can tell how its output lies.
     """
 
     name: str
@@ -157,7 +156,6 @@ class NormCall:
     time: int
     output: int
     maps: int
-    layout_is_known: bool
 
 
 @dataclass
