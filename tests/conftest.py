@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-import pybind11
 import pytest
 import torch
 from compatibility import Recorder
@@ -32,6 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # A time limit ends pytest with SIGTERM: as by Ctrl-C, so that it names what has failed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # By default PyTorch rounds what a GPU's convolutions multiply to 10 bits.
+    torch.backends.cudnn.allow_tf32 = False
     # With pytest-xdist the process that hands out the tests sees all outcomes.
     if config.getoption("--compatibility") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder())
@@ -92,6 +93,8 @@ def seed() -> int:
 
 def build(source: str, folder: Path, *flags: str, name: str = "") -> ModuleType:
     """Compile a pybind11 module of this folder and import it, by default by its file's name."""
+    import pybind11  # none of the tests of a GPU needs it
+
     path = Path(__file__).with_name(source)
     name = name or path.stem
     library = folder / f"{name}.so"

@@ -117,6 +117,9 @@ def test_values_and_gradients(
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     for activation in ROWS:
         module = norm.module(wide, training, device)
+        is_mixed = dtype.itemsize == 2 and list(module.parameters())
+        if is_mixed and device.type == "cuda" and name.startswith(("group", "layer")):
+            pytest.skip("PyTorch's has one dtype for its input and its parameters on a GPU")
         y = check(norm, module, activation, norm.input(dtype, device))
         if dtype.itemsize > 2 or module.state_dict():
             assert is_recomputed(y)
@@ -125,14 +128,20 @@ def test_values_and_gradients(
 @each_norm
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_norms_of_16_bits(name: str, training: bool, dtype: torch.dtype) -> None:
-    """Their statistics are kept rounded, but for those that a batch norm was given."""
+def test_norms_of_16_bits(
+    name: str, training: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Their statistics are kept rounded, but for those that a batch norm was given.
+
+    On a GPU a group norm's alone.
+    """
     norm = NORMS[name]
     for activation in ROWS:
-        module = norm.module(dtype, training)
-        y = check(norm, module, activation, norm.input(dtype))
+        module = norm.module(dtype, training, device)
+        y = check(norm, module, activation, norm.input(dtype, device))
         is_given = not training and getattr(module, "running_mean", None) is not None
-        assert is_recomputed(y) == is_given
+        is_exact = device.type == "cuda" and not name.startswith("group")
+        assert is_recomputed(y) == (is_given or is_exact)
 
 
 SMALL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

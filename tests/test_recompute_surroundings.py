@@ -25,6 +25,7 @@ from norms import (
     ROWS,
     Call,
     assert_same_gradients,
+    exactly,
     gradients,
     is_recomputed,
     loss_of,
@@ -89,7 +90,7 @@ def test_the_norm_in_a_checkpoint(name: str, activation: Activation, device: tor
         return [*found, *norm.buffers()], norm, is_recomputed(y)
 
     actual, norm, recomputed = outside(recompute(activation))
-    expected, other, _ = outside(activation.reference)
+    expected, other, _ = outside(exactly(activation))
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
     assert norm.calls == other.calls == 2
     assert not recomputed
@@ -103,7 +104,7 @@ def test_both_in_a_checkpoint(
 ) -> None:
     module, x = norm_and_input(name, device)
     results = []
-    for call in (recompute(activation), activation.reference):
+    for call in (recompute(activation), exactly(activation)):
         norm = Counting(copy.deepcopy(module))
         y = checkpoint(lambda x, c=call, n=norm: c(n(x)), x, use_reentrant=use_reentrant)
         x.grad = None
@@ -399,7 +400,7 @@ def test_backward_many_times(name: str, activation: Activation, device: torch.de
     other = copy.deepcopy(module)
     torch.testing.assert_close(
         run(recompute(activation), module, x),
-        run(activation.reference, other, x),
+        run(exactly(activation), other, x),
         rtol=1e-9,
         atol=1e-9,
     )
@@ -515,7 +516,7 @@ def test_modules(name: str, activation: Activation, device: torch.device) -> Non
     for kind, module in modules(activation).items():
         norm, x = norm_and_input(name, device)
         assert is_recomputed(module(norm(x))), kind
-        assert_same_gradients(module, activation.reference, norm, x)
+        assert_same_gradients(module, exactly(activation), norm, x)
         assert repr(module) == repr(activation.module(save="recompute"))
         assert "save='recompute'" in repr(module)
 
@@ -625,8 +626,8 @@ def test_threads(activation: Activation, device: torch.device) -> None:
     shared.eval()
     inputs = [norm_and_input("batch_2d", device) for _ in range(4)]
     expected = [
-        (gradients(activation.reference, copy.deepcopy(norm), x),
-         gradients(activation.reference, shared, x))
+        (gradients(exactly(activation), copy.deepcopy(norm), x),
+         gradients(exactly(activation), shared, x))
         for norm, x in inputs
     ]  # fmt: skip
     results: dict[int, Any] = {}
