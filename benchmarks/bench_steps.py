@@ -177,8 +177,9 @@ def main() -> None:
         for network in NETWORKS:
             with failures.recorded(network):
                 rows += measure(network, device, arguments.repetitions)
-    columns = list(rows[0])[:8]
-    print(table([columns, *([row[c] for c in columns] for row in rows)]))
+    if rows:
+        columns = list(rows[0])[:8]
+        print(table([columns, *([row[c] for c in columns] for row in rows)]))
     failures.exit()
 
 

@@ -4,12 +4,12 @@
 #   benchmarks/gpu_report.sh OUT [--device cpu] [PART...]
 #
 # Parts, all by default, in this order: build numerics tests memcheck initcheck bandwidth
-# activations host steps memory networks settings tuning. Only where it is named: peers. Each has its
-# time limit; one that fails, or runs into it, does not stop the next, what it has measured is
-# written, and the exit status is 1.
+# activations host steps memory networks settings tuning summary. Only where it is named: peers. Each
+# has its time limit; one that fails, or runs into it, does not stop the next, what it has measured
+# is written, and the exit status is 1.
 #
 # OUT gets PART_DEVICE.log of each part, whose last line says how it ended, PART_DEVICE.csv where it
-# measures, and summary.md of all that is there. A part whose log says "passed" is not run again.
+# measures, and by the part summary a summary.md of all that is there. A part whose log says "passed" is not run again.
 # Nothing else is kept in OUT: it may be emptied between calls for some of the parts, and what they
 # left be put into one folder afterwards. Nothing is installed; PYTHON names the interpreter.
 #
@@ -29,7 +29,7 @@ cd "$(dirname "$0")/.." || exit
 
 device=cuda
 known="build numerics tests memcheck initcheck bandwidth activations host steps memory networks"
-known+=" settings tuning"
+known+=" settings tuning summary"
 optional=peers
 wanted=""
 while [ $# -gt 0 ]; do
@@ -84,11 +84,14 @@ run() {
   end "$part" "$result" $((SECONDS - begin)) "$limit"
 }
 
+# Threads that wait busily stop each other where processes share the cores. Deprecations are a newer
+# library's, and pytest-benchmark's warning that it does not time in several processes ends pytest.
 check() {
   local part=$1 limit=$2
   shift 2
-  run "$part" "$limit" "$python" -m pytest -q -rfE -p no:cacheprovider \
-    -m "" --continue-on-collection-errors "$@"
+  run "$part" "$limit" env OMP_WAIT_POLICY=PASSIVE "$python" -m pytest -q -rfE -m "not release" \
+    -p no:cacheprovider -p no:benchmark -W ignore::DeprecationWarning -W ignore::FutureWarning \
+    --continue-on-collection-errors "$@"
 }
 
 bench() {
@@ -108,16 +111,17 @@ sanitize() {
   fi
   run "$tool" "$limit" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
     "$sanitizer" --tool "$tool" "$@" --error-exitcode 1 \
-    "$python" -m pytest -q -p no:cacheprovider tests/test_every_kernel.py
+    "$python" -m pytest -q -p no:cacheprovider -p no:benchmark tests/test_every_kernel.py
 }
 
-if [ "$device" = cuda ]; then
-  export FORCE_CUDA=1
-  TORCH_CUDA_ARCH_LIST=$("$python" -c \
-    'import torch; print("{}.{}".format(*torch.cuda.get_device_capability()))') || exit
-  export TORCH_CUDA_ARCH_LIST
-else
+capability=""
+if [ "$device" = cpu ]; then
   export FORCE_CPU=1
+elif is_wanted build || is_wanted tuning; then
+  export FORCE_CUDA=1
+  capability=$("$python" -c \
+    'import torch; print("{}.{}".format(*torch.cuda.get_device_capability()))') || exit
+  export TORCH_CUDA_ARCH_LIST=$capability
 fi
 # With ninja, --force compiles only what has changed.
 run build 180 "$python" setup.py build_ext --inplace --force
@@ -130,9 +134,9 @@ sys.exit(sys.argv[1] == "cuda" and not _ops.cuda_version)' "$device" || {
 
 # Whether the kernels are right is decided by these files. The device stands in the tests' names.
 decisive=(tests/test_{curves,values,every_kernel,cuda}.py)
-check numerics 150 -k "[$device or -$device" "${decisive[@]}"
 workers=()
 "$python" -c 'import xdist' 2>/dev/null && workers=(-n "$(($(nproc) < 8 ? $(nproc) : 8))")
+check numerics 150 "${workers[@]}" -k "[$device or -$device" "${decisive[@]}"
 # Those that are ignored run nothing on a GPU, and need further libraries to load.
 rest=("${decisive[@]/#/--ignore=}" --ignore=tests/test_{host_kernels,conversion_random}.py
   "${workers[@]}" -k "[$device or -$device or test_fuzz.py or test_info.py")
@@ -148,11 +152,12 @@ if [ "$device" = cuda ]; then
   bench host 30 host
   bench steps 30 steps
   bench memory 30 memory
-  bench networks 150 networks --modes float32 "bfloat16, channels_last"
+  bench networks 180 networks --modes float32 "bfloat16, channels_last"
   bench settings 120 networks --modes "bfloat16, channels_last" --settings inplace_ops \
     "inplace_ops, 1 bit" "inplace_ops, speed" "inplace_ops, exact"
   bench peers 580 peers --mode "bfloat16, channels_last"
-  run tuning 120 "$python" benchmarks/tune_cuda.py --out "$out/tuning_cuda.csv"
+  run tuning 120 "$python" benchmarks/tune_cuda.py --arch "sm_${capability/./}" \
+    --out "$out/tuning_cuda.csv"
 else # a limit here only ends what hangs
   check tests 600 "${rest[@]}"
   for part in memcheck initcheck; do skip "$part" "it is of CUDA kernels"; done
@@ -169,6 +174,7 @@ else # a limit here only ends what hangs
   skip tuning "it is of CUDA kernels"
 fi
 
+is_wanted summary || exit $failed
 {
   echo "# Report"
   echo

@@ -58,7 +58,12 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str:
-    """The checked-out commit, with a + if sources differ from it."""
+    """The checked-out commit, with a + if sources differ from it.
+
+    Or what INPLACE_OPS_COMMIT says, where the sources have been copied without their history.
+    """
+    if "INPLACE_OPS_COMMIT" in os.environ:
+        return os.environ["INPLACE_OPS_COMMIT"]
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always"]
     command += ["--exclude=*", "--dirty=+"]
     found = subprocess.run(command, capture_output=True, text=True) if shutil.which("git") else None

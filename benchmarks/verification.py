@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 from variants import ENTRIES, VARIANTS, Variant
+
+
+@contextmanager
+def exact_convolutions() -> Iterator[None]:
+    """Do not let cuDNN round what float32 convolutions multiply to TF32's 10 bits.
+
+    Then a last bit that differs before a convolution is a thousand after it. Steps are timed as
+    PyTorch runs them by default, with these roundings.
+    """
+    allowed = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = allowed
 
 
 def _derivative_error(variant: Variant, dtype: torch.dtype) -> float | None:
