@@ -432,7 +432,7 @@ class RecomputeFunction(Function):
         channels, rows = source.maps()
         activation.ops.in_place(z, *tail)
         ctx.mark_dirty(z)
-        ctx.activation, ctx.tail = activation, tail
+        ctx.activation, ctx.tail, ctx.stride = activation, tail, z.stride()
         place = None if activation.has_mask else z
         ctx.save_for_backward(source.x, channels, rows, place)
         return z

@@ -45,6 +45,8 @@ class _Recipe(NamedTuple):
                 f"inplace operation: a norm's input, of shape {list(self.normalized.x.shape)}, is "
                 f"at version {self.normalized.x._version}; expected version {self.version} instead"
             )
+        if self.shared is not None:
+            self.shared.use()
         if self.activation is None:
             return _ops.NORMALIZE(*self.normalized)
         return self.activation.ops.recompute(*self.normalized, *self.arguments)
@@ -245,7 +247,7 @@ def _view_of(saved: Tensor) -> _View | None:
         node = node.next_functions[0][0]
     recipe, version = None, 0
     if type(node) is RecomputeFunction._backward_cls:
-        recipe, version = _recipe_of_activation(node), 1
+        recipe, version = _recipe_of_activation(node, saved), 1
     elif type(node).__name__ in NODES:
         recipe = _recipe_of_norm(node, saved)
     if recipe is None:
@@ -257,7 +259,9 @@ def _view_of(saved: Tensor) -> _View | None:
     return _View(recipe, saved.size(), saved.stride(), saved.storage_offset())
 
 
-def _recipe_of_activation(node: Any) -> _Recipe | None:
+def _recipe_of_activation(node: Any, saved: Any) -> _Recipe | None:
+    if saved.grad_fn is node and saved.stride() != node.stride:
+        return None  # laid otherwise, through `.data`
     try:
         if not is_held_itself(node._raw_saved_tensors[0]):
             return None
@@ -272,25 +276,24 @@ def _recipe_of_activation(node: Any) -> _Recipe | None:
 def _recipe_of_norm(node: Any, saved: Tensor) -> _Recipe | None:
     source = source_at(node)
     output: Any = saved._base if saved._is_view() else saved
-    if source is None or output.grad_fn is not node:
+    if source is None or output.grad_fn is not node or output.output_nr != 0:
         return None
     x = source.x.detach()
-    # Its output need not lie as its input does: on a GPU a group norm's is always contiguous.
+    # It lies as the input does or, as a group norm's on a GPU, contiguous.
     dim_order = _ops.dim_order_of(output)
-    # A reader's backward runs on the stream of its forward, and frees them there.
-    key = _SHARED, torch.cuda.current_stream(x.device) if x.is_cuda else None
-    shared = node.metadata.get(key, _nothing)()
+    if dim_order not in (None, _ops.dim_order_of(x)):
+        return None  # laid otherwise, through `.data`
+    shared = node.metadata.get(_SHARED, _nothing)()
     if shared is None:
         with torch.no_grad():
             shared = _SharedMaps(source.maps())
-        node.metadata[key] = weakref.ref(shared)  # metadata outlives backward
+        node.metadata[_SHARED] = weakref.ref(shared)  # metadata outlives backward
     channels, rows = shared.maps
     normalized = Normalized(x, channels, rows, dim_order)
     return _Recipe(normalized, x._version, None, (), shared)
 
 
-# In a norm's metadata: what all that read its output on one stream share.
-_SHARED = "inplace_ops: maps"
+_SHARED = "inplace_ops: maps"  # in a norm's metadata: what all that read its output share
 
 
 class _SharedMaps:
@@ -298,6 +301,19 @@ class _SharedMaps:
 
     def __init__(self, maps: Maps) -> None:
         self.maps = maps
+        device = maps.channels.device
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def use(self) -> None:
+        """Let the present stream wait until they are formed, and them until it has used them."""
+        if self.stream is None:
+            return
+        stream = torch.cuda.current_stream(self.maps.channels.device)
+        if stream != self.stream:
+            stream.wait_stream(self.stream)
+            for part in self.maps:
+                if part is not None:
+                    part.record_stream(stream)
 
 
 def _nothing() -> None:

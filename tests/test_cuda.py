@@ -146,22 +146,27 @@ def test_a_graph_of_a_converted_model(
 
 
 def test_readers_on_several_streams(device: torch.device) -> None:
-    """The first of them on one that is late: the other must not read what is formed there."""
+    """The first of them on one that is late: the other must not read what is not yet formed."""
     side = torch.cuda.Stream()
+    used_on_side: list[Tensor] = []
 
     class Branches(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.norm = nn.BatchNorm2d(8)
             self.late, self.early = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+            self.is_late = False
 
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             z = self.norm(x)
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                torch.cuda._sleep(50_000_000)
+                if self.is_late:
+                    torch.cuda._sleep(50_000_000)
+                    used_on_side.append(z)
                 late = self.late(z)
-                z.record_stream(side)
+            if not self.is_late:
+                torch.cuda.current_stream().wait_stream(side)
             return late, self.early(z)
 
     original = Branches().to(device, torch.float64)
@@ -174,9 +179,10 @@ def test_readers_on_several_streams(device: torch.device) -> None:
         torch.cuda.synchronize()
         with torch.no_grad():
             module.norm.weight.copy_(weight)
+        module.is_late = True
         late, early = module(x)
         of_early = torch.autograd.grad(early.square().sum(), module.early.weight)
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
         of_late = torch.autograd.grad(late.square().sum(), module.late.weight)
         gradients.append((of_early, of_late))
     torch.testing.assert_close(gradients[1], gradients[0])

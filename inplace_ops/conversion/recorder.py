@@ -35,12 +35,10 @@ from .run import Example, reentrant_checkpoints_as_the_others
 from .slots import Slot, intercepted
 from .tensors import has_kernel, may_overlap, refused_view, strides, tensors_in, tensors_passed
 
-# They look at a tensor's shape, or whose memory it is, and not at its values.
+# They look at a tensor's shape and not at its values.
 _READ_NO_VALUES = frozenset(
-    [f"{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")]
-    + [f"new_{name}" for name in ("empty", "empty_strided", "zeros", "ones", "full")]
-    + ["_unsafe_view", "record_stream"]
-)
+    f"{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
+) | {"new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "_unsafe_view"}
 
 _CANNOT_BE_FOLLOWED = {
     "support saved tensor hooks": "a gradient transform of torch.func",
