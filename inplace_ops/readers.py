@@ -243,12 +243,13 @@ _VIEWS = frozenset(
 def _view_of(saved: Tensor) -> _View | None:
     """The recipe of what a node saved; None where it is no such output, or not as it was formed."""
     node: Any = saved.grad_fn
+    number = saved.output_nr
     while type(node).__name__ in _VIEWS:
-        node = node.next_functions[0][0]
+        node, number = node.next_functions[0]
     recipe, version = None, 0
     if type(node) is RecomputeFunction._backward_cls:
         recipe, version = _recipe_of_activation(node, saved), 1
-    elif type(node).__name__ in NODES:
+    elif type(node).__name__ in NODES and number == 0:
         recipe = _recipe_of_norm(node, saved)
     if recipe is None:
         return None
@@ -275,14 +276,17 @@ def _recipe_of_activation(node: Any, saved: Any) -> _Recipe | None:
 
 def _recipe_of_norm(node: Any, saved: Tensor) -> _Recipe | None:
     source = source_at(node)
-    output: Any = saved._base if saved._is_view() else saved
-    if source is None or output.grad_fn is not node or output.output_nr != 0:
+    if source is None:
         return None
     x = source.x.detach()
-    # It lies as the input does or, as a group norm's on a GPU, contiguous.
-    dim_order = _ops.dim_order_of(output)
-    if dim_order not in (None, _ops.dim_order_of(x)):
-        return None  # laid otherwise, through `.data`
+    if saved._is_view() or saved.grad_fn is node:
+        output: Any = saved if saved._base is None else saved._base
+        # It lies as the input does or, as a group norm's on a GPU, contiguous.
+        dim_order = _ops.dim_order_of(output)
+        if output.grad_fn is not node or dim_order not in (None, _ops.dim_order_of(x)):
+            return None  # laid otherwise, through `.data`
+    else:  # a view through the hooks of `saved_bytes`, which do not tell of what
+        dim_order = _usual_dim_order(node, x)
     shared = node.metadata.get(_SHARED, _nothing)()
     if shared is None:
         with torch.no_grad():
@@ -291,6 +295,18 @@ def _recipe_of_norm(node: Any, saved: Tensor) -> _Recipe | None:
     channels, rows = shared.maps
     normalized = Normalized(x, channels, rows, dim_order)
     return _Recipe(normalized, x._version, None, (), shared)
+
+
+def _usual_dim_order(node: Any, x: Tensor) -> _ops.DimOrder:
+    """That of the output which PyTorch's norms form from x."""
+    name = type(node).__name__
+    is_contiguous = name == "NativeLayerNormBackward0" or (
+        name == "NativeGroupNormBackward0" and x.is_cuda
+    )
+    memory_format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if is_contiguous or not memory_format or not x.is_contiguous(memory_format=memory_format):
+        return None
+    return _ops.dim_order_of(x)
 
 
 _SHARED = "inplace_ops: maps"  # in a norm's metadata: what all that read its output share
