@@ -205,7 +205,7 @@ def test_verify_refuses_what_it_cannot_compare() -> None:
         assert inplace_ops.convert(model, x, verify=False).sites[0].converted
 
 
-def test_verify_names_the_noise_it_allows() -> None:
+def test_verify_allows_noise_and_names_it() -> None:
     factors = itertools.repeat(1.0)
 
     def compute(m: Network, x: Tensor) -> Tensor:
@@ -213,14 +213,25 @@ def test_verify_names_the_noise_it_allows() -> None:
         runs += 1
         return m.second(m.act(m.first(x))) * next(factors)
 
+    def convert(*factors_of_runs: float) -> inplace_ops.Report:
+        nonlocal factors
+        factors = iter([1.0] * before + [*factors_of_runs] + [1.0] * 10)
+        return inplace_ops.convert(Network(compute), x)
+
     runs = 0
     x = torch.randn(4, WIDTH, dtype=torch.float64)
     inplace_ops.convert(Network(compute), x, verify=False)
-    # The two runs of the original differ by 0.1%, the converted model's from them by 1%. What
-    # the model holds is measured afterwards, before and after.
-    factors = iter([1.0] * (runs - 2) + [1.0, 1.001] + [1.01] * 10)
+    # What the model holds is measured after the conversion is verified, before and after it.
+    before = runs - 2
+    # Two runs of the original, the converted model's, and where that differs by more further ones
+    # of the original.
+    assert convert(1.0, 1.001, 1.003).sites[0].converted
+    assert convert(1.0, 1.001, 1.01, 1.001, 1.0, 1.0, 1.01).sites[0].converted
+    assert convert(1.0, 1.0, 1.01, 1.0, 1.005).sites[0].converted
     with pytest.raises(VerificationError, match="differs from the original's by more than its"):
-        inplace_ops.convert(Network(compute), x)
+        convert(1.0, 1.001, 1.01, 1.001, 1.001, 1.001, 1.001)
+    with pytest.raises(VerificationError, match="differs from the original's; but"):
+        convert(1.0, 1.0, 1.01)
 
 
 def test_verify_follows_a_second_derivative() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -24,6 +24,10 @@ from .tensors import tensors_in
 # by chance where others would not be: there by some roundings of the largest value at least.
 _NOISE = 4
 _CUDA_ROUNDINGS = 16
+
+# Two runs of what is nothing but noise, as the gradient of a bias before BatchNorm, may by chance
+# differ by too little: before a difference is reported, so many more tell by how much they do.
+_MORE_RUNS = 4
 
 # What is formed again from a norm's input is off by so many roundings of its terms.
 _ROUNDINGS = 16
@@ -65,21 +69,25 @@ def verify(model: nn.Module, example: Example, conversion: Conversion, progress:
     progress.next("the original")
     original = _gradients(model, example)
     progress.next("the original again")
-    again = _gradients(model, example, perturbed=True)
-    noise = _noise(original, again)
-    del again
+    noise = _noise(original, _gradients(model, example, perturbation=1))
 
     progress.next("exact activations in place")
     with intercepted(modules, exactly, modules):
         exact = _run_converted(model, example)
-    for name in original | exact:
+    differing = _differing(exact, original, noise)
+    if differing:
+        for perturbation in range(2, 2 + _MORE_RUNS):
+            more = _noise(original, _gradients(model, example, perturbation))
+            noise = {name: max(tolerance, more[name]) for name, tolerance in noise.items()}
+        differing = _differing(exact, original, noise)
+    if differing:
+        name = differing[0]
         tolerance = noise.get(name, 0.0)
-        if not _agree(name, exact, original, tolerance):
-            repeats = f" by more than its runs differ by ({tolerance:.3g})" if tolerance else ""
-            raise VerificationError(
-                f"{name} of the converted model differs from the original's{repeats}; "
-                f"{_first_difference(model, example, modules, exactly)}"
-            )
+        repeats = f" by more than its runs differ by ({tolerance:.3g})" if tolerance else ""
+        raise VerificationError(
+            f"{name} of the converted model differs from the original's{repeats}; "
+            f"{_first_difference(model, example, modules, exactly)}"
+        )
     del exact
 
     progress.next("the converted model")
@@ -109,12 +117,13 @@ def _check_and_drop(module: nn.Module, args: Any, output: Any) -> None:
         saved.drop()
 
 
-def _gradients(model: nn.Module, example: Example, perturbed: bool = False) -> dict[str, Tensor]:
+def _gradients(model: nn.Module, example: Example, perturbation: int = 0) -> dict[str, Tensor]:
     """Outputs, arguments and buffers after a run, the gradients of parameters and arguments.
 
-    The gradients are those of a sum of the outputs with random weights, the same in every run, or
-    `perturbed` by a rounding: the sums in backward are then rounded otherwise, as they are where an
-    activation in place gives them their terms in another layout.
+    The gradients are those of a sum of the outputs with random weights, the same in every run, but
+    that half of them are off by a rounding, others with each `perturbation` but 0: the sums in
+    backward are then rounded otherwise, as they are where an activation in place gives them their
+    terms in another layout.
     """
     with ExitStack() as stack:
         stack.enter_context(preserved(model, example))
@@ -141,26 +150,37 @@ def _gradients(model: nn.Module, example: Example, perturbed: bool = False) -> d
         results |= {f"buffer `{name}`": b.clone() for name, b in model.named_buffers()}
         differentiable = [tensor for tensor in outputs if tensor.requires_grad]
         if differentiable and inputs:
-            # Their own generators: the model's random state is not of their making.
-            generators = {t.device: torch.Generator(t.device) for t in differentiable}
-            for generator in generators.values():
-                generator.manual_seed(0)
             gradients = torch.autograd.grad(
                 differentiable,
                 list(inputs.values()),
-                [
-                    torch.randn(
-                        t.shape, generator=generators[t.device], dtype=t.dtype, device=t.device
-                    )
-                    * (1 + perturbed * torch.finfo(t.dtype).eps)
-                    for t in differentiable
-                ],
+                _weights(differentiable, perturbation),
                 allow_unused=True,
             )
             for name, gradient in zip(inputs, gradients, strict=True):
                 if gradient is not None:
                     results[name] = gradient
         return results
+
+
+def _weights(outputs: Sequence[Tensor], perturbation: int) -> list[Tensor]:
+    weights = _random_like(outputs, 0)
+    if not perturbation:
+        return weights
+    return [
+        torch.where(other.real > 0, weight * (1 + torch.finfo(weight.dtype).eps), weight)
+        for weight, other in zip(weights, _random_like(outputs, perturbation), strict=True)
+    ]
+
+
+def _random_like(tensors: Sequence[Tensor], seed: int) -> list[Tensor]:
+    # Generators of their own: the model's random state is not of their making.
+    generators = {t.device: torch.Generator(t.device) for t in tensors}
+    for generator in generators.values():
+        generator.manual_seed(seed)
+    return [
+        torch.randn(t.shape, generator=generators[t.device], dtype=t.dtype, device=t.device)
+        for t in tensors
+    ]
 
 
 def _comparable(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -209,6 +229,13 @@ def _largest(value: Tensor) -> float:
     value = _dense(value)
     wide = value.to(torch.complex128 if value.is_complex() else torch.double)
     return float(wide.abs().nan_to_num(nan=0.0, posinf=0.0).max())
+
+
+def _differing(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], noise: Mapping[str, float]
+) -> list[str]:
+    names = {**expected, **actual}
+    return [name for name in names if not _agree(name, actual, expected, noise.get(name, 0.0))]
 
 
 def _agree(
