@@ -285,8 +285,13 @@ def _recipe_of_norm(node: Any, saved: Tensor) -> _Recipe | None:
         dim_order = _ops.dim_order_of(output)
         if output.grad_fn is not node or dim_order not in (None, _ops.dim_order_of(x)):
             return None  # laid otherwise, through `.data`
-    else:  # a view through the hooks of `saved_bytes`, which do not tell of what
-        dim_order = _usual_dim_order(node, x)
+    # A view through the hooks of `saved_bytes`, which do not tell of what: as PyTorch lays it.
+    elif _is_contiguous_anyway(node):
+        dim_order = None
+    elif _is_in_a_memory_format(x):
+        dim_order = _ops.dim_order_of(x)
+    else:
+        return None
     shared = node.metadata.get(_SHARED, _nothing)()
     if shared is None:
         with torch.no_grad():
@@ -297,16 +302,19 @@ def _recipe_of_norm(node: Any, saved: Tensor) -> _Recipe | None:
     return _Recipe(normalized, x._version, None, (), shared)
 
 
-def _usual_dim_order(node: Any, x: Tensor) -> _ops.DimOrder:
-    """That of the output which PyTorch's norms form from x."""
+def _is_contiguous_anyway(node: Any) -> bool:
+    """Whether the output of that norm is contiguous, however its input lies."""
     name = type(node).__name__
-    is_contiguous = name == "NativeLayerNormBackward0" or (
-        name == "NativeGroupNormBackward0" and x.is_cuda
+    return name == "NativeLayerNormBackward0" or (
+        name == "NativeGroupNormBackward0" and node._saved_input.is_cuda
     )
-    memory_format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    if is_contiguous or not memory_format or not x.is_contiguous(memory_format=memory_format):
-        return None
-    return _ops.dim_order_of(x)
+
+
+def _is_in_a_memory_format(x: Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.is_contiguous() or (
+        x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
+    )
 
 
 _SHARED = "inplace_ops: maps"  # in a norm's metadata: what all that read its output share

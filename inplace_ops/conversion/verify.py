@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -120,10 +120,10 @@ def _check_and_drop(module: nn.Module, args: Any, output: Any) -> None:
 def _gradients(model: nn.Module, example: Example, perturbation: int = 0) -> dict[str, Tensor]:
     """Outputs, arguments and buffers after a run, the gradients of parameters and arguments.
 
-    The gradients are those of a sum of the outputs with random weights, the same in every run, but
-    that half of them are off by a rounding, others with each `perturbation` but 0: the sums in
-    backward are then rounded otherwise, as they are where an activation in place gives them their
-    terms in another layout.
+    The gradients are those of a sum of the outputs with random weights, the same in every run. With
+    a `perturbation` backward starts from weights that are larger by so many roundings, and what it
+    ends in is divided by as much: the sums on the way are rounded otherwise, as they are where an
+    activation in place gives them their terms in another layout.
     """
     with ExitStack() as stack:
         stack.enter_context(preserved(model, example))
@@ -150,37 +150,28 @@ def _gradients(model: nn.Module, example: Example, perturbation: int = 0) -> dic
         results |= {f"buffer `{name}`": b.clone() for name, b in model.named_buffers()}
         differentiable = [tensor for tensor in outputs if tensor.requires_grad]
         if differentiable and inputs:
+            rounding = max(torch.finfo(t.dtype).eps for t in (*differentiable, *inputs.values()))
+            factor = 1 + perturbation * rounding
+            # Their own generators: the model's random state is not of their making.
+            generators = {t.device: torch.Generator(t.device) for t in differentiable}
+            for generator in generators.values():
+                generator.manual_seed(0)
             gradients = torch.autograd.grad(
                 differentiable,
                 list(inputs.values()),
-                _weights(differentiable, perturbation),
+                [
+                    torch.randn(
+                        t.shape, generator=generators[t.device], dtype=t.dtype, device=t.device
+                    )
+                    * factor
+                    for t in differentiable
+                ],
                 allow_unused=True,
             )
             for name, gradient in zip(inputs, gradients, strict=True):
                 if gradient is not None:
-                    results[name] = gradient
+                    results[name] = gradient / factor if perturbation else gradient
         return results
-
-
-def _weights(outputs: Sequence[Tensor], perturbation: int) -> list[Tensor]:
-    weights = _random_like(outputs, 0)
-    if not perturbation:
-        return weights
-    return [
-        torch.where(other.real > 0, weight * (1 + torch.finfo(weight.dtype).eps), weight)
-        for weight, other in zip(weights, _random_like(outputs, perturbation), strict=True)
-    ]
-
-
-def _random_like(tensors: Sequence[Tensor], seed: int) -> list[Tensor]:
-    # Generators of their own: the model's random state is not of their making.
-    generators = {t.device: torch.Generator(t.device) for t in tensors}
-    for generator in generators.values():
-        generator.manual_seed(seed)
-    return [
-        torch.randn(t.shape, generator=generators[t.device], dtype=t.dtype, device=t.device)
-        for t in tensors
-    ]
 
 
 def _comparable(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -203,9 +194,11 @@ def _noise(original: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> dict[
     """By how much another run may differ from two of the original, for each value."""
     noise = {}
     for name, value in original.items():
-        difference, largest = _difference(again[name], value), _largest(value)
+        difference = _difference(again[name], value) if name in again else torch.inf
+        largest = _largest(value)
         # A gradient may be nothing but noise: that of a bias before BatchNorm.
-        if name.startswith("output") and difference > _LARGEST_NOISE * largest:
+        is_noise = name.startswith("output") and difference > _LARGEST_NOISE * largest
+        if is_noise or name not in again:
             raise VerificationError(
                 f"{name} differs between two runs of the original by {difference:.3g}, its largest "
                 f"value being {largest:.3g}: with random numbers that no seed of PyTorch, NumPy or "
