@@ -22,6 +22,7 @@ from torch.autograd import Function, forward_ad
 
 from . import _ops
 from ._ops import DimOrder
+from ._torch import running_node
 from .activations import (
     GELU,
     GELU_TANH,
@@ -168,6 +169,26 @@ class _OutputBackward(Function):
         return *gradients, None, None, None
 
 
+def _saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
+    """What an in-place Function has saved.
+
+    Where the output is a slice a second derivative asks twice: for the output's own node, and for
+    the CopySlices node of what it is a slice of, which calls that node once more. Autograd frees
+    what its own node has saved, and runs CopySlices before it only where one thread has made all
+    nodes: on a GPU it differentiates on a thread of its own. So the first derivative leaves it.
+    """
+    try:
+        saved: tuple[Tensor, ...] = ctx.saved_tensors
+    except RuntimeError:
+        left = vars(ctx).pop("left_for_copy_slices", ())
+        if is_grad_enabled() or not left or any(t._version != version for t, version in left):
+            raise
+        return tuple(tensor for tensor, _ in left)
+    if is_grad_enabled() and type(running_node()).__name__ == "CopySlices":
+        ctx.left_for_copy_slices = [(tensor.detach(), tensor._version) for tensor in saved]
+    return saved
+
+
 class _InPlaceFunction(Function):
     """`apply(x, bits, tail)` replaces x by its activation and returns it.
 
@@ -212,12 +233,13 @@ class _InPlaceFunction(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         try:
+            saved = _saved_tensors(ctx)
             if is_grad_enabled() or forward_ad._current_level >= 0:
                 gradient = _transformed(
-                    ctx.function.differentiable, ctx.op, grad, *ctx.saved_tensors, *ctx.tail
+                    ctx.function.differentiable, ctx.op, grad, *saved, *ctx.tail
                 )
             else:
-                gradient = ctx.op(grad, *ctx.saved_tensors, *ctx.tail)
+                gradient = ctx.op(grad, *saved, *ctx.tail)
         except RuntimeError as error:
             ctx.function.explain(error, grad)
             raise

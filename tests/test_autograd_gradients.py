@@ -6,6 +6,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -116,6 +117,53 @@ def test_second_derivative_equals_pytorchs(activation: Activation, device: torch
         else:
             actual = torch.zeros_like(expected) if actual is None else actual
             torch.testing.assert_close(actual, expected)
+
+
+def second_derivative_elsewhere(
+    call: Callable[[Tensor], Tensor], x: Tensor, meanwhile: Callable[[Tensor], None]
+) -> Tensor:
+    """Of a slice in place, differentiated by another thread, as PyTorch does on a GPU.
+
+    Its nodes have smaller numbers than those of forward: autograd runs them in another order.
+    """
+    for _ in range(100):
+        x * 1  # nodes
+    base = x * 1.5
+    y = call(base[:, 1])
+    value = base.sin().sum() + y.sum()
+    with ThreadPoolExecutor(1) as other:
+        (first,) = other.submit(torch.autograd.grad, value, x, create_graph=True).result()
+        meanwhile(y)
+        return other.submit(torch.autograd.grad, first.square().sum(), x).result()[0]
+
+
+TWICE_DIFFERENTIABLE = [row for row in ONE_OF_EACH if row.is_twice_differentiable]
+
+
+@pytest.mark.parametrize("activation", TWICE_DIFFERENTIABLE, ids=activation_id)
+def test_a_slices_second_derivative_by_another_thread(
+    activation: Activation, device: torch.device
+) -> None:
+    def out_of_place(view: Tensor) -> Tensor:
+        return view.copy_(activation.reference(view.clone()))
+
+    x = random_values((7, 3), torch.float64, device).requires_grad_()
+    results = [
+        second_derivative_elsewhere(call, x, lambda y: None)
+        for call in (activation.call, out_of_place)
+    ]
+    torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "activation", [row for row in ONE_OF_EACH if row.keeps_output], ids=activation_id
+)
+def test_a_slice_written_to_before_its_second_derivative(
+    activation: Activation, device: torch.device
+) -> None:
+    x = random_values((7, 3), torch.float64, device).requires_grad_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second_derivative_elsewhere(activation.call, x, lambda y: y.detach().zero_())
 
 
 @pytest.mark.parametrize(
