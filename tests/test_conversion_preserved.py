@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -175,6 +176,36 @@ def test_a_patched_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(function, "apply", mine)
     inplace_ops.convert(nn.Sequential(nn.Linear(4, 4), nn.SiLU()), torch.randn(2, 4))
     assert vars(function)["apply"] is mine
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True], ids=["", "reentrant"])
+def test_a_reentrant_checkpoint_in_another(
+    is_reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With derivatives taken by a thread of autograd's own, as on a GPU: there it runs again."""
+
+    def compute(m: Network, x: Tensor) -> Tensor:
+        def inner(h: Tensor) -> Tensor:
+            return m.second(m.act(m.first(h)))
+
+        def outer(h: Tensor) -> Tensor:
+            return m.second(checkpoint(inner, h, use_reentrant=True))
+
+        return checkpoint(outer, m.first(x), use_reentrant=is_reentrant)
+
+    grad = torch.autograd.grad
+
+    def grad_elsewhere(*args: Any, **kwargs: Any) -> Any:
+        with ThreadPoolExecutor(1) as other:
+            return other.submit(grad, *args, **kwargs).result()
+
+    model = Network(compute, nn.SiLU)
+    original, x = twin(model), torch.randn(4, WIDTH, dtype=torch.float64, requires_grad=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.autograd, "grad", grad_elsewhere)
+        report = inplace_ops.convert(model, x)
+    assert all(site.converted for site in report.sites)
+    assert not differs(model, original, x)
 
 
 def state(model: Stateful, x: Tensor) -> list[Any]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,8 +16,11 @@ from conversions import site
 from memory import largest_allocation
 from patterns import WIDTH, Network
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import inplace_ops
+from inplace_ops._torch import next_node_number
 
 
 def test_an_address_used_again_is_not_taken_for_the_old_tensor() -> None:
@@ -153,6 +159,54 @@ def test_a_hook_that_reads_the_input_inside_of_forward() -> None:
     model = Network(compute, nn.SiLU)
     (decision,) = inplace_ops.convert(model, torch.randn(4, WIDTH).double()).sites
     assert decision.reason == "input is read again by `mul`"
+
+
+def grad_elsewhere(gap: int) -> Callable[..., Any]:
+    """`torch.autograd.grad` by another thread with the same modes, as PyTorch does on a GPU.
+
+    It numbers its nodes from where the model's are, and `gap`.
+    """
+    grad = torch.autograd.grad
+
+    def run_elsewhere(*args: Any, **kwargs: Any) -> Any:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
+        first = next_node_number() + gap
+
+        def run() -> Any:
+            x = torch.ones(1, requires_grad=True)
+            while next_node_number() < first:
+                x * 1  # a node
+            with contextlib.ExitStack() as stack:
+                for mode in modes:
+                    stack.enter_context(mode)
+                if hooks is not None:
+                    stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
+                return grad(*args, **kwargs)
+
+        with ThreadPoolExecutor(1) as other:
+            return other.submit(run).result()
+
+    return run_elsewhere
+
+
+@pytest.mark.parametrize("saves_input", [False, True], ids=["", "input_saved"])
+def test_a_gradient_by_another_thread(saves_input: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compute(m: Network, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        h = m.first(x)
+        before = h * h if saves_input else h + 1
+        y = m.second(m.act(h))
+        (force,) = torch.autograd.grad(y.sum(), x, create_graph=True, retain_graph=True)
+        return y + force + before
+
+    model, x = Network(compute, nn.SiLU), torch.randn(4, WIDTH, dtype=torch.float64)
+    expected = inplace_ops.analyze(model, x)
+    assert expected.sites[0].converted is not saves_input
+    for gap in range(-10, 3):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.autograd, "grad", grad_elsewhere(gap))
+            assert str(inplace_ops.analyze(model, x)) == str(expected), gap
 
 
 # What cannot be followed.

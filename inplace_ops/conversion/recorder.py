@@ -40,6 +40,8 @@ _READ_NO_VALUES = frozenset(
     f"{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
 ) | {"new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "_unsafe_view"}
 
+_OTHER_THREAD = 2**32  # above the numbers of the model's own thread
+
 _CANNOT_BE_FOLLOWED = {
     "support saved tensor hooks": "a gradient transform of torch.func",
     "no rule registered for HigherOrderOperator": "a higher-order operator, such as torch.cond,",
@@ -196,7 +198,7 @@ class _Recorder(TorchDispatchMode):
 
     def record_saved(self, tensor: Tensor, is_held: bool = True) -> list[SavedTensor]:
         # A node takes its number before it saves its first tensor.
-        node = next_node_number()
+        node = self.next_node()
         # Not what the model calls without holding it: nothing finds its hooks again.
         reader = self.modules[-1] if self.modules[-1] in self.paths else None
         found = []
@@ -206,13 +208,23 @@ class _Recorder(TorchDispatchMode):
             found.append(saved)
         return found
 
+    def next_node(self) -> int:
+        """The number that autograd's next node takes, of those of all threads.
+
+        Each thread counts its own. A forward that differentiates has autograd make nodes on another
+        one, where it is on a GPU.
+        """
+        number = next_node_number()
+        return number if threading.get_ident() == self.thread else _OTHER_THREAD + number
+
     def call_in_backward(self) -> Call | None:
         """The call of an activation whose own backward runs, inside of forward."""
         node = running_node()
         if node is None or not is_called_by_autograd():
             return None
-        number = node._sequence_nr()
-        return next((call for call in self.recording.calls if number in call.nodes), None)
+        numbers = range(node._sequence_nr(), 2 * _OTHER_THREAD, _OTHER_THREAD)  # made by any thread
+        calls = self.recording.calls
+        return next((c for c in calls if any(number in c.nodes for number in numbers)), None)
 
     def __torch_dispatch__(
         self,
@@ -268,7 +280,7 @@ class _Recorder(TorchDispatchMode):
                 self.recording.events[storage].append(Event(time, name, is_written, call))
         if not used:
             return
-        node = next_node_number()
+        node = self.next_node()
         self.recording.node_names.setdefault(node, name)
         if differentiated is not None and torch.is_grad_enabled():
             self.differentiated[node] = differentiated
@@ -338,13 +350,13 @@ class _Recorder(TorchDispatchMode):
         (x,) = args
         self.call = call = self.call_on(x, slot, slot.name, next(self.clock))
         call.site, (call.line, _) = call_site(), line_that_calls()
-        first_node = next_node_number()
+        first_node = self.next_node()
         try:
             with OwnHooks(self.pack, _unpack):
                 result = slot.recognised.function(x)
         finally:
             self.call = None
-        call.nodes = range(first_node, next_node_number())
+        call.nodes = range(first_node, self.next_node())
         (call.output,) = self.storages_of([result])
         call.keeps_layout = strides(result) == strides(x)
         self.recording.calls.append(call)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-from .._torch import tree_map
+from .._torch import running_node, tree_map
 from .tensors import may_be_written_to, tensors_in
 
 
@@ -141,7 +141,8 @@ def reentrant_checkpoints_as_the_others() -> Iterator[None]:
     thread, reentrant = threading.get_ident(), CheckpointFunction.apply
 
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        if threading.get_ident() != thread:
+        # On a GPU autograd runs again what a checkpoint has not kept on a thread of its own.
+        if threading.get_ident() != thread and running_node() is None:
             return reentrant(function, preserve_rng_state, *args)
         return checkpoint(
             function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
