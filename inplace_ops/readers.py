@@ -178,7 +178,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
 # result, and is another altogether.
 _OPERATIONS = (
     *("addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "linear", "mm", "mv", "_trilinear"),
-    *("convolution", "grid_sampler_2d", "grid_sampler_3d"),
+    *("convolution", "cudnn_grid_sampler", "grid_sampler_2d", "grid_sampler_3d"),
     *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention"),
     *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
     "_scaled_dot_product_fused_attention_overrideable",
