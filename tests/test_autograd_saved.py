@@ -259,6 +259,11 @@ def memory_limit(device: torch.device, more: int) -> Iterator[None]:
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+def without_what_is_free(error: Exception) -> str:
+    """The beginning of an out-of-memory message: what is free other processes decide too."""
+    return str(error).partition(" of which")[0][:100]
+
+
 @pytest.mark.parametrize(
     "activation",
     quick(ONE_OF_EACH, [row for row in ONE_OF_EACH if row.function in ("relu", "silu")]),
@@ -281,6 +286,6 @@ def test_out_of_memory_in_backward(
         with pytest.raises(RuntimeError) as ours:
             torch.autograd.grad(y, leaf, incoming, create_graph=create_graph)
     assert type(ours.value) is type(pytorchs.value)
-    assert str(ours.value)[:100] == str(pytorchs.value)[:100]
+    assert without_what_is_free(ours.value) == without_what_is_free(pytorchs.value)
     taken.clear()
     torch.autograd.grad(y, leaf, incoming)  # the graph is as it was

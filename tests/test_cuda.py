@@ -103,6 +103,7 @@ def test_launches(
 ) -> None:
     x = torch.randn(elements, device=device)
     activation.call(x)
+    torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         activation.call(x)
         torch.cuda.synchronize()

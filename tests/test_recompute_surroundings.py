@@ -284,6 +284,8 @@ def test_a_bias_that_is_repeated(
     shape: tuple[int, ...], repeats: tuple[int, ...], device: torch.device
 ) -> None:
     """An instance norm repeats its own: a vector, end to end."""
+    if device.type == "cuda" and len(shape) == 2:
+        pytest.skip("there PyTorch's norm without a weight takes a vector alone")
     x = torch.randn(5, 6, 6, dtype=torch.float64, device=device, requires_grad=True)
     leaf = torch.randn(shape, dtype=torch.float64, device=device, requires_grad=True)
 
@@ -535,7 +537,7 @@ def test_modules_elsewhere_than_after_a_norm(activation: Activation, device: tor
         y, default = module(first(x)), activation.module()(first(x))
         assert node_of(y).name() == node_of(default).name(), kind
         error = max(activation.derivative_error.get(torch.float64, 0.0), 1e-7)
-        found = [gradients(call, first, x) for call in (module, activation.reference)]
+        found = [gradients(call, first, x) for call in (module, exactly(activation))]
         torch.testing.assert_close(*found, rtol=error, atol=error)
 
 
