@@ -57,10 +57,10 @@ def timm_model(name: str) -> nn.Module:
 
 
 # The network, and on a GPU the side of its images and how many: with fewer, launching the kernels
-# would take longer than they do, some 10 ms of Python a step.
+# would take longer than they do, 10 to 40 ms of Python a step.
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
-    "EfficientNet-B0": (partial(timm_model, "efficientnet_b0"), 224, 128),
-    "EfficientNetV2-S": (partial(timm_model, "efficientnetv2_s"), 224, 64),
+    "EfficientNet-B0": (partial(timm_model, "efficientnet_b0"), 224, 256),
+    "EfficientNetV2-S": (partial(timm_model, "efficientnetv2_s"), 224, 160),
     "YOLO-like": (YoloLike, 640, 32),
     "ResNet-50": (partial(timm_model, "resnet50"), 224, 128),
     "Darknet-53": (partial(timm_model, "darknet53"), 224, 64),  # LeakyReLU

@@ -84,14 +84,15 @@ run() {
   end "$part" "$result" $((SECONDS - begin)) "$limit"
 }
 
-# Threads that wait busily stop each other where processes share the cores. Deprecations are a newer
-# library's, and pytest-benchmark's warning that it does not time in several processes ends pytest.
+# Threads that wait busily stop each other where processes share the cores, and so would processes
+# that each of them has Inductor start. Deprecations are a newer library's, and pytest-benchmark's
+# warning that it does not time in several processes ends pytest.
 check() {
   local part=$1 limit=$2
   shift 2
-  run "$part" "$limit" env OMP_WAIT_POLICY=PASSIVE "$python" -m pytest -q -rfE -m "not release" \
-    -p no:cacheprovider -p no:benchmark -W ignore::DeprecationWarning -W ignore::FutureWarning \
-    --continue-on-collection-errors "$@"
+  run "$part" "$limit" env OMP_WAIT_POLICY=PASSIVE TORCHINDUCTOR_COMPILE_THREADS=1 \
+    "$python" -m pytest -q -rfE -m "not release" -p no:cacheprovider -p no:benchmark \
+    -W ignore::DeprecationWarning -W ignore::FutureWarning --continue-on-collection-errors "$@"
 }
 
 bench() {
@@ -135,7 +136,8 @@ sys.exit(sys.argv[1] == "cuda" and not _ops.cuda_version)' "$device" || {
 # Whether the kernels are right is decided by these files. The device stands in the tests' names.
 decisive=(tests/test_{curves,values,every_kernel,cuda}.py)
 workers=()
-"$python" -c 'import xdist' 2>/dev/null && workers=(-n "$(($(nproc) < 8 ? $(nproc) : 8))")
+cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # nproc goes by them
+"$python" -c 'import xdist' 2>/dev/null && workers=(-n "$((cores < 8 ? cores : 8))")
 check numerics 150 "${workers[@]}" -k "[$device or -$device" "${decisive[@]}"
 # Those that are ignored run nothing on a GPU, and need further libraries to load.
 rest=("${decisive[@]/#/--ignore=}" --ignore=tests/test_{host_kernels,conversion_random}.py
@@ -144,19 +146,19 @@ rest=("${decisive[@]/#/--ignore=}" --ignore=tests/test_{host_kernels,conversion_
 if [ "$device" = cuda ]; then
   check tests 280 "${rest[@]}"
   sanitizer=$("$python" benchmarks/toolkit.py compute-sanitizer)
-  sanitize memcheck 90 --report-api-errors no # PyTorch probes with calls that may fail
-  sanitize initcheck 90
-  bench bandwidth 120 bandwidth
-  bench activations 140 activations --compile --elements $((2 ** 26)) $((2 ** 16)) \
+  sanitize memcheck 110 --report-api-errors no # PyTorch probes with calls that may fail
+  sanitize initcheck 110
+  bench bandwidth 160 bandwidth
+  bench activations 180 activations --compile --elements $((2 ** 26)) $((2 ** 16)) \
     --dtypes float32 bfloat16
-  bench host 30 host
-  bench steps 30 steps
-  bench memory 30 memory
-  bench networks 180 networks --modes float32 "bfloat16, channels_last"
-  bench settings 120 networks --modes "bfloat16, channels_last" --settings inplace_ops \
-    "inplace_ops, 1 bit" "inplace_ops, speed" "inplace_ops, exact"
-  bench peers 580 peers --mode "bfloat16, channels_last"
-  run tuning 120 "$python" benchmarks/tune_cuda.py --arch "sm_${capability/./}" \
+  bench host 60 host
+  bench steps 60 steps
+  bench memory 60 memory
+  bench networks 280 networks --modes float32 "bfloat16, channels_last"
+  bench settings 180 networks --modes "bfloat16, channels_last" --search --settings \
+    inplace_ops "inplace_ops, 1 bit" "inplace_ops, speed" "inplace_ops, exact"
+  bench peers 580 peers --mode "bfloat16, channels_last" --batch 96
+  run tuning 180 "$python" benchmarks/tune_cuda.py --arch "sm_${capability/./}" \
     --out "$out/tuning_cuda.csv"
 else # a limit here only ends what hangs
   check tests 600 "${rest[@]}"

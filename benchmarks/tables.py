@@ -245,10 +245,11 @@ def peers(rows: Rows) -> str:
             source = row["source"]
             held, time = row["held_over_torch_in_place"], row["ratio_to_torch_in_place"]
             published.append([row["network"], row["variant"], held, time or "-"])
+    measured = markdown(header, body)
+    if not published:  # of the networks that were measured
+        return measured
     titles = ["on other machines", "variant", "held", "time of a step"]
-    return (
-        f"{markdown(header, body)}\n\nNot measured here, {source}:\n\n{markdown(titles, published)}"
-    )
+    return f"{measured}\n\nNot measured here, {source}:\n\n{markdown(titles, published)}"
 
 
 Drawings = dict[str, Callable[[Rows], str]]
