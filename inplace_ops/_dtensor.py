@@ -36,10 +36,13 @@ class _LocalContext:
     """A Function's context, with the local parts of what was saved."""
 
     def __init__(self, ctx: Any) -> None:
-        self._ctx = ctx
+        vars(self)["_ctx"] = ctx
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._ctx, name, value)
 
     @property
     def saved_tensors(self) -> tuple[Tensor, ...]:

@@ -64,3 +64,8 @@ def op_parameters(op: OpOverload) -> list[torch.Argument]:
 def running_node() -> Any:
     """The autograd node whose backward runs; None outside of backward."""
     return torch._C._current_autograd_node()
+
+
+def running_pass() -> int:
+    """The number of the backward pass that runs, another for each."""
+    return torch._C._current_graph_task_id()

@@ -22,7 +22,7 @@ from torch.autograd import Function, forward_ad
 
 from . import _ops
 from ._ops import DimOrder
-from ._torch import running_node
+from ._torch import running_node, running_pass
 from .activations import (
     GELU,
     GELU_TANH,
@@ -169,23 +169,49 @@ class _OutputBackward(Function):
         return *gradients, None, None, None
 
 
-def _saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
-    """What an in-place Function has saved.
+class _OfSlice:
+    """What an in-place Function's node, whose output is a slice, leaves for a second visit.
 
-    Where the output is a slice a second derivative asks twice: for the output's own node, and for
-    the CopySlices node of what it is a slice of, which calls that node once more. Autograd frees
-    what its own node has saved, and runs CopySlices before it only where one thread has made all
-    nodes: on a GPU it differentiates on a thread of its own. So the first derivative leaves it.
+    A second derivative visits it twice: as the output's own node, and from the CopySlices node of
+    what it is a slice of, which calls it. Autograd frees after the first what that node has saved,
+    and visits CopySlices first only where one thread has made all nodes: on a GPU it differentiates
+    on a thread of its own.
     """
-    try:
-        saved: tuple[Tensor, ...] = ctx.saved_tensors
-    except RuntimeError:
-        left = vars(ctx).pop("left_for_copy_slices", ())
-        if is_grad_enabled() or not left or any(t._version != version for t, version in left):
-            raise
-        return tuple(tensor for tensor, _ in left)
-    if is_grad_enabled() and type(running_node()).__name__ == "CopySlices":
-        ctx.left_for_copy_slices = [(tensor.detach(), tensor._version) for tensor in saved]
+
+    def __init__(self) -> None:
+        self.left: list[tuple[Tensor, int]] = []  # with the versions
+        self.last_of_copy_slices = -1  # the backward pass
+
+    def saved_tensors(self, ctx: Any) -> tuple[Tensor, ...]:
+        """What ctx has saved, or has left."""
+        backward_pass = running_pass()
+        if not _is_in_copy_slices():
+            saved: tuple[Tensor, ...] = ctx.saved_tensors
+            if self.last_of_copy_slices != backward_pass and not is_grad_enabled():
+                self.left = [(tensor.detach(), tensor._version) for tensor in saved]
+            return saved
+        self.last_of_copy_slices = backward_pass
+        left, self.left = self.left, []
+        try:
+            saved = ctx.saved_tensors
+        except RuntimeError:
+            if is_grad_enabled() or not left or any(t._version != v for t, v in left):
+                raise
+            saved = tuple(tensor for tensor, _ in left)
+        return saved
+
+
+def _is_in_copy_slices() -> bool:
+    return type(running_node()).__name__ == "CopySlices"
+
+
+def _saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
+    of_slice: _OfSlice | None = getattr(ctx, "of_slice", None)
+    if of_slice is not None:
+        return of_slice.saved_tensors(ctx)
+    if is_grad_enabled() and _is_in_copy_slices():
+        ctx.of_slice = _OfSlice()  # there may be a second derivative
+    saved: tuple[Tensor, ...] = ctx.saved_tensors
     return saved
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from comparison import assert_gradient, gradient, random_values
 from places import PLACES
 from selection import each, quick
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import inplace_ops
 
@@ -119,6 +122,11 @@ def test_second_derivative_equals_pytorchs(activation: Activation, device: torch
             torch.testing.assert_close(actual, expected)
 
 
+def by_another_thread(function: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(function).result()
+
+
 def second_derivative_elsewhere(
     call: Callable[[Tensor], Tensor], x: Tensor, meanwhile: Callable[[Tensor], None]
 ) -> Tensor:
@@ -131,13 +139,13 @@ def second_derivative_elsewhere(
     base = x * 1.5
     y = call(base[:, 1])
     value = base.sin().sum() + y.sum()
-    with ThreadPoolExecutor(1) as other:
-        (first,) = other.submit(torch.autograd.grad, value, x, create_graph=True).result()
-        meanwhile(y)
-        return other.submit(torch.autograd.grad, first.square().sum(), x).result()[0]
+    (first,) = by_another_thread(lambda: torch.autograd.grad(value, x, create_graph=True))
+    meanwhile(y)
+    return by_another_thread(lambda: torch.autograd.grad(first.square().sum(), x))[0]
 
 
 TWICE_DIFFERENTIABLE = [row for row in ONE_OF_EACH if row.is_twice_differentiable]
+KEEPING_OUTPUTS = [row for row in ONE_OF_EACH if row.keeps_output]
 
 
 @pytest.mark.parametrize("activation", TWICE_DIFFERENTIABLE, ids=activation_id)
@@ -155,9 +163,28 @@ def test_a_slices_second_derivative_by_another_thread(
     torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "activation", [row for row in ONE_OF_EACH if row.keeps_output], ids=activation_id
-)
+@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["", "elsewhere"])
+@pytest.mark.parametrize("activation", KEEPING_OUTPUTS, ids=activation_id)
+def test_a_slice_is_let_go_with_its_second_derivative(
+    activation: Activation, is_elsewhere: bool, device: torch.device
+) -> None:
+    """Though the losses are kept, as a gradient penalty's are by those who count them."""
+    x = random_values((7, 3), torch.float64, device).requires_grad_()
+    for _ in range(100):
+        x * 1  # nodes
+    base = x * 1.5
+    storage = StorageWeakRef(base.untyped_storage())
+    y = activation.call(base[:, 1])
+    value = base.sin().sum() + y.sum()
+    del base, y
+    run = by_another_thread if is_elsewhere else lambda function: function()
+    loss = value + run(lambda: torch.autograd.grad(value, x, create_graph=True))[0].square().sum()
+    run(loss.backward)
+    gc.collect()  # what the other thread has left
+    assert storage.expired()
+
+
+@pytest.mark.parametrize("activation", KEEPING_OUTPUTS, ids=activation_id)
 def test_a_slice_written_to_before_its_second_derivative(
     activation: Activation, device: torch.device
 ) -> None:
