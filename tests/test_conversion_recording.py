@@ -161,6 +161,13 @@ def test_a_hook_that_reads_the_input_inside_of_forward() -> None:
     assert decision.reason == "input is read again by `mul`"
 
 
+def make_nodes(number: int) -> None:
+    """Autograd nodes, until the next one of this thread has the number."""
+    x = torch.ones(1, requires_grad=True)
+    while next_node_number() < number:
+        x * 1
+
+
 def grad_elsewhere(gap: int) -> Callable[..., Any]:
     """`torch.autograd.grad` by another thread with the same modes, as PyTorch does on a GPU.
 
@@ -174,9 +181,7 @@ def grad_elsewhere(gap: int) -> Callable[..., Any]:
         first = next_node_number() + gap
 
         def run() -> Any:
-            x = torch.ones(1, requires_grad=True)
-            while next_node_number() < first:
-                x * 1  # a node
+            make_nodes(first)
             with contextlib.ExitStack() as stack:
                 for mode in modes:
                     stack.enter_context(mode)
@@ -203,10 +208,16 @@ def test_a_gradient_by_another_thread(saves_input: bool, monkeypatch: pytest.Mon
     model, x = Network(compute, nn.SiLU), torch.randn(4, WIDTH, dtype=torch.float64)
     expected = inplace_ops.analyze(model, x)
     assert expected.sites[0].converted is not saves_input
+
+    def report() -> str:
+        make_nodes(30)
+        return str(inplace_ops.analyze(model, x))
+
     for gap in range(-10, 3):
-        with monkeypatch.context() as patch:
+        # A new thread's numbers begin at 0: this one's may be large.
+        with monkeypatch.context() as patch, ThreadPoolExecutor(1) as new:
             patch.setattr(torch.autograd, "grad", grad_elsewhere(gap))
-            assert str(inplace_ops.analyze(model, x)) == str(expected), gap
+            assert new.submit(report).result() == str(expected), gap
 
 
 # What cannot be followed.
