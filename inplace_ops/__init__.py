@@ -3,7 +3,16 @@
 from importlib import metadata as _metadata
 
 from . import compilation as compilation  # registers what runs in compiled code
-from .conversion import Report, Site, VerificationError, analyze, convert, revert, reverted
+from .conversion import (
+    Remaining,
+    Replaced,
+    Report,
+    VerificationError,
+    analyze,
+    convert,
+    revert,
+    reverted,
+)
 from .functional import gelu_, hardswish_, leaky_relu_, mish_, relu6_, relu_, silu_
 from .memory import saved_bytes
 from .modules import GELU, Hardswish, LeakyReLU, Mish, ReLU, ReLU6, SiLU
@@ -20,9 +29,10 @@ __all__ = [
     "Mish",
     "ReLU",
     "ReLU6",
+    "Remaining",
+    "Replaced",
     "Report",
     "SiLU",
-    "Site",
     "VerificationError",
     "analyze",
     "convert",

@@ -1,7 +1,7 @@
 """The commands of `python -m inplace_ops`.
 
-`info` says what was built, what is there, and whether each op works. `analyze` says which
-activations of a model can be put in place, and why the others cannot.
+`info` says what was built, what is there, and whether each op works. `analyze` says what `convert`
+would save of a model's memory, and why the rest is not.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import inplace_ops
 from inplace_ops import _ops
 from inplace_ops.activations import ACTIVATIONS, Activation, Save
 from inplace_ops.conversion.library import LOADERS_HELP, ModelNotFoundError, load
+from inplace_ops.recompute.engine import MAX_OPS
 
 
 def _self_check(activation: Activation, save: Save, device: str) -> str:
@@ -80,7 +81,7 @@ def analyze(arguments: argparse.Namespace) -> int:
     model = load(arguments.model, dict(arguments.set)).train(not arguments.eval)
     dtype = torch.long if arguments.tokens else torch.float
     example = (torch.zeros if arguments.tokens else torch.randn)(arguments.input, dtype=dtype)
-    report = inplace_ops.analyze(model, example, bits=arguments.bits, optimize=arguments.optimize)
+    report = inplace_ops.analyze(model, example, max_ops=arguments.max_ops)
     print(json.dumps(report.to_dict(), indent=2) if arguments.json else report)
     return 0
 
@@ -122,8 +123,7 @@ def main() -> int:
     analysis.add_argument("--json", action="store_true", help="print the report as JSON")
     analysis.add_argument("--tokens", action="store_true", help="the input is token ids, all 0")
     analysis.add_argument("--eval", action="store_true", help="in eval mode")
-    analysis.add_argument("--bits", type=int, choices=[1, 8], help="see inplace_ops.convert")
-    analysis.add_argument("--optimize", default="memory", choices=["memory", "speed", "exact"])
+    analysis.add_argument("--max-ops", type=int, default=MAX_OPS, help="see inplace_ops.convert")
     arguments = parser.parse_args()
     if arguments.command == "info":
         return min(info(), 1)

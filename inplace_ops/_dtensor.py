@@ -14,7 +14,7 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
 from . import _ops
-from .autograd import Tail
+from .autograd import OpArgs
 
 
 def local_part(op: str, x: DTensor) -> Tensor:
@@ -58,14 +58,14 @@ def on_local_parts(function: Any) -> type[Function]:
 
     class OnLocalParts(Function):
         @staticmethod
-        def forward(ctx: Any, x: DTensor, bits: int, tail: Tail) -> DTensor:
+        def forward(ctx: Any, x: DTensor, bits: int, op_args: OpArgs) -> DTensor:
             packed, ops = None, function.activation.ops
             if bits:
-                packed = ops.save_in_place[function.saves[0]](x.to_local(), bits, *tail)
+                packed = ops.save_in_place[function.saves[0]](x.to_local(), bits, *op_args)
             else:
-                ops.in_place(x.to_local(), *tail)
+                ops.in_place(x.to_local(), *op_args)
             ctx.mark_dirty(x)
-            function.keep(ctx, x, packed, tail)
+            function.keep(ctx, x, packed, op_args)
             ctx.placements = x.placements
             ctx.set_materialize_grads(False)  # the zeros would be no DTensor
             return x
@@ -87,7 +87,7 @@ def on_local_parts(function: Any) -> type[Function]:
                 grad.placements,
                 run_check=False,
                 shape=grad.shape,
-                stride=_ops.dense_strides(grad.shape, ctx.tail[0]),
+                stride=_ops.dense_strides(grad.shape, ctx.op_args[0]),
             )
             return gradient, *others
 

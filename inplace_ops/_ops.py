@@ -57,7 +57,7 @@ class Ops:
         save_out_of_place: By `save`: returns the result and packed bits, for compiled code.
         traced: The whole activation in compiled code: `compilation.py`.
         backward: By `save`: the gradient from the incoming one and what was kept.
-        recompute: The result from a norm's input and its maps.
+        recompute: The result from a norm's input and its affine: see `NormAffine`.
         double_backward: The second derivative's term; None where that is zero.
     """
 
@@ -84,7 +84,7 @@ class Ops:
 
 
 ALL = {name: Ops(name) for name in _C.activations}
-NORM_MAPS: Op = torch.ops.inplace_ops.norm_maps.default  # the scales and shifts of a norm
+NORM_AFFINE: Op = torch.ops.inplace_ops.norm_maps.default  # a norm's scales and shifts
 NORMALIZE: Op = torch.ops.inplace_ops.normalize.default  # a norm's output, as `Ops.recompute`
 DTYPES = tuple(ALL["relu"].default_bits["mask"])
 
@@ -124,9 +124,9 @@ def dense_strides(shape: Sequence[int], dim_order: DimOrder) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def maps_dtype(x: Tensor) -> torch.dtype:
-    """That of the scales and shifts of a norm whose output is x."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def affine_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the scales and shifts of a norm with outputs of the given dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def empty_bits(x: Tensor, bits: int) -> Tensor:
@@ -162,7 +162,7 @@ def _recomputing_fake(
     return _empty_in_order(x, dim_order)
 
 
-def _norm_maps_fake(
+def _norm_affine_fake(
     deviation: Tensor | None,
     mean: Tensor | None,
     weight: Tensor | None,
@@ -220,7 +220,7 @@ def _loop_over_batch(op: Op):  # type: ignore[no-untyped-def]
     return rule
 
 
-torch.library.register_fake(NORM_MAPS.name(), _norm_maps_fake)
+torch.library.register_fake(NORM_AFFINE.name(), _norm_affine_fake)
 for _op in RECOMPUTING_OPS:
     torch.library.register_fake(_op.name(), _recomputing_fake)
 for _op in PLAIN_OPS:
@@ -235,6 +235,11 @@ for _op in BACKWARD_OPS:
 
 SUPPORTED = "strided tensors, neither nested nor quantized, on the CPU"
 SUPPORTED += " and CUDA devices" if cuda_version else ""
+
+
+def has_kernel(x: Tensor) -> bool:
+    """Whether there are kernels for the device and the dtype of a strided tensor."""
+    return x.dtype in DTYPES and (x.is_cpu or (x.is_cuda and cuda_version is not None))
 
 
 def unsupported(op: str, x: Tensor) -> NotImplementedError:

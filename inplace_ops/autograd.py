@@ -14,7 +14,7 @@ would triple the cost of a call, and only torch.func's transforms, which they ne
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -35,13 +35,11 @@ from .activations import (
     Activation,
     Save,
 )
-from .memory import is_held_itself, replace
-from .normalization import Source
 
-Tail = tuple[Any, ...]  # dim_order and the scalar arguments, as the ops take them at their end
+OpArgs = tuple[Any, ...]  # dim_order and the scalar arguments: the last arguments of every op
 
 
-def _gradient(
+def run_backward(
     op: _ops.Op,
     grad: Tensor,
     *saved: Any,
@@ -102,7 +100,7 @@ class _Linear(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = _gradient(ctx.op, grad_grad, *ctx.saved_tensors, *ctx.rest)
+        gradient = run_backward(ctx.op, grad_grad, *ctx.saved_tensors, *ctx.rest)
         return gradient, None, None, *[None] * len(ctx.rest)
 
 
@@ -216,10 +214,10 @@ def _saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
 
 
 class _InPlaceFunction(Function):
-    """`apply(x, bits, tail)` replaces x by its activation and returns it.
+    """`apply(x, bits, op_args)` replaces x by its activation and returns it.
 
-    `bits` packed bits per element are kept, and the output where there are none. `tail` is what the
-    ops take at their end: the order in which x's elements lie, and the scalar arguments.
+    `bits` packed bits per element are kept, and the output where there are none. `op_args` is what
+    the ops take at their end: the order in which x's elements lie, and the scalar arguments.
 
     Attributes:
         activation: Which one it is.
@@ -232,20 +230,20 @@ class _InPlaceFunction(Function):
     keeps_output: ClassVar[bool] = False
 
     @classmethod
-    def forward(cls, ctx: Any, x: Tensor, bits: int, tail: Tail) -> Tensor:
+    def forward(cls, ctx: Any, x: Tensor, bits: int, op_args: OpArgs) -> Tensor:
         packed = None
         if bits:
-            packed = cls.activation.ops.save_in_place[cls.saves[0]](x, bits, *tail)
+            packed = cls.activation.ops.save_in_place[cls.saves[0]](x, bits, *op_args)
         else:
-            cls.activation.ops.in_place(x, *tail)
+            cls.activation.ops.in_place(x, *op_args)
         ctx.mark_dirty(x)
-        cls.keep(ctx, x, packed, tail)
+        cls.keep(ctx, x, packed, op_args)
         return x
 
     @classmethod
-    def keep(cls, ctx: Any, output: Tensor, packed: Tensor | None, tail: Tail) -> None:
+    def keep(cls, ctx: Any, output: Tensor, packed: Tensor | None, op_args: OpArgs) -> None:
         """Save for backward what it needs, and nothing else."""
-        ctx.function, ctx.tail = cls, tail
+        ctx.function, ctx.op_args = cls, op_args
         if packed is None:
             ctx.op = cls.activation.ops.backward["output"]
             ctx.save_for_backward(output)
@@ -262,10 +260,10 @@ class _InPlaceFunction(Function):
             saved = _saved_tensors(ctx)
             if is_grad_enabled() or forward_ad._current_level >= 0:
                 gradient = _transformed(
-                    ctx.function.differentiable, ctx.op, grad, *saved, *ctx.tail
+                    ctx.function.differentiable, ctx.op, grad, *saved, *ctx.op_args
                 )
             else:
-                gradient = ctx.op(grad, *saved, *ctx.tail)
+                gradient = ctx.op(grad, *saved, *ctx.op_args)
         except RuntimeError as error:
             ctx.function.explain(error, grad)
             raise
@@ -319,19 +317,18 @@ class DerivativeFunction(_InPlaceFunction):
         # Even where grad has no graph: nothing here would lead a second derivative to x.
         raise RuntimeError(
             f'{cls.activation.function}(x, save="derivative") keeps the first derivative only '
-            'and cannot be differentiated twice, with create_graph=True: use save="output", or, '
-            'where `convert` has chosen it, convert with optimize="exact".'
+            'and cannot be differentiated twice, with create_graph=True: use save="output".'
         )
 
 
 class ReLUFunction(MaskFunction):
-    """`ReLUFunction.apply(x, bits, tail)`, of max(x, 0)."""
+    """`ReLUFunction.apply(x, bits, op_args)`, of max(x, 0)."""
 
     activation = RELU
 
 
 class LeakyReLUFunction(MaskFunction):
-    """`LeakyReLUFunction.apply(x, bits, tail)`, of leaky_relu.
+    """`LeakyReLUFunction.apply(x, bits, op_args)`, of leaky_relu.
 
     Without a mask the gradient follows from the output where `negative_slope` is not negative.
     """
@@ -340,182 +337,70 @@ class LeakyReLUFunction(MaskFunction):
 
 
 class ReLU6Function(MaskFunction):
-    """`ReLU6Function.apply(x, bits, tail)`, of min(max(x, 0), 6)."""
+    """`ReLU6Function.apply(x, bits, op_args)`, of min(max(x, 0), 6)."""
 
     activation = RELU6
 
 
 class SiLUFunction(OutputFunction):
-    """`SiLUFunction.apply(x, bits, tail)`, of x * sigmoid(x)."""
+    """`SiLUFunction.apply(x, bits, op_args)`, of x * sigmoid(x)."""
 
     activation = SILU
 
 
 class SiLUDerivativeFunction(DerivativeFunction):
-    """`SiLUDerivativeFunction.apply(x, bits, tail)`, of x * sigmoid(x)."""
+    """`SiLUDerivativeFunction.apply(x, bits, op_args)`, of x * sigmoid(x)."""
 
     activation = SILU
 
 
 class GELUFunction(OutputFunction):
-    """`GELUFunction.apply(x, bits, tail)`, of x * Phi(x)."""
+    """`GELUFunction.apply(x, bits, op_args)`, of x * Phi(x)."""
 
     activation = GELU
 
 
 class GELUDerivativeFunction(DerivativeFunction):
-    """`GELUDerivativeFunction.apply(x, bits, tail)`, of x * Phi(x)."""
+    """`GELUDerivativeFunction.apply(x, bits, op_args)`, of x * Phi(x)."""
 
     activation = GELU
 
 
 class GELUTanhFunction(OutputFunction):
-    """`GELUTanhFunction.apply(x, bits, tail)`, of gelu's tanh form."""
+    """`GELUTanhFunction.apply(x, bits, op_args)`, of gelu's tanh form."""
 
     activation = GELU_TANH
 
 
 class GELUTanhDerivativeFunction(DerivativeFunction):
-    """`GELUTanhDerivativeFunction.apply(x, bits, tail)`, of gelu's tanh form."""
+    """`GELUTanhDerivativeFunction.apply(x, bits, op_args)`, of gelu's tanh form."""
 
     activation = GELU_TANH
 
 
 class HardswishFunction(OutputFunction):
-    """`HardswishFunction.apply(x, bits, tail)`, of x * clamp(x + 3, 0, 6) / 6."""
+    """`HardswishFunction.apply(x, bits, op_args)`, of x * clamp(x + 3, 0, 6) / 6."""
 
     activation = HARDSWISH
 
 
 class HardswishDerivativeFunction(DerivativeFunction):
-    """`HardswishDerivativeFunction.apply(x, bits, tail)`, of hardswish."""
+    """`HardswishDerivativeFunction.apply(x, bits, op_args)`, of hardswish."""
 
     activation = HARDSWISH
 
 
 class MishFunction(OutputFunction):
-    """`MishFunction.apply(x, bits, tail)`, of x * tanh(log(1 + exp(x)))."""
+    """`MishFunction.apply(x, bits, op_args)`, of x * tanh(log(1 + exp(x)))."""
 
     activation = MISH
 
 
 class MishDerivativeFunction(DerivativeFunction):
-    """`MishDerivativeFunction.apply(x, bits, tail)`, of x * tanh(log(1 + exp(x)))."""
+    """`MishDerivativeFunction.apply(x, bits, op_args)`, of x * tanh(log(1 + exp(x)))."""
 
     activation = MISH
 
-
-class _RecomputeDoubleBackward(Function):
-    """The gradients of `_RecomputeBackward` in grad and output. A third derivative raises."""
-
-    @staticmethod
-    def forward(
-        grad_grad: Tensor, grad: Tensor, normalized: Normalized, activation: Activation
-    ) -> tuple[Tensor, Tensor]:
-        op = activation.ops.backward["recompute"]
-        # The output's own backward multiplies by the slope as this op computes it.
-        slope = op(torch.ones_like(grad), *normalized)
-        z = _ops.NORMALIZE(*normalized).to(_ops.maps_dtype(grad))
-        with torch.enable_grad():
-            z.requires_grad_()
-            value = activation.torch_function(z)
-            (first,) = torch.autograd.grad(value, z, torch.ones_like(z), create_graph=True)
-            (second,) = torch.autograd.grad(first, z, torch.ones_like(z))
-        term = grad_grad * grad * second / slope
-        return op(grad_grad, *normalized), torch.where(slope == 0, 0.0, term).to(grad.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.activation = inputs[-1]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        raise _third_derivative(ctx.activation)
-
-
-class _RecomputeBackward(Function):
-    """grad * f'(z), z from the norm's input; differentiable once more."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(grad: Tensor, place: Tensor, activation: Activation, *normalized: Any) -> Tensor:
-        return activation.ops.backward["recompute"](grad, *normalized)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        grad, place, ctx.activation, *tensors, ctx.dim_order = inputs
-        ctx.save_for_backward(grad, place, *tensors)
-
-    @staticmethod
-    def backward(ctx: Any, grad_grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad, _, x, channels, rows = ctx.saved_tensors
-        normalized = Normalized(x, channels, rows, ctx.dim_order)
-        double_backward: Any = _RecomputeDoubleBackward
-        run = double_backward.apply if is_grad_enabled() else double_backward.forward
-        return *run(grad_grad, grad, normalized, ctx.activation), *[None] * 5
-
-
-class Normalized(NamedTuple):
-    """The arguments of the ops that recompute, but for the gradient."""
-
-    x: Tensor
-    channels: Tensor
-    rows: Tensor | None
-    dim_order: DimOrder
-
-
-class RecomputeFunction(Function):
-    """`RecomputeFunction.apply(z, source, activation, tail)`, after a norm.
-
-    Replaces the norm's output z by its activation and keeps what z follows from: the norm's input,
-    which the norm keeps too, and the maps.
-
-    A curve also saves its output, for its place in the graph alone, where a second derivative ends:
-    `keep_place` lets go of the values.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, source: Source, activation: Activation, tail: Tail) -> Tensor:
-        channels, rows = source.maps()
-        activation.ops.in_place(z, *tail)
-        ctx.mark_dirty(z)
-        ctx.activation, ctx.tail, ctx.stride = activation, tail, z.stride()
-        place = None if activation.has_mask else z
-        ctx.save_for_backward(source.x, channels, rows, place)
-        return z
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        x, channels, rows, place = ctx.saved_tensors
-        activation, differentiable = ctx.activation, None
-        if place is not None:
-
-            def differentiable(grad: Tensor, _: _ops.Op, *normalized: Any) -> Tensor:
-                return _RecomputeBackward.apply(grad, place, activation, *normalized)
-
-        op = activation.ops.backward["recompute"]
-        saved = x.detach(), channels, rows, *ctx.tail
-        return _gradient(op, grad, *saved, differentiable=differentiable), None, None, None
-
-
-def keep_place(output: Tensor) -> None:
-    """Let a curve's RecomputeFunction, of which this is the output, keep no values of it."""
-    raw = output.grad_fn._raw_saved_tensors[-1]  # type: ignore[union-attr]
-    if is_held_itself(raw):
-        replace(raw, _without_values, _of_any_values)
-
-
-def _without_values(tensor: Tensor) -> _Place:
-    return tensor.shape, tensor.dtype, tensor.device
-
-
-def _of_any_values(place: _Place) -> Tensor:
-    shape, dtype, device = place
-    return torch.empty((), dtype=dtype, device=device).expand(shape)
-
-
-_Place = tuple[torch.Size, torch.dtype, torch.device]
 
 FUNCTIONS: Mapping[tuple[Activation, Save], type[_InPlaceFunction]] = {
     (function.activation, save): function
@@ -546,4 +431,3 @@ APPLY: Mapping[tuple[Activation, Save], tuple[Callable[..., Tensor], Mapping[tor
     )
     for (activation, save), function in FUNCTIONS.items()
 }
-APPLY_RECOMPUTE: Callable[..., Tensor] = super(Function, RecomputeFunction).apply

@@ -26,20 +26,20 @@ from torch.autograd import Function
 from ._ops import DimOrder
 from ._torch import partitioner_has_budget
 from .activations import ACTIVATIONS, LEAKY_RELU, RELU, Activation, Save
-from .autograd import FUNCTIONS, Tail
+from .autograd import FUNCTIONS, OpArgs
 from .execution import decomposed, needs_grad, run
 
 
 class _OutOfPlace(Function):
-    """`apply(x, function, bits, tail)`: that Function while a graph is traced, of a copy of x.
+    """`apply(x, function, bits, op_args)`: that Function while a graph is traced, of a copy of x.
 
     For a graph's input, with the result copied to it: Functions that modify one go wrong.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, function: Any, bits: int, tail: Tail) -> Tensor:
-        output, packed = _output(x, function, bits, tail)
-        function.keep(ctx, output, packed, tail)
+    def forward(ctx: Any, x: Tensor, function: Any, bits: int, op_args: OpArgs) -> Tensor:
+        output, packed = _output(x, function, bits, op_args)
+        function.keep(ctx, output, packed, op_args)
         return output
 
     @staticmethod
@@ -49,17 +49,17 @@ class _OutOfPlace(Function):
 
 
 class _InPlace(_OutOfPlace):
-    """`apply(x, function, bits, tail)`: that Function while a graph is traced, x overwritten.
+    """`apply(x, function, bits, op_args)`: that Function while a graph is traced, x overwritten.
 
     What is kept is x, as its readers keep it, and not what was copied to it.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, function: Any, bits: int, tail: Tail) -> Tensor:
-        output, packed = _output(x, function, bits, tail)
+    def forward(ctx: Any, x: Tensor, function: Any, bits: int, op_args: OpArgs) -> Tensor:
+        output, packed = _output(x, function, bits, op_args)
         x.copy_(output)
         ctx.mark_dirty(x)
-        function.keep(ctx, x, packed, tail)
+        function.keep(ctx, x, packed, op_args)
         return x
 
 
@@ -93,14 +93,14 @@ _BACKWARD_OF_OUTPUT: dict[Activation, Callable[..., Tensor]] = {
 }
 
 
-def _output(x: Tensor, function: Any, bits: int, tail: Tail) -> tuple[Tensor, Tensor | None]:
+def _output(x: Tensor, function: Any, bits: int, op_args: OpArgs) -> tuple[Tensor, Tensor | None]:
     """The activation out of place and the packed bits, if any.
 
     Inductor would move an earlier read of a tensor behind a custom op that modifies it.
     """
     if bits:
-        return function.activation.ops.save_out_of_place[function.saves[0]](x, bits, *tail)
-    _, *arguments = tail
+        return function.activation.ops.save_out_of_place[function.saves[0]](x, bits, *op_args)
+    _, *arguments = op_args
     return function.activation.torch_function(x, *arguments), None
 
 
@@ -126,8 +126,8 @@ def _traced(
     kept = _what_is_kept(activation, input, save, arguments)
     if kept is not None:
         bits = bits or activation.default_bits(kept, input.dtype)
-        tail = (_dim_order_of(input), *arguments)
-        call = (FUNCTIONS[activation, kept], bits, tail)
+        op_args = (_dim_order_of(input), *arguments)
+        call = (FUNCTIONS[activation, kept], bits, op_args)
         if _is_input(input):
             input.copy_(_OutOfPlace.apply(input, *call))
         else:

@@ -16,8 +16,9 @@ from torch.compiler import is_compiling
 from . import _ops
 from ._torch import creation_meta
 from .activations import Activation, Save
-from .autograd import APPLY, APPLY_RECOMPUTE, FUNCTIONS, keep_place
-from .normalization import norm_of, source_of
+from .autograd import APPLY, FUNCTIONS, OpArgs
+from .recompute.functions import recomputed_activation
+from .recompute.norms import norm_of, source_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -147,7 +148,7 @@ def _with_grad(
     activation: Activation, input: Tensor, save: Save, bits: int | None, arguments: tuple[Any, ...]
 ) -> Tensor:
     if input.is_leaf or input._is_view():
-        _refuse_what_autograd_refuses(input)
+        refuse_what_autograd_refuses(input)
     apply, default_bits = APPLY[activation, save]
     kept = bits or default_bits.get(input.dtype, 8)  # the op refuses a dtype that it does not know
     if type(input) is not Tensor and _is_dtensor(input):
@@ -175,20 +176,25 @@ def _after_norm(
 ) -> Tensor:
     norm = norm_of(input)
     if norm is None and fallback is None:
-        _refuse_what_autograd_refuses(input)
+        refuse_what_autograd_refuses(input)
         raise RuntimeError(_no_norm(activation, input))
     source = norm and source_of(norm)
     if norm is None or source is None:
         save = fallback or activation.saves[0]
         return _with_grad(activation, input, save, bits, arguments)
-    _refuse_what_autograd_refuses(input)
-    tail = (_ops.dim_order_of(norm.output), *arguments)
+    refuse_what_autograd_refuses(input)
+    op_args: OpArgs = (_ops.dim_order_of(norm.output), *arguments)
+
+    def in_place(z: Tensor) -> Tensor:
+        activation.ops.in_place(z, *op_args)
+        return z
+
     try:
-        output = APPLY_RECOMPUTE(norm.output, source, activation, tail)
+        with torch.no_grad():
+            affine = source.affine()
+        recomputed_activation(norm.output, source.x, affine, activation, op_args, in_place)
     except NotImplementedError as error:
         raise _ops.unsupported(activation.function, input) from error
-    if not activation.has_mask:
-        keep_place(output)
     return input
 
 
@@ -200,7 +206,7 @@ def _no_norm(activation: Activation, input: Tensor) -> str:
         found = f"a {type(input).__name__}"
     return (
         f'{activation.function}: save="recompute" needs the unchanged output of a batch, group, '
-        f"instance or layer norm, which it forms again from the norm's input, and got {found}: "
+        f"instance or layer norm, which it recomputes from the norm's input, and got {found}: "
         f'use it right after the norm, or save="{activation.saves[0]}"'
     )
 
@@ -214,7 +220,7 @@ def _refuse_inference_tensor(input: Tensor) -> None:
         )
 
 
-def _refuse_what_autograd_refuses(input: Tensor) -> None:
+def refuse_what_autograd_refuses(input: Tensor) -> None:
     """Raise PyTorch's own error for a tensor that it does not let be modified, before it is.
 
     Autograd checks a custom Function's dirty inputs only after its forward.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -14,36 +15,32 @@ from torch.nn.parameter import is_lazy
 from ._torch import is_traceable_wrapper_subclass, storage_id, tree_leaves
 
 
-class _Saved:
-    """What the graph holds for a tensor: alive as long as the graph needs it."""
+class Packed(ABC):
+    """What is saved for backward instead of a tensor."""
+
+    @abstractmethod
+    def unpack(self) -> Tensor:
+        """Return the tensor that backward reads."""
+
+    @abstractmethod
+    def tensors(self) -> Iterable[Tensor]:
+        """Return the tensors that are kept alive."""
+
+
+class Measured:
+    """A tensor that is saved while `saved_bytes` counts: alive as long as the graph needs it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.held: Any = tensor
-        self.unpack: Callable[[Any], Tensor] | None = None
+        self.held: Tensor | Packed = tensor
 
-    def tensors(self) -> Iterator[Tensor]:
-        """What is held."""
-        return (leaf for leaf in tree_leaves(self.held) if isinstance(leaf, Tensor))
-
-
-def _unpack(saved: _Saved) -> Tensor:
-    return saved.unpack(saved.held) if saved.unpack else saved.held
+    def tensors(self) -> Iterable[Tensor]:
+        """Return the tensors that are kept alive."""
+        return self.held.tensors() if isinstance(self.held, Packed) else (self.held,)
 
 
-def is_held_itself(raw: Any, harmless: Callable[[Any], Tensor] | None = None) -> bool:
-    """Whether a node's saved tensor, of its `_raw_saved_*`, went through nobody's hooks.
-
-    Those of `saved_bytes` do not count, nor the unpack hook that is called harmless.
-    """
-    return raw.unpack_hook is None or raw.unpack_hook in (_unpack, harmless)
-
-
-def replace(raw: Any, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-    """Let a node hold `pack(tensor)` and use `unpack` of that, where `is_held_itself`."""
-    if raw.unpack_hook is None:
-        raw.register_hooks(pack, unpack)
-    else:
-        raw.data.held, raw.data.unpack = pack(raw.data.held), unpack
+def unpack_measured(saved: Measured) -> Tensor:
+    """The unpack hook of `saved_bytes`; the recompute engine sees through it."""
+    return saved.held.unpack() if isinstance(saved.held, Packed) else saved.held
 
 
 def saved_bytes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
@@ -78,16 +75,33 @@ def model_bytes(model: nn.Module, call: Callable[[], Any], inputs: Iterable[Tens
     return _sum_without([*model.parameters(), *model.buffers(), *inputs], storages)
 
 
+def peak_bytes(fn: Callable[[], object]) -> int | None:
+    """Call `fn` and return the most bytes that it allocates at one time, on all devices together.
+
+    None where PyTorch's profiler, which counts them, is in use already.
+    """
+    if torch._C._autograd._profiler_enabled():
+        return None
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        fn()
+    held = peak = 0
+    for event in sorted(profile.kineto_results.events(), key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
 def _held(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[dict[int, int], Any]:
     """The sizes of the storages that the graph holds after a call, and the call's result."""
-    handles: list[weakref.ref[_Saved]] = []
+    handles: list[weakref.ref[Measured]] = []
 
-    def pack(tensor: Tensor) -> _Saved:
-        saved = _Saved(tensor.detach())  # without the graph, which may go before the result
+    def pack(tensor: Tensor) -> Measured:
+        saved = Measured(tensor.detach())  # without the graph, which may go before the result
         handles.append(weakref.ref(saved))
         return saved
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack_measured):
         result = fn(*args, **kwargs)
 
     storages: dict[int, int] = {}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy, Tracer
@@ -34,6 +35,11 @@ def _traced(module: nn.Module, input: Any) -> Any:
     return input.tracer.create_proxy("call_module", path, (input,), {})
 
 
+def _has_no_kernel(input: Tensor) -> bool:
+    """Whether it is nested, jagged or sparse: PyTorch's own activation takes such tensors."""
+    return isinstance(input, Tensor) and (input.is_nested or input.layout is not torch.strided)
+
+
 class _InPlaceModule(nn.Module):
     """What the modules share: which way a call takes, and what they print.
 
@@ -45,11 +51,6 @@ class _InPlaceModule(nn.Module):
     """
 
     default_save: ClassVar[Save]
-    # What is saved with save="recompute" elsewhere than after a norm. Not annotated, as
-    # torch.jit.script would read that.
-    fallback = cast("Save | None", None)
-    # Where `convert` has put it in place in some of its calls: what says in which.
-    calls = cast("Any", None)
     if TYPE_CHECKING:
         inplace: bool
         save: Any
@@ -60,14 +61,14 @@ class _InPlaceModule(nn.Module):
             return self._torch(input, self.inplace)
         elif _is_traced(input):
             return _traced(self, input)
-        elif self.calls is not None:
-            return self.calls.forward(input)
-        elif self.inplace and self.save == "recompute":
-            return self._after_norm(input)
-        elif self.inplace:
-            return self._in_place(input)
-        else:
+        elif not self.inplace:
             return self._torch(input, False)
+        elif _has_no_kernel(input):
+            return super().forward(input)
+        elif self.save == "recompute":
+            return self._after_norm(input)
+        else:
+            return self._in_place(input)
 
     def _torch(self, input: Tensor, inplace: bool) -> Tensor:
         """PyTorch's own activation."""
@@ -84,10 +85,9 @@ class _InPlaceModule(nn.Module):
     def _after_norm(self, input: Tensor) -> Tensor:
         """This package's with save="recompute", whatever the input is."""
         entry = self._entry()
-        fallback = self.fallback or self.default_save
         scalars = tuple([getattr(self, name) for name in entry.scalars])
         bits = vars(self).get("bits")  # nn.Module takes long to find that there is none
-        arguments: Any = (entry, input, "recompute", bits, scalars, fallback)
+        arguments: Any = (entry, input, "recompute", bits, scalars, self.default_save)
         if has_torch_function_unary(input):  # a mode, as torch.set_default_device's, or a subclass
             return handle_torch_function(run, (input,), *arguments)
         return run(*arguments)
@@ -100,8 +100,6 @@ class _InPlaceModule(nn.Module):
             parts.append(f"save={save!r}")
         if bits is not None:
             parts.append(f"bits={bits}")
-        if self.calls is not None:
-            parts.append(repr(self.calls))
         return ", ".join(filter(None, parts))
 
 

@@ -1,4 +1,4 @@
-"""Small models, each with one thing that forbids an activation in place, and its safe twin."""
+"""Small models, each with one thing that makes overwriting a tensor unsafe, and its safe twin."""
 
 from __future__ import annotations
 
@@ -36,11 +36,9 @@ class Network(nn.Module):
 
 @dataclass(frozen=True)
 class Pattern:
-    """`rule` alone refuses `unsafe`, for `reason`; `safe` is accepted."""
+    """Two forwards, with activations that PyTorch runs them with."""
 
     name: str
-    rule: str
-    reason: str
     unsafe: Forward
     safe: Forward
     activations: tuple[type[nn.Module], ...] = (nn.ReLU, nn.LeakyReLU, nn.SiLU)
@@ -151,101 +149,73 @@ def _second_and_act(m: Network, h: Tensor) -> Tensor:
 PATTERNS: list[Pattern] = [
     Pattern(
         "residual of the input",
-        "is_not_read_again",
-        r"read again by `add`",
         lambda m, x: m.second((h := m.first(x)) * 0 + m.act(h) + h),
         lambda m, x: m.second((h := m.first(x)) * 0 + m.act(h) + x),
     ),
     Pattern(
         "second branch",
-        "is_not_read_again",
-        r"read again by `second\.addmm`",
         lambda m, x: m.act(h := m.first(x)).sum() + m.second(h),
         lambda m, x: (h := m.first(x)).sum() + m.second(m.act(h)),
     ),
     Pattern(
         "second branch through a view",
-        "is_not_read_again",
-        r"read again by `sum`",
         lambda m, x: m.second(m.act(h := m.first(x))) + h.view(-1)[1:].sum(),
         lambda m, x: (h := m.first(x)).view(-1)[1:].sum() + m.second(m.act(h)),
     ),
     Pattern(
         "input written to later",
-        "is_not_read_again",
-        r"read again by `zero_`",
         _written_later,
         lambda m, x: m.second(m.act(m.first(x))),
         (nn.ReLU,),  # the others keep their input: PyTorch raises
     ),
     Pattern(
         "gradient hook afterwards",
-        "is_not_read_again",
-        r"read again by `register_hook`",
         lambda m, x: _gradient_hooks(m, x, before=False),
         lambda m, x: _gradient_hooks(m, x, before=True),
     ),
     Pattern(
         "values taken to Python",
-        "is_not_read_again",
-        r"read again by `tolist`",
         lambda m, x: m.second(m.act(h := m.first(x.detach()))) * sum(h.detach().view(-1).tolist()),
         lambda m, x: m.second(m.act(h := m.first(x.detach()))) * len(h.shape),
     ),
     Pattern(
         "memory handed to NumPy",
-        "does_not_escape",
-        r"handed out",
         lambda m, x: _numpy(m, x, lambda h: h.numpy()),
         lambda m, x: _numpy(m, x, lambda h: h.clone().numpy()),
     ),
     Pattern(
         "memory that NumPy takes",
-        "does_not_escape",
-        r"handed out",
         lambda m, x: _numpy(m, x, np.asarray),
         lambda m, x: _numpy(m, x, lambda h: np.asarray(h.clone())),
     ),
     Pattern(
         "memory handed out by DLPack",
-        "does_not_escape",
-        r"handed out",
         lambda m, x: _numpy(m, x, np.from_dlpack),
         lambda m, x: _numpy(m, x, lambda h: np.from_dlpack(h.clone())),
     ),
     Pattern(
         "gradient of the input",
-        "is_not_read_again",
-        r"read again by `autograd.grad`",
         lambda m, x: _gradient_of(m, x, lambda h, y: h),
         lambda m, x: _gradient_of(m, x, lambda h, y: y),
         (nn.ReLU,),  # the others' own backward reads the input
     ),
     Pattern(
         "saved later and not read before",
-        "is_not_read_again",
-        r"saved for backward by",
         lambda m, x: m.second(_SavesUnread.apply(m.act(h := m.first(x)), h)),
         lambda m, x: m.second(_SavesUnread.apply(m.act(m.first(x)), x)),
     ),
     Pattern(
         "saved by exp",
-        "is_not_saved",
-        r"saved for backward by `exp`",
         lambda m, x: m.second(m.act(m.first(x).exp())),
         lambda m, x: m.second(m.act(m.first(x).exp() + 1)),
     ),
     Pattern(
         "saved by a layer",
-        "is_not_saved",
-        r"saved for backward by `second\.addmm`",
         lambda m, x: m.second(h := m.first(x)) + m.act(h),
         lambda m, x: m.second(h := m.first(x)) + m.act(h + 0),
     ),
     Pattern(
         "saved by a layer in a checkpoint",
-        "is_not_saved",
-        r"saved for backward by `second\.addmm`",
         lambda m, x: checkpoint(
             lambda x: _second_and_act(m, m.first(x)), m.first(x), use_reentrant=False
         ),
@@ -255,8 +225,6 @@ PATTERNS: list[Pattern] = [
     ),
     Pattern(
         "saved by a layer in a reentrant checkpoint",
-        "is_not_saved",
-        r"saved for backward by `second\.addmm`",
         lambda m, x: checkpoint(
             lambda x: _second_and_act(m, m.first(x)), m.first(x), use_reentrant=True
         ),
@@ -266,136 +234,98 @@ PATTERNS: list[Pattern] = [
     ),
     Pattern(
         "a checkpoint's own input",
-        "is_not_saved",
-        r"saved for backward by",
         lambda m, x: checkpoint(lambda h: m.second(m.act(h)), m.first(x), use_reentrant=False),
         lambda m, x: checkpoint(lambda x: m.second(m.act(m.first(x))), x, use_reentrant=False),
     ),
     Pattern(
         "chunk",
-        "is_no_refused_view",
-        r"several views",
         lambda m, x: m.second(m.act(m.first(x).chunk(1)[0])),
         lambda m, x: m.second(m.act(m.first(x)[:])),
     ),
     Pattern(
         "view under no_grad",
-        "is_no_refused_view",
-        r"view made under no_grad",
         lambda m, x: m.second(m.act(_without_grad(lambda h: h.view(h.shape), m.first(x)))),
         lambda m, x: m.second(m.act(m.first(x).view(-1)).view(x.shape)),
     ),
     Pattern(
         "backward hook",
-        "is_no_refused_view",
-        r"backward hook",
         _hooked(_gradient_hook, "register_full_backward_hook"),
         _hooked(_keep_mean, "register_forward_hook"),
     ),
     Pattern(
         "detached by no_grad",
-        "does_not_detach",
-        r"under no_grad",
         lambda m, x: m.second(_without_grad(m.act, m.first(x))),
         lambda m, x: m.second(_without_grad(lambda x: m.act(m.first(x)), x)),
     ),
     Pattern(
         "view of a leaf",
-        "is_no_refused_view",
-        r"view of a leaf",
         lambda m, x: _force(m, x, lambda position: position.view(-1)),
         lambda m, x: _force(m, x, lambda position: (position * 2).view(-1)),
         (nn.ReLU,),  # the others' own backward reads the input
     ),
     Pattern(
         "leaf",
-        "is_no_leaf",
-        r"leaf that requires grad",
         lambda m, x: _force(m, x, lambda position: position),
         lambda m, x: _force(m, x, lambda position: position * 2),
         (nn.ReLU,),  # the others' own backward reads the input
     ),
     Pattern(
         "overlapping memory",
-        "does_not_overlap",
-        r"share memory",
         lambda m, x: m.second(m.act(m.first(x)[0].unfold(0, 3, 1)).sum(0).repeat(2)),
         lambda m, x: m.second(m.act(m.first(x)[0].unfold(0, 3, 3)).sum(0).repeat(2)),
     ),
     Pattern(
         "slice",
-        "keeps_its_layout",
-        r"a slice",
         lambda m, x: m.second(m.act(m.first(x)[:, :3]).view(-1, WIDTH) + 0),
         lambda m, x: m.second(m.act(m.first(x)[:, :3] + 0).view(-1, WIDTH) + 0),
     ),
     Pattern(
         "argument",
-        "does_not_escape",
-        r"argument of the model",
         lambda m, x: m.second(m.act(x)),
         lambda m, x: m.second(m.act(x.clone())),
     ),
     Pattern(
         "parameter",
-        "does_not_escape",
-        r"parameter `frozen`",
         lambda m, x: m.first(F.linear(x, m.act(m.frozen))),
         lambda m, x: m.first(F.linear(x, m.act(m.frozen.clone()))),
     ),
     Pattern(
         "view of a buffer",
-        "does_not_escape",
-        r"buffer `scale`",
         lambda m, x: m.first(F.linear(x, m.act(m.scale.t()))),
         lambda m, x: m.first(F.linear(x, m.act(m.scale.t() + 0))),
     ),
     Pattern(
         "returned",
-        "does_not_escape",
-        r"returned by the model",
         lambda m, x: (m.second(m.act(h := m.first(x))), h),
         lambda m, x: ((h := m.first(x)).sum(), m.second(m.act(h))),
     ),
     Pattern(
         "kept by a hook",
-        "does_not_escape",
-        r"kept after forward",
         _hooked(_keep, "register_forward_hook"),
         _hooked(_keep_mean, "register_forward_hook"),
     ),
     Pattern(
         "view kept by an attribute",
-        "does_not_escape",
-        r"kept after forward",
         _attribute,
         lambda m, x: m.second(m.act(m.first(x))),
     ),
     Pattern(
         "everything under no_grad",
-        "is_not_read_again",
-        r"read again by `add`",
         lambda m, x: _no_grad(m, x, reads=True),
         lambda m, x: _no_grad(m, x, reads=False),
     ),
     Pattern(
         "a part under no_grad",
-        "is_not_read_again",
-        r"read again by `add`",
         lambda m, x: _no_grad_inside(m, x, reads=True),
         lambda m, x: _no_grad_inside(m, x, reads=False),
     ),
     Pattern(
         "weights shared by two calls",
-        "is_not_read_again",
-        r"read again by `first\.addmm`",
         lambda m, x: m.act(h := m.first(x)) + m.first(h),
         lambda m, x: m.first(m.act(m.first(x))),
     ),
     Pattern(
         "complex",
-        "has_a_kernel",
-        r"no kernel for torch.complex128",
         _complex,
         lambda m, x: m.second(m.act(m.first(x))),
         (nn.SiLU,),

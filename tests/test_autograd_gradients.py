@@ -201,7 +201,7 @@ def test_derivative_mode_refuses_a_second_derivative(name: str, device: torch.de
     leaf = torch.randn(50, dtype=torch.float64, device=device, requires_grad=True)
     y = activation.call(leaf.clone())
     for loss in (y.square().sum(), y.sum()):  # with and without a graph of the incoming gradient
-        with pytest.raises(RuntimeError, match=r'save="derivative".*save="output".*="exact"'):
+        with pytest.raises(RuntimeError, match=r'save="derivative".*save="output"'):
             torch.autograd.grad(loss, leaf, create_graph=True)
         torch.autograd.grad(loss, leaf, retain_graph=True)
 

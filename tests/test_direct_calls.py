@@ -240,10 +240,10 @@ def test_any_bytes(op: torch._ops.OpOverload, dtype: torch.dtype, device: torch.
             return torch.randint(256, shape, dtype=torch.uint8, device=device)
 
         def random_maps(like: Tensor, length: int = length) -> Tensor:
-            maps_dtype = _ops.maps_dtype(torch.empty((), dtype=dtype))
-            count = 2 * length * maps_dtype.itemsize
+            affine_dtype = _ops.affine_dtype(dtype)
+            count = 2 * length * affine_dtype.itemsize
             values = torch.randint(256, (count,), dtype=torch.uint8, device=device)
-            return values.view(maps_dtype).view(2, length)
+            return values.view(affine_dtype).view(2, length)
 
         arguments = with_bits(arguments_of(op, device), random_bits)
         arguments = [planes_of(op, dtype) if type(a) is int else a for a in arguments]

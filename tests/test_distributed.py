@@ -33,7 +33,6 @@ from torch.distributed.tensor import (
     Placement,
     Replicate,
     Shard,
-    distribute_module,
     distribute_tensor,
 )
 from torch.distributed.tensor.parallel import (
@@ -45,7 +44,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from inplace_ops import convert, saved_bytes
+from inplace_ops import saved_bytes
 
 one_of_each = pytest.mark.parametrize("name", [row.name for row in WAYS_OF_SAVING])
 BY_NAME = {row.name: row for row in ACTIVATIONS}
@@ -621,100 +620,7 @@ def test_fsdp2(name: str, processes: Processes) -> None:
     processes.run(sharded_data_parallel, name)
 
 
-# ---- Converted models: after a norm activations and their readers form again what they need ----
-
-
-def normalized_blocks(activation: Callable[[], nn.Module]) -> nn.Module:
-    """A norm, an activation and its reader, then a norm and its reader."""
-    return nn.Sequential(
-        nn.Sequential(nn.Linear(6, 10), nn.LayerNorm(10), activation(), nn.Linear(10, 6)),
-        nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 10)),
-    )
-
-
-def converted_twins(name: str) -> Any:
-    """A converted network and PyTorch's own."""
-    entry = BY_NAME[name].entry
-    pytorchs = normalized_blocks(entry.torch_module).to(device(), torch.float64)
-    for parameter in pytorchs.parameters():
-        nn.init.uniform_(parameter, -1, 1)  # no norm's weights are 1, or biases 0
-    ours = copy.deepcopy(pytorchs)
-    x = torch.randn(8, 6, dtype=torch.float64, device=device())
-    report = convert(ours, x)
-    assert [site.save for site in report.sites] == ["recompute"]
-    assert [d.name for d in report.dropped] == ["0.2", "1.0"]
-    return ours, pytorchs
-
-
-def units_of(model: nn.Module, units: str) -> list[nn.Module]:
-    """Blocks; or each layer that has parameters, and so norms without what reads them."""
-    if units == "blocks":
-        return list(model)
-    return [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
-
-
-def converted_in_parallel(name: str, units: str) -> None:
-    activation = BY_NAME[name]
-    ours, pytorchs = converted_twins(name)
-    assert_same_training(activation, DistributedDataParallel(ours), pytorchs, my_part(), steps=3)
-    for reshard_after_forward in (True, False):
-        ours, pytorchs = converted_twins(name)
-        for unit in units_of(ours, units):
-            fully_shard(unit, mesh=mesh_of(), reshard_after_forward=reshard_after_forward)
-        fully_shard(ours, mesh=mesh_of())
-        assert_same_training(activation, ours, pytorchs, my_part(), steps=3)
-
-
-@pytest.mark.parametrize("units", ["blocks", "layers"])
-@pytest.mark.parametrize("name", ["relu-mask", "silu-output-default"])
-def test_converted_models_in_parallel(name: str, units: str, processes: Processes) -> None:
-    processes.run(converted_in_parallel, name, units)
-
-
-def converted_tensor_parallel(name: str) -> None:
-    activation = BY_NAME[name]
-    pytorchs = nn.Sequential(
-        normalized_mlp(activation.entry.torch_module),
-        nn.Sequential(nn.LayerNorm(6), *mlp(activation.entry.torch_module)),
-    ).to(device(), torch.float64)
-    ours = copy.deepcopy(pytorchs)
-    report = convert(ours, torch.randn(8, 6, dtype=torch.float64, device=device()))
-    assert report.sites[0].save == "recompute"
-    assert [d.name for d in report.dropped] == ["0.1", "1.0"]
-    columns = ColwiseParallel(input_layouts=Shard(0), use_local_output=False)
-    plan = {
-        "0.0": SequenceParallel(sequence_dim=0),
-        "0.2": columns,
-        "0.4": RowwiseParallel(output_layouts=Shard(0)),
-        "1.0": SequenceParallel(sequence_dim=0),
-        "1.1": columns,
-        "1.3": RowwiseParallel(),
-    }
-    parallelize_module(ours, mesh_of(), plan)
-    assert_same_training(activation, ours, pytorchs, my_part())
-
-
-@pytest.mark.parametrize("name", ["relu-mask", "silu-output-default"])
-def test_converted_models_tensor_parallel(name: str, processes: Processes) -> None:
-    processes.run(converted_tensor_parallel, name)
-
-
-def converted_on_dtensors(name: str) -> None:
-    activation = BY_NAME[name]
-    for placement in (Shard(0), Replicate()):
-        ours, pytorchs = converted_twins(name)
-        distribute_module(ours, mesh_of())
-        x = torch.randn(8, 6, dtype=torch.float64, device=device())
-        losses = ours(distribute_tensor(x, mesh_of(), [placement])), pytorchs(x)
-        for loss in losses:
-            loss.square().sum().backward()
-        for mine, reference in zip(ours.parameters(), pytorchs.parameters(), strict=True):
-            torch.testing.assert_close(whole(mine.grad), reference.grad, **tolerances(activation))
-
-
-@pytest.mark.parametrize("name", ["relu-mask", "silu-output-default"])
-def test_converted_models_on_dtensors(name: str, processes: Processes) -> None:
-    processes.run(converted_on_dtensors, name)
+# ---- Checkpoints ----
 
 
 def saved_and_loaded(folder: str) -> None:

@@ -99,7 +99,7 @@ def maps_of(x: Tensor, dim: int) -> Tensor:
     count = x.shape[dim]
     maps = torch.stack([1.5 + steps(count, count=1, size=0.5), steps(count, count=2, size=0.25)])
     shape = [count if d == dim else 1 for d in range(x.dim())]
-    return maps.to(_ops.maps_dtype(x)).view(2, *shape)
+    return maps.to(_ops.affine_dtype(x.dtype)).view(2, *shape)
 
 
 def run_normalized(
@@ -136,6 +136,6 @@ def test_every_kernel_after_a_norm(dtype: torch.dtype, kind: str, device: torch.
 def test_maps_of_a_norm(dtype: torch.dtype, device: torch.device) -> None:
     statistics = [torch.randn(count, dtype=dtype) for count in (100, 100, 300, 300)]
     shape, share = [2, 2, 300], 6
-    expected = _ops.NORM_MAPS(*statistics, shape, share)
-    actual = _ops.NORM_MAPS(*(part.to(device) for part in statistics), shape, share)
+    expected = _ops.NORM_AFFINE(*statistics, shape, share)
+    actual = _ops.NORM_AFFINE(*(part.to(device) for part in statistics), shape, share)
     torch.testing.assert_close(actual.cpu(), expected)

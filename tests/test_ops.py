@@ -27,7 +27,7 @@ OPS = (
     *_ops.PLAIN_OPS,
     *_ops.SAVING_OPS,
     *_ops.FUNCTIONAL_OPS,
-    _ops.NORM_MAPS,
+    _ops.NORM_AFFINE,
     *_ops.RECOMPUTING_OPS,
     *_ops.BACKWARD_OPS,
 )
@@ -44,7 +44,7 @@ def names_of(op: torch._ops.OpOverload) -> list[str]:
 
 def numbers_of(op: torch._ops.OpOverload) -> tuple[str | None, str | None]:
     """The activation's name among the ops, and what the op saves or reads."""
-    if op in (_ops.NORM_MAPS, _ops.NORMALIZE):
+    if op in (_ops.NORM_AFFINE, _ops.NORMALIZE):
         return None, None
     for activation, ops in _ops.ALL.items():
         for by_save in (ops.save_in_place, ops.save_out_of_place, ops.backward):
@@ -81,7 +81,7 @@ STATISTICS = {"deviation": 4, "mean": 4, "weight": 6, "bias": 6}
 def maps_of(x: Tensor, *dims: int) -> Tensor:
     """Scales and shifts that differ in some dimensions of x."""
     shape = [size if d in dims else 1 for d, size in enumerate(x.shape)]
-    return torch.randn(2, *shape, dtype=_ops.maps_dtype(x), device=x.device)
+    return torch.randn(2, *shape, dtype=_ops.affine_dtype(x.dtype), device=x.device)
 
 
 def arguments_of(
@@ -342,7 +342,7 @@ def test_norm_maps(
         for count, is_given in zip((groups, groups, channels, channels), given, strict=True)
     )
     shape = [2, samples, channels, 1]
-    maps = _ops.NORM_MAPS(deviation, mean, weight, bias, shape, share)
+    maps = _ops.NORM_AFFINE(deviation, mean, weight, bias, shape, share)
     assert list(maps.shape) == shape
 
     def spread(part: Tensor | None, otherwise: float) -> Tensor:
@@ -383,19 +383,19 @@ WRONG_STATISTICS: dict[str, tuple[str, Callable[[Any], object]]] = {
 @each("wrong", WRONG_STATISTICS)
 def test_wrong_statistics(wrong: str, device: torch.device) -> None:
     name, change = WRONG_STATISTICS[wrong]
-    arguments = arguments_of(_ops.NORM_MAPS, device)
-    place = names_of(_ops.NORM_MAPS).index(name)
+    arguments = arguments_of(_ops.NORM_AFFINE, device)
+    place = names_of(_ops.NORM_AFFINE).index(name)
     arguments[place] = change(arguments[place])
-    assert_refused(_ops.NORM_MAPS, arguments)
+    assert_refused(_ops.NORM_AFFINE, arguments)
 
 
 def test_statistics_are_not_halves(device: torch.device) -> None:
     halves = [
         argument.half() if isinstance(argument, Tensor) else argument
-        for argument in arguments_of(_ops.NORM_MAPS, device)
+        for argument in arguments_of(_ops.NORM_AFFINE, device)
     ]
-    assert_refused(_ops.NORM_MAPS, halves)
-    assert_refused(_ops.NORM_MAPS, [None] * 4 + halves[4:])
+    assert_refused(_ops.NORM_AFFINE, halves)
+    assert_refused(_ops.NORM_AFFINE, [None] * 4 + halves[4:])
 
 
 # The dimensions of x in which channels and rows differ.
@@ -450,7 +450,7 @@ def test_normalized_elements_are_the_same_in_every_kernel(
     rows = None if of_rows is None else maps_of(x, *of_rows)
     maps = (maps_of(x, *of_channels), rows, None)
     z = _ops.NORMALIZE(x, *maps)
-    one_and_zero = torch.tensor([1.0, 0.0], dtype=_ops.maps_dtype(x), device=device)
+    one_and_zero = torch.tensor([1.0, 0.0], dtype=_ops.affine_dtype(x.dtype), device=device)
     identity = (one_and_zero.view(2, 1, 1, 1, 1), None, None)
     for row in ROWS:
         ops, scalars = row.entry.ops, row.scalars

@@ -384,7 +384,7 @@ def test_the_norms_graph_is_gone(name: str, activation: Activation, device: torc
 @one_of_each_norm
 @each_activation
 def test_backward_many_times(name: str, activation: Activation, device: torch.device) -> None:
-    """Retained, accumulated, for two losses, and with readers that autograd does not see."""
+    """Retained, accumulated, for two losses, and with a read that autograd does not see."""
 
     def run(call: Call, norm: nn.Module, x: Tensor) -> list[Tensor | None]:
         x.grad = None

@@ -1,7 +1,16 @@
-"""Which activations of a model may be put in place, and putting them there."""
+"""`convert` and what belongs to it."""
 
 from .convert import analyze, convert, revert, reverted
-from .report import Report, Site
+from .report import Remaining, Replaced, Report
 from .verify import VerificationError
 
-__all__ = ["Report", "Site", "VerificationError", "analyze", "convert", "revert", "reverted"]
+__all__ = [
+    "Remaining",
+    "Replaced",
+    "Report",
+    "VerificationError",
+    "analyze",
+    "convert",
+    "revert",
+    "reverted",
+]

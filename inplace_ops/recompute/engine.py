@@ -1,0 +1,554 @@
+"""The recompute engine: saves recompute specs in place of tensors that are cheap to compute again.
+
+PyTorch saves for backward whatever an operation needs, also where it follows cheaply from what is
+saved anyway: the output of an activation whose input is saved, of a norm whose input is saved, of a
+sum or a product of such tensors. The engine looks at every autograd node that a model's forward
+makes. It replaces such saved tensors, by PyTorch's hooks on a single saved tensor
+(`node._raw_saved_x.register_hooks`), and PyTorch itself puts what is recomputed back into its place
+in the graph. Nothing is traced, and no operation is replaced.
+
+    for each new node:
+        for each saved tensor that backward may be given recomputed:
+            spec = output_spec(the operation that made the tensor)
+            if spec and spec.cost <= max_ops: save spec, and compute it when backward asks
+
+`operations.py` is all that is known of PyTorch's operations, `versions.py` proves that nobody wrote
+to a tensor unseen, `specs.py` computes, `rewrites.py` stores exactly what is left, smaller.
+
+NOTE [Where nodes come from]
+
+From torch 2.14 on `torch.autograd.graph.node_creation_hook` passes each node as it is made. Before,
+a forward hook on every module walks back from the module's output over the nodes made since, in the
+order of their sequence numbers; so does an activation module from its input. The walk stops at
+nodes that the engine has seen, and at those that are older than the model's call. It sees a node
+late: what can no longer be proved then is saved as PyTorch saves it. `Engine.see` is behind both.
+
+NOTE [Leaves]
+
+1. Large leaves are activations that their operation saves anyway: they are read from its saved
+   field, without their graph and with their version, which is compared again in backward.
+2. Other leaves (parameters, buffers, constants) are copied when their operation's node is made.
+   FSDP2 frees a parameter's memory when its module's forward has ended, and reading it later
+   crashes; an optimizer may write to it through `.data`. One larger than 64 KiB is not copied:
+   there is no spec.
+3. A leaf may outlive its operation's backward: with two losses, one goes backward first. So a spec
+   whose leaves are more than four times as large as what it replaces is not built (a slice of
+   something large), nor one whose copies are larger.
+
+NOTE [First use]
+
+A write through `.data`, NumPy or a storage leaves no trace, neither in the graph nor in a version.
+So the first time that a spec is used in its place its value is compared with the saved tensor, bit
+for bit or within its rounding. If they differ, that tensor is saved as PyTorch saves it, from then
+on, with one warning. The place is the ordinal in the forward pass of the outermost converted model,
+the types of the nodes, shape, dtype and strides. What remains: a write without a trace that begins
+only after the first use of its place.
+
+NOTE [Containment]
+
+1. An error inside of the engine leaves a tensor saved and warns once; it never reaches the model.
+2. The engine of a call is known to its thread alone, and forgotten in a `finally`.
+3. Nodes that were made outside of a converted model's call have no record, and are never read.
+4. The engine stands aside from tracers, compilers, `torch.func` and tensors that are not plain.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import _ops
+from .._torch import tree_leaves
+from ..memory import Packed
+from . import functions, nodes, norms
+from .nodes import Node
+from .operations import OPERATIONS, VIEWS, Argument, Operation, Output, base_of
+from .rewrites import Indices, Mask, Shape
+from .specs import Affine, Call, Leaf, Recomputed, Spec
+from .versions import COPY_LIMIT, Record, keep_record, record_of, record_output, take_note
+
+# Errors at reading what a node has saved. If the operation's backward comes, it says so itself.
+_SAID_LATER = ("modified by an inplace operation", "second time")
+
+MIN_BYTES = 4096  # smaller tensors are left alone
+MAX_OPS = 4
+_LEAF_FACTOR = 4  # see NOTE [Leaves]
+_MAX_PLACES = 2**16
+
+
+class Settings:
+    """What the calls of a converted model share.
+
+    Attributes:
+        max_ops: The most operations that a spec may take.
+        places: Whether the spec at a place came out right at its first use.
+        observer: Told what is replaced and what is not, for a report; None mostly.
+    """
+
+    def __init__(self, max_ops: int = MAX_OPS) -> None:
+        self.max_ops = max_ops
+        self.places: dict[tuple[Any, ...], bool] = {}
+        self.has_warned = False
+
+    def warn(self, text: str) -> None:
+        """Warn once for each model. Never raises, even if warnings are errors."""
+        if not self.has_warned:
+            self.has_warned = True
+            with suppress(Warning):
+                warnings.warn(text, stacklevel=2)
+
+
+class Observer:
+    """Is told what the engine does: the base of what fills a report in."""
+
+    def made(self, node: Node) -> None:
+        """A node was made."""
+
+    def replaced(self, node: Node, field: str, saved: Tensor, packed: Packed) -> Packed:
+        """Return what is saved instead of a tensor: mostly `packed`."""
+        return packed
+
+    def fused(self, producer: Node, node: Node, saved: Tensor) -> None:
+        """An activation was fused with a norm; PyTorch's would have saved a tensor like `saved`."""
+
+    def kept(self, node: Node, field: str, reason: str) -> None:
+        """A saved tensor was looked at and left."""
+
+
+class _Running(threading.local):
+    engine: Engine | None = None
+
+
+_running = _Running()
+
+
+def running_engine() -> Engine | None:
+    """Return the engine of the converted model whose forward runs in this thread.
+
+    None in code that is compiled, which goes by without it.
+    """
+    return None if torch.compiler.is_compiling() else _running.engine
+
+
+@contextmanager
+def engine_running(settings: Settings, observer: Observer | None = None) -> Iterator[Engine | None]:
+    """Run the engine in this thread; yields None, and does nothing, where one runs already."""
+    if _running.engine is not None or nodes.is_transformed():
+        yield None
+        return
+    engine = Engine(settings, observer)
+    source = nodes.creation_hook(_see) if USE_CREATION_HOOK else nullcontext()
+    try:
+        _running.engine = engine
+        with source:
+            yield engine
+    finally:
+        _running.engine = None
+
+
+USE_CREATION_HOOK = nodes.creation_hook is not None
+
+
+def _see(node: Node) -> None:
+    """The node creation hook."""
+    engine = _running.engine
+    # A forward that leaves a hook of its own open makes ours stay, beside the next call's.
+    if engine is not None and node is not engine.last:
+        engine.last = node
+        engine.see(node)
+
+
+class Engine:
+    """The engine during one forward pass."""
+
+    def __init__(self, settings: Settings, observer: Observer | None) -> None:
+        self.settings = settings
+        self.observer = observer
+        self.last: Node = None
+        self._ordinal = 0
+        self._biases: dict[int, int] = {}
+        # Of the walk over nodes: where it stops.
+        self._first = nodes.next_sequence_number()
+        self._inputs: set[Node] = set()
+
+    def see(self, node: Node) -> None:
+        """Look at a node that has just been made."""
+        try:
+            if self.observer is not None:
+                self.observer.made(node)
+            operation = OPERATIONS.get(type(node).__name__)
+            if operation is None or nodes.is_transformed():
+                return
+            # A node creation hook must make no node, and the caller's function modes are not ours.
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                self._see(node, operation)
+        except Exception as error:
+            self._warn_of(node, error)
+
+    def walk(self, value: Any) -> None:
+        """See the new nodes behind tensors in `value`: see NOTE [Where nodes come from]."""
+        if USE_CREATION_HOOK or not torch.is_grad_enabled():
+            return
+        end = nodes.next_sequence_number()
+        found: dict[Node, int] = {}
+        tensors = [value] if isinstance(value, Tensor) else tree_leaves(value)
+        pending = [t.grad_fn for t in tensors if isinstance(t, Tensor)]
+        while pending:
+            node = pending.pop()
+            if node is None or node in found or node in self._inputs:
+                continue
+            if nodes.was_walked_over(node):
+                continue
+            number = nodes.sequence_number(node)
+            if number is None or not self._first <= number < end:
+                continue
+            found[node] = number
+            pending += [before for before, _ in nodes.producers(node)]
+        for node in sorted(found, key=found.__getitem__):
+            nodes.mark_walked_over(node)
+            self.see(node)
+
+    def stop_at(self, inputs: Any) -> None:
+        """Let `walk` stop at what the model is called with: its graph is somebody else's."""
+        if not USE_CREATION_HOOK:
+            tensors = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+            self._inputs.update(t.grad_fn for t in tensors if t.grad_fn is not None)
+
+    def note(self, tensor: Any) -> None:
+        """Remember an operation's output: see NOTE [Versions are proved]."""
+        if type(tensor) is Tensor and tensor.grad_fn is not None:
+            take_note(tensor)
+
+    def enter_norm(self, module: nn.Module) -> None:
+        """Remember the version of a norm's bias, which its operation does not save."""
+        bias = norms.bias_of_module(module)
+        if bias is not None:
+            self._biases[id(bias)] = bias._version
+
+    def note_output(self, module: nn.Module, output: Any) -> None:
+        """Remember a module's output, and of a norm what its node does not tell."""
+        if not isinstance(output, Tensor) or output.grad_fn is None:
+            return
+        try:
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                node, _ = base_of(output.grad_fn, output.output_nr)
+                record = record_of(node) if node is not None else None
+                if record is not None and type(node).__name__ in norms.NORMS:
+                    self._learn_from(module, node, record)
+                if record is not None:
+                    self.note(output)
+        except Exception as error:
+            self._warn_of(output.grad_fn, error)
+
+    def _learn_from(self, module: nn.Module, node: Node, record: Record) -> None:
+        if not norms.runs_pytorchs_forward(module):
+            return
+        record.eps = module.eps  # type: ignore[assignment]
+        if record.parameters is None:
+            known = norms.parameters_of_module(node, module)
+            if known is not None and self._is_as_it_was(known.bias):
+                record.parameters = known.copied(COPY_LIMIT)
+
+    def _is_as_it_was(self, bias: Tensor | None) -> bool:
+        """Whether nobody has written to a bias since its module's call began."""
+        return bias is None or self._biases.get(id(bias)) == bias._version
+
+    def _warn_of(self, node: Node, error: Exception) -> None:
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in _SAID_LATER):
+            return
+        self.settings.warn(
+            f"inplace_ops: a tensor of {nodes.operation_name(node)} is saved as PyTorch saves it, "
+            f"as looking at it failed: {type(error).__name__}: {error}"
+        )
+
+    def _see(self, node: Node, operation: Operation) -> None:
+        self._ordinal += 1
+        record = None
+        if operation.output is not None:
+            record = self._record(node, operation)
+            if record is not None:
+                keep_record(node, record)
+        for field in operation.reads:
+            self._replace_input(node, field)
+        if record is not None and operation.result:
+            self._replace_result(node, operation, record)
+        if operation.shape_only:
+            self._rewrite(node, operation.shape_only, Shape)
+        if operation.indices:
+            self._rewrite(node, operation.indices, Indices)
+        if operation.reads_no_values:
+            for producer, index in nodes.producers(node):
+                self._pack_mask(*base_of(producer, index))
+
+    def _record(self, node: Node, operation: Operation) -> Record | None:
+        output = operation.output
+        if output == "activation after a norm":
+            return Record(version=node.output_version)
+        if output == "norm":
+            record = Record()
+            if not nodes.has_hooks(node, "input"):
+                known = norms.parameters_of(node)
+                # A layer norm saves its bias. Of the others a node that is seen late does not tell
+                # whether the bias was written to since.
+                is_sure = USE_CREATION_HOOK or nodes.saves(node, "bias")
+                if known is not None and (is_sure or self._is_as_it_was(known.bias)):
+                    record.parameters = known.copied(COPY_LIMIT)
+            return record
+        assert isinstance(output, Output)
+        record = record_output(node, output, operation.result)
+        for field in output.inputs:
+            saved = None if field is None else nodes.saved_tensor(node, field)
+            if field is not None and saved is not None and not _is_activation(saved):
+                usable = nodes.is_plain(saved) and nodes.has_storage(saved)
+                if usable and saved.nbytes <= COPY_LIMIT:
+                    record.copies[field] = saved.detach().clone()
+        return record
+
+    def _replace_input(self, node: Node, field: str) -> None:
+        """Save a spec in place of a saved input, where there is one."""
+        saved = nodes.saved_tensor(node, field)
+        if saved is None or saved.grad_fn is None or saved.nbytes < MIN_BYTES:
+            return
+        if not nodes.is_plain(saved):
+            return self._keep(node, field, "not a plain tensor")
+        base, _ = base_of(saved.grad_fn, saved.output_nr)
+        record = base and record_of(base)
+        if not record:
+            name = nodes.operation_name(base) if base is not None else "a leaf"
+            return self._keep(node, field, f"no rule for the output of {name}")
+        if not saved._is_view():
+            take_note(saved)
+        if saved._version not in (0, record.version):
+            reason = "written to since it was made, or its version is not known"
+            return self._keep(node, field, reason)
+        spec = self._output_spec(saved.grad_fn, saved.output_nr)
+        if spec is None or spec.cost > self.settings.max_ops:
+            spec = self._cast_back(base, record, saved) or spec
+        if spec is None:
+            record.is_saved = True
+            return self._keep(
+                node, field, f"the inputs of {nodes.operation_name(base)} are not known"
+            )
+        if not self._replace(node, field, saved, spec, base):
+            record.is_saved = True
+
+    def _replace_result(self, node: Node, operation: Operation, record: Record) -> None:
+        """Save a spec in place of the operation's own saved output, where there is one."""
+        saved = nodes.saved_tensor(node, operation.result)
+        if saved is None or saved.nbytes < MIN_BYTES or not nodes.is_plain(saved):
+            return
+        spec = self._computed(node, 0, operation, record)
+        if spec is None:
+            return self._keep(node, operation.result, "its input is not known")
+        self._replace(node, operation.result, saved, spec, node)
+
+    def _replace(self, node: Node, field: str, saved: Tensor, spec: Spec, base: Node) -> bool:
+        if spec.cost > self.settings.max_ops:
+            reason = f"takes {spec.cost} operations, max_ops is {self.settings.max_ops}"
+            self._keep(node, field, reason)
+            return False
+        leaves = list(spec.leaves())
+        copied = sum(leaf.tensor.nbytes for leaf in leaves if leaf.is_copy)
+        if copied > saved.nbytes:
+            self._keep(node, field, "what it is computed from is larger")
+            return False
+        if sum(leaf.tensor.nbytes for leaf in leaves) - copied > _LEAF_FACTOR * saved.nbytes:
+            self._keep(node, field, "what it is computed from is much larger")
+            return False
+        name = f"{nodes.operation_name(base)}, saved by {nodes.operation_name(node)}"
+        value = Recomputed(spec, saved, name)
+        if not self.is_right(value, saved, type(node), field, type(base)):
+            self._keep(node, field, "came out different at its first use")
+            return False
+        self._pack(node, field, saved, value)
+        return True
+
+    def is_right(self, value: Recomputed, saved: Tensor, *kinds: Any) -> bool:
+        """Whether a spec came out right at the first use of its place: see NOTE [First use].
+
+        Args:
+            value: The spec.
+            saved: What it is to replace.
+            *kinds: What tells its place from others at the same ordinal.
+        """
+        place = (self._ordinal, *kinds, value.spec.cost)
+        place += (saved.shape, saved.dtype, saved.stride(), saved.device)
+        places = self.settings.places
+        known = places.get(place)
+        if known is None:
+            if saved.is_cuda and torch.cuda.is_current_stream_capturing():
+                return False
+            difference = value.difference(saved)
+            known = difference is None
+            if len(places) >= _MAX_PLACES:
+                places.clear()
+            places[place] = known
+            if not known:
+                self.settings.warn(
+                    f"inplace_ops: the output of {value.name} differs from what its inputs tell "
+                    f"by {difference}, as after a write through .data; it is saved as PyTorch "
+                    "saves it"
+                )
+        return known
+
+    def _rewrite(self, node: Node, field: str, kind: Callable[[Tensor], Packed]) -> None:
+        saved = nodes.saved_tensor(node, field)
+        if saved is None or saved.nbytes < MIN_BYTES or not nodes.is_plain(saved):
+            return
+        self._pack(node, field, saved, kind(saved))
+
+    def _pack(self, node: Node, field: str, saved: Tensor, value: Packed) -> None:
+        if self.observer is not None:
+            value = self.observer.replaced(node, field, saved, value)
+        nodes.replace(node, field, value)
+
+    def _pack_mask(self, node: Node, index: int) -> None:
+        """Store what a ReLU has saved in bits, where what follows it reads no values."""
+        operation = OPERATIONS.get(type(node).__name__)
+        if operation is None or operation.mask is None:
+            return
+        record, field = record_of(node), operation.mask_field
+        if record is None or record.is_saved or nodes.has_hooks(node, field):
+            return
+        saved = nodes.saved_tensor(node, field)
+        if saved is None or saved.nbytes < MIN_BYTES or not nodes.is_plain(saved):
+            return
+        if _ops.has_kernel(saved):
+            self._pack(node, field, saved, Mask(saved, operation.mask))
+
+    def _keep(self, node: Node, field: str, reason: str) -> None:
+        if self.observer is not None:
+            self.observer.kept(node, field, reason)
+
+    def _output_spec(self, node: Node, index: int) -> Spec | None:
+        """Return how an operation's output is computed; None if that is not known."""
+        view = VIEWS.get(type(node).__name__)
+        if view is not None:
+            if not view.condition(node):
+                return None
+            spec = self._output_spec(*nodes.producer(node, 0))
+            arguments = _arguments(node, index, view.arguments)
+            return spec and Call(lambda x: view.function(x, *arguments), (spec,), cost=0)
+        operation = OPERATIONS.get(type(node).__name__)
+        record = None if operation is None else record_of(node)
+        if operation is None or record is None:
+            return None
+        if operation.result:
+            packed = nodes.packed(node, operation.result)
+            if isinstance(packed, Recomputed):
+                return packed.spec
+            saved = nodes.saved_tensor(node, operation.result)
+            if saved is None or not nodes.is_plain(saved):
+                return None
+            record.is_saved = True
+            return Leaf(saved)
+        return self._computed(node, index, operation, record)
+
+    def _computed(
+        self, node: Node, index: int, operation: Operation, record: Record
+    ) -> Spec | None:
+        output = operation.output
+        if not record.inputs_proved or index != 0:
+            return None
+        if output == "norm":
+            return self._norm(node, record)
+        if output == "activation after a norm":
+            return functions.output_spec(node)
+        assert isinstance(output, Output)
+        if not output.condition(node):
+            return None
+        fields = output.inputs or (None,) * len(nodes.producers(node))
+        inputs: list[Spec] = []
+        for position, field in enumerate(fields):
+            spec = self._input(node, position, field, record)
+            if spec is None or spec.cost > self.settings.max_ops:
+                return None
+            inputs.append(spec)
+        arguments = _arguments(node, index, output.arguments)
+        return Call(
+            lambda *tensors: output.function(*tensors, *arguments),
+            inputs,
+            output.cost,
+            output.bound,
+            nodes.output_dtype(node, index),
+        )
+
+    def _input(self, node: Node, position: int, field: str | None, record: Record) -> Spec | None:
+        """Return how an input of an operation is computed."""
+        if field is not None:
+            packed = nodes.packed(node, field)
+            if packed is not None:
+                return packed.spec if isinstance(packed, Recomputed) else None
+            if nodes.has_hooks(node, field):
+                return None
+            copy = record.copies.get(field)
+            if copy is not None:
+                return Leaf(copy, is_copy=True)
+            saved = nodes.saved_tensor(node, field)
+            if saved is not None:
+                usable = _is_activation(saved) and nodes.is_plain(saved)
+                return Leaf(saved) if usable and nodes.has_storage(saved) else None
+        producer, index = nodes.producer(node, position)
+        return None if producer is None else self._output_spec(producer, index)
+
+    def _norm(self, node: Node, record: Record) -> Spec | None:
+        """Return how a norm's output is computed."""
+        x, parameters = self._input(node, 0, "input", record), record.parameters
+        if x is None or parameters is None:
+            return None
+        if norms.can_compute(node):
+            return Affine(x, affine_of(node, record), nodes.output_dtype(node, 0))
+        rerun = norms.rerun_of(node, parameters, record.eps)
+        return None if rerun is None else Call(rerun, (x,))
+
+    def _cast_back(self, node: Node, record: Record, saved: Tensor) -> Spec | None:
+        """Return what was cast to `saved`, if that is as good and smaller: one for all who ask."""
+        if type(node).__name__ != "ToCopyBackward0" or saved._version != 0:
+            return None
+        source, wide = nodes.output_dtype(*nodes.producer(node, 0)), saved.dtype
+        if not _is_lossless(source, wide):
+            return None
+        view = (saved.shape, saved.stride(), saved.storage_offset())
+        known = record.narrowed.get(view)
+        spec = known() if known is not None else None
+        if spec is None:
+            narrow = Leaf(saved.detach().to(source))
+            spec = Call(lambda x: x.to(wide), (narrow,))
+            record.narrowed[view] = weakref.ref(spec)
+        return spec
+
+
+def affine_of(node: Node, record: Record) -> norms.NormAffine:
+    """Return the function of a norm whose parameters are known, computed once if it is small."""
+    if record.affine is not None:
+        return record.affine
+    assert record.parameters is not None
+    affine = norms.affine_of(node, record.parameters)
+    if affine.row_affine is None and affine.nbytes <= COPY_LIMIT:
+        record.affine = affine
+    return affine
+
+
+def _is_activation(saved: Tensor) -> bool:
+    """Whether an operation has made the tensor: it is no parameter, buffer or constant."""
+    if saved.grad_fn is None:
+        return False
+    node, _ = base_of(saved.grad_fn, saved.output_nr)
+    return node is not None and nodes.leaf_of(node) is None
+
+
+def _is_lossless(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether a cast from `source` to `target` keeps all values."""
+    wider = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+    return wider.get(source) is target or (source is torch.float32 and target is torch.float64)
+
+
+def _arguments(node: Node, index: int, arguments: tuple[Argument, ...]) -> list[Any]:
+    return [nodes.argument(node, a) if isinstance(a, str) else a(node, index) for a in arguments]

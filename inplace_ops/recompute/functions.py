@@ -1,0 +1,133 @@
+"""The autograd Functions of an activation after a norm, which saves nothing of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .. import _ops
+from ..activations import Activation
+from ..autograd import OpArgs, run_backward
+from .norms import NormAffine
+from .specs import Affine, Leaf, Spec
+
+Forward = Callable[[Tensor], Tensor]
+
+
+class Anchor(Function):
+    """`Anchor.apply(z)`: a tensor that has z's shape and its place in the graph, and no values.
+
+    NOTE [The anchor]
+
+    A second derivative needs z with its place in the graph. z is not saved, and where the
+    activation runs in place, its place is lost. So an anchor is made before: -0.0 in one element of
+    memory. `z + anchor` has z's values and the anchor's place, and what flows back to the anchor
+    flows on to z unchanged. Where the second derivative is 0, no anchor is needed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        anchor = z.new_empty_strided(z.shape, (0,) * z.dim())
+        if z.numel() > 0:
+            anchor.as_strided((), ()).fill_(-0.0)
+        return anchor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class RecomputeFunction(Function):
+    """`RecomputeFunction.apply(z, saved, activation, op_args, forward)`.
+
+    The activation of a norm's output z. Saves what z is computed from, the norm's input x, which
+    the norm saves too, and the affine; its backward is one kernel that reads x.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        z: Tensor,
+        saved: Saved,
+        activation: Activation,
+        op_args: OpArgs,
+        forward: Forward,
+    ) -> Tensor:
+        y = forward(z)
+        is_in_place = y is z
+        if is_in_place:
+            ctx.mark_dirty(z)
+        ctx.activation, ctx.op_args = activation, op_args
+        ctx.output_version = z._version + 1 if is_in_place else 0
+        ctx.save_for_backward(saved.x, *saved.affine, saved.anchor)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _gradient_of_input(ctx, grad), None, None, None, None
+
+
+class Saved(NamedTuple):
+    """What a RecomputeFunction saves: no inputs of it, to which gradients would flow."""
+
+    x: Tensor
+    affine: NormAffine
+    anchor: Tensor | None
+
+
+def _gradient_of_input(ctx: Any, grad: Tensor) -> Tensor:
+    x, channel_affine, row_affine, anchor = ctx.saved_tensors
+    activation, (dim_order, *scalars) = ctx.activation, ctx.op_args
+
+    def differentiable(grad: Tensor, *_: Any) -> Tensor:
+        """PyTorch's own derivative, of z with its place in the graph."""
+        with torch.no_grad():
+            z = _ops.NORMALIZE(x, channel_affine, row_affine, dim_order)
+        z = z.requires_grad_() if anchor is None else z + anchor
+        y = activation.torch_function(z, *scalars)
+        return torch.autograd.grad(y, z, grad, create_graph=True)[0]
+
+    op = activation.ops.backward["recompute"]
+    saved = (x, channel_affine, row_affine, dim_order, *scalars)
+    return run_backward(op, grad, *saved, differentiable=differentiable)
+
+
+def output_spec(node: Any) -> Spec:
+    """Return how the output of a RecomputeFunction's node is computed."""
+    x, channel_affine, row_affine, _ = node.saved_tensors
+    _, *scalars = node.op_args
+    affine = NormAffine(channel_affine, row_affine)
+    return Affine(Leaf(x), affine, x.dtype, node.activation, scalars)
+
+
+_apply_anchor = super(Function, Anchor).apply
+_apply_recompute = super(Function, RecomputeFunction).apply
+
+
+def recomputed_activation(
+    z: Tensor,
+    x: Tensor,
+    affine: NormAffine,
+    activation: Activation,
+    op_args: OpArgs,
+    forward: Forward,
+) -> Tensor:
+    """Return the activation of a norm's output, which backward recomputes from the norm's input.
+
+    Args:
+        z: The norm's output.
+        x: The norm's input, in z's shape.
+        affine: The norm.
+        activation: Which one.
+        op_args: What its ops take at their end, for z.
+        forward: Computes the activation; where it returns z itself, in place, and it must not
+            raise z's version then.
+    """
+    # Without what `Function.apply` does for functorch's transforms, in which this never runs.
+    anchor = None if activation.has_mask else _apply_anchor(z)
+    saved = Saved(x.detach(), affine, anchor)
+    return _apply_recompute(z, saved, activation, op_args, forward)

@@ -1,0 +1,262 @@
+"""Access to autograd's nodes: every private attribute that the recompute engine reads.
+
+PyTorch documents `_saved_*`, `_raw_saved_*`, `metadata` and `next_functions` in its notes on
+autograd; the rest is private. Checked on torch 2.11, 2.13, 2.14 and 2.15. The names of the nodes
+themselves are in `operations.py`, the table of operations.
+
+NOTE [Look before reading a saved tensor]
+
+Reading `node._saved_x` calls the unpack hook of that saved tensor. Inside a checkpoint the hook
+runs the whole region again, in the middle of forward: batch norms update their statistics twice.
+So every function here asks `node._raw_saved_x.unpack_hook` first:
+
+1. No hook, or that of `inplace_ops.saved_bytes`: the tensor may be read and replaced.
+2. The engine's own hook: what it packed may be read, the tensor may not, as that recomputes it.
+3. Anybody else's hook: the saved tensor is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _disabled_torch_dispatch_impl
+from torch.autograd import forward_ad
+from torch.autograd.function import BackwardCFunction
+
+from ..memory import Measured, Packed, unpack_measured
+
+Node = Any  # torch.autograd.graph.Node has none of the attributes of its subclasses
+
+# From torch 2.14 on.
+creation_hook: Any = getattr(torch.autograd.graph, "node_creation_hook", None)
+
+_LEAF_NUMBER = 2**64 - 1  # the sequence number of every AccumulateGrad
+
+
+def operation_name(node: Node) -> str:
+    """Return the operation's name: "Convolution" for ConvolutionBackward0."""
+    activation = getattr(node, "activation", None)  # of one of this package's Functions
+    if activation is not None:
+        return activation.name
+    return type(node).__name__.rpartition("Backward")[0] or type(node).__name__
+
+
+def is_python_function(node_type: type) -> bool:
+    """Whether nodes of the type belong to a `torch.autograd.Function`."""
+    return issubclass(node_type, BackwardCFunction)
+
+
+def producer(node: Node, index: int) -> tuple[Node, int]:
+    """Return the node that made input `index` of the operation, and which of its outputs it is."""
+    return node.next_functions[index]
+
+
+def producers(node: Node) -> tuple[tuple[Node, int], ...]:
+    """Return `producer` of all inputs."""
+    return node.next_functions
+
+
+def leaf_of(node: Node) -> Tensor | None:
+    """Return the tensor whose gradient an AccumulateGrad node gathers; None of another node."""
+    return node.variable if type(node).__name__ == "AccumulateGrad" else None
+
+
+def argument(node: Node, name: str) -> Any:
+    """Return a saved argument that is no tensor. Nodes return integers as if unsigned."""
+    value = getattr(node, "_saved_" + name)
+    if isinstance(value, (tuple, list)):
+        return tuple(_signed(item) for item in value)
+    return _signed(value)
+
+
+def _signed(value: Any) -> Any:
+    return value - 2**64 if type(value) is int and value >= 2**63 else value
+
+
+def output_shape(node: Node, index: int) -> torch.Size:
+    """Return the shape of one of the operation's outputs."""
+    return torch.Size(node._input_metadata[index].shape)
+
+
+def output_dtype(node: Node, index: int) -> torch.dtype:
+    """Return the dtype of one of the operation's outputs."""
+    return node._input_metadata[index].dtype
+
+
+def output_device(node: Node, index: int) -> torch.device:
+    """Return the device of one of the operation's outputs."""
+    return node._input_metadata[index].device
+
+
+def saved_tensor(node: Node, field: str) -> Tensor | None:
+    """Return a saved tensor; None if there is none, or if reading it would call a hook."""
+    if _is_readable(_raw(node, field)):
+        return getattr(node, "_saved_" + field)
+    return None
+
+
+def saves(node: Node, field: str) -> bool:
+    """Whether the node has a saved tensor of that name, present or not."""
+    return hasattr(type(node), "_saved_" + field)
+
+
+def packed(node: Node, field: str) -> Packed | None:
+    """Return what `replace` left in place of a saved tensor; None elsewhere."""
+    raw = _raw(node, field)
+    value = raw.data if raw.unpack_hook is not None else None
+    if isinstance(value, Measured):
+        value = value.held
+    return value if isinstance(value, Packed) else None
+
+
+def has_hooks(node: Node, field: str) -> bool:
+    """Whether a saved tensor is behind anybody's hooks, other than `saved_bytes`' own."""
+    return not _is_readable(_raw(node, field))
+
+
+def replace(node: Node, field: str, value: Packed) -> None:
+    """Save `value` instead of a tensor, and `value.unpack()` for backward."""
+    raw = _raw(node, field)
+    if raw.unpack_hook is None:
+        raw.register_hooks(lambda _: value, _unpack)
+    else:
+        raw.data.held = value
+
+
+def _unpack(value: Packed) -> Tensor:
+    return value.unpack()
+
+
+def _raw(node: Node, field: str) -> Any:
+    return getattr(node, "_raw_saved_" + field)
+
+
+def _is_readable(raw: Any) -> bool:
+    hook = raw.unpack_hook
+    return hook is None or (hook is unpack_measured and isinstance(raw.data.held, Tensor))
+
+
+def tensor_fields(node: Node) -> tuple[str, ...]:
+    """Return the names under which a node saves tensors. Not for Python Functions' nodes."""
+    kind: Any = type(node)
+    return _tensor_fields(kind)
+
+
+@cache
+def _tensor_fields(kind: type) -> tuple[str, ...]:
+    prefix = "_raw_saved_"
+    return tuple(name.removeprefix(prefix) for name in dir(kind) if name.startswith(prefix))
+
+
+def readable_tensors(node: Node) -> Iterator[tuple[str, Tensor]]:
+    """Return all tensors that a node saves as they are, by field."""
+    if is_python_function(type(node)):
+        with suppress(RuntimeError):  # freed, or modified since
+            if all(map(_is_readable, node._raw_saved_tensors)):
+                saved = node.saved_tensors
+                yield from ((str(i), t) for i, t in enumerate(saved) if t is not None)
+        return
+    for field in tensor_fields(node):
+        with suppress(RuntimeError):
+            raw = _raw(node, field)
+            is_single = raw is not None and not isinstance(raw, tuple)
+            tensor = saved_tensor(node, field) if is_single else None
+            if tensor is not None:
+                yield field, tensor
+
+
+def has_hooks_of_others(node: Node) -> bool:
+    """Whether something of what the node saves is behind hooks that are not the engine's."""
+    raws = []
+    with suppress(RuntimeError):
+        if is_python_function(type(node)):
+            raws = list(node._raw_saved_tensors)
+        else:
+            raws = [_raw(node, field) for field in tensor_fields(node)]
+    singles = (raw for raw in raws if raw is not None and not isinstance(raw, tuple))
+    return any(not _is_readable(r) and r.unpack_hook is not _unpack for r in singles)
+
+
+def packed_values(node: Node) -> Iterator[Packed]:
+    """Return all that was left in place of a node's saved tensors."""
+    if not is_python_function(type(node)):
+        for field in tensor_fields(node):
+            raw = _raw(node, field)
+            if raw is not None and not isinstance(raw, tuple):
+                value = packed(node, field)
+                if value is not None:
+                    yield value
+
+
+def sequence_number(node: Node) -> int | None:
+    """Return the number by which a thread orders its nodes; None for a leaf's."""
+    number = node._sequence_nr()
+    return None if number == _LEAF_NUMBER else number
+
+
+def next_sequence_number() -> int:
+    """Return the number that this thread's next node takes."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def was_walked_over(node: Node) -> bool:
+    """Whether `mark_walked_over` has marked the node."""
+    return _WALKED_OVER in node.metadata
+
+
+def mark_walked_over(node: Node) -> None:
+    """Mark a node, as Python's object of it may die before the node does."""
+    node.metadata[_WALKED_OVER] = True
+
+
+_WALKED_OVER = "inplace_ops: walked over"
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the engine may compute with a tensor: strided, dense values of its own.
+
+    A subclass without `__torch_dispatch__`, as MONAI's MetaTensor, is a plain tensor. DTensors and
+    the tensors of tracers, of functorch and of functionalization are not.
+    """
+    return (
+        type(tensor).__torch_dispatch__ is _disabled_torch_dispatch_impl
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not torch._is_functional_tensor(tensor)
+        and not tensor.is_meta
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+        and not tensor._is_zerotensor()
+    )
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Whether a tensor's memory is still there: FSDP and ZeRO free that of parameters."""
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
+
+
+def saved_tensor_hooks_are_active() -> bool:
+    """Whether what is saved now goes through somebody's hooks: a checkpoint's, `save_on_cpu`'s."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[1] is not unpack_measured
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether forward-mode AD differentiates by the tensor."""
+    level = forward_ad._current_level
+    return level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def is_transformed() -> bool:
+    """Whether operations run for a tracer, a compiler or a `torch.func` transform."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+    )

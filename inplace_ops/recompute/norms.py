@@ -1,0 +1,363 @@
+"""Norms: their output as an affine function of their input.
+
+Batch, group, instance and layer norms save their input for their own backward. With the statistics,
+the weight and the bias, their output is that input times a scale plus a shift. The norms themselves
+are PyTorch's: their autograd nodes are read, and nothing is changed.
+
+What the nodes do not tell:
+
+- The bias of batch and group norms. It stands at the end of its edge in the graph; without an edge
+  it is frozen, or there is none. Only the module knows.
+- `eps` of layer and group norms, which `rerun` needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import _ops
+from .nodes import (
+    Node,
+    argument,
+    has_storage,
+    is_plain,
+    leaf_of,
+    output_dtype,
+    output_shape,
+    producer,
+    saved_tensor,
+)
+
+MODULES = (
+    nn.modules.batchnorm._BatchNorm,
+    nn.modules.instancenorm._InstanceNorm,
+    nn.GroupNorm,
+    nn.LayerNorm,
+)
+
+
+class NormAffine(NamedTuple):
+    """A norm's output as a function of its input: z = x * scale + shift.
+
+    Each tensor has the shape (2, ...): scales first, and the rest of x's shape or 1.
+
+    Attributes:
+        channel_affine: The function, or after `row_affine` the part that differs by channel.
+        row_affine: Of a layer norm, the part that follows from its statistics; it comes first.
+    """
+
+    channel_affine: Tensor
+    row_affine: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """The size of both in bytes."""
+        return sum(tensor.nbytes for tensor in self if tensor is not None)
+
+
+class Norm(NamedTuple):
+    """A norm that has run: its node and its output, of which an instance norm returns a view."""
+
+    node: Node
+    output: Tensor
+
+
+class NormSource(NamedTuple):
+    """What a norm's output is computed from.
+
+    Attributes:
+        x: The norm's input, of the output's shape and dtype.
+        affine: Computes the function, with gradients off.
+    """
+
+    x: Tensor
+    affine: Callable[[], NormAffine]
+
+
+class Parameters(NamedTuple):
+    """A norm's weight and bias; None is 1, or 0."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def copied(self, limit: int) -> Parameters | None:
+        """Return copies; None if one is larger than `limit` bytes."""
+        weight, bias = self
+        if weight is not None and bias is not None:
+            weight = weight[: len(bias)]  # an instance norm's is repeated
+        if any(p is not None and p.nbytes > limit for p in (weight, bias)):
+            return None
+        return Parameters(*(None if p is None else p.detach().clone() for p in (weight, bias)))
+
+
+def norm_of(z: Tensor) -> Norm | None:
+    """Return the norm whose output z is, if z is one and nothing has written to it since.
+
+    A write through `.data` leaves no trace; autograd does not see it either.
+    """
+    if type(z) is not Tensor or z.is_nested or z._version != 0 or z.output_nr != 0:
+        return None
+    output = _output_of_instance_norm(z) if z._is_view() else z
+    if output is None or type(output.grad_fn).__name__ not in NORMS:
+        return None
+    return Norm(output.grad_fn, output)
+
+
+def _output_of_instance_norm(z: Tensor) -> Tensor | None:
+    """Return what z is a view of, where it may be a batch norm's output for one sample."""
+    base = z._base
+    if base is None or base.dim() != z.dim() or z.dim() < 3 or not z.is_contiguous():
+        return None
+    samples, channels, *sizes = z.shape
+    is_whole = base.shape == (1, samples * channels, *sizes) and base.is_contiguous()
+    return base if is_whole else None
+
+
+def input_of(norm: Norm) -> Tensor | None:
+    """Return the norm's input if it is saved as it is, and has the output's shape and dtype."""
+    x, z = saved_tensor(norm.node, "input"), norm.output
+    if x is None or not is_plain(x) or x.shape != z.shape or x.dtype != z.dtype:
+        return None
+    return x if has_storage(x) and can_compute(norm.node) else None
+
+
+def source_of(norm: Norm) -> NormSource | None:
+    """Return what the norm's output is computed from; None where that is not available.
+
+    Not available: the norm ran inside a checkpoint or under other saved-tensor hooks; its tensors
+    are DTensors; its bias is frozen; its parameters' memory is freed until backward, as by FSDP;
+    its statistics are saved in 16 bits.
+    """
+    node = norm.node
+    try:
+        x = input_of(norm)
+        parameters = None if x is None else parameters_of(node)
+        if x is not None and parameters is None and _has_no_parameters(node):
+            # Taken for affine=False. A frozen bias without a weight looks the same: documented.
+            parameters = Parameters(None, None)
+    except RuntimeError:  # freed, or modified since: the norm's own backward will say so
+        return None
+    if x is None or parameters is None:
+        return None
+    known = parameters
+    return NormSource(x, lambda: affine_of(node, known))
+
+
+def _has_no_parameters(node: Node) -> bool:
+    return saved_tensor(node, "weight") is None and producer(node, 2)[0] is None
+
+
+def parameters_of(node: Node) -> Parameters | None:
+    """Return weight and bias as the norm's node tells them; None where it does not tell the bias.
+
+    An instance norm has repeated its weight for each sample; its bias is as it was before.
+    """
+    weight = saved_tensor(node, "weight")
+    if type(node).__name__ == "NativeLayerNormBackward0":
+        parameters = Parameters(weight, saved_tensor(node, "bias"))
+    else:
+        bias = _bias_at_edge(node)
+        if bias is None:
+            return None
+        parameters = Parameters(weight, bias)
+    return parameters if all(map(_is_usable, parameters)) else None
+
+
+def _bias_at_edge(node: Node) -> Tensor | None:
+    before, _ = producer(node, 2)
+    if type(before).__name__ == "RepeatBackward0":
+        before, _ = producer(before, 0)
+    bias = leaf_of(before)
+    return bias if bias is not None and bias.dim() == 1 else None
+
+
+def bias_of_module(module: nn.Module) -> Tensor | None:
+    """Return a norm module's bias as it is registered; None also if it has none.
+
+    Not by `module.bias`: a parametrization would run once more.
+    """
+    return module._parameters.get("bias")
+
+
+def runs_pytorchs_forward(module: nn.Module) -> bool:
+    """Whether a norm module runs the forward of PyTorch's class, which reads `module.eps`."""
+    return type(module).forward in _FORWARDS and "forward" not in vars(module)
+
+
+def parameters_of_module(node: Node, module: nn.Module) -> Parameters | None:
+    """Return the weight and bias that PyTorch's own forward of a norm module has surely read.
+
+    A parametrization may give the operation another bias than `module.bias`.
+    """
+    if type(node).__name__ == "NativeLayerNormBackward0":
+        return parameters_of(node)
+    parameters = module._parameters
+    if not {"weight", "bias"} <= parameters.keys():
+        return None
+    weight, bias = parameters["weight"], parameters["bias"]
+    saved = saved_tensor(node, "weight")
+    is_repeated = isinstance(module, nn.modules.instancenorm._InstanceNorm)
+    if (saved is None) != (weight is None) or (saved is not weight and not is_repeated):
+        return None
+    return Parameters(weight, bias) if _is_usable(weight) and _is_usable(bias) else None
+
+
+_FORWARDS = (
+    nn.modules.batchnorm._BatchNorm.forward,
+    nn.modules.instancenorm._InstanceNorm.forward,
+    nn.GroupNorm.forward,
+    nn.LayerNorm.forward,
+)
+
+
+def _is_usable(parameter: Any) -> bool:
+    if parameter is None:
+        return True
+    return isinstance(parameter, Tensor) and is_plain(parameter) and has_storage(parameter)
+
+
+def can_compute(node: Node) -> bool:
+    """Whether the saved statistics tell the function: those in 16 bits are too coarse."""
+    if not _is_training(node):
+        running = (saved_tensor(node, name) for name in ("running_mean", "running_var"))
+        return all(statistic is not None for statistic in running)
+    mean = saved_tensor(node, "result1")
+    return mean is not None and mean.dtype is _ops.affine_dtype(output_dtype(node, 0))
+
+
+def _is_training(node: Node) -> bool:
+    return "BatchNorm" not in type(node).__name__ or argument(node, "training")
+
+
+def affine_of(node: Node, parameters: Parameters) -> NormAffine:
+    """Compute the function, where `can_compute`."""
+    return NORMS[type(node).__name__].affine(node, parameters)
+
+
+def rerun_of(node: Node, parameters: Parameters, eps: float | None) -> Rerun | None:
+    """Return PyTorch's own norm as a function of its input; None if eps is not known.
+
+    For statistics that PyTorch saved in 16 bits: they are computed again, and the output is equal
+    bit for bit.
+    """
+    return NORMS[type(node).__name__].rerun(node, parameters, eps)
+
+
+Rerun = Callable[[Tensor], Tensor]
+
+
+def _scale_shift(
+    node: Node,
+    shape: tuple[int, ...],
+    rstd: Tensor | None,
+    mean: Tensor | None,
+    parameters: Parameters,
+    channels_per_group: int = 1,
+) -> Tensor:
+    """Return scales weight * rstd and shifts bias - mean * scale, in the given shape.
+
+    `rstd` and `mean` hold a value for every `channels_per_group` channels; None is 1, or 0.
+    """
+    dtype = _ops.affine_dtype(output_dtype(node, 0))
+    vectors = [_contiguous(vector, dtype) for vector in (rstd, mean, *parameters)]
+    return _ops.NORM_AFFINE(*vectors, shape, channels_per_group)
+
+
+def _contiguous(vector: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if vector is None or (vector.dtype is dtype and vector.is_contiguous()):
+        return vector
+    return vector.to(dtype).contiguous()
+
+
+def _shape_of_channels(node: Node, samples: int = 1) -> tuple[int, ...]:
+    _, channels, *sizes = output_shape(node, 0)
+    return (2, samples, channels, *(1 for _ in sizes))
+
+
+def _batch_norm(node: Node, parameters: Parameters) -> NormAffine:
+    if _is_training(node):
+        mean, rstd = saved_tensor(node, "result1"), saved_tensor(node, "result2")
+    else:
+        mean, variance = saved_tensor(node, "running_mean"), saved_tensor(node, "running_var")
+        assert variance is not None
+        dtype = _ops.affine_dtype(output_dtype(node, 0))
+        rstd = torch.rsqrt(variance.to(dtype) + _batch_norm_eps(node))
+    return NormAffine(_scale_shift(node, _shape_of_channels(node), rstd, mean, parameters), None)
+
+
+def _batch_norm_eps(node: Node) -> float:
+    return argument(node, "eps" if type(node).__name__.startswith("Native") else "epsilon")
+
+
+def _group_norm(node: Node, parameters: Parameters) -> NormAffine:
+    mean, rstd = saved_tensor(node, "result1"), saved_tensor(node, "result2")
+    assert mean is not None
+    samples, groups = mean.shape
+    shape = _shape_of_channels(node, samples)
+    affine = _scale_shift(node, shape, rstd, mean, parameters, shape[2] // groups)
+    return NormAffine(affine, None)
+
+
+def _layer_norm(node: Node, parameters: Parameters) -> NormAffine:
+    mean, rstd = saved_tensor(node, "result1"), saved_tensor(node, "result2")
+    assert mean is not None
+    rows = _scale_shift(node, (2, *mean.shape), rstd, mean, Parameters(None, None))
+    weight, bias = parameters
+    if weight is None and bias is None:
+        return NormAffine(rows, None)
+    factor = torch.ones_like(bias) if weight is None else weight  # type: ignore[arg-type]
+    shape = (2, *(1,) * (mean.dim() - factor.dim()), *factor.shape)
+    return NormAffine(_scale_shift(node, shape, None, None, Parameters(factor, bias)), rows)
+
+
+def _rerun_batch_norm(node: Node, parameters: Parameters, eps: float | None) -> Rerun | None:
+    if not _is_training(node):
+        return None
+    eps = _batch_norm_eps(node)
+
+    def run(x: Tensor) -> Tensor:
+        weight, bias = (_repeated(vector, x.size(1)) for vector in parameters)
+        return torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
+
+    return run
+
+
+def _repeated(vector: Tensor | None, channels: int) -> Tensor | None:
+    """Return an instance norm's vector as its operation reads it: once for each sample."""
+    return None if vector is None else vector.repeat(channels // vector.numel())
+
+
+def _rerun_group_norm(node: Node, parameters: Parameters, eps: float | None) -> Rerun | None:
+    if eps is None:
+        return None
+    weight, bias = parameters
+    samples, channels, size, groups = (argument(node, name) for name in ("N", "C", "HxW", "group"))
+
+    def run(x: Tensor) -> Tensor:
+        return torch.native_group_norm(x, weight, bias, samples, channels, size, groups, eps)[0]
+
+    return run
+
+
+def _rerun_layer_norm(node: Node, parameters: Parameters, eps: float | None) -> Rerun | None:
+    if eps is None:
+        return None
+    shape = argument(node, "normalized_shape")
+    return lambda x: torch.native_layer_norm(x, shape, *parameters, eps)[0]
+
+
+class _NormKind(NamedTuple):
+    affine: Callable[[Node, Parameters], NormAffine]
+    rerun: Callable[[Node, Parameters, float | None], Rerun | None]
+
+
+NORMS: Mapping[str, _NormKind] = {
+    "NativeBatchNormBackward0": _NormKind(_batch_norm, _rerun_batch_norm),
+    "CudnnBatchNormBackward0": _NormKind(_batch_norm, _rerun_batch_norm),
+    "NativeGroupNormBackward0": _NormKind(_group_norm, _rerun_group_norm),
+    "NativeLayerNormBackward0": _NormKind(_layer_norm, _rerun_layer_norm),
+}

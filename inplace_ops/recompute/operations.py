@@ -1,0 +1,308 @@
+"""The table of operations: all that the recompute engine knows of PyTorch's autograd nodes.
+
+A line has the name of a node and says
+
+- `output`: how the operation's output is computed from its inputs, and under which name the node
+  saves each input; None for an input that it does not save,
+- `reads`: the saved inputs that backward may be given recomputed, with a rounding: see NOTE [Exact
+  specs and roundings] in `specs.py`,
+- `result`: the name under which the node saves its own output,
+- `mask`: the activation, if one bit per element of the saved tensor is all that backward reads,
+- `shape_only`: the saved input of which backward reads the shape alone,
+- `indices`: saved indices, which fit into 32 bits,
+- `reads_no_values`: that backward reads no value of any input.
+
+To add an operation, add its line. Checked against torch 2.11, 2.13, 2.14 and 2.15.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import _ops
+from ..activations import LEAKY_RELU, RELU, Activation
+from . import nodes
+from .nodes import Node
+from .norms import NORMS
+from .specs import largest, largest_or_one, product, total
+
+# The value of an argument: the name under which the node saves it, or a function of the node and
+# of the index of its output.
+Argument = str | Callable[[Node, int], Any]
+Bound = Callable[[list[Tensor]], Tensor]
+UNSAVED = None  # an input that the node does not save
+ALL_UNSAVED = ()  # any number of them
+
+
+@dataclass(frozen=True)
+class Output:
+    """How an output is computed: `function(*inputs, *arguments)`.
+
+    Attributes:
+        function: One of PyTorch's operations, the very one that ran.
+        inputs: The name under which the node saves each input.
+        arguments: What follows the inputs.
+        bound: The magnitude of the result from those of the inputs.
+        cost: The number of operations.
+        condition: Whether the function holds for a node.
+    """
+
+    function: Callable[..., Tensor]
+    inputs: tuple[str | None, ...]
+    arguments: tuple[Argument, ...] = ()
+    bound: Bound = largest
+    cost: int = 1
+    condition: Callable[[Node], bool] = lambda node: True
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What is known of an operation: see the top of this file."""
+
+    output: Output | Literal["norm", "activation after a norm"] | None = None
+    reads: tuple[str, ...] = ()
+    result: str = ""
+    mask: Activation | None = None
+    shape_only: str = ""
+    indices: str = ""
+    reads_no_values: bool = False
+
+    @property
+    def mask_field(self) -> str:
+        """The saved tensor of which one bit per element is enough."""
+        return self.result or "self"
+
+
+@dataclass(frozen=True)
+class View:
+    """An operation whose output is a view of its input, and shares its version."""
+
+    function: Callable[..., Tensor]
+    arguments: tuple[Argument, ...] = ()
+    condition: Callable[[Node], bool] = lambda node: True
+
+
+def _from_input(
+    function: Callable[..., Tensor], *arguments: Argument, bound: Bound = largest, **known: Any
+) -> Operation:
+    """An activation that saves its input."""
+    return Operation(Output(function, ("self",), arguments, bound), reads=("self",), **known)
+
+
+def _from_result(
+    function: Callable[..., Tensor], *arguments: Argument, bound: Bound = largest, **known: Any
+) -> Operation:
+    """An activation that saves its output."""
+    return Operation(Output(function, (UNSAVED,), arguments, bound), result="result", **known)
+
+
+def _reads(*fields: str) -> Operation:
+    return Operation(reads=fields)
+
+
+def _shape(indices: str = "") -> Operation:
+    return Operation(shape_only="self", indices=indices, reads_no_values=True)
+
+
+def _sum(function: Callable[..., Tensor]) -> Operation:
+    output = Output(function, (UNSAVED, UNSAVED), ("alpha",), bound=total)
+    return Operation(output, reads_no_values=True)
+
+
+def _concatenation(function: Callable[..., Tensor]) -> Operation:
+    return Operation(Output(function, ALL_UNSAVED, ("dim",)), reads_no_values=True)
+
+
+_NO_VALUES = Operation(reads_no_values=True)
+
+
+def _add(x: Tensor, y: Tensor, alpha: float) -> Tensor:
+    return torch.add(x, y, alpha=alpha)
+
+
+def _subtract(x: Tensor, y: Tensor, alpha: float) -> Tensor:
+    return torch.sub(x, y, alpha=alpha)
+
+
+def _cat(*tensors_and_dim: Any) -> Tensor:
+    *tensors, dim = tensors_and_dim
+    return torch.cat(tensors, dim)
+
+
+def _stack(*tensors_and_dim: Any) -> Tensor:
+    *tensors, dim = tensors_and_dim
+    return torch.stack(tensors, dim)
+
+
+def _gelu(x: Tensor, approximate: str) -> Tensor:
+    return F.gelu(x, approximate=approximate)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _is_on_one_device(node: Node) -> bool:
+    before, index = nodes.producer(node, 0)
+    return nodes.output_device(node, 0) == nodes.output_device(before, index)
+
+
+OPERATIONS: Mapping[str, Operation] = {
+    # Norms, and activations of this package after one.
+    **{name: Operation("norm", reads=("input",)) for name in NORMS},
+    "RecomputeFunctionBackward": Operation("activation after a norm"),
+    # Activations that save their input. In place they save a clone of it.
+    "SiluBackward0": _from_input(F.silu),
+    "GeluBackward0": _from_input(_gelu, "approximate"),
+    "HardswishBackward0": _from_input(F.hardswish),
+    "MishBackward0": _from_input(F.mish),
+    "LeakyReluBackward0": _from_input(F.leaky_relu, "negative_slope", mask=LEAKY_RELU),
+    "HardtanhBackward0": _from_input(F.hardtanh, "min_val", "max_val"),  # ReLU6
+    "HardsigmoidBackward0": _from_input(F.hardsigmoid, bound=largest_or_one),
+    "SoftplusBackward0": _from_input(F.softplus, "beta", "threshold", bound=largest_or_one),
+    "EluBackward0": _from_input(torch.ops.aten.elu, "alpha", "scale", "input_scale"),
+    "GluBackward0": _from_input(F.glu, "dim"),
+    "PreluKernelBackward0": _reads("self"),
+    # Activations that save their output.
+    "ReluBackward0": _from_result(F.relu, mask=RELU),
+    "LeakyReluBackward1": _from_result(F.leaky_relu, "negative_slope", mask=LEAKY_RELU),
+    "SigmoidBackward0": _from_result(torch.sigmoid, bound=largest_or_one),
+    "TanhBackward0": _from_result(torch.tanh),
+    # Arithmetic.
+    "MulBackward0": Operation(
+        Output(torch.mul, ("self", "other"), bound=product), reads=("self", "other")
+    ),
+    "AddBackward0": _sum(_add),
+    "SubBackward0": _sum(_subtract),
+    "DivBackward0": _reads("self", "other"),
+    "PowBackward0": _reads("self"),
+    "AddcmulBackward0": _reads("tensor1", "tensor2"),
+    # Copies.
+    "CatBackward0": _concatenation(_cat),
+    "StackBackward0": _concatenation(_stack),
+    "ToCopyBackward0": Operation(
+        Output(
+            Tensor.to,
+            (UNSAVED,),
+            (nodes.output_dtype,),
+            condition=_is_on_one_device,
+        )
+    ),
+    "CloneBackward0": Operation(Output(_same, (UNSAVED,), cost=0)),
+    # Convolutions, matrix products, attention.
+    "ConvolutionBackward0": _reads("input"),
+    "AddmmBackward0": _reads("mat1", "mat2"),
+    "MmBackward0": _reads("self", "mat2"),
+    "BmmBackward0": _reads("self", "mat2"),
+    "BaddbmmBackward0": _reads("batch1", "batch2"),
+    "AddbmmBackward0": _reads("batch1", "batch2"),
+    "AddmvBackward0": _reads("mat", "vec"),
+    "MvBackward0": _reads("self", "vec"),
+    "DotBackward0": _reads("self", "tensor"),
+    "LinearBackward0": _reads("input"),
+    "TrilinearBackward0": _reads("i1", "i2", "i3"),
+    "ScaledDotProductFlashAttentionForCpuBackward0": _reads("query", "key", "value"),
+    "ScaledDotProductFlashAttentionBackward0": _reads("query", "key", "value"),
+    "ScaledDotProductEfficientAttentionBackward0": _reads("query", "key", "value"),
+    "ScaledDotProductCudnnAttentionBackward0": _reads("query", "key", "value"),
+    "ScaledDotProductFusedAttentionOverrideableBackward0": _reads("query", "key", "value"),
+    "GridSampler2DBackward0": _reads("input", "grid"),
+    "GridSampler3DBackward0": _reads("input", "grid"),
+    "CudnnGridSamplerBackward0": _reads("self", "grid"),
+    # Poolings and paddings.
+    "AvgPool2DBackward0": _shape(),
+    "AvgPool3DBackward0": _shape(),
+    "AdaptiveAvgPool2DBackward0": _shape(),
+    "AdaptiveAvgPool3DBackward0": _shape(),
+    "MaxPool2DWithIndicesBackward0": _shape("result1"),
+    "MaxPool3DWithIndicesBackward0": _shape("result1"),
+    "AdaptiveMaxPool2DBackward0": _shape("result1"),
+    "AdaptiveMaxPool3DBackward0": _shape("result1"),
+    "ReflectionPad1DBackward0": _shape(),
+    "ReflectionPad2DBackward0": _shape(),
+    "ReflectionPad3DBackward0": _shape(),
+    "ReplicationPad1DBackward0": _shape(),
+    "ReplicationPad2DBackward0": _shape(),
+    "ReplicationPad3DBackward0": _shape(),
+    # Reductions and interpolations save no input.
+    "MeanBackward0": _NO_VALUES,
+    "MeanBackward1": _NO_VALUES,
+    "SumBackward0": _NO_VALUES,
+    "SumBackward1": _NO_VALUES,
+    "UpsampleNearest2DBackward0": _NO_VALUES,
+    "UpsampleBilinear2DBackward0": _NO_VALUES,
+    "UpsampleNearest3DBackward0": _NO_VALUES,
+    "UpsampleTrilinear3DBackward0": _NO_VALUES,
+}
+
+
+def _index(node: Node, index: int) -> int:
+    return index
+
+
+def _slice(x: Tensor, dim: int, start: int | None, end: int | None, step: int) -> Tensor:
+    return x[(slice(None),) * (dim % x.dim()) + (slice(start, end, step),)]
+
+
+def _split(x: Tensor, size: int | tuple[int, ...], dim: int, index: int) -> Tensor:
+    return x.split(size, dim)[index]
+
+
+def _unbind(x: Tensor, dim: int, index: int) -> Tensor:
+    return x.unbind(dim)[index]
+
+
+def _is_whole_and_contiguous(node: Node) -> bool:
+    """Whether `as_strided` has taken all of a contiguous tensor, as `reshape` does."""
+    size = nodes.argument(node, "size")
+    before, index = nodes.producer(node, 0)
+    return (
+        nodes.argument(node, "storage_offset") in (0, None)
+        and nodes.argument(node, "stride") == _ops.dense_strides(size, None)
+        and math.prod(size) == nodes.output_shape(before, index).numel()
+    )
+
+
+_RESHAPE = View(Tensor.reshape, (nodes.output_shape,))
+
+# As `reshape` where PyTorch makes a view: what is recomputed may have other strides.
+VIEWS: Mapping[str, View] = {
+    "AliasBackward0": View(_same),
+    # A view that was written to in place, or whose base was: of an instance norm, for example.
+    "AsStridedBackward0": View(Tensor.reshape, ("size",), _is_whole_and_contiguous),
+    "ExpandBackward0": View(Tensor.expand, (nodes.output_shape,)),
+    "PermuteBackward0": View(Tensor.permute, ("dims",)),
+    "ReshapeAliasBackward0": _RESHAPE,
+    "SelectBackward0": View(torch.select, ("dim", "index")),
+    "SliceBackward0": View(_slice, ("dim", "start", "end", "step")),
+    "SplitBackward0": View(_split, ("split_size", "dim", _index)),
+    "SplitWithSizesBackward0": View(_split, ("split_sizes", "dim", _index)),
+    "SqueezeBackward0": _RESHAPE,
+    "SqueezeBackward1": _RESHAPE,
+    "SqueezeBackward2": _RESHAPE,
+    "TBackward0": View(torch.t),
+    "TransposeBackward0": View(torch.transpose, ("dim0", "dim1")),
+    "UnbindBackward0": View(_unbind, ("dim", _index)),
+    "UnsafeViewBackward0": _RESHAPE,
+    "UnsqueezeBackward0": _RESHAPE,
+    "ViewBackward0": _RESHAPE,
+}
+
+
+def operation_of(node: Node) -> Operation | None:
+    """Return the operation of a node; None if it is not in the table, or a view."""
+    return OPERATIONS.get(type(node).__name__)
+
+
+def base_of(node: Node, index: int) -> tuple[Node, int]:
+    """Return what an output is a view of, if it is one: the node, and which of its outputs."""
+    while node is not None and type(node).__name__ in VIEWS:
+        node, index = nodes.producer(node, 0)
+    return node, index

@@ -1,0 +1,279 @@
+"""Recompute specs: how a tensor is computed again in backward, and from what.
+
+A spec is a small tree. Its leaves are tensors that autograd saves anyway, or small copies; its
+inner nodes are cheap operations. It owns its leaves and refers to no node of the graph, so another
+backward may free the nodes.
+
+NOTE [Exact specs and roundings]
+
+`rounding` is 0 if the spec repeats PyTorch's own operations on the tensors that they read: its
+value then equals the saved tensor bit for bit, and any operation may be given it. A norm is
+recomputed as x * scale + shift, which PyTorch's kernels may round otherwise. The value then differs
+by at most `rounding * magnitude()`, where the magnitude bounds all intermediate results. Such a
+value goes only to operations that tolerate a rounding: those with `reads` in `operations.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+
+from .. import _ops
+from ..activations import Activation
+from ..memory import Packed
+from .nodes import has_storage
+from .norms import NormAffine
+
+# A recomputed norm differs from PyTorch's by at most this many roundings of its terms.
+_NORM_ROUNDINGS = 16
+
+
+class Spec(ABC):
+    """How a tensor is recomputed.
+
+    Attributes:
+        cost: The number of operations; views are free.
+        rounding: See NOTE [Exact specs and roundings].
+    """
+
+    __slots__ = ("__weakref__", "cost", "rounding")
+    cost: int
+    rounding: float
+
+    @abstractmethod
+    def compute(self) -> Tensor:
+        """Return the tensor. Call it through `Recomputed.unpack`, which sets the modes."""
+
+    @abstractmethod
+    def magnitude(self) -> Tensor:
+        """Return a bound of all intermediate results, a scalar in float64."""
+
+    @abstractmethod
+    def leaves(self) -> Iterator[Leaf]:
+        """Return the tensors that the spec owns."""
+
+
+class Leaf(Spec):
+    """A tensor that is read as it was when the spec was made.
+
+    Attributes:
+        tensor: The tensor, without its graph.
+        version: Its version then.
+        is_copy: Whether it is a copy, which nothing else refers to.
+    """
+
+    __slots__ = ("is_copy", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, is_copy: bool = False) -> None:
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+        self.is_copy = is_copy
+        self.cost, self.rounding = 0, 0.0
+
+    def compute(self) -> Tensor:
+        tensor = self.tensor
+        if tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: [{tensor.type()} {list(tensor.shape)}], from which a saved "
+                f"tensor is recomputed, is at version {tensor._version}; expected version "
+                f"{self.version} instead. Hint: enable anomaly detection to find the operation "
+                "that failed to compute its gradient, with "
+                "torch.autograd.set_detect_anomaly(True)."
+            )
+        if not has_storage(tensor):
+            raise RuntimeError(
+                f"the memory of a tensor of shape {list(tensor.shape)} was freed between forward "
+                "and backward, and a saved tensor is recomputed from it: call "
+                "inplace_ops.revert(model) to save everything as PyTorch does"
+            )
+        return tensor
+
+    def magnitude(self) -> Tensor:
+        return _largest(self.tensor)
+
+    def leaves(self) -> Iterator[Leaf]:
+        yield self
+
+
+class Affine(Spec):
+    """A norm's output, or that of an activation after the norm: one kernel."""
+
+    __slots__ = ("activation", "affine", "scalars", "x")
+
+    def __init__(
+        self,
+        x: Spec,
+        affine: NormAffine,
+        dtype: torch.dtype,
+        activation: Activation | None = None,
+        scalars: Sequence[float] = (),
+    ) -> None:
+        self.x, self.affine, self.activation, self.scalars = x, affine, activation, scalars
+        self.cost = x.cost + (1 if activation is None else 2)
+        self.rounding = max(x.rounding, _NORM_ROUNDINGS * torch.finfo(dtype).eps)
+
+    def compute(self) -> Tensor:
+        x = self.x.compute()
+        op = _ops.NORMALIZE if self.activation is None else self.activation.ops.recompute
+        return op(x, *self.affine, _ops.dim_order_of(x), *self.scalars)
+
+    def magnitude(self) -> Tensor:
+        # Mean and bias may cancel in one shift, and the norm adds them in turn: the largest of all.
+        x = self.x.compute().abs()
+        channel_affine, row_affine = self.affine
+        terms = channel_affine.abs(), None if row_affine is None else row_affine.abs()
+        return _largest(_ops.NORMALIZE(x, *terms, _ops.dim_order_of(x)))
+
+    def leaves(self) -> Iterator[Leaf]:
+        yield from self.x.leaves()
+        for tensor in self.affine:
+            if tensor is not None:
+                yield Leaf(tensor, is_copy=True)
+
+
+class Call(Spec):
+    """A function of PyTorch's, or a view, of other specs' values.
+
+    `bound` tells the magnitude of the result from those of the inputs.
+    """
+
+    __slots__ = ("bound", "function", "inputs")
+
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        inputs: Sequence[Spec],
+        cost: int = 1,
+        bound: Callable[[list[Tensor]], Tensor] = lambda inputs: largest(inputs),
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.function, self.inputs, self.bound = function, inputs, bound
+        self.cost = sum(spec.cost for spec in inputs) + cost
+        self.rounding = max(spec.rounding for spec in inputs)
+        if dtype is not None and self.rounding:  # a cast rounds once more
+            self.rounding = max(self.rounding, 2 * torch.finfo(dtype).eps)
+
+    def compute(self) -> Tensor:
+        return self.function(*(spec.compute() for spec in self.inputs))
+
+    def magnitude(self) -> Tensor:
+        return self.bound([spec.magnitude() for spec in self.inputs])
+
+    def leaves(self) -> Iterator[Leaf]:
+        for spec in self.inputs:
+            yield from spec.leaves()
+
+
+def _largest(tensor: Tensor) -> Tensor:
+    """Return the largest finite magnitude."""
+    if tensor.numel() == 0:
+        return torch.zeros((), dtype=torch.double, device=tensor.device)
+    magnitude = tensor.abs().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    return magnitude.amax().double()
+
+
+def largest(magnitudes: list[Tensor]) -> Tensor:
+    """The bound of an activation, a view, a concatenation: the largest of the inputs'."""
+    return torch.stack(magnitudes).amax()
+
+
+def largest_or_one(magnitudes: list[Tensor]) -> Tensor:
+    """The bound of an activation that is not 0 at 0, as sigmoid."""
+    return largest(magnitudes).clamp(min=1.0)
+
+
+def total(magnitudes: list[Tensor]) -> Tensor:
+    """The bound of a sum."""
+    return torch.stack(magnitudes).sum()
+
+
+def product(magnitudes: list[Tensor]) -> Tensor:
+    """The bound of a product."""
+    return torch.stack(magnitudes).prod()
+
+
+class Recomputed(Packed):
+    """What is saved in place of a tensor: a spec, and the tensor's shape, dtype and strides."""
+
+    __slots__ = ("device", "dtype", "name", "shape", "spec", "stream", "stride")
+
+    def __init__(self, spec: Spec, like: Tensor, name: str) -> None:
+        self.spec, self.name = spec, name
+        self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
+        self.stride = like.stride()
+        self.stream = torch.cuda.current_stream(like.device) if like.is_cuda else None
+
+    def unpack(self) -> Tensor:
+        with self._as_in_forward():
+            value = self.spec.compute()
+            if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
+                raise RuntimeError(
+                    f"the output of {self.name} was recomputed as a {value.dtype} tensor of shape "
+                    f"{list(value.shape)} on {value.device} instead of a {self.dtype} tensor of "
+                    f"shape {list(self.shape)} on {self.device}"
+                )
+            return value if value.stride() == self.stride else self._in_layout(value)
+
+    def difference(self, saved: Tensor) -> str | None:
+        """Return by how much the recomputed value differs from the saved tensor; None if equal.
+
+        A rounding is no difference, unless the spec is exact.
+        """
+        try:
+            value = self.unpack()
+        except RuntimeError as error:
+            return str(error)
+        return self.difference_of(value, saved)
+
+    def difference_of(self, value: Tensor, saved: Tensor) -> str | None:
+        """Return the same for a value that was recomputed."""
+        with self._as_in_forward():
+            saved = saved.detach()
+            if torch.equal(value, saved):
+                return None
+            allowed = self.spec.rounding * self.spec.magnitude() if self.spec.rounding else 0.0
+            difference = torch.sub(value, saved).abs_()
+            wrong = ~(difference <= allowed)
+            wrong &= ~((value == saved) | (value.isnan() & saved.isnan()))
+            if not wrong.any():
+                return None
+            return f"up to {difference[wrong].max():.3g}"
+
+    @contextmanager
+    def _as_in_forward(self) -> Iterator[None]:
+        """Compute without a graph, at full precision, without the caller's function modes."""
+        kind = self.device.type
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch._C.DisableTorchFunction())
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            if self.device.type == "cuda":
+                self._use_on_current_stream()
+            yield
+
+    def _in_layout(self, value: Tensor) -> Tensor:
+        """Return the value with the strides of the saved tensor, on which kernels may depend."""
+        # An expanded tensor is copied as what it was expanded from.
+        own = [
+            1 if stride == 0 else size for size, stride in zip(self.shape, self.stride, strict=True)
+        ]
+        result = value.new_empty_strided(own, self.stride)
+        result.copy_(value[tuple(slice(size) for size in own)])
+        return result.expand(self.shape)
+
+    def _use_on_current_stream(self) -> None:
+        """Order the current stream after the leaves, and their reuse after the current stream."""
+        stream = torch.cuda.current_stream(self.device)
+        if self.stream is not None and stream != self.stream:
+            stream.wait_stream(self.stream)
+        for tensor in self.tensors():
+            tensor.record_stream(stream)
+
+    def tensors(self) -> Iterator[Tensor]:
+        return (leaf.tensor for leaf in self.spec.leaves())

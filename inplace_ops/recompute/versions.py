@@ -1,0 +1,151 @@
+"""What is known of an operation's output: proofs that nobody wrote to it unseen.
+
+NOTE [Versions are proved]
+
+A spec says what an operation's output was. It is wrong for a tensor that was written to since, and
+`with torch.no_grad(): y.add_(1)` leaves the graph as it is. But every such write raises the
+tensor's version, which all its views share. So the engine keeps, for each operation, the least
+version that its output can have begun with. A tensor that is still at that version was not written
+to since. The engine passes through an operation only if its inputs were at theirs:
+
+1. An operation that returns new memory begins at 0, one in place at least one higher than its
+   input. A version never falls: where it is not known, 0 is the least.
+2. A node that saves its input shows it: an in-place activation saves a clone of it.
+3. A node that does not save what it read (a ReLU, a sum, a cast) does not show its input. Its
+   version comes from a note: a weak reference to the tensor, left by whoever had it in hand last.
+   If the noted tensor's `grad_fn` is the new node, the operation has overwritten it.
+4. What is not proved is saved as PyTorch saves it.
+
+A write through `.data`, NumPy or a storage raises no version: see NOTE [First use] in `engine.py`.
+
+NOTE [Metadata outlives backward]
+
+A node's metadata lives as long as the node, longer than its saved tensors. So a record refers to
+nothing large, except weakly.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from . import nodes
+from .nodes import Node
+from .norms import NormAffine, Parameters
+from .operations import Output, base_of
+from .specs import Spec
+
+_KEY = "inplace_ops"
+COPY_LIMIT = 64 * 1024  # bytes: see NOTE [Leaves] in `engine.py`
+
+
+class Record:
+    """What is known of an operation, in its node's metadata.
+
+    Attributes:
+        version: The least version that the output can have begun with.
+        inputs_proved: Whether the inputs that the node does not save were as they were made.
+        copies: Copies of small inputs that are no activations, by field.
+        parameters: Of a norm, copies of its weight and bias; None if unknown.
+        eps: Of a norm, if its module is known.
+        affine: Of a norm, if it is small and was asked for.
+        is_saved: Whether something saves the output itself.
+        note: The output, weakly.
+        narrowed: Of a cast, weakly, what its output and views of it were cast from.
+    """
+
+    __slots__ = (
+        "affine",
+        "copies",
+        "eps",
+        "inputs_proved",
+        "is_saved",
+        "narrowed",
+        "note",
+        "parameters",
+        "version",
+    )
+
+    def __init__(self, version: int = 0) -> None:
+        self.version = version
+        self.inputs_proved = True
+        self.copies: dict[str, Tensor] = {}
+        self.parameters: Parameters | None = None
+        self.eps: float | None = None
+        self.affine: NormAffine | None = None
+        self.is_saved = False
+        self.note: TensorWeakRef | None = None
+        self.narrowed: dict[tuple[Any, ...], weakref.ref[Spec]] = {}
+
+
+def record_of(node: Node) -> Record | None:
+    """Return the record of a node that the engine has seen being made."""
+    return node.metadata.get(_KEY)
+
+
+def keep_record(node: Node, record: Record) -> None:
+    """Put a record into a node's metadata."""
+    node.metadata[_KEY] = record
+
+
+def take_note(tensor: Tensor) -> None:
+    """Remember a tensor as its operation's output, for the proofs of what reads it next."""
+    node, _ = base_of(tensor.grad_fn, tensor.output_nr)
+    record = node and record_of(node)
+    if record is not None:
+        record.note = TensorWeakRef(tensor)
+
+
+def record_output(node: Node, output: Output, result: str) -> Record:
+    """Make the record of an elementwise operation, a sum, a cast: see NOTE [Versions are proved].
+
+    Args:
+        node: The operation's node, which has just been made.
+        output: How its output is computed.
+        result: The field under which the node saves its output, if it does.
+    """
+    record, before = Record(), _record_of_input(node, 0)
+    saved = nodes.saved_tensor(node, result) if result else None
+    if saved is not None and saved._version > 0:  # in place
+        record.version = saved._version
+        record.inputs_proved = before is not None and before.version == record.version - 1
+        record.note = before.note if before else None
+        return record
+    fields = output.inputs or (None,) * len(nodes.producers(node))
+    for index, field in enumerate(fields):
+        saved = None if field is None else nodes.saved_tensor(node, field)
+        if saved is None:
+            _prove_input(node, index, record)
+        elif index == 0 and before is not None and _is_clone_of_input(node, saved):
+            record.version = before.version + 1
+            record.note = before.note
+    return record
+
+
+def _record_of_input(node: Node, index: int) -> Record | None:
+    before, _ = base_of(*nodes.producer(node, index))
+    return before and record_of(before)
+
+
+def _is_clone_of_input(node: Node, saved: Tensor) -> bool:
+    """Whether the operation ran in place, and has saved a clone of what it overwrote."""
+    return (
+        type(saved.grad_fn).__name__ == "CloneBackward0"
+        and saved.grad_fn is not nodes.producer(node, 0)[0]
+    )
+
+
+def _prove_input(node: Node, index: int, record: Record) -> None:
+    """Find out whether an input that the node does not save was as its operation made it."""
+    before = _record_of_input(node, index)
+    tensor = before.note() if before is not None and before.note is not None else None
+    if before is None or tensor is None:
+        record.inputs_proved = False
+    elif not tensor._is_view() and tensor.grad_fn is node:  # in place
+        record.version = before.version + 1
+        record.note = before.note
+    elif tensor._version != 0 and tensor._version != before.version:
+        record.inputs_proved = False

@@ -1,0 +1,76 @@
+"""Which modules are activations of this package's kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from numbers import Real
+from typing import Any
+
+from torch import nn
+
+from .activations import ACTIVATIONS, GELU, GELU_TANH, HARDSWISH, MISH, SILU, Activation
+
+# Attributes that a subclass may define and still compute what its base does.
+_HARMLESS = frozenset(
+    {
+        "__module__",
+        "__qualname__",
+        "__doc__",
+        "__init__",
+        "extra_repr",
+        "__annotations__",
+        "__annotate_func__",
+        "__annotations_cache__",
+        "__firstlineno__",
+        "__static_attributes__",
+    }
+)
+
+# Other libraries' modules, by name, as the libraries may not be installed.
+_BY_NAME: Mapping[str, Activation] = {
+    "timm.layers.activations.GELU": GELU,
+    "timm.layers.activations.GELUTanh": GELU_TANH,
+    "timm.layers.activations.HardSwish": HARDSWISH,
+    "timm.layers.activations.Mish": MISH,
+    "timm.layers.activations.Swish": SILU,
+    "transformers.activations.FastGELUActivation": GELU_TANH,
+    "transformers.activations.GELUActivation": GELU,
+    "transformers.activations.GELUTanh": GELU_TANH,
+    "transformers.activations.MishActivation": MISH,
+    "transformers.activations.NewGELUActivation": GELU_TANH,
+    "transformers.activations.SiLUActivation": SILU,
+}
+
+_BASES = {activation.torch_module for activation in ACTIVATIONS}
+
+
+def activation_of(module: nn.Module) -> tuple[Activation, tuple[float, ...]] | None:
+    """Return the activation that a module's class computes, and its scalar arguments as they are.
+
+    None if it is not one of this package's, or if an argument is not a plain number.
+    """
+    cls: Any = type(module)
+    candidates = _candidates(cls)
+    for activation in candidates:
+        variant = activation.variant.items() if len(candidates) > 1 else ()
+        if all(getattr(module, name) == value for name, value in variant):
+            scalars = tuple(getattr(module, name) for name in activation.scalars)
+            return (activation, scalars) if all(isinstance(s, Real) for s in scalars) else None
+    return None
+
+
+@cache
+def _candidates(cls: type[nn.Module]) -> tuple[Activation, ...]:
+    known = _BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}")
+    if known is not None:
+        return (known,)
+    base = _base_of(cls)
+    return tuple(activation for activation in ACTIVATIONS if activation.torch_module is base)
+
+
+def _base_of(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that `cls` is another name of; itself where it is more than that."""
+    while len(cls.__bases__) == 1 and cls not in _BASES and _HARMLESS.issuperset(vars(cls)):
+        cls = cls.__bases__[0]
+    return cls

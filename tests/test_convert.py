@@ -1,0 +1,677 @@
+"""`convert`, `analyze`, `revert` and `reverted`: arguments, examples and reports."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from memory import held_allocation, largest_allocation
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from twins import (
+    SOURCES,
+    C,
+    Program,
+    assert_same_steps,
+    nodes_from,
+    replaced,
+)
+
+import inplace_ops
+from inplace_ops.conversion.report import Report
+from inplace_ops.conversion.wiring import conversion_of
+from inplace_ops.recompute import specs
+
+
+@pytest.fixture(params=SOURCES, autouse=True)
+def source(request: pytest.FixtureRequest) -> Iterator[str]:
+    with nodes_from(request.param):
+        yield request.param
+
+
+def network(width: int = 16) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, padding=1),
+        nn.BatchNorm2d(width),
+        nn.SiLU(),
+        nn.Conv2d(width, width, 3, padding=1),
+        nn.GroupNorm(2, width),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Conv2d(width, 4, 1),
+    )
+
+
+def examples() -> Tensor:
+    return torch.randn(2, 3, 32, 32)
+
+
+def is_converted(model: nn.Module) -> bool:
+    return conversion_of(model) is not None
+
+
+def number_of_hooks(model: nn.Module) -> int:
+    modules = list(model.modules())
+    return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in modules)
+
+
+# The report.
+
+
+def test_a_report_is_filled_in_by_the_first_step_with_gradients() -> None:
+    model, x = network(), examples()
+    report = inplace_ops.convert(model)
+    hooks = number_of_hooks(model)
+    assert isinstance(report, inplace_ops.Report)
+    assert (report.saved_bytes_before, report.replaced, report.remaining) == (None, [], [])
+    assert "first forward pass" in str(report)
+    with torch.no_grad():
+        model(x)
+    assert report.saved_bytes_after is None
+    model(x)
+    assert report.saved_bytes_before is not None
+    assert report.saved_bytes_after is not None
+    assert report.peak_bytes_before is report.peak_bytes_after is None
+    original = network()
+    before, after = (held_allocation(lambda m=m: m(x)) for m in (original, model))
+    assert report.saved_bytes_before == pytest.approx(before, rel=0.03)
+    assert report.saved_bytes_after == pytest.approx(after, rel=0.03)
+    first = asdict(report)
+    model(torch.cat([x, x]))
+    assert asdict(report) == first
+    assert number_of_hooks(model) == hooks
+
+
+def test_a_report_of_an_example() -> None:
+    model, x = network(), examples()
+    original = copy.deepcopy(model)
+    report = inplace_ops.convert(model, x)
+    before, after = (inplace_ops.saved_bytes(m, x) for m in (original, model))
+    assert (report.saved_bytes_before, report.saved_bytes_after) == (before, after)
+    held = [held_allocation(lambda m=m: m(x)) for m in (original, model)]
+    output = 4 * 2 * 4 * 16 * 16
+    assert before == pytest.approx(held[0] - output, rel=0.01)
+    assert after == pytest.approx(held[1] - output, rel=0.01)
+    peaks = []
+    for m in (original, model):
+        with largest_allocation() as peak:
+            m(x).square().mean().backward()
+        peaks += peak
+    assert report.peak_bytes_before == pytest.approx(peaks[0], rel=0.1)
+    assert report.peak_bytes_after == pytest.approx(peaks[1], rel=0.1)
+    assert report.peak_bytes_after < report.peak_bytes_before
+    assert_same_steps(original, model, x)
+
+
+def test_what_is_replaced_and_what_remains() -> None:
+    report = inplace_ops.convert(network(), examples())
+    size = 4 * 2 * 16 * 32 * 32
+    replaced_rows = {(r.producer, r.consumer, r.module, r.bytes) for r in report.replaced}
+    assert ("NativeBatchNorm", "SiLU", "2", size) in replaced_rows
+    assert ("SiLU", "Convolution", "3", size) in replaced_rows
+    assert ("ReLU", "ReLU", "5", size) in replaced_rows
+    assert ("ReLU", "MaxPool2DWithIndices", "6", size) in replaced_rows
+    assert [r.bytes for r in report.replaced] == sorted([r.bytes for r in report.replaced])[::-1]
+    largest = report.remaining[0]
+    assert (largest.producer, largest.bytes) == ("Convolution", size)
+    assert largest.reason
+    assert largest.module in ("1", "4")
+    pooled = next(r for r in report.remaining if r.consumer == "Convolution" and r.module == "7")
+    assert pooled.reason == "no rule for the output of MaxPool2DWithIndices"
+    total = sum(r.bytes for r in report.remaining)
+    assert total <= report.saved_bytes_after * 1.01
+
+
+def test_a_report_names_what_costs_too_much() -> None:
+    model = Program(lambda m, z: m.conv(F.softplus(F.silu(z) * m.scale)))
+    model.to(torch.float32)
+    report = inplace_ops.convert(model, torch.randn(8, 3, 16, 16), max_ops=3)
+    reasons = {r.reason for r in report.remaining}
+    assert "takes 4 operations, max_ops is 3" in reasons
+
+
+def test_a_report_as_a_dict_and_as_a_table() -> None:
+    report = inplace_ops.analyze(network(), examples())
+    found = json.loads(json.dumps(report.to_dict()))
+    assert found == report.to_dict()
+    assert found["saved_bytes_before"] == report.saved_bytes_before
+    assert found["remaining"][0]["bytes"] == report.remaining[0].bytes
+    text = str(report)
+    mib = f"{report.saved_bytes_before / 2**20:.3f}"
+    assert f"{mib}" in text.splitlines()[2]
+    assert "peak of a step" in text
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_a_function_of_the_user_that_saves_its_input_is_counted() -> None:
+    class Swish(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x * x.sigmoid()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient
+
+    class Calls(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Swish.apply(x)
+
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), Calls(), nn.AvgPool2d(2))
+    report = inplace_ops.analyze(model, torch.randn(2, 3, 16, 16))
+    (row,) = [r for r in report.remaining if r.consumer == "Swish"]
+    assert (row.producer, row.module, row.bytes) == ("Convolution", "1", 4 * 2 * 8 * 14 * 14)
+    assert report.peak_bytes_after is not None
+    del Swish.backward
+    report = inplace_ops.analyze(model, torch.randn(2, 3, 16, 16))
+    assert row in report.remaining
+    assert report.peak_bytes_after is None
+    with pytest.raises(NotImplementedError):
+        inplace_ops.convert(model, torch.randn(2, 3, 16, 16))
+
+
+def test_hooks_that_hide_a_producer_promise_nothing() -> None:
+    """A full backward hook puts a Function before its layer."""
+    model, x = network(), examples()
+    model[3].register_full_backward_hook(lambda *_: None)
+    original = copy.deepcopy(model)
+    report = inplace_ops.convert(model, x)
+    saved = [inplace_ops.saved_bytes(m, x) for m in (original, model)]
+    assert [report.saved_bytes_before, report.saved_bytes_after] == saved
+
+
+def test_a_pass_that_others_hooks_hide_is_not_reported() -> None:
+    model, x = network(), examples()
+    report = inplace_ops.convert(model)
+    with torch.autograd.graph.save_on_cpu():
+        model(x)
+    assert not report.is_filled
+    model(x)
+    assert report.is_filled
+
+
+def test_outputs_in_objects_are_reported() -> None:
+    class Output:
+        __slots__ = ("value",)
+
+        def __init__(self, value: Tensor) -> None:
+            self.value = value
+
+    class Wraps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network()
+
+        def forward(self, x: Tensor) -> Output:
+            return Output(self.network(x))
+
+    model = Wraps()
+    report = inplace_ops.convert(model)
+    model(examples())
+    assert len(report.replaced) >= 3
+    assert inplace_ops.convert(Wraps(), examples()).saved_bytes_after > 0
+
+
+def test_a_report_that_fails_does_not_reach_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise LookupError("of the report")
+
+    monkeypatch.setattr(Report, "fill", fail)
+    model, x = network(), examples()
+    report = inplace_ops.convert(model)
+    with pytest.warns(UserWarning, match="LookupError"):
+        model(x).sum().backward()
+    assert not report.is_filled
+
+
+def test_a_profiler_that_runs_already() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        report = inplace_ops.convert(network(), examples())
+    assert report.saved_bytes_after < report.saved_bytes_before
+    assert report.peak_bytes_before is report.peak_bytes_after is None
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize("function", [inplace_ops.convert, inplace_ops.analyze])
+def test_arguments_of_earlier_versions_say_what_to_write_now(function: Callable[..., Any]) -> None:
+    model, x = network(), examples()
+    for arguments, hint in (
+        ({"optimize": "speed"}, "max_ops"),
+        ({"bits": 1}, r"inplace_ops\.SiLU"),
+        ({"verify": False}, "without example_inputs"),
+        ({"max_opps": 4}, "unexpected keyword argument 'max_opps'"),
+    ):
+        with pytest.raises(TypeError, match=hint):
+            function(model, x, **arguments)
+    assert not is_converted(model)
+
+
+@pytest.mark.parametrize("max_ops", [0, -1, 1.5, "4", True, None])
+def test_a_wrong_max_ops(max_ops: Any) -> None:
+    with pytest.raises(ValueError, match="max_ops must be a positive integer"):
+        inplace_ops.convert(network(), max_ops=max_ops)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_models_that_cannot_be_converted() -> None:
+    for wrong in (None, 3, F.silu, torch.ones(2), network):
+        with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module"):
+            inplace_ops.convert(wrong)
+        with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module"):
+            inplace_ops.revert(wrong)
+    with pytest.raises(ValueError, match=r"before torch\.compile"):
+        inplace_ops.convert(torch.compile(network()))
+    with pytest.raises(ValueError, match="scripted"):
+        inplace_ops.convert(torch.jit.script(nn.Linear(2, 2)))
+    for lazy in (nn.LazyLinear(2), nn.LazyBatchNorm2d(affine=False)):
+        with pytest.raises(ValueError, match="uninitialized parameters"):
+            inplace_ops.convert(nn.Sequential(lazy))
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="inference mode"):
+        inplace_ops.convert(network(), examples())
+
+
+def test_twice() -> None:
+    model, x = network(), examples()
+    report = inplace_ops.convert(model)
+    state = [dict(vars(m)) for m in model.modules()]
+    assert inplace_ops.convert(model) is report
+    assert [dict(vars(m)) for m in model.modules()] == state
+    with pytest.warns(UserWarning, match="max_ops=4, and stays"):
+        inplace_ops.convert(model, max_ops=8)
+    assert inplace_ops.convert(model, x) is report
+    assert report.saved_bytes_after == inplace_ops.saved_bytes(model, x)
+    assert report.peak_bytes_after is not None
+
+
+def test_an_example_that_fails_leaves_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = network(), examples()
+    report = inplace_ops.convert(model, x)
+    before, kind = asdict(report), type(model)
+    with pytest.raises(RuntimeError):
+        inplace_ops.convert(model, torch.randn(2, 5, 32, 32))
+    assert asdict(report) == before
+    assert type(model) is kind
+
+
+def test_a_module_that_refuses_hooks() -> None:
+    """The model is as it was, with what had been converted before."""
+
+    class Refuses(nn.BatchNorm2d):
+        def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+            raise LookupError("no hooks")
+
+    part = network()
+    inplace_ops.convert(part, max_ops=2)
+    model = nn.Sequential(part, nn.BatchNorm2d(4), nn.SiLU(), Refuses(4))
+    before = [(type(m), dict(vars(m)), number_of_hooks(m)) for m in model.modules()]
+    with pytest.raises(LookupError, match="no hooks"):
+        inplace_ops.convert(model)
+    after = [(type(m), dict(vars(m)), number_of_hooks(m)) for m in model.modules()]
+    assert [row[::2] for row in after] == [row[::2] for row in before]
+    assert [sorted(row[1]) for row in after] == [sorted(row[1]) for row in before]
+    assert conversion_of(part).settings.max_ops == 2
+
+
+def test_inside_of_a_forward_pass() -> None:
+    class Converts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for function in (inplace_ops.convert, inplace_ops.analyze):
+                with pytest.raises(RuntimeError, match="inside of the forward pass"):
+                    function(nn.Linear(2, 2), torch.ones(2))
+            return x
+
+    model = nn.Sequential(nn.Linear(2, 2), Converts())
+    inplace_ops.convert(model)
+    model(torch.ones(2))
+
+
+class Renamed(nn.SiLU):
+    pass
+
+
+class Other(nn.SiLU):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+def test_which_activations_are_fused() -> None:
+    """Those whose forward is a supported activation's, whatever their class is called."""
+    for activation, is_fused in ((Renamed(), True), (Other(), False), (nn.Tanh(), False)):
+        model = nn.Sequential(nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), activation, nn.Conv2d(C, 2, 1))
+        original, x = copy.deepcopy(model), examples()
+        inplace_ops.convert(model)
+        assert ("forward" in vars(model[2])) == is_fused
+        assert_same_steps(original, model, x)
+
+
+def test_an_activation_with_a_forward_of_its_own() -> None:
+    model, x = network(), examples()
+    model[2].forward = own = lambda z: z * 3
+    original = copy.deepcopy(model)
+    inplace_ops.convert(model)
+    assert model[2].forward is own
+    assert_same_steps(original, model, x)
+    inplace_ops.revert(model)
+    assert model[2].forward is own
+
+
+def test_encoder_layers_keep_their_fast_path() -> None:
+    """They leave it where one of their parts has a hook."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    inplace_ops.convert(layer)
+    parts = list(layer.modules())[1:]
+    assert number_of_hooks(nn.ModuleList(parts)) == 0
+
+
+def test_attributes_are_read_at_each_call() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), nn.LeakyReLU(0.1), nn.Conv2d(C, 2, 1)
+    )
+    original, x = copy.deepcopy(model), examples()
+    inplace_ops.convert(model, x)
+    seen: list[tuple[Tensor, Tensor]] = []
+    model[1].register_forward_hook(lambda m, args, z: seen.append((z, z.detach().clone())))
+    for inplace, slope in ((False, 0.1), (True, 0.5), (False, -0.3), (True, 0.0)):
+        for m in (model, original):
+            m[2].inplace, m[2].negative_slope = inplace, slope
+        if slope >= 0 or not inplace:
+            assert_same_steps(original, model, x)
+        seen.clear()
+        model(x)
+        z, before = seen[0]
+        assert torch.equal(z, before) == (not inplace)
+
+
+# Examples.
+
+
+@pytest.mark.parametrize(
+    "inputs", [lambda x: x, lambda x: (x,), lambda x: {"input": x}], ids=["tensor", "tuple", "dict"]
+)
+def test_example_inputs(inputs: Callable[[Tensor], Any]) -> None:
+    model, x = network(), examples()
+    assert inplace_ops.convert(model, inputs(x)).saved_bytes_after > 0
+
+
+def test_wrong_example_inputs() -> None:
+    model = network()
+    with pytest.raises(TypeError, match="a tensor, a tuple of arguments or a dict"):
+        inplace_ops.convert(model, [examples()])
+    with pytest.raises(TypeError, match="pass a tuple"):
+        inplace_ops.convert(model, {"image": examples()})
+    assert not is_converted(model)
+
+
+@pytest.mark.parametrize("function", [inplace_ops.convert, inplace_ops.analyze])
+def test_an_example_on_which_the_model_fails(function: Callable[..., Any]) -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise error
+
+    error = LookupError("the model's own")
+    model = nn.Sequential(*network(), Fails())
+    with pytest.raises(LookupError) as raised:
+        function(model, examples())
+    assert raised.value is error
+    assert not is_converted(model)
+    assert type(model) is nn.Sequential
+
+
+class Stateful(nn.Module):
+    """Changes whatever a forward pass may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(4, 64), nn.BatchNorm1d(64), nn.Dropout(), nn.SiLU(), nn.Linear(64, 4)
+        )
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("observed", torch.empty(0))
+        self.list: list[int] = []
+        self.cache: dict[str, Any] = {"nested": [Counter(), {"tensor": torch.zeros(2)}]}
+        self.generator = torch.Generator()
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps = self.steps + 1
+        self.observed.resize_(4).copy_(x.detach().amax(0))
+        self.layers[1].train(not self.layers[1].training)
+        self.list.append(1)
+        self.cache["x"] = x
+        calls, tensors = self.cache["nested"]
+        calls["forward"] += 1
+        tensors["tensor"] += torch.rand(2, generator=self.generator)
+        tensors["other"] = x
+        self.layers[0].weight.note = self.list
+        self.layers[4].register_forward_hook(lambda m, args, output: None)
+        random.random()
+        np.random.rand()
+        x += 1
+        y = self.layers(x)
+        if self.fails:
+            raise LookupError
+        return y
+
+
+def hooks_of_the_user(module: nn.Module) -> int:
+    return sum(not h.__module__.startswith("inplace_ops") for h in module._forward_hooks.values())
+
+
+def state(model: Stateful, x: Tensor) -> list[Any]:
+    return [
+        {name: value.clone() for name, value in model.state_dict().items()},
+        [p.grad.clone() if p.grad is not None else None for p in model.parameters()],
+        [id(p.grad) for p in model.parameters()],
+        [id(b) for b in model.buffers()],
+        [module.training for module in model.modules()],
+        [hooks_of_the_user(module) for module in model.layers],
+        (list(model.list), list(model.cache), vars(model.layers[0].weight)),
+        [dict(model.cache["nested"][0]), list(model.cache["nested"][1])],
+        model.cache["nested"][1]["tensor"].clone(),
+        model.generator.get_state(),
+        x.clone(),
+        torch.get_rng_state(),
+        random.getstate(),
+        pickle.dumps(np.random.get_state()),
+        torch.is_grad_enabled(),
+    ]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "fails"])
+@pytest.mark.parametrize("function", [inplace_ops.convert, inplace_ops.analyze])
+def test_an_example_leaves_everything_as_it_was(function: Callable[..., Any], fails: bool) -> None:
+    model, x = Stateful(), torch.randn(8, 4)
+    model(x.clone()).sum().backward()
+    del model.layers[0].weight.note
+    model.list.clear()
+    del model.cache["x"]
+    before = state(model, x)
+    model.fails = fails
+    if fails:
+        with pytest.raises(LookupError):
+            function(model, x)
+    else:
+        function(model, x)
+    after = state(model, x)
+    assert after[2:8] == before[2:8]
+    for a, b in zip(after[:2] + after[8:12], before[:2] + before[8:12], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert after[12:] == before[12:]
+    assert is_converted(model) == (function is inplace_ops.convert and not fails)
+
+
+def test_an_example_under_autocast_in_eval_mode_and_with_checkpoints() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = network()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = checkpoint(self.layers[:3], x, use_reentrant=True)
+            return checkpoint(self.layers[3:], x, use_reentrant=False)
+
+    x = examples()
+    with torch.autocast("cpu", torch.bfloat16):
+        report = inplace_ops.convert(network(), x)
+    assert report.saved_bytes_after < 0.6 * report.saved_bytes_before
+    assert inplace_ops.convert(network().eval(), x).saved_bytes_after > 0
+    report = inplace_ops.convert(Checkpointed(), x.requires_grad_())
+    assert report.saved_bytes_after <= report.saved_bytes_before
+
+
+def test_a_forward_that_writes_to_a_parameter_is_said() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network, self.center = network(), nn.Parameter(torch.zeros(4, 1, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.center += 1
+            return self.network(x) + self.center
+
+    with pytest.warns(UserWarning, match="writes to its parameters `center`") as said:
+        inplace_ops.convert(Writes(), examples())
+    assert len(said) == 1
+
+
+def test_models_without_gradients() -> None:
+    frozen = network().requires_grad_(False)
+    report = inplace_ops.convert(frozen, examples())
+    assert (report.saved_bytes_before, report.saved_bytes_after) == (0, 0)
+
+    class Nothing(nn.Module):
+        def forward(self, x: Tensor) -> None:
+            return None
+
+    assert inplace_ops.convert(Nothing(), examples()).saved_bytes_after == 0
+
+
+def test_a_difference_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a spec that is right at its first use, and wrong when backward asks."""
+    unpack = specs.Recomputed.unpack
+    asked: set[int] = set()
+
+    def wrong(value: specs.Recomputed) -> Tensor:
+        result = unpack(value)
+        if not value.name.startswith("SiLU"):
+            return result
+        if id(value.spec) in asked:
+            return result * 1.001
+        asked.add(id(value.spec))
+        return result
+
+    monkeypatch.setattr(specs.Recomputed, "unpack", wrong)
+    model = network()
+    with pytest.raises(inplace_ops.VerificationError, match="SiLU, saved by Convolution in `3`"):
+        inplace_ops.convert(model, examples())
+    assert not is_converted(model)
+    assert type(model) is nn.Sequential
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_gradients_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing that is recomputed is wrong: of the fused activation's own backward."""
+    from inplace_ops.recompute import functions
+
+    right = functions._gradient_of_input
+    monkeypatch.setattr(functions, "_gradient_of_input", lambda ctx, g: right(ctx, g) * 1.01)
+    model = network()
+    with pytest.raises(inplace_ops.VerificationError, match="gradients of the converted model"):
+        inplace_ops.convert(model, examples())
+    assert not is_converted(model)
+
+
+def test_dropout_and_noise_are_no_difference() -> None:
+    class Noise(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + random.gauss(0, 1e-3) * torch.randn_like(x)
+
+    model = nn.Sequential(*network()[:5], nn.Dropout(), Noise(), *network()[3:])
+    assert inplace_ops.convert(model, examples()).saved_bytes_after > 0
+
+
+def test_threads_that_convert_at_once() -> None:
+    """One after the other: the runs set the random state, which all threads share."""
+    running: list[int] = []
+    at_once: list[int] = []
+
+    class Slow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            running.append(1)
+            time.sleep(0.002)
+            at_once.append(len(running))
+            running.pop()
+            return x
+
+    def work() -> None:
+        inplace_ops.convert(nn.Sequential(nn.Linear(4, 4), Slow()), torch.randn(2, 4))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(at_once) == {1}
+
+
+# Reverting.
+
+
+def test_reverted_for_a_while() -> None:
+    model, x = network(), examples()
+    report = inplace_ops.convert(model, x)
+    kind, modules = type(model), list(model.modules())
+    with inplace_ops.reverted(model):
+        assert type(model) is nn.Sequential
+        assert replaced(model(x)) == []
+        model[2] = nn.ELU()
+    assert type(model) is kind
+    assert type(model[2]) is nn.ELU
+    model[2] = modules[3]
+    saved = inplace_ops.saved_bytes(model, x)
+    assert saved == pytest.approx(report.saved_bytes_after, rel=1e-4)
+    with pytest.raises(KeyError), inplace_ops.reverted(model):
+        raise KeyError
+    assert is_converted(model)
+    with inplace_ops.reverted(model):
+        inplace_ops.convert(model, max_ops=1)
+    assert conversion_of(model).settings.max_ops == 1
+    with inplace_ops.reverted(nn.Linear(2, 2)):  # nothing to revert
+        pass
+
+
+def test_reverted_keeps_what_a_part_was_converted_with() -> None:
+    part = network()
+    report = inplace_ops.convert(part, max_ops=2)
+    model = nn.Sequential(part)
+    with inplace_ops.reverted(model):
+        assert not is_converted(part)
+    assert conversion_of(part).report is report
+    assert not is_converted(model)
+
+
+def test_analyze_changes_nothing() -> None:
+    model, x = network(), examples()
+    before = [dict(vars(m)) for m in model.modules()]
+    report = inplace_ops.analyze(model, x)
+    assert [dict(vars(m)) for m in model.modules()] == before
+    assert type(model) is nn.Sequential
+    assert report.to_dict() == inplace_ops.convert(model, x).to_dict()
+    assert inplace_ops.analyze(model, x).saved_bytes_after == report.saved_bytes_after
+    assert is_converted(model)

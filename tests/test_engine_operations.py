@@ -1,0 +1,432 @@
+"""Every line of the table of operations: what is recomputed, and that gradients are PyTorch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from twins import (
+    SOURCES,
+    C,
+    Program,
+    assert_same_steps,
+    converted_twin,
+    images,
+    nodes_from,
+    recomputed,
+    replaced,
+)
+
+from inplace_ops.recompute import engine, operations
+from inplace_ops.recompute.rewrites import Indices, Mask, Shape
+
+
+@pytest.fixture(autouse=True)
+def _small_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "MIN_BYTES", 1)
+
+
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "batch": nn.BatchNorm2d,
+    "group": lambda c: nn.GroupNorm(2, c, eps=1e-3),
+    "instance": lambda c: nn.InstanceNorm2d(c, affine=True),
+    "layer": lambda c: nn.LayerNorm(8, eps=1e-2),
+}
+
+# By the node that it makes: an operation on a norm's output, whose result a convolution saves.
+OUTPUTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "SiluBackward0": lambda m, z: F.silu(z),
+    "GeluBackward0": lambda m, z: F.gelu(z, approximate="tanh"),
+    "HardswishBackward0": lambda m, z: F.hardswish(z),
+    "MishBackward0": lambda m, z: F.mish(z),
+    "LeakyReluBackward0": lambda m, z: F.leaky_relu(z, 0.3),
+    "HardtanhBackward0": lambda m, z: F.hardtanh(z, -0.4, 0.7),
+    "HardsigmoidBackward0": lambda m, z: F.hardsigmoid(z),
+    "SoftplusBackward0": lambda m, z: F.softplus(z, 2.0, 1.5),
+    "EluBackward0": lambda m, z: F.elu(z, 0.7),
+    "GluBackward0": lambda m, z: F.glu(torch.cat([z, z], 1), 1),
+    "ReluBackward0": lambda m, z: F.relu(z),
+    "LeakyReluBackward1": lambda m, z: F.leaky_relu(z, 0.3, inplace=True),
+    "SigmoidBackward0": lambda m, z: z.sigmoid(),
+    "TanhBackward0": lambda m, z: z.tanh(),
+    "MulBackward0": lambda m, z: z * m.scale,
+    "AddBackward0": lambda m, z: torch.add(z, m.silu(z), alpha=0.4),
+    "SubBackward0": lambda m, z: torch.sub(m.silu(z), z, alpha=0.4),
+    "CatBackward0": lambda m, z: torch.cat([z, m.silu(z)], -3)[:, 3 : 3 + C],
+    "StackBackward0": lambda m, z: torch.stack([z, m.silu(z)], -4)[1],
+    "ToCopyBackward0": lambda m, z: z.to(torch.bfloat16),
+    "CloneBackward0": lambda m, z: z.clone(),
+    "NormBackward": lambda m, z: z,
+}
+IN_PLACE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "silu": lambda m, z: F.silu(z, inplace=True),
+    "hardswish": lambda m, z: F.hardswish(z, inplace=True),
+    "mish": lambda m, z: F.mish(z, inplace=True),
+    "relu6": lambda m, z: F.relu6(z, inplace=True),
+    "relu": lambda m, z: F.relu_(z),
+    "sigmoid": lambda m, z: z.sigmoid_(),
+    "tanh": lambda m, z: z.tanh_(),
+    "add": lambda m, z: z.add_(m.act(m.norm(m.other(z.detach().clone())))),
+    "subtract": lambda m, z: m.silu(z).sub_(z),
+    "multiply": lambda m, z: z.mul_(m.scale),
+    "two_in_a_row": lambda m, z: F.relu_(z.add_(m.scale)),
+}
+
+
+def computed_of_norms() -> set[str]:
+    return {name for name in operations.OPERATIONS if "Norm" in name}
+
+
+def test_every_output_rule_has_a_test() -> None:
+    """But for the norms, which `NORMS` has, and activations after one, which have their own."""
+    with_outputs = {name for name, o in operations.OPERATIONS.items() if o.output is not None}
+    tested = computed_of_norms() | set(OUTPUTS) | {"RecomputeFunctionBackward"}
+    assert with_outputs <= tested
+
+
+def in_a_view(norm: str) -> bool:
+    """An instance norm returns a view: in place, autograd hides the operation in CopySlices."""
+    return norm == "instance"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("operation", OUTPUTS)
+def test_an_output_is_recomputed(operation: str, norm: str, source: str) -> None:
+    model = Program(lambda m, z: m.convolved(OUTPUTS[operation](m, z)), NORMS[norm])
+    twin, x = converted_twin(model), images()
+    with nodes_from(source):
+        twin = converted_twin(model)
+        output = twin(x)
+        # Functional code is seen late without the hook: what does not save its input is not proved.
+        if source == "hook" and not (operation == "LeakyReluBackward1" and in_a_view(norm)):
+            assert output.grad_fn._raw_saved_input.unpack_hook is not None
+        assert_same_steps(model, twin, x)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("operation", IN_PLACE)
+def test_an_output_in_place_is_recomputed(operation: str, norm: str, source: str) -> None:
+    model, x = Program(lambda m, z: m.convolved(IN_PLACE[operation](m, z)), NORMS[norm]), images()
+    with nodes_from(source):
+        twin = converted_twin(model)
+        output = twin(x)
+        if source == "hook" and not in_a_view(norm):
+            assert output.grad_fn._raw_saved_input.unpack_hook is not None
+        assert_same_steps(model, twin, x)
+
+
+# By the node: a view of a norm's output of shape (2, C, 8, 8), and what of it a layer reads.
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "AliasBackward0": lambda z: torch.ops.aten.alias(z),
+    "AsStridedBackward0": lambda z: z.as_strided((2, C, 4, 16), (C * 64, 64, 16, 1), 0),
+    "ExpandBackward0": lambda z: z.unsqueeze(1).expand(-1, 3, -1, -1, -1)[:, 2],
+    "PermuteBackward0": lambda z: z.permute(0, -3, 3, 2),
+    "ReshapeAliasBackward0": lambda z: torch.ops.aten._reshape_alias(
+        z, (2, C, 4, 16), (C * 64, 64, 16, 1)
+    ),
+    "SelectBackward0": lambda z: z.unsqueeze(-1).select(-1, -1),
+    "SliceBackward0": lambda z: z[:, :, 1:-1:2],
+    "SplitBackward0": lambda z: z.split(3, -1)[1],
+    "SplitWithSizesBackward0": lambda z: z.split((3, 1, 4), -2)[2],
+    "SqueezeBackward0": lambda z: z.unsqueeze(2).squeeze(),
+    "SqueezeBackward1": lambda z: z.unsqueeze(-1).squeeze(-1),
+    "SqueezeBackward2": lambda z: z.unsqueeze(1).unsqueeze(-1).squeeze((1, -1)),
+    "TBackward0": lambda z: z.flatten(1).t().reshape(8, C, 8, 2),
+    "TransposeBackward0": lambda z: z.transpose(-1, -2),
+    "UnbindBackward0": lambda z: z.unsqueeze(1).unbind(1)[0],
+    "UnsafeViewBackward0": lambda z: torch.ops.aten._unsafe_view(z, (2, C, 4, 16)),
+    "UnsqueezeBackward0": lambda z: z.unsqueeze(-4)[0],
+    "ViewBackward0": lambda z: z.view(2, C, 4, -1),
+}
+
+
+OF_CONTIGUOUS = ("AsStrided", "ReshapeAlias", "T", "UnsafeView", "View")
+
+
+def test_every_view_has_a_test() -> None:
+    assert set(operations.VIEWS) == set(VIEWS)
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["", "channels_last"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_are_replayed(view: str, channels_last: bool) -> None:
+    """With the strides of what was saved, on which kernels may depend."""
+
+    def compute(m: Any, z: Tensor) -> Tensor:
+        v = VIEWS[view](F.silu(z))
+        seen.append(v.detach().clone())
+        strides.append(v.stride())
+        return (v * m.scale.mean()).double()
+
+    seen: list[Tensor] = []
+    strides: list[tuple[int, ...]] = []
+    model, x = Program(compute), images()
+    if channels_last:
+        if view.removesuffix("Backward0") in OF_CONTIGUOUS:
+            pytest.skip("a view of a contiguous tensor")
+        model, x = (
+            model.to(memory_format=torch.channels_last),
+            x.contiguous(memory_format=torch.channels_last),
+        )
+    twin = converted_twin(model)
+    product = twin(x).grad_fn.next_functions[0][0]
+    assert product._raw_saved_self.unpack_hook is not None
+    torch.testing.assert_close(product._saved_self, seen[0], rtol=1e-5, atol=1e-5)
+    assert product._saved_self.stride() == strides[0]
+    assert_same_steps(model, twin, x)
+
+
+# By the node: what reads a norm's output, of shape (2, C, 8, 8).
+WEIGHT = torch.randn(16, 16, 16)
+READERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "ConvolutionBackward0": lambda m, z: m.conv(z),
+    "AddmmBackward0": lambda m, z: m.linear(z),
+    "MmBackward0": lambda m, z: z.flatten(1) @ m.weight.view(-1, 8)[: C * 64],
+    "BmmBackward0": lambda m, z: z.flatten(0, 1) @ m.weight[:12, :8, :8],
+    "BaddbmmBackward0": lambda m, z: torch.baddbmm(
+        z.new_zeros(12, 8, 8), z.flatten(0, 1), m.weight[:12, :8, :8]
+    ),
+    "AddbmmBackward0": lambda m, z: torch.addbmm(
+        z.new_zeros(8, 8), z.flatten(0, 1), m.weight[:12, :8, :8]
+    ),
+    "AddmvBackward0": lambda m, z: torch.addmv(
+        z.new_zeros(2), z.flatten(1), m.weight.flatten()[: C * 64]
+    ),
+    "MvBackward0": lambda m, z: z.flatten(1) @ m.weight.flatten()[: C * 64],
+    "DotBackward0": lambda m, z: z.flatten() @ m.weight.flatten()[: 2 * C * 64],
+    "TrilinearBackward0": lambda m, z: F.bilinear(z, z.detach() * 0.5, m.weight[:, :8, :8]),
+    "ScaledDotProductFlashAttentionForCpuBackward0": lambda m, z: F.scaled_dot_product_attention(
+        z, z, z
+    ),
+    "GridSampler2DBackward0": lambda m, z: F.grid_sample(
+        z, m.weight[:2, :, :2, None].transpose(2, 3).tanh(), align_corners=False
+    ),
+    "GridSampler3DBackward0": lambda m, z: F.grid_sample(
+        z[:, :, None], m.weight[:2, :8, None, None, :3].tanh(), align_corners=False
+    ),
+    "AddcmulBackward0": lambda m, z: torch.addcmul(z.new_zeros(()), z, m.weight[0, :8, :8]),
+    "DivBackward0": lambda m, z: z / (2 + m.weight[0, :8, :8].cos()),
+    "PowBackward0": lambda m, z: z.pow(2),
+    "MulBackward0": lambda m, z: z * m.weight[0, :8, :8],
+    "PreluKernelBackward0": lambda m, z: F.prelu(z, m.weight[0, 0, :C]),
+    "SiluBackward0": lambda m, z: F.silu(z),
+    "GeluBackward0": lambda m, z: F.gelu(z),
+    "HardswishBackward0": lambda m, z: F.hardswish(z),
+    "MishBackward0": lambda m, z: F.mish(z),
+    "LeakyReluBackward0": lambda m, z: F.leaky_relu(z),
+    "HardtanhBackward0": lambda m, z: F.relu6(z),
+    "HardsigmoidBackward0": lambda m, z: F.hardsigmoid(z),
+    "SoftplusBackward0": lambda m, z: F.softplus(z),
+    "EluBackward0": lambda m, z: F.elu(z),
+    "GluBackward0": lambda m, z: F.glu(z, 1),
+}
+NOT_HERE = {
+    "LinearBackward0",  # of nested tensors and of other devices
+    "CudnnGridSamplerBackward0",
+    *(name for name in operations.OPERATIONS if "Attention" in name and "ForCpu" not in name),
+}
+
+
+def test_every_reader_has_a_test() -> None:
+    readers = {name for name, o in operations.OPERATIONS.items() if o.reads}
+    assert readers <= set(READERS) | NOT_HERE | computed_of_norms()
+
+
+class WithWeight(Program):
+    def __init__(self, compute: Callable[[Any, Tensor], Any], **options: Any) -> None:
+        super().__init__(compute, **options)
+        self.weight = nn.Parameter(WEIGHT.clone())
+
+
+@pytest.mark.parametrize("norm", ["batch", "instance"])
+@pytest.mark.parametrize("reader", READERS)
+def test_a_reader_of_a_norms_output_recomputes_it(reader: str, norm: str) -> None:
+    model, x = WithWeight(READERS[reader], norm=NORMS[norm]), images()
+    twin = converted_twin(model)
+    names = [value.name for value in recomputed(twin(x))]
+    assert any(name.endswith(f"saved by {reader.rpartition('Backward')[0]}") for name in names)
+    assert_same_steps(model, twin, x)
+
+
+# Gradients that compare what was saved with the result: with another last bit, another gradient.
+COMPARE: dict[str, Callable[[Tensor], Tensor]] = {
+    "amax": lambda z: z.amax((2, 3)),
+    "min": lambda z: z.min(),
+    "norm": lambda z: z.norm(torch.inf),
+    "dist": lambda z: torch.dist(z, torch.zeros_like(z), torch.inf),
+    "cdist": lambda z: torch.cdist(z.flatten(2), torch.zeros_like(z).flatten(2), torch.inf),
+}
+
+
+@pytest.mark.parametrize("compare", COMPARE)
+def test_what_compares_values_keeps_them(compare: str) -> None:
+    model = Program(lambda m, z: COMPARE[compare](z), NORMS["layer"])
+    twin, x = converted_twin(model), images()
+    assert recomputed(twin(x)) == []
+    assert_same_steps(model, twin, x)
+
+
+POOLS: dict[str, Callable[[Tensor], Any]] = {
+    "AvgPool2DBackward0": lambda y: F.avg_pool2d(y, 3, 2, 1),
+    "AvgPool3DBackward0": lambda y: F.avg_pool3d(y, 2),
+    "AdaptiveAvgPool2DBackward0": lambda y: F.adaptive_avg_pool2d(y, 3),
+    "AdaptiveAvgPool3DBackward0": lambda y: F.adaptive_avg_pool3d(y, 3),
+    "MaxPool2DWithIndicesBackward0": lambda y: F.max_pool2d(y, 3, 2, 1),
+    "MaxPool3DWithIndicesBackward0": lambda y: F.max_pool3d(y, 2),
+    "AdaptiveMaxPool2DBackward0": lambda y: F.adaptive_max_pool2d(y, 3),
+    "AdaptiveMaxPool3DBackward0": lambda y: F.adaptive_max_pool3d(y, 3),
+    "ReflectionPad1DBackward0": lambda y: F.pad(y[0], (1, 1), "reflect"),
+    "ReflectionPad2DBackward0": lambda y: F.pad(y, (1, 1, 1, 1), "reflect"),
+    "ReflectionPad3DBackward0": lambda y: F.pad(y[None], (1, 1, 1, 1, 1, 1), "reflect"),
+    "ReplicationPad1DBackward0": lambda y: F.pad(y[0], (1, 1), "replicate"),
+    "ReplicationPad2DBackward0": lambda y: F.pad(y, (1, 1, 1, 1), "replicate"),
+    "ReplicationPad3DBackward0": lambda y: F.pad(y[None], (1, 1, 1, 1, 1, 1), "replicate"),
+}
+
+
+def test_every_operation_that_reads_a_shape_has_a_test() -> None:
+    assert set(POOLS) == {name for name, o in operations.OPERATIONS.items() if o.shape_only}
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["", "channels_last"])
+@pytest.mark.parametrize("pool", POOLS)
+def test_only_the_shape_is_saved(
+    pool: str, channels_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the values of what takes its place, gradients are the same, and their strides."""
+    unpack = Shape.unpack
+    monkeypatch.setattr(Shape, "unpack", lambda shape: unpack(shape).fill_(torch.nan))
+    if channels_last and pool == "MaxPool3DWithIndicesBackward0":
+        pytest.skip("PyTorch takes no 4-dimensional tensor in channels_last")
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    model, x = Program(lambda m, z: POOLS[pool](m.other(z))), images()
+    model, x = model.to(memory_format=layout), x.contiguous(memory_format=layout)
+    twin = converted_twin(model)
+    kinds = [type(value) for value in replaced(twin(x))]
+    assert Shape in kinds
+    assert (Indices in kinds) == ("Max" in pool)
+    assert_same_steps(model, twin, x, tolerance=0)
+    strides = []
+    for m in (model, twin):
+        y = m.other(m.first(x))
+        with engine.engine_running(engine.Settings()) if m is twin else torch.enable_grad():
+            pooled = POOLS[pool](y)
+        (gradient,) = torch.autograd.grad(pooled.sum(), y)
+        strides.append(gradient.stride())
+    assert strides[0] == strides[1]
+
+
+@pytest.mark.parametrize("return_indices", [False, True])
+def test_indices_of_pooling_take_32_bits(return_indices: bool) -> None:
+    def compute(m: Any, z: Tensor) -> Any:
+        return F.max_pool2d(m.other(z), 2, return_indices=return_indices)
+
+    model, x = Program(compute), images()
+    twin = converted_twin(model)
+    (indices,) = [value for value in replaced(twin(x)) if isinstance(value, Indices)]
+    assert indices.narrow.dtype is torch.int32
+    assert indices.unpack().dtype is torch.int64
+    assert_same_steps(model, twin, x, tolerance=0)
+
+
+MASKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "relu_": F.relu_,
+    "leaky_relu": lambda z: F.leaky_relu(z, 0.2),
+    "leaky_relu_": lambda z: F.leaky_relu(z, 0.2, inplace=True),
+    "leaky_relu_negative": lambda z: F.leaky_relu(z, -0.2),
+}
+AFTER: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "sum": lambda m, y: y + m.scale,
+    "difference": lambda m, y: m.scale - y,
+    "cat": lambda m, y: torch.cat([y, y], 1),
+    "mean": lambda m, y: y.mean((2, 3)),
+    "total": lambda m, y: y.sum(),
+    "pool": lambda m, y: F.avg_pool2d(y, 2),
+    "view": lambda m, y: y.flatten(1).mean(1),
+    "interpolation": lambda m, y: F.interpolate(y, scale_factor=2.0),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("after", AFTER)
+@pytest.mark.parametrize("mask", MASKS)
+def test_one_bit_per_element(mask: str, after: str, dtype: torch.dtype, source: str) -> None:
+    """Where no value is read: NaN, infinities and zeros of both signs among them."""
+
+    def compute(m: Any, z: Tensor) -> Tensor:
+        special = z.new_tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-45, -1.0])
+        y = m.other(z)
+        with torch.no_grad():
+            y.view(-1)[: len(special)] = special
+        return AFTER[after](m, MASKS[mask](y))
+
+    model, x = Program(compute, dtype=dtype), images(dtype)
+    with nodes_from(source):
+        twin = converted_twin(model)
+        (value,) = [v for v in replaced(twin(x)) if isinstance(v, Mask)]
+        assert value.bits.nbytes == 2 * C * 64 // 8
+        assert_same_steps(model, twin, x, tolerance=0)
+
+
+def test_no_bits_where_the_output_is_saved_anyway() -> None:
+    """A convolution saves it before the sum: nothing would be gained."""
+
+    def compute(m: Any, z: Tensor) -> Tensor:
+        y = F.relu(m.other(z))
+        return m.conv(y).mean() + (y + m.scale).mean()
+
+    model, x = Program(compute), images()
+    twin = converted_twin(model)
+    assert not any(isinstance(value, Mask) for value in replaced(twin(x)))
+    assert_same_steps(model, twin, x, tolerance=0)
+
+
+@pytest.mark.skipif("hook" not in SOURCES, reason="seen too late to be proved")
+def test_a_saved_result_is_a_leaf() -> None:
+    """Of a ReLU whose input is not known: what follows from its output is recomputed from it."""
+
+    def compute(m: Any, z: Tensor) -> Tensor:
+        y = F.relu(m.other(z))
+        a = m.other(y)
+        return m.conv(torch.cat([y, m.silu(a)], 1)[:, 2 : 2 + C])
+
+    model, x = Program(compute), images()
+    twin = converted_twin(model)
+    assert "Cat, saved by Convolution" in [value.name for value in recomputed(twin(x))]
+    assert_same_steps(model, twin, x, tolerance=0)
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float64),
+    ],
+    ids=str,
+)
+def test_a_cast_is_saved_as_what_was_cast(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """Once for all that save it, and separately for other views of it."""
+    narrow, wide = dtypes
+
+    def compute(m: Any, z: Tensor) -> Tensor:
+        y = m.other(z).to(narrow).to(wide)
+        mean = (y * y.pow(2).mean((2, 3), keepdim=True)).mean()
+        return mean + (y.transpose(2, 3) * m.scale.to(wide)).mean()
+
+    model, x = Program(compute), images()
+    twin = converted_twin(model)
+    casts = [value for value in recomputed(twin(x)) if value.name.startswith("ToCopy")]
+    specs = [value.spec for value in casts if value.shape.numel() == 2 * C * 64]  # not the scale
+    narrowed = [leaf.tensor for spec in specs for leaf in spec.leaves()]
+    assert [tensor.dtype for tensor in narrowed] == [narrow] * 3
+    assert len({tensor.untyped_storage().data_ptr() for tensor in narrowed}) == 2
+    assert_same_steps(model, twin, x, tolerance=0)

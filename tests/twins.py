@@ -1,0 +1,144 @@
+"""A model and its converted twin, and how their steps are compared."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import inplace_ops
+from inplace_ops.memory import Packed
+from inplace_ops.recompute import engine, nodes
+from inplace_ops.recompute.specs import Recomputed
+
+# Where the engine takes its nodes from: see NOTE [Where nodes come from].
+SOURCES = ["hook", "walk"] if nodes.creation_hook is not None else ["walk"]
+C = 6
+
+
+@contextmanager
+def nodes_from(source: str) -> Iterator[None]:
+    """Let the engine take its nodes from PyTorch's hook, or from hooks on modules."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "USE_CREATION_HOOK", source == "hook")
+        yield
+
+
+class Program(nn.Module):
+    """Convolution and norm, then `compute(self, z)` with layers to use."""
+
+    def __init__(
+        self,
+        compute: Callable[[Any, Tensor], Any],
+        norm: Callable[[int], nn.Module] = nn.BatchNorm2d,
+        activation: Callable[[], nn.Module] = nn.Identity,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.first, self.norm, self.act = nn.Conv2d(3, C, 3, padding=1), norm(C), activation()
+        self.conv, self.other = nn.Conv2d(C, 4, 3, padding=1), nn.Conv2d(C, C, 1)
+        self.linear, self.silu = nn.Linear(8, 8), nn.SiLU()
+        self.scale = nn.Parameter(torch.randn(1, C, 1, 1))
+        self.compute = compute
+        self.step = 0
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Any:
+        self.step += 1
+        return self.compute(self, self.act(self.norm(self.first(x))))
+
+    def convolved(self, y: Tensor) -> Tensor:
+        """What a convolution of any dtype makes of it."""
+        return nn.functional.conv2d(y, self.conv.weight.to(y.dtype), padding=1)
+
+
+def images(dtype: torch.dtype = torch.float32, samples: int = 2) -> Tensor:
+    return torch.randn(samples, 3, 8, 8, dtype=dtype)
+
+
+def converted_twin(model: nn.Module, max_ops: int = 20) -> Any:
+    """A copy of the model, converted."""
+    twin = copy.deepcopy(model)
+    inplace_ops.convert(twin, max_ops=max_ops)
+    return twin
+
+
+Step = dict[str, Tensor | None]
+
+
+def step_of(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor] | None = None) -> Step:
+    """Outputs, buffers and all gradients of one step."""
+    x = x.detach().clone().requires_grad_(x.is_floating_point())
+    model.zero_grad()
+    state = torch.get_rng_state()
+    outputs = [t for t in tree_leaves(model(x)) if isinstance(t, Tensor)]
+    torch.set_rng_state(state)
+    found: Step = {f"output {i}": output.detach().clone() for i, output in enumerate(outputs)}
+    differentiable = [output for output in outputs if output.requires_grad]
+    if differentiable:
+        weighted = loss or (lambda output: (output.double() * random_like(output)).sum())
+        torch.stack([weighted(output) for output in differentiable]).sum().backward()
+    found["x"] = x.grad
+    found |= {name: parameter.grad for name, parameter in model.named_parameters()}
+    found |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
+    return found
+
+
+def random_like(output: Tensor) -> Tensor:
+    generator = torch.Generator(output.device).manual_seed(output.numel())
+    return torch.randn(output.shape, generator=generator, dtype=torch.double, device=output.device)
+
+
+def assert_same_step(actual: Step, expected: Step, tolerance: float = 1e-5) -> None:
+    """Every tensor within a share of its norm; 0 for equality to the bit."""
+    assert actual.keys() == expected.keys()
+    # A gradient that is 0 but for roundings, as that of a bias before a norm, has no norm to speak
+    # of. The roundings are those of its terms: it is held to a tenth of the largest norm.
+    gradients = [g.double().norm() for n, g in expected.items() if g is not None and n != "x"]
+    largest = max((float(g) for g in gradients if g.isfinite()), default=0.0)
+    for name, value in expected.items():
+        other = actual[name]
+        assert (other is None) == (value is None), name
+        if value is None or other is None:
+            continue
+        same = (other == value) | (other.isnan() & value.isnan())
+        if tolerance == 0:
+            assert same.all(), name
+            continue
+        finite = value.isfinite()
+        assert same[~finite].all(), name
+        difference = (other[finite].double() - value[finite].double()).norm()
+        allowed = tolerance * max(float(value[finite].double().norm()), 0.1 * largest)
+        assert difference <= allowed, f"{name}: {difference:.3g} of {allowed / tolerance:.3g}"
+
+
+def assert_same_steps(
+    model: nn.Module, twin: nn.Module, x: Tensor, steps: int = 2, tolerance: float = 1e-5
+) -> None:
+    twin.load_state_dict(model.state_dict())  # it may have run before
+    for _ in range(steps):
+        assert_same_step(step_of(twin, x), step_of(model, x), tolerance)
+
+
+def replaced(output: Any) -> list[Packed]:
+    """All that stands in place of saved tensors in the graph of an output."""
+    found: list[Packed] = []
+    seen, pending = set(), [t.grad_fn for t in tree_leaves(output) if isinstance(t, Tensor)]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found += nodes.packed_values(node)
+            pending += [before for before, _ in node.next_functions]
+    return found
+
+
+def recomputed(output: Any) -> list[Recomputed]:
+    """Those that are recomputed."""
+    return [value for value in replaced(output) if isinstance(value, Recomputed)]
