@@ -67,7 +67,7 @@ def in_place(model: nn.Sequential, x: Tensor) -> Run:
 
 def converted(model: nn.Sequential, x: Tensor) -> Run:
     """The model after convert."""
-    inplace_ops.convert(model, x)
+    inplace_ops.convert(model)
     return model
 
 

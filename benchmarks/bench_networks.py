@@ -1,7 +1,7 @@
 """Whole networks in training: peak memory, step time, and the largest batch that fits.
 
 The activations are run three ways: PyTorch out of place, PyTorch in place (as the network has it),
-and as `inplace_ops.convert` puts them; `--settings` compares several of convert's settings. All
+and after `inplace_ops.convert`; `--settings` compares several of its settings. All
 start from the same weights; before anything is timed loss and gradients are compared with PyTorch
 out of place. A way that fails is named and left out, and the exit status is 1. Steps are timed in
 turn: forward, backward and the optimizer (SGD with momentum).
@@ -37,17 +37,17 @@ from measure import (
 )
 from torch import Tensor, nn
 from verification import exact_convolutions
-from whole_models import IN_PLACE, MODES, OUT_OF_PLACE, Mode, with_activations_in_place
+from whole_models import IN_PLACE, MODES, OUT_OF_PLACE, Mode, with_activations_out_of_place
 from yolo_like import YoloLike
 
 import inplace_ops
 
-# What convert is told.
+# What convert is given.
 SETTINGS: dict[str, dict[str, Any]] = {
     "inplace_ops": {},
-    "inplace_ops, 1 bit": {"bits": 1},
-    "inplace_ops, speed": {"optimize": "speed"},
-    "inplace_ops, exact": {"optimize": "exact"},
+    "inplace_ops, max_ops=1": {"max_ops": 1},
+    "inplace_ops, max_ops=8": {"max_ops": 8},
+    "inplace_ops, max_ops=16": {"max_ops": 16},
 }
 
 
@@ -79,13 +79,11 @@ class Training:
         self.mode, self.device = mode, device
         out_of_place = way == OUT_OF_PLACE
         self.network = (
-            with_activations_in_place(network, ()) if out_of_place else copy.deepcopy(network)
+            with_activations_out_of_place(network) if out_of_place else copy.deepcopy(network)
         )
         self.network.to(device, memory_format=mode.memory_format).train()
         if way in SETTINGS:
-            with self.autocast():
-                images = self.images(2, 64)
-                inplace_ops.convert(self.network, images, verify=False, **SETTINGS[way])
+            inplace_ops.convert(self.network, **SETTINGS[way])
         self.optimizer = torch.optim.SGD(self.network.parameters(), lr=1e-3, momentum=0.9)
 
     def images(self, batch: int, side: int) -> Tensor:

@@ -162,8 +162,8 @@ class Case:
         dtype, _ = PRECISIONS[self.precision]
         return torch.autocast(self.device, dtype, enabled=dtype != torch.float32)
 
-    def build(self, seed: int, images: Tensor) -> nn.Module:
-        """The network with its initial weights; `images` are an example."""
+    def build(self, seed: int) -> nn.Module:
+        """The network with its initial weights."""
         make, theirs, ours = NETWORKS[self.network]
         torch.manual_seed(seed)
         model = make(ours.get(self.variant, partial(theirs, inplace=True))).to(self.device)
@@ -172,8 +172,7 @@ class Case:
                 for parameter in model.parameters():
                     parameter.mul_(1 + 1e-7 * torch.randn_like(parameter))
         if self.variant == CONVERT:
-            with self.autocast():
-                inplace_ops.convert(model, images)
+            inplace_ops.convert(model)
         return model
 
 
@@ -189,7 +188,7 @@ def all_cases(precisions: list[str], device: str) -> list[Case]:
 
 def first_step(case: Case, images: Tensor, labels: Tensor) -> tuple[int, Tensor]:
     """Bytes saved for backward, and all gradients; raise if an activation is not in place."""
-    model = case.build(0, images)
+    model = case.build(0)
 
     def check(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
         assert output is inputs[0], f"{case}: {module} is not in place"
@@ -232,7 +231,7 @@ def train(run: tuple[Case, int, int]) -> dict[str, Any]:
     case, seed, epochs = run
     torch.backends.cudnn.deterministic = True
     images, labels, test_images, test_labels = digits(case.device, TEST_IMAGES)
-    model = case.build(seed, images[:BATCH])
+    model = case.build(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
     steps = epochs * len(images) // BATCH
     annealing = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)

@@ -40,7 +40,7 @@ bench steps
 bench models timm:{efficientnet_b0,regnety_016,cspdarknet53} ultralytics:{yolov8n,yolo11n}.yaml \
   torchvision:{mobilenet_v2,mobilenet_v3_large,efficientnet_v2_s,densenet121,resnet50,vgg16_bn} \
   unets:{SegmentationUNet,DiffusionUNet} \
-  --variants convert "convert, speed" --batch 8 2 --size 224 128
+  --variants convert "convert, max_ops=8" --batch 8 2 --size 224 128
 bench training
 
 mv "$out"/*.csv benchmarks/results/

@@ -156,7 +156,7 @@ if [ "$device" = cuda ]; then
   bench memory 60 memory
   bench networks 280 networks --modes float32 "bfloat16, channels_last"
   bench settings 180 networks --modes "bfloat16, channels_last" --search --settings \
-    inplace_ops "inplace_ops, 1 bit" "inplace_ops, speed" "inplace_ops, exact"
+    inplace_ops "inplace_ops, max_ops=1" "inplace_ops, max_ops=8"
   bench peers 580 peers --mode "bfloat16, channels_last" --batch 96
   run tuning 180 "$python" benchmarks/tune_cuda.py --arch "sm_${capability/./}" \
     --out "$out/tuning_cuda.csv"
@@ -171,7 +171,7 @@ else # a limit here only ends what hangs
   bench networks 300 networks --networks EfficientNet-B0 YOLO-like \
     --modes float32 "bfloat16, channels_last" --repetitions 2
   bench settings 300 networks --networks Darknet-53 YOLO-like --modes float32 --settings \
-    inplace_ops "inplace_ops, 1 bit" "inplace_ops, speed" "inplace_ops, exact" --repetitions 2
+    inplace_ops "inplace_ops, max_ops=1" "inplace_ops, max_ops=8" --repetitions 2
   bench peers 300 peers --quick
   skip tuning "it is of CUDA kernels"
 fi

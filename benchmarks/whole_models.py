@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-import inplace_ops
 from inplace_ops.activations import ACTIVATIONS
 
-OUT_OF_PLACE, IN_PLACE = "torch out of place", "torch in place"  # what is compared with
+# What is compared with. In place: where the network's author has it so.
+OUT_OF_PLACE, IN_PLACE = "torch out of place", "torch in place"
 MODULES = tuple(entry.torch_module for entry in ACTIVATIONS)
 
 
@@ -40,20 +40,12 @@ MODES = {
 }
 
 
-def safe_places(model: nn.Module, x: Tensor) -> set[str]:
-    """The activations that may be in place, by the paths of their modules."""
-    return {site.name for site in inplace_ops.analyze(model, x).sites if site.converted}
-
-
-def with_activations_in_place(model: nn.Module, places: Collection[str]) -> nn.Module:
-    """A copy of the model with PyTorch's activations in place there, and out of place elsewhere."""
+def with_activations_out_of_place(model: nn.Module) -> nn.Module:
+    """A copy of the model with all of PyTorch's activations out of place."""
     variant = copy.deepcopy(model)
-    for path, parent in variant.named_modules():
-        for key, child in list(parent._modules.items()):
-            if isinstance(child, MODULES):
-                own = copy.copy(child)  # one module may be held in several places
-                own.inplace = f"{path}.{key}".lstrip(".") in places
-                parent._modules[key] = own
+    for module in variant.modules():
+        if isinstance(module, MODULES):
+            module.inplace = False
     return variant
 
 

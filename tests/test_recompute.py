@@ -206,7 +206,15 @@ def test_a_third_derivative(
         (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
         return torch.autograd.grad(second.square().sum(), x)[0]
 
-    torch.testing.assert_close(third(recompute(CURVE)), third(exactly(CURVE)), rtol=1e-8, atol=1e-8)
+    try:
+        expected = third(exactly(CURVE))
+    except RuntimeError as error:  # from torch 2.14 on
+        if "batch_norm does not support 3rd" not in str(error):
+            raise
+        with pytest.raises(RuntimeError, match="batch_norm does not support 3rd"):
+            third(recompute(CURVE))
+        return
+    torch.testing.assert_close(third(recompute(CURVE)), expected, rtol=1e-8, atol=1e-8)
 
 
 @each_norm
