@@ -36,7 +36,14 @@ ROWS = {
     "autocast, checkpoint, hooks, threads, Lightning": ("test_training",),
     "DDP, FSDP2, DTensor, tensor parallel": ("test_distributed",),
     "fuzzing, wrong arguments, sanitizers": ("test_fuzz", "test_direct"),
-    "convert": ("test_convert", "test_engine", "test_public_reports", "test_docs", "test_models"),
+    "convert": (
+        "test_convert",
+        "test_engine",
+        "test_analyze",
+        "test_public_reports",
+        "test_docs",
+        "test_models",
+    ),
     "CUDA kernels on the host, disassembly": (
         "test_host_kernels",
         "test_device_numerics",
