@@ -490,6 +490,57 @@ def test_an_unknown_bias_is_not_guessed(function: Callable[..., Tensor], given: 
     assert_same_steps(model, twin, x)
 
 
+def test_a_repeated_bias_beside_a_weight_that_is_not() -> None:
+    """They look like an instance norm's, and alike while all weights are 1."""
+
+    class Repeats(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 4)
+            self.weight, self.bias = nn.Parameter(torch.ones(64)), nn.Parameter(torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            bias = self.bias.repeat(64)
+            z = F.batch_norm(self.first(x), None, None, self.weight, bias, True)
+            return self.last(F.silu(z))
+
+    model, x = Repeats(), torch.randn(32, 64)
+    twin = converted_twin(model)
+    assert_same_steps(model, twin, x)
+    with torch.no_grad():
+        for m in (model, twin):
+            m.weight.copy_(torch.linspace(0.5, 1.5, 64))
+    assert_same_steps(model, twin, x)
+
+
+def test_an_attribute_inplace_that_the_activation_ignores() -> None:
+    model, x = Program(lambda m, z: m.conv(m.gelu(z))), images()
+    model.gelu = nn.GELU()
+    model.gelu.inplace = True
+    assert_same_steps(model, converted_twin(model), x)
+
+
+def test_a_bias_without_a_version() -> None:
+    with torch.inference_mode():
+        model = Program(convolution)
+    twin, x = converted_twin(model), images()
+    with torch.inference_mode():
+        torch.testing.assert_close(twin(x), model(x))
+
+
+def test_as_strided_of_other_layouts() -> None:
+    """From the second step on, with the same shapes and strides at the place itself."""
+
+    def compute(m: Any, z: Tensor) -> Tensor:
+        return m.conv(z.as_strided(z.shape, (C * 64, 64, 8, 1), 0))
+
+    model = Program(compute)
+    model.first = nn.Identity()
+    twin, x = converted_twin(model), torch.randn(2, C, 8, 8)
+    assert_same_steps(model, twin, x)
+    assert_same_steps(model, twin, x.contiguous(memory_format=torch.channels_last))
+
+
 class ShiftedNorm(nn.GroupNorm):
     """Gives its operation another bias than its own, later than in the first step."""
 

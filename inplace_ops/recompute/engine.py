@@ -229,7 +229,7 @@ class Engine:
     def enter_norm(self, module: nn.Module) -> None:
         """Remember the version of a norm's bias, which its operation does not save."""
         bias = norms.bias_of_module(module)
-        if bias is not None:
+        if bias is not None and not bias.is_inference():
             self._biases[id(bias)] = bias._version
 
     def note_output(self, module: nn.Module, output: Any) -> None:
@@ -258,7 +258,9 @@ class Engine:
 
     def _is_as_it_was(self, bias: Tensor | None) -> bool:
         """Whether nobody has written to a bias since its module's call began."""
-        return bias is None or self._biases.get(id(bias)) == bias._version
+        if bias is None:
+            return True
+        return not bias.is_inference() and self._biases.get(id(bias)) == bias._version
 
     def _warn_of(self, node: Node, error: Exception) -> None:
         if isinstance(error, RuntimeError) and any(text in str(error) for text in _SAID_LATER):

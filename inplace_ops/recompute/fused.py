@@ -82,7 +82,7 @@ def _fused(engine: Engine, module: nn.Module, forward: Forward, z: Tensor) -> Te
                 return None
     except RuntimeError:  # freed, or modified since: the norm's own backward will say so
         return None
-    if getattr(module, "inplace", False):
+    if getattr(module, "inplace", False) and not isinstance(module, nn.GELU):  # which ignores it
         refuse_what_autograd_refuses(z)
         y = _apply(activation, scalars, forward, norm.output, x, affine, in_place=True)
     else:

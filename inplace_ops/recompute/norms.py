@@ -170,9 +170,21 @@ def parameters_of(node: Node) -> Parameters | None:
 def _bias_at_edge(node: Node) -> Tensor | None:
     before, _ = producer(node, 2)
     if type(before).__name__ == "RepeatBackward0":
+        if not _is_repeated_alike(before, producer(node, 1)[0]):
+            return None
         before, _ = producer(before, 0)
     bias = leaf_of(before)
     return bias if bias is not None and bias.dim() == 1 else None
+
+
+def _is_repeated_alike(bias: Node, weight: Node | None) -> bool:
+    """Whether a weight is repeated from a vector as often as the bias: by an instance norm."""
+    if type(weight).__name__ != "RepeatBackward0":
+        return False
+    times = [argument(node, "repeats") for node in (bias, weight)]
+    leaves = [leaf_of(producer(node, 0)[0]) for node in (bias, weight)]
+    sizes = [None if leaf is None else leaf.shape for leaf in leaves]
+    return times[0] == times[1] and sizes[0] is not None and sizes[0] == sizes[1]
 
 
 def bias_of_module(module: nn.Module) -> Tensor | None:

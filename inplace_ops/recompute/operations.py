@@ -259,12 +259,16 @@ def _unbind(x: Tensor, dim: int, index: int) -> Tensor:
     return x.unbind(dim)[index]
 
 
-def _is_whole_and_contiguous(node: Node) -> bool:
-    """Whether `as_strided` has taken all of a contiguous tensor, as `reshape` does."""
+def _is_of_an_instance_norm(node: Node) -> bool:
+    """Whether `as_strided` has taken all of a tensor of one sample, as an instance norm's output.
+
+    That one is contiguous; of others the node does not tell the strides.
+    """
     size = nodes.argument(node, "size")
     before, index = nodes.producer(node, 0)
     return (
-        nodes.argument(node, "storage_offset") in (0, None)
+        nodes.output_shape(before, index)[:1] == (1,)
+        and nodes.argument(node, "storage_offset") in (0, None)
         and nodes.argument(node, "stride") == _ops.dense_strides(size, None)
         and math.prod(size) == nodes.output_shape(before, index).numel()
     )
@@ -276,7 +280,7 @@ _RESHAPE = View(Tensor.reshape, (nodes.output_shape,))
 VIEWS: Mapping[str, View] = {
     "AliasBackward0": View(_same),
     # A view that was written to in place, or whose base was: of an instance norm, for example.
-    "AsStridedBackward0": View(Tensor.reshape, ("size",), _is_whole_and_contiguous),
+    "AsStridedBackward0": View(Tensor.reshape, ("size",), _is_of_an_instance_norm),
     "ExpandBackward0": View(Tensor.expand, (nodes.output_shape,)),
     "PermuteBackward0": View(Tensor.permute, ("dims",)),
     "ReshapeAliasBackward0": _RESHAPE,
