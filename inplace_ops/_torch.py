@@ -13,9 +13,6 @@ from torch import Tensor
 # The type of an op, of which `torch.ops` has the instances alone.
 from torch._ops import OpOverload as OpOverload
 
-# PyTorch's notes on extending it give this very name.
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-
 # Says that a tensor has `__tensor_flatten__`, and of what it is made.
 from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
@@ -24,11 +21,6 @@ from torch.utils._python_dispatch import (
 # These know the containers that libraries register, of their models' outputs for example.
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
-
-
-def has_storage(tensor: Tensor) -> bool:
-    """Whether the tensor has memory: where it has none, `untyped_storage` raises."""
-    return torch._C._has_storage(tensor)
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
@@ -41,11 +33,6 @@ def elements_share_memory(tensor: Tensor) -> bool:
     return torch._debug_has_internal_overlap(tensor) == 1
 
 
-def next_node_number() -> int:
-    """The number that autograd's next node takes: nothing public tells which one saves a tensor."""
-    return torch._C._autograd._get_sequence_nr()
-
-
 def partitioner_has_budget() -> bool:
     """Whether compiled code is to keep less than what takes no time to form again."""
     return torch._functorch.config.activation_memory_budget < 1
@@ -54,11 +41,6 @@ def partitioner_has_budget() -> bool:
 def creation_meta(view: Tensor) -> str:
     """How the view was made, "DEFAULT" where autograd lets it be modified; in public it raises."""
     return torch._C._autograd._get_creation_meta(view).name
-
-
-def op_parameters(op: OpOverload) -> list[torch.Argument]:
-    """The op's parameters, and which of them it writes to: nothing public has its schema."""
-    return op._schema.arguments
 
 
 def running_node() -> Any:

@@ -73,17 +73,6 @@ class Activation:
         """The name of the module, ours and PyTorch's."""
         return self.torch_module.__name__
 
-    def is_call(self, arguments: tuple[object, ...]) -> bool:
-        """Whether its ATen operation, called with these, is this activation, in any variant."""
-        _, *scalars = self.aten or ("",)
-        return list(arguments[1 : 1 + len(scalars)]) == scalars
-
-    @property
-    def operations(self) -> tuple[str, str]:
-        """The names of its ATen operation, out of place and in place."""
-        name = str(self.aten[0]) if self.aten else self.function.removesuffix("_")
-        return name, f"{name}_"
-
     @property
     def has_mask(self) -> bool:
         """Whether one bit tells the derivative: values and gradients are PyTorch's, to the bit."""

@@ -117,13 +117,6 @@ def _sum_without(not_counted: Iterable[Tensor], storages: Mapping[int, int]) -> 
     return sum(size for key, size in storages.items() if key not in known)
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Whether it is strided and not nested, and of no subclass but Parameter."""
-    kind = type(tensor)
-    is_known = kind is Tensor or kind is nn.Parameter
-    return is_known and tensor.layout is torch.strided and not tensor.is_nested
-
-
 def unwrapped(tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors that it is made of: of a DTensor this process's part, else itself."""
     if not is_traceable_wrapper_subclass(tensor):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -40,18 +37,3 @@ def assert_same_behaviour(
         torch.testing.assert_close(
             actual[name], value, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
         )
-
-
-def differs(model: nn.Module, original: nn.Module, x: Tensor) -> bool:
-    """Whether the model raises or does something else than the original."""
-    expected = behaviour(original, x)
-    try:
-        assert_same_behaviour(behaviour(model, x), expected)
-    except (RuntimeError, AssertionError):
-        return True
-    return False
-
-
-def twin(model: nn.Module) -> Any:
-    """A copy with memory of its own."""
-    return copy.deepcopy(model)

@@ -240,10 +240,12 @@ class Engine:
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 node, _ = base_of(output.grad_fn, output.output_nr)
                 record = record_of(node) if node is not None else None
-                if record is not None and type(node).__name__ in norms.NORMS:
+                if record is None:
+                    return
+                if type(node).__name__ in norms.NORMS:
                     self._learn_from(module, node, record)
-                if record is not None:
-                    self.note(output)
+                if type(output) is Tensor:
+                    record.take_note(output)
         except Exception as error:
             self._warn_of(output.grad_fn, error)
 
@@ -326,7 +328,7 @@ class Engine:
             name = nodes.operation_name(base) if base is not None else "a leaf"
             return self._keep(node, field, f"no rule for the output of {name}")
         if not saved._is_view():
-            take_note(saved)
+            record.take_note(saved)
         if saved._version not in (0, record.version):
             reason = "written to since it was made, or its version is not known"
             return self._keep(node, field, reason)

@@ -170,18 +170,6 @@ def readable_tensors(node: Node) -> Iterator[tuple[str, Tensor]]:
                 yield field, tensor
 
 
-def has_hooks_of_others(node: Node) -> bool:
-    """Whether something of what the node saves is behind hooks that are not the engine's."""
-    raws = []
-    with suppress(RuntimeError):
-        if is_python_function(type(node)):
-            raws = list(node._raw_saved_tensors)
-        else:
-            raws = [_raw(node, field) for field in tensor_fields(node)]
-    singles = (raw for raw in raws if raw is not None and not isinstance(raw, tuple))
-    return any(not _is_readable(r) and r.unpack_hook is not _unpack for r in singles)
-
-
 def packed_values(node: Node) -> Iterator[Packed]:
     """Return all that was left in place of a node's saved tensors."""
     if not is_python_function(type(node)):

@@ -300,11 +300,6 @@ VIEWS: Mapping[str, View] = {
 }
 
 
-def operation_of(node: Node) -> Operation | None:
-    """Return the operation of a node; None if it is not in the table, or a view."""
-    return OPERATIONS.get(type(node).__name__)
-
-
 def base_of(node: Node, index: int) -> tuple[Node, int]:
     """Return what an output is a view of, if it is one: the node, and which of its outputs."""
     while node is not None and type(node).__name__ in VIEWS:

@@ -80,6 +80,10 @@ class Record:
         self.note: TensorWeakRef | None = None
         self.narrowed: dict[tuple[Any, ...], weakref.ref[Spec]] = {}
 
+    def take_note(self, tensor: Tensor) -> None:
+        """Remember a tensor as the operation's output."""
+        self.note = TensorWeakRef(tensor)
+
 
 def record_of(node: Node) -> Record | None:
     """Return the record of a node that the engine has seen being made."""
@@ -96,7 +100,7 @@ def take_note(tensor: Tensor) -> None:
     node, _ = base_of(tensor.grad_fn, tensor.output_nr)
     record = node and record_of(node)
     if record is not None:
-        record.note = TensorWeakRef(tensor)
+        record.take_note(tensor)
 
 
 def record_output(node: Node, output: Output, result: str) -> Record:
