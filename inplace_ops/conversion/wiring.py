@@ -52,7 +52,9 @@ class Conversion:
         self.settings, self.report, self.observation = settings, report, observation
         self._attempts = _ATTEMPTS
 
-    def run(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(
+        self, model: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Run the model's forward with the engine on."""
         observation = self._observation_of(model)
         with engine_running(self.settings, observation) as engine:
@@ -257,11 +259,8 @@ def _converted_class(cls: type[nn.Module]) -> type[nn.Module] | None:
 
 def _new_class(cls: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(cls.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        conversion = None if torch.compiler.is_compiling() else conversion_of(self)
-        if conversion is None:
-            return cls.forward(self, *args, **kwargs)
-        return conversion.run(self, partial(cls.forward, self), *args, **kwargs)
+    def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return _run(self, partial(cls.forward, self), *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         """As an instance of the original class, which is converted anew."""
@@ -305,10 +304,14 @@ def _rebuilt(build: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Modul
 
 
 def _instance_forward(
-    model: nn.Module, forward: Callable[..., Any] | None, *args: Any, **kwargs: Any
+    model: nn.Module, forward: Callable[..., Any] | None, /, *args: Any, **kwargs: Any
 ) -> Any:
     """The forward of a model whose class stays: what it was set to, or its class's."""
-    forward = forward or partial(type(model).forward, model)
+    return _run(model, forward or partial(type(model).forward, model), *args, **kwargs)
+
+
+def _run(model: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Run the forward of a model that is converted, or was when its forward was set."""
     conversion = None if torch.compiler.is_compiling() else conversion_of(model)
     if conversion is None:
         return forward(*args, **kwargs)

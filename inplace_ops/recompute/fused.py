@@ -30,7 +30,7 @@ from .specs import Affine, Leaf, Recomputed
 from .versions import record_of
 
 
-def activation_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def activation_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Run the module's forward, fused with the norm before it where that is possible."""
     engine = running_engine()
     forward = partial(type(module).forward, module)
@@ -82,7 +82,8 @@ def _fused(engine: Engine, module: nn.Module, forward: Forward, z: Tensor) -> Te
                 return None
     except RuntimeError:  # freed, or modified since: the norm's own backward will say so
         return None
-    if getattr(module, "inplace", False) and not isinstance(module, nn.GELU):  # which ignores it
+    # PyTorch has no GELU in place, and ignores the attribute there.
+    if activation.torch_inplace is not None and getattr(module, "inplace", False):
         refuse_what_autograd_refuses(z)
         y = _apply(activation, scalars, forward, norm.output, x, affine, in_place=True)
     else:
