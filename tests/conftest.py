@@ -10,16 +10,19 @@ import signal
 import subprocess
 import sysconfig
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from compatibility import Recorder
+from processes import Processes
 from sanitizers import COMPILER, FLAGS, SANITIZE
+from twins import SOURCES, nodes_from
 
 from inplace_ops import _ops
+from inplace_ops.recompute import engine
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -72,6 +75,29 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     if request.param == "cuda" and _ops.cuda_version is None:
         pytest.skip("inplace_ops was built without CUDA kernels")
     return torch.device(request.param)
+
+
+@pytest.fixture(params=SOURCES)
+def source(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where the recompute engine takes its nodes from."""
+    with nodes_from(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def _small_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recompute engine replaces small tensors too."""
+    monkeypatch.setattr(engine, "MIN_BYTES", 1)
+
+
+@pytest.fixture(scope="module", params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
+def processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
+    """Two processes: on the CPU, or with a GPU each."""
+    if request.param == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("fewer than two GPUs")
+    pair = Processes(2, "nccl" if request.param == "cuda" else "gloo")
+    yield pair
+    pair.stop()
 
 
 @pytest.fixture(scope="session", autouse=True)

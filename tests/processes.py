@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import functools
 import multiprocessing
 import os
 import tempfile
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 SECONDS = 120  # after which a function counts as hanging
 GRACE = 10  # for the others to end once one has failed
@@ -103,3 +105,13 @@ def _serve(rank: int, world_size: int, backend: str, store: str, connection: Con
             connection.send(traceback.format_exc())
         else:
             connection.send(None)
+
+
+def device() -> torch.device:
+    """The device of this process."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+@functools.cache  # torch.compile fails on two meshes that are equal, with PyTorch's ops too
+def mesh_of(*shape: int) -> DeviceMesh:
+    return init_device_mesh(device().type, shape or (dist.get_world_size(),))

@@ -9,8 +9,9 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,9 @@ from memory import held_allocation, largest_allocation
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from twins import (
-    SOURCES,
     C,
     Program,
     assert_same_steps,
-    nodes_from,
     replaced,
 )
 
@@ -34,11 +33,7 @@ from inplace_ops.conversion.report import Report
 from inplace_ops.conversion.wiring import conversion_of
 from inplace_ops.recompute import specs
 
-
-@pytest.fixture(params=SOURCES, autouse=True)
-def source(request: pytest.FixtureRequest) -> Iterator[str]:
-    with nodes_from(request.param):
-        yield request.param
+pytestmark = pytest.mark.usefixtures("source")
 
 
 def network(width: int = 16) -> nn.Sequential:
@@ -357,6 +352,20 @@ def test_which_activations_are_fused() -> None:
         inplace_ops.convert(model)
         assert ("forward" in vars(model[2])) == is_fused
         assert_same_steps(original, model, x)
+
+
+@pytest.mark.parametrize("is_class", [True, False], ids=["class", "instance"])
+def test_a_forward_may_have_any_keywords(is_class: bool) -> None:
+    class Keywords(nn.Linear):
+        def forward(self, input: Tensor, *, model: int, forward: int) -> Tensor:
+            return super().forward(input) * model * forward
+
+    model, x = Keywords(64, 64), torch.randn(4, 64)
+    expected = model(x, model=2, forward=3)
+    if not is_class:
+        model.forward = partial(Keywords.forward, model)
+    inplace_ops.convert(model)
+    torch.testing.assert_close(model(x, model=2, forward=3), expected)
 
 
 def test_an_activation_with_a_forward_of_its_own() -> None:

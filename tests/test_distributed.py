@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,12 @@ from comparison import (
     random_values,
     unsigned_zeros,
 )
-from processes import Processes
+from processes import Processes, device, mesh_of
 from selection import exhaustive
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import (
     DTensor,
@@ -48,26 +47,6 @@ from inplace_ops import saved_bytes
 
 one_of_each = pytest.mark.parametrize("name", [row.name for row in WAYS_OF_SAVING])
 BY_NAME = {row.name: row for row in ACTIVATIONS}
-
-
-@pytest.fixture(scope="module", params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
-def processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
-    """Two processes: on the CPU, or with a GPU each."""
-    if request.param == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("fewer than two GPUs")
-    pair = Processes(2, "nccl" if request.param == "cuda" else "gloo")
-    yield pair
-    pair.stop()
-
-
-def device() -> torch.device:
-    """The device of this process."""
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-
-
-@functools.cache  # torch.compile fails on two meshes that are equal, with PyTorch's ops too
-def mesh_of(*shape: int) -> DeviceMesh:
-    return init_device_mesh(device().type, shape or (dist.get_world_size(),))
 
 
 def pytorchs_inplace(activation: Activation) -> Callable[[Tensor], Tensor]:

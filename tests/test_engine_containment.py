@@ -6,7 +6,7 @@ import contextlib
 import copy
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +20,6 @@ from twins import (
     assert_same_steps,
     converted_twin,
     images,
-    nodes_from,
     recomputed,
     replaced,
     step_of,
@@ -30,16 +29,7 @@ import inplace_ops
 from inplace_ops.recompute import engine, nodes
 from inplace_ops.recompute.engine import running_engine
 
-
-@pytest.fixture(autouse=True)
-def _small_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "MIN_BYTES", 1)
-
-
-@pytest.fixture(params=SOURCES, autouse=True)
-def source(request: pytest.FixtureRequest) -> Iterator[str]:
-    with nodes_from(request.param):
-        yield request.param
+pytestmark = pytest.mark.usefixtures("source", "_small_tensors_too")
 
 
 def blocks() -> nn.Sequential:
@@ -48,6 +38,19 @@ def blocks() -> nn.Sequential:
         nn.Sequential(nn.Conv2d(C, C, 3), nn.GroupNorm(2, C), nn.ReLU(inplace=True)),
         nn.Conv2d(C, 2, 1),
     )
+
+
+class Waits(nn.Module):
+    """Says that it runs, and ends when it may."""
+
+    def __init__(self, runs: threading.Event, may_end: threading.Event) -> None:
+        super().__init__()
+        self.runs, self.may_end = runs, may_end
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs.set()
+        assert self.may_end.wait(60)
+        return x
 
 
 def assert_switched_off() -> None:
@@ -183,13 +186,9 @@ def test_another_models_threads(source: str) -> None:
     """While a converted model runs in one thread, another model runs in a second one."""
     entered, left = threading.Event(), threading.Event()
 
-    class Waits(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            entered.set()
-            assert left.wait(60)
-            return x
-
-    twin = converted_twin(nn.Sequential(*blocks(), Waits()))
+    twin = blocks()
+    twin.append(Waits(entered, left))
+    inplace_ops.convert(twin)
     other, found = blocks(), []
     thread = threading.Thread(target=lambda: found.append(twin(images())))
     thread.start()
@@ -290,13 +289,9 @@ def test_an_argument_of_another_threads_graph() -> None:
 def test_a_call_is_known_to_its_thread_alone() -> None:
     inside, seen = threading.Event(), threading.Event()
 
-    class Waits(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            inside.set()
-            assert seen.wait(60)
-            return x
-
-    twin = converted_twin(nn.Sequential(blocks(), Waits()))
+    twin = blocks()
+    twin.append(Waits(inside, seen))
+    inplace_ops.convert(twin)
     thread = threading.Thread(target=twin, args=(images(),))
     thread.start()
     assert inside.wait(60)

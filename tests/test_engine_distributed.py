@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from processes import Processes
+from processes import Processes, device, mesh_of
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import (
     DTensor,
@@ -35,24 +34,6 @@ import inplace_ops
 from inplace_ops.recompute import engine
 
 SAMPLES = 4  # of each process
-
-
-@pytest.fixture(scope="module", params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
-def processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
-    """Two processes: on the CPU, or with a GPU each."""
-    if request.param == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("fewer than two GPUs")
-    pair = Processes(2, "nccl" if request.param == "cuda" else "gloo")
-    yield pair
-    pair.stop()
-
-
-def device() -> torch.device:
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-
-
-def mesh_of() -> DeviceMesh:
-    return init_device_mesh(device().type, (dist.get_world_size(),))
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -16,12 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from twins import SOURCES, converted_twin, nodes_from
 
-from inplace_ops.recompute import engine
-
-
-@pytest.fixture(autouse=True)
-def _small_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "MIN_BYTES", 1)
+pytestmark = pytest.mark.usefixtures("_small_tensors_too")
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -24,10 +24,7 @@ from twins import (
 from inplace_ops.recompute import engine, operations
 from inplace_ops.recompute.rewrites import Indices, Mask, Shape
 
-
-@pytest.fixture(autouse=True)
-def _small_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "MIN_BYTES", 1)
+pytestmark = pytest.mark.usefixtures("_small_tensors_too")
 
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {

@@ -14,14 +14,13 @@ import torch.nn.functional as F
 from memory import held_allocation, largest_allocation
 from torch import Tensor, nn
 from twins import (
-    SOURCES,
     C,
     Program,
     assert_same_step,
     assert_same_steps,
     converted_twin,
     images,
-    nodes_from,
+    nodes_of,
     recomputed,
     replaced,
     step_of,
@@ -33,16 +32,7 @@ from inplace_ops.recompute import engine
 from inplace_ops.recompute.specs import Affine, Call, Leaf, Recomputed
 from inplace_ops.recompute.versions import COPY_LIMIT
 
-
-@pytest.fixture(autouse=True)
-def _small_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "MIN_BYTES", 1)
-
-
-@pytest.fixture(params=SOURCES, autouse=True)
-def source(request: pytest.FixtureRequest) -> Any:
-    with nodes_from(request.param):
-        yield request.param
+pytestmark = pytest.mark.usefixtures("source", "_small_tensors_too")
 
 
 def norms(c: int = C) -> dict[str, nn.Module]:
@@ -933,17 +923,6 @@ def test_nodes_of_other_graphs_are_not_read(monkeypatch: pytest.MonkeyPatch) -> 
         if n.name() == "ConvolutionBackward0" and n is not output.grad_fn
     )
     assert first._raw_saved_input.unpack_hook is None
-
-
-def nodes_of(output: Tensor) -> list[Any]:
-    found: list[Any] = []
-    pending: list[Any] = [output.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in found:
-            found.append(node)
-            pending += [before for before, _ in node.next_functions]
-    return found
 
 
 def test_the_first_step_takes_no_more_memory() -> None:

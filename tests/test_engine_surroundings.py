@@ -30,7 +30,6 @@ from twins import (
     assert_same_steps,
     converted_twin,
     images,
-    nodes_from,
     recomputed,
     replaced,
     step_of,
@@ -38,20 +37,11 @@ from twins import (
 
 import inplace_ops
 from inplace_ops.conversion.wiring import conversion_of
-from inplace_ops.recompute import engine
 
 DOUBLE = torch.float64
 
 
-@pytest.fixture(autouse=True)
-def _small_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "MIN_BYTES", 1)
-
-
-@pytest.fixture(params=SOURCES, autouse=True)
-def source(request: pytest.FixtureRequest) -> Iterator[str]:
-    with nodes_from(request.param):
-        yield request.param
+pytestmark = pytest.mark.usefixtures("source", "_small_tensors_too")
 
 
 class Counting(nn.Module):

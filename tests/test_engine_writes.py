@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from twins import SOURCES, C, Program, Step, assert_same_step, images, nodes_from, step_of
 
 import inplace_ops
-from inplace_ops.recompute import engine
+
+pytestmark = pytest.mark.usefixtures("_small_tensors_too")
 
 Write = Callable[[Tensor], Any]
 
@@ -202,11 +203,6 @@ def check(case: Case, seed: int) -> None:
         elif not isinstance(expected, str) and not case.is_documented(step):
             # Where PyTorch raises, what was replaced is right: nothing reads what was written to.
             assert_same_step(actual, expected)
-
-
-@pytest.fixture(autouse=True)
-def _small_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "MIN_BYTES", 1)
 
 
 @pytest.mark.filterwarnings("ignore:inplace_ops:UserWarning")

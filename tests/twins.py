@@ -126,17 +126,21 @@ def assert_same_steps(
         assert_same_step(step_of(twin, x), step_of(model, x), tolerance)
 
 
-def replaced(output: Any) -> list[Packed]:
-    """All that stands in place of saved tensors in the graph of an output."""
-    found: list[Packed] = []
-    seen, pending = set(), [t.grad_fn for t in tree_leaves(output) if isinstance(t, Tensor)]
+def nodes_of(output: Any) -> list[Any]:
+    """The graph of an output."""
+    found: dict[Any, None] = {}
+    pending = [t.grad_fn for t in tree_leaves(output) if isinstance(t, Tensor)]
     while pending:
         node = pending.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            found += nodes.packed_values(node)
+        if node is not None and node not in found:
+            found[node] = None
             pending += [before for before, _ in node.next_functions]
-    return found
+    return list(found)
+
+
+def replaced(output: Any) -> list[Packed]:
+    """All that stands in place of saved tensors in the graph of an output."""
+    return [value for node in nodes_of(output) for value in nodes.packed_values(node)]
 
 
 def recomputed(output: Any) -> list[Recomputed]:
