@@ -4,14 +4,14 @@
 #
 #   benchmarks/cpu_results.sh [PART...]
 #
-# Parts, all by default: activations blocks host memory models peers steps training. On two calm cores,
-# with nothing else running, they take about 40 minutes together without peers, which take half an hour, most
-# of it to compile, and training, which takes 18 minutes. PYTHON names an interpreter that has the package
-# with .[models,demo].
+# Parts, all by default: activations blocks host memory models peers saved steps training. On two calm
+# cores, with nothing else running, they take about 40 minutes together without peers, which take half
+# an hour, most of it to compile, and training, which takes 18 minutes. PYTHON names an interpreter
+# that has the package with .[models,demo].
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-known="activations blocks host memory models peers steps training"
+known="activations blocks host memory models peers saved steps training"
 for part in "$@"; do
   [[ " $known " == *" $part "* ]] || {
     sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'
@@ -36,6 +36,7 @@ bench blocks
 bench host --threads 1
 bench memory
 bench peers
+bench saved
 bench steps
 bench models timm:{efficientnet_b0,regnety_016,cspdarknet53} ultralytics:{yolov8n,yolo11n}.yaml \
   torchvision:{mobilenet_v2,mobilenet_v3_large,efficientnet_v2_s,densenet121,resnet50,vgg16_bn} \
