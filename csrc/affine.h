@@ -1,10 +1,14 @@
-// The map of a norm, z = x * scale + shift, with a scale and a shift that many elements share: for
-// an activation that is formed again from the norm's input.
+// A norm's output z as a function of its input x, for an activation that is recomputed from x:
 //
-// Batch, group and instance norms have one of each channel, the same for all samples or not. A
-// layer norm has two maps, of its statistics, one of each row, and then of its weight and bias.
+//   z = (x - mean) * rstd * scale + shift
+//
+// Batch, group and instance norms have a scale and a shift of each channel, the same for all
+// samples or not, which include their statistics: mean is 0, rstd is 1. A layer norm has a mean and
+// an rstd of each row; its weight and bias are scale and shift. It subtracts the mean first, as
+// PyTorch's does: a row that is one number gives exactly the bias, and ReLU decides alike.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "geometry.h"
@@ -18,11 +22,10 @@ struct ScaleAndShift {
   C scale, shift;
 };
 
-// A row's map, and then a channel's.
 template <class C>
-HOST_DEVICE ScaleAndShift<C> composed(ScaleAndShift<C> row, ScaleAndShift<C> channel) {
-  return {row.scale * channel.scale, row.shift * channel.scale + channel.shift};
-}
+struct RowStatistics {
+  C rstd, mean;
+};
 
 // How the map of each channel follows from a norm's statistics and parameters, of which there may
 // be none: the reciprocal deviation and the mean of `share` neighbouring channels, and weights and
@@ -36,30 +39,27 @@ struct Statistics {
     const int64_t group = channel / share;
     const C factor = weight ? weight[channel % weights] : C(1);
     const C scale = deviation ? deviation[group] * factor : factor;
-    const C offset = mean ? mean[group] * scale : C(0);
-    return {scale, (bias ? bias[channel % biases] : C(0)) - offset};
+    const C added = bias ? bias[channel % biases] : C(0);
+    // Rounded once, as in PyTorch's kernels: where a channel is one number and its bias nearly 0,
+    // ReLU decides by this rounding.
+    return {scale, mean ? std::fma(-mean[group], scale, added) : added};
   }
 };
 
 template <class C>
 struct Affine {
-  using Map = ScaleAndShift<const C*>;
-  Map channels, rows;                      // rows come first where there are any
+  ScaleAndShift<const C*> channels;
+  RowStatistics<const C*> rows;            // or null
   GeometryOf<2, kMaxAffineDims> geometry;  // of channels and of rows, walked as the tensors are
 
-  HOST_DEVICE bool has_rows() const { return rows.scale != nullptr; }
+  HOST_DEVICE bool has_rows() const { return rows.rstd != nullptr; }
 
-  template <class Index>
-  HOST_DEVICE ScaleAndShift<C> at(Index element) const {
-    int64_t offsets[2];
-    geometry.locate(element, offsets);
-    return after_row(offsets[1], {channels.scale[offsets[0]], channels.shift[offsets[0]]});
+  // Those of x - mean, in the row at an offset.
+  HOST_DEVICE ScaleAndShift<C> in_row(int64_t row, ScaleAndShift<C> channel) const {
+    return {has_rows() ? rows.rstd[row] * channel.scale : channel.scale, channel.shift};
   }
 
-  // A channel's map after that of the row at an offset.
-  HOST_DEVICE ScaleAndShift<C> after_row(int64_t row, ScaleAndShift<C> channel) const {
-    return has_rows() ? composed({rows.scale[row], rows.shift[row]}, channel) : channel;
-  }
+  HOST_DEVICE C mean(int64_t row) const { return has_rows() ? rows.mean[row] : C(0); }
 };
 
 }  // namespace inplace_ops

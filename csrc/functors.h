@@ -195,11 +195,11 @@ struct BackwardDerivative : Elementwise<T, 1, PackedBitsUse::kRead, kDerivativeB
 // save="recompute": of z, which follows from the norm's input, the last one.
 
 template <class T>
-HOST_DEVICE opmath_t<T> mapped(Element<T> x, ScaleAndShift<opmath_t<T>> map) {
-  return x.value * map.scale + map.shift;
+HOST_DEVICE opmath_t<T> mapped(opmath_t<T> x, ScaleAndShift<opmath_t<T>> map) {
+  return x * map.scale + map.shift;
 }
 
-// A functor that is given the scale and shift of z instead of a code.
+// A functor that is given the scale and shift of z instead of a code, and x less the mean.
 template <class OfNormalized, class T = typename OfNormalized::Scalar>
 struct Normalizing : OfNormalized {
   static constexpr bool kNormalizes = true;
@@ -209,7 +209,8 @@ struct Normalizing : OfNormalized {
   HOST_DEVICE auto operator()(Element<T> (&in)[OfNormalized::kInputs],
                               ScaleAndShift<opmath_t<T>> map) const {
     auto& last = in[OfNormalized::kInputs - 1];
-    last = element_of(store<T>(mapped(last, map)));  // rounded as the norm rounds its output
+    // Rounded as the norm rounds its output.
+    last = element_of(store<T>(mapped<T>(last.value, map)));
     uint32_t no_code = 0;
     return of_normalized()(in, no_code, 1);
   }

@@ -44,8 +44,8 @@ Geometry walk(const DimOrder& dim_order, const Tensor* const (&operands)[count])
   return geometry;
 }
 
-// Of channels and of rows, or none: tensors (2, ...) of scales and shifts, whose other dimensions
-// are those of x, or 1.
+// Scales and shifts of channels, and rstd and mean of rows, or none: tensors (2, ...), whose other
+// dimensions are those of x, or 1.
 using MapTensors = std::array<const Tensor*, 2>;
 
 template <class C>
@@ -73,7 +73,6 @@ Affine<C> affine_of(const char* op, const MapTensors& maps, const Tensor& x,
   STD_TORCH_CHECK(geometry.dims <= kMaxAffineDims, op,
                   "_: scales and shifts that differ in so many dimensions are not supported");
   Affine<C> affine{};
-  ScaleAndShift<const C*>* pointers[2] = {&affine.channels, &affine.rows};
   affine.geometry.dims = geometry.dims;
   affine.geometry.operands = 2;
   affine.geometry.elements = geometry.elements;
@@ -81,8 +80,12 @@ Affine<C> affine_of(const char* op, const MapTensors& maps, const Tensor& x,
   for (int k = 0; k < 2; ++k) {
     for (int d = 0; d < geometry.dims; ++d) affine.geometry.strides[k][d] = geometry.strides[k][d];
     if (!maps[k]) continue;
-    const C* scale = static_cast<const C*>(maps[k]->const_data_ptr());
-    *pointers[k] = {scale, scale + maps[k]->stride(0)};
+    const C* first = static_cast<const C*>(maps[k]->const_data_ptr());
+    const C* second = first + maps[k]->stride(0);
+    if (k == 0)
+      affine.channels = {first, second};
+    else
+      affine.rows = {first, second};
   }
   return affine;
 }

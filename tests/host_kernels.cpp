@@ -33,7 +33,8 @@ struct Launch {
   std::vector<int64_t> sizes;
   std::vector<std::vector<int64_t>> strides;
   int64_t first_element;  // where the grid begins: a tensor's part past 2^31 needs no memory before
-  // Of a norm's maps: scale and shift of the channels, of the rows if any; strides of both.
+  // Of a norm's maps: scale and shift of the channels, rstd and mean of the rows if any; strides of
+  // both.
   std::vector<uintptr_t> map_addresses;
   std::vector<std::vector<int64_t>> map_strides;
 };
@@ -56,10 +57,9 @@ Affine<C> affine_of(const Launch& launch) {
     affine.geometry.sizes[d] = geometry.sizes[d];
     for (int k = 0; k < 2; ++k) affine.geometry.strides[k][d] = geometry.strides[k][d];
   }
-  ScaleAndShift<const C*>* maps[2] = {&affine.channels, &affine.rows};
-  for (size_t k = 0; k < launch.map_strides.size(); ++k)
-    *maps[k] = {reinterpret_cast<const C*>(launch.map_addresses[2 * k]),
-                reinterpret_cast<const C*>(launch.map_addresses[2 * k + 1])};
+  const auto part = [&](size_t k) { return reinterpret_cast<const C*>(launch.map_addresses[k]); };
+  affine.channels = {part(0), part(1)};
+  if (launch.map_strides.size() > 1) affine.rows = {part(2), part(3)};
   return affine;
 }
 

@@ -27,7 +27,7 @@ class Norm:
         make: Returns the module.
         shape: The input's.
         by_mean: From the input to a line for each mean and deviation.
-        map_numbers: How many scales and shifts it has.
+        map_numbers: How many numbers save="recompute" saves of it.
         memory_format: The input's.
     """
 
@@ -100,7 +100,7 @@ NORMS: dict[str, Norm] = {
     ),
     "group_of_all": Norm(partial(nn.GroupNorm, 1, 5), (3, 5, 4), lambda x: x.flatten(1), 30),
     "group_not_affine": Norm(
-        partial(nn.GroupNorm, 2, 6, affine=False), IMAGES, lambda x: x.reshape(4, 2, -1), 48
+        partial(nn.GroupNorm, 2, 6, affine=False), IMAGES, lambda x: x.reshape(4, 2, -1), 50
     ),
     "instance_1d": Norm(partial(nn.InstanceNorm1d, 4, affine=True), (3, 4, 9), _instance, 24),
     "instance_2d": Norm(partial(nn.InstanceNorm2d, 6), IMAGES, _instance, 48),
@@ -119,7 +119,10 @@ NORMS: dict[str, Norm] = {
         partial(nn.LayerNorm, 12, bias=False), (5, 3, 12), lambda x: x, 2 * (15 + 12)
     ),
     "layer_not_affine": Norm(
-        partial(nn.LayerNorm, 12, elementwise_affine=False), (5, 3, 12), lambda x: x, 2 * 15
+        partial(nn.LayerNorm, 12, elementwise_affine=False),
+        (5, 3, 12),
+        lambda x: x,
+        2 * 15 + 2 * 12,
     ),
 }
 # One for each of PyTorch's nodes, and an instance norm, whose output is a view.
@@ -175,9 +178,9 @@ def normalized(x: Tensor, channels: Tensor, rows: Tensor | None) -> tuple[Tensor
     compute = torch.finfo(channels.dtype).eps / 2
     wide = x.double()
     scale, shift = channels.double()
-    row_scale, row_shift = (1.0, torch.zeros_like(shift)) if rows is None else rows.double()
-    z = (wide * row_scale + row_shift) * scale + shift
-    terms = (wide * row_scale * scale).abs() + (row_shift * scale).abs() + shift.abs()
+    rstd, mean = (1.0, torch.zeros_like(shift)) if rows is None else rows.double()
+    z = (wide - mean) * rstd * scale + shift
+    terms = ((wide - mean) * rstd * scale).abs() + shift.abs()
     error = 2 * 3.01 * compute * terms
     return z, error + rounding(z.abs() + error, x.dtype)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -362,6 +364,30 @@ def test_roundings_are_no_difference(norm: str, mean: float) -> None:
             assert len(recomputed(twin(images()))) == 1
 
 
+NORMS_OF_ONE_NUMBER = norms() | {
+    "group not affine": nn.GroupNorm(2, C, affine=False),
+    "instance not affine": nn.InstanceNorm2d(C),
+    "layer not affine": nn.LayerNorm(8, elementwise_affine=False),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS_OF_ONE_NUMBER)
+@pytest.mark.parametrize("number", [1.0, 0.3, -7.77, 1e-3])
+@pytest.mark.parametrize("bias", [0.0, 1e-6])
+@pytest.mark.parametrize("activation", [nn.ReLU, partial(nn.LeakyReLU, 0.1, inplace=True)])
+def test_a_row_that_is_one_number(
+    activation: Callable[[], nn.Module], bias: float, number: float, norm: str
+) -> None:
+    """Its normalized values are the bias, beside which ReLU decides by PyTorch's own roundings."""
+    model = Program(convolution, lambda c: copy.deepcopy(NORMS_OF_ONE_NUMBER[norm]), activation)
+    nn.init.zeros_(model.first.weight)
+    nn.init.constant_(model.first.bias, number)
+    if getattr(model.norm, "bias", None) is not None:
+        nn.init.constant_(model.norm.bias, bias)
+        nn.init.uniform_(model.norm.weight, 0.5, 1.5)
+    assert_same_steps(model, converted_twin(model), images())
+
+
 @pytest.mark.filterwarnings("ignore:inplace_ops:UserWarning")
 def test_a_new_shape_is_checked_again() -> None:
     def compute(m: Any, z: Tensor) -> Tensor:
@@ -561,6 +587,83 @@ def test_a_norm_with_a_forward_of_its_own(
     assert_same_steps(model, twin, x, tolerance=tolerance)
     model.norm.shift = twin.norm.shift = 1.0
     assert_same_steps(model, twin, x, tolerance=tolerance)
+
+
+class OwnLayerNorm(nn.LayerNorm):
+    """Normalizes the channels; its eps is `factor` times its own."""
+
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.permute(0, 2, 3, 1)
+        eps = self.factor * self.eps
+        return F.layer_norm(x, (C,), self.weight, self.bias, eps).permute(0, 3, 1, 2)
+
+
+class OwnGroupNorm(nn.GroupNorm):
+    """Its eps is `factor` times its own."""
+
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        eps = self.factor * self.eps
+        return F.group_norm(x, self.num_groups, self.weight, self.bias, eps)
+
+
+@pytest.mark.parametrize("norm", [OwnLayerNorm, partial(OwnGroupNorm, 2)], ids=["layer", "group"])
+def test_16_bits_of_a_norm_with_a_forward_of_its_own(norm: Callable[[int], nn.Module]) -> None:
+    """The module's eps is used while it gives the norm's output bit for bit."""
+    model = Program(convolution, lambda c: norm(c), dtype=torch.bfloat16)
+    twin, x = converted_twin(model), images(torch.bfloat16)
+    assert len(recomputed(twin(x))) == 1
+    assert_same_steps(model, twin, x, tolerance=0)
+    model.norm.factor = twin.norm.factor = 1000.0
+    assert recomputed(twin(x)) == []
+    assert_same_steps(model, twin, x, tolerance=0)
+
+
+@pytest.mark.parametrize("is_affine", [True, False], ids=["affine", "not affine"])
+def test_16_bits_of_another_norms_output(is_affine: bool) -> None:
+    """A hook puts it in place of the module's from the third step on: eps is not the module's."""
+
+    def replace(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return F.layer_norm(args[0], (8,), weight, None, 0.5) if is_replaced else output
+
+    weight = nn.Parameter(torch.rand(8, dtype=torch.bfloat16)) if is_affine else None
+    is_replaced = False
+    norm = partial(nn.LayerNorm, 8, elementwise_affine=is_affine)
+    model = Program(convolution, lambda c: norm(), dtype=torch.bfloat16)
+    twin, x = converted_twin(model), images(torch.bfloat16)
+    for m in (model, twin):
+        m.norm.register_forward_hook(replace, prepend=True)
+    assert len(recomputed(twin(x))) == 1
+    for _ in range(2):
+        assert_same_steps(model, twin, x, tolerance=0)
+        is_replaced = True
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_place_on_the_view_of_an_instance_norm(dtype: torch.dtype, samples: int) -> None:
+    """What the activation saves is not hidden in a `CopySlices` node; views and hooks stay."""
+
+    def compute(m: Any, y: Tensor) -> Tensor:
+        assert y is m.normalized
+        assert y._version == 1
+        return m.conv(y)
+
+    def remember(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(lambda grad: 2 * grad)
+        model_of[module].normalized = output
+
+    activation = partial(nn.LeakyReLU, 0.1, inplace=True)
+    model = Program(compute, lambda c: nn.InstanceNorm2d(c, affine=True), activation, dtype)
+    twin, x = converted_twin(model), images(dtype, samples)
+    model_of = {m.norm: m for m in (model, twin)}
+    for m in (model, twin):
+        m.norm.register_forward_hook(remember)
+    assert any(value.name.endswith("saved by Convolution") for value in recomputed(twin(x)))
+    assert_same_steps(model, twin, x, tolerance=0 if dtype is torch.bfloat16 else 1e-5)
 
 
 @each_norm

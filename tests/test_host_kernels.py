@@ -489,7 +489,7 @@ def test_rows_and_columns(host_kernels: ModuleType, case: Case, channels: Dims) 
     for columns in (*range(2, 2 * count + 2), 49, 64):
         shape = [samples_of(host_kernels, case, columns), columns]
         access = check_normalized(host_kernels, case, shape, channels, (0,))
-        suits = columns % count == 0 if 1 in channels else columns >= count
+        suits = 1 in channels and columns % count == 0
         assert access == (count if suits else 1)
     # Rows that differ from element to element.
     assert check_normalized(host_kernels, case, [99, 16], channels, (0, 1)) == 1
@@ -503,8 +503,8 @@ def test_every_alignment_after_a_norm(host_kernels: ModuleType, case: Case, move
     for offset in range(0, 16, size):
         offsets = [0] * 7
         offsets[moved] = offset
-        for shape, channels in (([37, 3, 16], (2,)), ([37, 3, 16], (1,))):
-            access = check_normalized(host_kernels, case, shape, channels, (0,), offsets=offsets)
+        for shape, channels, rows in (([37, 3, 16], (2,), (0,)), ([37, 3, 16], (1,), None)):
+            access = check_normalized(host_kernels, case, shape, channels, rows, offsets=offsets)
             matters = moved < 3 or (moved < 5 and channels == (2,))
             assert access == (1 if offset and matters else vector(case))
 

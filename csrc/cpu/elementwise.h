@@ -85,7 +85,7 @@ class BlockAffine {
  public:
   struct Run {
     int64_t position, length;
-    const C *scale, *shift;
+    const C *mean, *scale, *shift;  // without rows no mean
   };
   Run runs[kBlock / kVector + 2];
   int count = 0;
@@ -99,21 +99,23 @@ class BlockAffine {
     is_one_map = is_long && stride == 0;
     if (is_long && stride == 1 && !affine.has_rows()) {
       for_each_run(geometry, first, elements, [&](int64_t position, int64_t length, auto& offsets) {
-        runs[count++] = {position, length, affine.channels.scale + offsets[0],
+        runs[count++] = {position, length, nullptr, affine.channels.scale + offsets[0],
                          affine.channels.shift + offsets[0]};
       });
       return;
     }
-    C row_scale[kBlock], row_shift[kBlock];
+    const C* const mean = affine.has_rows() ? mean_ : nullptr;
+    C rstd[kBlock];
     int maps = elements;
     if (is_one_map) {
       for_each_run(geometry, first, elements, [&](int64_t position, int64_t length, auto& offsets) {
-        runs[count] = {position, length, scale_ + count, shift_ + count};
+        runs[count] = {position, length, mean ? mean + count : nullptr, scale_ + count,
+                       shift_ + count};
         scale_[count] = affine.channels.scale[offsets[0]];
         shift_[count] = affine.channels.shift[offsets[0]];
         if (affine.has_rows()) {
-          row_scale[count] = affine.rows.scale[offsets[1]];
-          row_shift[count] = affine.rows.shift[offsets[1]];
+          rstd[count] = affine.rows.rstd[offsets[1]];
+          mean_[count] = affine.rows.mean[offsets[1]];
         }
         ++count;
       });
@@ -122,21 +124,17 @@ class BlockAffine {
       gather(scale_, affine.channels.scale, geometry, 0, first, elements);
       gather(shift_, affine.channels.shift, geometry, 0, first, elements);
       if (affine.has_rows()) {
-        gather(row_scale, affine.rows.scale, geometry, 1, first, elements);
-        gather(row_shift, affine.rows.shift, geometry, 1, first, elements);
+        gather(rstd, affine.rows.rstd, geometry, 1, first, elements);
+        gather(mean_, affine.rows.mean, geometry, 1, first, elements);
       }
-      runs[count++] = {0, elements, scale_, shift_};
+      runs[count++] = {0, elements, mean, scale_, shift_};
     }
     if (!affine.has_rows()) return;
-    for (int i = 0; i < maps; ++i) {
-      const auto map = composed<C>({row_scale[i], row_shift[i]}, {scale_[i], shift_[i]});
-      scale_[i] = map.scale;
-      shift_[i] = map.shift;
-    }
+    for (int i = 0; i < maps; ++i) scale_[i] *= rstd[i];
   }
 
  private:
-  C scale_[kBlock], shift_[kBlock];
+  C mean_[kBlock], scale_[kBlock], shift_[kBlock];
 };
 
 // The values of halves that are computed with are converted a block at a time, by instructions that
@@ -191,17 +189,28 @@ using Code = std::conditional_t<Functor::accepts_bits(8), uint32_t, uint8_t>;
 template <class Instructions, class T>
 HOST_DEVICE void normalize(T* z, Result<T>* values, const Input<T>& x,
                            const Affine<opmath_t<T>>& affine, int64_t first, int count) {
-  const BlockAffine<opmath_t<T>> maps(affine, first, count);
+  using C = opmath_t<T>;
+  const BlockAffine<C> maps(affine, first, count);
   for (int r = 0; r < maps.count; ++r) {
-    const auto [begin, length, scale, shift] = maps.runs[r];
+    const auto [begin, length, mean, scale, shift] = maps.runs[r];
     if (maps.is_one_map) {
-      const ScaleAndShift<opmath_t<T>> map{*scale, *shift};
+      const ScaleAndShift<C> map{*scale, *shift};
+      const C center = mean ? *mean : C(0);
 #pragma GCC ivdep
-      for (int64_t i = begin; i < begin + length; ++i) values[i] = result_of<T>(mapped(x[i], map));
+      for (int64_t i = begin; i < begin + length; ++i)
+        values[i] = result_of<T>(mapped<T>(x[i].value - center, map));
+    } else if (mean) {
+#pragma GCC ivdep
+      for (int64_t i = begin; i < begin + length; ++i) {
+        const ScaleAndShift<C> map{scale[i - begin], shift[i - begin]};
+        values[i] = result_of<T>(mapped<T>(x[i].value - mean[i - begin], map));
+      }
     } else {
 #pragma GCC ivdep
-      for (int64_t i = 0; i < length; ++i)
-        values[begin + i] = result_of<T>(mapped(x[begin + i], {scale[i], shift[i]}));
+      for (int64_t i = begin; i < begin + length; ++i) {
+        const ScaleAndShift<C> map{scale[i - begin], shift[i - begin]};
+        values[i] = result_of<T>(mapped<T>(x[i].value, map));
+      }
     }
   }
   if constexpr (kIsWidened<T>) Instructions::narrow(z, values, count);

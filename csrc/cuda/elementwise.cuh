@@ -296,13 +296,19 @@ struct TileBits<1> {
 };
 
 // The maps of the elements of one access, of which the vector path has that they lie in at most two
-// channels, or in neighbouring ones (suits_vectors()).
+// channels without rows, or in neighbouring ones of one row (suits_vectors()). Returns the mean.
 template <int count, class C>
-HOST_DEVICE void expand(const Affine<C>& affine, int64_t element, ScaleAndShift<C> (&maps)[count]) {
+HOST_DEVICE C expand(const Affine<C>& affine, int64_t element, ScaleAndShift<C> (&maps)[count]) {
+  const auto& geometry = affine.geometry;
+  const auto channel_at = [&](int64_t offset) -> ScaleAndShift<C> {
+    return {affine.channels.scale[offset], affine.channels.shift[offset]};
+  };
+  int64_t offsets[2];
   if constexpr (count == 1) {
-    maps[0] = affine.at(uint64_t(element));
+    geometry.locate(uint64_t(element), offsets);
+    maps[0] = affine.in_row(offsets[1], channel_at(offsets[0]));
+    return affine.mean(offsets[1]);
   } else {
-    const auto& geometry = affine.geometry;
     const int inner = geometry.dims - 1;
     const uint32_t small = element;
     if (geometry.strides[0][inner] == 0) {
@@ -310,13 +316,14 @@ HOST_DEVICE void expand(const Affine<C>& affine, int64_t element, ScaleAndShift<
       ScaleAndShift<C> first, second;
       NO_UNROLL
       for (int channel = 0; channel < (left < count ? 2 : 1); ++channel) {
-        second = affine.at(small + channel * left);
+        geometry.locate(small + channel * left, offsets);
+        second = channel_at(offsets[0]);
         if (channel == 0) first = second;
       }
       UNROLL
       for (uint32_t i = 0; i < count; ++i) maps[i] = i < left ? first : second;
+      return C(0);
     } else {
-      int64_t offsets[2];
       geometry.locate(small, offsets);
       C scale[count], shift[count];
       UNROLL
@@ -325,7 +332,8 @@ HOST_DEVICE void expand(const Affine<C>& affine, int64_t element, ScaleAndShift<
         load_vector(reinterpret_cast<C(&)[4]>(shift[i]), affine.channels.shift + offsets[0] + i);
       }
       UNROLL
-      for (int i = 0; i < count; ++i) maps[i] = affine.after_row(offsets[1], {scale[i], shift[i]});
+      for (int i = 0; i < count; ++i) maps[i] = affine.in_row(offsets[1], {scale[i], shift[i]});
+      return affine.mean(offsets[1]);
     }
   }
 }
@@ -381,14 +389,19 @@ HOST_DEVICE void compute_normalized(const Functor& functor, LaneState<Functor, c
                                     int access, const Affine<C>& affine, int64_t first) {
   using T = typename Functor::Scalar;
   ScaleAndShift<C> maps[count];
-  expand(affine, first, maps);
+  const C mean = expand(affine, first, maps);
+  Element<T> elements[count][Functor::kInputs];
   UNROLL
   for (int i = 0; i < count; ++i) {
-    Element<T> element[Functor::kInputs];
     UNROLL
-    for (int k = 0; k < Functor::kInputs; ++k) element[k] = element_of(my.in[k][access][i]);
-    my.out[access][i] = store<T>(functor(element, maps[i]));
+    for (int k = 0; k < Functor::kInputs; ++k) elements[i][k] = element_of(my.in[k][access][i]);
   }
+  if (affine.has_rows()) {
+    UNROLL
+    for (int i = 0; i < count; ++i) elements[i][Functor::kInputs - 1].value -= mean;
+  }
+  UNROLL
+  for (int i = 0; i < count; ++i) my.out[access][i] = store<T>(functor(elements[i], maps[i]));
 }
 
 // One tile. With accesses of more than one element it is whole and dense, and has `planes` planes.
@@ -492,7 +505,7 @@ bool suits_vectors(const Affine<C>& affine) {
   if (inner < 0 || geometry.sizes[inner] < count || geometry.strides[1][inner] != 0 ||
       geometry.elements > UINT32_MAX)
     return false;
-  if (geometry.strides[0][inner] == 0) return true;
+  if (geometry.strides[0][inner] == 0) return !affine.has_rows();
   uintptr_t addresses = reinterpret_cast<uintptr_t>(affine.channels.scale) |
                         reinterpret_cast<uintptr_t>(affine.channels.shift);
   for (int d = 0; d < inner; ++d) addresses |= geometry.strides[0][d] * sizeof(C);

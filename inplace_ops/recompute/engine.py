@@ -243,17 +243,16 @@ class Engine:
                 if record is None:
                     return
                 if type(node).__name__ in norms.NORMS:
-                    self._learn_from(module, node, record)
+                    self._learn_from(module, node, record, output)
                 if type(output) is Tensor:
                     record.take_note(output)
         except Exception as error:
             self._warn_of(output.grad_fn, error)
 
-    def _learn_from(self, module: nn.Module, node: Node, record: Record) -> None:
-        if not norms.runs_pytorchs_forward(module):
-            return
-        record.eps = module.eps  # type: ignore[assignment]
-        if record.parameters is None:
+    def _learn_from(self, module: nn.Module, node: Node, record: Record, output: Tensor) -> None:
+        if norms.reads_eps_of(module, node) or norms.gives(node, record.parameters, module, output):
+            record.eps = norms.eps_of(module)
+        if record.parameters is None and norms.runs_pytorchs_forward(module):
             known = norms.parameters_of_module(node, module)
             if known is not None and self._is_as_it_was(known.bias):
                 record.parameters = known.copied(COPY_LIMIT)
@@ -535,7 +534,7 @@ def affine_of(node: Node, record: Record) -> norms.NormAffine:
         return record.affine
     assert record.parameters is not None
     affine = norms.affine_of(node, record.parameters)
-    if affine.row_affine is None and affine.nbytes <= COPY_LIMIT:
+    if affine.row_statistics is None and affine.nbytes <= COPY_LIMIT:
         record.affine = affine
     return affine
 

@@ -80,27 +80,27 @@ class Saved(NamedTuple):
 
 
 def _gradient_of_input(ctx: Any, grad: Tensor) -> Tensor:
-    x, channel_affine, row_affine, anchor = ctx.saved_tensors
+    x, channel_affine, row_statistics, anchor = ctx.saved_tensors
     activation, (dim_order, *scalars) = ctx.activation, ctx.op_args
 
     def differentiable(grad: Tensor, *_: Any) -> Tensor:
         """PyTorch's own derivative, of z with its place in the graph."""
         with torch.no_grad():
-            z = _ops.NORMALIZE(x, channel_affine, row_affine, dim_order)
+            z = _ops.NORMALIZE(x, channel_affine, row_statistics, dim_order)
         z = z.requires_grad_() if anchor is None else z + anchor
         y = activation.torch_function(z, *scalars)
         return torch.autograd.grad(y, z, grad, create_graph=True)[0]
 
     op = activation.ops.backward["recompute"]
-    saved = (x, channel_affine, row_affine, dim_order, *scalars)
+    saved = (x, channel_affine, row_statistics, dim_order, *scalars)
     return run_backward(op, grad, *saved, differentiable=differentiable)
 
 
 def output_spec(node: Any) -> Spec:
     """Return how the output of a RecomputeFunction's node is computed."""
-    x, channel_affine, row_affine, _ = node.saved_tensors
+    x, channel_affine, row_statistics, _ = node.saved_tensors
     _, *scalars = node.op_args
-    affine = NormAffine(channel_affine, row_affine)
+    affine = NormAffine(channel_affine, row_statistics)
     return Affine(Leaf(x), affine, x.dtype, node.activation, scalars)
 
 

@@ -41,7 +41,7 @@ def activation_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     y = _fused(engine, module, forward, z)
     if y is None:
         engine.note(z)
-        y = forward(z)
+        y = _unfused(module, forward, z)
     engine.walk(y)
     engine.note(y)
     return y
@@ -82,8 +82,7 @@ def _fused(engine: Engine, module: nn.Module, forward: Forward, z: Tensor) -> Te
                 return None
     except RuntimeError:  # freed, or modified since: the norm's own backward will say so
         return None
-    # PyTorch has no GELU in place, and ignores the attribute there.
-    if activation.torch_inplace is not None and getattr(module, "inplace", False):
+    if _is_in_place(module, activation):
         refuse_what_autograd_refuses(z)
         y = _apply(activation, scalars, forward, norm.output, x, affine, in_place=True)
     else:
@@ -94,6 +93,23 @@ def _fused(engine: Engine, module: nn.Module, forward: Forward, z: Tensor) -> Te
         saves_output = activation.torch_saves == "output"
         engine.observer.fused(y.grad_fn if saves_output else norm.node, y.grad_fn, y)
     return z if y is norm.output else y
+
+
+def _unfused(module: nn.Module, forward: Forward, z: Tensor) -> Tensor:
+    """Run the class's own forward; in place after an instance norm, on what z is a view of.
+
+    In place on the view, a CopySlices node would hide what the activation saves.
+    """
+    found, norm = activation_of(module), norms.norm_of(z)
+    if found is None or norm is None or norm.output is z or not _is_in_place(module, found[0]):
+        return forward(z)
+    forward(norm.output)
+    return z
+
+
+def _is_in_place(module: nn.Module, activation: Activation) -> bool:
+    """Whether a module runs in place. PyTorch has no GELU in place, and ignores the attribute."""
+    return activation.torch_inplace is not None and getattr(module, "inplace", False)
 
 
 def _apply(

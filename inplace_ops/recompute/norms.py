@@ -1,8 +1,8 @@
 """Norms: their output as an affine function of their input.
 
-Batch, group, instance and layer norms save their input for their own backward. With the statistics,
-the weight and the bias, their output is that input times a scale plus a shift. The norms themselves
-are PyTorch's: their autograd nodes are read, and nothing is changed.
+Batch, group, instance and layer norms save their input for their own backward. Their output follows
+from that input, the statistics, the weight and the bias, in one operation. The norms themselves are
+PyTorch's: their autograd nodes are read, and nothing is changed.
 
 What the nodes do not tell:
 
@@ -41,17 +41,18 @@ MODULES = (
 
 
 class NormAffine(NamedTuple):
-    """A norm's output as a function of its input: z = x * scale + shift.
+    """A norm's output as a function of its input: z = (x - mean) * rstd * scale + shift.
 
-    Each tensor has the shape (2, ...): scales first, and the rest of x's shape or 1.
+    Each tensor has the shape (2, ...), and behind the 2 that of x or 1.
 
     Attributes:
-        channel_affine: The function, or after `row_affine` the part that differs by channel.
-        row_affine: Of a layer norm, the part that follows from its statistics; it comes first.
+        channel_affine: scale and shift.
+        row_statistics: rstd and mean of each row of a layer norm, or of each group of a group norm
+            without parameters; None is 1 and 0.
     """
 
     channel_affine: Tensor
-    row_affine: Tensor | None
+    row_statistics: Tensor | None
 
     @property
     def nbytes(self) -> int:
@@ -195,9 +196,42 @@ def bias_of_module(module: nn.Module) -> Tensor | None:
     return module._parameters.get("bias")
 
 
+def eps_of(module: nn.Module) -> float | None:
+    """Return a norm module's eps."""
+    return module.eps if isinstance(module, MODULES) else None
+
+
 def runs_pytorchs_forward(module: nn.Module) -> bool:
-    """Whether a norm module runs the forward of PyTorch's class, which reads `module.eps`."""
+    """Whether a norm module runs the forward of PyTorch's class."""
     return type(module).forward in _FORWARDS and "forward" not in vars(module)
+
+
+def reads_eps_of(module: nn.Module, node: Node) -> bool:
+    """Whether a layer or group norm has surely read `module.eps`.
+
+    A forward of the module's own may give its operation another, and a hook may put another norm's
+    output in place of the module's: that norm has another weight.
+    """
+    weight = saved_tensor(node, "weight")
+    is_its_own = weight is not None and weight is module._parameters.get("weight")
+    return is_its_own and runs_pytorchs_forward(module)
+
+
+def gives(node: Node, parameters: Parameters | None, module: nn.Module, output: Tensor) -> bool:
+    """Whether a norm, run again with the module's eps, gives its output bit for bit.
+
+    The output may be a view of the norm's.
+
+    False also where eps is not needed, or where a GPU would have to be waited for.
+    """
+    x, eps = saved_tensor(node, "input"), eps_of(module)
+    if x is None or parameters is None or eps is None or output.is_cuda:
+        return False
+    if can_compute(node) or rerun_of(node, parameters, None) is not None:
+        return False
+    rerun = rerun_of(node, parameters, eps)
+    z = output if output._base is None else output._base
+    return rerun is not None and torch.equal(rerun(x), z)
 
 
 def parameters_of_module(node: Node, module: nn.Module) -> Parameters | None:
@@ -308,22 +342,38 @@ def _batch_norm_eps(node: Node) -> float:
 def _group_norm(node: Node, parameters: Parameters) -> NormAffine:
     mean, rstd = saved_tensor(node, "result1"), saved_tensor(node, "result2")
     assert mean is not None
+    assert rstd is not None
     samples, groups = mean.shape
     shape = _shape_of_channels(node, samples)
-    affine = _scale_shift(node, shape, rstd, mean, parameters, shape[2] // groups)
+    share = shape[2] // groups
+    if parameters == Parameters(None, None):
+        # PyTorch's kernels then subtract the mean first, as a layer norm's do.
+        rows = torch.stack([rstd, mean]).repeat_interleave(share, 2).view(shape)
+        return NormAffine(_identity(rows, len(shape) - 1), rows)
+    affine = _scale_shift(node, shape, rstd, mean, parameters, share)
     return NormAffine(affine, None)
 
 
 def _layer_norm(node: Node, parameters: Parameters) -> NormAffine:
     mean, rstd = saved_tensor(node, "result1"), saved_tensor(node, "result2")
     assert mean is not None
-    rows = _scale_shift(node, (2, *mean.shape), rstd, mean, Parameters(None, None))
+    assert rstd is not None
+    rows = torch.stack([rstd, mean])
     weight, bias = parameters
-    if weight is None and bias is None:
-        return NormAffine(rows, None)
-    factor = torch.ones_like(bias) if weight is None else weight  # type: ignore[arg-type]
-    shape = (2, *(1,) * (mean.dim() - factor.dim()), *factor.shape)
-    return NormAffine(_scale_shift(node, shape, None, None, Parameters(factor, bias)), rows)
+    if weight is None:
+        if bias is None:
+            columns = argument(node, "normalized_shape")[-1]  # kernels are fast with one of each
+            return NormAffine(_identity(rows, mean.dim(), columns), rows)
+        weight = torch.ones_like(bias)
+    shape = (2, *(1,) * (mean.dim() - weight.dim()), *weight.shape)
+    return NormAffine(_scale_shift(node, shape, None, None, Parameters(weight, bias)), rows)
+
+
+def _identity(like: Tensor, dim: int, columns: int = 1) -> Tensor:
+    """Return the scale 1 and the shift 0, of every channel of a tensor of `dim` dimensions."""
+    identity = like.new_zeros(2, *(1,) * (dim - 1), columns)
+    identity[0].fill_(1.0)
+    return identity
 
 
 def _rerun_batch_norm(node: Node, parameters: Parameters, eps: float | None) -> Rerun | None:

@@ -8,8 +8,8 @@ NOTE [Exact specs and roundings]
 
 `rounding` is 0 if the spec repeats PyTorch's own operations on the tensors that they read: its
 value then equals the saved tensor bit for bit, and any operation may be given it. A norm is
-recomputed as x * scale + shift, which PyTorch's kernels may round otherwise. The value then differs
-by at most `rounding * magnitude()`, where the magnitude bounds all intermediate results. Such a
+recomputed by one operation, which PyTorch's kernels may round otherwise. The value then differs by
+at most `rounding * magnitude()`, where the magnitude bounds all intermediate results. Such a
 value goes only to operations that tolerate a rounding: those with `reads` in `operations.py`.
 """
 
@@ -125,9 +125,11 @@ class Affine(Spec):
     def magnitude(self) -> Tensor:
         # Mean and bias may cancel in one shift, and the norm adds them in turn: the largest of all.
         x = self.x.compute().abs()
-        channel_affine, row_affine = self.affine
-        terms = channel_affine.abs(), None if row_affine is None else row_affine.abs()
-        return _largest(_ops.NORMALIZE(x, *terms, _ops.dim_order_of(x)))
+        affine, rows = self.affine
+        if rows is not None:
+            rstd, mean = rows
+            rows = torch.stack([rstd, -mean.abs()])
+        return _largest(_ops.NORMALIZE(x, affine.abs(), rows, _ops.dim_order_of(x)))
 
     def leaves(self) -> Iterator[Leaf]:
         yield from self.x.leaves()
