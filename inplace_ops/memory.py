@@ -16,11 +16,27 @@ from ._torch import is_traceable_wrapper_subclass, storage_id, tree_leaves
 
 
 class Packed(ABC):
-    """What is saved for backward instead of a tensor."""
+    """What is saved for backward instead of a tensor.
+
+    Attributes:
+        stream: The CUDA stream on which `tensors()` are ready; None on a CPU.
+    """
+
+    stream: torch.cuda.Stream | None = None
+
+    def unpack(self) -> Tensor:
+        """Return the tensor that backward reads, on the stream that is current."""
+        if self.stream is not None:
+            current = torch.cuda.current_stream(self.stream.device)
+            if current != self.stream:
+                current.wait_stream(self.stream)
+            for tensor in self.tensors():  # whose memory may be freed before it has been read
+                tensor.record_stream(current)
+        return self.compute()
 
     @abstractmethod
-    def unpack(self) -> Tensor:
-        """Return the tensor that backward reads."""
+    def compute(self) -> Tensor:
+        """Return the tensor that backward reads, from tensors that are ready."""
 
     @abstractmethod
     def tensors(self) -> Iterable[Tensor]:

@@ -573,11 +573,11 @@ def test_models_without_gradients() -> None:
 
 def test_a_difference_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a spec that is right at its first use, and wrong when backward asks."""
-    unpack = specs.Recomputed.unpack
+    compute = specs.Recomputed.compute
     asked: set[int] = set()
 
     def wrong(value: specs.Recomputed) -> Tensor:
-        result = unpack(value)
+        result = compute(value)
         if not value.name.startswith("SiLU"):
             return result
         if id(value.spec) in asked:
@@ -585,7 +585,7 @@ def test_a_difference_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> Non
         asked.add(id(value.spec))
         return result
 
-    monkeypatch.setattr(specs.Recomputed, "unpack", wrong)
+    monkeypatch.setattr(specs.Recomputed, "compute", wrong)
     model = network()
     with pytest.raises(inplace_ops.VerificationError, match="SiLU, saved by Convolution in `3`"):
         inplace_ops.convert(model, examples())

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import pickle
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -121,6 +122,60 @@ def test_an_error_inside_of_the_engine(
         assert_switched_off()
     failing_at = -1
     assert_same_steps(model, twin, x)
+
+
+@pytest.mark.parametrize("part", ["tree_leaves", "take_note", "base_of", "record_of"])
+def test_an_error_in_a_part_of_the_engine(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the engine is told of a module's input or output: it warns once."""
+
+    def fail(*_: Any) -> None:
+        raise LookupError(part)
+
+    class Containers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = blocks()
+
+        def forward(self, inputs: dict[str, Any]) -> dict[str, Any]:
+            return {"output": self.blocks(inputs["x"])}
+
+    model, inputs = Containers(), {"x": images()}
+    twin = converted_twin(model)
+    monkeypatch.setattr(engine, part, fail)
+    if part == "tree_leaves" and engine.USE_CREATION_HOOK:
+        outputs = [twin(inputs), model(inputs)]
+    else:
+        with pytest.warns(UserWarning, match=f"failed: LookupError: {part}"):
+            outputs = [twin(inputs)]
+        outputs += [twin(inputs), model(inputs)]
+    assert_switched_off()
+    *gradients, expected = [
+        torch.autograd.grad(o["output"].square().sum(), list(m.parameters()))
+        for o, m in zip(outputs, [*[twin] * (len(outputs) - 1), model], strict=True)
+    ]
+    for actual in gradients:
+        torch.testing.assert_close(actual, expected)
+
+
+def test_an_argument_that_contains_itself() -> None:
+    """What it holds is not looked at."""
+
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = blocks()
+
+        def forward(self, state: dict[str, Any]) -> Tensor:
+            return self.blocks(state["x"])
+
+    state: dict[str, Any] = {"x": images()}
+    state["self"] = state
+    model = Loop()
+    twin = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        inplace_ops.convert(twin)
+        torch.testing.assert_close(twin(state), model(state))
 
 
 def test_a_backward_that_is_interrupted() -> None:

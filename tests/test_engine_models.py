@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ import torch
 from behaviour import assert_same_behaviour, behaviour
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from memory import largest_allocation
 from patterns import PATTERNS, WIDTH, Network, Pattern, pattern_id
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from twins import SOURCES, converted_twin, nodes_from
+
+from inplace_ops import saved_bytes
 
 pytestmark = pytest.mark.usefixtures("_small_tensors_too")
 
@@ -40,6 +44,74 @@ def test_patterns(pattern: Pattern, inplace: bool, training: bool, source: str) 
                             raise
                         continue  # PyTorch's own objection
                     assert_same_behaviour(behaviour(twin, x), expected, rtol=1e-10, atol=1e-10)
+
+
+class ResidualBlock(nn.Module):
+    """Convolutions and ReLUs, and a sum."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList([nn.Conv2d(32, 32, 3, padding=1) for _ in range(2)])
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for conv in self.convs:
+            y = self.activation(conv(y))
+        return x + y
+
+
+class ResidualDenseBlock(nn.Module):
+    """Of Wang et al., "ESRGAN: Enhanced Super-Resolution Generative Adversarial Networks", 2018."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        widths = [16, 16, 16, 16, 32]
+        self.convs = nn.ModuleList(
+            [nn.Conv2d(32 + 16 * i, width, 3, padding=1) for i, width in enumerate(widths)]
+        )
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [x]
+        for conv in self.convs[:-1]:
+            parts.append(self.activation(conv(torch.cat(parts, 1))))
+        return 0.2 * self.convs[-1](torch.cat(parts, 1)) + x
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("inplace", [False, True], ids=["", "inplace"])
+@pytest.mark.parametrize(
+    ("block", "activation", "saved", "peak"),
+    [
+        (ResidualBlock, nn.ReLU, 0.73, 0.82),
+        (ResidualDenseBlock, partial(nn.LeakyReLU, 0.2), 0.85, 0.88),
+    ],
+)
+def test_networks_without_norms(
+    block: Callable[[nn.Module], nn.Module],
+    activation: Callable[..., nn.Module],
+    saved: float,
+    peak: float,
+    inplace: bool,
+    source: str,
+) -> None:
+    """What a sum or a concatenation follows needs one bit per element, and gradients are exact."""
+    blocks = [block(activation(inplace=inplace)) for _ in range(4)]
+    first, last = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 3, 3, padding=1)
+    model, x = nn.Sequential(first, *blocks, last), torch.randn(2, 3, 64, 64)
+    with nodes_from(source):
+        twin = converted_twin(model, max_ops=4)
+        assert saved_bytes(twin, x) <= saved * saved_bytes(model, x)
+        gradients, peaks = [], []
+        for m in (model, twin):
+            with largest_allocation() as largest:
+                m(x).square().sum().backward()
+            peaks += largest
+            gradients.append([parameter.grad for parameter in m.parameters()])
+    assert peaks[1] <= peak * peaks[0]
+    for expected, actual in zip(*gradients, strict=True):
+        assert torch.equal(actual, expected)
 
 
 ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.SiLU)

@@ -30,7 +30,7 @@ from twins import (
 
 import inplace_ops
 from inplace_ops.conversion.wiring import conversion_of
-from inplace_ops.recompute import engine
+from inplace_ops.recompute import engine, nodes
 from inplace_ops.recompute.specs import Affine, Call, Leaf, Recomputed
 from inplace_ops.recompute.versions import COPY_LIMIT
 
@@ -289,14 +289,14 @@ def test_nothing_is_recomputed_in_forward_after_the_first_use(
         return m.conv(torch.cat([y, m.silu(y)], 1)[:, 3 : 3 + C])
 
     count = 0
-    unpack = Recomputed.unpack
+    compute_spec = Recomputed.compute
 
     def counted(value: Recomputed) -> Tensor:
         nonlocal count
         count += 1
-        return unpack(value)
+        return compute_spec(value)
 
-    monkeypatch.setattr(Recomputed, "unpack", counted)
+    monkeypatch.setattr(Recomputed, "compute", counted)
     twin, x = converted_twin(Program(compute)), images()
     twin(x)
     first, count = count, 0
@@ -642,6 +642,19 @@ def test_16_bits_of_another_norms_output(is_affine: bool) -> None:
         is_replaced = True
 
 
+@pytest.mark.parametrize("activation", [nn.SiLU, nn.ReLU6, nn.Hardswish, nn.Mish])
+def test_16_bits_in_place_after_a_norm(activation: Callable[..., nn.Module]) -> None:
+    """No edge leads to the clone that the activation saves of what it overwrites."""
+    dtype = torch.bfloat16
+    model = Program(convolution, activation=lambda: activation(inplace=True), dtype=dtype)
+    twin, x = converted_twin(model), images(dtype)
+    names = names_of(twin, x)
+    assert len(names) == 2
+    assert names[0].endswith("saved by Convolution")
+    assert names[1].startswith("Clone, saved by")
+    assert_same_steps(model, twin, x, tolerance=0)
+
+
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_in_place_on_the_view_of_an_instance_norm(dtype: torch.dtype, samples: int) -> None:
@@ -942,6 +955,61 @@ def test_function_modes_of_the_caller_see_what_the_model_does() -> None:
             m(x)
         calls.append([call for call in mode.calls if call in watched])
     assert calls[0] == calls[1]
+
+
+class Stream:
+    """A stand-in for a CUDA stream, on a CPU."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.waited_for: list[Stream] = []
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.waited_for.append(stream)
+
+
+def test_streams(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is replaced that is read on another; backward waits for what it reads."""
+    main, side = Stream(), Stream()
+    current = main
+    read_on: list[Stream] = []
+    monkeypatch.setattr(nodes, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: read_on.append(stream))
+
+    class Branches(Program):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            nonlocal current
+            first = self.first(x)
+            z, relu = self.norm(first), first.relu()
+            y = self.silu(z)
+            current = side
+            pooled, _ = F.max_pool2d(relu, 2, return_indices=True)
+            on_side = self.other(y), self.convolved(z.bfloat16()), self.act(z), pooled
+            current = main
+            return *on_side, self.conv(y)
+
+    model, x = Branches(lambda *_: None, activation=nn.SiLU), images()
+    twin = converted_twin(model)
+    *on_side, on_main = twin(x)
+    assert nodes.packed(on_main.grad_fn, "input") is not None
+    assert nodes.packed(on_side[0].grad_fn, "input") is None
+    assert type(on_side[2].grad_fn).__name__ == "SiluBackward0"
+    if source == "hook":  # functions are seen later, on the main stream
+        assert nodes.packed(on_side[1].grad_fn, "input") is None
+        relu, _ = nodes.producer(on_side[3].grad_fn, 0)
+        assert not nodes.has_hooks(relu, "result")
+    assert main.waited_for == side.waited_for == []
+    outputs = list(zip((*on_side, on_main), model(x), strict=True))
+    current = side
+    for actual, expected in outputs:
+        torch.testing.assert_close(
+            torch.autograd.grad(actual.square().sum(), twin.first.weight, retain_graph=True),
+            torch.autograd.grad(expected.square().sum(), model.first.weight, retain_graph=True),
+        )
+    assert set(side.waited_for) == {main}
+    assert set(read_on) == {side}
 
 
 def test_what_is_recomputed_has_no_graph() -> None:

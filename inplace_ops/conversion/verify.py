@@ -144,8 +144,8 @@ class _Checked(Recomputed):
         super().__init__(packed.spec, saved, packed.name)
         self.saved, self.place, self.differences = saved.clone(), place, differences
 
-    def unpack(self) -> Tensor:
-        value = super().unpack()
+    def compute(self) -> Tensor:
+        value = super().compute()
         difference = self.difference_of(value, self.saved)
         if difference is not None:
             self.differences.append(f"{self.place} is recomputed with a difference of {difference}")

@@ -5,7 +5,7 @@
   class cannot be made, the model gets a `forward` of the instance.
 - Norms, and modules of other libraries that may be one, get forward hooks, which note their output.
 - Activations get a `forward` of the instance: `recompute/fused.py`.
-- Before torch 2.14 all modules get a forward hook, which walks over the new nodes.
+- Before torch 2.14 all other modules get a forward hook, which walks over the new nodes.
 
 Parameters, buffers, parents and the classes of all other modules stay as they are.
 """
@@ -102,6 +102,8 @@ def attach(model: nn.Module, conversion: Conversion) -> None:
         without_hooks = {part for layer in layers for part in layer.modules()}
         for module in _unscripted(model):
             pieces = _pieces_for(module)
+            if module is model:  # whose output `Conversion.run` walks over
+                pieces.discard(_WALK)
             _attach_pieces(module, pieces & {_FORWARD} if module in without_hooks else pieces)
         _attach_itself(model, conversion)
     except Exception:

@@ -34,6 +34,8 @@ NOTE [Leaves]
 3. A leaf may outlive its operation's backward: with two losses, one goes backward first. So a spec
    whose leaves are more than four times as large as what it replaces is not built (a slice of
    something large), nor one whose copies are larger.
+4. Copies and scales are computed on the current CUDA stream, and are ready on that one alone. What
+   is read on another stream than its operation's is saved as PyTorch saves it.
 
 NOTE [First use]
 
@@ -54,6 +56,7 @@ NOTE [Containment]
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 import weakref
@@ -72,7 +75,15 @@ from .nodes import Node
 from .operations import OPERATIONS, VIEWS, Argument, Operation, Output, base_of
 from .rewrites import Indices, Mask, Shape
 from .specs import Affine, Call, Leaf, Recomputed, Spec
-from .versions import COPY_LIMIT, Record, keep_record, record_of, record_output, take_note
+from .versions import (
+    COPY_LIMIT,
+    Record,
+    cloned_input,
+    keep_record,
+    record_of,
+    record_output,
+    take_note,
+)
 
 # Errors at reading what a node has saved. If the operation's backward comes, it says so itself.
 _SAID_LATER = ("modified by an inplace operation", "second time")
@@ -161,8 +172,20 @@ def _see(node: Node) -> None:
     engine = _running.engine
     # A forward that leaves a hook of its own open makes ours stay, beside the next call's.
     if engine is not None and node is not engine.last:
-        engine.last = node
         engine.see(node)
+
+
+def _contained(method: Callable[..., None]) -> Callable[..., None]:
+    """Let a method of the engine warn where it would raise: see NOTE [Containment]."""
+
+    @functools.wraps(method)
+    def contained(engine: Engine, *args: Any) -> None:
+        try:
+            method(engine, *args)
+        except Exception as error:
+            engine.warn_of(error)
+
+    return contained
 
 
 class Engine:
@@ -173,6 +196,7 @@ class Engine:
         self.observer = observer
         self.last: Node = None
         self._ordinal = 0
+        self._stream: Any = None  # of the node that is looked at
         self._biases: dict[int, int] = {}
         # Of the walk over nodes: where it stops.
         self._first = nodes.next_sequence_number()
@@ -180,6 +204,7 @@ class Engine:
 
     def see(self, node: Node) -> None:
         """Look at a node that has just been made."""
+        self.last = node
         try:
             if self.observer is not None:
                 self.observer.made(node)
@@ -190,14 +215,15 @@ class Engine:
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 self._see(node, operation)
         except Exception as error:
-            self._warn_of(node, error)
+            self.warn_of(error)
 
+    @_contained
     def walk(self, value: Any) -> None:
         """See the new nodes behind tensors in `value`: see NOTE [Where nodes come from]."""
         if USE_CREATION_HOOK or not torch.is_grad_enabled():
             return
         end = nodes.next_sequence_number()
-        found: dict[Node, int] = {}
+        found: dict[Node, float] = {}
         tensors = [value] if isinstance(value, Tensor) else tree_leaves(value)
         pending = [t.grad_fn for t in tensors if isinstance(t, Tensor)]
         while pending:
@@ -211,43 +237,47 @@ class Engine:
                 continue
             found[node] = number
             pending += [before for before, _ in nodes.producers(node)]
+            clone = cloned_input(node)
+            if clone is not None:  # which no edge leads to
+                found[clone.grad_fn] = number - 0.5
         for node in sorted(found, key=found.__getitem__):
             nodes.mark_walked_over(node)
             self.see(node)
 
+    @_contained
     def stop_at(self, inputs: Any) -> None:
         """Let `walk` stop at what the model is called with: its graph is somebody else's."""
         if not USE_CREATION_HOOK:
             tensors = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
             self._inputs.update(t.grad_fn for t in tensors if t.grad_fn is not None)
 
+    @_contained
     def note(self, tensor: Any) -> None:
         """Remember an operation's output: see NOTE [Versions are proved]."""
         if type(tensor) is Tensor and tensor.grad_fn is not None:
             take_note(tensor)
 
+    @_contained
     def enter_norm(self, module: nn.Module) -> None:
         """Remember the version of a norm's bias, which its operation does not save."""
         bias = norms.bias_of_module(module)
         if bias is not None and not bias.is_inference():
             self._biases[id(bias)] = bias._version
 
+    @_contained
     def note_output(self, module: nn.Module, output: Any) -> None:
         """Remember a module's output, and of a norm what its node does not tell."""
         if not isinstance(output, Tensor) or output.grad_fn is None:
             return
-        try:
-            with torch.no_grad(), torch._C.DisableTorchFunction():
-                node, _ = base_of(output.grad_fn, output.output_nr)
-                record = record_of(node) if node is not None else None
-                if record is None:
-                    return
-                if type(node).__name__ in norms.NORMS:
-                    self._learn_from(module, node, record, output)
-                if type(output) is Tensor:
-                    record.take_note(output)
-        except Exception as error:
-            self._warn_of(output.grad_fn, error)
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            node, _ = base_of(output.grad_fn, output.output_nr)
+            record = record_of(node) if node is not None else None
+            if record is None:
+                return
+            if type(node).__name__ in norms.NORMS:
+                self._learn_from(module, node, record, output)
+            if type(output) is Tensor:
+                record.take_note(output)
 
     def _learn_from(self, module: nn.Module, node: Node, record: Record, output: Tensor) -> None:
         if norms.reads_eps_of(module, node) or norms.gives(node, record.parameters, module, output):
@@ -263,20 +293,24 @@ class Engine:
             return True
         return not bias.is_inference() and self._biases.get(id(bias)) == bias._version
 
-    def _warn_of(self, node: Node, error: Exception) -> None:
+    def warn_of(self, error: Exception) -> None:
+        """Warn of an error inside of the engine."""
         if isinstance(error, RuntimeError) and any(text in str(error) for text in _SAID_LATER):
             return
+        where = "" if self.last is None else f" of {nodes.operation_name(self.last)}"
         self.settings.warn(
-            f"inplace_ops: a tensor of {nodes.operation_name(node)} is saved as PyTorch saves it, "
-            f"as looking at it failed: {type(error).__name__}: {error}"
+            f"inplace_ops: tensors{where} are saved as PyTorch saves them, as looking at them "
+            f"failed: {type(error).__name__}: {error}"
         )
 
     def _see(self, node: Node, operation: Operation) -> None:
         self._ordinal += 1
+        self._stream = nodes.current_stream(nodes.output_device(node, 0))
         record = None
         if operation.output is not None:
             record = self._record(node, operation)
             if record is not None:
+                record.stream = self._stream
                 keep_record(node, record)
         for field in operation.reads:
             self._replace_input(node, field)
@@ -326,6 +360,8 @@ class Engine:
         if not record:
             name = nodes.operation_name(base) if base is not None else "a leaf"
             return self._keep(node, field, f"no rule for the output of {name}")
+        if record.stream != self._stream:
+            return self._keep(node, field, "made on another CUDA stream")
         if not saved._is_view():
             record.take_note(saved)
         if saved._version not in (0, record.version):
@@ -410,6 +446,7 @@ class Engine:
     def _pack(self, node: Node, field: str, saved: Tensor, value: Packed) -> None:
         if self.observer is not None:
             value = self.observer.replaced(node, field, saved, value)
+        value.stream = self._stream
         nodes.replace(node, field, value)
 
     def _pack_mask(self, node: Node, index: int) -> None:
@@ -419,6 +456,8 @@ class Engine:
             return
         record, field = record_of(node), operation.mask_field
         if record is None or record.is_saved or nodes.has_hooks(node, field):
+            return
+        if record.stream != self._stream:
             return
         saved = nodes.saved_tensor(node, field)
         if saved is None or saved.nbytes < MIN_BYTES or not nodes.is_plain(saved):
@@ -441,7 +480,7 @@ class Engine:
             return spec and Call(lambda x: view.function(x, *arguments), (spec,), cost=0)
         operation = OPERATIONS.get(type(node).__name__)
         record = None if operation is None else record_of(node)
-        if operation is None or record is None:
+        if operation is None or record is None or record.stream != self._stream:
             return None
         if operation.result:
             packed = nodes.packed(node, operation.result)

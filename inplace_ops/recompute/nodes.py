@@ -93,6 +93,11 @@ def output_device(node: Node, index: int) -> torch.device:
     return node._input_metadata[index].device
 
 
+def current_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return a GPU's current stream; None of a device without streams."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
 def saved_tensor(node: Node, field: str) -> Tensor | None:
     """Return a saved tensor; None if there is none, or if reading it would call a hook."""
     if _is_readable(_raw(node, field)):

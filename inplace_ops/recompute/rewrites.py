@@ -34,7 +34,7 @@ class Mask(Packed):
         scalars = self._SCALARS[activation.function]
         _, self.bits = pack(saved.detach(), 1, self.dim_order, *scalars)
 
-    def unpack(self) -> Tensor:
+    def compute(self) -> Tensor:
         """Return 1 where the bit is set; elsewhere 0, or of LeakyReLU -1."""
         ones = torch.ones((), dtype=self.dtype, device=self.bits.device).expand(self.shape)
         unpack = self.activation.ops.backward["mask"]
@@ -53,7 +53,7 @@ class Shape(Packed):
         self.shape, self.stride = saved.shape, saved.stride()
         self.dtype, self.device = saved.dtype, saved.device
 
-    def unpack(self) -> Tensor:
+    def compute(self) -> Tensor:
         """Return uninitialized memory."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
@@ -69,7 +69,7 @@ class Indices(Packed):
     def __init__(self, saved: Tensor) -> None:
         self.narrow = saved.detach().int()
 
-    def unpack(self) -> Tensor:
+    def compute(self) -> Tensor:
         """Return the indices as they were."""
         return self.narrow.long()
 

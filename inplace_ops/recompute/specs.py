@@ -46,7 +46,7 @@ class Spec(ABC):
 
     @abstractmethod
     def compute(self) -> Tensor:
-        """Return the tensor. Call it through `Recomputed.unpack`, which sets the modes."""
+        """Return the tensor. Call it through `Recomputed`, which sets the modes."""
 
     @abstractmethod
     def magnitude(self) -> Tensor:
@@ -202,15 +202,15 @@ def product(magnitudes: list[Tensor]) -> Tensor:
 class Recomputed(Packed):
     """What is saved in place of a tensor: a spec, and the tensor's shape, dtype and strides."""
 
-    __slots__ = ("device", "dtype", "name", "shape", "spec", "stream", "stride")
+    __slots__ = ("device", "dtype", "name", "shape", "spec", "stride")
 
     def __init__(self, spec: Spec, like: Tensor, name: str) -> None:
         self.spec, self.name = spec, name
         self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
         self.stride = like.stride()
-        self.stream = torch.cuda.current_stream(like.device) if like.is_cuda else None
 
-    def unpack(self) -> Tensor:
+    def compute(self) -> Tensor:
+        """Compute the spec, in the layout of the tensor that it stands for."""
         with self._as_in_forward():
             value = self.spec.compute()
             if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
@@ -227,7 +227,7 @@ class Recomputed(Packed):
         A rounding is no difference, unless the spec is exact.
         """
         try:
-            value = self.unpack()
+            value = self.compute()
         except RuntimeError as error:
             return str(error)
         return self.difference_of(value, saved)
@@ -255,8 +255,6 @@ class Recomputed(Packed):
             stack.enter_context(torch._C.DisableTorchFunction())
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
-            if self.device.type == "cuda":
-                self._use_on_current_stream()
             yield
 
     def _in_layout(self, value: Tensor) -> Tensor:
@@ -268,14 +266,6 @@ class Recomputed(Packed):
         result = value.new_empty_strided(own, self.stride)
         result.copy_(value[tuple(slice(size) for size in own)])
         return result.expand(self.shape)
-
-    def _use_on_current_stream(self) -> None:
-        """Order the current stream after the leaves, and their reuse after the current stream."""
-        stream = torch.cuda.current_stream(self.device)
-        if self.stream is not None and stream != self.stream:
-            stream.wait_stream(self.stream)
-        for tensor in self.tensors():
-            tensor.record_stream(stream)
 
     def tensors(self) -> Iterator[Tensor]:
         return (leaf.tensor for leaf in self.spec.leaves())

@@ -29,13 +29,14 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from . import nodes
 from .nodes import Node
 from .norms import NormAffine, Parameters
-from .operations import Output, base_of
+from .operations import OPERATIONS, Output, base_of
 from .specs import Spec
 
 _KEY = "inplace_ops"
@@ -55,6 +56,7 @@ class Record:
         is_saved: Whether something saves the output itself.
         note: The output, weakly.
         narrowed: Of a cast, weakly, what its output and views of it were cast from.
+        stream: The CUDA stream that was current when the operation was seen.
     """
 
     __slots__ = (
@@ -66,6 +68,7 @@ class Record:
         "narrowed",
         "note",
         "parameters",
+        "stream",
         "version",
     )
 
@@ -79,6 +82,7 @@ class Record:
         self.is_saved = False
         self.note: TensorWeakRef | None = None
         self.narrowed: dict[tuple[Any, ...], weakref.ref[Spec]] = {}
+        self.stream: torch.cuda.Stream | None = None
 
     def take_note(self, tensor: Tensor) -> None:
         """Remember a tensor as the operation's output."""
@@ -123,9 +127,10 @@ def record_output(node: Node, output: Output, result: str) -> Record:
         saved = None if field is None else nodes.saved_tensor(node, field)
         if saved is None:
             _prove_input(node, index, record)
-        elif index == 0 and before is not None and _is_clone_of_input(node, saved):
+        elif index == 0 and before is not None and cloned_input(node) is not None:
             record.version = before.version + 1
             record.note = before.note
+            _prove_clone(node, saved, record)
     return record
 
 
@@ -134,12 +139,28 @@ def _record_of_input(node: Node, index: int) -> Record | None:
     return before and record_of(before)
 
 
-def _is_clone_of_input(node: Node, saved: Tensor) -> bool:
-    """Whether the operation ran in place, and has saved a clone of what it overwrote."""
-    return (
-        type(saved.grad_fn).__name__ == "CloneBackward0"
-        and saved.grad_fn is not nodes.producer(node, 0)[0]
-    )
+def cloned_input(node: Node) -> Tensor | None:
+    """Return the clone that an in-place activation has saved of what it overwrote."""
+    operation = OPERATIONS.get(type(node).__name__)
+    output = None if operation is None else operation.output
+    if not isinstance(output, Output) or output.inputs[:1] != ("self",):
+        return None
+    saved = nodes.saved_tensor(node, "self")
+    if saved is None or saved.grad_fn is nodes.producer(node, 0)[0]:
+        return None
+    return saved if type(saved.grad_fn).__name__ == "CloneBackward0" else None
+
+
+def _prove_clone(node: Node, clone: Tensor, record: Record) -> None:
+    """Find out late whether what an in-place activation has cloned was as its operation made it.
+
+    The clone's node was seen after the activation had written. If that was the only write, the
+    clone came before it.
+    """
+    of_clone = record_of(clone.grad_fn)
+    tensor = record.note() if record.note is not None else None
+    if of_clone is not None and tensor is not None and tensor.grad_fn is node:
+        of_clone.inputs_proved |= tensor._version == record.version
 
 
 def _prove_input(node: Node, index: int, record: Record) -> None:
