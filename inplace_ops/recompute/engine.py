@@ -280,8 +280,8 @@ class Engine:
                 record.take_note(output)
 
     def _learn_from(self, module: nn.Module, node: Node, record: Record, output: Tensor) -> None:
-        if norms.reads_eps_of(module, node) or norms.gives(node, record.parameters, module, output):
-            record.eps = norms.eps_of(module)
+        if record.eps is None:
+            record.eps = norms.eps_of(node, record.parameters, module, output)
         if record.parameters is None and norms.runs_pytorchs_forward(module):
             known = norms.parameters_of_module(node, module)
             if known is not None and self._is_as_it_was(known.bias):

@@ -196,42 +196,36 @@ def bias_of_module(module: nn.Module) -> Tensor | None:
     return module._parameters.get("bias")
 
 
-def eps_of(module: nn.Module) -> float | None:
-    """Return a norm module's eps."""
-    return module.eps if isinstance(module, MODULES) else None
-
-
 def runs_pytorchs_forward(module: nn.Module) -> bool:
     """Whether a norm module runs the forward of PyTorch's class."""
     return type(module).forward in _FORWARDS and "forward" not in vars(module)
 
 
-def reads_eps_of(module: nn.Module, node: Node) -> bool:
-    """Whether a layer or group norm has surely read `module.eps`.
+def eps_of(
+    node: Node, parameters: Parameters | None, module: nn.Module, output: Tensor
+) -> float | None:
+    """Return the eps that a layer or group norm has read: its module's, where that is sure.
 
-    A forward of the module's own may give its operation another, and a hook may put another norm's
-    output in place of the module's: that norm has another weight.
+    - PyTorch's own forward reads it. The weight tells that the node is from there, as a hook may
+      have put another norm's output in place of the module's.
+    - Another forward may give its operation another eps. The module's is taken if the norm, run
+      again with it, gives its output bit for bit. That is tried where `rerun_of` needs it, and no
+      GPU has to be waited for.
     """
-    weight = saved_tensor(node, "weight")
+    if not isinstance(module, MODULES):
+        return None
+    eps, weight = module.eps, saved_tensor(node, "weight")
     is_its_own = weight is not None and weight is module._parameters.get("weight")
-    return is_its_own and runs_pytorchs_forward(module)
-
-
-def gives(node: Node, parameters: Parameters | None, module: nn.Module, output: Tensor) -> bool:
-    """Whether a norm, run again with the module's eps, gives its output bit for bit.
-
-    The output may be a view of the norm's.
-
-    False also where eps is not needed, or where a GPU would have to be waited for.
-    """
-    x, eps = saved_tensor(node, "input"), eps_of(module)
-    if x is None or parameters is None or eps is None or output.is_cuda:
-        return False
-    if can_compute(node) or rerun_of(node, parameters, None) is not None:
-        return False
+    if is_its_own and runs_pytorchs_forward(module):
+        return eps
+    x = saved_tensor(node, "input")
+    if x is None or parameters is None or output.is_cuda or can_compute(node):
+        return None
     rerun = rerun_of(node, parameters, eps)
+    if rerun is None or rerun_of(node, parameters, None) is not None:
+        return None
     z = output if output._base is None else output._base
-    return rerun is not None and torch.equal(rerun(x), z)
+    return eps if torch.equal(rerun(x), z) else None
 
 
 def parameters_of_module(node: Node, module: nn.Module) -> Parameters | None:
