@@ -521,6 +521,14 @@ def test_an_instance_attribute_forward() -> None:
     assert replaced(twin(x)) == []
 
 
+def test_the_model_itself_gets_no_hook() -> None:
+    """`torch.cuda.make_graphed_callables` takes no module that has one."""
+    model = blocks()
+    inplace_ops.convert(model)
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
 def test_hooks_and_attributes_of_the_user_stay() -> None:
     """Hooks are given the user's own modules, in the user's order."""
     twin, x = blocks(), images()

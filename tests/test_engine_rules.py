@@ -385,7 +385,9 @@ def test_a_row_that_is_one_number(
     if getattr(model.norm, "bias", None) is not None:
         nn.init.constant_(model.norm.bias, bias)
         nn.init.uniform_(model.norm.weight, 0.5, 1.5)
-    assert_same_steps(model, converted_twin(model), images())
+    twin, x = converted_twin(model), images()
+    assert len(recomputed(twin(x))) == 1
+    assert_same_steps(model, twin, x)
 
 
 @pytest.mark.filterwarnings("ignore:inplace_ops:UserWarning")
@@ -653,6 +655,16 @@ def test_16_bits_in_place_after_a_norm(activation: Callable[..., nn.Module]) -> 
     assert names[0].endswith("saved by Convolution")
     assert names[1].startswith("Clone, saved by")
     assert_same_steps(model, twin, x, tolerance=0)
+
+
+def test_an_activation_of_a_parameter() -> None:
+    """It has saved no clone, and what is before it is no operation."""
+    model = Program(lambda m, z: m.conv(m.silu(z) * F.silu(m.scale)))
+    twin, x = converted_twin(model), images()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(recomputed(twin(x))) == 3
+    assert_same_steps(model, twin, x)
 
 
 @pytest.mark.parametrize("samples", [1, 2])
