@@ -624,24 +624,66 @@ def test_16_bits_of_a_norm_with_a_forward_of_its_own(norm: Callable[[int], nn.Mo
     assert_same_steps(model, twin, x, tolerance=0)
 
 
-@pytest.mark.parametrize("is_affine", [True, False], ids=["affine", "not affine"])
-def test_16_bits_of_another_norms_output(is_affine: bool) -> None:
-    """A hook puts it in place of the module's from the third step on: eps is not the module's."""
+def with_another_eps(norm: Any, is_on: Callable[[], bool]) -> None:
+    """Put another norm's output, with the same weight, in place of the module's."""
 
-    def replace(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return F.layer_norm(args[0], (8,), weight, None, 0.5) if is_replaced else output
+    def replace(module: Any, args: Any, output: Tensor) -> Tensor:
+        if not is_on():
+            return output
+        if isinstance(module, nn.LayerNorm):
+            return F.layer_norm(args[0], (8,), module.weight, module.bias, 0.5)
+        return F.group_norm(args[0], 2, module.weight, module.bias, 0.5)
 
-    weight = nn.Parameter(torch.rand(8, dtype=torch.bfloat16)) if is_affine else None
-    is_replaced = False
-    norm = partial(nn.LayerNorm, 8, elementwise_affine=is_affine)
-    model = Program(convolution, lambda c: norm(), dtype=torch.bfloat16)
+    norm.register_forward_hook(replace, prepend=True)
+
+
+def with_a_swapped_eps(norm: Any, is_on: Callable[[], bool]) -> None:
+    """Change the module's eps for its forward alone."""
+    eps = norm.eps
+    norm.register_forward_pre_hook(lambda m, args: setattr(m, "eps", 0.5 if is_on() else eps))
+    norm.register_forward_hook(lambda m, args, output: setattr(m, "eps", eps), prepend=True)
+
+
+def with_a_swapped_bias(norm: Any, is_on: Callable[[], bool]) -> None:
+    """Change the module's frozen bias for its forward alone."""
+    bias = norm.bias.requires_grad_(False)
+    other = nn.Parameter(bias + 1, requires_grad=False)
+    norm.register_forward_pre_hook(lambda m, args: setattr(m, "bias", other if is_on() else bias))
+    norm.register_forward_hook(lambda m, args, output: setattr(m, "bias", bias), prepend=True)
+
+
+@pytest.mark.parametrize("hooks", [with_another_eps, with_a_swapped_eps, with_a_swapped_bias])
+@pytest.mark.parametrize("norm", ["group", "layer"])
+def test_hooks_around_a_norm(norm: str, hooks: Callable[..., None]) -> None:
+    """From the third step on a hook hides what the norm has read: the module does not tell it."""
+    model = Program(convolution, lambda c: norms(c)[norm], dtype=torch.bfloat16)
     twin, x = converted_twin(model), images(torch.bfloat16)
+    is_on = False
     for m in (model, twin):
-        m.norm.register_forward_hook(replace, prepend=True)
-    assert len(recomputed(twin(x))) == 1
+        hooks(m.norm, lambda: is_on)
     for _ in range(2):
         assert_same_steps(model, twin, x, tolerance=0)
-        is_replaced = True
+        is_on = True
+
+
+def test_a_hook_on_all_modules() -> None:
+    """It runs before those of one module."""
+    model = Program(convolution, lambda c: norms(c)["group"], dtype=torch.bfloat16)
+    twin, x = converted_twin(model), images(torch.bfloat16)
+    is_on = False
+
+    def replace(module: nn.Module, args: Any, output: Any) -> Any:
+        if not is_on or not isinstance(module, nn.GroupNorm):
+            return output
+        return F.group_norm(args[0], 2, module.weight, module.bias, 0.5)
+
+    handle = torch.nn.modules.module.register_module_forward_hook(replace)
+    try:
+        for _ in range(2):
+            assert_same_steps(model, twin, x, tolerance=0)
+            is_on = True
+    finally:
+        handle.remove()
 
 
 @pytest.mark.parametrize("activation", [nn.SiLU, nn.ReLU6, nn.Hardswish, nn.Mish])
@@ -689,6 +731,29 @@ def test_in_place_on_the_view_of_an_instance_norm(dtype: torch.dtype, samples: i
         m.norm.register_forward_hook(remember)
     assert any(value.name.endswith("saved by Convolution") for value in recomputed(twin(x)))
     assert_same_steps(model, twin, x, tolerance=0 if dtype is torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_view_that_autograd_refuses(dtype: torch.dtype, samples: int) -> None:
+    """One of several views: an activation in place raises, and has written nothing."""
+
+    def compute(m: Any, z: Tensor) -> Tensor:
+        (view,) = (z if z._base is None else z._base).split(samples * C, 1)
+        before = view.detach().clone()
+        try:
+            m.silu(view)
+        except RuntimeError as error:
+            assert torch.equal(view, before)
+            return m.conv(z), str(error)
+        raise AssertionError("PyTorch was expected to refuse the view")
+
+    model = Program(compute, lambda c: nn.InstanceNorm2d(c, affine=True), dtype=dtype)
+    model.silu = nn.SiLU(inplace=True)
+    twin, x = converted_twin(model), images(dtype, samples)
+    (expected, said), (actual, says) = model(x), twin(x)
+    assert says == said
+    assert torch.equal(actual, expected)
 
 
 @each_norm

@@ -332,7 +332,14 @@ def _note_output(module: nn.Module, args: Any, output: Any) -> None:
     engine = running_engine()
     if engine is not None:
         engine.walk(output)
-        engine.note_output(module, output)
+        engine.note_output(module, output, _comes_first(module))
+
+
+def _comes_first(module: nn.Module) -> bool:
+    """Whether ours is the first of the forward hooks."""
+    if torch.nn.modules.module._global_forward_hooks:
+        return False
+    return next(iter(module._forward_hooks.values()), None) is _note_output
 
 
 def _walk(module: nn.Module, args: Any, output: Any) -> None:

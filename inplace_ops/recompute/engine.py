@@ -265,8 +265,15 @@ class Engine:
             self._biases[id(bias)] = bias._version
 
     @_contained
-    def note_output(self, module: nn.Module, output: Any) -> None:
-        """Remember a module's output, and of a norm what its node does not tell."""
+    def note_output(self, module: nn.Module, output: Any, comes_first: bool) -> None:
+        """Remember a module's output, and of a norm what its node does not tell.
+
+        Args:
+            module: The module.
+            output: What it returned.
+            comes_first: Whether no hook has run since its forward, which may have put back an eps
+                or a bias, or put another norm's output in place of the module's.
+        """
         if not isinstance(output, Tensor) or output.grad_fn is None:
             return
         with torch.no_grad(), torch._C.DisableTorchFunction():
@@ -275,14 +282,19 @@ class Engine:
             if record is None:
                 return
             if type(node).__name__ in norms.NORMS:
-                self._learn_from(module, node, record, output)
+                self._learn_from(module, node, record, output, comes_first)
             if type(output) is Tensor:
                 record.take_note(output)
 
-    def _learn_from(self, module: nn.Module, node: Node, record: Record, output: Tensor) -> None:
-        if record.eps is None:
-            record.eps = norms.eps_of(node, record.parameters, module, output)
-        if record.parameters is None and norms.runs_pytorchs_forward(module):
+    def _learn_from(
+        self, module: nn.Module, node: Node, record: Record, output: Tensor, comes_first: bool
+    ) -> None:
+        if not comes_first or not norms.runs_pytorchs_forward(module):
+            if record.eps is None:
+                record.eps = norms.eps_that_gives(output, node, record.parameters, module)
+            return
+        record.eps = module.eps  # type: ignore[assignment]
+        if record.parameters is None:
             known = norms.parameters_of_module(node, module)
             if known is not None and self._is_as_it_was(known.bias):
                 record.parameters = known.copied(COPY_LIMIT)

@@ -105,6 +105,7 @@ def _unfused(module: nn.Module, forward: Forward, z: Tensor) -> Tensor:
     found, norm = activation_of(module), norms.norm_of(z)
     if found is None or norm is None or norm.output is z or not _is_in_place(module, found[0]):
         return forward(z)
+    refuse_what_autograd_refuses(z)
     forward(norm.output)
     return z
 

@@ -28,6 +28,7 @@ from torch._C import _disabled_torch_dispatch_impl
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 
+from .. import _ops
 from ..memory import Measured, Packed, unpack_measured
 
 Node = Any  # torch.autograd.graph.Node has none of the attributes of its subclasses
@@ -117,6 +118,15 @@ def packed(node: Node, field: str) -> Packed | None:
     if isinstance(value, Measured):
         value = value.held
     return value if isinstance(value, Packed) else None
+
+
+def saved_is_contiguous(node: Node, field: str) -> bool:
+    """Whether a saved tensor is contiguous, or was when the engine replaced it."""
+    saved: Any = saved_tensor(node, field)
+    if saved is not None:
+        return saved.is_contiguous()
+    value: Any = packed(node, field)
+    return value is not None and value.stride == _ops.dense_strides(value.shape, None)
 
 
 def has_hooks(node: Node, field: str) -> bool:

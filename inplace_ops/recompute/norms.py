@@ -26,9 +26,11 @@ from .nodes import (
     has_storage,
     is_plain,
     leaf_of,
+    output_device,
     output_dtype,
     output_shape,
     producer,
+    saved_is_contiguous,
     saved_tensor,
 )
 
@@ -201,26 +203,20 @@ def runs_pytorchs_forward(module: nn.Module) -> bool:
     return type(module).forward in _FORWARDS and "forward" not in vars(module)
 
 
-def eps_of(
-    node: Node, parameters: Parameters | None, module: nn.Module, output: Tensor
+def eps_that_gives(
+    output: Tensor, node: Node, parameters: Parameters | None, module: nn.Module
 ) -> float | None:
-    """Return the eps that a layer or group norm has read: its module's, where that is sure.
+    """Return a norm module's eps if its norm, run again with it, gives its output bit for bit.
 
-    - PyTorch's own forward reads it. The weight tells that the node is from there, as a hook may
-      have put another norm's output in place of the module's.
-    - Another forward may give its operation another eps. The module's is taken if the norm, run
-      again with it, gives its output bit for bit. That is tried where `rerun_of` needs it, and no
-      GPU has to be waited for.
+    For a forward that may have given its operation another. Tried where `rerun_of` needs it, and no
+    GPU has to be waited for.
     """
-    if not isinstance(module, MODULES):
-        return None
-    eps, weight = module.eps, saved_tensor(node, "weight")
-    is_its_own = weight is not None and weight is module._parameters.get("weight")
-    if is_its_own and runs_pytorchs_forward(module):
-        return eps
     x = saved_tensor(node, "input")
-    if x is None or parameters is None or output.is_cuda or can_compute(node):
+    if not isinstance(module, MODULES) or x is None or parameters is None:
         return None
+    if output.is_cuda or can_compute(node):
+        return None
+    eps = module.eps
     rerun = rerun_of(node, parameters, eps)
     if rerun is None or rerun_of(node, parameters, None) is not None:
         return None
@@ -340,12 +336,17 @@ def _group_norm(node: Node, parameters: Parameters) -> NormAffine:
     samples, groups = mean.shape
     shape = _shape_of_channels(node, samples)
     share = shape[2] // groups
-    if parameters == Parameters(None, None):
+    if parameters == Parameters(None, None) and _is_contiguous(node):
         # PyTorch's kernels then subtract the mean first, as a layer norm's do.
         rows = torch.stack([rstd, mean]).repeat_interleave(share, 2).view(shape)
         return NormAffine(_identity(rows, len(shape) - 1), rows)
     affine = _scale_shift(node, shape, rstd, mean, parameters, share)
     return NormAffine(affine, None)
+
+
+def _is_contiguous(node: Node) -> bool:
+    """Whether a group norm's kernel reads a contiguous input: that of a GPU makes it so."""
+    return output_device(node, 0).type == "cuda" or saved_is_contiguous(node, "input")
 
 
 def _layer_norm(node: Node, parameters: Parameters) -> NormAffine:
