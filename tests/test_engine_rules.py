@@ -666,6 +666,21 @@ def test_hooks_around_a_norm(norm: str, hooks: Callable[..., None]) -> None:
         is_on = True
 
 
+def test_an_eps_that_is_a_tensor() -> None:
+    """It may be written to after the norm has run."""
+
+    def compute(m: Any, z: Tensor) -> Tensor:
+        m.norm.eps.fill_(0.5 if m.is_on else 1e-3)
+        return m.conv(z)
+
+    model = Program(compute, lambda c: nn.GroupNorm(2, c), dtype=torch.bfloat16)
+    model.norm.eps, model.is_on = torch.tensor(1e-3), False
+    twin, x = converted_twin(model), images(torch.bfloat16)
+    for _ in range(2):
+        assert_same_steps(model, twin, x, tolerance=0)
+        model.is_on = twin.is_on = True
+
+
 def test_a_hook_on_all_modules() -> None:
     """It runs before those of one module."""
     model = Program(convolution, lambda c: norms(c)["group"], dtype=torch.bfloat16)
@@ -754,6 +769,47 @@ def test_a_view_that_autograd_refuses(dtype: torch.dtype, samples: int) -> None:
     (expected, said), (actual, says) = model(x), twin(x)
     assert says == said
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("activation", [nn.Identity, nn.SiLU])
+def test_running_statistics_that_change(activation: Callable[[], nn.Module]) -> None:
+    """A training call writes to them, and raises no version; from the third step on."""
+
+    def compute(m: Any, z: Tensor) -> Tensor:
+        if m.changes:
+            with torch.no_grad():
+                m.norm.train()(3 * z + 1)
+            m.norm.eval()
+        return m.conv(m.silu(z) * z)
+
+    model = Program(compute, lambda c: nn.BatchNorm2d(c).eval(), activation)
+    model.changes = False
+    twin, x = converted_twin(model), images()
+    assert len(recomputed(twin(x))) > 0
+    assert_same_steps(model, twin, x)
+    model.changes = twin.changes = True
+    assert_same_steps(model, twin, x)
+
+
+@pytest.mark.parametrize("norm", ["batch", "group", "instance"])
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["", "frozen"])
+def test_a_bias_that_is_written_to_between_two_calls(is_frozen: bool, norm: str) -> None:
+    """The version at the second call says nothing of the first, which no hook has seen."""
+
+    def compute(m: Any, z: Tensor) -> Tensor:
+        y = F.conv2d(m.norm.forward(m.other(z)), m.other.weight)
+        if m.is_written_to:
+            with torch.no_grad():
+                m.norm.bias += 1
+        return m.conv(m.norm(y))
+
+    model = Program(compute, lambda c: norms(c)[norm])
+    model.norm.bias.requires_grad_(not is_frozen)
+    model.is_written_to = False
+    twin, x = converted_twin(model), images()
+    assert_same_steps(model, twin, x)
+    model.is_written_to = twin.is_written_to = True
+    assert_same_steps(model, twin, x)
 
 
 @each_norm

@@ -27,7 +27,7 @@ NOTE [Leaves]
 
 1. Large leaves are activations that their operation saves anyway: they are read from its saved
    field, without their graph and with their version, which is compared again in backward.
-2. Other leaves (parameters, buffers, constants) are copied when their operation's node is made.
+2. Other leaves (parameters, buffers, constants) are copied when their operation's node is seen.
    FSDP2 frees a parameter's memory when its module's forward has ended, and reading it later
    crashes; an optimizer may write to it through `.data`. One larger than 64 KiB is not copied:
    there is no spec.
@@ -62,7 +62,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -188,6 +188,20 @@ def _contained(method: Callable[..., None]) -> Callable[..., None]:
     return contained
 
 
+class _Entered(NamedTuple):
+    """A norm's bias when its module's call began.
+
+    Attributes:
+        bias: The bias.
+        version: Its version.
+        number: The sequence number of the next node.
+    """
+
+    bias: Tensor
+    version: int
+    number: int
+
+
 class Engine:
     """The engine during one forward pass."""
 
@@ -197,7 +211,7 @@ class Engine:
         self.last: Node = None
         self._ordinal = 0
         self._stream: Any = None  # of the node that is looked at
-        self._biases: dict[int, int] = {}
+        self._biases: dict[int, _Entered] = {}
         # Of the walk over nodes: where it stops.
         self._first = nodes.next_sequence_number()
         self._inputs: set[Node] = set()
@@ -262,7 +276,8 @@ class Engine:
         """Remember the version of a norm's bias, which its operation does not save."""
         bias = norms.bias_of_module(module)
         if bias is not None and not bias.is_inference():
-            self._biases[id(bias)] = bias._version
+            entered = _Entered(bias, bias._version, nodes.next_sequence_number())
+            self._biases[id(bias)] = entered
 
     @_contained
     def note_output(self, module: nn.Module, output: Any, comes_first: bool) -> None:
@@ -293,17 +308,20 @@ class Engine:
             if record.eps is None:
                 record.eps = norms.eps_that_gives(output, node, record.parameters, module)
             return
-        record.eps = module.eps  # type: ignore[assignment]
+        record.eps = norms.eps_of(module)
         if record.parameters is None:
             known = norms.parameters_of_module(node, module)
-            if known is not None and self._is_as_it_was(known.bias):
-                record.parameters = known.copied(COPY_LIMIT)
+            if known is not None and self._is_as_it_was(known.bias, node):
+                learn_parameters(node, record, known)
 
-    def _is_as_it_was(self, bias: Tensor | None) -> bool:
-        """Whether nobody has written to a bias since its module's call began."""
+    def _is_as_it_was(self, bias: Tensor | None, node: Node) -> bool:
+        """Whether nobody has written to a norm's bias since before its operation ran."""
         if bias is None:
             return True
-        return not bias.is_inference() and self._biases.get(id(bias)) == bias._version
+        entered, number = self._biases.get(id(bias)), nodes.sequence_number(node)
+        if entered is None or number is None or number < entered.number:
+            return False
+        return not bias.is_inference() and bias._version == entered.version
 
     def warn_of(self, error: Exception) -> None:
         """Warn of an error inside of the engine."""
@@ -347,8 +365,8 @@ class Engine:
                 # A layer norm saves its bias. Of the others a node that is seen late does not tell
                 # whether the bias was written to since.
                 is_sure = USE_CREATION_HOOK or nodes.saves(node, "bias")
-                if known is not None and (is_sure or self._is_as_it_was(known.bias)):
-                    record.parameters = known.copied(COPY_LIMIT)
+                if known is not None and (is_sure or self._is_as_it_was(known.bias, node)):
+                    learn_parameters(node, record, known)
             return record
         assert isinstance(output, Output)
         record = record_output(node, output, operation.result)
@@ -577,6 +595,20 @@ class Engine:
             spec = Call(lambda x: x.to(wide), (narrow,))
             record.narrowed[view] = weakref.ref(spec)
         return spec
+
+
+def learn_parameters(node: Node, record: Record, known: norms.Parameters) -> None:
+    """Copy a norm's weight and bias.
+
+    Of a batch norm in eval mode the affine is computed at once: a training call of it writes to the
+    running statistics, and raises no version.
+    """
+    record.parameters = known.copied(COPY_LIMIT)
+    if record.parameters is None or not norms.reads_running_statistics(node):
+        return
+    affine_of(node, record)
+    if record.affine is None:  # too large to be kept
+        record.parameters = None
 
 
 def affine_of(node: Node, record: Record) -> norms.NormAffine:

@@ -203,6 +203,12 @@ def runs_pytorchs_forward(module: nn.Module) -> bool:
     return type(module).forward in _FORWARDS and "forward" not in vars(module)
 
 
+def eps_of(module: nn.Module) -> float | None:
+    """Return a norm module's eps; None of a tensor, which may be written to."""
+    eps = module.eps if isinstance(module, MODULES) else None
+    return eps if isinstance(eps, float) else None
+
+
 def eps_that_gives(
     output: Tensor, node: Node, parameters: Parameters | None, module: nn.Module
 ) -> float | None:
@@ -211,12 +217,9 @@ def eps_that_gives(
     For a forward that may have given its operation another. Tried where `rerun_of` needs it, and no
     GPU has to be waited for.
     """
-    x = saved_tensor(node, "input")
-    if not isinstance(module, MODULES) or x is None or parameters is None:
+    x, eps = saved_tensor(node, "input"), eps_of(module)
+    if x is None or parameters is None or eps is None or output.is_cuda or can_compute(node):
         return None
-    if output.is_cuda or can_compute(node):
-        return None
-    eps = module.eps
     rerun = rerun_of(node, parameters, eps)
     if rerun is None or rerun_of(node, parameters, None) is not None:
         return None
@@ -258,15 +261,16 @@ def _is_usable(parameter: Any) -> bool:
 
 def can_compute(node: Node) -> bool:
     """Whether the saved statistics tell the function: those in 16 bits are too coarse."""
-    if not _is_training(node):
+    if reads_running_statistics(node):
         running = (saved_tensor(node, name) for name in ("running_mean", "running_var"))
         return all(statistic is not None for statistic in running)
     mean = saved_tensor(node, "result1")
     return mean is not None and mean.dtype is _ops.affine_dtype(output_dtype(node, 0))
 
 
-def _is_training(node: Node) -> bool:
-    return "BatchNorm" not in type(node).__name__ or argument(node, "training")
+def reads_running_statistics(node: Node) -> bool:
+    """Whether the norm is a batch norm in eval mode."""
+    return "BatchNorm" in type(node).__name__ and not argument(node, "training")
 
 
 def affine_of(node: Node, parameters: Parameters) -> NormAffine:
@@ -315,7 +319,7 @@ def _shape_of_channels(node: Node, samples: int = 1) -> tuple[int, ...]:
 
 
 def _batch_norm(node: Node, parameters: Parameters) -> NormAffine:
-    if _is_training(node):
+    if not reads_running_statistics(node):
         mean, rstd = saved_tensor(node, "result1"), saved_tensor(node, "result2")
     else:
         mean, variance = saved_tensor(node, "running_mean"), saved_tensor(node, "running_var")
@@ -372,7 +376,7 @@ def _identity(like: Tensor, dim: int, columns: int = 1) -> Tensor:
 
 
 def _rerun_batch_norm(node: Node, parameters: Parameters, eps: float | None) -> Rerun | None:
-    if not _is_training(node):
+    if reads_running_statistics(node):
         return None
     eps = _batch_norm_eps(node)
 
