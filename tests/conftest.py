@@ -86,9 +86,16 @@ def source(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture
-def _small_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recompute engine replaces small tensors too."""
+def _small_tensors_too(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The recompute engine replaces small tensors too.
+
+    In one thread: more take turns with those of other processes, and twice as long.
+    """
     monkeypatch.setattr(engine, "MIN_BYTES", 1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
