@@ -199,8 +199,17 @@ def bias_of_module(module: nn.Module) -> Tensor | None:
 
 
 def runs_pytorchs_forward(module: nn.Module) -> bool:
-    """Whether a norm module runs the forward of PyTorch's class."""
-    return type(module).forward in _FORWARDS and "forward" not in vars(module)
+    """Whether a norm module runs PyTorch's forward, on the parameters that it has registered.
+
+    A property may give that forward another bias.
+    """
+    cls = type(module)
+    if cls.forward not in _FORWARDS or cls.__getattr__ is not nn.Module.__getattr__:
+        return False
+    if cls.__getattribute__ is not object.__getattribute__:
+        return False
+    shadows = {"forward", "weight", "bias"} & vars(module).keys()
+    return not shadows and not hasattr(cls, "weight") and not hasattr(cls, "bias")
 
 
 def eps_of(module: nn.Module) -> float | None:
