@@ -85,17 +85,20 @@ def source(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-@pytest.fixture
-def _small_tensors_too(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The recompute engine replaces small tensors too.
-
-    In one thread: more take turns with those of other processes, and twice as long.
-    """
-    monkeypatch.setattr(engine, "MIN_BYTES", 1)
+@pytest.fixture(scope="module")
+def _one_thread() -> Iterator[None]:
+    # PyTorch's norms and convolutions use several for a few elements too, and wait long for what is
+    # busy elsewhere.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def _small_tensors_too(monkeypatch: pytest.MonkeyPatch, _one_thread: None) -> None:
+    """The recompute engine replaces small tensors too."""
+    monkeypatch.setattr(engine, "MIN_BYTES", 1)
 
 
 @pytest.fixture(scope="module", params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])

@@ -591,6 +591,24 @@ def test_a_norm_with_a_forward_of_its_own(
     assert_same_steps(model, twin, x, tolerance=tolerance)
 
 
+class _DoubledBias(nn.GroupNorm):
+    @property
+    def bias(self) -> Tensor:
+        return 2 * super().__getattr__("bias")
+
+
+def test_a_bias_that_is_a_property() -> None:
+    """It begins as the registered parameter is, so that the first use tells nothing."""
+    model = nn.Sequential(nn.Conv2d(3, C, 1), _DoubledBias(2, C), nn.SiLU(), nn.Conv2d(C, 3, 1))
+    twin = converted_twin(model)
+    for _ in range(2):
+        x = torch.randn(2, 3, 8, 8)
+        assert_same_step(step_of(twin, x), step_of(model, x))
+        for network in (model, twin):
+            for parameter in network[1]._parameters.values():
+                parameter.data.add_(0.5)
+
+
 class OwnLayerNorm(nn.LayerNorm):
     """Normalizes the channels; its eps is `factor` times its own."""
 
@@ -610,24 +628,6 @@ class OwnGroupNorm(nn.GroupNorm):
     def forward(self, x: Tensor) -> Tensor:
         eps = self.factor * self.eps
         return F.group_norm(x, self.num_groups, self.weight, self.bias, eps)
-
-
-class _DoubledBias(nn.GroupNorm):
-    @property
-    def bias(self) -> Tensor:
-        return 2 * super().__getattr__("bias")
-
-
-def test_a_bias_that_is_a_property() -> None:
-    """It begins as the registered parameter is, so that the first use tells nothing."""
-    model = nn.Sequential(nn.Conv2d(3, C, 1), _DoubledBias(2, C), nn.SiLU(), nn.Conv2d(C, 3, 1))
-    twin = converted_twin(model)
-    for _ in range(2):
-        x = torch.randn(2, 3, 8, 8)
-        assert_same_step(step_of(twin, x), step_of(model, x))
-        for network in (model, twin):
-            for parameter in network[1]._parameters.values():
-                parameter.data.add_(0.5)
 
 
 @pytest.mark.parametrize("norm", [OwnLayerNorm, partial(OwnGroupNorm, 2)], ids=["layer", "group"])

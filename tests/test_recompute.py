@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -33,19 +33,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import inplace_ops
 from inplace_ops import saved_bytes
 
+pytestmark = pytest.mark.usefixtures("_one_thread")
+
 each_activation = pytest.mark.parametrize("activation", ROWS, ids=activation_id)
 mask_and_curve = pytest.mark.parametrize("activation", [MASK, CURVE], ids=["mask", "curve"])
 each_norm = pytest.mark.parametrize("name", NORMS)
 one_of_each_norm = pytest.mark.parametrize("name", ONE_OF_EACH_NORM)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    # PyTorch's norms use several for a few elements too, and wait long for what is busy elsewhere.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def derivative(activation: Activation, z: Tensor) -> Tensor:
