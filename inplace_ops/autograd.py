@@ -237,6 +237,7 @@ class _InPlaceFunction(Function):
         else:
             cls.activation.ops.in_place(x, *op_args)
         ctx.mark_dirty(x)
+        ctx.set_materialize_grads(False)
         cls.keep(ctx, x, packed, op_args)
         return x
 
@@ -255,7 +256,9 @@ class _InPlaceFunction(Function):
             ctx.save_for_backward(packed)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if grad is None:  # as a Function behind it has returned; its leaves' .grad stays None
+            return None, None, None
         try:
             saved = _saved_tensors(ctx)
             if is_grad_enabled() or forward_ad._current_level >= 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from activations import Activation
@@ -85,3 +86,15 @@ def gradient(call: Callable[[Tensor], Tensor], x: Tensor, incoming: Tensor | Non
 def wording(error: BaseException) -> str:
     """The message, without the spaces that PyTorch forgets in one and the link at its end."""
     return str(error).split("See http")[0].replace(" ", "")
+
+
+class Severed(torch.autograd.Function):
+    """`Severed.apply(y)`: y, to which backward returns no gradient, which is not one of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None

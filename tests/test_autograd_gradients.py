@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from activations import ACTIVATIONS, ONE_OF_EACH, WAYS_OF_SAVING, Activation, activation_id
-from comparison import assert_gradient, gradient, random_values
+from comparison import Severed, assert_gradient, gradient, random_values
 from places import PLACES
 from selection import each, quick
 from torch import Tensor
@@ -247,6 +247,14 @@ def test_backward_twice(activation: Activation, device: torch.device) -> None:
     assert_gradient(activation, leaf.grad / 2, expected, 1.0)
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         y.sum().backward()
+
+
+@one_of_each
+def test_no_gradient_is_not_one_of_zeros(activation: Activation, device: torch.device) -> None:
+    """An optimizer skips a parameter whose gradient is None, and decays one whose gradient is 0."""
+    leaf = torch.randn(4, 3, device=device, requires_grad=True)
+    Severed.apply(activation.call(leaf.clone())).sum().backward()
+    assert leaf.grad is None
 
 
 @one_of_each

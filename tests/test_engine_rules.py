@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from comparison import Severed
 from memory import held_allocation, largest_allocation
 from torch import Tensor, nn
 from twins import (
@@ -531,6 +532,32 @@ def test_a_repeated_bias_beside_a_weight_that_is_not() -> None:
     assert_same_steps(model, twin, x)
 
 
+@pytest.mark.parametrize("changed", ["weight", "bias"])
+def test_an_instance_norm_by_hand_that_writes_to_what_it_repeated(changed: str) -> None:
+    """From the second step on; the edges still lead to the parameters."""
+
+    class PerSample(nn.Module):
+        noise = 0.0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.ones(C)), nn.Parameter(torch.zeros(C))
+
+        def forward(self, x: Tensor) -> Tensor:
+            repeated = {"weight": self.weight.repeat(len(x)), "bias": self.bias.repeat(len(x))}
+            if self.noise:
+                with torch.no_grad():
+                    repeated[changed][C:].add_(self.noise)
+            z = F.batch_norm(x.reshape(1, -1, *x.shape[2:]), None, None, **repeated, training=True)
+            return z.view(x.shape)
+
+    model = Program(lambda m, z: m.conv(m.silu(z)), lambda c: PerSample())
+    twin, x = converted_twin(model), images()
+    for noise in (0.0, 0.5):
+        model.norm.noise = twin.norm.noise = noise
+        assert_same_steps(model, twin, x)
+
+
 def test_an_attribute_inplace_that_the_activation_ignores() -> None:
     model, x = Program(lambda m, z: m.conv(m.gelu(z))), images()
     model.gelu = nn.GELU()
@@ -597,9 +624,22 @@ class _DoubledBias(nn.GroupNorm):
         return 2 * super().__getattr__("bias")
 
 
-def test_a_bias_that_is_a_property() -> None:
+class _SquaredWeight(nn.InstanceNorm2d):
+    @property
+    def weight(self) -> Tensor:
+        return super().__getattr__("weight").square()
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [partial(_DoubledBias, 2, C), partial(_SquaredWeight, C, affine=True)],
+    ids=["bias", "weight"],
+)
+def test_a_parameter_that_is_a_property(norm: Callable[[], nn.Module]) -> None:
     """It begins as the registered parameter is, so that the first use tells nothing."""
-    model = nn.Sequential(nn.Conv2d(3, C, 1), _DoubledBias(2, C), nn.SiLU(), nn.Conv2d(C, 3, 1))
+    model = nn.Sequential(nn.Conv2d(3, C, 1), norm(), nn.SiLU(), nn.Conv2d(C, 3, 1))
+    nn.init.ones_(model[1]._parameters["weight"])
+    nn.init.zeros_(model[1]._parameters["bias"])
     twin = converted_twin(model)
     for _ in range(2):
         x = torch.randn(2, 3, 8, 8)
@@ -730,6 +770,16 @@ def test_16_bits_in_place_after_a_norm(activation: Callable[..., nn.Module]) -> 
     assert names[0].endswith("saved by Convolution")
     assert names[1].startswith("Clone, saved by")
     assert_same_steps(model, twin, x, tolerance=0)
+
+
+@each_norm
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.SiLU])
+def test_no_gradient_is_not_one_of_zeros(norm: str, activation: Callable[[], nn.Module]) -> None:
+    """An activation after a norm: what lies before it has none where PyTorch's has none."""
+    model = Program(lambda m, y: m.conv(Severed.apply(y)), lambda c: norms(c)[norm], activation)
+    twin, x = converted_twin(model), images()
+    assert_same_steps(model, twin, x, steps=1)
+    assert twin.first.weight.grad is None
 
 
 def test_an_activation_of_a_parameter() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from activations import Activation, activation_id
-from comparison import wording
+from comparison import Severed, wording
 from norms import (
     CURVE,
     MASK,
@@ -67,6 +67,19 @@ class Counting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return self.norm(x)
+
+
+@one_of_each_norm
+@mask_and_curve
+def test_no_gradient_is_not_one_of_zeros(
+    name: str, activation: Activation, device: torch.device
+) -> None:
+    module, x = norm_and_input(name, device)
+    y = recompute(activation)(module(x))
+    assert is_recomputed(y)
+    Severed.apply(y).sum().backward()
+    assert x.grad is None
+    assert all(parameter.grad is None for parameter in module.parameters())
 
 
 @one_of_each_norm

@@ -31,13 +31,14 @@ class Anchor(Function):
 
     @staticmethod
     def forward(ctx: Any, z: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         anchor = z.new_empty_strided(z.shape, (0,) * z.dim())
         if z.numel() > 0:
             anchor.as_strided((), ()).fill_(-0.0)
         return anchor
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
         return grad
 
 
@@ -63,12 +64,14 @@ class RecomputeFunction(Function):
             ctx.mark_dirty(z)
         ctx.activation, ctx.op_args = activation, op_args
         ctx.output_version = z._version + 1 if is_in_place else 0
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(saved.x, *saved.affine, saved.anchor)
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradient_of_input(ctx, grad), None, None, None, None
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        gradient = None if grad is None else _gradient_of_input(ctx, grad)
+        return gradient, None, None, None, None
 
 
 class Saved(NamedTuple):

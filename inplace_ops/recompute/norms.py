@@ -89,12 +89,9 @@ class Parameters(NamedTuple):
 
     def copied(self, limit: int) -> Parameters | None:
         """Return copies; None if one is larger than `limit` bytes."""
-        weight, bias = self
-        if weight is not None and bias is not None:
-            weight = weight[: len(bias)]  # an instance norm's is repeated
-        if any(p is not None and p.nbytes > limit for p in (weight, bias)):
+        if any(p is not None and p.nbytes > limit for p in self):
             return None
-        return Parameters(*(None if p is None else p.detach().clone() for p in (weight, bias)))
+        return Parameters(*(None if p is None else p.detach().clone() for p in self))
 
 
 def norm_of(z: Tensor) -> Norm | None:
@@ -138,7 +135,7 @@ def source_of(norm: Norm) -> NormSource | None:
     node = norm.node
     try:
         x = input_of(norm)
-        parameters = None if x is None else parameters_of(node)
+        parameters = None if x is None else parameters_of(node) or _repeated_parameters_of(node)
         if x is not None and parameters is None and _has_no_parameters(node):
             # Taken for affine=False. A frozen bias without a weight looks the same: documented.
             parameters = Parameters(None, None)
@@ -157,37 +154,37 @@ def _has_no_parameters(node: Node) -> bool:
 def parameters_of(node: Node) -> Parameters | None:
     """Return weight and bias as the norm's node tells them; None where it does not tell the bias.
 
-    An instance norm has repeated its weight for each sample; its bias is as it was before.
+    An instance norm's does not: it has read copies of them, one for each sample.
     """
     weight = saved_tensor(node, "weight")
     if type(node).__name__ == "NativeLayerNormBackward0":
         parameters = Parameters(weight, saved_tensor(node, "bias"))
     else:
-        bias = _bias_at_edge(node)
+        bias = leaf_of(producer(node, 2)[0])
         if bias is None:
             return None
         parameters = Parameters(weight, bias)
     return parameters if all(map(_is_usable, parameters)) else None
 
 
-def _bias_at_edge(node: Node) -> Tensor | None:
-    before, _ = producer(node, 2)
-    if type(before).__name__ == "RepeatBackward0":
-        if not _is_repeated_alike(before, producer(node, 1)[0]):
-            return None
-        before, _ = producer(before, 0)
-    bias = leaf_of(before)
-    return bias if bias is not None and bias.dim() == 1 else None
+def _repeated_parameters_of(node: Node) -> Parameters | None:
+    """Return an instance norm's weight, once for each sample, and its bias.
 
-
-def _is_repeated_alike(bias: Node, weight: Node | None) -> bool:
-    """Whether a weight is repeated from a vector as often as the bias: by an instance norm."""
-    if type(weight).__name__ != "RepeatBackward0":
-        return False
-    times = [argument(node, "repeats") for node in (bias, weight)]
-    leaves = [leaf_of(producer(node, 0)[0]) for node in (bias, weight)]
-    sizes = [None if leaf is None else leaf.shape for leaf in leaves]
-    return times[0] == times[1] and sizes[0] is not None and sizes[0] == sizes[1]
+    The bias is taken for what was repeated. Code that repeats it by itself may write to it before
+    its batch norm reads it, and leave no trace in the graph: documented.
+    """
+    repeats = [producer(node, index)[0] for index in (1, 2)]
+    if any(type(repeat).__name__ != "RepeatBackward0" for repeat in repeats):
+        return None
+    weight, bias = (leaf_of(producer(repeat, 0)[0]) for repeat in repeats)
+    repeated = saved_tensor(node, "weight")
+    if weight is None or bias is None or repeated is None or repeated._version != 0:
+        return None
+    times = [argument(repeat, "repeats") for repeat in repeats]
+    if times[0] != times[1] or weight.shape != bias.shape or bias.dim() != 1:
+        return None
+    parameters = Parameters(repeated, bias)
+    return parameters if all(map(_is_usable, parameters)) else None
 
 
 def bias_of_module(module: nn.Module) -> Tensor | None:
