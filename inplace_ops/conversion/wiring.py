@@ -64,6 +64,7 @@ class Conversion:
             with nullcontext() if observation is None else observation.following_modules():
                 output = forward(*args, **kwargs)
             engine.walk(output)
+            engine.finish()
             if observation is not None:
                 try:
                     observation.fill(self.report, output, (args, kwargs))

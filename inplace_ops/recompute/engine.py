@@ -29,11 +29,12 @@ NOTE [Leaves]
    field, without their graph and with their version, which is compared again in backward.
 2. Other leaves (parameters, buffers, constants) are copied when their operation's node is seen.
    FSDP2 frees a parameter's memory when its module's forward has ended, and reading it later
-   crashes; an optimizer may write to it through `.data`. One larger than 64 KiB is not copied:
-   there is no spec.
+   crashes; an optimizer may write to it through `.data`. One that is larger than 64 KiB, or no
+   smaller than the operation's output, is not copied: there is no spec. When the model's forward
+   has ended, only specs hold copies.
 3. A leaf may outlive its operation's backward: with two losses, one goes backward first. So a spec
    whose leaves are more than four times as large as what it replaces is not built (a slice of
-   something large), nor one whose copies are larger.
+   something large), nor one whose copies are as large.
 4. Copies and scales are computed on the current CUDA stream, and are ready on that one alone. What
    is read on another stream than its operation's is saved as PyTorch saves it.
 
@@ -60,9 +61,9 @@ import functools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -73,8 +74,8 @@ from ..memory import Packed
 from . import functions, nodes, norms
 from .nodes import Node
 from .operations import OPERATIONS, VIEWS, Argument, Operation, Output, base_of
-from .rewrites import Indices, Mask, Shape
-from .specs import Affine, Call, Leaf, Recomputed, Spec
+from .rewrites import Mask, Shape
+from .specs import Affine, Call, Leaf, Narrowed, Recomputed, Spec
 from .versions import (
     COPY_LIMIT,
     Record,
@@ -84,6 +85,8 @@ from .versions import (
     record_output,
     take_note,
 )
+
+_T = TypeVar("_T")
 
 # Errors at reading what a node has saved. If the operation's backward comes, it says so itself.
 _SAID_LATER = ("modified by an inplace operation", "second time")
@@ -212,6 +215,8 @@ class Engine:
         self._ordinal = 0
         self._stream: Any = None  # of the node that is looked at
         self._biases: dict[int, _Entered] = {}
+        self._records: list[weakref.ref[Record]] = []
+        self._narrow: list[weakref.ref[Narrowed]] = []
         # Of the walk over nodes: where it stops.
         self._first = nodes.next_sequence_number()
         self._inputs: set[Node] = set()
@@ -264,6 +269,15 @@ class Engine:
         if not USE_CREATION_HOOK:
             tensors = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
             self._inputs.update(t.grad_fn for t in tensors if t.grad_fn is not None)
+
+    @_contained
+    def finish(self) -> None:
+        """Free what no spec has come to need, when the model's forward has returned."""
+        for record in _living(self._records):
+            record.drop_copies()
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            for spec in _living(self._narrow):
+                spec.settle()
 
     @_contained
     def note(self, tensor: Any) -> None:
@@ -342,14 +356,21 @@ class Engine:
             if record is not None:
                 record.stream = self._stream
                 keep_record(node, record)
+                self._records.append(weakref.ref(record))
         for field in operation.reads:
             self._replace_input(node, field)
         if record is not None and operation.result:
             self._replace_result(node, operation, record)
         if operation.shape_only:
-            self._rewrite(node, operation.shape_only, Shape)
+            saved = self._rewritable(node, operation.shape_only)
+            if saved is not None:
+                self._pack(node, operation.shape_only, saved, Shape(saved))
         if operation.indices:
-            self._rewrite(node, operation.indices, Indices)
+            saved = self._rewritable(node, operation.indices)
+            if saved is not None:
+                name = f"indices of {nodes.operation_name(node)}"
+                narrow = Recomputed(self._narrowed(saved, torch.int32), saved, name)
+                self._pack(node, operation.indices, saved, narrow)
         if operation.reads_no_values:
             for producer, index in nodes.producers(node):
                 self._pack_mask(*base_of(producer, index))
@@ -374,7 +395,7 @@ class Engine:
             saved = None if field is None else nodes.saved_tensor(node, field)
             if field is not None and saved is not None and not _is_activation(saved):
                 usable = nodes.is_plain(saved) and nodes.has_storage(saved)
-                if usable and saved.nbytes <= COPY_LIMIT:
+                if usable and saved.nbytes <= min(COPY_LIMIT, nodes.output_bytes(node, 0) - 1):
                     record.copies[field] = saved.detach().clone()
         return record
 
@@ -410,8 +431,8 @@ class Engine:
 
     def _replace_result(self, node: Node, operation: Operation, record: Record) -> None:
         """Save a spec in place of the operation's own saved output, where there is one."""
-        saved = nodes.saved_tensor(node, operation.result)
-        if saved is None or saved.nbytes < MIN_BYTES or not nodes.is_plain(saved):
+        saved = self._rewritable(node, operation.result)
+        if saved is None:
             return
         spec = self._computed(node, 0, operation, record)
         if spec is None:
@@ -425,11 +446,11 @@ class Engine:
             return False
         leaves = list(spec.leaves())
         copied = sum(leaf.tensor.nbytes for leaf in leaves if leaf.is_copy)
-        if copied > saved.nbytes:
-            self._keep(node, field, "what it is computed from is larger")
+        if copied >= saved.nbytes:
+            self._keep(node, field, "what it would be computed from is as large")
             return False
         if sum(leaf.tensor.nbytes for leaf in leaves) - copied > _LEAF_FACTOR * saved.nbytes:
-            self._keep(node, field, "what it is computed from is much larger")
+            self._keep(node, field, "what it would be computed from is much larger")
             return False
         name = f"{nodes.operation_name(base)}, saved by {nodes.operation_name(node)}"
         value = Recomputed(spec, saved, name)
@@ -467,11 +488,17 @@ class Engine:
                 )
         return known
 
-    def _rewrite(self, node: Node, field: str, kind: Callable[[Tensor], Packed]) -> None:
+    def _rewritable(self, node: Node, field: str) -> Tensor | None:
+        """Return a saved tensor that may be stored smaller."""
         saved = nodes.saved_tensor(node, field)
         if saved is None or saved.nbytes < MIN_BYTES or not nodes.is_plain(saved):
-            return
-        self._pack(node, field, saved, kind(saved))
+            return None
+        return saved
+
+    def _narrowed(self, saved: Tensor, dtype: torch.dtype) -> Narrowed:
+        spec = Narrowed(saved, dtype)
+        self._narrow.append(weakref.ref(spec))
+        return spec
 
     def _pack(self, node: Node, field: str, saved: Tensor, value: Packed) -> None:
         if self.observer is not None:
@@ -489,10 +516,8 @@ class Engine:
             return
         if record.stream != self._stream:
             return
-        saved = nodes.saved_tensor(node, field)
-        if saved is None or saved.nbytes < MIN_BYTES or not nodes.is_plain(saved):
-            return
-        if _ops.has_kernel(saved):
+        saved = self._rewritable(node, field)
+        if saved is not None and _ops.has_kernel(saved):
             self._pack(node, field, saved, Mask(saved, operation.mask))
 
     def _keep(self, node: Node, field: str, reason: str) -> None:
@@ -584,17 +609,20 @@ class Engine:
         """Return what was cast to `saved`, if that is as good and smaller: one for all who ask."""
         if type(node).__name__ != "ToCopyBackward0" or saved._version != 0:
             return None
-        source, wide = nodes.output_dtype(*nodes.producer(node, 0)), saved.dtype
-        if not _is_lossless(source, wide):
+        source = nodes.output_dtype(*nodes.producer(node, 0))
+        if not _is_lossless(source, saved.dtype):
             return None
         view = (saved.shape, saved.stride(), saved.storage_offset())
         known = record.narrowed.get(view)
         spec = known() if known is not None else None
         if spec is None:
-            narrow = Leaf(saved.detach().to(source))
-            spec = Call(lambda x: x.to(wide), (narrow,))
+            spec = self._narrowed(saved, source)
             record.narrowed[view] = weakref.ref(spec)
         return spec
+
+
+def _living(references: Iterable[weakref.ref[_T]]) -> Iterator[_T]:
+    return (value for reference in references if (value := reference()) is not None)
 
 
 def learn_parameters(node: Node, record: Record, known: norms.Parameters) -> None:

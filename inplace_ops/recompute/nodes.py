@@ -27,6 +27,8 @@ from torch import Tensor
 from torch._C import _disabled_torch_dispatch_impl
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import TensorWeakRef
 
 from .. import _ops
 from ..memory import Measured, Packed, unpack_measured
@@ -87,6 +89,11 @@ def output_shape(node: Node, index: int) -> torch.Size:
 def output_dtype(node: Node, index: int) -> torch.dtype:
     """Return the dtype of one of the operation's outputs."""
     return node._input_metadata[index].dtype
+
+
+def output_bytes(node: Node, index: int) -> int:
+    """Return the size of one of the operation's outputs."""
+    return output_shape(node, index).numel() * output_dtype(node, index).itemsize
 
 
 def output_device(node: Node, index: int) -> torch.device:
@@ -246,8 +253,42 @@ def has_storage(tensor: Tensor) -> bool:
 
 def saved_tensor_hooks_are_active() -> bool:
     """Whether what is saved now goes through somebody's hooks: a checkpoint's, `save_on_cpu`'s."""
+    unpack = _unpack_hook()
+    return unpack is not None and unpack is not unpack_measured
+
+
+def _unpack_hook() -> Any:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and hooks[1] is not unpack_measured
+    return None if hooks is None else hooks[1]
+
+
+class WeakView:
+    """A weak reference to a saved tensor, or to what it is a view of.
+
+    A call returns the tensor without its graph; None if it was freed, or written to since.
+    """
+
+    __slots__ = ("_base", "_dtype", "_geometry", "_storage", "_version")
+
+    def __init__(self, saved: Tensor) -> None:
+        self._geometry = saved.shape, saved.stride(), saved.storage_offset()
+        self._dtype, self._version = saved.dtype, saved._version
+        self._base = TensorWeakRef(saved if saved._base is None else saved._base)
+        # `saved_bytes` holds an alias for each node that saves the tensor: they share a storage.
+        is_alias = _unpack_hook() is unpack_measured
+        self._storage = StorageWeakRef(saved.untyped_storage()) if is_alias else None
+
+    def __call__(self) -> Tensor | None:
+        base = self._base()
+        if base is not None:
+            is_same = base._version == self._version
+            return base.detach().as_strided(*self._geometry) if is_same else None
+        if self._storage is None or self._storage.expired():
+            return None
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        shape, stride, offset = self._geometry
+        alias = torch.empty(0, dtype=self._dtype, device=storage.device)
+        return alias.set_(storage, offset, shape, stride)
 
 
 def has_tangent(tensor: Tensor) -> bool:

@@ -2,8 +2,9 @@
 
 - ReLU and LeakyReLU: one bit per element, where nothing else saves their output.
 - Pooling and padding: the shape of the input, whose values backward does not read.
-- Indices of max pooling: 32 bits instead of 64.
-- A tensor that is a cast of a narrower one: the narrower one.
+
+Two more are specs, `Narrowed` in `specs.py`: indices of max pooling, 32 bits instead of 64, and a
+tensor that is a cast of a narrower one.
 """
 
 from __future__ import annotations
@@ -59,19 +60,3 @@ class Shape(Packed):
 
     def tensors(self) -> Iterator[Tensor]:
         yield from ()
-
-
-class Indices(Packed):
-    """64-bit indices that fit into 32 bits."""
-
-    __slots__ = ("narrow",)
-
-    def __init__(self, saved: Tensor) -> None:
-        self.narrow = saved.detach().int()
-
-    def compute(self) -> Tensor:
-        """Return the indices as they were."""
-        return self.narrow.long()
-
-    def tensors(self) -> Iterator[Tensor]:
-        yield self.narrow

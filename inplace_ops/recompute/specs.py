@@ -25,7 +25,7 @@ from torch import Tensor
 from .. import _ops
 from ..activations import Activation
 from ..memory import Packed
-from .nodes import has_storage
+from .nodes import WeakView, has_storage
 from .norms import NormAffine
 
 # A recomputed norm differs from PyTorch's by at most this many roundings of its terms.
@@ -98,6 +98,38 @@ class Leaf(Spec):
 
     def leaves(self) -> Iterator[Leaf]:
         yield self
+
+
+class Narrowed(Spec):
+    """A tensor in a narrower dtype, which keeps all of its values.
+
+    Something may save the tensor itself nevertheless, before or after: an operation without a rule.
+    What is stored would then come on top of it. So `settle` reads the tensor itself, if it is still
+    there when forward has ended.
+    """
+
+    __slots__ = ("_stored", "_weak", "wide")
+
+    def __init__(self, saved: Tensor, dtype: torch.dtype) -> None:
+        self.wide = saved.dtype
+        self.cost, self.rounding = 1, 0.0
+        self._stored = Leaf(saved.detach().to(dtype))
+        self._weak = WeakView(saved)
+
+    def compute(self) -> Tensor:
+        return self._stored.compute().to(self.wide)
+
+    def magnitude(self) -> Tensor:
+        return self._stored.magnitude()
+
+    def leaves(self) -> Iterator[Leaf]:
+        yield self._stored
+
+    def settle(self) -> None:
+        """Give up what is stored if the tensor itself is saved anyway."""
+        saved = self._weak()
+        if saved is not None:
+            self._stored = Leaf(saved)
 
 
 class Affine(Spec):

@@ -21,7 +21,7 @@ A write through `.data`, NumPy or a storage raises no version: see NOTE [First u
 NOTE [Metadata outlives backward]
 
 A node's metadata lives as long as the node, longer than its saved tensors. So a record refers to
-nothing large, except weakly.
+nothing large, except weakly; and to copies only until the model's forward has ended.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from . import nodes
 from .nodes import Node
 from .norms import NormAffine, Parameters
 from .operations import OPERATIONS, Output, base_of
-from .specs import Spec
+from .specs import Narrowed
 
 _KEY = "inplace_ops"
 COPY_LIMIT = 64 * 1024  # bytes: see NOTE [Leaves] in `engine.py`
@@ -60,6 +60,7 @@ class Record:
     """
 
     __slots__ = (
+        "__weakref__",
         "affine",
         "copies",
         "eps",
@@ -81,12 +82,17 @@ class Record:
         self.affine: NormAffine | None = None
         self.is_saved = False
         self.note: TensorWeakRef | None = None
-        self.narrowed: dict[tuple[Any, ...], weakref.ref[Spec]] = {}
+        self.narrowed: dict[tuple[Any, ...], weakref.ref[Narrowed]] = {}
         self.stream: torch.cuda.Stream | None = None
 
     def take_note(self, tensor: Tensor) -> None:
         """Remember a tensor as the operation's output."""
         self.note = TensorWeakRef(tensor)
+
+    def drop_copies(self) -> None:
+        """Leave what was copied to the specs that have been made of it."""
+        self.copies.clear()
+        self.parameters = self.affine = None
 
 
 def record_of(node: Node) -> Record | None:
@@ -159,8 +165,12 @@ def _prove_clone(node: Node, clone: Tensor, record: Record) -> None:
     """
     of_clone = record_of(clone.grad_fn)
     tensor = record.note() if record.note is not None else None
-    if of_clone is not None and tensor is not None and tensor.grad_fn is node:
-        of_clone.inputs_proved |= tensor._version == record.version
+    if of_clone is None or tensor is None:
+        return
+    # A view whose base was written to has no node yet, and a hook must make none.
+    base = tensor if tensor._base is None else tensor._base
+    if base.grad_fn is node:
+        of_clone.inputs_proved |= base._version == record.version
 
 
 def _prove_input(node: Node, index: int, record: Record) -> None:
