@@ -85,7 +85,7 @@ def _transformed(
 
 
 class _Linear(Function):
-    """grad -> op(grad, *saved): without a gradient for what was saved."""
+    """grad -> op(grad, *saved), whose derivative in what was saved is 0."""
 
     generate_vmap_rule = True
 
@@ -100,8 +100,11 @@ class _Linear(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = run_backward(ctx.op, grad_grad, *ctx.saved_tensors, *ctx.rest)
-        return gradient, None, None, *[None] * len(ctx.rest)
+        (saved,) = ctx.saved_tensors
+        gradient = run_backward(ctx.op, grad_grad, saved, *ctx.rest)
+        # An output that was saved has its place in the graph: PyTorch's is 0 there, and not None.
+        zeros = torch.zeros_like(saved) if ctx.needs_input_grad[2] else None
+        return gradient, None, zeros, *[None] * len(ctx.rest)
 
 
 class _OutputDoubleBackward(Function):
