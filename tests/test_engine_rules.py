@@ -686,6 +686,99 @@ def test_a_parameter_that_is_a_property(norm: Callable[[], nn.Module]) -> None:
                 parameter.data.add_(0.5)
 
 
+class _ScaledInstanceNorm(nn.InstanceNorm2d):
+    gain = 1.0
+
+    def _apply_instance_norm(self, x: Tensor) -> Tensor:
+        return F.instance_norm(x, None, None, self.gain * self.weight, self.gain * self.bias)
+
+
+class _WritingInstanceNorm(nn.InstanceNorm2d):
+    gain = 1.0
+
+    def _apply_instance_norm(self, x: Tensor) -> Tensor:
+        y = super()._apply_instance_norm(x)
+        with torch.no_grad():
+            self.weight.mul_(self.gain)
+        return y
+
+
+class _ScaledParameter(nn.Parameter):
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            if function is F.instance_norm:
+                kwargs["bias"] = kwargs["bias"] * _ScaledInstanceNorm.gain
+            return function(*args, **kwargs)
+
+
+def _with_scaled_bias() -> nn.Module:
+    norm = nn.InstanceNorm2d(C, affine=True)
+    norm.bias = _ScaledParameter(norm.bias.detach())
+    return norm
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(_ScaledInstanceNorm, C, affine=True),
+        partial(_WritingInstanceNorm, C, affine=True),
+        _with_scaled_bias,
+    ],
+    ids=["scaled", "writing", "parameter"],
+)
+@pytest.mark.parametrize("activation", [nn.Identity, nn.SiLU])
+def test_an_instance_norm_with_a_method_of_its_own(
+    make: Callable[[], nn.Module],
+    activation: Callable[[], nn.Module],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its forward is PyTorch's; from the second step on it reads other parameters."""
+    model = Program(convolution, lambda c: make(), activation)
+    with torch.no_grad():
+        model.norm.bias.fill_(0.5)
+    twin, x = converted_twin(model), images()
+    for gain in (1.0, 1.5):
+        for cls in (_ScaledInstanceNorm, _WritingInstanceNorm):
+            monkeypatch.setattr(cls, "gain", gain)
+        assert_same_steps(model, twin, x)
+
+
+@pytest.mark.parametrize("norm", ["group", "batch", "layer"])
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.SiLU])
+def test_an_affine_as_large_as_the_output(norm: str, activation: Callable[[], nn.Module]) -> None:
+    """Of flat features a group norm has a scale and a shift for each number."""
+    kinds = {
+        "group": (nn.GroupNorm(4, 64), 16),
+        "batch": (nn.BatchNorm1d(64), 2),
+        "layer": (nn.LayerNorm(64), 2),
+    }
+    module, samples = kinds[norm]
+    model = nn.Sequential(nn.Linear(8, 64), module, activation(), nn.Linear(64, 8))
+    twin, x = converted_twin(model), torch.randn(samples, 8)
+    assert_same_steps(model, twin, x)
+    assert saved_bytes(twin, x) <= saved_bytes(model, x)
+    assert held_allocation(lambda: twin(x)) <= held_allocation(lambda: model(x))
+
+
+def test_a_norm_that_runs_again_on_what_is_recomputed() -> None:
+    """In the strides that it had: how PyTorch's norms round depends on them."""
+    norm = partial(nn.InstanceNorm2d, C)
+    for _ in range(4):
+        model = Program(
+            lambda m, z: m.conv(m.act(m.again(z.transpose(2, 3)))), norm, nn.ReLU, torch.bfloat16
+        )
+        model.first, model.again = nn.Identity(), norm()
+        twin, x = converted_twin(model), torch.randn(2, C, 8, 8, dtype=torch.bfloat16)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            assert_same_steps(model, twin, x, tolerance=0)
+        assert warned == []
+
+
 class OwnLayerNorm(nn.LayerNorm):
     """Normalizes the channels; its eps is `factor` times its own."""
 
@@ -853,6 +946,7 @@ def test_in_place_on_the_view_of_an_instance_norm(
     for m in (model, twin):
         m.norm.register_forward_hook(remember)
     with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
         assert any(value.name.endswith("saved by Convolution") for value in recomputed(twin(x)))
     assert warned == []
     assert_same_steps(model, twin, x, tolerance=0 if dtype is torch.bfloat16 else 1e-5)

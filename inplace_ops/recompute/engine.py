@@ -75,7 +75,7 @@ from . import functions, nodes, norms
 from .nodes import Node
 from .operations import OPERATIONS, VIEWS, Argument, Operation, Output, base_of
 from .rewrites import Mask, Shape
-from .specs import Affine, Call, Leaf, Narrowed, Recomputed, Spec
+from .specs import Affine, Call, Leaf, Narrowed, NarrowMemory, Recomputed, Spec
 from .versions import (
     COPY_LIMIT,
     Record,
@@ -192,15 +192,15 @@ def _contained(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class _Entered(NamedTuple):
-    """A norm's bias when its module's call began.
+    """A norm's weight or bias when its module's call began.
 
     Attributes:
-        bias: The bias.
+        parameter: The weight or bias.
         version: Its version.
         number: The sequence number of the next node.
     """
 
-    bias: Tensor
+    parameter: Tensor
     version: int
     number: int
 
@@ -214,9 +214,9 @@ class Engine:
         self.last: Node = None
         self._ordinal = 0
         self._stream: Any = None  # of the node that is looked at
-        self._biases: dict[int, _Entered] = {}
+        self._entered: dict[int, _Entered] = {}
         self._records: list[weakref.ref[Record]] = []
-        self._narrow: list[weakref.ref[Narrowed]] = []
+        self._narrow: list[weakref.ref[NarrowMemory]] = []
         # Of the walk over nodes: where it stops.
         self._first = nodes.next_sequence_number()
         self._inputs: set[Node] = set()
@@ -276,8 +276,8 @@ class Engine:
         for record in _living(self._records):
             record.drop_copies()
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            for spec in _living(self._narrow):
-                spec.settle()
+            for memory in _living(self._narrow):
+                memory.settle()
 
     @_contained
     def note(self, tensor: Any) -> None:
@@ -287,11 +287,12 @@ class Engine:
 
     @_contained
     def enter_norm(self, module: nn.Module) -> None:
-        """Remember the version of a norm's bias, which its operation does not save."""
-        bias = norms.bias_of_module(module)
-        if bias is not None and not bias.is_inference():
-            entered = _Entered(bias, bias._version, nodes.next_sequence_number())
-            self._biases[id(bias)] = entered
+        """Remember the versions of a norm's weight and bias, which its node may not tell."""
+        number = nodes.next_sequence_number()
+        for parameter in norms.registered_parameters(module):
+            if parameter is not None and not parameter.is_inference():
+                entered = _Entered(parameter, parameter._version, number)
+                self._entered[id(parameter)] = entered
 
     @_contained
     def note_output(self, module: nn.Module, output: Any, comes_first: bool) -> None:
@@ -325,17 +326,21 @@ class Engine:
         record.eps = norms.eps_of(module)
         if record.parameters is None:
             known = norms.parameters_of_module(node, module)
-            if known is not None and self._is_as_it_was(known.bias, node):
+            if known is not None and self._are_as_they_were(known, node):
                 learn_parameters(node, record, known)
 
-    def _is_as_it_was(self, bias: Tensor | None, node: Node) -> bool:
-        """Whether nobody has written to a norm's bias since before its operation ran."""
-        if bias is None:
-            return True
-        entered, number = self._biases.get(id(bias)), nodes.sequence_number(node)
-        if entered is None or number is None or number < entered.number:
-            return False
-        return not bias.is_inference() and bias._version == entered.version
+    def _are_as_they_were(self, parameters: Iterable[Tensor | None], node: Node) -> bool:
+        """Whether nobody has written to a norm's parameters since before its operation ran."""
+        number = nodes.sequence_number(node)
+        for parameter in parameters:
+            if parameter is None:
+                continue
+            entered = self._entered.get(id(parameter))
+            if entered is None or number is None or number < entered.number:
+                return False
+            if parameter.is_inference() or parameter._version != entered.version:
+                return False
+        return True
 
     def warn_of(self, error: Exception) -> None:
         """Warn of an error inside of the engine."""
@@ -367,10 +372,10 @@ class Engine:
                 self._pack(node, operation.shape_only, saved, Shape(saved))
         if operation.indices:
             saved = self._rewritable(node, operation.indices)
-            if saved is not None:
+            if saved is not None and saved.untyped_storage().nbytes() == saved.nbytes:
+                spec = Narrowed(self._narrow_memory(saved, torch.int32), saved)
                 name = f"indices of {nodes.operation_name(node)}"
-                narrow = Recomputed(self._narrowed(saved, torch.int32), saved, name)
-                self._pack(node, operation.indices, saved, narrow)
+                self._pack(node, operation.indices, saved, Recomputed(spec, saved, name))
         if operation.reads_no_values:
             for producer, index in nodes.producers(node):
                 self._pack_mask(*base_of(producer, index))
@@ -386,7 +391,7 @@ class Engine:
                 # A layer norm saves its bias. Of the others a node that is seen late does not tell
                 # whether the bias was written to since.
                 is_sure = USE_CREATION_HOOK or nodes.saves(node, "bias")
-                if known is not None and (is_sure or self._is_as_it_was(known.bias, node)):
+                if known is not None and (is_sure or self._are_as_they_were((known.bias,), node)):
                     learn_parameters(node, record, known)
             return record
         assert isinstance(output, Output)
@@ -495,10 +500,10 @@ class Engine:
             return None
         return saved
 
-    def _narrowed(self, saved: Tensor, dtype: torch.dtype) -> Narrowed:
-        spec = Narrowed(saved, dtype)
-        self._narrow.append(weakref.ref(spec))
-        return spec
+    def _narrow_memory(self, saved: Tensor, dtype: torch.dtype) -> NarrowMemory:
+        memory = NarrowMemory(saved, dtype)
+        self._narrow.append(weakref.ref(memory))
+        return memory
 
     def _pack(self, node: Node, field: str, saved: Tensor, value: Packed) -> None:
         if self.observer is not None:
@@ -603,7 +608,12 @@ class Engine:
         if norms.can_compute(node):
             return Affine(x, affine_of(node, record), nodes.output_dtype(node, 0))
         rerun = norms.rerun_of(node, parameters, record.eps)
-        return None if rerun is None else Call(rerun, (x,))
+        if rerun is None:
+            return None
+        replaced = nodes.packed(node, "input")
+        if isinstance(replaced, Recomputed):  # how a norm rounds depends on the strides
+            x = Call(replaced.in_layout, (x,), cost=0)
+        return Call(rerun, (x,))
 
     def _cast_back(self, node: Node, record: Record, saved: Tensor) -> Spec | None:
         """Return what was cast to `saved`, if that is as good and smaller: one for all who ask."""
@@ -612,13 +622,13 @@ class Engine:
         source = nodes.output_dtype(*nodes.producer(node, 0))
         if not _is_lossless(source, saved.dtype):
             return None
-        view = (saved.shape, saved.stride(), saved.storage_offset())
-        known = record.narrowed.get(view)
-        spec = known() if known is not None else None
-        if spec is None:
-            spec = self._narrowed(saved, source)
-            record.narrowed[view] = weakref.ref(spec)
-        return spec
+        if saved.untyped_storage().nbytes() != nodes.output_bytes(node, 0):
+            return None
+        memory = record.narrowed() if record.narrowed is not None else None
+        if memory is None:
+            memory = self._narrow_memory(saved, source)
+            record.narrowed = weakref.ref(memory)
+        return Narrowed(memory, saved)
 
 
 def _living(references: Iterable[weakref.ref[_T]]) -> Iterator[_T]:

@@ -29,6 +29,9 @@ from .norms import NormAffine
 from .specs import Affine, Leaf, Recomputed
 from .versions import record_of
 
+# What is saved of an activation after a norm is at least that many times smaller than its output.
+_AFFINE_FACTOR = 2
+
 
 def activation_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Run the module's forward, fused with the norm before it where that is possible."""
@@ -77,6 +80,8 @@ def _fused(engine: Engine, module: nn.Module, forward: Forward, z: Tensor) -> Te
             return None
         with torch.no_grad():
             affine = affine_of(norm.node, record)
+            if _AFFINE_FACTOR * affine.nbytes > z.nbytes:
+                return None
             spec = Affine(Leaf(x), affine, x.dtype)
             name = f"{nodes.operation_name(norm.node)}, read by {activation.name}"
             value = Recomputed(spec, norm.output, name)

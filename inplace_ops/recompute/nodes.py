@@ -28,7 +28,6 @@ from torch._C import _disabled_torch_dispatch_impl
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.weak import TensorWeakRef
 
 from .. import _ops
 from ..memory import Measured, Packed, unpack_measured
@@ -253,42 +252,34 @@ def has_storage(tensor: Tensor) -> bool:
 
 def saved_tensor_hooks_are_active() -> bool:
     """Whether what is saved now goes through somebody's hooks: a checkpoint's, `save_on_cpu`'s."""
-    unpack = _unpack_hook()
-    return unpack is not None and unpack is not unpack_measured
-
-
-def _unpack_hook() -> Any:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return None if hooks is None else hooks[1]
+    return hooks is not None and hooks[1] is not unpack_measured
 
 
-class WeakView:
-    """A weak reference to a saved tensor, or to what it is a view of.
+class WeakMemory:
+    """A weak reference to a tensor's memory, with the version that all its aliases share.
 
-    A call returns the tensor without its graph; None if it was freed, or written to since.
+    The memory may outlive the tensor: `detach` makes an alias of it.
     """
 
-    __slots__ = ("_base", "_dtype", "_geometry", "_storage", "_version")
+    __slots__ = ("_alias", "_storage", "_version")
 
-    def __init__(self, saved: Tensor) -> None:
-        self._geometry = saved.shape, saved.stride(), saved.storage_offset()
-        self._dtype, self._version = saved.dtype, saved._version
-        self._base = TensorWeakRef(saved if saved._base is None else saved._base)
-        # `saved_bytes` holds an alias for each node that saves the tensor: they share a storage.
-        is_alias = _unpack_hook() is unpack_measured
-        self._storage = StorageWeakRef(saved.untyped_storage()) if is_alias else None
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._version = tensor._version
+        # An alias without memory: what is set as its `.data` leaves it the version counter.
+        self._alias = tensor.detach()
+        self._alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def __call__(self) -> Tensor | None:
-        base = self._base()
-        if base is not None:
-            is_same = base._version == self._version
-            return base.detach().as_strided(*self._geometry) if is_same else None
-        if self._storage is None or self._storage.expired():
+        """Return the memory as a vector; None if it was freed, or written to since."""
+        if self._alias._version != self._version or self._storage.expired():
             return None
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
-        shape, stride, offset = self._geometry
-        alias = torch.empty(0, dtype=self._dtype, device=storage.device)
-        return alias.set_(storage, offset, shape, stride)
+        vector = self._alias.new_empty(0)
+        size = storage.nbytes() // vector.itemsize
+        self._alias.data = vector.set_(storage, 0, (size,), (1,))
+        return self._alias
 
 
 def has_tangent(tensor: Tensor) -> bool:

@@ -187,25 +187,30 @@ def _repeated_parameters_of(node: Node) -> Parameters | None:
     return parameters if all(map(_is_usable, parameters)) else None
 
 
-def bias_of_module(module: nn.Module) -> Tensor | None:
-    """Return a norm module's bias as it is registered; None also if it has none.
+def registered_parameters(module: nn.Module) -> Parameters:
+    """Return a norm module's weight and bias as they are registered; None also if it has none.
 
     Not by `module.bias`: a parametrization would run once more.
     """
-    return module._parameters.get("bias")
+    return Parameters(module._parameters.get("weight"), module._parameters.get("bias"))
+
+
+# What decides which weight and bias a norm module's operation is given.
+_DECIDING = ("forward", "_handle_no_batch_input", "_apply_instance_norm", "__getattr__")
 
 
 def runs_pytorchs_forward(module: nn.Module) -> bool:
     """Whether a norm module runs PyTorch's forward, on the parameters that it has registered.
 
-    A property may give that forward another bias.
+    A property, or a method that PyTorch's forward calls, may give its operation others.
     """
     cls = type(module)
-    if cls.forward not in _FORWARDS or cls.__getattr__ is not nn.Module.__getattr__:
+    original = next((base for base in MODULES if issubclass(cls, base)), None)
+    if original is None or cls.__getattribute__ is not object.__getattribute__:
         return False
-    if cls.__getattribute__ is not object.__getattribute__:
+    if any(getattr(cls, name, None) is not getattr(original, name, None) for name in _DECIDING):
         return False
-    shadows = {"forward", "weight", "bias"} & vars(module).keys()
+    shadows = {"weight", "bias", *_DECIDING} & vars(module).keys()
     return not shadows and not hasattr(cls, "weight") and not hasattr(cls, "bias")
 
 
@@ -248,15 +253,9 @@ def parameters_of_module(node: Node, module: nn.Module) -> Parameters | None:
     is_repeated = isinstance(module, nn.modules.instancenorm._InstanceNorm)
     if (saved is None) != (weight is None) or (saved is not weight and not is_repeated):
         return None
+    if any(type(parameter) not in (nn.Parameter, type(None)) for parameter in (weight, bias)):
+        return None  # a `__torch_function__` of its own may give the operation another
     return Parameters(weight, bias) if _is_usable(weight) and _is_usable(bias) else None
-
-
-_FORWARDS = (
-    nn.modules.batchnorm._BatchNorm.forward,
-    nn.modules.instancenorm._InstanceNorm.forward,
-    nn.GroupNorm.forward,
-    nn.LayerNorm.forward,
-)
 
 
 def _is_usable(parameter: Any) -> bool:

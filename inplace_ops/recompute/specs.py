@@ -25,7 +25,7 @@ from torch import Tensor
 from .. import _ops
 from ..activations import Activation
 from ..memory import Packed
-from .nodes import WeakView, has_storage
+from .nodes import WeakMemory, has_storage
 from .norms import NormAffine
 
 # A recomputed norm differs from PyTorch's by at most this many roundings of its terms.
@@ -100,36 +100,57 @@ class Leaf(Spec):
         yield self
 
 
-class Narrowed(Spec):
-    """A tensor in a narrower dtype, which keeps all of its values.
+class NarrowMemory:
+    """A tensor's memory in a narrower dtype, which keeps all of its values.
 
-    Something may save the tensor itself nevertheless, before or after: an operation without a rule.
-    What is stored would then come on top of it. So `settle` reads the tensor itself, if it is still
-    there when forward has ended.
+    Something may hold the tensor itself nevertheless, before or after: an operation without a rule,
+    or the caller. What is stored here would then come on top of it. So `settle` gives it up if the
+    tensor is still there when forward has ended.
+
+    Attributes:
+        leaf: The memory, as a vector.
     """
 
-    __slots__ = ("_stored", "_weak", "wide")
+    __slots__ = ("__weakref__", "_wide", "leaf")
 
-    def __init__(self, saved: Tensor, dtype: torch.dtype) -> None:
-        self.wide = saved.dtype
-        self.cost, self.rounding = 1, 0.0
-        self._stored = Leaf(saved.detach().to(dtype))
-        self._weak = WeakView(saved)
-
-    def compute(self) -> Tensor:
-        return self._stored.compute().to(self.wide)
-
-    def magnitude(self) -> Tensor:
-        return self._stored.magnitude()
-
-    def leaves(self) -> Iterator[Leaf]:
-        yield self._stored
+    def __init__(self, tensor: Tensor, dtype: torch.dtype) -> None:
+        size = tensor.untyped_storage().nbytes() // tensor.itemsize
+        self.leaf = Leaf(tensor.detach().as_strided((size,), (1,), 0).to(dtype))
+        self._wide = WeakMemory(tensor)
 
     def settle(self) -> None:
-        """Give up what is stored if the tensor itself is saved anyway."""
-        saved = self._weak()
-        if saved is not None:
-            self._stored = Leaf(saved)
+        """Read the tensor itself from now on, if it is held anyway."""
+        wide = self._wide()
+        if wide is not None:
+            self.leaf = Leaf(wide)
+
+
+class Narrowed(Spec):
+    """A tensor, or a view of one, whose memory is stored in a narrower dtype."""
+
+    __slots__ = ("dtype", "memory", "offset", "shape", "stride")
+
+    def __init__(self, memory: NarrowMemory, saved: Tensor) -> None:
+        self.memory, self.dtype = memory, saved.dtype
+        self.shape, self.stride, self.offset = saved.shape, saved.stride(), saved.storage_offset()
+        self.cost, self.rounding = 1, 0.0
+
+    def compute(self) -> Tensor:
+        # An expanded tensor is computed as what it was expanded from.
+        own = _without_expansion(self.shape, self.stride)
+        narrow = self.memory.leaf.compute().as_strided(own, self.stride, self.offset)
+        return narrow.to(self.dtype).expand(self.shape)
+
+    def magnitude(self) -> Tensor:
+        return self.memory.leaf.magnitude()
+
+    def leaves(self) -> Iterator[Leaf]:
+        yield self.memory.leaf
+
+
+def _without_expansion(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
+    """Return the sizes of what a tensor was expanded from."""
+    return [1 if step == 0 else size for size, step in zip(shape, stride, strict=True)]
 
 
 class Affine(Spec):
@@ -251,7 +272,7 @@ class Recomputed(Packed):
                     f"{list(value.shape)} on {value.device} instead of a {self.dtype} tensor of "
                     f"shape {list(self.shape)} on {self.device}"
                 )
-            return value if value.stride() == self.stride else self._in_layout(value)
+            return self.in_layout(value)
 
     def difference(self, saved: Tensor) -> str | None:
         """Return by how much the recomputed value differs from the saved tensor; None if equal.
@@ -289,12 +310,12 @@ class Recomputed(Packed):
                 stack.enter_context(torch.autocast(kind, enabled=False))
             yield
 
-    def _in_layout(self, value: Tensor) -> Tensor:
+    def in_layout(self, value: Tensor) -> Tensor:
         """Return the value with the strides of the saved tensor, on which kernels may depend."""
+        if value.stride() == self.stride:
+            return value
         # An expanded tensor is copied as what it was expanded from.
-        own = [
-            1 if stride == 0 else size for size, stride in zip(self.shape, self.stride, strict=True)
-        ]
+        own = _without_expansion(self.shape, self.stride)
         result = value.new_empty_strided(own, self.stride)
         result.copy_(value[tuple(slice(size) for size in own)])
         return result.expand(self.shape)

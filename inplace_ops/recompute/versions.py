@@ -27,7 +27,6 @@ nothing large, except weakly; and to copies only until the model's forward has e
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ from . import nodes
 from .nodes import Node
 from .norms import NormAffine, Parameters
 from .operations import OPERATIONS, Output, base_of
-from .specs import Narrowed
+from .specs import NarrowMemory
 
 _KEY = "inplace_ops"
 COPY_LIMIT = 64 * 1024  # bytes: see NOTE [Leaves] in `engine.py`
@@ -55,7 +54,7 @@ class Record:
         affine: Of a norm, if it is small and was asked for.
         is_saved: Whether something saves the output itself.
         note: The output, weakly.
-        narrowed: Of a cast, weakly, what its output and views of it were cast from.
+        narrowed: Of a cast, weakly, its output as what it was cast from.
         stream: The CUDA stream that was current when the operation was seen.
     """
 
@@ -82,7 +81,7 @@ class Record:
         self.affine: NormAffine | None = None
         self.is_saved = False
         self.note: TensorWeakRef | None = None
-        self.narrowed: dict[tuple[Any, ...], weakref.ref[Narrowed]] = {}
+        self.narrowed: weakref.ref[NarrowMemory] | None = None
         self.stream: torch.cuda.Stream | None = None
 
     def take_note(self, tensor: Tensor) -> None:
