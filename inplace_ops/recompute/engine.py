@@ -215,7 +215,7 @@ class Engine:
         self._ordinal = 0
         self._stream: Any = None  # of the node that is looked at
         self._entered: dict[int, _Entered] = {}
-        self._records: list[weakref.ref[Record]] = []
+        self._copying: list[weakref.ref[Record]] = []  # what has copies, or may get them
         self._narrow: list[weakref.ref[NarrowMemory]] = []
         # Of the walk over nodes: where it stops.
         self._first = nodes.next_sequence_number()
@@ -273,7 +273,7 @@ class Engine:
     @_contained
     def finish(self) -> None:
         """Free what no spec has come to need, when the model's forward has returned."""
-        for record in _living(self._records):
+        for record in _living(self._copying):
             record.drop_copies()
         with torch.no_grad(), torch._C.DisableTorchFunction():
             for memory in _living(self._narrow):
@@ -361,7 +361,8 @@ class Engine:
             if record is not None:
                 record.stream = self._stream
                 keep_record(node, record)
-                self._records.append(weakref.ref(record))
+                if record.copies or operation.output == "norm":
+                    self._copying.append(weakref.ref(record))
         for field in operation.reads:
             self._replace_input(node, field)
         if record is not None and operation.result:
