@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from baselines import IN_PLACE, OUT_OF_PLACE, checkpointed, compiled
 from measure import (
     RESULTS,
     Clock,
@@ -31,7 +32,6 @@ from measure import (
 )
 from torch import Tensor, nn
 from verification import exact_convolutions
-from whole_models import IN_PLACE, OUT_OF_PLACE, checkpointed, compiled
 
 import inplace_ops
 

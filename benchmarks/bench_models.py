@@ -1,189 +1,436 @@
-"""What models hold for backward, with PyTorch's activations and with convert's, and their time.
+"""Models of other libraries, converted and trained three steps beside the original.
 
-The models come from timm, torchvision, Ultralytics and transformers, and are two U-Nets, with
-random weights. "torch in place" is the model as its library builds it. held: what is allocated
-when forward has returned, by the allocator's own events, the outputs with it. peak: the most
-allocated at one time in a step of forward and backward. Steps are timed in turn, and each is
-compared with that of "torch in place" next to it. `convert` compares gradients on two of the
-images, and the gradients of a step are compared before anything is timed.
+Each model runs in float32 and under CUDA's autocast policy, contiguous and channels_last. Before a
+step both have the same weights and buffers; they run with the same random numbers. Every step
+compares all gradients and buffers. The first one, which compares what it recomputes, also measures
+the peak of its allocations, and what is saved for backward before and after. A model that does not
+run as it is stays in the table, with its error.
+
+A gradient is wrong if it is farther from the original's than roundings explain: see `Limits`. The
+exit status is 1 if one is, and if a first step allocates more at one time than the original's.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import importlib
-from collections.abc import Callable, Sequence
+import math
+import multiprocessing
+import os
+import tempfile
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from measure import (
-    MIB,
-    RESULTS,
-    Clock,
-    machine,
-    memory_of,
-    quartiles,
-    ratio_quartiles,
-    table,
-    times_in_turn,
-    written_to,
-)
+from baselines import differentiable
+from measure import RESULTS, machine, memory_of, quartiles, table, written_to
+from model_zoo import LIBRARIES, Entry, entry_of, names_of
+from policies import POLICIES, Policy, autocast, emulation
 from torch import Tensor, nn
-from whole_models import IN_PLACE, OUT_OF_PLACE, backward, with_activations_out_of_place
+from torch.utils._pytree import tree_map_only
 
 import inplace_ops
-from inplace_ops.conversion.library import load
+from inplace_ops.conversion.report import Report
+from inplace_ops.recompute.reasons import PARAMETER_COPY
 
-MODELS = (
-    "timm:efficientnet_b0",
-    "torchvision:efficientnet_v2_s",
-    "torchvision:mobilenet_v2",
-    "torchvision:mobilenet_v3_large",
-    "torchvision:densenet121",
-    "torchvision:resnet50",
-    "torchvision:vgg16_bn",
-    "timm:regnety_016",
-    "timm:cspdarknet53",
-    "timm:ghostnet_100",
-    "timm:mobilevit_xxs",
-    "timm:nfnet_l0",
-    "torchvision:inception_v3",
-    "torchvision:shufflenet_v2_x1_0",
-    "torchvision:squeezenet1_1",
-    "ultralytics:yolov8n.yaml",
-    "ultralytics:yolo11n.yaml",
-    "unets:SegmentationUNet",
-    "unets:DiffusionUNet",
-    "timm:vit_small_patch16_224",
-    "timm:convnext_tiny",
-    "transformers:LlamaForCausalLM",
-)
-SIDES = {"ultralytics": 2, "timm:vit": 1.75}  # of the images, times --size, by the name's beginning
+STEPS = 3
+CONVOLUTIONS = 4  # from which on a model runs in channels_last too
+MAX_OPS = 4
+# Of a step that saves nothing less: a converted norm's scales and shifts, a few numbers each.
+PEAK_LIMIT = 1.005
+FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
-# Smaller than by default.
-CONFIGURATIONS = {
-    "EfficientNetModel": {"width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 1280},
-    "LlamaForCausalLM": {
-        "hidden_size": 256,
-        "intermediate_size": 704,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "vocab_size": 1000,
-    },
-}
+os.environ.setdefault("YOLO_CONFIG_DIR", tempfile.gettempdir())
 
 
-def build(name: str) -> nn.Module:
-    """The model in training mode."""
-    library, _, model = name.partition(":")
-    if model in CONFIGURATIONS:
-        cls = getattr(importlib.import_module(library), model)
-        return cls(cls.config_class(**CONFIGURATIONS[model])).train()
-    return load(name).train()
+class Case(NamedTuple):
+    """How a model is trained: a dtype policy and a memory format."""
+
+    policy: str
+    memory_format: str
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "convert": {},
-    "convert, max_ops=8": {"max_ops": 8},
-}
+CASES = [
+    Case("float32", "contiguous"),
+    Case("float32", "channels_last"),
+    Case("CUDA autocast", "contiguous"),
+    Case("CUDA autocast", "channels_last"),
+    Case("CUDA autocast, torch 2.11", "contiguous"),
+]
+
+Inputs = dict[str, Any]
+Gradients = dict[str, Tensor]
 
 
-def variants(model: nn.Module, x: Tensor, labels: Sequence[str]) -> dict[str, nn.Module]:
-    """The model with each of the activations that are compared."""
-    converted = {label: copy.deepcopy(model) for label in labels}
-    for label, variant in converted.items():
-        inplace_ops.convert(variant, x, **VARIANTS[label])
+class WrongGradientError(AssertionError):
+    """The converted model's gradients are not the original's."""
+
+
+class Limits(NamedTuple):
+    """How far gradients may be from the original's.
+
+    In float32 1e-5 of the norm of all gradients together; in one tensor 1e-4 of its own norm and
+    1e-6 of all. Under autocast by how far autocast itself takes the gradients from those in
+    float32: half of that for all together, all of it in one tensor, with 1e-3 of all.
+
+    Attributes:
+        overall: For all gradients together.
+        tensors: For each tensor.
+    """
+
+    overall: float
+    tensors: dict[str, float]
+
+
+def limits_for(policy: Policy, gradients: Gradients, in_float32: Gradients) -> Limits:
+    """The limits for gradients in a policy, from those of the same step in float32."""
+    own = norms(gradients)
+    total = norm_of(own)
+    if policy.is_float32:
+        return Limits(1e-5 * total, {name: 1e-4 * n + 1e-6 * total for name, n in own.items()})
+    off = distances(gradients, in_float32)
+    overall = max(1e-5 * total, norm_of(off) / 2)
+    return Limits(overall, {name: n + 1e-3 * total for name, n in off.items()})
+
+
+class Outcome(NamedTuple):
+    """What training a converted model beside the original has shown.
+
+    Attributes:
+        difference: Of all gradients over their norm, the largest of the steps.
+        allowed: The largest that the limits allow, over the same norm.
+        peak_over_torch: Of the first step.
+        report: Of the conversion.
+    """
+
+    difference: float
+    allowed: float
+    peak_over_torch: float
+    report: Report
+
+
+def norms(gradients: Gradients) -> dict[str, float]:
+    """The norm of each tensor, summed in float64."""
+    return {name: float(g.norm(dtype=torch.float64)) for name, g in gradients.items()}
+
+
+def norm_of(norms: dict[str, float]) -> float:
+    """The norm of all tensors together."""
+    return float(sum(norm**2 for norm in norms.values()) ** 0.5)
+
+
+def distances(actual: Gradients, expected: Gradients) -> dict[str, float]:
+    """The norm of each tensor's difference."""
+    if actual.keys() != expected.keys():
+        raise WrongGradientError(f"only one side has {sorted(actual.keys() ^ expected.keys())}")
     return {
-        OUT_OF_PLACE: with_activations_out_of_place(model),
-        IN_PLACE: copy.deepcopy(model),
-        **converted,
+        name: float((actual[name] - expected[name]).norm(dtype=torch.float64)) for name in actual
     }
 
 
-def gradient(model: nn.Module, run: Callable[[], Any]) -> Tensor:
-    """All parameters' gradients of a step, one after the other."""
-    torch.manual_seed(0)
-    model.zero_grad()
-    run()
-    found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    model.zero_grad()
+def step(model: nn.Module, inputs: Inputs, policy: Policy, seed: int) -> None:
+    """Forward and backward of the distance from random targets."""
+    torch.manual_seed(seed)
+    own = tree_map_only(Tensor, Tensor.clone, inputs)
+    args = (own.pop(""),) if "" in own else ()
+    generator = torch.Generator().manual_seed(seed)
+    with emulation(policy, "cpu"):
+        with autocast(policy, "cpu"):
+            outputs = differentiable(model(*args, **own))
+        losses = [
+            (t.float() - torch.randn(t.shape, generator=generator)).square().mean() for t in outputs
+        ]
+        torch.autograd.backward(losses)
+
+
+def gradients_of(model: nn.Module) -> Gradients:
+    """Those of the parameters that have one, by name."""
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()  # sets them to None
     return found
 
 
-def step(model: nn.Module, x: Tensor) -> None:
-    """Forward and backward."""
-    backward(model(x))
+def trained(model: nn.Module, inputs: Inputs, case: Case, in_float32: Gradients) -> Outcome:
+    """Train a converted copy of the model beside it; raises WrongGradientError.
+
+    `in_float32` are the gradients of the first step in float32.
+    """
+    policy = POLICIES[case.policy]
+    original = model.to(memory_format=FORMATS[case.memory_format])
+    converted = copy.deepcopy(original)
+    report = inplace_ops.convert(converted, max_ops=MAX_OPS)
+    optimizer = torch.optim.SGD(original.parameters(), 1e-3)
+    runs = [partial(step, m, inputs, policy) for m in (original, converted)]
+    before, after = (memory_of(partial(run, seed=0), "cpu")[0] for run in runs)
+    largest, total = 0.0, 1.0
+    limits: Limits | None = None
+    for seed in range(STEPS):
+        if seed:
+            for run in runs:
+                run(seed=seed)
+        expected, actual = gradients_of(original), gradients_of(converted)
+        limits = limits or limits_for(policy, expected, in_float32)
+        total = norm_of(norms(expected))
+        largest = max(largest, compare(actual, expected, limits) / total)
+        torch.testing.assert_close(
+            dict(converted.named_buffers()), dict(original.named_buffers()), equal_nan=True
+        )
+        for name, parameter in original.named_parameters():
+            parameter.grad = expected.get(name)
+        optimizer.step()
+        original.zero_grad()
+        converted.load_state_dict(original.state_dict())
+    assert limits is not None
+    return Outcome(largest, limits.overall / total, after / before, report)
 
 
-def measured(
-    name: str, batch: int, size: int, arguments: argparse.Namespace, clock: Clock
-) -> list[dict[str, Any]]:
-    """The rows of one model with one input."""
-    device = arguments.device
+def compare(actual: Gradients, expected: Gradients, limits: Limits) -> float:
+    """Raise if gradients are too far off; return the distance of all together."""
+    total = norm_of(norms(expected))
+    if not (total > 0 and math.isfinite(total)):
+        raise ArithmeticError(f"the gradients of the original have a norm of {total}")
+    off = distances(actual, expected)
+    overall = norm_of(off)
+    if not overall <= limits.overall:
+        raise WrongGradientError(f"off by {overall / total:.1e}, not {limits.overall / total:.1e}")
+    for name, distance in off.items():
+        if not distance <= limits.tensors.get(name, 0.0):
+            raise WrongGradientError(f"{name} off by {distance / total:.1e} of all gradients")
+    return overall
+
+
+def inputs_of(entry: Entry, model: nn.Module) -> Inputs:
+    """The first of an entry's inputs that the model takes."""
+    error: Exception | None = None
+    for inputs in entry.inputs():
+        try:
+            with torch.no_grad():
+                step_inputs = tree_map_only(Tensor, Tensor.clone, inputs)
+                args = (step_inputs.pop(""),) if "" in step_inputs else ()
+                copy.deepcopy(model)(*args, **step_inputs)
+            return inputs
+        except Exception as found:  # of a size that is too small, mostly
+            error = found
+    raise RuntimeError(f"takes none of the inputs: {error}") from error
+
+
+class Remains(NamedTuple):
+    """A kind of tensor that stays saved."""
+
+    producer: str
+    consumer: str
+    reason: str
+
+
+Remaining = dict[Remains, int]  # bytes
+
+
+def rows_of(name: str) -> list[tuple[dict[str, Any], Remaining]]:
+    """A row for each case, and what remains saved there."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    begin = time.perf_counter()
+    found: list[tuple[dict[str, Any], Remaining]] = []
+    shape, error, cases = "", "", CASES[:1]
+    try:
+        entry = entry_of(name)
+        model = seeded_model(entry)
+        inputs = inputs_of(entry, model)
+        shape, cases = shape_of(inputs), list(cases_for(model))
+        step(model, inputs, POLICIES["float32"], seed=0)
+        in_float32 = gradients_of(model)
+    except Exception as failure:
+        error = one_line(failure)
+    model = None
+    for case in cases:
+        columns = dict.fromkeys(COLUMNS, "")
+        remaining: Remaining = {}
+        columns["result"] = error
+        if not error:
+            try:
+                outcome = trained(seeded_model(entry), inputs, case, in_float32)
+                columns, remaining = columns_of(outcome), remaining_of(outcome.report)
+            except Exception as failure:
+                columns["result"] = one_line(failure)
+        row = {"model": name, **case._asdict(), "input": shape, **columns, **machine("cpu")}
+        found.append((row, remaining))
+    print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
+    return found
+
+
+def seeded_model(entry: Entry) -> nn.Module:
+    """The model, with the same weights each time."""
     torch.manual_seed(0)
-    model = build(name).to(device)
-    factor = next((f for start, f in SIDES.items() if name.startswith(start)), 1)
-    side = int(size * factor)
-    x = torch.randn(batch, 3, side, side, device=device)
-    if "Llama" in name:
-        x = torch.randint(0, 1000, (batch, size), device=device)
-    compared = variants(model, x[:2], arguments.variants)
-    steps = {variant: partial(step, module, x) for variant, module in compared.items()}
-    expected = gradient(compared[OUT_OF_PLACE], steps[OUT_OF_PLACE])
-    times = times_in_turn(
-        steps, arguments.repeats, clock, after=lambda variant: compared[variant].zero_grad()
+    return entry.model()
+
+
+COLUMNS = (
+    *("result", "gradients_differ_by", "allowed", "saved_before", "saved_after", "ratio"),
+    *("parameter_copies", "first_peak_over_torch"),
+)
+SAME = "same gradients"
+MORE_MEMORY = "the first step needs more memory"
+
+
+def columns_of(outcome: Outcome) -> dict[str, str]:
+    """What a row says of an outcome. The ratio is without autocast's copies of parameters."""
+    report = outcome.report
+    before, after = report.saved_bytes_before, report.saved_bytes_after
+    assert before is not None
+    assert after is not None
+    copies = sum(row.bytes for row in report.remaining if row.reason == PARAMETER_COPY)
+    values = (
+        SAME if outcome.peak_over_torch <= PEAK_LIMIT else MORE_MEMORY,
+        f"{outcome.difference:.1e}" if outcome.difference else "0",
+        f"{outcome.allowed:.1e}",
+        before,
+        after,
+        f"{(after - copies) / (before - copies):.3f}" if before > copies else "",
+        copies,
+        f"{outcome.peak_over_torch:.3f}",
     )
-    memory = {
-        variant: (memory_of(partial(module, x), device)[1], memory_of(steps[variant], device)[0])
-        for variant, module in compared.items()
-    }
-    rows = []
-    for variant, module in compared.items():
-        held, peak = memory[variant]
-        distance = (gradient(module, steps[variant]) - expected).norm() / expected.norm()
-        first_quartile, median, third_quartile = ratio_quartiles(times[variant], times[IN_PLACE])
-        row = {
-            "model": name,
-            "variant": variant,
-            "input": " x ".join(map(str, x.shape)),
-            "MiB held": f"{held / MIB:.2f}",
-            "held over torch out of place": f"{held / memory[OUT_OF_PLACE][0]:.3f}",
-            "MiB peak": f"{peak / MIB:.2f}",
-            "peak over torch in place": f"{peak / memory[IN_PLACE][1]:.3f}",
-            "gradient off by": f"{distance:.1e}",
-            "ms, median": f"{quartiles(times[variant])[1]:.1f}",
-            "time over torch in place": f"{median:.3f}",
-            "quartiles": f"{first_quartile:.3f} to {third_quartile:.3f}",
+    return dict(zip(COLUMNS, map(str, values), strict=True))
+
+
+def remaining_of(report: Report) -> Remaining:
+    """What remains saved, by kind."""
+    found: Remaining = defaultdict(int)
+    for row in report.remaining:
+        found[Remains(row.producer, row.consumer, row.reason)] += row.bytes
+    return dict(found)
+
+
+def cases_for(model: nn.Module) -> Iterator[Case]:
+    """The cases that differ for a model: channels_last where more than patches are convolved."""
+    dims = Counter(p.dim() for p in model.parameters())
+    has_rms_norm = any("rms" in type(m).__name__.lower() for m in model.modules())
+    for case in CASES:
+        if POLICIES[case.policy].excluded and not has_rms_norm:
+            continue
+        if case.memory_format == "channels_last" and dims[4] < CONVOLUTIONS:
+            continue
+        yield case
+
+
+def shape_of(inputs: Inputs) -> str:
+    """The shape of the first tensor among the inputs."""
+    first = next(iter(inputs.values()))
+    while not isinstance(first, Tensor):
+        first = first[0]
+    return " x ".join(map(str, first.shape))
+
+
+def one_line(error: Exception) -> str:
+    """An error in at most 160 characters."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
+
+
+def kinds(found: Iterable[tuple[Case, Remaining]]) -> list[dict[str, Any]]:
+    """The kinds of tensors that remain, by their mean share of what remains, for each case."""
+    shares: dict[tuple[str, Remains], list[float]] = defaultdict(list)
+    models: dict[str, int] = defaultdict(int)
+    for case, remaining in found:
+        own = {k: b for k, b in remaining.items() if k.reason != PARAMETER_COPY}
+        total = sum(own.values())
+        if not total or case.memory_format != "contiguous":
+            continue
+        models[case.policy] += 1
+        for kind, count in own.items():
+            shares[case.policy, kind].append(count / total)
+    rows = [
+        {
+            "policy": policy,
+            "output_of": kind.producer,
+            "saved_by": kind.consumer,
+            "reason": kind.reason,
+            "mean_share": f"{sum(each) / models[policy]:.4f}",
+            "models": len(each),
+            "of": models[policy],
         }
-        rows.append(row | machine(device))
-    print(table([list(row)] + [[r[c] for c in row] for r in rows]), flush=True)
-    return rows
+        for (policy, kind), each in shares.items()
+    ]
+    return sorted(rows, key=lambda row: (row["policy"], -float(row["mean_share"])))
+
+
+SHOWN_KINDS = 20  # of each policy
+
+
+def all_rows(names: Iterable[str], processes: int) -> Iterator[tuple[dict[str, Any], Remaining]]:
+    """The rows of all models, in processes that end now and then with what libraries leave behind.
+
+    If one dies, for want of memory, its models run again one by one.
+    """
+    context = multiprocessing.get_context("spawn")
+    died = []
+    with ProcessPoolExecutor(processes, context, max_tasks_per_child=8) as pool:
+        futures = {pool.submit(rows_of, name): name for name in names}
+        for future in as_completed(futures):
+            try:
+                yield from future.result()
+            except BrokenProcessPool:
+                died.append(futures[future])
+    for name in died:
+        with ProcessPoolExecutor(1, context) as pool:
+            try:
+                yield from pool.submit(rows_of, name).result()
+            except BrokenProcessPool:
+                columns = dict.fromkeys(COLUMNS, "") | {"result": "its process died"}
+                row = {"model": name, **CASES[0]._asdict(), "input": ""}
+                yield row | columns | machine("cpu"), {}
 
 
 def main() -> None:
-    """Measure, print the table, write the CSV."""
+    """Train, print a summary, write two CSV files."""
     parser = argparse.ArgumentParser(description=__doc__)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("models", nargs="*", default=MODELS, metavar="LIBRARY:NAME")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
-    parser.add_argument("--batch", type=int, nargs="+", default=[2], help="one for each size")
-    parser.add_argument(
-        "--size", type=int, nargs="+", default=[128], help="the images' height and width"
-    )
-    parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
+    parser.add_argument("--models", nargs="+", help="LIBRARY:NAME, instead of whole libraries")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--out", type=Path, default=RESULTS / "models_cpu.csv")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    clock = Clock(arguments.device)
-    with written_to(arguments.out or RESULTS / f"models_{arguments.device}.csv") as rows:
-        for batch, size in zip(arguments.batch, arguments.size, strict=True):
-            for name in arguments.models:
-                rows += measured(name, batch, size, arguments, clock)
+
+    names = arguments.models or [
+        name for library in arguments.libraries for name in names_of(library)
+    ]
+    found: list[tuple[Case, Remaining]] = []
+    with written_to(arguments.out) as rows:
+        for row, remaining in all_rows(names, arguments.processes):
+            print(*list(row.values())[:12], sep=", ", flush=True)
+            rows.append(row)
+            found.append((Case(row["policy"], row["memory_format"]), remaining))
+        rows.sort(key=lambda row: names.index(row["model"]))
+    kept_path = arguments.out.with_name(arguments.out.name.replace("models", "remaining"))
+    with written_to(kept_path) as remaining_rows:
+        for policy in POLICIES:
+            own = [row for row in kinds(found) if row["policy"] == policy]
+            remaining_rows += [row | machine("cpu") for row in own[:SHOWN_KINDS]]
+    summarize(rows)
+
+
+def summarize(rows: list[dict[str, Any]]) -> None:
+    """Print quartiles of the ratios, and what failed."""
+    lines = [["case", "models", "ratio: best", "quartiles", "worst", "first peak: worst"]]
+    for case in CASES:
+        own = [r for r in rows if (r["policy"], r["memory_format"]) == case and r["ratio"]]
+        ratios = sorted(float(row["ratio"]) for row in own)
+        if len(ratios) > 1:
+            middle = ", ".join(f"{q:.2f}" for q in quartiles(ratios))
+            peak = max(float(row["first_peak_over_torch"]) for row in own)
+            ends = (f"{ratios[0]:.2f}", middle, f"{ratios[-1]:.2f}", f"{peak:.3f}")
+            lines.append([", ".join(case), str(len(own)), *ends])
+    print(table(lines))
+    failed = [row for row in rows if row["result"] != SAME]
+    for row in failed:
+        print(f"{row['model']}, {row['policy']}, {row['memory_format']}: {row['result']}")
+    wrong = (WrongGradientError.__name__, MORE_MEMORY)
+    if any(row["result"].startswith(wrong) for row in failed):
+        raise SystemExit("wrong gradients, or more memory")
 
 
 if __name__ == "__main__":

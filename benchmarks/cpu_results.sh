@@ -4,14 +4,14 @@
 #
 #   benchmarks/cpu_results.sh [PART...]
 #
-# Parts, all by default: activations blocks host memory models peers saved steps training. On two calm
-# cores, with nothing else running, they take about 40 minutes together without peers, which take half
-# an hour, most of it to compile, and training, which takes 18 minutes. PYTHON names an interpreter
-# that has the package with .[models,demo].
+# Parts, all by default: activations blocks bytes host memory models networks steps training. On two
+# calm cores, with nothing else running, they take about half an hour together without models and
+# networks, an hour each, and training, which takes 18 minutes. PYTHON names an interpreter that has the
+# package with .[models,demo].
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-known="activations blocks host memory models peers saved steps training"
+known="activations blocks bytes host memory models networks steps training"
 for part in "$@"; do
   [[ " $known " == *" $part "* ]] || {
     sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'
@@ -28,21 +28,18 @@ bench() {
   shift
   [[ $wanted == *" $part "* ]] || return 0
   echo "== $part, $(date +%H:%M)"
-  "$python" "benchmarks/bench_$part.py" --device cpu --out "$out/${part}_cpu.csv" "$@"
+  "$python" "benchmarks/bench_$part.py" --out "$out/${part}_cpu.csv" "$@"
 }
 
-bench activations
-bench blocks
-bench host --threads 1
-bench memory
-bench peers
-bench saved
-bench steps
-bench models timm:{efficientnet_b0,regnety_016,cspdarknet53} ultralytics:{yolov8n,yolo11n}.yaml \
-  torchvision:{mobilenet_v2,mobilenet_v3_large,efficientnet_v2_s,densenet121,resnet50,vgg16_bn} \
-  unets:{SegmentationUNet,DiffusionUNet} \
-  --variants convert "convert, max_ops=8" --batch 8 2 --size 224 128
-bench training
+bench activations --device cpu
+bench blocks --device cpu
+bench bytes --device cpu
+bench host --device cpu --threads 1
+bench memory --device cpu
+bench models
+bench networks --device cpu --policies float32 bfloat16 "CUDA autocast"
+bench steps --device cpu
+bench training --device cpu
 
 mv "$out"/*.csv benchmarks/results/
 rmdir "$out"

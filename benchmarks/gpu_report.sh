@@ -4,9 +4,9 @@
 #   benchmarks/gpu_report.sh OUT [--device cpu] [PART...]
 #
 # Parts, all by default, in this order: build numerics tests memcheck initcheck bandwidth
-# activations host steps memory networks settings tuning summary. Only where it is named: peers. Each
-# has its time limit; one that fails, or runs into it, does not stop the next, what it has measured
-# is written, and the exit status is 1.
+# activations host steps memory bytes networks batches tuning summary. Only where it is named:
+# baselines. Each has its time limit; one that fails, or runs into it, does not stop the next, what it
+# has measured is written, and the exit status is 1.
 #
 # OUT gets PART_DEVICE.log of each part, whose last line says how it ended, PART_DEVICE.csv where it
 # measures, and by the part summary a summary.md of all that is there. A part whose log says "passed" is not run again.
@@ -28,9 +28,9 @@ shift
 cd "$(dirname "$0")/.." || exit
 
 device=cuda
-known="build numerics tests memcheck initcheck bandwidth activations host steps memory networks"
-known+=" settings tuning summary"
-optional=peers
+known="build numerics tests memcheck initcheck bandwidth activations host steps memory bytes"
+known+=" networks batches tuning summary"
+optional=baselines
 wanted=""
 while [ $# -gt 0 ]; do
   case $1 in
@@ -143,6 +143,7 @@ check numerics 150 "${workers[@]}" -k "[$device or -$device" "${decisive[@]}"
 rest=("${decisive[@]/#/--ignore=}" --ignore=tests/test_{host_kernels,engine_models}.py
   "${workers[@]}" -k "[$device or -$device or test_fuzz.py or test_info.py")
 
+eager=("checkpoint of each block" "convert, max_ops="{1,4,8})
 if [ "$device" = cuda ]; then
   check tests 280 "${rest[@]}"
   sanitizer=$("$python" benchmarks/toolkit.py compute-sanitizer)
@@ -154,10 +155,12 @@ if [ "$device" = cuda ]; then
   bench host 60 host
   bench steps 60 steps
   bench memory 60 memory
-  bench networks 280 networks --modes float32 "bfloat16, channels_last"
-  bench settings 180 networks --modes "bfloat16, channels_last" --search --settings \
-    inplace_ops "inplace_ops, max_ops=1" "inplace_ops, max_ops=8"
-  bench peers 580 peers --mode "bfloat16, channels_last" --batch 96
+  bench bytes 120 bytes --policies float32 "CUDA autocast" --max-ops 4
+  bench networks 280 networks --policies float32 "CUDA autocast" --memory-format channels_last \
+    --variants "${eager[@]}"
+  bench batches 280 networks --policies "CUDA autocast" --memory-format channels_last \
+    --variants "${eager[@]}" --repetitions 2 --largest-batch 8
+  bench baselines 580 networks --policies "CUDA autocast" --memory-format channels_last --batch 96
   run tuning 180 "$python" benchmarks/tune_cuda.py --arch "sm_${capability/./}" \
     --out "$out/tuning_cuda.csv"
 else # a limit here only ends what hangs
@@ -168,11 +171,10 @@ else # a limit here only ends what hangs
   bench host 300 host --repetitions 3
   bench steps 300 steps --repetitions 3
   bench memory 300 memory --size 1000
-  bench networks 300 networks --networks EfficientNet-B0 YOLO-like \
-    --modes float32 "bfloat16, channels_last" --repetitions 2
-  bench settings 300 networks --networks Darknet-53 YOLO-like --modes float32 --settings \
-    inplace_ops "inplace_ops, max_ops=1" "inplace_ops, max_ops=8" --repetitions 2
-  bench peers 300 peers --quick
+  bench bytes 300 bytes --networks EfficientNet-B0 "Llama blocks" --max-ops 4
+  bench networks 300 networks --quick --networks EfficientNet-B0 "Llama blocks" \
+    --policies float32 bfloat16 "CUDA autocast"
+  skip batches "it is of a GPU's memory"
   skip tuning "it is of CUDA kernels"
 fi
 

@@ -111,36 +111,6 @@ def plot_blocks(path: Path) -> None:
     save(figure, path, rows[0])
 
 
-def plot_networks(path: Path) -> None:
-    """Peak memory, step time and largest batch of each network, over PyTorch in place."""
-    rows = read_csv(path)
-    for row in rows:
-        row["case"] = f"{row['network']}, {row['mode']}"
-    cases = list(dict.fromkeys(row["case"] for row in rows))
-    columns = {"peak_mib": "peak, MiB", "median_ms": "step, ms", "largest_batch": "largest batch"}
-    ways = list(dict.fromkeys(row["variant"] for row in rows))
-    size = (5 * len(columns), 0.17 * len(ways) * len(cases) + 1)
-    figure, axes = plt.subplots(1, len(columns), figsize=size, sharey=True, layout="constrained")
-    for axis, (column, label) in zip(axes, columns.items(), strict=True):
-        value = {(row["case"], row["variant"]): float(row[column]) for row in rows}
-        for i, way in enumerate(ways):
-            height = 0.8 / len(ways)
-            drawn = [j for j, case in enumerate(cases) if (case, way) in value]
-            places = [j + height * (i - (len(ways) - 1) / 2) for j in drawn]
-            values = [value[cases[j], way] for j in drawn]
-            ratios = [
-                v / value[cases[j], "torch in place"] for v, j in zip(values, drawn, strict=True)
-            ]
-            bars = axis.barh(places, ratios, height=0.9 * height, label=way)
-            axis.bar_label(bars, [f"{v:g}" for v in values], fontsize=6)
-        axis.set_xlabel(f"{label}; bars: over torch in place")
-    axes[0].set_yticks(range(len(cases)), cases, fontsize=8)
-    axes[0].invert_yaxis()
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
-    save(figure, path, rows[0])
-
-
 def plot_training(path: Path) -> None:
     """Losses over the epochs: the mean of the seeds, and from the lowest to the highest."""
     rows = read_csv(path)
@@ -177,24 +147,30 @@ def plot_training(path: Path) -> None:
     save(figure, path, rows[0])
 
 
-def plot_peers(path: Path) -> None:
-    """Peak of a step against its time, over PyTorch in place, a panel each network.
+def plot_networks(path: Path) -> None:
+    """Peak of a step against its time, over PyTorch in place, a panel each network and policy.
 
-    The peak and not what is held when forward has returned: it decides what fits, and checkpoints
-    hold little, but in backward form again what they dropped.
+    The peak and not what is saved when forward has returned: it decides what fits, and checkpoints
+    save little, but in backward compute again what they dropped.
     """
-    rows = [row for row in read_csv(path) if row["source"] == "measured"]
-    networks = list(dict.fromkeys(row["network"] for row in rows))
+    rows = [row for row in read_csv(path) if row["source"] == "measured" and row["median_ms"]]
+    cases = list(dict.fromkeys((row["network"], row["policy"]) for row in rows))
     variants = list(dict.fromkeys(row["variant"] for row in rows))
-    looks = {variant: ("o.sDX^v<"[i % 8], f"C{i}") for i, variant in enumerate(variants)}
+    looks = {variant: ("o.sDX^v<>P"[i % 10], f"C{i}") for i, variant in enumerate(variants)}
     top = 1.05 * max(float(row["peak_over_torch_in_place"]) for row in rows)
-    width = -(-(len(networks) + 1) // 2)  # one place is the legend's
+    width = min(4, len(cases) + 1)
+    height = -(-(len(cases) + 1) // width)  # one panel is the legend's
     figure, axes = plt.subplots(
-        2, width, figsize=(3.4 * width, 7), sharey=True, squeeze=False, layout="constrained"
+        height,
+        width,
+        figsize=(3.4 * width, 3.5 * height),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
     )
     points = {}
-    for axis, network in zip(axes.flat, networks, strict=False):
-        case = [row for row in rows if row["network"] == network]
+    for axis, (network, policy) in zip(axes.flat, cases, strict=False):
+        case = [row for row in rows if (row["network"], row["policy"]) == (network, policy)]
         for row in case:
             low, time, high = (
                 float(row[f"ratio_{column}"])
@@ -213,14 +189,14 @@ def plot_peers(path: Path) -> None:
                 alpha=0.85,
             )
         base = next(row for row in case if row["variant"] == "torch in place")
-        title = f"{network}, {base['input']}, {base['mode']}\n"
+        title = f"{network}, {base['input']}, {policy}\n"
         axis.set_title(f"{title}1 is {base['peak_mib']} MiB, {base['median_ms']} ms", fontsize=8)
         axis.set_ylim(0, top)
         axis.grid(alpha=0.3)
         axis.set_xlabel("time of a step, over torch in place")
     for line in axes:
         line[0].set_ylabel("peak of a step, over torch in place")
-    for axis in axes.flat[len(networks) :]:
+    for axis in axes.flat[len(cases) :]:
         axis.axis("off")
     axes.flat[-1].legend(points.values(), points, loc="center", fontsize=9)
     save(figure, path, rows[0])
@@ -245,9 +221,7 @@ def main() -> None:
         "memory": plot_memory,
         "blocks": plot_blocks,
         "networks": plot_networks,
-        "settings": plot_networks,
         "training": plot_training,
-        "peers": plot_peers,
     }
     for kind, plot in plots.items():
         for path in sorted(results.glob(f"{kind}_*.csv")):

@@ -1,8 +1,8 @@
 """Writes the tables of the documentation from the result files.
 
-Between `<!-- results: DEVICE -->` and `<!-- end -->` stand the tables of all results/*_DEVICE.csv
-but those of training and peers, of which a block of that name has all devices'; for "compatibility"
-the table of tests/compatibility.csv, for "errors" that of the activations.
+Between `<!-- results: DEVICE -->` and `<!-- end -->` stand the tables of results/*_DEVICE.csv but
+those in ALONE, of which a block of that name has all devices'; for "compatibility" the table of
+tests/compatibility.csv, for "errors" that of the activations.
 `--check` writes nothing and fails if they are not up to date; `--print FOLDER` prints the tables of
 the result files there, of all devices.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import paired
 import torch
-from measure import RESULTS, read_csv
+from measure import RESULTS, quartiles, read_csv
 
 from inplace_ops.activations import ACTIVATIONS
 
@@ -169,87 +169,106 @@ def blocks(rows: Rows) -> str:
 
 
 def models(rows: Rows) -> str:
-    """What converted models hold, their peak and time, by how they were converted."""
-    ways = [way for way in values(rows, "variant") if way.startswith("convert")]
-    header = ["model", "input"]
-    columns = ["held over PyTorch out of place", "peak of a step over PyTorch in place"]
-    columns += ["time over PyTorch in place (quartiles)"]
-    header += [f"{column}, {way}" for column in columns for way in ways]
-    body = []
-    for model, size in dict.fromkeys((row["model"], row["input"]) for row in rows):
-        held, peak, ratios, spreads = (
-            [find(rows, column, model=model, input=size, variant=way) for way in ways]
-            for column in (
-                "held over torch out of place",
-                "peak over torch in place",
-                "time over torch in place",
-                "quartiles",
+    """How models of other libraries came out, by library and case."""
+    header = ["library", "case", "models", "same gradients", "bit for bit", "saved over PyTorch"]
+    header += ["best, worst", "first peak over PyTorch: median, worst"]
+    body, others = [], []
+    libraries = dict.fromkeys(row["model"].partition(":")[0] for row in rows)
+    for library in [*libraries, ""]:
+        for case in dict.fromkeys((row["policy"], row["memory_format"]) for row in rows):
+            own = [row for row in rows if (row["policy"], row["memory_format"]) == case]
+            own = [row for row in own if row["model"].startswith(library)]
+            ran = [row for row in own if row["ratio"]]
+            if len(ran) < 2:
+                continue
+            ratios, peaks = (
+                sorted(float(row[column]) for row in ran)
+                for column in ("ratio", "first_peak_over_torch")
             )
-        )
-        times = [f"{ratio} ({spread})" for ratio, spread in zip(ratios, spreads, strict=True)]
-        body.append([model.partition(":")[2], size, *held, *peak, *times])
+            low, middle, high = quartiles(ratios)
+            counts = [len(own), sum(row["result"] == "same gradients" for row in own)]
+            counts.append(sum(row["gradients_differ_by"] == "0" for row in ran))
+            body.append([library or "all", ", ".join(case), *map(str, counts)])
+            body[-1] += [f"{middle:.2f} (quartiles {low:.2f}, {high:.2f})"]
+            body[-1] += [f"{ratios[0]:.2f}, {ratios[-1]:.2f}"]
+            body[-1] += [f"{quartiles(peaks)[1]:.2f}, {peaks[-1]:.3f}"]
+    for row in rows:
+        if row["result"] != "same gradients":
+            others.append([row["model"], f"{row['policy']}, {row['memory_format']}", row["result"]])
+    table = markdown(header, body)
+    if others:
+        table += "\n\nWhat did not run, or otherwise:\n\n"
+        table += markdown(["model", "case", "why"], others)
+    return table
+
+
+def remaining(rows: Rows) -> str:
+    """The kinds of tensors that most often remain saved."""
+    header = ["policy", "output of", "saved by", "reason", "mean share of what remains", "models"]
+    body = []
+    for policy in values(rows, "policy"):
+        for row in [row for row in rows if row["policy"] == policy][:12]:
+            cells = [row[column] for column in ("policy", "output_of", "saved_by", "reason")]
+            body.append(
+                [*cells, f"{float(row['mean_share']):.1%}", f"{row['models']} of {row['of']}"]
+            )
+    return markdown(header, body)
+
+
+def bytes_of_a_step(rows: Rows) -> str:
+    """Saved, peak and moved bytes over PyTorch's, by max_ops."""
+    numbers = values(rows, "max_ops")
+    header = ["network", "input", "policy", "MiB saved by PyTorch"]
+    header += [
+        f"{kind} over PyTorch, max_ops {', '.join(numbers)}" for kind in ("saved", "peak", "moved")
+    ]
+    body = []
+    for case in dict.fromkeys((row["network"], row["input"], row["policy"]) for row in rows):
+        own = [row for row in rows if (row["network"], row["input"], row["policy"]) == case]
+        cells = [*case, f"{int(own[0]['saved_torch']) / 2**20:.1f}"]
+        for kind in ("saved", "peak", "moved"):
+            ratios = [find(own, f"{kind}_ratio", max_ops=number) for number in numbers]
+            cells.append(", ".join(f"{float(ratio):.2f}" for ratio in ratios))
+        body.append(cells)
     return markdown(header, body)
 
 
 def networks(rows: Rows) -> str:
-    """Peak, step time and largest batch of the networks, by what runs the activations."""
-    ways = values(rows, "variant")
-    header = ["network", *(f"peak MiB, {way}" for way in ways)]
-    header += [f"ms a step, {way}" for way in ways]
-    header += [f"batch in {rows[0]['memory_limit_gib']} GiB, {way}" for way in ways]
-    body = []
-    for network in values(rows, "network"):
-        case = [row for row in rows if row["network"] == network]
-        for mode in values(case, "mode"):
-            line = [f"{network}, {mode}"]
-            for column in ("peak_mib", "median_ms", "largest_batch"):
-                line += [find(case, column, mode=mode, variant=way) for way in ways]
-            body.append(line)
-    return markdown(header, body)
-
-
-def settings(rows: Rows) -> str:
-    """The same of convert's settings, a line each."""
-    header = ["network", "setting", "peak MiB", "ms a step", "over PyTorch in place"]
-    header.append(f"batch in {rows[0]['memory_limit_gib']} GiB")
-    columns = ("variant", "peak_mib", "median_ms", "ratio_to_torch_in_place", "largest_batch")
-    body = [
-        [f"{row['network']}, {row['mode']}", *(row[column] for column in columns)] for row in rows
-    ]
-    return markdown(header, body)
+    """Memory, time and gradients by what runs a network, and what others have published."""
+    over = "over PyTorch in place"
+    header = ["network", "variant", "MiB saved", over, "MiB peak", over, "ms a step"]
+    header += [f"{over} (quartiles)", "gradients off by (PyTorch's, from float64)"]
+    has_batches = any(row["largest_batch"] for row in rows)
+    columns = ["variant", "saved_mib", "saved_over_torch_in_place", "peak_mib"]
+    columns += ["peak_over_torch_in_place", "median_ms", "ratio_to_torch_in_place"]
+    body: list[list[str]] = []
+    published: list[list[str]] = []
+    source = ""
+    for row in rows:
+        cells = [row[column] or "-" for column in columns]
+        if row["source"] == "measured":
+            if row["median_ms"]:
+                cells[-1] += f" ({row['ratio_first_quartile']} to {row['ratio_third_quartile']})"
+            gradient = f"{row['gradients_differ_by']} ({row['torch_differs_from_float64_by']})"
+            case = [row["network"], row["policy"], row["input"]]
+            case += [row["memory_format"]] if row["memory_format"] != "contiguous" else []
+            body.append([", ".join(case), *cells, gradient])
+            body[-1] += [f"{row['largest_batch']} in {row['memory_limit_gib']}"] * has_batches
+        else:
+            source = row["source"]
+            saved, time = row["saved_over_torch_in_place"], row["ratio_to_torch_in_place"]
+            published.append([row["network"], row["variant"], saved, time or "-"])
+    measured = markdown(header + ["largest batch, in GiB"] * has_batches, body)
+    if not published:  # of the networks that were measured
+        return measured
+    titles = ["on other machines", "variant", "saved", "time of a step"]
+    return f"{measured}\n\nNot measured here, {source}:\n\n{markdown(titles, published)}"
 
 
 def training(rows: Rows) -> str:
     """Test accuracy and loss by what the activations keep."""
     header, *body = paired.lines(rows)
     return markdown(header, body)
-
-
-def peers(rows: Rows) -> str:
-    """Memory, time and gradients by what runs a network, and what others have published."""
-    over = "over PyTorch in place"
-    header = ["network", "variant", "MiB held", over, "MiB peak", over, "ms a step"]
-    header += [f"{over} (quartiles)", "gradients off by (PyTorch's, from float64)"]
-    columns = ["variant", "held_mib", "held_over_torch_in_place", "peak_mib"]
-    columns += ["peak_over_torch_in_place", "median_ms", "ratio_to_torch_in_place"]
-    body: list[list[str]] = []
-    published: list[list[str]] = []
-    source = ""
-    for row in rows:
-        cells = [row[column] for column in columns]
-        if row["source"] == "measured":
-            cells[-1] += f" ({row['ratio_first_quartile']} to {row['ratio_third_quartile']})"
-            gradient = f"{row['gradient_off_by']} ({row['torch_off_from_float64_by']})"
-            body.append([f"{row['network']}, {row['mode']}, {row['input']}", *cells, gradient])
-        else:
-            source = row["source"]
-            held, time = row["held_over_torch_in_place"], row["ratio_to_torch_in_place"]
-            published.append([row["network"], row["variant"], held, time or "-"])
-    measured = markdown(header, body)
-    if not published:  # of the networks that were measured
-        return measured
-    titles = ["on other machines", "variant", "held", "time of a step"]
-    return f"{measured}\n\nNot measured here, {source}:\n\n{markdown(titles, published)}"
 
 
 Drawings = dict[str, Callable[[Rows], str]]
@@ -260,11 +279,15 @@ TABLES: Drawings = {
     "steps": steps,
     "memory": memory,
     "blocks": blocks,
-    "models": models,
-    "networks": networks,
-    "settings": settings,
 }
-ALONE: Drawings = {"peers": peers, "training": training}
+ALONE: Drawings = {
+    "bytes": bytes_of_a_step,
+    "networks": networks,
+    "models": models,
+    "remaining": remaining,
+    "training": training,
+}
+SCRIPTS = {"remaining": "bench_models.py"}  # that write a file of another name
 
 
 def captioned(path: Path, draw: Callable[[Rows], str]) -> str:
@@ -277,7 +300,7 @@ def captioned(path: Path, draw: Callable[[Rows], str]) -> str:
         where += [f"driver {row['driver']}", f"CUDA {row['cuda']}"]
     where += [f"torch {row['torch']}", f"Python {row['python']}", row["date"]]
     where += [f"commit {row['commit']}"] if "commit" in row else []
-    script = "bench_networks.py --settings" if kind == "settings" else f"bench_{kind}.py"
+    script = SCRIPTS.get(kind, f"bench_{kind}.py")
     return f"`{script}`, {', '.join(where)}:\n\n{draw(rows)}"
 
 

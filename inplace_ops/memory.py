@@ -19,9 +19,11 @@ class Packed(ABC):
     """What is saved for backward instead of a tensor.
 
     Attributes:
+        how: How backward gets the tensor, for a report.
         stream: The CUDA stream on which `tensors()` are ready; None on a CPU.
     """
 
+    how = "recomputed"
     stream: torch.cuda.Stream | None = None
 
     def unpack(self) -> Tensor:

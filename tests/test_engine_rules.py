@@ -456,14 +456,14 @@ def test_places_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_compared_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """That would wait for the device: what was not seen before is saved."""
     settings = engine.Settings()
-    value = Recomputed(Leaf(torch.ones(2)), torch.ones(2), "a, saved by b")
+    value = Recomputed(Leaf(torch.ones(2)), torch.ones(2), "a", "b")
     running = engine.Engine(settings, None)
     on_a_gpu = torch.ones(2).as_subclass(type("OnAGPU", (Tensor,), {"is_cuda": True}))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not running.is_right(value, on_a_gpu)
+    assert not running.is_right(lambda: value, on_a_gpu)
     assert settings.places == {}
-    assert running.is_right(value, torch.ones(2))
-    assert running.is_right(value, on_a_gpu)  # known from before
+    assert running.is_right(lambda: value, torch.ones(2))
+    assert running.is_right(lambda: value, on_a_gpu)  # known from before
 
 
 # 6. Cost.
@@ -1151,7 +1151,7 @@ def test_a_narrower_copy_is_kept_only_of_what_was_widened() -> None:
 )
 def test_strides_of_what_is_recomputed(like: Tensor) -> None:
     """They are the saved tensor's, and so is the memory of an expanded one."""
-    value = Recomputed(Call(torch.clone, [Leaf(like.contiguous())]), like, "test").unpack()
+    value = Recomputed(Call(torch.clone, [Leaf(like.contiguous())]), like, "a", "b").unpack()
     assert value.stride() == like.stride()
     assert torch.equal(value, like)
     used = 1 + sum(s * (n - 1) for n, s in zip(like.shape, like.stride(), strict=True))
@@ -1264,7 +1264,7 @@ def test_modes_inside_of_a_spec() -> None:
         return torch.mul(x, 3)
 
     x = torch.ones(4)
-    value = Recomputed(Call(function, [Leaf(x)]), x, "test")
+    value = Recomputed(Call(function, [Leaf(x)]), x, "a", "b")
     with torch.autocast("cpu", torch.bfloat16), Doubling():
         result = value.unpack()
     assert modes == [(False, False)]
@@ -1312,6 +1312,7 @@ def test_streams(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     current = main
     read_on: list[Stream] = []
     monkeypatch.setattr(nodes, "current_stream", lambda device: current)
+    monkeypatch.setattr(nodes, "stream_of", lambda node: current)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: read_on.append(stream))
 

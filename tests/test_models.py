@@ -1,6 +1,6 @@
 """Networks, most of other libraries: converted they save less and train the same.
 
-With random weights. A few by default, all with INPLACE_OPS_MODELS=all (`make models`). Those whose
+With random weights. A few of those that the benchmarks measure; `make models` has all. Those whose
 library is not installed are skipped.
 """
 
@@ -10,283 +10,112 @@ import copy
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from memory import largest_allocation
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
-from twins import random_like
+from torch import nn
 
 import inplace_ops
 from inplace_ops import saved_bytes
-from inplace_ops.conversion.library import load
+from inplace_ops.conversion.library import ModelNotFoundError
 from inplace_ops.conversion.wiring import conversion_of
 
 os.environ.setdefault("YOLO_CONFIG_DIR", tempfile.gettempdir())
 
 pytestmark = pytest.mark.filterwarnings("default")  # the libraries' own
 
-ALL = os.environ.get("INPLACE_OPS_MODELS") == "all"
-IMAGES, SMALL_IMAGES, PHOTOS = (2, 3, 128, 128), (2, 3, 64, 64), (4, 3, 224, 224)
-TOKENS = (2, 16)
-VOCABULARY = 100
-MARGIN = 0.01  # over the limits
+MARGIN = 0.01  # over the committed ratios
+MAX_OPS = 4
 
-Gradients = list[Tensor | None]
+# Of `networks.py`, and the dtype policies.
+COUNTED = [
+    ("EfficientNet-B0", "float32"),
+    ("EfficientNet-B0", "bfloat16"),
+    ("EfficientNet-B0", "CUDA autocast"),
+    ("MobileNetV2", "float32"),
+    ("YOLOv8n", "float32"),
+    ("diffusion U-Net", "float32"),
+    ("diffusion U-Net", "CUDA autocast"),
+    ("nnU-Net-like", "CUDA autocast"),
+    ("ViT-S/16", "CUDA autocast"),
+    ("Llama, 2 layers", "float32"),
+    ("Llama, 2 layers", "bfloat16"),
+    ("Llama, 2 layers", "CUDA autocast"),
+    ("Llama blocks", "CUDA autocast"),
+]
+
+# Of `model_zoo.py`.
+TRAINED = [
+    *("timm:resnet10t", "timm:test_efficientnet", "timm:test_convnext", "timm:test_vit"),
+    *("torchvision:mobilenet_v3_small", "torchvision:shufflenet_v2_x0_5"),
+    *("ultralytics:yolov8n.yaml", "ultralytics:yolo11n-seg.yaml"),
+    *("transformers:LlamaForCausalLM", "transformers:BertForMaskedLM"),
+    *("transformers:GPT2LMHeadModel", "transformers:T5ForConditionalGeneration"),
+    *("diffusers:UNet2DConditionModel", "diffusers:FluxTransformer2DModel"),
+]
 
 
 @pytest.fixture(autouse=True)
 def _benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")  # unets.py
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
 
 
-@dataclass(frozen=True)
-class Network:
-    """A network, and the shape of its input: images, or tokens.
+@pytest.mark.parametrize(("network", "policy"), COUNTED)
+def test_bytes_of_a_step(network: str, policy: str) -> None:
+    """Saved, peak and moved bytes are not above the committed figures, and gradients agree."""
+    from bench_bytes import measured
+    from measure import RESULTS, read_csv
 
-    Attributes:
-        name: LIBRARY:NAME, as `load` takes it.
-        shape: Of the input.
-        arguments: What the library's function takes, of transformers the configuration.
-        in_ci: Whether it is tested by default.
-    """
-
-    name: str
-    shape: tuple[int, ...] = SMALL_IMAGES
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    in_ci: bool = False
-
-    def build(self) -> nn.Module:
-        pytest.importorskip(self.name.partition(":")[0])
-        return load(self.name, self.arguments).train()
-
-    def inputs(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        if len(self.shape) == 2:
-            return torch.randint(VOCABULARY, self.shape)
-        return torch.randn(self.shape, dtype=dtype)
+    wanted = {"network": network, "policy": policy, "max_ops": str(MAX_OPS)}
+    (committed,) = [
+        row for row in read_csv(RESULTS / "bytes_cpu.csv") if wanted.items() <= row.items()
+    ]
+    try:
+        (row,) = measured(network, policy, [MAX_OPS], "cpu")
+    except ModelNotFoundError as error:
+        pytest.skip(f"could not import {error}")
+    for column in ("saved_ratio", "peak_ratio", "moved_ratio"):
+        assert float(row[column]) <= float(committed[column]) + MARGIN, column
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The most that a converted network saves and allocates, over what the network as it is does.
+@pytest.mark.parametrize("name", TRAINED)
+def test_training(name: str) -> None:
+    """Three steps beside the original have its gradients, and the first needs no more memory."""
+    pytest.importorskip(name.partition(":")[0])
+    from bench_models import SAME, rows_of
 
-    Attributes:
-        network: The network.
-        saved: Bytes that are saved for backward, in float32.
-        saved_bfloat16: The same in bfloat16.
-        peak: Most bytes allocated at one time during a step, in float32.
-        bfloat16_in_ci: Whether bfloat16 is tested by default.
-    """
-
-    network: Network
-    saved: float
-    saved_bfloat16: float
-    peak: float
-    bfloat16_in_ci: bool = False
-
-    def saved_of(self, dtype: torch.dtype) -> float:
-        return {torch.float32: self.saved, torch.bfloat16: self.saved_bfloat16}[dtype]
+    rows = [row for row, _ in rows_of(name)]
+    assert [row["result"] for row in rows] == [SAME] * len(rows)
+    assert len(rows) >= 2
 
 
-LLAMA_BLOCKS = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 512,
-    "intermediate_size": 1792,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-}
-
-VIT_BLOCKS = {"depth": 4}
-
-LIMITED = [  # saved, saved in bfloat16, peak
-    Limits(Network("timm:efficientnet_b0", IMAGES, in_ci=True), 0.33, 0.33, 0.56, True),
-    Limits(Network("torchvision:mobilenet_v2", IMAGES, in_ci=True), 0.36, 0.36, 0.53),
-    Limits(Network("torchvision:resnet50", IMAGES), 0.73, 0.73, 0.92),
-    Limits(Network("ultralytics:yolov8n.yaml", (2, 3, 160, 160), in_ci=True), 0.45, 0.45, 0.70),
-    Limits(Network("torchvision:densenet121", IMAGES), 0.50, 0.50, 0.64),
-    Limits(Network("unets:DiffusionUNet", IMAGES, in_ci=True), 0.40, 0.40, 0.50),
-    Limits(Network("unets:SegmentationUNet", IMAGES), 0.60, 0.60, 0.68),
-    Limits(Network("timm:vit_small_patch16_224", PHOTOS, VIT_BLOCKS, in_ci=True), 0.64, 0.64, 0.74),
-    Limits(Network("timm:convnext_tiny", IMAGES), 0.58, 0.58, 0.90),
-    Limits(Network("timm:swin_tiny_patch4_window7_224", (2, 3, 224, 224)), 0.71, 0.71, 0.81),
-    Limits(Network("torchvision:squeezenet1_1", IMAGES), 0.37, 0.40, 0.72),
-    Limits(
-        Network("transformers:LlamaModel", (4, 256), LLAMA_BLOCKS, in_ci=True),
-        0.52,
-        0.57,
-        0.72,
-        True,
-    ),
-]
-
-TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
-TINY |= {"num_attention_heads": 4, "vocab_size": VOCABULARY}
-GPT2 = {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": VOCABULARY}
-VIT = {**TINY, "hidden_act": "relu", "image_size": 64, "patch_size": 16}
-EFFICIENTNET_B0 = {"width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 1280}
-
-NETWORKS = [row.network for row in LIMITED] + [
-    Network("timm:cspdarknet53"),
-    Network("timm:darknet53"),
-    Network("timm:densenet121"),
-    Network("timm:ghostnet_100"),
-    Network("timm:hrnet_w18_small"),
-    Network("timm:inception_v3", (2, 3, 96, 96)),
-    Network("timm:mobilenetv3_small_100"),
-    Network("timm:mobilevit_xxs"),
-    Network("timm:mobilenetv2_100"),
-    Network("timm:mobilenetv3_large_100"),
-    Network("timm:nfnet_l0"),
-    Network("timm:regnety_002"),
-    Network("timm:resnet18", in_ci=True),
-    Network("timm:resnet50"),
-    Network("timm:tf_efficientnetv2_b0"),
-    Network("timm:xception41"),
-    Network("torchvision:efficientnet_b0"),
-    Network("torchvision:googlenet", arguments={"init_weights": False}),
-    Network("torchvision:mobilenet_v3_large", in_ci=True),
-    Network("torchvision:regnet_y_400mf"),
-    Network("torchvision:shufflenet_v2_x1_0", in_ci=True),
-    Network("torchvision:vgg11_bn"),
-    Network("ultralytics:yolo11n.yaml"),
-    Network("transformers:ResNetModel", arguments={"depths": [2, 2, 2, 2]}),
-    Network("transformers:EfficientNetModel", arguments=EFFICIENTNET_B0),
-    Network("transformers:MobileViTModel"),
-    Network("transformers:LlamaForCausalLM", TOKENS, TINY, in_ci=True),
-    Network("transformers:BertForMaskedLM", TOKENS, TINY, in_ci=True),
-    Network("transformers:GPT2LMHeadModel", TOKENS, GPT2, in_ci=True),
-    Network("transformers:ViTModel", arguments=VIT),
-]
-
-limited = pytest.mark.parametrize(
-    "row", [row for row in LIMITED if row.network.in_ci or ALL], ids=lambda row: row.network.name
-)
-limited_in_each_dtype = pytest.mark.parametrize(
-    ("row", "dtype"),
-    [
-        pytest.param(row, dtype, id=f"{row.network.name}-{dtype}".replace("torch.", ""))
-        for row in LIMITED
-        for dtype, in_ci in (
-            (torch.float32, row.network.in_ci),
-            (torch.bfloat16, row.bfloat16_in_ci),
-        )
-        if in_ci or ALL
-    ],
-)
-
-
-def converted_copy(model: nn.Module) -> nn.Module:
-    twin = copy.deepcopy(model)
-    inplace_ops.convert(twin)
-    return twin
-
-
-def loss_of(model: nn.Module, x: Tensor, seed: int = 0) -> Tensor:
-    """A distance from random targets, with the dropout of `seed`."""
-    torch.manual_seed(seed)
-    outputs = [t for t in tree_leaves(model(x)) if isinstance(t, Tensor) and t.requires_grad]
-    return torch.stack([(t.double() - random_like(t)).square().mean() for t in outputs]).sum()
-
-
-def gradients_of(model: nn.Module, x: Tensor) -> Gradients:
-    model.zero_grad()
-    loss_of(model, x).backward()
-    return [parameter.grad for parameter in model.parameters()]
-
-
-def distance(actual: Gradients, expected: Gradients) -> float:
-    """The norm of the difference over the norm, of all gradients together."""
-    difference = total = 0.0
-    for mine, reference in zip(actual, expected, strict=True):
-        assert (mine is None) == (reference is None)
-        if mine is not None and reference is not None:
-            difference += float((mine.double() - reference.double()).norm()) ** 2
-            total += float(reference.double().norm()) ** 2
-    return (difference / total) ** 0.5
-
-
-@limited_in_each_dtype
-def test_saved_bytes(row: Limits, dtype: torch.dtype) -> None:
-    model, x = row.network.build().to(dtype), row.network.inputs(dtype)
-    before, after = (saved_bytes(m, x) for m in (model, converted_copy(model)))
-    print(f"{row.network.name}: {after / before:.3f}")
-    assert after <= (row.saved_of(dtype) + MARGIN) * before
-
-
-@limited
-def test_peak_of_a_step(row: Limits) -> None:
-    model, x = row.network.build(), row.network.inputs()
-    peaks = []
-    for m in (model, converted_copy(model)):
-        loss_of(m, x).backward()  # the first step compares what it recomputes
-        m.zero_grad()
-        with largest_allocation() as peak:
-            loss_of(m, x).backward()
-        peaks += peak
-    before, after = peaks
-    print(f"{row.network.name}: {after / before:.3f}")
-    assert after <= (row.peak + MARGIN) * before
-
-
-@limited_in_each_dtype
-def test_gradients(row: Limits, dtype: torch.dtype) -> None:
-    """In bfloat16 well within the error that PyTorch's own gradients have."""
-    original, x = row.network.build(), row.network.inputs()
-    model = copy.deepcopy(original).to(dtype)
-    own = x.to(dtype) if x.is_floating_point() else x
-    expected = gradients_of(model, own)
-    actual = gradients_of(converted_copy(model), own)
-    allowed = 1e-5
-    if dtype is torch.bfloat16:
-        allowed = distance(expected, gradients_of(original, x)) / 2
-    assert distance(actual, expected) <= allowed
-
-
-@pytest.mark.parametrize(
-    "network", [n for n in NETWORKS if n.in_ci or ALL], ids=lambda network: network.name
-)
-def test_training(network: Network) -> None:
-    """The same steps, and all but the model's class stays as it is."""
-    original, x = network.build(), network.inputs()
-    types = [type(m) for m in original.modules()]
-    model = converted_copy(original)
-    assert list(model.state_dict()) == list(original.state_dict())
-    assert [type(m) for m in model.modules()][1:] == types[1:]
-    torch.testing.assert_close(losses(model, x), losses(original, x), rtol=1e-3, atol=0)
-    inplace_ops.revert(model)
-    assert [type(m) for m in model.modules()] == types
-
-
-def losses(model: nn.Module, x: Tensor) -> list[float]:
-    """Of three steps."""
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    found = []
-    for step in range(3):
-        loss = loss_of(model, x, seed=step)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
-    return found
-
-
-@pytest.mark.parametrize("name", ["timm:efficientnet_b0", "transformers:LlamaModel"])
+@pytest.mark.parametrize("name", ["timm:efficientnet_b0", "transformers:LlamaForCausalLM"])
 def test_an_example(name: str) -> None:
-    """It finds the same gradients and reports what is measured."""
-    (network,) = [row.network for row in LIMITED if row.network.name == name]
-    model, x = network.build(), network.inputs()
+    """The report says what is measured; all but the model's class stays as it is."""
+    pytest.importorskip(name.partition(":")[0])
+    from bench_models import inputs_of
+    from model_zoo import entry_of
+
+    entry = entry_of(name)
+    model = entry.model()
+    types = [type(m) for m in model.modules()]
+    inputs = inputs_of(entry, model)
+    example = (inputs[""],) if "" in inputs else inputs
+    args, kwargs = (example, {}) if isinstance(example, tuple) else ((), example)
     original = copy.deepcopy(model)
-    report = inplace_ops.convert(model, x)
-    saved = [saved_bytes(m, x) for m in (original, model)]
+    report = inplace_ops.convert(model, example)
+    saved = [saved_bytes(m, *args, **kwargs) for m in (original, model)]
     assert [report.saved_bytes_before, report.saved_bytes_after] == saved
+    assert report.peak_bytes_before is not None
+    assert report.peak_bytes_after is not None
     assert report.peak_bytes_after < report.peak_bytes_before
     torch.testing.assert_close(model.state_dict(), original.state_dict(), rtol=0, atol=0)
+    assert [type(m) for m in model.modules()][1:] == types[1:]
+    inplace_ops.revert(model)
+    assert [type(m) for m in model.modules()] == types
 
 
 def test_ultralytics_own_training(tmp_path: Path) -> None:

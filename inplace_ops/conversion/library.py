@@ -52,8 +52,8 @@ def load(name: str, arguments: Mapping[str, Any] | None = None) -> nn.Module:
 
 def _builder(library: str, model: str) -> Callable[..., nn.Module]:
     if library == "ultralytics":
-        detection = importlib.import_module("ultralytics.nn.tasks").DetectionModel
-        return partial(detection, model, verbose=False)
+        yolo = importlib.import_module("ultralytics").YOLO
+        return lambda: yolo(model, verbose=False).model
     module = importlib.import_module(library)
     if library == "timm":
         return partial(module.create_model, model)

@@ -12,14 +12,17 @@ from torch.utils.hooks import RemovableHandle
 
 from .._torch import storage_id
 from ..memory import Packed
-from ..recompute import nodes
-from ..recompute.engine import Observer, running_engine
+from ..recompute import nodes, reasons
+from ..recompute.engine import MIN_BYTES, Observer, running_engine
+from ..recompute.functions import is_fused
 from ..recompute.nodes import Node
 from ..recompute.operations import base_of
+from ..recompute.specs import Recomputed
 from .example import tensors_in
 from .report import Remaining, Replaced, Report
 
 _MODULE, _REASONS, _COUNTED = (f"inplace_ops: {key}" for key in ("module", "reasons", "counted"))
+NO_PRODUCER = "(no grad_fn)"
 
 
 class Observation(Observer):
@@ -31,8 +34,8 @@ class Observation(Observer):
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.found: list[Replaced] = []
-        self._before = 0
+        self.found: list[Replaced | None] = []
+        self._before = self._added = 0
         self._path = [""]
 
     @contextmanager
@@ -68,24 +71,22 @@ class Observation(Observer):
 
     def replaced(self, node: Node, field: str, saved: Tensor, packed: Packed) -> Packed:
         base, _ = base_of(saved.grad_fn, saved.output_nr)
-        self._add(base, node, saved)
+        self._add(base, node, saved, packed.how)
         return packed
 
     def fused(self, producer: Node, node: Node, saved: Tensor) -> None:
-        self._add(producer, node, saved)
+        self._add(producer, node, saved, Recomputed.how)
 
-    def _add(self, base: Node | None, node: Node, saved: Tensor) -> None:
-        producer = "an index" if base is None else nodes.operation_name(base)
-        consumer = nodes.operation_name(node)
-        self.found.append(Replaced(producer, consumer, self._path[-1], saved.nbytes))
-        self._count(base, saved)
-
-    def _count(self, base: Node | None, saved: Tensor) -> None:
-        """Count the memory of an operation's output once, as PyTorch saves it."""
-        if base is None or _COUNTED not in base.metadata:
-            self._before += saved.untyped_storage().nbytes()
+    def _add(self, base: Node | None, node: Node, saved: Tensor, how: str) -> None:
+        """List the memory of an operation's output once, for the first that would save it."""
+        producer = NO_PRODUCER if base is None else nodes.operation_name(base)
+        consumer, size = nodes.operation_name(node), saved.untyped_storage().nbytes()
         if base is not None:
-            base.metadata[_COUNTED] = True
+            if _COUNTED in base.metadata:
+                return
+            base.metadata[_COUNTED] = len(self.found)
+        self.found.append(Replaced(producer, consumer, self._path[-1], size, how))
+        self._before += size
 
     def kept(self, node: Node, field: str, reason: str) -> None:
         node.metadata.setdefault(_REASONS, {})[field] = reason
@@ -102,7 +103,7 @@ class Observation(Observer):
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             known.update(storage_id(t.untyped_storage()) for t in _strided(tensor))
         remaining = list(self._remaining(graph, known))
-        after = sum(row.bytes for row in remaining)
+        after = self._added + sum(row.bytes for row in remaining)
         for node in graph:
             for packed in nodes.packed_values(node):
                 for tensor in packed.tensors():
@@ -110,7 +111,7 @@ class Observation(Observer):
                     if storage_id(storage) not in known:
                         known.add(storage_id(storage))
                         after += storage.nbytes()
-        report.fill(self.found, remaining)
+        report.fill(filter(None, self.found), remaining)
         report.saved_bytes_before, report.saved_bytes_after = self._before, after
 
     def _remaining(self, graph: list[Node], known: set[int]) -> Iterator[Remaining]:
@@ -123,17 +124,33 @@ class Observation(Observer):
                     continue
                 base, _ = base_of(saved.grad_fn, saved.output_nr)
                 known.add(storage_id(storage))
-                self._count(base, saved)
-                producer = "a constant" if base is None else nodes.operation_name(base)
-                consumer = nodes.operation_name(node)
-                reasons = node.metadata.get(_REASONS, {})
-                reason = reasons.get(field)
-                if reason is None and base is None:
-                    reason = "statistics, a mask or the like"
-                elif reason is None:
-                    reason = f"no rule for what {consumer} saves"
-                path = node.metadata.get(_MODULE, "")
-                yield Remaining(producer, consumer, path, storage.nbytes(), reason)
+                if is_fused(node) and field != "0":  # what PyTorch's activation does not save
+                    self._added += storage.nbytes()
+                    continue
+                listed = None if base is None else base.metadata.get(_COUNTED)
+                if listed is None:
+                    self._before += storage.nbytes()
+                else:  # replaced for one operation, and saved by another nevertheless
+                    self.found[listed] = None
+                yield Remaining(
+                    NO_PRODUCER if base is None else nodes.operation_name(base),
+                    nodes.operation_name(node),
+                    node.metadata.get(_MODULE, ""),
+                    storage.nbytes(),
+                    _reason(node, field, saved, base),
+                )
+
+
+def _reason(node: Node, field: str, saved: Tensor, base: Node | None) -> str:
+    """Return why a tensor is saved: what the engine said, or what kept it from looking."""
+    if base is None:
+        return reasons.NO_GRADIENT
+    if nodes.is_cast_leaf(base):
+        return reasons.PARAMETER_COPY
+    known = node.metadata.get(_REASONS, {}).get(field)
+    if known is not None:
+        return known
+    return reasons.SMALL if saved.nbytes < MIN_BYTES else reasons.saved_by(node)
 
 
 def _eager_modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

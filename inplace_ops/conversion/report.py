@@ -19,13 +19,15 @@ class Replaced:
         producer: The operation whose output it is, for example "Silu".
         consumer: The operation that saves it, for example "Convolution".
         module: The path of the module that ran the consumer.
-        bytes: Its size.
+        bytes: The size of its memory; several saved tensors in the same memory count once.
+        how: How backward gets it: "recomputed", "1 bit per element", "stored as bfloat16", ...
     """
 
     producer: str
     consumer: str
     module: str
     bytes: int
+    how: str
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,11 @@ class Report:
         self.replaced = sorted(replaced, key=lambda row: -row.bytes)
         self.remaining = sorted(remaining, key=lambda row: -row.bytes)
 
+    @property
+    def recompute_bytes(self) -> int:
+        """Bytes that are saved to recompute from: scales, shifts, masks, copies of parameters."""
+        return max(0, (self.saved_bytes_after or 0) - sum(row.bytes for row in self.remaining))
+
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as dicts, lists, strings and numbers, as JSON takes them."""
         return asdict(self)
@@ -90,23 +97,29 @@ class Report:
             return "converted; the report is filled in by the first forward pass with gradients"
         lines = [
             _table(
-                ("MiB", "before", "after", "ratio"),
+                ("MiB", "original", "converted", "ratio"),
                 [
                     _totals("saved for backward", self.saved_bytes_before, self.saved_bytes_after),
-                    _totals("peak of a step", self.peak_bytes_before, self.peak_bytes_after),
+                    _totals(
+                        "peak of forward and backward",
+                        self.peak_bytes_before,
+                        self.peak_bytes_after,
+                    ),
                 ],
             )
         ]
+        columns = ("MiB", "tensors", "produced by", "saved by")
         if self.replaced:
-            lines.append("\nrecomputed in backward, or stored smaller:")
-            rows = [(r.bytes, r.module, r.producer, r.consumer) for r in self.replaced]
-            lines.append(_grouped(("MiB", "tensors", "output of", "saved by", "in"), rows))
+            lines.append("\nno longer saved:")
+            rows = [(r.bytes, r.module, r.producer, r.consumer, r.how) for r in self.replaced]
+            lines.append(_grouped((*columns, "instead", "in"), rows))
         if self.remaining:
-            lines.append("\nsaved as PyTorch saves it:")
+            lines.append("\nstill saved:")
             kept = [(r.bytes, r.module, r.producer, r.consumer, r.reason) for r in self.remaining]
-            lines.append(
-                _grouped(("MiB", "tensors", "output of", "saved by", "reason", "in"), kept)
-            )
+            lines.append(_grouped((*columns, "why", "in"), kept))
+        if self.recompute_bytes:
+            size = mib(self.recompute_bytes)
+            lines.append(f"\nsaved to recompute from (scales, shifts, masks): {size} MiB")
         return "\n".join(lines)
 
 
@@ -132,7 +145,7 @@ def _grouped(header: tuple[str, ...], rows: Sequence[tuple[Any, ...]]) -> str:
     rest = [row for _, members in ordered[len(shown) :] for row in members]
     if rest:
         blank = ("",) * (len(header) - 3)
-        lines.append((mib(sum(row[0] for row in rest)), str(len(rest)), "others", *blank))
+        lines.append((mib(sum(row[0] for row in rest)), str(len(rest)), "smaller rows", *blank))
     return _table(header, lines)
 
 

@@ -131,7 +131,7 @@ class Verification(Observation):
         super().replaced(node, field, saved, packed)
         if not isinstance(packed, Recomputed):
             return packed
-        place = f"the output of {packed.name} in `{self.found[-1].module}`"
+        place = f"the output of {packed.name} in `{self._path[-1]}`"
         return _Checked(packed, saved.detach(), place, self.differences)
 
 
@@ -141,7 +141,7 @@ class _Checked(Recomputed):
     def __init__(
         self, packed: Recomputed, saved: Tensor, place: str, differences: list[str]
     ) -> None:
-        super().__init__(packed.spec, saved, packed.name)
+        super().__init__(packed.spec, saved, packed.producer, packed.consumer)
         self.saved, self.place, self.differences = saved.clone(), place, differences
 
     def compute(self) -> Tensor:

@@ -71,7 +71,7 @@ from torch import Tensor, nn
 from .. import _ops
 from .._torch import tree_leaves
 from ..memory import Packed
-from . import functions, nodes, norms
+from . import functions, nodes, norms, reasons
 from .nodes import Node
 from .operations import OPERATIONS, VIEWS, Argument, Operation, Output, base_of
 from .rewrites import Mask, Shape
@@ -87,6 +87,7 @@ from .versions import (
 )
 
 _T = TypeVar("_T")
+Reason = str | Callable[..., str]
 
 # Errors at reading what a node has saved. If the operation's backward comes, it says so itself.
 _SAID_LATER = ("modified by an inplace operation", "second time")
@@ -214,6 +215,7 @@ class Engine:
         self.last: Node = None
         self._ordinal = 0
         self._stream: Any = None  # of the node that is looked at
+        self._obstacle: tuple[Any, ...] = ()  # why there is no spec: a reason and its arguments
         self._entered: dict[int, _Entered] = {}
         self._copying: list[weakref.ref[Record]] = []  # what has copies, or may get them
         self._narrow: list[weakref.ref[NarrowMemory]] = []
@@ -230,17 +232,18 @@ class Engine:
             operation = OPERATIONS.get(type(node).__name__)
             if operation is None or nodes.is_transformed():
                 return
-            # A node creation hook must make no node, and the caller's function modes are not ours.
-            with torch.no_grad(), torch._C.DisableTorchFunction():
+            with nodes.no_graph():  # a node creation hook must make no node
                 self._see(node, operation)
         except Exception as error:
             self.warn_of(error)
 
-    @_contained
     def walk(self, value: Any) -> None:
         """See the new nodes behind tensors in `value`: see NOTE [Where nodes come from]."""
-        if USE_CREATION_HOOK or not torch.is_grad_enabled():
-            return
+        if not USE_CREATION_HOOK and torch.is_grad_enabled():
+            self._walk(value)
+
+    @_contained
+    def _walk(self, value: Any) -> None:
         end = nodes.next_sequence_number()
         found: dict[Node, float] = {}
         tensors = [value] if isinstance(value, Tensor) else tree_leaves(value)
@@ -275,7 +278,7 @@ class Engine:
         """Free what no spec has come to need, when the model's forward has returned."""
         for record in _living(self._copying):
             record.drop_copies()
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with nodes.no_graph():
             for memory in _living(self._narrow):
                 memory.settle()
 
@@ -306,7 +309,7 @@ class Engine:
         """
         if not isinstance(output, Tensor) or output.grad_fn is None:
             return
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with nodes.no_graph():
             node, _ = base_of(output.grad_fn, output.output_nr)
             record = record_of(node) if node is not None else None
             if record is None:
@@ -324,7 +327,7 @@ class Engine:
                 record.eps = norms.eps_that_gives(output, node, record.parameters, module)
             return
         record.eps = norms.eps_of(module)
-        if record.parameters is None:
+        if record.parameters is None and record.affine is None:
             known = norms.parameters_of_module(node, module)
             if known is not None and self._are_as_they_were(known, node):
                 learn_parameters(node, record, known)
@@ -354,7 +357,7 @@ class Engine:
 
     def _see(self, node: Node, operation: Operation) -> None:
         self._ordinal += 1
-        self._stream = nodes.current_stream(nodes.output_device(node, 0))
+        self._stream = nodes.stream_of(node)
         record = None
         if operation.output is not None:
             record = self._record(node, operation)
@@ -375,8 +378,8 @@ class Engine:
             saved = self._rewritable(node, operation.indices)
             if saved is not None and saved.untyped_storage().nbytes() == saved.nbytes:
                 spec = Narrowed(self._narrow_memory(saved, torch.int32), saved)
-                name = f"indices of {nodes.operation_name(node)}"
-                self._pack(node, operation.indices, saved, Recomputed(spec, saved, name))
+                name = ("indices", nodes.operation_name(node))
+                self._pack(node, operation.indices, saved, Recomputed(spec, saved, *name))
         if operation.reads_no_values:
             for producer, index in nodes.producers(node):
                 self._pack_mask(*base_of(producer, index))
@@ -411,27 +414,24 @@ class Engine:
         if saved is None or saved.grad_fn is None or saved.nbytes < MIN_BYTES:
             return
         if not nodes.is_plain(saved):
-            return self._keep(node, field, "not a plain tensor")
+            return self._keep(node, field, reasons.NOT_PLAIN)
         base, _ = base_of(saved.grad_fn, saved.output_nr)
         record = base and record_of(base)
         if not record:
-            name = nodes.operation_name(base) if base is not None else "a leaf"
-            return self._keep(node, field, f"no rule for the output of {name}")
+            return self._keep(node, field, reasons.output_of, base)
         if record.stream != self._stream:
-            return self._keep(node, field, "made on another CUDA stream")
+            return self._keep(node, field, reasons.OTHER_STREAM)
         if not saved._is_view():
             record.take_note(saved)
         if saved._version not in (0, record.version):
-            reason = "written to since it was made, or its version is not known"
-            return self._keep(node, field, reason)
+            return self._keep(node, field, reasons.WRITTEN_TO)
+        self._obstacle = (reasons.output_of, base)
         spec = self._output_spec(saved.grad_fn, saved.output_nr)
         if spec is None or spec.cost > self.settings.max_ops:
             spec = self._cast_back(base, record, saved) or spec
         if spec is None:
             record.is_saved = True
-            return self._keep(
-                node, field, f"the inputs of {nodes.operation_name(base)} are not known"
-            )
+            return self._keep(node, field, *self._obstacle)
         if not self._replace(node, field, saved, spec, base):
             record.is_saved = True
 
@@ -440,47 +440,47 @@ class Engine:
         saved = self._rewritable(node, operation.result)
         if saved is None:
             return
+        self._obstacle = (reasons.output_of, node)
         spec = self._computed(node, 0, operation, record)
         if spec is None:
-            return self._keep(node, operation.result, "its input is not known")
+            return self._keep(node, operation.result, *self._obstacle)
         self._replace(node, operation.result, saved, spec, node)
 
     def _replace(self, node: Node, field: str, saved: Tensor, spec: Spec, base: Node) -> bool:
         if spec.cost > self.settings.max_ops:
-            reason = f"takes {spec.cost} operations, max_ops is {self.settings.max_ops}"
-            self._keep(node, field, reason)
+            self._keep(node, field, reasons.too_many, self.settings.max_ops)
             return False
         leaves = list(spec.leaves())
         copied = sum(leaf.tensor.nbytes for leaf in leaves if leaf.is_copy)
         if copied >= saved.nbytes:
-            self._keep(node, field, "what it would be computed from is as large")
+            self._keep(node, field, reasons.AS_LARGE)
             return False
         if sum(leaf.tensor.nbytes for leaf in leaves) - copied > _LEAF_FACTOR * saved.nbytes:
-            self._keep(node, field, "what it would be computed from is much larger")
+            self._keep(node, field, reasons.MUCH_LARGER)
             return False
-        name = f"{nodes.operation_name(base)}, saved by {nodes.operation_name(node)}"
-        value = Recomputed(spec, saved, name)
-        if not self.is_right(value, saved, type(node), field, type(base)):
-            self._keep(node, field, "came out different at its first use")
+        names = nodes.operation_name(base), nodes.operation_name(node)
+        value = Recomputed(spec, saved, *names)
+        if not self.is_right(lambda: value, saved, type(node), field, type(base), spec.cost):
+            self._keep(node, field, reasons.DIFFERENT)
             return False
         self._pack(node, field, saved, value)
         return True
 
-    def is_right(self, value: Recomputed, saved: Tensor, *kinds: Any) -> bool:
+    def is_right(self, make: Callable[[], Recomputed], saved: Tensor, *kinds: Any) -> bool:
         """Whether a spec came out right at the first use of its place: see NOTE [First use].
 
         Args:
-            value: The spec.
+            make: Returns the spec, if it is needed.
             saved: What it is to replace.
             *kinds: What tells its place from others at the same ordinal.
         """
-        place = (self._ordinal, *kinds, value.spec.cost)
-        place += (saved.shape, saved.dtype, saved.stride(), saved.device)
+        place = (self._ordinal, kinds, saved.shape, saved.dtype, saved.stride(), saved.device)
         places = self.settings.places
         known = places.get(place)
         if known is None:
             if saved.is_cuda and torch.cuda.is_current_stream_capturing():
                 return False
+            value = make()
             difference = value.difference(saved)
             known = difference is None
             if len(places) >= _MAX_PLACES:
@@ -526,9 +526,10 @@ class Engine:
         if saved is not None and _ops.has_kernel(saved):
             self._pack(node, field, saved, Mask(saved, operation.mask))
 
-    def _keep(self, node: Node, field: str, reason: str) -> None:
+    def _keep(self, node: Node, field: str, reason: Reason, *args: Any) -> None:
         if self.observer is not None:
-            self.observer.kept(node, field, reason)
+            text = reason if isinstance(reason, str) else reason(*args)
+            self.observer.kept(node, field, text)
 
     def _output_spec(self, node: Node, index: int) -> Spec | None:
         """Return how an operation's output is computed; None if that is not known."""
@@ -559,6 +560,7 @@ class Engine:
     ) -> Spec | None:
         output = operation.output
         if not record.inputs_proved or index != 0:
+            self._obstacle = (reasons.unproved_input, node)
             return None
         if output == "norm":
             return self._norm(node, record)
@@ -571,7 +573,10 @@ class Engine:
         inputs: list[Spec] = []
         for position, field in enumerate(fields):
             spec = self._input(node, position, field, record)
-            if spec is None or spec.cost > self.settings.max_ops:
+            if spec is None:
+                return None
+            if spec.cost > self.settings.max_ops:
+                self._obstacle = (reasons.too_many, self.settings.max_ops)
                 return None
             inputs.append(spec)
         arguments = _arguments(node, index, output.arguments)
@@ -585,6 +590,7 @@ class Engine:
 
     def _input(self, node: Node, position: int, field: str | None, record: Record) -> Spec | None:
         """Return how an input of an operation is computed."""
+        self._obstacle = (reasons.hidden_input, node)
         if field is not None:
             packed = nodes.packed(node, field)
             if packed is not None:
@@ -599,16 +605,21 @@ class Engine:
                 usable = _is_activation(saved) and nodes.is_plain(saved)
                 return Leaf(saved) if usable and nodes.has_storage(saved) else None
         producer, index = nodes.producer(node, position)
+        self._obstacle = (reasons.unsaved_input, node, base_of(producer, index)[0])
         return None if producer is None else self._output_spec(producer, index)
 
     def _norm(self, node: Node, record: Record) -> Spec | None:
         """Return how a norm's output is computed."""
-        x, parameters = self._input(node, 0, "input", record), record.parameters
-        if x is None or parameters is None:
+        x = self._input(node, 0, "input", record)
+        if x is None:
             return None
-        if norms.can_compute(node):
-            return Affine(x, affine_of(node, record), nodes.output_dtype(node, 0))
-        rerun = norms.rerun_of(node, parameters, record.eps)
+        affine = affine_of(node, record)
+        if affine is not None:
+            return Affine(x, affine, nodes.output_dtype(node, 0))
+        self._obstacle = (reasons.unknown_parameters, node)
+        if record.parameters is None:
+            return None
+        rerun = norms.rerun_of(node, record.parameters, record.eps)
         if rerun is None:
             return None
         replaced = nodes.packed(node, "input")
@@ -637,24 +648,27 @@ def _living(references: Iterable[weakref.ref[_T]]) -> Iterator[_T]:
 
 
 def learn_parameters(node: Node, record: Record, known: norms.Parameters) -> None:
-    """Copy a norm's weight and bias.
+    """Keep what a norm has read of its weight and bias: its affine, or copies.
 
-    Of a batch norm in eval mode the affine is computed at once: a training call of it writes to the
-    running statistics, and raises no version.
+    Of a batch norm the affine, which is as small. In eval mode it has to be computed at once: a
+    training call of the norm writes to the running statistics, and raises no version.
     """
+    if norms.is_batch_norm(node) and norms.can_compute(node):
+        affine = norms.affine_of(node, known)
+        if affine.nbytes <= COPY_LIMIT:
+            record.affine = affine
+            return
+        if norms.reads_running_statistics(node):
+            return
     record.parameters = known.copied(COPY_LIMIT)
-    if record.parameters is None or not norms.reads_running_statistics(node):
-        return
-    affine_of(node, record)
-    if record.affine is None:  # too large to be kept
-        record.parameters = None
 
 
-def affine_of(node: Node, record: Record) -> norms.NormAffine:
-    """Return the function of a norm whose parameters are known, computed once if it is small."""
+def affine_of(node: Node, record: Record) -> norms.NormAffine | None:
+    """Return the function of a norm, computed once if it is small; None if it is not known."""
     if record.affine is not None:
         return record.affine
-    assert record.parameters is not None
+    if record.parameters is None or not norms.can_compute(node):
+        return None
     affine = norms.affine_of(node, record.parameters)
     if affine.row_statistics is None and affine.nbytes <= COPY_LIMIT:
         record.affine = affine

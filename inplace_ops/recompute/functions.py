@@ -99,6 +99,11 @@ def _gradient_of_input(ctx: Any, grad: Tensor) -> Tensor:
     return run_backward(op, grad, *saved, differentiable=differentiable)
 
 
+def is_fused(node: Any) -> bool:
+    """Whether it is the node of a RecomputeFunction."""
+    return type(node).__name__ == RecomputeFunction.__name__ + "Backward"
+
+
 def output_spec(node: Any) -> Spec:
     """Return how the output of a RecomputeFunction's node is computed."""
     x, channel_affine, row_statistics, _ = node.saved_tensors

@@ -66,7 +66,7 @@ def _fused(engine: Engine, module: nn.Module, forward: Forward, z: Tensor) -> Te
     """Return the activation of a norm's output, None if z is not one or the kernels do not fit."""
     norm = norms.norm_of(z)
     record = None if norm is None else record_of(norm.node)
-    if norm is None or record is None or record.parameters is None:
+    if norm is None or record is None:
         return None
     if record.stream != nodes.current_stream(z.device):
         return None
@@ -78,14 +78,12 @@ def _fused(engine: Engine, module: nn.Module, forward: Forward, z: Tensor) -> Te
         x = norms.input_of(norm)
         if x is None:
             return None
-        with torch.no_grad():
+        with nodes.no_graph():
             affine = affine_of(norm.node, record)
-            if _AFFINE_FACTOR * affine.nbytes > z.nbytes:
+            if affine is None or _AFFINE_FACTOR * affine.nbytes > z.nbytes:
                 return None
-            spec = Affine(Leaf(x), affine, x.dtype)
-            name = f"{nodes.operation_name(norm.node)}, read by {activation.name}"
-            value = Recomputed(spec, norm.output, name)
-            if not engine.is_right(value, norm.output, activation.name):
+            make = partial(_output_of, norm, x, affine, activation)
+            if not engine.is_right(make, norm.output, activation.name):
                 return None
     except RuntimeError:  # freed, or modified since: the norm's own backward will say so
         return None
@@ -100,6 +98,14 @@ def _fused(engine: Engine, module: nn.Module, forward: Forward, z: Tensor) -> Te
         saves_output = activation.torch_saves == "output"
         engine.observer.fused(y.grad_fn if saves_output else norm.node, y.grad_fn, y)
     return z if y is norm.output else y
+
+
+def _output_of(
+    norm: norms.Norm, x: Tensor, affine: NormAffine, activation: Activation
+) -> Recomputed:
+    """The norm's output as it is recomputed for the activation."""
+    spec = Affine(Leaf(x), affine, x.dtype)
+    return Recomputed(spec, norm.output, nodes.operation_name(norm.node), activation.name)
 
 
 def _unfused(module: nn.Module, forward: Forward, z: Tensor) -> Tensor:

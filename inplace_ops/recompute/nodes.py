@@ -53,6 +53,27 @@ def is_python_function(node_type: type) -> bool:
     return issubclass(node_type, BackwardCFunction)
 
 
+class no_graph:  # as torch.no_grad
+    """Make no nodes, and call no function mode of the caller's.
+
+    `torch.no_grad` takes twice as long.
+    """
+
+    __slots__ = ("_function", "_was_enabled")
+
+    def __enter__(self) -> None:
+        self._function = torch._C.DisableTorchFunction()
+        self._function.__enter__()
+        self._was_enabled = torch.is_grad_enabled()
+        if self._was_enabled:
+            torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *error: Any) -> None:
+        if self._was_enabled:
+            torch._C._set_grad_enabled(True)
+        self._function.__exit__(*error)
+
+
 def producer(node: Node, index: int) -> tuple[Node, int]:
     """Return the node that made input `index` of the operation, and which of its outputs it is."""
     return node.next_functions[index]
@@ -66,6 +87,14 @@ def producers(node: Node) -> tuple[tuple[Node, int], ...]:
 def leaf_of(node: Node) -> Tensor | None:
     """Return the tensor whose gradient an AccumulateGrad node gathers; None of another node."""
     return node.variable if type(node).__name__ == "AccumulateGrad" else None
+
+
+def is_cast_leaf(node: Node) -> bool:
+    """Whether the operation casts a parameter to another dtype."""
+    if type(node).__name__ != "ToCopyBackward0":
+        return False
+    source, _ = producer(node, 0)
+    return source is not None and leaf_of(source) is not None
 
 
 def argument(node: Node, name: str) -> Any:
@@ -103,6 +132,13 @@ def output_device(node: Node, index: int) -> torch.device:
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     """Return a GPU's current stream; None of a device without streams."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def stream_of(node: Node) -> torch.cuda.Stream | None:
+    """Return the current stream of the device that the operation has run on."""
+    if not torch.cuda.is_initialized():
+        return None
+    return current_stream(output_device(node, 0))
 
 
 def saved_tensor(node: Node, field: str) -> Tensor | None:
@@ -230,8 +266,20 @@ def is_plain(tensor: Tensor) -> bool:
     """Whether the engine may compute with a tensor: strided, dense values of its own.
 
     A subclass without `__torch_dispatch__`, as MONAI's MetaTensor, is a plain tensor. DTensors and
-    the tensors of tracers, of functorch and of functionalization are not.
+    the tensors of tracers, of functorch and of functionalization are not. Each of these has a
+    dispatch key of its own, so the answer for one set of keys holds for all tensors that have it.
     """
+    keys = torch._C._dispatch_keys(tensor).raw_repr()
+    known = _is_plain.get(keys)
+    if known is None:
+        known = _is_plain[keys] = _looks_plain(tensor)
+    return known
+
+
+_is_plain: dict[int, bool] = {}
+
+
+def _looks_plain(tensor: Tensor) -> bool:
     return (
         type(tensor).__torch_dispatch__ is _disabled_torch_dispatch_impl
         and tensor.layout is torch.strided

@@ -273,9 +273,14 @@ def can_compute(node: Node) -> bool:
     return mean is not None and mean.dtype is _ops.affine_dtype(output_dtype(node, 0))
 
 
+def is_batch_norm(node: Node) -> bool:
+    """Whether the norm is a batch norm."""
+    return "BatchNorm" in type(node).__name__
+
+
 def reads_running_statistics(node: Node) -> bool:
     """Whether the norm is a batch norm in eval mode."""
-    return "BatchNorm" in type(node).__name__ and not argument(node, "training")
+    return is_batch_norm(node) and not argument(node, "training")
 
 
 def affine_of(node: Node, parameters: Parameters) -> NormAffine:

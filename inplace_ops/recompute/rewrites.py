@@ -25,6 +25,7 @@ class Mask(Packed):
 
     __slots__ = ("activation", "bits", "dim_order", "dtype", "shape", "stride")
 
+    how = "1 bit per element"
     # LeakyReLU's slope for what is unpacked, so that its sign tells the bit.
     _SCALARS: ClassVar[dict[str, tuple[float, ...]]] = {"relu_": (), "leaky_relu_": (-1.0,)}
 
@@ -49,6 +50,8 @@ class Shape(Packed):
     """A tensor of which backward reads the shape, the strides and the dtype."""
 
     __slots__ = ("device", "dtype", "shape", "stride")
+
+    how = "only its shape"
 
     def __init__(self, saved: Tensor) -> None:
         self.shape, self.stride = saved.shape, saved.stride()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from torch import Tensor
 from .. import _ops
 from ..activations import Activation
 from ..memory import Packed
-from .nodes import WeakMemory, has_storage
+from .nodes import WeakMemory, has_storage, no_graph
 from .norms import NormAffine
 
 # A recomputed norm differs from PyTorch's by at most this many roundings of its terms.
@@ -252,15 +252,33 @@ def product(magnitudes: list[Tensor]) -> Tensor:
     return torch.stack(magnitudes).prod()
 
 
+@contextmanager
+def _without_autocast(kind: str) -> Iterator[None]:
+    with no_graph(), torch.autocast(kind, enabled=False):
+        yield
+
+
 class Recomputed(Packed):
-    """What is saved in place of a tensor: a spec, and the tensor's shape, dtype and strides."""
+    """What is saved in place of a tensor: a spec, and the tensor's shape, dtype and strides.
 
-    __slots__ = ("device", "dtype", "name", "shape", "spec", "stride")
+    Attributes:
+        producer: The name of the operation whose output it is.
+        consumer: The name of the operation that saves it.
+    """
 
-    def __init__(self, spec: Spec, like: Tensor, name: str) -> None:
-        self.spec, self.name = spec, name
+    __slots__ = ("consumer", "device", "dtype", "producer", "shape", "spec", "stride")
+
+    def __init__(self, spec: Spec, like: Tensor, producer: str, consumer: str) -> None:
+        self.spec, self.producer, self.consumer = spec, producer, consumer
         self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
         self.stride = like.stride()
+        if isinstance(spec, Narrowed):
+            self.how = f"stored as {spec.memory.leaf.tensor.dtype}".replace("torch.", "")
+
+    @property
+    def name(self) -> str:
+        """What it is, for a message."""
+        return f"{self.producer}, saved by {self.consumer}"
 
     def compute(self) -> Tensor:
         """Compute the spec, in the layout of the tensor that it stands for."""
@@ -299,16 +317,12 @@ class Recomputed(Packed):
                 return None
             return f"up to {difference[wrong].max():.3g}"
 
-    @contextmanager
-    def _as_in_forward(self) -> Iterator[None]:
+    def _as_in_forward(self) -> AbstractContextManager[None]:
         """Compute without a graph, at full precision, without the caller's function modes."""
         kind = self.device.type
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(torch._C.DisableTorchFunction())
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            yield
+        if not torch.is_autocast_enabled(kind):
+            return no_graph()
+        return _without_autocast(kind)
 
     def in_layout(self, value: Tensor) -> Tensor:
         """Return the value with the strides of the saved tensor, on which kernels may depend."""

@@ -1,0 +1,202 @@
+"""Bytes of a training step, as networks are and converted: saved, allocated, read and written.
+
+saved: what autograd holds when forward has returned, by `inplace_ops.saved_bytes`, without
+parameters, buffers and the input. peak: the most that a step of forward and backward allocates at
+one time, gradients included. moved: what all operations of a step read and write, each tensor once
+for each operation. All three are counts: they follow from the shapes, and no machine changes them.
+
+Each network runs in every dtype policy and with several `max_ops`. It is counted only if the
+gradients of both agree. Under autocast the weights of convolutions and linear layers are in
+bfloat16 already: what is counted are activations, and no copies of weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from baselines import MAX_OPS, backward, converted
+from measure import RESULTS, Failures, machine, memory_of, table, written_to
+from networks import NETWORKS
+from policies import POLICIES, Policy, autocast, emulation, of_dtype
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import inplace_ops
+from inplace_ops.conversion.library import ModelNotFoundError
+
+DEFAULT_POLICIES = ("float32", "bfloat16", "CUDA autocast")
+# The norm of the gradients' difference that is allowed, over the norm of the gradients.
+TOLERANCES = {True: 1e-5, False: 5e-2}
+
+
+class MovedBytes(TorchDispatchMode):
+    """Counts what operations read and write.
+
+    An operation reads each of its inputs and writes each of its outputs; one in place does both to
+    its own. A view, and memory that is allocated alone, count nothing. Of an expanded tensor its
+    memory counts.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        inputs, outputs = (
+            [t for t in tree_leaves(values) if isinstance(t, Tensor)]
+            for values in ((args, kwargs), result)
+        )
+        written = _written(func, args)
+        known = {t.untyped_storage().data_ptr() for t in inputs}
+        new = [t for t in outputs if t.untyped_storage().data_ptr() not in known]
+        name = func.overloadpacket.__name__
+        if not (new or written) or name.startswith(("empty", "new_empty", "resize_")):
+            return result
+        if name.startswith("new_") or name.endswith("_like"):  # of the shape alone
+            inputs = []
+        elif name in ("copy_", "fill_", "zero_"):
+            inputs = [t for t in inputs if all(t is not w for w in written)]
+        self.count += sum(map(_own_bytes, [*inputs, *new, *written]))
+        return result
+
+
+def _written(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
+    """The arguments that an operation writes to."""
+    found = []
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+    return found
+
+
+def _own_bytes(tensor: Tensor) -> int:
+    """The bytes of a tensor's elements, those that share memory by an expansion once."""
+    count = tensor.itemsize
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride or not size else 1
+    return count
+
+
+class Bytes(NamedTuple):
+    """What a model has been measured to take."""
+
+    saved: int
+    peak: int
+    moved: int
+
+
+class Step:
+    """Forward and backward passes of a model in a policy."""
+
+    def __init__(self, model: nn.Module, x: Tensor, policy: Policy) -> None:
+        self.model, self.x, self.policy = model, x, policy
+
+    def forward(self) -> Any:
+        """The outputs, with the same random numbers each time."""
+        torch.manual_seed(0)
+        with autocast(self.policy, self.x.device.type):
+            return self.model(self.x)
+
+    def run(self) -> None:
+        """Forward and backward."""
+        backward(self.forward())
+
+    def gradient(self) -> Tensor:
+        """All parameters' gradients of a step, one after the other."""
+        self.run()
+        found = [p.grad.flatten().double() for p in self.model.parameters() if p.grad is not None]
+        self.model.zero_grad()
+        return torch.cat(found)
+
+    def bytes(self) -> Bytes:
+        """What a step takes."""
+        torch.manual_seed(0)
+        with autocast(self.policy, self.x.device.type):
+            saved = inplace_ops.saved_bytes(self.model, self.x)
+        peak = memory_of(self.run, self.x.device.type)[0]
+        self.model.zero_grad()
+        with MovedBytes() as moved:
+            self.run()
+        self.model.zero_grad()
+        return Bytes(saved, peak, moved.count)
+
+
+def measured(
+    name: str, policy_name: str, numbers: Sequence[int], device: str
+) -> list[dict[str, Any]]:
+    """The rows of a network in one policy, one for each `max_ops`."""
+    network, policy = NETWORKS[name], POLICIES[policy_name]
+    torch.manual_seed(0)
+    model = network.build().to(device).train().to(policy.weights)
+    x = of_dtype(network.input(network.small, device), policy)
+    if policy.autocast:
+        for module in model.modules():
+            if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
+                module.to(torch.bfloat16)
+    rows = []
+    with emulation(policy, device):
+        original = Step(copy.deepcopy(model), x, policy)
+        expected, before = original.gradient(), original.bytes()
+        for max_ops in numbers:
+            step = Step(converted(model, max_ops), x, policy)
+            difference = ((step.gradient() - expected).norm() / expected.norm()).item()
+            if not difference <= TOLERANCES[policy.is_float32]:
+                raise AssertionError(f"max_ops={max_ops}: gradients differ by {difference:.1e}")
+            after = step.bytes()
+            rows.append(
+                {
+                    "network": name,
+                    "policy": policy_name,
+                    "max_ops": max_ops,
+                    "input": " x ".join(map(str, x.shape)),
+                    **_columns("saved", before.saved, after.saved),
+                    **_columns("peak", before.peak, after.peak),
+                    **_columns("moved", before.moved, after.moved),
+                    "gradients_differ_by": f"{difference:.1e}",
+                    **machine(device),
+                }
+            )
+    return rows
+
+
+def _columns(kind: str, before: int, after: int) -> dict[str, int | str]:
+    return {f"{kind}_torch": before, kind: after, f"{kind}_ratio": f"{after / before:.3f}"}
+
+
+def main() -> None:
+    """Count, print the table, write the CSV."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=DEFAULT_POLICIES)
+    parser.add_argument("--max-ops", nargs="+", type=int, default=MAX_OPS)
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    failures = Failures()
+    with written_to(arguments.out or RESULTS / f"bytes_{arguments.device}.csv") as rows:
+        for name in arguments.networks:
+            for policy in arguments.policies:
+                with failures.recorded(f"{name}, {policy}"):
+                    try:
+                        rows += measured(name, policy, arguments.max_ops, arguments.device)
+                    except ModelNotFoundError as error:
+                        print(f"{name}: skipped: {error}", flush=True)
+    columns = ["network", "policy", "max_ops", "saved_ratio", "peak_ratio", "moved_ratio"]
+    print(table([columns, *([str(row[c]) for c in columns] for row in rows)]))
+    failures.exit()
+
+
+if __name__ == "__main__":
+    main()

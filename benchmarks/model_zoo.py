@@ -1,0 +1,388 @@
+"""Models of other libraries, with random weights and inputs: what bench_models.py converts.
+
+timm: the two smallest models of each family, by parameters times pixels. torchvision: the two
+smallest of each family of classifiers, and the smallest of each family of segmentation, detection,
+video and optical flow, by parameters. Ultralytics: the smallest of each family and task.
+transformers and diffusers: architectures at shrunk default configurations.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from inplace_ops.conversion.library import load
+
+VOCABULARY = 128
+# Sides of images to try, the smallest first: some models need more, some one size alone.
+SIDES = (96, 128, 224, 256, 384)
+
+MakeInputs = Callable[[], Iterable[dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model, and what its forward is called with.
+
+    Attributes:
+        name: LIBRARY:NAME, as `load` takes it.
+        inputs: Candidates for the keyword arguments of forward, or under the name "" the one
+            positional argument. The first that the model takes counts.
+        arguments: What the library's function takes, of transformers the configuration.
+    """
+
+    name: str
+    inputs: MakeInputs
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def model(self) -> nn.Module:
+        """The model in training mode, with all of its parameters trained."""
+        return load(self.name, self.arguments).train().requires_grad_(True)
+
+
+def images(sides: Iterable[int] = SIDES, batch: int = 2, channels: int = 3) -> MakeInputs:
+    """Square images."""
+    return lambda: ({"": torch.randn(batch, channels, side, side)} for side in sides)
+
+
+def tokens(**more: Callable[[], Any]) -> MakeInputs:
+    """Two sequences of 64 tokens, and further arguments."""
+    return lambda: [
+        {
+            "input_ids": torch.randint(VOCABULARY, (2, 64)),
+            **{name: make() for name, make in more.items()},
+        }
+    ]
+
+
+def tensors(**shapes: tuple[int, ...]) -> MakeInputs:
+    """Random tensors by name."""
+    return lambda: [{name: torch.randn(shape) for name, shape in shapes.items()}]
+
+
+class Library(NamedTuple):
+    """The names of a library's models that are to be trained, and what they are."""
+
+    names: Callable[[], Iterable[str]]
+    entry: Callable[[str], Entry]
+
+
+def _smallest(size: Callable[[str], int], names: Iterable[str], count: int) -> list[str]:
+    """The smallest models, of two with the same size the first."""
+    return sorted(sorted(names), key=size)[:count]
+
+
+def _timm_names() -> Iterator[str]:
+    """Takes minutes: the sizes are those of models without memory."""
+    library = importlib.import_module("timm")
+
+    def size(name: str) -> int:
+        _, height, width = library.get_pretrained_cfg(name).input_size
+        with torch.device("meta"):
+            parameters = library.create_model(name).parameters()
+        return height * width * sum(p.numel() for p in parameters)
+
+    for family in library.list_modules():
+        yield from _smallest(size, library.list_models(module=family), 2)
+
+
+def _timm_entry(name: str) -> Entry:
+    """At the one size that it takes, or the smallest."""
+    config = importlib.import_module("timm").get_pretrained_cfg(name)
+    channels, _, own = config.input_size
+    sides = [own] if config.fixed_input_size else SIDES
+    return Entry(f"timm:{name}", images(sides, channels=channels))
+
+
+def _flow_inputs() -> Iterator[dict[str, Any]]:
+    yield {f"image{i}": torch.randn(2, 3, 128, 128) for i in (1, 2)}
+
+
+def _clips() -> Iterator[dict[str, Any]]:
+    for frames, side in ((8, 64), (8, 224), (16, 224)):
+        yield {"": torch.randn(2, 3, frames, side, side)}
+
+
+def _detection_inputs() -> Iterator[dict[str, Any]]:
+    target = {
+        "boxes": torch.tensor([[10.0, 20.0, 60.0, 70.0], [30.0, 10.0, 90.0, 50.0]]),
+        "labels": torch.tensor([1, 1]),
+        "masks": torch.ones(2, 96, 96, dtype=torch.uint8),
+        "keypoints": torch.full((2, 17, 3), 40.0),
+    }
+    yield {"images": [torch.rand(3, 96, 96) for _ in range(2)], "targets": [target, dict(target)]}
+
+
+# By the package that has them: how many of each family, and what they take. Those of `quantization`
+# are for inference.
+TORCHVISION: dict[str, tuple[int, MakeInputs]] = {
+    "torchvision.models": (2, images()),
+    "torchvision.models.segmentation": (1, images()),
+    "torchvision.models.detection": (1, _detection_inputs),
+    "torchvision.models.video": (1, _clips),
+    "torchvision.models.optical_flow": (1, _flow_inputs),
+}
+
+
+def _torchvision_names() -> Iterator[str]:
+    models = importlib.import_module("torchvision.models")
+
+    def count_parameters(name: str) -> int:
+        return min(weights.meta["num_params"] for weights in models.get_model_weights(name))
+
+    for package, (count, _) in TORCHVISION.items():
+        families: dict[str, list[str]] = {}
+        for name in models.list_models(importlib.import_module(package)):
+            families.setdefault(_torchvision_module(name), []).append(name)
+        for names in families.values():
+            yield from _smallest(count_parameters, names, count)
+
+
+def _torchvision_entry(name: str) -> Entry:
+    package = _torchvision_module(name).rpartition(".")[0]
+    _, inputs = TORCHVISION[package]
+    arguments: dict[str, Any] = {"weights": None}
+    if package.endswith((".segmentation", ".detection")):
+        arguments["weights_backbone"] = None
+    if name in ("googlenet", "inception_v3"):
+        arguments["init_weights"] = True
+    return Entry(f"torchvision:{name}", inputs, arguments)
+
+
+def _torchvision_module(name: str) -> str:
+    return importlib.import_module("torchvision.models").get_model_builder(name).__module__
+
+
+ULTRALYTICS = tuple(
+    f"{name}.yaml"
+    for name in (
+        *("yolov3-tiny", "yolov5n", "yolov6n", "yolov8n", "yolov8n-ghost"),
+        *("yolov8n-rtdetr", "yolov8n-cls", "yolov8n-seg", "yolov8n-pose", "yolov8n-obb"),
+        *("yolov9t", "yolov10n", "yolo11n", "yolo11n-cls", "yolo11n-seg"),
+        *("yolo11n-pose", "yolo11n-obb", "yolo12n", "yolo26n", "yolo26n-seg"),
+        *("rtdetr-resnet50",),
+    )
+)
+
+
+# The same attributes under the names that the configurations have for them.
+_ENCODER = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+_ENCODER |= {"num_hidden_layers": 2, "vocab_size": VOCABULARY}
+_DECODER = {**_ENCODER, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}
+_GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY}
+_BOTH = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 128}
+_BOTH |= {"decoder_ffn_dim": 128, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+_BOTH |= {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_BOTH |= {"decoder_start_token_id": 1}
+_T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+_T5 |= {"vocab_size": VOCABULARY, "decoder_start_token_id": 0}
+_IMAGES = {**_ENCODER, "image_size": 64, "patch_size": 8}
+_SPEECH = {
+    **_ENCODER,
+    "conv_dim": (32, 32, 32),
+    "conv_stride": (5, 2, 2),
+    "conv_kernel": (10, 3, 3),
+}
+_SPEECH |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_LABELLED = tokens(labels=lambda: torch.randint(VOCABULARY, (2, 64)))
+
+# What each configuration gets beyond its defaults, and the inputs.
+TRANSFORMERS: dict[str, tuple[dict[str, Any], MakeInputs]] = {
+    "LlamaForCausalLM": (_DECODER, tokens()),
+    "MistralForCausalLM": (_DECODER, tokens()),
+    "Qwen2ForCausalLM": (_DECODER, tokens()),
+    "Qwen3ForCausalLM": (_DECODER, tokens()),
+    "Gemma2ForCausalLM": (_DECODER, tokens()),
+    "Gemma3ForCausalLM": (_DECODER, tokens()),
+    "Phi3ForCausalLM": (_DECODER, tokens()),
+    "OlmoeForCausalLM": ({**_DECODER, "num_experts": 4, "num_experts_per_tok": 2}, tokens()),
+    "MixtralForCausalLM": ({**_DECODER, **_EXPERTS}, tokens()),
+    "GPT2LMHeadModel": (_GPT, tokens()),
+    "GPTNeoXForCausalLM": (_ENCODER, tokens()),
+    "BloomForCausalLM": (
+        {"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY},
+        tokens(),
+    ),
+    "OPTForCausalLM": ({**_ENCODER, "ffn_dim": 128, "word_embed_proj_dim": 64}, tokens()),
+    "MambaForCausalLM": (
+        {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8, "vocab_size": VOCABULARY},
+        tokens(),
+    ),
+    "BertForMaskedLM": (_ENCODER, tokens()),
+    "RobertaForMaskedLM": (_ENCODER, tokens()),
+    "DistilBertForMaskedLM": (
+        {"dim": 64, "hidden_dim": 128, "n_layers": 2, "n_heads": 4, "vocab_size": VOCABULARY},
+        tokens(),
+    ),
+    "AlbertForMaskedLM": ({**_ENCODER, "embedding_size": 32}, tokens()),
+    "ElectraForMaskedLM": ({**_ENCODER, "embedding_size": 32}, tokens()),
+    "DebertaV2ForMaskedLM": (_ENCODER, tokens()),
+    "ModernBertForMaskedLM": ({**_ENCODER, "pad_token_id": 0}, tokens()),
+    "T5ForConditionalGeneration": (_T5, _LABELLED),
+    "BartForConditionalGeneration": (_BOTH, _LABELLED),
+    "WhisperForConditionalGeneration": (
+        {**_BOTH, "num_mel_bins": 16, "max_source_positions": 64},
+        lambda: [
+            {
+                "input_features": torch.randn(2, 16, 128),
+                "decoder_input_ids": torch.randint(VOCABULARY, (2, 16)),
+            }
+        ],
+    ),
+    "Wav2Vec2Model": (_SPEECH, tensors(input_values=(2, 8000))),
+    "ViTModel": (_IMAGES, tensors(pixel_values=(2, 3, 64, 64))),
+    "Dinov2Model": (_IMAGES, tensors(pixel_values=(2, 3, 64, 64))),
+    "SwinModel": (
+        {"embed_dim": 32, "depths": (2, 2), "num_heads": (2, 4), "image_size": 64},
+        tensors(pixel_values=(2, 3, 64, 64)),
+    ),
+    "ConvNextModel": (
+        {"hidden_sizes": (32, 64, 96, 128), "depths": (1, 1, 2, 1)},
+        tensors(pixel_values=(2, 3, 96, 96)),
+    ),
+    "SegformerForSemanticSegmentation": (
+        {"hidden_sizes": (16, 32, 48, 64), "decoder_hidden_size": 64},
+        tensors(pixel_values=(2, 3, 128, 128)),
+    ),
+    "ResNetModel": ({"depths": (1, 1, 2, 1)}, tensors(pixel_values=(2, 3, 96, 96))),
+}
+
+
+_BLOCKS = {"block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_groups": 8}
+_STEP = {"timestep": (2,)}
+_TRANSFORMER = {"num_attention_heads": 4, "attention_head_dim": 16}
+
+# The arguments of each class, and the inputs.
+DIFFUSERS: dict[str, tuple[dict[str, Any], MakeInputs]] = {
+    "UNet2DModel": (
+        {
+            **_BLOCKS,
+            "sample_size": 32,
+            "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+            "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+        },
+        tensors(sample=(2, 3, 32, 32), **_STEP),
+    ),
+    "UNet2DConditionModel": (
+        {
+            **_BLOCKS,
+            "sample_size": 32,
+            "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+            "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+            "cross_attention_dim": 32,
+            "attention_head_dim": 8,
+        },
+        tensors(sample=(2, 4, 32, 32), encoder_hidden_states=(2, 16, 32), **_STEP),
+    ),
+    "AutoencoderKL": (
+        {
+            **_BLOCKS,
+            "down_block_types": ("DownEncoderBlock2D", "DownEncoderBlock2D"),
+            "up_block_types": ("UpDecoderBlock2D", "UpDecoderBlock2D"),
+        },
+        tensors(sample=(2, 3, 64, 64)),
+    ),
+    "VQModel": (
+        {
+            **_BLOCKS,
+            "down_block_types": ("DownEncoderBlock2D", "DownEncoderBlock2D"),
+            "up_block_types": ("UpDecoderBlock2D", "UpDecoderBlock2D"),
+        },
+        tensors(sample=(2, 3, 64, 64)),
+    ),
+    "DiTTransformer2DModel": (
+        {**_TRANSFORMER, "num_layers": 2, "sample_size": 16},
+        lambda: [
+            {
+                "hidden_states": torch.randn(2, 4, 16, 16),
+                "timestep": torch.randint(1000, (2,)),
+                "class_labels": torch.randint(1000, (2,)),
+            }
+        ],
+    ),
+    "PixArtTransformer2DModel": (
+        {**_TRANSFORMER, "num_layers": 2, "sample_size": 16, "cross_attention_dim": 64}
+        | {"caption_channels": 32, "use_additional_conditions": False},
+        lambda: [
+            {
+                "hidden_states": torch.randn(2, 4, 16, 16),
+                "encoder_hidden_states": torch.randn(2, 8, 32),
+                "timestep": torch.randint(1000, (2,)),
+                "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+            }
+        ],
+    ),
+    "SD3Transformer2DModel": (
+        {**_TRANSFORMER, "num_layers": 2, "sample_size": 16, "joint_attention_dim": 32}
+        | {"caption_projection_dim": 64, "pooled_projection_dim": 64, "in_channels": 4},
+        tensors(
+            hidden_states=(2, 4, 16, 16),
+            encoder_hidden_states=(2, 8, 32),
+            pooled_projections=(2, 64),
+            **_STEP,
+        ),
+    ),
+    "FluxTransformer2DModel": (
+        {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16}
+        | {"num_attention_heads": 4, "joint_attention_dim": 32, "pooled_projection_dim": 64}
+        | {"in_channels": 4, "axes_dims_rope": (4, 4, 8)},
+        tensors(
+            hidden_states=(2, 64, 4),
+            encoder_hidden_states=(2, 8, 32),
+            pooled_projections=(2, 64),
+            img_ids=(64, 3),
+            txt_ids=(8, 3),
+            **_STEP,
+        ),
+    ),
+    "UNet1DModel": (
+        {
+            "block_out_channels": (32, 32, 64),
+            "sample_size": 256,
+            "in_channels": 18,
+            "out_channels": 2,
+            "extra_in_channels": 16,
+        },
+        tensors(sample=(2, 2, 256), **_STEP),
+    ),
+}
+
+
+def _ultralytics_entry(name: str) -> Entry:
+    return Entry(f"ultralytics:{name}", images((128, 640)))
+
+
+def _transformers_entry(name: str) -> Entry:
+    configuration, inputs = TRANSFORMERS[name]
+    return Entry(f"transformers:{name}", inputs, configuration)
+
+
+def _diffusers_entry(name: str) -> Entry:
+    arguments, inputs = DIFFUSERS[name]
+    return Entry(f"diffusers:{name}", inputs, arguments)
+
+
+LIBRARIES = {
+    "timm": Library(_timm_names, _timm_entry),
+    "torchvision": Library(_torchvision_names, _torchvision_entry),
+    "ultralytics": Library(lambda: ULTRALYTICS, _ultralytics_entry),
+    "transformers": Library(lambda: TRANSFORMERS, _transformers_entry),
+    "diffusers": Library(lambda: DIFFUSERS, _diffusers_entry),
+}
+
+
+def entry_of(name: str) -> Entry:
+    """The model LIBRARY:NAME; names outside of the lists are allowed for timm and torchvision."""
+    library, _, model = name.partition(":")
+    return LIBRARIES[library].entry(model)
+
+
+def names_of(library: str) -> list[str]:
+    """All of a library, as LIBRARY:NAME."""
+    return [f"{library}:{name}" for name in LIBRARIES[library].names()]

@@ -1,0 +1,79 @@
+"""Why a tensor stays saved as PyTorch saves it: the texts of the report."""
+
+from __future__ import annotations
+
+from . import nodes
+from .nodes import Node
+from .operations import base_of
+from .versions import record_of
+
+# Beginnings of the names of operations that are never repeated: matrix products and the like,
+# random numbers, and what reads much more than it writes.
+_EXPENSIVE = (
+    *("Convolution", "Addmm", "Mm", "Bmm", "Baddbmm", "Addbmm", "Addmv", "Mv", "Linear"),
+    *("ScaledDotProduct", "EfficientAttention", "FlashAttention", "NativeMultiHeadAttention"),
+    *("Embedding", "GridSampler", "NativeDropout", "Bernoulli", "Trilinear", "Softmax"),
+    *("LogSoftmax", "Mean", "Sum", "Var", "Std", "MaxPool", "AvgPool", "AdaptiveAvgPool"),
+    *("AdaptiveMaxPool", "Upsample", "Cumsum", "Sort", "Fft"),
+)
+
+PARAMETER_COPY = "autocast's copy of a parameter"
+NO_GRADIENT = "no grad_fn: a model input, statistics, a mask"
+SMALL = "smaller than 4 KiB"
+NOT_PLAIN = "not a plain tensor"
+OTHER_STREAM = "made on another CUDA stream"
+WRITTEN_TO = "may have been written to since it was made"
+AS_LARGE = "what it would be recomputed from is as large"
+MUCH_LARGER = "what it would be recomputed from is much larger"
+DIFFERENT = "came out different at its first use"
+
+
+def output_of(node: Node) -> str:
+    """Of the output of an operation without a rule."""
+    if node is None or nodes.leaf_of(node) is not None:
+        return "a parameter"
+    name = nodes.operation_name(node)
+    if name.startswith(_EXPENSIVE):
+        return "too expensive: never recomputed"
+    return f"no rule for the output of {name}"
+
+
+def saved_by(node: Node) -> str:
+    """Of what an operation without a rule saves."""
+    return f"no rule for what {nodes.operation_name(node)} saves"
+
+
+def too_many(max_ops: int) -> str:
+    """Of a spec that takes more operations than it may."""
+    return f"takes more than {max_ops} operations: raise max_ops"
+
+
+def unsaved_input(node: Node, before: Node) -> str:
+    """Of what follows from a tensor that is neither saved nor recomputed."""
+    name = nodes.operation_name(node)
+    if before is None:
+        return f"{name} does not save its inputs, and one has no gradient"
+    if nodes.leaf_of(before) is not None:
+        return f"{name} does not save its inputs, and one is a parameter"
+    other = nodes.operation_name(before)
+    return f"{name} does not save its inputs, such as the output of {other}"
+
+
+def unproved_input(node: Node) -> str:
+    """Of what follows from a tensor of which it is not proved that nobody wrote to it."""
+    bases = [base_of(before, index)[0] for before, index in nodes.producers(node)]
+    unknown = [base for base in bases if base is None or record_of(base) is None]
+    unknown.sort(key=lambda base: base is None or nodes.leaf_of(base) is not None)
+    if unknown:
+        return unsaved_input(node, unknown[0])
+    return f"an input of {nodes.operation_name(node)} is not saved, or may have been written to"
+
+
+def hidden_input(node: Node) -> str:
+    """Of what follows from a tensor that is behind others' hooks, or too large to copy."""
+    return f"an input of {nodes.operation_name(node)} cannot be read again"
+
+
+def unknown_parameters(node: Node) -> str:
+    """Of a norm's output."""
+    return f"the weight, bias or eps of {nodes.operation_name(node)} is not known"

@@ -1,0 +1,109 @@
+"""What the benchmarks' figures rest on: CUDA's autocast on a CPU, and the count of moved bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+
+
+def test_the_float32_list_is_cudas() -> None:
+    """Autocast on CUDA does something about each operation that is emulated."""
+    from policies import CAST_INPUTS, POLICIES, SET_DTYPE, has_autocast_kernel
+
+    excluded = POLICIES["CUDA autocast, torch 2.11"].excluded
+    listed = {*CAST_INPUTS, *SET_DTYPE} - set(excluded)
+    assert [name for name in sorted(listed) if not has_autocast_kernel(name, "CUDA")] == []
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    assert {has_autocast_kernel(name, "CUDA") for name in excluded} == {version >= (2, 12)}
+
+
+def layer_norm(x: Tensor) -> Tensor:
+    return F.layer_norm(x, (8,))
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (8,))
+
+
+def softmax(x: Tensor) -> Tensor:
+    return x.softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("compute", "policy", "dtype"),
+    [
+        (layer_norm, "CUDA autocast", torch.float32),
+        (rms_norm, "CUDA autocast", torch.float32),
+        (rms_norm, "CUDA autocast, torch 2.11", torch.bfloat16),
+        (softmax, "CUDA autocast", torch.float32),
+        (torch.rsqrt, "CUDA autocast", torch.float32),
+        (F.gelu, "CUDA autocast", torch.bfloat16),
+        (layer_norm, "bfloat16", torch.bfloat16),
+    ],
+)
+def test_dtypes_under_emulation(
+    compute: Callable[[Tensor], Tensor], policy: str, dtype: torch.dtype
+) -> None:
+    """An operation's output has the dtype that CUDA's autocast gives it, and is right."""
+    from policies import POLICIES, autocast, emulation
+
+    x = torch.rand(4, 8, dtype=torch.bfloat16) + 0.5
+    with emulation(POLICIES[policy], "cpu"), autocast(POLICIES[policy], "cpu"):
+        y = compute(x)
+    assert y.dtype is dtype
+    torch.testing.assert_close(y.double(), compute(x.double()), rtol=1e-2, atol=1e-2)
+
+
+def test_emulation_ends() -> None:
+    """Outside of it autocast is the CPU's own."""
+    from policies import POLICIES, emulation, has_autocast_kernel
+
+    with emulation(POLICIES["CUDA autocast"], "cpu"):
+        assert has_autocast_kernel("layer_norm", "CPU")
+    assert not has_autocast_kernel("layer_norm", "CPU")
+
+
+KIB = 1024
+
+
+@pytest.mark.parametrize(
+    ("compute", "expected"),
+    [
+        (lambda x: x + x, 12),  # reads both, writes one
+        (lambda x: x.add_(1.0), 8),
+        (lambda x: x.copy_(x.clone()), 16),  # of two copies, each reads one and writes one
+        (lambda x: x.view(-1).t(), 0),
+        (lambda x: x.new_empty(256), 0),
+        (lambda x: x.new_zeros(1024).expand(8, 1024) + 1.0, 4 + 4 + 32),
+        (lambda x: x[:256].relu(), 2),
+    ],
+)
+def test_moved_bytes(compute: Callable[[Tensor], Tensor], expected: int) -> None:
+    """Of a tensor of 4 KiB, in KiB."""
+    from bench_bytes import MovedBytes
+
+    x = torch.randn(1024)
+    with MovedBytes() as moved:
+        compute(x)
+    assert moved.count == expected * KIB
+
+
+def test_moved_bytes_of_a_step() -> None:
+    """A linear layer without bias: backward reads the gradient twice, and the layer's input."""
+    from bench_bytes import MovedBytes
+
+    x, layer = torch.randn(64, 32), nn.Linear(32, 16, bias=False)
+    y = layer(x)
+    with MovedBytes() as moved:
+        torch.autograd.grad(y, layer.weight, torch.ones_like(y))
+    assert moved.count == 4 * (64 * 16 + 64 * 32 + 32 * 16 + 64 * 16)  # with ones_like
