@@ -21,8 +21,8 @@ import tempfile
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
@@ -230,14 +230,15 @@ class Remains(NamedTuple):
 
 
 Remaining = dict[Remains, int]  # bytes
+Rows = list[tuple[dict[str, Any], Remaining]]
 
 
-def rows_of(name: str) -> list[tuple[dict[str, Any], Remaining]]:
+def rows_of(name: str) -> Rows:
     """A row for each case, and what remains saved there."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     begin = time.perf_counter()
-    found: list[tuple[dict[str, Any], Remaining]] = []
+    found: Rows = []
     shape, error, cases = "", "", CASES[:1]
     try:
         entry = entry_of(name)
@@ -362,28 +363,33 @@ def kinds(found: Iterable[tuple[Case, Remaining]]) -> list[dict[str, Any]]:
 SHOWN_KINDS = 20  # of each policy
 
 
-def all_rows(names: Iterable[str], processes: int) -> Iterator[tuple[dict[str, Any], Remaining]]:
-    """The rows of all models, in processes that end now and then with what libraries leave behind.
+CHUNK = 8  # models in one process, which then ends with what libraries leave behind
 
-    If one dies, for want of memory, its models run again one by one.
-    """
-    context = multiprocessing.get_context("spawn")
-    died = []
-    with ProcessPoolExecutor(processes, context, max_tasks_per_child=8) as pool:
-        futures = {pool.submit(rows_of, name): name for name in names}
-        for future in as_completed(futures):
-            try:
-                yield from future.result()
-            except BrokenProcessPool:
-                died.append(futures[future])
-    for name in died:
-        with ProcessPoolExecutor(1, context) as pool:
-            try:
-                yield from pool.submit(rows_of, name).result()
-            except BrokenProcessPool:
-                columns = dict.fromkeys(COLUMNS, "") | {"result": "its process died"}
-                row = {"model": name, **CASES[0]._asdict(), "input": ""}
-                yield row | columns | machine("cpu"), {}
+
+def all_rows(names: Sequence[str], processes: int) -> Iterator[tuple[dict[str, Any], Remaining]]:
+    """The rows of all models, several processes at a time."""
+    chunks = [names[i : i + CHUNK] for i in range(0, len(names), CHUNK)]
+    with ThreadPoolExecutor(processes) as threads:
+        for future in as_completed([threads.submit(rows_in_a_process, c) for c in chunks]):
+            yield from future.result()
+
+
+def rows_in_a_process(names: Sequence[str]) -> Rows:
+    """The rows of models that run one after the other in a process; if it dies, in another."""
+    found: Rows = []
+    pending = list(names)
+    while pending:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            while pending:
+                name = pending.pop(0)
+                try:
+                    found += pool.submit(rows_of, name).result()
+                except BrokenProcessPool:
+                    columns = dict.fromkeys(COLUMNS, "") | {"result": "its process died"}
+                    row = {"model": name, **CASES[0]._asdict(), "input": "", **columns}
+                    found.append((row | machine("cpu"), {}))
+                    break
+    return found
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
 """Writes the tables of the documentation from the result files.
 
 Between `<!-- results: DEVICE -->` and `<!-- end -->` stand the tables of results/*_DEVICE.csv but
-those in ALONE, of which a block of that name has all devices'; for "compatibility" the table of
-tests/compatibility.csv, for "errors" that of the activations.
+those in ALONE, of which a block of that name has all devices'; for "saved" the README's choice of
+"bytes", for "compatibility" the table of tests/compatibility.csv, for "errors" that of the
+activations.
 `--check` writes nothing and fails if they are not up to date; `--print FOLDER` prints the tables of
 the result files there, of all devices.
 """
@@ -22,7 +23,7 @@ from measure import RESULTS, quartiles, read_csv
 from inplace_ops.activations import ACTIVATIONS
 
 PROJECT = Path(__file__).parent.parent
-PAGES = sorted((PROJECT / "docs").glob("*.md"))
+PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
 COMPATIBILITY = PROJECT / "tests" / "compatibility.csv"
 Rows = list[dict[str, str]]
 OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -233,6 +234,25 @@ def bytes_of_a_step(rows: Rows) -> str:
     return markdown(header, body)
 
 
+# In the README.
+SHOWN_NETWORKS = (
+    *("EfficientNet-B0", "MobileNetV2", "YOLOv8n", "diffusion U-Net", "Llama, 2 layers"),
+    *("ConvNeXt-T", "ViT-S/16", "ResNet-50"),
+)
+SHOWN_MAX_OPS = "4"
+
+
+def saved(rows: Rows) -> str:
+    """Saved bytes of some networks over PyTorch's, by policy."""
+    policies = values(rows, "policy")
+    body = []
+    for network in SHOWN_NETWORKS:
+        own = [r for r in rows if (r["network"], r["max_ops"]) == (network, SHOWN_MAX_OPS)]
+        ratios = [float(find(own, "saved_ratio", policy=policy)) for policy in policies]
+        body.append([f"{network}, {own[0]['input']}", *(f"{ratio:.2f}" for ratio in ratios)])
+    return markdown(["saved bytes, over PyTorch's", *policies], body)
+
+
 def networks(rows: Rows) -> str:
     """Memory, time and gradients by what runs a network, and what others have published."""
     over = "over PyTorch in place"
@@ -358,6 +378,8 @@ def block(name: str) -> str:
     """What stands in a page's block of that name."""
     if name == "errors":
         return errors()
+    if name == "saved":
+        return saved(read_csv(RESULTS / "bytes_cpu.csv"))
     if name == "compatibility":
         return compatibility(read_csv(COMPATIBILITY))
     if name in ALONE:

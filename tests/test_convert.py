@@ -57,6 +57,12 @@ def is_converted(model: nn.Module) -> bool:
     return conversion_of(model) is not None
 
 
+def with_a_write(z: Tensor) -> Tensor:
+    """A sum of a tensor that somebody has written to."""
+    z.detach().add_(1)
+    return z + z
+
+
 def number_of_hooks(model: nn.Module) -> int:
     modules = list(model.modules())
     return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in modules)
@@ -159,25 +165,26 @@ def test_a_report_names_what_costs_too_much() -> None:
         (
             lambda m, z: m.conv(z + m.other(z)),
             "Add",
-            "Add does not save its inputs, such as the output of Convolution",
+            "Add does not save its input from Convolution",
         ),
         (
             lambda m, z: m.conv(m.other(z) + m.scale),
             "Add",
-            "Add does not save its inputs, such as the output of Convolution",
+            "Add does not save its input from Convolution",
         ),
         (
             lambda m, z: m.conv(z + m.scale),
             "Add",
-            "Add does not save its inputs, and one is a parameter",
+            "Add reads a parameter: no rule",
         ),
         (
             lambda m, z: m.conv(z + torch.ones_like(z)),
             "Add",
-            "Add does not save its inputs, and one has no gradient",
+            "Add does not save an input without a gradient",
         ),
         (lambda m, z: m.conv(z.cumsum(1)), "Cumsum", "too expensive: never recomputed"),
         (lambda m, z: m.conv(z.sin()), "Sin", "no rule for the output of Sin"),
+        (lambda m, z: m.conv(with_a_write(z)), "Add", "an input of Add was written to"),
         (lambda m, z: m.other(z).sin(), "Convolution", "no rule for what Sin saves"),
     ],
 )

@@ -8,17 +8,17 @@ from .operations import base_of
 from .versions import record_of
 
 # Beginnings of the names of operations that are never repeated: matrix products and the like,
-# random numbers, and what reads much more than it writes.
+# reductions, random numbers.
 _EXPENSIVE = (
     *("Convolution", "Addmm", "Mm", "Bmm", "Baddbmm", "Addbmm", "Addmv", "Mv", "Linear"),
     *("ScaledDotProduct", "EfficientAttention", "FlashAttention", "NativeMultiHeadAttention"),
-    *("Embedding", "GridSampler", "NativeDropout", "Bernoulli", "Trilinear", "Softmax"),
-    *("LogSoftmax", "Mean", "Sum", "Var", "Std", "MaxPool", "AvgPool", "AdaptiveAvgPool"),
-    *("AdaptiveMaxPool", "Upsample", "Cumsum", "Sort", "Fft"),
+    *("Trilinear", "GridSampler", "NativeDropout", "Bernoulli", "Softmax", "LogSoftmax"),
+    *("Mean", "Sum", "Var", "Std", "MaxPool", "AvgPool", "AdaptiveAvgPool", "AdaptiveMaxPool"),
+    *("Cumsum", "Sort", "Fft"),
 )
 
 PARAMETER_COPY = "autocast's copy of a parameter"
-NO_GRADIENT = "no grad_fn: a model input, statistics, a mask"
+NO_GRADIENT = "computed outside autograd: input, statistics, mask"
 SMALL = "smaller than 4 KiB"
 NOT_PLAIN = "not a plain tensor"
 OTHER_STREAM = "made on another CUDA stream"
@@ -49,24 +49,34 @@ def too_many(max_ops: int) -> str:
 
 
 def unsaved_input(node: Node, before: Node) -> str:
-    """Of what follows from a tensor that is neither saved nor recomputed."""
+    """Of what follows from a tensor that its operation does not save."""
     name = nodes.operation_name(node)
     if before is None:
-        return f"{name} does not save its inputs, and one has no gradient"
+        return f"{name} does not save an input without a gradient"
     if nodes.leaf_of(before) is not None:
-        return f"{name} does not save its inputs, and one is a parameter"
-    other = nodes.operation_name(before)
-    return f"{name} does not save its inputs, such as the output of {other}"
+        return f"{name} reads a parameter: no rule"
+    return f"{name} does not save its input from {nodes.operation_name(before)}"
 
 
 def unproved_input(node: Node) -> str:
-    """Of what follows from a tensor of which it is not proved that nobody wrote to it."""
+    """Of what follows from tensors of which it is not proved that nobody wrote to them."""
     bases = [base_of(before, index)[0] for before, index in nodes.producers(node)]
     unknown = [base for base in bases if base is None or record_of(base) is None]
-    unknown.sort(key=lambda base: base is None or nodes.leaf_of(base) is not None)
-    if unknown:
-        return unsaved_input(node, unknown[0])
-    return f"an input of {nodes.operation_name(node)} is not saved, or may have been written to"
+    if unknown:  # an operation's rather than a parameter, the last, as in x + f(x)
+        return unsaved_input(node, max(reversed(unknown), key=_is_an_operation))
+    name = nodes.operation_name(node)
+    for base in bases:
+        record = record_of(base)
+        tensor = record.note() if record is not None and record.note is not None else None
+        if record is None or tensor is None:
+            continue
+        if tensor._version not in (0, record.version):
+            return f"an input of {name} was written to"
+    return f"{name} does not save its inputs"
+
+
+def _is_an_operation(node: Node) -> bool:
+    return node is not None and nodes.leaf_of(node) is None
 
 
 def hidden_input(node: Node) -> str:
