@@ -21,13 +21,14 @@ import tempfile
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from baselines import differentiable
 from measure import RESULTS, machine, memory_of, quartiles, table, written_to
@@ -43,8 +44,7 @@ from inplace_ops.recompute.reasons import PARAMETER_COPY
 STEPS = 3
 CONVOLUTIONS = 4  # from which on a model runs in channels_last too
 MAX_OPS = 4
-# Of a step that saves nothing less: a converted norm's scales and shifts, a few numbers each.
-PEAK_LIMIT = 1.005
+PEAK_LIMIT = 1.001  # a step that saves nothing less has scales and shifts, some numbers each
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 os.environ.setdefault("YOLO_CONFIG_DIR", tempfile.gettempdir())
@@ -70,15 +70,15 @@ Gradients = dict[str, Tensor]
 
 
 class WrongGradientError(AssertionError):
-    """The converted model's gradients are not the original's."""
+    """The converted model does not train as the original does."""
 
 
 class Limits(NamedTuple):
-    """How far gradients may be from the original's.
+    """How far gradients may be from the original's, over the norm of all of them.
 
-    In float32 1e-5 of the norm of all gradients together; in one tensor 1e-4 of its own norm and
-    1e-6 of all. Under autocast by how far autocast itself takes the gradients from those in
-    float32: half of that for all together, all of it in one tensor, with 1e-3 of all.
+    In float32 1e-5 for all together; for one tensor 1e-4 of its own norm and 1e-6 of all. Under
+    autocast by how far autocast itself takes the gradients from those in float32: for all together
+    half of that, and 5e-2 at most; for one tensor all of that, and 1e-3.
 
     Attributes:
         overall: For all gradients together.
@@ -94,10 +94,10 @@ def limits_for(policy: Policy, gradients: Gradients, in_float32: Gradients) -> L
     own = norms(gradients)
     total = norm_of(own)
     if policy.is_float32:
-        return Limits(1e-5 * total, {name: 1e-4 * n + 1e-6 * total for name, n in own.items()})
+        return Limits(1e-5, {name: 1e-4 * norm / total + 1e-6 for name, norm in own.items()})
     off = distances(gradients, in_float32)
-    overall = max(1e-5 * total, norm_of(off) / 2)
-    return Limits(overall, {name: n + 1e-3 * total for name, n in off.items()})
+    overall = min(max(1e-5, norm_of(off) / total / 2), 5e-2)
+    return Limits(overall, {name: distance / total + 1e-3 for name, distance in off.items()})
 
 
 class Outcome(NamedTuple):
@@ -105,7 +105,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         difference: Of all gradients over their norm, the largest of the steps.
-        allowed: The largest that the limits allow, over the same norm.
+        allowed: The largest that the limits allow.
         peak_over_torch: Of the first step.
         report: Of the conversion.
     """
@@ -138,6 +138,7 @@ def distances(actual: Gradients, expected: Gradients) -> dict[str, float]:
 def step(model: nn.Module, inputs: Inputs, policy: Policy, seed: int) -> None:
     """Forward and backward of the distance from random targets."""
     torch.manual_seed(seed)
+    np.random.seed(seed)  # of transformers' masks of speech
     own = tree_map_only(Tensor, Tensor.clone, inputs)
     args = (own.pop(""),) if "" in own else ()
     generator = torch.Generator().manual_seed(seed)
@@ -167,41 +168,63 @@ def trained(model: nn.Module, inputs: Inputs, case: Case, in_float32: Gradients)
     converted = copy.deepcopy(original)
     report = inplace_ops.convert(converted, max_ops=MAX_OPS)
     optimizer = torch.optim.SGD(original.parameters(), 1e-3)
-    runs = [partial(step, m, inputs, policy) for m in (original, converted)]
-    before, after = (memory_of(partial(run, seed=0), "cpu")[0] for run in runs)
-    largest, total = 0.0, 1.0
+    largest, peaks = 0.0, (1, 1)
     limits: Limits | None = None
     for seed in range(STEPS):
-        if seed:
-            for run in runs:
-                run(seed=seed)
+        run = partial(step, inputs=inputs, policy=policy, seed=seed)
+        before = peak_of(partial(run, original), is_measured=seed == 0)
+        try:
+            after = peak_of(partial(run, converted), is_measured=seed == 0)
+        except Exception as error:
+            raise WrongGradientError(f"fails converted alone: {one_line(error)}") from error
+        peaks = (before, after) if seed == 0 else peaks
         expected, actual = gradients_of(original), gradients_of(converted)
+        check_finite(expected)
         limits = limits or limits_for(policy, expected, in_float32)
-        total = norm_of(norms(expected))
-        largest = max(largest, compare(actual, expected, limits) / total)
-        torch.testing.assert_close(
-            dict(converted.named_buffers()), dict(original.named_buffers()), equal_nan=True
-        )
+        largest = max(largest, compare(actual, expected, limits))
+        compare_buffers(converted, original)
         for name, parameter in original.named_parameters():
             parameter.grad = expected.get(name)
         optimizer.step()
         original.zero_grad()
         converted.load_state_dict(original.state_dict())
     assert limits is not None
-    return Outcome(largest, limits.overall / total, after / before, report)
+    return Outcome(largest, limits.overall, peaks[1] / peaks[0], report)
+
+
+def peak_of(run: Callable[[], None], is_measured: bool) -> int:
+    """Run a step; return the most bytes that it allocates at one time, if that is measured."""
+    if is_measured:
+        return memory_of(run, "cpu")[0]
+    run()
+    return 0
+
+
+def compare_buffers(actual: nn.Module, expected: nn.Module) -> None:
+    """Raise if running statistics and the like differ."""
+    own, others = dict(actual.named_buffers()), dict(expected.named_buffers())
+    try:
+        torch.testing.assert_close(own, others, equal_nan=True)
+    except AssertionError as error:
+        raise WrongGradientError(f"buffers differ: {one_line(error)}") from error
+
+
+def check_finite(gradients: Gradients) -> None:
+    """Raise if the original's own gradients cannot be compared with."""
+    total = norm_of(norms(gradients))
+    if not (total > 0 and math.isfinite(total)):
+        raise ArithmeticError(f"the gradients of the original have a norm of {total}")
 
 
 def compare(actual: Gradients, expected: Gradients, limits: Limits) -> float:
-    """Raise if gradients are too far off; return the distance of all together."""
+    """Raise if gradients are too far off; return the distance of all over their norm."""
     total = norm_of(norms(expected))
-    if not (total > 0 and math.isfinite(total)):
-        raise ArithmeticError(f"the gradients of the original have a norm of {total}")
     off = distances(actual, expected)
-    overall = norm_of(off)
+    overall = norm_of(off) / total
     if not overall <= limits.overall:
-        raise WrongGradientError(f"off by {overall / total:.1e}, not {limits.overall / total:.1e}")
+        raise WrongGradientError(f"off by {overall:.1e}, allowed are {limits.overall:.1e}")
     for name, distance in off.items():
-        if not distance <= limits.tensors.get(name, 0.0):
+        if not distance / total <= limits.tensors.get(name, 0.0):
             raise WrongGradientError(f"{name} off by {distance / total:.1e} of all gradients")
     return overall
 
@@ -361,8 +384,6 @@ def kinds(found: Iterable[tuple[Case, Remaining]]) -> list[dict[str, Any]]:
 
 
 SHOWN_KINDS = 20  # of each policy
-
-
 CHUNK = 8  # models in one process, which then ends with what libraries leave behind
 
 

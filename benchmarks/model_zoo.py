@@ -149,6 +149,8 @@ def _torchvision_entry(name: str) -> Entry:
     arguments: dict[str, Any] = {"weights": None}
     if package.endswith((".segmentation", ".detection")):
         arguments["weights_backbone"] = None
+    if package.endswith(".detection") and "ssd" not in name:
+        arguments |= {"min_size": 96, "max_size": 96}  # it resizes its images
     if name in ("googlenet", "inception_v3"):
         arguments["init_weights"] = True
     return Entry(f"torchvision:{name}", inputs, arguments)
@@ -345,9 +347,9 @@ DIFFUSERS: dict[str, tuple[dict[str, Any], MakeInputs]] = {
         {
             "block_out_channels": (32, 32, 64),
             "sample_size": 256,
-            "in_channels": 18,
+            "in_channels": 2,
             "out_channels": 2,
-            "extra_in_channels": 16,
+            "extra_in_channels": 64,
         },
         tensors(sample=(2, 2, 256), **_STEP),
     ),

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import inplace_ops
+
 
 @pytest.fixture(autouse=True)
 def _benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,3 +109,74 @@ def test_moved_bytes_of_a_step() -> None:
     with MovedBytes() as moved:
         torch.autograd.grad(y, layer.weight, torch.ones_like(y))
     assert moved.count == 4 * (64 * 16 + 64 * 32 + 32 * 16 + 64 * 16)  # with ones_like
+
+
+def small_network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.SiLU(), nn.Conv2d(16, 8, 3), nn.BatchNorm2d(8)
+    )
+
+
+def scaled(factor: float) -> Callable[[nn.Module], None]:
+    """Scale the gradient of the first norm's bias alone."""
+
+    def tamper(model: nn.Module) -> None:
+        model.get_parameter("1.bias").register_hook(lambda g: factor * g)
+
+    return tamper
+
+
+def frozen(model: nn.Module) -> None:
+    model.get_parameter("4.weight").requires_grad_(False)
+
+
+def raised(model: nn.Module) -> None:
+    model.get_buffer("1.running_mean").add_(0.1)
+
+
+def broken(model: nn.Module) -> None:
+    model[2].register_forward_hook(lambda *_: torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("policy", "tamper", "found"),
+    [
+        ("float32", lambda model: None, None),
+        ("CUDA autocast", lambda model: None, None),
+        ("float32", scaled(1.001), "off by"),
+        ("CUDA autocast", scaled(1.2), "off by"),
+        ("float32", frozen, "only one side has"),
+        ("float32", raised, "buffers differ"),
+        ("float32", broken, "fails converted alone"),
+    ],
+)
+def test_a_converted_model_that_trains_otherwise_is_found(
+    policy: str,
+    tamper: Callable[[nn.Module], None],
+    found: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from bench_models import Case, WrongGradientError, gradients_of, step, trained
+    from policies import POLICIES
+
+    inputs = {"": torch.randn(8, 3, 16, 16)}
+    model = small_network()
+    step(model, inputs, POLICIES["float32"], seed=0)
+    in_float32 = gradients_of(model)
+    convert = inplace_ops.convert
+
+    def tampered(model: nn.Module, **arguments: int) -> inplace_ops.Report:
+        report = convert(model, **arguments)
+        tamper(model)
+        return report
+
+    monkeypatch.setattr(inplace_ops, "convert", tampered)
+    case = Case(policy, "contiguous")
+    if found is None:
+        outcome = trained(small_network(), inputs, case, in_float32)
+        assert outcome.report.saved_bytes_after < outcome.report.saved_bytes_before
+        assert outcome.peak_over_torch < 1.0
+    else:
+        with pytest.raises(WrongGradientError, match=found):
+            trained(small_network(), inputs, case, in_float32)

@@ -29,6 +29,7 @@ from twins import (
 )
 
 import inplace_ops
+from inplace_ops import saved_bytes
 from inplace_ops.conversion.report import Report
 from inplace_ops.conversion.wiring import conversion_of
 from inplace_ops.recompute import specs
@@ -748,3 +749,103 @@ def test_analyze_changes_nothing() -> None:
     assert report.to_dict() == inplace_ops.convert(model, x).to_dict()
     assert inplace_ops.analyze(model, x).saved_bytes_after == report.saved_bytes_after
     assert is_converted(model)
+
+
+class Branches(nn.Module):
+    """A model of layers that `compute` puts together."""
+
+    def __init__(self, compute: Callable[[nn.ModuleList, Tensor], Any], *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.compute = nn.ModuleList(layers), compute
+
+    def forward(self, x: Tensor) -> Any:
+        return self.compute(self.layers, x)
+
+
+def conv() -> nn.Module:
+    return nn.Conv2d(16, 16, 1)
+
+
+@pytest.mark.parametrize("with_an_example", [True, False])
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(conv(), nn.GroupNorm(4, 16), nn.SiLU(), conv()),
+        nn.Sequential(conv(), nn.GroupNorm(4, 16), conv()),  # its statistics have its own node
+        nn.Sequential(conv(), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 16)),
+        nn.Sequential(nn.MaxPool2d(2), conv(), nn.BatchNorm2d(16), conv()),  # pools the argument
+        Branches(lambda m, x: m[0](x).relu().mean() + m[1](x)[x > 0].sum(), conv(), conv()),
+        Branches(lambda m, x: m[0](x) + m[1](F.silu(m[0](x))).detach(), conv(), conv()),
+    ],
+    ids=["group norm", "group norm alone", "layer norm", "pooling", "index", "dropped branch"],
+)
+def test_the_rows_of_a_report_add_up(model: nn.Module, with_an_example: bool) -> None:
+    model = copy.deepcopy(model)
+    x = torch.randn(8, 16, 16, 16, requires_grad=True)
+    before = saved_bytes(model, x)
+    report = inplace_ops.convert(model, *([x] if with_an_example else []))
+    after = saved_bytes(model, x)
+    if not with_an_example:
+        model(x)  # what saved_bytes measures is behind its hooks
+    remaining = sum(r.bytes for r in report.remaining)
+    assert report.saved_bytes_before == before
+    assert sum(r.bytes for r in report.replaced) + remaining == before
+    assert report.saved_bytes_after == after
+    assert remaining + report.recompute_bytes == after
+
+
+def test_the_report_of_a_model_that_follows_another() -> None:
+    """A GAN's discriminator, of what a converted generator has made: its own rows alone."""
+    first, second = (nn.Sequential(conv(), nn.GroupNorm(4, 16), nn.SiLU(), conv()) for _ in "GD")
+    x = torch.randn(8, 16, 16, 16)
+    alone = inplace_ops.convert(copy.deepcopy(second), x)
+    inplace_ops.convert(first)
+    report = inplace_ops.convert(second)
+    second(first(x))
+    assert report.saved_bytes_before == alone.saved_bytes_before
+    assert report.saved_bytes_after == alone.saved_bytes_after
+    assert len(report.replaced) == len(alone.replaced) == 2
+
+
+def peak_of_a_forward(model: nn.Module, x: Tensor) -> int:
+    with torch.enable_grad(), largest_allocation() as peak:
+        y = model(x)
+    del y
+    return peak[0]
+
+
+def test_no_graph_is_kept_that_the_model_has_dropped() -> None:
+    """A teacher's graph goes before the student runs."""
+
+    def compute(m: nn.ModuleList, x: Tensor) -> Tensor:
+        target = m[0](x).detach().mean()
+        with torch.no_grad():
+            large = torch.cat([x] * 6).mean()
+        return m[1](x) * target * large
+
+    teacher = nn.Sequential(conv(), nn.BatchNorm2d(16), nn.SiLU(), conv())
+    model = Branches(compute, teacher, conv())
+    x = torch.randn(8, 16, 32, 32)
+    original = copy.deepcopy(model)
+    inplace_ops.convert(model)
+    for m in (original, model):
+        m(x)
+    assert peak_of_a_forward(model, x) <= peak_of_a_forward(original, x)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(16), nn.GroupNorm(4, 16)], ids=["batch", "group"])
+@pytest.mark.parametrize("activation", [nn.SiLU(), nn.Hardswish()], ids=["SiLU", "Hardswish"])
+def test_the_first_step_of_one_block_needs_no_more_memory(
+    norm: nn.Module, activation: nn.Module
+) -> None:
+    """It compares what it recomputes in parts."""
+    original = nn.Sequential(conv(), copy.deepcopy(norm), copy.deepcopy(activation), conv())
+    x = torch.randn(8, 16, 128, 128)
+    model = copy.deepcopy(original)
+    inplace_ops.convert(model)
+    peaks = []
+    for m in (original, model):
+        with largest_allocation() as peak:
+            m(x).sum().backward()
+        peaks += peak
+    assert peaks[1] < 0.9 * peaks[0]

@@ -86,7 +86,9 @@ def test_the_bytes_that_a_converted_step_moves(policy: str) -> None:
     with BYTES.open() as file:
         rows = [row for row in csv.DictReader(file) if row["policy"] == policy]
     ratios = sorted(float(row["moved_ratio"]) for row in rows if row["max_ops"] == "4")
-    found = re.search(rf"(\d\.\d\d) to (\d\.\d\d) in {policy}", text.replace("'s autocast", " autocast"))
+    found = re.search(
+        rf"(\d\.\d\d) to (\d\.\d\d) in {policy}", text.replace("'s autocast", " autocast")
+    )
     assert found is not None
     assert [float(found[1]), float(found[2])] == [round(ratios[0], 2), round(ratios[-1], 2)]
 

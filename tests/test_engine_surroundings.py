@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -37,6 +38,7 @@ from twins import (
 
 import inplace_ops
 from inplace_ops.conversion.wiring import conversion_of
+from inplace_ops.recompute import nodes
 
 DOUBLE = torch.float64
 
@@ -618,6 +620,42 @@ def test_subclasses_with_dispatch_are_left() -> None:
     output = torch.func.functional_call(twin, parameters, pair)
     assert replaced(output) == []
     assert not conversion_of(twin).settings.has_warned
+
+
+class OnlyAten(Tensor):
+    """A wrapper that knows PyTorch's operations alone."""
+
+    plain: Tensor
+
+    @staticmethod
+    def __new__(cls, plain: Tensor) -> OnlyAten:
+        made = Tensor._make_wrapper_subclass(cls, plain.shape, strides=plain.stride())
+        made.plain = plain.detach()
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.namespace == "aten"
+        args, kwargs = tree_map_only(OnlyAten, lambda t: t.plain, (args, kwargs or {}))
+        return tree_map_only(Tensor, OnlyAten, func(*args, **kwargs))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_norms_statistics_of_a_subclass_are_left(affine: bool) -> None:
+    """No operation of this package runs on them."""
+    model = nn.Sequential(nn.BatchNorm2d(8, affine=affine), nn.SiLU(), nn.Conv2d(8, 4, 1))
+    twin = converted_twin(model)
+    twin(OnlyAten(torch.randn(2, 8, 16, 16)).requires_grad_()).sum().backward()
+    assert not conversion_of(twin).settings.has_warned
+
+
+def test_a_class_that_is_assigned_tells_nothing_of_other_tensors() -> None:
+    """It gives a tensor `__torch_dispatch__`, and leaves its dispatch keys."""
+    assigned = nn.Parameter(torch.randn(4))
+    assigned.__class__ = type("Assigned", (nn.Parameter,), {"__torch_dispatch__": None})
+    assert not nodes.is_plain(assigned)
+    assert nodes.is_plain(nn.Parameter(torch.randn(4)))
+    assert nodes.is_plain(torch.randn(4))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

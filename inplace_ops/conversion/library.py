@@ -52,8 +52,9 @@ def load(name: str, arguments: Mapping[str, Any] | None = None) -> nn.Module:
 
 def _builder(library: str, model: str) -> Callable[..., nn.Module]:
     if library == "ultralytics":
-        yolo = importlib.import_module("ultralytics").YOLO
-        return lambda: yolo(model, verbose=False).model
+        ultralytics = importlib.import_module("ultralytics")
+        family = ultralytics.RTDETR if "rtdetr" in model else ultralytics.YOLO
+        return lambda: family(model).model
     module = importlib.import_module(library)
     if library == "timm":
         return partial(module.create_model, model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,8 +22,27 @@ from ..recompute.specs import Recomputed
 from .example import tensors_in
 from .report import Remaining, Replaced, Report
 
-_MODULE, _REASONS, _COUNTED = (f"inplace_ops: {key}" for key in ("module", "reasons", "counted"))
 NO_PRODUCER = "(no grad_fn)"
+_numbers = itertools.count()
+
+
+class _OfNode:
+    """What is noted of a node, in its metadata, by one observation.
+
+    Attributes:
+        module: The path of the module that ran its operation.
+        reasons: Why tensors that it saves are saved, by field.
+        listed: The rows of the operation's own outputs, by output.
+        rows: The rows of what it would save.
+    """
+
+    __slots__ = ("listed", "module", "reasons", "rows")
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+        self.reasons: dict[str, str] = {}
+        self.listed: dict[int, int] = {}
+        self.rows: list[int] = []
 
 
 class Observation(Observer):
@@ -34,8 +54,8 @@ class Observation(Observer):
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.found: list[Replaced | None] = []
-        self._before = self._added = 0
+        self._key = f"inplace_ops: observation {next(_numbers)}"
+        self._found: list[Replaced] = []
         self._path = [""]
 
     @contextmanager
@@ -67,34 +87,48 @@ class Observation(Observer):
         return engine is not None and engine.observer is self
 
     def made(self, node: Node) -> None:
-        node.metadata[_MODULE] = self._path[-1]
+        node.metadata.setdefault(self._key, _OfNode(self._path[-1]))
+
+    def _of(self, node: Node) -> _OfNode | None:
+        """Return what is noted of a node that this pass has made; None of others and leaves."""
+        return None if nodes.leaf_of(node) is not None else node.metadata.get(self._key)
 
     def replaced(self, node: Node, field: str, saved: Tensor, packed: Packed) -> Packed:
-        base, _ = base_of(saved.grad_fn, saved.output_nr)
-        self._add(base, node, saved, packed.how)
+        self._add(saved.grad_fn, saved.output_nr, node, saved, packed.how)
         return packed
 
     def fused(self, producer: Node, node: Node, saved: Tensor) -> None:
-        self._add(producer, node, saved, Recomputed.how)
+        self.made(node)  # where the engine walks over nodes, it sees this one later
+        self._add(producer, 0, node, saved, Recomputed.how)
 
-    def _add(self, base: Node | None, node: Node, saved: Tensor, how: str) -> None:
-        """List the memory of an operation's output once, for the first that would save it."""
-        producer = NO_PRODUCER if base is None else nodes.operation_name(base)
-        consumer, size = nodes.operation_name(node), saved.untyped_storage().nbytes()
-        if base is not None:
-            if _COUNTED in base.metadata:
-                return
-            base.metadata[_COUNTED] = len(self.found)
-        self.found.append(Replaced(producer, consumer, self._path[-1], size, how))
-        self._before += size
+    def _add(self, producer: Node, index: int, node: Node, saved: Tensor, how: str) -> None:
+        """List the memory of an operation's output once."""
+        base, index = base_of(producer, index)
+        of_base = None if base is None else self._of(base)
+        consumer = self._of(node)
+        is_indices = base is None and not saved.is_floating_point()
+        if consumer is None or (of_base is None and not is_indices):
+            return  # an argument of the model, or a parameter
+        row = None if of_base is None else of_base.listed.get(index)
+        if row is None:
+            row = len(self._found)
+            name = NO_PRODUCER if base is None else nodes.operation_name(base)
+            size = saved.untyped_storage().nbytes()
+            path = self._path[-1]
+            self._found.append(Replaced(name, nodes.operation_name(node), path, size, how))
+            if of_base is not None:
+                of_base.listed[index] = row
+        consumer.rows.append(row)
 
     def kept(self, node: Node, field: str, reason: str) -> None:
-        node.metadata.setdefault(_REASONS, {})[field] = reason
+        of_node = self._of(node)
+        if of_node is not None:
+            of_node.reasons[field] = reason
 
     def fill(self, report: Report, output: Any, inputs: Any) -> None:
         """Fill in a report, when forward has returned, if the graph of the pass is there to see."""
         with torch._C.DisableTorchFunction():
-            graph = _graph_of(output)
+            graph = self._graph_of(output)
             if graph:
                 self._fill(report, graph, inputs)
 
@@ -102,54 +136,67 @@ class Observation(Observer):
         known = {storage_id(t.untyped_storage()) for t in _strided(inputs)}
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             known.update(storage_id(t.untyped_storage()) for t in _strided(tensor))
-        remaining = list(self._remaining(graph, known))
-        after = self._added + sum(row.bytes for row in remaining)
+        rows = {row for node in graph for row in self._of(node).rows}  # type: ignore[union-attr]
+        remaining: list[Remaining] = []
+        added = 0
+        for node in graph:
+            for field, saved in nodes.readable_tensors(node):
+                storage = saved.untyped_storage() if nodes.is_plain(saved) else None
+                if storage is None or storage_id(storage) in known:
+                    continue
+                known.add(storage_id(storage))
+                if is_fused(node) and field != "0":  # what PyTorch's activation does not save
+                    added += storage.nbytes()
+                    continue
+                base, index = base_of(saved.grad_fn, saved.output_nr)
+                of_base = None if base is None else self._of(base)
+                if of_base is not None:  # replaced for another operation, and saved nevertheless
+                    rows.discard(of_base.listed.get(index, -1))
+                remaining.append(self._remaining(node, field, saved, base))
         for node in graph:
             for packed in nodes.packed_values(node):
                 for tensor in packed.tensors():
                     storage = tensor.untyped_storage()
                     if storage_id(storage) not in known:
                         known.add(storage_id(storage))
-                        after += storage.nbytes()
-        report.fill(filter(None, self.found), remaining)
-        report.saved_bytes_before, report.saved_bytes_after = self._before, after
+                        added += storage.nbytes()
+        replaced = [self._found[row] for row in rows]
+        report.fill(replaced, remaining)
+        saved_bytes = sum(row.bytes for row in remaining)
+        report.saved_bytes_before = saved_bytes + sum(row.bytes for row in replaced)
+        report.saved_bytes_after = saved_bytes + added
 
-    def _remaining(self, graph: list[Node], known: set[int]) -> Iterator[Remaining]:
-        for node in graph:
-            for field, saved in nodes.readable_tensors(node):
-                if not nodes.is_plain(saved):
-                    continue
-                storage = saved.untyped_storage()
-                if storage_id(storage) in known:
-                    continue
-                base, _ = base_of(saved.grad_fn, saved.output_nr)
-                known.add(storage_id(storage))
-                if is_fused(node) and field != "0":  # what PyTorch's activation does not save
-                    self._added += storage.nbytes()
-                    continue
-                listed = None if base is None else base.metadata.get(_COUNTED)
-                if listed is None:
-                    self._before += storage.nbytes()
-                else:  # replaced for one operation, and saved by another nevertheless
-                    self.found[listed] = None
-                yield Remaining(
-                    NO_PRODUCER if base is None else nodes.operation_name(base),
-                    nodes.operation_name(node),
-                    node.metadata.get(_MODULE, ""),
-                    storage.nbytes(),
-                    _reason(node, field, saved, base),
-                )
+    def _remaining(self, node: Node, field: str, saved: Tensor, base: Node | None) -> Remaining:
+        of_node = self._of(node)
+        assert of_node is not None
+        return Remaining(
+            NO_PRODUCER if base is None else nodes.operation_name(base),
+            nodes.operation_name(node),
+            of_node.module,
+            saved.untyped_storage().nbytes(),
+            _reason(of_node, node, field, saved, base),
+        )
+
+    def _graph_of(self, output: Any) -> list[Node]:
+        """Return all nodes of the pass that tensors in `output` follow from, in their order."""
+        found: dict[Node, int] = {}
+        pending: list[Node] = [tensor.grad_fn for tensor in tensors_in(output)]
+        while pending:
+            node = pending.pop()
+            if node is not None and node not in found and self._of(node) is not None:
+                found[node] = nodes.sequence_number(node) or 0
+                pending += [before for before, _ in nodes.producers(node)]
+        return sorted(found, key=found.__getitem__)
 
 
-def _reason(node: Node, field: str, saved: Tensor, base: Node | None) -> str:
+def _reason(of_node: _OfNode, node: Node, field: str, saved: Tensor, base: Node | None) -> str:
     """Return why a tensor is saved: what the engine said, or what kept it from looking."""
     if base is None:
         return reasons.NO_GRADIENT
     if nodes.is_cast_leaf(base):
         return reasons.PARAMETER_COPY
-    known = node.metadata.get(_REASONS, {}).get(field)
-    if known is not None:
-        return known
+    if field in of_node.reasons:
+        return of_node.reasons[field]
     return reasons.SMALL if saved.nbytes < MIN_BYTES else reasons.saved_by(node)
 
 
@@ -165,15 +212,3 @@ def _eager_modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.M
 
 def _strided(value: Any) -> Iterator[Tensor]:
     return filter(nodes.is_plain, tensors_in(value))
-
-
-def _graph_of(output: Any) -> list[Node]:
-    """Return all nodes of the pass that tensors in `output` follow from, in their order."""
-    found: dict[Node, int] = {}
-    pending: list[Node] = [tensor.grad_fn for tensor in tensors_in(output)]
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in found and _MODULE in node.metadata:
-            found[node] = nodes.sequence_number(node) or 0
-            pending += [before for before, _ in nodes.producers(node)]
-    return sorted(found, key=found.__getitem__)

@@ -90,7 +90,10 @@ _T = TypeVar("_T")
 Reason = str | Callable[..., str]
 
 # Errors at reading what a node has saved. If the operation's backward comes, it says so itself.
-_SAID_LATER = ("modified by an inplace operation", "second time")
+_SAID_LATER = (
+    *("modified by an inplace operation", "second time"),
+    "Creating a new autograd node from inside a node creation hook",  # of a view, written to
+)
 
 MIN_BYTES = 4096  # smaller tensors are left alone
 MAX_OPS = 4
@@ -174,8 +177,7 @@ USE_CREATION_HOOK = nodes.creation_hook is not None
 def _see(node: Node) -> None:
     """The node creation hook."""
     engine = _running.engine
-    # A forward that leaves a hook of its own open makes ours stay, beside the next call's.
-    if engine is not None and node is not engine.last:
+    if engine is not None and engine.is_new(node):
         engine.see(node)
 
 
@@ -212,10 +214,10 @@ class Engine:
     def __init__(self, settings: Settings, observer: Observer | None) -> None:
         self.settings = settings
         self.observer = observer
-        self.last: Node = None
+        self._last: int | None = None  # the sequence number of the last node
         self._ordinal = 0
         self._stream: Any = None  # of the node that is looked at
-        self._obstacle: tuple[Any, ...] = ()  # why there is no spec: a reason and its arguments
+        self._obstacle: tuple[Any, ...] = ("",)  # why there is no spec: a reason, its arguments
         self._entered: dict[int, _Entered] = {}
         self._copying: list[weakref.ref[Record]] = []  # what has copies, or may get them
         self._narrow: list[weakref.ref[NarrowMemory]] = []
@@ -223,9 +225,19 @@ class Engine:
         self._first = nodes.next_sequence_number()
         self._inputs: set[Node] = set()
 
+    def is_new(self, node: Node) -> bool:
+        """Whether the last node was another one.
+
+        A forward that leaves a creation hook of its own open makes ours stay, beside the next
+        call's.
+        """
+        number = nodes.sequence_number(node)
+        is_new = number is None or number != self._last
+        self._last = number
+        return is_new
+
     def see(self, node: Node) -> None:
-        """Look at a node that has just been made."""
-        self.last = node
+        """Look at a node that has just been made. Keeps no reference to it."""
         try:
             if self.observer is not None:
                 self.observer.made(node)
@@ -235,7 +247,7 @@ class Engine:
             with nodes.no_graph():  # a node creation hook must make no node
                 self._see(node, operation)
         except Exception as error:
-            self.warn_of(error)
+            self.warn_of(error, node)
 
     def walk(self, value: Any) -> None:
         """See the new nodes behind tensors in `value`: see NOTE [Where nodes come from]."""
@@ -345,11 +357,11 @@ class Engine:
                 return False
         return True
 
-    def warn_of(self, error: Exception) -> None:
-        """Warn of an error inside of the engine."""
+    def warn_of(self, error: Exception, node: Node = None) -> None:
+        """Warn of an error inside of the engine, at a node."""
         if isinstance(error, RuntimeError) and any(text in str(error) for text in _SAID_LATER):
             return
-        where = "" if self.last is None else f" of {nodes.operation_name(self.last)}"
+        where = "" if node is None else f" of {nodes.operation_name(node)}"
         self.settings.warn(
             f"inplace_ops: tensors{where} are saved as PyTorch saves them, as looking at them "
             f"failed: {type(error).__name__}: {error}"
@@ -383,6 +395,7 @@ class Engine:
         if operation.reads_no_values:
             for producer, index in nodes.producers(node):
                 self._pack_mask(*base_of(producer, index))
+        self._obstacle = ("",)  # it may refer to nodes
 
     def _record(self, node: Node, operation: Operation) -> Record | None:
         output = operation.output
@@ -425,7 +438,7 @@ class Engine:
             record.take_note(saved)
         if saved._version not in (0, record.version):
             return self._keep(node, field, reasons.WRITTEN_TO)
-        self._obstacle = (reasons.output_of, base)
+        self._meet(reasons.output_of, base)
         spec = self._output_spec(saved.grad_fn, saved.output_nr)
         if spec is None or spec.cost > self.settings.max_ops:
             spec = self._cast_back(base, record, saved) or spec
@@ -440,7 +453,7 @@ class Engine:
         saved = self._rewritable(node, operation.result)
         if saved is None:
             return
-        self._obstacle = (reasons.output_of, node)
+        self._meet(reasons.output_of, node)
         spec = self._computed(node, 0, operation, record)
         if spec is None:
             return self._keep(node, operation.result, *self._obstacle)
@@ -526,6 +539,11 @@ class Engine:
         if saved is not None and _ops.has_kernel(saved):
             self._pack(node, field, saved, Mask(saved, operation.mask))
 
+    def _meet(self, reason: Callable[..., str], *args: Any) -> None:
+        """Remember what stands in the way of a spec, for a report."""
+        if self.observer is not None:
+            self._obstacle = reason, *args
+
     def _keep(self, node: Node, field: str, reason: Reason, *args: Any) -> None:
         if self.observer is not None:
             text = reason if isinstance(reason, str) else reason(*args)
@@ -560,7 +578,7 @@ class Engine:
     ) -> Spec | None:
         output = operation.output
         if not record.inputs_proved or index != 0:
-            self._obstacle = (reasons.unproved_input, node)
+            self._meet(reasons.unproved_input, node)
             return None
         if output == "norm":
             return self._norm(node, record)
@@ -576,7 +594,7 @@ class Engine:
             if spec is None:
                 return None
             if spec.cost > self.settings.max_ops:
-                self._obstacle = (reasons.too_many, self.settings.max_ops)
+                self._meet(reasons.too_many, self.settings.max_ops)
                 return None
             inputs.append(spec)
         arguments = _arguments(node, index, output.arguments)
@@ -590,7 +608,7 @@ class Engine:
 
     def _input(self, node: Node, position: int, field: str | None, record: Record) -> Spec | None:
         """Return how an input of an operation is computed."""
-        self._obstacle = (reasons.hidden_input, node)
+        self._meet(reasons.hidden_input, node)
         if field is not None:
             packed = nodes.packed(node, field)
             if packed is not None:
@@ -605,7 +623,7 @@ class Engine:
                 usable = _is_activation(saved) and nodes.is_plain(saved)
                 return Leaf(saved) if usable and nodes.has_storage(saved) else None
         producer, index = nodes.producer(node, position)
-        self._obstacle = (reasons.unsaved_input, node, base_of(producer, index)[0])
+        self._meet(reasons.unsaved_input, node, producer, index)
         return None if producer is None else self._output_spec(producer, index)
 
     def _norm(self, node: Node, record: Record) -> Spec | None:
@@ -616,7 +634,7 @@ class Engine:
         affine = affine_of(node, record)
         if affine is not None:
             return Affine(x, affine, nodes.output_dtype(node, 0))
-        self._obstacle = (reasons.unknown_parameters, node)
+        self._meet(reasons.unknown_parameters, node)
         if record.parameters is None:
             return None
         rerun = norms.rerun_of(node, record.parameters, record.eps)
@@ -653,7 +671,9 @@ def learn_parameters(node: Node, record: Record, known: norms.Parameters) -> Non
     Of a batch norm the affine, which is as small. In eval mode it has to be computed at once: a
     training call of the norm writes to the running statistics, and raises no version.
     """
-    if norms.is_batch_norm(node) and norms.can_compute(node):
+    x = nodes.saved_tensor(node, "input")
+    is_usable = x is not None and nodes.is_plain(x) and norms.can_compute(node)
+    if is_usable and norms.is_batch_norm(node):
         affine = norms.affine_of(node, known)
         if affine.nbytes <= COPY_LIMIT:
             record.affine = affine

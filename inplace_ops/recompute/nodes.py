@@ -221,8 +221,12 @@ def readable_tensors(node: Node) -> Iterator[tuple[str, Tensor]]:
     for field in tensor_fields(node):
         with suppress(RuntimeError):
             raw = _raw(node, field)
-            is_single = raw is not None and not isinstance(raw, tuple)
-            tensor = saved_tensor(node, field) if is_single else None
+            if isinstance(raw, tuple):  # as the indices of an index
+                if all(each is None or _is_readable(each) for each in raw):
+                    tensors = enumerate(getattr(node, "_saved_" + field))
+                    yield from ((f"{field}.{i}", t) for i, t in tensors if t is not None)
+                continue
+            tensor = saved_tensor(node, field) if raw is not None else None
             if tensor is not None:
                 yield field, tensor
 
@@ -267,16 +271,16 @@ def is_plain(tensor: Tensor) -> bool:
 
     A subclass without `__torch_dispatch__`, as MONAI's MetaTensor, is a plain tensor. DTensors and
     the tensors of tracers, of functorch and of functionalization are not. Each of these has a
-    dispatch key of its own, so the answer for one set of keys holds for all tensors that have it.
+    dispatch key of its own, so the answer for a type and a set of keys holds for all of them.
     """
-    keys = torch._C._dispatch_keys(tensor).raw_repr()
-    known = _is_plain.get(keys)
+    kind = type(tensor), torch._C._dispatch_keys(tensor).raw_repr()
+    known = _is_plain.get(kind)
     if known is None:
-        known = _is_plain[keys] = _looks_plain(tensor)
+        known = _is_plain[kind] = _looks_plain(tensor)
     return known
 
 
-_is_plain: dict[int, bool] = {}
+_is_plain: dict[tuple[type, int], bool] = {}
 
 
 def _looks_plain(tensor: Tensor) -> bool:

@@ -48,9 +48,10 @@ def too_many(max_ops: int) -> str:
     return f"takes more than {max_ops} operations: raise max_ops"
 
 
-def unsaved_input(node: Node, before: Node) -> str:
+def unsaved_input(node: Node, before: Node, index: int = 0) -> str:
     """Of what follows from a tensor that its operation does not save."""
     name = nodes.operation_name(node)
+    before, _ = base_of(before, index)
     if before is None:
         return f"{name} does not save an input without a gradient"
     if nodes.leaf_of(before) is not None:

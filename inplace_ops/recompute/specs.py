@@ -258,6 +258,38 @@ def _without_autocast(kind: str) -> Iterator[None]:
         yield
 
 
+# A comparison adds little to the peak of the first step, and waits for a GPU few times.
+_PARTS, _LEAST_PART = 16, 2**16
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Return the elements in parts, in the order of the memory where it is dense."""
+    if torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        tensor = tensor.as_strided((tensor.numel(),), (1,))
+    else:
+        tensor = tensor.reshape(-1)
+    yield from tensor.split(max(_LEAST_PART, -(-tensor.numel() // _PARTS)))
+
+
+def _largest_of(tensor: Tensor) -> float:
+    return max((float(_largest(part)) for part in _parts(tensor)), default=0.0)
+
+
+def _excess(value: Tensor, saved: Tensor, allowed: float) -> float | None:
+    """Return the largest difference that is more than `allowed`, None if there is none.
+
+    Equal infinities are no difference, nor are two NaN.
+    """
+    found = None
+    for mine, other in zip(_parts(value), _parts(saved), strict=True):
+        difference = torch.sub(mine, other).abs_()
+        wrong = ~(difference <= allowed)
+        wrong &= ~((mine == other) | (mine.isnan() & other.isnan()))
+        if wrong.any():
+            found = max(found or 0.0, float(difference[wrong].max()))
+    return found
+
+
 class Recomputed(Packed):
     """What is saved in place of a tensor: a spec, and the tensor's shape, dtype and strides.
 
@@ -309,13 +341,13 @@ class Recomputed(Packed):
             saved = saved.detach()
             if torch.equal(value, saved):
                 return None
-            allowed = self.spec.rounding * self.spec.magnitude() if self.spec.rounding else 0.0
-            difference = torch.sub(value, saved).abs_()
-            wrong = ~(difference <= allowed)
-            wrong &= ~((value == saved) | (value.isnan() & saved.isnan()))
-            if not wrong.any():
+            rounding = self.spec.rounding
+            # The magnitude takes memory to compute, and is at least that of the value.
+            if rounding and _excess(value, saved, rounding * _largest_of(value)) is None:
                 return None
-            return f"up to {difference[wrong].max():.3g}"
+            allowed = rounding * float(self.spec.magnitude()) if rounding else 0.0
+            excess = _excess(value, saved, allowed)
+            return None if excess is None else f"up to {excess:.3g}"
 
     def _as_in_forward(self) -> AbstractContextManager[None]:
         """Compute without a graph, at full precision, without the caller's function modes."""
