@@ -104,15 +104,15 @@ class Outcome(NamedTuple):
     """What training a converted model beside the original has shown.
 
     Attributes:
-        difference: Of all gradients over their norm, the largest of the steps.
-        allowed: The largest that the limits allow.
-        peak_over_torch: Of the first step.
+        difference: Of all gradients over their norm, in the step where it is largest.
+        allowed: What the limits allow in that step.
+        peak_over_torch: Of the first step; None if it was not measured.
         report: Of the conversion.
     """
 
     difference: float
     allowed: float
-    peak_over_torch: float
+    peak_over_torch: float | None
     report: Report
 
 
@@ -158,38 +158,42 @@ def gradients_of(model: nn.Module) -> Gradients:
     return found
 
 
-def trained(model: nn.Module, inputs: Inputs, case: Case, in_float32: Gradients) -> Outcome:
-    """Train a converted copy of the model beside it; raises WrongGradientError.
-
-    `in_float32` are the gradients of the first step in float32.
-    """
+def trained(model: nn.Module, inputs: Inputs, case: Case, measures_peak: bool = True) -> Outcome:
+    """Train a converted copy of the model beside it; raises WrongGradientError."""
     policy = POLICIES[case.policy]
     original = model.to(memory_format=FORMATS[case.memory_format])
-    converted = copy.deepcopy(original)
+    converted, exact = copy.deepcopy(original), copy.deepcopy(original)
     report = inplace_ops.convert(converted, max_ops=MAX_OPS)
     optimizer = torch.optim.SGD(original.parameters(), 1e-3)
-    largest, peaks = 0.0, (1, 1)
-    limits: Limits | None = None
+    outcome = Outcome(0.0, 0.0, None, report)
     for seed in range(STEPS):
         run = partial(step, inputs=inputs, policy=policy, seed=seed)
-        before = peak_of(partial(run, original), is_measured=seed == 0)
+        is_measured = measures_peak and seed == 0
+        before = peak_of(partial(run, original), is_measured)
         try:
-            after = peak_of(partial(run, converted), is_measured=seed == 0)
+            after = peak_of(partial(run, converted), is_measured)
         except Exception as error:
             raise WrongGradientError(f"fails converted alone: {one_line(error)}") from error
-        peaks = (before, after) if seed == 0 else peaks
+        if before:
+            outcome = outcome._replace(peak_over_torch=after / before)
         expected, actual = gradients_of(original), gradients_of(converted)
         check_finite(expected)
-        limits = limits or limits_for(policy, expected, in_float32)
-        largest = max(largest, compare(actual, expected, limits))
+        in_float32 = expected
+        if not policy.is_float32:
+            step(exact, inputs, POLICIES["float32"], seed)
+            in_float32 = gradients_of(exact)
+        limits = limits_for(policy, expected, in_float32)
+        difference = compare(actual, expected, limits)
+        if difference >= outcome.difference:
+            outcome = outcome._replace(difference=difference, allowed=limits.overall)
         compare_buffers(converted, original)
         for name, parameter in original.named_parameters():
             parameter.grad = expected.get(name)
         optimizer.step()
         original.zero_grad()
-        converted.load_state_dict(original.state_dict())
-    assert limits is not None
-    return Outcome(largest, limits.overall, peaks[1] / peaks[0], report)
+        for other in (converted, exact):
+            other.load_state_dict(original.state_dict())
+    return outcome
 
 
 def peak_of(run: Callable[[], None], is_measured: bool) -> int:
@@ -256,7 +260,7 @@ Remaining = dict[Remains, int]  # bytes
 Rows = list[tuple[dict[str, Any], Remaining]]
 
 
-def rows_of(name: str) -> Rows:
+def rows_of(name: str, measures_peak: bool = True) -> Rows:
     """A row for each case, and what remains saved there."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -268,8 +272,6 @@ def rows_of(name: str) -> Rows:
         model = seeded_model(entry)
         inputs = inputs_of(entry, model)
         shape, cases = shape_of(inputs), list(cases_for(model))
-        step(model, inputs, POLICIES["float32"], seed=0)
-        in_float32 = gradients_of(model)
     except Exception as failure:
         error = one_line(failure)
     model = None
@@ -279,7 +281,7 @@ def rows_of(name: str) -> Rows:
         columns["result"] = error
         if not error:
             try:
-                outcome = trained(seeded_model(entry), inputs, case, in_float32)
+                outcome = trained(seeded_model(entry), inputs, case, measures_peak)
                 columns, remaining = columns_of(outcome), remaining_of(outcome.report)
             except Exception as failure:
                 columns["result"] = one_line(failure)
@@ -307,18 +309,19 @@ def columns_of(outcome: Outcome) -> dict[str, str]:
     """What a row says of an outcome. The ratio is without autocast's copies of parameters."""
     report = outcome.report
     before, after = report.saved_bytes_before, report.saved_bytes_after
+    peak = outcome.peak_over_torch
     assert before is not None
     assert after is not None
     copies = sum(row.bytes for row in report.remaining if row.reason == PARAMETER_COPY)
     values = (
-        SAME if outcome.peak_over_torch <= PEAK_LIMIT else MORE_MEMORY,
+        MORE_MEMORY if peak is not None and peak > PEAK_LIMIT else SAME,
         f"{outcome.difference:.1e}" if outcome.difference else "0",
         f"{outcome.allowed:.1e}",
         before,
         after,
         f"{(after - copies) / (before - copies):.3f}" if before > copies else "",
         copies,
-        f"{outcome.peak_over_torch:.3f}",
+        "" if peak is None else f"{peak:.3f}",
     )
     return dict(zip(COLUMNS, map(str, values), strict=True))
 
@@ -396,19 +399,26 @@ def all_rows(names: Sequence[str], processes: int) -> Iterator[tuple[dict[str, A
 
 
 def rows_in_a_process(names: Sequence[str]) -> Rows:
-    """The rows of models that run one after the other in a process; if it dies, in another."""
+    """The rows of models that run one after the other in a process.
+
+    PyTorch's profiler, which tells the peaks, ends the process at some models, also as they are.
+    These run again without it.
+    """
     found: Rows = []
-    pending = list(names)
+    pending = [(name, True) for name in names]
     while pending:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             while pending:
-                name = pending.pop(0)
+                name, measures_peak = pending.pop(0)
                 try:
-                    found += pool.submit(rows_of, name).result()
+                    found += pool.submit(rows_of, name, measures_peak).result()
                 except BrokenProcessPool:
-                    columns = dict.fromkeys(COLUMNS, "") | {"result": "its process died"}
-                    row = {"model": name, **CASES[0]._asdict(), "input": "", **columns}
-                    found.append((row | machine("cpu"), {}))
+                    if measures_peak:
+                        pending.append((name, False))
+                    else:
+                        columns = dict.fromkeys(COLUMNS, "") | {"result": "its process died"}
+                        row = {"model": name, **CASES[0]._asdict(), "input": "", **columns}
+                        found.append((row | machine("cpu"), {}))
                     break
     return found
 
@@ -448,7 +458,7 @@ def summarize(rows: list[dict[str, Any]]) -> None:
         ratios = sorted(float(row["ratio"]) for row in own)
         if len(ratios) > 1:
             middle = ", ".join(f"{q:.2f}" for q in quartiles(ratios))
-            peak = max(float(row["first_peak_over_torch"]) for row in own)
+            peak = max(float(row["first_peak_over_torch"] or 0) for row in own)
             ends = (f"{ratios[0]:.2f}", middle, f"{ratios[-1]:.2f}", f"{peak:.3f}")
             lines.append([", ".join(case), str(len(own)), *ends])
     print(table(lines))

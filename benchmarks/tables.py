@@ -183,7 +183,7 @@ def models(rows: Rows) -> str:
             if len(ran) < 2:
                 continue
             ratios, peaks = (
-                sorted(float(row[column]) for row in ran)
+                sorted(float(row[column]) for row in ran if row[column])
                 for column in ("ratio", "first_peak_over_torch")
             )
             low, middle, high = quartiles(ratios)

@@ -157,13 +157,9 @@ def test_a_converted_model_that_trains_otherwise_is_found(
     found: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from bench_models import Case, WrongGradientError, gradients_of, step, trained
-    from policies import POLICIES
+    from bench_models import Case, WrongGradientError, trained
 
     inputs = {"": torch.randn(8, 3, 16, 16)}
-    model = small_network()
-    step(model, inputs, POLICIES["float32"], seed=0)
-    in_float32 = gradients_of(model)
     convert = inplace_ops.convert
 
     def tampered(model: nn.Module, **arguments: int) -> inplace_ops.Report:
@@ -174,9 +170,9 @@ def test_a_converted_model_that_trains_otherwise_is_found(
     monkeypatch.setattr(inplace_ops, "convert", tampered)
     case = Case(policy, "contiguous")
     if found is None:
-        outcome = trained(small_network(), inputs, case, in_float32)
+        outcome = trained(small_network(), inputs, case)
         assert outcome.report.saved_bytes_after < outcome.report.saved_bytes_before
         assert outcome.peak_over_torch < 1.0
     else:
         with pytest.raises(WrongGradientError, match=found):
-            trained(small_network(), inputs, case, in_float32)
+            trained(small_network(), inputs, case)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import pickle
 import random
@@ -849,3 +850,21 @@ def test_the_first_step_of_one_block_needs_no_more_memory(
             m(x).sum().backward()
         peaks += peak
     assert peaks[1] < 0.9 * peaks[0]
+
+
+def test_saved_bytes_are_what_a_converted_model_holds() -> None:
+    """Under the hooks of `saved_bytes` the engine replaces what it replaces without."""
+
+    def compute(m: nn.ModuleList, x: Tensor) -> Tensor:
+        for first, norm, second, last in zip(*[iter(m)] * 4, strict=True):
+            y = last(second(F.relu(norm(first(x)), inplace=True)))
+            y += x
+            x = F.relu(y, inplace=True)
+        return x.sum()
+
+    layers = [(conv(), nn.BatchNorm2d(16), conv(), nn.BatchNorm2d(16)) for _ in range(3)]
+    model = Branches(compute, *itertools.chain.from_iterable(layers))
+    x = torch.randn(8, 16, 16, 16)
+    inplace_ops.convert(model, max_ops=16)
+    model(x)
+    assert saved_bytes(model, x) == pytest.approx(held_allocation(lambda: model(x)), abs=1024)

@@ -434,7 +434,7 @@ class Engine:
             return self._keep(node, field, reasons.output_of, base)
         if record.stream != self._stream:
             return self._keep(node, field, reasons.OTHER_STREAM)
-        if not saved._is_view():
+        if not saved._is_view() and nodes.saves_itself(node, field):
             record.take_note(saved)
         if saved._version not in (0, record.version):
             return self._keep(node, field, reasons.WRITTEN_TO)

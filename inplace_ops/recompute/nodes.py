@@ -148,6 +148,11 @@ def saved_tensor(node: Node, field: str) -> Tensor | None:
     return None
 
 
+def saves_itself(node: Node, field: str) -> bool:
+    """Whether `saved_tensor` is the tensor that was saved, and no copy made of it for the call."""
+    return _raw(node, field).unpack_hook is None
+
+
 def saves(node: Node, field: str) -> bool:
     """Whether the node has a saved tensor of that name, present or not."""
     return hasattr(type(node), "_saved_" + field)

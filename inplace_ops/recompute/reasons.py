@@ -69,7 +69,7 @@ def unproved_input(node: Node) -> str:
     for base in bases:
         record = record_of(base)
         tensor = record.note() if record is not None and record.note is not None else None
-        if record is None or tensor is None:
+        if record is None or tensor is None or tensor.grad_fn is not base:
             continue
         if tensor._version not in (0, record.version):
             return f"an input of {name} was written to"
