@@ -106,13 +106,13 @@ class Outcome(NamedTuple):
     Attributes:
         difference: Of all gradients over their norm, in the step where it is largest.
         allowed: What the limits allow in that step.
-        peak_over_torch: Of the first step; None if it was not measured.
+        peak_over_torch: Of the first step.
         report: Of the conversion.
     """
 
     difference: float
     allowed: float
-    peak_over_torch: float | None
+    peak_over_torch: float
     report: Report
 
 
@@ -158,20 +158,19 @@ def gradients_of(model: nn.Module) -> Gradients:
     return found
 
 
-def trained(model: nn.Module, inputs: Inputs, case: Case, measures_peak: bool = True) -> Outcome:
+def trained(model: nn.Module, inputs: Inputs, case: Case) -> Outcome:
     """Train a converted copy of the model beside it; raises WrongGradientError."""
     policy = POLICIES[case.policy]
     original = model.to(memory_format=FORMATS[case.memory_format])
     converted, exact = copy.deepcopy(original), copy.deepcopy(original)
     report = inplace_ops.convert(converted, max_ops=MAX_OPS)
     optimizer = torch.optim.SGD(original.parameters(), 1e-3)
-    outcome = Outcome(0.0, 0.0, None, report)
+    outcome = Outcome(0.0, 0.0, 1.0, report)
     for seed in range(STEPS):
         run = partial(step, inputs=inputs, policy=policy, seed=seed)
-        is_measured = measures_peak and seed == 0
-        before = peak_of(partial(run, original), is_measured)
+        before = peak_of(partial(run, original), is_measured=seed == 0)
         try:
-            after = peak_of(partial(run, converted), is_measured)
+            after = peak_of(partial(run, converted), is_measured=seed == 0)
         except Exception as error:
             raise WrongGradientError(f"fails converted alone: {one_line(error)}") from error
         if before:
@@ -260,8 +259,8 @@ Remaining = dict[Remains, int]  # bytes
 Rows = list[tuple[dict[str, Any], Remaining]]
 
 
-def rows_of(name: str, measures_peak: bool = True) -> Rows:
-    """A row for each case, and what remains saved there."""
+def rows_of(name: str, only: Case | None = None) -> Rows:
+    """A row for each case, or for one of them, and what remains saved there."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     begin = time.perf_counter()
@@ -272,6 +271,7 @@ def rows_of(name: str, measures_peak: bool = True) -> Rows:
         model = seeded_model(entry)
         inputs = inputs_of(entry, model)
         shape, cases = shape_of(inputs), list(cases_for(model))
+        cases = [case for case in cases if only in (None, case)]
     except Exception as failure:
         error = one_line(failure)
     model = None
@@ -281,7 +281,7 @@ def rows_of(name: str, measures_peak: bool = True) -> Rows:
         columns["result"] = error
         if not error:
             try:
-                outcome = trained(seeded_model(entry), inputs, case, measures_peak)
+                outcome = trained(seeded_model(entry), inputs, case)
                 columns, remaining = columns_of(outcome), remaining_of(outcome.report)
             except Exception as failure:
                 columns["result"] = one_line(failure)
@@ -309,19 +309,18 @@ def columns_of(outcome: Outcome) -> dict[str, str]:
     """What a row says of an outcome. The ratio is without autocast's copies of parameters."""
     report = outcome.report
     before, after = report.saved_bytes_before, report.saved_bytes_after
-    peak = outcome.peak_over_torch
     assert before is not None
     assert after is not None
     copies = sum(row.bytes for row in report.remaining if row.reason == PARAMETER_COPY)
     values = (
-        MORE_MEMORY if peak is not None and peak > PEAK_LIMIT else SAME,
+        SAME if outcome.peak_over_torch <= PEAK_LIMIT else MORE_MEMORY,
         f"{outcome.difference:.1e}" if outcome.difference else "0",
         f"{outcome.allowed:.1e}",
         before,
         after,
         f"{(after - copies) / (before - copies):.3f}" if before > copies else "",
         copies,
-        "" if peak is None else f"{peak:.3f}",
+        f"{outcome.peak_over_torch:.3f}",
     )
     return dict(zip(COLUMNS, map(str, values), strict=True))
 
@@ -401,23 +400,23 @@ def all_rows(names: Sequence[str], processes: int) -> Iterator[tuple[dict[str, A
 def rows_in_a_process(names: Sequence[str]) -> Rows:
     """The rows of models that run one after the other in a process.
 
-    PyTorch's profiler, which tells the peaks, ends the process at some models, also as they are.
-    These run again without it.
+    Of a model that ends the process each case runs again, and one may: on a CPU PyTorch itself
+    corrupts memory in some models in channels_last.
     """
     found: Rows = []
-    pending = [(name, True) for name in names]
+    pending: list[tuple[str, Case | None]] = [(name, None) for name in names]
     while pending:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             while pending:
-                name, measures_peak = pending.pop(0)
+                name, only = pending.pop(0)
                 try:
-                    found += pool.submit(rows_of, name, measures_peak).result()
+                    found += pool.submit(rows_of, name, only).result()
                 except BrokenProcessPool:
-                    if measures_peak:
-                        pending.append((name, False))
+                    if only is None:
+                        pending += [(name, case) for case in CASES]
                     else:
                         columns = dict.fromkeys(COLUMNS, "") | {"result": "its process died"}
-                        row = {"model": name, **CASES[0]._asdict(), "input": "", **columns}
+                        row = {"model": name, **only._asdict(), "input": "", **columns}
                         found.append((row | machine("cpu"), {}))
                     break
     return found
@@ -458,7 +457,7 @@ def summarize(rows: list[dict[str, Any]]) -> None:
         ratios = sorted(float(row["ratio"]) for row in own)
         if len(ratios) > 1:
             middle = ", ".join(f"{q:.2f}" for q in quartiles(ratios))
-            peak = max(float(row["first_peak_over_torch"] or 0) for row in own)
+            peak = max(float(row["first_peak_over_torch"]) for row in own)
             ends = (f"{ratios[0]:.2f}", middle, f"{ratios[-1]:.2f}", f"{peak:.3f}")
             lines.append([", ".join(case), str(len(own)), *ends])
     print(table(lines))
