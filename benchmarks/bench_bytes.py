@@ -3,7 +3,8 @@
 saved: what autograd holds when forward has returned, by `inplace_ops.saved_bytes`, without
 parameters, buffers and the input. peak: the most that a step of forward and backward allocates at
 one time, gradients included. moved: what all operations of a step read and write, each tensor once
-for each operation. All three are counts: they follow from the shapes, and no machine changes them.
+for each operation. All three are counts, which follow from the shapes; but to the peak PyTorch's
+kernels add memory of their own, on a CPU for each thread.
 
 Each network runs in every dtype policy and with several `max_ops`. It is counted only if the
 gradients of both agree. Under autocast the weights of convolutions and linear layers are in
@@ -180,7 +181,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=DEFAULT_POLICIES)
     parser.add_argument("--max-ops", nargs="+", type=int, default=MAX_OPS)
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

@@ -10,7 +10,7 @@ import copy
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,16 @@ def _benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
 
 
+@pytest.fixture
+def _one_thread() -> Iterator[None]:
+    """PyTorch's kernels take memory of their own for each thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize(("network", "policy"), COUNTED)
 def test_bytes_of_a_step(network: str, policy: str) -> None:
     """Saved, peak and moved bytes are not above the committed figures, and gradients agree."""
