@@ -995,6 +995,28 @@ def test_running_statistics_that_change(activation: Callable[[], nn.Module]) -> 
     assert_same_steps(model, twin, x)
 
 
+def test_running_statistics_that_change_after_a_recomputed_input() -> None:
+    """Also where the module alone tells that there is no bias, when the input is replaced."""
+
+    def compute(m: Any, z: Tensor) -> Tensor:
+        y = m.second(m.silu(z))
+        if m.changes:
+            with torch.no_grad():
+                m.second.train()(3 * z + 1)
+            m.second.eval()
+        return m.conv(y)
+
+    model = Program(compute)
+    model.second = nn.BatchNorm2d(C, affine=False).eval()
+    model.changes = False
+    twin, x = converted_twin(model), images()
+    assert "NativeBatchNorm, saved by Convolution" in names_of(twin, x)
+    twin.load_state_dict(model.state_dict())
+    assert_same_steps(model, twin, x)
+    model.changes = twin.changes = True
+    assert_same_steps(model, twin, x)
+
+
 @pytest.mark.parametrize("norm", ["batch", "group", "instance"])
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["", "frozen"])
 def test_a_bias_that_is_written_to_between_two_calls(is_frozen: bool, norm: str) -> None:

@@ -671,9 +671,7 @@ def learn_parameters(node: Node, record: Record, known: norms.Parameters) -> Non
     Of a batch norm the affine, which is as small. In eval mode it has to be computed at once: a
     training call of the norm writes to the running statistics, and raises no version.
     """
-    x = nodes.saved_tensor(node, "input")
-    is_usable = x is not None and nodes.is_plain(x) and norms.can_compute(node)
-    if is_usable and norms.is_batch_norm(node):
+    if norms.is_batch_norm(node) and norms.can_compute(node):
         affine = norms.affine_of(node, known)
         if affine.nbytes <= COPY_LIMIT:
             record.affine = affine

@@ -268,9 +268,11 @@ def can_compute(node: Node) -> bool:
     """Whether the saved statistics tell the function: those in 16 bits are too coarse."""
     if reads_running_statistics(node):
         running = (saved_tensor(node, name) for name in ("running_mean", "running_var"))
-        return all(statistic is not None for statistic in running)
+        return all(statistic is not None and is_plain(statistic) for statistic in running)
     mean = saved_tensor(node, "result1")
-    return mean is not None and mean.dtype is _ops.affine_dtype(output_dtype(node, 0))
+    if mean is None or not is_plain(mean):
+        return False
+    return mean.dtype is _ops.affine_dtype(output_dtype(node, 0))
 
 
 def is_batch_norm(node: Node) -> bool:
