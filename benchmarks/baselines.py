@@ -20,6 +20,7 @@ from inplace_ops.activations import ACTIVATIONS
 # In place: where the network's author has it so.
 OUT_OF_PLACE, IN_PLACE = "torch out of place", "torch in place"
 MAX_OPS = (1, 4, 8, 16)
+MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 MODULES = tuple(entry.torch_module for entry in ACTIVATIONS)
 
 
@@ -69,14 +70,9 @@ def converted(model: nn.Module, max_ops: int) -> nn.Module:
     return variant
 
 
-def _out_of_place(model: nn.Module, blocks: Collection[str]) -> Variant:
-    variant = with_activations_out_of_place(model)
-    return Variant(variant, variant)
-
-
-def _in_place(model: nn.Module, blocks: Collection[str]) -> Variant:
-    variant = copy.deepcopy(model)
-    return Variant(variant, variant)
+def eager(model: nn.Module) -> Variant:
+    """A model that is called as it is."""
+    return Variant(model, model)
 
 
 def _compiled(model: nn.Module, blocks: Collection[str], budget: float) -> Variant:
@@ -85,23 +81,19 @@ def _compiled(model: nn.Module, blocks: Collection[str], budget: float) -> Varia
     return Variant(variant, compiled(variant, budget))
 
 
-def _checkpointed(model: nn.Module, blocks: Collection[str]) -> Variant:
-    variant = checkpointed(copy.deepcopy(model), blocks)
-    return Variant(variant, variant)
-
-
 def _converted(model: nn.Module, blocks: Collection[str], max_ops: int) -> Variant:
-    variant = converted(model, max_ops)
-    return Variant(variant, variant)
+    return eager(converted(model, max_ops))
 
 
 # By name: made from a model in training mode, and the names of the classes of its blocks.
 VARIANTS: dict[str, Callable[[nn.Module, Collection[str]], Variant]] = {
-    OUT_OF_PLACE: _out_of_place,
-    IN_PLACE: _in_place,
+    OUT_OF_PLACE: lambda model, blocks: eager(with_activations_out_of_place(model)),
+    IN_PLACE: lambda model, blocks: eager(copy.deepcopy(model)),
     "torch.compile": partial(_compiled, budget=1.0),
     "torch.compile, memory budget 0.5": partial(_compiled, budget=0.5),
-    "checkpoint of each block": _checkpointed,
+    "checkpoint of each block": lambda model, blocks: eager(
+        checkpointed(copy.deepcopy(model), blocks)
+    ),
     **{f"convert, max_ops={n}": partial(_converted, max_ops=n) for n in MAX_OPS},
 }
 
@@ -115,3 +107,10 @@ def backward(outputs: Any) -> None:
     """The gradients of a loss: the mean square of each output, in float32 at least."""
     wide = [t.to(torch.promote_types(t.dtype, torch.float32)) for t in differentiable(outputs)]
     torch.autograd.backward([t.square().mean() for t in wide])
+
+
+def gradient_of(model: nn.Module) -> Tensor:
+    """All parameters' gradients, one after the other, which are then None."""
+    found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    model.zero_grad()
+    return found

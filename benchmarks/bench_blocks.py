@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from baselines import IN_PLACE, OUT_OF_PLACE, checkpointed, compiled
+from baselines import IN_PLACE, OUT_OF_PLACE, checkpointed, compiled, gradient_of
 from measure import (
     RESULTS,
     Clock,
@@ -90,9 +90,7 @@ def gradient(model: nn.Module, run: Run, x: Tensor) -> Tensor:
     """All parameters' gradients of a step, one after the other."""
     model.zero_grad()
     step(run, x)
-    found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    model.zero_grad()
-    return found
+    return gradient_of(model)
 
 
 def main() -> None:

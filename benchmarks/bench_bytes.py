@@ -16,20 +16,20 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from baselines import MAX_OPS, backward, converted
+from baselines import MAX_OPS, backward, converted, gradient_of
 from measure import RESULTS, Failures, machine, memory_of, table, written_to
-from networks import NETWORKS
+from networks import NETWORKS, rows_of_networks
 from policies import POLICIES, Policy, autocast, emulation, of_dtype
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import inplace_ops
-from inplace_ops.conversion.library import ModelNotFoundError
 
 DEFAULT_POLICIES = ("float32", "bfloat16", "CUDA autocast")
 # The norm of the gradients' difference that is allowed, over the norm of the gradients.
@@ -114,9 +114,7 @@ class Step:
     def gradient(self) -> Tensor:
         """All parameters' gradients of a step, one after the other."""
         self.run()
-        found = [p.grad.flatten().double() for p in self.model.parameters() if p.grad is not None]
-        self.model.zero_grad()
-        return torch.cat(found)
+        return gradient_of(self.model).double()
 
     def bytes(self) -> Bytes:
         """What a step takes."""
@@ -187,13 +185,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     failures = Failures()
     with written_to(arguments.out or RESULTS / f"bytes_{arguments.device}.csv") as rows:
-        for name in arguments.networks:
-            for policy in arguments.policies:
-                with failures.recorded(f"{name}, {policy}"):
-                    try:
-                        rows += measured(name, policy, arguments.max_ops, arguments.device)
-                    except ModelNotFoundError as error:
-                        print(f"{name}: skipped: {error}", flush=True)
+        measure = partial(measured, numbers=arguments.max_ops, device=arguments.device)
+        rows.extend(rows_of_networks(arguments.networks, arguments.policies, measure, failures))
     columns = ["network", "policy", "max_ops", "saved_ratio", "peak_ratio", "moved_ratio"]
     print(table([columns, *([str(row[c]) for c in columns] for row in rows)]))
     failures.exit()

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from baselines import differentiable
+from baselines import MEMORY_FORMATS, differentiable
 from measure import RESULTS, machine, memory_of, quartiles, table, written_to
 from model_zoo import LIBRARIES, Entry, entry_of, names_of
 from policies import POLICIES, Policy, autocast, emulation
@@ -45,7 +45,6 @@ STEPS = 3
 CONVOLUTIONS = 4  # from which on a model runs in channels_last too
 MAX_OPS = 4
 PEAK_LIMIT = 1.001  # a step that saves nothing less has scales and shifts, some numbers each
-FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 os.environ.setdefault("YOLO_CONFIG_DIR", tempfile.gettempdir())
 
@@ -89,15 +88,17 @@ class Limits(NamedTuple):
     tensors: dict[str, float]
 
 
-def limits_for(policy: Policy, gradients: Gradients, in_float32: Gradients) -> Limits:
-    """The limits for gradients in a policy, from those of the same step in float32."""
-    own = norms(gradients)
-    total = norm_of(own)
-    if policy.is_float32:
-        return Limits(1e-5, {name: 1e-4 * norm / total + 1e-6 for name, norm in own.items()})
-    off = distances(gradients, in_float32)
-    overall = min(max(1e-5, norm_of(off) / total / 2), 5e-2)
-    return Limits(overall, {name: distance / total + 1e-3 for name, distance in off.items()})
+def limits_in_float32(norms: dict[str, float]) -> Limits:
+    """The limits for gradients of these norms."""
+    total = norm_of(norms)
+    return Limits(1e-5, {name: 1e-4 * norm / total + 1e-6 for name, norm in norms.items()})
+
+
+def limits_under_autocast(norms: dict[str, float], rounding: dict[str, float]) -> Limits:
+    """The limits for gradients of these norms, from their distances to those in float32."""
+    total = norm_of(norms)
+    overall = min(max(1e-5, norm_of(rounding) / total / 2), 5e-2)
+    return Limits(overall, {name: off / total + 1e-3 for name, off in rounding.items()})
 
 
 class Outcome(NamedTuple):
@@ -116,9 +117,13 @@ class Outcome(NamedTuple):
     report: Report
 
 
-def norms(gradients: Gradients) -> dict[str, float]:
-    """The norm of each tensor, summed in float64."""
-    return {name: float(g.norm(dtype=torch.float64)) for name, g in gradients.items()}
+def finite_norms(gradients: Gradients) -> dict[str, float]:
+    """The norm of each tensor, summed in float64; raises where they cannot be compared with."""
+    norms = {name: float(g.norm(dtype=torch.float64)) for name, g in gradients.items()}
+    total = norm_of(norms)
+    if not (total > 0 and math.isfinite(total)):
+        raise ArithmeticError(f"the gradients of the original have a norm of {total}")
+    return norms
 
 
 def norm_of(norms: dict[str, float]) -> float:
@@ -135,16 +140,21 @@ def distances(actual: Gradients, expected: Gradients) -> dict[str, float]:
     }
 
 
+def call(model: nn.Module, inputs: Inputs) -> Any:
+    """The model's outputs for copies of the inputs, which it may write to."""
+    own = tree_map_only(Tensor, Tensor.clone, inputs)
+    args = (own.pop(""),) if "" in own else ()
+    return model(*args, **own)
+
+
 def step(model: nn.Module, inputs: Inputs, policy: Policy, seed: int) -> None:
     """Forward and backward of the distance from random targets."""
     torch.manual_seed(seed)
     np.random.seed(seed)  # of transformers' masks of speech
-    own = tree_map_only(Tensor, Tensor.clone, inputs)
-    args = (own.pop(""),) if "" in own else ()
     generator = torch.Generator().manual_seed(seed)
     with emulation(policy, "cpu"):
         with autocast(policy, "cpu"):
-            outputs = differentiable(model(*args, **own))
+            outputs = differentiable(call(model, inputs))
         losses = [
             (t.float() - torch.randn(t.shape, generator=generator)).square().mean() for t in outputs
         ]
@@ -161,7 +171,7 @@ def gradients_of(model: nn.Module) -> Gradients:
 def trained(model: nn.Module, inputs: Inputs, case: Case) -> Outcome:
     """Train a converted copy of the model beside it; raises WrongGradientError."""
     policy = POLICIES[case.policy]
-    original = model.to(memory_format=FORMATS[case.memory_format])
+    original = model.to(memory_format=MEMORY_FORMATS[case.memory_format])
     converted, exact = copy.deepcopy(original), copy.deepcopy(original)
     report = inplace_ops.convert(converted, max_ops=MAX_OPS)
     optimizer = torch.optim.SGD(original.parameters(), 1e-3)
@@ -176,13 +186,13 @@ def trained(model: nn.Module, inputs: Inputs, case: Case) -> Outcome:
         if before:
             outcome = outcome._replace(peak_over_torch=after / before)
         expected, actual = gradients_of(original), gradients_of(converted)
-        check_finite(expected)
-        in_float32 = expected
-        if not policy.is_float32:
+        own = finite_norms(expected)
+        if policy.is_float32:
+            limits = limits_in_float32(own)
+        else:
             step(exact, inputs, POLICIES["float32"], seed)
-            in_float32 = gradients_of(exact)
-        limits = limits_for(policy, expected, in_float32)
-        difference = compare(actual, expected, limits)
+            limits = limits_under_autocast(own, distances(expected, gradients_of(exact)))
+        difference = compare(distances(actual, expected), norm_of(own), limits)
         if difference >= outcome.difference:
             outcome = outcome._replace(difference=difference, allowed=limits.overall)
         compare_buffers(converted, original)
@@ -212,17 +222,8 @@ def compare_buffers(actual: nn.Module, expected: nn.Module) -> None:
         raise WrongGradientError(f"buffers differ: {one_line(error)}") from error
 
 
-def check_finite(gradients: Gradients) -> None:
-    """Raise if the original's own gradients cannot be compared with."""
-    total = norm_of(norms(gradients))
-    if not (total > 0 and math.isfinite(total)):
-        raise ArithmeticError(f"the gradients of the original have a norm of {total}")
-
-
-def compare(actual: Gradients, expected: Gradients, limits: Limits) -> float:
-    """Raise if gradients are too far off; return the distance of all over their norm."""
-    total = norm_of(norms(expected))
-    off = distances(actual, expected)
+def compare(off: dict[str, float], total: float, limits: Limits) -> float:
+    """Raise if gradients are too far off; return the distance of all over their norm, `total`."""
     overall = norm_of(off) / total
     if not overall <= limits.overall:
         raise WrongGradientError(f"off by {overall:.1e}, allowed are {limits.overall:.1e}")
@@ -238,9 +239,7 @@ def inputs_of(entry: Entry, model: nn.Module) -> Inputs:
     for inputs in entry.inputs():
         try:
             with torch.no_grad():
-                step_inputs = tree_map_only(Tensor, Tensor.clone, inputs)
-                args = (step_inputs.pop(""),) if "" in step_inputs else ()
-                copy.deepcopy(model)(*args, **step_inputs)
+                call(copy.deepcopy(model), inputs)
             return inputs
         except Exception as found:  # of a size that is too small, mostly
             error = found
@@ -443,8 +442,9 @@ def main() -> None:
         rows.sort(key=lambda row: names.index(row["model"]))
     kept_path = arguments.out.with_name(arguments.out.name.replace("models", "remaining"))
     with written_to(kept_path) as remaining_rows:
+        all_kinds = kinds(found)
         for policy in POLICIES:
-            own = [row for row in kinds(found) if row["policy"] == policy]
+            own = [row for row in all_kinds if row["policy"] == policy]
             remaining_rows += [row | machine("cpu") for row in own[:SHOWN_KINDS]]
     summarize(rows)
 

@@ -23,7 +23,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from baselines import IN_PLACE, OUT_OF_PLACE, VARIANTS, Variant, backward, differentiable
+from baselines import (
+    IN_PLACE,
+    MEMORY_FORMATS,
+    OUT_OF_PLACE,
+    VARIANTS,
+    Variant,
+    backward,
+    differentiable,
+    eager,
+)
 from measure import (
     MIB,
     RESULTS,
@@ -36,14 +45,11 @@ from measure import (
     times_in_turn,
     written_to,
 )
-from networks import NETWORKS
+from networks import NETWORKS, rows_of_networks
 from policies import POLICIES, Policy, autocast, emulation, of_dtype
 from torch import Tensor
 from verification import exact_convolutions
 
-from inplace_ops.conversion.library import ModelNotFoundError
-
-FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 TIMED = {name: network for name, network in NETWORKS.items() if network.blocks}
 
 Tensors = dict[str, Tensor]
@@ -117,7 +123,7 @@ def expected_of(variant: Variant, x: Tensor, policy: Policy) -> Expected:
     """The results to compare with."""
     found = results(variant, x, policy)
     double = copy.deepcopy(variant.model).double()
-    exact = results(Variant(double, double), x.double(), POLICIES["float32"])
+    exact = results(eager(double), x.double(), POLICIES["float32"])
     tops = {name: t.abs().max().item() for name, t in exact["gradients"].items()}
     zero = {name for name, top in tops.items() if top < 1e-9 * max(tops.values())}
     rounding = {part: distance(found[part], exact[part], zero) for part in found}
@@ -190,7 +196,7 @@ def measured(
     shape = (arguments.batch or shape[0], *shape[1:])
     if not any(type(module).__name__ in network.blocks for module in model.modules()):
         raise ValueError(f"no block to checkpoint: {', '.join(network.blocks)}")
-    memory_format = FORMATS[arguments.memory_format]
+    memory_format = MEMORY_FORMATS[arguments.memory_format]
 
     def input_of(batch: int) -> Tensor:
         x = of_dtype(network.input((batch, *shape[1:]), device), policy)
@@ -293,7 +299,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", choices=TIMED, default=list(TIMED))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="all by default")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=["float32"])
-    parser.add_argument("--memory-format", choices=FORMATS, default="contiguous")
+    parser.add_argument("--memory-format", choices=MEMORY_FORMATS, default="contiguous")
     parser.add_argument("--batch", type=int, help="32 on a GPU, 4 on the CPU")
     parser.add_argument("--largest-batch", type=float, metavar="GIB", help="on CUDA: the limit")
     parser.add_argument("--repetitions", type=int, default=9)
@@ -318,13 +324,8 @@ def main() -> None:
     failures = Failures()
 
     with written_to(arguments.out or RESULTS / f"networks_{arguments.device}.csv") as rows:
-        for name in arguments.networks:
-            for policy in arguments.policies:
-                with failures.recorded(f"{name}, {policy}"):
-                    try:
-                        rows += measured(name, policy, arguments, failures)
-                    except ModelNotFoundError as error:
-                        print(f"{name}: skipped: {error}", flush=True)
+        measure = partial(measured, arguments=arguments, failures=failures)
+        rows.extend(rows_of_networks(arguments.networks, arguments.policies, measure, failures))
         if rows:
             rows += [dict.fromkeys(rows[0], "") | row | {"source": SOURCE} for row in PUBLISHED]
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from llama_blocks import LlamaBlocks
+from measure import Failures
 from torch import Tensor, nn
 from unets import DiffusionUNet, SegmentationUNet
 from yolo_like import YoloLike
 
-from inplace_ops.conversion.library import load
+from inplace_ops.conversion.library import ModelNotFoundError, load
 
 VOCABULARY = 1000
 LLAMA: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 2}
@@ -123,3 +124,21 @@ NETWORKS = {
         blocks=("DecoderLayer",),
     ),
 }
+
+
+def rows_of_networks(
+    names: Iterable[str],
+    policies: Sequence[str],
+    measure: Callable[[str, str], list[dict[str, Any]]],
+    failures: Failures,
+) -> Iterator[dict[str, Any]]:
+    """The rows of each network in each policy; those whose library is not installed are skipped."""
+    for name in names:
+        for policy in policies:
+            rows: list[dict[str, Any]] = []
+            with failures.recorded(f"{name}, {policy}"):
+                try:
+                    rows = measure(name, policy)
+                except ModelNotFoundError as error:
+                    print(f"{name}: skipped: {error}", flush=True)
+            yield from rows
