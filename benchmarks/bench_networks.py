@@ -9,8 +9,9 @@ status is 1.
 saved: what is allocated when forward has returned, the outputs with it. peak: the most allocated at
 one time in a step of forward, loss and backward, gradients included. Neither counts the parameters
 and the input. Steps are timed in turn, each compared with that of "torch in place" beside it; where
-CUDA's autocast is emulated on a CPU they are not. Largest batch, on CUDA: with which a step still
-runs within a limit on all that PyTorch allocates.
+CUDA's autocast is emulated on a CPU they are not. With --fill-gib the batch that is measured is the
+one with which PyTorch in place allocates that much; what is verified is a small one. Largest batch,
+on CUDA: with which a step still runs within a limit on all that PyTorch allocates.
 """
 
 from __future__ import annotations
@@ -183,6 +184,14 @@ def _fits(run: Callable[[int], Any], batch: int) -> bool:
     return fits
 
 
+def memory_of_step(variant: Variant, x: Tensor, policy: Policy) -> tuple[int, int]:
+    """What is saved by a forward, and the peak of a step, in bytes."""
+    saved = memory_of(partial(forward, variant, x, policy), x.device.type)[1]
+    peak = memory_of(partial(step, variant, x, policy), x.device.type)[0]
+    variant.model.zero_grad()
+    return saved, peak
+
+
 def measured(
     name: str, policy_name: str, arguments: argparse.Namespace, failures: Failures
 ) -> list[dict[str, Any]]:
@@ -210,20 +219,22 @@ def measured(
     with emulation(policy, device):
         with exact_convolutions():
             expected = expected_of(VARIANTS[OUT_OF_PLACE](model, ()), x, policy)
-        for label in dict.fromkeys([OUT_OF_PLACE, IN_PLACE, *arguments.variants]):
+        for label in dict.fromkeys([IN_PLACE, *arguments.variants]):
             with failures.recorded(f"{name}, {policy_name}, {label}"):
                 variant = VARIANTS[label](model, network.blocks)
                 with exact_convolutions():
                     off[label] = verify(results(variant, x, policy), expected, policy)
-                saved = memory_of(partial(forward, variant, x, policy), device)[1]
-                peak = memory_of(partial(step, variant, x, policy), device)[0]
-                variant.model.zero_grad()
-                variants[label], memory[label] = variant, (saved, peak)
+                variants[label], memory[label] = variant, memory_of_step(variant, x, policy)
                 print(
                     f"{name}, {policy_name}, {label}: off by {off[label].overall:.1e}", flush=True
                 )
         if IN_PLACE not in variants:
             return []
+        if arguments.fill_gib:
+            x = input_of(int(arguments.fill_gib * 1024 * MIB / memory[IN_PLACE][1] * shape[0]))
+            memory = {
+                label: memory_of_step(variant, x, policy) for label, variant in variants.items()
+            }
         times: dict[str, list[float]] = {}
         if device == "cuda" or not policy.autocast:
             times = times_in_turn(
@@ -301,6 +312,7 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=["float32"])
     parser.add_argument("--memory-format", choices=MEMORY_FORMATS, default="contiguous")
     parser.add_argument("--batch", type=int, help="32 on a GPU, 4 on the CPU")
+    parser.add_argument("--fill-gib", type=float, help="measure with the batch that takes so much")
     parser.add_argument("--largest-batch", type=float, metavar="GIB", help="on CUDA: the limit")
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")

@@ -3,9 +3,9 @@
 #
 #   benchmarks/gpu_report.sh OUT [--device cpu] [PART...]
 #
-# Parts, all by default, in this order: build numerics tests memcheck initcheck bandwidth
-# activations host steps memory bytes networks batches tuning summary. Only where it is named:
-# baselines. Each has its time limit; one that fails, or runs into it, does not stop the next, what it
+# Parts, all by default, in this order: build numerics tests memcheck initcheck bandwidth norms
+# activations host steps memory bytes networks filled batches tuning summary. Only where it is
+# named: baselines. Each has its time limit; one that fails, or runs into it, does not stop the next, what it
 # has measured is written, and the exit status is 1.
 #
 # OUT gets PART_DEVICE.log of each part, whose last line says how it ended, PART_DEVICE.csv where it
@@ -28,8 +28,8 @@ shift
 cd "$(dirname "$0")/.." || exit
 
 device=cuda
-known="build numerics tests memcheck initcheck bandwidth activations host steps memory bytes"
-known+=" networks batches tuning summary"
+known="build numerics tests memcheck initcheck bandwidth norms activations host steps memory bytes"
+known+=" networks filled batches tuning summary"
 optional=baselines
 wanted=""
 while [ $# -gt 0 ]; do
@@ -150,23 +150,27 @@ if [ "$device" = cuda ]; then
   sanitize memcheck 110 --report-api-errors no # PyTorch probes with calls that may fail
   sanitize initcheck 110
   bench bandwidth 160 bandwidth
+  bench norms 100 norms
   bench activations 180 activations --compile --elements $((2 ** 26)) $((2 ** 16)) \
     --dtypes float32 bfloat16
   bench host 60 host
   bench steps 60 steps
   bench memory 60 memory
   bench bytes 120 bytes --policies float32 "CUDA autocast" --max-ops 4
-  bench networks 280 networks --policies float32 "CUDA autocast" --memory-format channels_last \
-    --variants "${eager[@]}"
-  bench batches 280 networks --policies "CUDA autocast" --memory-format channels_last \
-    --variants "${eager[@]}" --repetitions 2 --largest-batch 8
-  bench baselines 580 networks --policies "CUDA autocast" --memory-format channels_last --batch 96
+  autocast=(--policies "CUDA autocast" --memory-format channels_last --batch 8)
+  bench networks 200 networks "${autocast[@]}" --variants "${eager[@]}" --repetitions 31
+  # Half of the memory of an H100 in the largest of its sizes.
+  bench filled 280 networks "${autocast[@]}" --variants "${eager[@]}" --fill-gib 39 --repetitions 7
+  bench batches 280 networks "${autocast[@]}" --variants "${eager[@]}" --repetitions 2 \
+    --largest-batch 8
+  bench baselines 580 networks "${autocast[@]}" --fill-gib 10
   run tuning 180 "$python" benchmarks/tune_cuda.py --arch "sm_${capability/./}" \
     --out "$out/tuning_cuda.csv"
 else # a limit here only ends what hangs
   check tests 600 "${rest[@]}"
   for part in memcheck initcheck; do skip "$part" "it is of CUDA kernels"; done
   bench bandwidth 300 bandwidth --sizes $((2 ** 20)) $((2 ** 12)) --repetitions 3
+  bench norms 300 norms --repetitions 3 --layouts "NCHW, 512 x 7 x 7" "rows of 384"
   bench activations 300 activations --compile --elements 65536 --dtypes float32 --repetitions 3
   bench host 300 host --repetitions 3
   bench steps 300 steps --repetitions 3
@@ -174,7 +178,7 @@ else # a limit here only ends what hangs
   bench bytes 300 bytes --networks EfficientNet-B0 "Llama blocks" --max-ops 4
   bench networks 300 networks --quick --networks EfficientNet-B0 "Llama blocks" \
     --policies float32 bfloat16 "CUDA autocast"
-  skip batches "it is of a GPU's memory"
+  for part in filled batches; do skip "$part" "it is of a GPU's memory"; done
   skip tuning "it is of CUDA kernels"
 fi
 
