@@ -1,0 +1,1189 @@
+"""The recompute engine on a GPU: what it takes for granted of PyTorch's nodes, and how it runs."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from norms import node_of, rounding
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from twins import Step, assert_same_step, nodes_of, random_like, recomputed, step_of
+
+import inplace_ops
+from inplace_ops.conversion.report import Report
+from inplace_ops.recompute import nodes, norms
+from inplace_ops.recompute.operations import OPERATIONS
+from inplace_ops.recompute.specs import Affine, Leaf, Recomputed
+
+pytestmark = [
+    pytest.mark.parametrize("device", ["cuda"], indirect=True),
+    # Of a parameter that is used on one stream after another; PyTorch then waits, and is right.
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning"),
+    # An RMS norm of 16 bits with weights in float32, as under autocast before torch 2.12.
+    pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning"),
+]
+
+HALF, BFLOAT, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
+CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+def in_both_formats(shapes: dict[str, tuple[int, ...]]) -> pytest.MarkDecorator:
+    """Of those of images; the others are contiguous."""
+    found = [pytest.param(name, CONTIGUOUS, id=name) for name in shapes]
+    images = [name for name, shape in shapes.items() if len(shape) == 4]
+    found += [pytest.param(name, CHANNELS_LAST, id=f"{name}-channels_last") for name in images]
+    return pytest.mark.parametrize(("name", "memory_format"), found)
+
+
+@pytest.fixture(autouse=True)
+def _deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs of one model have equal gradients, and products are not rounded to 10 bits."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+# What a norm's node saves, and what its output is computed from.
+
+
+class Case(NamedTuple):
+    """A norm, its input, and what its node is expected to be.
+
+    Attributes:
+        make: Returns the module.
+        shape: The input's.
+        dtype: The input's.
+        weights: The dtype of the module's parameters.
+        node: The name of the node.
+        statistics: The dtype of mean and rstd; 16 bits are too coarse to compute the output from.
+        dims: The dimensions of `grouped` that a mean is over.
+        grouped: The input's shape in which it is so.
+        cudnn: Whether cuDNN may be used.
+    """
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    weights: torch.dtype
+    node: str
+    statistics: torch.dtype
+    dims: tuple[int, ...]
+    grouped: tuple[int, ...]
+    cudnn: bool = True
+
+    def module(self, device: torch.device) -> nn.Module:
+        """With random numbers in it."""
+        module = self.make().to(device, self.weights)
+        for name, state in module.state_dict().items():
+            if state.is_floating_point():
+                state.uniform_(0.5 if name in ("weight", "running_var") else -1.5, 1.5)
+        return module
+
+    def input(
+        self, device: torch.device, memory_format: torch.memory_format = CONTIGUOUS
+    ) -> Tensor:
+        """With an operation before it, as in a model."""
+        x = (torch.randn(self.shape, device=device) + 0.4).to(self.dtype)
+        if x.dim() == 4:
+            x = x.contiguous(memory_format=memory_format)
+        return x.requires_grad_() * 1
+
+    def run(
+        self,
+        device: torch.device,
+        memory_format: torch.memory_format = CONTIGUOUS,
+        training: bool = True,
+    ) -> tuple[nn.Module, Tensor, Tensor]:
+        """The module, its input and its output."""
+        module, x = self.module(device).train(training), self.input(device, memory_format)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.backends.cudnn, "enabled", self.cudnn)
+            return module, x, module(x)
+
+    def reference(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and rstd, flat, in float64."""
+        groups = x.detach().double().reshape(self.grouped)
+        mean, variance = groups.mean(self.dims), groups.var(self.dims, correction=0)
+        return mean.flatten(), (variance + module.eps).rsqrt().flatten()
+
+
+IMAGES = (4, 16, 12, 12)
+ROWS = (4, 9, 64)
+CUDNN, NATIVE = "CudnnBatchNormBackward0", "NativeBatchNormBackward0"
+GROUP, LAYER = "NativeGroupNormBackward0", "NativeLayerNormBackward0"
+
+
+def batch(
+    dtype: torch.dtype,
+    weights: torch.dtype,
+    node: str,
+    statistics: torch.dtype = FLOAT,
+    cudnn: bool = True,
+    **arguments: Any,
+) -> Case:
+    return Case(
+        lambda: nn.BatchNorm2d(16, eps=1e-3, **arguments),
+        *(IMAGES, dtype, weights, node, statistics, (0, 2, 3), IMAGES, cudnn),
+    )
+
+
+def group(dtype: torch.dtype, statistics: torch.dtype, **arguments: Any) -> Case:
+    return Case(
+        lambda: nn.GroupNorm(4, 16, eps=1e-3, **arguments),
+        *(IMAGES, dtype, dtype, GROUP, statistics, (2,), (4, 4, 4 * 144)),
+    )
+
+
+def instance(dtype: torch.dtype, node: str, **arguments: Any) -> Case:
+    return Case(
+        lambda: nn.InstanceNorm2d(16, eps=1e-3, **arguments),
+        *(IMAGES, dtype, FLOAT, node, FLOAT, (2, 3), IMAGES),
+    )
+
+
+def layer(dtype: torch.dtype, statistics: torch.dtype = FLOAT, **arguments: Any) -> Case:
+    return Case(
+        lambda: nn.LayerNorm(64, eps=1e-3, **arguments),
+        *(ROWS, dtype, dtype, LAYER, statistics, (2,), ROWS),
+    )
+
+
+BATCH_NORMS: dict[str, Case] = {
+    "batch": batch(FLOAT, FLOAT, CUDNN),
+    "batch_double": batch(DOUBLE, DOUBLE, CUDNN, DOUBLE),
+    "batch_half": batch(HALF, FLOAT, CUDNN),
+    "batch_bfloat": batch(BFLOAT, FLOAT, NATIVE),
+    "batch_all_bfloat": batch(BFLOAT, BFLOAT, NATIVE),
+    "batch_without_cudnn": batch(FLOAT, FLOAT, NATIVE, cudnn=False),
+    "batch_half_without_cudnn": batch(HALF, FLOAT, NATIVE, cudnn=False),
+    "batch_not_affine": batch(FLOAT, FLOAT, NATIVE, affine=False),
+    "batch_no_statistics": batch(FLOAT, FLOAT, CUDNN, track_running_stats=False),
+    "batch_1d": Case(
+        lambda: nn.BatchNorm1d(64, eps=1e-3),
+        *((32, 64), FLOAT, FLOAT, NATIVE, FLOAT, (0,), (32, 64)),
+    ),
+    "batch_3d": Case(
+        lambda: nn.BatchNorm3d(8, eps=1e-3),
+        *((2, 8, 6, 6, 6), FLOAT, FLOAT, CUDNN, FLOAT, (0, 2, 3, 4), (2, 8, 6, 6, 6)),
+    ),
+}
+CASES: dict[str, Case] = {
+    **BATCH_NORMS,
+    "instance": instance(FLOAT, CUDNN, affine=True),
+    "instance_half": instance(HALF, CUDNN, affine=True),
+    "instance_bfloat": instance(BFLOAT, NATIVE, affine=True),
+    "instance_not_affine": instance(FLOAT, NATIVE),
+    "group": group(FLOAT, FLOAT),
+    "group_double": group(DOUBLE, DOUBLE),
+    "group_not_affine": group(FLOAT, FLOAT, affine=False),
+    "group_half": group(HALF, HALF),
+    "group_bfloat": group(BFLOAT, BFLOAT),
+    "layer": layer(FLOAT),
+    "layer_double": layer(DOUBLE, DOUBLE),
+    "layer_not_affine": layer(FLOAT, elementwise_affine=False),
+    "layer_half": layer(HALF),
+    "layer_bfloat": layer(BFLOAT),
+}
+each_case = pytest.mark.parametrize("name", CASES)
+each_case_in_both_formats = in_both_formats({name: case.shape for name, case in CASES.items()})
+each_batch_norm = pytest.mark.parametrize("name", BATCH_NORMS)
+
+
+@each_case
+def test_the_node(name: str, device: torch.device) -> None:
+    case = CASES[name]
+    _, _, z = case.run(device)
+    found = type(node_of(z)).__name__
+    assert found in norms.NORMS, f"the engine does not know {found}, and saves what it saves"
+    assert found == case.node
+
+
+@each_case
+def test_what_a_node_saves(name: str, device: torch.device) -> None:
+    """All that is read of it is there, and behind nobody's hook."""
+    module, x, z = CASES[name].run(device)
+    node = node_of(z)
+    assert nodes.saved_tensor(node, "result1") is not None, dir(node)
+    assert nodes.saved_tensor(node, "result2") is not None, dir(node)
+    for field in ("input", "weight"):
+        assert not nodes.has_hooks(node, field), field
+    saved = nodes.saved_tensor(node, "input")
+    assert saved is not None
+    assert saved.untyped_storage().data_ptr() == x.untyped_storage().data_ptr(), (
+        f"the node saves a copy of its input: {tuple(saved.shape)}, strides {saved.stride()}, "
+        f"of {tuple(x.shape)}, strides {x.stride()}"
+    )
+    weight = nodes.saved_tensor(node, "weight")
+    if isinstance(module, nn.InstanceNorm2d):
+        expected = None if module.weight is None else module.weight.repeat(x.size(0))
+        assert (weight is None) == (expected is None)
+        assert expected is None or torch.equal(weight, expected)
+    else:
+        assert weight is module.weight, "a saved weight unpacks as something else"
+
+
+@each_batch_norm
+def test_arguments_of_a_batch_norm(name: str, device: torch.device) -> None:
+    _, _, z = CASES[name].run(device)
+    assert nodes.argument(node_of(z), "training") is True
+    assert norms._batch_norm_eps(node_of(z)) == 1e-3
+
+
+def test_arguments_of_a_group_norm(device: torch.device) -> None:
+    _, _, z = CASES["group"].run(device)
+    found = {name: nodes.argument(node_of(z), name) for name in ("N", "C", "HxW", "group")}
+    assert found == {"N": 4, "C": 16, "HxW": 144, "group": 4}
+
+
+def test_arguments_of_a_layer_norm(device: torch.device) -> None:
+    _, _, z = CASES["layer"].run(device)
+    assert nodes.argument(node_of(z), "normalized_shape") == (64,)
+    assert nodes.saves(node_of(z), "bias")
+
+
+@each_case
+def test_edges(name: str, device: torch.device) -> None:
+    """The input's comes first, then the weight's and the bias'."""
+    module, x, z = CASES[name].run(device)
+    node = node_of(z)
+    names = [type(before).__name__ for before, _ in node.next_functions]
+    before, index = nodes.producer(node, 0)
+    if isinstance(module, nn.InstanceNorm2d):  # the input is a view, with parameters repeated
+        while before is not x.grad_fn and before is not None:
+            before, index = nodes.producer(before, 0)
+    assert (before, index) == (x.grad_fn, 0), names
+    for position, parameter in ((1, module.weight), (2, module.bias)):
+        edge, _ = nodes.producer(node, position)
+        if parameter is None:
+            assert edge is None, names
+            continue
+        if isinstance(module, nn.InstanceNorm2d):
+            assert names[position] == "RepeatBackward0", names
+            edge, _ = nodes.producer(edge, 0)
+        assert nodes.leaf_of(edge) is parameter, names
+
+
+@each_case
+def test_the_outputs_metadata(name: str, device: torch.device) -> None:
+    _, _, z = CASES[name].run(device)
+    node, output = node_of(z), z if z._base is None else z._base
+    assert nodes.output_shape(node, 0) == output.shape
+    assert nodes.output_dtype(node, 0) is output.dtype is CASES[name].dtype
+    assert nodes.output_device(node, 0) == output.device
+
+
+@each_case
+def test_the_dtype_of_statistics(name: str, device: torch.device) -> None:
+    case = CASES[name]
+    _, _, z = case.run(device)
+    node = node_of(z)
+    found = (node._saved_result1.dtype, node._saved_result2.dtype)
+    assert found == (case.statistics, case.statistics)
+    assert norms.can_compute(node) == (case.statistics.itemsize > 2)
+
+
+@each_case
+def test_the_shape_of_statistics(name: str, device: torch.device) -> None:
+    case = CASES[name]
+    _, _, z = case.run(device)
+    node = node_of(z)
+    expected: tuple[int, ...] = (case.shape[1],)
+    if case.node == LAYER:
+        expected = (*case.shape[:-1], 1)
+    elif case.node == GROUP:
+        expected = (case.shape[0], 4)
+    elif name.startswith("instance"):
+        expected = (case.shape[0] * case.shape[1],)
+    found = (tuple(node._saved_result1.shape), tuple(node._saved_result2.shape))
+    assert found == (expected, expected)
+
+
+@each_case_in_both_formats
+def test_statistics(name: str, memory_format: torch.memory_format, device: torch.device) -> None:
+    """They are the mean and one over the standard deviation."""
+    case = CASES[name]
+    module, x, z = case.run(device, memory_format)
+    node = node_of(z)
+    for what, saved, expected in zip(
+        ("mean", "rstd"),
+        (node._saved_result1, node._saved_result2),
+        case.reference(module, x),
+        strict=True,
+    ):
+        tolerance = max(1e-4, 4 * torch.finfo(saved.dtype).eps)
+        torch.testing.assert_close(
+            *(saved.flatten().double(), expected),
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda text, what=what: f"{what}: {text}",
+        )
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if len(CASES[name].shape) == 4])
+def test_channels_last(name: str, device: torch.device) -> None:
+    """A batch norm's output is as its input; that of a group or an instance norm contiguous."""
+    _, x, z = CASES[name].run(device, CHANNELS_LAST)
+    saved = node_of(z)._saved_input
+    found = f"strides {z.stride()} of an input with strides {x.stride()}, saved {saved.stride()}"
+    if name.startswith("batch"):
+        assert z.is_contiguous(memory_format=CHANNELS_LAST), found
+        assert saved.stride() == x.stride(), found
+    else:
+        assert z.is_contiguous(), found
+        assert saved.is_contiguous() or saved.stride() == x.stride(), found
+
+
+def output_of(node: Any, z: Tensor, parameters: norms.Parameters) -> tuple[str, str | None]:
+    """How the engine computes a norm's output, and by how much that differs; None if by nothing."""
+    x = nodes.saved_tensor(node, "input")
+    assert x is not None
+    if norms.can_compute(node):
+        how = "affine"
+        spec: Any = Affine(Leaf(x), norms.affine_of(node, parameters), z.dtype)
+        value = Recomputed(spec, z, "norm", "test")
+        return how, value.difference(z)
+    rerun = norms.rerun_of(node, parameters, 1e-3)
+    assert rerun is not None
+    with torch.no_grad():
+        again = rerun(x.detach())
+    return "rerun", None if torch.equal(again, z) else f"{(again - z).abs().max():.3g}"
+
+
+@each_case_in_both_formats
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_the_output_that_is_computed(
+    name: str, training: bool, memory_format: torch.memory_format, device: torch.device
+) -> None:
+    """Within the rounding that the engine allows; from statistics of 16 bits to the bit."""
+    case = CASES[name]
+    module, _, z = case.run(device, memory_format, training)
+    with torch.no_grad():
+        parameters = norms.Parameters(module.weight, module.bias)
+        output = (z if z._base is None else z._base).detach()
+        if isinstance(module, nn.InstanceNorm2d) and module.weight is not None:
+            parameters = norms.Parameters(module.weight.repeat(4), module.bias)
+        how, difference = output_of(node_of(z), output, parameters)
+        assert difference is None, f"{how}: differs by {difference}"
+
+
+@each_batch_norm
+def test_a_batch_norm_in_eval_mode(name: str, device: torch.device) -> None:
+    """Its node reads the running statistics themselves."""
+    case = CASES[name]
+    module, _, z = case.run(device, training=False)
+    node = node_of(z)
+    if module.running_mean is None:
+        assert nodes.argument(node, "training") is True
+        return
+    assert nodes.argument(node, "training") is False
+    assert norms.reads_running_statistics(node)
+    assert norms.can_compute(node)
+    for field in ("running_mean", "running_var"):
+        saved = nodes.saved_tensor(node, field)
+        assert saved is not None, field
+        assert saved.data_ptr() == getattr(module, field).data_ptr(), f"{field} is a copy"
+    assert norms._batch_norm_eps(node) == 1e-3
+
+
+# RMS norms.
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, HALF, BFLOAT])
+def test_an_rms_norm(dtype: torch.dtype, device: torch.device) -> None:
+    """One node, with its input, its weight and rstd in float32. It has no rule yet."""
+    module = nn.RMSNorm(64, eps=1e-3).to(device, dtype)
+    x = torch.randn(4, 9, 64, device=device, dtype=dtype, requires_grad=True) * 1
+    node = module(x).grad_fn
+    assert type(node).__name__ == "FusedRmsNormBackward0"
+    assert node._saved_input.data_ptr() == x.data_ptr()
+    assert node._saved_weight is module.weight
+    rstd = node._saved_result1
+    assert (rstd.dtype, tuple(rstd.shape)) == (FLOAT, (4, 9, 1))
+    expected = (x.detach().double().square().mean(-1, keepdim=True) + 1e-3).rsqrt()
+    torch.testing.assert_close(rstd.double(), expected, rtol=1e-4, atol=1e-4)
+    assert [type(n).__name__ for n, _ in node.next_functions] == ["MulBackward0", "AccumulateGrad"]
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
+def test_an_rms_norm_under_autocast(dtype: torch.dtype, device: torch.device) -> None:
+    """In float32 from torch 2.12 on; before, of what 16 bits and float32 come to, in many nodes."""
+    module = nn.RMSNorm(64).to(device)
+    linear = nn.Linear(64, 64, device=device)
+    with torch.autocast(device.type, dtype):
+        z = module(linear(torch.randn(4, 9, 64, device=device)))
+    found = [type(node).__name__ for node in nodes_of(z)]
+    if TORCH >= (2, 12):
+        assert (found[0], z.dtype) == ("FusedRmsNormBackward0", FLOAT), found
+        assert z.grad_fn._saved_result1.dtype is FLOAT
+    else:
+        assert "FusedRmsNormBackward0" not in found, (z.dtype, found)
+
+
+# Attention.
+
+BACKENDS = {
+    SDPBackend.FLASH_ATTENTION: "ScaledDotProductFlashAttentionBackward0",
+    SDPBackend.EFFICIENT_ATTENTION: "ScaledDotProductEfficientAttentionBackward0",
+    SDPBackend.CUDNN_ATTENTION: "ScaledDotProductCudnnAttentionBackward0",
+}
+each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+
+
+@contextmanager
+def only(backend: SDPBackend) -> Iterator[None]:
+    """Let attention run by this alone; skips the test where it does not exist."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # each that is not used has a warning
+        try:
+            with sdpa_kernel(backend):
+                yield
+        except RuntimeError as error:
+            if "No available kernel" in str(error) or "No viable backend" in str(error):
+                pytest.skip(f"{backend.name}: {error}")
+            raise
+
+
+@each_backend
+def test_the_node_of_attention(backend: SDPBackend, device: torch.device) -> None:
+    """It saves query, key and value, as they are."""
+    inputs = {
+        field: torch.randn(2, 4, 64, 64, device=device, dtype=BFLOAT, requires_grad=True) * 1
+        for field in ("query", "key", "value")
+    }
+    with only(backend):
+        node = F.scaled_dot_product_attention(*inputs.values()).grad_fn
+    assert type(node).__name__ == BACKENDS[backend]
+    assert OPERATIONS[type(node).__name__].reads == tuple(inputs)
+    for field, tensor in inputs.items():
+        saved = nodes.saved_tensor(node, field)
+        assert saved is not None, field
+        assert saved.data_ptr() == tensor.data_ptr(), f"{field} is saved as a copy"
+
+
+# Converted models.
+
+
+class Network(NamedTuple):
+    """A model, the shape of its input, and the modules that save less once it is converted."""
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    saving: tuple[str, ...]
+
+
+class Residual(nn.Module):
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.conv1, self.norm1 = nn.Conv2d(16, 16, 3, padding=1, bias=False), norm(16)
+        self.conv2, self.norm2 = nn.Conv2d(16, 16, 3, padding=1, bias=False), norm(16)
+        self.act1, self.act2 = nn.ReLU(), nn.ReLU()
+        self.last = nn.Conv2d(16, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        y = self.norm2(self.conv2(self.act1(self.norm1(self.conv1(x)))))
+        return self.last(self.act2(x + y))
+
+
+class SqueezeExcitation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.act = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.SiLU()
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.down, self.up = nn.Conv2d(16, 4, 1), nn.Conv2d(4, 16, 1)
+        self.inner, self.gate = nn.SiLU(), nn.Sigmoid()
+        self.last = nn.Conv2d(16, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.norm(self.stem(x)))
+        scale = self.gate(self.up(self.inner(self.down(self.pool(x)))))
+        return self.last(x * scale)
+
+
+class GatedMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.act = nn.Linear(32, 64), nn.RMSNorm(64), nn.SiLU()
+        self.gate, self.up = nn.Linear(64, 128, bias=False), nn.Linear(64, 128, bias=False)
+        self.down = nn.Linear(128, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        z = self.norm(x)
+        return x + self.down(self.act(self.gate(z)) * self.up(z))
+
+
+class Attention(nn.Module):
+    """With norms before the layers, and of queries and keys, as in ViTs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(32, 128), nn.LayerNorm(128)
+        self.qkv, self.out = nn.Linear(128, 3 * 128), nn.Linear(128, 128)
+        self.norm_of_queries, self.norm_of_keys = nn.LayerNorm(64), nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        qkv = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 64)).permute(2, 0, 3, 1, 4)
+        query, key, value = qkv.unbind(0)
+        query, key = self.norm_of_queries(query), self.norm_of_keys(key)
+        y = F.scaled_dot_product_attention(query, key, value)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+def stack(
+    norm: Callable[[int], nn.Module] = nn.BatchNorm2d,
+    activation: Callable[[], nn.Module] = nn.SiLU,
+    width: int = 16,
+    depth: int = 2,
+) -> nn.Sequential:
+    """Convolutions, each but the last with a norm and an activation."""
+    layers: list[nn.Module] = []
+    for index in range(depth):
+        before = width if index else 3
+        layers += [nn.Conv2d(before, width, 3, padding=1, bias=False), norm(width), activation()]
+    return nn.Sequential(*layers, nn.Conv2d(width, 8, 3, padding=1))
+
+
+def groups(channels: int) -> nn.Module:
+    return nn.GroupNorm(4, channels)
+
+
+def instances(channels: int) -> nn.Module:
+    return nn.InstanceNorm2d(channels, affine=True)
+
+
+PICTURES = (4, 3, 16, 16)
+NETWORKS: dict[str, Network] = {
+    "batch_silu": Network(stack, PICTURES, ("3", "6")),
+    "batch_relu": Network(lambda: stack(activation=nn.ReLU), PICTURES, ("2", "5")),
+    "batch_relu_in_place": Network(
+        lambda: stack(activation=lambda: nn.ReLU(inplace=True)), PICTURES, ("2", "5")
+    ),
+    "group_silu": Network(lambda: stack(groups), PICTURES, ("3", "6")),
+    "instance_leaky_relu": Network(
+        lambda: stack(instances, lambda: nn.LeakyReLU(inplace=True)), PICTURES, ("2", "5")
+    ),
+    "residual": Network(Residual, PICTURES, ("act1",)),
+    "squeeze_excitation": Network(SqueezeExcitation, PICTURES, ("last",)),
+    "layer_gelu": Network(
+        lambda: nn.Sequential(
+            nn.Linear(32, 128), nn.LayerNorm(128), nn.GELU(), nn.Linear(128, 128), nn.Tanh()
+        ),
+        (4, 32, 32),
+        ("3",),
+    ),
+    "gated_mlp": Network(GatedMLP, (4, 32, 32), ("down",)),
+    "attention": Network(Attention, (2, 64, 32), ("qkv",)),
+}
+each_network = pytest.mark.parametrize("name", NETWORKS)
+each_network_in_both_formats = in_both_formats({name: n.shape for name, n in NETWORKS.items()})
+
+
+def network_and_input(
+    name: str, device: torch.device, dtype: torch.dtype = FLOAT
+) -> tuple[nn.Module, Tensor]:
+    network = NETWORKS[name]
+    model = network.make().to(device, dtype)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, (*norms.MODULES, nn.RMSNorm)) and module.weight is not None:
+                module.weight.uniform_(0.5, 1.5)
+    return model, torch.randn(network.shape, device=device, dtype=dtype)
+
+
+def assert_saves_less(name: str, report: Report) -> None:
+    rows = [(row.producer, row.consumer, row.module, row.how) for row in report.replaced]
+    remaining = [(r.producer, r.consumer, r.module, r.reason) for r in report.remaining]
+    missing = set(NETWORKS[name].saving) - {row.module for row in report.replaced}
+    assert not missing, f"{missing} save what they did: replaced {rows}, remaining {remaining}"
+    assert report.saved_bytes_before is not None
+    assert report.saved_bytes_after is not None
+    assert report.saved_bytes_after < report.saved_bytes_before, rows
+
+
+@contextmanager
+def no_warnings_of_the_engine() -> Iterator[None]:
+    """Fail with what the engine warns of: a spec that came out otherwise, an error inside."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    found = [str(w.message) for w in caught if str(w.message).startswith("inplace_ops")]
+    assert not found, found
+
+
+def assert_gradients(name: str, tolerance: float, device: torch.device, **how: Any) -> None:
+    """Two steps of a converted model and of the original, and the report."""
+    dtype = how.get("dtype", FLOAT)
+    model, x = network_and_input(name, device, dtype)
+    if x.dim() == 4:
+        memory_format = how.get("memory_format", CONTIGUOUS)
+        model, x = model.to(memory_format=memory_format), x.to(memory_format=memory_format)
+    autocast = how.get("autocast")
+    twin = copy.deepcopy(model)
+    with no_warnings_of_the_engine():
+        report = inplace_ops.convert(twin)
+        for _ in range(2):
+            actual, expected = (_step(module, x, autocast) for module in (twin, model))
+            if autocast is None and dtype.itemsize > 2:
+                assert_same_step(actual, expected, tolerance)
+            else:
+                distance = distance_of(actual, expected)
+                assert distance <= tolerance, f"gradients differ by {distance:.3g} of their norm"
+    assert_saves_less(name, report)
+
+
+def _step(model: nn.Module, x: Tensor, autocast: torch.dtype | None) -> Step:
+    class Around(nn.Module):
+        """So that backward is outside of autocast."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast(x.device.type, autocast, enabled=autocast is not None):
+                return self.inner(x)
+
+    return step_of(Around(), x)
+
+
+def distance_of(actual: Step, expected: Step) -> float:
+    """The norm of the difference of all gradients over their norm."""
+    total = difference = 0.0
+    for name, value in expected.items():
+        if value is None or name.startswith(("output", "buffer")):
+            continue
+        other = actual[name]
+        assert other is not None, name
+        assert other.isfinite().all(), f"{name} is not finite"
+        total += float(value.double().square().sum())
+        difference += float((other.double() - value.double()).square().sum())
+    assert total > 0
+    return (difference / total) ** 0.5
+
+
+@each_network
+def test_gradients_in_float64(name: str, device: torch.device) -> None:
+    assert_gradients(name, 1e-9, device, dtype=DOUBLE)
+
+
+@each_network_in_both_formats
+def test_gradients_in_float32(
+    name: str, memory_format: torch.memory_format, device: torch.device
+) -> None:
+    """As a share of their norms: what is wrong is off by far more, what is rounded by less."""
+    assert_gradients(name, 1e-4, device, memory_format=memory_format)
+
+
+@each_network_in_both_formats
+@pytest.mark.parametrize("autocast", [BFLOAT, HALF])
+def test_gradients_under_autocast(
+    name: str, autocast: torch.dtype, memory_format: torch.memory_format, device: torch.device
+) -> None:
+    assert_gradients(name, 2e-2, device, autocast=autocast, memory_format=memory_format)
+
+
+@each_network
+def test_gradients_in_bfloat16(name: str, device: torch.device) -> None:
+    """Parameters too, of which a group norm's statistics have 16 bits."""
+    assert_gradients(name, 4e-2, device, dtype=BFLOAT)
+
+
+@each_network
+def test_an_example(name: str, device: torch.device) -> None:
+    """`convert` compares all that is recomputed, and `saved_bytes` counts what is saved."""
+    model, x = network_and_input(name, device)
+    before = inplace_ops.saved_bytes(model, x)
+    report = inplace_ops.convert(model, x)
+    assert_saves_less(name, report)
+    assert inplace_ops.saved_bytes(model, x) < before
+
+
+@each_backend
+def test_attention_of_recomputed_queries(backend: SDPBackend, device: torch.device) -> None:
+    """Strides are restored, on which the kernels of attention depend."""
+    model, x = network_and_input("attention", device)
+    twin = copy.deepcopy(model)
+    report = inplace_ops.convert(twin)
+    with only(backend), no_warnings_of_the_engine():
+        for _ in range(2):
+            actual, expected = (_step(module, x, BFLOAT) for module in (twin, model))
+    assert distance_of(actual, expected) <= 2e-2
+    rows = [(row.producer, row.consumer) for row in report.replaced]
+    assert any(consumer.startswith("ScaledDotProduct") for _, consumer in rows), rows
+
+
+# What each consumer is given, compared with the norm's output itself.
+
+VALUES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "batch": (lambda: nn.BatchNorm2d(16), PICTURES),
+    "batch_not_affine": (lambda: nn.BatchNorm2d(16, affine=False), PICTURES),
+    "instance": (lambda: instances(16), PICTURES),
+    "group": (lambda: groups(16), PICTURES),
+    "group_not_affine": (lambda: nn.GroupNorm(4, 16, affine=False), PICTURES),
+    "layer": (lambda: nn.LayerNorm(64), (4, 32, 32)),
+    "layer_no_bias": (lambda: nn.LayerNorm(64, bias=False), (4, 32, 32)),
+    "layer_not_affine": (lambda: nn.LayerNorm(64, elementwise_affine=False), (4, 32, 32)),
+}
+
+
+class Policy(NamedTuple):
+    weights: torch.dtype = FLOAT
+    autocast: torch.dtype | None = None
+
+
+POLICIES = {
+    "float32": Policy(),
+    "float64": Policy(weights=DOUBLE),
+    "bfloat16": Policy(weights=BFLOAT),
+    "autocast_bfloat16": Policy(autocast=BFLOAT),
+    "autocast_float16": Policy(autocast=HALF),
+}
+
+
+@in_both_formats({name: shape for name, (_, shape) in VALUES.items()})
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_the_next_layer_is_given(
+    name: str, policy: str, memory_format: torch.memory_format, device: torch.device
+) -> None:
+    make, shape = VALUES[name]
+    weights, autocast = POLICIES[policy]
+    layers = [nn.Linear(32, 64), make(), nn.Linear(64, 64)]
+    if len(shape) == 4:
+        layers = [nn.Conv2d(3, 16, 3, padding=1), make(), nn.Conv2d(16, 16, 3, padding=1)]
+    model = nn.Sequential(*layers).to(device, weights)
+    x = torch.randn(shape, device=device, dtype=weights)
+    if x.dim() == 4:
+        model, x = model.to(memory_format=memory_format), x.to(memory_format=memory_format)
+    seen: list[Tensor] = []
+    with no_warnings_of_the_engine():
+        report = inplace_ops.convert(model)
+        model[1].register_forward_hook(lambda *call: seen.append(call[-1].detach()))
+        with torch.autocast(device.type, autocast, enabled=autocast is not None):
+            y = model(x)
+    # The last layer's input; the norm's own may be saved as what it was cast from.
+    values = [value for value in recomputed(y) if "Norm" not in value.consumer]
+    reasons = [(r.producer, r.consumer, r.module, r.reason) for r in report.remaining]
+    assert values, f"nothing is recomputed after {seen[0].dtype}: {reasons}"
+    (z,) = seen
+    for value in values:
+        expected = z.to(value.dtype).reshape(value.shape)  # a linear layer reads rows
+        given = value.unpack()
+        assert given.stride() == value.stride
+        difference = value.difference_of(given, expected)
+        assert difference is None, f"{value.name}: {difference}"
+        # As an independent bound: some roundings of the largest terms, and one of the dtype.
+        terms = float(z.double().abs().max()) + 4
+        compute = torch.finfo(DOUBLE if weights is DOUBLE else FLOAT).eps
+        allowed = 32 * compute * terms + 2 * rounding(expected.double().abs(), value.dtype)
+        excess = (given.double() - expected.double()).abs() - allowed
+        assert not (excess > 0).any(), f"{value.name}: {float(excess.max()):.3g} above a rounding"
+
+
+# Backward on the device's own thread, and forward in several.
+
+
+def trained(model: nn.Module, inputs: list[Tensor], backward: Callable[[Tensor], None]) -> Step:
+    """Parameters and buffers after a step for each input."""
+    for x in inputs:
+        model.zero_grad()
+        y = model(x)
+        backward((y * random_like(y).to(y.dtype)).mean())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter -= 0.1 * parameter.grad
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def batches(name: str, device: torch.device, count: int = 3) -> list[Tensor]:
+    return [torch.randn(NETWORKS[name].shape, device=device, dtype=DOUBLE) for _ in range(count)]
+
+
+def in_a_thread(run: Callable[[], Any]) -> Any:
+    """The result of a call in a thread of its own; raises what it raises."""
+    found: list[Any] = []
+    errors: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            found.append(run())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "the thread hangs"
+    if errors:
+        raise errors[0]
+    return found[0]
+
+
+def test_unpacking_runs_on_the_devices_thread(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also inside of autocast, which that thread takes over from the one that calls backward."""
+    threads: list[int] = []
+    compute = Recomputed.compute
+
+    def recording(value: Recomputed) -> Tensor:
+        threads.append(threading.get_ident())
+        return compute(value)
+
+    model, x = network_and_input("batch_silu", device)
+    inplace_ops.convert(model)
+    y = model(x)
+    monkeypatch.setattr(Recomputed, "compute", recording)
+    with torch.autocast(device.type, BFLOAT):
+        y.square().sum().backward()
+    assert threads, "nothing was unpacked"
+    assert threading.get_ident() not in threads
+
+
+@each_network
+def test_three_steps(name: str, device: torch.device) -> None:
+    model, _ = network_and_input(name, device, DOUBLE)
+    twin, inputs = copy.deepcopy(model), batches(name, device)
+    inplace_ops.convert(twin)
+    expected = trained(model, inputs, lambda loss: loss.backward())
+    assert_same_step(trained(twin, inputs, lambda loss: loss.backward()), expected, 1e-8)
+
+
+@pytest.mark.parametrize("name", ["batch_silu", "attention"])
+def test_backward_in_another_thread(name: str, device: torch.device) -> None:
+    model, _ = network_and_input(name, device, DOUBLE)
+    twin, inputs = copy.deepcopy(model), batches(name, device)
+    inplace_ops.convert(twin)
+    expected = trained(model, inputs, lambda loss: loss.backward())
+    actual = trained(twin, inputs, lambda loss: in_a_thread(loss.backward))
+    assert_same_step(actual, expected, 1e-8)
+
+
+def test_two_threads_on_two_streams(device: torch.device) -> None:
+    names = ("batch_silu", "attention")
+    models = [network_and_input(name, device, DOUBLE)[0] for name in names]
+    twins, inputs = copy.deepcopy(models), [batches(name, device) for name in names]
+    expected = [
+        trained(model, xs, lambda loss: loss.backward())
+        for model, xs in zip(models, inputs, strict=True)
+    ]
+    results: dict[int, Step] = {}
+    errors: list[BaseException] = []
+    start = threading.Barrier(2)
+    torch.cuda.synchronize()
+
+    def train(index: int) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                start.wait(60)
+                for _ in range(3):
+                    twins[index].load_state_dict(models_before[index])
+                    results[index] = trained(twins[index], inputs[index], torch.Tensor.backward)
+                torch.cuda.current_stream().synchronize()
+        except BaseException as error:
+            errors.append(error)
+            start.abort()
+
+    models_before = [copy.deepcopy(twin.state_dict()) for twin in twins]
+    for twin in twins:
+        inplace_ops.convert(twin)
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=train, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    if errors:
+        raise errors[0]
+    for index in range(2):
+        assert_same_step(results[index], expected[index], 1e-8)
+
+
+# Streams.
+
+LONG = 50_000_000  # cycles of a GPU, about 30 ms: work on another stream overtakes it
+
+
+@pytest.mark.parametrize("name", ["batch_silu", "group_silu", "attention"])
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "first_use"])
+def test_forward_on_a_side_stream(name: str, warm: bool, device: torch.device) -> None:
+    """And backward called on the default one. At first use comparisons wait for the side stream."""
+    model, x = network_and_input(name, device, DOUBLE)
+    twin = copy.deepcopy(model)
+    report = inplace_ops.convert(twin)
+    parameters = {module: [*module.parameters()] for module in (model, twin)}
+    weight = random_like(model(x))
+    expected = torch.autograd.grad((model(x) * weight).sum(), parameters[model])
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    if warm:
+        with torch.cuda.stream(side):
+            twin(x)
+        torch.cuda.synchronize()
+    late = torch.zeros_like(x)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LONG)
+        late.copy_(x)  # what reads it too early reads zeros
+        loss = (twin(late) * weight).sum()
+    gradients = torch.autograd.grad(loss, parameters[twin])
+    del loss
+    torch.cuda.synchronize()
+    assert report.replaced
+    torch.testing.assert_close(gradients, expected, rtol=1e-7, atol=1e-7)
+
+
+def test_memory_that_a_side_stream_reads(device: torch.device) -> None:
+    """It is handed out again only when what was recomputed there has been."""
+    model, x = network_and_input("batch_silu", device)
+    x = torch.randn(16, 3, 64, 64, device=device)
+    inplace_ops.convert(model)
+    y = model(x)
+    values = recomputed(y)
+    assert values, "nothing is recomputed"
+    expected = [value.compute() for value in values]
+    sizes = {tensor.numel() for value in values for tensor in value.tensors()}
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LONG)
+        actual = [value.unpack() for value in values]
+    del y, values
+    gc.collect()
+    # The main stream's allocator would now hand out what the side stream is still to read.
+    overwritten = [torch.full((size,), 7.0, device=device) for size in sizes for _ in range(8)]
+    torch.cuda.synchronize()
+    for index, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
+        assert torch.equal(mine, theirs), f"value {index} of {len(expected)} was overwritten"
+    del overwritten
+
+
+def test_unpacking_on_another_stream_waits(device: torch.device) -> None:
+    """For the stream of the forward pass, on which what it reads may not be ready."""
+    model, x = network_and_input("batch_silu", device)
+    inplace_ops.convert(model)
+    expected = [value.compute() for value in recomputed(model(x))]
+    side, late = torch.cuda.Stream(), torch.zeros_like(x)
+    torch.cuda.synchronize()
+    model(late)  # loads kernels, and lets the allocator have memory
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    late.copy_(x)
+    y = model(late)
+    values = recomputed(y)
+    with torch.cuda.stream(side):
+        actual = [value.unpack() for value in values]
+    torch.cuda.synchronize()
+    assert len(actual) == len(expected)
+    for mine, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+# CUDA graphs.
+
+
+@pytest.mark.parametrize("autocast", [None, BFLOAT], ids=["float64", "autocast"])
+@pytest.mark.parametrize("name", ["batch_silu", "group_silu", "gated_mlp", "attention"])
+def test_a_graph_of_a_training_step(
+    name: str, autocast: torch.dtype | None, device: torch.device
+) -> None:
+    """Forward, loss, backward and the optimizer's step. The warm-up is the first use."""
+    dtype = DOUBLE if autocast is None else FLOAT
+    original, x = network_and_input(name, device, dtype)
+    inputs = [torch.randn_like(x) for _ in range(3)]
+    model = copy.deepcopy(original)
+    report = inplace_ops.convert(model)
+    state = copy.deepcopy(original.state_dict())
+    static, target = x.clone(), random_like(original(x)).to(dtype)
+    original.load_state_dict(state)
+
+    def step(module: nn.Module, x: Tensor) -> Tensor:
+        parameters = [*module.parameters()]
+        # Without autocast's cache, whose copies a graph does not make again.
+        with torch.autocast(
+            device.type, autocast, enabled=autocast is not None, cache_enabled=False
+        ):
+            y = module(x)
+        loss = F.mse_loss(y.to(dtype), target)
+        loss.backward()
+        with torch.no_grad():
+            torch._foreach_add_(parameters, [p.grad for p in parameters], alpha=-0.05)
+        return loss.detach()
+
+    def without_gradients(module: nn.Module) -> None:
+        for parameter in module.parameters():
+            parameter.grad = None
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            without_gradients(model)
+            step(model, static)
+    torch.cuda.current_stream().wait_stream(side)
+    without_gradients(model)
+    gc.collect()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step(model, static)
+    with torch.no_grad():
+        model.load_state_dict(state)  # the warm-up has trained it
+    assert report.replaced, [(row.producer, row.reason) for row in report.remaining]
+    for x in inputs:
+        without_gradients(original)
+        expected = step(original, x)
+        static.copy_(x)
+        graph.replay()
+        tolerance = 1e-7 if autocast is None else 5e-2
+        torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
+    moved = difference = 0.0
+    for key, value in original.state_dict().items():
+        mine = model.state_dict()[key].double()
+        if autocast is None:
+            torch.testing.assert_close(mine, value.double(), rtol=1e-7, atol=1e-7)
+        moved += float((value.double() - state[key].double()).square().sum())
+        difference += float((mine - value.double()).square().sum())
+    assert moved > 0
+    assert difference <= 0.05**2 * moved, f"off by {difference**0.5:.3g} of {moved**0.5:.3g}"
+
+
+# Nothing waits for the GPU.
+
+
+@contextmanager
+def no_synchronization() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it does not detect everything
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("autocast", [None, BFLOAT], ids=["float32", "autocast"])
+@each_network
+def test_nothing_waits(name: str, autocast: torch.dtype | None, device: torch.device) -> None:
+    """Neither in forward nor in backward, once the model has run."""
+    original, x = network_and_input(name, device)
+    twin = copy.deepcopy(original)
+    inplace_ops.convert(twin)
+
+    def step(model: nn.Module) -> None:
+        with torch.autocast(device.type, autocast, enabled=autocast is not None):
+            loss = model(x).float().square().mean()
+        loss.backward()
+
+    for model in (original, twin):
+        step(model)
+        step(model)
+        torch.cuda.synchronize()
+        what = "PyTorch's own model" if model is original else "the converted model"
+        try:
+            with no_synchronization():
+                step(model)
+        except RuntimeError as error:
+            if model is original:
+                pytest.skip(f"{what} waits: {error}")
+            raise AssertionError(f"{what} waits: {error}") from error
+
+
+# Memory.
+
+
+def big_stack(device: torch.device) -> tuple[nn.Module, Tensor]:
+    """Each tensor has 8 MiB."""
+    return stack(width=32, depth=4).to(device), torch.randn(16, 3, 64, 64, device=device)
+
+
+def test_allocated_memory(device: torch.device) -> None:
+    """What the report says is what the allocator has."""
+    model, x = big_stack(device)
+    twin = copy.deepcopy(model)
+    report = inplace_ops.convert(twin, x)
+    assert report.saved_bytes_before is not None
+    assert report.saved_bytes_after is not None
+    held = []
+    for module in (model, twin):
+        for _ in range(2):  # workspaces are allocated once
+            module(x).sum().backward()
+        gc.collect()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        y = module(x)
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated() - before)
+        del y
+    expected = report.saved_bytes_before - report.saved_bytes_after
+    assert expected > 0.5 * report.saved_bytes_before, report
+    saved = held[0] - held[1]
+    assert abs(saved - expected) <= 0.1 * expected, (
+        f"{held[0]} bytes before, {held[1]} after: {saved} less, where the report says {expected}"
+    )
+
+
+def test_the_peak_of_the_first_step(device: torch.device) -> None:
+    """With all comparisons it is not above the original's."""
+    model, x = big_stack(device)
+    twin = copy.deepcopy(model)
+
+    def peak(module: nn.Module) -> int:
+        module.zero_grad()
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        module(x).sum().backward()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    for module in (model, twin):  # workspaces are allocated once
+        module(x).sum().backward()
+    of_original = peak(model)
+    inplace_ops.convert(twin)
+    first, second = peak(twin), peak(twin)
+    found = f"{of_original} bytes, converted {first} in the first step and {second} in the second"
+    assert first <= of_original, found
+    assert second < 0.8 * of_original, found
+
+
+# Loss scaling.
+
+
+@pytest.mark.parametrize("name", ["batch_silu", "residual", "attention"])
+def test_a_gradient_scaler(name: str, device: torch.device) -> None:
+    original, x = network_and_input(name, device)
+    twin = copy.deepcopy(original)
+    report = inplace_ops.convert(twin)
+    target = random_like(copy.deepcopy(original)(x)).float()
+    losses: list[list[float]] = []
+    for model in (original, twin):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        scaler = torch.amp.GradScaler(device.type, init_scale=256.0)
+        losses.append([])
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast(device.type, HALF):
+                loss = F.mse_loss(model(x).float(), target)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            losses[-1].append(float(loss.detach()))
+        assert scaler.get_scale() == 256.0, "gradients overflowed"
+    assert report.replaced
+    assert losses[0][2] != losses[0][0], losses
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2), losses
