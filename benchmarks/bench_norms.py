@@ -76,19 +76,25 @@ class Buffers:
         one = torch.empty(layout.sample).numel() * dtype.itemsize
         shape = (max(1, size // one), *layout.sample)
         self.launches = max(1, min(MOST_LAUNCHES, ROTATED[device] // size))
-        self.bytes = shape[0] * one
+        self.size, self.bytes = size, shape[0] * one
 
-        def empty(shape: tuple[int, ...]) -> Tensor:
-            x = torch.empty(shape, dtype=dtype, device=device)
-            return x.to(memory_format=layout.memory_format) if x.dim() == 4 else x
+        def empty(shape: tuple[int, ...], size: int) -> Tensor:
+            memory = torch.empty(size, dtype=torch.uint8, device=device).view(dtype)
+            strides = torch.empty(shape, device="meta").to(**format_of(shape)).stride()
+            return memory.as_strided(shape, strides)
 
-        self.x = [empty(shape) for _ in range(self.launches)]
-        self.grad = [empty(shape) for _ in range(self.launches)]
+        def format_of(shape: tuple[int, ...]) -> dict[str, torch.memory_format]:
+            return {"memory_format": layout.memory_format} if len(shape) == 4 else {}
+
+        self.x = [empty(shape, size) for _ in range(self.launches)]
+        self.grad = [empty(shape, size) for _ in range(self.launches)]
         double = (shape[0], 2 * shape[1], *shape[2:])
-        self.strided = [empty(double).narrow(1, 0, shape[1]) for _ in range(self.launches)]
-        self.copy = recorded(
-            [partial(x.copy_, grad) for x, grad in zip(self.x, self.grad, strict=True)], device
-        )
+        self.strided = [
+            empty(double, 2 * size).narrow(1, 0, shape[1]) for _ in range(self.launches)
+        ]
+        # Of all the memory: CUDA copies slower where the number of bytes is no multiple of many.
+        pairs = zip(map(_all_memory, self.x), map(_all_memory, self.grad), strict=True)
+        self.copy = recorded([partial(x.copy_, grad) for x, grad in pairs], device)
         wide = {"dtype": _ops.affine_dtype(dtype), "device": device}
         ones = (1,) * (len(shape) - 2)
         self.affine = 1.5 + steps((2, 1, shape[1], *ones), 1, 0.5, **wide)
@@ -113,6 +119,11 @@ class Buffers:
         if self.rows is not None:
             wide = (wide - self.rows[1]) * self.rows[0]
         return (wide * self.affine[0] + self.affine[1]).to(x.dtype)
+
+
+def _all_memory(x: Tensor) -> Tensor:
+    memory = x.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(memory)
 
 
 def steps(shape: tuple[int, ...], count: int, size: float, **options: Any) -> Tensor:
@@ -199,7 +210,7 @@ def measure_layout(
             if repetition >= 2:  # the first ones warm up
                 times[key].append(time / buffers.launches)
     copies = times.pop(("copy", "copy"))
-    copied = 2 * buffers.bytes
+    copied = 2 * buffers.size
     rows = []
     for (activation, kind), own in times.items():
         moved = cases[activation, kind].tensors * buffers.bytes

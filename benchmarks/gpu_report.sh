@@ -140,7 +140,7 @@ cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # nproc goes by them
 "$python" -c 'import xdist' 2>/dev/null && workers=(-n "$((cores < 8 ? cores : 8))")
 check numerics 150 "${workers[@]}" -k "[$device or -$device" "${decisive[@]}"
 # Those that are ignored run nothing on a GPU, and need further libraries to load.
-rest=("${decisive[@]/#/--ignore=}" --ignore=tests/test_{host_kernels,engine_models}.py
+rest=("${decisive[@]/#/--ignore=}" --ignore=tests/test_{host_kernels,engine_models,models,benchmarks}.py
   "${workers[@]}" -k "[$device or -$device or test_fuzz.py or test_info.py")
 
 eager=("checkpoint of each block" "convert, max_ops="{1,4,8})

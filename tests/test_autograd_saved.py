@@ -277,8 +277,11 @@ def test_out_of_memory_in_backward(
         return
     leaf = torch.ones(2**24, device=device, requires_grad=True)
     incoming = torch.ones((), device=device).expand(2**24)
-    y = activation.call(leaf * 1)
-    gc.collect()  # nothing else may be freed meanwhile
+    y = activation.call(leaf.clone())
+    # Nothing else may be freed meanwhile. What a GPU's backward thread holds, it drops only when it
+    # runs again.
+    torch.autograd.grad(y, leaf, incoming, retain_graph=True)
+    gc.collect()
     taken: list[Tensor] = []  # what was freed before may be had in spite of the limit
     with memory_limit(device, 2**25):
         with pytest.raises(RuntimeError) as pytorchs:

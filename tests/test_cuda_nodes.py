@@ -398,20 +398,39 @@ def test_a_batch_norm_in_eval_mode(name: str, device: torch.device) -> None:
 # RMS norms.
 
 
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "not_affine"])
 @pytest.mark.parametrize("dtype", [FLOAT, HALF, BFLOAT])
-def test_an_rms_norm(dtype: torch.dtype, device: torch.device) -> None:
-    """One node, with its input, its weight and rstd in float32. It has no rule yet."""
-    module = nn.RMSNorm(64, eps=1e-3).to(device, dtype)
+def test_an_rms_norm(dtype: torch.dtype, affine: bool, device: torch.device) -> None:
+    """One node, with its input, its weight and rstd in float32, of which its output follows."""
+    module = nn.RMSNorm(64, eps=1e-3, elementwise_affine=affine).to(device, dtype)
+    if affine:
+        nn.init.uniform_(module.weight, -1.5, 1.5)
     x = torch.randn(4, 9, 64, device=device, dtype=dtype, requires_grad=True) * 1
-    node = module(x).grad_fn
+    z = module(x)
+    node = z.grad_fn
     assert type(node).__name__ == "FusedRmsNormBackward0"
+    parameters = norms.parameters_of(node)
+    assert parameters is not None
+    assert parameters.weight is module.weight
+    assert parameters.bias is None
+    how, difference = output_of(node, z.detach(), parameters)
+    assert difference is None, f"{how}: differs by {difference}"
     assert node._saved_input.data_ptr() == x.data_ptr()
-    assert node._saved_weight is module.weight
     rstd = node._saved_result1
     assert (rstd.dtype, tuple(rstd.shape)) == (FLOAT, (4, 9, 1))
     expected = (x.detach().double().square().mean(-1, keepdim=True) + 1e-3).rsqrt()
     torch.testing.assert_close(rstd.double(), expected, rtol=1e-4, atol=1e-4)
-    assert [type(n).__name__ for n, _ in node.next_functions] == ["MulBackward0", "AccumulateGrad"]
+    edges = [type(before).__name__ for before, _ in node.next_functions]
+    assert edges == ["MulBackward0", "AccumulateGrad" if affine else "NoneType"]
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT])
+def test_what_reads_an_rms_norm(dtype: torch.dtype, device: torch.device) -> None:
+    """Linear layers do not save its output."""
+    model = nn.Sequential(nn.Linear(64, 512), nn.RMSNorm(512), nn.Linear(512, 8))
+    model.to(device, dtype)
+    report = inplace_ops.convert(model, torch.randn(256, 64, device=device, dtype=dtype))
+    assert ("2", "recomputed") in {(row.module, row.how) for row in report.replaced}, str(report)
 
 
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT])

@@ -405,9 +405,9 @@ class Engine:
             record = Record()
             if not nodes.has_hooks(node, "input"):
                 known = norms.parameters_of(node)
-                # A layer norm saves its bias. Of the others a node that is seen late does not tell
-                # whether the bias was written to since.
-                is_sure = USE_CREATION_HOOK or nodes.saves(node, "bias")
+                # A node that is seen late does not tell whether its bias was written to since,
+                # unless it saves that bias.
+                is_sure = USE_CREATION_HOOK or norms.tells_bias(node)
                 if known is not None and (is_sure or self._are_as_they_were((known.bias,), node)):
                     learn_parameters(node, record, known)
             return record

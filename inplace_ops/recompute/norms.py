@@ -1,8 +1,8 @@
 """Norms: their output as an affine function of their input.
 
-Batch, group, instance and layer norms save their input for their own backward. Their output follows
-from that input, the statistics, the weight and the bias, in one operation. The norms themselves are
-PyTorch's: their autograd nodes are read, and nothing is changed.
+Batch, group, instance, layer and RMS norms save their input for their own backward. Their output
+follows from that input, the statistics, the weight and the bias, in one operation. The norms
+themselves are PyTorch's: their autograd nodes are read, and nothing is changed.
 
 What the nodes do not tell:
 
@@ -32,6 +32,7 @@ from .nodes import (
     producer,
     saved_is_contiguous,
     saved_tensor,
+    saves,
 )
 
 MODULES = (
@@ -49,8 +50,8 @@ class NormAffine(NamedTuple):
 
     Attributes:
         channel_affine: scale and shift.
-        row_statistics: rstd and mean of each row of a layer norm, or of each group of a group norm
-            without parameters; None is 1 and 0.
+        row_statistics: rstd and mean of each row of a layer or RMS norm, or of each group of a
+            group norm without parameters; None is 1 and 0.
     """
 
     channel_affine: Tensor
@@ -157,14 +158,19 @@ def parameters_of(node: Node) -> Parameters | None:
     An instance norm's does not: it has read copies of them, one for each sample.
     """
     weight = saved_tensor(node, "weight")
-    if type(node).__name__ == "NativeLayerNormBackward0":
-        parameters = Parameters(weight, saved_tensor(node, "bias"))
+    if tells_bias(node):
+        parameters = Parameters(weight, saved_tensor(node, "bias") if saves(node, "bias") else None)
     else:
         bias = leaf_of(producer(node, 2)[0])
         if bias is None:
             return None
         parameters = Parameters(weight, bias)
     return parameters if all(map(_is_usable, parameters)) else None
+
+
+def tells_bias(node: Node) -> bool:
+    """Whether the node itself tells the bias: a layer norm saves it, and an RMS norm has none."""
+    return saves(node, "bias") or type(node).__name__ == "FusedRmsNormBackward0"
 
 
 def _repeated_parameters_of(node: Node) -> Parameters | None:
@@ -243,7 +249,7 @@ def parameters_of_module(node: Node, module: nn.Module) -> Parameters | None:
 
     A parametrization may give the operation another bias than `module.bias`.
     """
-    if type(node).__name__ == "NativeLayerNormBackward0":
+    if tells_bias(node):
         return parameters_of(node)
     parameters = module._parameters
     if not {"weight", "bias"} <= parameters.keys():
@@ -369,14 +375,24 @@ def _layer_norm(node: Node, parameters: Parameters) -> NormAffine:
     mean, rstd = saved_tensor(node, "result1"), saved_tensor(node, "result2")
     assert mean is not None
     assert rstd is not None
-    rows = torch.stack([rstd, mean])
+    return _affine_of_rows(node, torch.stack([rstd, mean]), parameters)
+
+
+def _rms_norm(node: Node, parameters: Parameters) -> NormAffine:
+    rstd = saved_tensor(node, "result1")
+    assert rstd is not None
+    return _affine_of_rows(node, torch.stack([rstd, torch.zeros_like(rstd)]), parameters)
+
+
+def _affine_of_rows(node: Node, rows: Tensor, parameters: Parameters) -> NormAffine:
     weight, bias = parameters
+    dims = rows.dim() - 1
     if weight is None:
         if bias is None:
             columns = argument(node, "normalized_shape")[-1]  # kernels are fast with one of each
-            return NormAffine(_identity(rows, mean.dim(), columns), rows)
+            return NormAffine(_identity(rows, dims, columns), rows)
         weight = torch.ones_like(bias)
-    shape = (2, *(1,) * (mean.dim() - weight.dim()), *weight.shape)
+    shape = (2, *(1,) * (dims - weight.dim()), *weight.shape)
     return NormAffine(_scale_shift(node, shape, None, None, Parameters(weight, bias)), rows)
 
 
@@ -425,7 +441,7 @@ def _rerun_layer_norm(node: Node, parameters: Parameters, eps: float | None) -> 
 
 class _NormKind(NamedTuple):
     affine: Callable[[Node, Parameters], NormAffine]
-    rerun: Callable[[Node, Parameters, float | None], Rerun | None]
+    rerun: Callable[[Node, Parameters, float | None], Rerun | None] = lambda *_: None
 
 
 NORMS: Mapping[str, _NormKind] = {
@@ -433,4 +449,6 @@ NORMS: Mapping[str, _NormKind] = {
     "CudnnBatchNormBackward0": _NormKind(_batch_norm, _rerun_batch_norm),
     "NativeGroupNormBackward0": _NormKind(_group_norm, _rerun_group_norm),
     "NativeLayerNormBackward0": _NormKind(_layer_norm, _rerun_layer_norm),
+    # Of a GPU: on a CPU it is several operations. It saves rstd in float32 at least.
+    "FusedRmsNormBackward0": _NormKind(_rms_norm),
 }
