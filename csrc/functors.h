@@ -209,8 +209,7 @@ struct Normalizing : OfNormalized {
   HOST_DEVICE auto operator()(Element<T> (&in)[OfNormalized::kInputs],
                               ScaleAndShift<opmath_t<T>> map) const {
     auto& last = in[OfNormalized::kInputs - 1];
-    // Rounded as the norm rounds its output.
-    last = element_of(store<T>(mapped<T>(last.value, map)));
+    last = rounded<T>(mapped<T>(last.value, map));  // as the norm rounds its output
     uint32_t no_code = 0;
     return of_normalized()(in, no_code, 1);
   }
@@ -249,7 +248,11 @@ struct Gradient : Elementwise<T, 2, PackedBitsUse::kNone, 0> {
 };
 
 template <class T>
-struct Normalize : Normalizing<Identity<T>> {};
+struct Normalize : Normalizing<Identity<T>> {
+  HOST_DEVICE auto operator()(const Element<T> (&in)[1], ScaleAndShift<opmath_t<T>> map) const {
+    return mapped<T>(in[0].value, map);  // rounded where it is stored
+  }
+};
 
 template <class Activation, class T = typename Activation::Scalar>
 struct ForwardRecompute : Normalizing<Value<Activation>> {};

@@ -108,4 +108,8 @@ inline uint16_t to_bfloat16(float x) {
   return uint16_t(below + up);
 }
 
+inline float round_to_bfloat16(float x) {
+  return pattern_cast<float>(uint32_t(to_bfloat16(x)) << 16);
+}
+
 }  // namespace inplace_ops::hardware

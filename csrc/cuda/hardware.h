@@ -61,4 +61,16 @@ __device__ __forceinline__ uint16_t to_bfloat16(float x) {
   return __bfloat16_as_ushort(__float2bfloat16_rn(x));
 }
 
+// The same, as a float: what two numbers are converted to if the other one, the lower half, is 0.
+// Such instructions have four times the rate of those that convert one.
+__device__ __forceinline__ float round_to_bfloat16(float x) {
+#if __CUDA_ARCH__ >= 800
+  uint32_t bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(x), "f"(0.0f));
+#else
+  const uint32_t bits = uint32_t(to_bfloat16(x)) << 16;
+#endif
+  return __uint_as_float(bits);
+}
+
 }  // namespace inplace_ops::hardware
