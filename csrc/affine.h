@@ -16,6 +16,7 @@
 namespace inplace_ops {
 
 constexpr int kMaxAffineDims = 4;  // after merging; the norms have at most three
+using AffineGeometry = GeometryOf<2, kMaxAffineDims>;
 
 template <class C>
 struct ScaleAndShift {
@@ -49,17 +50,19 @@ struct Statistics {
 template <class C>
 struct Affine {
   ScaleAndShift<const C*> channels;
-  RowStatistics<const C*> rows;            // or null
-  GeometryOf<2, kMaxAffineDims> geometry;  // of channels and of rows, walked as the tensors are
+  RowStatistics<const C*> rows;  // or null
+  AffineGeometry geometry;       // of channels and of rows, walked as the tensors are
 
   HOST_DEVICE bool has_rows() const { return rows.rstd != nullptr; }
 
-  // Those of x - mean, in the row at an offset.
-  HOST_DEVICE ScaleAndShift<C> in_row(int64_t row, ScaleAndShift<C> channel) const {
-    return {has_rows() ? rows.rstd[row] * channel.scale : channel.scale, channel.shift};
+  HOST_DEVICE ScaleAndShift<C> channel(int64_t offset) const {
+    return {channels.scale[offset], channels.shift[offset]};
   }
 
-  HOST_DEVICE C mean(int64_t row) const { return has_rows() ? rows.mean[row] : C(0); }
+  HOST_DEVICE RowStatistics<C> row(int64_t offset) const {
+    if (!has_rows()) return {C(1), C(0)};
+    return {rows.rstd[offset], rows.mean[offset]};
+  }
 };
 
 }  // namespace inplace_ops

@@ -63,9 +63,18 @@ Affine<C> affine_of(const Launch& launch) {
   return affine;
 }
 
-// Returns the elements of an access, but for what is left at the end.
+struct Path {
+  int access = 0;      // elements, but for what is left at the end
+  std::string layout;  // of a norm's maps, if the access is of more than one
+};
+
+std::string name_of(const AffineLayout& layout) {
+  const char* const names[] = {"planes", "split planes", "channels last"};
+  return std::string(names[layout.kind]) + (layout.is_strided ? ", strided" : "");
+}
+
 template <class Functor>
-int run(const Functor& functor, const Launch& launch) {
+Path run(const Functor& functor, const Launch& launch) {
   using T = typename Functor::Scalar;
   if (launch.addresses.size() != Functor::kInputs + 1)
     throw std::invalid_argument("number of operands");
@@ -84,9 +93,11 @@ int run(const Functor& functor, const Launch& launch) {
   operands.packed.planes = launch.planes;
   if constexpr (Functor::kNormalizes) operands.affine = affine_of<opmath_t<T>>(launch);
 
-  int access = 0;
+  Path path;
   choose_path(geometry, operands, [&](auto count, const auto& layout, int64_t begin, int64_t end) {
-    access = std::max(access, count());
+    path.access = std::max(path.access, count());
+    if constexpr (std::is_same_v<std::decay_t<decltype(layout)>, AffineLayout>)
+      path.layout = name_of(layout);
     constexpr int warps = kThreads / kWarpSize;
     const int64_t before = std::max<int64_t>(launch.first_element - begin, 0);
     const int64_t tiles = tiles_of<count()>(end - begin);
@@ -94,11 +105,11 @@ int run(const Functor& functor, const Launch& launch) {
          ++tile)
       run_warp<count()>(functor, layout, operands, begin, end, tile);
   });
-  return access;
+  return path;
 }
 
 template <class A>
-int run_functor(const std::string& functor, const A& activation, const Launch& launch) {
+Path run_functor(const std::string& functor, const A& activation, const Launch& launch) {
   using T = typename A::Scalar;
   if (functor == "Normalize") return run(Normalize<T>{}, launch);
   if (functor == "ForwardRecompute") return run(ForwardRecompute<A>{{{{}, activation}}}, launch);
@@ -121,18 +132,32 @@ int run_functor(const std::string& functor, const A& activation, const Launch& l
   throw std::invalid_argument("functor: " + functor);
 }
 
-int run_named(const std::string& activation, const std::vector<double>& scalars,
-              const std::string& functor, const std::string& dtype,
-              std::vector<uintptr_t> addresses, uintptr_t packed_address, int64_t plane_stride,
-              int planes, std::vector<int64_t> sizes, std::vector<std::vector<int64_t>> strides,
-              int64_t first_element, std::vector<uintptr_t> map_addresses,
-              std::vector<std::vector<int64_t>> map_strides) {
+std::pair<int, std::string> run_named(const std::string& activation,
+                                      const std::vector<double>& scalars,
+                                      const std::string& functor, const std::string& dtype,
+                                      std::vector<uintptr_t> addresses, uintptr_t packed_address,
+                                      int64_t plane_stride, int planes, std::vector<int64_t> sizes,
+                                      std::vector<std::vector<int64_t>> strides,
+                                      int64_t first_element, std::vector<uintptr_t> map_addresses,
+                                      std::vector<std::vector<int64_t>> map_strides) {
   const Launch launch{addresses, packed_address, plane_stride,  planes,     sizes,
                       strides,   first_element,  map_addresses, map_strides};
-  int access = 0;
+  Path path;
   with_activation(activation, dtype, scalars,
-                  [&](const auto& made) { access = run_functor(functor, made, launch); });
-  return access;
+                  [&](const auto& made) { path = run_functor(functor, made, launch); });
+  return {path.access, path.layout};
+}
+
+// Of each number the quotient and the remainder.
+std::pair<std::vector<int64_t>, std::vector<int64_t>> divide(const std::vector<int64_t>& numbers,
+                                                             int64_t divisor) {
+  const IntDivider divider(divisor);
+  std::pair<std::vector<int64_t>, std::vector<int64_t>> results;
+  for (const int64_t number : numbers) {
+    results.first.push_back(divider.div(uint32_t(number)));
+    results.second.push_back(divider.mod(uint32_t(number)));
+  }
+  return results;
 }
 
 // The share of the inputs that BackwardOutput takes for far.
@@ -168,6 +193,7 @@ void unpoison(uintptr_t address, size_t size) {
 
 PYBIND11_MODULE(MODULE_NAME, module) {
   module.def("run", &run_named);
+  module.def("divide", &divide);
   module.def("far_share", &far_share);
   module.def("poison", &poison);
   module.def("unpoison", &unpoison);

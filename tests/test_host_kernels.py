@@ -145,6 +145,11 @@ class Operand(Buffer):
         return super().guards_are_intact() and bool((between == GUARD_BYTE).all())
 
 
+class Launched(NamedTuple):
+    access: int  # elements, but for what is left at the end
+    layout: str  # of a norm's maps, if the access is of more than one
+
+
 def launch(
     host_kernels: ModuleType,
     case: Case,
@@ -153,11 +158,11 @@ def launch(
     packed: Buffer | None = None,
     first_row: int = 0,
     maps: Sequence[Operand] = (),
-) -> int:
+) -> Launched:
     """Run a kernel over a virtual grid that begins at `first_row`, the first there is memory of.
 
     Operands of one dimension have rows of one element. Maps are one element where they do not
-    differ. Returns the elements of an access.
+    differ.
     """
     bits = case.bits if packed else 0
     packed = packed or Buffer(0)
@@ -171,7 +176,7 @@ def launch(
     guards = [guard for buffer in buffers for guard in buffer.guards]
     for guard in guards:
         host_kernels.poison(guard.data_ptr(), guard.numel())
-    access = host_kernels.run(
+    path = host_kernels.run(
         case.name,
         list(case.scalars.values()),
         functor,
@@ -196,7 +201,7 @@ def launch(
         host_kernels.unpoison(guard.data_ptr(), guard.numel())
     for buffer in buffers:
         assert buffer.guards_are_intact()
-    return access
+    return Launched(*path)
 
 
 def derivatives(case: Case, x: Tensor, order: int) -> list[Tensor]:
@@ -384,8 +389,8 @@ def check_normalized(
     offsets: Sequence[int] = (0,) * 7,
     gap: int = 0,
     first_row: int = 0,
-) -> int:
-    """The norm's output, the activation and its gradient; returns the elements of their accesses.
+) -> Launched:
+    """The norm's output, the activation and its gradient; returns the slowest path.
 
     The channels' and the rows' maps differ in the dimensions given. Input, incoming gradient,
     result, and the scales and shifts lie `offsets` bytes off the alignment.
@@ -407,12 +412,12 @@ def check_normalized(
 
     def run(functor: str, *operands: Operand) -> Tensor:
         result.tensor.fill_(torch.nan)
-        accesses.add(
+        paths.append(
             launch(host_kernels, case, functor, [result, *operands], None, first_row, maps)
         )
         return result.tensor.clone()
 
-    accesses: set[int] = set()
+    paths: list[Launched] = []
     z = run("Normalize", inputs)
     y = run("ForwardRecompute", inputs)
     actual = run("BackwardRecompute", incoming, inputs)
@@ -433,7 +438,7 @@ def check_normalized(
         assert ((y.double() - value).abs() <= error).all()
         error = rounding(gradient, dtype) + grad.double().abs() * (FORMULA[dtype] + 2 * compute)
         assert ((actual.double() - gradient).abs() <= error).all()
-    return min(accesses)
+    return min(paths)
 
 
 def vector(case: Case) -> int:
@@ -462,7 +467,7 @@ def test_channels_of_every_size(host_kernels: ModuleType, case: Case, channels: 
     """Accesses reach into the next channel, and the next sample, at every place."""
     for size in (*range(1, 3 * vector(case) + 2), 49, 196):
         shape = [samples_of(host_kernels, case, 5 * size), 5, size]
-        access = check_normalized(host_kernels, case, shape, channels)
+        access, _ = check_normalized(host_kernels, case, shape, channels)
         if size > 1:  # or they are neighbours
             is_run = size >= vector(case) or not channels
             assert access == (vector(case) if is_run else 1)
@@ -474,11 +479,11 @@ def test_neighbouring_channels(host_kernels: ModuleType, case: Case, channels: D
     count = vector(case)
     for size in (*range(2, 2 * count + 1), 49, 64):
         shape = [3, samples_of(host_kernels, case, 3 * size), size]
-        access = check_normalized(host_kernels, case, shape, channels)
+        access, _ = check_normalized(host_kernels, case, shape, channels)
         assert access == (count if size % count == 0 else 1)
     # Where a sample's maps begin is aligned or not.
     for gap in range(1, 9):
-        access = check_normalized(host_kernels, case, [3, 99, 16], channels, gap=gap)
+        access, _ = check_normalized(host_kernels, case, [3, 99, 16], channels, gap=gap)
         assert access == (1 if 0 in channels and gap % 4 else count)
 
 
@@ -488,12 +493,83 @@ def test_rows_and_columns(host_kernels: ModuleType, case: Case, channels: Dims) 
     count = vector(case)
     for columns in (*range(2, 2 * count + 2), 49, 64):
         shape = [samples_of(host_kernels, case, columns), columns]
-        access = check_normalized(host_kernels, case, shape, channels, (0,))
+        access, _ = check_normalized(host_kernels, case, shape, channels, (0,))
         suits = 1 in channels and columns % count == 0
         assert access == (count if suits else 1)
     # Rows that differ from element to element.
-    assert check_normalized(host_kernels, case, [99, 16], channels, (0, 1)) == 1
-    assert check_normalized(host_kernels, case, [1600, 1], channels, (0,)) == 1
+    assert check_normalized(host_kernels, case, [99, 16], channels, (0, 1)).access == 1
+    assert check_normalized(host_kernels, case, [1600, 1], channels, (0,)).access == 1
+
+
+def expected_path(
+    host_kernels: ModuleType, case: Case, shape: Sequence[int], layout: str
+) -> Launched:
+    """With this layout where it suits the accesses and there is a tile."""
+    count = vector(case)
+    is_whole = shape[-1] % count == 0
+    if math.prod(shape) < host_kernels.tile[case.dtype.itemsize] or count == 1:
+        return Launched(1, "")
+    if layout == "planes":
+        return Launched(count, "planes" if is_whole else "split planes")
+    return Launched(count, layout) if is_whole else Launched(1, "")
+
+
+@some_normalized
+@each("batch", [1, 3])
+@each("count", [64, 256, 3, 10])
+@each("size", [56 * 56, 14 * 14, 7 * 7, 7 * 3])
+def test_layouts_of_networks(
+    host_kernels: ModuleType, case: Case, batch: int, count: int, size: int
+) -> None:
+    """Of batch norms, and where every sample has maps of its own."""
+    if batch * count * size > 2**18:
+        return
+    shape = [batch, count, size]
+    for channels in ((1,), (0, 1)):
+        expected = expected_path(host_kernels, case, shape, "planes")
+        assert check_normalized(host_kernels, case, shape, channels) == expected
+    shape = [batch, size, count]
+    for channels in ((2,), (0, 2)):
+        layout = "channels last, strided" if 0 in channels and batch > 1 else "channels last"
+        expected = expected_path(host_kernels, case, shape, layout)
+        assert check_normalized(host_kernels, case, shape, channels) == expected
+
+
+@some_normalized
+@each("rows", [1, 37, 197])
+@each("columns", [384, 512, 100])
+def test_layer_norms(host_kernels: ModuleType, case: Case, rows: int, columns: int) -> None:
+    shape = [rows, columns]
+    expected = expected_path(host_kernels, case, shape, "channels last")
+    assert check_normalized(host_kernels, case, shape, (1,), (0,)) == expected
+
+
+@some_normalized
+def test_maps_of_other_strides(host_kernels: ModuleType, case: Case) -> None:
+    if vector(case) == 1:
+        return
+    for size in (49, 64):
+        shape = [5, 7, size, 16]
+        for channels in ((0, 2), (0, 1, 2)):
+            path = check_normalized(host_kernels, case, shape, channels, gap=4)
+            assert path == Launched(vector(case), "split planes, strided")
+    path = check_normalized(host_kernels, case, [5, 7, 64], (0, 1), gap=1)
+    assert path == Launched(vector(case), "split planes, strided")
+    path = check_normalized(
+        host_kernels, case, [99, 16], (1,), ()
+    )  # the same statistics in all rows
+    assert path == Launched(vector(case), "channels last, strided")
+
+
+@each("divisor", [*range(2, 100), *(2**k + i for k in range(7, 31) for i in (-1, 0, 1)), 2**31 - 1])
+def test_division_by_multiplication(host_kernels: ModuleType, divisor: int) -> None:
+    top = 2**31 - 1
+    ends = [multiple * divisor + i for multiple in (1, 2, 3, top // divisor) for i in (-1, 0, 1)]
+    numbers = [n for n in (0, 1, *ends, top - 1, top) if n <= top]
+    numbers += [n * (top // 1000) + 7 for n in range(999)]
+    quotients, remainders = host_kernels.divide(numbers, divisor)
+    assert quotients == [n // divisor for n in numbers]
+    assert remainders == [n % divisor for n in numbers]
 
 
 @some_normalized
@@ -504,7 +580,7 @@ def test_every_alignment_after_a_norm(host_kernels: ModuleType, case: Case, move
         offsets = [0] * 7
         offsets[moved] = offset
         for shape, channels, rows in (([37, 3, 16], (2,), (0,)), ([37, 3, 16], (1,), None)):
-            access = check_normalized(host_kernels, case, shape, channels, rows, offsets=offsets)
+            access, _ = check_normalized(host_kernels, case, shape, channels, rows, offsets=offsets)
             matters = moved < 3 or (moved < 5 and channels == (2,))
             assert access == (1 if offset and matters else vector(case))
 
@@ -518,7 +594,7 @@ def test_maps_past_32_bits(host_kernels: ModuleType, case: Case, channels: Dims)
     rows = (0,) if 2 in channels else None
     for start in (2**31, 2**32, 2**35):
         first_row = (start // (3 * size) // tile + 1) * tile  # where a tile begins
-        access = check_normalized(host_kernels, case, shape, channels, rows, first_row=first_row)
+        access, _ = check_normalized(host_kernels, case, shape, channels, rows, first_row=first_row)
         assert access == (vector(case) if start < 2**32 else 1)  # a group's channel has 32 bits
 
 
@@ -529,7 +605,7 @@ def test_strided_after_a_norm(host_kernels: ModuleType, case: Case, channels: Di
     strides = [(3 * columns, 2), (columns + 5, 1), (2, 2 * rows)]
     for start in (0, 2**31, 2**32, 2**33):
         first_row = start // columns
-        access = check_normalized(
+        access, _ = check_normalized(
             host_kernels, case, [rows, columns], channels, (0,), strides=strides, gap=3,
             first_row=first_row,
         )  # fmt: skip

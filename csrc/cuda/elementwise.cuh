@@ -15,16 +15,21 @@
 // tensor then spreads over all multiprocessors; no streaming hints, since the next layer reads what
 // this one writes. benchmarks/tune_cuda.py compares the alternatives.
 //
+// After a norm each element has a scale and a shift, too. In whole tiles affine_layout.h tells
+// where, in few instructions: a division takes as many as the activation of several elements.
+//
 // The bodies take their indices as arguments and compile for the host too, where tests run them:
 // Lanes holds the state of one lane on a GPU, and of a whole warp on the host.
 #pragma once
 
+#include <optional>
 #include <type_traits>
 #include <utility>
 
 #include "../functors.h"
 #include "../geometry.h"
 #include "../packed_bits.h"
+#include "affine_layout.h"
 
 namespace inplace_ops {
 
@@ -295,49 +300,6 @@ struct TileBits<1> {
   }
 };
 
-// The maps of the elements of one access, of which the vector path has that they lie in at most two
-// channels without rows, or in neighbouring ones of one row (suits_vectors()). Returns the mean.
-template <int count, class C>
-HOST_DEVICE C expand(const Affine<C>& affine, int64_t element, ScaleAndShift<C> (&maps)[count]) {
-  const auto& geometry = affine.geometry;
-  const auto channel_at = [&](int64_t offset) -> ScaleAndShift<C> {
-    return {affine.channels.scale[offset], affine.channels.shift[offset]};
-  };
-  int64_t offsets[2];
-  if constexpr (count == 1) {
-    geometry.locate(uint64_t(element), offsets);
-    maps[0] = affine.in_row(offsets[1], channel_at(offsets[0]));
-    return affine.mean(offsets[1]);
-  } else {
-    const int inner = geometry.dims - 1;
-    const uint32_t small = element;
-    if (geometry.strides[0][inner] == 0) {
-      const uint32_t size = geometry.sizes[inner], left = size - small % size;
-      ScaleAndShift<C> first, second;
-      NO_UNROLL
-      for (int channel = 0; channel < (left < count ? 2 : 1); ++channel) {
-        geometry.locate(small + channel * left, offsets);
-        second = channel_at(offsets[0]);
-        if (channel == 0) first = second;
-      }
-      UNROLL
-      for (uint32_t i = 0; i < count; ++i) maps[i] = i < left ? first : second;
-      return C(0);
-    } else {
-      geometry.locate(small, offsets);
-      C scale[count], shift[count];
-      UNROLL
-      for (int i = 0; i < count; i += 4) {
-        load_vector(reinterpret_cast<C(&)[4]>(scale[i]), affine.channels.scale + offsets[0] + i);
-        load_vector(reinterpret_cast<C(&)[4]>(shift[i]), affine.channels.shift + offsets[0] + i);
-      }
-      UNROLL
-      for (int i = 0; i < count; ++i) maps[i] = affine.in_row(offsets[1], {scale[i], shift[i]});
-      return affine.mean(offsets[1]);
-    }
-  }
-}
-
 // The arithmetic of one access. Where a functor is split, what is far waits until all of the rest
 // is done: it is rare, and one branch costs less than one per element.
 template <class Functor, int count>
@@ -384,24 +346,85 @@ HOST_DEVICE void compute(const Functor& functor, LaneState<Functor, count>& my, 
   }
 }
 
+// The arithmetic of one access after a norm, from the maps of its channels. They become those of
+// x - mean in the row, if there are rows.
 template <class Functor, int count, class C>
 HOST_DEVICE void compute_normalized(const Functor& functor, LaneState<Functor, count>& my,
-                                    int access, const Affine<C>& affine, int64_t first) {
+                                    int access, ScaleAndShift<C> (&maps)[count],
+                                    bool has_rows = false, RowStatistics<C> row = {}) {
   using T = typename Functor::Scalar;
-  ScaleAndShift<C> maps[count];
-  const C mean = expand(affine, first, maps);
   Element<T> elements[count][Functor::kInputs];
   UNROLL
   for (int i = 0; i < count; ++i) {
     UNROLL
     for (int k = 0; k < Functor::kInputs; ++k) elements[i][k] = element_of(my.in[k][access][i]);
   }
-  if (affine.has_rows()) {
+  if (has_rows) {
     UNROLL
-    for (int i = 0; i < count; ++i) elements[i][Functor::kInputs - 1].value -= mean;
+    for (int i = 0; i < count; ++i) {
+      maps[i].scale *= row.rstd;
+      elements[i][Functor::kInputs - 1].value -= row.mean;
+    }
   }
   UNROLL
   for (int i = 0; i < count; ++i) my.out[access][i] = store<T>(functor(elements[i], maps[i]));
+}
+
+// All accesses of a lane in a whole tile, whose first element is `first`. Maps of one or two
+// channels are loaded before the arithmetic of all accesses.
+template <class Functor, int count, class C>
+HOST_DEVICE void compute_all_normalized(const Functor& functor, LaneState<Functor, count>& my,
+                                        const AffineLayout& layout, const Affine<C>& affine,
+                                        uint32_t first) {
+  ScaleAndShift<C> maps[count];
+  if (layout.kind == AffineLayout::kPlanes) {
+    ScaleAndShift<C> channel[kAccesses];
+    UNROLL
+    for (int a = 0; a < kAccesses; ++a)
+      channel[a] = affine.channel(layout.channel(first + place_of<count>(a, 0)));
+    UNROLL
+    for (int a = 0; a < kAccesses; ++a) {
+      UNROLL
+      for (int i = 0; i < count; ++i) maps[i] = channel[a];
+      compute_normalized(functor, my, a, maps);
+    }
+  } else if (layout.kind == AffineLayout::kSplitPlanes) {
+    ScaleAndShift<C> channel[kAccesses], next[kAccesses];
+    uint32_t left[kAccesses];
+    UNROLL
+    for (int a = 0; a < kAccesses; ++a) {
+      const auto at = layout.split<count>(first + place_of<count>(a, 0), affine.geometry);
+      channel[a] = affine.channel(at.channel);
+      next[a] = affine.channel(at.next);
+      left[a] = at.left;
+    }
+    UNROLL
+    for (int a = 0; a < kAccesses; ++a) {
+      UNROLL
+      for (uint32_t i = 0; i < count; ++i) maps[i] = i < left[a] ? channel[a] : next[a];
+      compute_normalized(functor, my, a, maps);
+    }
+  } else {
+    const auto compute_columns = [&](auto has_rows) {
+      UNROLL
+      for (int a = 0; a < kAccesses; ++a) {
+        const auto at = layout.column(first + place_of<count>(a, 0), affine.geometry);
+        C scale[count], shift[count];
+        UNROLL
+        for (int i = 0; i < count; i += 4) {
+          load_vector(reinterpret_cast<C(&)[4]>(scale[i]), affine.channels.scale + at.channel + i);
+          load_vector(reinterpret_cast<C(&)[4]>(shift[i]), affine.channels.shift + at.channel + i);
+        }
+        UNROLL
+        for (int i = 0; i < count; ++i) maps[i] = {scale[i], shift[i]};
+        compute_normalized(functor, my, a, maps, has_rows(), affine.row(at.row));
+      }
+    };
+    if (affine.has_rows())
+      compute_columns(std::true_type{});
+    else
+      compute_columns(std::false_type{});
+  }
 }
 
 // One tile. With accesses of more than one element it is whole and dense, and has `planes` planes.
@@ -444,14 +467,22 @@ HOST_DEVICE void run_tile(const Functor& functor, const Layout& layout,
     TileBits<count>::template read<planes>(lanes, packed, tile);
 
   lanes.each([&](auto& my, unsigned lane) {
+    if constexpr (Functor::kNormalizes && count > 1)
+      compute_all_normalized(functor, my, layout, operands.affine,
+                             uint32_t(tile.first) + place_of<count>(0, lane));
     UNROLL
     for (int a = 0; a < kAccesses; ++a) {
       const int place = place_of<count>(a, lane);
-      if constexpr (Functor::kNormalizes) {
-        if (is_there(place))
-          compute_normalized(functor, my, a, operands.affine, tile.first + place);
-      } else {
+      if constexpr (!Functor::kNormalizes) {
         compute(functor, my, a, bits);
+      } else if constexpr (count == 1) {
+        if (is_there(place)) {
+          const auto& affine = operands.affine;
+          int64_t offsets[2];
+          affine.geometry.locate(uint64_t(tile.first + place), offsets);
+          ScaleAndShift<opmath_t<T>> map[1] = {affine.channel(offsets[0])};
+          compute_normalized(functor, my, a, map, affine.has_rows(), affine.row(offsets[1]));
+        }
       }
       if constexpr (count > 1) {
         store_vector(operands.out + tile.first + place, my.out[a]);
@@ -497,27 +528,17 @@ HOST_DEVICE void run_warp(const Functor& functor, const Layout& layout,
   run_version<count>(Versions{}, functor, layout, operands, Tile{first, elements});
 }
 
-// Whether the maps of each access can be had by expand().
-template <int count, class C>
-bool suits_vectors(const Affine<C>& affine) {
-  const auto& geometry = affine.geometry;
-  const int inner = geometry.dims - 1;
-  if (inner < 0 || geometry.sizes[inner] < count || geometry.strides[1][inner] != 0 ||
-      geometry.elements > UINT32_MAX)
-    return false;
-  if (geometry.strides[0][inner] == 0) return !affine.has_rows();
-  uintptr_t addresses = reinterpret_cast<uintptr_t>(affine.channels.scale) |
-                        reinterpret_cast<uintptr_t>(affine.channels.shift);
-  for (int d = 0; d < inner; ++d) addresses |= geometry.strides[0][d] * sizeof(C);
-  return geometry.strides[0][inner] == 1 && geometry.sizes[inner] % count == 0 &&
-         addresses % kVectorBytes == 0;
+// The layout that the vector path takes, or none if the maps do not suit it.
+template <class Functor>
+auto dense_layout(const Operands<Functor>& operands) {
+  if constexpr (Functor::kNormalizes)
+    return affine_layout<kVectorElements<typename Functor::Scalar>>(operands.affine, kVectorBytes);
+  else
+    return std::optional(Dense{});
 }
 
 template <class Functor, int... planes>
 bool has_fast_version(const Operands<Functor>& operands, std::integer_sequence<int, planes...>) {
-  if constexpr (Functor::kNormalizes) {
-    if (!suits_vectors<kVectorElements<typename Functor::Scalar>>(operands.affine)) return false;
-  }
   uintptr_t addresses = reinterpret_cast<uintptr_t>(operands.out);
   for (const auto* in : operands.in) addresses |= reinterpret_cast<uintptr_t>(in);
   return addresses % kVectorBytes == 0 && ((operands.packed.planes == planes) || ...);
@@ -541,8 +562,10 @@ void choose_path(const Geometry& geometry, const Operands<Functor>& operands,
     const bool is_worth_it = elements % tile == 0 || elements / tile >= kFewTiles;
     if (is_worth_it && geometry.is_dense() &&
         has_fast_version(operands, typename Functor::FastBits{})) {
-      begin = elements / tile * tile;
-      launch(std::integral_constant<int, vector>{}, Dense{}, int64_t(0), begin);
+      if (const auto layout = dense_layout(operands)) {
+        begin = elements / tile * tile;
+        launch(std::integral_constant<int, vector>{}, *layout, int64_t(0), begin);
+      }
     }
   }
   if (begin < elements) launch(std::integral_constant<int, 1>{}, geometry, begin, elements);
