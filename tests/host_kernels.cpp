@@ -96,8 +96,8 @@ Path run(const Functor& functor, const Launch& launch) {
   Path path;
   choose_path(geometry, operands, [&](auto count, const auto& layout, int64_t begin, int64_t end) {
     path.access = std::max(path.access, count());
-    if constexpr (std::is_same_v<std::decay_t<decltype(layout)>, AffineLayout>)
-      path.layout = name_of(layout);
+    if constexpr (std::is_same_v<std::decay_t<decltype(layout)>, RowsOfNormalized>)
+      path.layout = name_of(layout.affine);
     constexpr int warps = kThreads / kWarpSize;
     const int64_t before = std::max<int64_t>(launch.first_element - begin, 0);
     const int64_t tiles = tiles_of<count()>(end - begin);

@@ -90,15 +90,15 @@ CURVES = Budget(slots=1.4)
 ANY = "any"  # the activation of what is one for all
 # After a norm, by the layouts that MAPS names.
 NORMALIZED = {
-    ANY: {"planes": 0.29, "split_planes": 0.53, "channels_last": 0.32, "rows": 0.42},
-    "relu": {"planes": 0.41, "split_planes": 0.7, "channels_last": 0.43, "rows": 0.54},
-    "leaky_relu": {"planes": 0.43, "split_planes": 0.72, "channels_last": 0.46, "rows": 0.58},
-    "relu6": {"planes": 0.46, "split_planes": 0.76, "channels_last": 0.47, "rows": 0.58},
-    "silu": {"planes": 0.69, "split_planes": 0.83, "channels_last": 0.71, "rows": 0.8},
+    ANY: {"planes": 0.32, "split_planes": 0.55, "channels_last": 0.35, "rows": 0.45},
+    "relu": {"planes": 0.44, "split_planes": 0.72, "channels_last": 0.47, "rows": 0.56},
+    "leaky_relu": {"planes": 0.47, "split_planes": 0.75, "channels_last": 0.49, "rows": 0.6},
+    "relu6": {"planes": 0.5, "split_planes": 0.78, "channels_last": 0.5, "rows": 0.6},
+    "silu": {"planes": 0.72, "split_planes": 0.86, "channels_last": 0.74, "rows": 0.82},
     "gelu": {"planes": 1.07, "split_planes": 1.28, "channels_last": 1.12, "rows": 1.23},
-    "gelu_tanh": {"planes": 0.74, "split_planes": 0.88, "channels_last": 0.76, "rows": 0.85},
-    "hardswish": {"planes": 0.58, "split_planes": 0.82, "channels_last": 0.62, "rows": 0.71},
-    "mish": {"planes": 0.72, "split_planes": 0.93, "channels_last": 0.76, "rows": 0.85},
+    "gelu_tanh": {"planes": 0.74, "split_planes": 0.9, "channels_last": 0.76, "rows": 0.85},
+    "hardswish": {"planes": 0.59, "split_planes": 0.83, "channels_last": 0.63, "rows": 0.73},
+    "mish": {"planes": 0.74, "split_planes": 0.93, "channels_last": 0.78, "rows": 0.87},
 }
 
 

@@ -20,6 +20,7 @@ from inplace_ops.activations import ACTIVATIONS
 # in memory, and its byte of bits is not full.
 LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], list[int] | None]] = {
     "dense": (lambda t: t.clone().view(3, -1, 2), None),
+    "rows": (lambda t: torch.cat([t, t])[:131088].view(-1, 48)[:, :24], None),
     "misaligned": (lambda t: t[:1051].clone()[1:].view(3, 50, 7), None),
     "stepped": (lambda t: t[:2100].clone().view(3, 50, 7, 2)[..., 1], None),
     "permuted": (lambda t: t[:1050].clone().view(3, 50, 7).permute(1, 2, 0), [2, 0, 1]),
@@ -84,6 +85,7 @@ def test_every_kernel(dtype: torch.dtype, layout: str, device: torch.device) -> 
 # Of a norm's input: its shape, and in which dimensions the maps of channels and of rows differ. An
 # access of 16 bytes has one channel or two, or one for each element, or there is none.
 NORMALIZED: dict[str, tuple[tuple[int, ...], int, int | None]] = {
+    "planes": ((70, 16, 64), 1, None),
     "wide": ((500, 3, 49), 1, None),
     "neighbours": ((4100, 16), 1, 0),
     "narrow": ((70, 3, 7), 1, None),
@@ -107,12 +109,14 @@ def run_normalized(
 ) -> list[Tensor]:
     maps = (channels.to(device), None if rows is None else rows.to(device), None)
     x, grad = x.to(device), grad.to(device)
+    strided = torch.cat([grad, grad], 1).narrow(1, 0, grad.size(1))
     results = [_ops.NORMALIZE(x, *maps)]
     for activation in ACTIVATIONS:
         ops = activation.ops
         scalars = [SCALARS[name] for name in activation.scalars]
         results.append(ops.recompute(x, *maps, *scalars))
-        results.append(ops.backward["recompute"](grad, x, *maps, *scalars))
+        for gradient in (grad, strided):
+            results.append(ops.backward["recompute"](gradient, x, *maps, *scalars))
     return results
 
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -224,8 +225,8 @@ def check_round_trip(
     strides: Sequence[Sequence[int]] = ((1,),) * 3,
     offsets: Sequence[int] = (0, 0, 0, 0),
     first_row: int = 0,
-) -> None:
-    """Forward and backward against PyTorch.
+) -> int:
+    """Forward and backward against PyTorch; returns the elements of the narrowest access.
 
     Values, gradient, incoming gradient and bits lie `offsets` bytes off the alignment.
     """
@@ -239,10 +240,11 @@ def check_round_trip(
 
     values.tensor.copy_(x)
     incoming.tensor.copy_(grad)
-    launch(host_kernels, case, case.forward, [values, values], packed, first_row)
+    forward = launch(host_kernels, case, case.forward, [values, values], packed, first_row)
     y = values.tensor.clone()
     saved = [values] if case.save == "output" else []
-    launch(host_kernels, case, case.backward, [result, incoming, *saved], packed, first_row)
+    operands = [result, incoming, *saved]
+    backward = launch(host_kernels, case, case.backward, operands, packed, first_row)
     assert torch.equal(values.tensor, y)
     assert torch.equal(incoming.tensor, grad)
     if packed and count % 8:
@@ -260,9 +262,10 @@ def check_round_trip(
         assert ((result.tensor.double() - gradient).abs() <= tolerance).all()
 
     values.tensor.copy_(x)
-    launch(host_kernels, case, case.plain, [result, values], first_row=first_row)
+    plain = launch(host_kernels, case, case.plain, [result, values], first_row=first_row)
     assert torch.equal(result.tensor, y)
     assert torch.equal(values.tensor, x)
+    return min(forward, backward, plain).access
 
 
 @all_cases
@@ -303,6 +306,37 @@ def test_strided(host_kernels: ModuleType, case: Case) -> None:
     strides = [(3 * columns, 2), (columns + 5, 1), (2, 2 * rows)]
     for start in (0, 2**31, 2**32, 2**33):
         check_round_trip(host_kernels, case, [rows, columns], strides, first_row=start // columns)
+
+
+def rows_apart(
+    host_kernels: ModuleType, case: Case, check: Callable[..., int], start: int = 0
+) -> None:
+    """Rows with gaps between them take wide accesses if rows and gaps are whole ones.
+
+    Past 2^31 elements they do not. `check` takes a shape, strides and the first row, and returns
+    the access.
+    """
+    count = vector(case)
+    rows, columns = samples_of(host_kernels, case, 4 * count), 4 * count
+    wide = check([rows, columns], [(columns, 1)] * 3, first_row=0)
+    first_row = host_kernels.tile[case.dtype.itemsize] * (start // columns)
+    for size, gaps, is_whole in (
+        (columns, (count, 0, 5 * count), True),
+        (columns, (0, 2 * count, 2 * count), True),
+        (columns, (count, 1, 0), False),
+        (columns, (0, count, 3), False),
+        (columns + 1, (count, count, count - 1), False),
+    ):
+        strides = [(size + gap, 1) for gap in gaps]
+        access = check([rows, size], strides, first_row=first_row)
+        fits = (first_row + rows) * size < 2**31
+        assert access == (wide if is_whole and fits else 1)
+
+
+@all_cases
+def test_rows_apart(host_kernels: ModuleType, case: Case) -> None:
+    for start in (0, 2**22, 2**31, 2**35):
+        rows_apart(host_kernels, case, partial(check_round_trip, host_kernels, case), start)
 
 
 # With fewer bits x is not near enough.
@@ -610,6 +644,20 @@ def test_strided_after_a_norm(host_kernels: ModuleType, case: Case, channels: Di
             first_row=first_row,
         )  # fmt: skip
         assert access == 1
+
+
+@every_normalized
+@each("channels", [(0,), (1,)])  # planes, columns
+def test_rows_apart_after_a_norm(host_kernels: ModuleType, case: Case, channels: Dims) -> None:
+    def check(shape: Sequence[int], strides: Sequence[Sequence[int]], first_row: int) -> int:
+        return check_normalized(
+            *(host_kernels, case, shape, channels, (0,) if channels == (1,) else None),
+            strides=strides,
+            first_row=first_row,
+        ).access
+
+    for start in (0, 2**22, 2**31):
+        rows_apart(host_kernels, case, check, start)
 
 
 @every_normalized

@@ -2,8 +2,8 @@
 //
 // A warp works on a tile. Each of its lanes makes kAccesses accesses to every tensor, and
 // neighbouring lanes access neighbouring memory: 16 bytes in the whole tiles of tensors that are
-// dense and aligned, one element elsewhere. All loads of a lane come before its arithmetic, so that
-// all of them are under way at once.
+// aligned and dense, or rows of a larger tensor, one element elsewhere. All loads of a lane come
+// before its arithmetic, so that all of them are under way at once.
 //
 // Bandwidth. Bytes moved per element of s bytes with k kept bits: 2s forward, 2s + k/8 forward that
 // keeps, 2s + k/8 backward from bits, 3s backward from the output, 3s + k/8 from both: every byte
@@ -47,12 +47,23 @@ constexpr int kWarpSize = 32;
 constexpr int kAccesses = INPLACE_OPS_ACCESSES;
 constexpr int kVectorBytes = 16;
 
-// The layout of tensors that lie one element after the other, where Geometry walks all others.
-struct Dense {
+// The layout of tensors that accesses of several elements suit, where Geometry walks all others.
+// The elements of a row, which is whole accesses, lie one after the other, and each operand has its
+// own gap between rows: a tensor that is some of the channels of a larger one has, such as the
+// gradient of what was concatenated. Dense tensors are one row.
+struct Rows {
+  IntDivider size;  // of a row; where there is one, it takes 0 for the row of every element
+  int32_t gaps[kMaxOperands] = {};
+
   template <int count>
   HOST_DEVICE void locate(uint64_t element, int64_t (&offsets)[count]) const {
-    for (int k = 0; k < count; ++k) offsets[k] = element;
+    const int32_t row = size.div(uint32_t(element));
+    for (int k = 0; k < count; ++k) offsets[k] = element + int64_t(row) * gaps[k];
   }
+};
+
+struct RowsOfNormalized : Rows {
+  AffineLayout affine;
 };
 
 // Elements in an access to aligned dense tensors: 16 bytes, or one double.
@@ -142,7 +153,7 @@ struct LaneState {
   using T = typename Functor::Scalar;
   T in[Functor::kInputs][kAccesses][count];
   T out[kAccesses][count];
-  int64_t out_offset[kAccesses];  // of accesses of one element
+  int64_t out_offset[kAccesses];
   uint32_t codes[kAccesses][count];
   uint32_t kept, word;
 };
@@ -427,7 +438,7 @@ HOST_DEVICE void compute_all_normalized(const Functor& functor, LaneState<Functo
   }
 }
 
-// One tile. With accesses of more than one element it is whole and dense, and has `planes` planes.
+// One tile. With accesses of more than one element it is whole, and has `planes` planes.
 template <int count, int planes, class Functor, class Layout>
 HOST_DEVICE void run_tile(const Functor& functor, const Layout& layout,
                           const Operands<Functor>& operands, const Tile& tile) {
@@ -438,27 +449,19 @@ HOST_DEVICE void run_tile(const Functor& functor, const Layout& layout,
   const auto is_there = [&](int place) { return count > 1 || place < tile.elements; };
   Lanes<LaneState<Functor, count>> lanes;
   lanes.each([&](auto& my, unsigned lane) {
-    if constexpr (count > 1) {
-      UNROLL
-      for (int k = 0; k < Functor::kInputs; ++k) {
-        UNROLL
-        for (int a = 0; a < kAccesses; ++a)
-          load_vector(my.in[k][a], operands.in[k] + tile.first + place_of<count>(a, lane));
-      }
-    } else {
-      UNROLL
-      for (int a = 0; a < kAccesses; ++a) {
-        const int place = place_of<1>(a, lane);
-        int64_t offsets[Functor::kInputs + 1] = {};
-        if (is_there(place)) layout.locate(uint64_t(tile.first + place), offsets);
-        my.out_offset[a] = offsets[0];
-        UNROLL
-        for (int k = 0; k < Functor::kInputs; ++k)
-          my.in[k][a][0] = is_there(place) ? operands.in[k][offsets[k + 1]] : T{};
-      }
-    }
     UNROLL
     for (int a = 0; a < kAccesses; ++a) {
+      const int place = place_of<count>(a, lane);
+      int64_t offsets[Functor::kInputs + 1] = {};
+      if (is_there(place)) layout.locate(uint64_t(tile.first + place), offsets);
+      my.out_offset[a] = offsets[0];
+      UNROLL
+      for (int k = 0; k < Functor::kInputs; ++k) {
+        if constexpr (count > 1)
+          load_vector(my.in[k][a], operands.in[k] + offsets[k + 1]);
+        else
+          my.in[k][a][0] = is_there(place) ? operands.in[k][offsets[k + 1]] : T{};
+      }
       UNROLL
       for (int i = 0; i < count; ++i) my.codes[a][i] = 0;
     }
@@ -468,7 +471,7 @@ HOST_DEVICE void run_tile(const Functor& functor, const Layout& layout,
 
   lanes.each([&](auto& my, unsigned lane) {
     if constexpr (Functor::kNormalizes && count > 1)
-      compute_all_normalized(functor, my, layout, operands.affine,
+      compute_all_normalized(functor, my, layout.affine, operands.affine,
                              uint32_t(tile.first) + place_of<count>(0, lane));
     UNROLL
     for (int a = 0; a < kAccesses; ++a) {
@@ -485,7 +488,7 @@ HOST_DEVICE void run_tile(const Functor& functor, const Layout& layout,
         }
       }
       if constexpr (count > 1) {
-        store_vector(operands.out + tile.first + place, my.out[a]);
+        store_vector(operands.out + my.out_offset[a], my.out[a]);
       } else if (is_there(place)) {
         operands.out[my.out_offset[a]] = my.out[a][0];
       } else {
@@ -528,13 +531,34 @@ HOST_DEVICE void run_warp(const Functor& functor, const Layout& layout,
   run_version<count>(Versions{}, functor, layout, operands, Tile{first, elements});
 }
 
-// The layout that the vector path takes, or none if the maps do not suit it.
+// Rows of whole accesses of `count` elements, if that is how the operands lie.
+template <int count>
+std::optional<Rows> rows_of(const Geometry& geometry) {
+  Rows rows;
+  if (geometry.is_dense()) return rows;
+  if (geometry.dims != 2 || geometry.elements > INT32_MAX) return std::nullopt;
+  const int64_t size = geometry.sizes[1];
+  if (size % count != 0) return std::nullopt;
+  rows.size = IntDivider(size);
+  for (int k = 0; k < geometry.operands; ++k) {
+    const int64_t gap = geometry.strides[k][0] - size;
+    if (geometry.strides[k][1] != 1 || gap % count != 0 || gap != int32_t(gap)) return std::nullopt;
+    rows.gaps[k] = int32_t(gap);
+  }
+  return rows;
+}
+
+// The layout for accesses of several elements; none where they do not suit the operands.
 template <class Functor>
-auto dense_layout(const Operands<Functor>& operands) {
-  if constexpr (Functor::kNormalizes)
-    return affine_layout<kVectorElements<typename Functor::Scalar>>(operands.affine, kVectorBytes);
-  else
-    return std::optional(Dense{});
+auto vector_layout(const Geometry& geometry, const Operands<Functor>& operands) {
+  constexpr int count = kVectorElements<typename Functor::Scalar>;
+  const std::optional<Rows> rows = rows_of<count>(geometry);
+  if constexpr (Functor::kNormalizes) {
+    const auto affine = affine_layout<count>(operands.affine, kVectorBytes);
+    return rows && affine ? std::optional(RowsOfNormalized{*rows, *affine}) : std::nullopt;
+  } else {
+    return rows;
+  }
 }
 
 template <class Functor, int... planes>
@@ -549,8 +573,8 @@ bool has_fast_version(const Operands<Functor>& operands, std::integer_sequence<i
 constexpr int kFewTiles = INPLACE_OPS_FEW_TILES;
 
 // Calls launch(count, layout, begin, end) with the access size and the layout to use for these
-// elements: one element and any layout where it is not dense, not aligned, or of a rare number of
-// bits, and for what is less than a tile at the end.
+// elements: one element and any layout where they are not in rows, not aligned, or of a rare number
+// of bits, and for what is less than a tile at the end.
 template <class Functor, class Launch>
 void choose_path(const Geometry& geometry, const Operands<Functor>& operands,
                  const Launch& launch) {
@@ -560,9 +584,8 @@ void choose_path(const Geometry& geometry, const Operands<Functor>& operands,
   if constexpr (vector > 1) {
     constexpr int tile = kTileElements<vector>;
     const bool is_worth_it = elements % tile == 0 || elements / tile >= kFewTiles;
-    if (is_worth_it && geometry.is_dense() &&
-        has_fast_version(operands, typename Functor::FastBits{})) {
-      if (const auto layout = dense_layout(operands)) {
+    if (is_worth_it && has_fast_version(operands, typename Functor::FastBits{})) {
+      if (const auto layout = vector_layout(geometry, operands)) {
         begin = elements / tile * tile;
         launch(std::integral_constant<int, vector>{}, *layout, int64_t(0), begin);
       }
