@@ -209,7 +209,7 @@ struct Normalizing : OfNormalized {
   HOST_DEVICE auto operator()(Element<T> (&in)[OfNormalized::kInputs],
                               ScaleAndShift<opmath_t<T>> map) const {
     auto& last = in[OfNormalized::kInputs - 1];
-    last = rounded<T>(mapped<T>(last.value, map));  // as the norm rounds its output
+    last = rounded_element<T>(mapped<T>(last.value, map));  // as the norm rounds its output
     uint32_t no_code = 0;
     return of_normalized()(in, no_code, 1);
   }

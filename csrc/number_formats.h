@@ -149,7 +149,7 @@ HOST_DEVICE Element<T> element_of(T stored) {
 // The element that store() makes of a value. On a GPU bfloat16 is rounded without being narrowed,
 // which takes fewer instructions.
 template <class T>
-HOST_DEVICE Element<T> rounded(opmath_t<T> value) {
+HOST_DEVICE Element<T> rounded_element(opmath_t<T> value) {
 #ifdef INPLACE_OPS_HARDWARE
   if constexpr (std::is_same_v<T, BFloat16>) {
     const float near = hardware::round_to_bfloat16(value);
