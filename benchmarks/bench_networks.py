@@ -9,9 +9,11 @@ status is 1.
 saved: what is allocated when forward has returned, the outputs with it. peak: the most allocated at
 one time in a step of forward, loss and backward, gradients included. Neither counts the parameters
 and the input. Steps are timed in turn, each compared with that of "torch in place" beside it; where
-CUDA's autocast is emulated on a CPU they are not. With --fill-gib the batch that is measured is the
-one with which PyTorch in place allocates that much; what is verified is a small one. Largest batch,
-on CUDA: with which a step still runs within a limit on all that PyTorch allocates.
+CUDA's autocast is emulated on a CPU they are not. With --graphs each step is captured in a CUDA
+graph and replayed, which takes the host's time out of it. With --fill-gib the batch that is
+measured is the one with which PyTorch in place allocates that much; what is verified is a small
+one. Largest batch, on CUDA: with which a step still runs within a limit on all that PyTorch
+allocates.
 """
 
 from __future__ import annotations
@@ -192,6 +194,22 @@ def memory_of_step(variant: Variant, x: Tensor, policy: Policy) -> tuple[int, in
     return saved, peak
 
 
+def captured(run: Callable[[], Any], variant: Variant) -> Callable[[], Any]:
+    """A step as the replay of a CUDA graph."""
+    run()
+    variant.model.zero_grad()  # or the graph would add to gradients
+    graph = torch.cuda.CUDAGraph()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # its own first use of libraries cannot be captured
+        run()
+        variant.model.zero_grad()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph, stream=side):
+        run()
+    return graph.replay
+
+
 def measured(
     name: str, policy_name: str, arguments: argparse.Namespace, failures: Failures
 ) -> list[dict[str, Any]]:
@@ -237,8 +255,13 @@ def measured(
             }
         times: dict[str, list[float]] = {}
         if device == "cuda" or not policy.autocast:
+            steps: dict[str, Callable[[], Any]] = {
+                label: partial(step, variant, x, policy) for label, variant in variants.items()
+            }
+            if arguments.graphs:
+                steps = {label: captured(run, variants[label]) for label, run in steps.items()}
             times = times_in_turn(
-                {label: partial(step, variant, x, policy) for label, variant in variants.items()},
+                steps,
                 arguments.repetitions,
                 Clock(device),
                 after=lambda label: variants[label].model.zero_grad(),
@@ -259,6 +282,7 @@ def measured(
             "memory_format": arguments.memory_format,
             "variant": label,
             "source": "measured",
+            "launched": "from a CUDA graph" if arguments.graphs else "one by one",
             "input": " x ".join(map(str, x.shape)),
             **memory_columns(memory[label], memory[IN_PLACE]),
             **(time_columns(times[label], times[IN_PLACE]) if times else NOT_TIMED),
@@ -312,6 +336,7 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=["float32"])
     parser.add_argument("--memory-format", choices=MEMORY_FORMATS, default="contiguous")
     parser.add_argument("--batch", type=int, help="32 on a GPU, 4 on the CPU")
+    parser.add_argument("--graphs", action="store_true", help="on CUDA: replay CUDA graphs")
     parser.add_argument("--fill-gib", type=float, help="measure with the batch that takes so much")
     parser.add_argument("--largest-batch", type=float, metavar="GIB", help="on CUDA: the limit")
     parser.add_argument("--repetitions", type=int, default=9)
@@ -329,6 +354,8 @@ def main() -> None:
         arguments.repetitions = 3
     if arguments.largest_batch and arguments.device != "cuda":
         parser.error("--largest-batch needs --device cuda")
+    if arguments.graphs and arguments.device != "cuda":
+        parser.error("--graphs needs --device cuda")
     arguments.variants = arguments.variants or [
         label for label in VARIANTS if not (arguments.quick and "compile" in label)
     ]

@@ -5,6 +5,7 @@ But for what each call asks: that stands in `execution.py`, without a function a
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +22,16 @@ from torch.utils._python_dispatch import (
 # These know the containers that libraries register, of their models' outputs for example.
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """The current stream of a GPU, one object for each: `torch.cuda` makes one at each call."""
+    return _stream(*torch._C._cuda_getCurrentStream(device.index))
+
+
+@cache
+def _stream(number: int, device_index: int, device_type: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(stream_id=number, device_index=device_index, device_type=device_type)
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

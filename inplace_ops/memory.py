@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ._torch import is_traceable_wrapper_subclass, storage_id, tree_leaves
+from ._torch import current_stream, is_traceable_wrapper_subclass, storage_id, tree_leaves
 
 
 class Packed(ABC):
@@ -29,8 +29,8 @@ class Packed(ABC):
     def unpack(self) -> Tensor:
         """Return the tensor that backward reads, on the stream that is current."""
         if self.stream is not None:
-            current = torch.cuda.current_stream(self.stream.device)
-            if current != self.stream:
+            current = current_stream(self.stream.device)
+            if current is not self.stream:
                 current.wait_stream(self.stream)
             for tensor in self.tensors():  # whose memory may be freed before it has been read
                 tensor.record_stream(current)

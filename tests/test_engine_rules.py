@@ -30,6 +30,7 @@ from twins import (
 )
 
 import inplace_ops
+from inplace_ops import memory as package_memory
 from inplace_ops import saved_bytes
 from inplace_ops.conversion.wiring import conversion_of
 from inplace_ops.recompute import engine, nodes
@@ -1335,7 +1336,7 @@ def test_streams(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read_on: list[Stream] = []
     monkeypatch.setattr(nodes, "current_stream", lambda device: current)
     monkeypatch.setattr(nodes, "stream_of", lambda node: current)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(package_memory, "current_stream", lambda device: current)
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: read_on.append(stream))
 
     class Branches(Program):

@@ -432,7 +432,7 @@ class Engine:
         record = base and record_of(base)
         if not record:
             return self._keep(node, field, reasons.output_of, base)
-        if record.stream != self._stream:
+        if record.stream is not self._stream:
             return self._keep(node, field, reasons.OTHER_STREAM)
         if not saved._is_view() and nodes.saves_itself(node, field):
             record.take_note(saved)
@@ -533,7 +533,7 @@ class Engine:
         record, field = record_of(node), operation.mask_field
         if record is None or record.is_saved or nodes.has_hooks(node, field):
             return
-        if record.stream != self._stream:
+        if record.stream is not self._stream:
             return
         saved = self._rewritable(node, field)
         if saved is not None and _ops.has_kernel(saved):
@@ -560,7 +560,7 @@ class Engine:
             return spec and Call(lambda x: view.function(x, *arguments), (spec,), cost=0)
         operation = OPERATIONS.get(type(node).__name__)
         record = None if operation is None else record_of(node)
-        if operation is None or record is None or record.stream != self._stream:
+        if operation is None or record is None or record.stream is not self._stream:
             return None
         if operation.result:
             packed = nodes.packed(node, operation.result)

@@ -68,7 +68,7 @@ def _fused(engine: Engine, module: nn.Module, forward: Forward, z: Tensor) -> Te
     record = None if norm is None else record_of(norm.node)
     if norm is None or record is None:
         return None
-    if record.stream != nodes.current_stream(z.device):
+    if record.stream is not nodes.current_stream(z.device):
         return None
     found = activation_of(module)
     if found is None or not _ops.has_kernel(z):
