@@ -13,7 +13,7 @@ CUDA's autocast is emulated on a CPU they are not. With --graphs each step is ca
 graph and replayed, which takes the host's time out of it. With --fill-gib the batch that is
 measured is the one with which PyTorch in place allocates that much; what is verified is a small
 one. Largest batch, on CUDA: with which a step still runs within a limit on all that PyTorch
-allocates.
+allocates; steps are then not timed, so that several networks may be searched at one time.
 """
 
 from __future__ import annotations
@@ -254,7 +254,8 @@ def measured(
                 label: memory_of_step(variant, x, policy) for label, variant in variants.items()
             }
         times: dict[str, list[float]] = {}
-        if device == "cuda" or not policy.autocast:
+        is_emulated = device == "cpu" and policy.autocast
+        if not is_emulated and not arguments.largest_batch:
             steps: dict[str, Callable[[], Any]] = {
                 label: partial(step, variant, x, policy) for label, variant in variants.items()
             }
@@ -365,7 +366,7 @@ def main() -> None:
     with written_to(arguments.out or RESULTS / f"networks_{arguments.device}.csv") as rows:
         measure = partial(measured, arguments=arguments, failures=failures)
         rows.extend(rows_of_networks(arguments.networks, arguments.policies, measure, failures))
-        if rows:
+        if rows and not (arguments.fill_gib or arguments.largest_batch or arguments.graphs):
             rows += [dict.fromkeys(rows[0], "") | row | {"source": SOURCE} for row in PUBLISHED]
 
     columns = ["network", "policy", "variant", "saved_mib", "peak_mib", "peak_over_torch_in_place"]

@@ -161,8 +161,7 @@ if [ "$device" = cuda ]; then
   bench networks 200 networks "${autocast[@]}" --variants "${eager[@]}" --repetitions 31
   # Half of the memory of an H100 in the largest of its sizes.
   bench filled 280 networks "${autocast[@]}" --variants "${eager[@]}" --fill-gib 39 --repetitions 7
-  bench batches 280 networks "${autocast[@]}" --variants "${eager[@]}" --repetitions 2 \
-    --largest-batch 8
+  bench batches 280 networks "${autocast[@]}" --variants "${eager[@]}" --largest-batch 8
   bench baselines 580 networks "${autocast[@]}" --fill-gib 10
   run tuning 180 "$python" benchmarks/tune_cuda.py --arch "sm_${capability/./}" \
     --out "$out/tuning_cuda.csv"

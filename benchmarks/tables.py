@@ -107,6 +107,28 @@ def bandwidth(rows: Rows) -> str:
     return markdown([*header, *(f"{direction}, {dtype}" for direction, dtype in columns)], body)
 
 
+def norms(rows: Rows) -> str:
+    """The lowest share of copy bandwidth of the kernels after a norm, by layout."""
+    layouts, dtypes = values(rows, "layout"), values(rows, "dtype")
+    body = []
+    for activation, kernel in dict.fromkeys((row["activation"], row["kernel"]) for row in rows):
+        line = [f"{'the norm alone' if activation == 'none' else activation}, {kernel}"]
+        for layout in layouts:
+            shares = []
+            for dtype in dtypes:
+                wanted = {"activation": activation, "kernel": kernel}
+                wanted |= {"layout": layout, "dtype": dtype}
+                own = [row for row in rows if wanted.items() <= row.items()]
+                shares.append(min(float(row["share_of_copy"]) for row in own))
+            line.append(", ".join(f"{share:.2f}" for share in shares))
+        body.append(line)
+    copies = [float(row["copy_gigabytes_per_second"]) for row in rows]
+    sizes = [int(row["bytes"]) / 2**20 for row in rows]
+    header = [f"share of the copy bandwidth ({min(copies):.0f} to {max(copies):.0f} GB/s)"]
+    header[0] += f", lowest of {min(sizes):g} to {max(sizes):g} MiB, {', '.join(dtypes)}"
+    return markdown([*header, *layouts], body)
+
+
 def host(rows: Rows) -> str:
     """Microseconds a call."""
     phases = values(rows, "phase")
@@ -294,11 +316,16 @@ def training(rows: Rows) -> str:
 Drawings = dict[str, Callable[[Rows], str]]
 TABLES: Drawings = {
     "bandwidth": bandwidth,
+    "norms": norms,
     "activations": activations,
     "host": host,
     "steps": steps,
     "memory": memory,
     "blocks": blocks,
+    # Of bench_networks.py with other options.
+    "filled": networks,
+    "batches": networks,
+    "baselines": networks,
 }
 ALONE: Drawings = {
     "bytes": bytes_of_a_step,
@@ -307,7 +334,12 @@ ALONE: Drawings = {
     "remaining": remaining,
     "training": training,
 }
-SCRIPTS = {"remaining": "bench_models.py"}  # that write a file of another name
+SCRIPTS = {  # that write a file of another name
+    "remaining": "bench_models.py",
+    "filled": "bench_networks.py --fill-gib",
+    "batches": "bench_networks.py --largest-batch",
+    "baselines": "bench_networks.py --variants",
+}
 
 
 def captioned(path: Path, draw: Callable[[Rows], str]) -> str:

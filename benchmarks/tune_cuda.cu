@@ -145,9 +145,9 @@ __global__ void __launch_bounds__(threads)
   int64_t tile = int64_t(blockIdx.x) * warps + threadIdx.x / kWarpSize;
   if constexpr (strides) {
     for (; tile * kTileElements<count> < elements; tile += int64_t(gridDim.x) * warps)
-      run_warp<count>(functor, Rows{}, operands, 0, elements, tile);
+      run_warp<count>(functor, Dense{}, operands, 0, elements, tile);
   } else {
-    run_warp<count>(functor, Rows{}, operands, 0, elements, tile);
+    run_warp<count>(functor, Dense{}, operands, 0, elements, tile);
   }
 }
 

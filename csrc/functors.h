@@ -26,6 +26,8 @@ struct Elementwise {
   static constexpr int kInputs = inputs;
   static constexpr PackedBitsUse kPackedBits = use;
   static constexpr bool kNormalizes = false;
+  static constexpr bool kReadsGradient =
+      false;  // which often is some of a larger tensor's channels
 };
 
 // A functor may split its work: near() and far() for the elements of which is_far() tells them.
@@ -66,6 +68,7 @@ struct ForwardMask : Elementwise<T, 1, PackedBitsUse::kWritten, 0, 1> {
 
 template <class Activation, class T = typename Activation::Scalar>
 struct BackwardMask : Elementwise<T, 1, PackedBitsUse::kRead, 1> {
+  static constexpr bool kReadsGradient = true;
   static constexpr bool accepts_bits(int64_t bits) { return bits == 1; }
   using C = typename Activation::C;
   Activation activation;
@@ -78,6 +81,7 @@ struct BackwardMask : Elementwise<T, 1, PackedBitsUse::kRead, 1> {
 // save="output", where the output's mask is the input's.
 template <class Activation, class T = typename Activation::Scalar>
 struct BackwardMaskOfOutput : Elementwise<T, 2, PackedBitsUse::kNone, 0> {
+  static constexpr bool kReadsGradient = true;
   using C = typename Activation::C;
   Activation activation;
 
@@ -111,6 +115,7 @@ HOST_DEVICE C gradient_at(Point at, C grad) {
 
 template <class Activation, class T = typename Activation::Scalar>
 struct BackwardOutput : Elementwise<T, 2, PackedBitsUse::kRead, 1, Activation::kDefaultBits> {
+  static constexpr bool kReadsGradient = true;
   static constexpr bool accepts_bits(int64_t bits) { return accepts_output_bits<Activation>(bits); }
 
   HOST_DEVICE auto operator()(const Element<T> (&in)[2], uint32_t& code, int bits) const {
@@ -184,6 +189,7 @@ struct ForwardDerivative : Elementwise<T, 1, PackedBitsUse::kWritten, kDerivativ
 // One for all activations: their grids differ by two numbers.
 template <class T>
 struct BackwardDerivative : Elementwise<T, 1, PackedBitsUse::kRead, kDerivativeBits<T>> {
+  static constexpr bool kReadsGradient = true;
   static constexpr bool accepts_bits(int64_t bits) { return accepts_derivative_bits(bits); }
   DerivativeGrid<opmath_t<T>> grid;
 

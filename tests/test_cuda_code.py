@@ -255,11 +255,12 @@ def kernels(architecture: str) -> list[Kernel]:
     return found
 
 
-def vector_kernels(architecture: str) -> dict[tuple[str, str, str], Kernel]:
+def vector_kernels(architecture: str, in_rows: bool = False) -> dict[tuple[str, str, str], Kernel]:
+    """Those with accesses of several elements, to dense tensors or to rows with gaps."""
     return {
         (kernel.activation, kernel.functor, kernel.scalar): kernel
         for kernel in kernels(architecture)
-        if kernel.count > 1
+        if kernel.count > 1 and ("NS_4RowsE" in kernel.name) == in_rows
     }
 
 
@@ -405,6 +406,20 @@ def slots_of_a_warp(case: Case, share: float) -> dict[str, float]:
 @on_each_architecture
 def test_every_vector_kernel_is_a_case(architecture: str) -> None:
     assert vector_kernels(architecture).keys() == {case[:3] for case in CASES}
+
+
+@on_each_architecture
+def test_gradients_in_rows(architecture: str) -> None:
+    """With gaps between rows backward takes at most three instructions an element more."""
+    dense, in_rows = vector_kernels(architecture), vector_kernels(architecture, in_rows=True)
+    assert {kernel.functor for kernel in in_rows.values()} == {
+        *("BackwardMask", "BackwardMaskOfOutput", "BackwardOutput", "BackwardDerivative")
+    }
+    for key, kernel in in_rows.items():
+        more = len(instructions(kernel, architecture)) - len(instructions(dense[key], architecture))
+        versions = {case.bits for case in CASES if case[:3] == key}
+        elements = ACCESSES * 16 // DTYPES[kernel.scalar].itemsize
+        assert more <= 3 * elements * len(versions), kernel
 
 
 @on_each_architecture

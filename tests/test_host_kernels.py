@@ -226,7 +226,7 @@ def check_round_trip(
     offsets: Sequence[int] = (0, 0, 0, 0),
     first_row: int = 0,
 ) -> int:
-    """Forward and backward against PyTorch; returns the elements of the narrowest access.
+    """Forward and backward against PyTorch; returns the elements of an access of backward.
 
     Values, gradient, incoming gradient and bits lie `offsets` bytes off the alignment.
     """
@@ -240,7 +240,7 @@ def check_round_trip(
 
     values.tensor.copy_(x)
     incoming.tensor.copy_(grad)
-    forward = launch(host_kernels, case, case.forward, [values, values], packed, first_row)
+    launch(host_kernels, case, case.forward, [values, values], packed, first_row)
     y = values.tensor.clone()
     saved = [values] if case.save == "output" else []
     operands = [result, incoming, *saved]
@@ -262,10 +262,10 @@ def check_round_trip(
         assert ((result.tensor.double() - gradient).abs() <= tolerance).all()
 
     values.tensor.copy_(x)
-    plain = launch(host_kernels, case, case.plain, [result, values], first_row=first_row)
+    launch(host_kernels, case, case.plain, [result, values], first_row=first_row)
     assert torch.equal(result.tensor, y)
     assert torch.equal(values.tensor, x)
-    return min(forward, backward, plain).access
+    return backward.access
 
 
 @all_cases

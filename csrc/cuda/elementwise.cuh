@@ -47,12 +47,19 @@ constexpr int kWarpSize = 32;
 constexpr int kAccesses = INPLACE_OPS_ACCESSES;
 constexpr int kVectorBytes = 16;
 
-// The layout of tensors that accesses of several elements suit, where Geometry walks all others.
-// The elements of a row, which is whole accesses, lie one after the other, and each operand has its
-// own gap between rows: a tensor that is some of the channels of a larger one has, such as the
-// gradient of what was concatenated. Dense tensors are one row.
+// The layout of tensors whose elements lie one after the other.
+struct Dense {
+  template <int count>
+  HOST_DEVICE void locate(uint64_t element, int64_t (&offsets)[count]) const {
+    for (int k = 0; k < count; ++k) offsets[k] = element;
+  }
+};
+
+// The layout of tensors in rows that are whole accesses, with a gap between rows that each operand
+// has of its own: some of the channels of a larger tensor are, such as the gradient of what was
+// concatenated. All others Geometry walks, with accesses of one element.
 struct Rows {
-  IntDivider size;  // of a row; where there is one, it takes 0 for the row of every element
+  IntDivider size;  // of a row; where there is one row, as of dense tensors, its quotient is 0
   int32_t gaps[kMaxOperands] = {};
 
   template <int count>
@@ -62,6 +69,7 @@ struct Rows {
   }
 };
 
+// Kernels after a norm are bound by memory: the same one takes dense tensors.
 struct RowsOfNormalized : Rows {
   AffineLayout affine;
 };
@@ -548,16 +556,19 @@ std::optional<Rows> rows_of(const Geometry& geometry) {
   return rows;
 }
 
-// The layout for accesses of several elements; none where they do not suit the operands.
-template <class Functor>
-auto vector_layout(const Geometry& geometry, const Operands<Functor>& operands) {
+// Calls launch(layout) with the layout for accesses of several elements, if they suit the operands.
+template <class Functor, class Launch>
+void with_vector_layout(const Geometry& geometry, const Operands<Functor>& operands,
+                        const Launch& launch) {
   constexpr int count = kVectorElements<typename Functor::Scalar>;
-  const std::optional<Rows> rows = rows_of<count>(geometry);
   if constexpr (Functor::kNormalizes) {
+    const auto rows = rows_of<count>(geometry);
     const auto affine = affine_layout<count>(operands.affine, kVectorBytes);
-    return rows && affine ? std::optional(RowsOfNormalized{*rows, *affine}) : std::nullopt;
-  } else {
-    return rows;
+    if (rows && affine) launch(RowsOfNormalized{*rows, *affine});
+  } else if (geometry.is_dense()) {
+    launch(Dense{});
+  } else if constexpr (Functor::kReadsGradient) {
+    if (const auto rows = rows_of<count>(geometry)) launch(*rows);
   }
 }
 
@@ -585,10 +596,10 @@ void choose_path(const Geometry& geometry, const Operands<Functor>& operands,
     constexpr int tile = kTileElements<vector>;
     const bool is_worth_it = elements % tile == 0 || elements / tile >= kFewTiles;
     if (is_worth_it && has_fast_version(operands, typename Functor::FastBits{})) {
-      if (const auto layout = vector_layout(geometry, operands)) {
+      with_vector_layout(geometry, operands, [&](const auto& layout) {
         begin = elements / tile * tile;
-        launch(std::integral_constant<int, vector>{}, *layout, int64_t(0), begin);
-      }
+        launch(std::integral_constant<int, vector>{}, layout, int64_t(0), begin);
+      });
     }
   }
   if (begin < elements) launch(std::integral_constant<int, 1>{}, geometry, begin, elements);
