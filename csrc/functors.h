@@ -26,8 +26,8 @@ struct Elementwise {
   static constexpr int kInputs = inputs;
   static constexpr PackedBitsUse kPackedBits = use;
   static constexpr bool kNormalizes = false;
-  static constexpr bool kReadsGradient =
-      false;  // which often is some of a larger tensor's channels
+  // A gradient often is some of a larger tensor's channels.
+  static constexpr bool kReadsGradient = false;
 };
 
 // A functor may split its work: near() and far() for the elements of which is_far() tells them.

@@ -5,7 +5,6 @@ But for what each call asks: that stands in `execution.py`, without a function a
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -26,12 +25,18 @@ from torch.utils._pytree import tree_map as tree_map
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
     """The current stream of a GPU, one object for each: `torch.cuda` makes one at each call."""
-    return _stream(*torch._C._cuda_getCurrentStream(device.index))
+    if torch.compiler.is_compiling():  # which knows the public function alone
+        return torch.cuda.current_stream(device)
+    key = torch._C._cuda_getCurrentStream(device.index)
+    stream = _streams.get(key)
+    if stream is None:
+        number, index, kind = key
+        stream = torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)
+        stream = _streams.setdefault(key, stream)  # another thread may have been first
+    return stream
 
 
-@cache
-def _stream(number: int, device_index: int, device_type: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(stream_id=number, device_index=device_index, device_type=device_type)
+_streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

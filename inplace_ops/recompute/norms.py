@@ -23,6 +23,7 @@ from .. import _ops
 from .nodes import (
     Node,
     argument,
+    has_hooks,
     has_storage,
     is_plain,
     leaf_of,
@@ -149,14 +150,21 @@ def source_of(norm: Norm) -> NormSource | None:
 
 
 def _has_no_parameters(node: Node) -> bool:
-    return saved_tensor(node, "weight") is None and producer(node, 2)[0] is None
+    return not (
+        tells_bias(node)
+        or has_hooks(node, "weight")
+        or saved_tensor(node, "weight") is not None
+        or producer(node, 2)[0] is not None
+    )
 
 
 def parameters_of(node: Node) -> Parameters | None:
-    """Return weight and bias as the norm's node tells them; None where it does not tell the bias.
+    """Return weight and bias as the norm's node tells them; None where it does not tell both.
 
-    An instance norm's does not: it has read copies of them, one for each sample.
+    An instance norm's does not tell its bias: it has read copies, one for each sample.
     """
+    if any(saves(node, field) and has_hooks(node, field) for field in Parameters._fields):
+        return None
     weight = saved_tensor(node, "weight")
     if tells_bias(node):
         parameters = Parameters(weight, saved_tensor(node, "bias") if saves(node, "bias") else None)
@@ -179,6 +187,8 @@ def _repeated_parameters_of(node: Node) -> Parameters | None:
     The bias is taken for what was repeated. Code that repeats it by itself may write to it before
     its batch norm reads it, and leave no trace in the graph: documented.
     """
+    if tells_bias(node):
+        return None
     repeats = [producer(node, index)[0] for index in (1, 2)]
     if any(type(repeat).__name__ != "RepeatBackward0" for repeat in repeats):
         return None
