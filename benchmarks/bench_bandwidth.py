@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from measure import (
@@ -42,6 +43,7 @@ SIZES = {"cuda": [2**i for i in (32, 30, 28, 26, 22, 18, 14, 10)], "cpu": [2**24
 ROTATED = {"cuda": 512 * MIB, "cpu": 16 * MIB}  # of each tensor; on CUDA more than any L2
 MOST_LAUNCHES = 512
 CHUNK = 2**26  # elements compared at a time
+Key = TypeVar("Key")
 
 
 class Buffers:
@@ -86,13 +88,35 @@ def time_case(
     del results, gradient, tensors, chunks
     buffers.grad.normal_()
 
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    return times_of(runs, buffers.launches, repetitions, clock)
+
+
+def times_of(
+    runs: Mapping[Key, Callable[[], Any]], launches: int, repetitions: int, clock: Clock
+) -> dict[Key, list[float]]:
+    """Microseconds a launch of the runs, taken in turn."""
+    times: dict[Key, list[float]] = {key: [] for key in runs}
     for repetition in range(repetitions + 2):
-        for name, run in runs.items():
+        for key, run in runs.items():
             time, _ = clock.time(run)
             if repetition >= 2:  # the first ones warm up
-                times[name].append(time / buffers.launches)
+                times[key].append(time / launches)
     return times
+
+
+def rate_columns(
+    times: list[float], moved: float, copies: list[float], copied: int
+) -> dict[str, str]:
+    """A row's columns of bytes a second, and of these over those of the copies beside it."""
+    pairs = zip(times, copies, strict=True)
+    shares = quartiles([moved / copied * copy / time for time, copy in pairs])
+    return {
+        "gigabytes_per_second": f"{moved / quartiles(times)[1] / 1e3:.2f}",
+        "copy_gigabytes_per_second": f"{copied / quartiles(copies)[1] / 1e3:.2f}",
+        "share_of_copy": f"{shares[1]:.3f}",
+        "share_first_quartile": f"{shares[0]:.3f}",
+        "share_third_quartile": f"{shares[2]:.3f}",
+    }
 
 
 def measure(
@@ -106,9 +130,6 @@ def measure(
     for direction in ("forward", "backward"):
         moved = variant.bytes_moved(direction, dtype, elements)
         first, median, third = quartiles(times[direction])
-        pairs = zip(times[direction], times["copy"], strict=True)
-        shares = quartiles([moved / copied * copy / time for time, copy in pairs])
-        copy_rate = copied / quartiles(times["copy"])[1] / 1e3
         rows.append(
             {
                 "activation": activation,
@@ -121,11 +142,7 @@ def measure(
                 "median_us": f"{median:.3f}",
                 "first_quartile_us": f"{first:.3f}",
                 "third_quartile_us": f"{third:.3f}",
-                "gigabytes_per_second": f"{moved / median / 1e3:.2f}",
-                "copy_gigabytes_per_second": f"{copy_rate:.2f}",
-                "share_of_copy": f"{shares[1]:.3f}",
-                "share_first_quartile": f"{shares[0]:.3f}",
-                "share_third_quartile": f"{shares[2]:.3f}",
+                **rate_columns(times[direction], moved, times["copy"], copied),
                 **machine(clock.device),
             }
         )

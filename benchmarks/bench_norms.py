@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bench_bandwidth import MOST_LAUNCHES, ROTATED
+from bench_bandwidth import MOST_LAUNCHES, ROTATED, rate_columns, times_of
 from measure import (
     MIB,
     RESULTS,
@@ -203,20 +203,11 @@ def measure_layout(
                 torch.testing.assert_close(result, case.expected(i))
             runs[key] = run
     buffers.random()
-    times: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
-    for repetition in range(repetitions + 2):
-        for key, run in runs.items():
-            time, _ = clock.time(run)
-            if repetition >= 2:  # the first ones warm up
-                times[key].append(time / buffers.launches)
+    times = times_of(runs, buffers.launches, repetitions, clock)
     copies = times.pop(("copy", "copy"))
-    copied = 2 * buffers.size
     rows = []
     for (activation, kind), own in times.items():
         moved = cases[activation, kind].tensors * buffers.bytes
-        shares = [moved / copied * copy / time for time, copy in zip(own, copies, strict=True)]
-        first, middle, third = quartiles(shares)
-        median = quartiles(own)[1]
         rows.append(
             {
                 "activation": activation,
@@ -225,12 +216,8 @@ def measure_layout(
                 "dtype": str(dtype).removeprefix("torch."),
                 "bytes": size,
                 "launches": buffers.launches,
-                "median_us": f"{median:.3f}",
-                "gigabytes_per_second": f"{moved / median / 1e3:.2f}",
-                "copy_gigabytes_per_second": f"{copied / quartiles(copies)[1] / 1e3:.2f}",
-                "share_of_copy": f"{middle:.3f}",
-                "share_first_quartile": f"{first:.3f}",
-                "share_third_quartile": f"{third:.3f}",
+                "median_us": f"{quartiles(own)[1]:.3f}",
+                **rate_columns(own, moved, copies, copied=2 * buffers.size),
                 **machine(clock.device),
             }
         )

@@ -5,8 +5,8 @@
 #
 # Parts, all by default, in this order: build numerics tests memcheck initcheck bandwidth norms
 # activations host steps memory bytes networks filled batches tuning summary. Only where it is
-# named: baselines. Each has its time limit; one that fails, or runs into it, does not stop the next, what it
-# has measured is written, and the exit status is 1.
+# named: baselines. Each has its time limit; one that fails, or runs into it, does not stop the
+# next, what it has measured is written, and the exit status is 1.
 #
 # OUT gets PART_DEVICE.log of each part, whose last line says how it ended, PART_DEVICE.csv where it
 # measures, and by the part summary a summary.md of all that is there. A part whose log says "passed" is not run again.

@@ -137,10 +137,12 @@ def source_of(norm: Norm) -> NormSource | None:
     node = norm.node
     try:
         x = input_of(norm)
-        parameters = None if x is None else parameters_of(node) or _repeated_parameters_of(node)
-        if x is not None and parameters is None and _has_no_parameters(node):
-            # Taken for affine=False. A frozen bias without a weight looks the same: documented.
-            parameters = Parameters(None, None)
+        parameters = None if x is None else parameters_of(node)
+        if x is not None and parameters is None and not tells_bias(node):
+            parameters = _repeated_parameters_of(node)
+            if parameters is None and _has_no_parameters(node):
+                # Taken for affine=False. A frozen bias without a weight looks the same: documented.
+                parameters = Parameters(None, None)
     except RuntimeError:  # freed, or modified since: the norm's own backward will say so
         return None
     if x is None or parameters is None:
@@ -150,12 +152,9 @@ def source_of(norm: Norm) -> NormSource | None:
 
 
 def _has_no_parameters(node: Node) -> bool:
-    return not (
-        tells_bias(node)
-        or has_hooks(node, "weight")
-        or saved_tensor(node, "weight") is not None
-        or producer(node, 2)[0] is not None
-    )
+    if has_hooks(node, "weight"):
+        return False
+    return saved_tensor(node, "weight") is None and producer(node, 2)[0] is None
 
 
 def parameters_of(node: Node) -> Parameters | None:
@@ -187,8 +186,6 @@ def _repeated_parameters_of(node: Node) -> Parameters | None:
     The bias is taken for what was repeated. Code that repeats it by itself may write to it before
     its batch norm reads it, and leave no trace in the graph: documented.
     """
-    if tells_bias(node):
-        return None
     repeats = [producer(node, index)[0] for index in (1, 2)]
     if any(type(repeat).__name__ != "RepeatBackward0" for repeat in repeats):
         return None
