@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map as tree_map
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
     """The current stream of a GPU, one object for each: `torch.cuda` makes one at each call."""
-    if torch.compiler.is_compiling():  # which knows the public function alone
+    if torch.compiler.is_dynamo_compiling():  # which knows the public function alone
         return torch.cuda.current_stream(device)
     key = torch._C._cuda_getCurrentStream(device.index)
     stream = _streams.get(key)

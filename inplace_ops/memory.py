@@ -32,8 +32,8 @@ class Packed(ABC):
             current = current_stream(self.stream.device)
             if current is not self.stream:
                 current.wait_stream(self.stream)
-            for tensor in self.tensors():  # whose memory may be freed before it has been read
-                tensor.record_stream(current)
+                for tensor in self.tensors():  # whose memory may be freed before it has been read
+                    tensor.record_stream(current)
         return self.compute()
 
     @abstractmethod

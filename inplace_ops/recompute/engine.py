@@ -73,7 +73,15 @@ from .._torch import tree_leaves
 from ..memory import Packed
 from . import functions, nodes, norms, reasons
 from .nodes import Node
-from .operations import OPERATIONS, VIEWS, Argument, Operation, Output, base_of
+from .operations import (
+    OPERATION_OF,
+    OPERATIONS,
+    VIEW_OF,
+    Argument,
+    Operation,
+    Output,
+    base_of,
+)
 from .rewrites import Mask, Shape
 from .specs import Affine, Call, Leaf, Narrowed, NarrowMemory, Recomputed, Spec
 from .versions import (
@@ -84,6 +92,7 @@ from .versions import (
     record_of,
     record_output,
     take_note,
+    was_seen,
 )
 
 _T = TypeVar("_T")
@@ -98,6 +107,7 @@ _SAID_LATER = (
 MIN_BYTES = 4096  # smaller tensors are left alone
 MAX_OPS = 4
 _LEAF_FACTOR = 4  # see NOTE [Leaves]
+_CAST = OPERATIONS["ToCopyBackward0"]
 _MAX_PLACES = 2**16
 
 
@@ -152,7 +162,7 @@ def running_engine() -> Engine | None:
 
     None in code that is compiled, which goes by without it.
     """
-    return None if torch.compiler.is_compiling() else _running.engine
+    return None if torch.compiler.is_dynamo_compiling() else _running.engine
 
 
 @contextmanager
@@ -241,8 +251,10 @@ class Engine:
         try:
             if self.observer is not None:
                 self.observer.made(node)
-            operation = OPERATIONS.get(type(node).__name__)
+            operation = OPERATION_OF[type(node)]
             if operation is None or nodes.is_transformed():
+                return
+            if operation is _CAST and nodes.narrows_leaf(node):  # autocast's, of a parameter
                 return
             with nodes.no_graph():  # a node creation hook must make no node
                 self._see(node, operation)
@@ -251,8 +263,13 @@ class Engine:
 
     def walk(self, value: Any) -> None:
         """See the new nodes behind tensors in `value`: see NOTE [Where nodes come from]."""
-        if not USE_CREATION_HOOK and torch.is_grad_enabled():
-            self._walk(value)
+        if USE_CREATION_HOOK or not torch.is_grad_enabled():
+            return
+        if type(value) is Tensor:  # mostly, and often that of a module inside
+            node = value.grad_fn
+            if node is None or was_seen(node):
+                return
+        self._walk(value)
 
     @_contained
     def _walk(self, value: Any) -> None:
@@ -262,9 +279,7 @@ class Engine:
         pending = [t.grad_fn for t in tensors if isinstance(t, Tensor)]
         while pending:
             node = pending.pop()
-            if node is None or node in found or node in self._inputs:
-                continue
-            if nodes.was_walked_over(node):
+            if node is None or node in found or node in self._inputs or was_seen(node):
                 continue
             number = nodes.sequence_number(node)
             if number is None or not self._first <= number < end:
@@ -275,7 +290,7 @@ class Engine:
             if clone is not None:  # which no edge leads to
                 found[clone.grad_fn] = number - 0.5
         for node in sorted(found, key=found.__getitem__):
-            nodes.mark_walked_over(node)
+            keep_record(node, None)
             self.see(node)
 
     @_contained
@@ -306,8 +321,7 @@ class Engine:
         number = nodes.next_sequence_number()
         for parameter in norms.registered_parameters(module):
             if parameter is not None and not parameter.is_inference():
-                entered = _Entered(parameter, parameter._version, number)
-                self._entered[id(parameter)] = entered
+                self._entered[id(parameter)] = _Entered(parameter, parameter._version, number)
 
     @_contained
     def note_output(self, module: nn.Module, output: Any, comes_first: bool) -> None:
@@ -326,7 +340,7 @@ class Engine:
             record = record_of(node) if node is not None else None
             if record is None:
                 return
-            if type(node).__name__ in norms.NORMS:
+            if record.affine is None and norms.kind_of(node) is not None:
                 self._learn_from(module, node, record, output, comes_first)
             if type(output) is Tensor:
                 record.take_note(output)
@@ -395,7 +409,8 @@ class Engine:
         if operation.reads_no_values:
             for producer, index in nodes.producers(node):
                 self._pack_mask(*base_of(producer, index))
-        self._obstacle = ("",)  # it may refer to nodes
+        if self.observer is not None:
+            self._obstacle = ("",)  # it may refer to nodes
 
     def _record(self, node: Node, operation: Operation) -> Record | None:
         output = operation.output
@@ -424,22 +439,25 @@ class Engine:
     def _replace_input(self, node: Node, field: str) -> None:
         """Save a spec in place of a saved input, where there is one."""
         saved = nodes.saved_tensor(node, field)
-        if saved is None or saved.grad_fn is None or saved.nbytes < MIN_BYTES:
+        producer = None if saved is None else saved.grad_fn
+        if saved is None or producer is None or saved.nbytes < MIN_BYTES:
             return
-        if not nodes.is_plain(saved):
-            return self._keep(node, field, reasons.NOT_PLAIN)
-        base, _ = base_of(saved.grad_fn, saved.output_nr)
+        index = saved.output_nr
+        base, _ = base_of(producer, index)
         record = base and record_of(base)
         if not record:
             return self._keep(node, field, reasons.output_of, base)
+        if not nodes.is_plain(saved):
+            return self._keep(node, field, reasons.NOT_PLAIN)
         if record.stream is not self._stream:
             return self._keep(node, field, reasons.OTHER_STREAM)
         if not saved._is_view() and nodes.saves_itself(node, field):
             record.take_note(saved)
-        if saved._version not in (0, record.version):
+        version = saved._version
+        if version != 0 and version != record.version:
             return self._keep(node, field, reasons.WRITTEN_TO)
         self._meet(reasons.output_of, base)
-        spec = self._output_spec(saved.grad_fn, saved.output_nr)
+        spec = self._output_spec(producer, index)
         if spec is None or spec.cost > self.settings.max_ops:
             spec = self._cast_back(base, record, saved) or spec
         if spec is None:
@@ -463,16 +481,14 @@ class Engine:
         if spec.cost > self.settings.max_ops:
             self._keep(node, field, reasons.too_many, self.settings.max_ops)
             return False
-        leaves = list(spec.leaves())
-        copied = sum(leaf.tensor.nbytes for leaf in leaves if leaf.is_copy)
-        if copied >= saved.nbytes:
+        size = saved.nbytes
+        if spec.copied_bytes >= size:
             self._keep(node, field, reasons.AS_LARGE)
             return False
-        if sum(leaf.tensor.nbytes for leaf in leaves) - copied > _LEAF_FACTOR * saved.nbytes:
+        if spec.leaf_bytes > _LEAF_FACTOR * size:
             self._keep(node, field, reasons.MUCH_LARGER)
             return False
-        names = nodes.operation_name(base), nodes.operation_name(node)
-        value = Recomputed(spec, saved, *names)
+        value = Recomputed(spec, saved, nodes.operation_name(base), nodes.operation_name(node))
         if not self.is_right(lambda: value, saved, type(node), field, type(base), spec.cost):
             self._keep(node, field, reasons.DIFFERENT)
             return False
@@ -527,7 +543,7 @@ class Engine:
 
     def _pack_mask(self, node: Node, index: int) -> None:
         """Store what a ReLU has saved in bits, where what follows it reads no values."""
-        operation = OPERATIONS.get(type(node).__name__)
+        operation = None if node is None else OPERATION_OF[type(node)]
         if operation is None or operation.mask is None:
             return
         record, field = record_of(node), operation.mask_field
@@ -551,14 +567,14 @@ class Engine:
 
     def _output_spec(self, node: Node, index: int) -> Spec | None:
         """Return how an operation's output is computed; None if that is not known."""
-        view = VIEWS.get(type(node).__name__)
+        view = VIEW_OF[type(node)]
         if view is not None:
             if not view.condition(node):
                 return None
             spec = self._output_spec(*nodes.producer(node, 0))
             arguments = _arguments(node, index, view.arguments)
             return spec and Call(lambda x: view.function(x, *arguments), (spec,), cost=0)
-        operation = OPERATIONS.get(type(node).__name__)
+        operation = OPERATION_OF[type(node)]
         record = None if operation is None else record_of(node)
         if operation is None or record is None or record.stream is not self._stream:
             return None
@@ -682,15 +698,10 @@ def learn_parameters(node: Node, record: Record, known: norms.Parameters) -> Non
 
 
 def affine_of(node: Node, record: Record) -> norms.NormAffine | None:
-    """Return the function of a norm, computed once if it is small; None if it is not known."""
-    if record.affine is not None:
-        return record.affine
-    if record.parameters is None or not norms.can_compute(node):
-        return None
-    affine = norms.affine_of(node, record.parameters)
-    if affine.row_statistics is None and affine.nbytes <= COPY_LIMIT:
-        record.affine = affine
-    return affine
+    """Return the function of a norm, computed once; None if it is not known."""
+    if record.affine is None and record.parameters is not None and norms.can_compute(node):
+        record.affine = norms.affine_of(node, record.parameters)
+    return record.affine
 
 
 def _is_activation(saved: Tensor) -> bool:

@@ -36,10 +36,9 @@ _AFFINE_FACTOR = 2
 def activation_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Run the module's forward, fused with the norm before it where that is possible."""
     engine = running_engine()
-    forward = partial(type(module).forward, module)
     if engine is None or len(args) != 1 or kwargs or not _is_ordinary(args[0]):
-        return forward(*args, **kwargs)
-    (z,) = args
+        return type(module).forward(module, *args, **kwargs)
+    forward, (z,) = partial(type(module).forward, module), args
     engine.walk(z)
     y = _fused(engine, module, forward, z)
     if y is None:

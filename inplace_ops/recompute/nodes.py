@@ -17,10 +17,10 @@ So every function here asks `node._raw_saved_x.unpack_hook` first:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .. import _ops, _torch
 from ..memory import Measured, Packed, unpack_measured
 
+_T = TypeVar("_T")
 Node = Any  # torch.autograd.graph.Node has none of the attributes of its subclasses
 
 # From torch 2.14 on.
@@ -40,17 +41,38 @@ creation_hook: Any = getattr(torch.autograd.graph, "node_creation_hook", None)
 _LEAF_NUMBER = 2**64 - 1  # the sequence number of every AccumulateGrad
 
 
-def operation_name(node: Node) -> str:
-    """Return the operation's name: "Convolution" for ConvolutionBackward0."""
-    activation = getattr(node, "activation", None)  # of one of this package's Functions
-    if activation is not None:
-        return activation.name
-    return type(node).__name__.rpartition("Backward")[0] or type(node).__name__
-
-
 def is_python_function(node_type: type) -> bool:
     """Whether nodes of the type belong to a `torch.autograd.Function`."""
     return issubclass(node_type, BackwardCFunction)
+
+
+class ByType(dict[type, _T | None]):
+    """A table by the names of nodes' types, as one by the types: `table[type(node)]`."""
+
+    def __init__(self, by_name: Mapping[str, _T]) -> None:
+        self._by_name = by_name
+
+    def __missing__(self, kind: type) -> _T | None:
+        found = self._by_name.get(kind.__name__)
+        if found is not None or not is_python_function(kind):  # whose types come and go
+            self[kind] = found
+        return found
+
+
+def operation_name(node: Node) -> str:
+    """Return the operation's name: "Convolution" for ConvolutionBackward0."""
+    kind = type(node)
+    name = _names.get(kind)
+    if name is not None:
+        return name
+    name = kind.__name__.rpartition("Backward")[0] or kind.__name__
+    if is_python_function(kind):
+        activation = getattr(node, "activation", None)  # of one of this package's Functions
+        return name if activation is None else activation.name
+    return _names.setdefault(kind, name)
+
+
+_names: dict[type, str] = {}  # of PyTorch's own nodes, by their type
 
 
 class no_graph:  # as torch.no_grad
@@ -91,10 +113,20 @@ def leaf_of(node: Node) -> Tensor | None:
 
 def is_cast_leaf(node: Node) -> bool:
     """Whether the operation casts a parameter to another dtype."""
+    return _cast_leaf(node) is not None
+
+
+def narrows_leaf(node: Node) -> bool:
+    """Whether the operation casts a parameter to a smaller dtype, as autocast does."""
+    leaf = _cast_leaf(node)
+    return leaf is not None and leaf.dtype.itemsize > output_dtype(node, 0).itemsize
+
+
+def _cast_leaf(node: Node) -> Tensor | None:
     if type(node).__name__ != "ToCopyBackward0":
-        return False
+        return None
     source, _ = producer(node, 0)
-    return source is not None and leaf_of(source) is not None
+    return None if source is None else leaf_of(source)
 
 
 def argument(node: Node, name: str) -> Any:
@@ -136,32 +168,29 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 def stream_of(node: Node) -> torch.cuda.Stream | None:
     """Return the current stream of the device that the operation has run on."""
-    if not torch.cuda.is_initialized():
-        return None
-    return current_stream(output_device(node, 0))
+    device = node._input_metadata[0].device
+    return _torch.current_stream(device) if device.type == "cuda" else None
 
 
 def saved_tensor(node: Node, field: str) -> Tensor | None:
     """Return a saved tensor; None if there is none, or if reading it would call a hook."""
-    if _is_readable(_raw(node, field)):
+    raw = getattr(node, "_raw_saved_" + field)
+    if raw.unpack_hook is None or _is_readable(raw):
         return getattr(node, "_saved_" + field)
     return None
 
 
 def saves_itself(node: Node, field: str) -> bool:
     """Whether `saved_tensor` is the tensor that was saved, and no copy made of it for the call."""
-    return _raw(node, field).unpack_hook is None
-
-
-def saves(node: Node, field: str) -> bool:
-    """Whether the node has a saved tensor of that name, present or not."""
-    return hasattr(type(node), "_saved_" + field)
+    return getattr(node, "_raw_saved_" + field).unpack_hook is None
 
 
 def packed(node: Node, field: str) -> Packed | None:
     """Return what `replace` left in place of a saved tensor; None elsewhere."""
-    raw = _raw(node, field)
-    value = raw.data if raw.unpack_hook is not None else None
+    raw = getattr(node, "_raw_saved_" + field)
+    if raw.unpack_hook is None:
+        return None
+    value = raw.data
     if isinstance(value, Measured):
         value = value.held
     return value if isinstance(value, Packed) else None
@@ -178,12 +207,13 @@ def saved_is_contiguous(node: Node, field: str) -> bool:
 
 def has_hooks(node: Node, field: str) -> bool:
     """Whether a saved tensor is behind anybody's hooks, other than `saved_bytes`' own."""
-    return not _is_readable(_raw(node, field))
+    raw = getattr(node, "_raw_saved_" + field)
+    return raw.unpack_hook is not None and not _is_readable(raw)
 
 
 def replace(node: Node, field: str, value: Packed) -> None:
     """Save `value` instead of a tensor, and `value.unpack()` for backward."""
-    raw = _raw(node, field)
+    raw = getattr(node, "_raw_saved_" + field)
     if raw.unpack_hook is None:
         raw.register_hooks(lambda _: value, _unpack)
     else:
@@ -192,10 +222,6 @@ def replace(node: Node, field: str, value: Packed) -> None:
 
 def _unpack(value: Packed) -> Tensor:
     return value.unpack()
-
-
-def _raw(node: Node, field: str) -> Any:
-    return getattr(node, "_raw_saved_" + field)
 
 
 def _is_readable(raw: Any) -> bool:
@@ -225,7 +251,7 @@ def readable_tensors(node: Node) -> Iterator[tuple[str, Tensor]]:
         return
     for field in tensor_fields(node):
         with suppress(RuntimeError):
-            raw = _raw(node, field)
+            raw = getattr(node, "_raw_saved_" + field)
             if isinstance(raw, tuple):  # as the indices of an index
                 if all(each is None or _is_readable(each) for each in raw):
                     tensors = enumerate(getattr(node, "_saved_" + field))
@@ -240,7 +266,7 @@ def packed_values(node: Node) -> Iterator[Packed]:
     """Return all that was left in place of a node's saved tensors."""
     if not is_python_function(type(node)):
         for field in tensor_fields(node):
-            raw = _raw(node, field)
+            raw = getattr(node, "_raw_saved_" + field)
             if raw is not None and not isinstance(raw, tuple):
                 value = packed(node, field)
                 if value is not None:
@@ -256,19 +282,6 @@ def sequence_number(node: Node) -> int | None:
 def next_sequence_number() -> int:
     """Return the number that this thread's next node takes."""
     return torch._C._autograd._get_sequence_nr()
-
-
-def was_walked_over(node: Node) -> bool:
-    """Whether `mark_walked_over` has marked the node."""
-    return _WALKED_OVER in node.metadata
-
-
-def mark_walked_over(node: Node) -> None:
-    """Mark a node, as Python's object of it may die before the node does."""
-    node.metadata[_WALKED_OVER] = True
-
-
-_WALKED_OVER = "inplace_ops: walked over"
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -349,6 +362,6 @@ def is_transformed() -> bool:
     """Whether operations run for a tracer, a compiler or a `torch.func` transform."""
     return (
         torch._C._are_functorch_transforms_active()
-        or torch.compiler.is_compiling()
+        or torch.compiler._is_compiling_flag
         or torch._C._get_tracing_state() is not None
     )

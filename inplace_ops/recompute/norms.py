@@ -14,13 +14,15 @@ What the nodes do not tell:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .. import _ops
 from .nodes import (
+    ByType,
     Node,
     argument,
     has_hooks,
@@ -33,7 +35,6 @@ from .nodes import (
     producer,
     saved_is_contiguous,
     saved_tensor,
-    saves,
 )
 
 MODULES = (
@@ -61,7 +62,8 @@ class NormAffine(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The size of both in bytes."""
-        return sum(tensor.nbytes for tensor in self if tensor is not None)
+        rows = self.row_statistics
+        return self.channel_affine.nbytes + (0 if rows is None else rows.nbytes)
 
 
 class Norm(NamedTuple):
@@ -104,7 +106,7 @@ def norm_of(z: Tensor) -> Norm | None:
     if type(z) is not Tensor or z.is_nested or z._version != 0 or z.output_nr != 0:
         return None
     output = _output_of_instance_norm(z) if z._is_view() else z
-    if output is None or type(output.grad_fn).__name__ not in NORMS:
+    if output is None or kind_of(output.grad_fn) is None:
         return None
     return Norm(output.grad_fn, output)
 
@@ -122,9 +124,9 @@ def _output_of_instance_norm(z: Tensor) -> Tensor | None:
 def input_of(norm: Norm) -> Tensor | None:
     """Return the norm's input if it is saved as it is, and has the output's shape and dtype."""
     x, z = saved_tensor(norm.node, "input"), norm.output
-    if x is None or not is_plain(x) or x.shape != z.shape or x.dtype != z.dtype:
+    if x is None or not is_plain(x) or x.shape != z.shape or x.dtype is not z.dtype:
         return None
-    return x if has_storage(x) and can_compute(norm.node) else None
+    return x if has_storage(x) else None
 
 
 def source_of(norm: Norm) -> NormSource | None:
@@ -136,7 +138,7 @@ def source_of(norm: Norm) -> NormSource | None:
     """
     node = norm.node
     try:
-        x = input_of(norm)
+        x = input_of(norm) if can_compute(node) else None
         parameters = None if x is None else parameters_of(node)
         if x is not None and parameters is None and not tells_bias(node):
             parameters = _repeated_parameters_of(node)
@@ -162,22 +164,22 @@ def parameters_of(node: Node) -> Parameters | None:
 
     An instance norm's does not tell its bias: it has read copies, one for each sample.
     """
-    if any(saves(node, field) and has_hooks(node, field) for field in Parameters._fields):
+    bias_is = _kind_of(node).bias_is
+    if has_hooks(node, "weight") or (bias_is == "saved" and has_hooks(node, "bias")):
         return None
-    weight = saved_tensor(node, "weight")
-    if tells_bias(node):
-        parameters = Parameters(weight, saved_tensor(node, "bias") if saves(node, "bias") else None)
-    else:
+    weight, bias = saved_tensor(node, "weight"), None
+    if bias_is == "saved":
+        bias = saved_tensor(node, "bias")
+    elif bias_is == "hidden":
         bias = leaf_of(producer(node, 2)[0])
         if bias is None:
             return None
-        parameters = Parameters(weight, bias)
-    return parameters if all(map(_is_usable, parameters)) else None
+    return Parameters(weight, bias) if _is_usable(weight) and _is_usable(bias) else None
 
 
 def tells_bias(node: Node) -> bool:
     """Whether the node itself tells the bias: a layer norm saves it, and an RMS norm has none."""
-    return saves(node, "bias") or type(node).__name__ == "FusedRmsNormBackward0"
+    return _kind_of(node).bias_is != "hidden"
 
 
 def _repeated_parameters_of(node: Node) -> Parameters | None:
@@ -271,10 +273,13 @@ def parameters_of_module(node: Node, module: nn.Module) -> Parameters | None:
     return Parameters(weight, bias) if _is_usable(weight) and _is_usable(bias) else None
 
 
-def _is_usable(parameter: Any) -> bool:
+def _is_usable(parameter: Tensor | None) -> bool:
     if parameter is None:
         return True
-    return isinstance(parameter, Tensor) and is_plain(parameter) and has_storage(parameter)
+    if type(parameter) is nn.Parameter:  # mostly, and `is_plain` takes longer
+        is_dense = parameter.layout is torch.strided and not parameter.is_meta
+        return is_dense and has_storage(parameter)
+    return is_plain(parameter) and has_storage(parameter)
 
 
 def can_compute(node: Node) -> bool:
@@ -283,24 +288,24 @@ def can_compute(node: Node) -> bool:
         running = (saved_tensor(node, name) for name in ("running_mean", "running_var"))
         return all(statistic is not None and is_plain(statistic) for statistic in running)
     mean = saved_tensor(node, "result1")
-    if mean is None or not is_plain(mean):
+    if type(mean) is not Tensor or mean.is_meta:  # whatever the input is, of a type of its own
         return False
     return mean.dtype is _ops.affine_dtype(output_dtype(node, 0))
 
 
 def is_batch_norm(node: Node) -> bool:
     """Whether the norm is a batch norm."""
-    return "BatchNorm" in type(node).__name__
+    return _kind_of(node).affine is _batch_norm
 
 
 def reads_running_statistics(node: Node) -> bool:
     """Whether the norm is a batch norm in eval mode."""
-    return is_batch_norm(node) and not argument(node, "training")
+    return is_batch_norm(node) and not node._saved_training
 
 
 def affine_of(node: Node, parameters: Parameters) -> NormAffine:
     """Compute the function, where `can_compute`."""
-    return NORMS[type(node).__name__].affine(node, parameters)
+    return _kind_of(node).affine(node, parameters)
 
 
 def rerun_of(node: Node, parameters: Parameters, eps: float | None) -> Rerun | None:
@@ -309,14 +314,14 @@ def rerun_of(node: Node, parameters: Parameters, eps: float | None) -> Rerun | N
     For statistics that PyTorch saved in 16 bits: they are computed again, and the output is equal
     bit for bit.
     """
-    return NORMS[type(node).__name__].rerun(node, parameters, eps)
+    return _kind_of(node).rerun(node, parameters, eps)
 
 
 Rerun = Callable[[Tensor], Tensor]
 
 
 def _scale_shift(
-    node: Node,
+    dtype: torch.dtype,
     shape: tuple[int, ...],
     rstd: Tensor | None,
     mean: Tensor | None,
@@ -327,7 +332,6 @@ def _scale_shift(
 
     `rstd` and `mean` hold a value for every `channels_per_group` channels; None is 1, or 0.
     """
-    dtype = _ops.affine_dtype(output_dtype(node, 0))
     vectors = [_contiguous(vector, dtype) for vector in (rstd, mean, *parameters)]
     return _ops.NORM_AFFINE(*vectors, shape, channels_per_group)
 
@@ -346,12 +350,14 @@ def _shape_of_channels(node: Node, samples: int = 1) -> tuple[int, ...]:
 def _batch_norm(node: Node, parameters: Parameters) -> NormAffine:
     if not reads_running_statistics(node):
         mean, rstd = saved_tensor(node, "result1"), saved_tensor(node, "result2")
+        assert mean is not None
+        dtype = mean.dtype
     else:
         mean, variance = saved_tensor(node, "running_mean"), saved_tensor(node, "running_var")
         assert variance is not None
         dtype = _ops.affine_dtype(output_dtype(node, 0))
         rstd = torch.rsqrt(variance.to(dtype) + _batch_norm_eps(node))
-    return NormAffine(_scale_shift(node, _shape_of_channels(node), rstd, mean, parameters), None)
+    return NormAffine(_scale_shift(dtype, _shape_of_channels(node), rstd, mean, parameters), None)
 
 
 def _batch_norm_eps(node: Node) -> float:
@@ -369,7 +375,7 @@ def _group_norm(node: Node, parameters: Parameters) -> NormAffine:
         # PyTorch's kernels then subtract the mean first, as a layer norm's do.
         rows = torch.stack([rstd, mean]).repeat_interleave(share, 2).view(shape)
         return NormAffine(_identity(rows, len(shape) - 1), rows)
-    affine = _scale_shift(node, shape, rstd, mean, parameters, share)
+    affine = _scale_shift(mean.dtype, shape, rstd, mean, parameters, share)
     return NormAffine(affine, None)
 
 
@@ -400,7 +406,8 @@ def _affine_of_rows(node: Node, rows: Tensor, parameters: Parameters) -> NormAff
             return NormAffine(_identity(rows, dims, columns), rows)
         weight = torch.ones_like(bias)
     shape = (2, *(1,) * (dims - weight.dim()), *weight.shape)
-    return NormAffine(_scale_shift(node, shape, None, None, Parameters(weight, bias)), rows)
+    channel_affine = _scale_shift(rows.dtype, shape, None, None, Parameters(weight, bias))
+    return NormAffine(channel_affine, rows)
 
 
 def _identity(like: Tensor, dim: int, columns: int = 1) -> Tensor:
@@ -446,16 +453,39 @@ def _rerun_layer_norm(node: Node, parameters: Parameters, eps: float | None) -> 
     return lambda x: torch.native_layer_norm(x, shape, *parameters, eps)[0]
 
 
-class _NormKind(NamedTuple):
+@dataclass(frozen=True)
+class NormKind:
+    """What is known of a norm's node.
+
+    Attributes:
+        affine: See `affine_of`.
+        bias_is: "saved" by the node, "absent", or "hidden" behind its edge.
+        rerun: See `rerun_of`.
+    """
+
     affine: Callable[[Node, Parameters], NormAffine]
+    bias_is: Literal["saved", "absent", "hidden"]
     rerun: Callable[[Node, Parameters, float | None], Rerun | None] = lambda *_: None
 
 
-NORMS: Mapping[str, _NormKind] = {
-    "NativeBatchNormBackward0": _NormKind(_batch_norm, _rerun_batch_norm),
-    "CudnnBatchNormBackward0": _NormKind(_batch_norm, _rerun_batch_norm),
-    "NativeGroupNormBackward0": _NormKind(_group_norm, _rerun_group_norm),
-    "NativeLayerNormBackward0": _NormKind(_layer_norm, _rerun_layer_norm),
+NORMS: Mapping[str, NormKind] = {
+    "NativeBatchNormBackward0": NormKind(_batch_norm, "hidden", _rerun_batch_norm),
+    "CudnnBatchNormBackward0": NormKind(_batch_norm, "hidden", _rerun_batch_norm),
+    "NativeGroupNormBackward0": NormKind(_group_norm, "hidden", _rerun_group_norm),
+    "NativeLayerNormBackward0": NormKind(_layer_norm, "saved", _rerun_layer_norm),
     # Of a GPU: on a CPU it is several operations. It saves rstd in float32 at least.
-    "FusedRmsNormBackward0": _NormKind(_rms_norm),
+    "FusedRmsNormBackward0": NormKind(_rms_norm, "absent"),
 }
+
+_KIND_OF = ByType(NORMS)  # by the type of a node
+
+
+def kind_of(node: Node) -> NormKind | None:
+    """Return what is known of a node that may be a norm's; None of others."""
+    return _KIND_OF[type(node)]
+
+
+def _kind_of(node: Node) -> NormKind:
+    kind = _KIND_OF[type(node)]
+    assert kind is not None
+    return kind

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -73,6 +74,11 @@ class Operation:
     shape_only: str = ""
     indices: str = ""
     reads_no_values: bool = False
+
+    @cached_property
+    def saves_first_input(self) -> bool:
+        """Whether the node saves what it reads first, of an in-place activation a clone."""
+        return isinstance(self.output, Output) and self.output.inputs[:1] == ("self",)
 
     @property
     def mask_field(self) -> str:
@@ -243,6 +249,9 @@ OPERATIONS: Mapping[str, Operation] = {
 }
 
 
+OPERATION_OF = nodes.ByType(OPERATIONS)  # by the type of a node
+
+
 def _index(node: Node, index: int) -> int:
     return index
 
@@ -300,8 +309,11 @@ VIEWS: Mapping[str, View] = {
 }
 
 
+VIEW_OF = nodes.ByType(VIEWS)  # by the type of a node
+
+
 def base_of(node: Node, index: int) -> tuple[Node, int]:
     """Return what an output is a view of, if it is one: the node, and which of its outputs."""
-    while node is not None and type(node).__name__ in VIEWS:
-        node, index = nodes.producer(node, 0)
+    while node is not None and VIEW_OF[type(node)] is not None:
+        node, index = node.next_functions[0]
     return node, index

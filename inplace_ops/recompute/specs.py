@@ -18,6 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -32,17 +33,26 @@ from .norms import NormAffine
 _NORM_ROUNDINGS = 16
 
 
+@cache
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
+
+
 class Spec(ABC):
     """How a tensor is recomputed.
 
     Attributes:
         cost: The number of operations; views are free.
         rounding: See NOTE [Exact specs and roundings].
+        leaf_bytes: The size of the leaves that operations save anyway.
+        copied_bytes: The size of those that are copies.
     """
 
-    __slots__ = ("__weakref__", "cost", "rounding")
+    __slots__ = ("__weakref__", "copied_bytes", "cost", "leaf_bytes", "rounding")
     cost: int
     rounding: float
+    leaf_bytes: int
+    copied_bytes: int
 
     @abstractmethod
     def compute(self) -> Tensor:
@@ -73,6 +83,8 @@ class Leaf(Spec):
         self.version = tensor._version
         self.is_copy = is_copy
         self.cost, self.rounding = 0, 0.0
+        size = tensor.nbytes
+        self.leaf_bytes, self.copied_bytes = (0, size) if is_copy else (size, 0)
 
     def compute(self) -> Tensor:
         tensor = self.tensor
@@ -134,6 +146,7 @@ class Narrowed(Spec):
         self.memory, self.dtype = memory, saved.dtype
         self.shape, self.stride, self.offset = saved.shape, saved.stride(), saved.storage_offset()
         self.cost, self.rounding = 1, 0.0
+        self.leaf_bytes, self.copied_bytes = memory.leaf.leaf_bytes, 0
 
     def compute(self) -> Tensor:
         # An expanded tensor is computed as what it was expanded from.
@@ -168,7 +181,8 @@ class Affine(Spec):
     ) -> None:
         self.x, self.affine, self.activation, self.scalars = x, affine, activation, scalars
         self.cost = x.cost + (1 if activation is None else 2)
-        self.rounding = max(x.rounding, _NORM_ROUNDINGS * torch.finfo(dtype).eps)
+        self.rounding = max(x.rounding, _NORM_ROUNDINGS * _eps(dtype))
+        self.leaf_bytes, self.copied_bytes = x.leaf_bytes, x.copied_bytes + affine.nbytes
 
     def compute(self) -> Tensor:
         x = self.x.compute()
@@ -210,8 +224,10 @@ class Call(Spec):
         self.function, self.inputs, self.bound = function, inputs, bound
         self.cost = sum(spec.cost for spec in inputs) + cost
         self.rounding = max(spec.rounding for spec in inputs)
+        self.leaf_bytes = sum(spec.leaf_bytes for spec in inputs)
+        self.copied_bytes = sum(spec.copied_bytes for spec in inputs)
         if dtype is not None and self.rounding:  # a cast rounds once more
-            self.rounding = max(self.rounding, 2 * torch.finfo(dtype).eps)
+            self.rounding = max(self.rounding, 2 * _eps(dtype))
 
     def compute(self) -> Tensor:
         return self.function(*(spec.compute() for spec in self.inputs))

@@ -35,7 +35,7 @@ from torch.utils.weak import TensorWeakRef
 from . import nodes
 from .nodes import Node
 from .norms import NormAffine, Parameters
-from .operations import OPERATIONS, Output, base_of
+from .operations import OPERATION_OF, Output, base_of
 from .specs import NarrowMemory
 
 _KEY = "inplace_ops"
@@ -51,7 +51,7 @@ class Record:
         copies: Copies of small inputs that are no activations, by field.
         parameters: Of a norm, copies of its weight and bias; None if unknown.
         eps: Of a norm, if its module is known.
-        affine: Of a norm, if it is small and was asked for.
+        affine: Of a norm, if it was asked for; until the model's forward has ended.
         is_saved: Whether something saves the output itself.
         note: The output, weakly.
         narrowed: Of a cast, weakly, its output as what it was cast from.
@@ -99,9 +99,14 @@ def record_of(node: Node) -> Record | None:
     return node.metadata.get(_KEY)
 
 
-def keep_record(node: Node, record: Record) -> None:
-    """Put a record into a node's metadata."""
+def keep_record(node: Node, record: Record | None) -> None:
+    """Put a record into a node's metadata, or that the node was seen and has none."""
     node.metadata[_KEY] = record
+
+
+def was_seen(node: Node) -> bool:
+    """Whether `keep_record` was called: Python's object of a node may die before the node does."""
+    return _KEY in node.metadata
 
 
 def take_note(tensor: Tensor) -> None:
@@ -120,40 +125,46 @@ def record_output(node: Node, output: Output, result: str) -> Record:
         output: How its output is computed.
         result: The field under which the node saves its output, if it does.
     """
-    record, before = Record(), _record_of_input(node, 0)
+    record, edges = Record(), nodes.producers(node)
+    before = _record_at(*edges[0])
     saved = nodes.saved_tensor(node, result) if result else None
     if saved is not None and saved._version > 0:  # in place
         record.version = saved._version
         record.inputs_proved = before is not None and before.version == record.version - 1
         record.note = before.note if before else None
         return record
-    fields = output.inputs or (None,) * len(nodes.producers(node))
-    for index, field in enumerate(fields):
+    for index, field in enumerate(output.inputs or (None,) * len(edges)):
         saved = None if field is None else nodes.saved_tensor(node, field)
         if saved is None:
-            _prove_input(node, index, record)
-        elif index == 0 and before is not None and cloned_input(node) is not None:
+            _prove_input(node, before if index == 0 else _record_at(*edges[index]), record)
+        elif index == 0 and before is not None and _is_clone(saved, edges[0][0]):
             record.version = before.version + 1
             record.note = before.note
             _prove_clone(node, saved, record)
     return record
 
 
-def _record_of_input(node: Node, index: int) -> Record | None:
-    before, _ = base_of(*nodes.producer(node, index))
+def _record_at(node: Node, index: int) -> Record | None:
+    """Return the record of the operation whose output, or a view of it, an input is."""
+    before, _ = base_of(node, index)
     return before and record_of(before)
 
 
 def cloned_input(node: Node) -> Tensor | None:
     """Return the clone that an in-place activation has saved of what it overwrote."""
-    operation = OPERATIONS.get(type(node).__name__)
-    output = None if operation is None else operation.output
-    if not isinstance(output, Output) or output.inputs[:1] != ("self",):
+    operation = OPERATION_OF[type(node)]
+    if operation is None or not operation.saves_first_input:
         return None
     saved = nodes.saved_tensor(node, "self")
-    if saved is None or saved.grad_fn is nodes.producer(node, 0)[0]:
+    if saved is None or not _is_clone(saved, nodes.producer(node, 0)[0]):
         return None
-    return saved if type(saved.grad_fn).__name__ == "CloneBackward0" else None
+    return saved
+
+
+def _is_clone(saved: Tensor, producer: Node) -> bool:
+    """Whether an input was saved as a clone, where `producer` has made the input itself."""
+    made_by = saved.grad_fn
+    return made_by is not producer and type(made_by).__name__ == "CloneBackward0"
 
 
 def _prove_clone(node: Node, clone: Tensor, record: Record) -> None:
@@ -172,9 +183,14 @@ def _prove_clone(node: Node, clone: Tensor, record: Record) -> None:
         of_clone.inputs_proved |= base._version == record.version
 
 
-def _prove_input(node: Node, index: int, record: Record) -> None:
-    """Find out whether an input that the node does not save was as its operation made it."""
-    before = _record_of_input(node, index)
+def _prove_input(node: Node, before: Record | None, record: Record) -> None:
+    """Find out whether an input that the node does not save was as its operation made it.
+
+    Args:
+        node: The node.
+        before: The record of the input's operation.
+        record: The record of the node.
+    """
     tensor = before.note() if before is not None and before.note is not None else None
     if before is None or tensor is None:
         record.inputs_proved = False
