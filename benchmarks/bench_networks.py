@@ -43,6 +43,7 @@ from measure import (
     Failures,
     machine,
     memory_of,
+    recorded,
     table,
     time_columns,
     times_in_turn,
@@ -194,22 +195,6 @@ def memory_of_step(variant: Variant, x: Tensor, policy: Policy) -> tuple[int, in
     return saved, peak
 
 
-def captured(run: Callable[[], Any], variant: Variant) -> Callable[[], Any]:
-    """A step as the replay of a CUDA graph."""
-    run()
-    variant.model.zero_grad()  # or the graph would add to gradients
-    graph = torch.cuda.CUDAGraph()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # its own first use of libraries cannot be captured
-        run()
-        variant.model.zero_grad()
-    torch.cuda.current_stream().wait_stream(side)
-    with torch.cuda.graph(graph, stream=side):
-        run()
-    return graph.replay
-
-
 def measured(
     name: str, policy_name: str, arguments: argparse.Namespace, failures: Failures
 ) -> list[dict[str, Any]]:
@@ -260,7 +245,10 @@ def measured(
                 label: partial(step, variant, x, policy) for label, variant in variants.items()
             }
             if arguments.graphs:
-                steps = {label: captured(run, variants[label]) for label, run in steps.items()}
+                steps = {  # without gradients to add to
+                    label: recorded([run], device, variants[label].model.zero_grad)
+                    for label, run in steps.items()
+                }
             times = times_in_turn(
                 steps,
                 arguments.repetitions,

@@ -128,17 +128,25 @@ class Clock:
         return begin.elapsed_time(end) * 1e3, result
 
 
-def recorded(calls: Sequence[Callable[[], Any]], device: str) -> Callable[[], list[Any]]:
+def recorded(
+    calls: Sequence[Callable[[], Any]], device: str, before: Callable[[], Any] = lambda: None
+) -> Callable[[], list[Any]]:
     """One function that makes all the calls and returns their results.
 
     On CUDA it replays a graph of them: the device alone is timed, not the host that launches. Their
-    results lie in different memory; those of the next replay take their place.
+    results lie in different memory; those of the next replay take their place. `before` is called
+    before the graph is captured, and after a first call, whose loading of kernels cannot be.
     """
     if device != "cuda":
         return lambda: [call() for call in calls]
-    calls[0]()  # what a first call loads and sets up cannot be captured
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        calls[0]()
+        before()
+    torch.cuda.current_stream().wait_stream(stream)
+    gc.collect()  # a graph that is freed meanwhile would end the capture
+    with torch.cuda.graph(graph, stream=stream):
         results = [call() for call in calls]
 
     def replay() -> list[Any]:

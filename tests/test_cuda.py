@@ -49,6 +49,7 @@ def test_a_graph_of_forward_and_backward(activation: Activation, device: torch.d
     with torch.cuda.stream(side):  # warm up: the very kernels that are captured load
         run()
     torch.cuda.current_stream().wait_stream(side)
+    gc.collect()  # another test's graph, freed meanwhile, would end the capture
     with torch.cuda.graph(graph):
         y, gradient = run()
     for _ in range(3):
@@ -169,6 +170,7 @@ def test_a_graph_of_the_first_forward_pass(device: torch.device) -> None:
     with torch.cuda.stream(side):  # warm up: kernels load
         gradients_of(original)
     torch.cuda.current_stream().wait_stream(side)
+    gc.collect()  # another test's graph, freed meanwhile, would end the capture
     with torch.cuda.graph(graph):
         gradients = gradients_of(model)
     for _ in range(3):

@@ -115,7 +115,8 @@ def test_an_output_in_place_is_recomputed(operation: str, norm: str, source: str
     with nodes_from(source):
         twin = converted_twin(model)
         output = twin(x)
-        if source == "hook" and not in_a_view(norm):
+        # Of two in a row ReLU saves its output, the memory that the convolution reads.
+        if source == "hook" and not in_a_view(norm) and operation != "two_in_a_row":
             assert output.grad_fn._raw_saved_input.unpack_hook is not None
         assert_same_steps(model, twin, x)
 
@@ -237,6 +238,55 @@ NOT_HERE = {
 def test_every_reader_has_a_test() -> None:
     readers = {name for name, o in operations.OPERATIONS.items() if o.reads}
     assert readers <= set(READERS) | NOT_HERE | computed_of_norms()
+
+
+ATTENTIONS = {name for name in operations.OPERATIONS if "Attention" in name}
+
+
+@pytest.mark.parametrize("name", sorted(ATTENTIONS))
+def test_attention_saves_its_output(name: str) -> None:
+    assert hasattr(getattr(torch._C._functions, name), "_raw_saved_output")
+    assert operations.OPERATIONS[name].saved_output == "output"
+
+
+class Attention(nn.Module):
+    """Heads side by side again, which takes a copy."""
+
+    def __init__(self, after: Callable[[Tensor], Any] = lambda y: None) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.after = after
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(samples, tokens, 16) to the same."""
+        heads = self.first(x).unflatten(2, (3, 2, 8)).permute(2, 0, 3, 1, 4).contiguous()
+        y = F.scaled_dot_product_attention(*heads)
+        self.after(y)
+        return self.last(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_output_of_attention_is_read_from_there(source: str) -> None:
+    """What the next layer reads is a copy of what attention itself saves."""
+    model, x = Attention(), torch.randn(2, 60, 16)
+    with nodes_from(source):
+        twin = converted_twin(model)
+        names = [value.name for value in recomputed(twin(x))]
+        assert any(name.endswith("saved by Addmm") for name in names), names
+        before, after = saved_bytes(model, x), saved_bytes(twin, x)
+        assert after <= before - x.nbytes
+        assert_same_steps(model, twin, x, tolerance=0)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_an_output_of_attention_that_was_written_to(source: str) -> None:
+    """PyTorch raises in backward, and so does a converted model."""
+    for after in (lambda y: y.mul_(2), lambda y: y.detach().mul_(2)):
+        with nodes_from(source):
+            for model in (Attention(after), converted_twin(Attention(after))):
+                output = model(torch.randn(2, 60, 16))
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    output.sum().backward()
 
 
 class WithWeight(Program):

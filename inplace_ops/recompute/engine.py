@@ -69,7 +69,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _ops
-from .._torch import tree_leaves
+from .._torch import storage_id, tree_leaves
 from ..memory import Packed
 from . import functions, nodes, norms, reasons
 from .nodes import Node
@@ -385,7 +385,7 @@ class Engine:
         self._ordinal += 1
         self._stream = nodes.stream_of(node)
         record = None
-        if operation.output is not None:
+        if operation.output is not None or operation.saved_output:
             record = self._record(node, operation)
             if record is not None:
                 record.stream = self._stream
@@ -414,6 +414,8 @@ class Engine:
 
     def _record(self, node: Node, operation: Operation) -> Record | None:
         output = operation.output
+        if output is None:
+            return Record()
         if output == "activation after a norm":
             return Record(version=node.output_version)
         if output == "norm":
@@ -480,6 +482,9 @@ class Engine:
     def _replace(self, node: Node, field: str, saved: Tensor, spec: Spec, base: Node) -> bool:
         if spec.cost > self.settings.max_ops:
             self._keep(node, field, reasons.too_many, self.settings.max_ops)
+            return False
+        if spec.cost == 0 and any(_share_memory(leaf.tensor, saved) for leaf in spec.leaves()):
+            self._keep(node, field, reasons.SAVED_ANYWAY)
             return False
         size = saved.nbytes
         if spec.copied_bytes >= size:
@@ -587,6 +592,9 @@ class Engine:
                 return None
             record.is_saved = True
             return Leaf(saved)
+        if operation.saved_output:
+            saved = nodes.saved_tensor(node, operation.saved_output) if index == 0 else None
+            return Leaf(saved) if saved is not None and nodes.is_plain(saved) else None
         return self._computed(node, index, operation, record)
 
     def _computed(
@@ -702,6 +710,10 @@ def affine_of(node: Node, record: Record) -> norms.NormAffine | None:
     if record.affine is None and record.parameters is not None and norms.can_compute(node):
         record.affine = norms.affine_of(node, record.parameters)
     return record.affine
+
+
+def _share_memory(tensor: Tensor, other: Tensor) -> bool:
+    return storage_id(tensor.untyped_storage()) == storage_id(other.untyped_storage())
 
 
 def _is_activation(saved: Tensor) -> bool:

@@ -6,7 +6,9 @@ A line has the name of a node and says
   saves each input; None for an input that it does not save,
 - `reads`: the saved inputs that backward may be given recomputed, with a rounding: see NOTE [Exact
   specs and roundings] in `specs.py`,
-- `result`: the name under which the node saves its own output,
+- `result`: the name under which the node saves its own output, which backward may be given
+  recomputed,
+- `saved_output`: the same where it may not,
 - `mask`: the activation, if one bit per element of the saved tensor is all that backward reads,
 - `shape_only`: the saved input of which backward reads the shape alone,
 - `indices`: saved indices, which fit into 32 bits,
@@ -70,6 +72,7 @@ class Operation:
     output: Output | Literal["norm", "activation after a norm"] | None = None
     reads: tuple[str, ...] = ()
     result: str = ""
+    saved_output: str = ""
     mask: Activation | None = None
     shape_only: str = ""
     indices: str = ""
@@ -111,6 +114,10 @@ def _from_result(
 
 def _reads(*fields: str) -> Operation:
     return Operation(reads=fields)
+
+
+def _attention() -> Operation:
+    return Operation(reads=("query", "key", "value"), saved_output="output")
 
 
 def _shape(indices: str = "") -> Operation:
@@ -214,11 +221,11 @@ OPERATIONS: Mapping[str, Operation] = {
     "DotBackward0": _reads("self", "tensor"),
     "LinearBackward0": _reads("input"),
     "TrilinearBackward0": _reads("i1", "i2", "i3"),
-    "ScaledDotProductFlashAttentionForCpuBackward0": _reads("query", "key", "value"),
-    "ScaledDotProductFlashAttentionBackward0": _reads("query", "key", "value"),
-    "ScaledDotProductEfficientAttentionBackward0": _reads("query", "key", "value"),
-    "ScaledDotProductCudnnAttentionBackward0": _reads("query", "key", "value"),
-    "ScaledDotProductFusedAttentionOverrideableBackward0": _reads("query", "key", "value"),
+    "ScaledDotProductFlashAttentionForCpuBackward0": _attention(),
+    "ScaledDotProductFlashAttentionBackward0": _attention(),
+    "ScaledDotProductEfficientAttentionBackward0": _attention(),
+    "ScaledDotProductCudnnAttentionBackward0": _attention(),
+    "ScaledDotProductFusedAttentionOverrideableBackward0": _attention(),
     "GridSampler2DBackward0": _reads("input", "grid"),
     "GridSampler3DBackward0": _reads("input", "grid"),
     "CudnnGridSamplerBackward0": _reads("self", "grid"),

@@ -13,7 +13,8 @@ to since. The engine passes through an operation only if its inputs were at thei
 2. A node that saves its input shows it: an in-place activation saves a clone of it.
 3. A node that does not save what it read (a ReLU, a sum, a cast) does not show its input. Its
    version comes from a note: a weak reference to the tensor, left by whoever had it in hand last.
-   If the noted tensor's `grad_fn` is the new node, the operation has overwritten it.
+   If the noted tensor's `grad_fn` is the new node, the operation has overwritten it. Without a note
+   it comes from the node that made the input, if that node saves its output.
 4. What is not proved is saved as PyTorch saves it.
 
 A write through `.data`, NumPy or a storage raises no version: see NOTE [First use] in `engine.py`.
@@ -126,7 +127,8 @@ def record_output(node: Node, output: Output, result: str) -> Record:
         result: The field under which the node saves its output, if it does.
     """
     record, edges = Record(), nodes.producers(node)
-    before = _record_at(*edges[0])
+    base, _ = base_of(*edges[0])
+    before = base and record_of(base)
     saved = nodes.saved_tensor(node, result) if result else None
     if saved is not None and saved._version > 0:  # in place
         record.version = saved._version
@@ -136,7 +138,7 @@ def record_output(node: Node, output: Output, result: str) -> Record:
     for index, field in enumerate(output.inputs or (None,) * len(edges)):
         saved = None if field is None else nodes.saved_tensor(node, field)
         if saved is None:
-            _prove_input(node, before if index == 0 else _record_at(*edges[index]), record)
+            _prove_input(node, base if index == 0 else base_of(*edges[index])[0], record)
         elif index == 0 and before is not None and _is_clone(saved, edges[0][0]):
             record.version = before.version + 1
             record.note = before.note
@@ -144,10 +146,14 @@ def record_output(node: Node, output: Output, result: str) -> Record:
     return record
 
 
-def _record_at(node: Node, index: int) -> Record | None:
-    """Return the record of the operation whose output, or a view of it, an input is."""
-    before, _ = base_of(node, index)
-    return before and record_of(before)
+def _saved_output(node: Node) -> Tensor | None:
+    """Return an operation's output if the node saves it, and nobody has written to it since."""
+    operation = OPERATION_OF[type(node)]
+    field = operation and (operation.result or operation.saved_output)
+    try:
+        return nodes.saved_tensor(node, field) if field else None
+    except RuntimeError:  # written to
+        return None
 
 
 def cloned_input(node: Node) -> Tensor | None:
@@ -183,16 +189,22 @@ def _prove_clone(node: Node, clone: Tensor, record: Record) -> None:
         of_clone.inputs_proved |= base._version == record.version
 
 
-def _prove_input(node: Node, before: Record | None, record: Record) -> None:
+def _prove_input(node: Node, base: Node, record: Record) -> None:
     """Find out whether an input that the node does not save was as its operation made it.
 
     Args:
         node: The node.
-        before: The record of the input's operation.
+        base: The operation that has made the input, or what the input is a view of.
         record: The record of the node.
     """
-    tensor = before.note() if before is not None and before.note is not None else None
-    if before is None or tensor is None:
+    before = base and record_of(base)
+    if before is None:
+        record.inputs_proved = False
+        return
+    tensor = before.note() if before.note is not None else None
+    if tensor is None:
+        tensor = _saved_output(base)
+    if tensor is None:
         record.inputs_proved = False
     elif not tensor._is_view() and tensor.grad_fn is node:  # in place
         record.version = before.version + 1
