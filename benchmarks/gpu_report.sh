@@ -4,8 +4,8 @@
 #   benchmarks/gpu_report.sh OUT [--device cpu] [PART...]
 #
 # Parts, all by default, in this order: build numerics tests memcheck initcheck bandwidth norms
-# activations host steps memory bytes networks filled batches tuning summary. Only where it is
-# named: baselines. Each has its time limit; one that fails, or runs into it, does not stop the
+# activations host steps memory bytes networks graphs filled batches tuning summary. Only where it
+# is named: baselines. Each has its time limit; one that fails, or runs into it, does not stop the
 # next, what it has measured is written, and the exit status is 1.
 #
 # OUT gets PART_DEVICE.log of each part, whose last line says how it ended, PART_DEVICE.csv where it
@@ -29,7 +29,7 @@ cd "$(dirname "$0")/.." || exit
 
 device=cuda
 known="build numerics tests memcheck initcheck bandwidth norms activations host steps memory bytes"
-known+=" networks filled batches tuning summary"
+known+=" networks graphs filled batches tuning summary"
 optional=baselines
 wanted=""
 while [ $# -gt 0 ]; do
@@ -159,6 +159,7 @@ if [ "$device" = cuda ]; then
   bench bytes 120 bytes --policies float32 "CUDA autocast" --max-ops 4
   autocast=(--policies "CUDA autocast" --memory-format channels_last --batch 8)
   bench networks 200 networks "${autocast[@]}" --variants "${eager[@]}" --repetitions 31
+  bench graphs 200 networks "${autocast[@]}" --variants "convert, max_ops="{1,4} --graphs
   # Half of the memory of an H100 in the largest of its sizes.
   bench filled 280 networks "${autocast[@]}" --variants "${eager[@]}" --fill-gib 39 --repetitions 7
   bench batches 280 networks "${autocast[@]}" --variants "${eager[@]}" --largest-batch 8
@@ -177,7 +178,7 @@ else # a limit here only ends what hangs
   bench bytes 300 bytes --networks EfficientNet-B0 "Llama blocks" --max-ops 4
   bench networks 300 networks --quick --networks EfficientNet-B0 "Llama blocks" \
     --policies float32 bfloat16 "CUDA autocast"
-  for part in filled batches; do skip "$part" "it is of a GPU's memory"; done
+  for part in graphs filled batches; do skip "$part" "it needs a GPU"; done
   skip tuning "it is of CUDA kernels"
 fi
 

@@ -323,6 +323,7 @@ TABLES: Drawings = {
     "memory": memory,
     "blocks": blocks,
     # Of bench_networks.py with other options.
+    "graphs": networks,
     "filled": networks,
     "batches": networks,
     "baselines": networks,
@@ -336,6 +337,7 @@ ALONE: Drawings = {
 }
 SCRIPTS = {  # that write a file of another name
     "remaining": "bench_models.py",
+    "graphs": "bench_networks.py --graphs",
     "filled": "bench_networks.py --fill-gib",
     "batches": "bench_networks.py --largest-batch",
     "baselines": "bench_networks.py --variants",

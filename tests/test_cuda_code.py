@@ -53,7 +53,7 @@ PIPES = {
 PIPE_OF = {opcode: pipe for pipe, (_, opcodes) in PIPES.items() for opcode in opcodes.split()}
 # Loads under way that a multiprocessor needs (Little's law): half of 4.3 TB/s over 1 us.
 BYTES_UNDER_WAY = 4.3e12 / 2 * 1e-6 / 132
-REGISTERS, THREADS, BLOCK = 65536, 2048, 256
+REGISTERS, THREADS, BLOCK = 65536, 2048, 128
 WARP = 32
 ACCESSES = 2  # of 16 bytes to each tensor, by a lane
 DTYPES = {"float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16}
