@@ -71,6 +71,13 @@ inline void check_same(const char* op, const Tensor& tensor, const Tensor& grad)
                   op, "_: backward's tensors must have one shape, dtype and device");
 }
 
+inline void check_cast(const char* op, const Tensor& x, torch::headeronly::ScalarType dtype) {
+  using torch::headeronly::ScalarType;
+  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float &&
+                      (dtype == ScalarType::Half || dtype == ScalarType::BFloat16),
+                  op, "_: results of another dtype are float16 or bfloat16, of a float32 tensor");
+}
+
 inline void check_order(const char* op, const DimOrder& dim_order, int64_t dims) {
   if (!dim_order) return;
   std::vector<int64_t> sorted(*dim_order), expected(dims);

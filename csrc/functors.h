@@ -1,7 +1,7 @@
 // What is done with each element, once for every activation: a functor per direction and way of
 // keeping (`save`). cpu/elementwise.h and cuda/elementwise.cuh run them: operand 0 is written, the
 // inputs are read, and the packed bits, whose element has `code`, are not used, written or read.
-// What a functor returns, in C, is rounded to the format by those who run it.
+// What a functor returns, in C, is rounded to the format Out by those who run it.
 #pragma once
 
 #include <cstdint>
@@ -21,6 +21,7 @@ enum class PackedBitsUse { kNone, kWritten, kRead };
 template <class T, int inputs, PackedBitsUse use, int... fast_bits>
 struct Elementwise {
   using Scalar = T;
+  using Out = T;
   using C = opmath_t<T>;
   using FastBits = std::integer_sequence<int, fast_bits...>;
   static constexpr int kInputs = inputs;
@@ -43,7 +44,7 @@ template <class Functor>
 struct Operands {
   using T = typename Functor::Scalar;
   static constexpr bool kWritesBits = Functor::kPackedBits == PackedBitsUse::kWritten;
-  T* out;
+  typename Functor::Out* out;
   const T* in[Functor::kInputs];
   PackedBits<std::conditional_t<kWritesBits, uint8_t, const uint8_t>> packed;
   std::conditional_t<Functor::kNormalizes, Affine<opmath_t<T>>, NoAffine> affine;
@@ -265,5 +266,14 @@ struct ForwardRecompute : Normalizing<Value<Activation>> {};
 
 template <class Activation, class T = typename Activation::Scalar>
 struct BackwardRecompute : Normalizing<Gradient<Activation>> {};
+
+// The functor with its results rounded to another format instead, as a cast of them rounds: of
+// float's, to 16 bits.
+template <class Functor, class Format>
+struct Cast : Functor {
+  using Out = Format;
+  static_assert(std::is_same_v<typename Functor::C, opmath_t<Format>> &&
+                std::is_same_v<typename Functor::C, typename Functor::Scalar>);
+};
 
 }  // namespace inplace_ops

@@ -13,31 +13,37 @@
 
 namespace inplace_ops {
 
-// Runs the functor that make(T{}) returns for the tensors' format T. Device has run(functor, ...).
-template <class Device, size_t inputs, class MakeFunctor>
-void run(const char* op, const Tensor& out, const Tensor* const (&in)[inputs], const Tensor* packed,
-         const DimOrder& dim_order, const MakeFunctor& make, const MapTensors* maps = nullptr) {
+// Runs a functor over tensors of its formats. Device has run(functor, ...).
+template <class Device, size_t inputs, class Functor>
+void run_functor(const char* op, const Functor& functor, const Tensor& out,
+                 const Tensor* const (&in)[inputs], const Tensor* packed, const DimOrder& dim_order,
+                 const MapTensors* maps) {
+  using T = typename Functor::Scalar;
   const Tensor* operands[inputs + 1] = {&out};
   std::copy(in, in + inputs, operands + 1);
   const Geometry geometry = walk(dim_order, operands);
-  dispatch(out.scalar_type(), op, [&](auto zero) {
-    using T = decltype(zero);
-    const auto functor = make(zero);
-    using Functor = std::remove_const_t<decltype(functor)>;
-    Operands<Functor> data{};
-    if constexpr (Functor::kPackedBits != PackedBitsUse::kNone) {
-      if (packed) {
-        check_count(op, packed->size(0), Functor::accepts_bits(packed->size(0)));
-        data.packed = packed_bits_of<Operands<Functor>::kWritesBits>(*packed);
-      }
+  Operands<Functor> data{};
+  if constexpr (Functor::kPackedBits != PackedBitsUse::kNone) {
+    if (packed) {
+      check_count(op, packed->size(0), Functor::accepts_bits(packed->size(0)));
+      data.packed = packed_bits_of<Operands<Functor>::kWritesBits>(*packed);
     }
-    if constexpr (Functor::kNormalizes)
-      data.affine = affine_of<opmath_t<T>>(op, *maps, out, dim_order);
-    if (geometry.elements == 0) return;
-    data.out = static_cast<T*>(out.mutable_data_ptr());
-    for (int k = 0; k < Functor::kInputs; ++k)
-      data.in[k] = static_cast<const T*>(in[k]->const_data_ptr());
-    Device::run(functor, geometry, data, out.get_device_index());
+  }
+  if constexpr (Functor::kNormalizes)
+    data.affine = affine_of<opmath_t<T>>(op, *maps, out, dim_order);
+  if (geometry.elements == 0) return;
+  data.out = static_cast<typename Functor::Out*>(out.mutable_data_ptr());
+  for (int k = 0; k < Functor::kInputs; ++k)
+    data.in[k] = static_cast<const T*>(in[k]->const_data_ptr());
+  Device::run(functor, geometry, data, out.get_device_index());
+}
+
+// Runs the functor that make(T{}) returns for the tensors' format T.
+template <class Device, size_t inputs, class MakeFunctor>
+void run(const char* op, const Tensor& out, const Tensor* const (&in)[inputs], const Tensor* packed,
+         const DimOrder& dim_order, const MakeFunctor& make, const MapTensors* maps = nullptr) {
+  dispatch(out.scalar_type(), op, [&](auto zero) {
+    run_functor<Device>(op, make(zero), out, in, packed, dim_order, maps);
   });
 }
 
@@ -91,21 +97,35 @@ Tensor norm_maps(std::optional<Tensor> deviation, std::optional<Tensor> mean,
   return maps;
 }
 
-// A new tensor from make(T{}) of a norm's input.
+// A new tensor from make(T{}) of a norm's input, in its dtype or cast from float32 to 16 bits.
 template <class Device, class MakeFunctor>
 Tensor map_normalized(const char* op, const Tensor& x, const MapTensors& maps,
-                      const DimOrder& dim_order, const MakeFunctor& make) {
+                      const DimOrder& dim_order, OptionalDtype dtype, const MakeFunctor& make) {
   check_order(op, dim_order, x.dim());
-  const Tensor out = empty_in_order(x, dim_order);
-  run<Device>(op, out, {&x}, nullptr, dim_order, make, &maps);
-  return out;
+  if (!dtype || *dtype == x.scalar_type()) {
+    const Tensor out = empty_in_order(x, dim_order);
+    run<Device>(op, out, {&x}, nullptr, dim_order, make, &maps);
+    return out;
+  }
+  check_cast(op, x, *dtype);
+  const auto functor = make(float{});
+  const auto cast = [&](auto zero, int32_t format) {
+    const Tensor out = empty_in_order(x, dim_order, format);
+    const Cast<std::remove_const_t<decltype(functor)>, decltype(zero)> casting{functor};
+    run_functor<Device>(op, casting, out, {&x}, nullptr, dim_order, &maps);
+    return out;
+  };
+  if (*dtype == torch::headeronly::ScalarType::Half)
+    return cast(Half{}, aoti_torch_dtype_float16());
+  return cast(BFloat16{}, aoti_torch_dtype_bfloat16());
 }
 
 // A norm's output from its input.
 template <class Device>
-Tensor normalize(Tensor x, Tensor channels, std::optional<Tensor> rows, DimOrder dim_order) {
+Tensor normalize(Tensor x, Tensor channels, std::optional<Tensor> rows, DimOrder dim_order,
+                 OptionalDtype dtype) {
   const MapTensors maps{&channels, rows ? &*rows : nullptr};
-  return map_normalized<Device>("normalize", x, maps, dim_order,
+  return map_normalized<Device>("normalize", x, maps, dim_order, dtype,
                                 [](auto zero) { return Normalize<decltype(zero)>{}; });
 }
 
@@ -172,9 +192,9 @@ struct Ops<Device, Activation, Types<Arguments...>> {
   }
 
   static Tensor recompute(Tensor x, Tensor channels, std::optional<Tensor> rows, DimOrder dim_order,
-                          Arguments... arguments) {
+                          Arguments... arguments, OptionalDtype dtype) {
     const MapTensors maps{&channels, rows ? &*rows : nullptr};
-    return map_normalized<Device>(kName, x, maps, dim_order, [&](auto zero) {
+    return map_normalized<Device>(kName, x, maps, dim_order, dtype, [&](auto zero) {
       using A = Activation<decltype(zero)>;
       return ForwardRecompute<A>{{{{}, A{arguments...}}}};
     });

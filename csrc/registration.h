@@ -7,9 +7,9 @@
 //   relu_backward_mask(grad, packed), relu_backward_output(grad, output)
 //   silu_backward_output(grad, output, packed), silu_backward_derivative(grad, packed)
 //   silu_double_backward(grad_grad, grad, output, packed)
-//   relu_recompute(x, channels, rows), relu_backward_recompute(grad, x, channels, rows)
+//   relu_recompute(x, channels, rows, dtype), relu_backward_recompute(grad, x, channels, rows)
 //                                                   of a norm's input, with the norm's maps
-//   normalize(x, channels, rows)                    the norm's output
+//   normalize(x, channels, rows, dtype)             the norm's output, cast to a dtype
 //   norm_maps(deviation, mean, weight, bias)        the norm's maps
 #pragma once
 
@@ -24,6 +24,7 @@ namespace inplace_ops {
 using Library = torch::stable::detail::StableLibrary;
 
 constexpr const char* kNormalizedSchema = "Tensor x, Tensor channels, Tensor? rows";
+constexpr const char* kCastSchema = ", *, ScalarType? dtype=None) -> Tensor";
 
 inline void define_saving(Library& m, const std::string& op, const std::string& rest) {
   m.def((op + "_(Tensor(a!) x, int bits" + rest + ") -> Tensor").c_str());
@@ -42,7 +43,7 @@ void define_ops(Library& m, Entry<Activation> entry) {
       (name + "_traced_(Tensor(a!) x, str save, int? bits" + Activation<float>::kSchema + ") -> ()")
           .c_str());
   const std::string normalized = std::string(kNormalizedSchema) + rest + ") -> Tensor";
-  m.def((name + "_recompute(" + normalized).c_str());
+  m.def((name + "_recompute(" + kNormalizedSchema + rest + kCastSchema).c_str());
   m.def((name + "_backward_recompute(Tensor grad, " + normalized).c_str());
   if constexpr (Activation<float>::kKind == Kind::kMask) {
     define_saving(m, name + "_save_mask", rest);
@@ -116,7 +117,8 @@ inline void define_all_ops(Library& m) {
   m.def(
       "norm_maps(Tensor? deviation, Tensor? mean, Tensor? weight, Tensor? bias, int[] shape, "
       "int share) -> Tensor");
-  m.def((std::string("normalize(") + kNormalizedSchema + ", int[]? dim_order) -> Tensor").c_str());
+  m.def(
+      (std::string("normalize(") + kNormalizedSchema + ", int[]? dim_order" + kCastSchema).c_str());
   for_each_activation([&](auto entry) { define_ops(m, entry); });
 }
 

@@ -23,6 +23,9 @@ using torch::stable::Tensor;
 // permuted tensor contiguous is fastest.
 using DimOrder = std::optional<std::vector<int64_t>>;
 
+// What results are cast to, if they are.
+using OptionalDtype = std::optional<torch::headeronly::ScalarType>;
+
 inline int64_t dimension(const DimOrder& dim_order, int64_t i) {
   return dim_order ? (*dim_order)[i] : i;
 }
@@ -105,8 +108,10 @@ inline Tensor empty_strided(int64_t dims, const int64_t* sizes, const int64_t* s
   return Tensor(handle);
 }
 
-// An uninitialized tensor like `like`, contiguous once its dimensions are permuted by `dim_order`.
-inline Tensor empty_in_order(const Tensor& like, const DimOrder& dim_order) {
+// An uninitialized tensor like `like`, or of another dtype, contiguous once its dimensions are
+// permuted by `dim_order`.
+inline Tensor empty_in_order(const Tensor& like, const DimOrder& dim_order,
+                             std::optional<int32_t> dtype = std::nullopt) {
   const int64_t dims = like.dim();
   int64_t sizes[kMaxDims], strides[kMaxDims];
   STD_TORCH_CHECK(dims <= kMaxDims, "inplace_ops: more than ", kMaxDims, " dimensions");
@@ -117,9 +122,9 @@ inline Tensor empty_in_order(const Tensor& like, const DimOrder& dim_order) {
     strides[d] = stride;
     stride *= std::max<int64_t>(like.size(d), 1);
   }
-  int32_t dtype;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
-  return empty_strided(dims, sizes, strides, dtype, like);
+  int32_t own_dtype;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &own_dtype));
+  return empty_strided(dims, sizes, strides, dtype.value_or(own_dtype), like);
 }
 
 // Room for packed bits of the elements of x.

@@ -57,7 +57,8 @@ class Ops:
         save_out_of_place: By `save`: returns the result and packed bits, for compiled code.
         traced: The whole activation in compiled code: `compilation.py`.
         backward: By `save`: the gradient from the incoming one and what was kept.
-        recompute: The result from a norm's input and its affine: see `NormAffine`.
+        recompute: The result from a norm's input and its affine: see `NormAffine`. With `dtype`
+            a float32 result comes back cast to that.
         double_backward: The second derivative's term; None where that is zero.
     """
 
@@ -87,6 +88,7 @@ ALL = {name: Ops(name) for name in _C.activations}
 NORM_AFFINE: Op = torch.ops.inplace_ops.norm_maps.default  # a norm's scales and shifts
 NORMALIZE: Op = torch.ops.inplace_ops.normalize.default  # a norm's output, as `Ops.recompute`
 DTYPES = tuple(ALL["relu"].default_bits["mask"])
+CAST_DTYPES = (torch.float16, torch.bfloat16)  # of float32 results that an op casts
 
 # Of all activations: in place, without and with packed bits, out of place, of a norm's input, and
 # those of backward.
@@ -146,8 +148,8 @@ def _check_devices(*arguments: object) -> None:
     torch._check(len(devices) == 1, lambda: f"tensors on several devices: {devices}")
 
 
-def _empty_in_order(x: Tensor, dim_order: DimOrder) -> Tensor:
-    return x.new_empty_strided(x.shape, dense_strides(x.shape, dim_order))
+def _empty_in_order(x: Tensor, dim_order: DimOrder, dtype: torch.dtype | None = None) -> Tensor:
+    return x.new_empty_strided(x.shape, dense_strides(x.shape, dim_order), dtype=dtype or x.dtype)
 
 
 def _name_of(op: Op) -> str:
@@ -156,10 +158,19 @@ def _name_of(op: Op) -> str:
 
 
 def _recomputing_fake(
-    x: Tensor, channels: Tensor, rows: Tensor | None, dim_order: DimOrder, *arguments: float
+    x: Tensor,
+    channels: Tensor,
+    rows: Tensor | None,
+    dim_order: DimOrder,
+    *arguments: float,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     _check_devices(x, channels, rows)
-    return _empty_in_order(x, dim_order)
+    torch._check(
+        dtype in (None, x.dtype) or (x.dtype is torch.float32 and dtype in CAST_DTYPES),
+        lambda: f"results of another dtype are float16 or bfloat16, of a float32 tensor: {dtype}",
+    )
+    return _empty_in_order(x, dim_order, dtype)
 
 
 def _norm_affine_fake(

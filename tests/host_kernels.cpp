@@ -7,6 +7,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -76,6 +77,7 @@ std::string name_of(const AffineLayout& layout) {
 template <class Functor>
 Path run(const Functor& functor, const Launch& launch) {
   using T = typename Functor::Scalar;
+  using Out = typename Functor::Out;
   if (launch.addresses.size() != Functor::kInputs + 1)
     throw std::invalid_argument("number of operands");
   Geometry geometry(Functor::kInputs + 1);
@@ -85,7 +87,7 @@ Path run(const Functor& functor, const Launch& launch) {
     geometry.push_inner(launch.sizes[d], strides);
   }
   Operands<Functor> operands{};
-  operands.out = reinterpret_cast<T*>(launch.addresses[0]);
+  operands.out = reinterpret_cast<Out*>(launch.addresses[0]);
   for (int k = 0; k < Functor::kInputs; ++k)
     operands.in[k] = reinterpret_cast<const T*>(launch.addresses[k + 1]);
   operands.packed.data = reinterpret_cast<decltype(operands.packed.data)>(launch.packed_address);
@@ -108,11 +110,24 @@ Path run(const Functor& functor, const Launch& launch) {
   return path;
 }
 
+// The functor that is named, or one that casts its results: "Normalize to float16".
+template <class Functor>
+std::optional<Path> run_if_named(const std::string& name, const std::string& given,
+                                 const Functor& functor, const Launch& launch) {
+  if (given == name) return run(functor, launch);
+  if constexpr (std::is_same_v<typename Functor::Scalar, float>) {
+    if (given == name + " to float16") return run(Cast<Functor, Half>{functor}, launch);
+    if (given == name + " to bfloat16") return run(Cast<Functor, BFloat16>{functor}, launch);
+  }
+  return std::nullopt;
+}
+
 template <class A>
 Path run_functor(const std::string& functor, const A& activation, const Launch& launch) {
   using T = typename A::Scalar;
-  if (functor == "Normalize") return run(Normalize<T>{}, launch);
-  if (functor == "ForwardRecompute") return run(ForwardRecompute<A>{{{{}, activation}}}, launch);
+  const ForwardRecompute<A> recompute{{{{}, activation}}};
+  if (const auto path = run_if_named("Normalize", functor, Normalize<T>{}, launch)) return *path;
+  if (const auto path = run_if_named("ForwardRecompute", functor, recompute, launch)) return *path;
   if (functor == "BackwardRecompute") return run(BackwardRecompute<A>{{{{}, activation}}}, launch);
   if constexpr (A::kKind == Kind::kMask) {
     if (functor == "ForwardMask") return run(ForwardMask<A>{{}, activation}, launch);

@@ -101,6 +101,8 @@ NORMALIZED = {
     "mish": {"planes": 0.74, "split_planes": 0.93, "channels_last": 0.78, "rows": 0.87},
 }
 
+SLOTS_OF_A_CAST = 2  # per element
+
 
 class Maps(NamedTuple):
     """What finding the maps of normalized elements adds to the way of a whole tile."""
@@ -143,14 +145,26 @@ def cuobjdump(*arguments: str) -> str:
     ).stdout
 
 
+class Key(NamedTuple):
+    activation: str
+    functor: str
+    scalar: str
+    out: str
+
+
 class Kernel(NamedTuple):
     name: str
     activation: str
     functor: str
     scalar: str
+    out: str  # the format of the results
     count: int  # elements of an access
     registers: int
     stack: int
+
+    @property
+    def key(self) -> Key:
+        return Key(self.activation, self.functor, self.scalar, self.out)
 
 
 class Case(NamedTuple):
@@ -159,14 +173,23 @@ class Case(NamedTuple):
     scalar: str
     bits: int
     layout: str = ""  # after a norm: which of MAPS
+    cast: str = ""  # to which format the results are cast, if they are
 
     @property
     def name(self) -> str:
         return "-".join(str(part) for part in self if part != "")
 
     @property
+    def key(self) -> Key:
+        return Key(self.activation, self.functor, self.scalar, self.cast or self.scalar)
+
+    @property
     def inputs(self) -> int:
         return INPUTS.get(self.functor, 1)
+
+    @property
+    def out_size(self) -> int:
+        return DTYPES[self.key.out].itemsize
 
     @property
     def size(self) -> int:
@@ -187,7 +210,14 @@ class Case(NamedTuple):
 
     @property
     def slots(self) -> float:  # per element: those that the bytes leave
-        return SLOTS_A_BYTE * (self.size * (self.inputs + 1) + self.bits / 8)
+        return self.slots_of(self.out_size)
+
+    def slots_of(self, out_size: int) -> float:
+        return SLOTS_A_BYTE * (self.size * self.inputs + out_size + self.bits / 8)
+
+    @property
+    def store(self) -> str:
+        return f"STG.E.{128 * self.out_size // self.size}"
 
     @property
     def byte_access(self) -> str:
@@ -196,7 +226,10 @@ class Case(NamedTuple):
     @property
     def budget(self) -> Budget:
         if self.layout:
-            return Budget(NORMALIZED[self.activation][self.layout])
+            budget = NORMALIZED[self.activation][self.layout]
+            if self.cast:  # the same arithmetic in fewer bytes
+                budget = (budget * self.slots_of(self.size) + SLOTS_OF_A_CAST) / self.slots
+            return Budget(budget)
         is_curve = self.activation == ANY or _ops.ALL[self.activation].double_backward is not None
         return BUDGETS.get(self.activation, CURVES if is_curve else MASKS)
 
@@ -215,6 +248,9 @@ def cases() -> list[Case]:
                 for functor in ("ForwardRecompute", "BackwardRecompute"):
                     found[Case(name, functor, scalar, 0, layout)] = None
                 found[Case(ANY, "Normalize", scalar, 0, layout)] = None
+                for cast in ("Half", "BFloat16") if scalar == "float" else ():
+                    found[Case(name, "ForwardRecompute", scalar, 0, layout, cast)] = None
+                    found[Case(ANY, "Normalize", scalar, 0, layout, cast)] = None
             if entry.has_mask:
                 bits = {"ForwardMask": (0, 1), "BackwardMask": (1,), "BackwardMaskOfOutput": (0,)}
             else:
@@ -238,27 +274,32 @@ def kernels(architecture: str) -> list[Kernel]:
     usage = cuobjdump("-res-usage", "-arch", architecture)
     name = r"NS_\d+([A-Z][A-Za-z0-9]*?)"
     mangled = (
-        rf"Function (\S*run_warpsILi(\d)E{name}I(?:{name}I)?(?:{name}E|([fd])E)\S*):"
+        rf"Function (\S*run_warpsILi(\d)E(NS_4CastI)?{name}I(?:{name}I)?(?:{name}E|([fd])E)\S*):"
         r"\s+REG:(\d+) STACK:(\d+)"
     )
     entries = {name.replace("_", ""): name for name in _ops.ALL}
-    found = [
-        Kernel(name, entries[activation.lower()] if activation else ANY, functor,
-               named or {"f": "float", "d": "double"}[builtin], int(count), int(registers),
-               int(stack))
-        for name, count, functor, activation, named, builtin, registers, stack
-        in re.findall(mangled, usage)
-    ]  # fmt: skip
+
+    def out_of(name: str, scalar: str, is_cast: bool) -> str:
+        return re.findall(r"ENS_\d+(Half|BFloat16)EEE", name)[0] if is_cast else scalar
+
+    found = []
+    for name, count, cast, functor, activation, named, builtin, *numbers in re.findall(
+        mangled, usage
+    ):
+        of = entries[activation.lower()] if activation else ANY
+        scalar = named or {"f": "float", "d": "double"}[builtin]
+        out = out_of(name, scalar, bool(cast))
+        found.append(Kernel(name, of, functor, scalar, out, int(count), *map(int, numbers)))
     if not found:
         pytest.skip(f"not built for {architecture}")
     assert len(found) == usage.count("run_warps")
     return found
 
 
-def vector_kernels(architecture: str, in_rows: bool = False) -> dict[tuple[str, str, str], Kernel]:
+def vector_kernels(architecture: str, in_rows: bool = False) -> dict[Key, Kernel]:
     """Those with accesses of several elements, to dense tensors or to rows with gaps."""
     return {
-        (kernel.activation, kernel.functor, kernel.scalar): kernel
+        kernel.key: kernel
         for kernel in kernels(architecture)
         if kernel.count > 1 and ("NS_4RowsE" in kernel.name) == in_rows
     }
@@ -302,14 +343,14 @@ def instructions(kernel: Kernel, architecture: str) -> dict[int, Instruction]:
 def whole_tile(case: Case, architecture: str, far: int = 0) -> Counter[Instruction]:
     """The instructions on the shortest way through the kernel for a whole tile.
 
-    It passes all 16-byte stores, exactly as many accesses to packed bits as there are, the code for
+    It passes all wide stores, exactly as many accesses to packed bits as there are, the code for
     far outputs as often as asked, and what finding maps takes.
     """
-    kernel = vector_kernels(architecture)[case[:3]]
+    kernel = vector_kernels(architecture)[case.key]
     code = instructions(kernel, architecture)
-    counts = {"STG.E.128": ACCESSES, case.byte_access: case.byte_accesses, case.far: far}
+    counts = {case.store: ACCESSES, case.byte_access: case.byte_accesses, case.far: far}
     if case.layout:
-        counts = {"STG.E.128": ACCESSES, "LDG.E.128": case.vector_loads}
+        counts = {case.store: ACCESSES, "LDG.E.128": case.vector_loads}
         counts |= {"LDG.E": MAPS[case.layout].scalars, DIVISION: 0, "backward": 0}
     places, wanted = {name: i for i, name in enumerate(counts)}, tuple(counts.values())
 
@@ -405,7 +446,7 @@ def slots_of_a_warp(case: Case, share: float) -> dict[str, float]:
 
 @on_each_architecture
 def test_every_vector_kernel_is_a_case(architecture: str) -> None:
-    assert vector_kernels(architecture).keys() == {case[:3] for case in CASES}
+    assert vector_kernels(architecture).keys() == {case.key for case in CASES}
 
 
 @on_each_architecture
@@ -417,7 +458,7 @@ def test_gradients_in_rows(architecture: str) -> None:
     }
     for key, kernel in in_rows.items():
         more = len(instructions(kernel, architecture)) - len(instructions(dense[key], architecture))
-        versions = {case.bits for case in CASES if case[:3] == key}
+        versions = {case.bits for case in CASES if case.key == key}
         elements = ACCESSES * 16 // DTYPES[kernel.scalar].itemsize
         assert more <= 3 * elements * len(versions), kernel
 
@@ -443,7 +484,7 @@ def test_accesses_of_a_whole_tile(case: Case, architecture: str) -> None:
     for instruction, count in whole_tile(case, architecture).items():
         names[instruction.name] += count
     accesses = {name: n for name, n in names.items() if name.startswith(("LDG", "STG"))}
-    expected = {"LDG.E.128": case.vector_loads, "STG.E.128": ACCESSES}
+    expected = {"LDG.E.128": case.vector_loads, case.store: ACCESSES}
     if case.bits:
         expected[case.byte_access] = case.byte_accesses
     if case.layout and MAPS[case.layout].scalars:
@@ -458,7 +499,7 @@ def test_cost_of_a_warp(host_kernels: ModuleType, case: Case) -> None:
     shares = {"": 0.0}
     if case.far:
         shares = {f" of N(0, {d}^2)": far_share(host_kernels, case, d) for d in DEVIATIONS}
-    registers = vector_kernels("sm_90")[case[:3]].registers
+    registers = vector_kernels("sm_90")[case.key].registers
     most = 0.0
     for inputs, share in shares.items():
         slots = slots_of_a_warp(case, share)

@@ -183,7 +183,7 @@ def launch(
         functor,
         str(case.dtype).removeprefix("torch."),
         [
-            operand.address - first_row * operand.tensor.stride(0) * case.dtype.itemsize
+            operand.address - first_row * operand.tensor.stride(0) * operand.tensor.dtype.itemsize
             for operand in operands
         ],
         packed.address - first_element // 8,
@@ -444,7 +444,7 @@ def check_normalized(
     ]
     parts = [part.tensor.clone() for part in maps]
 
-    def run(functor: str, *operands: Operand) -> Tensor:
+    def run(functor: str, *operands: Operand, result: Operand = result) -> Tensor:
         result.tensor.fill_(torch.nan)
         paths.append(
             launch(host_kernels, case, functor, [result, *operands], None, first_row, maps)
@@ -455,6 +455,11 @@ def check_normalized(
     z = run("Normalize", inputs)
     y = run("ForwardRecompute", inputs)
     actual = run("BackwardRecompute", incoming, inputs)
+    for target in (torch.float16, torch.bfloat16) if dtype == torch.float32 else ():
+        narrow = Operand(target, shape, result.tensor.stride(), offsets[2])
+        suffix = f" to {target}".replace("torch.", "")
+        assert torch.equal(run("Normalize" + suffix, inputs, result=narrow), z.to(target))
+        assert torch.equal(run("ForwardRecompute" + suffix, inputs, result=narrow), y.to(target))
     for operand, before in zip([inputs, incoming, *maps], [x, grad, *parts], strict=True):
         assert torch.equal(operand.tensor, before)
 

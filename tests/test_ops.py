@@ -114,7 +114,7 @@ def arguments_of(
             arguments.append(None if layout == "channels_last" else maps_of(arguments[0], 0))
         elif parameter.name == "dim_order":
             arguments.append(dim_order)
-        else:
+        elif not parameter.kwarg_only:
             arguments.append(SCALARS[parameter.name])
     names = names_of(op)
     if {"output", "packed"} <= set(names) and device.type != "meta":
@@ -482,6 +482,62 @@ def test_runs_of_every_length(
         assert_identical(leaky_relu.recompute(x, *maps, 0.25), torch.where(z > 0, z, z * 0.25))
         gradient = leaky_relu.backward["recompute"](torch.ones_like(x), x, *maps, 0.25)
         assert_identical(gradient, torch.where(z > 0, 1.0, 0.25).to(dtype))
+
+
+CASTING = [op for op in _ops.RECOMPUTING_OPS if "dtype" in names_of(op)]
+
+
+def with_special_values(x: Tensor) -> Tensor:
+    """x with NaN, infinities, and what overflows or is subnormal in 16 bits."""
+    special = (torch.nan, torch.inf, -torch.inf, 7e4, -3.4e38, 3e-6, 1e-39, -0.0)
+    for place, value in enumerate(special):
+        x.view(-1)[place :: 97 + 2 * place] = value
+    return x
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    """The same numbers, -0.0 apart from 0.0; a NaN is any NaN."""
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    assert torch.equal(actual.isnan(), expected.isnan())
+    actual, expected = actual.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf), expected
+    expected = expected.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+    assert_identical(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", _ops.CAST_DTYPES)
+@each("layout", LAYOUTS)
+@pytest.mark.parametrize("op", CASTING, ids=name_of)
+def test_results_that_are_cast(
+    op: torch._ops.OpOverload, layout: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """As a cast of the results: both round once."""
+    arrange, dim_order = LAYOUTS[layout]
+    scalars = [SCALARS[a.name] for a in op._schema.arguments[4:] if not a.kwarg_only]
+    for shape in ((3, 5, 12, 13), (2, 16, 24, 33), (1, 1, 1, 1), (2, 0, 3, 4)):
+        x = arrange(with_special_values(3 * torch.randn(shape, device=device)))
+        for maps in ((maps_of(x, 1), None), (maps_of(x, 3), maps_of(x, 0, 1, 2))):
+            for strided in (x, torch.stack([x, x], -1)[..., 1]):
+                arguments = (strided, *maps, dim_order, *scalars)
+                expected = op(*arguments)
+                actual = op(*arguments, dtype=dtype)
+                assert_same_bits(actual, expected.to(dtype))
+                assert actual.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("op", CASTING, ids=name_of)
+def test_casts_that_there_are_not(op: torch._ops.OpOverload, device: torch.device) -> None:
+    for dtype in FLOATS:
+        arguments = arguments_of(op, device, dtype)
+        on_meta = [a.to("meta") if isinstance(a, Tensor) else a for a in arguments]
+        for target in (*FLOATS, torch.int32, torch.complex64):
+            is_cast = dtype == torch.float32 and target in _ops.CAST_DTYPES
+            if is_cast or target == dtype:
+                assert op(*arguments, dtype=target).dtype == target
+                assert op(*on_meta, dtype=target).dtype == target
+                continue
+            for given in (arguments, on_meta):
+                with pytest.raises(RuntimeError, match="of another dtype are float16 or bfloat16"):
+                    op(*given, dtype=target)
 
 
 @pytest.mark.parametrize("op", [*_ops.PLAIN_OPS, *_ops.SAVING_OPS], ids=name_of)

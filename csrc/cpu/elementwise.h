@@ -170,7 +170,7 @@ template <class T, class C = opmath_t<T>>
 using Result = std::conditional_t<kIsWidened<T, C>, opmath_t<T>, T>;
 
 template <class Functor>
-using ResultOf = Result<typename Functor::Scalar, typename Functor::C>;
+using ResultOf = Result<typename Functor::Out, typename Functor::C>;
 
 template <class T, class C>
 HOST_DEVICE Result<T, C> result_of(C value) {
@@ -232,15 +232,15 @@ HOST_DEVICE void compute(const Functor functor, ResultOf<Functor>* out, Inputs<F
 }
 
 // The same where no codes are kept, which the compiler then does not compute.
-template <class Functor, class T = typename Functor::Scalar>
-HOST_DEVICE void compute_without_codes(const Functor functor, ResultOf<Functor>* out,
+template <class Out, class Functor, class T = typename Functor::Scalar>
+HOST_DEVICE void compute_without_codes(const Functor functor, Result<Out, typename Functor::C>* out,
                                        Inputs<Functor> in, int count) {
 #pragma GCC ivdep
   for (int i = 0; i < count; ++i) {
     Element<T> element[Functor::kInputs];
     fetch(element, in, i);
     uint32_t code;
-    out[i] = result_of<T>(functor(element, code, 1));
+    out[i] = result_of<Out>(functor(element, code, 1));
   }
 }
 
@@ -367,12 +367,16 @@ HOST_DEVICE void run_blocks(const Functor& functor, const Geometry& geometry,
                             const Operands<Functor>& operands, int64_t first_block,
                             int64_t last_block) {
   using T = typename Functor::Scalar;
+  using Out = typename Functor::Out;
   constexpr bool is_widened = kIsWidened<T, typename Functor::C>;
+  constexpr bool is_narrowed = kIsWidened<Out, typename Functor::C>;
   constexpr bool writes_bits = Operands<Functor>::kWritesBits;
   const bool is_dense = geometry.is_dense();
   const int bits = operands.packed.planes;
   T buffers[Functor::kInputs][kBlock];
   opmath_t<T> widened[Functor::kInputs][kIsWidened<T> ? kBlock : 1];
+  Out out_buffer[kBlock];
+  opmath_t<Out> wide_results[is_narrowed ? kBlock : 1];
   for (int64_t block = first_block; block < last_block; ++block) {
     const int64_t first = block * kBlock;
     const int count = int(std::min<int64_t>(kBlock, geometry.elements - first));
@@ -384,10 +388,10 @@ HOST_DEVICE void run_blocks(const Functor& functor, const Geometry& geometry,
       in[k].values = widened[k];
       if constexpr (is_widened) CompiledFor<Instructions>::widen(widened[k], in[k].stored, count);
     }
-    T* const out = is_dense ? operands.out + first : buffers[0];
+    Out* const out = is_dense ? operands.out + first : out_buffer;
     ResultOf<Functor>* results;
-    if constexpr (is_widened)
-      results = widened[0];
+    if constexpr (is_narrowed)
+      results = wide_results;
     else
       results = out;
 
@@ -403,9 +407,9 @@ HOST_DEVICE void run_blocks(const Functor& functor, const Geometry& geometry,
         CompiledFor<Instructions>::normalize(z, z, x, operands.affine, first, count);
       }
       in[last].stored = z;
-      compute_without_codes(functor.of_normalized(), results, in, count);
+      compute_without_codes<Out>(functor.of_normalized(), results, in, count);
     } else if constexpr (Functor::kPackedBits == PackedBitsUse::kNone) {
-      compute_without_codes(functor, results, in, count);
+      compute_without_codes<Out>(functor, results, in, count);
     } else {
       Code<Functor> codes[kBlock];
       const int64_t first_group = first / kGroup;
@@ -415,7 +419,7 @@ HOST_DEVICE void run_blocks(const Functor& functor, const Geometry& geometry,
       if constexpr (IsSplit<Functor>::value) {
         compute_in_parts<Instructions>(functor, results, in, codes, bits, count);
       } else if (writes_bits && bits == 0) {
-        compute_without_codes(functor, results, in, count);
+        compute_without_codes<Out>(functor, results, in, count);
       } else {
         compute(functor, results, in, codes, bits, count);
       }
@@ -424,7 +428,7 @@ HOST_DEVICE void run_blocks(const Functor& functor, const Geometry& geometry,
         CompiledFor<Instructions>::pack(codes, operands.packed, first_group, groups);
       }
     }
-    if constexpr (is_widened) CompiledFor<Instructions>::narrow(out, results, count);
+    if constexpr (is_narrowed) CompiledFor<Instructions>::narrow(out, results, count);
     if (!is_dense) scatter(operands.out, out, geometry, first, count);
   }
 }

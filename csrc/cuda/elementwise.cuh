@@ -2,7 +2,8 @@
 //
 // A warp works on a tile. Each of its lanes makes kAccesses accesses to every tensor, and
 // neighbouring lanes access neighbouring memory: 16 bytes in the whole tiles of tensors that are
-// aligned and dense, or rows of a larger tensor, one element elsewhere. All loads of a lane come
+// aligned and dense, or rows of a larger tensor, one element elsewhere; of results that are cast to
+// half the width 8 bytes. All loads of a lane come
 // before its arithmetic, so that all of them are under way at once.
 //
 // Bandwidth. Bytes moved per element of s bytes with k kept bits: 2s forward, 2s + k/8 forward that
@@ -97,9 +98,24 @@ HOST_DEVICE void load_vector(T (&values)[count], const T* data) {
   memcpy(values, &vector, sizeof(vector));
 }
 
+// Half as many bytes where the results are cast to a narrower format.
 template <class T, int count>
-HOST_DEVICE void store_vector(T* data, const T (&values)[count]) {
-  static_assert(sizeof(values) == sizeof(Vector));
+HOST_DEVICE std::enable_if_t<sizeof(T[count]) == sizeof(uint64_t)> store_vector(
+    T* data, const T (&values)[count]) {
+  uint32_t words[2];
+  memcpy(words, values, sizeof(words));
+#ifdef __CUDA_ARCH__
+  asm volatile(INPLACE_OPS_STORE ".v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(data)),
+               "r"(words[0]), "r"(words[1])
+               : "memory");
+#else
+  memcpy(data, words, sizeof(words));
+#endif
+}
+
+template <class T, int count>
+HOST_DEVICE std::enable_if_t<sizeof(T[count]) == sizeof(Vector)> store_vector(
+    T* data, const T (&values)[count]) {
   Vector vector;
   memcpy(&vector, values, sizeof(vector));
 #ifdef __CUDA_ARCH__
@@ -161,7 +177,7 @@ template <class Functor, int count>
 struct LaneState {
   using T = typename Functor::Scalar;
   T in[Functor::kInputs][kAccesses][count];
-  T out[kAccesses][count];
+  typename Functor::Out out[kAccesses][count];
   int64_t out_offset[kAccesses];
   uint32_t codes[kAccesses][count];
   uint32_t kept, word;
@@ -387,7 +403,8 @@ HOST_DEVICE void compute_normalized(const Functor& functor, LaneState<Functor, c
     }
   }
   UNROLL
-  for (int i = 0; i < count; ++i) my.out[access][i] = store<T>(functor(elements[i], maps[i]));
+  for (int i = 0; i < count; ++i)
+    my.out[access][i] = store<typename Functor::Out>(functor(elements[i], maps[i]));
 }
 
 // All accesses of a lane in a whole tile, whose first element is `first`. Maps of one or two

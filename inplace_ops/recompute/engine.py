@@ -72,6 +72,7 @@ from .. import _ops
 from .._torch import storage_id, tree_leaves
 from ..memory import Packed
 from . import functions, nodes, norms, reasons
+from .fusions import call_of
 from .nodes import Node
 from .operations import (
     OPERATION_OF,
@@ -621,10 +622,10 @@ class Engine:
                 self._meet(reasons.too_many, self.settings.max_ops)
                 return None
             inputs.append(spec)
-        arguments = _arguments(node, index, output.arguments)
-        return Call(
-            lambda *tensors: output.function(*tensors, *arguments),
+        return call_of(
+            output.function,
             inputs,
+            _arguments(node, index, output.arguments),
             output.cost,
             output.bound,
             nodes.output_dtype(node, index),

@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -169,7 +170,7 @@ def _without_expansion(shape: Sequence[int], stride: Sequence[int]) -> list[int]
 class Affine(Spec):
     """A norm's output, or that of an activation after the norm: one kernel."""
 
-    __slots__ = ("activation", "affine", "scalars", "x")
+    __slots__ = ("activation", "affine", "dtype", "scalars", "x")
 
     def __init__(
         self,
@@ -180,14 +181,18 @@ class Affine(Spec):
         scalars: Sequence[float] = (),
     ) -> None:
         self.x, self.affine, self.activation, self.scalars = x, affine, activation, scalars
+        self.dtype = dtype
         self.cost = x.cost + (1 if activation is None else 2)
         self.rounding = max(x.rounding, _NORM_ROUNDINGS * _eps(dtype))
         self.leaf_bytes, self.copied_bytes = x.leaf_bytes, x.copied_bytes + affine.nbytes
 
     def compute(self) -> Tensor:
-        x = self.x.compute()
+        return self.of(self.x.compute())
+
+    def of(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the output for an input, cast to a dtype."""
         op = _ops.NORMALIZE if self.activation is None else self.activation.ops.recompute
-        return op(x, *self.affine, _ops.dim_order_of(x), *self.scalars)
+        return op(x, *self.affine, _ops.dim_order_of(x), *self.scalars, dtype=dtype)
 
     def magnitude(self) -> Tensor:
         # Mean and bias may cancel in one shift, and the norm adds them in turn: the largest of all.
@@ -206,22 +211,23 @@ class Affine(Spec):
 
 
 class Call(Spec):
-    """A function of PyTorch's, or a view, of other specs' values.
+    """A function of PyTorch's, or a view, of other specs' values and of arguments.
 
     `bound` tells the magnitude of the result from those of the inputs.
     """
 
-    __slots__ = ("bound", "function", "inputs")
+    __slots__ = ("arguments", "bound", "function", "inputs")
 
     def __init__(
         self,
         function: Callable[..., Tensor],
         inputs: Sequence[Spec],
+        arguments: Sequence[Any] = (),
         cost: int = 1,
         bound: Callable[[list[Tensor]], Tensor] = lambda inputs: largest(inputs),
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.function, self.inputs, self.bound = function, inputs, bound
+        self.function, self.inputs, self.arguments, self.bound = function, inputs, arguments, bound
         self.cost = sum(spec.cost for spec in inputs) + cost
         self.rounding = max(spec.rounding for spec in inputs)
         self.leaf_bytes = sum(spec.leaf_bytes for spec in inputs)
@@ -230,7 +236,7 @@ class Call(Spec):
             self.rounding = max(self.rounding, 2 * _eps(dtype))
 
     def compute(self) -> Tensor:
-        return self.function(*(spec.compute() for spec in self.inputs))
+        return self.function(*(spec.compute() for spec in self.inputs), *self.arguments)
 
     def magnitude(self) -> Tensor:
         return self.bound([spec.magnitude() for spec in self.inputs])
