@@ -63,12 +63,12 @@ inline void check_writable(const char* op, const Tensor& x) {
                   "operation.");
 }
 
-inline void check_same(const char* op, const Tensor& tensor, const Tensor& grad) {
-  const auto sizes = tensor.sizes(), expected = grad.sizes();
-  STD_TORCH_CHECK(tensor.scalar_type() == grad.scalar_type() && tensor.device() == grad.device() &&
-                      sizes.size() == expected.size() &&
+inline void check_same(const char* op, const Tensor& tensor, const Tensor& other) {
+  const auto sizes = tensor.sizes(), expected = other.sizes();
+  STD_TORCH_CHECK(tensor.scalar_type() == other.scalar_type() &&
+                      tensor.device() == other.device() && sizes.size() == expected.size() &&
                       std::equal(sizes.begin(), sizes.end(), expected.begin()),
-                  op, "_: backward's tensors must have one shape, dtype and device");
+                  op, "_: the tensors must have one shape, dtype and device");
 }
 
 inline void check_cast(const char* op, const Tensor& x, torch::headeronly::ScalarType dtype) {

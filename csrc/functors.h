@@ -267,6 +267,24 @@ struct ForwardRecompute : Normalizing<Value<Activation>> {};
 template <class Activation, class T = typename Activation::Scalar>
 struct BackwardRecompute : Normalizing<Gradient<Activation>> {};
 
+// What a functor of one input makes of the sum of two, rounded as torch.add rounds it.
+template <class OfSum, class T = typename OfSum::Scalar>
+struct Add : Elementwise<T, 2, PackedBitsUse::kNone, 0> {
+  OfSum of_sum;
+
+  HOST_DEVICE opmath_t<T> operator()(const Element<T> (&in)[2], uint32_t& code, int bits) const {
+    const Element<T> sum[1] = {rounded_element<T>(in[0].value + in[1].value)};
+    return load(of_sum(sum, code, bits));
+  }
+};
+
+// Of an addend and z.
+template <class T>
+struct NormalizeAdd : Normalizing<Add<Identity<T>>> {};
+
+template <class Activation, class T = typename Activation::Scalar>
+struct ForwardRecomputeAdd : Normalizing<Add<Value<Activation>>> {};
+
 // The functor with its results rounded to another format instead, as a cast of them rounds: of
 // float's, to 16 bits.
 template <class Functor, class Format>

@@ -129,6 +129,36 @@ Tensor normalize(Tensor x, Tensor channels, std::optional<Tensor> rows, DimOrder
                                 [](auto zero) { return Normalize<decltype(zero)>{}; });
 }
 
+// make(T{}) of an addend and a norm's input, as a new tensor.
+template <class Device, class MakeFunctor>
+Tensor add_to_normalized(const char* op, const Tensor& x, const MapTensors& maps,
+                         const Tensor& addend, const DimOrder& dim_order, const MakeFunctor& make) {
+  check_order(op, dim_order, x.dim());
+  check_same(op, addend, x);
+  const Tensor out = empty_in_order(x, dim_order);
+  run<Device>(op, out, {&addend, &x}, nullptr, dim_order, make, &maps);
+  return out;
+}
+
+// The sum of a norm's output and an addend.
+template <class Device>
+Tensor normalize_add(Tensor x, Tensor channels, std::optional<Tensor> rows, Tensor addend,
+                     DimOrder dim_order) {
+  const MapTensors maps{&channels, rows ? &*rows : nullptr};
+  return add_to_normalized<Device>("normalize_add", x, maps, addend, dim_order,
+                                   [](auto zero) { return NormalizeAdd<decltype(zero)>{}; });
+}
+
+// Its ReLU.
+template <class Device>
+Tensor normalize_add_relu(Tensor x, Tensor channels, std::optional<Tensor> rows, Tensor addend,
+                          DimOrder dim_order) {
+  const MapTensors maps{&channels, rows ? &*rows : nullptr};
+  return add_to_normalized<Device>("normalize_add_relu", x, maps, addend, dim_order, [](auto zero) {
+    return ForwardRecomputeAdd<ReLU<decltype(zero)>>{};
+  });
+}
+
 template <class Device, template <class> class Activation, class Arguments>
 struct Ops;
 

@@ -10,6 +10,8 @@
 //   relu_recompute(x, channels, rows, dtype), relu_backward_recompute(grad, x, channels, rows)
 //                                                   of a norm's input, with the norm's maps
 //   normalize(x, channels, rows, dtype)             the norm's output, cast to a dtype
+//   normalize_add(x, channels, rows, addend), normalize_add_relu(x, channels, rows, addend)
+//                                                   the sum of it and an addend, and its ReLU
 //   norm_maps(deviation, mean, weight, bias)        the norm's maps
 #pragma once
 
@@ -119,6 +121,9 @@ inline void define_all_ops(Library& m) {
       "int share) -> Tensor");
   m.def(
       (std::string("normalize(") + kNormalizedSchema + ", int[]? dim_order" + kCastSchema).c_str());
+  for (const char* op : {"normalize_add(", "normalize_add_relu("})
+    m.def((std::string(op) + kNormalizedSchema + ", Tensor addend, int[]? dim_order) -> Tensor")
+              .c_str());
   for_each_activation([&](auto entry) { define_ops(m, entry); });
 }
 
@@ -141,6 +146,8 @@ template <class Device>
 void register_all_recompute(Library& m) {
   m.impl("norm_maps", TORCH_BOX((&norm_maps<Device>)));
   m.impl("normalize", TORCH_BOX((&normalize<Device>)));
+  m.impl("normalize_add", TORCH_BOX((&normalize_add<Device>)));
+  m.impl("normalize_add_relu", TORCH_BOX((&normalize_add_relu<Device>)));
   for_each_activation([&](auto entry) { register_recompute<Device>(m, entry); });
 }
 

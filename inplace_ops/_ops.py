@@ -87,6 +87,8 @@ class Ops:
 ALL = {name: Ops(name) for name in _C.activations}
 NORM_AFFINE: Op = torch.ops.inplace_ops.norm_maps.default  # a norm's scales and shifts
 NORMALIZE: Op = torch.ops.inplace_ops.normalize.default  # a norm's output, as `Ops.recompute`
+NORMALIZE_ADD: Op = torch.ops.inplace_ops.normalize_add.default  # a norm's output and an addend
+NORMALIZE_ADD_RELU: Op = torch.ops.inplace_ops.normalize_add_relu.default  # the sum's ReLU
 DTYPES = tuple(ALL["relu"].default_bits["mask"])
 CAST_DTYPES = (torch.float16, torch.bfloat16)  # of float32 results that an op casts
 
@@ -95,6 +97,7 @@ CAST_DTYPES = (torch.float16, torch.bfloat16)  # of float32 results that an op c
 PLAIN_OPS = [ops.in_place for ops in ALL.values()]
 SAVING_OPS = [op for ops in ALL.values() for op in ops.save_in_place.values()]
 FUNCTIONAL_OPS = [op for ops in ALL.values() for op in ops.save_out_of_place.values()]
+SUM_OPS = [NORMALIZE_ADD, NORMALIZE_ADD_RELU]
 RECOMPUTING_OPS = [NORMALIZE, *(ops.recompute for ops in ALL.values())]
 BACKWARD_OPS = [op for ops in ALL.values() for op in ops.backward.values()]
 BACKWARD_OPS += [ops.double_backward for ops in ALL.values() if ops.double_backward]
@@ -173,6 +176,14 @@ def _recomputing_fake(
     return _empty_in_order(x, dim_order, dtype)
 
 
+def _sum_fake(
+    x: Tensor, channels: Tensor, rows: Tensor | None, addend: Tensor, dim_order: DimOrder
+) -> Tensor:
+    _check_devices(x, channels, rows, addend)
+    torch._check(x.shape == addend.shape and x.dtype == addend.dtype, lambda: "unlike tensors")
+    return _empty_in_order(x, dim_order)
+
+
 def _norm_affine_fake(
     deviation: Tensor | None,
     mean: Tensor | None,
@@ -234,6 +245,8 @@ def _loop_over_batch(op: Op):  # type: ignore[no-untyped-def]
 torch.library.register_fake(NORM_AFFINE.name(), _norm_affine_fake)
 for _op in RECOMPUTING_OPS:
     torch.library.register_fake(_op.name(), _recomputing_fake)
+for _op in SUM_OPS:
+    torch.library.register_fake(_op.name(), _sum_fake)
 for _op in PLAIN_OPS:
     torch.library.register_fake(_op.name(), _plain_fake(_op))
 for _op in SAVING_OPS:

@@ -129,7 +129,10 @@ Path run_functor(const std::string& functor, const A& activation, const Launch& 
   if (const auto path = run_if_named("Normalize", functor, Normalize<T>{}, launch)) return *path;
   if (const auto path = run_if_named("ForwardRecompute", functor, recompute, launch)) return *path;
   if (functor == "BackwardRecompute") return run(BackwardRecompute<A>{{{{}, activation}}}, launch);
+  if (functor == "NormalizeAdd") return run(NormalizeAdd<T>{}, launch);
   if constexpr (A::kKind == Kind::kMask) {
+    if (functor == "ForwardRecomputeAdd")
+      return run(ForwardRecomputeAdd<A>{{{{}, {{}, activation}}}}, launch);
     if (functor == "ForwardMask") return run(ForwardMask<A>{{}, activation}, launch);
     if (functor == "BackwardMask") return run(BackwardMask<A>{{}, activation}, launch);
     if (functor == "BackwardMaskOfOutput")

@@ -62,6 +62,8 @@ INPUTS = {
     "BackwardOutput": 2,
     "DoubleBackward": 3,
     "BackwardRecompute": 2,
+    "NormalizeAdd": 2,
+    "ForwardRecomputeAdd": 2,
 }
 DEVIATIONS = (1.0, 1.3)  # the inputs of a network are about N(0, 1)
 
@@ -90,6 +92,7 @@ CURVES = Budget(slots=1.4)
 ANY = "any"  # the activation of what is one for all
 # After a norm, by the layouts that MAPS names.
 NORMALIZED = {
+    "NormalizeAdd": {"planes": 0.37, "split_planes": 0.52, "channels_last": 0.39, "rows": 0.45},
     ANY: {"planes": 0.32, "split_planes": 0.55, "channels_last": 0.35, "rows": 0.45},
     "relu": {"planes": 0.44, "split_planes": 0.72, "channels_last": 0.47, "rows": 0.56},
     "leaky_relu": {"planes": 0.47, "split_planes": 0.75, "channels_last": 0.49, "rows": 0.6},
@@ -226,7 +229,8 @@ class Case(NamedTuple):
     @property
     def budget(self) -> Budget:
         if self.layout:
-            budget = NORMALIZED[self.activation][self.layout]
+            of = self.functor if self.functor in NORMALIZED else self.activation
+            budget = NORMALIZED[of][self.layout]
             if self.cast:  # the same arithmetic in fewer bytes
                 budget = (budget * self.slots_of(self.size) + SLOTS_OF_A_CAST) / self.slots
             return Budget(budget)
@@ -247,7 +251,9 @@ def cases() -> list[Case]:
             for layout in MAPS:
                 for functor in ("ForwardRecompute", "BackwardRecompute"):
                     found[Case(name, functor, scalar, 0, layout)] = None
-                found[Case(ANY, "Normalize", scalar, 0, layout)] = None
+                for functor in ("Normalize", "NormalizeAdd"):
+                    found[Case(ANY, functor, scalar, 0, layout)] = None
+                found[Case("relu", "ForwardRecomputeAdd", scalar, 0, layout)] = None
                 for cast in ("Half", "BFloat16") if scalar == "float" else ():
                     found[Case(name, "ForwardRecompute", scalar, 0, layout, cast)] = None
                     found[Case(ANY, "Normalize", scalar, 0, layout, cast)] = None

@@ -67,6 +67,38 @@ class UNetBlock(nn.Module):
             return self.conv(z)
 
 
+class ResidualBlock(nn.Module):
+    """Convolutions and norms, their sum with what came in, and what a convolution reads."""
+
+    def __init__(
+        self,
+        join: Callable[[Any, Tensor, Tensor], Tensor],
+        has_downsample: bool = False,
+        norm: Callable[[int], nn.Module] = nn.BatchNorm2d,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3)
+        self.conv1, self.norm1 = nn.Conv2d(8, 8, 3, padding=1, bias=False), norm(8)
+        self.conv2, self.norm2 = nn.Conv2d(8, 8, 3, padding=1, bias=False), norm(8)
+        self.relu, self.last = nn.ReLU(inplace=True), nn.Conv2d(8, 4, 3)
+        self.downsample = nn.Sequential()
+        if has_downsample:
+            self.downsample = nn.Sequential(nn.Conv2d(8, 8, 1, bias=False), norm(8))
+        self.join, self.dtype = join, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
+            x = self.relu(self.first(x))
+            z = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x)))))
+            return self.last(self.join(self, z, self.downsample(x)))
+
+
+def torchvisions(m: Any, z: Tensor, identity: Tensor) -> Tensor:
+    z += identity
+    return m.relu(z)
+
+
 def tokens(dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(2, 9, HIDDEN, dtype=dtype)
 
@@ -100,6 +132,33 @@ CASTS: dict[str, Case] = {
 }
 
 
+SUM, RELU_OF_SUM = "inplace_ops::normalize_add", "inplace_ops::normalize_add_relu"
+IS_SUM = {SUM: 1, "inplace_ops::normalize": -1, "aten::add": -1}
+# The activation saves a tensor too.
+IS_SUM_TWICE = {op: 2 * count for op, count in IS_SUM.items()}
+IS_RELU = {RELU_OF_SUM: 2, "inplace_ops::normalize": -2, "aten::add": -2, "aten::relu": -2}
+
+# What a residual block does with a norm's output and with what came in.
+JOINS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], dict[str, int]]] = {
+    "torchvision's": (torchvisions, IS_RELU),
+    "relu": (lambda m, z, x: m.relu(z + x), IS_RELU),
+    "relu, swapped": (lambda m, z, x: m.relu(x + z), IS_RELU),
+    "sum": (lambda m, z, x: z + x, IS_SUM),
+    "sum, swapped": (lambda m, z, x: x + z, IS_SUM),
+    "other activation": (lambda m, z, x: F.leaky_relu(z + x, 0.3), IS_SUM_TWICE),
+    "view": (lambda m, z, x: F.silu((z + x).transpose(2, 3)), IS_SUM_TWICE),
+    "alpha": (lambda m, z, x: m.relu(torch.add(x, z, alpha=0.5)), {}),
+    "view of the norm": (lambda m, z, x: m.relu(z.transpose(2, 3) + x.transpose(2, 3)), {}),
+    "difference": (lambda m, z, x: m.relu(x - z), {}),
+}
+
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "batch": nn.BatchNorm2d,
+    "group": lambda channels: nn.GroupNorm(2, channels),
+    "instance": lambda channels: nn.InstanceNorm2d(channels, affine=True),
+}
+
+
 def all_of(spec: Spec) -> Iterator[Call]:
     """The calls that a spec consists of."""
     if isinstance(spec, Call):
@@ -130,7 +189,8 @@ def assert_fused(
             twin = converted_twin(model, max_ops=4)
             twin(x).sum().backward()  # the first use compares the values
             specs = [spec for value in recomputed(twin(x)) for spec in all_of(value.spec)]
-            assert any(type(spec).compute is not Call.compute for spec in specs) == is_fused
+            are_fused = any(type(spec).compute is not Call.compute for spec in specs)
+            assert are_fused == (is_fused and bool(difference))
             output = twin(x)
             with Recorder() as recorder:
                 output.sum().backward()
@@ -145,3 +205,56 @@ def assert_fused(
 @pytest.mark.parametrize("case", CASTS)
 def test_casts(case: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_fused(CASTS[case], source, monkeypatch)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("join", JOINS)
+def test_residual_sums(
+    join: str,
+    dtype: torch.dtype,
+    channels_last: bool,
+    source: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    function, difference = JOINS[join]
+    case = (lambda: ResidualBlock(function, dtype=dtype), images, difference)
+    assert_fused(case, source, monkeypatch, channels_last)
+
+
+@pytest.mark.parametrize("has_downsample", [False, True], ids=["identity", "downsample"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms_of_residual_blocks(
+    norm: str, has_downsample: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a downsampling norm too: one of the two norms is fused."""
+    difference = {} if norm == "instance" else IS_RELU  # whose output is a view
+    case = (lambda: ResidualBlock(torchvisions, has_downsample, NORMS[norm]), images, difference)
+    assert_fused(case, SOURCES[0], monkeypatch)
+
+
+ADDENDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "broadcast": lambda m, x: x[:, :1],
+    "broadcast in all": lambda m, x: x.mean(),
+    "larger": lambda m, x: torch.stack([x, x]),
+    "promoted": lambda m, x: x.double(),
+    "parameter": lambda m, x: m.conv1.weight[:, 0, :1, :1],
+}
+
+
+@pytest.mark.parametrize("addend", ADDENDS)
+def test_sums_with_other_tensors(addend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are PyTorch's, of the norm's output."""
+
+    def join(m: Any, z: Tensor, x: Tensor) -> Tensor:
+        y = m.relu(z + ADDENDS[addend](m, x)).float()
+        return y.flatten(0, -4)
+
+    steps = []
+    model, x = ResidualBlock(join), images()
+    for is_fused in (True, False):
+        if not is_fused:
+            monkeypatch.setattr(fusions, "_kind_of", composed)
+        steps.append(step_of(converted_twin(model), x))
+    assert_same_step(*steps, tolerance=0)

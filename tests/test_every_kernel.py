@@ -112,6 +112,8 @@ def run_normalized(
     strided = torch.cat([grad, grad], 1).narrow(1, 0, grad.size(1))
     casts = (None, *_ops.CAST_DTYPES) if x.dtype == torch.float32 else (None,)
     results = [_ops.NORMALIZE(x, *maps, dtype=cast) for cast in casts]
+    for addend in (grad, strided):
+        results += [op(x, *maps[:2], addend, None) for op in _ops.SUM_OPS]
     for activation in ACTIVATIONS:
         ops = activation.ops
         scalars = [SCALARS[name] for name in activation.scalars]

@@ -460,6 +460,11 @@ def check_normalized(
         suffix = f" to {target}".replace("torch.", "")
         assert torch.equal(run("Normalize" + suffix, inputs, result=narrow), z.to(target))
         assert torch.equal(run("ForwardRecompute" + suffix, inputs, result=narrow), y.to(target))
+    total = torch.add(z, grad)
+    assert torch.equal(run("NormalizeAdd", incoming, inputs), total)
+    if case.entry.has_mask:
+        value, _ = derivatives(case, total, 1)
+        assert torch.equal(run("ForwardRecomputeAdd", incoming, inputs), value.to(dtype))
     for operand, before in zip([inputs, incoming, *maps], [x, grad, *parts], strict=True):
         assert torch.equal(operand.tensor, before)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from activations import FLOATS, SCALARS
 from comparison import assert_gradient, assert_identical, assert_values
-from norms import ROWS, normalized
+from norms import MASK, ROWS, normalized
 from selection import each, quick
 from torch import Tensor
 
@@ -29,6 +29,7 @@ OPS = (
     *_ops.FUNCTIONAL_OPS,
     _ops.NORM_AFFINE,
     *_ops.RECOMPUTING_OPS,
+    *_ops.SUM_OPS,
     *_ops.BACKWARD_OPS,
 )
 
@@ -44,7 +45,7 @@ def names_of(op: torch._ops.OpOverload) -> list[str]:
 
 def numbers_of(op: torch._ops.OpOverload) -> tuple[str | None, str | None]:
     """The activation's name among the ops, and what the op saves or reads."""
-    if op in (_ops.NORM_AFFINE, _ops.NORMALIZE):
+    if op in (_ops.NORM_AFFINE, _ops.NORMALIZE, *_ops.SUM_OPS):
         return None, None
     for activation, ops in _ops.ALL.items():
         for by_save in (ops.save_in_place, ops.save_out_of_place, ops.backward):
@@ -74,6 +75,8 @@ of_each_kind = pytest.mark.parametrize(
 )
 
 
+FLOATING = ("x", "grad", "grad_grad", "output", "addend")  # tensors of one shape and dtype
+
 # How many, of two samples with six channels in two groups.
 STATISTICS = {"deviation": 4, "mean": 4, "weight": 6, "bias": 6}
 
@@ -95,7 +98,7 @@ def arguments_of(
     planes = planes_of(op, dtype)
     arguments: list[object] = []
     for parameter in op._schema.arguments:
-        if parameter.name in ("x", "grad", "grad_grad", "output"):
+        if parameter.name in FLOATING:
             arguments.append(arrange(torch.randn(SHAPE, device=device).to(dtype)))
         elif parameter.name == "packed":
             packed = _ops.empty_bits(arguments[0], planes).random_()
@@ -127,7 +130,7 @@ def arguments_of(
 
 def floats_of(op: torch._ops.OpOverload) -> int:
     """How many tensors that are no packed bits it takes."""
-    return sum(name in ("x", "grad", "grad_grad", "output") for name in names_of(op))
+    return sum(name in FLOATING for name in names_of(op))
 
 
 def has_packed(op: torch._ops.OpOverload) -> bool:
@@ -232,7 +235,8 @@ WRONG_FLOATS: dict[str, Callable[[Tensor], Tensor]] = {
 @each("wrong", WRONG_FLOATS)
 @pytest.mark.parametrize("op", [op for op in OF_EACH_KIND if floats_of(op) > 1], ids=name_of)
 def test_unlike_tensors(op: torch._ops.OpOverload, wrong: str, device: torch.device) -> None:
-    for place in range(1, floats_of(op)):
+    places = [place for place, name in enumerate(names_of(op)) if name in FLOATING]
+    for place in places[1:]:
         arguments = arguments_of(op, device)
         arguments[place] = WRONG_FLOATS[wrong](arguments[place])
         assert_refused(op, arguments)
@@ -280,7 +284,7 @@ def test_maps_that_differ_in_many_dimensions(
         x = torch.randn(2, 3, 2, 3, 2, device=device)
         arguments = arguments_of(op, device)
         for place, name in enumerate(names):
-            if name in ("x", "grad"):
+            if name in ("x", "grad", "addend"):
                 arguments[place] = x
         arguments[names.index("channels")] = maps_of(x, *dims)
         arguments[names.index("rows")] = None
@@ -495,15 +499,6 @@ def with_special_values(x: Tensor) -> Tensor:
     return x
 
 
-def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
-    """The same numbers, -0.0 apart from 0.0; a NaN is any NaN."""
-    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
-    assert torch.equal(actual.isnan(), expected.isnan())
-    actual, expected = actual.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf), expected
-    expected = expected.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
-    assert_identical(actual, expected)
-
-
 @pytest.mark.parametrize("dtype", _ops.CAST_DTYPES)
 @each("layout", LAYOUTS)
 @pytest.mark.parametrize("op", CASTING, ids=name_of)
@@ -520,7 +515,7 @@ def test_results_that_are_cast(
                 arguments = (strided, *maps, dim_order, *scalars)
                 expected = op(*arguments)
                 actual = op(*arguments, dtype=dtype)
-                assert_same_bits(actual, expected.to(dtype))
+                assert_identical(actual, expected.to(dtype))
                 assert actual.stride() == expected.stride()
 
 
@@ -538,6 +533,42 @@ def test_casts_that_there_are_not(op: torch._ops.OpOverload, device: torch.devic
             for given in (arguments, on_meta):
                 with pytest.raises(RuntimeError, match="of another dtype are float16 or bfloat16"):
                     op(*given, dtype=target)
+
+
+ADDENDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "like x": lambda t: t,
+    "contiguous": lambda t: t.contiguous(),
+    "channels_last": lambda t: t.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda t: t.transpose(0, 3).contiguous().transpose(0, 3),
+    "expanded": lambda t: t[:, :, :1].expand_as(t),
+    "stepped": lambda t: torch.stack([t, t], -1)[..., 1],
+    "misaligned": lambda t: torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape),
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@each("layout", LAYOUTS)
+@pytest.mark.parametrize("addend", ADDENDS)
+def test_sums(addend: str, layout: str, dtype: torch.dtype, device: torch.device) -> None:
+    """As PyTorch's sum of the norm's output, and its ReLU: all round where these round."""
+    arrange, dim_order = LAYOUTS[layout]
+    for shape in ((3, 5, 12, 13), (2, 16, 24, 33), (7, 1, 3, 171), (1, 1, 1, 1), (2, 0, 3, 4)):
+        x, other = (
+            arrange(with_special_values(3 * torch.randn(shape, device=device)).to(dtype))
+            for _ in range(2)
+        )
+        other = ADDENDS[addend](other.flip(-1) if shape[0] == 3 else other)
+        for maps in (
+            (maps_of(x, 1), None),
+            (maps_of(x, 0, 1), None),
+            (maps_of(x, 3), maps_of(x, 0, 1, 2)),
+        ):
+            total = torch.add(_ops.NORMALIZE(x, *maps, dim_order), other)
+            actual = _ops.NORMALIZE_ADD(x, *maps, other, dim_order)
+            assert_identical(actual, total)
+            assert actual.stride() == _ops.dense_strides(x.shape, dim_order)
+            actual = _ops.NORMALIZE_ADD_RELU(x, *maps, other, dim_order)
+            assert_values(MASK, actual, torch.relu(total))
 
 
 @pytest.mark.parametrize("op", [*_ops.PLAIN_OPS, *_ops.SAVING_OPS], ids=name_of)

@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _ops
+from .operations import add
 from .specs import Affine, Call, Spec
 
 
@@ -29,11 +31,19 @@ def _kind_of(
 ) -> type[Call]:
     if function is Tensor.to and _is_float32_affine(inputs[0]) and arguments[0] in _ops.CAST_DTYPES:
         return CastOfAffine
+    if function is add and arguments[0] == 1 and any(map(_is_norm, inputs)):
+        return SumWithNorm
+    if function is F.relu and isinstance(inputs[0], SumWithNorm):
+        return ReLUOfSum
     return Call
 
 
 def _is_float32_affine(spec: Spec) -> bool:
     return isinstance(spec, Affine) and spec.dtype is torch.float32
+
+
+def _is_norm(spec: Spec) -> bool:
+    return isinstance(spec, Affine) and spec.activation is None
 
 
 class CastOfAffine(Call):
@@ -45,3 +55,35 @@ class CastOfAffine(Call):
         (affine,), (dtype,) = self.inputs, self.arguments
         assert isinstance(affine, Affine)
         return affine.of(affine.x.compute(), dtype)
+
+
+class SumWithNorm(Call):
+    """The sum of a norm's output and a tensor of its shape and dtype, which may be another norm's.
+
+    Where the tensor is another one PyTorch's addition broadcasts or promotes it.
+    """
+
+    __slots__ = ()
+
+    def compute(self) -> Tensor:
+        return self.of_sum(_ops.NORMALIZE_ADD, lambda total: total)
+
+    def of_sum(self, op: _ops.Op, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return a function of the sum: by its op, or composed."""
+        norm, other = self.inputs if _is_norm(self.inputs[0]) else self.inputs[::-1]
+        assert isinstance(norm, Affine)
+        x, addend = norm.x.compute(), other.compute()
+        if (x.shape, x.dtype, x.device) != (addend.shape, addend.dtype, addend.device):
+            return function(self.function(norm.of(x), addend, *self.arguments))
+        return op(x, *norm.affine, addend, _ops.dim_order_of(x))
+
+
+class ReLUOfSum(Call):
+    """ReLU of such a sum, as of a residual block."""
+
+    __slots__ = ()
+
+    def compute(self) -> Tensor:
+        (total,) = self.inputs
+        assert isinstance(total, SumWithNorm)
+        return total.of_sum(_ops.NORMALIZE_ADD_RELU, self.function)

@@ -136,7 +136,8 @@ def _concatenation(function: Callable[..., Tensor]) -> Operation:
 _NO_VALUES = Operation(reads_no_values=True)
 
 
-def _add(x: Tensor, y: Tensor, alpha: float) -> Tensor:
+def add(x: Tensor, y: Tensor, alpha: float) -> Tensor:
+    """Return x + alpha * y."""
     return torch.add(x, y, alpha=alpha)
 
 
@@ -192,7 +193,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "MulBackward0": Operation(
         Output(torch.mul, ("self", "other"), bound=product), reads=("self", "other")
     ),
-    "AddBackward0": _sum(_add),
+    "AddBackward0": _sum(add),
     "SubBackward0": _sum(_subtract),
     "DivBackward0": _reads("self", "other"),
     "PowBackward0": _reads("self"),
