@@ -579,7 +579,7 @@ class Engine:
                 return None
             spec = self._output_spec(*nodes.producer(node, 0))
             arguments = _arguments(node, index, view.arguments)
-            return spec and Call(lambda x: view.function(x, *arguments), (spec,), cost=0)
+            return spec and Call(view.function, (spec,), arguments, cost=0)
         operation = OPERATION_OF[type(node)]
         record = None if operation is None else record_of(node)
         if operation is None or record is None or record.stream is not self._stream:
