@@ -129,6 +129,18 @@ def dense_strides(shape: Sequence[int], dim_order: DimOrder) -> tuple[int, ...]:
     return tuple(strides)
 
 
+def in_order(x: Tensor, dim_order: DimOrder) -> Tensor:
+    """Return x, or a copy that is dense in `dim_order` where x is dense in another order.
+
+    Kernels walk all tensors in one order, and are slow where one of them is a transpose: after a
+    group norm in channels_last on a GPU, whose output is contiguous and the gradient is not.
+    """
+    own = dim_order_of(x)
+    if own == dim_order or x.stride() != dense_strides(x.shape, own):
+        return x
+    return x.new_empty_strided(x.shape, dense_strides(x.shape, dim_order)).copy_(x)
+
+
 def affine_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the scales and shifts of a norm with outputs of the given dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32

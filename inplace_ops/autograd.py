@@ -269,6 +269,7 @@ class _InPlaceFunction(Function):
                     ctx.function.differentiable, ctx.op, grad, *saved, *ctx.op_args
                 )
             else:
+                grad = _ops.in_order(grad, ctx.op_args[0])
                 gradient = ctx.op(grad, *saved, *ctx.op_args)
         except RuntimeError as error:
             ctx.function.explain(error, grad)

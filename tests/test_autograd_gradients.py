@@ -19,8 +19,10 @@ from places import PLACES
 from selection import each, quick
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import inplace_ops
+from inplace_ops import _ops
 
 all_activations = pytest.mark.parametrize("activation", ACTIVATIONS, ids=activation_id)
 one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
@@ -315,3 +317,33 @@ def test_work_is_linear_in_depth(place: str, device: torch.device) -> None:
 
     lines(1)  # what is done once
     assert lines(1) < lines(400) < 4.1 * lines(100)  # quadratic in depth were 16
+
+
+class Strides(TorchDispatchMode):
+    """Collects the strides of what this package's backward ops read first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_gradients: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ops.BACKWARD_OPS:
+            self.of_gradients.append(args[0].stride())
+        return func(*args, **(kwargs or {}))
+
+
+@one_of_each
+def test_a_gradient_in_another_order_is_copied(
+    activation: Activation, device: torch.device
+) -> None:
+    """As where the next layer prefers channels_last, and this one's input is contiguous."""
+    x = torch.randn(2, 3, 5, 4, device=device, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn_like(x).to(memory_format=torch.channels_last)
+    sliced = torch.randn(2, 6, 5, 4, device=device, dtype=torch.float64)[:, ::2]
+    for gradient_of_output, expected in ((grad, x.stride()), (sliced, sliced.stride())):
+        y = activation.call(x.clone())
+        with torch.autograd.set_multithreading_enabled(False), Strides() as strides:
+            (actual,) = torch.autograd.grad(y, x, gradient_of_output)
+        assert strides.of_gradients == [expected]
+        (wanted,) = torch.autograd.grad(activation.reference(x), x, gradient_of_output)
+        assert_gradient(activation, actual, wanted, gradient_of_output.abs())

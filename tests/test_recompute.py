@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from activations import FLOATS, Activation, activation_id
 from comparison import assert_identical, assert_values
 from curves import CURVES
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import inplace_ops
-from inplace_ops import saved_bytes
+from inplace_ops import _ops, saved_bytes
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
@@ -379,3 +380,19 @@ def test_takes_no_bits(row: Activation, device: torch.device) -> None:
             row.module(save="recompute", bits=bits)
     assert_identical(z, before)
     assert z._version == 0
+
+
+def test_a_gradient_in_another_order_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that reads the norm's input and a transpose of it beside it is slow."""
+    x = torch.randn(2, 4, 5, 6, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn_like(x).to(memory_format=torch.channels_last)
+    norm, in_order = nn.GroupNorm(2, 4).double(), []
+    original = _ops.in_order
+    monkeypatch.setattr(
+        _ops, "in_order", lambda *args: in_order.append(original(*args)) or in_order[-1]
+    )
+    y = inplace_ops.silu_(norm(x), save="recompute")
+    (actual,) = torch.autograd.grad(y, x, grad)
+    assert [gradient.stride() for gradient in in_order] == [x.stride()]
+    (expected,) = torch.autograd.grad(F.silu(norm(x)), x, grad)
+    torch.testing.assert_close(actual, expected)

@@ -94,6 +94,8 @@ def _gradient_of_input(ctx: Any, grad: Tensor) -> Tensor:
         y = activation.torch_function(z, *scalars)
         return torch.autograd.grad(y, z, grad, create_graph=True)[0]
 
+    if not torch.is_grad_enabled():
+        grad = _ops.in_order(grad, dim_order)
     op = activation.ops.backward["recompute"]
     saved = (x, channel_affine, row_statistics, dim_order, *scalars)
     return run_backward(op, grad, *saved, differentiable=differentiable)
