@@ -2,26 +2,34 @@
 
 A kernel rounds wherever the operations that it stands for round: its result equals theirs bit for
 bit. So a fused call costs, rounds and is bounded as its composition, and only `compute` differs.
+An activation of a norm's output is the exception: a smooth one PyTorch rounds otherwise, which the
+rounding of the norm's output allows for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _ops
+from ..activations import ACTIVATIONS
 from .operations import add
 from .specs import Affine, Call, Spec
+
+_ACTIVATIONS = {activation.torch_function: activation for activation in ACTIVATIONS}
 
 
 def call_of(
     function: Callable[..., Tensor], inputs: Sequence[Spec], arguments: Sequence[Any], *rest: Any
-) -> Call:
+) -> Spec:
     """Return the spec of `function(*inputs, *arguments)`, fused where a kernel fits."""
+    activation = _ACTIVATIONS.get(function)
+    if activation and len(arguments) == len(activation.scalars) and _is_norm(inputs[0]):
+        return inputs[0].activated(activation, arguments)
     kind = _kind_of(function, inputs, arguments)
     return kind(function, inputs, arguments, *rest)
 
@@ -42,7 +50,7 @@ def _is_float32_affine(spec: Spec) -> bool:
     return isinstance(spec, Affine) and spec.dtype is torch.float32
 
 
-def _is_norm(spec: Spec) -> bool:
+def _is_norm(spec: Spec) -> TypeGuard[Affine]:
     return isinstance(spec, Affine) and spec.activation is None
 
 

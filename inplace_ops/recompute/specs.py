@@ -194,6 +194,10 @@ class Affine(Spec):
         op = _ops.NORMALIZE if self.activation is None else self.activation.ops.recompute
         return op(x, *self.affine, _ops.dim_order_of(x), *self.scalars, dtype=dtype)
 
+    def activated(self, activation: Activation, scalars: Sequence[float]) -> Affine:
+        """Return the spec of an activation of a norm's output."""
+        return Affine(self.x, self.affine, self.dtype, activation, scalars)
+
     def magnitude(self) -> Tensor:
         # Mean and bias may cancel in one shift, and the norm adds them in turn: the largest of all.
         x = self.x.compute().abs()
