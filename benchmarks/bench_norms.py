@@ -42,7 +42,7 @@ from inplace_ops.activations import Activation
 
 SIZES = {"cuda": [2**30, 2**28, 2**26], "cpu": [2**20]}
 SHOWN = ("ReLU", "LeakyReLU", "SiLU", "GELU none")
-FORWARD, BACKWARD = "recompute", "backward"
+FORWARD, SUM, BACKWARD = "recompute", "recompute of a residual sum", "backward"
 
 
 class Layout(NamedTuple):
@@ -151,6 +151,18 @@ def cases_of(buffers: Buffers) -> dict[tuple[str, str], Case]:
             [partial(_ops.NORMALIZE, x, *norm) for x in buffers.x], 2, normalized
         )
     }
+    affine, rows, order = norm
+    pairs = list(zip(buffers.x, buffers.grad, strict=True))
+
+    def total(i: int) -> Tensor:
+        return normalized(i) + buffers.grad[i]
+
+    for name, op, expected in (
+        ("none", _ops.NORMALIZE_ADD, total),
+        ("ReLU", _ops.NORMALIZE_ADD_RELU, lambda i: torch.relu(total(i))),
+    ):
+        calls = [partial(op, x, affine, rows, addend, order) for x, addend in pairs]
+        cases[name, SUM] = Case(calls, 3, expected)
     for name in SHOWN:
         entry = ENTRIES[name]
         scalars = {scalar: SCALARS[scalar] for scalar in entry.scalars}
