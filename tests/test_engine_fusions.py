@@ -37,18 +37,18 @@ class Recorder(TorchDispatchMode):
 class LlamaBlock(nn.Module):
     """The feed-forward half of one, in float32 but for its matrix products.
 
-    With a layer norm: of an RMS norm PyTorch has no kernel for the CPU.
+    On a CPU with a layer norm: of an RMS norm PyTorch has no kernel for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
         super().__init__()
-        self.first, self.norm = nn.Linear(HIDDEN, HIDDEN), nn.LayerNorm(HIDDEN)
+        self.first, self.norm = nn.Linear(HIDDEN, HIDDEN), norm(HIDDEN)
         self.gate, self.up = nn.Linear(HIDDEN, 40, bias=False), nn.Linear(HIDDEN, 40, bias=False)
         self.down = nn.Linear(40, HIDDEN, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(x.device.type, torch.bfloat16):
             z = self.norm(x)
             return x + self.down(F.silu(self.gate(z)) * self.up(z))
 
@@ -136,13 +136,13 @@ CASTS: dict[str, Case] = {
 }
 
 
+# What a residual block does with a norm's output and with what came in.
 SUM, RELU_OF_SUM = "inplace_ops::normalize_add", "inplace_ops::normalize_add_relu"
 IS_SUM = {SUM: 1, "inplace_ops::normalize": -1, "aten::add": -1}
 # The activation saves a tensor too.
 IS_SUM_TWICE = {op: 2 * count for op, count in IS_SUM.items()}
 IS_RELU = {RELU_OF_SUM: 2, "inplace_ops::normalize": -2, "aten::add": -2, "aten::relu": -2}
 
-# What a residual block does with a norm's output and with what came in.
 JOINS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], dict[str, int]]] = {
     "torchvision's": (torchvisions, IS_RELU),
     "relu": (lambda m, z, x: m.relu(z + x), IS_RELU),
@@ -214,6 +214,21 @@ def assert_fused(
 @pytest.mark.parametrize("case", CASTS)
 def test_casts(case: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_fused(CASTS[case], source, monkeypatch)
+
+
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_an_rms_norm_on_a_gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = LlamaBlock(nn.RMSNorm).to(device), tokens().to(device)
+    steps = []
+    for is_fused in (True, False):
+        if not is_fused:
+            monkeypatch.setattr(fusions, "_kind_of", composed)
+        twin = converted_twin(model, max_ops=4)
+        twin(x).sum().backward()
+        specs = [spec for value in recomputed(twin(x)) for spec in all_of(value.spec)]
+        assert any(isinstance(spec, fusions.CastOfAffine) for spec in specs) == is_fused
+        steps.append(step_of(twin, x))
+    assert_same_step(*steps, tolerance=1e-6)
 
 
 @pytest.mark.parametrize("source", SOURCES)

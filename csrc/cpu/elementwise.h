@@ -376,7 +376,7 @@ HOST_DEVICE void run_blocks(const Functor& functor, const Geometry& geometry,
   T buffers[Functor::kInputs][kBlock];
   opmath_t<T> widened[Functor::kInputs][kIsWidened<T> ? kBlock : 1];
   Out out_buffer[kBlock];
-  opmath_t<Out> wide_results[is_narrowed ? kBlock : 1];
+  opmath_t<Out> wide_results[is_narrowed && !is_widened ? kBlock : 1];
   for (int64_t block = first_block; block < last_block; ++block) {
     const int64_t first = block * kBlock;
     const int count = int(std::min<int64_t>(kBlock, geometry.elements - first));
@@ -390,7 +390,9 @@ HOST_DEVICE void run_blocks(const Functor& functor, const Geometry& geometry,
     }
     Out* const out = is_dense ? operands.out + first : out_buffer;
     ResultOf<Functor>* results;
-    if constexpr (is_narrowed)
+    if constexpr (is_widened)
+      results = widened[0];
+    else if constexpr (is_narrowed)
       results = wide_results;
     else
       results = out;
