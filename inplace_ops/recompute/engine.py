@@ -264,26 +264,23 @@ class Engine:
 
     def walk(self, value: Any) -> None:
         """See the new nodes behind tensors in `value`: see NOTE [Where nodes come from]."""
-        if USE_CREATION_HOOK or not torch.is_grad_enabled():
-            return
-        if type(value) is Tensor:  # mostly, and often that of a module inside
-            node = value.grad_fn
-            if node is None or was_seen(node):
-                return
-        self._walk(value)
+        if not USE_CREATION_HOOK and torch.is_grad_enabled():
+            self._walk(value)
 
     @_contained
     def _walk(self, value: Any) -> None:
-        end = nodes.next_sequence_number()
-        found: dict[Node, float] = {}
         tensors = [value] if isinstance(value, Tensor) else tree_leaves(value)
         pending = [t.grad_fn for t in tensors if isinstance(t, Tensor)]
+        if len(pending) == 1 and (pending[0] is None or was_seen(pending[0])):
+            return  # mostly the output of a module inside
+        end = nodes.next_sequence_number()
+        found: dict[Node, float] = {}
         while pending:
             node = pending.pop()
-            if node is None or node in found or node in self._inputs or was_seen(node):
-                continue
-            number = nodes.sequence_number(node)
+            number = None if node is None else nodes.sequence_number(node)
             if number is None or not self._first <= number < end:
+                continue
+            if node in found or node in self._inputs or was_seen(node):
                 continue
             found[node] = number
             pending += [before for before, _ in nodes.producers(node)]
