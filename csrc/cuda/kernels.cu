@@ -21,8 +21,9 @@
 namespace inplace_ops {
 namespace {
 
+// With bounds of kThreads nvcc makes up to 3% more instructions of some.
 template <int count, class Functor, class Layout>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(2 * kThreads)
     run_warps(const Functor functor, GRID_CONSTANT const Layout layout,
               GRID_CONSTANT const Operands<Functor> operands, int64_t begin, int64_t end) {
   constexpr int warps = kThreads / kWarpSize;
