@@ -18,46 +18,29 @@ from .specs import Affine, Leaf, Spec
 Forward = Callable[[Tensor], Tensor]
 
 
-class Anchor(Function):
-    """`Anchor.apply(z)`: a tensor that has z's shape and its place in the graph, and no values.
+class RecomputeFunction(Function):
+    """`RecomputeFunction.apply(z, source, activation, op_args, forward)`: the activation of z.
+
+    z is a norm's output. Saves what z is computed from, the norm's input x, which the norm saves
+    too, and the affine; its backward is one kernel that reads x.
 
     NOTE [The anchor]
 
     A second derivative needs z with its place in the graph. z is not saved, and where the
-    activation runs in place, its place is lost. So an anchor is made before: -0.0 in one element of
-    memory. `z + anchor` has z's values and the anchor's place, and what flows back to the anchor
-    flows on to z unchanged. Where the second derivative is 0, no anchor is needed.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        anchor = z.new_empty_strided(z.shape, (0,) * z.dim())
-        if z.numel() > 0:
-            anchor.as_strided((), ()).fill_(-0.0)
-        return anchor
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
-        return grad
-
-
-class RecomputeFunction(Function):
-    """`RecomputeFunction.apply(z, saved, activation, op_args, forward)`.
-
-    The activation of a norm's output z. Saves what z is computed from, the norm's input x, which
-    the norm saves too, and the affine; its backward is one kernel that reads x.
+    activation runs in place, its place is lost. So the Function has a second output, and saves it:
+    -0.0 in one element of memory, in z's shape. `z + anchor` has z's values, and what flows back to
+    the anchor flows on to z unchanged. Where the second derivative is 0, no anchor is needed.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         z: Tensor,
-        saved: Saved,
+        source: Source,
         activation: Activation,
         op_args: OpArgs,
         forward: Forward,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         y = forward(z)
         is_in_place = y is z
         if is_in_place:
@@ -65,21 +48,32 @@ class RecomputeFunction(Function):
         ctx.activation, ctx.op_args = activation, op_args
         ctx.output_version = z._version + 1 if is_in_place else 0
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(saved.x, *saved.affine, saved.anchor)
-        return y
+        anchor = None if activation.has_mask else _anchor(z)
+        ctx.save_for_backward(source.x, *source.affine, anchor)
+        return y if anchor is None else (y, anchor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad: Tensor | None, grad_of_anchor: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         gradient = None if grad is None else _gradient_of_input(ctx, grad)
+        if grad_of_anchor is not None:
+            gradient = grad_of_anchor if gradient is None else gradient + grad_of_anchor
         return gradient, None, None, None, None
 
 
-class Saved(NamedTuple):
-    """What a RecomputeFunction saves: no inputs of it, to which gradients would flow."""
+def _anchor(z: Tensor) -> Tensor:
+    anchor = z.new_empty_strided(z.shape, (0,) * z.dim())
+    if z.numel() > 0:
+        anchor.as_strided((), ()).fill_(-0.0)
+    return anchor
+
+
+class Source(NamedTuple):
+    """What z is computed from: no inputs of the Function, to which gradients would flow."""
 
     x: Tensor
     affine: NormAffine
-    anchor: Tensor | None
 
 
 def _gradient_of_input(ctx: Any, grad: Tensor) -> Tensor:
@@ -114,7 +108,6 @@ def output_spec(node: Any) -> Spec:
     return Affine(Leaf(x), affine, x.dtype, node.activation, scalars)
 
 
-_apply_anchor = super(Function, Anchor).apply
 _apply_recompute = super(Function, RecomputeFunction).apply
 
 
@@ -138,6 +131,5 @@ def recomputed_activation(
             raise z's version then.
     """
     # Without what `Function.apply` does for functorch's transforms, in which this never runs.
-    anchor = None if activation.has_mask else _apply_anchor(z)
-    saved = Saved(x.detach(), affine, anchor)
-    return _apply_recompute(z, saved, activation, op_args, forward)
+    result = _apply_recompute(z, Source(x.detach(), affine), activation, op_args, forward)
+    return result if activation.has_mask else result[0]
