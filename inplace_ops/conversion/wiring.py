@@ -146,6 +146,9 @@ class _Attached:
                 _attach_itself(module, known)
 
 
+# Modules that return what they were given, or what a module inside has returned.
+_WITHOUT_NODES = (nn.Identity, nn.Sequential)
+
 # What a module may get.
 _NOTES, _WALK, _FORWARD = "notes", "walk", "forward"
 
@@ -153,12 +156,12 @@ _NOTES, _WALK, _FORWARD = "notes", "walk", "forward"
 def _pieces_for(module: nn.Module) -> set[str]:
     """Return what a module is to get."""
     pieces = set()
+    if "forward" not in vars(module) and activation_of(module) is not None:
+        pieces.add(_FORWARD)  # which walks too
     if _may_be_a_norm(module):
         pieces.add(_NOTES)
-    elif not engine_module.USE_CREATION_HOOK:
+    elif not (engine_module.USE_CREATION_HOOK or pieces or type(module) in _WITHOUT_NODES):
         pieces.add(_WALK)
-    if "forward" not in vars(module) and activation_of(module) is not None:
-        pieces.add(_FORWARD)
     return pieces
 
 
