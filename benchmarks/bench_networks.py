@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -47,11 +48,12 @@ from measure import (
     table,
     time_columns,
     times_in_turn,
+    write_csv,
     written_to,
 )
 from networks import NETWORKS, rows_of_networks
 from policies import POLICIES, Policy, autocast, emulation, of_dtype
-from torch import Tensor
+from torch import Tensor, nn
 from verification import exact_convolutions
 
 TIMED = {name: network for name, network in NETWORKS.items() if network.blocks}
@@ -195,6 +197,12 @@ def memory_of_step(variant: Variant, x: Tensor, policy: Policy) -> tuple[int, in
     return saved, peak
 
 
+def before_capture(model: nn.Module) -> None:
+    """Leave no gradients to add to, and no graph that is freed meanwhile, which ends a capture."""
+    model.zero_grad()
+    gc.collect()
+
+
 def measured(
     name: str, policy_name: str, arguments: argparse.Namespace, failures: Failures
 ) -> list[dict[str, Any]]:
@@ -245,8 +253,8 @@ def measured(
                 label: partial(step, variant, x, policy) for label, variant in variants.items()
             }
             if arguments.graphs:
-                steps = {  # without gradients to add to
-                    label: recorded([run], device, variants[label].model.zero_grad)
+                steps = {
+                    label: recorded([run], device, partial(before_capture, variants[label].model))
                     for label, run in steps.items()
                 }
             times = times_in_turn(
@@ -351,9 +359,12 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     failures = Failures()
 
-    with written_to(arguments.out or RESULTS / f"networks_{arguments.device}.csv") as rows:
+    path = arguments.out or RESULTS / f"networks_{arguments.device}.csv"
+    with written_to(path) as rows:
         measure = partial(measured, arguments=arguments, failures=failures)
-        rows.extend(rows_of_networks(arguments.networks, arguments.policies, measure, failures))
+        for row in rows_of_networks(arguments.networks, arguments.policies, measure, failures):
+            rows.append(row)
+            write_csv(path, rows)  # a step may outlast the grace that a time limit gives
         if rows and not (arguments.fill_gib or arguments.largest_batch or arguments.graphs):
             rows += [dict.fromkeys(rows[0], "") | row | {"source": SOURCE} for row in PUBLISHED]
 

@@ -145,7 +145,6 @@ def recorded(
         calls[0]()
         before()
     torch.cuda.current_stream().wait_stream(stream)
-    gc.collect()  # a graph that is freed meanwhile would end the capture
     with torch.cuda.graph(graph, stream=stream):
         results = [call() for call in calls]
 
@@ -206,7 +205,6 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    print(f"\nwritten to {path}")
 
 
 @contextmanager
@@ -217,6 +215,8 @@ def written_to(path: Path) -> Iterator[list[dict[str, Any]]]:
         yield rows
     finally:
         write_csv(path, rows)
+        if rows:
+            print(f"\nwritten to {path}")
 
 
 class Failures:
