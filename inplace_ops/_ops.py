@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from ._torch import OpOverload
@@ -135,10 +136,19 @@ def in_order(x: Tensor, dim_order: DimOrder) -> Tensor:
     Kernels walk all tensors in one order, and are slow where one of them is a transpose: after a
     group norm in channels_last on a GPU, whose output is contiguous and the gradient is not.
     """
+    if dim_order is None and x.is_contiguous():
+        return x
+    if torch.compiler.is_dynamo_compiling() or _is_batched(x):
+        return x
     own = dim_order_of(x)
     if own == dim_order or x.stride() != dense_strides(x.shape, own):
         return x
     return x.new_empty_strided(x.shape, dense_strides(x.shape, dim_order)).copy_(x)
+
+
+def _is_batched(x: Tensor) -> bool:
+    """Whether vmap, or `is_grads_batched=True`, has made the tensor of several."""
+    return is_functorch_wrapped_tensor(x) or is_legacy_batchedtensor(x)
 
 
 def affine_dtype(dtype: torch.dtype) -> torch.dtype:

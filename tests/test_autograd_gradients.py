@@ -347,3 +347,9 @@ def test_a_gradient_in_another_order_is_copied(
         assert strides.of_gradients == [expected]
         (wanted,) = torch.autograd.grad(activation.reference(x), x, gradient_of_output)
         assert_gradient(activation, actual, wanted, gradient_of_output.abs())
+    grads = torch.randn(3, 2, 5, 4, 3, device=device, dtype=torch.float64)
+    batched, expected = [
+        torch.autograd.grad(f(x.clone()).permute(0, 2, 3, 1), x, grads, is_grads_batched=True)[0]
+        for f in (activation.call, activation.reference)
+    ]
+    assert_gradient(activation, batched, expected, grads.permute(0, 1, 4, 2, 3).abs())

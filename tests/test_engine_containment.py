@@ -157,6 +157,37 @@ def test_an_error_in_a_part_of_the_engine(part: str, monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(actual, expected)
 
 
+def test_an_output_whose_grad_fn_cannot_be_read() -> None:
+    """One of several views, whose base was written to: PyTorch raises at its `grad_fn`."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            first, _ = y.unbind(0)
+            self.y = y.mul_(2)
+            return first
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part, self.linear = Part(), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.part(x).detach()
+            return self.linear(self.part.y) * first.mean()
+
+    model, x = Model(), torch.randn(2, 8, 64)
+    twin = converted_twin(model)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert_same_steps(model, twin, x)
+    assert not found
+
+
 def test_an_argument_that_contains_itself() -> None:
     """What it holds is not looked at."""
 

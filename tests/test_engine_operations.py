@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -287,6 +288,31 @@ def test_an_output_of_attention_that_was_written_to(source: str) -> None:
                 output = model(torch.randn(2, 60, 16))
                 with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                     output.sum().backward()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_an_output_of_attention_that_is_written_to_before_its_copy_is_read(source: str) -> None:
+    """Where backward does not come to attention, that is right, and nothing to warn of."""
+
+    class Model(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            heads = self.first(x).unflatten(2, (3, 2, 8)).permute(2, 0, 3, 1, 4).contiguous()
+            y = F.scaled_dot_product_attention(*heads)
+            z = F.silu(y.transpose(1, 2).flatten(2))
+            with torch.no_grad():
+                y.mul_(2)
+            return self.last(z)
+
+    model, x = Model(), torch.randn(2, 60, 16)
+    with nodes_from(source), warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        twin = converted_twin(model)
+        for _ in range(2):
+            actual, expected = (
+                torch.autograd.grad(m(x).square().sum(), m.last.weight)[0] for m in (twin, model)
+            )
+            torch.testing.assert_close(actual, expected)
+    assert not found
 
 
 class WithWeight(Program):

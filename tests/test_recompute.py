@@ -396,3 +396,9 @@ def test_a_gradient_in_another_order_is_copied(monkeypatch: pytest.MonkeyPatch) 
     assert [gradient.stride() for gradient in in_order] == [x.stride()]
     (expected,) = torch.autograd.grad(F.silu(norm(x)), x, grad)
     torch.testing.assert_close(actual, expected)
+    grads = torch.randn(3, 2, 5, 6, 4, dtype=torch.float64)
+    batched = [
+        torch.autograd.grad(y.permute(0, 2, 3, 1), x, grads, is_grads_batched=True)
+        for y in (inplace_ops.silu_(norm(x), save="recompute"), F.silu(norm(x)))
+    ]
+    torch.testing.assert_close(*batched)

@@ -35,7 +35,9 @@ NOTE [Leaves]
 3. A leaf may outlive its operation's backward: with two losses, one goes backward first. So a spec
    whose leaves are more than four times as large as what it replaces is not built (a slice of
    something large), nor one whose copies are as large.
-4. Copies and scales are computed on the current CUDA stream, and are ready on that one alone. What
+4. A write to a leaf that begins after its consumer was seen raises in backward. PyTorch raises too,
+   unless backward goes past the operation that has saved the leaf, to parameters of the consumer.
+5. Copies and scales are computed on the current CUDA stream, and are ready on that one alone. What
    is read on another stream than its operation's is saved as PyTorch saves it.
 
 NOTE [First use]
@@ -103,6 +105,7 @@ Reason = str | Callable[..., str]
 _SAID_LATER = (
     *("modified by an inplace operation", "second time"),
     "Creating a new autograd node from inside a node creation hook",  # of a view, written to
+    "is a view and its base or another view of its base has been modified inplace",
 )
 
 MIN_BYTES = 4096  # smaller tensors are left alone

@@ -68,6 +68,10 @@ class Spec(ABC):
         """Return the tensors that the spec owns."""
 
 
+class WrittenToError(RuntimeError):
+    """A leaf was written to since its spec was made: PyTorch's own error, with its text."""
+
+
 class Leaf(Spec):
     """A tensor that is read as it was when the spec was made.
 
@@ -90,7 +94,7 @@ class Leaf(Spec):
     def compute(self) -> Tensor:
         tensor = self.tensor
         if tensor._version != self.version:
-            raise RuntimeError(
+            raise WrittenToError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: [{tensor.type()} {list(tensor.shape)}], from which a saved "
                 f"tensor is recomputed, is at version {tensor._version}; expected version "
@@ -354,9 +358,14 @@ class Recomputed(Packed):
         """Return by how much the recomputed value differs from the saved tensor; None if equal.
 
         A rounding is no difference, unless the spec is exact.
+
+        Raises:
+            WrittenToError: In another forward pass the value may be right.
         """
         try:
             value = self.compute()
+        except WrittenToError:
+            raise
         except RuntimeError as error:
             return str(error)
         return self.difference_of(value, saved)
