@@ -341,7 +341,7 @@ class Engine:
             record = record_of(node) if node is not None else None
             if record is None:
                 return
-            if record.affine is None and norms.kind_of(node) is not None:
+            if not record.is_known and norms.kind_of(node) is not None:
                 self._learn_from(module, node, record, output, comes_first)
             if type(output) is Tensor:
                 record.take_note(output)
@@ -354,7 +354,7 @@ class Engine:
                 record.eps = norms.eps_that_gives(output, node, record.parameters, module)
             return
         record.eps = norms.eps_of(module)
-        if record.parameters is None and record.affine is None:
+        if record.parameters is None and not record.is_known:
             known = norms.parameters_of_module(node, module)
             if known is not None and self._are_as_they_were(known, node):
                 learn_parameters(node, record, known)
@@ -691,10 +691,11 @@ def _living(references: Iterable[weakref.ref[_T]]) -> Iterator[_T]:
 
 
 def learn_parameters(node: Node, record: Record, known: norms.Parameters) -> None:
-    """Keep what a norm has read of its weight and bias: its affine, or copies.
+    """Keep what a norm has read of its weight and bias: its affine, its columns, or copies.
 
     Of a batch norm the affine, which is as small. In eval mode it has to be computed at once: a
-    training call of the norm writes to the running statistics, and raises no version.
+    training call of the norm writes to the running statistics, and raises no version. Of a norm of
+    rows the columns, which are copies of both, made by one kernel.
     """
     if norms.is_batch_norm(node) and norms.can_compute(node):
         affine = norms.affine_of(node, known)
@@ -703,12 +704,21 @@ def learn_parameters(node: Node, record: Record, known: norms.Parameters) -> Non
             return
         if norms.reads_running_statistics(node):
             return
+    elif norms.normalizes_rows(node) and known.weight is not None and norms.can_compute(node):
+        columns = norms.columns_of(node, known)
+        if columns.nbytes <= COPY_LIMIT:
+            record.columns = columns
+            return
     record.parameters = known.copied(COPY_LIMIT)
 
 
 def affine_of(node: Node, record: Record) -> norms.NormAffine | None:
     """Return the function of a norm, computed once; None if it is not known."""
-    if record.affine is None and record.parameters is not None and norms.can_compute(node):
+    if record.affine is not None:
+        return record.affine
+    if record.columns is not None:
+        record.affine = norms.NormAffine(record.columns, norms.row_statistics_of(node))
+    elif record.parameters is not None and norms.can_compute(node):
         record.affine = norms.affine_of(node, record.parameters)
     return record.affine
 

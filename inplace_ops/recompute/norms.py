@@ -308,6 +308,18 @@ def affine_of(node: Node, parameters: Parameters) -> NormAffine:
     return _kind_of(node).affine(node, parameters)
 
 
+def normalizes_rows(node: Node) -> bool:
+    """Whether the norm is one of rows: a layer or RMS norm."""
+    return _kind_of(node).row_statistics is not None
+
+
+def row_statistics_of(node: Node) -> Tensor:
+    """Return rstd and mean of each row of a layer or RMS norm, where `can_compute`."""
+    row_statistics = _kind_of(node).row_statistics
+    assert row_statistics is not None
+    return row_statistics(node)
+
+
 def rerun_of(node: Node, parameters: Parameters, eps: float | None) -> Rerun | None:
     """Return PyTorch's own norm as a function of its input; None if eps is not known.
 
@@ -384,30 +396,36 @@ def _is_contiguous(node: Node) -> bool:
     return output_device(node, 0).type == "cuda" or saved_is_contiguous(node, "input")
 
 
-def _layer_norm(node: Node, parameters: Parameters) -> NormAffine:
-    mean, rstd = saved_tensor(node, "result1"), saved_tensor(node, "result2")
-    assert mean is not None
-    assert rstd is not None
-    return _affine_of_rows(node, torch.stack([rstd, mean]), parameters)
+def _norm_of_rows(node: Node, parameters: Parameters) -> NormAffine:
+    return NormAffine(columns_of(node, parameters), row_statistics_of(node))
 
 
-def _rms_norm(node: Node, parameters: Parameters) -> NormAffine:
-    rstd = saved_tensor(node, "result1")
-    assert rstd is not None
-    return _affine_of_rows(node, torch.stack([rstd, torch.zeros_like(rstd)]), parameters)
-
-
-def _affine_of_rows(node: Node, rows: Tensor, parameters: Parameters) -> NormAffine:
+def columns_of(node: Node, parameters: Parameters) -> Tensor:
+    """Return scale and shift of a norm of rows, where `can_compute`: copies of weight and bias."""
     weight, bias = parameters
-    dims = rows.dim() - 1
+    statistic = saved_tensor(node, "result1")
+    assert statistic is not None
+    dims = statistic.dim()
     if weight is None:
         if bias is None:
             columns = argument(node, "normalized_shape")[-1]  # kernels are fast with one of each
-            return NormAffine(_identity(rows, dims, columns), rows)
+            return _identity(statistic, dims, columns)
         weight = torch.ones_like(bias)
     shape = (2, *(1,) * (dims - weight.dim()), *weight.shape)
-    channel_affine = _scale_shift(rows.dtype, shape, None, None, Parameters(weight, bias))
-    return NormAffine(channel_affine, rows)
+    return _scale_shift(statistic.dtype, shape, None, None, Parameters(weight, bias))
+
+
+def _statistics_of_layer_norm(node: Node) -> Tensor:
+    mean, rstd = saved_tensor(node, "result1"), saved_tensor(node, "result2")
+    assert mean is not None
+    assert rstd is not None
+    return torch.stack([rstd, mean])
+
+
+def _statistics_of_rms_norm(node: Node) -> Tensor:
+    rstd = saved_tensor(node, "result1")
+    assert rstd is not None
+    return torch.stack([rstd, torch.zeros_like(rstd)])
 
 
 def _identity(like: Tensor, dim: int, columns: int = 1) -> Tensor:
@@ -461,20 +479,26 @@ class NormKind:
         affine: See `affine_of`.
         bias_is: "saved" by the node, "absent", or "hidden" behind its edge.
         rerun: See `rerun_of`.
+        row_statistics: See `row_statistics_of`.
     """
 
     affine: Callable[[Node, Parameters], NormAffine]
     bias_is: Literal["saved", "absent", "hidden"]
     rerun: Callable[[Node, Parameters, float | None], Rerun | None] = lambda *_: None
+    row_statistics: Callable[[Node], Tensor] | None = None
 
 
 NORMS: Mapping[str, NormKind] = {
     "NativeBatchNormBackward0": NormKind(_batch_norm, "hidden", _rerun_batch_norm),
     "CudnnBatchNormBackward0": NormKind(_batch_norm, "hidden", _rerun_batch_norm),
     "NativeGroupNormBackward0": NormKind(_group_norm, "hidden", _rerun_group_norm),
-    "NativeLayerNormBackward0": NormKind(_layer_norm, "saved", _rerun_layer_norm),
+    "NativeLayerNormBackward0": NormKind(
+        _norm_of_rows, "saved", _rerun_layer_norm, _statistics_of_layer_norm
+    ),
     # Of a GPU: on a CPU it is several operations. It saves rstd in float32 at least.
-    "FusedRmsNormBackward0": NormKind(_rms_norm, "absent"),
+    "FusedRmsNormBackward0": NormKind(
+        _norm_of_rows, "absent", row_statistics=_statistics_of_rms_norm
+    ),
 }
 
 _KIND_OF = ByType(NORMS)  # by the type of a node

@@ -51,6 +51,7 @@ class Record:
         inputs_proved: Whether the inputs that the node does not save were as they were made.
         copies: Copies of small inputs that are no activations, by field.
         parameters: Of a norm, copies of its weight and bias; None if unknown.
+        columns: Of a norm of rows, copies of both as its scale and shift; None mostly.
         eps: Of a norm, if its module is known.
         affine: Of a norm, if it was asked for; until the model's forward has ended.
         is_saved: Whether something saves the output itself.
@@ -62,6 +63,7 @@ class Record:
     __slots__ = (
         "__weakref__",
         "affine",
+        "columns",
         "copies",
         "eps",
         "inputs_proved",
@@ -78,12 +80,18 @@ class Record:
         self.inputs_proved = True
         self.copies: dict[str, Tensor] = {}
         self.parameters: Parameters | None = None
+        self.columns: Tensor | None = None
         self.eps: float | None = None
         self.affine: NormAffine | None = None
         self.is_saved = False
         self.note: TensorWeakRef | None = None
         self.narrowed: weakref.ref[NarrowMemory] | None = None
         self.stream: torch.cuda.Stream | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a norm's affine follows from what is saved and what is kept here."""
+        return self.affine is not None or self.columns is not None
 
     def take_note(self, tensor: Tensor) -> None:
         """Remember a tensor as the operation's output."""
@@ -92,7 +100,7 @@ class Record:
     def drop_copies(self) -> None:
         """Leave what was copied to the specs that have been made of it."""
         self.copies.clear()
-        self.parameters = self.affine = None
+        self.parameters = self.columns = self.affine = None
 
 
 def record_of(node: Node) -> Record | None:
