@@ -157,6 +157,32 @@ def test_an_error_in_a_part_of_the_engine(part: str, monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(actual, expected)
 
 
+def test_a_function_of_the_same_name_as_ours() -> None:
+    class RecomputeFunction(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * 2
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.last = blocks(), nn.Conv2d(2, 3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(RecomputeFunction.apply(self.blocks(x)))
+
+    model, x = Model(), images()
+    twin = converted_twin(model)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert_same_steps(model, twin, x)
+    assert not found
+
+
 def test_an_output_whose_grad_fn_cannot_be_read() -> None:
     """One of several views, whose base was written to: PyTorch raises at its `grad_fn`."""
 

@@ -34,8 +34,8 @@ from inplace_ops import memory as package_memory
 from inplace_ops import saved_bytes
 from inplace_ops.conversion.wiring import conversion_of
 from inplace_ops.recompute import engine, nodes
-from inplace_ops.recompute.norms import norm_of, source_of
-from inplace_ops.recompute.specs import Affine, Call, Leaf, Recomputed
+from inplace_ops.recompute.norms import NormAffine, norm_of, source_of
+from inplace_ops.recompute.specs import Affine, Call, Leaf, Recomputed, Spec, total
 from inplace_ops.recompute.versions import COPY_LIMIT
 
 pytestmark = pytest.mark.usefixtures("source", "_small_tensors_too", "_fused_rms_norm")
@@ -557,6 +557,20 @@ def test_small_tensors_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(recomputed(twin(images()))) == 1
     monkeypatch.setattr(engine, "MIN_BYTES", 4 * 2 * C * 64 + 1)
     assert replaced(twin(images())) == []
+
+
+def test_the_magnitude_of_a_norm_of_what_has_cancelled() -> None:
+    """A rounding of what cancels is as large as before, and the norm enlarges it."""
+
+    def scaled(spec: Spec, scale: float) -> Affine:
+        affine = torch.tensor([scale, 0.0]).view(2, 1, 1, 1, 1).expand(2, 1, C, 1, 1).contiguous()
+        return Affine(spec, NormAffine(affine, None), torch.float32)
+
+    first = scaled(Leaf(torch.randn(2, C, 8, 8)), 1.0)
+    others = Leaf(first.compute() * -(1 - 2.0**-8))
+    second = scaled(Call(torch.add, (first, others), bound=total), 2.0**8)
+    assert second.compute().abs().max() < 2 * first.magnitude()
+    assert second.magnitude() > 2**8 * first.magnitude()
 
 
 # 7. What a norm's node does not tell.

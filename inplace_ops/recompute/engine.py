@@ -418,7 +418,8 @@ class Engine:
         if output is None:
             return Record()
         if output == "activation after a norm":
-            return Record(version=node.output_version)
+            version = getattr(node, "output_version", None)
+            return None if version is None else Record(version)  # a user's, of the same name
         if output == "norm":
             record = Record()
             if not nodes.has_hooks(node, "input"):

@@ -205,6 +205,8 @@ class Affine(Spec):
     def magnitude(self) -> Tensor:
         # Mean and bias may cancel in one shift, and the norm adds them in turn: the largest of all.
         x = self.x.compute().abs()
+        if self.x.rounding:  # what it is computed from may have cancelled too
+            x = x.clamp(min=self.x.magnitude().to(x.dtype))
         affine, rows = self.affine
         if rows is not None:
             rstd, mean = rows
