@@ -123,9 +123,9 @@ def norms(rows: Rows) -> str:
             line.append(", ".join(f"{share:.2f}" for share in shares))
         body.append(line)
     copies = [float(row["copy_gigabytes_per_second"]) for row in rows]
-    sizes = [int(row["bytes"]) / 2**20 for row in rows]
+    sizes = sorted({int(row["bytes"]) / 2**20 for row in rows})
     header = [f"share of the copy bandwidth ({min(copies):.0f} to {max(copies):.0f} GB/s)"]
-    header[0] += f", lowest of {min(sizes):g} to {max(sizes):g} MiB, {', '.join(dtypes)}"
+    header[0] += f", lowest of {', '.join(f'{size:g}' for size in sizes)} MiB, {', '.join(dtypes)}"
     return markdown([*header, *layouts], body)
 
 
