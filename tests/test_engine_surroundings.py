@@ -280,11 +280,13 @@ def test_autocast_with_accumulation_and_retained_graphs(dtype: torch.dtype) -> N
                 loss = m(x).float().square().mean()
             loss.backward(retain_graph=True)
             loss.backward()
-        gradients.append([p.grad for p in m.parameters()])
-    for actual, expected in zip(*gradients, strict=True):
-        if expected is not None:
-            tolerance = 2e-2 * float(expected.abs().max())
-            torch.testing.assert_close(actual, expected, rtol=0, atol=max(tolerance, 1e-6))
+        gradients.append({name: p.grad for name, p in m.named_parameters() if p.grad is not None})
+    actual, expected = gradients
+    assert actual.keys() == expected.keys()
+    del expected["first.bias"]  # before a norm: 0, and what is found is nothing but roundings
+    for name, gradient in expected.items():
+        tolerance = 2e-2 * float(gradient.abs().max())
+        torch.testing.assert_close(actual[name], gradient, rtol=0, atol=tolerance)
 
 
 # Derivatives.
