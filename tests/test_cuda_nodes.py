@@ -16,7 +16,15 @@ import torch.nn.functional as F
 from norms import node_of, rounding
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from twins import Step, assert_same_step, nodes_of, random_like, recomputed, step_of
+from twins import (
+    Step,
+    assert_same_step,
+    no_warnings,
+    nodes_of,
+    random_like,
+    recomputed,
+    step_of,
+)
 
 import inplace_ops
 from inplace_ops.conversion.report import Report
@@ -632,16 +640,6 @@ def assert_saves_less(name: str, report: Report) -> None:
     assert report.saved_bytes_after < report.saved_bytes_before, rows
 
 
-@contextmanager
-def no_warnings_of_the_engine() -> Iterator[None]:
-    """Fail with what the engine warns of: a spec that came out otherwise, an error inside."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield
-    found = [str(w.message) for w in caught if str(w.message).startswith("inplace_ops")]
-    assert not found, found
-
-
 def assert_gradients(name: str, tolerance: float, device: torch.device, **how: Any) -> None:
     """Two steps of a converted model and of the original, and the report."""
     dtype = how.get("dtype", FLOAT)
@@ -651,7 +649,7 @@ def assert_gradients(name: str, tolerance: float, device: torch.device, **how: A
         model, x = model.to(memory_format=memory_format), x.to(memory_format=memory_format)
     autocast = how.get("autocast")
     twin = copy.deepcopy(model)
-    with no_warnings_of_the_engine():
+    with no_warnings("inplace_ops"):
         report = inplace_ops.convert(twin)
         for _ in range(2):
             actual, expected = (_step(module, x, autocast) for module in (twin, model))
@@ -736,7 +734,7 @@ def test_attention_of_recomputed_queries(backend: SDPBackend, device: torch.devi
     model, x = network_and_input("attention", device)
     twin = copy.deepcopy(model)
     report = inplace_ops.convert(twin)
-    with only(backend), no_warnings_of_the_engine():
+    with only(backend), no_warnings("inplace_ops"):
         for _ in range(2):
             actual, expected = (_step(module, x, BFLOAT) for module in (twin, model))
     assert distance_of(actual, expected) <= 2e-2
@@ -787,7 +785,7 @@ def test_what_the_next_layer_is_given(
     if x.dim() == 4:
         model, x = model.to(memory_format=memory_format), x.to(memory_format=memory_format)
     seen: list[Tensor] = []
-    with no_warnings_of_the_engine():
+    with no_warnings("inplace_ops"):
         report = inplace_ops.convert(model)
         model[1].register_forward_hook(lambda *call: seen.append(call[-1].detach()))
         with torch.autocast(device.type, autocast, enabled=autocast is not None):

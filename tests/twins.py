@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,16 @@ def nodes_from(source: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "USE_CREATION_HOOK", source == "hook")
         yield
+
+
+@contextmanager
+def no_warnings(beginning: str = "") -> Iterator[None]:
+    """Fail where something warned, with a text of that beginning."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    found = [str(w.message) for w in caught if str(w.message).startswith(beginning)]
+    assert not found, found
 
 
 class Program(nn.Module):
