@@ -3,8 +3,8 @@
 // A warp works on a tile. Each of its lanes makes kAccesses accesses to every tensor, and
 // neighbouring lanes access neighbouring memory: 16 bytes in the whole tiles of tensors that are
 // aligned and dense, or rows of a larger tensor, one element elsewhere; of results that are cast to
-// half the width 8 bytes. All loads of a lane come
-// before its arithmetic, so that all of them are under way at once.
+// half the width 8 bytes. All loads of a lane come before its arithmetic, so that all of them are
+// under way at once.
 //
 // Bandwidth. Bytes moved per element of s bytes with k kept bits: 2s forward, 2s + k/8 forward that
 // keeps, 2s + k/8 backward from bits, 3s backward from the output, 3s + k/8 from both: every byte

@@ -168,8 +168,7 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 def stream_of(node: Node) -> torch.cuda.Stream | None:
     """Return the current stream of the device that the operation has run on."""
-    device = node._input_metadata[0].device
-    return _torch.current_stream(device) if device.type == "cuda" else None
+    return current_stream(output_device(node, 0))
 
 
 def saved_tensor(node: Node, field: str) -> Tensor | None:
