@@ -276,35 +276,43 @@ def saved(rows: Rows) -> str:
 
 
 def networks(rows: Rows) -> str:
-    """Memory, time and gradients by what runs a network, and what others have published."""
-    over = "over PyTorch in place"
-    header = ["network", "variant", "MiB saved", over, "MiB peak", over, "ms a step"]
-    header += [f"{over} (quartiles)", "gradients off by (PyTorch's, from float64)"]
-    has_batches = any(row["largest_batch"] for row in rows)
-    columns = ["variant", "saved_mib", "saved_over_torch_in_place", "peak_mib"]
-    columns += ["peak_over_torch_in_place", "median_ms", "ratio_to_torch_in_place"]
-    body: list[list[str]] = []
-    published: list[list[str]] = []
-    source = ""
-    for row in rows:
-        cells = [row[column] or "-" for column in columns]
-        if row["source"] == "measured":
-            if row["median_ms"]:
-                cells[-1] += f" ({row['ratio_first_quartile']} to {row['ratio_third_quartile']})"
-            gradient = f"{row['gradients_differ_by']} ({row['torch_differs_from_float64_by']})"
-            case = [row["network"], row["policy"], row["input"]]
-            case += [row["memory_format"]] if row["memory_format"] != "contiguous" else []
-            body.append([", ".join(case), *cells, gradient])
-            body[-1] += [f"{row['largest_batch']} in {row['memory_limit_gib']}"] * has_batches
-        else:
-            source = row["source"]
-            saved, time = row["saved_over_torch_in_place"], row["ratio_to_torch_in_place"]
-            published.append([row["network"], row["variant"], saved, time or "-"])
-    measured = markdown(header + ["largest batch, in GiB"] * has_batches, body)
-    if not published:  # of the networks that were measured
-        return measured
+    """Memory and time by network, variant and policy, and what others have published."""
+    measured = [row for row in rows if row["source"] == "measured"]
+    policies = values(measured, "policy")
+    header = ["network", "variant"]
+    header += [f"{policy}: saved, peak, time (quartiles)" for policy in policies]
+    body = []
+    cases = ("network", "input", "memory_format", "variant")
+    for case in dict.fromkeys(tuple(row[column] for column in cases) for row in measured):
+        own = [row for row in measured if tuple(row[column] for column in cases) == case]
+        network = ", ".join(name for name in case[:-1] if name != "contiguous")
+        cells = {row["policy"]: _memory_and_time(row) for row in own}
+        body.append([network, case[-1], *(cells.get(policy, "-") for policy in policies)])
+    table = markdown(header, body)
+    published = [row for row in rows if row["source"] != "measured"]
+    if not published:
+        return table
     titles = ["on other machines", "variant", "saved", "time of a step"]
-    return f"{measured}\n\nNot measured here, {source}:\n\n{markdown(titles, published)}"
+    columns = ["network", "variant", "saved_over_torch_in_place", "ratio_to_torch_in_place"]
+    others = markdown(titles, [[row[column] or "-" for column in columns] for row in published])
+    return f"{table}\n\nNot measured here, {published[0]['source']}:\n\n{others}"
+
+
+def _memory_and_time(row: dict[str, str]) -> str:
+    """MiB and ms of PyTorch in place; of what is beside it the ratios to that."""
+    if row["variant"] == "torch in place":
+        cells = [f"{row[column]} MiB" for column in ("saved_mib", "peak_mib")]
+        cells += [f"{row['median_ms']} ms"] if row["median_ms"] else ["-"]
+    else:
+        cells = [row[f"{kind}_over_torch_in_place"] for kind in ("saved", "peak")]
+        low, time, high = (
+            row[f"ratio_{column}"]
+            for column in ("first_quartile", "to_torch_in_place", "third_quartile")
+        )
+        cells += [f"{time} ({low} to {high})"] if time else ["-"]
+    if row["largest_batch"]:
+        cells.append(f"largest batch in {row['memory_limit_gib']} GiB: {row['largest_batch']}")
+    return ", ".join(cells)
 
 
 def training(rows: Rows) -> str:
