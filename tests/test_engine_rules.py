@@ -702,6 +702,85 @@ def test_as_strided_of_other_layouts() -> None:
     assert_same_steps(model, twin, x.contiguous(memory_format=torch.channels_last))
 
 
+def test_a_view_of_a_transposed_tensor_that_is_written_to() -> None:
+    """PyTorch makes the view anew by `as_strided`, which does not tell the order of the values.
+
+    Nor does the first use, where all values are 0.
+    """
+
+    def compute(m: Any, z: Tensor) -> Tensor:
+        rows = z.permute(0, 2, 3, 1)
+        F.relu_(z)
+        return rows * m.scale.flatten()
+
+    model, x = Program(compute), images(samples=1).contiguous(memory_format=torch.channels_last)
+    nn.init.zeros_(model.norm.weight)
+    twin = converted_twin(model)
+    assert_same_steps(model, twin, x)
+    nn.init.normal_(model.norm.weight)
+    assert_same_steps(model, twin, x)
+
+
+def test_a_view_of_a_contiguous_tensor_that_is_written_to(source: str) -> None:
+    def compute(m: Any, z: Tensor) -> Tensor:
+        flat = z.view(2, C, 64)
+        m.act(z)
+        return flat * m.scale.view(1, C, 1)
+
+    model, x = Program(compute), images()
+    model.norm, model.act = nn.Sequential(model.norm, nn.Identity()), nn.SiLU(inplace=True)
+    twin = converted_twin(model)
+    if source == "hook":
+        assert [value.consumer for value in recomputed(twin(x))].count("Mul") == 1
+    assert_same_steps(model, twin, x)
+
+
+# In place on a norm's output z, with what is recomputed in another dtype.
+MIXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "product": lambda z, other: z.mul_(other),
+    "sum": lambda z, other: z.add_(other),
+    "difference": lambda z, other: z.sub_(other, alpha=2),
+    "sum_with_a_norm": lambda z, other: other.add_(z),
+    "relu_of_a_sum": lambda z, other: F.relu(z.add_(other)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.double, torch.bfloat16])
+@pytest.mark.parametrize("operation", MIXED)
+def test_in_place_with_another_dtype(operation: str, dtype: torch.dtype, source: str) -> None:
+    """PyTorch computes in the promoted dtype, and rounds to that of what it overwrites."""
+
+    def compute(m: Any, z: Tensor) -> Tensor:
+        other = m.silu(m.other(m.first(m.image)).to(dtype))
+        return m.convolved(MIXED[operation](z, other))
+
+    model, x = Program(compute), images()
+    model.image = images()
+    with no_warnings("inplace_ops"):
+        twin = converted_twin(model)
+        if source == "hook":
+            assert "Convolution" in [value.consumer for value in recomputed(twin(x))]
+        assert_same_steps(model, twin, x)
+
+
+def test_an_exact_product_in_place_with_another_dtype(source: str) -> None:
+    """Also where the dtype of the other operand changes after the first use."""
+
+    def compute(m: Any, z: Tensor) -> Tensor:
+        y = m.silu(z.bfloat16())
+        y.mul_(m.scale if m.step < 4 else m.scale.bfloat16())
+        return m.convolved(y.float())
+
+    model, x = Program(compute), images()
+    model.norm = nn.Identity()
+    with no_warnings("inplace_ops"):
+        twin = converted_twin(model)
+        if source == "hook":
+            assert "Convolution" in [value.consumer for value in recomputed(twin(x))]
+        twin.step = model.step
+        assert_same_steps(model, twin, x, steps=6, tolerance=0)
+
+
 class ShiftedNorm(nn.GroupNorm):
     """Gives its operation another bias than its own, later than in the first step."""
 
@@ -996,6 +1075,16 @@ def test_an_activation_of_a_parameter() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(recomputed(twin(x))) == 2
+    assert_same_steps(model, twin, x)
+
+
+@pytest.mark.parametrize("activation", [partial(nn.LeakyReLU, 0.1), nn.Hardswish])
+def test_in_place_after_an_instance_norm(activation: Callable[..., nn.Module]) -> None:
+    """One kernel recomputes both for the convolution, which reads a view."""
+    in_place = partial(activation, inplace=True)
+    model = Program(lambda m, y: m.conv(y), lambda c: nn.InstanceNorm2d(c, affine=True), in_place)
+    twin, x = converted_twin(model), images()
+    assert any(value.name.endswith("saved by Convolution") for value in recomputed(twin(x)))
     assert_same_steps(model, twin, x)
 
 

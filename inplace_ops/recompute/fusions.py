@@ -82,7 +82,7 @@ class SumWithNorm(Call):
         assert isinstance(norm, Affine)
         x, addend = norm.x.compute(), other.compute()
         if (x.shape, x.dtype, x.device) != (addend.shape, addend.dtype, addend.device):
-            return function(self.function(norm.of(x), addend, *self.arguments))
+            return function(self.of(norm.of(x), addend))
         return op(x, *norm.affine, addend, _ops.dim_order_of(x))
 
 

@@ -83,6 +83,11 @@ class Operation:
         """Whether the node saves what it reads first, of an in-place activation a clone."""
         return isinstance(self.output, Output) and self.output.inputs[:1] == ("self",)
 
+    @cached_property
+    def saves_its_only_input(self) -> bool:
+        """Whether the operation reads one tensor alone, and its node saves that."""
+        return isinstance(self.output, Output) and self.output.inputs == ("self",)
+
     @property
     def mask_field(self) -> str:
         """The saved tensor of which one bit per element is enough."""
@@ -276,19 +281,31 @@ def _unbind(x: Tensor, dim: int, index: int) -> Tensor:
     return x.unbind(dim)[index]
 
 
-def _is_of_an_instance_norm(node: Node) -> bool:
-    """Whether `as_strided` has taken all of a tensor of one sample, as an instance norm's output.
-
-    That one is contiguous; of others the node does not tell the strides.
-    """
+def _reshapes(node: Node) -> bool:
+    """Whether `as_strided` has taken all of a contiguous tensor, in its order."""
     size = nodes.argument(node, "size")
     before, index = nodes.producer(node, 0)
     return (
-        nodes.output_shape(before, index)[:1] == (1,)
-        and nodes.argument(node, "storage_offset") in (0, None)
+        nodes.argument(node, "storage_offset") in (0, None)
         and nodes.argument(node, "stride") == _ops.dense_strides(size, None)
         and math.prod(size) == nodes.output_shape(before, index).numel()
+        and _is_contiguous(before)
     )
+
+
+def _is_contiguous(node: Node) -> bool:
+    """Whether an output is known to be contiguous: an activation's, by what its node tells."""
+    if VIEW_OF[type(node)] is _RESHAPE:
+        return _is_contiguous(nodes.producer(node, 0)[0])
+    operation = OPERATION_OF[type(node)]
+    if operation is None:
+        return False
+    if operation.output == "activation after a norm":
+        dim_order, *_ = getattr(node, "op_args", ("unknown",))  # of a user's, of the same name
+        return dim_order is None
+    if operation.result or operation.saves_its_only_input:
+        return nodes.saved_is_contiguous(node, operation.result or "self")
+    return False
 
 
 _RESHAPE = View(Tensor.reshape, (nodes.output_shape,))
@@ -296,8 +313,8 @@ _RESHAPE = View(Tensor.reshape, (nodes.output_shape,))
 # As `reshape` where PyTorch makes a view: what is recomputed may have other strides.
 VIEWS: Mapping[str, View] = {
     "AliasBackward0": View(_same),
-    # A view that was written to in place, or whose base was: of an instance norm, for example.
-    "AsStridedBackward0": View(Tensor.reshape, ("size",), _is_of_an_instance_norm),
+    # A view whose base was written to in place: an instance norm's output after an activation.
+    "AsStridedBackward0": View(Tensor.reshape, ("size",), _reshapes),
     "ExpandBackward0": View(Tensor.expand, (nodes.output_shape,)),
     "PermuteBackward0": View(Tensor.permute, ("dims",)),
     "ReshapeAliasBackward0": _RESHAPE,
@@ -311,6 +328,7 @@ VIEWS: Mapping[str, View] = {
     "TBackward0": View(torch.t),
     "TransposeBackward0": View(torch.transpose, ("dim0", "dim1")),
     "UnbindBackward0": View(_unbind, ("dim", _index)),
+    # Has a version of its own: PyTorch makes it only of memory that nothing else refers to.
     "UnsafeViewBackward0": _RESHAPE,
     "UnsqueezeBackward0": _RESHAPE,
     "ViewBackward0": _RESHAPE,

@@ -223,10 +223,12 @@ class Affine(Spec):
 class Call(Spec):
     """A function of PyTorch's, or a view, of other specs' values and of arguments.
 
-    `bound` tells the magnitude of the result from those of the inputs.
+    `bound` tells the magnitude of the result from those of the inputs. `dtype` is the result's, if
+    it may be another than the function's: in place an operation computes in the promoted dtype, and
+    casts to that of what it overwrites.
     """
 
-    __slots__ = ("arguments", "bound", "function", "inputs")
+    __slots__ = ("arguments", "bound", "dtype", "function", "inputs")
 
     def __init__(
         self,
@@ -238,6 +240,7 @@ class Call(Spec):
         dtype: torch.dtype | None = None,
     ) -> None:
         self.function, self.inputs, self.arguments, self.bound = function, inputs, arguments, bound
+        self.dtype = dtype
         self.cost = sum(spec.cost for spec in inputs) + cost
         self.rounding = max(spec.rounding for spec in inputs)
         self.leaf_bytes = sum(spec.leaf_bytes for spec in inputs)
@@ -246,7 +249,12 @@ class Call(Spec):
             self.rounding = max(self.rounding, 2 * _eps(dtype))
 
     def compute(self) -> Tensor:
-        return self.function(*(spec.compute() for spec in self.inputs), *self.arguments)
+        return self.of(*(spec.compute() for spec in self.inputs))
+
+    def of(self, *inputs: Tensor) -> Tensor:
+        """Return the result for values of the inputs."""
+        value = self.function(*inputs, *self.arguments)
+        return value if self.dtype in (None, value.dtype) else value.to(self.dtype)
 
     def magnitude(self) -> Tensor:
         return self.bound([spec.magnitude() for spec in self.inputs])
