@@ -418,8 +418,7 @@ class Engine:
         if output is None:
             return Record()
         if output == "activation after a norm":
-            version = getattr(node, "output_version", None)
-            return None if version is None else Record(version)  # a user's, of the same name
+            return Record(node.output_version)
         if output == "norm":
             record = Record()
             if not nodes.has_hooks(node, "input"):
@@ -553,7 +552,7 @@ class Engine:
         operation = None if node is None else OPERATION_OF[type(node)]
         if operation is None or operation.mask is None:
             return
-        record, field = record_of(node), operation.mask_field
+        record, field = record_of(node), operation.activation_field
         if record is None or record.is_saved or nodes.has_hooks(node, field):
             return
         if record.stream is not self._stream:

@@ -12,6 +12,7 @@ from torch.autograd import Function
 from .. import _ops
 from ..activations import Activation
 from ..autograd import OpArgs, run_backward
+from .nodes import function_of
 from .norms import NormAffine
 from .specs import Affine, Leaf, Spec
 
@@ -97,7 +98,7 @@ def _gradient_of_input(ctx: Any, grad: Tensor) -> Tensor:
 
 def is_fused(node: Any) -> bool:
     """Whether it is the node of a RecomputeFunction."""
-    return type(node).__name__ == RecomputeFunction.__name__ + "Backward"
+    return function_of(type(node)) is RecomputeFunction
 
 
 def output_spec(node: Any) -> Spec:

@@ -38,6 +38,7 @@ Node = Any  # torch.autograd.graph.Node has none of the attributes of its subcla
 # From torch 2.14 on.
 creation_hook: Any = getattr(torch.autograd.graph, "node_creation_hook", None)
 
+_PACKAGE = __name__.partition(".")[0] + "."
 _LEAF_NUMBER = 2**64 - 1  # the sequence number of every AccumulateGrad
 
 
@@ -46,16 +47,25 @@ def is_python_function(node_type: type) -> bool:
     return issubclass(node_type, BackwardCFunction)
 
 
+def function_of(node_type: type) -> type | None:
+    """Return the `torch.autograd.Function` that nodes of the type belong to; None of others."""
+    return getattr(node_type, "_forward_cls", None)
+
+
 class ByType(dict[type, _T | None]):
-    """A table by the names of nodes' types, as one by the types: `table[type(node)]`."""
+    """A table by the names of nodes' types, as one by the types: `table[type(node)]`.
+
+    A user's Function has no entry, whatever its name.
+    """
 
     def __init__(self, by_name: Mapping[str, _T]) -> None:
         self._by_name = by_name
 
     def __missing__(self, kind: type) -> _T | None:
-        found = self._by_name.get(kind.__name__)
-        if found is not None or not is_python_function(kind):  # whose types come and go
-            self[kind] = found
+        function = function_of(kind)
+        if function is not None and not function.__module__.startswith(_PACKAGE):
+            return None  # not stored: such types come and go
+        found = self[kind] = self._by_name.get(kind.__name__)
         return found
 
 

@@ -84,14 +84,10 @@ class Operation:
         return isinstance(self.output, Output) and self.output.inputs[:1] == ("self",)
 
     @cached_property
-    def saves_its_only_input(self) -> bool:
-        """Whether the operation reads one tensor alone, and its node saves that."""
-        return isinstance(self.output, Output) and self.output.inputs == ("self",)
-
-    @property
-    def mask_field(self) -> str:
-        """The saved tensor of which one bit per element is enough."""
-        return self.result or "self"
+    def activation_field(self) -> str:
+        """What an activation's node saves, its output or its only input; "" of others."""
+        saves_input = isinstance(self.output, Output) and self.output.inputs == ("self",)
+        return self.result or ("self" if saves_input else "")
 
 
 @dataclass(frozen=True)
@@ -301,11 +297,10 @@ def _is_contiguous(node: Node) -> bool:
     if operation is None:
         return False
     if operation.output == "activation after a norm":
-        dim_order, *_ = getattr(node, "op_args", ("unknown",))  # of a user's, of the same name
+        dim_order, *_ = node.op_args
         return dim_order is None
-    if operation.result or operation.saves_its_only_input:
-        return nodes.saved_is_contiguous(node, operation.result or "self")
-    return False
+    field = operation.activation_field
+    return bool(field) and nodes.saved_is_contiguous(node, field)
 
 
 _RESHAPE = View(Tensor.reshape, (nodes.output_shape,))
