@@ -47,6 +47,20 @@ def find(rows: Rows, column: str, **wanted: str) -> str:
     return found[0] if found else "-"
 
 
+def grouped(rows: Rows, *columns: str) -> dict[tuple[str, ...], Rows]:
+    """The rows by their values of some columns, in order."""
+    groups: dict[tuple[str, ...], Rows] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[column] for column in columns), []).append(row)
+    return groups
+
+
+def time_over_torch(row: dict[str, str]) -> str:
+    """The ratio to PyTorch in place, and its quartiles."""
+    low, high = row["ratio_first_quartile"], row["ratio_third_quartile"]
+    return f"{row['ratio_to_torch_in_place']} ({low} to {high})"
+
+
 def variants(rows: Rows) -> list[dict[str, str]]:
     """The activations' variants, in order."""
     pairs = dict.fromkeys((row["activation"], row["variant"]) for row in rows)
@@ -152,8 +166,7 @@ def steps(rows: Rows) -> str:
         [
             f"{row['network']}, {row['variant']}",
             row["step_ms"],
-            f"{row['ratio_to_torch_in_place']} "
-            f"({row['ratio_first_quartile']} to {row['ratio_third_quartile']})",
+            time_over_torch(row),
             row["forward_us_per_activation"],
             row["backward_us_per_activation"],
         ]
@@ -198,9 +211,8 @@ def models(rows: Rows) -> str:
     body, others = [], []
     libraries = dict.fromkeys(row["model"].partition(":")[0] for row in rows)
     for library in [*libraries, ""]:
-        for case in dict.fromkeys((row["policy"], row["memory_format"]) for row in rows):
-            own = [row for row in rows if (row["policy"], row["memory_format"]) == case]
-            own = [row for row in own if row["model"].startswith(library)]
+        for case, of_case in grouped(rows, "policy", "memory_format").items():
+            own = [row for row in of_case if row["model"].startswith(library)]
             ran = [row for row in own if row["ratio"]]
             if len(ran) < 2:
                 continue
@@ -246,8 +258,7 @@ def bytes_of_a_step(rows: Rows) -> str:
         f"{kind} over PyTorch, max_ops {', '.join(numbers)}" for kind in ("saved", "peak", "moved")
     ]
     body = []
-    for case in dict.fromkeys((row["network"], row["input"], row["policy"]) for row in rows):
-        own = [row for row in rows if (row["network"], row["input"], row["policy"]) == case]
+    for case, own in grouped(rows, "network", "input", "policy").items():
         cells = [*case, f"{int(own[0]['saved_torch']) / 2**20:.1f}"]
         for kind in ("saved", "peak", "moved"):
             ratios = [find(own, f"{kind}_ratio", max_ops=number) for number in numbers]
@@ -282,12 +293,11 @@ def networks(rows: Rows) -> str:
     header = ["network", "variant"]
     header += [f"{policy}: saved, peak, time (quartiles)" for policy in policies]
     body = []
-    cases = ("network", "input", "memory_format", "variant")
-    for case in dict.fromkeys(tuple(row[column] for column in cases) for row in measured):
-        own = [row for row in measured if tuple(row[column] for column in cases) == case]
-        network = ", ".join(name for name in case[:-1] if name != "contiguous")
+    cases = grouped(measured, "network", "input", "memory_format", "variant")
+    for (*names, variant), own in cases.items():
+        network = ", ".join(name for name in names if name != "contiguous")
         cells = {row["policy"]: _memory_and_time(row) for row in own}
-        body.append([network, case[-1], *(cells.get(policy, "-") for policy in policies)])
+        body.append([network, variant, *(cells.get(policy, "-") for policy in policies)])
     table = markdown(header, body)
     published = [row for row in rows if row["source"] != "measured"]
     if not published:
@@ -305,11 +315,7 @@ def _memory_and_time(row: dict[str, str]) -> str:
         cells += [f"{row['median_ms']} ms"] if row["median_ms"] else ["-"]
     else:
         cells = [row[f"{kind}_over_torch_in_place"] for kind in ("saved", "peak")]
-        low, time, high = (
-            row[f"ratio_{column}"]
-            for column in ("first_quartile", "to_torch_in_place", "third_quartile")
-        )
-        cells += [f"{time} ({low} to {high})"] if time else ["-"]
+        cells += [time_over_torch(row)] if row["median_ms"] else ["-"]
     if row["largest_batch"]:
         cells.append(f"largest batch in {row['memory_limit_gib']} GiB: {row['largest_batch']}")
     return ", ".join(cells)
