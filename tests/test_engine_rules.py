@@ -458,8 +458,7 @@ def test_a_write_beyond_a_rounding_is_found(norm: str) -> None:
 @pytest.mark.parametrize("mean", [0.0, 100.0])
 def test_roundings_are_no_difference(norm: str, mean: float) -> None:
     """Where mean and shift cancel too."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warnings():
         for _ in range(5):
             model = Program(convolution, lambda c: norms(c)[norm])
             nn.init.constant_(model.first.bias, mean)
@@ -1072,8 +1071,7 @@ def test_an_activation_of_a_parameter() -> None:
     """It has saved no clone, and what is before it is no operation."""
     model = Program(lambda m, z: m.conv(m.silu(z) * F.silu(m.scale)))
     twin, x = converted_twin(model), images()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warnings():
         assert len(recomputed(twin(x))) == 2
     assert_same_steps(model, twin, x)
 

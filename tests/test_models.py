@@ -77,7 +77,8 @@ def _one_thread() -> Iterator[None]:
 def test_bytes_of_a_step(network: str, policy: str) -> None:
     """Saved and moved bytes are not above the committed figures, and gradients agree.
 
-    The peak has memory of PyTorch's kernels, which differ by CPU: it is not above PyTorch's here.
+    Nor is the peak, where PyTorch's own is the committed one. Elsewhere, as its kernels take other
+    memory, the peak is not above PyTorch's.
     """
     from bench_bytes import measured
     from measure import RESULTS, read_csv
@@ -90,7 +91,10 @@ def test_bytes_of_a_step(network: str, policy: str) -> None:
         (row,) = measured(network, policy, [MAX_OPS], "cpu")
     except ModelNotFoundError as error:
         pytest.skip(f"could not import {error}")
-    for column in ("saved_ratio", "moved_ratio"):
+    columns = ["saved_ratio", "moved_ratio"]
+    if int(row["peak_torch"]) == int(committed["peak_torch"]):
+        columns.append("peak_ratio")
+    for column in columns:
         assert float(row[column]) <= float(committed[column]) + MARGIN, column
     assert float(row["peak_ratio"]) <= 1.0
 
