@@ -29,17 +29,17 @@ struct RowStatistics {
 };
 
 // How the map of each channel follows from a norm's statistics and parameters, of which there may
-// be none: the reciprocal deviation and the mean of `share` neighbouring channels, and weights and
+// be none: rstd and the mean of `share` neighbouring channels, and weights and
 // biases, which begin again after the last for the next sample.
 template <class C>
 struct Statistics {
-  const C *deviation, *mean, *weight, *bias;
+  const C *rstd, *mean, *weight, *bias;
   int64_t share, weights, biases;
 
   HOST_DEVICE ScaleAndShift<C> map(int64_t channel) const {
     const int64_t group = channel / share;
     const C factor = weight ? weight[channel % weights] : C(1);
-    const C scale = deviation ? deviation[group] * factor : factor;
+    const C scale = rstd ? rstd[group] * factor : factor;
     const C added = bias ? bias[channel % biases] : C(0);
     // Rounded once, as in PyTorch's kernels: where a channel is one number and its bias nearly 0,
     // ReLU decides by this rounding.

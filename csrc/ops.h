@@ -49,12 +49,12 @@ void run(const char* op, const Tensor& out, const Tensor* const (&in)[inputs], c
 
 // The maps of a norm, as affine_of() takes them: scales and shifts of `shape`, (2, ...).
 template <class Device>
-Tensor norm_maps(std::optional<Tensor> deviation, std::optional<Tensor> mean,
+Tensor norm_maps(std::optional<Tensor> rstd, std::optional<Tensor> mean,
                  std::optional<Tensor> weight, std::optional<Tensor> bias,
                  std::vector<int64_t> shape, int64_t share) {
-  const Tensor* const vectors[] = {deviation ? &*deviation : nullptr, mean ? &*mean : nullptr,
+  const Tensor* const vectors[] = {rstd ? &*rstd : nullptr, mean ? &*mean : nullptr,
                                    weight ? &*weight : nullptr, bias ? &*bias : nullptr};
-  const Tensor& like = deviation ? *deviation : weight.value();
+  const Tensor& like = rstd ? *rstd : weight.value();
   int64_t channels = 1;
   for (size_t d = 1; d < shape.size(); ++d) channels *= shape[d];
   const int64_t weights = weight ? weight->numel() : 1, biases = bias ? bias->numel() : 1;

@@ -12,7 +12,7 @@
 //   normalize(x, channels, rows, dtype)             the norm's output, cast to a dtype
 //   normalize_add(x, channels, rows, addend), normalize_add_relu(x, channels, rows, addend)
 //                                                   the sum of it and an addend, and its ReLU
-//   norm_maps(deviation, mean, weight, bias)        the norm's maps
+//   norm_maps(rstd, mean, weight, bias)        the norm's maps
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -117,7 +117,7 @@ void register_recompute(Library& m, Entry<Activation> entry) {
 
 inline void define_all_ops(Library& m) {
   m.def(
-      "norm_maps(Tensor? deviation, Tensor? mean, Tensor? weight, Tensor? bias, int[] shape, "
+      "norm_maps(Tensor? rstd, Tensor? mean, Tensor? weight, Tensor? bias, int[] shape, "
       "int share) -> Tensor");
   m.def(
       (std::string("normalize(") + kNormalizedSchema + ", int[]? dim_order" + kCastSchema).c_str());

@@ -207,15 +207,15 @@ def _sum_fake(
 
 
 def _norm_affine_fake(
-    deviation: Tensor | None,
+    rstd: Tensor | None,
     mean: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     shape: Sequence[int],
     share: int,
 ) -> Tensor:
-    _check_devices(deviation, mean, weight, bias)
-    like = weight if deviation is None else deviation
+    _check_devices(rstd, mean, weight, bias)
+    like = weight if rstd is None else rstd
     assert like is not None
     return like.new_empty(shape)
 

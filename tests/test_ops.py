@@ -78,7 +78,7 @@ of_each_kind = pytest.mark.parametrize(
 FLOATING = ("x", "grad", "grad_grad", "output", "addend")  # tensors of one shape and dtype
 
 # How many, of two samples with six channels in two groups.
-STATISTICS = {"deviation": 4, "mean": 4, "weight": 6, "bias": 6}
+STATISTICS = {"rstd": 4, "mean": 4, "weight": 6, "bias": 6}
 
 
 def maps_of(x: Tensor, *dims: int) -> Tensor:
@@ -341,12 +341,12 @@ def test_norm_maps(
     samples: int, channels: int, share: int, given: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     groups = samples * channels // share
-    deviation, mean, weight, bias = (
+    rstd, mean, weight, bias = (
         torch.randn(count, dtype=dtype, device=device) if is_given == "1" else None
         for count, is_given in zip((groups, groups, channels, channels), given, strict=True)
     )
     shape = [2, samples, channels, 1]
-    maps = _ops.NORM_AFFINE(deviation, mean, weight, bias, shape, share)
+    maps = _ops.NORM_AFFINE(rstd, mean, weight, bias, shape, share)
     assert list(maps.shape) == shape
 
     def spread(part: Tensor | None, otherwise: float) -> Tensor:
@@ -356,7 +356,7 @@ def test_norm_maps(
             return part.double().expand(samples, channels)
         return part.double().repeat_interleave(share).view(samples, channels)
 
-    scale = spread(deviation, 1.0) * spread(weight, 1.0)
+    scale = spread(rstd, 1.0) * spread(weight, 1.0)
     product, added = spread(mean, 0.0) * scale, spread(bias, 0.0)
     # Roundings of the scale, the product and the sum, here in float64 too.
     unit = 1.01 * torch.finfo(dtype).eps
@@ -366,7 +366,7 @@ def test_norm_maps(
 
 
 WRONG_STATISTICS: dict[str, tuple[str, Callable[[Any], object]]] = {
-    "too_few": ("deviation", lambda t: t[1:]),
+    "too_few": ("rstd", lambda t: t[1:]),
     "too_many": ("mean", lambda t: torch.cat([t, t])),
     "weights": ("weight", lambda t: t[:5]),
     "biases": ("bias", lambda t: t[:0]),
