@@ -29,18 +29,18 @@ struct RowStatistics {
 };
 
 // How the map of each channel follows from a norm's statistics and parameters, of which there may
-// be none: rstd and the mean of `share` neighbouring channels, and weights and
+// be none: rstd and the mean of `channels_per_group` neighbouring channels, and weights and
 // biases, which begin again after the last for the next sample.
 template <class C>
 struct Statistics {
   const C *rstd, *mean, *weight, *bias;
-  int64_t share, weights, biases;
+  int64_t channels_per_group, num_weights, num_biases;
 
   HOST_DEVICE ScaleAndShift<C> map(int64_t channel) const {
-    const int64_t group = channel / share;
-    const C factor = weight ? weight[channel % weights] : C(1);
+    const int64_t group = channel / channels_per_group;
+    const C factor = weight ? weight[channel % num_weights] : C(1);
     const C scale = rstd ? rstd[group] * factor : factor;
-    const C added = bias ? bias[channel % biases] : C(0);
+    const C added = bias ? bias[channel % num_biases] : C(0);
     // Rounded once, as in PyTorch's kernels: where a channel is one number and its bias nearly 0,
     // ReLU decides by this rounding.
     return {scale, mean ? std::fma(-mean[group], scale, added) : added};

@@ -51,17 +51,18 @@ void run(const char* op, const Tensor& out, const Tensor* const (&in)[inputs], c
 template <class Device>
 Tensor norm_maps(std::optional<Tensor> rstd, std::optional<Tensor> mean,
                  std::optional<Tensor> weight, std::optional<Tensor> bias,
-                 std::vector<int64_t> shape, int64_t share) {
+                 std::vector<int64_t> shape, int64_t channels_per_group) {
   const Tensor* const vectors[] = {rstd ? &*rstd : nullptr, mean ? &*mean : nullptr,
                                    weight ? &*weight : nullptr, bias ? &*bias : nullptr};
   const Tensor& like = rstd ? *rstd : weight.value();
   int64_t channels = 1;
   for (size_t d = 1; d < shape.size(); ++d) channels *= shape[d];
-  const int64_t weights = weight ? weight->numel() : 1, biases = bias ? bias->numel() : 1;
-  bool fits = !shape.empty() && shape[0] == 2 && share > 0 && weights > 0 && biases > 0 &&
-              channels % share == 0 && channels % weights == 0 && channels % biases == 0;
+  const int64_t num_weights = weight ? weight->numel() : 1, num_biases = bias ? bias->numel() : 1;
+  bool fits = !shape.empty() && shape[0] == 2 && channels_per_group > 0 && num_weights > 0 &&
+              num_biases > 0 && channels % channels_per_group == 0 && channels % num_weights == 0 &&
+              channels % num_biases == 0;
   for (const Tensor* vector : {vectors[0], vectors[1]})
-    fits = fits && (!vector || vector->numel() == channels / share);
+    fits = fits && (!vector || vector->numel() == channels / channels_per_group);
   for (const Tensor* vector : vectors)
     fits = fits && (!vector || (vector->scalar_type() == like.scalar_type() &&
                                 vector->device() == like.device() && vector->is_contiguous()));
@@ -80,13 +81,9 @@ Tensor norm_maps(std::optional<Tensor> rstd, std::optional<Tensor> mean,
       const auto data = [](const Tensor* vector) {
         return vector ? static_cast<const C*>(vector->const_data_ptr()) : nullptr;
       };
-      const Statistics<C> statistics{data(vectors[0]),
-                                     data(vectors[1]),
-                                     data(vectors[2]),
-                                     data(vectors[3]),
-                                     share,
-                                     weights,
-                                     biases};
+      const Statistics<C> statistics{data(vectors[0]), data(vectors[1]),   data(vectors[2]),
+                                     data(vectors[3]), channels_per_group, num_weights,
+                                     num_biases};
       C* const scale = static_cast<C*>(maps.mutable_data_ptr());
       if (channels > 0)
         Device::write_maps(statistics, scale, scale + channels, channels, like.get_device_index());

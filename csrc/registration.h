@@ -118,7 +118,7 @@ void register_recompute(Library& m, Entry<Activation> entry) {
 inline void define_all_ops(Library& m) {
   m.def(
       "norm_maps(Tensor? rstd, Tensor? mean, Tensor? weight, Tensor? bias, int[] shape, "
-      "int share) -> Tensor");
+      "int channels_per_group) -> Tensor");
   m.def(
       (std::string("normalize(") + kNormalizedSchema + ", int[]? dim_order" + kCastSchema).c_str());
   for (const char* op : {"normalize_add(", "normalize_add_relu("})

@@ -212,7 +212,7 @@ def _norm_affine_fake(
     weight: Tensor | None,
     bias: Tensor | None,
     shape: Sequence[int],
-    share: int,
+    channels_per_group: int,
 ) -> Tensor:
     _check_devices(rstd, mean, weight, bias)
     like = weight if rstd is None else rstd

@@ -142,7 +142,7 @@ def test_every_kernel_after_a_norm(dtype: torch.dtype, kind: str, device: torch.
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_maps_of_a_norm(dtype: torch.dtype, device: torch.device) -> None:
     statistics = [torch.randn(count, dtype=dtype) for count in (100, 100, 300, 300)]
-    shape, share = [2, 2, 300], 6
-    expected = _ops.NORM_AFFINE(*statistics, shape, share)
-    actual = _ops.NORM_AFFINE(*(part.to(device) for part in statistics), shape, share)
+    shape, channels_per_group = [2, 2, 300], 6
+    expected = _ops.NORM_AFFINE(*statistics, shape, channels_per_group)
+    actual = _ops.NORM_AFFINE(*(part.to(device) for part in statistics), shape, channels_per_group)
     torch.testing.assert_close(actual.cpu(), expected)

@@ -111,7 +111,7 @@ def arguments_of(
             arguments.append(maps_of(arguments[0], 1))
         elif parameter.name in STATISTICS:
             arguments.append(torch.randn(STATISTICS[parameter.name], device=device))
-        elif parameter.name in ("shape", "share"):
+        elif parameter.name in ("shape", "channels_per_group"):
             arguments.append([2, 2, 6] if parameter.name == "shape" else 3)
         elif parameter.name == "rows":  # which only layer norms have
             arguments.append(None if layout == "channels_last" else maps_of(arguments[0], 0))
@@ -336,17 +336,24 @@ def test_relus_mask_is_one_bit_per_element(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @each("given", ["1111", "1110", "1101", "1100", "1011", "1000", "0011", "0010"])
-@pytest.mark.parametrize(("samples", "channels", "share"), [(1, 5, 1), (3, 12, 4), (2, 3, 1)])
+@pytest.mark.parametrize(
+    ("samples", "channels", "channels_per_group"), [(1, 5, 1), (3, 12, 4), (2, 3, 1)]
+)
 def test_norm_maps(
-    samples: int, channels: int, share: int, given: str, dtype: torch.dtype, device: torch.device
+    samples: int,
+    channels: int,
+    channels_per_group: int,
+    given: str,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
-    groups = samples * channels // share
+    groups = samples * channels // channels_per_group
     rstd, mean, weight, bias = (
         torch.randn(count, dtype=dtype, device=device) if is_given == "1" else None
         for count, is_given in zip((groups, groups, channels, channels), given, strict=True)
     )
     shape = [2, samples, channels, 1]
-    maps = _ops.NORM_AFFINE(rstd, mean, weight, bias, shape, share)
+    maps = _ops.NORM_AFFINE(rstd, mean, weight, bias, shape, channels_per_group)
     assert list(maps.shape) == shape
 
     def spread(part: Tensor | None, otherwise: float) -> Tensor:
@@ -354,7 +361,7 @@ def test_norm_maps(
             return torch.full((samples, channels), otherwise, dtype=torch.float64, device=device)
         if part is weight or part is bias:
             return part.double().expand(samples, channels)
-        return part.double().repeat_interleave(share).view(samples, channels)
+        return part.double().repeat_interleave(channels_per_group).view(samples, channels)
 
     scale = spread(rstd, 1.0) * spread(weight, 1.0)
     product, added = spread(mean, 0.0) * scale, spread(bias, 0.0)
@@ -374,9 +381,9 @@ WRONG_STATISTICS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "half": ("bias", lambda t: t.half()),
     "strided": ("mean", lambda t: torch.cat([t, t])[::2]),
     "meta": ("bias", lambda t: t.to("meta")),
-    "none": ("share", lambda _: 0),
-    "negative": ("share", lambda _: -3),
-    "unequal": ("share", lambda _: 5),
+    "none": ("channels_per_group", lambda _: 0),
+    "negative": ("channels_per_group", lambda _: -3),
+    "unequal": ("channels_per_group", lambda _: 5),
     "shape": ("shape", lambda _: [2, 2, 7]),
     "one_part": ("shape", lambda _: [1, 2, 6]),
     "three_parts": ("shape", lambda _: [3, 2, 6]),

@@ -382,12 +382,12 @@ def _group_norm(node: Node, parameters: Parameters) -> NormAffine:
     assert rstd is not None
     samples, groups = mean.shape
     shape = _shape_of_channels(node, samples)
-    share = shape[2] // groups
+    channels_per_group = shape[2] // groups
     if parameters == Parameters(None, None) and _is_contiguous(node):
         # PyTorch's kernels then subtract the mean first, as a layer norm's do.
-        rows = torch.stack([rstd, mean]).repeat_interleave(share, 2).view(shape)
+        rows = torch.stack([rstd, mean]).repeat_interleave(channels_per_group, 2).view(shape)
         return NormAffine(_identity(rows, len(shape) - 1), rows)
-    affine = _scale_shift(mean.dtype, shape, rstd, mean, parameters, share)
+    affine = _scale_shift(mean.dtype, shape, rstd, mean, parameters, channels_per_group)
     return NormAffine(affine, None)
 
 
