@@ -28,15 +28,15 @@ struct RowStatistics {
   C rstd, mean;
 };
 
-// How the map of each channel follows from a norm's statistics and parameters, of which there may
-// be none: rstd and the mean of `channels_per_group` neighbouring channels, and weights and
-// biases, which begin again after the last for the next sample.
+// How the scale and shift of each channel follow from a norm's statistics and parameters, of which
+// there may be none: rstd and the mean of `channels_per_group` neighbouring channels, and weights
+// and biases, which begin again after the last for the next sample.
 template <class C>
 struct Statistics {
   const C *rstd, *mean, *weight, *bias;
   int64_t channels_per_group, num_weights, num_biases;
 
-  HOST_DEVICE ScaleAndShift<C> map(int64_t channel) const {
+  HOST_DEVICE ScaleAndShift<C> affine(int64_t channel) const {
     const int64_t group = channel / channels_per_group;
     const C factor = weight ? weight[channel % num_weights] : C(1);
     const C scale = rstd ? rstd[group] * factor : factor;

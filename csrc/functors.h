@@ -202,8 +202,8 @@ struct BackwardDerivative : Elementwise<T, 1, PackedBitsUse::kRead, kDerivativeB
 // save="recompute": of z, which follows from the norm's input, the last one.
 
 template <class T>
-HOST_DEVICE opmath_t<T> mapped(opmath_t<T> x, ScaleAndShift<opmath_t<T>> map) {
-  return x * map.scale + map.shift;
+HOST_DEVICE opmath_t<T> apply_affine(opmath_t<T> x, ScaleAndShift<opmath_t<T>> scale_shift) {
+  return x * scale_shift.scale + scale_shift.shift;
 }
 
 // A functor that is given the scale and shift of z instead of a code, and x less the mean.
@@ -214,9 +214,10 @@ struct Normalizing : OfNormalized {
   HOST_DEVICE const OfNormalized& of_normalized() const { return *this; }
 
   HOST_DEVICE auto operator()(Element<T> (&in)[OfNormalized::kInputs],
-                              ScaleAndShift<opmath_t<T>> map) const {
+                              ScaleAndShift<opmath_t<T>> scale_shift) const {
     auto& last = in[OfNormalized::kInputs - 1];
-    last = rounded_element<T>(mapped<T>(last.value, map));  // as the norm rounds its output
+    last = rounded_element<T>(
+        apply_affine<T>(last.value, scale_shift));  // as the norm rounds its output
     uint32_t no_code = 0;
     return of_normalized()(in, no_code, 1);
   }
@@ -256,8 +257,9 @@ struct Gradient : Elementwise<T, 2, PackedBitsUse::kNone, 0> {
 
 template <class T>
 struct Normalize : Normalizing<Identity<T>> {
-  HOST_DEVICE auto operator()(const Element<T> (&in)[1], ScaleAndShift<opmath_t<T>> map) const {
-    return mapped<T>(in[0].value, map);  // rounded where it is stored
+  HOST_DEVICE auto operator()(const Element<T> (&in)[1],
+                              ScaleAndShift<opmath_t<T>> scale_shift) const {
+    return apply_affine<T>(in[0].value, scale_shift);  // rounded where it is stored
   }
 };
 

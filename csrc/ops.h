@@ -17,7 +17,7 @@ namespace inplace_ops {
 template <class Device, size_t inputs, class Functor>
 void run_functor(const char* op, const Functor& functor, const Tensor& out,
                  const Tensor* const (&in)[inputs], const Tensor* packed, const DimOrder& dim_order,
-                 const MapTensors* maps) {
+                 const AffineTensors* affine) {
   using T = typename Functor::Scalar;
   const Tensor* operands[inputs + 1] = {&out};
   std::copy(in, in + inputs, operands + 1);
@@ -30,7 +30,7 @@ void run_functor(const char* op, const Functor& functor, const Tensor& out,
     }
   }
   if constexpr (Functor::kNormalizes)
-    data.affine = affine_of<opmath_t<T>>(op, *maps, out, dim_order);
+    data.affine = affine_of<opmath_t<T>>(op, *affine, out, dim_order);
   if (geometry.elements == 0) return;
   data.out = static_cast<typename Functor::Out*>(out.mutable_data_ptr());
   for (int k = 0; k < Functor::kInputs; ++k)
@@ -41,17 +41,18 @@ void run_functor(const char* op, const Functor& functor, const Tensor& out,
 // Runs the functor that make(T{}) returns for the tensors' format T.
 template <class Device, size_t inputs, class MakeFunctor>
 void run(const char* op, const Tensor& out, const Tensor* const (&in)[inputs], const Tensor* packed,
-         const DimOrder& dim_order, const MakeFunctor& make, const MapTensors* maps = nullptr) {
+         const DimOrder& dim_order, const MakeFunctor& make,
+         const AffineTensors* affine = nullptr) {
   dispatch(out.scalar_type(), op, [&](auto zero) {
-    run_functor<Device>(op, make(zero), out, in, packed, dim_order, maps);
+    run_functor<Device>(op, make(zero), out, in, packed, dim_order, affine);
   });
 }
 
-// The maps of a norm, as affine_of() takes them: scales and shifts of `shape`, (2, ...).
+// The affine of a norm, as affine_of() takes them: scales and shifts of `shape`, (2, ...).
 template <class Device>
-Tensor norm_maps(std::optional<Tensor> rstd, std::optional<Tensor> mean,
-                 std::optional<Tensor> weight, std::optional<Tensor> bias,
-                 std::vector<int64_t> shape, int64_t channels_per_group) {
+Tensor norm_affine(std::optional<Tensor> rstd, std::optional<Tensor> mean,
+                   std::optional<Tensor> weight, std::optional<Tensor> bias,
+                   std::vector<int64_t> shape, int64_t channels_per_group) {
   const Tensor* const vectors[] = {rstd ? &*rstd : nullptr, mean ? &*mean : nullptr,
                                    weight ? &*weight : nullptr, bias ? &*bias : nullptr};
   const Tensor& like = rstd ? *rstd : weight.value();
@@ -67,15 +68,15 @@ Tensor norm_maps(std::optional<Tensor> rstd, std::optional<Tensor> mean,
     fits = fits && (!vector || (vector->scalar_type() == like.scalar_type() &&
                                 vector->device() == like.device() && vector->is_contiguous()));
   STD_TORCH_CHECK(fits,
-                  "norm_maps: statistics and parameters must be contiguous, of one dtype and "
+                  "norm_affine: statistics and parameters must be contiguous, of one dtype and "
                   "device, and as many as the shape has");
   std::vector<int64_t> strides(shape.size(), 1);
   for (size_t d = shape.size() - 1; d-- > 0;) strides[d] = strides[d + 1] * shape[d + 1];
   int32_t dtype;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
-  const Tensor maps =
+  const Tensor affine =
       empty_strided(int64_t(shape.size()), shape.data(), strides.data(), dtype, like);
-  dispatch(like.scalar_type(), "norm_maps", [&](auto zero) {
+  dispatch(like.scalar_type(), "norm_affine", [&](auto zero) {
     using C = decltype(zero);
     if constexpr (std::is_same_v<C, opmath_t<C>>) {
       const auto data = [](const Tensor* vector) {
@@ -84,24 +85,26 @@ Tensor norm_maps(std::optional<Tensor> rstd, std::optional<Tensor> mean,
       const Statistics<C> statistics{data(vectors[0]), data(vectors[1]),   data(vectors[2]),
                                      data(vectors[3]), channels_per_group, num_weights,
                                      num_biases};
-      C* const scale = static_cast<C*>(maps.mutable_data_ptr());
+      C* const scale = static_cast<C*>(affine.mutable_data_ptr());
       if (channels > 0)
-        Device::write_maps(statistics, scale, scale + channels, channels, like.get_device_index());
+        Device::write_affine(statistics, scale, scale + channels, channels,
+                             like.get_device_index());
     } else {
-      STD_TORCH_CHECK(false, "norm_maps: statistics must be float32 or float64");
+      STD_TORCH_CHECK(false, "norm_affine: statistics must be float32 or float64");
     }
   });
-  return maps;
+  return affine;
 }
 
 // A new tensor from make(T{}) of a norm's input, in its dtype or cast from float32 to 16 bits.
 template <class Device, class MakeFunctor>
-Tensor map_normalized(const char* op, const Tensor& x, const MapTensors& maps,
-                      const DimOrder& dim_order, OptionalDtype dtype, const MakeFunctor& make) {
+Tensor transform_normalized(const char* op, const Tensor& x, const AffineTensors& affine,
+                            const DimOrder& dim_order, OptionalDtype dtype,
+                            const MakeFunctor& make) {
   check_order(op, dim_order, x.dim());
   if (!dtype || *dtype == x.scalar_type()) {
     const Tensor out = empty_in_order(x, dim_order);
-    run<Device>(op, out, {&x}, nullptr, dim_order, make, &maps);
+    run<Device>(op, out, {&x}, nullptr, dim_order, make, &affine);
     return out;
   }
   check_cast(op, x, *dtype);
@@ -109,7 +112,7 @@ Tensor map_normalized(const char* op, const Tensor& x, const MapTensors& maps,
   const auto cast = [&](auto zero, int32_t format) {
     const Tensor out = empty_in_order(x, dim_order, format);
     const Cast<std::remove_const_t<decltype(functor)>, decltype(zero)> casting{functor};
-    run_functor<Device>(op, casting, out, {&x}, nullptr, dim_order, &maps);
+    run_functor<Device>(op, casting, out, {&x}, nullptr, dim_order, &affine);
     return out;
   };
   if (*dtype == torch::headeronly::ScalarType::Half)
@@ -121,19 +124,20 @@ Tensor map_normalized(const char* op, const Tensor& x, const MapTensors& maps,
 template <class Device>
 Tensor normalize(Tensor x, Tensor channels, std::optional<Tensor> rows, DimOrder dim_order,
                  OptionalDtype dtype) {
-  const MapTensors maps{&channels, rows ? &*rows : nullptr};
-  return map_normalized<Device>("normalize", x, maps, dim_order, dtype,
-                                [](auto zero) { return Normalize<decltype(zero)>{}; });
+  const AffineTensors affine{&channels, rows ? &*rows : nullptr};
+  return transform_normalized<Device>("normalize", x, affine, dim_order, dtype,
+                                      [](auto zero) { return Normalize<decltype(zero)>{}; });
 }
 
 // make(T{}) of an addend and a norm's input, as a new tensor.
 template <class Device, class MakeFunctor>
-Tensor add_to_normalized(const char* op, const Tensor& x, const MapTensors& maps,
-                         const Tensor& addend, const DimOrder& dim_order, const MakeFunctor& make) {
+Tensor transform_normalized_sum(const char* op, const Tensor& x, const AffineTensors& affine,
+                                const Tensor& addend, const DimOrder& dim_order,
+                                const MakeFunctor& make) {
   check_order(op, dim_order, x.dim());
   check_same(op, addend, x);
   const Tensor out = empty_in_order(x, dim_order);
-  run<Device>(op, out, {&addend, &x}, nullptr, dim_order, make, &maps);
+  run<Device>(op, out, {&addend, &x}, nullptr, dim_order, make, &affine);
   return out;
 }
 
@@ -141,19 +145,19 @@ Tensor add_to_normalized(const char* op, const Tensor& x, const MapTensors& maps
 template <class Device>
 Tensor normalize_add(Tensor x, Tensor channels, std::optional<Tensor> rows, Tensor addend,
                      DimOrder dim_order) {
-  const MapTensors maps{&channels, rows ? &*rows : nullptr};
-  return add_to_normalized<Device>("normalize_add", x, maps, addend, dim_order,
-                                   [](auto zero) { return NormalizeAdd<decltype(zero)>{}; });
+  const AffineTensors affine{&channels, rows ? &*rows : nullptr};
+  return transform_normalized_sum<Device>("normalize_add", x, affine, addend, dim_order,
+                                          [](auto zero) { return NormalizeAdd<decltype(zero)>{}; });
 }
 
 // Its ReLU.
 template <class Device>
 Tensor normalize_add_relu(Tensor x, Tensor channels, std::optional<Tensor> rows, Tensor addend,
                           DimOrder dim_order) {
-  const MapTensors maps{&channels, rows ? &*rows : nullptr};
-  return add_to_normalized<Device>("normalize_add_relu", x, maps, addend, dim_order, [](auto zero) {
-    return ForwardRecomputeAdd<ReLU<decltype(zero)>>{};
-  });
+  const AffineTensors affine{&channels, rows ? &*rows : nullptr};
+  return transform_normalized_sum<Device>(
+      "normalize_add_relu", x, affine, addend, dim_order,
+      [](auto zero) { return ForwardRecomputeAdd<ReLU<decltype(zero)>>{}; });
 }
 
 template <class Device, template <class> class Activation, class Arguments>
@@ -208,20 +212,20 @@ struct Ops<Device, Activation, Types<Arguments...>> {
   template <size_t inputs, class MakeFunctor>
   static Tensor differentiate(const Tensor* const (&in)[inputs], const Tensor* packed,
                               const DimOrder& dim_order, const MakeFunctor& make,
-                              const MapTensors* maps = nullptr) {
+                              const AffineTensors* affine = nullptr) {
     const Tensor& grad = *in[0];
     check_order(kName, dim_order, grad.dim());
     for (const Tensor* input : in) check_same(kName, *input, grad);
     if (packed) check_packed(kName, *packed, grad);
     const Tensor result = empty_in_order(grad, dim_order);
-    run<Device>(kName, result, in, packed, dim_order, make, maps);
+    run<Device>(kName, result, in, packed, dim_order, make, affine);
     return result;
   }
 
   static Tensor recompute(Tensor x, Tensor channels, std::optional<Tensor> rows, DimOrder dim_order,
                           Arguments... arguments, OptionalDtype dtype) {
-    const MapTensors maps{&channels, rows ? &*rows : nullptr};
-    return map_normalized<Device>(kName, x, maps, dim_order, dtype, [&](auto zero) {
+    const AffineTensors affine{&channels, rows ? &*rows : nullptr};
+    return transform_normalized<Device>(kName, x, affine, dim_order, dtype, [&](auto zero) {
       using A = Activation<decltype(zero)>;
       return ForwardRecompute<A>{{{{}, A{arguments...}}}};
     });
@@ -230,12 +234,12 @@ struct Ops<Device, Activation, Types<Arguments...>> {
   static Tensor backward_recompute(Tensor grad, Tensor x, Tensor channels,
                                    std::optional<Tensor> rows, DimOrder dim_order,
                                    Arguments... arguments) {
-    const MapTensors maps{&channels, rows ? &*rows : nullptr};
+    const AffineTensors affine{&channels, rows ? &*rows : nullptr};
     const auto make = [&](auto zero) {
       using A = Activation<decltype(zero)>;
       return BackwardRecompute<A>{{{{}, A{arguments...}}}};
     };
-    return differentiate({&grad, &x}, nullptr, dim_order, make, &maps);
+    return differentiate({&grad, &x}, nullptr, dim_order, make, &affine);
   }
 
   static Tensor backward_mask(Tensor grad, Tensor packed, DimOrder dim_order,

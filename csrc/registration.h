@@ -8,11 +8,11 @@
 //   silu_backward_output(grad, output, packed), silu_backward_derivative(grad, packed)
 //   silu_double_backward(grad_grad, grad, output, packed)
 //   relu_recompute(x, channels, rows, dtype), relu_backward_recompute(grad, x, channels, rows)
-//                                                   of a norm's input, with the norm's maps
+//                                                   of a norm's input, with the norm's affine
 //   normalize(x, channels, rows, dtype)             the norm's output, cast to a dtype
 //   normalize_add(x, channels, rows, addend), normalize_add_relu(x, channels, rows, addend)
 //                                                   the sum of it and an addend, and its ReLU
-//   norm_maps(rstd, mean, weight, bias)        the norm's maps
+//   norm_affine(rstd, mean, weight, bias)        the norm's affine
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -117,7 +117,7 @@ void register_recompute(Library& m, Entry<Activation> entry) {
 
 inline void define_all_ops(Library& m) {
   m.def(
-      "norm_maps(Tensor? rstd, Tensor? mean, Tensor? weight, Tensor? bias, int[] shape, "
+      "norm_affine(Tensor? rstd, Tensor? mean, Tensor? weight, Tensor? bias, int[] shape, "
       "int channels_per_group) -> Tensor");
   m.def(
       (std::string("normalize(") + kNormalizedSchema + ", int[]? dim_order" + kCastSchema).c_str());
@@ -144,7 +144,7 @@ void register_all_double_backward(Library& m) {
 
 template <class Device>
 void register_all_recompute(Library& m) {
-  m.impl("norm_maps", TORCH_BOX((&norm_maps<Device>)));
+  m.impl("norm_affine", TORCH_BOX((&norm_affine<Device>)));
   m.impl("normalize", TORCH_BOX((&normalize<Device>)));
   m.impl("normalize_add", TORCH_BOX((&normalize_add<Device>)));
   m.impl("normalize_add_relu", TORCH_BOX((&normalize_add_relu<Device>)));

@@ -49,19 +49,19 @@ Geometry walk(const DimOrder& dim_order, const Tensor* const (&operands)[count])
 
 // Scales and shifts of channels, and rstd and mean of rows, or none: tensors (2, ...), whose other
 // dimensions are those of x, or 1.
-using MapTensors = std::array<const Tensor*, 2>;
+using AffineTensors = std::array<const Tensor*, 2>;
 
 template <class C>
-Affine<C> affine_of(const char* op, const MapTensors& maps, const Tensor& x,
+Affine<C> affine_of(const char* op, const AffineTensors& tensors, const Tensor& x,
                     const DimOrder& dim_order) {
   constexpr auto dtype =
       sizeof(C) == 8 ? torch::headeronly::ScalarType::Double : torch::headeronly::ScalarType::Float;
-  for (const Tensor* map : maps) {
-    if (!map) continue;
-    bool fits = map->dim() == x.dim() + 1 && map->size(0) == 2;
+  for (const Tensor* tensor : tensors) {
+    if (!tensor) continue;
+    bool fits = tensor->dim() == x.dim() + 1 && tensor->size(0) == 2;
     for (int64_t d = 0; fits && d < x.dim(); ++d)
-      fits = map->size(d + 1) == 1 || map->size(d + 1) == x.size(d);
-    STD_TORCH_CHECK(fits && map->scalar_type() == dtype && map->device() == x.device(), op,
+      fits = tensor->size(d + 1) == 1 || tensor->size(d + 1) == x.size(d);
+    STD_TORCH_CHECK(fits && tensor->scalar_type() == dtype && tensor->device() == x.device(), op,
                     "_: scales and shifts must have shape (2, ...), the rest as the tensor's or "
                     "1, and be float64 for float64 and else float32, on its device");
   }
@@ -70,7 +70,7 @@ Affine<C> affine_of(const char* op, const MapTensors& maps, const Tensor& x,
     const int64_t d = dimension(dim_order, i);
     int64_t strides[2] = {};
     for (int k = 0; k < 2; ++k)
-      if (maps[k] && maps[k]->size(d + 1) > 1) strides[k] = maps[k]->stride(d + 1);
+      if (tensors[k] && tensors[k]->size(d + 1) > 1) strides[k] = tensors[k]->stride(d + 1);
     geometry.push_inner(x.size(d), strides);
   }
   STD_TORCH_CHECK(geometry.dims <= kMaxAffineDims, op,
@@ -82,9 +82,9 @@ Affine<C> affine_of(const char* op, const MapTensors& maps, const Tensor& x,
   for (int d = 0; d < geometry.dims; ++d) affine.geometry.sizes[d] = geometry.sizes[d];
   for (int k = 0; k < 2; ++k) {
     for (int d = 0; d < geometry.dims; ++d) affine.geometry.strides[k][d] = geometry.strides[k][d];
-    if (!maps[k]) continue;
-    const C* first = static_cast<const C*>(maps[k]->const_data_ptr());
-    const C* second = first + maps[k]->stride(0);
+    if (!tensors[k]) continue;
+    const C* first = static_cast<const C*>(tensors[k]->const_data_ptr());
+    const C* second = first + tensors[k]->stride(0);
     if (k == 0)
       affine.channels = {first, second};
     else

@@ -86,7 +86,7 @@ class Ops:
 
 
 ALL = {name: Ops(name) for name in _C.activations}
-NORM_AFFINE: Op = torch.ops.inplace_ops.norm_maps.default  # a norm's scales and shifts
+NORM_AFFINE: Op = torch.ops.inplace_ops.norm_affine.default  # a norm's scales and shifts
 NORMALIZE: Op = torch.ops.inplace_ops.normalize.default  # a norm's output, as `Ops.recompute`
 NORMALIZE_ADD: Op = torch.ops.inplace_ops.normalize_add.default  # a norm's output and an addend
 NORMALIZE_ADD_RELU: Op = torch.ops.inplace_ops.normalize_add_relu.default  # the sum's ReLU

@@ -34,10 +34,10 @@ struct Launch {
   std::vector<int64_t> sizes;
   std::vector<std::vector<int64_t>> strides;
   int64_t first_element;  // where the grid begins: a tensor's part past 2^31 needs no memory before
-  // Of a norm's maps: scale and shift of the channels, rstd and mean of the rows if any; strides of
-  // both.
+  // Of a norm's affine: scale and shift of the channels, rstd and mean of the rows if any; strides
+  // of both.
   std::vector<uintptr_t> map_addresses;
-  std::vector<std::vector<int64_t>> map_strides;
+  std::vector<std::vector<int64_t>> affine_strides;
 };
 
 // As affine_of() in csrc/tensors.h makes it of tensors.
@@ -46,10 +46,11 @@ Affine<C> affine_of(const Launch& launch) {
   Geometry geometry(2);
   for (size_t d = 0; d < launch.sizes.size(); ++d) {
     int64_t strides[kMaxOperands] = {};
-    for (size_t k = 0; k < launch.map_strides.size(); ++k) strides[k] = launch.map_strides[k][d];
+    for (size_t k = 0; k < launch.affine_strides.size(); ++k)
+      strides[k] = launch.affine_strides[k][d];
     geometry.push_inner(launch.sizes[d], strides);
   }
-  if (geometry.dims > kMaxAffineDims) throw std::invalid_argument("dimensions of the maps");
+  if (geometry.dims > kMaxAffineDims) throw std::invalid_argument("dimensions of the affine");
   Affine<C> affine{};
   affine.geometry.dims = geometry.dims;
   affine.geometry.operands = 2;
@@ -60,13 +61,13 @@ Affine<C> affine_of(const Launch& launch) {
   }
   const auto part = [&](size_t k) { return reinterpret_cast<const C*>(launch.map_addresses[k]); };
   affine.channels = {part(0), part(1)};
-  if (launch.map_strides.size() > 1) affine.rows = {part(2), part(3)};
+  if (launch.affine_strides.size() > 1) affine.rows = {part(2), part(3)};
   return affine;
 }
 
 struct Path {
   int access = 0;      // elements, but for what is left at the end
-  std::string layout;  // of a norm's maps, if the access is of more than one
+  std::string layout;  // of a norm's affine, if the access is of more than one
 };
 
 std::string name_of(const AffineLayout& layout) {
@@ -157,9 +158,9 @@ std::pair<int, std::string> run_named(const std::string& activation,
                                       int64_t plane_stride, int planes, std::vector<int64_t> sizes,
                                       std::vector<std::vector<int64_t>> strides,
                                       int64_t first_element, std::vector<uintptr_t> map_addresses,
-                                      std::vector<std::vector<int64_t>> map_strides) {
-  const Launch launch{addresses, packed_address, plane_stride,  planes,     sizes,
-                      strides,   first_element,  map_addresses, map_strides};
+                                      std::vector<std::vector<int64_t>> affine_strides) {
+  const Launch launch{addresses, packed_address, plane_stride,  planes,        sizes,
+                      strides,   first_element,  map_addresses, affine_strides};
   Path path;
   with_activation(activation, dtype, scalars,
                   [&](const auto& made) { path = run_functor(functor, made, launch); });

@@ -170,7 +170,7 @@ def assert_same_gradients(call: Call, reference: Call, norm: nn.Module, x: Tenso
 
 
 def normalized(x: Tensor, channels: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The map of x in float64, and how far one that is computed in the maps' dtype may be off.
+    """The map of x in float64, and how far one that is computed in the affine' dtype may be off.
 
     On the way to the sum each of its terms is rounded three times, here in float64 too, and the sum
     once more, to x's dtype.

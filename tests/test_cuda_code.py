@@ -90,7 +90,7 @@ BUDGETS = {
 MASKS = Budget()
 CURVES = Budget(slots=1.4)
 ANY = "any"  # the activation of what is one for all
-# After a norm, by the layouts that MAPS names.
+# After a norm, by the layouts that AFFINE_LOADS names.
 NORMALIZED = {
     "NormalizeAdd": {"planes": 0.37, "split_planes": 0.52, "channels_last": 0.39, "rows": 0.45},
     ANY: {"planes": 0.32, "split_planes": 0.55, "channels_last": 0.35, "rows": 0.45},
@@ -107,8 +107,8 @@ NORMALIZED = {
 SLOTS_OF_A_CAST = 2  # per element
 
 
-class Maps(NamedTuple):
-    """What finding the maps of normalized elements adds to the way of a whole tile."""
+class AffineLoads(NamedTuple):
+    """What finding the affine of normalized elements adds to the way of a whole tile."""
 
     scalars: int  # loads of one number
     vectors: int = 0  # numbers per element loaded 16 bytes at a time
@@ -116,11 +116,13 @@ class Maps(NamedTuple):
 
 # By the layouts of csrc/cuda/affine_layout.h, which take neither a division nor a loop.
 DIVISION = "I2F.U32.RP"
-MAPS = {
-    "planes": Maps(scalars=2 * ACCESSES),
-    "split_planes": Maps(scalars=4 * ACCESSES),
-    "channels_last": Maps(scalars=0, vectors=2),
-    "rows": Maps(scalars=2 * ACCESSES, vectors=2),  # of a layer norm: channels_last with statistics
+AFFINE_LOADS = {
+    "planes": AffineLoads(scalars=2 * ACCESSES),
+    "split_planes": AffineLoads(scalars=4 * ACCESSES),
+    "channels_last": AffineLoads(scalars=0, vectors=2),
+    "rows": AffineLoads(
+        scalars=2 * ACCESSES, vectors=2
+    ),  # of a layer norm: channels_last with statistics
 }
 
 
@@ -175,7 +177,7 @@ class Case(NamedTuple):
     functor: str
     scalar: str
     bits: int
-    layout: str = ""  # after a norm: which of MAPS
+    layout: str = ""  # after a norm: which of AFFINE_LOADS
     cast: str = ""  # to which format the results are cast, if they are
 
     @property
@@ -208,8 +210,8 @@ class Case(NamedTuple):
 
     @property
     def vector_loads(self) -> int:
-        maps = MAPS[self.layout].vectors * self.elements * 4 // 16 if self.layout else 0
-        return self.inputs * ACCESSES + maps
+        affine = AFFINE_LOADS[self.layout].vectors * self.elements * 4 // 16 if self.layout else 0
+        return self.inputs * ACCESSES + affine
 
     @property
     def slots(self) -> float:  # per element: those that the bytes leave
@@ -248,7 +250,7 @@ def cases() -> list[Case]:
     for scalar, dtype in DTYPES.items():
         for entry in ACTIVATIONS:
             name = entry.ops.name
-            for layout in MAPS:
+            for layout in AFFINE_LOADS:
                 for functor in ("ForwardRecompute", "BackwardRecompute"):
                     found[Case(name, functor, scalar, 0, layout)] = None
                 for functor in ("Normalize", "NormalizeAdd"):
@@ -350,14 +352,14 @@ def whole_tile(case: Case, architecture: str, far: int = 0) -> Counter[Instructi
     """The instructions on the shortest way through the kernel for a whole tile.
 
     It passes all wide stores, exactly as many accesses to packed bits as there are, the code for
-    far outputs as often as asked, and what finding maps takes.
+    far outputs as often as asked, and what finding affine takes.
     """
     kernel = vector_kernels(architecture)[case.key]
     code = instructions(kernel, architecture)
     counts = {case.store: ACCESSES, case.byte_access: case.byte_accesses, case.far: far}
     if case.layout:
         counts = {case.store: ACCESSES, "LDG.E.128": case.vector_loads}
-        counts |= {"LDG.E": MAPS[case.layout].scalars, DIVISION: 0, "backward": 0}
+        counts |= {"LDG.E": AFFINE_LOADS[case.layout].scalars, DIVISION: 0, "backward": 0}
     places, wanted = {name: i for i, name in enumerate(counts)}, tuple(counts.values())
 
     Seen = tuple[int, ...]  # the landmarks so far
@@ -493,8 +495,8 @@ def test_accesses_of_a_whole_tile(case: Case, architecture: str) -> None:
     expected = {"LDG.E.128": case.vector_loads, case.store: ACCESSES}
     if case.bits:
         expected[case.byte_access] = case.byte_accesses
-    if case.layout and MAPS[case.layout].scalars:
-        expected["LDG.E"] = MAPS[case.layout].scalars
+    if case.layout and AFFINE_LOADS[case.layout].scalars:
+        expected["LDG.E"] = AFFINE_LOADS[case.layout].scalars
     assert accesses == expected
     assert not any(name.startswith(("LDL", "STL", "CALL")) for name in names)
 

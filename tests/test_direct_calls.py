@@ -47,13 +47,13 @@ def is_bits(argument: object) -> bool:
     return isinstance(argument, Tensor) and argument.dtype == torch.uint8
 
 
-def is_map(argument: object) -> bool:
+def is_affine(argument: object) -> bool:
     """Scales and shifts: they have a dimension more than the tensors."""
     return isinstance(argument, Tensor) and argument.dim() == len(SHAPE) + 1
 
 
 def is_float(argument: object) -> bool:
-    return isinstance(argument, Tensor) and not is_bits(argument) and not is_map(argument)
+    return isinstance(argument, Tensor) and not is_bits(argument) and not is_affine(argument)
 
 
 def with_bits(arguments: list[object], change: Callable[[Tensor], object]) -> list[object]:
@@ -64,8 +64,8 @@ def with_floats(arguments: list[object], change: Callable[[Tensor], Tensor]) -> 
     return [change(a) if is_float(a) else a for a in arguments]
 
 
-def with_maps(arguments: list[object], change: Callable[[Tensor], Tensor]) -> list[object]:
-    return [change(a) if is_map(a) else a for a in arguments]
+def with_affine(arguments: list[object], change: Callable[[Tensor], Tensor]) -> list[object]:
+    return [change(a) if is_affine(a) else a for a in arguments]
 
 
 def assert_refused(op: torch._ops.OpOverload, arguments: list[object], message: str) -> None:
@@ -239,7 +239,7 @@ def test_any_bytes(op: torch._ops.OpOverload, dtype: torch.dtype, device: torch.
             shape = (planes_of(op, dtype), (length + 7) // 8)
             return torch.randint(256, shape, dtype=torch.uint8, device=device)
 
-        def random_maps(like: Tensor, length: int = length) -> Tensor:
+        def random_affine(like: Tensor, length: int = length) -> Tensor:
             affine_dtype = _ops.affine_dtype(dtype)
             count = 2 * length * affine_dtype.itemsize
             values = torch.randint(256, (count,), dtype=torch.uint8, device=device)
@@ -247,7 +247,7 @@ def test_any_bytes(op: torch._ops.OpOverload, dtype: torch.dtype, device: torch.
 
         arguments = with_bits(arguments_of(op, device), random_bits)
         arguments = [planes_of(op, dtype) if type(a) is int else a for a in arguments]
-        result = op(*with_maps(with_floats(arguments, random_bytes), random_maps))
+        result = op(*with_affine(with_floats(arguments, random_bytes), random_affine))
         values = result[0] if isinstance(result, tuple) else result
         shape = (planes_of(op, dtype), (length + 7) // 8) if op in _ops.SAVING_OPS else (length,)
         assert values is None or values.shape == shape

@@ -82,7 +82,7 @@ def test_every_kernel(dtype: torch.dtype, layout: str, device: torch.device) -> 
         torch.testing.assert_close(a.cpu(), e, rtol=tolerance, atol=tolerance)
 
 
-# Of a norm's input: its shape, and in which dimensions the maps of channels and of rows differ. An
+# Of a norm's input: its shape, and in which dimensions the affine of channels and of rows differ. An
 # access of 16 bytes has one channel or two, or one for each element, or there is none.
 NORMALIZED: dict[str, tuple[tuple[int, ...], int, int | None]] = {
     "planes": ((70, 16, 64), 1, None),
@@ -97,29 +97,29 @@ def steps(*shape: int, count: int, size: float) -> Tensor:
     return size * torch.randint(-count, count + 1, shape).double()
 
 
-def maps_of(x: Tensor, dim: int) -> Tensor:
+def scale_shift_of(x: Tensor, dim: int) -> Tensor:
     count = x.shape[dim]
-    maps = torch.stack([1.5 + steps(count, count=1, size=0.5), steps(count, count=2, size=0.25)])
+    affine = torch.stack([1.5 + steps(count, count=1, size=0.5), steps(count, count=2, size=0.25)])
     shape = [count if d == dim else 1 for d in range(x.dim())]
-    return maps.to(_ops.affine_dtype(x.dtype)).view(2, *shape)
+    return affine.to(_ops.affine_dtype(x.dtype)).view(2, *shape)
 
 
 def run_normalized(
     x: Tensor, grad: Tensor, channels: Tensor, rows: Tensor | None, device: torch.device
 ) -> list[Tensor]:
-    maps = (channels.to(device), None if rows is None else rows.to(device), None)
+    affine = (channels.to(device), None if rows is None else rows.to(device), None)
     x, grad = x.to(device), grad.to(device)
     strided = torch.cat([grad, grad], 1).narrow(1, 0, grad.size(1))
     casts = (None, *_ops.CAST_DTYPES) if x.dtype == torch.float32 else (None,)
-    results = [_ops.NORMALIZE(x, *maps, dtype=cast) for cast in casts]
+    results = [_ops.NORMALIZE(x, *affine, dtype=cast) for cast in casts]
     for addend in (grad, strided):
-        results += [op(x, *maps[:2], addend, None) for op in _ops.SUM_OPS]
+        results += [op(x, *affine[:2], addend, None) for op in _ops.SUM_OPS]
     for activation in ACTIVATIONS:
         ops = activation.ops
         scalars = [SCALARS[name] for name in activation.scalars]
-        results += [ops.recompute(x, *maps, *scalars, dtype=cast) for cast in casts]
+        results += [ops.recompute(x, *affine, *scalars, dtype=cast) for cast in casts]
         for gradient in (grad, strided):
-            results.append(ops.backward["recompute"](gradient, x, *maps, *scalars))
+            results.append(ops.backward["recompute"](gradient, x, *affine, *scalars))
     return results
 
 
@@ -130,9 +130,9 @@ def test_every_kernel_after_a_norm(dtype: torch.dtype, kind: str, device: torch.
     shape, channels, rows = NORMALIZED[kind]
     x = steps(*shape, count=8, size=0.25).to(dtype)
     grad = torch.rand(shape).to(dtype)
-    maps = maps_of(x, channels), None if rows is None else maps_of(x, rows)
-    expected = run_normalized(x, grad, *maps, torch.device("cpu"))
-    actual = run_normalized(x, grad, *maps, device)
+    affine = scale_shift_of(x, channels), None if rows is None else scale_shift_of(x, rows)
+    expected = run_normalized(x, grad, *affine, torch.device("cpu"))
+    actual = run_normalized(x, grad, *affine, device)
     for a, e in zip(actual, expected, strict=True):
         tolerance = TOLERANCE[e.dtype]
         torch.testing.assert_close(a.cpu(), e, rtol=tolerance, atol=tolerance)

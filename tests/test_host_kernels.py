@@ -148,7 +148,7 @@ class Operand(Buffer):
 
 class Launched(NamedTuple):
     access: int  # elements, but for what is left at the end
-    layout: str  # of a norm's maps, if the access is of more than one
+    layout: str  # of a norm's affine, if the access is of more than one
 
 
 def launch(
@@ -158,22 +158,22 @@ def launch(
     operands: Sequence[Operand],
     packed: Buffer | None = None,
     first_row: int = 0,
-    maps: Sequence[Operand] = (),
+    affine: Sequence[Operand] = (),
 ) -> Launched:
     """Run a kernel over a virtual grid that begins at `first_row`, the first there is memory of.
 
-    Operands of one dimension have rows of one element. Maps are one element where they do not
+    Operands of one dimension have rows of one element. AffineLoads are one element where they do not
     differ.
     """
     bits = case.bits if packed else 0
     packed = packed or Buffer(0)
     rows, *row = operands[0].tensor.shape
     first_element = first_row * math.prod(row)
-    map_strides = [
+    affine_strides = [
         [stride if size > 1 else 0 for size, stride in zip(*layout, strict=True)]
-        for layout in ((of.tensor.shape, of.tensor.stride()) for of in maps)
+        for layout in ((of.tensor.shape, of.tensor.stride()) for of in affine)
     ]
-    buffers = {id(buffer): buffer for buffer in (*operands, packed, *maps)}.values()
+    buffers = {id(buffer): buffer for buffer in (*operands, packed, *affine)}.values()
     guards = [guard for buffer in buffers for guard in buffer.guards]
     for guard in guards:
         host_kernels.poison(guard.data_ptr(), guard.numel())
@@ -194,9 +194,9 @@ def launch(
         first_element,
         [
             of.address - first_row * strides[0] * of.tensor.dtype.itemsize
-            for of, strides in zip(maps, map_strides, strict=True)
+            for of, strides in zip(affine, affine_strides, strict=True)
         ],
-        map_strides[::2],
+        affine_strides[::2],
     )
     for guard in guards:
         host_kernels.unpoison(guard.data_ptr(), guard.numel())
@@ -402,7 +402,9 @@ def dense(shape: Sequence[int]) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-def random_map(case: Case, shape: Sequence[int], dims: Dims, offset: int, gap: int) -> Operand:
+def random_scale_shift(
+    case: Case, shape: Sequence[int], dims: Dims, offset: int, gap: int
+) -> Operand:
     """Numbers that differ in some dimensions of the shape, `gap` between those of each sample."""
     dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
     own = [size if d in dims else 1 for d, size in enumerate(shape)]
@@ -426,7 +428,7 @@ def check_normalized(
 ) -> Launched:
     """The norm's output, the activation and its gradient; returns the slowest path.
 
-    The channels' and the rows' maps differ in the dimensions given. Input, incoming gradient,
+    The channels' and the rows' affine differ in the dimensions given. Input, incoming gradient,
     result, and the scales and shifts lie `offsets` bytes off the alignment.
     """
     dtype = case.dtype
@@ -438,16 +440,16 @@ def check_normalized(
     inputs.tensor.copy_(x)
     incoming.tensor.copy_(grad)
     of_parts = [channels] * 2 if rows is None else [channels] * 2 + [rows] * 2
-    maps = [
-        random_map(case, shape, dims, offset, gap)
+    affine = [
+        random_scale_shift(case, shape, dims, offset, gap)
         for dims, offset in zip(of_parts, offsets[3:], strict=False)
     ]
-    parts = [part.tensor.clone() for part in maps]
+    parts = [part.tensor.clone() for part in affine]
 
     def run(functor: str, *operands: Operand, result: Operand = result) -> Tensor:
         result.tensor.fill_(torch.nan)
         paths.append(
-            launch(host_kernels, case, functor, [result, *operands], None, first_row, maps)
+            launch(host_kernels, case, functor, [result, *operands], None, first_row, affine)
         )
         return result.tensor.clone()
 
@@ -465,7 +467,7 @@ def check_normalized(
     if case.entry.has_mask:
         value, _ = derivatives(case, total, 1)
         assert torch.equal(run("ForwardRecomputeAdd", incoming, inputs), value.to(dtype))
-    for operand, before in zip([inputs, incoming, *maps], [x, grad, *parts], strict=True):
+    for operand, before in zip([inputs, incoming, *affine], [x, grad, *parts], strict=True):
         assert torch.equal(operand.tensor, before)
 
     of_rows = None if rows is None else torch.stack(parts[2:])
@@ -525,7 +527,7 @@ def test_neighbouring_channels(host_kernels: ModuleType, case: Case, channels: D
         shape = [3, samples_of(host_kernels, case, 3 * size), size]
         access, _ = check_normalized(host_kernels, case, shape, channels)
         assert access == (count if size % count == 0 else 1)
-    # Where a sample's maps begin is aligned or not.
+    # Where a sample's affine begin is aligned or not.
     for gap in range(1, 9):
         access, _ = check_normalized(host_kernels, case, [3, 99, 16], channels, gap=gap)
         assert access == (1 if 0 in channels and gap % 4 else count)
@@ -565,7 +567,7 @@ def expected_path(
 def test_layouts_of_networks(
     host_kernels: ModuleType, case: Case, batch: int, count: int, size: int
 ) -> None:
-    """Of batch norms, and where every sample has maps of its own."""
+    """Of batch norms, and where every sample has affine of its own."""
     if batch * count * size > 2**18:
         return
     shape = [batch, count, size]
@@ -675,12 +677,12 @@ def test_infinite_gradients_after_a_norm(host_kernels: ModuleType, case: Case) -
     """They are not multiplied by a derivative of 0 where PyTorch's are not."""
     x = torch.tensor([-5.0, -3.0, 0.0, 3.0, 6.0, 7.0] * 99, dtype=case.dtype)
     inputs, result, incoming = (Operand(case.dtype, x.shape, [1]) for _ in range(3))
-    maps = [random_map(case, x.shape, (), 0, 0) for _ in range(2)]
+    affine = [random_scale_shift(case, x.shape, (), 0, 0) for _ in range(2)]
     inputs.tensor.copy_(x)
     incoming.tensor.fill_(torch.inf)
-    for part, value in zip(maps, (1.0, 0.0), strict=True):
+    for part, value in zip(affine, (1.0, 0.0), strict=True):
         part.tensor.fill_(value)
-    launch(host_kernels, case, "BackwardRecompute", [result, incoming, inputs], maps=maps)
+    launch(host_kernels, case, "BackwardRecompute", [result, incoming, inputs], affine=affine)
     leaf = x.double().requires_grad_()
     y = case.entry.torch_function(leaf, **case.scalars)
     (expected,) = torch.autograd.grad(y, leaf, torch.full_like(y, torch.inf))
@@ -693,13 +695,13 @@ def test_infinite_gradients_after_a_norm(host_kernels: ModuleType, case: Case) -
 def test_not_finite_after_a_norm(host_kernels: ModuleType, case: Case) -> None:
     x = torch.tensor([torch.nan, torch.inf, -torch.inf] * 99, dtype=case.dtype)
     inputs, result, incoming = (Operand(case.dtype, x.shape, [1]) for _ in range(3))
-    maps = [random_map(case, x.shape, (), 0, 0) for _ in range(2)]
+    affine = [random_scale_shift(case, x.shape, (), 0, 0) for _ in range(2)]
     inputs.tensor.copy_(x)
     incoming.tensor.fill_(1.0)
-    maps[0].tensor.fill_(0.5)
-    launch(host_kernels, case, "Normalize", [result, inputs], maps=maps)
+    affine[0].tensor.fill_(0.5)
+    launch(host_kernels, case, "Normalize", [result, inputs], affine=affine)
     torch.testing.assert_close(result.tensor, x, rtol=0, atol=0, equal_nan=True)
-    launch(host_kernels, case, "BackwardRecompute", [result, incoming, inputs], maps=maps)
+    launch(host_kernels, case, "BackwardRecompute", [result, incoming, inputs], affine=affine)
     _, slope = derivatives(case, x, 1)
     assert slope[0].isnan()
     assert result.tensor[slope.isnan()].isnan().all()

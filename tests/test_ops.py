@@ -81,7 +81,7 @@ FLOATING = ("x", "grad", "grad_grad", "output", "addend")  # tensors of one shap
 STATISTICS = {"rstd": 4, "mean": 4, "weight": 6, "bias": 6}
 
 
-def maps_of(x: Tensor, *dims: int) -> Tensor:
+def scale_shift_of(x: Tensor, *dims: int) -> Tensor:
     """Scales and shifts that differ in some dimensions of x."""
     shape = [size if d in dims else 1 for d, size in enumerate(x.shape)]
     return torch.randn(2, *shape, dtype=_ops.affine_dtype(x.dtype), device=x.device)
@@ -108,13 +108,13 @@ def arguments_of(
         elif parameter.name == "bits":
             arguments.append(planes)
         elif parameter.name == "channels":
-            arguments.append(maps_of(arguments[0], 1))
+            arguments.append(scale_shift_of(arguments[0], 1))
         elif parameter.name in STATISTICS:
             arguments.append(torch.randn(STATISTICS[parameter.name], device=device))
         elif parameter.name in ("shape", "channels_per_group"):
             arguments.append([2, 2, 6] if parameter.name == "shape" else 3)
         elif parameter.name == "rows":  # which only layer norms have
-            arguments.append(None if layout == "channels_last" else maps_of(arguments[0], 0))
+            arguments.append(None if layout == "channels_last" else scale_shift_of(arguments[0], 0))
         elif parameter.name == "dim_order":
             arguments.append(dim_order)
         elif not parameter.kwarg_only:
@@ -242,27 +242,27 @@ def test_unlike_tensors(op: torch._ops.OpOverload, wrong: str, device: torch.dev
         assert_refused(op, arguments)
 
 
-WRONG_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
-    "one": lambda maps: maps[:1],
-    "three": lambda maps: torch.cat([maps, maps[:1]]),
-    "dimensions": lambda maps: maps.flatten(1),
-    "too_few": lambda maps: torch.cat([maps] * 3, 3)[:, :, :2],
-    "too_many": lambda maps: torch.cat([maps] * 7, 2),
-    "elsewhere": lambda maps: torch.cat([maps] * 2, 4),
-    "wide": lambda maps: maps.double(),
-    "narrow": lambda maps: maps.half(),
-    "integers": lambda maps: maps.int(),
-    "meta": lambda maps: maps.to("meta"),
+WRONG_AFFINES: dict[str, Callable[[Tensor], Tensor]] = {
+    "one": lambda affine: affine[:1],
+    "three": lambda affine: torch.cat([affine, affine[:1]]),
+    "dimensions": lambda affine: affine.flatten(1),
+    "too_few": lambda affine: torch.cat([affine] * 3, 3)[:, :, :2],
+    "too_many": lambda affine: torch.cat([affine] * 7, 2),
+    "elsewhere": lambda affine: torch.cat([affine] * 2, 4),
+    "wide": lambda affine: affine.double(),
+    "narrow": lambda affine: affine.half(),
+    "integers": lambda affine: affine.int(),
+    "meta": lambda affine: affine.to("meta"),
 }
 
 
-@each("wrong", WRONG_MAPS)
+@each("wrong", WRONG_AFFINES)
 @pytest.mark.parametrize("op", NORMALIZING, ids=name_of)
-def test_wrong_maps(op: torch._ops.OpOverload, wrong: str, device: torch.device) -> None:
+def test_wrong_affine(op: torch._ops.OpOverload, wrong: str, device: torch.device) -> None:
     for name in ("channels", "rows"):
         arguments = arguments_of(op, device)
         place = names_of(op).index(name)
-        arguments[place] = WRONG_MAPS[wrong](arguments[place])
+        arguments[place] = WRONG_AFFINES[wrong](arguments[place])
         assert_refused(op, arguments)
 
 
@@ -286,7 +286,7 @@ def test_maps_that_differ_in_many_dimensions(
         for place, name in enumerate(names):
             if name in ("x", "grad", "addend"):
                 arguments[place] = x
-        arguments[names.index("channels")] = maps_of(x, *dims)
+        arguments[names.index("channels")] = scale_shift_of(x, *dims)
         arguments[names.index("rows")] = None
         if is_supported:
             assert op(*arguments).shape == x.shape
@@ -339,7 +339,7 @@ def test_relus_mask_is_one_bit_per_element(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("samples", "channels", "channels_per_group"), [(1, 5, 1), (3, 12, 4), (2, 3, 1)]
 )
-def test_norm_maps(
+def test_norm_affine(
     samples: int,
     channels: int,
     channels_per_group: int,
@@ -353,8 +353,8 @@ def test_norm_maps(
         for count, is_given in zip((groups, groups, channels, channels), given, strict=True)
     )
     shape = [2, samples, channels, 1]
-    maps = _ops.NORM_AFFINE(rstd, mean, weight, bias, shape, channels_per_group)
-    assert list(maps.shape) == shape
+    affine = _ops.NORM_AFFINE(rstd, mean, weight, bias, shape, channels_per_group)
+    assert list(affine.shape) == shape
 
     def spread(part: Tensor | None, otherwise: float) -> Tensor:
         if part is None:
@@ -367,9 +367,9 @@ def test_norm_maps(
     product, added = spread(mean, 0.0) * scale, spread(bias, 0.0)
     # Roundings of the scale, the product and the sum, here in float64 too.
     unit = 1.01 * torch.finfo(dtype).eps
-    assert ((maps[0, ..., 0].double() - scale).abs() <= unit * scale.abs()).all()
+    assert ((affine[0, ..., 0].double() - scale).abs() <= unit * scale.abs()).all()
     error = unit * (2 * product.abs() + (added - product).abs())
-    assert ((maps[1, ..., 0].double() - (added - product)).abs() <= error).all()
+    assert ((affine[1, ..., 0].double() - (added - product)).abs() <= error).all()
 
 
 WRONG_STATISTICS: dict[str, tuple[str, Callable[[Any], object]]] = {
@@ -431,12 +431,12 @@ def test_normalized_elements(
     arrange, dim_order = LAYOUTS[layout]
     x, grad = (arrange(3 * torch.randn(3, 5, 12, 13, device=device)).to(dtype) for _ in range(2))
     of_channels, of_rows = DIFFERING[differing]
-    # As strided as maps may be.
-    channels = maps_of(x, *of_channels).movedim(0, -1).contiguous().movedim(-1, 0)
-    rows = None if of_rows is None else maps_of(x, *of_rows)
-    maps = (channels, rows, dim_order)
+    # As strided as affine may be.
+    channels = scale_shift_of(x, *of_channels).movedim(0, -1).contiguous().movedim(-1, 0)
+    rows = None if of_rows is None else scale_shift_of(x, *of_rows)
+    affine = (channels, rows, dim_order)
 
-    z = _ops.NORMALIZE(x, *maps)
+    z = _ops.NORMALIZE(x, *affine)
     expected, error = normalized(x, channels, rows)
     assert ((z.double() - expected).abs() <= error).all()
     assert z.stride() == _ops.dense_strides(x.shape, dim_order)
@@ -445,8 +445,8 @@ def test_normalized_elements(
         y = row.reference(leaf)
         (gradient,) = torch.autograd.grad(y, leaf, grad)
         ops = row.entry.ops
-        assert_values(row, ops.recompute(x, *maps, *row.scalars), y.detach())
-        actual = ops.backward["recompute"](grad, x, *maps, *row.scalars)
+        assert_values(row, ops.recompute(x, *affine, *row.scalars), y.detach())
+        actual = ops.backward["recompute"](grad, x, *affine, *row.scalars)
         assert_gradient(row, actual, gradient, grad.abs().max(), row.name)
 
 
@@ -458,16 +458,16 @@ def test_normalized_elements_are_the_same_in_every_kernel(
     """Enough of them that a sum rounded once here and twice there makes another 16-bit number."""
     x, grad = (3 * torch.randn(3, 5, 360, 131, device=device).to(dtype) for _ in range(2))
     of_channels, of_rows = DIFFERING[differing]
-    rows = None if of_rows is None else maps_of(x, *of_rows)
-    maps = (maps_of(x, *of_channels), rows, None)
-    z = _ops.NORMALIZE(x, *maps)
+    rows = None if of_rows is None else scale_shift_of(x, *of_rows)
+    affine = (scale_shift_of(x, *of_channels), rows, None)
+    z = _ops.NORMALIZE(x, *affine)
     one_and_zero = torch.tensor([1.0, 0.0], dtype=_ops.affine_dtype(x.dtype), device=device)
     identity = (one_and_zero.view(2, 1, 1, 1, 1), None, None)
     for row in ROWS:
         ops, scalars = row.entry.ops, row.scalars
-        y = ops.recompute(x, *maps, *scalars)
+        y = ops.recompute(x, *affine, *scalars)
         assert torch.equal(y, ops.recompute(z, *identity, *scalars)), row.name
-        gradient = ops.backward["recompute"](grad, x, *maps, *scalars)
+        gradient = ops.backward["recompute"](grad, x, *affine, *scalars)
         expected = ops.backward["recompute"](grad, z, *identity, *scalars)
         assert torch.equal(gradient, expected), row.name
 
@@ -481,17 +481,17 @@ def test_runs_of_every_length(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Maps that change anywhere in what a kernel works on at one time."""
+    """AffineLoads that change anywhere in what a kernel works on at one time."""
     leaky_relu = _ops.ALL["leaky_relu"]
     for length in (*range(1, 35), 49, 196, 511, 512, 513):
         x = (3 * torch.randn(1200 // (3 * length) + 2, 3, length, device=device)).to(dtype)
-        of_rows = None if rows is None else maps_of(x, *rows)
-        maps = (maps_of(x, *channels), of_rows, None)
-        z = _ops.NORMALIZE(x, *maps)
-        expected, error = normalized(x, *maps[:2])
+        of_rows = None if rows is None else scale_shift_of(x, *rows)
+        affine = (scale_shift_of(x, *channels), of_rows, None)
+        z = _ops.NORMALIZE(x, *affine)
+        expected, error = normalized(x, *affine[:2])
         assert ((z.double() - expected).abs() <= error).all()
-        assert_identical(leaky_relu.recompute(x, *maps, 0.25), torch.where(z > 0, z, z * 0.25))
-        gradient = leaky_relu.backward["recompute"](torch.ones_like(x), x, *maps, 0.25)
+        assert_identical(leaky_relu.recompute(x, *affine, 0.25), torch.where(z > 0, z, z * 0.25))
+        gradient = leaky_relu.backward["recompute"](torch.ones_like(x), x, *affine, 0.25)
         assert_identical(gradient, torch.where(z > 0, 1.0, 0.25).to(dtype))
 
 
@@ -517,9 +517,12 @@ def test_results_that_are_cast(
     scalars = [SCALARS[a.name] for a in op._schema.arguments[4:] if not a.kwarg_only]
     for shape in ((3, 5, 12, 13), (2, 16, 24, 33), (1, 1, 1, 1), (2, 0, 3, 4)):
         x = arrange(with_special_values(3 * torch.randn(shape, device=device)))
-        for maps in ((maps_of(x, 1), None), (maps_of(x, 3), maps_of(x, 0, 1, 2))):
+        for affine in (
+            (scale_shift_of(x, 1), None),
+            (scale_shift_of(x, 3), scale_shift_of(x, 0, 1, 2)),
+        ):
             for strided in (x, torch.stack([x, x], -1)[..., 1]):
-                arguments = (strided, *maps, dim_order, *scalars)
+                arguments = (strided, *affine, dim_order, *scalars)
                 expected = op(*arguments)
                 actual = op(*arguments, dtype=dtype)
                 assert_identical(actual, expected.to(dtype))
@@ -565,16 +568,16 @@ def test_sums(addend: str, layout: str, dtype: torch.dtype, device: torch.device
             for _ in range(2)
         )
         other = ADDENDS[addend](other.flip(-1) if shape[0] == 3 else other)
-        for maps in (
-            (maps_of(x, 1), None),
-            (maps_of(x, 0, 1), None),
-            (maps_of(x, 3), maps_of(x, 0, 1, 2)),
+        for affine in (
+            (scale_shift_of(x, 1), None),
+            (scale_shift_of(x, 0, 1), None),
+            (scale_shift_of(x, 3), scale_shift_of(x, 0, 1, 2)),
         ):
-            total = torch.add(_ops.NORMALIZE(x, *maps, dim_order), other)
-            actual = _ops.NORMALIZE_ADD(x, *maps, other, dim_order)
+            total = torch.add(_ops.NORMALIZE(x, *affine, dim_order), other)
+            actual = _ops.NORMALIZE_ADD(x, *affine, other, dim_order)
             assert_identical(actual, total)
             assert actual.stride() == _ops.dense_strides(x.shape, dim_order)
-            actual = _ops.NORMALIZE_ADD_RELU(x, *maps, other, dim_order)
+            actual = _ops.NORMALIZE_ADD_RELU(x, *affine, other, dim_order)
             assert_values(MASK, actual, torch.relu(total))
 
 

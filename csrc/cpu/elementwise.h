@@ -79,7 +79,8 @@ NO_INLINE void scatter(T* data, const T* buffer, const Geometry& geometry, int64
   });
 }
 
-// The maps of a block's elements, in runs: each with one map, or with a map for each element.
+// The affine of a block's elements, in runs: each with one scale and shift, or with one for each
+// element.
 template <class C>
 class BlockAffine {
  public:
@@ -89,14 +90,14 @@ class BlockAffine {
   };
   Run runs[kBlock / kVector + 2];
   int count = 0;
-  bool is_one_map = false;
+  bool is_uniform = false;
 
   HOST_DEVICE BlockAffine(const Affine<C>& affine, int64_t first, int elements) {
     const auto& geometry = affine.geometry;
     const int64_t stride = innermost_stride(geometry, 0);
     const bool is_long = geometry.dims > 0 && geometry.sizes[geometry.dims - 1] >= kVector &&
                          innermost_stride(geometry, 1) == 0;
-    is_one_map = is_long && stride == 0;
+    is_uniform = is_long && stride == 0;
     if (is_long && stride == 1 && !affine.has_rows()) {
       for_each_run(geometry, first, elements, [&](int64_t position, int64_t length, auto& offsets) {
         runs[count++] = {position, length, nullptr, affine.channels.scale + offsets[0],
@@ -106,8 +107,8 @@ class BlockAffine {
     }
     const C* const mean = affine.has_rows() ? mean_ : nullptr;
     C rstd[kBlock];
-    int maps = elements;
-    if (is_one_map) {
+    int pairs = elements;
+    if (is_uniform) {
       for_each_run(geometry, first, elements, [&](int64_t position, int64_t length, auto& offsets) {
         runs[count] = {position, length, mean ? mean + count : nullptr, scale_ + count,
                        shift_ + count};
@@ -119,7 +120,7 @@ class BlockAffine {
         }
         ++count;
       });
-      maps = count;
+      pairs = count;
     } else {
       gather(scale_, affine.channels.scale, geometry, 0, first, elements);
       gather(shift_, affine.channels.shift, geometry, 0, first, elements);
@@ -130,7 +131,7 @@ class BlockAffine {
       runs[count++] = {0, elements, mean, scale_, shift_};
     }
     if (!affine.has_rows()) return;
-    for (int i = 0; i < maps; ++i) scale_[i] *= rstd[i];
+    for (int i = 0; i < pairs; ++i) scale_[i] *= rstd[i];
   }
 
  private:
@@ -190,26 +191,26 @@ template <class Instructions, class T>
 HOST_DEVICE void normalize(T* z, Result<T>* values, const Input<T>& x,
                            const Affine<opmath_t<T>>& affine, int64_t first, int count) {
   using C = opmath_t<T>;
-  const BlockAffine<C> maps(affine, first, count);
-  for (int r = 0; r < maps.count; ++r) {
-    const auto [begin, length, mean, scale, shift] = maps.runs[r];
-    if (maps.is_one_map) {
-      const ScaleAndShift<C> map{*scale, *shift};
+  const BlockAffine<C> block(affine, first, count);
+  for (int r = 0; r < block.count; ++r) {
+    const auto [begin, length, mean, scale, shift] = block.runs[r];
+    if (block.is_uniform) {
+      const ScaleAndShift<C> scale_shift{*scale, *shift};
       const C center = mean ? *mean : C(0);
 #pragma GCC ivdep
       for (int64_t i = begin; i < begin + length; ++i)
-        values[i] = result_of<T>(mapped<T>(x[i].value - center, map));
+        values[i] = result_of<T>(apply_affine<T>(x[i].value - center, scale_shift));
     } else if (mean) {
 #pragma GCC ivdep
       for (int64_t i = begin; i < begin + length; ++i) {
-        const ScaleAndShift<C> map{scale[i - begin], shift[i - begin]};
-        values[i] = result_of<T>(mapped<T>(x[i].value - mean[i - begin], map));
+        const ScaleAndShift<C> scale_shift{scale[i - begin], shift[i - begin]};
+        values[i] = result_of<T>(apply_affine<T>(x[i].value - mean[i - begin], scale_shift));
       }
     } else {
 #pragma GCC ivdep
       for (int64_t i = begin; i < begin + length; ++i) {
-        const ScaleAndShift<C> map{scale[i - begin], shift[i - begin]};
-        values[i] = result_of<T>(mapped<T>(x[i].value, map));
+        const ScaleAndShift<C> scale_shift{scale[i - begin], shift[i - begin]};
+        values[i] = result_of<T>(apply_affine<T>(x[i].value, scale_shift));
       }
     }
   }
@@ -505,12 +506,12 @@ inline InstructionSet instruction_set() {
 
 struct Cpu {
   template <class C>
-  static void write_maps(const Statistics<C>& statistics, C* scale, C* shift, int64_t channels,
-                         int /*device*/) {
+  static void write_affine(const Statistics<C>& statistics, C* scale, C* shift, int64_t channels,
+                           int /*device*/) {
     for (int64_t i = 0; i < channels; ++i) {
-      const auto map = statistics.map(i);
-      scale[i] = map.scale;
-      shift[i] = map.shift;
+      const auto scale_shift = statistics.affine(i);
+      scale[i] = scale_shift.scale;
+      shift[i] = scale_shift.shift;
     }
   }
 

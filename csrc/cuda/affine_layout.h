@@ -11,8 +11,8 @@
 //                  have statistics as well.
 //
 // An element's number divided by the size of a plane or a row then tells its channel and its row.
-// Where `is_strided`, Geometry tells them, by several divisions: for maps that lie in any other way
-// (channels innermost that differ between samples), and for 2^31 elements and more.
+// Where `is_strided`, Geometry tells them, by several divisions: for affine that lie in any other
+// way (channels innermost that differ between samples), and for 2^31 elements and more.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +31,7 @@ struct AffineLayout {
   IntDivider inner;     // by the elements of a plane, or by the channels of a row
   IntDivider channels;  // by the planes of a sample, or by all planes if samples differ
 
-  // Of the access that begins at an element; channels and rows by where their maps are.
+  // Of the access that begins at an element; channels and rows by where their affine are.
 
   HOST_DEVICE uint32_t channel(uint32_t element) const { return channels.mod(inner.div(element)); }
 

@@ -382,11 +382,11 @@ HOST_DEVICE void compute(const Functor& functor, LaneState<Functor, count>& my, 
   }
 }
 
-// The arithmetic of one access after a norm, from the maps of its channels. They become those of
+// The arithmetic of one access after a norm, from the affine of its channels. They become those of
 // x - mean in the row, if there are rows.
 template <class Functor, int count, class C>
 HOST_DEVICE void compute_normalized(const Functor& functor, LaneState<Functor, count>& my,
-                                    int access, ScaleAndShift<C> (&maps)[count],
+                                    int access, ScaleAndShift<C> (&scale_shift)[count],
                                     bool has_rows = false, RowStatistics<C> row = {}) {
   using T = typename Functor::Scalar;
   Element<T> elements[count][Functor::kInputs];
@@ -398,22 +398,22 @@ HOST_DEVICE void compute_normalized(const Functor& functor, LaneState<Functor, c
   if (has_rows) {
     UNROLL
     for (int i = 0; i < count; ++i) {
-      maps[i].scale *= row.rstd;
+      scale_shift[i].scale *= row.rstd;
       elements[i][Functor::kInputs - 1].value -= row.mean;
     }
   }
   UNROLL
   for (int i = 0; i < count; ++i)
-    my.out[access][i] = store<typename Functor::Out>(functor(elements[i], maps[i]));
+    my.out[access][i] = store<typename Functor::Out>(functor(elements[i], scale_shift[i]));
 }
 
-// All accesses of a lane in a whole tile, whose first element is `first`. Maps of one or two
+// All accesses of a lane in a whole tile, whose first element is `first`. AffineLoads of one or two
 // channels are loaded before the arithmetic of all accesses.
 template <class Functor, int count, class C>
 HOST_DEVICE void compute_all_normalized(const Functor& functor, LaneState<Functor, count>& my,
                                         const AffineLayout& layout, const Affine<C>& affine,
                                         uint32_t first) {
-  ScaleAndShift<C> maps[count];
+  ScaleAndShift<C> scale_shift[count];
   if (layout.kind == AffineLayout::kPlanes) {
     ScaleAndShift<C> channel[kAccesses];
     UNROLL
@@ -422,8 +422,8 @@ HOST_DEVICE void compute_all_normalized(const Functor& functor, LaneState<Functo
     UNROLL
     for (int a = 0; a < kAccesses; ++a) {
       UNROLL
-      for (int i = 0; i < count; ++i) maps[i] = channel[a];
-      compute_normalized(functor, my, a, maps);
+      for (int i = 0; i < count; ++i) scale_shift[i] = channel[a];
+      compute_normalized(functor, my, a, scale_shift);
     }
   } else if (layout.kind == AffineLayout::kSplitPlanes) {
     ScaleAndShift<C> channel[kAccesses], next[kAccesses];
@@ -438,8 +438,8 @@ HOST_DEVICE void compute_all_normalized(const Functor& functor, LaneState<Functo
     UNROLL
     for (int a = 0; a < kAccesses; ++a) {
       UNROLL
-      for (uint32_t i = 0; i < count; ++i) maps[i] = i < left[a] ? channel[a] : next[a];
-      compute_normalized(functor, my, a, maps);
+      for (uint32_t i = 0; i < count; ++i) scale_shift[i] = i < left[a] ? channel[a] : next[a];
+      compute_normalized(functor, my, a, scale_shift);
     }
   } else {
     const auto compute_columns = [&](auto has_rows) {
@@ -453,8 +453,8 @@ HOST_DEVICE void compute_all_normalized(const Functor& functor, LaneState<Functo
           load_vector(reinterpret_cast<C(&)[4]>(shift[i]), affine.channels.shift + at.channel + i);
         }
         UNROLL
-        for (int i = 0; i < count; ++i) maps[i] = {scale[i], shift[i]};
-        compute_normalized(functor, my, a, maps, has_rows(), affine.row(at.row));
+        for (int i = 0; i < count; ++i) scale_shift[i] = {scale[i], shift[i]};
+        compute_normalized(functor, my, a, scale_shift, has_rows(), affine.row(at.row));
       }
     };
     if (affine.has_rows())
@@ -509,8 +509,9 @@ HOST_DEVICE void run_tile(const Functor& functor, const Layout& layout,
           const auto& affine = operands.affine;
           int64_t offsets[2];
           affine.geometry.locate(uint64_t(tile.first + place), offsets);
-          ScaleAndShift<opmath_t<T>> map[1] = {affine.channel(offsets[0])};
-          compute_normalized(functor, my, a, map, affine.has_rows(), affine.row(offsets[1]));
+          ScaleAndShift<opmath_t<T>> scale_shift[1] = {affine.channel(offsets[0])};
+          compute_normalized(functor, my, a, scale_shift, affine.has_rows(),
+                             affine.row(offsets[1]));
         }
       }
       if constexpr (count > 1) {

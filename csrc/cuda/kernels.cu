@@ -32,12 +32,13 @@ __global__ void __launch_bounds__(2 * kThreads)
 }
 
 template <class C>
-__global__ void write_map(const Statistics<C> statistics, C* scale, C* shift, int64_t channels) {
+__global__ void write_affine_kernel(const Statistics<C> statistics, C* scale, C* shift,
+                                    int64_t channels) {
   const int64_t channel = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (channel >= channels) return;
-  const auto map = statistics.map(channel);
-  scale[channel] = map.scale;
-  shift[channel] = map.shift;
+  const auto scale_shift = statistics.affine(channel);
+  scale[channel] = scale_shift.scale;
+  shift[channel] = scale_shift.shift;
 }
 
 inline cudaStream_t current_stream(int device) {
@@ -58,10 +59,10 @@ void launch(const void* kernel, int64_t threads, void** arguments, int device) {
 
 struct Cuda {
   template <class C>
-  static void write_maps(Statistics<C> statistics, C* scale, C* shift, int64_t channels,
-                         int device) {
+  static void write_affine(Statistics<C> statistics, C* scale, C* shift, int64_t channels,
+                           int device) {
     void* arguments[] = {&statistics, &scale, &shift, &channels};
-    launch(reinterpret_cast<const void*>(&write_map<C>), channels, arguments, device);
+    launch(reinterpret_cast<const void*>(&write_affine_kernel<C>), channels, arguments, device);
   }
 
   template <class Functor>
