@@ -49,19 +49,19 @@ struct Statistics {
 
 template <class C>
 struct Affine {
-  ScaleAndShift<const C*> channels;
-  RowStatistics<const C*> rows;  // or null
-  AffineGeometry geometry;       // of channels and of rows, walked as the tensors are
+  ScaleAndShift<const C*> channel_affine;
+  RowStatistics<const C*> row_statistics;  // or null
+  AffineGeometry geometry;                 // of channels and of rows, walked as the tensors are
 
-  HOST_DEVICE bool has_rows() const { return rows.rstd != nullptr; }
+  HOST_DEVICE bool has_rows() const { return row_statistics.rstd != nullptr; }
 
   HOST_DEVICE ScaleAndShift<C> channel(int64_t offset) const {
-    return {channels.scale[offset], channels.shift[offset]};
+    return {channel_affine.scale[offset], channel_affine.shift[offset]};
   }
 
   HOST_DEVICE RowStatistics<C> row(int64_t offset) const {
     if (!has_rows()) return {C(1), C(0)};
-    return {rows.rstd[offset], rows.mean[offset]};
+    return {row_statistics.rstd[offset], row_statistics.mean[offset]};
   }
 };
 

@@ -122,9 +122,9 @@ Tensor transform_normalized(const char* op, const Tensor& x, const AffineTensors
 
 // A norm's output from its input.
 template <class Device>
-Tensor normalize(Tensor x, Tensor channels, std::optional<Tensor> rows, DimOrder dim_order,
-                 OptionalDtype dtype) {
-  const AffineTensors affine{&channels, rows ? &*rows : nullptr};
+Tensor normalize(Tensor x, Tensor channel_affine, std::optional<Tensor> row_statistics,
+                 DimOrder dim_order, OptionalDtype dtype) {
+  const AffineTensors affine{&channel_affine, row_statistics ? &*row_statistics : nullptr};
   return transform_normalized<Device>("normalize", x, affine, dim_order, dtype,
                                       [](auto zero) { return Normalize<decltype(zero)>{}; });
 }
@@ -143,18 +143,18 @@ Tensor transform_normalized_sum(const char* op, const Tensor& x, const AffineTen
 
 // The sum of a norm's output and an addend.
 template <class Device>
-Tensor normalize_add(Tensor x, Tensor channels, std::optional<Tensor> rows, Tensor addend,
-                     DimOrder dim_order) {
-  const AffineTensors affine{&channels, rows ? &*rows : nullptr};
+Tensor normalize_add(Tensor x, Tensor channel_affine, std::optional<Tensor> row_statistics,
+                     Tensor addend, DimOrder dim_order) {
+  const AffineTensors affine{&channel_affine, row_statistics ? &*row_statistics : nullptr};
   return transform_normalized_sum<Device>("normalize_add", x, affine, addend, dim_order,
                                           [](auto zero) { return NormalizeAdd<decltype(zero)>{}; });
 }
 
 // Its ReLU.
 template <class Device>
-Tensor normalize_add_relu(Tensor x, Tensor channels, std::optional<Tensor> rows, Tensor addend,
-                          DimOrder dim_order) {
-  const AffineTensors affine{&channels, rows ? &*rows : nullptr};
+Tensor normalize_add_relu(Tensor x, Tensor channel_affine, std::optional<Tensor> row_statistics,
+                          Tensor addend, DimOrder dim_order) {
+  const AffineTensors affine{&channel_affine, row_statistics ? &*row_statistics : nullptr};
   return transform_normalized_sum<Device>(
       "normalize_add_relu", x, affine, addend, dim_order,
       [](auto zero) { return ForwardRecomputeAdd<ReLU<decltype(zero)>>{}; });
@@ -222,19 +222,19 @@ struct Ops<Device, Activation, Types<Arguments...>> {
     return result;
   }
 
-  static Tensor recompute(Tensor x, Tensor channels, std::optional<Tensor> rows, DimOrder dim_order,
-                          Arguments... arguments, OptionalDtype dtype) {
-    const AffineTensors affine{&channels, rows ? &*rows : nullptr};
+  static Tensor recompute(Tensor x, Tensor channel_affine, std::optional<Tensor> row_statistics,
+                          DimOrder dim_order, Arguments... arguments, OptionalDtype dtype) {
+    const AffineTensors affine{&channel_affine, row_statistics ? &*row_statistics : nullptr};
     return transform_normalized<Device>(kName, x, affine, dim_order, dtype, [&](auto zero) {
       using A = Activation<decltype(zero)>;
       return ForwardRecompute<A>{{{{}, A{arguments...}}}};
     });
   }
 
-  static Tensor backward_recompute(Tensor grad, Tensor x, Tensor channels,
-                                   std::optional<Tensor> rows, DimOrder dim_order,
+  static Tensor backward_recompute(Tensor grad, Tensor x, Tensor channel_affine,
+                                   std::optional<Tensor> row_statistics, DimOrder dim_order,
                                    Arguments... arguments) {
-    const AffineTensors affine{&channels, rows ? &*rows : nullptr};
+    const AffineTensors affine{&channel_affine, row_statistics ? &*row_statistics : nullptr};
     const auto make = [&](auto zero) {
       using A = Activation<decltype(zero)>;
       return BackwardRecompute<A>{{{{}, A{arguments...}}}};

@@ -7,10 +7,12 @@
 //   relu_backward_mask(grad, packed), relu_backward_output(grad, output)
 //   silu_backward_output(grad, output, packed), silu_backward_derivative(grad, packed)
 //   silu_double_backward(grad_grad, grad, output, packed)
-//   relu_recompute(x, channels, rows, dtype), relu_backward_recompute(grad, x, channels, rows)
+//   relu_recompute(x, channel_affine, row_statistics, dtype), relu_backward_recompute(grad, x,
+//   channel_affine, row_statistics)
 //                                                   of a norm's input, with the norm's affine
-//   normalize(x, channels, rows, dtype)             the norm's output, cast to a dtype
-//   normalize_add(x, channels, rows, addend), normalize_add_relu(x, channels, rows, addend)
+//   normalize(x, channel_affine, row_statistics, dtype)             the norm's output, cast to a
+//   dtype normalize_add(x, channel_affine, row_statistics, addend), normalize_add_relu(x,
+//   channel_affine, row_statistics, addend)
 //                                                   the sum of it and an addend, and its ReLU
 //   norm_affine(rstd, mean, weight, bias)        the norm's affine
 #pragma once
@@ -25,7 +27,7 @@ namespace inplace_ops {
 
 using Library = torch::stable::detail::StableLibrary;
 
-constexpr const char* kNormalizedSchema = "Tensor x, Tensor channels, Tensor? rows";
+constexpr const char* kNormalizedSchema = "Tensor x, Tensor channel_affine, Tensor? row_statistics";
 constexpr const char* kCastSchema = ", *, ScalarType? dtype=None) -> Tensor";
 
 inline void define_saving(Library& m, const std::string& op, const std::string& rest) {

@@ -86,9 +86,9 @@ Affine<C> affine_of(const char* op, const AffineTensors& tensors, const Tensor& 
     const C* first = static_cast<const C*>(tensors[k]->const_data_ptr());
     const C* second = first + tensors[k]->stride(0);
     if (k == 0)
-      affine.channels = {first, second};
+      affine.channel_affine = {first, second};
     else
-      affine.rows = {first, second};
+      affine.row_statistics = {first, second};
   }
   return affine;
 }

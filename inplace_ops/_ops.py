@@ -184,13 +184,13 @@ def _name_of(op: Op) -> str:
 
 def _recomputing_fake(
     x: Tensor,
-    channels: Tensor,
-    rows: Tensor | None,
+    channel_affine: Tensor,
+    row_statistics: Tensor | None,
     dim_order: DimOrder,
     *arguments: float,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    _check_devices(x, channels, rows)
+    _check_devices(x, channel_affine, row_statistics)
     torch._check(
         dtype in (None, x.dtype) or (x.dtype is torch.float32 and dtype in CAST_DTYPES),
         lambda: f"results of another dtype are float16 or bfloat16, of a float32 tensor: {dtype}",
@@ -199,9 +199,13 @@ def _recomputing_fake(
 
 
 def _sum_fake(
-    x: Tensor, channels: Tensor, rows: Tensor | None, addend: Tensor, dim_order: DimOrder
+    x: Tensor,
+    channel_affine: Tensor,
+    row_statistics: Tensor | None,
+    addend: Tensor,
+    dim_order: DimOrder,
 ) -> Tensor:
-    _check_devices(x, channels, rows, addend)
+    _check_devices(x, channel_affine, row_statistics, addend)
     torch._check(x.shape == addend.shape and x.dtype == addend.dtype, lambda: "unlike tensors")
     return _empty_in_order(x, dim_order)
 

@@ -60,8 +60,8 @@ Affine<C> affine_of(const Launch& launch) {
     for (int k = 0; k < 2; ++k) affine.geometry.strides[k][d] = geometry.strides[k][d];
   }
   const auto part = [&](size_t k) { return reinterpret_cast<const C*>(launch.map_addresses[k]); };
-  affine.channels = {part(0), part(1)};
-  if (launch.affine_strides.size() > 1) affine.rows = {part(2), part(3)};
+  affine.channel_affine = {part(0), part(1)};
+  if (launch.affine_strides.size() > 1) affine.row_statistics = {part(2), part(3)};
   return affine;
 }
 

@@ -67,7 +67,7 @@ def planes_of(op: torch._ops.OpOverload, dtype: torch.dtype = torch.float32) -> 
 
 # The template of ops.h is the same for all: of those of a kind one, and the one with a scalar.
 OF_EACH_KIND = [op for op in OPS if numbers_of(op)[0] in (None, "relu", "leaky_relu", "silu")]
-NORMALIZING = [op for op in OF_EACH_KIND if "channels" in names_of(op)]
+NORMALIZING = [op for op in OF_EACH_KIND if "channel_affine" in names_of(op)]
 
 all_ops = pytest.mark.parametrize("op", OPS, ids=name_of)
 of_each_kind = pytest.mark.parametrize(
@@ -107,13 +107,13 @@ def arguments_of(
             arguments.append(packed)
         elif parameter.name == "bits":
             arguments.append(planes)
-        elif parameter.name == "channels":
+        elif parameter.name == "channel_affine":
             arguments.append(scale_shift_of(arguments[0], 1))
         elif parameter.name in STATISTICS:
             arguments.append(torch.randn(STATISTICS[parameter.name], device=device))
         elif parameter.name in ("shape", "channels_per_group"):
             arguments.append([2, 2, 6] if parameter.name == "shape" else 3)
-        elif parameter.name == "rows":  # which only layer norms have
+        elif parameter.name == "row_statistics":  # which only layer norms have
             arguments.append(None if layout == "channels_last" else scale_shift_of(arguments[0], 0))
         elif parameter.name == "dim_order":
             arguments.append(dim_order)
@@ -259,7 +259,7 @@ WRONG_AFFINES: dict[str, Callable[[Tensor], Tensor]] = {
 @each("wrong", WRONG_AFFINES)
 @pytest.mark.parametrize("op", NORMALIZING, ids=name_of)
 def test_wrong_affine(op: torch._ops.OpOverload, wrong: str, device: torch.device) -> None:
-    for name in ("channels", "rows"):
+    for name in ("channel_affine", "row_statistics"):
         arguments = arguments_of(op, device)
         place = names_of(op).index(name)
         arguments[place] = WRONG_AFFINES[wrong](arguments[place])
@@ -270,7 +270,7 @@ def test_wrong_affine(op: torch._ops.OpOverload, wrong: str, device: torch.devic
 def test_maps_of_float64(op: torch._ops.OpOverload, device: torch.device) -> None:
     arguments = arguments_of(op, device, torch.float64)
     op(*arguments)
-    place = names_of(op).index("channels")
+    place = names_of(op).index("channel_affine")
     arguments[place] = arguments[place].float()
     assert_refused(op, arguments)
 
@@ -286,8 +286,8 @@ def test_maps_that_differ_in_many_dimensions(
         for place, name in enumerate(names):
             if name in ("x", "grad", "addend"):
                 arguments[place] = x
-        arguments[names.index("channels")] = scale_shift_of(x, *dims)
-        arguments[names.index("rows")] = None
+        arguments[names.index("channel_affine")] = scale_shift_of(x, *dims)
+        arguments[names.index("row_statistics")] = None
         if is_supported:
             assert op(*arguments).shape == x.shape
         else:

@@ -100,8 +100,8 @@ class BlockAffine {
     is_uniform = is_long && stride == 0;
     if (is_long && stride == 1 && !affine.has_rows()) {
       for_each_run(geometry, first, elements, [&](int64_t position, int64_t length, auto& offsets) {
-        runs[count++] = {position, length, nullptr, affine.channels.scale + offsets[0],
-                         affine.channels.shift + offsets[0]};
+        runs[count++] = {position, length, nullptr, affine.channel_affine.scale + offsets[0],
+                         affine.channel_affine.shift + offsets[0]};
       });
       return;
     }
@@ -112,21 +112,21 @@ class BlockAffine {
       for_each_run(geometry, first, elements, [&](int64_t position, int64_t length, auto& offsets) {
         runs[count] = {position, length, mean ? mean + count : nullptr, scale_ + count,
                        shift_ + count};
-        scale_[count] = affine.channels.scale[offsets[0]];
-        shift_[count] = affine.channels.shift[offsets[0]];
+        scale_[count] = affine.channel_affine.scale[offsets[0]];
+        shift_[count] = affine.channel_affine.shift[offsets[0]];
         if (affine.has_rows()) {
-          rstd[count] = affine.rows.rstd[offsets[1]];
-          mean_[count] = affine.rows.mean[offsets[1]];
+          rstd[count] = affine.row_statistics.rstd[offsets[1]];
+          mean_[count] = affine.row_statistics.mean[offsets[1]];
         }
         ++count;
       });
       pairs = count;
     } else {
-      gather(scale_, affine.channels.scale, geometry, 0, first, elements);
-      gather(shift_, affine.channels.shift, geometry, 0, first, elements);
+      gather(scale_, affine.channel_affine.scale, geometry, 0, first, elements);
+      gather(shift_, affine.channel_affine.shift, geometry, 0, first, elements);
       if (affine.has_rows()) {
-        gather(rstd, affine.rows.rstd, geometry, 1, first, elements);
-        gather(mean_, affine.rows.mean, geometry, 1, first, elements);
+        gather(rstd, affine.row_statistics.rstd, geometry, 1, first, elements);
+        gather(mean_, affine.row_statistics.mean, geometry, 1, first, elements);
       }
       runs[count++] = {0, elements, mean, scale_, shift_};
     }

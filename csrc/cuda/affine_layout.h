@@ -100,8 +100,8 @@ std::optional<AffineLayout> affine_layout(const Affine<C>& affine, uintptr_t ali
     const bool is_split = layout.is_strided || (inner > 0 && size % count != 0);
     layout.kind = is_split ? AffineLayout::kSplitPlanes : AffineLayout::kPlanes;
   } else {
-    uintptr_t addresses = reinterpret_cast<uintptr_t>(affine.channels.scale) |
-                          reinterpret_cast<uintptr_t>(affine.channels.shift);
+    uintptr_t addresses = reinterpret_cast<uintptr_t>(affine.channel_affine.scale) |
+                          reinterpret_cast<uintptr_t>(affine.channel_affine.shift);
     for (int d = 0; d < inner; ++d) addresses |= channel_strides[d] * sizeof(C);
     if (channel_strides[inner] != 1 || size % count != 0 || addresses % alignment != 0)
       return std::nullopt;

@@ -449,8 +449,10 @@ HOST_DEVICE void compute_all_normalized(const Functor& functor, LaneState<Functo
         C scale[count], shift[count];
         UNROLL
         for (int i = 0; i < count; i += 4) {
-          load_vector(reinterpret_cast<C(&)[4]>(scale[i]), affine.channels.scale + at.channel + i);
-          load_vector(reinterpret_cast<C(&)[4]>(shift[i]), affine.channels.shift + at.channel + i);
+          load_vector(reinterpret_cast<C(&)[4]>(scale[i]),
+                      affine.channel_affine.scale + at.channel + i);
+          load_vector(reinterpret_cast<C(&)[4]>(shift[i]),
+                      affine.channel_affine.shift + at.channel + i);
         }
         UNROLL
         for (int i = 0; i < count; ++i) scale_shift[i] = {scale[i], shift[i]};
