@@ -11,12 +11,12 @@
 #include <cmath>
 #include <cstdint>
 
-#include "geometry.h"
+#include "strided_layout.h"
 
 namespace inplace_ops {
 
 constexpr int kMaxAffineDims = 4;  // after merging; the norms have at most three
-using AffineGeometry = GeometryOf<2, kMaxAffineDims>;
+using AffineStridedLayout = StridedLayoutOf<2, kMaxAffineDims>;
 
 template <class C>
 struct ScaleAndShift {
@@ -51,7 +51,7 @@ template <class C>
 struct Affine {
   ScaleAndShift<const C*> channel_affine;
   RowStatistics<const C*> row_statistics;  // or null
-  AffineGeometry geometry;                 // of channels and of rows, walked as the tensors are
+  AffineStridedLayout strided;             // of channels and of rows, walked as the tensors are
 
   HOST_DEVICE bool has_rows() const { return row_statistics.rstd != nullptr; }
 

@@ -21,7 +21,7 @@ void run_functor(const char* op, const Functor& functor, const Tensor& out,
   using T = typename Functor::Scalar;
   const Tensor* operands[inputs + 1] = {&out};
   std::copy(in, in + inputs, operands + 1);
-  const Geometry geometry = walk(dim_order, operands);
+  const StridedLayout strided = strided_layout_of(dim_order, operands);
   Operands<Functor> data{};
   if constexpr (Functor::kPackedBits != PackedBitsUse::kNone) {
     if (packed) {
@@ -31,11 +31,11 @@ void run_functor(const char* op, const Functor& functor, const Tensor& out,
   }
   if constexpr (Functor::kNormalizes)
     data.affine = affine_of<opmath_t<T>>(op, *affine, out, dim_order);
-  if (geometry.elements == 0) return;
+  if (strided.elements == 0) return;
   data.out = static_cast<typename Functor::Out*>(out.mutable_data_ptr());
   for (int k = 0; k < Functor::kInputs; ++k)
     data.in[k] = static_cast<const T*>(in[k]->const_data_ptr());
-  Device::run(functor, geometry, data, out.get_device_index());
+  Device::run(functor, strided, data, out.get_device_index());
 }
 
 // Runs the functor that make(T{}) returns for the tensors' format T.

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "affine.h"
-#include "geometry.h"
 #include "packed_bits.h"
+#include "strided_layout.h"
 
 namespace inplace_ops {
 
@@ -31,20 +31,20 @@ inline int64_t dimension(const DimOrder& dim_order, int64_t i) {
 }
 
 template <size_t count>
-Geometry walk(const DimOrder& dim_order, const Tensor* const (&operands)[count]) {
+StridedLayout strided_layout_of(const DimOrder& dim_order, const Tensor* const (&operands)[count]) {
   const Tensor& first = *operands[0];
-  Geometry geometry(count);
+  StridedLayout strided(count);
   if (first.numel() == 0) {  // it may have any number of dimensions
-    geometry.elements = 0;
-    return geometry;
+    strided.elements = 0;
+    return strided;
   }
   for (int64_t i = 0; i < first.dim(); ++i) {
     const int64_t d = dimension(dim_order, i);
     int64_t strides[count];
     for (size_t k = 0; k < count; ++k) strides[k] = operands[k]->stride(d);
-    geometry.push_inner(first.size(d), strides);
+    strided.add_inner_dim(first.size(d), strides);
   }
-  return geometry;
+  return strided;
 }
 
 // Scales and shifts of channels, and rstd and mean of rows, or none: tensors (2, ...), whose other
@@ -65,23 +65,23 @@ Affine<C> affine_of(const char* op, const AffineTensors& tensors, const Tensor& 
                     "_: scales and shifts must have shape (2, ...), the rest as the tensor's or "
                     "1, and be float64 for float64 and else float32, on its device");
   }
-  Geometry geometry(2);
+  StridedLayout strided(2);
   for (int64_t i = 0; i < x.dim(); ++i) {
     const int64_t d = dimension(dim_order, i);
     int64_t strides[2] = {};
     for (int k = 0; k < 2; ++k)
       if (tensors[k] && tensors[k]->size(d + 1) > 1) strides[k] = tensors[k]->stride(d + 1);
-    geometry.push_inner(x.size(d), strides);
+    strided.add_inner_dim(x.size(d), strides);
   }
-  STD_TORCH_CHECK(geometry.dims <= kMaxAffineDims, op,
+  STD_TORCH_CHECK(strided.dims <= kMaxAffineDims, op,
                   "_: scales and shifts that differ in so many dimensions are not supported");
   Affine<C> affine{};
-  affine.geometry.dims = geometry.dims;
-  affine.geometry.operands = 2;
-  affine.geometry.elements = geometry.elements;
-  for (int d = 0; d < geometry.dims; ++d) affine.geometry.sizes[d] = geometry.sizes[d];
+  affine.strided.dims = strided.dims;
+  affine.strided.operands = 2;
+  affine.strided.elements = strided.elements;
+  for (int d = 0; d < strided.dims; ++d) affine.strided.sizes[d] = strided.sizes[d];
   for (int k = 0; k < 2; ++k) {
-    for (int d = 0; d < geometry.dims; ++d) affine.geometry.strides[k][d] = geometry.strides[k][d];
+    for (int d = 0; d < strided.dims; ++d) affine.strided.strides[k][d] = strided.strides[k][d];
     if (!tensors[k]) continue;
     const C* first = static_cast<const C*>(tensors[k]->const_data_ptr());
     const C* second = first + tensors[k]->stride(0);

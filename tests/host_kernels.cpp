@@ -43,21 +43,21 @@ struct Launch {
 // As affine_of() in csrc/tensors.h makes it of tensors.
 template <class C>
 Affine<C> affine_of(const Launch& launch) {
-  Geometry geometry(2);
+  StridedLayout strided(2);
   for (size_t d = 0; d < launch.sizes.size(); ++d) {
     int64_t strides[kMaxOperands] = {};
     for (size_t k = 0; k < launch.affine_strides.size(); ++k)
       strides[k] = launch.affine_strides[k][d];
-    geometry.push_inner(launch.sizes[d], strides);
+    strided.add_inner_dim(launch.sizes[d], strides);
   }
-  if (geometry.dims > kMaxAffineDims) throw std::invalid_argument("dimensions of the affine");
+  if (strided.dims > kMaxAffineDims) throw std::invalid_argument("dimensions of the affine");
   Affine<C> affine{};
-  affine.geometry.dims = geometry.dims;
-  affine.geometry.operands = 2;
-  affine.geometry.elements = geometry.elements;
-  for (int d = 0; d < geometry.dims; ++d) {
-    affine.geometry.sizes[d] = geometry.sizes[d];
-    for (int k = 0; k < 2; ++k) affine.geometry.strides[k][d] = geometry.strides[k][d];
+  affine.strided.dims = strided.dims;
+  affine.strided.operands = 2;
+  affine.strided.elements = strided.elements;
+  for (int d = 0; d < strided.dims; ++d) {
+    affine.strided.sizes[d] = strided.sizes[d];
+    for (int k = 0; k < 2; ++k) affine.strided.strides[k][d] = strided.strides[k][d];
   }
   const auto part = [&](size_t k) { return reinterpret_cast<const C*>(launch.map_addresses[k]); };
   affine.channel_affine = {part(0), part(1)};
@@ -81,11 +81,11 @@ Path run(const Functor& functor, const Launch& launch) {
   using Out = typename Functor::Out;
   if (launch.addresses.size() != Functor::kInputs + 1)
     throw std::invalid_argument("number of operands");
-  Geometry geometry(Functor::kInputs + 1);
+  StridedLayout strided(Functor::kInputs + 1);
   for (size_t d = 0; d < launch.sizes.size(); ++d) {
     int64_t strides[kMaxOperands] = {};
     for (int k = 0; k <= Functor::kInputs; ++k) strides[k] = launch.strides[k][d];
-    geometry.push_inner(launch.sizes[d], strides);
+    strided.add_inner_dim(launch.sizes[d], strides);
   }
   Operands<Functor> operands{};
   operands.out = reinterpret_cast<Out*>(launch.addresses[0]);
@@ -97,7 +97,7 @@ Path run(const Functor& functor, const Launch& launch) {
   if constexpr (Functor::kNormalizes) operands.affine = affine_of<opmath_t<T>>(launch);
 
   Path path;
-  choose_path(geometry, operands, [&](auto count, const auto& layout, int64_t begin, int64_t end) {
+  choose_path(strided, operands, [&](auto count, const auto& layout, int64_t begin, int64_t end) {
     path.access = std::max(path.access, count());
     if constexpr (std::is_same_v<std::decay_t<decltype(layout)>, RowsOfNormalized>)
       path.layout = name_of(layout.affine);

@@ -13,7 +13,7 @@
 #include <string_view>
 
 #include "../functors.h"
-#include "../geometry.h"
+#include "../strided_layout.h"
 #include "instructions.h"
 
 namespace inplace_ops {
@@ -26,54 +26,55 @@ constexpr int64_t kGrainBlocks = 32768 / kBlock;  // PyTorch's own grain for ele
 // Calls visit(position, length, offsets) for each run along the innermost dimension of the elements
 // first to first + count - 1, with where it begins in each of the operands.
 template <int max_operands, int max_dims, class Visit>
-void for_each_run(const GeometryOf<max_operands, max_dims>& geometry, int64_t first, int64_t count,
-                  const Visit& visit) {
-  const int inner = geometry.dims - 1;
-  const auto& sizes = geometry.sizes;
-  const auto& strides = geometry.strides;
+void for_each_run(const StridedLayoutOf<max_operands, max_dims>& strided, int64_t first,
+                  int64_t count, const Visit& visit) {
+  const int inner = strided.dims - 1;
+  const auto& sizes = strided.sizes;
+  const auto& strides = strided.strides;
   int64_t offsets[max_operands] = {};
   if (inner < 0) return visit(int64_t(0), count, offsets);
   int64_t index[max_dims], rest = first;
   for (int d = inner; d >= 0; --d) {
     index[d] = d > 0 ? rest % sizes[d] : rest;
     rest /= sizes[d];
-    for (int k = 0; k < geometry.operands; ++k) offsets[k] += index[d] * strides[k][d];
+    for (int k = 0; k < strided.operands; ++k) offsets[k] += index[d] * strides[k][d];
   }
   for (int64_t position = 0; position < count;) {
     const int64_t length = std::min(count - position, sizes[inner] - index[inner]);
     visit(position, length, offsets);
     position += length;
     index[inner] += length;
-    for (int k = 0; k < geometry.operands; ++k) offsets[k] += length * strides[k][inner];
+    for (int k = 0; k < strided.operands; ++k) offsets[k] += length * strides[k][inner];
     for (int d = inner; d > 0 && index[d] == sizes[d]; --d) {
       index[d] = 0;
       ++index[d - 1];
-      for (int k = 0; k < geometry.operands; ++k)
+      for (int k = 0; k < strided.operands; ++k)
         offsets[k] += strides[k][d - 1] - sizes[d] * strides[k][d];
     }
   }
 }
 
 template <int max_operands, int max_dims>
-int64_t innermost_stride(const GeometryOf<max_operands, max_dims>& geometry, int operand) {
-  return geometry.dims > 0 ? geometry.strides[operand][geometry.dims - 1] : 1;
+int64_t innermost_stride(const StridedLayoutOf<max_operands, max_dims>& strided, int operand) {
+  return strided.dims > 0 ? strided.strides[operand][strided.dims - 1] : 1;
 }
 
 template <class T, int max_operands, int max_dims>
-NO_INLINE void gather(T* buffer, const T* data, const GeometryOf<max_operands, max_dims>& geometry,
-                      int operand, int64_t first, int64_t count) {
-  const int64_t stride = innermost_stride(geometry, operand);
-  for_each_run(geometry, first, count, [&](int64_t position, int64_t length, auto& offsets) {
+NO_INLINE void gather(T* buffer, const T* data,
+                      const StridedLayoutOf<max_operands, max_dims>& strided, int operand,
+                      int64_t first, int64_t count) {
+  const int64_t stride = innermost_stride(strided, operand);
+  for_each_run(strided, first, count, [&](int64_t position, int64_t length, auto& offsets) {
     const T* const from = data + offsets[operand];
     for (int64_t i = 0; i < length; ++i) buffer[position + i] = from[i * stride];
   });
 }
 
 template <class T>
-NO_INLINE void scatter(T* data, const T* buffer, const Geometry& geometry, int64_t first,
+NO_INLINE void scatter(T* data, const T* buffer, const StridedLayout& strided, int64_t first,
                        int64_t count) {
-  const int64_t stride = innermost_stride(geometry, 0);
-  for_each_run(geometry, first, count, [&](int64_t position, int64_t length, auto& offsets) {
+  const int64_t stride = innermost_stride(strided, 0);
+  for_each_run(strided, first, count, [&](int64_t position, int64_t length, auto& offsets) {
     T* const to = data + offsets[0];
     for (int64_t i = 0; i < length; ++i) to[i * stride] = buffer[position + i];
   });
@@ -93,13 +94,13 @@ class BlockAffine {
   bool is_uniform = false;
 
   HOST_DEVICE BlockAffine(const Affine<C>& affine, int64_t first, int elements) {
-    const auto& geometry = affine.geometry;
-    const int64_t stride = innermost_stride(geometry, 0);
-    const bool is_long = geometry.dims > 0 && geometry.sizes[geometry.dims - 1] >= kVector &&
-                         innermost_stride(geometry, 1) == 0;
+    const auto& strided = affine.strided;
+    const int64_t stride = innermost_stride(strided, 0);
+    const bool is_long = strided.dims > 0 && strided.sizes[strided.dims - 1] >= kVector &&
+                         innermost_stride(strided, 1) == 0;
     is_uniform = is_long && stride == 0;
     if (is_long && stride == 1 && !affine.has_rows()) {
-      for_each_run(geometry, first, elements, [&](int64_t position, int64_t length, auto& offsets) {
+      for_each_run(strided, first, elements, [&](int64_t position, int64_t length, auto& offsets) {
         runs[count++] = {position, length, nullptr, affine.channel_affine.scale + offsets[0],
                          affine.channel_affine.shift + offsets[0]};
       });
@@ -109,7 +110,7 @@ class BlockAffine {
     C rstd[kBlock];
     int pairs = elements;
     if (is_uniform) {
-      for_each_run(geometry, first, elements, [&](int64_t position, int64_t length, auto& offsets) {
+      for_each_run(strided, first, elements, [&](int64_t position, int64_t length, auto& offsets) {
         runs[count] = {position, length, mean ? mean + count : nullptr, scale_ + count,
                        shift_ + count};
         scale_[count] = affine.channel_affine.scale[offsets[0]];
@@ -122,11 +123,11 @@ class BlockAffine {
       });
       pairs = count;
     } else {
-      gather(scale_, affine.channel_affine.scale, geometry, 0, first, elements);
-      gather(shift_, affine.channel_affine.shift, geometry, 0, first, elements);
+      gather(scale_, affine.channel_affine.scale, strided, 0, first, elements);
+      gather(shift_, affine.channel_affine.shift, strided, 0, first, elements);
       if (affine.has_rows()) {
-        gather(rstd, affine.row_statistics.rstd, geometry, 1, first, elements);
-        gather(mean_, affine.row_statistics.mean, geometry, 1, first, elements);
+        gather(rstd, affine.row_statistics.rstd, strided, 1, first, elements);
+        gather(mean_, affine.row_statistics.mean, strided, 1, first, elements);
       }
       runs[count++] = {0, elements, mean, scale_, shift_};
     }
@@ -364,7 +365,7 @@ HOST_DEVICE void unpack(uint32_t (&codes)[kBlock], const PackedBits<const uint8_
 }
 
 template <class Instructions, class Functor>
-HOST_DEVICE void run_blocks(const Functor& functor, const Geometry& geometry,
+HOST_DEVICE void run_blocks(const Functor& functor, const StridedLayout& strided,
                             const Operands<Functor>& operands, int64_t first_block,
                             int64_t last_block) {
   using T = typename Functor::Scalar;
@@ -372,7 +373,7 @@ HOST_DEVICE void run_blocks(const Functor& functor, const Geometry& geometry,
   constexpr bool is_widened = kIsWidened<T, typename Functor::C>;
   constexpr bool is_narrowed = kIsWidened<Out, typename Functor::C>;
   constexpr bool writes_bits = Operands<Functor>::kWritesBits;
-  const bool is_dense = geometry.is_dense();
+  const bool is_dense = strided.is_dense();
   const int bits = operands.packed.planes;
   T buffers[Functor::kInputs][kBlock];
   opmath_t<T> widened[Functor::kInputs][kIsWidened<T> ? kBlock : 1];
@@ -380,11 +381,11 @@ HOST_DEVICE void run_blocks(const Functor& functor, const Geometry& geometry,
   opmath_t<Out> wide_results[is_narrowed && !is_widened ? kBlock : 1];
   for (int64_t block = first_block; block < last_block; ++block) {
     const int64_t first = block * kBlock;
-    const int count = int(std::min<int64_t>(kBlock, geometry.elements - first));
+    const int count = int(std::min<int64_t>(kBlock, strided.elements - first));
 
     InputOf<Functor> in[Functor::kInputs];
     for (int k = 0; k < Functor::kInputs; ++k) {
-      if (!is_dense) gather(buffers[k], operands.in[k], geometry, k + 1, first, count);
+      if (!is_dense) gather(buffers[k], operands.in[k], strided, k + 1, first, count);
       in[k].stored = is_dense ? operands.in[k] + first : buffers[k];
       in[k].values = widened[k];
       if constexpr (is_widened) CompiledFor<Instructions>::widen(widened[k], in[k].stored, count);
@@ -432,7 +433,7 @@ HOST_DEVICE void run_blocks(const Functor& functor, const Geometry& geometry,
       }
     }
     if constexpr (is_narrowed) CompiledFor<Instructions>::narrow(out, results, count);
-    if (!is_dense) scatter(operands.out, out, geometry, first, count);
+    if (!is_dense) scatter(operands.out, out, strided, first, count);
   }
 }
 
@@ -442,10 +443,10 @@ HOST_DEVICE void run_blocks(const Functor& functor, const Geometry& geometry,
   template <>                                                                                     \
   struct CompiledFor<Instructions> {                                                              \
     template <class Functor>                                                                      \
-    attributes static void run_blocks(const Functor& functor, const Geometry& geometry,           \
+    attributes static void run_blocks(const Functor& functor, const StridedLayout& strided,       \
                                       const Operands<Functor>& operands, int64_t first,           \
                                       int64_t last) {                                             \
-      inplace_ops::run_blocks<Instructions>(functor, geometry, operands, first, last);            \
+      inplace_ops::run_blocks<Instructions>(functor, strided, operands, first, last);             \
     }                                                                                             \
     NO_INLINE attributes static void widen(float* to, const Half* from, int count) {              \
       Instructions::widen(to, from, count);                                                       \
@@ -516,7 +517,7 @@ struct Cpu {
   }
 
   template <class Functor>
-  static void run(const Functor& functor, const Geometry& geometry,
+  static void run(const Functor& functor, const StridedLayout& strided,
                   const Operands<Functor>& operands, int /*device*/) {
     auto* run_range = &CompiledFor<Portable>::run_blocks<Functor>;
 #ifdef __x86_64__
@@ -525,10 +526,10 @@ struct Cpu {
     if (instruction_set() == InstructionSet::kAvx512)
       run_range = &CompiledFor<Avx512>::run_blocks<Functor>;
 #endif
-    const int64_t blocks = (geometry.elements + kBlock - 1) / kBlock;
-    if (blocks <= kGrainBlocks) return run_range(functor, geometry, operands, 0, blocks);
+    const int64_t blocks = (strided.elements + kBlock - 1) / kBlock;
+    if (blocks <= kGrainBlocks) return run_range(functor, strided, operands, 0, blocks);
     torch::stable::parallel_for(0, blocks, kGrainBlocks, [&](int64_t first, int64_t last) {
-      run_range(functor, geometry, operands, first, last);
+      run_range(functor, strided, operands, first, last);
     });
   }
 };

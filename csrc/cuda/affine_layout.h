@@ -11,8 +11,8 @@
 //                  have statistics as well.
 //
 // An element's number divided by the size of a plane or a row then tells its channel and its row.
-// Where `is_strided`, Geometry tells them, by several divisions: for affine that lie in any other
-// way (channels innermost that differ between samples), and for 2^31 elements and more.
+// Where `is_strided`, StridedLayout tells them, by several divisions: for affine that lie in any
+// other way (channels innermost that differ between samples), and for 2^31 elements and more.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@
 #include <optional>
 
 #include "../affine.h"
-#include "../geometry.h"
+#include "../strided_layout.h"
 
 namespace inplace_ops {
 
@@ -40,14 +40,14 @@ struct AffineLayout {
     uint32_t left;  // elements before those of the next channel
   };
   template <int count>
-  HOST_DEVICE Split split(uint32_t element, const AffineGeometry& geometry) const {
+  HOST_DEVICE Split split(uint32_t element, const AffineStridedLayout& strided) const {
     if (is_strided) {
       const uint32_t left = inner.divisor - element % inner.divisor;
       int64_t offsets[2];
       uint32_t first = 0;
       NO_UNROLL
       for (uint32_t i = 0; i < (left < count ? 2 : 1); ++i) {
-        geometry.locate(element + i * left, offsets);
+        strided.get_offsets(element + i * left, offsets);
         if (i == 0) first = offsets[0];
       }
       return {first, uint32_t(offsets[0]), left};
@@ -60,10 +60,10 @@ struct AffineLayout {
   struct Column {
     uint32_t channel, row;
   };
-  HOST_DEVICE Column column(uint32_t element, const AffineGeometry& geometry) const {
+  HOST_DEVICE Column column(uint32_t element, const AffineStridedLayout& strided) const {
     if (is_strided) {
       int64_t offsets[2];
-      geometry.locate(element, offsets);
+      strided.get_offsets(element, offsets);
       return {uint32_t(offsets[0]), uint32_t(offsets[1])};
     }
     const uint32_t row = inner.div(element);
@@ -75,25 +75,25 @@ struct AffineLayout {
 // are loaded together are not aligned.
 template <int count, class C>
 std::optional<AffineLayout> affine_layout(const Affine<C>& affine, uintptr_t alignment) {
-  const AffineGeometry& geometry = affine.geometry;
-  const auto& [channel_strides, row_strides] = geometry.strides;
-  const int inner = geometry.dims - 1;
-  if (inner < 0 || geometry.sizes[inner] < count || row_strides[inner] != 0) return std::nullopt;
+  const AffineStridedLayout& strided = affine.strided;
+  const auto& [channel_strides, row_strides] = strided.strides;
+  const int inner = strided.dims - 1;
+  if (inner < 0 || strided.sizes[inner] < count || row_strides[inner] != 0) return std::nullopt;
   int64_t last_channel = 0, last_row = 0;
   for (int d = 0; d <= inner; ++d) {
-    last_channel += (geometry.sizes[d] - 1) * channel_strides[d];
-    last_row += (geometry.sizes[d] - 1) * row_strides[d];
+    last_channel += (strided.sizes[d] - 1) * channel_strides[d];
+    last_row += (strided.sizes[d] - 1) * row_strides[d];
   }
-  if (std::max({geometry.elements, last_channel, last_row}) > UINT32_MAX) return std::nullopt;
+  if (std::max({strided.elements, last_channel, last_row}) > UINT32_MAX) return std::nullopt;
 
-  const int64_t size = geometry.sizes[inner];
+  const int64_t size = strided.sizes[inner];
   AffineLayout layout{};
   layout.inner = IntDivider(size);
-  layout.is_strided = geometry.elements > INT32_MAX;
+  layout.is_strided = strided.elements > INT32_MAX;
   if (channel_strides[inner] == 0) {
     if (affine.has_rows()) return std::nullopt;
     if (inner > 0) {  // or all is one plane
-      layout.channels = IntDivider(geometry.sizes[inner - 1]);
+      layout.channels = IntDivider(strided.sizes[inner - 1]);
       layout.is_strided |= channel_strides[inner - 1] != 1;
       layout.is_strided |= inner > 2 || (inner == 2 && channel_strides[0] != 0);
     }

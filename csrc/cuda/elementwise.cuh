@@ -28,8 +28,8 @@
 #include <utility>
 
 #include "../functors.h"
-#include "../geometry.h"
 #include "../packed_bits.h"
+#include "../strided_layout.h"
 #include "affine_layout.h"
 
 namespace inplace_ops {
@@ -52,20 +52,20 @@ constexpr int kVectorBytes = 16;
 // The layout of tensors whose elements lie one after the other.
 struct Dense {
   template <int count>
-  HOST_DEVICE void locate(uint64_t element, int64_t (&offsets)[count]) const {
+  HOST_DEVICE void get_offsets(uint64_t element, int64_t (&offsets)[count]) const {
     for (int k = 0; k < count; ++k) offsets[k] = element;
   }
 };
 
 // The layout of tensors in rows that are whole accesses, with a gap between rows that each operand
 // has of its own: some of the channels of a larger tensor are, such as the gradient of what was
-// concatenated. All others Geometry walks, with accesses of one element.
+// concatenated. All others StridedLayout walks, with accesses of one element.
 struct Rows {
   IntDivider size;  // of a row; where there is one row, as of dense tensors, its quotient is 0
   int32_t gaps[kMaxOperands] = {};
 
   template <int count>
-  HOST_DEVICE void locate(uint64_t element, int64_t (&offsets)[count]) const {
+  HOST_DEVICE void get_offsets(uint64_t element, int64_t (&offsets)[count]) const {
     const int32_t row = size.div(uint32_t(element));
     for (int k = 0; k < count; ++k) offsets[k] = element + int64_t(row) * gaps[k];
   }
@@ -430,7 +430,7 @@ HOST_DEVICE void compute_all_normalized(const Functor& functor, LaneState<Functo
     uint32_t left[kAccesses];
     UNROLL
     for (int a = 0; a < kAccesses; ++a) {
-      const auto at = layout.split<count>(first + place_of<count>(a, 0), affine.geometry);
+      const auto at = layout.split<count>(first + place_of<count>(a, 0), affine.strided);
       channel[a] = affine.channel(at.channel);
       next[a] = affine.channel(at.next);
       left[a] = at.left;
@@ -445,7 +445,7 @@ HOST_DEVICE void compute_all_normalized(const Functor& functor, LaneState<Functo
     const auto compute_columns = [&](auto has_rows) {
       UNROLL
       for (int a = 0; a < kAccesses; ++a) {
-        const auto at = layout.column(first + place_of<count>(a, 0), affine.geometry);
+        const auto at = layout.column(first + place_of<count>(a, 0), affine.strided);
         C scale[count], shift[count];
         UNROLL
         for (int i = 0; i < count; i += 4) {
@@ -481,7 +481,7 @@ HOST_DEVICE void run_tile(const Functor& functor, const Layout& layout,
     for (int a = 0; a < kAccesses; ++a) {
       const int place = place_of<count>(a, lane);
       int64_t offsets[Functor::kInputs + 1] = {};
-      if (is_there(place)) layout.locate(uint64_t(tile.first + place), offsets);
+      if (is_there(place)) layout.get_offsets(uint64_t(tile.first + place), offsets);
       my.out_offset[a] = offsets[0];
       UNROLL
       for (int k = 0; k < Functor::kInputs; ++k) {
@@ -510,7 +510,7 @@ HOST_DEVICE void run_tile(const Functor& functor, const Layout& layout,
         if (is_there(place)) {
           const auto& affine = operands.affine;
           int64_t offsets[2];
-          affine.geometry.locate(uint64_t(tile.first + place), offsets);
+          affine.strided.get_offsets(uint64_t(tile.first + place), offsets);
           ScaleAndShift<opmath_t<T>> scale_shift[1] = {affine.channel(offsets[0])};
           compute_normalized(functor, my, a, scale_shift, affine.has_rows(),
                              affine.row(offsets[1]));
@@ -562,16 +562,16 @@ HOST_DEVICE void run_warp(const Functor& functor, const Layout& layout,
 
 // Rows of whole accesses of `count` elements, if that is how the operands lie.
 template <int count>
-std::optional<Rows> rows_of(const Geometry& geometry) {
+std::optional<Rows> rows_of(const StridedLayout& strided) {
   Rows rows;
-  if (geometry.is_dense()) return rows;
-  if (geometry.dims != 2 || geometry.elements > INT32_MAX) return std::nullopt;
-  const int64_t size = geometry.sizes[1];
+  if (strided.is_dense()) return rows;
+  if (strided.dims != 2 || strided.elements > INT32_MAX) return std::nullopt;
+  const int64_t size = strided.sizes[1];
   if (size % count != 0) return std::nullopt;
   rows.size = IntDivider(size);
-  for (int k = 0; k < geometry.operands; ++k) {
-    const int64_t gap = geometry.strides[k][0] - size;
-    if (geometry.strides[k][1] != 1 || gap % count != 0 || gap != int32_t(gap)) return std::nullopt;
+  for (int k = 0; k < strided.operands; ++k) {
+    const int64_t gap = strided.strides[k][0] - size;
+    if (strided.strides[k][1] != 1 || gap % count != 0 || gap != int32_t(gap)) return std::nullopt;
     rows.gaps[k] = int32_t(gap);
   }
   return rows;
@@ -579,17 +579,17 @@ std::optional<Rows> rows_of(const Geometry& geometry) {
 
 // Calls launch(layout) with the layout for accesses of several elements, if they suit the operands.
 template <class Functor, class Launch>
-void with_vector_layout(const Geometry& geometry, const Operands<Functor>& operands,
+void with_vector_layout(const StridedLayout& strided, const Operands<Functor>& operands,
                         const Launch& launch) {
   constexpr int count = kVectorElements<typename Functor::Scalar>;
   if constexpr (Functor::kNormalizes) {
-    const auto rows = rows_of<count>(geometry);
+    const auto rows = rows_of<count>(strided);
     const auto affine = affine_layout<count>(operands.affine, kVectorBytes);
     if (rows && affine) launch(RowsOfNormalized{*rows, *affine});
-  } else if (geometry.is_dense()) {
+  } else if (strided.is_dense()) {
     launch(Dense{});
   } else if constexpr (Functor::kReadsGradient) {
-    if (const auto rows = rows_of<count>(geometry)) launch(*rows);
+    if (const auto rows = rows_of<count>(strided)) launch(*rows);
   }
 }
 
@@ -608,22 +608,22 @@ constexpr int kFewTiles = INPLACE_OPS_FEW_TILES;
 // elements: one element and any layout where they are not in rows, not aligned, or of a rare number
 // of bits, and for what is less than a tile at the end.
 template <class Functor, class Launch>
-void choose_path(const Geometry& geometry, const Operands<Functor>& operands,
+void choose_path(const StridedLayout& strided, const Operands<Functor>& operands,
                  const Launch& launch) {
   constexpr int vector = kVectorElements<typename Functor::Scalar>;
-  const int64_t elements = geometry.elements;
+  const int64_t elements = strided.elements;
   int64_t begin = 0;
   if constexpr (vector > 1) {
     constexpr int tile = kTileElements<vector>;
     const bool is_worth_it = elements % tile == 0 || elements / tile >= kFewTiles;
     if (is_worth_it && has_fast_version(operands, typename Functor::FastBits{})) {
-      with_vector_layout(geometry, operands, [&](const auto& layout) {
+      with_vector_layout(strided, operands, [&](const auto& layout) {
         begin = elements / tile * tile;
         launch(std::integral_constant<int, vector>{}, layout, int64_t(0), begin);
       });
     }
   }
-  if (begin < elements) launch(std::integral_constant<int, 1>{}, geometry, begin, elements);
+  if (begin < elements) launch(std::integral_constant<int, 1>{}, strided, begin, elements);
 }
 
 }  // namespace inplace_ops

@@ -66,9 +66,9 @@ struct Cuda {
   }
 
   template <class Functor>
-  static void run(Functor functor, const Geometry& geometry, Operands<Functor> operands,
+  static void run(Functor functor, const StridedLayout& strided, Operands<Functor> operands,
                   int device) {
-    choose_path(geometry, operands, [&](auto count, auto layout, int64_t begin, int64_t end) {
+    choose_path(strided, operands, [&](auto count, auto layout, int64_t begin, int64_t end) {
       void* arguments[] = {&functor, &layout, &operands, &begin, &end};
       launch(reinterpret_cast<const void*>(&run_warps<count(), Functor, decltype(layout)>),
              tiles_of<count()>(end - begin) * kWarpSize, arguments, device);

@@ -14,18 +14,18 @@ constexpr int kMaxOperands = 4;  // the output and three inputs
 // dimensions merged where every operand allows it. Tensors that share a dense layout come out as
 // one dimension of stride 1.
 template <int max_operands, int max_dims>
-struct GeometryOf {
+struct StridedLayoutOf {
   int dims = 0;
   int operands = 0;
   int64_t elements = 1;
   int64_t sizes[max_dims];
   int64_t strides[max_operands][max_dims];
 
-  GeometryOf() = default;
-  explicit GeometryOf(int operand_count) : operands(operand_count) {}
+  StridedLayoutOf() = default;
+  explicit StridedLayoutOf(int operand_count) : operands(operand_count) {}
 
   // Appends a dimension inside the ones already there.
-  void push_inner(int64_t size, const int64_t* stride) {
+  void add_inner_dim(int64_t size, const int64_t* stride) {
     elements *= size;
     if (size == 1) return;
     bool merges = dims > 0;
@@ -45,7 +45,7 @@ struct GeometryOf {
   // Where an element, counted in the order of the walk, lies in each of the operands. Of 64 bits a
   // GPU divides 32 where both numbers fit, but for that it has to look.
   template <class Index, int count>
-  HOST_DEVICE void locate(Index element, int64_t (&offsets)[count]) const {
+  HOST_DEVICE void get_offsets(Index element, int64_t (&offsets)[count]) const {
     for (int k = 0; k < count; ++k) offsets[k] = 0;
     NO_UNROLL
     for (int d = dims - 1; d >= 0; --d) {
@@ -57,7 +57,7 @@ struct GeometryOf {
   }
 };
 
-using Geometry = GeometryOf<kMaxOperands, kMaxDims>;
+using StridedLayout = StridedLayoutOf<kMaxOperands, kMaxDims>;
 
 // Divides n < 2^31 by a number from 2 to 2^31 in a multiplication and a shift, where a GPU takes
 // some twenty instructions for a division. With divisor <= 2^s the multiplier is 2^(31 + s) /
