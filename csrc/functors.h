@@ -8,9 +8,9 @@
 #include <utility>
 
 #include "activations/entry.h"
-#include "affine.h"
 #include "curve.h"
 #include "derivative_grid.h"
+#include "norm_affine.h"
 #include "packed_bits.h"
 
 namespace inplace_ops {
@@ -47,7 +47,7 @@ struct Operands {
   typename Functor::Out* out;
   const T* in[Functor::kInputs];
   PackedBits<std::conditional_t<kWritesBits, uint8_t, const uint8_t>> packed;
-  std::conditional_t<Functor::kNormalizes, Affine<opmath_t<T>>, NoAffine> affine;
+  std::conditional_t<Functor::kNormalizes, NormAffine<opmath_t<T>>, NoAffine> affine;
 };
 
 // Every forward writes the activation of x. ForwardMask and ForwardOutput keep nothing where they

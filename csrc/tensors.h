@@ -10,7 +10,7 @@
 #include <optional>
 #include <vector>
 
-#include "affine.h"
+#include "norm_affine.h"
 #include "packed_bits.h"
 #include "strided_layout.h"
 
@@ -52,8 +52,8 @@ StridedLayout strided_layout_of(const DimOrder& dim_order, const Tensor* const (
 using AffineTensors = std::array<const Tensor*, 2>;
 
 template <class C>
-Affine<C> affine_of(const char* op, const AffineTensors& tensors, const Tensor& x,
-                    const DimOrder& dim_order) {
+NormAffine<C> affine_of(const char* op, const AffineTensors& tensors, const Tensor& x,
+                        const DimOrder& dim_order) {
   constexpr auto dtype =
       sizeof(C) == 8 ? torch::headeronly::ScalarType::Double : torch::headeronly::ScalarType::Float;
   for (const Tensor* tensor : tensors) {
@@ -75,7 +75,7 @@ Affine<C> affine_of(const char* op, const AffineTensors& tensors, const Tensor& 
   }
   STD_TORCH_CHECK(strided.dims <= kMaxAffineDims, op,
                   "_: scales and shifts that differ in so many dimensions are not supported");
-  Affine<C> affine{};
+  NormAffine<C> affine{};
   affine.strided.dims = strided.dims;
   affine.strided.operands = 2;
   affine.strided.elements = strided.elements;

@@ -42,7 +42,7 @@ struct Launch {
 
 // As affine_of() in csrc/tensors.h makes it of tensors.
 template <class C>
-Affine<C> affine_of(const Launch& launch) {
+NormAffine<C> affine_of(const Launch& launch) {
   StridedLayout strided(2);
   for (size_t d = 0; d < launch.sizes.size(); ++d) {
     int64_t strides[kMaxOperands] = {};
@@ -51,7 +51,7 @@ Affine<C> affine_of(const Launch& launch) {
     strided.add_inner_dim(launch.sizes[d], strides);
   }
   if (strided.dims > kMaxAffineDims) throw std::invalid_argument("dimensions of the affine");
-  Affine<C> affine{};
+  NormAffine<C> affine{};
   affine.strided.dims = strided.dims;
   affine.strided.operands = 2;
   affine.strided.elements = strided.elements;

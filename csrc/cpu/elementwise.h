@@ -26,8 +26,8 @@ constexpr int64_t kGrainBlocks = 32768 / kBlock;  // PyTorch's own grain for ele
 // Calls visit(position, length, offsets) for each run along the innermost dimension of the elements
 // first to first + count - 1, with where it begins in each of the operands.
 template <int max_operands, int max_dims, class Visit>
-void for_each_run(const StridedLayoutOf<max_operands, max_dims>& strided, int64_t first,
-                  int64_t count, const Visit& visit) {
+void for_each_span(const StridedLayoutOf<max_operands, max_dims>& strided, int64_t first,
+                   int64_t count, const Visit& visit) {
   const int inner = strided.dims - 1;
   const auto& sizes = strided.sizes;
   const auto& strides = strided.strides;
@@ -64,7 +64,7 @@ NO_INLINE void gather(T* buffer, const T* data,
                       const StridedLayoutOf<max_operands, max_dims>& strided, int operand,
                       int64_t first, int64_t count) {
   const int64_t stride = innermost_stride(strided, operand);
-  for_each_run(strided, first, count, [&](int64_t position, int64_t length, auto& offsets) {
+  for_each_span(strided, first, count, [&](int64_t position, int64_t length, auto& offsets) {
     const T* const from = data + offsets[operand];
     for (int64_t i = 0; i < length; ++i) buffer[position + i] = from[i * stride];
   });
@@ -74,7 +74,7 @@ template <class T>
 NO_INLINE void scatter(T* data, const T* buffer, const StridedLayout& strided, int64_t first,
                        int64_t count) {
   const int64_t stride = innermost_stride(strided, 0);
-  for_each_run(strided, first, count, [&](int64_t position, int64_t length, auto& offsets) {
+  for_each_span(strided, first, count, [&](int64_t position, int64_t length, auto& offsets) {
     T* const to = data + offsets[0];
     for (int64_t i = 0; i < length; ++i) to[i * stride] = buffer[position + i];
   });
@@ -85,24 +85,24 @@ NO_INLINE void scatter(T* data, const T* buffer, const StridedLayout& strided, i
 template <class C>
 class BlockAffine {
  public:
-  struct Run {
+  struct Span {
     int64_t position, length;
     const C *mean, *scale, *shift;  // without rows no mean
   };
-  Run runs[kBlock / kVector + 2];
+  Span spans[kBlock / kVector + 2];
   int count = 0;
   bool is_uniform = false;
 
-  HOST_DEVICE BlockAffine(const Affine<C>& affine, int64_t first, int elements) {
+  HOST_DEVICE BlockAffine(const NormAffine<C>& affine, int64_t first, int elements) {
     const auto& strided = affine.strided;
     const int64_t stride = innermost_stride(strided, 0);
     const bool is_long = strided.dims > 0 && strided.sizes[strided.dims - 1] >= kVector &&
                          innermost_stride(strided, 1) == 0;
     is_uniform = is_long && stride == 0;
     if (is_long && stride == 1 && !affine.has_rows()) {
-      for_each_run(strided, first, elements, [&](int64_t position, int64_t length, auto& offsets) {
-        runs[count++] = {position, length, nullptr, affine.channel_affine.scale + offsets[0],
-                         affine.channel_affine.shift + offsets[0]};
+      for_each_span(strided, first, elements, [&](int64_t position, int64_t length, auto& offsets) {
+        spans[count++] = {position, length, nullptr, affine.channel_affine.scale + offsets[0],
+                          affine.channel_affine.shift + offsets[0]};
       });
       return;
     }
@@ -110,9 +110,9 @@ class BlockAffine {
     C rstd[kBlock];
     int pairs = elements;
     if (is_uniform) {
-      for_each_run(strided, first, elements, [&](int64_t position, int64_t length, auto& offsets) {
-        runs[count] = {position, length, mean ? mean + count : nullptr, scale_ + count,
-                       shift_ + count};
+      for_each_span(strided, first, elements, [&](int64_t position, int64_t length, auto& offsets) {
+        spans[count] = {position, length, mean ? mean + count : nullptr, scale_ + count,
+                        shift_ + count};
         scale_[count] = affine.channel_affine.scale[offsets[0]];
         shift_[count] = affine.channel_affine.shift[offsets[0]];
         if (affine.has_rows()) {
@@ -129,7 +129,7 @@ class BlockAffine {
         gather(rstd, affine.row_statistics.rstd, strided, 1, first, elements);
         gather(mean_, affine.row_statistics.mean, strided, 1, first, elements);
       }
-      runs[count++] = {0, elements, mean, scale_, shift_};
+      spans[count++] = {0, elements, mean, scale_, shift_};
     }
     if (!affine.has_rows()) return;
     for (int i = 0; i < pairs; ++i) scale_[i] *= rstd[i];
@@ -190,11 +190,11 @@ using Code = std::conditional_t<Functor::accepts_bits(8), uint32_t, uint8_t>;
 // z from the norm's input, where that may be, too. Of halves the values come back not yet rounded.
 template <class Instructions, class T>
 HOST_DEVICE void normalize(T* z, Result<T>* values, const Input<T>& x,
-                           const Affine<opmath_t<T>>& affine, int64_t first, int count) {
+                           const NormAffine<opmath_t<T>>& affine, int64_t first, int count) {
   using C = opmath_t<T>;
   const BlockAffine<C> block(affine, first, count);
   for (int r = 0; r < block.count; ++r) {
-    const auto [begin, length, mean, scale, shift] = block.runs[r];
+    const auto [begin, length, mean, scale, shift] = block.spans[r];
     if (block.is_uniform) {
       const ScaleAndShift<C> scale_shift{*scale, *shift};
       const C center = mean ? *mean : C(0);
@@ -456,8 +456,8 @@ HOST_DEVICE void run_blocks(const Functor& functor, const StridedLayout& strided
     }                                                                                             \
     template <class T>                                                                            \
     NO_INLINE attributes static void normalize(T* z, Result<T>* values, const Input<T>& x,        \
-                                               const Affine<opmath_t<T>>& affine, int64_t first,  \
-                                               int count) {                                       \
+                                               const NormAffine<opmath_t<T>>& affine,             \
+                                               int64_t first, int count) {                        \
       inplace_ops::normalize<Instructions>(z, values, x, affine, first, count);                   \
     }                                                                                             \
     template <class Code>                                                                         \

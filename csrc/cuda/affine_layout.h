@@ -19,7 +19,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "../affine.h"
+#include "../norm_affine.h"
 #include "../strided_layout.h"
 
 namespace inplace_ops {
@@ -74,7 +74,7 @@ struct AffineLayout {
 // For accesses of `count` elements. None if their channels and rows are not as above, or those that
 // are loaded together are not aligned.
 template <int count, class C>
-std::optional<AffineLayout> affine_layout(const Affine<C>& affine, uintptr_t alignment) {
+std::optional<AffineLayout> affine_layout(const NormAffine<C>& affine, uintptr_t alignment) {
   const AffineStridedLayout& strided = affine.strided;
   const auto& [channel_strides, row_strides] = strided.strides;
   const int inner = strided.dims - 1;

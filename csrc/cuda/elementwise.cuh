@@ -411,7 +411,7 @@ HOST_DEVICE void compute_normalized(const Functor& functor, LaneState<Functor, c
 // channels are loaded before the arithmetic of all accesses.
 template <class Functor, int count, class C>
 HOST_DEVICE void compute_all_normalized(const Functor& functor, LaneState<Functor, count>& my,
-                                        const AffineLayout& layout, const Affine<C>& affine,
+                                        const AffineLayout& layout, const NormAffine<C>& affine,
                                         uint32_t first) {
   ScaleAndShift<C> scale_shift[count];
   if (layout.kind == AffineLayout::kPlanes) {

@@ -48,7 +48,7 @@ struct Statistics {
 };
 
 template <class C>
-struct Affine {
+struct NormAffine {
   ScaleAndShift<const C*> channel_affine;
   RowStatistics<const C*> row_statistics;  // or null
   AffineStridedLayout strided;             // of channels and of rows, walked as the tensors are
