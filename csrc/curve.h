@@ -11,7 +11,7 @@
 //   kLeftEnd, kRightEnd                 the largest outputs of the core, left of the minimum and
 //                                       right of it;
 //   Point                               x, and what the derivatives need; gate, where Newton's step
-//                                       or curve_inverse() is taken;
+//                                       or newton_inverse() is taken;
 //   point(x), core_point(x)             at any x, and between the two ends;
 //   estimate(y, left)                   x in the core, in float, times kPatternScale;
 //   fitted(y, left), kFitIsExact        its point, and whether Newton's step may be left out;
@@ -19,7 +19,7 @@
 //   far_point(x, y, left)               its point;
 //   moved(point, step)                  a point close to another;
 //   derivative(point), second_derivative(point);
-//   inverse(y, left)                    x in double, mostly by curve_inverse(), which needs
+//   inverse(y, left)                    x in double, mostly by newton_inverse(), which needs
 //   kLowestX                            where it stays above on the left: the gate is not 0 there.
 #pragma once
 
@@ -86,7 +86,7 @@ struct Middle {
 
 // (y - y_min) / kScale, at most 1, for the middle of the inputs that share a y,
 template <class A>
-HOST_DEVICE float squared_root(float y) {
+HOST_DEVICE float radicand(float y) {
   constexpr double scale = 1.0 / A::kScale, lowest = A::kMinimumY + Middle<A>::kLess;
   constexpr float high = sizeof(typename A::Scalar) == 2 ? 0.0f : float(A::kMinimumY);
   constexpr float low = float(lowest - double(high));
@@ -96,8 +96,8 @@ HOST_DEVICE float squared_root(float y) {
 
 // and +- its square root.
 template <class A>
-HOST_DEVICE float curve_root(float y, bool left) {
-  return negate_if(left, rough_sqrt(squared_root<A>(y)));
+HOST_DEVICE float signed_root(float y, bool left) {
+  return negate_if(left, rough_sqrt(radicand<A>(y)));
 }
 
 // Whether the core has the left tail too, down to where y underflows, and so all that is finite.
@@ -195,19 +195,19 @@ class InputCode {
   uint32_t half_cell_ = 0, window_mask_ = 0, farthest_below_ = 0;
 };
 
-// +-sqrt(y - y_min), as curve_root.
+// +-sqrt(y - y_min), as signed_root.
 template <class A>
-HOST_DEVICE double precise_root(double y, bool left) {
+HOST_DEVICE double signed_root_in_double(double y, bool left) {
   const double above = y - A::kMinimumY - (A::kMinimumYLow + Middle<A>::kLess);
   const double root = sqrt(larger(above, 0.0) + Middle<A>::kSmallest);
   return left ? -root : root;
 }
 
-// In double: a series in precise_root at the minimum, otherwise Newton's steps from the estimate in
-// float, of the logarithms where y is small on the left.
+// In double: a series in signed_root_in_double at the minimum, otherwise Newton's steps from the
+// estimate in float, of the logarithms where y is small on the left.
 template <class A, int terms>
-HOST_DEVICE double curve_inverse(double y, bool left, const double (&series)[terms]) {
-  const double p = precise_root<A>(y, left);
+HOST_DEVICE double newton_inverse(double y, bool left, const double (&series)[terms]) {
+  const double p = signed_root_in_double<A>(y, left);
   if (!(y <= 40.0)) return y;  // NaN, or the gate rounds to 1
   if (p > -0.02 && p < 0.02) return polynomial(series, p);
   const float seed = float(y);

@@ -247,7 +247,7 @@ struct Gradient : Elementwise<T, 2, PackedBitsUse::kNone, 0> {
 
   HOST_DEVICE C operator()(const Element<T> (&in)[2], uint32_t&, int) const {
     const C grad = in[0].template as<C>(), x = in[1].template as<C>();
-    if constexpr (Activation::kKind == Kind::kMask) {
+    if constexpr (Activation::kKind == Kind::kPiecewiseLinear) {
       return activation.gradient(grad, activation.mask(x));
     } else {
       return gradient_at<Activation>(Activation::point(x), grad);

@@ -20,7 +20,7 @@ PyObject* by_dtype(int float64, int float32, int float16, int bfloat16) {
 // by bits the steps per unit of the grid that the derivative is rounded to.
 template <template <class> class Activation>
 PyObject* numbers_of(Entry<Activation>) {
-  if constexpr (Activation<float>::kKind == Kind::kMask) {
+  if constexpr (Activation<float>::kKind == Kind::kPiecewiseLinear) {
     return Py_BuildValue("{s:{s:N,s:N},s:{}}", "default_bits", "mask", by_dtype(1, 1, 1, 1),
                          "output", by_dtype(0, 0, 0, 0), "derivative_steps");
   } else {

@@ -37,7 +37,7 @@ inline void define_saving(Library& m, const std::string& op, const std::string& 
 
 template <template <class> class Activation>
 void define_ops(Library& m, Entry<Activation> entry) {
-  static_assert(Activation<float>::kKind == Kind::kMask ||
+  static_assert(Activation<float>::kKind == Kind::kPiecewiseLinear ||
                     std::is_base_of_v<WithoutArguments, Activation<float>>,
                 "the ops of a curve, and its Functions, take no scalar arguments");
   const std::string name = entry.name;
@@ -49,7 +49,7 @@ void define_ops(Library& m, Entry<Activation> entry) {
   const std::string normalized = std::string(kNormalizedSchema) + rest + ") -> Tensor";
   m.def((name + "_recompute(" + kNormalizedSchema + rest + kCastSchema).c_str());
   m.def((name + "_backward_recompute(Tensor grad, " + normalized).c_str());
-  if constexpr (Activation<float>::kKind == Kind::kMask) {
+  if constexpr (Activation<float>::kKind == Kind::kPiecewiseLinear) {
     define_saving(m, name + "_save_mask", rest);
     m.def((name + "_backward_mask(Tensor grad, Tensor packed" + rest + ") -> Tensor").c_str());
     m.def((name + "_backward_output(Tensor grad, Tensor output" + rest + ") -> Tensor").c_str());
@@ -77,7 +77,7 @@ template <class Device, template <class> class Activation>
 void register_forward(Library& m, Entry<Activation> entry) {
   using Of = OpsOf<Device, Activation>;
   const std::string name = entry.name;
-  if constexpr (Activation<float>::kKind == Kind::kMask) {
+  if constexpr (Activation<float>::kKind == Kind::kPiecewiseLinear) {
     m.impl((name + "_").c_str(), TORCH_BOX((&Of::template in_place<ForwardMask>)));
     register_saving<Of, ForwardMask>(m, name + "_save_mask");
   } else {
@@ -91,7 +91,7 @@ template <class Device, template <class> class Activation>
 void register_backward(Library& m, Entry<Activation> entry) {
   using Of = OpsOf<Device, Activation>;
   const std::string name = entry.name;
-  if constexpr (Activation<float>::kKind == Kind::kMask) {
+  if constexpr (Activation<float>::kKind == Kind::kPiecewiseLinear) {
     m.impl((name + "_backward_mask").c_str(), TORCH_BOX((&Of::backward_mask)));
     m.impl((name + "_backward_output").c_str(), TORCH_BOX((&Of::backward_mask_of_output)));
   } else {
@@ -102,7 +102,7 @@ void register_backward(Library& m, Entry<Activation> entry) {
 
 template <class Device, template <class> class Activation>
 void register_double_backward(Library& m, Entry<Activation> entry) {
-  if constexpr (Activation<float>::kKind == Kind::kCurve) {
+  if constexpr (Activation<float>::kKind == Kind::kSmooth) {
     using Of = OpsOf<Device, Activation>;
     const std::string name = entry.name;
     m.impl((name + "_double_backward").c_str(), TORCH_BOX((&Of::double_backward)));

@@ -27,7 +27,7 @@ template <class Visit>
 void with_curve(const std::string& name, const std::string& dtype, const Visit& visit) {
   with_activation(name, dtype, {}, [&](const auto& activation) {
     using A = std::decay_t<decltype(activation)>;
-    if constexpr (A::kKind == Kind::kCurve) {
+    if constexpr (A::kKind == Kind::kSmooth) {
       visit(activation);
     } else {
       throw std::invalid_argument("has no curve: " + name);

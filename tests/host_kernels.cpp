@@ -131,7 +131,7 @@ Path run_functor(const std::string& functor, const A& activation, const Launch& 
   if (const auto path = run_if_named("ForwardRecompute", functor, recompute, launch)) return *path;
   if (functor == "BackwardRecompute") return run(BackwardRecompute<A>{{{{}, activation}}}, launch);
   if (functor == "NormalizeAdd") return run(NormalizeAdd<T>{}, launch);
-  if constexpr (A::kKind == Kind::kMask) {
+  if constexpr (A::kKind == Kind::kPiecewiseLinear) {
     if (functor == "ForwardRecomputeAdd")
       return run(ForwardRecomputeAdd<A>{{{{}, {{}, activation}}}}, launch);
     if (functor == "ForwardMask") return run(ForwardMask<A>{{}, activation}, launch);
@@ -184,7 +184,7 @@ template <class A>
 double far_share_of(const A& activation, int bits, const std::vector<double>& inputs) {
   using T = typename A::Scalar;
   int64_t far = 0;
-  if constexpr (A::kKind == Kind::kCurve && !std::is_same_v<T, double>) {
+  if constexpr (A::kKind == Kind::kSmooth && !std::is_same_v<T, double>) {
     for (const double input : inputs) {
       const auto x = element_of(store<T>(opmath_t<T>(input)));
       const Element<T> in[2] = {{}, element_of(store<T>(activation.value(x.value)))};

@@ -7,10 +7,10 @@
 //   kKind                 what tells the derivative in backward;
 //   C                     the type it is computed in: opmath_t<T>, or with a mask selected_t<T>;
 //   value(x)
-// where one bit tells the derivative (Kind::kMask)
+// where one bit tells the derivative (Kind::kPiecewiseLinear)
 //   mask(x)               that bit, the same of x and of value(x) where the output may be kept;
 //   gradient(grad, mask)
-// and where x is recovered from value(x) and a few bits (Kind::kCurve)
+// and where x is recovered from value(x) and a few bits (Kind::kSmooth)
 //   point(x)              x with what derivative(point) and second_derivative(point) need of it;
 //   kLowestDerivative, kHighestDerivative
 //   kDefaultBits          the fewest with which the gradient passes torch.testing's tolerances;
@@ -22,7 +22,7 @@
 
 namespace inplace_ops {
 
-enum class Kind { kMask, kCurve };
+enum class Kind { kPiecewiseLinear, kSmooth };
 
 template <class...>
 struct Types {};
@@ -40,8 +40,8 @@ constexpr int kUsualBits = sizeof(T) == 8                ? 1
                            : std::is_same_v<T, BFloat16> ? 5
                                                          : 7;
 
-struct CurveEntry : WithoutArguments {
-  static constexpr Kind kKind = Kind::kCurve;
+struct SmoothActivation : WithoutArguments {
+  static constexpr Kind kKind = Kind::kSmooth;
   template <class Point>
   HOST_DEVICE static bool is_flat(Point) {
     return false;

@@ -13,9 +13,9 @@
 namespace inplace_ops {
 
 // What both forms have in common: on the left, where |x| grows with the square root of a logarithm
-// of y, a polynomial of curve_root is no good fit; one of v = sqrt(ln(y_min / y)) is.
+// of y, a polynomial of signed_root is no good fit; one of v = sqrt(ln(y_min / y)) is.
 template <class Curve, class T>
-struct GELUBase : CurveEntry {
+struct GELUBase : SmoothActivation {
   using Scalar = T;
   using C = opmath_t<T>;
   static constexpr int kDefaultBits = kUsualBits<T>;
@@ -26,16 +26,16 @@ struct GELUBase : CurveEntry {
   HOST_DEVICE static float estimate(float y, bool left) {
     constexpr float log_minimum = float(Curve::kLogMinimum), end = 90.0f;
     if constexpr (sizeof(T) == 2) {
-      // As curve_root on the right, and v on the left.
+      // As signed_root on the right, and v on the left.
       constexpr float less = float(-Middle<Curve>::kLess / Curve::kMinimumY);
       constexpr float smallest = float(-Middle<Curve>::kSmallest / Curve::kMinimumY);
       const float logarithm = larger(log_minimum - less - rough_log(-y), 0.0f) + smallest;
-      const float squared = select(left, smaller(logarithm, end), squared_root<Curve>(y));
+      const float squared = select(left, smaller(logarithm, end), radicand<Curve>(y));
       const float root = rough_sqrt(squared);
       const float on_right = y * rough_reciprocal(Curve::gate_of(root));
       return select(left, Curve::left_of(root), on_right);
     } else {
-      const float root = curve_root<Curve>(y, left);
+      const float root = signed_root<Curve>(y, left);
       const float v = rough_sqrt(smaller(log_minimum - rough_log(-y), end));
       const float inverse = Curve::inverse_of(rough_reciprocal(v + 2.0f) - 0.234375f);
       const bool small = left & (y > -0.0455f);  // of x = -2
@@ -133,7 +133,7 @@ struct GELU : GELUBase<GELU<T>, T> {
   // Minimax fits, ascending powers: of 16 bits, over or times kPatternScale, within 0.6% of x,
   // within 3e-4 for |x - x_min| < 0.2, and elsewhere within 2e-4 in the derivative, where the
   // errors of inputs from N(0, 1) add up to 0; of float within 0.5% of x, and around the minimum
-  // within 4e-7 in the derivative. The gate of curve_root,
+  // within 4e-7 in the derivative. The gate of signed_root,
   HOST_DEVICE static float gate_of(float root) {
     if constexpr (sizeof(T) == 2) {
       constexpr float scale = 1.0f / kPatternScale<T>;
@@ -168,7 +168,7 @@ struct GELU : GELUBase<GELU<T>, T> {
                                  2.349787534087325,   -3.9107846087024516, 7.343514648211575,
                                  -14.369409413840508, 29.154667467586965,  -60.61556930221705,
                                  128.42741125096407,  -276.13744801715416};
-    return curve_inverse<GELU>(y, left, series);
+    return newton_inverse<GELU>(y, left, series);
   }
 };
 
@@ -242,7 +242,7 @@ struct GELUTanh : GELUBase<GELUTanh<T>, T> {
   // Minimax fits, ascending powers: of 16 bits, over or times kPatternScale, within 0.6% of x,
   // within 3e-4 for |x - x_min| < 0.2, and elsewhere within 2e-4 in the derivative, where the
   // errors of inputs from N(0, 1) add up to 0; of float within 0.5% of x, and around the minimum
-  // within 4e-7 in the derivative. The gate of curve_root,
+  // within 4e-7 in the derivative. The gate of signed_root,
   HOST_DEVICE static float gate_of(float root) {
     if constexpr (sizeof(T) == 2) {
       constexpr float scale = 1.0f / kPatternScale<T>;
@@ -277,7 +277,7 @@ struct GELUTanh : GELUBase<GELUTanh<T>, T> {
                                  2.3474930110650605,  -3.882985943299949, 7.250881506215288,
                                  -14.118830664989263, 28.52769290571453,  -59.09836351828019,
                                  124.81399042300602,  -267.60197827118867};
-    return curve_inverse<GELUTanh>(y, left, series);
+    return newton_inverse<GELUTanh>(y, left, series);
   }
 };
 

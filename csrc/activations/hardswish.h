@@ -12,7 +12,7 @@
 namespace inplace_ops {
 
 template <class T>
-struct Hardswish : CurveEntry {
+struct Hardswish : SmoothActivation {
   using Scalar = T;
   using C = opmath_t<T>;
   static constexpr const char* kName = "hardswish";
@@ -72,7 +72,7 @@ struct Hardswish : CurveEntry {
   }
 
   HOST_DEVICE static float estimate(float y, bool left) {
-    const float gate = 0.25f + 0.75f * curve_root<Hardswish>(y, left);
+    const float gate = 0.25f + 0.75f * signed_root<Hardswish>(y, left);
     return from_gate(gate, y, left) * kPatternScale<T>;
   }
 
@@ -80,7 +80,7 @@ struct Hardswish : CurveEntry {
 
   HOST_DEVICE static double inverse(double y, bool left) {
     constexpr double sqrt_6 = 2.449489742783178;
-    return from_gate(0.25 + precise_root<Hardswish>(y, left) / sqrt_6, y, left);
+    return from_gate(0.25 + signed_root_in_double<Hardswish>(y, left) / sqrt_6, y, left);
   }
 };
 

@@ -12,7 +12,7 @@ struct LeakyReLU {
   // Halves are all converted for the product: to choose stored ones would save nothing.
   using C = std::conditional_t<std::is_same_v<T, Half>, float, selected_t<T>>;
   using Arguments = Types<double>;
-  static constexpr Kind kKind = Kind::kMask;
+  static constexpr Kind kKind = Kind::kPiecewiseLinear;
   static constexpr const char* kName = "leaky_relu";
   static constexpr const char* kSchema = ", float negative_slope";
   opmath_t<T> negative_slope;

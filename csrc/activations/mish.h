@@ -10,7 +10,7 @@
 namespace inplace_ops {
 
 template <class T>
-struct Mish : CurveEntry {
+struct Mish : SmoothActivation {
   using Scalar = T;
   using C = opmath_t<T>;
   static constexpr const char* kName = "mish";
@@ -66,12 +66,12 @@ struct Mish : CurveEntry {
     return point_of(at.x + step, at.e * (C(1) + step * (C(1) + C(0.5) * step)));
   }
 
-  // Minimax fits, ascending powers, of the gate over kPatternScale as a function of curve_root.
+  // Minimax fits, ascending powers, of the gate over kPatternScale as a function of signed_root.
   // That of 16 bits is within 0.9% of x, within 7e-4 for |x - x_min| < 0.2, and elsewhere
   // within 3.2e-4 in the derivative, where the errors of inputs from N(0, 1) add up to 0. That of
   // float is within 0.4% of x, and around the minimum within 3e-7 in the derivative.
   HOST_DEVICE static float estimate(float y, bool left) {
-    const float root = curve_root<Mish>(y, left);
+    const float root = signed_root<Mish>(y, left);
     if constexpr (sizeof(T) == 2) {
       constexpr float scale = 1.0f / kPatternScale<T>;
       constexpr float c[] = {scale * 0.259081364f, scale * 1.32805502f, scale * 0.532609463f,
@@ -106,7 +106,7 @@ struct Mish : CurveEntry {
                                  2.545716599890605,   -3.270867548811557, 4.70503230445804,
                                  -6.9797363451619585, 10.704969594301705, -16.765564651694902,
                                  26.698410645072233,  -43.07206492707911};
-    return curve_inverse<Mish>(y, left, series);
+    return newton_inverse<Mish>(y, left, series);
   }
 };
 

@@ -10,7 +10,7 @@ template <class T>
 struct ReLU : WithoutArguments {
   using Scalar = T;
   using C = selected_t<T>;
-  static constexpr Kind kKind = Kind::kMask;
+  static constexpr Kind kKind = Kind::kPiecewiseLinear;
   static constexpr const char* kName = "relu";
 
   HOST_DEVICE C value(C x) const { return less_than_zero(x) ? C{} : x; }

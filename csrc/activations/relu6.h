@@ -10,7 +10,7 @@ template <class T>
 struct ReLU6 : WithoutArguments {
   using Scalar = T;
   using C = opmath_t<T>;
-  static constexpr Kind kKind = Kind::kMask;
+  static constexpr Kind kKind = Kind::kPiecewiseLinear;
   static constexpr const char* kName = "relu6";
 
   HOST_DEVICE C value(C x) const { return x < C(0) ? C(0) : x > C(6) ? C(6) : x; }

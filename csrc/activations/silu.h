@@ -11,7 +11,7 @@
 namespace inplace_ops {
 
 template <class T>
-struct SiLU : CurveEntry {
+struct SiLU : SmoothActivation {
   using Scalar = T;
   using C = opmath_t<T>;
   static constexpr const char* kName = "silu";
@@ -78,11 +78,11 @@ struct SiLU : CurveEntry {
     return {at.x + step, at.gate + difference, at.complement - difference};
   }
 
-  // Minimax fits, ascending powers, of the gate over kPatternScale as a function of curve_root. All
-  // are within 0.8% of x, which Newton's step or the kept bits make good. That of 16 bits is within
-  // 5e-4 for |x - x_min| < 0.2 and elsewhere within 3.2e-4 in the derivative, where the errors of
-  // inputs from N(0, 1) add up to 0; that of float within 4e-7 in the derivative between x = -2.2
-  // and 2.6.
+  // Minimax fits, ascending powers, of the gate over kPatternScale as a function of signed_root.
+  // All are within 0.8% of x, which Newton's step or the kept bits make good. That of 16 bits is
+  // within 5e-4 for |x - x_min| < 0.2 and elsewhere within 3.2e-4 in the derivative, where the
+  // errors of inputs from N(0, 1) add up to 0; that of float within 4e-7 in the derivative between
+  // x = -2.2 and 2.6.
   HOST_DEVICE static float gate_of(float root) {
     if constexpr (sizeof(T) == 2) {
       constexpr float scale = 1.0f / kPatternScale<T>;
@@ -100,12 +100,12 @@ struct SiLU : CurveEntry {
   }
 
   HOST_DEVICE static float estimate(float y, bool left) {
-    return y * rough_reciprocal(gate_of(curve_root<SiLU>(y, left)));
+    return y * rough_reciprocal(gate_of(signed_root<SiLU>(y, left)));
   }
 
   HOST_DEVICE static Point fitted(float y, bool left) {
     if constexpr (!kFitIsExact) return core_point(estimate(y, left));
-    const float gate = gate_of(curve_root<SiLU>(y, left));
+    const float gate = gate_of(signed_root<SiLU>(y, left));
     return {y * rough_reciprocal(gate), gate, 1.0f - gate};
   }
 
@@ -140,7 +140,7 @@ struct SiLU : CurveEntry {
                                  -25.2291157597082491,
                                  42.3279957510526701,
                                  -71.9389859178529584};
-    return curve_inverse<SiLU>(y, left, series);
+    return newton_inverse<SiLU>(y, left, series);
   }
 };
 
