@@ -134,7 +134,7 @@ sys.exit(sys.argv[1] == "cuda" and not _ops.cuda_version)' "$device" || {
 }
 
 # Whether the kernels are right is decided by these files. The device stands in the tests' names.
-decisive=(tests/test_{curves,values,every_kernel,cuda}.py)
+decisive=(tests/test_{smooth_activations,values,every_kernel,cuda}.py)
 workers=()
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # nproc goes by them
 "$python" -c 'import xdist' 2>/dev/null && workers=(-n "$((cores < 8 ? cores : 8))")

@@ -3,9 +3,9 @@
 //
 // To add one: its entry, which activations/entry.h describes, in a file beside the others; its line
 // below; in inplace_ops/ its row in activations.py, its Functions in autograd.py, its function, its
-// module and their export in __init__.py; and for a curve its reference in tests/curves.py.
-// tests/test_activations.py says what is missing; `make tables` writes the table of
-// errors in docs/accuracy.md.
+// module and their export in __init__.py; and for a smooth its reference in
+// tests/smooth_activations.py. tests/test_activations.py says what is missing; `make tables` writes
+// the table of errors in docs/accuracy.md.
 #pragma once
 
 #include <tuple>

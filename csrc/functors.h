@@ -8,8 +8,8 @@
 #include <utility>
 
 #include "activations/entry.h"
-#include "curve.h"
 #include "derivative_grid.h"
+#include "inverse.h"
 #include "norm_affine.h"
 #include "packed_bits.h"
 
@@ -91,7 +91,7 @@ struct BackwardMaskOfOutput : Elementwise<T, 2, PackedBitsUse::kNone, 0> {
   }
 };
 
-// save="output": the branch of the curve and the low bits of x beside the output.
+// save="output": the branch of the smooth and the low bits of x beside the output.
 template <class Activation>
 constexpr bool accepts_output_bits(int64_t bits) {
   return bits == 1 || bits == Activation::kDefaultBits || bits == 8;

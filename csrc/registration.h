@@ -39,7 +39,7 @@ template <template <class> class Activation>
 void define_ops(Library& m, Entry<Activation> entry) {
   static_assert(Activation<float>::kKind == Kind::kPiecewiseLinear ||
                     std::is_base_of_v<WithoutArguments, Activation<float>>,
-                "the ops of a curve, and its Functions, take no scalar arguments");
+                "the ops of a smooth, and its Functions, take no scalar arguments");
   const std::string name = entry.name;
   const std::string rest = std::string(", int[]? dim_order") + Activation<float>::kSchema;
   m.def((name + "_(Tensor(a!) x" + rest + ") -> ()").c_str());

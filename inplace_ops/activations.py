@@ -74,7 +74,7 @@ class Activation:
         return self.torch_module.__name__
 
     @property
-    def has_mask(self) -> bool:
+    def is_piecewise_linear(self) -> bool:
         """Whether one bit tells the derivative: values and gradients are PyTorch's, to the bit."""
         return "mask" in self.saves
 
@@ -88,7 +88,7 @@ class Activation:
     def is_exact(self, save: Save, dtype: torch.dtype, bits: int) -> bool:
         """Whether backward has the derivative of the very input."""
         if save == "output":
-            return self.has_mask or self.output_errors.get(dtype, {}).get(bits) == 0
+            return self.is_piecewise_linear or self.output_errors.get(dtype, {}).get(bits) == 0
         return save in ("mask", "recompute")
 
     def derivative_error(self, save: Save, dtype: torch.dtype, bits: int) -> float | None:

@@ -29,7 +29,7 @@ class Activation:
 
     @property
     def name(self) -> str:
-        bits = [] if self.entry.has_mask else [self.bits or "default"]
+        bits = [] if self.entry.is_piecewise_linear else [self.bits or "default"]
         parts = [self.function, *self.entry.variant.values(), *self.scalars, self.save, *bits]
         return "-".join(map(str, parts))
 
@@ -40,7 +40,7 @@ class Activation:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        bits = {} if self.entry.has_mask else {"bits": self.bits}
+        bits = {} if self.entry.is_piecewise_linear else {"bits": self.bits}
         scalars = dict(zip(self.entry.scalars, self.scalars, strict=True))
         return {**self.entry.variant, **scalars, "save": self.save, **bits}
 
@@ -82,7 +82,7 @@ class Activation:
     @property
     def is_exact(self) -> bool:
         """Whether values and gradients equal PyTorch's to the bit."""
-        return self.entry.has_mask and not self.is_rounded
+        return self.entry.is_piecewise_linear and not self.is_rounded
 
     @property
     def nan_gradient(self) -> float | None:
@@ -119,9 +119,9 @@ def _rows(entry: table.Activation) -> list[Activation]:
     if entry is table.LEAKY_RELU:
         rows = [leaky_relu(slope, "mask") for slope in SLOPES]
         return rows + [leaky_relu(slope, "output") for slope in SLOPES if slope >= 0]
-    if entry.has_mask:
+    if entry.is_piecewise_linear:
         return [Activation(entry, save) for save in entry.saves]
-    # The strategies are SiLU's: the numbers of the others are test_curves.py's subject.
+    # The strategies are SiLU's: the numbers of the others are test_smooth_activations.py's subject.
     output, derivative = (None, 1), (None,)
     if entry is table.SILU:
         output, derivative = (None, 1, 8), (None, 8, 16, 32)

@@ -25,7 +25,7 @@ ROWS = {
         "test_activations",
         "test_values",
         "test_ops",
-        "test_curves",
+        "test_smooth_activations",
         "test_every",
     ),
     "autograd, modules": ("test_autograd", "test_modules", "test_recompute"),

@@ -56,9 +56,9 @@ def is_of_a_gpu(item: pytest.Item) -> bool:
 
 # Where processes share the files, what takes long is not to be left for the end.
 SLOWEST_FIRST = """
-    engine_writes curves compile compiled_memory host_kernels device_numerics direct_calls models
-    values ops engine_surroundings analyze_command distributed engine_distributed tracing opinfo
-    engine_models
+    engine_writes smooth_activations compile compiled_memory host_kernels device_numerics
+    direct_calls models values ops engine_surroundings analyze_command distributed
+    engine_distributed tracing opinfo engine_models
 """
 RANKS = {f"test_{name}.py": rank for rank, name in enumerate(SLOWEST_FIRST.split())}
 

@@ -1,7 +1,7 @@
-// The mathematics of the curves as a GPU runs it, on the host, with the hardware's errors emulated,
-// and, with HOST_NUMERICS defined, as the host runs it: conftest.py compiles this file, and tests
-// call it with tensors' addresses. Needs neither torch nor a GPU. MODULE_NAME is another for each
-// build: Python takes two extensions of one name for the same.
+// The mathematics of the smooth activations as a GPU runs it, on the host, with the hardware's
+// errors emulated, and, with HOST_NUMERICS defined, as the host runs it: conftest.py compiles this
+// file, and tests call it with tensors' addresses. Needs neither torch nor a GPU. MODULE_NAME is
+// another for each build: Python takes two extensions of one name for the same.
 #ifndef HOST_NUMERICS
 #define INPLACE_OPS_HARDWARE "../tests/emulated_hardware.h"
 #endif
@@ -22,15 +22,15 @@
 namespace py = pybind11;
 using namespace inplace_ops;
 
-// Calls visit with the activation of this name, one with a curve, over the format.
+// Calls visit with the activation of this name, one with a smooth, over the format.
 template <class Visit>
-void with_curve(const std::string& name, const std::string& dtype, const Visit& visit) {
+void with_smooth(const std::string& name, const std::string& dtype, const Visit& visit) {
   with_activation(name, dtype, {}, [&](const auto& activation) {
     using A = std::decay_t<decltype(activation)>;
     if constexpr (A::kKind == Kind::kSmooth) {
       visit(activation);
     } else {
-      throw std::invalid_argument("has no curve: " + name);
+      throw std::invalid_argument("has no smooth: " + name);
     }
   });
 }
@@ -51,8 +51,8 @@ void for_each(int64_t count, const Work& work) {
 // The output of each input.
 void forward(const std::string& name, const std::string& dtype, uintptr_t x, uintptr_t y,
              int64_t count) {
-  with_curve(name, dtype, [=](auto curve) {
-    using A = decltype(curve);
+  with_smooth(name, dtype, [=](auto smooth) {
+    using A = decltype(smooth);
     using T = typename A::Scalar;
     for_each(count, [=](int64_t i) {
       reinterpret_cast<T*>(y)[i] = store<T>(A::value(load(reinterpret_cast<const T*>(x)[i])));
@@ -64,8 +64,8 @@ void forward(const std::string& name, const std::string& dtype, uintptr_t x, uin
 // type; with 0 bits those of x itself.
 void points(const std::string& name, const std::string& dtype, uintptr_t x, uintptr_t y, int bits,
             uintptr_t recovered, uintptr_t first, uintptr_t second, int64_t count) {
-  with_curve(name, dtype, [=](auto curve) {
-    using A = decltype(curve);
+  with_smooth(name, dtype, [=](auto smooth) {
+    using A = decltype(smooth);
     using T = typename A::Scalar;
     using C = opmath_t<T>;
     const InputCode<A> code(std::max(bits, 1));
@@ -84,8 +84,8 @@ void points(const std::string& name, const std::string& dtype, uintptr_t x, uint
 // The range of the derivative, and the minimum.
 py::tuple properties(const std::string& name) {
   py::tuple result;
-  with_curve(name, "float64", [&](auto curve) {
-    using A = decltype(curve);
+  with_smooth(name, "float64", [&](auto smooth) {
+    using A = decltype(smooth);
     result =
         py::make_tuple(+A::kLowestDerivative, +A::kHighestDerivative, +A::kMinimumX, +A::kMinimumY);
   });
@@ -95,8 +95,8 @@ py::tuple properties(const std::string& name) {
 // The derivative as save="derivative" keeps it.
 void keep_derivative(const std::string& name, const std::string& dtype, uintptr_t x, int bits,
                      uintptr_t derivative, int64_t count) {
-  with_curve(name, dtype, [=](auto curve) {
-    using A = decltype(curve);
+  with_smooth(name, dtype, [=](auto smooth) {
+    using A = decltype(smooth);
     using T = typename A::Scalar;
     using C = opmath_t<T>;
     const auto grid = DerivativeGrid<C>::template of<A>(bits);

@@ -16,7 +16,7 @@ Call = Callable[[Tensor], Tensor]
 
 # One for each activation; what it saves is what a fallback saves.
 ROWS = [row for row in ONE_OF_EACH if row.save == row.entry.saves[0] and row.bits is None]
-MASK, CURVE = (next(row for row in ROWS if row.function == name) for name in ("relu", "silu"))
+PIECEWISE, SMOOTH = (next(row for row in ROWS if row.function == name) for name in ("relu", "silu"))
 
 
 @dataclass(frozen=True)

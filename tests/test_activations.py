@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 from activations import FLOATS
-from curves import CURVES
+from smooth_activations import SMOOTH_ACTIVATIONS
 
 import inplace_ops
 from inplace_ops import _ops
@@ -29,7 +29,9 @@ each_activation = pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda 
 def test_every_activation_of_the_kernels_is_listed() -> None:
     assert [activation.ops for activation in ACTIVATIONS] == list(_ops.ALL.values())
     assert set(FUNCTIONS) == {(a, save) for a in ACTIVATIONS for save in a.saves}
-    assert {curve.entry for curve in CURVES} == {a for a in ACTIVATIONS if not a.has_mask}
+    assert {smooth.entry for smooth in SMOOTH_ACTIVATIONS} == {
+        a for a in ACTIVATIONS if not a.is_piecewise_linear
+    }
 
 
 @each_activation
@@ -38,7 +40,7 @@ def test_defaults_of_functions_and_modules(activation: Activation) -> None:
     for takes in (getattr(inplace_ops, activation.function), module):
         parameters = inspect.signature(takes).parameters
         assert parameters["save"].default == activation.saves[0]
-        assert ("bits" in parameters) == (not activation.has_mask)
+        assert ("bits" in parameters) == (not activation.is_piecewise_linear)
     assert module.default_save == activation.saves[0]
     assert issubclass(module, activation.torch_module)
 

@@ -167,7 +167,9 @@ def test_unsupported_dtypes_with_gradient(
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
-def test_curves_and_leaky_relu_take_no_integers(dtype: torch.dtype, device: torch.device) -> None:
+def test_smooth_activations_and_leaky_relu_take_no_integers(
+    dtype: torch.dtype, device: torch.device
+) -> None:
     x = torch.arange(6, dtype=dtype, device=device)
     calls = [a.call for a in ONE_OF_EACH if not a.entry.takes_integers]
     assert len(calls) > 5

@@ -150,7 +150,7 @@ def test_without_a_reader_that_keeps_the_output(
 ) -> None:
     """save="derivative", or a mask, keeps less there too; save="output" says that there is one."""
     backend = "aot_eager_decomp_partition"
-    save = "mask" if activation.has_mask else "derivative"
+    save = "mask" if activation.is_piecewise_linear else "derivative"
     call = getattr(inplace_ops, activation.name)(**activation.variant, save=save)
     for norm in ("batch_norm", "no_norm"):
         least = min(kept(backend, device, norm, c, reader="mean") for c in pytorchs(activation))

@@ -88,7 +88,7 @@ BUDGETS = {
     "mish": Budget(slots=1.07),
 }
 MASKS = Budget()
-CURVES = Budget(slots=1.4)
+SMOOTH = Budget(slots=1.4)
 ANY = "any"  # the activation of what is one for all
 # After a norm, by the layouts that AFFINE_LOADS names.
 NORMALIZED = {
@@ -236,8 +236,8 @@ class Case(NamedTuple):
             if self.cast:  # the same arithmetic in fewer bytes
                 budget = (budget * self.slots_of(self.size) + SLOTS_OF_A_CAST) / self.slots
             return Budget(budget)
-        is_curve = self.activation == ANY or _ops.ALL[self.activation].double_backward is not None
-        return BUDGETS.get(self.activation, CURVES if is_curve else MASKS)
+        is_smooth = self.activation == ANY or _ops.ALL[self.activation].double_backward is not None
+        return BUDGETS.get(self.activation, SMOOTH if is_smooth else MASKS)
 
     @property
     def far(self) -> str | None:
@@ -259,7 +259,7 @@ def cases() -> list[Case]:
                 for cast in ("Half", "BFloat16") if scalar == "float" else ():
                     found[Case(name, "ForwardRecompute", scalar, 0, layout, cast)] = None
                     found[Case(ANY, "Normalize", scalar, 0, layout, cast)] = None
-            if entry.has_mask:
+            if entry.is_piecewise_linear:
                 bits = {"ForwardMask": (0, 1), "BackwardMask": (1,), "BackwardMaskOfOutput": (0,)}
             else:
                 few = (1, entry.default_bits("output", dtype))

@@ -48,7 +48,7 @@ def run_all(
         plain = on(device, x)
         ops.in_place(plain, dim_order, *scalars)
         results.append(plain)
-        if activation.has_mask:
+        if activation.is_piecewise_linear:
             results.append(ops.backward["output"](g, plain, dim_order, *scalars))
         for save, op in ops.save_in_place.items():
             default = activation.default_bits(save, x.dtype)
@@ -71,7 +71,7 @@ def run_all(
 def test_every_kernel(dtype: torch.dtype, layout: str, device: torch.device) -> None:
     arrange, order = LAYOUTS[layout]
     values = 3 * torch.randn(2**16 + 26, dtype=torch.float64)
-    # f''/f', in the second derivative, is steep around a curve's minimum.
+    # f''/f', in the second derivative, is steep around a smooth's minimum.
     values = torch.where((values + 1.2).abs() < 1, 1.0, values)
     x = arrange(values.to(dtype))
     grad = arrange(torch.rand_like(values).to(dtype))

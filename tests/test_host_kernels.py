@@ -60,7 +60,7 @@ class Case(NamedTuple):
     @property
     def plain(self) -> str:
         """The functor that keeps nothing."""
-        return "ForwardMask" if self.entry.has_mask else "ForwardOutput"
+        return "ForwardMask" if self.entry.is_piecewise_linear else "ForwardOutput"
 
     @property
     def forward(self) -> str:
@@ -68,13 +68,13 @@ class Case(NamedTuple):
 
     @property
     def backward(self) -> str:
-        if self.entry.has_mask:
+        if self.entry.is_piecewise_linear:
             return "BackwardMask" if self.save == "mask" else "BackwardMaskOfOutput"
         return "BackwardOutput" if self.save == "output" else "BackwardDerivative"
 
     @property
     def derivative_error(self) -> float:
-        if self.entry.has_mask:
+        if self.entry.is_piecewise_linear:
             return 0.0
         if self.save == "recompute":
             return FORMULA[self.dtype]
@@ -89,12 +89,12 @@ def case_id(case: Case) -> str:
 
 def bits_of(entry: Activation, save: str, dtype: torch.dtype) -> list[int]:
     default = entry.default_bits(save, dtype)
-    if entry.has_mask:
+    if entry.is_piecewise_linear:
         return [default]
     return [8, 16, 32] if save == "derivative" else sorted({1, default, 8})
 
 
-# Where the elements lie is not the activation's business: one with a scalar, and one with a curve.
+# Where the elements lie is not the activation's business: one with a scalar, and one with a smooth.
 SOME = (LEAKY_RELU, SILU)
 TESTED = SOME if SANITIZE in os.environ else ACTIVATIONS
 
@@ -105,7 +105,7 @@ CASES = [
     for dtype in FLOATS
     for bits in bits_of(entry, save, dtype)
 ]
-CURVES = [case for case in CASES if not case.entry.has_mask]
+SMOOTH_ACTIVATIONS = [case for case in CASES if not case.entry.is_piecewise_linear]
 all_cases = pytest.mark.parametrize("case", CASES, ids=case_id)
 some_cases = pytest.mark.parametrize(
     "case", [case for case in CASES if case.entry in SOME], ids=case_id
@@ -252,7 +252,7 @@ def check_round_trip(
 
     expected, slope = derivatives(case, x, 1)
     gradient = grad.double() * slope
-    if case.entry.has_mask:
+    if case.entry.is_piecewise_linear:
         assert torch.equal(y, expected.to(dtype))
         assert torch.equal(result.tensor, gradient.to(dtype))
     else:
@@ -344,7 +344,7 @@ def test_rows_apart(host_kernels: ModuleType, case: Case) -> None:
     "case",
     [
         case
-        for case in CURVES
+        for case in SMOOTH_ACTIVATIONS
         if case.save == "output" and case.bits >= case.entry.default_bits("output", case.dtype)
     ],
     ids=case_id,
@@ -371,7 +371,7 @@ def test_double_backward(host_kernels: ModuleType, case: Case) -> None:
     assert (distance <= scale.abs() * error + 1e-7).all()
 
 
-@pytest.mark.parametrize("case", CURVES, ids=case_id)
+@pytest.mark.parametrize("case", SMOOTH_ACTIVATIONS, ids=case_id)
 def test_not_finite(host_kernels: ModuleType, case: Case) -> None:
     """NaN as a GPU writes it, all bits set: the recovered x must not wrap around to a number."""
     x = torch.tensor([torch.nan, torch.inf, -torch.inf] * 8, dtype=case.dtype)
@@ -464,7 +464,7 @@ def check_normalized(
         assert torch.equal(run("ForwardRecompute" + suffix, inputs, result=narrow), y.to(target))
     total = torch.add(z, grad)
     assert torch.equal(run("NormalizeAdd", incoming, inputs), total)
-    if case.entry.has_mask:
+    if case.entry.is_piecewise_linear:
         value, _ = derivatives(case, total, 1)
         assert torch.equal(run("ForwardRecomputeAdd", incoming, inputs), value.to(dtype))
     for operand, before in zip([inputs, incoming, *affine], [x, grad, *parts], strict=True):
@@ -475,7 +475,7 @@ def check_normalized(
     assert ((z.double() - expected).abs() <= error).all()
     value, slope = derivatives(case, z, 1)
     gradient = grad.double() * slope
-    if case.entry.has_mask:
+    if case.entry.is_piecewise_linear:
         assert torch.equal(y, value.to(dtype))
         assert torch.equal(actual, gradient.to(dtype))
     else:
@@ -690,7 +690,7 @@ def test_infinite_gradients_after_a_norm(host_kernels: ModuleType, case: Case) -
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in NORMALIZED if not case.entry.has_mask], ids=case_id
+    "case", [case for case in NORMALIZED if not case.entry.is_piecewise_linear], ids=case_id
 )
 def test_not_finite_after_a_norm(host_kernels: ModuleType, case: Case) -> None:
     x = torch.tensor([torch.nan, torch.inf, -torch.inf] * 99, dtype=case.dtype)

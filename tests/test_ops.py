@@ -9,7 +9,7 @@ import pytest
 import torch
 from activations import FLOATS, SCALARS
 from comparison import assert_gradient, assert_identical, assert_values
-from norms import MASK, ROWS, normalized
+from norms import PIECEWISE, ROWS, normalized
 from selection import each, quick
 from torch import Tensor
 
@@ -578,7 +578,7 @@ def test_sums(addend: str, layout: str, dtype: torch.dtype, device: torch.device
             assert_identical(actual, total)
             assert actual.stride() == _ops.dense_strides(x.shape, dim_order)
             actual = _ops.NORMALIZE_ADD_RELU(x, *affine, other, dim_order)
-            assert_values(MASK, actual, torch.relu(total))
+            assert_values(PIECEWISE, actual, torch.relu(total))
 
 
 @pytest.mark.parametrize("op", [*_ops.PLAIN_OPS, *_ops.SAVING_OPS], ids=name_of)

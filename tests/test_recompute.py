@@ -12,13 +12,12 @@ import torch
 import torch.nn.functional as F
 from activations import FLOATS, Activation, activation_id
 from comparison import assert_identical, assert_values
-from curves import CURVES
 from norms import (
-    CURVE,
-    MASK,
     NORMS,
     ONE_OF_EACH_NORM,
+    PIECEWISE,
     ROWS,
+    SMOOTH,
     Call,
     Norm,
     assert_same_gradients,
@@ -28,6 +27,7 @@ from norms import (
     recompute,
     rounding,
 )
+from smooth_activations import SMOOTH_ACTIVATIONS
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -37,16 +37,16 @@ from inplace_ops import _ops, saved_bytes
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
 each_activation = pytest.mark.parametrize("activation", ROWS, ids=activation_id)
-mask_and_curve = pytest.mark.parametrize("activation", [MASK, CURVE], ids=["mask", "curve"])
+both_kinds = pytest.mark.parametrize("activation", [PIECEWISE, SMOOTH], ids=["piecewise", "smooth"])
 each_norm = pytest.mark.parametrize("name", NORMS)
 one_of_each_norm = pytest.mark.parametrize("name", ONE_OF_EACH_NORM)
 
 
 def derivative(activation: Activation, z: Tensor) -> Tensor:
-    """In float64; of a curve by its formula, as PyTorch's cancels where the slope nears 1."""
-    for curve in CURVES:
-        if curve.entry is activation.entry:
-            return curve.derivative(z)
+    """In float64; of a smooth by its formula, as PyTorch's cancels where the slope nears 1."""
+    for smooth in SMOOTH_ACTIVATIONS:
+        if smooth.entry is activation.entry:
+            return smooth.derivative(z)
     leaf = z.clone().requires_grad_()
     return torch.autograd.grad(activation.reference(leaf).sum(), leaf)[0]
 
@@ -84,7 +84,7 @@ def check(norm: Norm, module: nn.Module, activation: Activation, x: Tensor) -> T
     )
     exact = torch.float64 if y.dtype == torch.float64 else torch.float32
     formula = activation.entry.arithmetic_error * torch.finfo(exact).eps / 2**-23
-    if activation.entry.has_mask:
+    if activation.entry.is_piecewise_linear:
         formula = 0.0
     wanted = incoming.double() * slope
     tolerance = incoming.double().abs() * (1.01 * spread + formula) + 2 * rounding(wanted, y.dtype)
@@ -201,18 +201,18 @@ def test_a_third_derivative(
         return torch.autograd.grad(second.square().sum(), x)[0]
 
     try:
-        expected = third(exactly(CURVE))
+        expected = third(exactly(SMOOTH))
     except RuntimeError as error:  # from torch 2.14 on
         if "batch_norm does not support 3rd" not in str(error):
             raise
         with pytest.raises(RuntimeError, match="batch_norm does not support 3rd"):
-            third(recompute(CURVE))
+            third(recompute(SMOOTH))
         return
-    torch.testing.assert_close(third(recompute(CURVE)), expected, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(third(recompute(SMOOTH)), expected, rtol=1e-8, atol=1e-8)
 
 
 @each_norm
-@mask_and_curve
+@both_kinds
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_saved_bytes(
     name: str, activation: Activation, training: bool, device: torch.device
@@ -221,7 +221,7 @@ def test_saved_bytes(
     module, x = norm.module(torch.float32, training, device), norm.input(torch.float32, device)
     alone = saved_bytes(nn.Sequential(module), x)
     both = saved_bytes(nn.Sequential(module, activation.module(save="recompute")), x)
-    anchor = 0 if activation.entry.has_mask else 4
+    anchor = 0 if activation.entry.is_piecewise_linear else 4
     assert both == alone + 4 * norm.map_numbers + anchor
 
 
@@ -256,7 +256,7 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
 
 
 @one_of_each_norm
-@mask_and_curve
+@both_kinds
 @pytest.mark.parametrize("write", WRITES)
 def test_later_writes(name: str, activation: Activation, write: str, device: torch.device) -> None:
     norm = NORMS[name]
@@ -285,7 +285,7 @@ MODES = {
 
 
 @one_of_each_norm
-@mask_and_curve
+@both_kinds
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_version_rises_by_one(
@@ -340,7 +340,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 }
 
 
-@mask_and_curve
+@both_kinds
 @pytest.mark.parametrize("name", ["batch_2d", "group", "layer"])
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case: str, name: str, activation: Activation, device: torch.device) -> None:
@@ -358,7 +358,7 @@ def test_refused(case: str, name: str, activation: Activation, device: torch.dev
     assert z._version == version
 
 
-@mask_and_curve
+@both_kinds
 def test_refuses_the_output_of_a_convolution(activation: Activation, device: torch.device) -> None:
     z = nn.Conv2d(3, 4, 3, device=device)(torch.randn(2, 3, 5, 5, device=device))
     before = z.detach().clone()
@@ -368,7 +368,9 @@ def test_refuses_the_output_of_a_convolution(activation: Activation, device: tor
     assert z._version == 0
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if not row.entry.has_mask], ids=activation_id)
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if not row.entry.is_piecewise_linear], ids=activation_id
+)
 def test_takes_no_bits(row: Activation, device: torch.device) -> None:
     norm = NORMS["batch_2d"]
     z = norm.module(torch.float32, device=device)(norm.input(torch.float32, device))

@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from activations import Activation, activation_id
 from comparison import Severed, wording
 from norms import (
-    CURVE,
-    MASK,
     NORMS,
     ONE_OF_EACH_NORM,
+    PIECEWISE,
     ROWS,
+    SMOOTH,
     Call,
     assert_same_gradients,
     exactly,
@@ -47,7 +47,7 @@ from inplace_ops import saved_bytes
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
 each_activation = pytest.mark.parametrize("activation", ROWS, ids=activation_id)
-mask_and_curve = pytest.mark.parametrize("activation", [MASK, CURVE], ids=["mask", "curve"])
+both_kinds = pytest.mark.parametrize("activation", [PIECEWISE, SMOOTH], ids=["piecewise", "smooth"])
 one_of_each_norm = pytest.mark.parametrize("name", ONE_OF_EACH_NORM)
 
 
@@ -70,7 +70,7 @@ class Counting(nn.Module):
 
 
 @one_of_each_norm
-@mask_and_curve
+@both_kinds
 def test_no_gradient_is_not_one_of_zeros(
     name: str, activation: Activation, device: torch.device
 ) -> None:
@@ -120,7 +120,7 @@ def test_both_in_a_checkpoint(
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
 
 
-@mask_and_curve
+@both_kinds
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_the_activation_in_a_checkpoint(
     activation: Activation, use_reentrant: bool, device: torch.device
@@ -146,7 +146,7 @@ HOOKS: dict[str, Callable[[], Any]] = {
 
 
 @one_of_each_norm
-@mask_and_curve
+@both_kinds
 @pytest.mark.parametrize("hooks", HOOKS)
 @pytest.mark.parametrize("around", ["norm", "activation", "both"])
 def test_saved_tensors_hooks(
@@ -169,7 +169,7 @@ def test_saved_tensors_hooks(
 
 
 @one_of_each_norm
-@mask_and_curve
+@both_kinds
 def test_allow_mutation_on_saved_tensors(
     name: str, activation: Activation, device: torch.device
 ) -> None:
@@ -197,7 +197,7 @@ FROZEN: dict[str, Callable[[nn.Module, Tensor], object]] = {
 
 
 @one_of_each_norm
-@mask_and_curve
+@both_kinds
 @pytest.mark.parametrize("frozen", FROZEN)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_frozen(
@@ -209,7 +209,7 @@ def test_frozen(
 
 
 @one_of_each_norm
-@mask_and_curve
+@both_kinds
 def test_parameters_freed_until_backward(
     name: str, activation: Activation, device: torch.device
 ) -> None:
@@ -280,7 +280,7 @@ def test_any_parameters(function: str, weight: str, bias: str, device: torch.dev
         except RuntimeError as error:  # PyTorch's own, of a group norm without a weight
             return str(error)
 
-    assert_same_outcome(found(recompute(CURVE)), found(CURVE.reference))
+    assert_same_outcome(found(recompute(SMOOTH)), found(SMOOTH.reference))
 
 
 @pytest.mark.parametrize(
@@ -299,9 +299,9 @@ def test_a_bias_that_is_repeated(
         z = F.batch_norm(x, None, None, None, leaf.repeat(repeats), training=True)
         return torch.autograd.grad(loss_of(call(z)), x)  # the leaf's fails in PyTorch for a matrix
 
-    module = CURVE.module(save="recompute")
+    module = SMOOTH.module(save="recompute")
     torch.testing.assert_close(
-        gradients_of(module), gradients_of(CURVE.reference), rtol=1e-7, atol=1e-7
+        gradients_of(module), gradients_of(SMOOTH.reference), rtol=1e-7, atol=1e-7
     )
 
 
@@ -342,7 +342,7 @@ NOT_SEEN = pytest.mark.xfail(
     ],
 )
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@mask_and_curve
+@both_kinds
 def test_changed_before_backward(
     name: str,
     changed: str,
@@ -377,7 +377,7 @@ def test_changed_before_backward(
 
 
 @one_of_each_norm
-@mask_and_curve
+@both_kinds
 def test_the_norms_graph_is_gone(name: str, activation: Activation, device: torch.device) -> None:
     module, x = norm_and_input(name, device)
     z = module(x)
@@ -414,7 +414,7 @@ def test_backward_many_times(name: str, activation: Activation, device: torch.de
     )
 
 
-@mask_and_curve
+@both_kinds
 def test_a_second_backward_frees_the_norms_input(
     activation: Activation, device: torch.device
 ) -> None:
@@ -478,7 +478,7 @@ def _fresh_dynamo() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.usefixtures("_fresh_dynamo")
 @one_of_each_norm
-@mask_and_curve
+@both_kinds
 def test_compiled(name: str, activation: Activation, device: torch.device) -> None:
     module, x = norm_and_input(name, device)
     calls = {"function": recompute(activation), "module": activation.module(save="recompute")}
@@ -566,14 +566,14 @@ def test_a_chain_of_norms_and_activations(device: torch.device) -> None:
         return nn.Sequential(
             nn.Conv2d(3, 6, 3),
             nn.BatchNorm2d(6),
-            activation(CURVE),
+            activation(SMOOTH),
             nn.GroupNorm(2, 6),
-            activation(MASK),
+            activation(PIECEWISE),
             nn.Conv2d(6, 4, 3),
             nn.InstanceNorm2d(4, affine=True),
-            activation(CURVE),
+            activation(SMOOTH),
             nn.LayerNorm(5),
-            activation(CURVE),
+            activation(SMOOTH),
         ).to(device, torch.float64)
 
     seed = torch.initial_seed()
@@ -595,7 +595,7 @@ STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("strides", STRIDES)
 @pytest.mark.parametrize("name", ["batch_1d", "batch_2d", "group", "instance_2d", "layer"])
-@mask_and_curve
+@both_kinds
 def test_inputs_of_any_strides(
     name: str, strides: str, activation: Activation, device: torch.device
 ) -> None:
@@ -617,7 +617,7 @@ class Arranged(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["layer", "group_of_all"])
-@mask_and_curve
+@both_kinds
 def test_empty(name: str, activation: Activation, device: torch.device) -> None:
     module, x = norm_and_input(name, device)
     assert_same_gradients(recompute(activation), activation.reference, module, empty_like(x))

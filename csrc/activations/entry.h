@@ -1,5 +1,5 @@
 // What an activation is: a struct over its storage format T, made from the op's scalar arguments,
-// of which a curve has none. All of them have
+// of which a smooth has none. All of them have
 //   Scalar                T;
 //   kName                 of their ops: the struct's name in lower case, underscores apart;
 //   Arguments, kSchema    the types of the scalar arguments, and what the ops' schemas have for
@@ -15,7 +15,7 @@
 //   kLowestDerivative, kHighestDerivative
 //   kDefaultBits          the fewest with which the gradient passes torch.testing's tolerances;
 //   is_flat(point)        whether the gradient is 0 there, even an infinite one;
-// and what ../curve.h needs to invert it.
+// and what ../inverse.h needs to invert it.
 #pragma once
 
 #include "../number_formats.h"
@@ -33,7 +33,7 @@ struct WithoutArguments {
 };
 
 // Bits per element beside the output with which the recovered input is exact in the 16-bit formats,
-// and its gradient within torch.testing's tolerances in the others, for most curves.
+// and its gradient within torch.testing's tolerances in the others, for most smooth activations.
 template <class T>
 constexpr int kUsualBits = sizeof(T) == 8                ? 1
                            : sizeof(T) == 4              ? 6

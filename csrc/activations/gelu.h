@@ -7,14 +7,14 @@
 // both; gelu(-0.0) is -0.0. The gradient of the tanh form is 0 or 1 at the largest finite x.
 #pragma once
 
-#include "../curve.h"
+#include "../inverse.h"
 #include "entry.h"
 
 namespace inplace_ops {
 
 // What both forms have in common: on the left, where |x| grows with the square root of a logarithm
 // of y, a polynomial of signed_root is no good fit; one of v = sqrt(ln(y_min / y)) is.
-template <class Curve, class T>
+template <class Activation, class T>
 struct GELUBase : SmoothActivation {
   using Scalar = T;
   using C = opmath_t<T>;
@@ -24,35 +24,35 @@ struct GELUBase : SmoothActivation {
   static constexpr bool kFitIsExact = false;
 
   HOST_DEVICE static float estimate(float y, bool left) {
-    constexpr float log_minimum = float(Curve::kLogMinimum), end = 90.0f;
+    constexpr float log_minimum = float(Activation::kLogMinimum), end = 90.0f;
     if constexpr (sizeof(T) == 2) {
       // As signed_root on the right, and v on the left.
-      constexpr float less = float(-Middle<Curve>::kLess / Curve::kMinimumY);
-      constexpr float smallest = float(-Middle<Curve>::kSmallest / Curve::kMinimumY);
+      constexpr float less = float(-Middle<Activation>::kLess / Activation::kMinimumY);
+      constexpr float smallest = float(-Middle<Activation>::kSmallest / Activation::kMinimumY);
       const float logarithm = larger(log_minimum - less - rough_log(-y), 0.0f) + smallest;
-      const float squared = select(left, smaller(logarithm, end), radicand<Curve>(y));
+      const float squared = select(left, smaller(logarithm, end), radicand<Activation>(y));
       const float root = rough_sqrt(squared);
-      const float on_right = y * rough_reciprocal(Curve::gate_of(root));
-      return select(left, Curve::left_of(root), on_right);
+      const float on_right = y * rough_reciprocal(Activation::gate_of(root));
+      return select(left, Activation::left_of(root), on_right);
     } else {
-      const float root = signed_root<Curve>(y, left);
+      const float root = signed_root<Activation>(y, left);
       const float v = rough_sqrt(smaller(log_minimum - rough_log(-y), end));
-      const float inverse = Curve::inverse_of(rough_reciprocal(v + 2.0f) - 0.234375f);
+      const float inverse = Activation::inverse_of(rough_reciprocal(v + 2.0f) - 0.234375f);
       const bool small = left & (y > -0.0455f);  // of x = -2
       return select(small, -1.0f, y) *
-             rough_reciprocal(select(small, inverse, Curve::gate_of(root)));
+             rough_reciprocal(select(small, inverse, Activation::gate_of(root)));
     }
   }
 
   HOST_DEVICE static float far_estimate(float y, bool) { return y; }
 
   HOST_DEVICE static auto fitted(float y, bool left) {
-    return Curve::core_point(estimate(y, left));
+    return Activation::core_point(estimate(y, left));
   }
 
   HOST_DEVICE static auto far_point(C x, C y, bool) {
     const C nan_if_not_finite = y - y;
-    return Curve::point(x + nan_if_not_finite);
+    return Activation::point(x + nan_if_not_finite);
   }
 };
 

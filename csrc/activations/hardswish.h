@@ -6,7 +6,7 @@
 // vectorized float code, where its scalar code says 1.
 #pragma once
 
-#include "../curve.h"
+#include "../inverse.h"
 #include "entry.h"
 
 namespace inplace_ops {

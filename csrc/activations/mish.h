@@ -4,7 +4,7 @@
 // As PyTorch's: NaN at -inf, +inf at +inf, the gradient NaN at both.
 #pragma once
 
-#include "../curve.h"
+#include "../inverse.h"
 #include "entry.h"
 
 namespace inplace_ops {

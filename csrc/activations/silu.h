@@ -5,7 +5,7 @@
 // it is tested against.
 #pragma once
 
-#include "../curve.h"
+#include "../inverse.h"
 #include "entry.h"
 
 namespace inplace_ops {

@@ -49,7 +49,7 @@ class RecomputeFunction(Function):
         ctx.activation, ctx.op_args = activation, op_args
         ctx.output_version = z._version + 1 if is_in_place else 0
         ctx.set_materialize_grads(False)
-        anchor = None if activation.has_mask else _anchor(z)
+        anchor = None if activation.is_piecewise_linear else _anchor(z)
         ctx.save_for_backward(source.x, *source.affine, anchor)
         return y if anchor is None else (y, anchor)
 
@@ -133,4 +133,4 @@ def recomputed_activation(
     """
     # Without what `Function.apply` does for functorch's transforms, in which this never runs.
     result = _apply_recompute(z, Source(x.detach(), affine), activation, op_args, forward)
-    return result if activation.has_mask else result[0]
+    return result if activation.is_piecewise_linear else result[0]

@@ -1,6 +1,6 @@
-// x from y = x * gate(x), from a code of a few bits of x, for curves with one minimum.
+// x from y = x * gate(x), from a code of a few bits of x, for smooth activations with one minimum.
 //
-// A curve's entry (activations/*.h) holds its formulas and fits. Near the minimum x is analytic in
+// A smooth's entry (activations/*.h) holds its formulas and fits. Near the minimum x is analytic in
 // +-sqrt(y - y_min), so that in the core, where nearly all inputs of a network lie, x is y over a
 // polynomial of that root. For 16-bit formats that is near enough: the kept bits tell the rest. In
 // float it is so around the minimum, and a step of Newton's method follows elsewhere.
@@ -62,7 +62,7 @@ constexpr double constexpr_sqrt(double x) {
   return root;
 }
 
-// What to take of y - y_min in a fit: where a curve is flat, the inputs that share a y are a wide
+// What to take of y - y_min in a fit: where a smooth is flat, the inputs that share a y are a wide
 // interval, and the root of a little less than y is its middle. In units of the outputs' spacing,
 // and from y_min, a 16-bit output w comes of w - 1/2 to w + 1/2, and the square of the middle is,
 // from the roots of these, (w + 1/2) / 4 at the lowest output and second() at the next. Those of a
@@ -110,7 +110,7 @@ HOST_DEVICE bool is_far(float y, bool left) {
   return !(y <= (left ? A::kLeftEnd : A::kRightEnd));
 }
 
-// Where a curve is flat its inverse needs more of y than the formula gives: this series is off by
+// Where a smooth is flat its inverse needs more of y than the formula gives: this series is off by
 // half a unit in the last place.
 template <class A, class C, int terms>
 HOST_DEVICE C near_minimum(C x, const C (&c)[terms], C elsewhere) {

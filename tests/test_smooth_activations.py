@@ -18,54 +18,66 @@ import torch
 import torch.nn.functional as F
 from activations import FLOATS
 from comparison import assert_identical, gradient, patterns
-from curves import CPU, CURVES, HALVES, Curve, Numerics, all_finite, dense, id_of, near
+from smooth_activations import (
+    CPU,
+    HALVES,
+    SMOOTH_ACTIVATIONS,
+    Numerics,
+    SmoothActivation,
+    all_finite,
+    dense,
+    id_of,
+    near,
+)
 from torch import Tensor
 
 from inplace_ops import silu_
 
-SILU = CURVES[0]
+SILU = SMOOTH_ACTIVATIONS[0]
 MINIMUM = SILU.minimum
 silu_dense = partial(dense, minimum=MINIMUM)
 derivative = SILU.derivative
-all_curves = pytest.mark.parametrize("curve", CURVES, ids=[curve.name for curve in CURVES])
+all_smooth = pytest.mark.parametrize(
+    "smooth", SMOOTH_ACTIVATIONS, ids=[smooth.name for smooth in SMOOTH_ACTIVATIONS]
+)
 with_all_bits = pytest.mark.parametrize("which", [0, 1, 2], ids=["one", "default", "eight"])
 
 
-def bits_of(curve: Curve, dtype: torch.dtype, which: int) -> tuple[int | None, int]:
+def bits_of(smooth: SmoothActivation, dtype: torch.dtype, which: int) -> tuple[int | None, int]:
     """What to ask for, and what is kept."""
     bits = (1, None, 8)[which]
-    return bits, bits or curve.default_bits(dtype)
+    return bits, bits or smooth.default_bits(dtype)
 
 
-def largest_error(curve: Curve, x: Tensor, **arguments: object) -> float:
-    actual = gradient(partial(curve.call, **arguments), x).double()
-    error = (actual - curve.derivative(x.double())).abs().max().item()
+def largest_error(smooth: SmoothActivation, x: Tensor, **arguments: object) -> float:
+    actual = gradient(partial(smooth.call, **arguments), x).double()
+    error = (actual - smooth.derivative(x.double())).abs().max().item()
     assert error == error
     return error
 
 
-def rounding(curve: Curve, x: Tensor) -> float:
+def rounding(smooth: SmoothActivation, x: Tensor) -> float:
     """The largest that rounding the derivative to x's dtype makes."""
-    exact = curve.derivative(x.double())
+    exact = smooth.derivative(x.double())
     return (exact.to(x.dtype).double() - exact).abs().max().item()
 
 
-@all_curves
+@all_smooth
 @with_all_bits
 @pytest.mark.parametrize("dtype", HALVES, ids=id_of)
 def test_every_16_bit_value(
-    curve: Curve, dtype: torch.dtype, which: int, device: torch.device
+    smooth: SmoothActivation, dtype: torch.dtype, which: int, device: torch.device
 ) -> None:
     x = all_finite(dtype, device)
-    bits, kept = bits_of(curve, dtype, which)
-    limit = curve.error(dtype, kept) or 1.001 * rounding(curve, x)
-    assert largest_error(curve, x, bits=bits) <= limit
+    bits, kept = bits_of(smooth, dtype, which)
+    limit = smooth.error(dtype, kept) or 1.001 * rounding(smooth, x)
+    assert largest_error(smooth, x, bits=bits) <= limit
 
 
-@all_curves
+@all_smooth
 @pytest.mark.parametrize("dtype", HALVES, ids=id_of)
 def test_default_bits_give_pytorchs_gradient(
-    curve: Curve, dtype: torch.dtype, device: torch.device
+    smooth: SmoothActivation, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Within one unit in the last place, or 2e-6, and SiLU's in nearly all places to the bit."""
     x = all_finite(dtype, device)
@@ -73,16 +85,16 @@ def test_default_bits_give_pytorchs_gradient(
     for scale in (1, 4):
         if scale > 1:
             # Below, the output is subnormal, and some inputs are lost.
-            x = x[x > curve.recovered_above[dtype]]
+            x = x[x > smooth.recovered_above[dtype]]
         incoming = scale * (torch.ones_like(x) if scale == 1 else 2 * torch.rand_like(x) - 1)
-        actual = gradient(curve.call, x, incoming)
-        expected = gradient(curve.entry.torch_function, x, incoming)
+        actual = gradient(smooth.call, x, incoming)
+        expected = gradient(smooth.entry.torch_function, x, incoming)
         units = (patterns(actual).int() - patterns(expected).int()).abs()
-        if curve is SILU:
+        if smooth is SILU:
             units[(actual == 0) & (expected == 0)] = 0
             assert int((units > 0).sum()) * 500 < x.numel()
         # Near its zero float's own rounding of the derivative is more than a unit of float16.
-        arithmetic = 3e-7 if curve is SILU else 2e-6
+        arithmetic = 3e-7 if smooth is SILU else 2e-6
         units[(actual.double() - expected.double()).abs() <= arithmetic * scale] = 0
         assert units.max() <= 1
         torch.testing.assert_close(actual, expected)
@@ -116,32 +128,38 @@ def test_default_bits_recover_the_input(dtype: torch.dtype, device: torch.device
     assert (error <= limit).all()
 
 
-@all_curves
+@all_smooth
 @with_all_bits
-def test_every_float32_around_the_minimum(curve: Curve, which: int, device: torch.device) -> None:
-    ends = torch.tensor([abs(curve.minimum) - 0.15, abs(curve.minimum) + 0.15]).view(torch.int32)
+def test_every_float32_around_the_minimum(
+    smooth: SmoothActivation, which: int, device: torch.device
+) -> None:
+    ends = torch.tensor([abs(smooth.minimum) - 0.15, abs(smooth.minimum) + 0.15]).view(torch.int32)
     x = -torch.arange(*ends.tolist(), dtype=torch.int32).view(torch.float32).to(device)
-    bits, kept = bits_of(curve, torch.float32, which)
-    assert largest_error(curve, x, bits=bits) <= curve.error(torch.float32, kept)
+    bits, kept = bits_of(smooth, torch.float32, which)
+    assert largest_error(smooth, x, bits=bits) <= smooth.error(torch.float32, kept)
 
 
-@all_curves
+@all_smooth
 @with_all_bits
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=id_of)
-def test_dense_samples(curve: Curve, dtype: torch.dtype, which: int, device: torch.device) -> None:
-    x = dense(dtype, device, curve.minimum)
-    bits, kept = bits_of(curve, dtype, which)
-    assert largest_error(curve, x, bits=bits) <= curve.error(dtype, kept)
-    if kept >= curve.default_bits(dtype):
+def test_dense_samples(
+    smooth: SmoothActivation, dtype: torch.dtype, which: int, device: torch.device
+) -> None:
+    x = dense(dtype, device, smooth.minimum)
+    bits, kept = bits_of(smooth, dtype, which)
+    assert largest_error(smooth, x, bits=bits) <= smooth.error(dtype, kept)
+    if kept >= smooth.default_bits(dtype):
         x = x[x.abs() < 1e15]
-        actual = gradient(partial(curve.call, bits=bits), x)
-        torch.testing.assert_close(actual, gradient(curve.entry.torch_function, x))
+        actual = gradient(partial(smooth.call, bits=bits), x)
+        torch.testing.assert_close(actual, gradient(smooth.entry.torch_function, x))
 
 
-@all_curves
-def test_default_bits_of_float32_near_the_minimum(curve: Curve, device: torch.device) -> None:
-    x = torch.cat([near(curve.minimum, widest, torch.float32) for widest in (1e-2, 1)]).to(device)
-    torch.testing.assert_close(gradient(curve.call, x), gradient(curve.entry.torch_function, x))
+@all_smooth
+def test_default_bits_of_float32_near_the_minimum(
+    smooth: SmoothActivation, device: torch.device
+) -> None:
+    x = torch.cat([near(smooth.minimum, widest, torch.float32) for widest in (1e-2, 1)]).to(device)
+    torch.testing.assert_close(gradient(smooth.call, x), gradient(smooth.entry.torch_function, x))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
@@ -194,15 +212,15 @@ def test_left_tail_to_underflow(dtype: torch.dtype, device: torch.device) -> Non
         assert ((actual - expected).abs() <= limit).all()
 
 
-@all_curves
+@all_smooth
 @pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
 @pytest.mark.parametrize("bits", [8, 16, 32])
 def test_derivative_codes(
-    curve: Curve, dtype: torch.dtype, bits: int, device: torch.device
+    smooth: SmoothActivation, dtype: torch.dtype, bits: int, device: torch.device
 ) -> None:
-    x = all_finite(dtype, device) if dtype in HALVES else dense(dtype, device, curve.minimum)
-    error = largest_error(curve, x, save="derivative", bits=bits)
-    limit = curve.entry.derivative_error("derivative", dtype, bits)
+    x = all_finite(dtype, device) if dtype in HALVES else dense(dtype, device, smooth.minimum)
+    error = largest_error(smooth, x, save="derivative", bits=bits)
+    limit = smooth.entry.derivative_error("derivative", dtype, bits)
     # And the rounding of a number below 2; half a step of the grid is reached.
     assert error <= limit * (1 + 1e-5) + torch.finfo(dtype).eps / 2
 
@@ -243,163 +261,178 @@ def test_default_derivative_bits(dtype: torch.dtype, device: torch.device) -> No
     assert_identical(given, asked)
 
 
-@all_curves
+@all_smooth
 @pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
-def test_values(host_numerics: ModuleType, curve: Curve, dtype: torch.dtype) -> None:
-    x = all_finite(dtype, CPU) if dtype in HALVES else dense(dtype, CPU, curve.minimum)
+def test_values(host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch.dtype) -> None:
+    x = all_finite(dtype, CPU) if dtype in HALVES else dense(dtype, CPU, smooth.minimum)
     # Hardswish is inf above the largest value over 6, as PyTorch's.
     x = x[x < torch.finfo(dtype).max / 7]
-    actual = Numerics(host_numerics, curve).forward(x)
-    torch.testing.assert_close(actual, curve.exact(x.double()).to(dtype))
+    actual = Numerics(host_numerics, smooth).forward(x)
+    torch.testing.assert_close(actual, smooth.exact(x.double()).to(dtype))
     assert torch.equal(actual.signbit(), x.signbit())
 
 
-@all_curves
-def test_values_in_the_left_tail(host_numerics: ModuleType, curve: Curve) -> None:
+@all_smooth
+def test_values_in_the_left_tail(host_numerics: ModuleType, smooth: SmoothActivation) -> None:
     """Relatively, until they underflow."""
     for dtype, limit in ((torch.float64, 1e-11), (torch.float32, 2e-5)):
         x = torch.linspace(-80, -1, 100_001, dtype=torch.float64).to(dtype)
-        exact = curve.exact(x.double())
+        exact = smooth.exact(x.double())
         x = x[exact < -1e-35]
-        error = Numerics(host_numerics, curve).forward(x).double() / exact[exact < -1e-35] - 1
+        error = Numerics(host_numerics, smooth).forward(x).double() / exact[exact < -1e-35] - 1
         assert error.abs().max() <= limit
 
 
-@all_curves
+@all_smooth
 @pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
-def test_errors(host_numerics: ModuleType, curve: Curve, dtype: torch.dtype) -> None:
+def test_errors(host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch.dtype) -> None:
     """The table; where x is exact, of the float32 formula and a rounding."""
-    numerics = Numerics(host_numerics, curve)
-    x = all_finite(dtype, CPU) if dtype in HALVES else dense(dtype, CPU, curve.minimum)
-    for bits in curve.all_bits(dtype):
-        assert numerics.error(x, bits) <= (curve.error(dtype, bits) or 1e-6)
+    numerics = Numerics(host_numerics, smooth)
+    x = all_finite(dtype, CPU) if dtype in HALVES else dense(dtype, CPU, smooth.minimum)
+    for bits in smooth.all_bits(dtype):
+        assert numerics.error(x, bits) <= (smooth.error(dtype, bits) or 1e-6)
     assert numerics.error(x, 0) <= (1e-14 if dtype == torch.float64 else 6e-7)
 
 
-@all_curves
+@all_smooth
 @pytest.mark.parametrize("dtype", HALVES, ids=id_of)
-def test_inputs_are_recovered(host_numerics: ModuleType, curve: Curve, dtype: torch.dtype) -> None:
-    numerics = Numerics(host_numerics, curve)
+def test_inputs_are_recovered(
+    host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch.dtype
+) -> None:
+    numerics = Numerics(host_numerics, smooth)
     x = all_finite(dtype, CPU)
-    x = x[(x > curve.recovered_above[dtype]) & (x < 20)]
-    for bits in (curve.default_bits(dtype), 8):
+    x = x[(x > smooth.recovered_above[dtype]) & (x < 20)]
+    for bits in (smooth.default_bits(dtype), 8):
         recovered, slope = numerics.recover(x, bits)
         assert torch.equal(recovered, x.float())
-        expected = curve.derivative(x.double()).to(dtype)
+        expected = smooth.derivative(x.double()).to(dtype)
         units = (patterns(slope.to(dtype)).int() - patterns(expected).int()).abs()
-        units[(slope.double() - curve.derivative(x.double())).abs() <= 2e-6] = 0
+        units[(slope.double() - smooth.derivative(x.double())).abs() <= 2e-6] = 0
         assert units.max() <= 1
 
 
-@all_curves
+@all_smooth
 @pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
 def test_gradients_are_pytorchs(
-    host_numerics: ModuleType, curve: Curve, dtype: torch.dtype
+    host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch.dtype
 ) -> None:
-    x = all_finite(dtype, CPU) if dtype in HALVES else dense(dtype, CPU, curve.minimum)
-    if curve.name == "gelu_tanh":
+    x = all_finite(dtype, CPU) if dtype in HALVES else dense(dtype, CPU, smooth.minimum)
+    if smooth.name == "gelu_tanh":
         x = x.clamp(-6e4, 6e4)  # PyTorch's is NaN where x^3 overflows
-    expected = gradient(curve.entry.torch_function, x)
-    for bits in (0, curve.default_bits(dtype), 8):
-        actual = Numerics(host_numerics, curve).points(x, bits)[1]
+    expected = gradient(smooth.entry.torch_function, x)
+    for bits in (0, smooth.default_bits(dtype), 8):
+        actual = Numerics(host_numerics, smooth).points(x, bits)[1]
         torch.testing.assert_close(actual.to(dtype), expected)
 
 
-@all_curves
+@all_smooth
 @pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
-def test_edges(host_numerics: ModuleType, curve: Curve, dtype: torch.dtype) -> None:
+def test_edges(host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch.dtype) -> None:
     """As PyTorch's, of one element; Hardswish's gradient at NaN is NaN."""
-    numerics = Numerics(host_numerics, curve)
+    numerics = Numerics(host_numerics, smooth)
     largest = torch.finfo(dtype).max
     edges = [torch.inf, -torch.inf, torch.nan, 0.0, -0.0, largest, -largest, 1e4, -1e4]
-    for edge in [*edges, 3.0, -3.0] if curve.name == "hardswish" else edges:
+    for edge in [*edges, 3.0, -3.0] if smooth.name == "hardswish" else edges:
         x = torch.tensor([edge], dtype=dtype)
-        assert_identical(numerics.forward(x), curve.entry.torch_function(x), f"value at {edge}")
+        assert_identical(numerics.forward(x), smooth.entry.torch_function(x), f"value at {edge}")
         expected = (
-            gradient(curve.entry.torch_function, x) if abs(edge) != largest else x.sign().clamp(0)
+            gradient(smooth.entry.torch_function, x) if abs(edge) != largest else x.sign().clamp(0)
         )
         expected = expected if edge == edge else x
-        for bits in (0, *curve.all_bits(dtype)):
+        for bits in (0, *smooth.all_bits(dtype)):
             slope = numerics.points(x, bits)[1].to(dtype) + 0.0
             torch.testing.assert_close(slope, expected, equal_nan=True)
 
 
-@all_curves
+@all_smooth
 @pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
-def test_second_derivative(host_numerics: ModuleType, curve: Curve, dtype: torch.dtype) -> None:
+def test_second_derivative(
+    host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch.dtype
+) -> None:
     """Against differences of the first."""
     x = torch.linspace(-8, 8, 4001, dtype=torch.float64).to(dtype)
-    x = x[(x.double().abs() - 3).abs() > 0.01] if curve.name == "hardswish" else x
+    x = x[(x.double().abs() - 3).abs() > 0.01] if smooth.name == "hardswish" else x
     step = 1e-5
-    first = [curve.derivative(x.double() + side) for side in (-step, step)]
+    first = [smooth.derivative(x.double() + side) for side in (-step, step)]
     expected = (first[1] - first[0]) / (2 * step)
-    _, _, second = Numerics(host_numerics, curve).points(x, 8)
+    _, _, second = Numerics(host_numerics, smooth).points(x, 8)
     assert (second.double() - expected).abs().max() <= (5e-6 if dtype != torch.float64 else 1e-8)
 
 
-@all_curves
-def test_range_of_the_derivative(host_numerics: ModuleType, curve: Curve) -> None:
-    lowest, highest, minimum, value = host_numerics.properties(curve.name)
+@all_smooth
+def test_range_of_the_derivative(host_numerics: ModuleType, smooth: SmoothActivation) -> None:
+    lowest, highest, minimum, value = host_numerics.properties(smooth.name)
     x = torch.linspace(-3 + 1e-6, 3 - 1e-6, 1_000_001, dtype=torch.float64)
-    slopes = curve.derivative(x)
+    slopes = smooth.derivative(x)
     assert slopes.min().item() == pytest.approx(lowest, abs=1e-6)
     assert slopes.max().item() == pytest.approx(highest, abs=1e-6)
     assert lowest <= slopes.min() + 1e-15
     assert highest >= slopes.max() - 1e-15
-    assert minimum == curve.minimum
-    assert curve.exact(torch.tensor(minimum, dtype=torch.float64)).item() == pytest.approx(value)
+    assert minimum == smooth.minimum
+    assert smooth.exact(torch.tensor(minimum, dtype=torch.float64)).item() == pytest.approx(value)
 
 
-@all_curves
-def test_float64_is_inverted(host_numerics: ModuleType, curve: Curve) -> None:
+@all_smooth
+def test_float64_is_inverted(host_numerics: ModuleType, smooth: SmoothActivation) -> None:
     """All over the left tail, the minimum and the right the inverse is right to a few units."""
-    x = torch.cat([torch.linspace(-30, 30, 20_001), near(curve.minimum, 1, torch.float64)]).double()
-    if curve.name == "hardswish":
+    x = torch.cat(
+        [torch.linspace(-30, 30, 20_001), near(smooth.minimum, 1, torch.float64)]
+    ).double()
+    if smooth.name == "hardswish":
         x = x[x > -3]
-    x = x[curve.exact(x).abs() > 1e-280]
-    recovered = Numerics(host_numerics, curve).recover(x, 1)[0]
-    away = ((x - curve.minimum).abs() > 1e-2) & (x < 20)
+    x = x[smooth.exact(x).abs() > 1e-280]
+    recovered = Numerics(host_numerics, smooth).recover(x, 1)[0]
+    away = ((x - smooth.minimum).abs() > 1e-2) & (x < 20)
     assert ((recovered - x) / x)[away & (x != 0)].abs().max() <= 1e-12
 
 
-@all_curves
-def test_the_fit_of_16_bits(host_numerics: ModuleType, curve: Curve) -> None:
+@all_smooth
+def test_the_fit_of_16_bits(host_numerics: ModuleType, smooth: SmoothActivation) -> None:
     """Away from the minimum the branch alone tells the derivative at the inverse of y."""
     x = all_finite(torch.float16, CPU)
-    x = x[(x > max(-4.0, curve.recovered_above[torch.float16])) & (x < 20)]
-    x = x[(x - curve.minimum).abs() > 0.2]
-    y = curve.exact(x.double()).half()
+    x = x[(x > max(-4.0, smooth.recovered_above[torch.float16])) & (x < 20)]
+    x = x[(x - smooth.minimum).abs() > 0.2]
+    y = smooth.exact(x.double()).half()
     inverse = x.double()
     for _ in range(8):  # steps of Newton's method
-        inverse -= (curve.exact(inverse) - y.double()) / curve.derivative(inverse)
-    _, slope = Numerics(host_numerics, curve).recover(x, 1, y)
-    assert (slope.double() - curve.derivative(inverse)).abs().max() <= 4.1e-4
+        inverse -= (smooth.exact(inverse) - y.double()) / smooth.derivative(inverse)
+    _, slope = Numerics(host_numerics, smooth).recover(x, 1, y)
+    assert (slope.double() - smooth.derivative(inverse)).abs().max() <= 4.1e-4
 
 
-@all_curves
-def test_the_fit_of_float32(host_numerics: ModuleType, curve: Curve) -> None:
+@all_smooth
+def test_the_fit_of_float32(host_numerics: ModuleType, smooth: SmoothActivation) -> None:
     """The derivative is that at the input that is found, whose gate is the fit's."""
     x = torch.linspace(-2.2, 2.6, 100_001)
-    for bits in curve.all_bits(torch.float32):
-        found, slope = Numerics(host_numerics, curve).recover(x, bits)
-        assert (slope.double() - curve.derivative(found.double())).abs().max() <= 6e-7
+    for bits in smooth.all_bits(torch.float32):
+        found, slope = Numerics(host_numerics, smooth).recover(x, bits)
+        assert (slope.double() - smooth.derivative(found.double())).abs().max() <= 6e-7
 
 
 # One check of each kind, in a process that runs another instruction set.
 CHECKS = [
     f"{test}[{parameters}]"
     for test, parameters in [
-        ("test_curves.py::test_every_16_bit_value", "cpu-float16-one-silu"),
-        ("test_curves.py::test_every_16_bit_value", "cpu-bfloat16-default-gelu"),
-        ("test_curves.py::test_default_bits_give_pytorchs_gradient", "cpu-float16-silu"),
-        ("test_curves.py::test_default_bits_give_pytorchs_gradient", "cpu-bfloat16-hardswish"),
-        ("test_curves.py::test_every_float32_around_the_minimum", "cpu-default-gelu_tanh"),
-        ("test_curves.py::test_dense_samples", "cpu-float32-one-silu"),
-        ("test_curves.py::test_dense_samples", "cpu-float32-eight-mish"),
-        ("test_curves.py::test_dense_samples", "cpu-float64-one-gelu"),
-        ("test_curves.py::test_left_tail_to_underflow", "cpu-float32"),
-        ("test_curves.py::test_derivative_codes", "cpu-8-float16-silu"),
-        ("test_curves.py::test_derivative_codes", "cpu-16-float32-silu"),
+        ("test_smooth_activations.py::test_every_16_bit_value", "cpu-float16-one-silu"),
+        ("test_smooth_activations.py::test_every_16_bit_value", "cpu-bfloat16-default-gelu"),
+        (
+            "test_smooth_activations.py::test_default_bits_give_pytorchs_gradient",
+            "cpu-float16-silu",
+        ),
+        (
+            "test_smooth_activations.py::test_default_bits_give_pytorchs_gradient",
+            "cpu-bfloat16-hardswish",
+        ),
+        (
+            "test_smooth_activations.py::test_every_float32_around_the_minimum",
+            "cpu-default-gelu_tanh",
+        ),
+        ("test_smooth_activations.py::test_dense_samples", "cpu-float32-one-silu"),
+        ("test_smooth_activations.py::test_dense_samples", "cpu-float32-eight-mish"),
+        ("test_smooth_activations.py::test_dense_samples", "cpu-float64-one-gelu"),
+        ("test_smooth_activations.py::test_left_tail_to_underflow", "cpu-float32"),
+        ("test_smooth_activations.py::test_derivative_codes", "cpu-8-float16-silu"),
+        ("test_smooth_activations.py::test_derivative_codes", "cpu-16-float32-silu"),
     ]
 ]
 

@@ -1,4 +1,4 @@
-"""The curves whose inverse backward takes: float64 references, and what is stated of each."""
+"""Smooth activations: float64 references, and the accuracy that the documentation states."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def id_of(dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True)
-class Curve:
+class SmoothActivation:
     entry: Activation
     minimum: float
     exact: Callable[[Tensor], Tensor]  # the value and the derivative of a float64 tensor
@@ -94,8 +94,8 @@ def _hardswish_derivative(x: Tensor) -> Tensor:
     return torch.where(x <= -3, 0, torch.where(x >= 3, 1, x / 3 + 0.5))
 
 
-CURVES = (
-    Curve(
+SMOOTH_ACTIVATIONS = (
+    SmoothActivation(
         SILU,
         -1.2784645427610738,
         lambda x: x * torch.sigmoid(x),
@@ -103,7 +103,7 @@ CURVES = (
         {torch.float16: -20.125, torch.bfloat16: -89.0},
         2**-25,
     ),
-    Curve(
+    SmoothActivation(
         GELU,
         -0.7517915246935645,
         _gelu,
@@ -111,7 +111,7 @@ CURVES = (
         {torch.float16: -4.2, torch.bfloat16: -13.0},
         2**-26,
     ),
-    Curve(
+    SmoothActivation(
         GELU_TANH,
         -0.7524614220710163,
         lambda x: x * torch.sigmoid(_twice_u(x)),
@@ -119,7 +119,7 @@ CURVES = (
         {torch.float16: -4.05, torch.bfloat16: -9.9},
         2**-26,
     ),
-    Curve(
+    SmoothActivation(
         MISH,
         -1.1924312145154952,
         lambda x: x * _mish_gate(x),
@@ -127,7 +127,7 @@ CURVES = (
         {torch.float16: -12.4, torch.bfloat16: -87.0},
         2**-25,
     ),
-    Curve(
+    SmoothActivation(
         HARDSWISH,
         -1.5,
         lambda x: x * (x + 3).clamp(0, 6) / 6,
@@ -141,14 +141,14 @@ CURVES = (
 class Numerics:
     """device_numerics.cpp over tensors."""
 
-    def __init__(self, module: ModuleType, curve: Curve) -> None:
+    def __init__(self, module: ModuleType, smooth: SmoothActivation) -> None:
         self.module = module
-        self.curve = curve
+        self.smooth = smooth
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.empty_like(x)
         dtype = id_of(x.dtype)
-        self.module.forward(self.curve.name, dtype, x.data_ptr(), y.data_ptr(), x.numel())
+        self.module.forward(self.smooth.name, dtype, x.data_ptr(), y.data_ptr(), x.numel())
         return y
 
     def points(
@@ -160,7 +160,7 @@ class Numerics:
         results = [torch.full(x.shape, torch.nan, dtype=compute) for _ in range(3)]
         pointers = [result.data_ptr() for result in results]
         self.module.points(
-            self.curve.name, id_of(x.dtype), x.data_ptr(), y.data_ptr(), bits, *pointers, x.numel()
+            self.smooth.name, id_of(x.dtype), x.data_ptr(), y.data_ptr(), bits, *pointers, x.numel()
         )
         return results[0], results[1], results[2]
 
@@ -170,7 +170,7 @@ class Numerics:
     def error(self, x: Tensor, bits: int, y: Tensor | None = None) -> float:
         """The largest absolute one of the derivative."""
         slope = self.recover(x, bits, y)[1].double()
-        error = (slope - self.curve.derivative(x.double())).abs().max().item()
+        error = (slope - self.smooth.derivative(x.double())).abs().max().item()
         assert error == error
         return error
 
