@@ -31,7 +31,7 @@ struct Elementwise {
   static constexpr bool kReadsGradient = false;
 };
 
-// A functor may split its work: near() and far() for the elements of which is_far() tells them.
+// A functor may split its work: near() and far() for the elements of which is_in_tail() tells them.
 template <class Functor, class = void>
 struct IsSplit : std::false_type {};
 template <class Functor>
@@ -125,23 +125,23 @@ struct BackwardOutput : Elementwise<T, 2, PackedBitsUse::kRead, 1, Activation::k
 
   // In double all is one part.
   static constexpr bool kIsSplit = !std::is_same_v<T, double>;
-  HOST_DEVICE bool is_far(const Element<T> (&in)[2], uint32_t code, int bits) const {
+  HOST_DEVICE bool is_in_tail(const Element<T> (&in)[2], uint32_t code, int bits) const {
     const bool left = InputCode<Activation>(bits).is_left(code);
-    return inplace_ops::is_far<Activation>(in[1].value, left);
+    return inplace_ops::is_in_tail<Activation>(in[1].value, left);
   }
-  HOST_DEVICE auto near(const Element<T> (&in)[2], uint32_t code, int bits) const {
+  HOST_DEVICE auto core(const Element<T> (&in)[2], uint32_t code, int bits) const {
     return gradient<Region::kCore>(in, code, bits);
   }
-  HOST_DEVICE auto far(const Element<T> (&in)[2], uint32_t code, int bits) const {
-    return gradient<Region::kFar>(in, code, bits);
+  HOST_DEVICE auto tail(const Element<T> (&in)[2], uint32_t code, int bits) const {
+    return gradient<Region::kTail>(in, code, bits);
   }
 
   // near() in two steps, x and then the gradient.
   static constexpr bool kHasSteps = sizeof(T) == 2;
-  HOST_DEVICE float near_input(const Element<T> (&in)[2], uint32_t code, int bits) const {
+  HOST_DEVICE float core_input(const Element<T> (&in)[2], uint32_t code, int bits) const {
     return recover_core_input<Activation>(in[1].value, code, bits);
   }
-  HOST_DEVICE auto near_from_input(const Element<T> (&in)[2], float x) const {
+  HOST_DEVICE auto core_from_input(const Element<T> (&in)[2], float x) const {
     return gradient_at<Activation>(Activation::core_point(x), in[0].value);
   }
 

@@ -15,8 +15,8 @@
 //   point(x), core_point(x)             at any x, and between the two ends;
 //   estimate(y, left)                   x in the core, in float, times kPatternScale;
 //   fitted(y, left), kFitIsExact        its point, and whether Newton's step may be left out;
-//   far_estimate(y, left)               x elsewhere, in float;
-//   far_point(x, y, left)               its point;
+//   tail_estimate(y, left)               x elsewhere, in float;
+//   tail_point(x, y, left)               its point;
 //   moved(point, step)                  a point close to another;
 //   derivative(point), second_derivative(point);
 //   inverse(y, left)                    x in double, mostly by newton_inverse(), which needs
@@ -29,7 +29,7 @@ namespace inplace_ops {
 
 // Kernels may work on the core and on the rest apart: a warp pays for what is far as soon as one
 // lane is, and a CPU collects it.
-enum class Region { kAny, kCore, kFar };
+enum class Region { kAny, kCore, kTail };
 
 // What stands for an x on the left whose y has underflowed to -0: the derivative is 0 there.
 constexpr float kUnderflowed = -1e4f;
@@ -102,11 +102,11 @@ HOST_DEVICE float signed_root(float y, bool left) {
 
 // Whether the core has the left tail too, down to where y underflows, and so all that is finite.
 template <class A>
-constexpr bool kCoreHasTail = A::kLeftEnd > 0.0f;
+constexpr bool kCoreCoversLeft = A::kLeftEnd > 0.0f;
 
 // Whether y is none of those that the core is for. What is not finite is not.
 template <class A>
-HOST_DEVICE bool is_far(float y, bool left) {
+HOST_DEVICE bool is_in_tail(float y, bool left) {
   return !(y <= (left ? A::kLeftEnd : A::kRightEnd));
 }
 
@@ -211,7 +211,7 @@ HOST_DEVICE double newton_inverse(double y, bool left, const double (&series)[te
   if (!(y <= 40.0)) return y;  // NaN, or the gate rounds to 1
   if (p > -0.02 && p < 0.02) return polynomial(series, p);
   const float seed = float(y);
-  double x = is_far<A>(seed, left) ? A::far_estimate(seed, left) : A::estimate(seed, left);
+  double x = is_in_tail<A>(seed, left) ? A::tail_estimate(seed, left) : A::estimate(seed, left);
   if (p < -0.25) {
     if (y == 0.0) return kUnderflowed;
     const double log_y = log_of(-y);
@@ -251,7 +251,7 @@ HOST_DEVICE auto recover_core(float y, uint32_t code, int bits) {
       const float newton = (at.x * at.gate - y) * rough_reciprocal(A::derivative(at));
       // Around the minimum the step is worse than the fit; in the tail, where the derivative comes
       // to 0, it may be NaN.
-      const float limited = kCoreHasTail<A> ? smaller(larger(newton, -0.1f), 0.1f) : newton;
+      const float limited = kCoreCoversLeft<A> ? smaller(larger(newton, -0.1f), 0.1f) : newton;
       x -= select(is_near_minimum<A>(at.x, 0.25f), 0.0f, limited);
     }
     x = kept.closest(x, code);
@@ -262,11 +262,11 @@ HOST_DEVICE auto recover_core(float y, uint32_t code, int bits) {
 }
 
 template <class A>
-HOST_DEVICE auto recover_far(float y, bool left, const InputCode<A>& kept, uint32_t code) {
+HOST_DEVICE auto recover_tail(float y, bool left, const InputCode<A>& kept, uint32_t code) {
   using T = typename A::Scalar;
-  const float estimate = A::far_estimate(y, left) * kPatternScale<T>;
-  const auto at = A::far_point(kept.closest(estimate, code), y, left);
-  if constexpr (sizeof(T) == 2 || kCoreHasTail<A>) {
+  const float estimate = A::tail_estimate(y, left) * kPatternScale<T>;
+  const auto at = A::tail_point(kept.closest(estimate, code), y, left);
+  if constexpr (sizeof(T) == 2 || kCoreCoversLeft<A>) {
     return at;
   } else {
     // What the function of x has made of its rounding, y tells better.
@@ -281,14 +281,14 @@ HOST_DEVICE auto recover(opmath_t<typename A::Scalar> y, uint32_t code, int bits
   const InputCode<A> kept(bits);
   const bool left = kept.is_left(code);
   if constexpr (std::is_same_v<decltype(y), double>) {
-    return A::far_point(kept.closest(A::inverse(y, left), code), y, left);
+    return A::tail_point(kept.closest(A::inverse(y, left), code), y, left);
   } else if constexpr (region == Region::kCore) {
     return recover_core<A>(y, code, bits);
-  } else if constexpr (region == Region::kFar) {
-    return recover_far<A>(y, left, kept, code);
+  } else if constexpr (region == Region::kTail) {
+    return recover_tail<A>(y, left, kept, code);
   } else {
-    return is_far<A>(y, left) ? recover_far<A>(y, left, kept, code)
-                              : recover_core<A>(y, code, bits);
+    return is_in_tail<A>(y, left) ? recover_tail<A>(y, left, kept, code)
+                                  : recover_core<A>(y, code, bits);
   }
 }
 

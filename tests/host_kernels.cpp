@@ -181,24 +181,24 @@ std::pair<std::vector<int64_t>, std::vector<int64_t>> divide(const std::vector<i
 
 // The share of the inputs that BackwardOutput takes for far.
 template <class A>
-double far_share_of(const A& activation, int bits, const std::vector<double>& inputs) {
+double tail_fraction_of(const A& activation, int bits, const std::vector<double>& inputs) {
   using T = typename A::Scalar;
   int64_t far = 0;
   if constexpr (A::kKind == Kind::kSmooth && !std::is_same_v<T, double>) {
     for (const double input : inputs) {
       const auto x = element_of(store<T>(opmath_t<T>(input)));
       const Element<T> in[2] = {{}, element_of(store<T>(activation.value(x.value)))};
-      far += BackwardOutput<A>{}.is_far(in, InputCode<A>(bits).encode(x), bits);
+      far += BackwardOutput<A>{}.is_in_tail(in, InputCode<A>(bits).encode(x), bits);
     }
   }
   return double(far) / inputs.size();
 }
 
-double far_share(const std::string& activation, const std::string& dtype, int bits,
-                 const std::vector<double>& inputs) {
+double tail_fraction(const std::string& activation, const std::string& dtype, int bits,
+                     const std::vector<double>& inputs) {
   double share = 0.0;
   with_activation(activation, dtype, {},
-                  [&](const auto& made) { share = far_share_of(made, bits, inputs); });
+                  [&](const auto& made) { share = tail_fraction_of(made, bits, inputs); });
   return share;
 }
 
@@ -213,7 +213,7 @@ void unpoison(uintptr_t address, size_t size) {
 PYBIND11_MODULE(MODULE_NAME, module) {
   module.def("run", &run_named);
   module.def("divide", &divide);
-  module.def("far_share", &far_share);
+  module.def("tail_fraction", &tail_fraction);
   module.def("poison", &poison);
   module.def("unpoison", &unpoison);
   py::dict tile;  // elements of a warp's tile, by their bytes

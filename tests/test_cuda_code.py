@@ -421,13 +421,13 @@ def slots_needed(way: Counter[Instruction], elements: int) -> dict[str, float]:
     return slots
 
 
-def far_share(host_kernels: ModuleType, case: Case, deviation: float) -> float:
+def tail_fraction(host_kernels: ModuleType, case: Case, deviation: float) -> float:
     """How often the output of an input from N(0, deviation^2) is far."""
     count = 2**18
     quantiles = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     inputs = deviation * torch.special.ndtri(quantiles)
     dtype = str(DTYPES[case.scalar]).removeprefix("torch.")
-    return host_kernels.far_share(case.activation, dtype, case.bits, inputs.tolist())
+    return host_kernels.tail_fraction(case.activation, dtype, case.bits, inputs.tolist())
 
 
 def slots_of_a_warp(case: Case, share: float) -> dict[str, float]:
@@ -506,7 +506,7 @@ def test_cost_of_a_warp(host_kernels: ModuleType, case: Case) -> None:
     """Of sm_90 alone: the pipes, the clock and the bandwidth are an H200's."""
     shares = {"": 0.0}
     if case.far:
-        shares = {f" of N(0, {d}^2)": far_share(host_kernels, case, d) for d in DEVIATIONS}
+        shares = {f" of N(0, {d}^2)": tail_fraction(host_kernels, case, d) for d in DEVIATIONS}
     registers = vector_kernels("sm_90")[case.key].registers
     most = 0.0
     for inputs, share in shares.items():

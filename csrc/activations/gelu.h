@@ -44,13 +44,13 @@ struct GELUBase : SmoothActivation {
     }
   }
 
-  HOST_DEVICE static float far_estimate(float y, bool) { return y; }
+  HOST_DEVICE static float tail_estimate(float y, bool) { return y; }
 
   HOST_DEVICE static auto fitted(float y, bool left) {
     return Activation::core_point(estimate(y, left));
   }
 
-  HOST_DEVICE static auto far_point(C x, C y, bool) {
+  HOST_DEVICE static auto tail_point(C x, C y, bool) {
     const C nan_if_not_finite = y - y;
     return Activation::point(x + nan_if_not_finite);
   }

@@ -57,7 +57,7 @@ struct Hardswish : SmoothActivation {
   HOST_DEVICE static Point core_point(float x) { return {x}; }
   HOST_DEVICE static Point fitted(float y, bool left) { return {estimate(y, left)}; }
   HOST_DEVICE static Point moved(Point at, C step) { return {at.x + step}; }
-  HOST_DEVICE static Point far_point(C x, C y, bool left) {
+  HOST_DEVICE static Point tail_point(C x, C y, bool left) {
     return {y - y == C(0) ? x : left ? C(-INFINITY) : y};
   }
 
@@ -76,7 +76,7 @@ struct Hardswish : SmoothActivation {
     return from_gate(gate, y, left) * kPatternScale<T>;
   }
 
-  HOST_DEVICE static float far_estimate(float y, bool) { return y; }
+  HOST_DEVICE static float tail_estimate(float y, bool) { return y; }
 
   HOST_DEVICE static double inverse(double y, bool left) {
     constexpr double sqrt_6 = 2.449489742783178;

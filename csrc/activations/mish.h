@@ -86,7 +86,7 @@ struct Mish : SmoothActivation {
     }
   }
 
-  HOST_DEVICE static float far_estimate(float y, bool left) {
+  HOST_DEVICE static float tail_estimate(float y, bool left) {
     // 1 / |x| of 1 / (v + 2) - 0.234375, v = sqrt(x_min - ln(-y)).
     constexpr float c[] = {0.118116952f, 1.30574572f, 4.59415102f, 3.19731188f,  -14.0652771f,
                            -8.98297405f, 218.154022f, 644.112793f, -1139.73267f, -6066.04541f};
@@ -96,7 +96,7 @@ struct Mish : SmoothActivation {
     return select(left, select(y == 0.0f, kUnderflowed, x), y);
   }
 
-  HOST_DEVICE static Point far_point(C x, C y, bool) {
+  HOST_DEVICE static Point tail_point(C x, C y, bool) {
     const C nan_if_not_finite = y - y;
     return point(x + nan_if_not_finite);
   }

@@ -109,21 +109,21 @@ struct SiLU : SmoothActivation {
     return {y * rough_reciprocal(gate), gate, 1.0f - gate};
   }
 
-  HOST_DEVICE static float far_estimate(float y, bool left) {
+  HOST_DEVICE static float tail_estimate(float y, bool left) {
     // 1 / |x| of 1 / (v + 2) - 0.234375, v = sqrt(x_min - ln(-y)).
     constexpr float c[] = {0.116773717f, 1.27439272f, 4.28557062f, 1.65434301f,  -15.8441229f,
                            23.2307835f,  432.51358f,  816.036011f, -4152.12305f, -14872.8008f};
     const float depth = larger(float(kMinimumX) - rough_log(-y), 0.0f);
     const float v = rough_sqrt(smaller(depth, 87.0f));
     const float x = -rough_reciprocal(polynomial(c, rough_reciprocal(v + 2.0f) - 0.234375f));
-    const float far = select(left, select(y == 0.0f, kUnderflowed, x), y);
-    if constexpr (!kFitIsExact) return far;
+    const float tail = select(left, select(y == 0.0f, kUnderflowed, x), y);
+    if constexpr (!kFitIsExact) return tail;
     const Point at = core_point(estimate(y, left));
     const float newton = (at.x * at.gate - y) / derivative(at);
-    return select(y <= (left ? kFitLeftEnd : kFitRightEnd), at.x - newton, far);
+    return select(y <= (left ? kFitLeftEnd : kFitRightEnd), at.x - newton, tail);
   }
 
-  HOST_DEVICE static Point far_point(C x, C y, bool) {
+  HOST_DEVICE static Point tail_point(C x, C y, bool) {
     const C nan_if_not_finite = y - y;
     return point(x + nan_if_not_finite);
   }

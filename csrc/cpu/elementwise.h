@@ -253,7 +253,7 @@ struct CompiledFor;
 // The near part. Where it has two steps, as two loops: of a short loop the processor has several
 // iterations under way at once, and waits less for square roots and divisions.
 template <class Functor, class T = typename Functor::Scalar>
-HOST_DEVICE void compute_near(const Functor functor, Result<T>* out, Inputs<Functor> in,
+HOST_DEVICE void compute_core(const Functor functor, Result<T>* out, Inputs<Functor> in,
                               const Code<Functor>* codes, int bits, int count) {
   Element<T> element[Functor::kInputs];
   if constexpr (Functor::kHasSteps) {
@@ -261,42 +261,42 @@ HOST_DEVICE void compute_near(const Functor functor, Result<T>* out, Inputs<Func
 #pragma GCC ivdep
     for (int i = 0; i < count; ++i) {
       fetch(element, in, i);
-      x[i] = functor.near_input(element, codes[i], bits);
+      x[i] = functor.core_input(element, codes[i], bits);
     }
 #pragma GCC ivdep
     for (int i = 0; i < count; ++i) {
       fetch(element, in, i);
-      out[i] = result_of<T>(functor.near_from_input(element, x[i]));
+      out[i] = result_of<T>(functor.core_from_input(element, x[i]));
     }
   } else {
 #pragma GCC ivdep
     for (int i = 0; i < count; ++i) {
       fetch(element, in, i);
-      out[i] = result_of<T>(functor.near(element, codes[i], bits));
+      out[i] = result_of<T>(functor.core(element, codes[i], bits));
     }
   }
 }
 
 // The same in two parts, the far elements collected first, so that no vector works on both.
 template <class Instructions, class Functor, class T = typename Functor::Scalar>
-HOST_DEVICE void compute_in_parts(const Functor functor, Result<T>* out, Inputs<Functor> in,
-                                  const Code<Functor>* codes, int bits, int count) {
-  uint8_t is_far[kBlock] = {};
+HOST_DEVICE void compute_by_region(const Functor functor, Result<T>* out, Inputs<Functor> in,
+                                   const Code<Functor>* codes, int bits, int count) {
+  uint8_t is_in_tail[kBlock] = {};
   for (int i = 0; i < count; ++i) {
     Element<T> element[Functor::kInputs];
     fetch(element, in, i);
-    is_far[i] = functor.is_far(element, codes[i], bits);
+    is_in_tail[i] = functor.is_in_tail(element, codes[i], bits);
   }
 
   int found = 0;
   int places[kBlock];
   for (int first = 0; first < count; first += 8) {
     uint64_t any;
-    memcpy(&any, is_far + first, sizeof(any));
+    memcpy(&any, is_in_tail + first, sizeof(any));
     if (any == 0) continue;
     for (int i = first; i < first + 8; ++i) {
       places[found] = i;  // counts only if it is one
-      found += is_far[i];
+      found += is_in_tail[i];
     }
   }
   // In whole vectors, the last one filled up: a part of one costs as much as many.
@@ -304,23 +304,23 @@ HOST_DEVICE void compute_in_parts(const Functor functor, Result<T>* out, Inputs<
   while (padded % kVector != 0) places[padded++] = places[0];
   T stored[Functor::kInputs][kBlock];
   opmath_t<T> values[Functor::kInputs][kIsWidened<T> ? kBlock : 1];
-  Input<T> far_in[Functor::kInputs];
-  Code<Functor> far_codes[kBlock];
+  Input<T> tail_in[Functor::kInputs];
+  Code<Functor> tail_codes[kBlock];
   for (int k = 0; k < Functor::kInputs; ++k) {
     for (int i = 0; i < padded; ++i) stored[k][i] = in[k].stored[places[i]];
     if constexpr (kIsWidened<T>) CompiledFor<Instructions>::widen(values[k], stored[k], padded);
-    far_in[k] = {stored[k], values[k]};
+    tail_in[k] = {stored[k], values[k]};
   }
-  for (int i = 0; i < padded; ++i) far_codes[i] = codes[places[i]];
+  for (int i = 0; i < padded; ++i) tail_codes[i] = codes[places[i]];
 
-  compute_near(functor, out, in, codes, bits, count);
+  compute_core(functor, out, in, codes, bits, count);
 
   Result<T> results[kBlock];
   for (int first = 0; first < padded; first += kVector) {
     for (int i = first; i < first + kVector; ++i) {
       Element<T> element[Functor::kInputs];
-      fetch(element, far_in, i);
-      results[i] = result_of<T>(functor.far(element, far_codes[i], bits));
+      fetch(element, tail_in, i);
+      results[i] = result_of<T>(functor.tail(element, tail_codes[i], bits));
     }
   }
   for (int i = 0; i < found; ++i) out[places[i]] = results[i];
@@ -421,7 +421,7 @@ HOST_DEVICE void run_blocks(const Functor& functor, const StridedLayout& strided
       if constexpr (!writes_bits)
         CompiledFor<Instructions>::unpack(codes, operands.packed, first_group, groups);
       if constexpr (IsSplit<Functor>::value) {
-        compute_in_parts<Instructions>(functor, results, in, codes, bits, count);
+        compute_by_region<Instructions>(functor, results, in, codes, bits, count);
       } else if (writes_bits && bits == 0) {
         compute_without_codes<Out>(functor, results, in, count);
       } else {

@@ -343,28 +343,28 @@ HOST_DEVICE void compute(const Functor& functor, LaneState<Functor, count>& my, 
                          int bits) {
   using T = typename Functor::Scalar;
   Element<T> elements[count][Functor::kInputs];
-  bool any_far = false;
+  bool any_in_tail = false;
   UNROLL
   for (int i = 0; i < count; ++i) {
     UNROLL
     for (int k = 0; k < Functor::kInputs; ++k) elements[i][k] = element_of(my.in[k][access][i]);
     uint32_t& code = my.codes[access][i];
     if constexpr (IsSplit<Functor>::value) {
-      my.out[access][i] = store<T>(functor.near(elements[i], code, bits));
-      any_far |= functor.is_far(elements[i], code, bits);
+      my.out[access][i] = store<T>(functor.core(elements[i], code, bits));
+      any_in_tail |= functor.is_in_tail(elements[i], code, bits);
     } else {
       my.out[access][i] = store<T>(functor(elements[i], code, bits));
     }
   }
   if constexpr (IsSplit<Functor>::value) {
-    if (!any_far) return;
-    uint32_t far = 0;
+    if (!any_in_tail) return;
+    uint32_t in_tail = 0;
     UNROLL
     for (int i = 0; i < count; ++i)
-      far |= uint32_t(functor.is_far(elements[i], my.codes[access][i], bits)) << i;
+      in_tail |= uint32_t(functor.is_in_tail(elements[i], my.codes[access][i], bits)) << i;
     NO_UNROLL
-    for (; far != 0; far &= far - 1) {
-      const uint32_t lowest = far & (0u - far);
+    for (; in_tail != 0; in_tail &= in_tail - 1) {
+      const uint32_t lowest = in_tail & (0u - in_tail);
       Element<T> element[Functor::kInputs];
       uint32_t code = 0;
       UNROLL
@@ -374,7 +374,7 @@ HOST_DEVICE void compute(const Functor& functor, LaneState<Functor, count>& my, 
         UNROLL
         for (int k = 0; k < Functor::kInputs; ++k) element[k] = elements[i][k];
       }
-      const T result = store<T>(functor.far(element, code, bits));
+      const T result = store<T>(functor.tail(element, code, bits));
       UNROLL
       for (int i = 0; i < count; ++i)
         if (lowest == 1u << i) my.out[access][i] = result;
