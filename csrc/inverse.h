@@ -65,33 +65,34 @@ constexpr double constexpr_sqrt(double x) {
 // What to take of y - y_min in a fit: where a smooth is flat, the inputs that share a y are a wide
 // interval, and the root of a little less than y is its middle. In units of the outputs' spacing,
 // and from y_min, a 16-bit output w comes of w - 1/2 to w + 1/2, and the square of the middle is,
-// from the roots of these, (w + 1/2) / 4 at the lowest output and second() at the next. Those of a
-// float or double have errors of their own.
+// from the roots of these, (w + 1/2) / 4 at the lowest output and second_lowest() at the next.
+// Those of a float or double have errors of their own.
 template <class A>
-struct Middle {
+struct IntervalMidpoint {
   static_assert(-0.5 < A::kMinimumY && A::kMinimumY < -0.125, "kSpacing knows no others");
   static constexpr bool kIs16Bit = sizeof(typename A::Scalar) == 2;
   static constexpr double kInUnits = -A::kMinimumY / kSpacing<A>;
   static constexpr double kLowest = kIs16Bit ? kInUnits - double(int64_t(kInUnits + 0.5)) : 0.0;
-  static constexpr double second() {
+  static constexpr double second_lowest() {
     return 0.5 * (1.0 + kLowest) + 0.5 * constexpr_sqrt((1.5 + kLowest) * (0.5 + kLowest));
   }
-  // Of y - y_min: never less than kSmallest, so that both branches keep their side, after kLess has
-  // been taken away. A little less than the middle, as the derivative changes faster on the right.
-  static constexpr double kSmallest =
+  // Of y - y_min: never less than kMinRadicand, so that both branches keep their side, after
+  // kOffset has been taken away. A little less than the middle, as the derivative changes faster on
+  // the right.
+  static constexpr double kMinRadicand =
       (kIs16Bit ? 0.01 + 0.25 * (kLowest + 0.5) : 0.06) * kSpacing<A>;
-  static constexpr double kLess =
-      (kIs16Bit ? 1.0 + kLowest - 0.98 * second() : 0.15) * kSpacing<A> + kSmallest;
+  static constexpr double kOffset =
+      (kIs16Bit ? 1.0 + kLowest - 0.98 * second_lowest() : 0.15) * kSpacing<A> + kMinRadicand;
 };
 
 // (y - y_min) / kScale, at most 1, for the middle of the inputs that share a y,
 template <class A>
 HOST_DEVICE float radicand(float y) {
-  constexpr double scale = 1.0 / A::kScale, lowest = A::kMinimumY + Middle<A>::kLess;
+  constexpr double scale = 1.0 / A::kScale, lowest = A::kMinimumY + IntervalMidpoint<A>::kOffset;
   constexpr float high = sizeof(typename A::Scalar) == 2 ? 0.0f : float(A::kMinimumY);
   constexpr float low = float(lowest - double(high));
   const float above = saturate((y - high) * float(scale) - float(scale * low));
-  return above + float(scale * Middle<A>::kSmallest);
+  return above + float(scale * IntervalMidpoint<A>::kMinRadicand);
 }
 
 // and +- its square root.
@@ -141,18 +142,18 @@ class InputCode {
       : shift_(sizeof(T) == 8   ? 29 - bits
                : sizeof(T) == 4 ? 14 - bits
                                 : 0),
-        kept_((1u << (bits - 1)) - 1u),
-        branch_(1u << (bits - 1)) {
+        low_bits_mask_((1u << (bits - 1)) - 1u),
+        branch_bit_(1u << (bits - 1)) {
     // Of a 16-bit format: in float's pattern. With the branch alone nothing is learned of the
     // estimate: it stays as it is.
-    constexpr int widened = std::is_same_v<T, Half> ? 13 : std::is_same_v<T, BFloat16> ? 16 : 0;
+    constexpr int float_shift = std::is_same_v<T, Half> ? 13 : std::is_same_v<T, BFloat16> ? 16 : 0;
     if (bits == 1) return;
-    cell_shift_ = shift_ + widened;
+    cell_shift_ = shift_ + float_shift;
     half_cell_ = sizeof(T) == 2 ? 0u : (1u << shift_) / 2u;
     const uint32_t half_window = 1u << (cell_shift_ + bits - 2);
     window_mask_ = 2u * half_window - 1u;
     // Of two that are as near it is the one farther from 0: no step leads past 0.
-    farthest_below_ = half_window - 1u;
+    max_step_down_ = half_window - 1u;
   }
 
   HOST_DEVICE uint32_t encode(Element<T> x) const {
@@ -161,10 +162,10 @@ class InputCode {
     constexpr C nearest = C(A::kMinimumX);
     constexpr bool nearest_is_left = double(nearest) < A::kMinimumX;
     const bool left = nearest_is_left ? x.value <= nearest : x.value < nearest;
-    return (pattern & kept_) | select(left, branch_, 0u);
+    return (pattern & low_bits_mask_) | select(left, branch_bit_, 0u);
   }
 
-  HOST_DEVICE bool is_left(uint32_t code) const { return code & branch_; }
+  HOST_DEVICE bool is_left(uint32_t code) const { return code & branch_bit_; }
 
   // Of the values that have the kept bits the one nearest to the estimate of x, which is given
   // times kPatternScale.
@@ -173,8 +174,8 @@ class InputCode {
     const Pattern pattern = bit_cast<Pattern>(estimate);
     // The kept bits repeat every window_mask_ + 1 patterns.
     const uint32_t wanted = (code << cell_shift_) + half_cell_;
-    const uint32_t ahead = (wanted + farthest_below_ - uint32_t(pattern)) & window_mask_;
-    const Pattern middle = pattern + ahead - farthest_below_;
+    const uint32_t ahead = (wanted + max_step_down_ - uint32_t(pattern)) & window_mask_;
+    const Pattern middle = pattern + ahead - max_step_down_;
     if constexpr (std::is_same_v<T, C>) {
       // All of the cell's 2 half_cell_ patterns are possible. Next to the minimum the estimate says
       // nothing of them.
@@ -190,16 +191,16 @@ class InputCode {
 
  private:
   int shift_;
-  uint32_t kept_, branch_;
+  uint32_t low_bits_mask_, branch_bit_;
   int cell_shift_ = 0;
-  uint32_t half_cell_ = 0, window_mask_ = 0, farthest_below_ = 0;
+  uint32_t half_cell_ = 0, window_mask_ = 0, max_step_down_ = 0;
 };
 
 // +-sqrt(y - y_min), as signed_root.
 template <class A>
 HOST_DEVICE double signed_root_in_double(double y, bool left) {
-  const double above = y - A::kMinimumY - (A::kMinimumYLow + Middle<A>::kLess);
-  const double root = sqrt(larger(above, 0.0) + Middle<A>::kSmallest);
+  const double above = y - A::kMinimumY - (A::kMinimumYLow + IntervalMidpoint<A>::kOffset);
+  const double root = sqrt(larger(above, 0.0) + IntervalMidpoint<A>::kMinRadicand);
   return left ? -root : root;
 }
 
@@ -235,8 +236,8 @@ HOST_DEVICE double newton_inverse(double y, bool left, const double (&series)[te
 // x in the core, from which alone its point follows in the 16-bit formats.
 template <class A>
 HOST_DEVICE float recover_core_input(float y, uint32_t code, int bits) {
-  const InputCode<A> kept(bits);
-  return kept.closest(A::estimate(y, kept.is_left(code)), code);
+  const InputCode<A> input_code(bits);
+  return input_code.closest(A::estimate(y, input_code.is_left(code)), code);
 }
 
 template <class A>
@@ -244,8 +245,8 @@ HOST_DEVICE auto recover_core(float y, uint32_t code, int bits) {
   if constexpr (sizeof(typename A::Scalar) == 2) {
     return A::core_point(recover_core_input<A>(y, code, bits));
   } else {
-    const InputCode<A> kept(bits);
-    const auto at = A::fitted(y, kept.is_left(code));
+    const InputCode<A> input_code(bits);
+    const auto at = A::fitted(y, input_code.is_left(code));
     float x = at.x;
     if constexpr (!A::kFitIsExact) {
       const float newton = (at.x * at.gate - y) * rough_reciprocal(A::derivative(at));
@@ -254,7 +255,7 @@ HOST_DEVICE auto recover_core(float y, uint32_t code, int bits) {
       const float limited = kCoreCoversLeft<A> ? smaller(larger(newton, -0.1f), 0.1f) : newton;
       x -= select(is_near_minimum<A>(at.x, 0.25f), 0.0f, limited);
     }
-    x = kept.closest(x, code);
+    x = input_code.closest(x, code);
     auto result = A::moved(at, x - at.x);
     result.x = x;
     return result;
@@ -262,10 +263,10 @@ HOST_DEVICE auto recover_core(float y, uint32_t code, int bits) {
 }
 
 template <class A>
-HOST_DEVICE auto recover_tail(float y, bool left, const InputCode<A>& kept, uint32_t code) {
+HOST_DEVICE auto recover_tail(float y, bool left, const InputCode<A>& input_code, uint32_t code) {
   using T = typename A::Scalar;
   const float estimate = A::tail_estimate(y, left) * kPatternScale<T>;
-  const auto at = A::tail_point(kept.closest(estimate, code), y, left);
+  const auto at = A::tail_point(input_code.closest(estimate, code), y, left);
   if constexpr (sizeof(T) == 2 || kCoreCoversLeft<A>) {
     return at;
   } else {
@@ -278,16 +279,16 @@ HOST_DEVICE auto recover_tail(float y, bool left, const InputCode<A>& kept, uint
 // The point from y and the code of x in `bits` bits.
 template <class A, Region region = Region::kAny>
 HOST_DEVICE auto recover(opmath_t<typename A::Scalar> y, uint32_t code, int bits) {
-  const InputCode<A> kept(bits);
-  const bool left = kept.is_left(code);
+  const InputCode<A> input_code(bits);
+  const bool left = input_code.is_left(code);
   if constexpr (std::is_same_v<decltype(y), double>) {
-    return A::tail_point(kept.closest(A::inverse(y, left), code), y, left);
+    return A::tail_point(input_code.closest(A::inverse(y, left), code), y, left);
   } else if constexpr (region == Region::kCore) {
     return recover_core<A>(y, code, bits);
   } else if constexpr (region == Region::kTail) {
-    return recover_tail<A>(y, left, kept, code);
+    return recover_tail<A>(y, left, input_code, code);
   } else {
-    return is_in_tail<A>(y, left) ? recover_tail<A>(y, left, kept, code)
+    return is_in_tail<A>(y, left) ? recover_tail<A>(y, left, input_code, code)
                                   : recover_core<A>(y, code, bits);
   }
 }

@@ -27,8 +27,9 @@ struct GELUBase : SmoothActivation {
     constexpr float log_minimum = float(Activation::kLogMinimum), end = 90.0f;
     if constexpr (sizeof(T) == 2) {
       // As signed_root on the right, and v on the left.
-      constexpr float less = float(-Middle<Activation>::kLess / Activation::kMinimumY);
-      constexpr float smallest = float(-Middle<Activation>::kSmallest / Activation::kMinimumY);
+      constexpr float less = float(-IntervalMidpoint<Activation>::kOffset / Activation::kMinimumY);
+      constexpr float smallest =
+          float(-IntervalMidpoint<Activation>::kMinRadicand / Activation::kMinimumY);
       const float logarithm = larger(log_minimum - less - rough_log(-y), 0.0f) + smallest;
       const float squared = select(left, smaller(logarithm, end), radicand<Activation>(y));
       const float root = rough_sqrt(squared);

@@ -148,7 +148,7 @@ constexpr bool kIsWidened = std::is_same_v<T, Half> && !std::is_same_v<C, Half>;
 template <class T, class C = opmath_t<T>>
 struct Input {
   const T* stored;
-  const opmath_t<T>* values;  // if they are widened
+  const opmath_t<T>* values;  // if they are converted to float
 
   HOST_DEVICE Element<T> operator[](int64_t i) const {
     if constexpr (kIsWidened<T, C>) return {stored[i], values[i]};
@@ -376,7 +376,7 @@ HOST_DEVICE void run_blocks(const Functor& functor, const StridedLayout& strided
   const bool is_dense = strided.is_dense();
   const int bits = operands.packed.planes;
   T buffers[Functor::kInputs][kBlock];
-  opmath_t<T> widened[Functor::kInputs][kIsWidened<T> ? kBlock : 1];
+  opmath_t<T> as_float[Functor::kInputs][kIsWidened<T> ? kBlock : 1];
   Out out_buffer[kBlock];
   opmath_t<Out> wide_results[is_narrowed && !is_widened ? kBlock : 1];
   for (int64_t block = first_block; block < last_block; ++block) {
@@ -387,13 +387,14 @@ HOST_DEVICE void run_blocks(const Functor& functor, const StridedLayout& strided
     for (int k = 0; k < Functor::kInputs; ++k) {
       if (!is_dense) gather(buffers[k], operands.in[k], strided, k + 1, first, count);
       in[k].stored = is_dense ? operands.in[k] + first : buffers[k];
-      in[k].values = widened[k];
-      if constexpr (is_widened) CompiledFor<Instructions>::widen(widened[k], in[k].stored, count);
+      in[k].values = as_float[k];
+      if constexpr (is_widened)
+        CompiledFor<Instructions>::widen(as_float[k], in[k].stored, count);
     }
     Out* const out = is_dense ? operands.out + first : out_buffer;
     ResultOf<Functor>* results;
     if constexpr (is_widened)
-      results = widened[0];
+      results = as_float[0];
     else if constexpr (is_narrowed)
       results = wide_results;
     else
@@ -402,11 +403,11 @@ HOST_DEVICE void run_blocks(const Functor& functor, const StridedLayout& strided
     if constexpr (Functor::kNormalizes) {
       constexpr int last = Functor::kInputs - 1;
       T* const z = buffers[last];
-      const Input<T> x{in[last].stored, widened[last]};
+      const Input<T> x{in[last].stored, as_float[last]};
       if constexpr (kIsWidened<T>) {
-        if (!is_widened) CompiledFor<Instructions>::widen(widened[last], x.stored, count);
-        CompiledFor<Instructions>::normalize(z, widened[last], x, operands.affine, first, count);
-        if (is_widened) CompiledFor<Instructions>::widen(widened[last], z, count);
+        if (!is_widened) CompiledFor<Instructions>::widen(as_float[last], x.stored, count);
+        CompiledFor<Instructions>::normalize(z, as_float[last], x, operands.affine, first, count);
+        if (is_widened) CompiledFor<Instructions>::widen(as_float[last], z, count);
       } else {
         CompiledFor<Instructions>::normalize(z, z, x, operands.affine, first, count);
       }

@@ -180,7 +180,7 @@ struct LaneState {
   typename Functor::Out out[kAccesses][count];
   int64_t out_offset[kAccesses];
   uint32_t codes[kAccesses][count];
-  uint32_t kept, word;
+  uint32_t own, word;
 };
 
 template <int count>
@@ -264,12 +264,12 @@ struct TileBits<4> {
         lanes.each([&](auto& my, unsigned lane) {
           const uint32_t first = word_of_four<planes>(my.codes[a], low);
           const uint32_t second = word_of_four<planes>(my.codes[a + 1], low);
-          my.kept = lane % 2 ? second : first;
+          my.own = lane % 2 ? second : first;
           my.word = lane % 2 ? first : second;
         });
         lanes.swap_neighbours(&LaneState<Functor, 4>::word);
         lanes.each([&](auto& my, unsigned lane) {
-          const TwoWords words = lane % 2 ? TwoWords{my.word, my.kept} : TwoWords{my.kept, my.word};
+          const TwoWords words = lane % 2 ? TwoWords{my.word, my.own} : TwoWords{my.own, my.word};
           store_planes<planes>(packed, low, tile.group(place(a, lane)), words);
         });
       }
@@ -285,13 +285,13 @@ struct TileBits<4> {
       for (int low = 0; low < planes; low += 8) {
         lanes.each([&](auto& my, unsigned lane) {
           const TwoWords words = load_planes<planes>(packed, low, tile.group(place(a, lane)));
-          my.kept = lane % 2 ? words.second : words.first;
+          my.own = lane % 2 ? words.second : words.first;
           my.word = lane % 2 ? words.first : words.second;
         });
         lanes.swap_neighbours(&LaneState<Functor, 4>::word);
         lanes.each([&](auto& my, unsigned lane) {
-          add_word_of_four<planes>(my.codes[a], lane % 2 ? my.word : my.kept, low);
-          add_word_of_four<planes>(my.codes[a + 1], lane % 2 ? my.kept : my.word, low);
+          add_word_of_four<planes>(my.codes[a], lane % 2 ? my.word : my.own, low);
+          add_word_of_four<planes>(my.codes[a + 1], lane % 2 ? my.own : my.word, low);
         });
       }
     }
