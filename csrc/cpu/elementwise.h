@@ -142,7 +142,7 @@ class BlockAffine {
 // The values of halves that are computed with are converted a block at a time, by instructions that
 // the compiler does not use in loops; those of all other formats in the loop that computes.
 template <class T, class C = opmath_t<T>>
-constexpr bool kIsWidened = std::is_same_v<T, Half> && !std::is_same_v<C, Half>;
+constexpr bool kConvertsHalf = std::is_same_v<T, Half> && !std::is_same_v<C, Half>;
 
 // An input of a block.
 template <class T, class C = opmath_t<T>>
@@ -151,7 +151,7 @@ struct Input {
   const opmath_t<T>* values;  // if they are converted to float
 
   HOST_DEVICE Element<T> operator[](int64_t i) const {
-    if constexpr (kIsWidened<T, C>) return {stored[i], values[i]};
+    if constexpr (kConvertsHalf<T, C>) return {stored[i], values[i]};
     return element_of(stored[i]);
   }
 };
@@ -169,14 +169,14 @@ HOST_DEVICE void fetch(Element<T> (&element)[inputs], const Input<T, C> (&in)[in
 
 // Results of format T, not yet narrowed if they are to be.
 template <class T, class C = opmath_t<T>>
-using Result = std::conditional_t<kIsWidened<T, C>, opmath_t<T>, T>;
+using Result = std::conditional_t<kConvertsHalf<T, C>, opmath_t<T>, T>;
 
 template <class Functor>
 using ResultOf = Result<typename Functor::Out, typename Functor::C>;
 
 template <class T, class C>
 HOST_DEVICE Result<T, C> result_of(C value) {
-  if constexpr (kIsWidened<T, C>)
+  if constexpr (kConvertsHalf<T, C>)
     return value;
   else
     return store<T>(value);
@@ -215,7 +215,7 @@ HOST_DEVICE void normalize(T* z, Result<T>* values, const Input<T>& x,
       }
     }
   }
-  if constexpr (kIsWidened<T>) Instructions::narrow(z, values, count);
+  if constexpr (kConvertsHalf<T>) Instructions::float_to_half(z, values, count);
 }
 
 // The loop over the elements of one block. The output may be the first input, element by element.
@@ -303,12 +303,13 @@ HOST_DEVICE void compute_by_region(const Functor functor, Result<T>* out, Inputs
   int padded = found;
   while (padded % kVector != 0) places[padded++] = places[0];
   T stored[Functor::kInputs][kBlock];
-  opmath_t<T> values[Functor::kInputs][kIsWidened<T> ? kBlock : 1];
+  opmath_t<T> values[Functor::kInputs][kConvertsHalf<T> ? kBlock : 1];
   Input<T> tail_in[Functor::kInputs];
   Code<Functor> tail_codes[kBlock];
   for (int k = 0; k < Functor::kInputs; ++k) {
     for (int i = 0; i < padded; ++i) stored[k][i] = in[k].stored[places[i]];
-    if constexpr (kIsWidened<T>) CompiledFor<Instructions>::widen(values[k], stored[k], padded);
+    if constexpr (kConvertsHalf<T>)
+      CompiledFor<Instructions>::half_to_float(values[k], stored[k], padded);
     tail_in[k] = {stored[k], values[k]};
   }
   for (int i = 0; i < padded; ++i) tail_codes[i] = codes[places[i]];
@@ -370,15 +371,15 @@ HOST_DEVICE void run_blocks(const Functor& functor, const StridedLayout& strided
                             int64_t last_block) {
   using T = typename Functor::Scalar;
   using Out = typename Functor::Out;
-  constexpr bool is_widened = kIsWidened<T, typename Functor::C>;
-  constexpr bool is_narrowed = kIsWidened<Out, typename Functor::C>;
+  constexpr bool converts_inputs = kConvertsHalf<T, typename Functor::C>;
+  constexpr bool converts_results = kConvertsHalf<Out, typename Functor::C>;
   constexpr bool writes_bits = Operands<Functor>::kWritesBits;
   const bool is_dense = strided.is_dense();
   const int bits = operands.packed.planes;
   T buffers[Functor::kInputs][kBlock];
-  opmath_t<T> as_float[Functor::kInputs][kIsWidened<T> ? kBlock : 1];
+  opmath_t<T> as_float[Functor::kInputs][kConvertsHalf<T> ? kBlock : 1];
   Out out_buffer[kBlock];
-  opmath_t<Out> wide_results[is_narrowed && !is_widened ? kBlock : 1];
+  opmath_t<Out> float_results[converts_results && !converts_inputs ? kBlock : 1];
   for (int64_t block = first_block; block < last_block; ++block) {
     const int64_t first = block * kBlock;
     const int count = int(std::min<int64_t>(kBlock, strided.elements - first));
@@ -388,15 +389,15 @@ HOST_DEVICE void run_blocks(const Functor& functor, const StridedLayout& strided
       if (!is_dense) gather(buffers[k], operands.in[k], strided, k + 1, first, count);
       in[k].stored = is_dense ? operands.in[k] + first : buffers[k];
       in[k].values = as_float[k];
-      if constexpr (is_widened)
-        CompiledFor<Instructions>::widen(as_float[k], in[k].stored, count);
+      if constexpr (converts_inputs)
+        CompiledFor<Instructions>::half_to_float(as_float[k], in[k].stored, count);
     }
     Out* const out = is_dense ? operands.out + first : out_buffer;
     ResultOf<Functor>* results;
-    if constexpr (is_widened)
+    if constexpr (converts_inputs)
       results = as_float[0];
-    else if constexpr (is_narrowed)
-      results = wide_results;
+    else if constexpr (converts_results)
+      results = float_results;
     else
       results = out;
 
@@ -404,10 +405,11 @@ HOST_DEVICE void run_blocks(const Functor& functor, const StridedLayout& strided
       constexpr int last = Functor::kInputs - 1;
       T* const z = buffers[last];
       const Input<T> x{in[last].stored, as_float[last]};
-      if constexpr (kIsWidened<T>) {
-        if (!is_widened) CompiledFor<Instructions>::widen(as_float[last], x.stored, count);
+      if constexpr (kConvertsHalf<T>) {
+        if (!converts_inputs)
+          CompiledFor<Instructions>::half_to_float(as_float[last], x.stored, count);
         CompiledFor<Instructions>::normalize(z, as_float[last], x, operands.affine, first, count);
-        if (is_widened) CompiledFor<Instructions>::widen(as_float[last], z, count);
+        if (converts_inputs) CompiledFor<Instructions>::half_to_float(as_float[last], z, count);
       } else {
         CompiledFor<Instructions>::normalize(z, z, x, operands.affine, first, count);
       }
@@ -433,7 +435,7 @@ HOST_DEVICE void run_blocks(const Functor& functor, const StridedLayout& strided
         CompiledFor<Instructions>::pack(codes, operands.packed, first_group, groups);
       }
     }
-    if constexpr (is_narrowed) CompiledFor<Instructions>::narrow(out, results, count);
+    if constexpr (converts_results) CompiledFor<Instructions>::float_to_half(out, results, count);
     if (!is_dense) scatter(operands.out, out, strided, first, count);
   }
 }
@@ -449,11 +451,11 @@ HOST_DEVICE void run_blocks(const Functor& functor, const StridedLayout& strided
                                       int64_t last) {                                             \
       inplace_ops::run_blocks<Instructions>(functor, strided, operands, first, last);             \
     }                                                                                             \
-    NO_INLINE attributes static void widen(float* to, const Half* from, int count) {              \
-      Instructions::widen(to, from, count);                                                       \
+    NO_INLINE attributes static void half_to_float(float* to, const Half* from, int count) {      \
+      Instructions::half_to_float(to, from, count);                                               \
     }                                                                                             \
-    NO_INLINE attributes static void narrow(Half* to, const float* from, int count) {             \
-      Instructions::narrow(to, from, count);                                                      \
+    NO_INLINE attributes static void float_to_half(Half* to, const float* from, int count) {      \
+      Instructions::float_to_half(to, from, count);                                               \
     }                                                                                             \
     template <class T>                                                                            \
     NO_INLINE attributes static void normalize(T* z, Result<T>* values, const Input<T>& x,        \

@@ -12,11 +12,11 @@
 namespace inplace_ops {
 
 struct Portable {
-  HOST_DEVICE static void widen(float* to, const Half* from, int count) {
+  HOST_DEVICE static void half_to_float(float* to, const Half* from, int count) {
     for (int i = 0; i < count; ++i) to[i] = load(from[i]);
   }
 
-  HOST_DEVICE static void narrow(Half* to, const float* from, int count) {
+  HOST_DEVICE static void float_to_half(Half* to, const float* from, int count) {
     for (int i = 0; i < count; ++i) to[i] = store<Half>(from[i]);
   }
 
@@ -45,22 +45,22 @@ struct Portable {
 #ifdef __x86_64__
 struct Avx2 {
 #define INPLACE_OPS_AVX2 __attribute__((target("avx2,f16c")))
-  INPLACE_OPS_AVX2 static void widen(float* to, const Half* from, int count) {
+  INPLACE_OPS_AVX2 static void half_to_float(float* to, const Half* from, int count) {
     int i = 0;
 #pragma GCC unroll 4
     for (; i + 8 <= count; i += 8)
       _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + i))));
-    Portable::widen(to + i, from + i, count - i);
+    Portable::half_to_float(to + i, from + i, count - i);
   }
 
-  INPLACE_OPS_AVX2 static void narrow(Half* to, const float* from, int count) {
+  INPLACE_OPS_AVX2 static void float_to_half(Half* to, const float* from, int count) {
     int i = 0;
 #pragma GCC unroll 4
     for (; i + 8 <= count; i += 8) {
       const __m256 eight = _mm256_loadu_ps(from + i);
       _mm_storeu_si128((__m128i*)(to + i), _mm256_cvtps_ph(eight, _MM_FROUND_TO_NEAREST_INT));
     }
-    Portable::narrow(to + i, from + i, count - i);
+    Portable::float_to_half(to + i, from + i, count - i);
   }
 
   INPLACE_OPS_AVX2 static void pack(uint8_t* plane, const uint8_t* bytes, int bit, int groups) {
@@ -98,16 +98,16 @@ struct Avx512 : Avx2 {
 #define INPLACE_OPS_AVX512 __attribute__((target("avx512f")))
   static constexpr __mmask16 kAll = 0xffff;  // of what has no mask g++ 12 warns without reason
 
-  INPLACE_OPS_AVX512 static void widen(float* to, const Half* from, int count) {
+  INPLACE_OPS_AVX512 static void half_to_float(float* to, const Half* from, int count) {
     int i = 0;
 #pragma GCC unroll 4
     for (; i + 16 <= count; i += 16)
       _mm512_storeu_ps(to + i,
                        _mm512_maskz_cvtph_ps(kAll, _mm256_loadu_si256((const __m256i*)(from + i))));
-    Portable::widen(to + i, from + i, count - i);
+    Portable::half_to_float(to + i, from + i, count - i);
   }
 
-  INPLACE_OPS_AVX512 static void narrow(Half* to, const float* from, int count) {
+  INPLACE_OPS_AVX512 static void float_to_half(Half* to, const float* from, int count) {
     int i = 0;
 #pragma GCC unroll 4
     for (; i + 16 <= count; i += 16) {
@@ -115,7 +115,7 @@ struct Avx512 : Avx2 {
       _mm256_storeu_si256((__m256i*)(to + i),
                           _mm512_maskz_cvtps_ph(kAll, sixteen, _MM_FROUND_TO_NEAREST_INT));
     }
-    Portable::narrow(to + i, from + i, count - i);
+    Portable::float_to_half(to + i, from + i, count - i);
   }
 #undef INPLACE_OPS_AVX512
 };
