@@ -193,14 +193,14 @@ struct Tile {
   int elements;
 
   // The group of an element, counted from where the tile begins. No division of a signed number.
-  HOST_DEVICE int64_t group(unsigned place) const {
-    return uint64_t(first) / kGroup + place / kGroup;
+  HOST_DEVICE int64_t group(unsigned index) const {
+    return uint64_t(first) / kGroup + index / kGroup;
   }
 };
 
 // The first element of a lane's access, counted from where the tile begins.
 template <int count>
-HOST_DEVICE int place_of(int access, unsigned lane) {
+HOST_DEVICE int index_in_tile(int access, unsigned lane) {
   return (access * kWarpSize + lane) * count;
 }
 
@@ -221,7 +221,7 @@ struct TileBits<8> {
         UNROLL
         for (int low = 0; low < planes; low += 8)
           store_planes<planes>(
-              packed, low, tile.group(place_of<8>(a, lane)),
+              packed, low, tile.group(index_in_tile<8>(a, lane)),
               {word_of_four<planes>(my.codes[a], low), word_of_four<planes>(my.codes[a] + 4, low)});
       }
     });
@@ -235,7 +235,7 @@ struct TileBits<8> {
       for (int a = 0; a < kAccesses; ++a) {
         UNROLL
         for (int low = 0; low < planes; low += 8) {
-          const int64_t group = tile.group(place_of<8>(a, lane));
+          const int64_t group = tile.group(index_in_tile<8>(a, lane));
           const TwoWords words = load_planes<planes>(packed, low, group);
           add_word_of_four<planes>(my.codes[a], words.first, low);
           add_word_of_four<planes>(my.codes[a] + 4, words.second, low);
@@ -250,8 +250,8 @@ struct TileBits<8> {
 template <>
 struct TileBits<4> {
   // The first element of the group that a lane handles.
-  HOST_DEVICE static int place(int access, unsigned lane) {
-    return place_of<4>(access + lane % 2, lane - lane % 2);
+  HOST_DEVICE static int index(int access, unsigned lane) {
+    return index_in_tile<4>(access + lane % 2, lane - lane % 2);
   }
 
   template <int planes, class Functor>
@@ -270,7 +270,7 @@ struct TileBits<4> {
         lanes.swap_neighbours(&LaneState<Functor, 4>::word);
         lanes.each([&](auto& my, unsigned lane) {
           const TwoWords words = lane % 2 ? TwoWords{my.word, my.own} : TwoWords{my.own, my.word};
-          store_planes<planes>(packed, low, tile.group(place(a, lane)), words);
+          store_planes<planes>(packed, low, tile.group(index(a, lane)), words);
         });
       }
     }
@@ -284,7 +284,7 @@ struct TileBits<4> {
       UNROLL
       for (int low = 0; low < planes; low += 8) {
         lanes.each([&](auto& my, unsigned lane) {
-          const TwoWords words = load_planes<planes>(packed, low, tile.group(place(a, lane)));
+          const TwoWords words = load_planes<planes>(packed, low, tile.group(index(a, lane)));
           my.own = lane % 2 ? words.second : words.first;
           my.word = lane % 2 ? words.first : words.second;
         });
@@ -311,9 +311,9 @@ struct TileBits<1> {
         lanes.each([&](auto& my, int) { my.word = my.codes[a][0] >> plane; });
         const uint32_t votes = lanes.vote(&LaneState<Functor, 1>::word);
         lanes.each([&](auto&, unsigned lane) {
-          const int place = place_of<1>(a, lane * kGroup);
-          if (lane < kWarpSize / kGroup && place < tile.elements)
-            packed.at(plane, tile.group(place)) = uint8_t(votes >> (lane * kGroup));
+          const int index = index_in_tile<1>(a, lane * kGroup);
+          if (lane < kWarpSize / kGroup && index < tile.elements)
+            packed.at(plane, tile.group(index)) = uint8_t(votes >> (lane * kGroup));
         });
       }
     }
@@ -325,11 +325,11 @@ struct TileBits<1> {
     lanes.each([&](auto& my, unsigned lane) {
       UNROLL
       for (int a = 0; a < kAccesses; ++a) {
-        const int place = smaller(place_of<1>(a, lane), tile.elements - 1);
+        const int index = smaller(index_in_tile<1>(a, lane), tile.elements - 1);
         NO_UNROLL
         for (int plane = 0; plane < packed.planes; ++plane) {
-          const uint32_t byte = packed.at(plane, tile.group(place));
-          my.codes[a][0] |= ((byte >> (place % kGroup)) & 1u) << plane;
+          const uint32_t byte = packed.at(plane, tile.group(index));
+          my.codes[a][0] |= ((byte >> (index % kGroup)) & 1u) << plane;
         }
       }
     });
@@ -418,7 +418,7 @@ HOST_DEVICE void compute_all_normalized(const Functor& functor, LaneState<Functo
     ScaleAndShift<C> channel[kAccesses];
     UNROLL
     for (int a = 0; a < kAccesses; ++a)
-      channel[a] = affine.channel(layout.channel(first + place_of<count>(a, 0)));
+      channel[a] = affine.channel(layout.channel(first + index_in_tile<count>(a, 0)));
     UNROLL
     for (int a = 0; a < kAccesses; ++a) {
       UNROLL
@@ -430,7 +430,7 @@ HOST_DEVICE void compute_all_normalized(const Functor& functor, LaneState<Functo
     uint32_t left[kAccesses];
     UNROLL
     for (int a = 0; a < kAccesses; ++a) {
-      const auto at = layout.split<count>(first + place_of<count>(a, 0), affine.strided);
+      const auto at = layout.split<count>(first + index_in_tile<count>(a, 0), affine.strided);
       channel[a] = affine.channel(at.channel);
       next[a] = affine.channel(at.next);
       left[a] = at.left;
@@ -445,7 +445,7 @@ HOST_DEVICE void compute_all_normalized(const Functor& functor, LaneState<Functo
     const auto compute_columns = [&](auto has_rows) {
       UNROLL
       for (int a = 0; a < kAccesses; ++a) {
-        const auto at = layout.column(first + place_of<count>(a, 0), affine.strided);
+        const auto at = layout.column(first + index_in_tile<count>(a, 0), affine.strided);
         C scale[count], shift[count];
         UNROLL
         for (int i = 0; i < count; i += 4) {
@@ -474,21 +474,21 @@ HOST_DEVICE void run_tile(const Functor& functor, const Layout& layout,
   auto packed = operands.packed;
   if constexpr (count > 1) packed.planes = planes;
   const int bits = packed.planes > 0 ? packed.planes : 1;  // without planes nobody reads the codes
-  const auto is_there = [&](int place) { return count > 1 || place < tile.elements; };
+  const auto is_there = [&](int index) { return count > 1 || index < tile.elements; };
   Lanes<LaneState<Functor, count>> lanes;
   lanes.each([&](auto& my, unsigned lane) {
     UNROLL
     for (int a = 0; a < kAccesses; ++a) {
-      const int place = place_of<count>(a, lane);
+      const int index = index_in_tile<count>(a, lane);
       int64_t offsets[Functor::kInputs + 1] = {};
-      if (is_there(place)) layout.get_offsets(uint64_t(tile.first + place), offsets);
+      if (is_there(index)) layout.get_offsets(uint64_t(tile.first + index), offsets);
       my.out_offset[a] = offsets[0];
       UNROLL
       for (int k = 0; k < Functor::kInputs; ++k) {
         if constexpr (count > 1)
           load_vector(my.in[k][a], operands.in[k] + offsets[k + 1]);
         else
-          my.in[k][a][0] = is_there(place) ? operands.in[k][offsets[k + 1]] : T{};
+          my.in[k][a][0] = is_there(index) ? operands.in[k][offsets[k + 1]] : T{};
       }
       UNROLL
       for (int i = 0; i < count; ++i) my.codes[a][i] = 0;
@@ -500,17 +500,17 @@ HOST_DEVICE void run_tile(const Functor& functor, const Layout& layout,
   lanes.each([&](auto& my, unsigned lane) {
     if constexpr (Functor::kNormalizes && count > 1)
       compute_all_normalized(functor, my, layout.affine, operands.affine,
-                             uint32_t(tile.first) + place_of<count>(0, lane));
+                             uint32_t(tile.first) + index_in_tile<count>(0, lane));
     UNROLL
     for (int a = 0; a < kAccesses; ++a) {
-      const int place = place_of<count>(a, lane);
+      const int index = index_in_tile<count>(a, lane);
       if constexpr (!Functor::kNormalizes) {
         compute(functor, my, a, bits);
       } else if constexpr (count == 1) {
-        if (is_there(place)) {
+        if (is_there(index)) {
           const auto& affine = operands.affine;
           int64_t offsets[2];
-          affine.strided.get_offsets(uint64_t(tile.first + place), offsets);
+          affine.strided.get_offsets(uint64_t(tile.first + index), offsets);
           ScaleAndShift<opmath_t<T>> scale_shift[1] = {affine.channel(offsets[0])};
           compute_normalized(functor, my, a, scale_shift, affine.has_rows(),
                              affine.row(offsets[1]));
@@ -518,7 +518,7 @@ HOST_DEVICE void run_tile(const Functor& functor, const Layout& layout,
       }
       if constexpr (count > 1) {
         store_vector(operands.out + my.out_offset[a], my.out[a]);
-      } else if (is_there(place)) {
+      } else if (is_there(index)) {
         operands.out[my.out_offset[a]] = my.out[a][0];
       } else {
         my.codes[a][0] = 0;
