@@ -289,30 +289,30 @@ HOST_DEVICE void compute_by_region(const Functor functor, Result<T>* out, Inputs
   }
 
   int found = 0;
-  int places[kBlock];
+  int indices[kBlock];
   for (int first = 0; first < count; first += 8) {
     uint64_t any;
     memcpy(&any, is_in_tail + first, sizeof(any));
     if (any == 0) continue;
     for (int i = first; i < first + 8; ++i) {
-      places[found] = i;  // counts only if it is one
+      indices[found] = i;  // counts only if it is one
       found += is_in_tail[i];
     }
   }
   // In whole vectors, the last one filled up: a part of one costs as much as many.
   int padded = found;
-  while (padded % kVector != 0) places[padded++] = places[0];
+  while (padded % kVector != 0) indices[padded++] = indices[0];
   T stored[Functor::kInputs][kBlock];
   opmath_t<T> values[Functor::kInputs][kConvertsHalf<T> ? kBlock : 1];
   Input<T> tail_in[Functor::kInputs];
   Code<Functor> tail_codes[kBlock];
   for (int k = 0; k < Functor::kInputs; ++k) {
-    for (int i = 0; i < padded; ++i) stored[k][i] = in[k].stored[places[i]];
+    for (int i = 0; i < padded; ++i) stored[k][i] = in[k].stored[indices[i]];
     if constexpr (kConvertsHalf<T>)
       CompiledFor<Instructions>::half_to_float(values[k], stored[k], padded);
     tail_in[k] = {stored[k], values[k]};
   }
-  for (int i = 0; i < padded; ++i) tail_codes[i] = codes[places[i]];
+  for (int i = 0; i < padded; ++i) tail_codes[i] = codes[indices[i]];
 
   compute_core(functor, out, in, codes, bits, count);
 
@@ -324,7 +324,7 @@ HOST_DEVICE void compute_by_region(const Functor functor, Result<T>* out, Inputs
       results[i] = result_of<T>(functor.tail(element, tail_codes[i], bits));
     }
   }
-  for (int i = 0; i < found; ++i) out[places[i]] = results[i];
+  for (int i = 0; i < found; ++i) out[indices[i]] = results[i];
 }
 
 // Codes to and from their planes, eight planes at a time. Narrow codes are bytes already.
