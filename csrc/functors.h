@@ -207,19 +207,19 @@ HOST_DEVICE opmath_t<T> apply_affine(opmath_t<T> x, ScaleAndShift<opmath_t<T>> s
 }
 
 // A functor that is given the scale and shift of z instead of a code, and x less the mean.
-template <class OfNormalized, class T = typename OfNormalized::Scalar>
-struct Normalizing : OfNormalized {
+template <class Inner, class T = typename Inner::Scalar>
+struct Normalizing : Inner {
   static constexpr bool kNormalizes = true;
 
-  HOST_DEVICE const OfNormalized& of_normalized() const { return *this; }
+  HOST_DEVICE const Inner& inner() const { return *this; }
 
-  HOST_DEVICE auto operator()(Element<T> (&in)[OfNormalized::kInputs],
+  HOST_DEVICE auto operator()(Element<T> (&in)[Inner::kInputs],
                               ScaleAndShift<opmath_t<T>> scale_shift) const {
-    auto& last = in[OfNormalized::kInputs - 1];
+    auto& last = in[Inner::kInputs - 1];
     last = rounded_element<T>(
         apply_affine<T>(last.value, scale_shift));  // as the norm rounds its output
     uint32_t no_code = 0;
-    return of_normalized()(in, no_code, 1);
+    return inner()(in, no_code, 1);
   }
 };
 
@@ -270,13 +270,13 @@ template <class Activation, class T = typename Activation::Scalar>
 struct BackwardRecompute : Normalizing<Gradient<Activation>> {};
 
 // What a functor of one input makes of the sum of two, rounded as torch.add rounds it.
-template <class OfSum, class T = typename OfSum::Scalar>
+template <class Inner, class T = typename Inner::Scalar>
 struct Add : Elementwise<T, 2, PackedBitsUse::kNone, 0> {
-  OfSum of_sum;
+  Inner inner;
 
   HOST_DEVICE opmath_t<T> operator()(const Element<T> (&in)[2], uint32_t& code, int bits) const {
     const Element<T> sum[1] = {rounded_element<T>(in[0].value + in[1].value)};
-    return load(of_sum(sum, code, bits));
+    return load(inner(sum, code, bits));
   }
 };
 

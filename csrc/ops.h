@@ -43,8 +43,8 @@ template <class Device, size_t inputs, class MakeFunctor>
 void run(const char* op, const Tensor& out, const Tensor* const (&in)[inputs], const Tensor* packed,
          const DimOrder& dim_order, const MakeFunctor& make,
          const AffineTensors* affine = nullptr) {
-  dispatch(out.scalar_type(), op, [&](auto zero) {
-    run_functor<Device>(op, make(zero), out, in, packed, dim_order, affine);
+  dispatch(out.scalar_type(), op, [&](auto scalar) {
+    run_functor<Device>(op, make(scalar), out, in, packed, dim_order, affine);
   });
 }
 
@@ -76,8 +76,8 @@ Tensor norm_affine(std::optional<Tensor> rstd, std::optional<Tensor> mean,
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
   const Tensor affine =
       empty_strided(int64_t(shape.size()), shape.data(), strides.data(), dtype, like);
-  dispatch(like.scalar_type(), "norm_affine", [&](auto zero) {
-    using C = decltype(zero);
+  dispatch(like.scalar_type(), "norm_affine", [&](auto scalar) {
+    using C = decltype(scalar);
     if constexpr (std::is_same_v<C, opmath_t<C>>) {
       const auto data = [](const Tensor* vector) {
         return vector ? static_cast<const C*>(vector->const_data_ptr()) : nullptr;
@@ -109,9 +109,9 @@ Tensor transform_normalized(const char* op, const Tensor& x, const AffineTensors
   }
   check_cast(op, x, *dtype);
   const auto functor = make(float{});
-  const auto cast = [&](auto zero, int32_t format) {
+  const auto cast = [&](auto scalar, int32_t format) {
     const Tensor out = empty_in_order(x, dim_order, format);
-    const Cast<std::remove_const_t<decltype(functor)>, decltype(zero)> casting{functor};
+    const Cast<std::remove_const_t<decltype(functor)>, decltype(scalar)> casting{functor};
     run_functor<Device>(op, casting, out, {&x}, nullptr, dim_order, &affine);
     return out;
   };
@@ -126,7 +126,7 @@ Tensor normalize(Tensor x, Tensor channel_affine, std::optional<Tensor> row_stat
                  DimOrder dim_order, OptionalDtype dtype) {
   const AffineTensors affine{&channel_affine, row_statistics ? &*row_statistics : nullptr};
   return transform_normalized<Device>("normalize", x, affine, dim_order, dtype,
-                                      [](auto zero) { return Normalize<decltype(zero)>{}; });
+                                      [](auto scalar) { return Normalize<decltype(scalar)>{}; });
 }
 
 // make(T{}) of an addend and a norm's input, as a new tensor.
@@ -146,8 +146,9 @@ template <class Device>
 Tensor normalize_add(Tensor x, Tensor channel_affine, std::optional<Tensor> row_statistics,
                      Tensor addend, DimOrder dim_order) {
   const AffineTensors affine{&channel_affine, row_statistics ? &*row_statistics : nullptr};
-  return transform_normalized_sum<Device>("normalize_add", x, affine, addend, dim_order,
-                                          [](auto zero) { return NormalizeAdd<decltype(zero)>{}; });
+  return transform_normalized_sum<Device>(
+      "normalize_add", x, affine, addend, dim_order,
+      [](auto scalar) { return NormalizeAdd<decltype(scalar)>{}; });
 }
 
 // Its ReLU.
@@ -157,7 +158,7 @@ Tensor normalize_add_relu(Tensor x, Tensor channel_affine, std::optional<Tensor>
   const AffineTensors affine{&channel_affine, row_statistics ? &*row_statistics : nullptr};
   return transform_normalized_sum<Device>(
       "normalize_add_relu", x, affine, addend, dim_order,
-      [](auto zero) { return ForwardRecomputeAdd<ReLU<decltype(zero)>>{}; });
+      [](auto scalar) { return ForwardRecomputeAdd<ReLU<decltype(scalar)>>{}; });
 }
 
 template <class Device, template <class> class Activation, class Arguments>
@@ -172,9 +173,9 @@ struct Ops<Device, Activation, Types<Arguments...>> {
   template <template <class, class> class Forward>
   static void forward(const Tensor& out, const Tensor& x, const Tensor* packed,
                       const DimOrder& dim_order, Arguments... arguments) {
-    run<Device>(kName, out, {&x}, packed, dim_order, [&](auto zero) {
-      using A = Activation<decltype(zero)>;
-      return Forward<A, decltype(zero)>{{}, A{arguments...}};
+    run<Device>(kName, out, {&x}, packed, dim_order, [&](auto scalar) {
+      using A = Activation<decltype(scalar)>;
+      return Forward<A, decltype(scalar)>{{}, A{arguments...}};
     });
   }
 
@@ -225,8 +226,8 @@ struct Ops<Device, Activation, Types<Arguments...>> {
   static Tensor recompute(Tensor x, Tensor channel_affine, std::optional<Tensor> row_statistics,
                           DimOrder dim_order, Arguments... arguments, OptionalDtype dtype) {
     const AffineTensors affine{&channel_affine, row_statistics ? &*row_statistics : nullptr};
-    return transform_normalized<Device>(kName, x, affine, dim_order, dtype, [&](auto zero) {
-      using A = Activation<decltype(zero)>;
+    return transform_normalized<Device>(kName, x, affine, dim_order, dtype, [&](auto scalar) {
+      using A = Activation<decltype(scalar)>;
       return ForwardRecompute<A>{{{{}, A{arguments...}}}};
     });
   }
@@ -235,8 +236,8 @@ struct Ops<Device, Activation, Types<Arguments...>> {
                                    std::optional<Tensor> row_statistics, DimOrder dim_order,
                                    Arguments... arguments) {
     const AffineTensors affine{&channel_affine, row_statistics ? &*row_statistics : nullptr};
-    const auto make = [&](auto zero) {
-      using A = Activation<decltype(zero)>;
+    const auto make = [&](auto scalar) {
+      using A = Activation<decltype(scalar)>;
       return BackwardRecompute<A>{{{{}, A{arguments...}}}};
     };
     return differentiate({&grad, &x}, nullptr, dim_order, make, &affine);
@@ -244,36 +245,38 @@ struct Ops<Device, Activation, Types<Arguments...>> {
 
   static Tensor backward_mask(Tensor grad, Tensor packed, DimOrder dim_order,
                               Arguments... arguments) {
-    return differentiate({&grad}, &packed, dim_order, [&](auto zero) {
-      using A = Activation<decltype(zero)>;
+    return differentiate({&grad}, &packed, dim_order, [&](auto scalar) {
+      using A = Activation<decltype(scalar)>;
       return BackwardMask<A>{{}, A{arguments...}};
     });
   }
 
   static Tensor backward_mask_of_output(Tensor grad, Tensor output, DimOrder dim_order,
                                         Arguments... arguments) {
-    return differentiate({&grad, &output}, nullptr, dim_order, [&](auto zero) {
-      using A = Activation<decltype(zero)>;
+    return differentiate({&grad, &output}, nullptr, dim_order, [&](auto scalar) {
+      using A = Activation<decltype(scalar)>;
       return BackwardMaskOfOutput<A>{{}, A{arguments...}};
     });
   }
 
   static Tensor backward_output(Tensor grad, Tensor output, Tensor packed, DimOrder dim_order) {
-    return differentiate({&grad, &output}, &packed, dim_order,
-                         [](auto zero) { return BackwardOutput<Activation<decltype(zero)>>{}; });
+    return differentiate({&grad, &output}, &packed, dim_order, [](auto scalar) {
+      return BackwardOutput<Activation<decltype(scalar)>>{};
+    });
   }
 
   static Tensor double_backward(Tensor grad_grad, Tensor grad, Tensor output, Tensor packed,
                                 DimOrder dim_order) {
-    return differentiate({&grad_grad, &grad, &output}, &packed, dim_order,
-                         [](auto zero) { return DoubleBackward<Activation<decltype(zero)>>{}; });
+    return differentiate({&grad_grad, &grad, &output}, &packed, dim_order, [](auto scalar) {
+      return DoubleBackward<Activation<decltype(scalar)>>{};
+    });
   }
 
   static Tensor backward_derivative(Tensor grad, Tensor packed, DimOrder dim_order) {
     check_packed(kName, packed, grad);
     const int bits = int(packed.size(0));
-    return differentiate({&grad}, &packed, dim_order, [bits](auto zero) {
-      using T = decltype(zero);
+    return differentiate({&grad}, &packed, dim_order, [bits](auto scalar) {
+      using T = decltype(scalar);
       const auto grid = DerivativeGrid<opmath_t<T>>::template of<Activation<T>>(bits);
       return BackwardDerivative<T>{{}, grid};
     });

@@ -64,10 +64,10 @@ void define_ops(Library& m, Entry<Activation> entry) {
   }
 }
 
-template <class Of, template <class, class> class Forward>
+template <class OpSet, template <class, class> class Forward>
 void register_saving(Library& m, const std::string& op) {
-  m.impl((op + "_").c_str(), TORCH_BOX((&Of::template in_place_saving<Forward>)));
-  m.impl(op.c_str(), TORCH_BOX((&Of::template out_of_place_saving<Forward>)));
+  m.impl((op + "_").c_str(), TORCH_BOX((&OpSet::template in_place_saving<Forward>)));
+  m.impl(op.c_str(), TORCH_BOX((&OpSet::template out_of_place_saving<Forward>)));
 }
 
 template <class Device, template <class> class Activation>
@@ -75,46 +75,46 @@ using OpsOf = Ops<Device, Activation, typename Activation<float>::Arguments>;
 
 template <class Device, template <class> class Activation>
 void register_forward(Library& m, Entry<Activation> entry) {
-  using Of = OpsOf<Device, Activation>;
+  using OpSet = OpsOf<Device, Activation>;
   const std::string name = entry.name;
   if constexpr (Activation<float>::kKind == Kind::kPiecewiseLinear) {
-    m.impl((name + "_").c_str(), TORCH_BOX((&Of::template in_place<ForwardMask>)));
-    register_saving<Of, ForwardMask>(m, name + "_save_mask");
+    m.impl((name + "_").c_str(), TORCH_BOX((&OpSet::template in_place<ForwardMask>)));
+    register_saving<OpSet, ForwardMask>(m, name + "_save_mask");
   } else {
-    m.impl((name + "_").c_str(), TORCH_BOX((&Of::template in_place<ForwardOutput>)));
-    register_saving<Of, ForwardOutput>(m, name + "_save_output");
-    register_saving<Of, ForwardDerivative>(m, name + "_save_derivative");
+    m.impl((name + "_").c_str(), TORCH_BOX((&OpSet::template in_place<ForwardOutput>)));
+    register_saving<OpSet, ForwardOutput>(m, name + "_save_output");
+    register_saving<OpSet, ForwardDerivative>(m, name + "_save_derivative");
   }
 }
 
 template <class Device, template <class> class Activation>
 void register_backward(Library& m, Entry<Activation> entry) {
-  using Of = OpsOf<Device, Activation>;
+  using OpSet = OpsOf<Device, Activation>;
   const std::string name = entry.name;
   if constexpr (Activation<float>::kKind == Kind::kPiecewiseLinear) {
-    m.impl((name + "_backward_mask").c_str(), TORCH_BOX((&Of::backward_mask)));
-    m.impl((name + "_backward_output").c_str(), TORCH_BOX((&Of::backward_mask_of_output)));
+    m.impl((name + "_backward_mask").c_str(), TORCH_BOX((&OpSet::backward_mask)));
+    m.impl((name + "_backward_output").c_str(), TORCH_BOX((&OpSet::backward_mask_of_output)));
   } else {
-    m.impl((name + "_backward_output").c_str(), TORCH_BOX((&Of::backward_output)));
-    m.impl((name + "_backward_derivative").c_str(), TORCH_BOX((&Of::backward_derivative)));
+    m.impl((name + "_backward_output").c_str(), TORCH_BOX((&OpSet::backward_output)));
+    m.impl((name + "_backward_derivative").c_str(), TORCH_BOX((&OpSet::backward_derivative)));
   }
 }
 
 template <class Device, template <class> class Activation>
 void register_double_backward(Library& m, Entry<Activation> entry) {
   if constexpr (Activation<float>::kKind == Kind::kSmooth) {
-    using Of = OpsOf<Device, Activation>;
+    using OpSet = OpsOf<Device, Activation>;
     const std::string name = entry.name;
-    m.impl((name + "_double_backward").c_str(), TORCH_BOX((&Of::double_backward)));
+    m.impl((name + "_double_backward").c_str(), TORCH_BOX((&OpSet::double_backward)));
   }
 }
 
 template <class Device, template <class> class Activation>
 void register_recompute(Library& m, Entry<Activation> entry) {
-  using Of = OpsOf<Device, Activation>;
+  using OpSet = OpsOf<Device, Activation>;
   const std::string name = entry.name;
-  m.impl((name + "_recompute").c_str(), TORCH_BOX((&Of::recompute)));
-  m.impl((name + "_backward_recompute").c_str(), TORCH_BOX((&Of::backward_recompute)));
+  m.impl((name + "_recompute").c_str(), TORCH_BOX((&OpSet::recompute)));
+  m.impl((name + "_backward_recompute").c_str(), TORCH_BOX((&OpSet::backward_recompute)));
 }
 
 inline void define_all_ops(Library& m) {

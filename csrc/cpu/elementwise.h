@@ -414,7 +414,7 @@ HOST_DEVICE void run_blocks(const Functor& functor, const StridedLayout& strided
         CompiledFor<Instructions>::normalize(z, z, x, operands.affine, first, count);
       }
       in[last].stored = z;
-      compute_without_codes<Out>(functor.of_normalized(), results, in, count);
+      compute_without_codes<Out>(functor.inner(), results, in, count);
     } else if constexpr (Functor::kPackedBits == PackedBitsUse::kNone) {
       compute_without_codes<Out>(functor, results, in, count);
     } else {

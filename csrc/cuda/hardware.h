@@ -1,7 +1,7 @@
-// What a GPU computes by instructions of its own, and how exactly, in units in the last index or
+// What a GPU computes by instructions of its own, and how exactly, in units in the last place or
 // relatively: the instructions' descriptions in "PTX ISA". Arguments and results that are subnormal
 // count as 0, but for expf's and the conversions'. On the host tests/emulated_hardware.h takes the
-// index of this file, with errors as large as these.
+// place of this file, with errors as large as these.
 #pragma once
 
 #include <cuda_bf16.h>
