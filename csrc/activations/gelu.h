@@ -188,10 +188,10 @@ struct GELUTanh : GELUBase<GELUTanh<T>, T> {
     C x, gate, complement, rate;
   };
 
-  HOST_DEVICE static C slope(Point at) { return at.gate * at.complement * at.rate; }
-  HOST_DEVICE static C derivative(Point at) { return at.gate + at.x * slope(at); }
+  HOST_DEVICE static C gate_derivative(Point at) { return at.gate * at.complement * at.rate; }
+  HOST_DEVICE static C derivative(Point at) { return at.gate + at.x * gate_derivative(at); }
   HOST_DEVICE static C second_derivative(Point at) {
-    const C own = slope(at) * (C(2) + at.x * at.rate * (at.complement - at.gate));
+    const C own = gate_derivative(at) * (C(2) + at.x * at.rate * (at.complement - at.gate));
     return own + at.gate * at.complement * at.x * rate_of_rate(at.x);
   }
 

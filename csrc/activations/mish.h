@@ -22,22 +22,25 @@ struct Mish : SmoothActivation {
 
   // e^x, the gate and its two derivatives.
   struct Point {
-    C x, e, gate, slope, curvature;
+    C x, e, gate, gate_derivative, curvature;
   };
 
-  HOST_DEVICE static C derivative(Point at) { return at.gate + at.x * at.slope; }
-  HOST_DEVICE static C second_derivative(Point at) { return C(2) * at.slope + at.x * at.curvature; }
+  HOST_DEVICE static C derivative(Point at) { return at.gate + at.x * at.gate_derivative; }
+  HOST_DEVICE static C second_derivative(Point at) {
+    return C(2) * at.gate_derivative + at.x * at.curvature;
+  }
 
   // Where e^4 does not overflow.
   HOST_DEVICE static Point point_of(C x, C e) {
     const C n = e * (e + C(2)), half = rough_reciprocal(n + C(2)), rest = half + half;  // 1 - gate
     const C product = (n - e) * rest;                                                   // e (e + 1)
-    const C slope = product * rest, own = e * rest;
-    return {x, e, n * half, slope, slope * (C(1) - (product + product)) + own * own};
+    const C gate_derivative = product * rest, own = e * rest;
+    return {x, e, n * half, gate_derivative,
+            gate_derivative * (C(1) - (product + product)) + own * own};
   }
 
-  // From 20 on, or 40 in double, the gate is 1, and x times its slope nothing beside it: x stands
-  // for what is larger, but for infinity.
+  // From 20 on, or 40 in double, the gate is 1, and x times its gate_derivative nothing beside it:
+  // x stands for what is larger, but for infinity.
   HOST_DEVICE static Point point(C x) {
     constexpr C end = sizeof(T) == 8 ? C(40) : C(20);
     const C limited = x > end ? end : x;

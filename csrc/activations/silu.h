@@ -26,12 +26,12 @@ struct SiLU : SmoothActivation {
     C x, gate, complement;
   };
 
-  HOST_DEVICE static C slope(Point at) { return at.gate * at.complement; }
+  HOST_DEVICE static C gate_derivative(Point at) { return at.gate * at.complement; }
 
   HOST_DEVICE static C derivative(Point at) { return at.gate * (C(1) + at.x * at.complement); }
 
   HOST_DEVICE static C second_derivative(Point at) {
-    return slope(at) * (C(2) + at.x * (at.complement - at.gate));
+    return gate_derivative(at) * (C(2) + at.x * (at.complement - at.gate));
   }
 
   HOST_DEVICE static Point point(C x) {
@@ -73,7 +73,7 @@ struct SiLU : SmoothActivation {
   }
 
   HOST_DEVICE static Point moved(Point at, C step) {
-    C difference = step * slope(at);
+    C difference = step * gate_derivative(at);
     if constexpr (!kFitIsExact) difference *= C(1) + C(0.5) * step * (at.complement - at.gate);
     return {at.x + step, at.gate + difference, at.complement - difference};
   }
