@@ -163,9 +163,9 @@ struct DoubleBackward : Elementwise<T, 3, PackedBitsUse::kRead, Activation::kDef
   HOST_DEVICE auto operator()(const Element<T> (&in)[3], uint32_t& code, int bits) const {
     using C = opmath_t<T>;
     const auto at = recover<Activation, Region::kAny>(in[2].value, code, bits);
-    const C slope = Activation::derivative(at);
+    const C derivative = Activation::derivative(at);
     const C term = in[0].value * in[1].value * Activation::second_derivative(at);
-    return slope == C(0) ? C(0) : term / slope;
+    return derivative == C(0) ? C(0) : term / derivative;
   }
 };
 
