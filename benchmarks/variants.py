@@ -87,7 +87,7 @@ def _variants(entry: Activation) -> list[Variant]:
         forward_tensors = 4 if entry.torch_saves == "input" else 2
         in_place = partial(entry.torch_inplace, **scalars)
         found.append(Variant("torch in place", in_place, forward_tensors=forward_tensors))
-    for save in entry.saves:
+    for save in entry.save_modes:
         found.append(ours(save, save))
         if save == "output" and not entry.has_mask:
             found.append(ours("output, 1 bit", save, 1))

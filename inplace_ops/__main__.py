@@ -68,7 +68,7 @@ def info() -> int:
     failed = 0
     for device in ["cpu", "cuda"] if runs_on_cuda else ["cpu"]:
         for activation in ACTIVATIONS:
-            for save in activation.saves:
+            for save in activation.save_modes:
                 result = _self_check(activation, save, device)
                 failed += result != "ok"
                 what = " ".join([activation.function, *activation.variant.values(), save])

@@ -61,7 +61,7 @@ def on_local_parts(function: Any) -> type[Function]:
         def forward(ctx: Any, x: DTensor, bits: int, op_args: OpArgs) -> DTensor:
             packed, ops = None, function.activation.ops
             if bits:
-                packed = ops.save_in_place[function.saves[0]](x.to_local(), bits, *op_args)
+                packed = ops.save_in_place[function.save_modes[0]](x.to_local(), bits, *op_args)
             else:
                 ops.in_place(x.to_local(), *op_args)
             ctx.mark_dirty(x)

@@ -45,7 +45,7 @@ class Activation:
             by PyTorch.
         output_errors: The largest absolute error of the derivative with save="output", by dtype and
             bits; 0 where the input comes back exactly.
-        saves: What may be kept for backward, the default first; that packs bits. Any activation may
+        save_modes: What may be kept for backward, the default first; that packs bits. Any activation may
             also keep nothing, with "recompute".
     """
 
@@ -62,11 +62,11 @@ class Activation:
     takes_integers: bool = False
     arithmetic_error: float = 1e-6
     output_errors: Errors = field(default_factory=dict)
-    saves: tuple[Save, ...] = field(init=False)  # no property, as each call asks for it
+    save_modes: tuple[Save, ...] = field(init=False)  # no property, as each call asks for it
 
     def __post_init__(self) -> None:
         """Take from the ops what may be kept."""
-        object.__setattr__(self, "saves", tuple(self.ops.default_bits))
+        object.__setattr__(self, "save_modes", tuple(self.ops.default_bits))
 
     @property
     def name(self) -> str:
@@ -76,7 +76,7 @@ class Activation:
     @property
     def is_piecewise_linear(self) -> bool:
         """Whether one bit tells the derivative: values and gradients are PyTorch's, to the bit."""
-        return "mask" in self.saves
+        return "mask" in self.save_modes
 
     def default_bits(self, save: Save, dtype: torch.dtype) -> int:
         """The packed bits per element that `save` keeps unless it is told.
@@ -209,8 +209,8 @@ ACTIVATIONS = (RELU, LEAKY_RELU, RELU6, SILU, GELU, GELU_TANH, HARDSWISH, MISH)
 
 def check_save(activation: Activation, save: str) -> None:
     """Raise ValueError unless the activation may keep `save`."""
-    if save not in activation.saves and save != "recompute":
-        expected = ", ".join(f'"{choice}"' for choice in activation.saves) + ' or "recompute"'
+    if save not in activation.save_modes and save != "recompute":
+        expected = ", ".join(f'"{choice}"' for choice in activation.save_modes) + ' or "recompute"'
         raise ValueError(f"{activation.function}: save must be {expected}, got {save!r}")
 
 

@@ -224,19 +224,19 @@ class _InPlaceFunction(Function):
 
     Attributes:
         activation: Which one it is.
-        saves: What it may keep for backward.
+        save_modes: What it may keep for backward.
         keeps_output: Whether it keeps its output beside packed bits.
     """
 
     activation: ClassVar[Activation]
-    saves: ClassVar[tuple[Save, ...]]
+    save_modes: ClassVar[tuple[Save, ...]]
     keeps_output: ClassVar[bool] = False
 
     @classmethod
     def forward(cls, ctx: Any, x: Tensor, bits: int, op_args: OpArgs) -> Tensor:
         packed = None
         if bits:
-            packed = cls.activation.ops.save_in_place[cls.saves[0]](x, bits, *op_args)
+            packed = cls.activation.ops.save_in_place[cls.save_modes[0]](x, bits, *op_args)
         else:
             cls.activation.ops.in_place(x, *op_args)
         ctx.mark_dirty(x)
@@ -255,7 +255,7 @@ class _InPlaceFunction(Function):
             ctx.op = cls.activation.ops.backward["output"]
             ctx.save_for_backward(output, packed)
         else:
-            ctx.op = cls.activation.ops.backward[cls.saves[0]]
+            ctx.op = cls.activation.ops.backward[cls.save_modes[0]]
             ctx.save_for_backward(packed)
 
     @staticmethod
@@ -290,13 +290,13 @@ class _InPlaceFunction(Function):
 class MaskFunction(_InPlaceFunction):
     """Keeps the mask, one bit per element, or without bits the output."""
 
-    saves = ("mask", "output")
+    save_modes = ("mask", "output")
 
 
 class OutputFunction(_InPlaceFunction):
     """Keeps the output and packed bits of the input."""
 
-    saves = ("output",)
+    save_modes = ("output",)
     keeps_output = True
 
     @classmethod
@@ -317,7 +317,7 @@ class OutputFunction(_InPlaceFunction):
 class DerivativeFunction(_InPlaceFunction):
     """Keeps f'(x) as packed codes of 8, 16 or 32 bits."""
 
-    saves = ("derivative",)
+    save_modes = ("derivative",)
 
     @classmethod
     def differentiable(cls, grad: Tensor, op: _ops.Op, *saved: Any) -> Tensor:
@@ -426,7 +426,7 @@ FUNCTIONS: Mapping[tuple[Activation, Save], type[_InPlaceFunction]] = {
         MishFunction,
         MishDerivativeFunction,
     )
-    for save in function.saves
+    for save in function.save_modes
 }
 
 # Function.apply without what it does for functorch's transforms, in which none of these runs; and

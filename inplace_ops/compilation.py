@@ -99,7 +99,7 @@ def _output(x: Tensor, function: Any, bits: int, op_args: OpArgs) -> tuple[Tenso
     Inductor would move an earlier read of a tensor behind a custom op that modifies it.
     """
     if bits:
-        return function.activation.ops.save_out_of_place[function.saves[0]](x, bits, *op_args)
+        return function.activation.ops.save_out_of_place[function.save_modes[0]](x, bits, *op_args)
     _, *arguments = op_args
     return function.activation.torch_function(x, *arguments), None
 
@@ -115,7 +115,7 @@ def _traced(
     activation: Activation, input: Tensor, save: Save, bits: int | None, *arguments: Any
 ) -> None:
     if type(input) is Tensor:  # the graph runs as it is: Dynamo's backend "eager"
-        run(activation, input, save, bits, arguments, fallback=activation.saves[0])
+        run(activation, input, save, bits, arguments, fallback=activation.save_modes[0])
         return
     if input._is_view() and _may_overlap(input):
         raise RuntimeError(
@@ -150,7 +150,7 @@ def _what_is_kept(
     if not needs_grad(input):
         return None
     if _is_input(input):  # which PyTorch's would keep, and find overwritten
-        return activation.saves[0] if save == "recompute" else save
+        return activation.save_modes[0] if save == "recompute" else save
     if save == "recompute" or partitioner_has_budget() or _keeps_output(activation, arguments):
         return None
     return save if _is_product(input) else None

@@ -180,7 +180,7 @@ def _after_norm(
         raise RuntimeError(_no_norm(activation, input))
     source = norm and source_of(norm)
     if norm is None or source is None:
-        save = fallback or activation.saves[0]
+        save = fallback or activation.save_modes[0]
         return _with_grad(activation, input, save, bits, arguments)
     refuse_what_autograd_refuses(input)
     op_args: OpArgs = (_ops.dim_order_of(norm.output), *arguments)
@@ -207,7 +207,7 @@ def _no_norm(activation: Activation, input: Tensor) -> str:
     return (
         f'{activation.function}: save="recompute" needs the unchanged output of a batch, group, '
         f"instance or layer norm, which it recomputes from the norm's input, and got {found}: "
-        f'use it right after the norm, or save="{activation.saves[0]}"'
+        f'use it right after the norm, or save="{activation.save_modes[0]}"'
     )
 
 

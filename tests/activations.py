@@ -120,7 +120,7 @@ def _rows(entry: table.Activation) -> list[Activation]:
         rows = [leaky_relu(slope, "mask") for slope in SLOPES]
         return rows + [leaky_relu(slope, "output") for slope in SLOPES if slope >= 0]
     if entry.is_piecewise_linear:
-        return [Activation(entry, save) for save in entry.saves]
+        return [Activation(entry, save) for save in entry.save_modes]
     # The strategies are SiLU's: the numbers of the others are test_smooth_activations.py's subject.
     output, derivative = (None, 1), (None,)
     if entry is table.SILU:
@@ -132,7 +132,7 @@ def _rows(entry: table.Activation) -> list[Activation]:
 ACTIVATIONS = tuple(row for entry in table.ACTIVATIONS for row in _rows(entry))
 
 # One row for each way of saving, for tests whose subject is what all activations share.
-WAYS_OF_SAVING = tuple(
+SAVE_MODES = tuple(
     row
     for row in ACTIVATIONS
     if row.name
@@ -148,12 +148,12 @@ WAYS_OF_SAVING = tuple(
 )
 
 # And one for each other activation, for tests whose subject is not the numbers.
-ONE_OF_EACH = WAYS_OF_SAVING + tuple(
+ONE_OF_EACH = SAVE_MODES + tuple(
     row
     for row in ACTIVATIONS
-    if row.save == row.entry.saves[0]
+    if row.save == row.entry.save_modes[0]
     and row.bits is None
-    and row.entry not in {way.entry for way in WAYS_OF_SAVING}
+    and row.entry not in {way.entry for way in SAVE_MODES}
 )
 
 

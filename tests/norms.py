@@ -15,7 +15,7 @@ from torch import Tensor, nn
 Call = Callable[[Tensor], Tensor]
 
 # One for each activation; what it saves is what a fallback saves.
-ROWS = [row for row in ONE_OF_EACH if row.save == row.entry.saves[0] and row.bits is None]
+ROWS = [row for row in ONE_OF_EACH if row.save == row.entry.save_modes[0] and row.bits is None]
 PIECEWISE, SMOOTH = (next(row for row in ROWS if row.function == name) for name in ("relu", "silu"))
 
 

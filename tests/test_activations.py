@@ -28,7 +28,7 @@ each_activation = pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda 
 
 def test_every_activation_of_the_kernels_is_listed() -> None:
     assert [activation.ops for activation in ACTIVATIONS] == list(_ops.ALL.values())
-    assert set(FUNCTIONS) == {(a, save) for a in ACTIVATIONS for save in a.saves}
+    assert set(FUNCTIONS) == {(a, save) for a in ACTIVATIONS for save in a.save_modes}
     assert {smooth.entry for smooth in SMOOTH_ACTIVATIONS} == {
         a for a in ACTIVATIONS if not a.is_piecewise_linear
     }
@@ -39,15 +39,15 @@ def test_defaults_of_functions_and_modules(activation: Activation) -> None:
     module = getattr(inplace_ops, activation.name)
     for takes in (getattr(inplace_ops, activation.function), module):
         parameters = inspect.signature(takes).parameters
-        assert parameters["save"].default == activation.saves[0]
+        assert parameters["save"].default == activation.save_modes[0]
         assert ("bits" in parameters) == (not activation.is_piecewise_linear)
-    assert module.default_save == activation.saves[0]
+    assert module.default_save == activation.save_modes[0]
     assert issubclass(module, activation.torch_module)
 
 
 @each_activation
 def test_what_is_kept_by_default_packs_bits(activation: Activation) -> None:
-    save: Save = activation.saves[0]
+    save: Save = activation.save_modes[0]
     assert save in activation.ops.save_in_place
     assert all(activation.default_bits(save, dtype) for dtype in FLOATS)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from activations import ACTIVATIONS, ONE_OF_EACH, WAYS_OF_SAVING, Activation, activation_id
+from activations import ACTIVATIONS, ONE_OF_EACH, SAVE_MODES, Activation, activation_id
 from comparison import Severed, assert_gradient, gradient, random_values
 from places import PLACES
 from selection import each, quick
@@ -39,7 +39,7 @@ def away_from_zero(shape: tuple[int, ...], device: torch.device) -> Tensor:
     ("activation", "place"),
     quick(
         itertools.product(ACTIVATIONS, PLACES),
-        [*((row, "whole") for row in ACTIVATIONS), *itertools.product(WAYS_OF_SAVING, PLACES)],
+        [*((row, "whole") for row in ACTIVATIONS), *itertools.product(SAVE_MODES, PLACES)],
     ),
     ids=lambda value: value if isinstance(value, str) else value.name,
 )

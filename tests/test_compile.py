@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from activations import ACTIVATIONS, ONE_OF_EACH, WAYS_OF_SAVING, Activation, activation_id
+from activations import ACTIVATIONS, ONE_OF_EACH, SAVE_MODES, Activation, activation_id
 from comparison import assert_gradient, assert_values
 from selection import exhaustive, quick, release
 from torch import Tensor, nn
@@ -186,7 +186,7 @@ def check(
 @pytest.mark.parametrize(
     ("activation", "backend"),
     quick(
-        [*((row, "aot_eager") for row in WAYS_OF_SAVING), *((row, "eager") for row in SOME)],
+        [*((row, "aot_eager") for row in SAVE_MODES), *((row, "eager") for row in SOME)],
         [*((row, "aot_eager") for row in SOME), (SOME[1], "eager")],
         release,
     ),
@@ -228,7 +228,7 @@ WRITING_AFTER = {program.__name__: program for program in (written_after, writte
 
 @pytest.mark.parametrize(
     "activation",
-    quick([row for row in WAYS_OF_SAVING if row.save != "output"], SOME, release),
+    quick([row for row in SAVE_MODES if row.save != "output"], SOME, release),
     ids=activation_id,
 )
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -91,7 +91,7 @@ def ours(activation: Activation) -> dict[str, tuple[Call, bool]]:
         "function": (lambda x: function(x, **variant), True),
         "function, discarded": (lambda x: function(x, **variant), False),
         "recompute": (module(**variant, save="recompute"), True),
-        "second choice": (module(**variant, save=activation.saves[1]), True),
+        "second choice": (module(**variant, save=activation.save_modes[1]), True),
     }
 
 
@@ -138,7 +138,7 @@ def test_after_a_convolution_little_is_kept(
     activation: Activation, backend: str, device: torch.device
 ) -> None:
     """The output, which the next convolution keeps, and packed bits of what keeps its input."""
-    bits = activation.default_bits(activation.saves[0], torch.float32)
+    bits = activation.default_bits(activation.save_modes[0], torch.float32)
     call, _ = ours(activation)["module"]
     expected = 4 if activation.torch_saves == "output" else 4 + bits / 8
     assert kept(backend, device, "no_norm", call) == expected

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from activations import ACTIVATIONS, WAYS_OF_SAVING, Activation
+from activations import ACTIVATIONS, SAVE_MODES, Activation
 from comparison import (
     assert_gradient,
     assert_identical,
@@ -45,7 +45,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from inplace_ops import saved_bytes
 
-one_of_each = pytest.mark.parametrize("name", [row.name for row in WAYS_OF_SAVING])
+one_of_each = pytest.mark.parametrize("name", [row.name for row in SAVE_MODES])
 BY_NAME = {row.name: row for row in ACTIVATIONS}
 
 
@@ -184,7 +184,7 @@ def test_dtensor(name: str, processes: Processes) -> None:
 
 def two_mesh_dimensions() -> None:
     mesh = mesh_of(2, 2)
-    for activation in WAYS_OF_SAVING:
+    for activation in SAVE_MODES:
         for placements in (
             [Shard(0), Shard(1)],
             [Shard(0), Shard(0)],
@@ -207,7 +207,7 @@ def test_dtensor_on_a_mesh_of_two_dimensions() -> None:
 
 def dtensor_without_grad() -> None:
     values = random_values((5, 7), torch.float32, device())
-    for activation in WAYS_OF_SAVING:
+    for activation in SAVE_MODES:
         for placement in (Shard(0), Shard(1), Replicate()):
             leaf = distribute_tensor(values, mesh_of(), [placement]).requires_grad_()
             for context in (torch.no_grad, torch.inference_mode):
@@ -230,7 +230,7 @@ def test_dtensor_without_grad(processes: Processes) -> None:
 
 def saved_bytes_of_dtensors() -> None:
     values = torch.randn(80, 10, device=device())
-    for activation in WAYS_OF_SAVING:
+    for activation in SAVE_MODES:
         for placement, elements in ((Shard(0), 800 // dist.get_world_size()), (Replicate(), 800)):
             leaf = distribute_tensor(values, mesh_of(), [placement]).requires_grad_()
             kept = elements * 4 * activation.keeps_output
@@ -261,7 +261,7 @@ def refused_dtensors() -> None:
         lambda: (leaf() * 1).chunk(2, dim=1)[1],
         lambda: DTensor.from_local(part[:, :1].expand(4, 5), mesh, [Shard(0)], run_check=False),
     ]
-    for activation in WAYS_OF_SAVING:
+    for activation in SAVE_MODES:
         for case in cases:
             with pytest.raises(RuntimeError) as pytorchs:
                 torch.relu_(case())
@@ -281,7 +281,7 @@ def test_refused_dtensors(processes: Processes) -> None:
 
 def writes_after_the_activation() -> None:
     values = random_values((5, 7), torch.float32, device())
-    for activation in WAYS_OF_SAVING:
+    for activation in SAVE_MODES:
         leaf = distribute_tensor(values, mesh_of(), [Shard(0)]).requires_grad_()
         y = activation.call(leaf * 1)
         y.mul_(2)
@@ -307,7 +307,7 @@ def activations_of_views() -> None:
         lambda x: x.select(1, 2),
     ]
     values = random_values((5, 6), torch.float32, device())
-    for activation in WAYS_OF_SAVING:
+    for activation in SAVE_MODES:
         for view in views:
             for placement in (Shard(0), Replicate()):
                 base = distribute_tensor(values, mesh_of(), [placement]).requires_grad_()
@@ -332,7 +332,7 @@ def test_views_of_dtensors(processes: Processes) -> None:
 
 def second_derivatives() -> None:
     values = random_values((5, 6), torch.float64, device())
-    for activation in WAYS_OF_SAVING:
+    for activation in SAVE_MODES:
         for placement in (Shard(0), Shard(1), Replicate()):
             results = []
             ours = activation.call
@@ -369,7 +369,7 @@ class NoGradient(torch.autograd.Function):
 
 def unusual_gradients() -> None:
     values = random_values((5, 6), torch.float32, device())
-    for activation in WAYS_OF_SAVING:
+    for activation in SAVE_MODES:
         leaf = distribute_tensor(values, mesh_of(), [Shard(0)]).requires_grad_()
         NoGradient.apply(activation.call(leaf * 1)).sum().backward()
         assert leaf.grad is None
@@ -384,7 +384,7 @@ def test_no_gradient_and_a_plain_one(processes: Processes) -> None:
 
 def unfinished_redistribution() -> None:
     values = random_values((5, 6), torch.float32, device())
-    for activation in WAYS_OF_SAVING:
+    for activation in SAVE_MODES:
         leaf = distribute_tensor(values, mesh_of(), [Shard(0)]).requires_grad_()
         y = activation.call(leaf.redistribute(placements=[Replicate()], async_op=True))
         y.sum().backward()
@@ -530,7 +530,7 @@ def test_tensor_parallel(name: str, processes: Processes) -> None:
 def local_output() -> None:
     """What to_local gives PyTorch does not let be modified: the output must stay a DTensor."""
     x = torch.randn(8, 6, device=device())
-    for activation in WAYS_OF_SAVING:
+    for activation in SAVE_MODES:
         for module in (activation.module(), PyTorchsInplace(activation)):
             model = mlp(lambda: module).to(device())  # noqa: B023
             parallelize_module(model, mesh_of(), {"0": ColwiseParallel(), "2": RowwiseParallel()})

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from activations import ACTIVATIONS, WAYS_OF_SAVING, Activation, activation_id
+from activations import ACTIVATIONS, SAVE_MODES, Activation, activation_id
 from selection import each
 from torch import Tensor, nn
 from torch.func import (
@@ -25,7 +25,7 @@ from torch.func import (
 )
 
 all_activations = pytest.mark.parametrize("activation", ACTIVATIONS, ids=activation_id)
-one_of_each = pytest.mark.parametrize("activation", WAYS_OF_SAVING, ids=activation_id)
+one_of_each = pytest.mark.parametrize("activation", SAVE_MODES, ids=activation_id)
 
 Map = Callable[[Tensor], Tensor]
 
@@ -96,7 +96,7 @@ TRANSFORMS: dict[str, Callable[[Map, Tensor], object]] = {
     ("activation", "place"),
     [
         (row, place)
-        for row in WAYS_OF_SAVING
+        for row in SAVE_MODES
         for place in PLACES
         if place == "inner" or row.name in ("relu-mask", "silu-output-default")
     ],

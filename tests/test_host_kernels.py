@@ -101,7 +101,7 @@ TESTED = SOME if SANITIZE in os.environ else ACTIVATIONS
 CASES = [
     Case(entry, save, bits, dtype)
     for entry in TESTED
-    for save in entry.saves
+    for save in entry.save_modes
     for dtype in FLOATS
     for bits in bits_of(entry, save, dtype)
 ]

@@ -351,7 +351,7 @@ def test_refused(case: str, name: str, activation: Activation, device: torch.dev
     with pytest.raises(RuntimeError, match=reason) as error:
         recompute(activation)(z)
     if reason.startswith(("that of", "written")):
-        save = activation.entry.saves[0]
+        save = activation.entry.save_modes[0]
         assert f'{activation.entry.function}: save="recompute" needs' in str(error.value)
         assert f'right after the norm, or save="{save}"' in str(error.value)
     assert_identical(z, before, "modified although refused:")

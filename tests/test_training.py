@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from activations import WAYS_OF_SAVING, Activation, activation_id
+from activations import SAVE_MODES, Activation, activation_id
 from comparison import assert_gradient, assert_identical
 from torch import Tensor, nn
 from torch.nn.parallel import parallel_apply
@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
 
 import inplace_ops
 
-one_of_each = pytest.mark.parametrize("activation", WAYS_OF_SAVING, ids=activation_id)
+one_of_each = pytest.mark.parametrize("activation", SAVE_MODES, ids=activation_id)
 
 Step = Callable[[nn.Module, Tensor], Tensor]  # from a model and its input to a loss
 
@@ -442,7 +442,7 @@ def test_a_stream_for_each_branch(activation: Activation, device: torch.device) 
 @pytest.mark.parametrize("name", ["silu-output-default", "relu-mask"])
 def test_lightning(name: str, converts: bool) -> None:
     lightning = pytest.importorskip("lightning")
-    activation = next(row for row in WAYS_OF_SAVING if row.name == name)
+    activation = next(row for row in SAVE_MODES if row.name == name)
     ours, pytorchs = twins(activation, torch.device("cpu"))
     if converts:
         make = activation.entry.torch_module
@@ -484,7 +484,7 @@ def test_lightning(name: str, converts: bool) -> None:
 @pytest.mark.parametrize("name", ["silu-output-default", "relu-mask"])
 def test_accelerate(name: str) -> None:
     accelerate = pytest.importorskip("accelerate")
-    activation = next(row for row in WAYS_OF_SAVING if row.name == name)
+    activation = next(row for row in SAVE_MODES if row.name == name)
     ours, pytorchs = twins(activation, torch.device("cpu"))
     inputs = [torch.randn(2, 3, 7, 7, dtype=torch.float64) for _ in range(6)]
     for model in (ours, pytorchs):
