@@ -3,7 +3,7 @@
 //   relu_(x!)                                       in place, nothing kept
 //   relu_save_mask_(x!, bits), relu_save_mask(x, bits)
 //                                                   with what `save` keeps, for each save
-//   relu_traced_(x!, save, bits)                    in compiled code: inplace_ops/compilation.py
+//   relu_traced_(x!, save, bits)                    in compiled code: inplace_ops/torch_compile.py
 //   relu_backward_mask(grad, packed), relu_backward_output(grad, output)
 //   silu_backward_output(grad, output, packed), silu_backward_derivative(grad, packed)
 //   silu_double_backward(grad_grad, grad, output, packed)

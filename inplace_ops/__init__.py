@@ -2,7 +2,7 @@
 
 from importlib import metadata as _metadata
 
-from . import compilation as compilation  # registers what runs in compiled code
+from . import torch_compile as torch_compile  # registers what runs in compiled code
 from .conversion import (
     Remaining,
     Replaced,

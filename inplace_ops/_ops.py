@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-from ._torch import OpOverload
+from ._torch_private import OpOverload
 
 try:
     from . import _C
@@ -56,7 +56,7 @@ class Ops:
         in_place: Overwrites its argument and keeps nothing.
         save_in_place: By `save`: overwrites its argument and returns packed bits.
         save_out_of_place: By `save`: returns the result and packed bits, for compiled code.
-        traced: The whole activation in compiled code: `compilation.py`.
+        traced: The whole activation in compiled code: `torch_compile.py`.
         backward: By `save`: the gradient from the incoming one and what was kept.
         recompute: The result from a norm's input and its affine: see `NormAffine`. With `dtype`
             a float32 result comes back cast to that.

@@ -1,7 +1,7 @@
 """The autograd Functions.
 
 Their forward modifies the input and marks it dirty, which raises its version by one. They are
-applied by `inplace_ops.execution`, which refuses first what PyTorch refuses: the errors that
+applied by `inplace_ops.dispatch`, which refuses first what PyTorch refuses: the errors that
 `mark_dirty` raises come after forward, when the data is already gone.
 
 Every backward is an op that is linear in the incoming gradient. Where a second derivative may be
@@ -22,7 +22,7 @@ from torch.autograd import Function, forward_ad
 
 from . import _ops
 from ._ops import DimOrder
-from ._torch import running_node, running_pass
+from ._torch_private import running_node, running_pass
 from .activations import (
     GELU,
     GELU_TANH,

@@ -24,7 +24,7 @@ from .activations import (
     check_bits,
     check_save,
 )
-from .execution import run
+from .dispatch import dispatch
 
 
 def relu_(input: Tensor, *, save: MaskSave = "mask") -> Tensor:
@@ -54,7 +54,7 @@ def relu_(input: Tensor, *, save: MaskSave = "mask") -> Tensor:
     if has_torch_function_unary(input):
         return _overridden(relu_, input, save=save)
     check_save(RELU, save)
-    return run(RELU, input, save, None)
+    return dispatch(RELU, input, save, None)
 
 
 def leaky_relu_(input: Tensor, negative_slope: float = 0.01, *, save: MaskSave = "mask") -> Tensor:
@@ -74,7 +74,7 @@ def leaky_relu_(input: Tensor, negative_slope: float = 0.01, *, save: MaskSave =
     if has_torch_function_unary(input):
         return _overridden(leaky_relu_, input, negative_slope=negative_slope, save=save)
     check_leaky_relu(negative_slope, save)
-    return run(LEAKY_RELU, input, save, None, (negative_slope,))
+    return dispatch(LEAKY_RELU, input, save, None, (negative_slope,))
 
 
 def relu6_(input: Tensor, *, save: MaskSave = "mask") -> Tensor:
@@ -90,7 +90,7 @@ def relu6_(input: Tensor, *, save: MaskSave = "mask") -> Tensor:
     if has_torch_function_unary(input):
         return _overridden(relu6_, input, save=save)
     check_save(RELU6, save)
-    return run(RELU6, input, save, None)
+    return dispatch(RELU6, input, save, None)
 
 
 def silu_(input: Tensor, *, save: OutputSave = "output", bits: int | None = None) -> Tensor:
@@ -118,7 +118,7 @@ def silu_(input: Tensor, *, save: OutputSave = "output", bits: int | None = None
         return _overridden(silu_, input, save=save, bits=bits)
     check_save(SILU, save)
     check_bits("silu_", save, bits)
-    return run(SILU, input, save, bits)
+    return dispatch(SILU, input, save, bits)
 
 
 def gelu_(
@@ -150,7 +150,7 @@ def gelu_(
     activation = GELU if approximate == "none" else GELU_TANH
     check_save(activation, save)
     check_bits("gelu_", save, bits)
-    return run(activation, input, save, bits)
+    return dispatch(activation, input, save, bits)
 
 
 def hardswish_(input: Tensor, *, save: OutputSave = "output", bits: int | None = None) -> Tensor:
@@ -169,7 +169,7 @@ def hardswish_(input: Tensor, *, save: OutputSave = "output", bits: int | None =
         return _overridden(hardswish_, input, save=save, bits=bits)
     check_save(HARDSWISH, save)
     check_bits("hardswish_", save, bits)
-    return run(HARDSWISH, input, save, bits)
+    return dispatch(HARDSWISH, input, save, bits)
 
 
 def mish_(input: Tensor, *, save: OutputSave = "output", bits: int | None = None) -> Tensor:
@@ -187,7 +187,7 @@ def mish_(input: Tensor, *, save: OutputSave = "output", bits: int | None = None
         return _overridden(mish_, input, save=save, bits=bits)
     check_save(MISH, save)
     check_bits("mish_", save, bits)
-    return run(MISH, input, save, bits)
+    return dispatch(MISH, input, save, bits)
 
 
 def check_approximate(name: str, approximate: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ._torch import current_stream, is_traceable_wrapper_subclass, storage_id, tree_leaves
+from ._torch_private import current_stream, is_traceable_wrapper_subclass, storage_id, tree_leaves
 
 
 class Packed(ABC):

@@ -14,7 +14,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from . import activations, functional
 from .activations import Activation, MaskSave, OutputSave, Save, check_bits, check_save
-from .execution import run
+from .dispatch import dispatch
 from .functional import check_approximate, check_leaky_relu
 
 
@@ -89,8 +89,8 @@ class _InPlaceModule(nn.Module):
         bits = vars(self).get("bits")  # nn.Module takes long to find that there is none
         arguments: Any = (entry, input, "recompute", bits, scalars, self.default_save)
         if has_torch_function_unary(input):  # a mode, as torch.set_default_device's, or a subclass
-            return handle_torch_function(run, (input,), *arguments)
-        return run(*arguments)
+            return handle_torch_function(dispatch, (input,), *arguments)
+        return dispatch(*arguments)
 
     def extra_repr(self) -> str:
         """Return what the parent prints, and `save` and `bits` where they are not the defaults."""

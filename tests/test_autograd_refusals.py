@@ -45,7 +45,7 @@ def inference_tensor(x: Tensor) -> Tensor:
 
 
 # From a leaf that requires grad to a tensor that PyTorch does not let be modified.
-REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
+REJECTED: dict[str, Callable[[Tensor], Tensor]] = {
     "leaf": lambda leaf: leaf,
     "view_of_leaf": lambda leaf: leaf[1:],
     "transpose_of_leaf": lambda leaf: leaf.t(),
@@ -63,16 +63,16 @@ REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @one_of_each
-@each("case", REFUSED)
+@each("case", REJECTED)
 def test_refuses_what_pytorch_refuses(
     activation: Activation, case: str, device: torch.device
 ) -> None:
     leaf = torch.randn(4, 3, device=device, requires_grad=True)
     with pytest.raises(RuntimeError) as pytorchs:
         # ReLU's: leaky_relu_ with a negative slope and silu_ word nothing differently.
-        torch.relu_(REFUSED[case](leaf.detach().clone().requires_grad_()))
+        torch.relu_(REJECTED[case](leaf.detach().clone().requires_grad_()))
 
-    x = REFUSED[case](leaf)
+    x = REJECTED[case](leaf)
     before = x.detach().clone()
     version = None if x.is_inference() else x._version
     with pytest.raises(RuntimeError) as ours:

@@ -509,7 +509,7 @@ def test_inference_tensors(activation: Activation, device: torch.device) -> None
     assert_values(activation, x, expected)
 
 
-REFUSED: dict[str, Call] = {
+REJECTED: dict[str, Call] = {
     "leaf": lambda x: x,
     "view of a leaf": lambda x: x[1:],
     "split": lambda x: (x * 1).split(2)[1],
@@ -522,12 +522,12 @@ REFUSED: dict[str, Call] = {
 
 @some
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("reason", REFUSED)
+@pytest.mark.parametrize("reason", REJECTED)
 def test_refuses_what_eager_code_refuses(
     activation: Activation, backend: str, reason: str, device: torch.device
 ) -> None:
     compiled = torch.compile(
-        lambda x: activation.call(REFUSED[reason](x)), backend=backend, fullgraph=True
+        lambda x: activation.call(REJECTED[reason](x)), backend=backend, fullgraph=True
     )
     leaf = torch.randn(4, 6, device=device, requires_grad=True)
     before = leaf.detach().clone()

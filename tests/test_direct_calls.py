@@ -68,7 +68,7 @@ def with_affine(arguments: list[object], change: Callable[[Tensor], Tensor]) -> 
     return [change(a) if is_affine(a) else a for a in arguments]
 
 
-def assert_refused(op: torch._ops.OpOverload, arguments: list[object], message: str) -> None:
+def assert_rejected(op: torch._ops.OpOverload, arguments: list[object], message: str) -> None:
     written = [
         a
         for a in arguments
@@ -102,7 +102,7 @@ WRONG_BITS: dict[str, tuple[Callable[[Tensor], object], str]] = {
 @each("wrong", WRONG_BITS)
 def test_wrong_bits(op: torch._ops.OpOverload, wrong: str, device: torch.device) -> None:
     change, message = WRONG_BITS[wrong]
-    assert_refused(op, with_bits(arguments_of(op, device), change), message)
+    assert_rejected(op, with_bits(arguments_of(op, device), change), message)
 
 
 WRONG_ORDERS: dict[str, list[int]] = {
@@ -119,7 +119,7 @@ WRONG_ORDERS: dict[str, list[int]] = {
 def test_wrong_order(op: torch._ops.OpOverload, wrong: str, device: torch.device) -> None:
     arguments = arguments_of(op, device)
     arguments[names_of(op).index("dim_order")] = WRONG_ORDERS[wrong]
-    assert_refused(op, arguments, "dim_order must be a permutation of the 4 dimensions")
+    assert_rejected(op, arguments, "dim_order must be a permutation of the 4 dimensions")
 
 
 WRONG_FIRST: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
@@ -139,21 +139,21 @@ WRONG_FIRST: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 def test_wrong_tensor(op: torch._ops.OpOverload, wrong: str, device: torch.device) -> None:
     change, message = WRONG_FIRST[wrong]
     first, *rest = arguments_of(op, device)
-    assert_refused(op, [change(first), *rest], message)
+    assert_rejected(op, [change(first), *rest], message)
 
 
 @backward_ops
 def test_every_tensor_of_an_unknown_dtype(op: torch._ops.OpOverload, device: torch.device) -> None:
     for dtype in (torch.int64, torch.int32, torch.complex64, torch.bool):
         arguments = with_floats(arguments_of(op, device), lambda t, dtype=dtype: t.to(dtype))
-        assert_refused(op, arguments, "unsupported dtype")
+        assert_rejected(op, arguments, "unsupported dtype")
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
 def test_integers(dtype: torch.dtype, device: torch.device) -> None:
     relu, x = _ops.ALL["relu"], torch.ones(9, dtype=dtype, device=device)
-    assert_refused(relu.save_in_place["mask"], [x, 1, None], "unsupported dtype")
-    assert_refused(relu.in_place, [x, None], "unsupported dtype")
+    assert_rejected(relu.save_in_place["mask"], [x, 1, None], "unsupported dtype")
+    assert_rejected(relu.in_place, [x, None], "unsupported dtype")
 
 
 @pytest.mark.parametrize(
@@ -163,14 +163,14 @@ def test_more_elements_than_memory(op: torch._ops.OpOverload, device: torch.devi
     for size in (2**60, 2**63 - 1):
         huge = torch.ones((), device=device).expand(size)
         arguments = [huge if is_float(a) else a for a in arguments_of(op, device)]
-        assert_refused(op, arguments, "out of memory")
+        assert_rejected(op, arguments, "out of memory")
 
 
 @pytest.mark.parametrize("op", [op for op in OF_EACH_KIND if op in writes_bits], ids=name_of)
 @each("count", [-(2**62), -1, 33, 2**62])
 def test_wrong_number_of_bits(op: torch._ops.OpOverload, count: int, device: torch.device) -> None:
     x, _, *rest = arguments_of(op, device)
-    assert_refused(op, [x, count, *rest], f"cannot keep {count} bits per element")
+    assert_rejected(op, [x, count, *rest], f"cannot keep {count} bits per element")
 
 
 STRIDES: dict[str, Callable[[Tensor], Tensor]] = {

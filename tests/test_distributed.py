@@ -243,7 +243,7 @@ def test_saved_bytes_of_dtensors(processes: Processes) -> None:
     processes.run(saved_bytes_of_dtensors)
 
 
-def refused_dtensors() -> None:
+def rejected_dtensors() -> None:
     mesh = mesh_of()
     part = torch.randn(4, 6, device=device())
 
@@ -275,8 +275,8 @@ def refused_dtensors() -> None:
             assert x._version == version
 
 
-def test_refused_dtensors(processes: Processes) -> None:
-    processes.run(refused_dtensors)
+def test_rejected_dtensors(processes: Processes) -> None:
+    processes.run(rejected_dtensors)
 
 
 def writes_after_the_activation() -> None:

@@ -28,7 +28,7 @@ ENTRIES = {
     if op.name in NAMES
 }
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-REFUSED = (torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2)
+REJECTED = (torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2)
 
 pytestmark = exhaustive
 one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
@@ -94,7 +94,7 @@ def test_dtypes(activation: Activation, device: torch.device) -> None:
     supported = entry.dtypesIfCUDA if device.type == "cuda" else entry.dtypes
     takes_integers = activation.entry.takes_integers
     assert supported == {*FLOATS, *(INTEGERS if takes_integers else ())}
-    for dtype in (*INTEGERS, *REFUSED):
+    for dtype in (*INTEGERS, *REJECTED):
         x = torch.tensor([-2.0, 0.0, 3.0], device=device).abs().to(dtype)
         before, version = bytes(x.cpu().untyped_storage()), x._version
         if dtype in supported:

@@ -196,7 +196,7 @@ WRONG_BITS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def assert_refused(op: torch._ops.OpOverload, arguments: list[object]) -> None:
+def assert_rejected(op: torch._ops.OpOverload, arguments: list[object]) -> None:
     tensors = [a for a in arguments if isinstance(a, Tensor) and not a.is_meta]
     before = [t.clone() for t in tensors]
     with pytest.raises(RuntimeError):
@@ -213,7 +213,7 @@ def test_wrong_bits(op: torch._ops.OpOverload, wrong: str, device: torch.device)
         i for i, a in enumerate(arguments) if isinstance(a, Tensor) and a.dtype == torch.uint8
     )
     arguments[place] = WRONG_BITS[wrong](arguments[place])
-    assert_refused(op, arguments)
+    assert_rejected(op, arguments)
 
 
 @of_each_kind
@@ -221,7 +221,7 @@ def test_wrong_bits(op: torch._ops.OpOverload, wrong: str, device: torch.device)
 def test_wrong_order(op: torch._ops.OpOverload, order: list[int], device: torch.device) -> None:
     arguments = arguments_of(op, device)
     arguments[names_of(op).index("dim_order")] = order
-    assert_refused(op, arguments)
+    assert_rejected(op, arguments)
 
 
 WRONG_FLOATS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -239,7 +239,7 @@ def test_unlike_tensors(op: torch._ops.OpOverload, wrong: str, device: torch.dev
     for place in places[1:]:
         arguments = arguments_of(op, device)
         arguments[place] = WRONG_FLOATS[wrong](arguments[place])
-        assert_refused(op, arguments)
+        assert_rejected(op, arguments)
 
 
 WRONG_AFFINES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -263,7 +263,7 @@ def test_wrong_affine(op: torch._ops.OpOverload, wrong: str, device: torch.devic
         arguments = arguments_of(op, device)
         place = names_of(op).index(name)
         arguments[place] = WRONG_AFFINES[wrong](arguments[place])
-        assert_refused(op, arguments)
+        assert_rejected(op, arguments)
 
 
 @pytest.mark.parametrize("op", NORMALIZING, ids=name_of)
@@ -272,7 +272,7 @@ def test_maps_of_float64(op: torch._ops.OpOverload, device: torch.device) -> Non
     op(*arguments)
     place = names_of(op).index("channel_affine")
     arguments[place] = arguments[place].float()
-    assert_refused(op, arguments)
+    assert_rejected(op, arguments)
 
 
 @pytest.mark.parametrize("op", NORMALIZING, ids=name_of)
@@ -291,7 +291,7 @@ def test_maps_that_differ_in_many_dimensions(
         if is_supported:
             assert op(*arguments).shape == x.shape
         else:
-            assert_refused(op, arguments)
+            assert_rejected(op, arguments)
 
 
 @saving_ops
@@ -304,7 +304,7 @@ def test_wrong_number_of_planes(
     accepted = {"mask": (1,), "output": (1, default, 8), "derivative": (8, 16, 32)}
     if planes not in accepted[save]:
         x, _, *rest = arguments_of(op, device)
-        assert_refused(op, [x, planes, *rest])
+        assert_rejected(op, [x, planes, *rest])
 
 
 @saving_ops
@@ -397,7 +397,7 @@ def test_wrong_statistics(wrong: str, device: torch.device) -> None:
     arguments = arguments_of(_ops.NORM_AFFINE, device)
     place = names_of(_ops.NORM_AFFINE).index(name)
     arguments[place] = change(arguments[place])
-    assert_refused(_ops.NORM_AFFINE, arguments)
+    assert_rejected(_ops.NORM_AFFINE, arguments)
 
 
 def test_statistics_are_not_halves(device: torch.device) -> None:
@@ -405,8 +405,8 @@ def test_statistics_are_not_halves(device: torch.device) -> None:
         argument.half() if isinstance(argument, Tensor) else argument
         for argument in arguments_of(_ops.NORM_AFFINE, device)
     ]
-    assert_refused(_ops.NORM_AFFINE, halves)
-    assert_refused(_ops.NORM_AFFINE, [None] * 4 + halves[4:])
+    assert_rejected(_ops.NORM_AFFINE, halves)
+    assert_rejected(_ops.NORM_AFFINE, [None] * 4 + halves[4:])
 
 
 # The dimensions of x in which channels and rows differ.

@@ -324,7 +324,7 @@ def written(z: Tensor, write: Callable[[Tensor], object]) -> Tensor:
 
 
 # From a norm's output to what is refused, and why.
-REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+REJECTED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "leaf": (lambda z: z.detach().requires_grad_(), "leaf Variable that requires grad"),
     "view_of_leaf": (lambda z: z.detach().requires_grad_()[1:], "view of a leaf Variable"),
     "function_view": (ViewFunction.apply, "is a view and is being modified inplace"),
@@ -342,10 +342,10 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 
 @both_kinds
 @pytest.mark.parametrize("name", ["batch_2d", "group", "layer"])
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(case: str, name: str, activation: Activation, device: torch.device) -> None:
+@pytest.mark.parametrize("case", REJECTED)
+def test_rejected(case: str, name: str, activation: Activation, device: torch.device) -> None:
     norm = NORMS[name]
-    change, reason = REFUSED[case]
+    change, reason = REJECTED[case]
     z = change(norm.module(torch.float32, device=device)(norm.input(torch.float32, device)))
     before, version = z.detach().clone(), z._version
     with pytest.raises(RuntimeError, match=reason) as error:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._torch import elements_share_memory, tree_leaves, tree_map
+from .._torch_private import elements_share_memory, tree_leaves, tree_map
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 

@@ -17,7 +17,7 @@ LOADERS_HELP = (
 )
 
 # Of models that are larger by default than anyone has tried out on one machine.
-_LARGEST = 10**9
+_MAX_PARAMETERS = 10**9
 
 
 class ModelNotFoundError(LookupError):
@@ -41,7 +41,7 @@ def load(name: str, arguments: Mapping[str, Any] | None = None) -> nn.Module:
     try:
         build = partial(_builder(library, model), **(arguments or {}))
         if library == "transformers":
-            _refuse_if_large(name, build)
+            _check_size(name, build)
         return build()
     except ModelNotFoundError:
         raise
@@ -66,10 +66,10 @@ def _builder(library: str, model: str) -> Callable[..., nn.Module]:
     return builder
 
 
-def _refuse_if_large(name: str, build: Callable[[], nn.Module]) -> None:
+def _check_size(name: str, build: Callable[[], nn.Module]) -> None:
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in build().parameters())
-    if count > _LARGEST:
+    if count > _MAX_PARAMETERS:
         raise ModelNotFoundError(
             f"{name} has {count / 1e9:.1f} billion parameters: make it smaller, for example by "
             "--set num_hidden_layers=2 hidden_size=256 intermediate_size=512"

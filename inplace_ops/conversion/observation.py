@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .._torch import storage_id
+from .._torch_private import storage_id
 from ..memory import Packed
 from ..recompute import nodes, reasons
 from ..recompute.engine import MIN_BYTES, Observer, running_engine

@@ -282,7 +282,7 @@ def _new_class(cls: type[nn.Module]) -> type[nn.Module]:
         build, args, *rest = reduced
         return _rebuilt, (build, args), *rest
 
-    def refuse_script(self: nn.Module) -> nn.Module:
+    def raise_on_script(self: nn.Module) -> nn.Module:
         if conversion_of(self) is None:
             return self
         raise RuntimeError(
@@ -291,7 +291,7 @@ def _new_class(cls: type[nn.Module]) -> type[nn.Module]:
         )
 
     body = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    body |= {"forward": forward, "__reduce_ex__": reduce, "__prepare_scriptable__": refuse_script}
+    body |= {"forward": forward, "__reduce_ex__": reduce, "__prepare_scriptable__": raise_on_script}
     body |= {_ORIGINAL: cls}
     # Under its base at once it would be announced to `__init_subclass__`, as of registries.
     metaclass: Any = type(cls)

@@ -71,7 +71,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _ops
-from .._torch import storage_id, tree_leaves
+from .._torch_private import storage_id, tree_leaves
 from ..memory import Packed
 from . import functions, nodes, norms, reasons
 from .fusions import call_of

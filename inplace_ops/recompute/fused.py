@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .. import _ops
 from ..activations import Activation
-from ..execution import refuse_what_autograd_refuses
+from ..dispatch import check_inplace_allowed
 from ..supported import activation_of
 from . import nodes, norms
 from .engine import Engine, affine_of, running_engine
@@ -87,7 +87,7 @@ def _fused(engine: Engine, module: nn.Module, forward: Forward, z: Tensor) -> Te
     except RuntimeError:  # freed, or modified since: the norm's own backward will say so
         return None
     if _is_in_place(module, activation):
-        refuse_what_autograd_refuses(z)
+        check_inplace_allowed(z)
         y = _apply(activation, scalars, forward, norm.output, x, affine, in_place=True)
     else:
         if norm.output is not z:  # an instance norm's, of which z is a view
@@ -115,7 +115,7 @@ def _unfused(module: nn.Module, forward: Forward, z: Tensor) -> Tensor:
     found, norm = activation_of(module), norms.norm_of(z)
     if found is None or norm is None or norm.output is z or not _is_in_place(module, found[0]):
         return forward(z)
-    refuse_what_autograd_refuses(z)
+    check_inplace_allowed(z)
     forward(norm.output)
     return z
 

@@ -29,7 +29,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .. import _ops, _torch
+from .. import _ops, _torch_private
 from ..memory import Measured, Packed, unpack_measured
 
 _T = TypeVar("_T")
@@ -173,7 +173,7 @@ def output_device(node: Node, index: int) -> torch.device:
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     """Return a GPU's current stream; None of a device without streams."""
-    return _torch.current_stream(device) if device.type == "cuda" else None
+    return _torch_private.current_stream(device) if device.type == "cuda" else None
 
 
 def stream_of(node: Node) -> torch.cuda.Stream | None:

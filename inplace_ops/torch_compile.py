@@ -24,13 +24,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ._ops import DimOrder
-from ._torch import partitioner_has_budget
+from ._torch_private import has_activation_memory_budget
 from .activations import ACTIVATIONS, LEAKY_RELU, RELU, Activation, Save
 from .autograd import FUNCTIONS, OpArgs
-from .execution import decomposed, needs_grad, run
+from .dispatch import decomposed, dispatch, needs_grad
 
 
-class _OutOfPlace(Function):
+class _TracedOutOfPlace(Function):
     """`apply(x, function, bits, op_args)`: that Function while a graph is traced, of a copy of x.
 
     For a graph's input, with the result copied to it: Functions that modify one go wrong.
@@ -48,10 +48,10 @@ class _OutOfPlace(Function):
         return gradient, None, None, None
 
 
-class _InPlace(_OutOfPlace):
+class _TracedInPlace(_TracedOutOfPlace):
     """`apply(x, function, bits, op_args)`: that Function while a graph is traced, x overwritten.
 
-    What is kept is x, as its readers keep it, and not what was copied to it.
+    What is saved is x, as its readers keep it, and not what was copied to it.
     """
 
     @staticmethod
@@ -63,10 +63,10 @@ class _InPlace(_OutOfPlace):
         return x
 
 
-class _OfOutput(Function):
+class _TracedTorchReLU(Function):
     """`apply(x, activation, arguments)`: PyTorch's ReLU or LeakyReLU, x overwritten.
 
-    What is kept is a copy of x, which no later write disturbs. The compiler leaves it out where
+    What is saved is a copy of x, which no later write disturbs. The compiler leaves it out where
     x's readers keep x anyway.
     """
 
@@ -81,11 +81,11 @@ class _OfOutput(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        backward = _BACKWARD_OF_OUTPUT[ctx.activation]
+        backward = _BACKWARD_FROM_OUTPUT[ctx.activation]
         return backward(grad, *ctx.saved_tensors, *ctx.arguments), None, None
 
 
-_BACKWARD_OF_OUTPUT: dict[Activation, Callable[..., Tensor]] = {
+_BACKWARD_FROM_OUTPUT: dict[Activation, Callable[..., Tensor]] = {
     RELU: lambda grad, output: torch.ops.aten.threshold_backward(grad, output, 0),
     LEAKY_RELU: lambda grad, output, slope: torch.ops.aten.leaky_relu_backward(
         grad, output, slope, True
@@ -115,7 +115,7 @@ def _traced(
     activation: Activation, input: Tensor, save: Save, bits: int | None, *arguments: Any
 ) -> None:
     if type(input) is Tensor:  # the graph runs as it is: Dynamo's backend "eager"
-        run(activation, input, save, bits, arguments, fallback=activation.save_modes[0])
+        dispatch(activation, input, save, bits, arguments, fallback=activation.save_modes[0])
         return
     if input._is_view() and _may_overlap(input):
         raise RuntimeError(
@@ -123,40 +123,44 @@ def _traced(
             "written-to tensor may refer to a single memory location. Please clone() the tensor "
             "before performing the operation."
         )
-    kept = _what_is_kept(activation, input, save, arguments)
-    if kept is not None:
-        bits = bits or activation.default_bits(kept, input.dtype)
+    mode = _save_mode(activation, input, save, arguments)
+    if mode is not None:
+        bits = bits or activation.default_bits(mode, input.dtype)
         op_args = (_dim_order_of(input), *arguments)
-        call = (FUNCTIONS[activation, kept], bits, op_args)
-        if _is_input(input):
-            input.copy_(_OutOfPlace.apply(input, *call))
+        call = (FUNCTIONS[activation, mode], bits, op_args)
+        if _is_graph_input(input):
+            input.copy_(_TracedOutOfPlace.apply(input, *call))
         else:
-            _InPlace.apply(input, *call)
-    elif needs_grad(input) and _keeps_output(activation, arguments):
-        _OfOutput.apply(input, activation, arguments)
+            _TracedInPlace.apply(input, *call)
+    elif needs_grad(input) and _torch_saves_only_output(activation, arguments):
+        _TracedTorchReLU.apply(input, activation, arguments)
     else:
         decomposed(activation, input, arguments)
 
 
-def _keeps_output(activation: Activation, arguments: tuple[Any, ...]) -> bool:
+def _torch_saves_only_output(activation: Activation, arguments: tuple[Any, ...]) -> bool:
     """Whether PyTorch's activation, in place, keeps its output alone."""
     return activation.torch_saves == "output" and activation.allows_output(*arguments)
 
 
-def _what_is_kept(
+def _save_mode(
     activation: Activation, input: Tensor, save: Save, arguments: tuple[Any, ...]
 ) -> Save | None:
     """What this package's Function is to keep, None where PyTorch's activation keeps no more."""
     if not needs_grad(input):
         return None
-    if _is_input(input):  # which PyTorch's would keep, and find overwritten
+    if _is_graph_input(input):  # which PyTorch's would keep, and find overwritten
         return activation.save_modes[0] if save == "recompute" else save
-    if save == "recompute" or partitioner_has_budget() or _keeps_output(activation, arguments):
+    if (
+        save == "recompute"
+        or has_activation_memory_budget()
+        or _torch_saves_only_output(activation, arguments)
+    ):
         return None
-    return save if _is_product(input) else None
+    return save if _is_matmul_output(input) else None
 
 
-def _is_input(x: Tensor) -> bool:
+def _is_graph_input(x: Tensor) -> bool:
     """Whether its memory is that of an input of the graph.
 
     Tracing gives an input that requires grad a node of type Error, and a clone if it is modified.
@@ -171,7 +175,7 @@ def _is_input(x: Tensor) -> bool:
 
 
 # Whose outputs are not formed again, and views of them.
-_PRODUCTS = frozenset(
+_MATMULS = frozenset(
     f"{name}Backward0" for name in ("Addbmm", "Addmm", "Baddbmm", "Bmm", "Convolution", "Mm")
 )
 _VIEWS = frozenset(
@@ -180,11 +184,11 @@ _VIEWS = frozenset(
 )
 
 
-def _is_product(input: Tensor) -> bool:
+def _is_matmul_output(input: Tensor) -> bool:
     node = input.grad_fn
     while type(node).__name__ in _VIEWS:
         node = node.next_functions[0][0]  # type: ignore[union-attr]
-    return type(node).__name__ in _PRODUCTS
+    return type(node).__name__ in _MATMULS
 
 
 def _may_overlap(x: Tensor) -> bool:

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
 from . import _ops
-from ._torch import creation_meta
+from ._torch_private import creation_meta
 from .activations import Activation, Save
 from .autograd import APPLY, FUNCTIONS, OpArgs
 from .recompute.functions import recomputed_activation
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
-def run(
+def dispatch(
     activation: Activation,
     input: Tensor,
     save: Save,
@@ -46,9 +46,9 @@ def run(
             None.
     """
     if not isinstance(input, Tensor) or input.layout is not torch.strided:
-        raise _no_tensor_to_modify(activation, input)
+        raise _not_strided_error(activation, input)
     if activation.takes_integers and not input.requires_grad and input.dtype in _INTEGERS:
-        return _of_integers(activation, input)
+        return _integer_activation(activation, input)
     if is_compiling():
         return _compiled(activation, input, save, bits, arguments)
     if (
@@ -62,23 +62,23 @@ def run(
     if not (input.requires_grad and is_grad_enabled()):
         return _without_grad(activation, input, arguments)
     if is_functorch_wrapped_tensor(input):  # by a transform that has ended
-        run(activation, unwrap_if_dead(input), save, bits, arguments, fallback)
+        dispatch(activation, unwrap_if_dead(input), save, bits, arguments, fallback)
         return input
     if save == "recompute":
         return _after_norm(activation, input, fallback, bits, arguments)
     return _with_grad(activation, input, save, bits, arguments)
 
 
-def _no_tensor_to_modify(activation: Activation, input: object) -> Exception:
+def _not_strided_error(activation: Activation, input: object) -> Exception:
     if isinstance(input, Tensor):
         return _ops.unsupported(activation.function, input)
     return TypeError(f"{activation.function}: expected a torch.Tensor, got {type(input).__name__}")
 
 
-def _of_integers(activation: Activation, input: Tensor) -> Tensor:
+def _integer_activation(activation: Activation, input: Tensor) -> Tensor:
     assert activation.torch_inplace is not None
     if not is_compiling():
-        _refuse_inference_tensor(input)
+        _check_inference_tensor(input)
     return activation.torch_inplace(input)
 
 
@@ -130,7 +130,7 @@ def _compiled(
 
 
 def _without_grad(activation: Activation, input: Tensor, arguments: tuple[Any, ...]) -> Tensor:
-    _refuse_inference_tensor(input)
+    _check_inference_tensor(input)
     name = activation.function
     part = input if type(input) is Tensor else _local_part(input, name)
     try:
@@ -148,7 +148,7 @@ def _with_grad(
     activation: Activation, input: Tensor, save: Save, bits: int | None, arguments: tuple[Any, ...]
 ) -> Tensor:
     if input.is_leaf or input._is_view():
-        refuse_what_autograd_refuses(input)
+        check_inplace_allowed(input)
     apply, default_bits = APPLY[activation, save]
     kept = bits or default_bits.get(input.dtype, 8)  # the op refuses a dtype that it does not know
     if type(input) is not Tensor and _is_dtensor(input):
@@ -176,13 +176,13 @@ def _after_norm(
 ) -> Tensor:
     norm = norm_of(input)
     if norm is None and fallback is None:
-        refuse_what_autograd_refuses(input)
-        raise RuntimeError(_no_norm(activation, input))
+        check_inplace_allowed(input)
+        raise RuntimeError(_no_norm_error(activation, input))
     source = norm and source_of(norm)
     if norm is None or source is None:
         save = fallback or activation.save_modes[0]
         return _with_grad(activation, input, save, bits, arguments)
-    refuse_what_autograd_refuses(input)
+    check_inplace_allowed(input)
     op_args: OpArgs = (_ops.dim_order_of(norm.output), *arguments)
 
     def in_place(z: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ def _after_norm(
     return input
 
 
-def _no_norm(activation: Activation, input: Tensor) -> str:
+def _no_norm_error(activation: Activation, input: Tensor) -> str:
     found = f"that of {type(input.grad_fn).__name__}"
     if input._version != 0:
         found = "a tensor that was written to since it was made"
@@ -211,7 +211,7 @@ def _no_norm(activation: Activation, input: Tensor) -> str:
     )
 
 
-def _refuse_inference_tensor(input: Tensor) -> None:
+def _check_inference_tensor(input: Tensor) -> None:
     """Raise PyTorch's error for one outside of inference mode, before it is modified."""
     if input.is_inference() and not torch.is_inference_mode_enabled():
         raise RuntimeError(
@@ -220,7 +220,7 @@ def _refuse_inference_tensor(input: Tensor) -> None:
         )
 
 
-def refuse_what_autograd_refuses(input: Tensor) -> None:
+def check_inplace_allowed(input: Tensor) -> None:
     """Raise PyTorch's own error for a tensor that it does not let be modified, before it is.
 
     Autograd checks a custom Function's dirty inputs only after its forward.

@@ -1,6 +1,6 @@
 """What is used of PyTorch under a private name, and why no public one serves.
 
-But for what each call asks: that stands in `execution.py`, without a function around it.
+But for what each call asks: that stands in `dispatch.py`, without a function around it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def elements_share_memory(tensor: Tensor) -> bool:
     return torch._debug_has_internal_overlap(tensor) == 1
 
 
-def partitioner_has_budget() -> bool:
+def has_activation_memory_budget() -> bool:
     """Whether compiled code is to keep less than what takes no time to form again."""
     return torch._functorch.config.activation_memory_budget < 1
 
