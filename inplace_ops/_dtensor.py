@@ -65,7 +65,7 @@ def on_local_parts(function: Any) -> type[Function]:
             else:
                 ops.in_place(x.to_local(), *op_args)
             ctx.mark_dirty(x)
-            function.keep(ctx, x, packed, op_args)
+            function.save_for_backward(ctx, x, packed, op_args)
             ctx.placements = x.placements
             ctx.set_materialize_grads(False)  # the zeros would be no DTensor
             return x

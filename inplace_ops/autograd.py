@@ -51,7 +51,7 @@ def run_backward(
     that forward-mode AD has given grad goes the same way.
     """
     if is_grad_enabled() or forward_ad._current_level >= 0:
-        return _transformed(differentiable or _Linear.apply, op, grad, *saved)
+        return _run_transformed(differentiable or _Linear.apply, op, grad, *saved)
     try:
         return op(grad, *saved)
     except RuntimeError as error:
@@ -65,7 +65,7 @@ def _raise_out_of_memory(error: RuntimeError, like: Tensor) -> None:
         torch.empty_like(like)
 
 
-def _transformed(
+def _run_transformed(
     differentiable: Callable[..., Tensor], op: _ops.Op, grad: Tensor, *saved: Any
 ) -> Tensor:
     def run(grad: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class _OutputBackward(Function):
         return *gradients, None, None, None
 
 
-class _OfSlice:
+class _SliceSavedTensors:
     """What an in-place Function's node, whose output is a slice, leaves for a second visit.
 
     A second derivative visits it twice: as the output's own node, and from the CopySlices node of
@@ -180,19 +180,19 @@ class _OfSlice:
     """
 
     def __init__(self) -> None:
-        self.left: list[tuple[Tensor, int]] = []  # with the versions
-        self.last_of_copy_slices = -1  # the backward pass
+        self.stored: list[tuple[Tensor, int]] = []  # with the versions
+        self.last_copy_slices_pass = -1  # the backward pass
 
     def saved_tensors(self, ctx: Any) -> tuple[Tensor, ...]:
         """What ctx has saved, or has left."""
         backward_pass = running_pass()
         if not _is_in_copy_slices():
             saved: tuple[Tensor, ...] = ctx.saved_tensors
-            if self.last_of_copy_slices != backward_pass and not is_grad_enabled():
-                self.left = [(tensor.detach(), tensor._version) for tensor in saved]
+            if self.last_copy_slices_pass != backward_pass and not is_grad_enabled():
+                self.stored = [(tensor.detach(), tensor._version) for tensor in saved]
             return saved
-        self.last_of_copy_slices = backward_pass
-        left, self.left = self.left, []
+        self.last_copy_slices_pass = backward_pass
+        left, self.stored = self.stored, []
         try:
             saved = ctx.saved_tensors
         except RuntimeError:
@@ -207,11 +207,11 @@ def _is_in_copy_slices() -> bool:
 
 
 def _saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
-    of_slice: _OfSlice | None = getattr(ctx, "of_slice", None)
-    if of_slice is not None:
-        return of_slice.saved_tensors(ctx)
+    slice_saved: _SliceSavedTensors | None = getattr(ctx, "slice_saved", None)
+    if slice_saved is not None:
+        return slice_saved.saved_tensors(ctx)
     if is_grad_enabled() and _is_in_copy_slices():
-        ctx.of_slice = _OfSlice()  # there may be a second derivative
+        ctx.slice_saved = _SliceSavedTensors()  # there may be a second derivative
     saved: tuple[Tensor, ...] = ctx.saved_tensors
     return saved
 
@@ -241,11 +241,13 @@ class _InPlaceFunction(Function):
             cls.activation.ops.in_place(x, *op_args)
         ctx.mark_dirty(x)
         ctx.set_materialize_grads(False)
-        cls.keep(ctx, x, packed, op_args)
+        cls.save_for_backward(ctx, x, packed, op_args)
         return x
 
     @classmethod
-    def keep(cls, ctx: Any, output: Tensor, packed: Tensor | None, op_args: OpArgs) -> None:
+    def save_for_backward(
+        cls, ctx: Any, output: Tensor, packed: Tensor | None, op_args: OpArgs
+    ) -> None:
         """Save for backward what it needs, and nothing else."""
         ctx.function, ctx.op_args = cls, op_args
         if packed is None:
@@ -265,14 +267,14 @@ class _InPlaceFunction(Function):
         try:
             saved = _saved_tensors(ctx)
             if is_grad_enabled() or forward_ad._current_level >= 0:
-                gradient = _transformed(
+                gradient = _run_transformed(
                     ctx.function.differentiable, ctx.op, grad, *saved, *ctx.op_args
                 )
             else:
                 grad = _ops.in_order(grad, ctx.op_args[0])
                 gradient = ctx.op(grad, *saved, *ctx.op_args)
         except RuntimeError as error:
-            ctx.function.explain(error, grad)
+            ctx.function.raise_clearer_error(error, grad)
             raise
         return gradient, None, None
 
@@ -282,7 +284,7 @@ class _InPlaceFunction(Function):
         return _Linear.apply(grad, op, *saved)
 
     @classmethod
-    def explain(cls, error: RuntimeError, grad: Tensor) -> None:
+    def raise_clearer_error(cls, error: RuntimeError, grad: Tensor) -> None:
         """Raise a better error than that of backward, where there is one."""
         _raise_out_of_memory(error, grad)
 
@@ -304,8 +306,8 @@ class OutputFunction(_InPlaceFunction):
         return _OutputBackward.apply(grad, *saved, cls.activation)
 
     @classmethod
-    def explain(cls, error: RuntimeError, grad: Tensor) -> None:
-        super().explain(error, grad)
+    def raise_clearer_error(cls, error: RuntimeError, grad: Tensor) -> None:
+        super().raise_clearer_error(error, grad)
         if "inplace operation" in str(error):
             name = cls.activation.function
             raise RuntimeError(

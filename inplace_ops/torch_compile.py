@@ -39,7 +39,7 @@ class _TracedOutOfPlace(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, function: Any, bits: int, op_args: OpArgs) -> Tensor:
         output, packed = _output(x, function, bits, op_args)
-        function.keep(ctx, output, packed, op_args)
+        function.save_for_backward(ctx, output, packed, op_args)
         return output
 
     @staticmethod
@@ -59,7 +59,7 @@ class _TracedInPlace(_TracedOutOfPlace):
         output, packed = _output(x, function, bits, op_args)
         x.copy_(output)
         ctx.mark_dirty(x)
-        function.keep(ctx, x, packed, op_args)
+        function.save_for_backward(ctx, x, packed, op_args)
         return x
 
 
