@@ -14,7 +14,7 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
 from . import _ops
-from .autograd import OpArgs
+from ._ops import OpArgs
 
 
 def local_part(op: str, x: DTensor) -> Tensor:
@@ -61,9 +61,10 @@ def on_local_parts(function: Any) -> type[Function]:
         def forward(ctx: Any, x: DTensor, bits: int, op_args: OpArgs) -> DTensor:
             packed, ops = None, function.activation.ops
             if bits:
-                packed = ops.save_in_place[function.save_modes[0]](x.to_local(), bits, *op_args)
+                save_in_place = ops.save_in_place[function.save_modes[0]]
+                packed = save_in_place(x.to_local(), bits, op_args.dim_order, *op_args.scalars)
             else:
-                ops.in_place(x.to_local(), *op_args)
+                ops.in_place(x.to_local(), op_args.dim_order, *op_args.scalars)
             ctx.mark_dirty(x)
             function.save_for_backward(ctx, x, packed, op_args)
             ctx.placements = x.placements
@@ -87,7 +88,7 @@ def on_local_parts(function: Any) -> type[Function]:
                 grad.placements,
                 run_check=False,
                 shape=grad.shape,
-                stride=_ops.dense_strides(grad.shape, ctx.op_args[0]),
+                stride=_ops.dense_strides(grad.shape, ctx.op_args.dim_order),
             )
             return gradient, *others
 

@@ -7,7 +7,7 @@ back: `inplace_ops.autograd` wraps them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +44,18 @@ built_with_torch = _C.built_with_torch
 Op = OpOverload
 Save = Literal["mask", "output", "derivative", "recompute"]
 DimOrder = Sequence[int] | None  # a permutation of the dimensions; None is the identity
+
+
+class OpArgs(NamedTuple):
+    """The last arguments of every op.
+
+    Attributes:
+        dim_order: The order in which the op iterates over the dimensions.
+        scalars: The activation's scalar arguments.
+    """
+
+    dim_order: DimOrder
+    scalars: tuple[float, ...]
 
 
 class Ops:

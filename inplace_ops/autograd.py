@@ -21,7 +21,7 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import Function, forward_ad
 
 from . import _ops
-from ._ops import DimOrder
+from ._ops import DimOrder, OpArgs
 from ._torch_private import running_node, running_pass
 from .activations import (
     GELU,
@@ -35,8 +35,6 @@ from .activations import (
     Activation,
     Save,
 )
-
-OpArgs = tuple[Any, ...]  # dim_order and the scalar arguments: the last arguments of every op
 
 
 def run_backward(
@@ -192,13 +190,13 @@ class _SliceSavedTensors:
                 self.stored = [(tensor.detach(), tensor._version) for tensor in saved]
             return saved
         self.last_copy_slices_pass = backward_pass
-        left, self.stored = self.stored, []
+        stored, self.stored = self.stored, []
         try:
             saved = ctx.saved_tensors
         except RuntimeError:
-            if is_grad_enabled() or not left or any(t._version != v for t, v in left):
+            if is_grad_enabled() or not stored or any(t._version != v for t, v in stored):
                 raise
-            saved = tuple(tensor for tensor, _ in left)
+            saved = tuple(tensor for tensor, _ in stored)
         return saved
 
 
@@ -225,20 +223,22 @@ class _InPlaceFunction(Function):
     Attributes:
         activation: Which one it is.
         save_modes: What it may keep for backward.
-        keeps_output: Whether it keeps its output beside packed bits.
+        saves_output_and_bits: Whether it keeps its output beside packed bits.
     """
 
     activation: ClassVar[Activation]
     save_modes: ClassVar[tuple[Save, ...]]
-    keeps_output: ClassVar[bool] = False
+    saves_output_and_bits: ClassVar[bool] = False
 
     @classmethod
     def forward(cls, ctx: Any, x: Tensor, bits: int, op_args: OpArgs) -> Tensor:
         packed = None
         if bits:
-            packed = cls.activation.ops.save_in_place[cls.save_modes[0]](x, bits, *op_args)
+            packed = cls.activation.ops.save_in_place[cls.save_modes[0]](
+                x, bits, op_args.dim_order, *op_args.scalars
+            )
         else:
-            cls.activation.ops.in_place(x, *op_args)
+            cls.activation.ops.in_place(x, op_args.dim_order, *op_args.scalars)
         ctx.mark_dirty(x)
         ctx.set_materialize_grads(False)
         cls.save_for_backward(ctx, x, packed, op_args)
@@ -253,7 +253,7 @@ class _InPlaceFunction(Function):
         if packed is None:
             ctx.op = cls.activation.ops.backward["output"]
             ctx.save_for_backward(output)
-        elif cls.keeps_output:
+        elif cls.saves_output_and_bits:
             ctx.op = cls.activation.ops.backward["output"]
             ctx.save_for_backward(output, packed)
         else:
@@ -266,13 +266,14 @@ class _InPlaceFunction(Function):
             return None, None, None
         try:
             saved = _saved_tensors(ctx)
+            dim_order, scalars = ctx.op_args
             if is_grad_enabled() or forward_ad._current_level >= 0:
                 gradient = _run_transformed(
-                    ctx.function.differentiable, ctx.op, grad, *saved, *ctx.op_args
+                    ctx.function.differentiable, ctx.op, grad, *saved, dim_order, *scalars
                 )
             else:
-                grad = _ops.in_order(grad, ctx.op_args[0])
-                gradient = ctx.op(grad, *saved, *ctx.op_args)
+                grad = _ops.in_order(grad, dim_order)
+                gradient = ctx.op(grad, *saved, dim_order, *scalars)
         except RuntimeError as error:
             ctx.function.raise_clearer_error(error, grad)
             raise
@@ -299,7 +300,7 @@ class OutputFunction(_InPlaceFunction):
     """Keeps the output and packed bits of the input."""
 
     save_modes = ("output",)
-    keeps_output = True
+    saves_output_and_bits = True
 
     @classmethod
     def differentiable(cls, grad: Tensor, op: _ops.Op, *saved: Any) -> Tensor:

@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 from . import _ops
 from ._torch_private import creation_meta
 from .activations import Activation, Save
-from .autograd import APPLY, FUNCTIONS, OpArgs
+from .autograd import APPLY, FUNCTIONS
 from .recompute.functions import recomputed_activation
 from .recompute.norms import norm_of, source_of
 
@@ -150,20 +150,20 @@ def _with_grad(
     if input.is_leaf or input._is_view():
         check_inplace_allowed(input)
     apply, default_bits = APPLY[activation, save]
-    kept = bits or default_bits.get(input.dtype, 8)  # the op refuses a dtype that it does not know
+    bits = bits or default_bits.get(input.dtype, 8)  # the op refuses a dtype that it does not know
     if type(input) is not Tensor and _is_dtensor(input):
         from ._dtensor import local_part, on_local_parts
 
         local_part(activation.function, input)  # raises where the parts cannot be modified
         apply = on_local_parts(FUNCTIONS[activation, save]).apply
     try:
-        return apply(input, kept, (_ops.dim_order_of(input), *arguments))
+        return apply(input, bits, _ops.OpArgs(_ops.dim_order_of(input), arguments))
     except NotImplementedError as error:
         raise _ops.unsupported(activation.function, input) from error
     except RuntimeError as error:
         _ops.check_dtype(activation.function, input)
         if "out of memory" in str(error):
-            _ops.empty_bits(input, kept)  # raises PyTorch's own error, whose type the op has lost
+            _ops.empty_bits(input, bits)  # raises PyTorch's own error, whose type the op has lost
         raise
 
 
@@ -183,10 +183,10 @@ def _after_norm(
         save = fallback or activation.save_modes[0]
         return _with_grad(activation, input, save, bits, arguments)
     check_inplace_allowed(input)
-    op_args: OpArgs = (_ops.dim_order_of(norm.output), *arguments)
+    op_args = _ops.OpArgs(_ops.dim_order_of(norm.output), arguments)
 
     def in_place(z: Tensor) -> Tensor:
-        activation.ops.in_place(z, *op_args)
+        activation.ops.in_place(z, op_args.dim_order, *arguments)
         return z
 
     try:

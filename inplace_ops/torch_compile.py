@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ._ops import DimOrder
+from ._ops import DimOrder, OpArgs
 from ._torch_private import has_activation_memory_budget
 from .activations import ACTIVATIONS, LEAKY_RELU, RELU, Activation, Save
-from .autograd import FUNCTIONS, OpArgs
+from .autograd import FUNCTIONS
 from .dispatch import decomposed, dispatch, needs_grad
 
 
@@ -98,10 +98,11 @@ def _output(x: Tensor, function: Any, bits: int, op_args: OpArgs) -> tuple[Tenso
 
     Inductor would move an earlier read of a tensor behind a custom op that modifies it.
     """
+    activation, (dim_order, scalars) = function.activation, op_args
     if bits:
-        return function.activation.ops.save_out_of_place[function.save_modes[0]](x, bits, *op_args)
-    _, *arguments = op_args
-    return function.activation.torch_function(x, *arguments), None
+        save_out_of_place = activation.ops.save_out_of_place[function.save_modes[0]]
+        return save_out_of_place(x, bits, dim_order, *scalars)
+    return activation.torch_function(x, *scalars), None
 
 
 def _dim_order_of(x: Tensor) -> DimOrder:
@@ -126,7 +127,7 @@ def _traced(
     mode = _save_mode(activation, input, save, arguments)
     if mode is not None:
         bits = bits or activation.default_bits(mode, input.dtype)
-        op_args = (_dim_order_of(input), *arguments)
+        op_args = OpArgs(_dim_order_of(input), arguments)
         call = (FUNCTIONS[activation, mode], bits, op_args)
         if _is_graph_input(input):
             input.copy_(_TracedOutOfPlace.apply(input, *call))

@@ -67,12 +67,12 @@ class Activation:
         return partial(self.entry.torch_inplace, **scalars)
 
     @property
-    def keeps_output(self) -> bool:
+    def saves_output(self) -> bool:
         return self.save == "output"
 
     @property
     def allows_later_writes(self) -> bool:
-        return not self.keeps_output
+        return not self.saves_output
 
     @property
     def packed_bits(self) -> Mapping[torch.dtype, int]:

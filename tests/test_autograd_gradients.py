@@ -147,7 +147,7 @@ def second_derivative_elsewhere(
 
 
 TWICE_DIFFERENTIABLE = [row for row in ONE_OF_EACH if row.is_twice_differentiable]
-KEEPING_OUTPUTS = [row for row in ONE_OF_EACH if row.keeps_output]
+SAVING_OUTPUTS = [row for row in ONE_OF_EACH if row.saves_output]
 
 
 @pytest.mark.parametrize("activation", TWICE_DIFFERENTIABLE, ids=activation_id)
@@ -166,7 +166,7 @@ def test_a_slices_second_derivative_by_another_thread(
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, True], ids=["", "elsewhere"])
-@pytest.mark.parametrize("activation", KEEPING_OUTPUTS, ids=activation_id)
+@pytest.mark.parametrize("activation", SAVING_OUTPUTS, ids=activation_id)
 def test_a_slice_is_let_go_with_its_second_derivative(
     activation: Activation, is_elsewhere: bool, device: torch.device
 ) -> None:
@@ -186,7 +186,7 @@ def test_a_slice_is_let_go_with_its_second_derivative(
     assert storage.expired()
 
 
-@pytest.mark.parametrize("activation", KEEPING_OUTPUTS, ids=activation_id)
+@pytest.mark.parametrize("activation", SAVING_OUTPUTS, ids=activation_id)
 def test_a_slice_written_to_before_its_second_derivative(
     activation: Activation, device: torch.device
 ) -> None:

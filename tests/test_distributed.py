@@ -233,7 +233,7 @@ def saved_bytes_of_dtensors() -> None:
     for activation in SAVE_MODES:
         for placement, elements in ((Shard(0), 800 // dist.get_world_size()), (Replicate(), 800)):
             leaf = distribute_tensor(values, mesh_of(), [placement]).requires_grad_()
-            kept = elements * 4 * activation.keeps_output
+            kept = elements * 4 * activation.saves_output
             kept += activation.packed_bits[torch.float32] * elements // 8
             call = activation.call
             assert saved_bytes(lambda x: call(x * 1).mean(), leaf) == kept  # noqa: B023

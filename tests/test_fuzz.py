@@ -302,7 +302,7 @@ def pytorchs_with_a_copy(activation: Activation, x: Tensor) -> Tensor:
 
 def same_errors(activation: Activation, x: Tensor) -> Tensor:
     """What autograd refuses does not depend on the numbers, but on whether the output is kept."""
-    return torch.relu_(x) if activation.keeps_output else x.copy_(torch.relu(x.clone()))
+    return torch.relu_(x) if activation.saves_output else x.copy_(torch.relu(x.clone()))
 
 
 class Multiply(torch.autograd.Function):
@@ -328,7 +328,7 @@ def derivative_error(activation: Activation, dtype: torch.dtype) -> float:
         return 0.0
     bits = activation.packed_bits[dtype]
     entry = activation.entry
-    if activation.keeps_output:
+    if activation.saves_output:
         kept = entry.output_errors[dtype][bits]
     else:
         kept = entry.derivative_error("derivative", dtype, bits)

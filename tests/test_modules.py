@@ -170,7 +170,7 @@ def test_saved_bytes_of_an_activation(
     activation: Activation, dtype: torch.dtype, device: torch.device
 ) -> None:
     leaf = torch.randn(3, 1000, dtype=dtype, device=device, requires_grad=True)
-    output = leaf.numel() * leaf.element_size() if activation.keeps_output else 0
+    output = leaf.numel() * leaf.element_size() if activation.saves_output else 0
     packed = activation.packed_bits[dtype] * leaf.numel() // 8
     # mean() keeps nothing, so that an output which is kept is kept for the activation alone.
     assert saved_bytes(lambda x: activation.call(x.clone()).mean(), leaf) == output + packed

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .. import _ops
+from .._ops import OpArgs
 from ..activations import Activation
-from ..autograd import OpArgs, run_backward
+from ..autograd import run_backward
 from .nodes import function_of
 from .norms import NormAffine
 from .specs import Affine, Leaf, Spec
@@ -79,7 +80,7 @@ class Source(NamedTuple):
 
 def _gradient_of_input(ctx: Any, grad: Tensor) -> Tensor:
     x, channel_affine, row_statistics, anchor = ctx.saved_tensors
-    activation, (dim_order, *scalars) = ctx.activation, ctx.op_args
+    activation, (dim_order, scalars) = ctx.activation, ctx.op_args
 
     def differentiable(grad: Tensor, *_: Any) -> Tensor:
         """PyTorch's own derivative, of z with its place in the graph."""
@@ -104,9 +105,8 @@ def is_fused(node: Any) -> bool:
 def output_spec(node: Any) -> Spec:
     """Return how the output of a RecomputeFunction's node is computed."""
     x, channel_affine, row_statistics, _ = node.saved_tensors
-    _, *scalars = node.op_args
     affine = NormAffine(channel_affine, row_statistics)
-    return Affine(Leaf(x), affine, x.dtype, node.activation, scalars)
+    return Affine(Leaf(x), affine, x.dtype, node.activation, node.op_args.scalars)
 
 
 _apply_recompute = super(Function, RecomputeFunction).apply

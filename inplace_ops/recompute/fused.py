@@ -134,7 +134,7 @@ def _apply(
     affine: NormAffine,
     in_place: bool,
 ) -> Tensor:
-    op_args = (_ops.dim_order_of(z), *scalars)
+    op_args = _ops.OpArgs(_ops.dim_order_of(z), scalars)
 
     def run(z: Tensor) -> Tensor:
         if not in_place:

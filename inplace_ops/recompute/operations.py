@@ -297,8 +297,7 @@ def _is_contiguous(node: Node) -> bool:
     if operation is None:
         return False
     if operation.output == "activation after a norm":
-        dim_order, *_ = node.op_args
-        return dim_order is None
+        return node.op_args.dim_order is None
     field = operation.activation_field
     return bool(field) and nodes.saved_is_contiguous(node, field)
 
