@@ -508,10 +508,10 @@ def test_a_new_shape_is_checked_again() -> None:
         assert_same_steps(model, twin, x, steps=1)
 
 
-def test_places_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_MAX_PLACES", 5)
+def test_spec_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_MAX_SPEC_KEYS", 5)
     twin = converted_twin(Program(lambda m, z: m.conv(F.silu(z))))
-    places = conversion_of(twin).settings.places
+    places = conversion_of(twin).settings.verified
     for samples in range(1, 9):
         assert len(recomputed(twin(images(samples=samples)))) == 2
         assert 0 < len(places) <= 5
@@ -525,7 +525,7 @@ def test_nothing_is_compared_while_a_graph_is_captured(monkeypatch: pytest.Monke
     on_a_gpu = torch.ones(2).as_subclass(type("OnAGPU", (Tensor,), {"is_cuda": True}))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert not running.is_right(lambda: value, on_a_gpu)
-    assert settings.places == {}
+    assert settings.verified == {}
     assert running.is_right(lambda: value, torch.ones(2))
     assert running.is_right(lambda: value, on_a_gpu)  # known from before
 

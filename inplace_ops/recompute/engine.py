@@ -112,7 +112,7 @@ MIN_BYTES = 4096  # smaller tensors are left alone
 MAX_OPS = 4
 _LEAF_FACTOR = 4  # see NOTE [Leaves]
 _CAST = OPERATIONS["ToCopyBackward0"]
-_MAX_PLACES = 2**16
+_MAX_SPEC_KEYS = 2**16
 
 
 class Settings:
@@ -126,7 +126,7 @@ class Settings:
 
     def __init__(self, max_ops: int = MAX_OPS) -> None:
         self.max_ops = max_ops
-        self.places: dict[tuple[Any, ...], bool] = {}
+        self.verified: dict[tuple[Any, ...], bool] = {}
         self.has_warned = False
 
     def warn(self, text: str) -> None:
@@ -510,7 +510,7 @@ class Engine:
             *kinds: What tells its place from others at the same ordinal.
         """
         place = (self._ordinal, kinds, saved.shape, saved.dtype, saved.stride(), saved.device)
-        places = self.settings.places
+        places = self.settings.verified
         known = places.get(place)
         if known is None:
             if saved.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -518,7 +518,7 @@ class Engine:
             value = make()
             difference = value.difference(saved)
             known = difference is None
-            if len(places) >= _MAX_PLACES:
+            if len(places) >= _MAX_SPEC_KEYS:
                 places.clear()
             places[place] = known
             if not known:
