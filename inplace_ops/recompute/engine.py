@@ -86,7 +86,7 @@ from .operations import (
     base_of,
 )
 from .rewrites import Mask, Shape
-from .specs import Affine, Call, Leaf, Narrowed, NarrowMemory, Recomputed, Spec
+from .specs import Affine, Call, Downcast, DowncastMemory, Leaf, Recomputed, Spec
 from .versions import (
     COPY_LIMIT,
     Record,
@@ -234,7 +234,7 @@ class Engine:
         self._obstacle: tuple[Any, ...] = ("",)  # why there is no spec: a reason, its arguments
         self._entered: dict[int, _Entered] = {}
         self._copying: list[weakref.ref[Record]] = []  # what has copies, or may get them
-        self._narrow: list[weakref.ref[NarrowMemory]] = []
+        self._downcasts: list[weakref.ref[DowncastMemory]] = []
         # Of the walk over nodes: where it stops.
         self._first = nodes.next_sequence_number()
         self._inputs: set[Node] = set()
@@ -258,7 +258,9 @@ class Engine:
             operation = OPERATION_OF[type(node)]
             if operation is None or nodes.is_transformed():
                 return
-            if operation is _CAST and nodes.narrows_leaf(node):  # autocast's, of a parameter
+            if operation is _CAST and nodes.downcasts_autograd_leaf(
+                node
+            ):  # autocast's, of a parameter
                 return
             with nodes.no_graph():  # a node creation hook must make no node
                 self._see(node, operation)
@@ -307,7 +309,7 @@ class Engine:
         for record in _living(self._copying):
             record.drop_copies()
         with nodes.no_graph():
-            for memory in _living(self._narrow):
+            for memory in _living(self._downcasts):
                 memory.settle()
 
     @_contained
@@ -404,7 +406,7 @@ class Engine:
         if operation.indices:
             saved = self._rewritable(node, operation.indices)
             if saved is not None and saved.untyped_storage().nbytes() == saved.nbytes:
-                spec = Narrowed(self._narrow_memory(saved, torch.int32), saved)
+                spec = Downcast(self._downcast_memory(saved, torch.int32), saved)
                 name = ("indices", nodes.operation_name(node))
                 self._pack(node, operation.indices, saved, Recomputed(spec, saved, *name))
         if operation.reads_no_values:
@@ -536,9 +538,9 @@ class Engine:
             return None
         return saved
 
-    def _narrow_memory(self, saved: Tensor, dtype: torch.dtype) -> NarrowMemory:
-        memory = NarrowMemory(saved, dtype)
-        self._narrow.append(weakref.ref(memory))
+    def _downcast_memory(self, saved: Tensor, dtype: torch.dtype) -> DowncastMemory:
+        memory = DowncastMemory(saved, dtype)
+        self._downcasts.append(weakref.ref(memory))
         return memory
 
     def _pack(self, node: Node, field: str, saved: Tensor, value: Packed) -> None:
@@ -679,11 +681,11 @@ class Engine:
             return None
         if saved.untyped_storage().nbytes() != nodes.output_bytes(node, 0):
             return None
-        memory = record.narrowed() if record.narrowed is not None else None
+        memory = record.downcast() if record.downcast is not None else None
         if memory is None:
-            memory = self._narrow_memory(saved, source)
-            record.narrowed = weakref.ref(memory)
-        return Narrowed(memory, saved)
+            memory = self._downcast_memory(saved, source)
+            record.downcast = weakref.ref(memory)
+        return Downcast(memory, saved)
 
 
 def _living(references: Iterable[weakref.ref[_T]]) -> Iterator[_T]:

@@ -126,7 +126,7 @@ def is_cast_leaf(node: Node) -> bool:
     return _cast_leaf(node) is not None
 
 
-def narrows_leaf(node: Node) -> bool:
+def downcasts_autograd_leaf(node: Node) -> bool:
     """Whether the operation casts a parameter to a smaller dtype, as autocast does."""
     leaf = _cast_leaf(node)
     return leaf is not None and leaf.dtype.itemsize > output_dtype(node, 0).itemsize

@@ -3,7 +3,7 @@
 - ReLU and LeakyReLU: one bit per element, where nothing else saves their output.
 - Pooling and padding: the shape of the input, whose values backward does not read.
 
-Two more are specs, `Narrowed` in `specs.py`: indices of max pooling, 32 bits instead of 64, and a
+Two more are specs, `Downcast` in `specs.py`: indices of max pooling, 32 bits instead of 64, and a
 tensor that is a cast of a narrower one.
 """
 

@@ -117,7 +117,7 @@ class Leaf(Spec):
         yield self
 
 
-class NarrowMemory:
+class DowncastMemory:
     """A tensor's memory in a narrower dtype, which keeps all of its values.
 
     Something may hold the tensor itself nevertheless, before or after: an operation without a rule,
@@ -142,12 +142,12 @@ class NarrowMemory:
             self.leaf = Leaf(wide)
 
 
-class Narrowed(Spec):
+class Downcast(Spec):
     """A tensor, or a view of one, whose memory is stored in a narrower dtype."""
 
     __slots__ = ("dtype", "memory", "offset", "shape", "stride")
 
-    def __init__(self, memory: NarrowMemory, saved: Tensor) -> None:
+    def __init__(self, memory: DowncastMemory, saved: Tensor) -> None:
         self.memory, self.dtype = memory, saved.dtype
         self.shape, self.stride, self.offset = saved.shape, saved.stride(), saved.storage_offset()
         self.cost, self.rounding = 1, 0.0
@@ -344,7 +344,7 @@ class Recomputed(Packed):
         self.spec, self.producer, self.consumer = spec, producer, consumer
         self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
         self.stride = like.stride()
-        if isinstance(spec, Narrowed):
+        if isinstance(spec, Downcast):
             self.how = f"stored as {spec.memory.leaf.tensor.dtype}".replace("torch.", "")
 
     @property

@@ -37,7 +37,7 @@ from . import nodes
 from .nodes import Node
 from .norms import NormAffine, Parameters
 from .operations import OPERATION_OF, Output, base_of
-from .specs import NarrowMemory
+from .specs import DowncastMemory
 
 _KEY = "inplace_ops"
 COPY_LIMIT = 64 * 1024  # bytes: see NOTE [Leaves] in `engine.py`
@@ -68,7 +68,7 @@ class Record:
         "eps",
         "inputs_proved",
         "is_saved",
-        "narrowed",
+        "downcast",
         "note",
         "parameters",
         "stream",
@@ -85,7 +85,7 @@ class Record:
         self.affine: NormAffine | None = None
         self.is_saved = False
         self.note: TensorWeakRef | None = None
-        self.narrowed: weakref.ref[NarrowMemory] | None = None
+        self.downcast: weakref.ref[DowncastMemory] | None = None
         self.stream: torch.cuda.Stream | None = None
 
     @property
