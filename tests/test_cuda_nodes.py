@@ -278,7 +278,7 @@ def test_edges(name: str, device: torch.device) -> None:
         if isinstance(module, nn.InstanceNorm2d):
             assert names[position] == "RepeatBackward0", names
             edge, _ = nodes.producer(edge, 0)
-        assert nodes.leaf_of(edge) is parameter, names
+        assert nodes.autograd_leaf_of(edge) is parameter, names
 
 
 @each_case

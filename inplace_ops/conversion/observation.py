@@ -91,7 +91,7 @@ class Observation(Observer):
 
     def _of(self, node: Node) -> _OfNode | None:
         """Return what is noted of a node that this pass has made; None of others and leaves."""
-        return None if nodes.leaf_of(node) is not None else node.metadata.get(self._key)
+        return None if nodes.autograd_leaf_of(node) is not None else node.metadata.get(self._key)
 
     def replaced(self, node: Node, field: str, saved: Tensor, packed: Packed) -> Packed:
         self._add(saved.grad_fn, saved.output_nr, node, saved, packed.how)
@@ -193,7 +193,7 @@ def _reason(of_node: _OfNode, node: Node, field: str, saved: Tensor, base: Node 
     """Return why a tensor is saved: what the engine said, or what kept it from looking."""
     if base is None:
         return reasons.NO_GRADIENT
-    if nodes.is_cast_leaf(base):
+    if nodes.is_cast_of_autograd_leaf(base):
         return reasons.PARAMETER_COPY
     if field in of_node.reasons:
         return of_node.reasons[field]

@@ -734,7 +734,7 @@ def _is_activation(saved: Tensor) -> bool:
     if saved.grad_fn is None:
         return False
     node, _ = base_of(saved.grad_fn, saved.output_nr)
-    return node is not None and nodes.leaf_of(node) is None
+    return node is not None and nodes.autograd_leaf_of(node) is None
 
 
 def _is_lossless(source: torch.dtype, target: torch.dtype) -> bool:

@@ -39,7 +39,7 @@ Node = Any  # torch.autograd.graph.Node has none of the attributes of its subcla
 creation_hook: Any = getattr(torch.autograd.graph, "node_creation_hook", None)
 
 _PACKAGE = __name__.partition(".")[0] + "."
-_LEAF_NUMBER = 2**64 - 1  # the sequence number of every AccumulateGrad
+_LEAF_SEQUENCE_NUMBER = 2**64 - 1  # the sequence number of every AccumulateGrad
 
 
 def is_python_function(node_type: type) -> bool:
@@ -116,27 +116,27 @@ def producers(node: Node) -> tuple[tuple[Node, int], ...]:
     return node.next_functions
 
 
-def leaf_of(node: Node) -> Tensor | None:
+def autograd_leaf_of(node: Node) -> Tensor | None:
     """Return the tensor whose gradient an AccumulateGrad node gathers; None of another node."""
     return node.variable if type(node).__name__ == "AccumulateGrad" else None
 
 
-def is_cast_leaf(node: Node) -> bool:
+def is_cast_of_autograd_leaf(node: Node) -> bool:
     """Whether the operation casts a parameter to another dtype."""
-    return _cast_leaf(node) is not None
+    return _cast_autograd_leaf(node) is not None
 
 
 def downcasts_autograd_leaf(node: Node) -> bool:
     """Whether the operation casts a parameter to a smaller dtype, as autocast does."""
-    leaf = _cast_leaf(node)
+    leaf = _cast_autograd_leaf(node)
     return leaf is not None and leaf.dtype.itemsize > output_dtype(node, 0).itemsize
 
 
-def _cast_leaf(node: Node) -> Tensor | None:
+def _cast_autograd_leaf(node: Node) -> Tensor | None:
     if type(node).__name__ != "ToCopyBackward0":
         return None
     source, _ = producer(node, 0)
-    return None if source is None else leaf_of(source)
+    return None if source is None else autograd_leaf_of(source)
 
 
 def argument(node: Node, name: str) -> Any:
@@ -285,7 +285,7 @@ def packed_values(node: Node) -> Iterator[Packed]:
 def sequence_number(node: Node) -> int | None:
     """Return the number by which a thread orders its nodes; None for a leaf's."""
     number = node._sequence_nr()
-    return None if number == _LEAF_NUMBER else number
+    return None if number == _LEAF_SEQUENCE_NUMBER else number
 
 
 def next_sequence_number() -> int:

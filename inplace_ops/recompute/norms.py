@@ -25,10 +25,10 @@ from .nodes import (
     ByType,
     Node,
     argument,
+    autograd_leaf_of,
     has_hooks,
     has_storage,
     is_plain,
-    leaf_of,
     output_device,
     output_dtype,
     output_shape,
@@ -171,7 +171,7 @@ def parameters_of(node: Node) -> Parameters | None:
     if bias_is == "saved":
         bias = saved_tensor(node, "bias")
     elif bias_is == "hidden":
-        bias = leaf_of(producer(node, 2)[0])
+        bias = autograd_leaf_of(producer(node, 2)[0])
         if bias is None:
             return None
     return Parameters(weight, bias) if _is_usable(weight) and _is_usable(bias) else None
@@ -191,7 +191,7 @@ def _repeated_parameters_of(node: Node) -> Parameters | None:
     repeats = [producer(node, index)[0] for index in (1, 2)]
     if any(type(repeat).__name__ != "RepeatBackward0" for repeat in repeats):
         return None
-    weight, bias = (leaf_of(producer(repeat, 0)[0]) for repeat in repeats)
+    weight, bias = (autograd_leaf_of(producer(repeat, 0)[0]) for repeat in repeats)
     repeated = saved_tensor(node, "weight")
     if weight is None or bias is None or repeated is None or repeated._version != 0:
         return None

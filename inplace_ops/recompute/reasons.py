@@ -31,7 +31,7 @@ DIFFERENT = "came out different at its first use"
 
 def output_of(node: Node) -> str:
     """Of the output of an operation without a rule."""
-    if node is None or nodes.leaf_of(node) is not None:
+    if node is None or nodes.autograd_leaf_of(node) is not None:
         return "a parameter"
     name = nodes.operation_name(node)
     if name.startswith(_EXPENSIVE):
@@ -55,7 +55,7 @@ def unsaved_input(node: Node, before: Node, index: int = 0) -> str:
     before, _ = base_of(before, index)
     if before is None:
         return f"{name} does not save an input without a gradient"
-    if nodes.leaf_of(before) is not None:
+    if nodes.autograd_leaf_of(before) is not None:
         return f"{name} reads a parameter: no rule"
     return f"{name} does not save its input from {nodes.operation_name(before)}"
 
@@ -78,7 +78,7 @@ def unproved_input(node: Node) -> str:
 
 
 def _is_an_operation(node: Node) -> bool:
-    return node is not None and nodes.leaf_of(node) is None
+    return node is not None and nodes.autograd_leaf_of(node) is None
 
 
 def hidden_input(node: Node) -> str:
