@@ -281,7 +281,7 @@ def rows_of(name: str, only: Case | None = None) -> Rows:
         if not error:
             try:
                 outcome = trained(seeded_model(entry), inputs, case)
-                columns, remaining = columns_of(outcome), remaining_of(outcome.report)
+                columns, remaining = column_affine_of(outcome), remaining_of(outcome.report)
             except Exception as failure:
                 columns["result"] = one_line(failure)
         row = {"model": name, **case._asdict(), "input": shape, **columns, **machine("cpu")}
@@ -304,7 +304,7 @@ SAME = "same gradients"
 MORE_MEMORY = "the first step needs more memory"
 
 
-def columns_of(outcome: Outcome) -> dict[str, str]:
+def column_affine_of(outcome: Outcome) -> dict[str, str]:
     """What a row says of an outcome. The ratio is without autocast's copies of parameters."""
     report = outcome.report
     before, after = report.saved_bytes_before, report.saved_bytes_after

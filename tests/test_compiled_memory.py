@@ -56,7 +56,7 @@ class Block(nn.Module):
         return self.reader(y if self.is_used else h).mean((2, 3))
 
 
-def kept(
+def saved_per_element(
     backend: str,
     device: torch.device,
     norm: str,
@@ -108,9 +108,9 @@ def test_keeps_no_more_than_pytorchs(
     if norm == "group_norm" or budget < 1:
         ways = {"module": ways["module"]}
     with torch._functorch.config.patch(activation_memory_budget=budget):
-        least = min(kept(backend, device, norm, call) for call in pytorchs(activation))
+        least = min(saved_per_element(backend, device, norm, call) for call in pytorchs(activation))
         for way, (call, is_used) in ways.items():
-            assert kept(backend, device, norm, call, is_used) <= least, way
+            assert saved_per_element(backend, device, norm, call, is_used) <= least, way
 
 
 @exhaustive
@@ -120,10 +120,10 @@ def test_keeps_no_more_than_pytorchs_under_inductor(
     name: str, norm: str, device: torch.device
 ) -> None:
     activation = next(a for a in ACTIVATIONS if a.ops.name == name)
-    least = min(kept("inductor", device, norm, call) for call in pytorchs(activation))
+    least = min(saved_per_element("inductor", device, norm, call) for call in pytorchs(activation))
     ways = ours(activation)
     for way in ("module", "function, discarded"):
-        assert kept("inductor", device, norm, *ways[way]) <= least, way
+        assert saved_per_element("inductor", device, norm, *ways[way]) <= least, way
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_after_a_convolution_little_is_kept(
     bits = activation.default_bits(activation.save_modes[0], torch.float32)
     call, _ = ours(activation)["module"]
     expected = 4 if activation.torch_saves == "output" else 4 + bits / 8
-    assert kept(backend, device, "no_norm", call) == expected
+    assert saved_per_element(backend, device, "no_norm", call) == expected
 
 
 @pytest.mark.parametrize("activation", quick(ACTIVATIONS, SOME, release), ids=lambda a: a.ops.name)
@@ -153,5 +153,7 @@ def test_without_a_reader_that_keeps_the_output(
     save = "mask" if activation.is_piecewise_linear else "derivative"
     call = getattr(inplace_ops, activation.name)(**activation.variant, save=save)
     for norm in ("batch_norm", "no_norm"):
-        least = min(kept(backend, device, norm, c, reader="mean") for c in pytorchs(activation))
-        assert kept(backend, device, norm, call, reader="mean") <= least, norm
+        least = min(
+            saved_per_element(backend, device, norm, c, reader="mean") for c in pytorchs(activation)
+        )
+        assert saved_per_element(backend, device, norm, call, reader="mean") <= least, norm

@@ -102,7 +102,7 @@ def test_an_error_inside_of_the_engine(
     """At each node in turn: a Ctrl-C arrives, all else leaves tensors saved."""
     model = blocks()
     twin, x = converted_twin(model), images()
-    see = engine.Engine._see
+    see = engine.Engine._visit
     seen, failing_at = 0, -1
 
     def failing(self: engine.Engine, *args: Any) -> None:
@@ -112,7 +112,7 @@ def test_an_error_inside_of_the_engine(
             raise error
         see(self, *args)
 
-    monkeypatch.setattr(engine.Engine, "_see", failing)
+    monkeypatch.setattr(engine.Engine, "_visit", failing)
     for number in range(1, 8):  # so many nodes are in the table
         seen, failing_at = 0, number
         if error is KeyboardInterrupt:
@@ -360,9 +360,9 @@ def test_a_node_creation_hook_that_stays_open(monkeypatch: pytest.MonkeyPatch) -
     twin, x = converted_twin(model), images()
     twin(x)
     seen: list[str] = []
-    see = engine.Engine.see
+    visit = engine.Engine.visit
     monkeypatch.setattr(
-        engine.Engine, "see", lambda self, node: (seen.append(node.name()), see(self, node))
+        engine.Engine, "visit", lambda self, node: (seen.append(node.name()), visit(self, node))
     )
     try:
         assert_same_steps(model, twin, x)

@@ -393,7 +393,7 @@ def test_only_the_shape_is_saved(
     strides = []
     for m in (model, twin):
         y = m.other(m.first(x))
-        with engine.engine_running(engine.Settings()) if m is twin else torch.enable_grad():
+        with engine.run_engine(engine.Settings()) if m is twin else torch.enable_grad():
             pooled = POOLS[pool](y)
         (gradient,) = torch.autograd.grad(pooled.sum(), y)
         strides.append(gradient.stride())

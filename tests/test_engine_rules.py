@@ -1305,7 +1305,7 @@ def test_freed_memory_is_never_read_in_forward() -> None:
 
 def test_a_cast_across_devices_is_not_recomputed() -> None:
     x = torch.randn(4, 4, requires_grad=True)
-    with engine.engine_running(engine.Settings()) as running:
+    with engine.run_engine(engine.Settings()) as running:
         y = F.silu(x * 1)
         running.walk(y)
         running.note(y)
@@ -1358,10 +1358,10 @@ def test_memory_formats_and_strides_of_gradients(
     for m in (model, twin):
         seen: list[tuple[int, ...]] = []
 
-        def see(_: Any, inputs: Any, outputs: Any, seen: list[Any] = seen) -> None:
+        def visit(_: Any, inputs: Any, outputs: Any, seen: list[Any] = seen) -> None:
             seen.append(tuple(g.stride() for g in (*inputs, *outputs) if g is not None))
 
-        handles = [module.register_full_backward_hook(see) for module in (m.first, m.conv)]
+        handles = [module.register_full_backward_hook(visit) for module in (m.first, m.conv)]
         m(x.clone().requires_grad_()).square().sum().backward()
         strides.append(seen)
         for handle in handles:
@@ -1391,7 +1391,7 @@ def test_an_error_of_the_engine_leaves_tensors_saved(monkeypatch: pytest.MonkeyP
 
     model, x = Program(lambda m, z: m.conv(m.silu(z)) + m.linear(z).mean()), images()
     twin = converted_twin(model)
-    monkeypatch.setattr(engine.Engine, "_see", fail)
+    monkeypatch.setattr(engine.Engine, "_visit", fail)
     with pytest.warns(UserWarning, match="LookupError: of the engine"):
         assert replaced(twin(x)) == []
     assert_same_steps(model, twin, x)  # with no second warning
@@ -1405,7 +1405,7 @@ def test_a_warning_that_is_an_error_does_not_reach_the_model(
 
     model, x = Program(lambda m, z: m.conv(m.silu(z))), images()
     twin = converted_twin(model)
-    monkeypatch.setattr(engine.Engine, "_see", fail)
+    monkeypatch.setattr(engine.Engine, "_visit", fail)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_same_steps(model, twin, x)

@@ -234,12 +234,12 @@ def test_the_hidden_layer_of_a_transformers_block(approximate: str, device: torc
     second = nn.Linear(hidden, 64).to(device, torch.bfloat16)
     x = torch.randn(tokens, 64, dtype=torch.bfloat16, device=device)
 
-    def kept(activation: nn.Module) -> float:
+    def saved_per_element(activation: nn.Module) -> float:
         return saved_bytes(lambda x: second(activation(first(x))), x) / (hidden * tokens)
 
-    assert kept(nn.GELU(approximate)) == 4
-    assert kept(inplace_ops.GELU(approximate)) == 2.625
-    assert kept(inplace_ops.GELU(approximate, bits=1)) == 2.125
+    assert saved_per_element(nn.GELU(approximate)) == 4
+    assert saved_per_element(inplace_ops.GELU(approximate)) == 2.625
+    assert saved_per_element(inplace_ops.GELU(approximate, bits=1)) == 2.125
 
 
 class Scale(nn.Module):

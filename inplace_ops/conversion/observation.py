@@ -26,7 +26,7 @@ NO_PRODUCER = "(no grad_fn)"
 _numbers = itertools.count()
 
 
-class _OfNode:
+class _NodeNotes:
     """What is noted of a node, in its metadata, by one observation.
 
     Attributes:
@@ -86,10 +86,10 @@ class Observation(Observer):
         engine = running_engine()
         return engine is not None and engine.observer is self
 
-    def made(self, node: Node) -> None:
-        node.metadata.setdefault(self._key, _OfNode(self._path[-1]))
+    def created(self, node: Node) -> None:
+        node.metadata.setdefault(self._key, _NodeNotes(self._path[-1]))
 
-    def _of(self, node: Node) -> _OfNode | None:
+    def _of(self, node: Node) -> _NodeNotes | None:
         """Return what is noted of a node that this pass has made; None of others and leaves."""
         return None if nodes.autograd_leaf_of(node) is not None else node.metadata.get(self._key)
 
@@ -98,32 +98,32 @@ class Observation(Observer):
         return packed
 
     def fused(self, producer: Node, node: Node, saved: Tensor) -> None:
-        self.made(node)  # where the engine walks over nodes, it sees this one later
+        self.created(node)  # where the engine walks over nodes, it sees this one later
         self._add(producer, 0, node, saved, Recomputed.how)
 
     def _add(self, producer: Node, index: int, node: Node, saved: Tensor, how: str) -> None:
         """List the memory of an operation's output once."""
         base, index = base_of(producer, index)
-        of_base = None if base is None else self._of(base)
+        base_notes = None if base is None else self._of(base)
         consumer = self._of(node)
         is_indices = base is None and not saved.is_floating_point()
-        if consumer is None or (of_base is None and not is_indices):
+        if consumer is None or (base_notes is None and not is_indices):
             return  # an argument of the model, or a parameter
-        row = None if of_base is None else of_base.listed.get(index)
+        row = None if base_notes is None else base_notes.listed.get(index)
         if row is None:
             row = len(self._found)
             name = NO_PRODUCER if base is None else nodes.operation_name(base)
             size = saved.untyped_storage().nbytes()
             path = self._path[-1]
             self._found.append(Replaced(name, nodes.operation_name(node), path, size, how))
-            if of_base is not None:
-                of_base.listed[index] = row
+            if base_notes is not None:
+                base_notes.listed[index] = row
         consumer.rows.append(row)
 
-    def kept(self, node: Node, field: str, reason: str) -> None:
-        of_node = self._of(node)
-        if of_node is not None:
-            of_node.reasons[field] = reason
+    def unchanged(self, node: Node, field: str, reason: str) -> None:
+        node_notes = self._of(node)
+        if node_notes is not None:
+            node_notes.reasons[field] = reason
 
     def fill(self, report: Report, output: Any, inputs: Any) -> None:
         """Fill in a report, when forward has returned, if the graph of the pass is there to see."""
@@ -149,9 +149,9 @@ class Observation(Observer):
                     added += storage.nbytes()
                     continue
                 base, index = base_of(saved.grad_fn, saved.output_nr)
-                of_base = None if base is None else self._of(base)
-                if of_base is not None:  # replaced for another operation, and saved nevertheless
-                    rows.discard(of_base.listed.get(index, -1))
+                base_notes = None if base is None else self._of(base)
+                if base_notes is not None:  # replaced for another operation, and saved nevertheless
+                    rows.discard(base_notes.listed.get(index, -1))
                 remaining.append(self._remaining(node, field, saved, base))
         for node in graph:
             for packed in nodes.packed_values(node):
@@ -167,14 +167,14 @@ class Observation(Observer):
         report.saved_bytes_after = saved_bytes + added
 
     def _remaining(self, node: Node, field: str, saved: Tensor, base: Node | None) -> Remaining:
-        of_node = self._of(node)
-        assert of_node is not None
+        node_notes = self._of(node)
+        assert node_notes is not None
         return Remaining(
             NO_PRODUCER if base is None else nodes.operation_name(base),
             nodes.operation_name(node),
-            of_node.module,
+            node_notes.module,
             saved.untyped_storage().nbytes(),
-            _reason(of_node, node, field, saved, base),
+            _reason(node_notes, node, field, saved, base),
         )
 
     def _graph_of(self, output: Any) -> list[Node]:
@@ -189,14 +189,16 @@ class Observation(Observer):
         return sorted(found, key=found.__getitem__)
 
 
-def _reason(of_node: _OfNode, node: Node, field: str, saved: Tensor, base: Node | None) -> str:
+def _reason(
+    node_notes: _NodeNotes, node: Node, field: str, saved: Tensor, base: Node | None
+) -> str:
     """Return why a tensor is saved: what the engine said, or what kept it from looking."""
     if base is None:
         return reasons.NO_GRADIENT
     if nodes.is_cast_of_autograd_leaf(base):
         return reasons.PARAMETER_COPY
-    if field in of_node.reasons:
-        return of_node.reasons[field]
+    if field in node_notes.reasons:
+        return node_notes.reasons[field]
     return reasons.SMALL if saved.nbytes < MIN_BYTES else reasons.saved_by(node)
 
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from ..recompute import engine as engine_module
 from ..recompute import norms
-from ..recompute.engine import Settings, engine_running, running_engine
+from ..recompute.engine import Settings, run_engine, running_engine
 from ..recompute.fused import activation_forward
 from ..recompute.nodes import saved_tensor_hooks_are_active
 from ..supported import activation_of
@@ -57,7 +57,7 @@ class Conversion:
     ) -> Any:
         """Run the model's forward with the engine on."""
         observation = self._observation_of(model)
-        with engine_running(self.settings, observation) as engine:
+        with run_engine(self.settings, observation) as engine:
             if engine is None:
                 return forward(*args, **kwargs)
             engine.stop_at((args, kwargs))

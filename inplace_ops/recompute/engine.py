@@ -90,19 +90,19 @@ from .specs import Affine, Call, Downcast, DowncastMemory, Leaf, Recomputed, Spe
 from .versions import (
     COPY_LIMIT,
     Record,
+    attach_record,
     cloned_input,
-    keep_record,
     record_of,
     record_output,
     take_note,
-    was_seen,
+    was_visited,
 )
 
 _T = TypeVar("_T")
 Reason = str | Callable[..., str]
 
 # Errors at reading what a node has saved. If the operation's backward comes, it says so itself.
-_SAID_LATER = (
+_RAISED_BY_BACKWARD = (
     *("modified by an inplace operation", "second time"),
     "Creating a new autograd node from inside a node creation hook",  # of a view, written to
     "is a view and its base or another view of its base has been modified inplace",
@@ -115,18 +115,35 @@ _CAST = OPERATIONS["ToCopyBackward0"]
 _MAX_SPEC_KEYS = 2**16
 
 
+class SpecKey(NamedTuple):
+    """What tells one spec from all others of a model: see NOTE [First use].
+
+    Attributes:
+        ordinal: Which of the nodes with a rule it is, counted in the forward pass.
+        kinds: The types of the nodes, the field, and the spec's cost.
+        shape: That of the saved tensor; so are the others.
+    """
+
+    ordinal: int
+    kinds: tuple[Any, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    device: torch.device
+
+
 class Settings:
     """What the calls of a converted model share.
 
     Attributes:
         max_ops: The most operations that a spec may take.
-        places: Whether the spec at a place came out right at its first use.
+        verified: Whether the spec with a key came out right at its first use.
         observer: Told what is replaced and what is not, for a report; None mostly.
     """
 
     def __init__(self, max_ops: int = MAX_OPS) -> None:
         self.max_ops = max_ops
-        self.verified: dict[tuple[Any, ...], bool] = {}
+        self.verified: dict[SpecKey, bool] = {}
         self.has_warned = False
 
     def warn(self, text: str) -> None:
@@ -140,7 +157,7 @@ class Settings:
 class Observer:
     """Is told what the engine does: the base of what fills a report in."""
 
-    def made(self, node: Node) -> None:
+    def created(self, node: Node) -> None:
         """A node was made."""
 
     def replaced(self, node: Node, field: str, saved: Tensor, packed: Packed) -> Packed:
@@ -150,7 +167,7 @@ class Observer:
     def fused(self, producer: Node, node: Node, saved: Tensor) -> None:
         """An activation was fused with a norm; PyTorch's would have saved a tensor like `saved`."""
 
-    def kept(self, node: Node, field: str, reason: str) -> None:
+    def unchanged(self, node: Node, field: str, reason: str) -> None:
         """A saved tensor was looked at and left."""
 
 
@@ -170,13 +187,13 @@ def running_engine() -> Engine | None:
 
 
 @contextmanager
-def engine_running(settings: Settings, observer: Observer | None = None) -> Iterator[Engine | None]:
+def run_engine(settings: Settings, observer: Observer | None = None) -> Iterator[Engine | None]:
     """Run the engine in this thread; yields None, and does nothing, where one runs already."""
     if _running.engine is not None or nodes.is_transformed():
         yield None
         return
     engine = Engine(settings, observer)
-    source = nodes.creation_hook(_see) if USE_CREATION_HOOK else nullcontext()
+    source = nodes.creation_hook(_visit) if USE_CREATION_HOOK else nullcontext()
     try:
         _running.engine = engine
         with source:
@@ -188,11 +205,11 @@ def engine_running(settings: Settings, observer: Observer | None = None) -> Iter
 USE_CREATION_HOOK = nodes.creation_hook is not None
 
 
-def _see(node: Node) -> None:
+def _visit(node: Node) -> None:
     """The node creation hook."""
     engine = _running.engine
     if engine is not None and engine.is_new(node):
-        engine.see(node)
+        engine.visit(node)
 
 
 def _contained(method: Callable[..., None]) -> Callable[..., None]:
@@ -208,7 +225,7 @@ def _contained(method: Callable[..., None]) -> Callable[..., None]:
     return contained
 
 
-class _Entered(NamedTuple):
+class _ParameterVersion(NamedTuple):
     """A norm's weight or bias when its module's call began.
 
     Attributes:
@@ -231,8 +248,8 @@ class Engine:
         self._last: int | None = None  # the sequence number of the last node
         self._ordinal = 0
         self._stream: Any = None  # of the node that is looked at
-        self._obstacle: tuple[Any, ...] = ("",)  # why there is no spec: a reason, its arguments
-        self._entered: dict[int, _Entered] = {}
+        self._reason: tuple[Any, ...] = ("",)  # why there is no spec: a reason, its arguments
+        self._parameter_versions: dict[int, _ParameterVersion] = {}
         self._copying: list[weakref.ref[Record]] = []  # what has copies, or may get them
         self._downcasts: list[weakref.ref[DowncastMemory]] = []
         # Of the walk over nodes: where it stops.
@@ -250,11 +267,11 @@ class Engine:
         self._last = number
         return is_new
 
-    def see(self, node: Node) -> None:
+    def visit(self, node: Node) -> None:
         """Look at a node that has just been made. Keeps no reference to it."""
         try:
             if self.observer is not None:
-                self.observer.made(node)
+                self.observer.created(node)
             operation = OPERATION_OF[type(node)]
             if operation is None or nodes.is_transformed():
                 return
@@ -263,7 +280,7 @@ class Engine:
             ):  # autocast's, of a parameter
                 return
             with nodes.no_graph():  # a node creation hook must make no node
-                self._see(node, operation)
+                self._visit(node, operation)
         except Exception as error:
             self.warn_of(error, node)
 
@@ -276,7 +293,7 @@ class Engine:
     def _walk(self, value: Any) -> None:
         tensors = [value] if isinstance(value, Tensor) else tree_leaves(value)
         pending = [t.grad_fn for t in tensors if isinstance(t, Tensor)]
-        if len(pending) == 1 and (pending[0] is None or was_seen(pending[0])):
+        if len(pending) == 1 and (pending[0] is None or was_visited(pending[0])):
             return  # mostly the output of a module inside
         end = nodes.next_sequence_number()
         found: dict[Node, float] = {}
@@ -285,7 +302,7 @@ class Engine:
             number = None if node is None else nodes.sequence_number(node)
             if number is None or not self._first <= number < end:
                 continue
-            if node in found or node in self._inputs or was_seen(node):
+            if node in found or node in self._inputs or was_visited(node):
                 continue
             found[node] = number
             pending += [before for before, _ in nodes.producers(node)]
@@ -293,8 +310,8 @@ class Engine:
             if clone is not None:  # which no edge leads to
                 found[clone.grad_fn] = number - 0.5
         for node in sorted(found, key=found.__getitem__):
-            keep_record(node, None)
-            self.see(node)
+            attach_record(node, None)
+            self.visit(node)
 
     @_contained
     def stop_at(self, inputs: Any) -> None:
@@ -306,10 +323,10 @@ class Engine:
     @_contained
     def finish(self) -> None:
         """Free what no spec has come to need, when the model's forward has returned."""
-        for record in _living(self._copying):
-            record.drop_copies()
+        for record in _alive(self._copying):
+            record.free_copies()
         with nodes.no_graph():
-            for memory in _living(self._downcasts):
+            for memory in _alive(self._downcasts):
                 memory.settle()
 
     @_contained
@@ -324,7 +341,9 @@ class Engine:
         number = nodes.next_sequence_number()
         for parameter in norms.registered_parameters(module):
             if parameter is not None and not parameter.is_inference():
-                self._entered[id(parameter)] = _Entered(parameter, parameter._version, number)
+                self._parameter_versions[id(parameter)] = _ParameterVersion(
+                    parameter, parameter._version, number
+                )
 
     @_contained
     def note_output(self, module: nn.Module, output: Any, comes_first: bool) -> None:
@@ -344,30 +363,30 @@ class Engine:
             if record is None:
                 return
             if not record.is_known and norms.kind_of(node) is not None:
-                self._learn_from(module, node, record, output, comes_first)
+                self._record_norm_module(module, node, record, output, comes_first)
             if type(output) is Tensor:
                 record.take_note(output)
 
-    def _learn_from(
+    def _record_norm_module(
         self, module: nn.Module, node: Node, record: Record, output: Tensor, comes_first: bool
     ) -> None:
         if not comes_first or not norms.runs_pytorchs_forward(module):
             if record.eps is None:
-                record.eps = norms.eps_that_gives(output, node, record.parameters, module)
+                record.eps = norms.eps_confirmed_by_output(output, node, record.parameters, module)
             return
         record.eps = norms.eps_of(module)
         if record.parameters is None and not record.is_known:
             known = norms.parameters_of_module(node, module)
-            if known is not None and self._are_as_they_were(known, node):
-                learn_parameters(node, record, known)
+            if known is not None and self._are_unmodified(known, node):
+                record_parameters(node, record, known)
 
-    def _are_as_they_were(self, parameters: Iterable[Tensor | None], node: Node) -> bool:
+    def _are_unmodified(self, parameters: Iterable[Tensor | None], node: Node) -> bool:
         """Whether nobody has written to a norm's parameters since before its operation ran."""
         number = nodes.sequence_number(node)
         for parameter in parameters:
             if parameter is None:
                 continue
-            entered = self._entered.get(id(parameter))
+            entered = self._parameter_versions.get(id(parameter))
             if entered is None or number is None or number < entered.number:
                 return False
             if parameter.is_inference() or parameter._version != entered.version:
@@ -376,7 +395,9 @@ class Engine:
 
     def warn_of(self, error: Exception, node: Node = None) -> None:
         """Warn of an error inside of the engine, at a node."""
-        if isinstance(error, RuntimeError) and any(text in str(error) for text in _SAID_LATER):
+        if isinstance(error, RuntimeError) and any(
+            text in str(error) for text in _RAISED_BY_BACKWARD
+        ):
             return
         where = "" if node is None else f" of {nodes.operation_name(node)}"
         self.settings.warn(
@@ -384,7 +405,7 @@ class Engine:
             f"failed: {type(error).__name__}: {error}"
         )
 
-    def _see(self, node: Node, operation: Operation) -> None:
+    def _visit(self, node: Node, operation: Operation) -> None:
         self._ordinal += 1
         self._stream = nodes.stream_of(node)
         record = None
@@ -392,7 +413,7 @@ class Engine:
             record = self._record(node, operation)
             if record is not None:
                 record.stream = self._stream
-                keep_record(node, record)
+                attach_record(node, record)
                 if record.copies or operation.output == "norm":
                     self._copying.append(weakref.ref(record))
         for field in operation.reads:
@@ -413,7 +434,7 @@ class Engine:
             for producer, index in nodes.producers(node):
                 self._pack_mask(*base_of(producer, index))
         if self.observer is not None:
-            self._obstacle = ("",)  # it may refer to nodes
+            self._reason = ("",)  # it may refer to nodes
 
     def _record(self, node: Node, operation: Operation) -> Record | None:
         output = operation.output
@@ -427,9 +448,9 @@ class Engine:
                 known = norms.parameters_of(node)
                 # A node that is seen late does not tell whether its bias was written to since,
                 # unless it saves that bias.
-                is_sure = USE_CREATION_HOOK or norms.tells_bias(node)
-                if known is not None and (is_sure or self._are_as_they_were((known.bias,), node)):
-                    learn_parameters(node, record, known)
+                is_sure = USE_CREATION_HOOK or norms.node_determines_bias(node)
+                if known is not None and (is_sure or self._are_unmodified((known.bias,), node)):
+                    record_parameters(node, record, known)
             return record
         assert isinstance(output, Output)
         record = record_output(node, output, operation.result)
@@ -451,23 +472,23 @@ class Engine:
         base, _ = base_of(producer, index)
         record = base and record_of(base)
         if not record:
-            return self._keep(node, field, reasons.output_of, base)
+            return self._leave(node, field, reasons.output_of, base)
         if not nodes.is_plain(saved):
-            return self._keep(node, field, reasons.NOT_PLAIN)
+            return self._leave(node, field, reasons.NOT_PLAIN)
         if record.stream is not self._stream:
-            return self._keep(node, field, reasons.OTHER_STREAM)
+            return self._leave(node, field, reasons.OTHER_STREAM)
         if not saved._is_view() and nodes.saves_itself(node, field):
             record.take_note(saved)
         version = saved._version
         if version != 0 and version != record.version:
-            return self._keep(node, field, reasons.WRITTEN_TO)
-        self._meet(reasons.output_of, base)
+            return self._leave(node, field, reasons.WRITTEN_TO)
+        self._set_reason(reasons.output_of, base)
         spec = self._output_spec(producer, index)
         if spec is None or spec.cost > self.settings.max_ops:
             spec = self._cast_back(base, record, saved) or spec
         if spec is None:
             record.is_saved = True
-            return self._keep(node, field, *self._obstacle)
+            return self._leave(node, field, *self._reason)
         if not self._replace(node, field, saved, spec, base):
             record.is_saved = True
 
@@ -476,53 +497,53 @@ class Engine:
         saved = self._rewritable(node, operation.result)
         if saved is None:
             return
-        self._meet(reasons.output_of, node)
+        self._set_reason(reasons.output_of, node)
         spec = self._computed(node, 0, operation, record)
         if spec is None:
-            return self._keep(node, operation.result, *self._obstacle)
+            return self._leave(node, operation.result, *self._reason)
         self._replace(node, operation.result, saved, spec, node)
 
     def _replace(self, node: Node, field: str, saved: Tensor, spec: Spec, base: Node) -> bool:
         if spec.cost > self.settings.max_ops:
-            self._keep(node, field, reasons.too_many, self.settings.max_ops)
+            self._leave(node, field, reasons.too_many, self.settings.max_ops)
             return False
         if spec.cost == 0 and any(_share_memory(leaf.tensor, saved) for leaf in spec.leaves()):
-            self._keep(node, field, reasons.SAVED_ANYWAY)
+            self._leave(node, field, reasons.SAVED_ANYWAY)
             return False
         size = saved.nbytes
         if spec.copied_bytes >= size:
-            self._keep(node, field, reasons.AS_LARGE)
+            self._leave(node, field, reasons.AS_LARGE)
             return False
         if spec.leaf_bytes > _LEAF_FACTOR * size:
-            self._keep(node, field, reasons.MUCH_LARGER)
+            self._leave(node, field, reasons.MUCH_LARGER)
             return False
         value = Recomputed(spec, saved, nodes.operation_name(base), nodes.operation_name(node))
         if not self.is_right(lambda: value, saved, type(node), field, type(base), spec.cost):
-            self._keep(node, field, reasons.DIFFERENT)
+            self._leave(node, field, reasons.DIFFERENT)
             return False
         self._pack(node, field, saved, value)
         return True
 
     def is_right(self, make: Callable[[], Recomputed], saved: Tensor, *kinds: Any) -> bool:
-        """Whether a spec came out right at the first use of its place: see NOTE [First use].
+        """Whether a spec came out right at the first use of its key: see NOTE [First use].
 
         Args:
             make: Returns the spec, if it is needed.
-            saved: What it is to replace.
-            *kinds: What tells its place from others at the same ordinal.
+            saved: The tensor that it replaces.
+            *kinds: What tells the spec from others at the same ordinal.
         """
-        place = (self._ordinal, kinds, saved.shape, saved.dtype, saved.stride(), saved.device)
-        places = self.settings.verified
-        known = places.get(place)
+        key = SpecKey(self._ordinal, kinds, saved.shape, saved.dtype, saved.stride(), saved.device)
+        verified = self.settings.verified
+        known = verified.get(key)
         if known is None:
             if saved.is_cuda and torch.cuda.is_current_stream_capturing():
                 return False
             value = make()
             difference = value.difference(saved)
             known = difference is None
-            if len(places) >= _MAX_SPEC_KEYS:
-                places.clear()
-            places[place] = known
+            if len(verified) >= _MAX_SPEC_KEYS:
+                verified.clear()
+            verified[key] = known
             if not known:
                 self.settings.warn(
                     f"inplace_ops: the output of {value.name} differs from what its inputs tell "
@@ -563,15 +584,15 @@ class Engine:
         if saved is not None and _ops.has_kernel(saved):
             self._pack(node, field, saved, Mask(saved, operation.mask))
 
-    def _meet(self, reason: Callable[..., str], *args: Any) -> None:
+    def _set_reason(self, reason: Callable[..., str], *args: Any) -> None:
         """Remember what stands in the way of a spec, for a report."""
         if self.observer is not None:
-            self._obstacle = reason, *args
+            self._reason = reason, *args
 
-    def _keep(self, node: Node, field: str, reason: Reason, *args: Any) -> None:
+    def _leave(self, node: Node, field: str, reason: Reason, *args: Any) -> None:
         if self.observer is not None:
             text = reason if isinstance(reason, str) else reason(*args)
-            self.observer.kept(node, field, text)
+            self.observer.unchanged(node, field, text)
 
     def _output_spec(self, node: Node, index: int) -> Spec | None:
         """Return how an operation's output is computed; None if that is not known."""
@@ -605,7 +626,7 @@ class Engine:
     ) -> Spec | None:
         output = operation.output
         if not record.inputs_proved or index != 0:
-            self._meet(reasons.unproved_input, node)
+            self._set_reason(reasons.unproved_input, node)
             return None
         if output == "norm":
             return self._norm(node, record)
@@ -621,7 +642,7 @@ class Engine:
             if spec is None:
                 return None
             if spec.cost > self.settings.max_ops:
-                self._meet(reasons.too_many, self.settings.max_ops)
+                self._set_reason(reasons.too_many, self.settings.max_ops)
                 return None
             inputs.append(spec)
         return call_of(
@@ -635,7 +656,7 @@ class Engine:
 
     def _input(self, node: Node, position: int, field: str | None, record: Record) -> Spec | None:
         """Return how an input of an operation is computed."""
-        self._meet(reasons.hidden_input, node)
+        self._set_reason(reasons.hidden_input, node)
         if field is not None:
             packed = nodes.packed(node, field)
             if packed is not None:
@@ -650,7 +671,7 @@ class Engine:
                 usable = _is_activation(saved) and nodes.is_plain(saved)
                 return Leaf(saved) if usable and nodes.has_storage(saved) else None
         producer, index = nodes.producer(node, position)
-        self._meet(reasons.unsaved_input, node, producer, index)
+        self._set_reason(reasons.unsaved_input, node, producer, index)
         return None if producer is None else self._output_spec(producer, index)
 
     def _norm(self, node: Node, record: Record) -> Spec | None:
@@ -661,7 +682,7 @@ class Engine:
         affine = affine_of(node, record)
         if affine is not None:
             return Affine(x, affine, nodes.output_dtype(node, 0))
-        self._meet(reasons.unknown_parameters, node)
+        self._set_reason(reasons.unknown_parameters, node)
         if record.parameters is None:
             return None
         rerun = norms.rerun_of(node, record.parameters, record.eps)
@@ -688,11 +709,11 @@ class Engine:
         return Downcast(memory, saved)
 
 
-def _living(references: Iterable[weakref.ref[_T]]) -> Iterator[_T]:
+def _alive(references: Iterable[weakref.ref[_T]]) -> Iterator[_T]:
     return (value for reference in references if (value := reference()) is not None)
 
 
-def learn_parameters(node: Node, record: Record, known: norms.Parameters) -> None:
+def record_parameters(node: Node, record: Record, known: norms.Parameters) -> None:
     """Keep what a norm has read of its weight and bias: its affine, its columns, or copies.
 
     Of a batch norm the affine, which is as small. In eval mode it has to be computed at once: a
@@ -707,9 +728,9 @@ def learn_parameters(node: Node, record: Record, known: norms.Parameters) -> Non
         if norms.reads_running_statistics(node):
             return
     elif norms.normalizes_rows(node) and known.weight is not None and norms.can_compute(node):
-        columns = norms.columns_of(node, known)
+        columns = norms.column_affine_of(node, known)
         if columns.nbytes <= COPY_LIMIT:
-            record.columns = columns
+            record.column_affine = columns
             return
     record.parameters = known.copied(COPY_LIMIT)
 
@@ -718,8 +739,8 @@ def affine_of(node: Node, record: Record) -> norms.NormAffine | None:
     """Return the function of a norm, computed once; None if it is not known."""
     if record.affine is not None:
         return record.affine
-    if record.columns is not None:
-        record.affine = norms.NormAffine(record.columns, norms.row_statistics_of(node))
+    if record.column_affine is not None:
+        record.affine = norms.NormAffine(record.column_affine, norms.row_statistics_of(node))
     elif record.parameters is not None and norms.can_compute(node):
         record.affine = norms.affine_of(node, record.parameters)
     return record.affine

@@ -140,7 +140,7 @@ def source_of(norm: Norm) -> NormSource | None:
     try:
         x = input_of(norm) if can_compute(node) else None
         parameters = None if x is None else parameters_of(node)
-        if x is not None and parameters is None and not tells_bias(node):
+        if x is not None and parameters is None and not node_determines_bias(node):
             parameters = _repeated_parameters_of(node)
             if parameters is None and _has_no_parameters(node):
                 # Taken for affine=False. A frozen bias without a weight looks the same: documented.
@@ -177,7 +177,7 @@ def parameters_of(node: Node) -> Parameters | None:
     return Parameters(weight, bias) if _is_usable(weight) and _is_usable(bias) else None
 
 
-def tells_bias(node: Node) -> bool:
+def node_determines_bias(node: Node) -> bool:
     """Whether the node itself tells the bias: a layer norm saves it, and an RMS norm has none."""
     return _kind_of(node).bias_is != "hidden"
 
@@ -235,7 +235,7 @@ def eps_of(module: nn.Module) -> float | None:
     return eps if isinstance(eps, float) else None
 
 
-def eps_that_gives(
+def eps_confirmed_by_output(
     output: Tensor, node: Node, parameters: Parameters | None, module: nn.Module
 ) -> float | None:
     """Return a norm module's eps if its norm, run again with it, gives its output bit for bit.
@@ -258,7 +258,7 @@ def parameters_of_module(node: Node, module: nn.Module) -> Parameters | None:
 
     A parametrization may give the operation another bias than `module.bias`.
     """
-    if tells_bias(node):
+    if node_determines_bias(node):
         return parameters_of(node)
     parameters = module._parameters
     if not {"weight", "bias"} <= parameters.keys():
@@ -396,11 +396,11 @@ def _is_contiguous(node: Node) -> bool:
     return output_device(node, 0).type == "cuda" or saved_is_contiguous(node, "input")
 
 
-def _norm_of_rows(node: Node, parameters: Parameters) -> NormAffine:
-    return NormAffine(columns_of(node, parameters), row_statistics_of(node))
+def _row_norm(node: Node, parameters: Parameters) -> NormAffine:
+    return NormAffine(column_affine_of(node, parameters), row_statistics_of(node))
 
 
-def columns_of(node: Node, parameters: Parameters) -> Tensor:
+def column_affine_of(node: Node, parameters: Parameters) -> Tensor:
     """Return scale and shift of a norm of rows, where `can_compute`: copies of weight and bias."""
     weight, bias = parameters
     statistic = saved_tensor(node, "result1")
@@ -493,12 +493,10 @@ NORMS: Mapping[str, NormKind] = {
     "CudnnBatchNormBackward0": NormKind(_batch_norm, "hidden", _rerun_batch_norm),
     "NativeGroupNormBackward0": NormKind(_group_norm, "hidden", _rerun_group_norm),
     "NativeLayerNormBackward0": NormKind(
-        _norm_of_rows, "saved", _rerun_layer_norm, _statistics_of_layer_norm
+        _row_norm, "saved", _rerun_layer_norm, _statistics_of_layer_norm
     ),
     # Of a GPU: on a CPU it is several operations. It saves rstd in float32 at least.
-    "FusedRmsNormBackward0": NormKind(
-        _norm_of_rows, "absent", row_statistics=_statistics_of_rms_norm
-    ),
+    "FusedRmsNormBackward0": NormKind(_row_norm, "absent", row_statistics=_statistics_of_rms_norm),
 }
 
 _KIND_OF = ByType(NORMS)  # by the type of a node

@@ -63,7 +63,7 @@ class Record:
     __slots__ = (
         "__weakref__",
         "affine",
-        "columns",
+        "column_affine",
         "copies",
         "eps",
         "inputs_proved",
@@ -80,7 +80,7 @@ class Record:
         self.inputs_proved = True
         self.copies: dict[str, Tensor] = {}
         self.parameters: Parameters | None = None
-        self.columns: Tensor | None = None
+        self.column_affine: Tensor | None = None
         self.eps: float | None = None
         self.affine: NormAffine | None = None
         self.is_saved = False
@@ -91,16 +91,16 @@ class Record:
     @property
     def is_known(self) -> bool:
         """Whether a norm's affine follows from what is saved and what is kept here."""
-        return self.affine is not None or self.columns is not None
+        return self.affine is not None or self.column_affine is not None
 
     def take_note(self, tensor: Tensor) -> None:
         """Remember a tensor as the operation's output."""
         self.note = TensorWeakRef(tensor)
 
-    def drop_copies(self) -> None:
+    def free_copies(self) -> None:
         """Leave what was copied to the specs that have been made of it."""
         self.copies.clear()
-        self.parameters = self.columns = self.affine = None
+        self.parameters = self.column_affine = self.affine = None
 
 
 def record_of(node: Node) -> Record | None:
@@ -108,13 +108,13 @@ def record_of(node: Node) -> Record | None:
     return node.metadata.get(_KEY)
 
 
-def keep_record(node: Node, record: Record | None) -> None:
+def attach_record(node: Node, record: Record | None) -> None:
     """Put a record into a node's metadata, or that the node was seen and has none."""
     node.metadata[_KEY] = record
 
 
-def was_seen(node: Node) -> bool:
-    """Whether `keep_record` was called: Python's object of a node may die before the node does."""
+def was_visited(node: Node) -> bool:
+    """Whether `attach_record` was called: Python's object of a node may die before the node does."""
     return _KEY in node.metadata
 
 
