@@ -49,16 +49,16 @@ class Measured:
     """A tensor that is saved while `saved_bytes` counts: alive as long as the graph needs it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.held: Tensor | Packed = tensor
+        self.value: Tensor | Packed = tensor
 
     def tensors(self) -> Iterable[Tensor]:
         """Return the tensors that are kept alive."""
-        return self.held.tensors() if isinstance(self.held, Packed) else (self.held,)
+        return self.value.tensors() if isinstance(self.value, Packed) else (self.value,)
 
 
 def unpack_measured(saved: Measured) -> Tensor:
     """The unpack hook of `saved_bytes`; the recompute engine sees through it."""
-    return saved.held.unpack() if isinstance(saved.held, Packed) else saved.held
+    return saved.value.unpack() if isinstance(saved.value, Packed) else saved.value
 
 
 def saved_bytes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
@@ -76,21 +76,21 @@ def saved_bytes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     Returns:
         Bytes held by the graph of the result when `fn` has returned.
     """
-    storages, result = _held(fn, *args, **kwargs)
+    storages, result = _saved_storages(fn, *args, **kwargs)
     # A saved parameter arrives in pack as a plain tensor: known by its storage alone.
     not_counted: list[Tensor] = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
     not_counted += [obj for obj in gc.get_objects() if issubclass(type(obj), nn.Parameter)]
     if isinstance(fn, nn.Module):
         not_counted += [*fn.parameters(), *fn.buffers()]
     del result
-    return _sum_without(not_counted, storages)
+    return _bytes_excluding(not_counted, storages)
 
 
 def model_bytes(model: nn.Module, call: Callable[[], Any], inputs: Iterable[Tensor]) -> int:
     """As `saved_bytes` of a call of the model, whose parameters alone are known."""
-    storages, result = _held(call)
+    storages, result = _saved_storages(call)
     del result
-    return _sum_without([*model.parameters(), *model.buffers(), *inputs], storages)
+    return _bytes_excluding([*model.parameters(), *model.buffers(), *inputs], storages)
 
 
 def peak_bytes(fn: Callable[[], object]) -> int | None:
@@ -110,7 +110,9 @@ def peak_bytes(fn: Callable[[], object]) -> int | None:
     return peak
 
 
-def _held(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[dict[int, int], Any]:
+def _saved_storages(
+    fn: Callable[..., Any], *args: Any, **kwargs: Any
+) -> tuple[dict[int, int], Any]:
     """The sizes of the storages that the graph holds after a call, and the call's result."""
     handles: list[weakref.ref[Measured]] = []
 
@@ -130,12 +132,12 @@ def _held(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[dict[int, 
     return storages, result
 
 
-def _sum_without(not_counted: Iterable[Tensor], storages: Mapping[int, int]) -> int:
+def _bytes_excluding(not_counted: Iterable[Tensor], storages: Mapping[int, int]) -> int:
     known = {storage_id(s) for t in not_counted if not is_lazy(t) for s in _storages(t)}
     return sum(size for key, size in storages.items() if key not in known)
 
 
-def unwrapped(tensor: Tensor) -> Iterator[Tensor]:
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors that it is made of: of a DTensor this process's part, else itself."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
@@ -143,11 +145,11 @@ def unwrapped(tensor: Tensor) -> Iterator[Tensor]:
     for name in tensor.__tensor_flatten__()[0]:
         part = getattr(tensor, name)
         if isinstance(part, Tensor):
-            yield from unwrapped(part)
+            yield from plain_tensors(part)
 
 
 def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
-    return [storage for part in unwrapped(tensor) for storage in _storages_of_plain(part)]
+    return [storage for part in plain_tensors(tensor) for storage in _storages_of_plain(part)]
 
 
 def _storages_of_plain(tensor: Tensor) -> list[torch.UntypedStorage]:

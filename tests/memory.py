@@ -22,7 +22,7 @@ def largest_allocation() -> Iterator[list[int]]:
     found.append(peak)
 
 
-def held_allocation(call: Callable[[], object]) -> int:
+def saved_allocation(call: Callable[[], object]) -> int:
     """The bytes that the result of a call holds on the CPU, with all that backward needs."""
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         result = call()

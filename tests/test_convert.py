@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from memory import held_allocation, largest_allocation
+from memory import largest_allocation, saved_allocation
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from twins import (
@@ -88,7 +88,7 @@ def test_a_report_is_filled_in_by_the_first_step_with_gradients() -> None:
     assert report.saved_bytes_after is not None
     assert report.peak_bytes_before is report.peak_bytes_after is None
     original = network()
-    before, after = (held_allocation(lambda m=m: m(x)) for m in (original, model))
+    before, after = (saved_allocation(lambda m=m: m(x)) for m in (original, model))
     assert report.saved_bytes_before == pytest.approx(before, rel=0.03)
     assert report.saved_bytes_after == pytest.approx(after, rel=0.03)
     first = asdict(report)
@@ -103,7 +103,7 @@ def test_a_report_of_an_example() -> None:
     report = inplace_ops.convert(model, x)
     before, after = (inplace_ops.saved_bytes(m, x) for m in (original, model))
     assert (report.saved_bytes_before, report.saved_bytes_after) == (before, after)
-    held = [held_allocation(lambda m=m: m(x)) for m in (original, model)]
+    held = [saved_allocation(lambda m=m: m(x)) for m in (original, model)]
     output = 4 * 2 * 4 * 16 * 16
     assert before == pytest.approx(held[0] - output, rel=0.01)
     assert after == pytest.approx(held[1] - output, rel=0.01)
@@ -867,4 +867,4 @@ def test_saved_bytes_are_what_a_converted_model_holds() -> None:
     x = torch.randn(8, 16, 16, 16)
     inplace_ops.convert(model, max_ops=16)
     model(x)
-    assert saved_bytes(model, x) == pytest.approx(held_allocation(lambda: model(x)), abs=1024)
+    assert saved_bytes(model, x) == pytest.approx(saved_allocation(lambda: model(x)), abs=1024)

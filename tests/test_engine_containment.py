@@ -416,7 +416,7 @@ def test_foreign_graphs_in_an_attribute() -> None:
     class Holds(Program):
         def __init__(self) -> None:
             super().__init__(lambda m, z: m.conv(m.silu(z) + m.held))
-            self.held: Any = None
+            self.value: Any = None
 
     model = Holds()
     twin, x = converted_twin(model), images()

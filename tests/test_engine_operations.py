@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from memory import held_allocation
+from memory import saved_allocation
 from torch import Tensor, nn
 from twins import (
     SOURCES,
@@ -422,7 +422,7 @@ def test_indices_of_pooling_take_32_bits(keeper: str) -> None:
     assert stored.dtype is (torch.int32 if keeper == "nothing" else torch.int64)
     assert indices.unpack().dtype is torch.int64
     assert saved_bytes(twin, x) <= saved_bytes(model, x)
-    assert held_allocation(lambda: twin(x)) <= held_allocation(lambda: model(x))
+    assert saved_allocation(lambda: twin(x)) <= saved_allocation(lambda: model(x))
     assert_same_steps(model, twin, x, tolerance=0)
 
 
@@ -555,4 +555,4 @@ def test_a_cast_that_something_else_saves(saver: str) -> None:
     assert saved_bytes(twin, x) <= saved_bytes(model, x)
     for m in (model, twin):
         m.kept = None
-    assert held_allocation(lambda: twin(x)) <= held_allocation(lambda: model(x))
+    assert saved_allocation(lambda: twin(x)) <= saved_allocation(lambda: model(x))

@@ -201,7 +201,7 @@ def packed(node: Node, field: str) -> Packed | None:
         return None
     value = raw.data
     if isinstance(value, Measured):
-        value = value.held
+        value = value.value
     return value if isinstance(value, Packed) else None
 
 
@@ -226,7 +226,7 @@ def replace(node: Node, field: str, value: Packed) -> None:
     if raw.unpack_hook is None:
         raw.register_hooks(lambda _: value, _unpack)
     else:
-        raw.data.held = value
+        raw.data.value = value
 
 
 def _unpack(value: Packed) -> Tensor:
@@ -235,7 +235,7 @@ def _unpack(value: Packed) -> Tensor:
 
 def _is_readable(raw: Any) -> bool:
     hook = raw.unpack_hook
-    return hook is None or (hook is unpack_measured and isinstance(raw.data.held, Tensor))
+    return hook is None or (hook is unpack_measured and isinstance(raw.data.value, Tensor))
 
 
 def tensor_fields(node: Node) -> tuple[str, ...]:
