@@ -146,7 +146,7 @@ def main() -> None:
                     "activation": name,
                     "variant": variant,
                     "input": " x ".join(map(str, shape)),
-                    "tensors held": f"{held[variant]:.2f}",
+                    "tensors saved": f"{held[variant]:.2f}",
                     "ms a block": f"{quartiles(times[variant])[1] / LONG:.2f}",
                     "time over torch in place": f"{median:.2f}",
                     "quartiles": f"{first_quartile:.2f} to {third_quartile:.2f}",

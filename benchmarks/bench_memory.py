@@ -46,7 +46,7 @@ def main() -> None:
                     x = fresh(requires_grad)
                     peak, held = memory_of(lambda x=x, run=variant.run: run(x), device)
                     suffix = "with grad" if requires_grad else "no grad"
-                    row[f"MiB held, {suffix}"] = f"{held / MIB:.1f}"
+                    row[f"MiB after forward, {suffix}"] = f"{held / MIB:.1f}"
                     row[f"MiB peak, {suffix}"] = f"{peak / MIB:.1f}"
                     del x
                 saved = inplace_ops.saved_bytes(variant.run, fresh(requires_grad=True))

@@ -89,18 +89,18 @@ def memory_of(fn: Callable[[], Any], device: str) -> tuple[int, int]:
         torch.cuda.reset_peak_memory_stats()
         result = fn()
         torch.cuda.synchronize()
-        held = torch.cuda.memory_allocated() - before
+        allocated = torch.cuda.memory_allocated() - before
         peak = torch.cuda.max_memory_allocated() - before
     else:
         with torch.autograd.profiler.profile(profile_memory=True) as profile:
             result = fn()
         events = [e for e in profile.kineto_results.events() if e.name() == "[memory]"]
-        held = peak = 0
+        allocated = peak = 0
         for event in sorted(events, key=lambda e: e.start_ns()):
-            held += event.nbytes()
-            peak = max(peak, held)
+            allocated += event.nbytes()
+            peak = max(peak, allocated)
     del result
-    return peak, held
+    return peak, allocated
 
 
 class Clock:

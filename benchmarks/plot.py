@@ -75,7 +75,7 @@ def plot_memory(path: Path) -> None:
     rows = read_csv(path)
     labels = [f"{row['activation']}, {row['variant']}" for row in rows]
     figure, axis = plt.subplots(figsize=(9, 0.4 * len(rows) + 1), layout="constrained")
-    for shift, key in ((-0.2, "MiB held, no grad"), (0.2, "MiB held, with grad")):
+    for shift, key in ((-0.2, "MiB after forward, no grad"), (0.2, "MiB after forward, with grad")):
         places = [i + shift for i in range(len(rows))]
         bars = axis.barh(places, [float(row[key]) for row in rows], height=0.4, label=key)
         axis.bar_label(bars, fontsize=7, padding=2)
@@ -96,10 +96,10 @@ def plot_blocks(path: Path) -> None:
     for i, activation in enumerate(activations):
         of_activation = [row for row in rows if row["activation"] == activation]
         places = [j + height * (i - (len(activations) - 1) / 2) for j in range(len(variants))]
-        held = [float(row["tensors held"]) for row in of_activation]
+        held = [float(row["tensors saved"]) for row in of_activation]
         bars = axis.barh(places, held, height=0.9 * height, label=activation)
         times = [
-            f"{row['tensors held']}; {row['time over torch in place']} of the time"
+            f"{row['tensors saved']}; {row['time over torch in place']} of the time"
             for row in of_activation
         ]
         axis.bar_label(bars, times, fontsize=7, padding=2)

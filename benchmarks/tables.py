@@ -176,9 +176,9 @@ def steps(rows: Rows) -> str:
 
 
 def memory(rows: Rows) -> str:
-    """MiB held after forward."""
-    header = [f"held after forward, {rows[0]['size']} float32, MiB", "without grad", "with grad"]
-    columns = ("MiB held, no grad", "MiB held, with grad")
+    """MiB after forward."""
+    header = [f"after forward, {rows[0]['size']} float32, MiB", "without grad", "with grad"]
+    columns = ("MiB after forward, no grad", "MiB after forward, with grad")
     body = [
         [f"{row['activation']}, {row['variant']}", *(row[column] for column in columns)]
         for row in rows
@@ -190,12 +190,12 @@ def blocks(rows: Rows) -> str:
     """What a block holds, and its time over PyTorch in place."""
     kinds = values(rows, "activation")
     header = [f"convolution, norm, activation, {rows[0]['input']}"]
-    header += [f"tensors held, {kind}" for kind in kinds]
+    header += [f"tensors saved, {kind}" for kind in kinds]
     header += [f"time over PyTorch in place, {kind} (quartiles)" for kind in kinds]
     body = []
     for variant in values(rows, "variant"):
         line = [variant]
-        line += [find(rows, "tensors held", activation=kind, variant=variant) for kind in kinds]
+        line += [find(rows, "tensors saved", activation=kind, variant=variant) for kind in kinds]
         for kind in kinds:
             wanted = {"activation": kind, "variant": variant}
             ratio = find(rows, "time over torch in place", **wanted)
@@ -412,7 +412,7 @@ def errors() -> str:
     header = ["", *(str(dtype).removeprefix("torch.") for dtype in OUTPUT_DTYPES)]
     body = []
     for activation in ACTIVATIONS:
-        if not activation.has_mask:
+        if not activation.is_piecewise_linear:
             name = " ".join([activation.name, *activation.variant.values()]).replace(" none", "")
             body.append([name])
             for dtype in OUTPUT_DTYPES:

@@ -89,7 +89,7 @@ def _variants(entry: Activation) -> list[Variant]:
         found.append(Variant("torch in place", in_place, forward_tensors=forward_tensors))
     for save in entry.save_modes:
         found.append(ours(save, save))
-        if save == "output" and not entry.has_mask:
+        if save == "output" and not entry.is_piecewise_linear:
             found.append(ours("output, 1 bit", save, 1))
     return found
 

@@ -102,11 +102,11 @@ def peak_bytes(fn: Callable[[], object]) -> int | None:
         return None
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         fn()
-    held = peak = 0
+    allocated = peak = 0
     for event in sorted(profile.kineto_results.events(), key=lambda e: e.start_ns()):
         if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
+            allocated += event.nbytes()
+            peak = max(peak, allocated)
     return peak
 
 

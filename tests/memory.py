@@ -14,11 +14,11 @@ def largest_allocation() -> Iterator[list[int]]:
     found: list[int] = []
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         yield found
-    held = peak = 0
+    allocated = peak = 0
     for event in sorted(profile.kineto_results.events(), key=lambda e: e.start_ns()):
         if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
+            allocated += event.nbytes()
+            peak = max(peak, allocated)
     found.append(peak)
 
 
