@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from activations import ACTIVATIONS, ONE_OF_EACH, SAVE_MODES, Activation, activation_id
 from comparison import Severed, assert_gradient, gradient, random_values
-from places import PLACES
 from selection import each, quick
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from view_programs import VIEW_PROGRAMS
 
 import inplace_ops
 from inplace_ops import _ops
@@ -36,18 +36,18 @@ def away_from_zero(shape: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("activation", "place"),
+    ("activation", "program"),
     quick(
-        itertools.product(ACTIVATIONS, PLACES),
-        [*((row, "whole") for row in ACTIVATIONS), *itertools.product(SAVE_MODES, PLACES)],
+        itertools.product(ACTIVATIONS, VIEW_PROGRAMS),
+        [*((row, "whole") for row in ACTIVATIONS), *itertools.product(SAVE_MODES, VIEW_PROGRAMS)],
     ),
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
-def test_gradcheck(activation: Activation, place: str, device: torch.device) -> None:
+def test_gradcheck(activation: Activation, program: str, device: torch.device) -> None:
     x = away_from_zero((4, 3), device)
 
     def function(value: Tensor) -> Tensor:
-        return PLACES[place](activation.call, value)
+        return VIEW_PROGRAMS[program](activation.call, value)
 
     error = activation.derivative_error.get(torch.float64, 0.0)
     assert torch.autograd.gradcheck(
@@ -92,13 +92,13 @@ def test_hardswish_swallows_no_nan(save: str, device: torch.device) -> None:
         assert gradient[x > -2.98].isnan().all()
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("program", VIEW_PROGRAMS)
 @pytest.mark.parametrize("bits", [1, 8])
-def test_gradgradcheck_at_silus_minimum(place: str, bits: int, device: torch.device) -> None:
+def test_gradgradcheck_at_silus_minimum(program: str, bits: int, device: torch.device) -> None:
     x = -1.2784645427610738 + torch.randn(4, 3, dtype=torch.float64, device=device) * 1e-2
 
     def function(value: Tensor) -> Tensor:
-        return PLACES[place](lambda v: inplace_ops.silu_(v, bits=bits), value)
+        return VIEW_PROGRAMS[program](lambda v: inplace_ops.silu_(v, bits=bits), value)
 
     assert torch.autograd.gradgradcheck(function, x.requires_grad_())
 
@@ -279,21 +279,21 @@ def test_threads(activation: Activation, device: torch.device) -> None:
 
 
 @one_of_each
-@each("place", PLACES)
-def test_anomaly_mode(activation: Activation, place: str, device: torch.device) -> None:
+@each("program", VIEW_PROGRAMS)
+def test_anomaly_mode(activation: Activation, program: str, device: torch.device) -> None:
     leaf = torch.randn(4, 3, device=device, requires_grad=True)
     with pytest.warns(UserWarning, match="Anomaly Detection"):
         detector = torch.autograd.detect_anomaly()
     with detector:
-        y = PLACES[place](activation.call, leaf)
+        y = VIEW_PROGRAMS[program](activation.call, leaf)
         (actual,) = torch.autograd.grad(y.sum(), leaf)
-    expected = PLACES[place](lambda x: x.copy_(activation.reference(x.clone())), leaf)
+    expected = VIEW_PROGRAMS[program](lambda x: x.copy_(activation.reference(x.clone())), leaf)
     (wanted,) = torch.autograd.grad(expected.sum(), leaf)
-    assert_gradient(activation, actual, wanted, 1.0 + y.numel() * (place == "middle") * 1.5)
+    assert_gradient(activation, actual, wanted, 1.0 + y.numel() * (program == "middle") * 1.5)
 
 
-@pytest.mark.parametrize("place", ["whole", "rows"])
-def test_work_is_linear_in_depth(place: str, device: torch.device) -> None:
+@pytest.mark.parametrize("program", ["whole", "rows"])
+def test_work_is_linear_in_depth(program: str, device: torch.device) -> None:
     """Counted in lines of Python, not in seconds, which depend on what else a machine does."""
 
     def lines(depth: int) -> int:
@@ -309,7 +309,7 @@ def test_work_is_linear_in_depth(place: str, device: torch.device) -> None:
         sys.settrace(trace)
         try:
             for i in range(depth):
-                inplace_ops.relu_(x if place == "whole" else x[i % 64])
+                inplace_ops.relu_(x if program == "whole" else x[i % 64])
             x.sum().backward()
         finally:
             sys.settrace(before)

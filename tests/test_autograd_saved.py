@@ -15,12 +15,12 @@ import pytest
 import torch
 from activations import ONE_OF_EACH, Activation, activation_id
 from comparison import assert_gradient, assert_values, random_values
-from places import PLACES
 from selection import each, quick
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from view_programs import VIEW_PROGRAMS
 
 one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
 
@@ -59,9 +59,9 @@ def test_checkpoint_of_a_region_that_modifies_its_input(
 
 @one_of_each
 @each("hooks", ["numpy", "save_on_cpu"])
-@each("place", PLACES)
+@each("program", VIEW_PROGRAMS)
 def test_saved_tensors_hooks(
-    activation: Activation, hooks: str, place: str, device: torch.device
+    activation: Activation, hooks: str, program: str, device: torch.device
 ) -> None:
     to_numpy = saved_tensors_hooks(
         lambda t: (t.device, t.detach().cpu().numpy().copy()),
@@ -69,11 +69,11 @@ def test_saved_tensors_hooks(
     )
     leaf = torch.randn(4, 3, device=device, requires_grad=True)
     with to_numpy if hooks == "numpy" else save_on_cpu():
-        y = PLACES[place](activation.call, leaf)
+        y = VIEW_PROGRAMS[program](activation.call, leaf)
     (actual,) = torch.autograd.grad(y.sum(), leaf)
-    expected = PLACES[place](lambda x: x.copy_(activation.reference(x.clone())), leaf)
+    expected = VIEW_PROGRAMS[program](lambda x: x.copy_(activation.reference(x.clone())), leaf)
     (wanted,) = torch.autograd.grad(expected.sum(), leaf)
-    assert_gradient(activation, actual, wanted, 1.0 + y.numel() * (place == "middle") * 1.5)
+    assert_gradient(activation, actual, wanted, 1.0 + y.numel() * (program == "middle") * 1.5)
 
 
 def saved_before(call: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
@@ -146,10 +146,10 @@ class Probe(torch.autograd.Function):
 
 
 @one_of_each
-@each("place", PLACES)
+@each("program", VIEW_PROGRAMS)
 @each("used", ["not", "backward", "retain_graph", "create_graph"])
 def test_graph_is_freed_without_the_garbage_collector(
-    activation: Activation, place: str, used: str, device: torch.device
+    activation: Activation, program: str, used: str, device: torch.device
 ) -> None:
     if used == "create_graph" and not activation.is_twice_differentiable:
         return  # refuses a second derivative, see test_derivative_mode_refuses
@@ -157,7 +157,7 @@ def test_graph_is_freed_without_the_garbage_collector(
 
     def run() -> weakref.ref[Token]:
         token = Token()
-        y = PLACES[place](activation.call, Probe.apply(leaf, token))
+        y = VIEW_PROGRAMS[program](activation.call, Probe.apply(leaf, token))
         if used != "not":
             create, retain = used == "create_graph", used != "backward"
             torch.autograd.grad(y.sum(), leaf, retain_graph=retain, create_graph=create)

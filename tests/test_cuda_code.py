@@ -360,18 +360,18 @@ def whole_tile(case: Case, architecture: str, far: int = 0) -> Counter[Instructi
     if case.layout:
         counts = {case.store: ACCESSES, "LDG.E.128": case.vector_loads}
         counts |= {"LDG.E": AFFINE_LOADS[case.layout].scalars, DIVISION: 0, "backward": 0}
-    places, wanted = {name: i for i, name in enumerate(counts)}, tuple(counts.values())
+    indices, wanted = {name: i for i, name in enumerate(counts)}, tuple(counts.values())
 
     Seen = tuple[int, ...]  # the landmarks so far
     State = tuple[int, Seen]  # an address, and those before it
 
     def with_one_more(seen: Seen, landmark: str) -> Seen | None:
-        place = places.get(landmark)
-        if place is None:
+        index = indices.get(landmark)
+        if index is None:
             return seen
-        if seen[place] == wanted[place]:
+        if seen[index] == wanted[index]:
             return None
-        return (*seen[:place], seen[place] + 1, *seen[place + 1 :])
+        return (*seen[:index], seen[index] + 1, *seen[index + 1 :])
 
     start: State = (next(iter(code)), (0,) * len(wanted))
     came_from: dict[State, State | None] = {start: None}

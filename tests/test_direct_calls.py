@@ -257,11 +257,11 @@ def test_a_mask_decides_alone(device: torch.device) -> None:
     """Backward reads each element's own bit: one bit set gives one gradient."""
     for length in (1, 7, 8, 9, 511, 513):
         grad = torch.randn(length, device=device)
-        for place in {0, length // 2, length - 1}:
+        for index in {0, length // 2, length - 1}:
             bits = torch.zeros(1, (length + 7) // 8, dtype=torch.uint8, device=device)
-            bits[0, place // 8] = 1 << place % 8
+            bits[0, index // 8] = 1 << index % 8
             result = _ops.ALL["relu"].backward["mask"](grad, bits, None)
-            assert result[place] == grad[place]
+            assert result[index] == grad[index]
             assert result.count_nonzero() == 1
 
 

@@ -511,10 +511,10 @@ def test_a_new_shape_is_checked_again() -> None:
 def test_spec_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "_MAX_SPEC_KEYS", 5)
     twin = converted_twin(Program(lambda m, z: m.conv(F.silu(z))))
-    places = conversion_of(twin).settings.verified
+    verified = conversion_of(twin).settings.verified
     for samples in range(1, 9):
         assert len(recomputed(twin(images(samples=samples)))) == 2
-        assert 0 < len(places) <= 5
+        assert 0 < len(verified) <= 5
 
 
 def test_nothing_is_compared_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

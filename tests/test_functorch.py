@@ -50,7 +50,7 @@ def twice(call: Map) -> Map:
     return lambda x: call(call(x * 1.5) - 0.25)
 
 
-PLACES = {"inner": inner, "in_a_view": in_a_view, "twice": twice}
+PROGRAMS = {"inner": inner, "in_a_view": in_a_view, "twice": twice}
 
 
 def inplace(reference: Map) -> Map:
@@ -93,23 +93,23 @@ TRANSFORMS: dict[str, Callable[[Map, Tensor], object]] = {
 
 
 @pytest.mark.parametrize(
-    ("activation", "place"),
+    ("activation", "program"),
     [
-        (row, place)
+        (row, program)
         for row in SAVE_MODES
-        for place in PLACES
-        if place == "inner" or row.name in ("relu-mask", "silu-output-default")
+        for program in PROGRAMS
+        if program == "inner" or row.name in ("relu-mask", "silu-output-default")
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 @each("transform", TRANSFORMS)
 def test_transforms(
-    activation: Activation, place: str, transform: str, device: torch.device
+    activation: Activation, program: str, transform: str, device: torch.device
 ) -> None:
     x = torch.randn(3, 4, dtype=torch.float64, device=device)
     before = x.clone()
-    actual = TRANSFORMS[transform](PLACES[place](activation.call), x)
-    expected = TRANSFORMS[transform](PLACES[place](inplace(activation.reference)), x)
+    actual = TRANSFORMS[transform](PROGRAMS[program](activation.call), x)
+    expected = TRANSFORMS[transform](PROGRAMS[program](inplace(activation.reference)), x)
     torch.testing.assert_close(actual, expected)
     assert torch.equal(x, before)
 

@@ -209,10 +209,10 @@ def assert_rejected(op: torch._ops.OpOverload, arguments: list[object]) -> None:
 @pytest.mark.parametrize("op", list(filter(has_packed, OF_EACH_KIND)), ids=name_of)
 def test_wrong_bits(op: torch._ops.OpOverload, wrong: str, device: torch.device) -> None:
     arguments = arguments_of(op, device)
-    place = next(
+    index = next(
         i for i, a in enumerate(arguments) if isinstance(a, Tensor) and a.dtype == torch.uint8
     )
-    arguments[place] = WRONG_BITS[wrong](arguments[place])
+    arguments[index] = WRONG_BITS[wrong](arguments[index])
     assert_rejected(op, arguments)
 
 
@@ -235,10 +235,10 @@ WRONG_FLOATS: dict[str, Callable[[Tensor], Tensor]] = {
 @each("wrong", WRONG_FLOATS)
 @pytest.mark.parametrize("op", [op for op in OF_EACH_KIND if floats_of(op) > 1], ids=name_of)
 def test_unlike_tensors(op: torch._ops.OpOverload, wrong: str, device: torch.device) -> None:
-    places = [place for place, name in enumerate(names_of(op)) if name in FLOATING]
-    for place in places[1:]:
+    indices = [index for index, name in enumerate(names_of(op)) if name in FLOATING]
+    for index in indices[1:]:
         arguments = arguments_of(op, device)
-        arguments[place] = WRONG_FLOATS[wrong](arguments[place])
+        arguments[index] = WRONG_FLOATS[wrong](arguments[index])
         assert_rejected(op, arguments)
 
 
@@ -261,8 +261,8 @@ WRONG_AFFINES: dict[str, Callable[[Tensor], Tensor]] = {
 def test_wrong_affine(op: torch._ops.OpOverload, wrong: str, device: torch.device) -> None:
     for name in ("channel_affine", "row_statistics"):
         arguments = arguments_of(op, device)
-        place = names_of(op).index(name)
-        arguments[place] = WRONG_AFFINES[wrong](arguments[place])
+        index = names_of(op).index(name)
+        arguments[index] = WRONG_AFFINES[wrong](arguments[index])
         assert_rejected(op, arguments)
 
 
@@ -270,8 +270,8 @@ def test_wrong_affine(op: torch._ops.OpOverload, wrong: str, device: torch.devic
 def test_maps_of_float64(op: torch._ops.OpOverload, device: torch.device) -> None:
     arguments = arguments_of(op, device, torch.float64)
     op(*arguments)
-    place = names_of(op).index("channel_affine")
-    arguments[place] = arguments[place].float()
+    index = names_of(op).index("channel_affine")
+    arguments[index] = arguments[index].float()
     assert_rejected(op, arguments)
 
 
@@ -283,9 +283,9 @@ def test_maps_that_differ_in_many_dimensions(
     for dims, is_supported in (((0, 2), True), ((0, 2, 4), False)):
         x = torch.randn(2, 3, 2, 3, 2, device=device)
         arguments = arguments_of(op, device)
-        for place, name in enumerate(names):
+        for index, name in enumerate(names):
             if name in ("x", "grad", "addend"):
-                arguments[place] = x
+                arguments[index] = x
         arguments[names.index("channel_affine")] = scale_shift_of(x, *dims)
         arguments[names.index("row_statistics")] = None
         if is_supported:
@@ -395,8 +395,8 @@ WRONG_STATISTICS: dict[str, tuple[str, Callable[[Any], object]]] = {
 def test_wrong_statistics(wrong: str, device: torch.device) -> None:
     name, change = WRONG_STATISTICS[wrong]
     arguments = arguments_of(_ops.NORM_AFFINE, device)
-    place = names_of(_ops.NORM_AFFINE).index(name)
-    arguments[place] = change(arguments[place])
+    index = names_of(_ops.NORM_AFFINE).index(name)
+    arguments[index] = change(arguments[index])
     assert_rejected(_ops.NORM_AFFINE, arguments)
 
 
@@ -501,8 +501,8 @@ CASTING = [op for op in _ops.RECOMPUTING_OPS if "dtype" in names_of(op)]
 def with_special_values(x: Tensor) -> Tensor:
     """x with NaN, infinities, and what overflows or is subnormal in 16 bits."""
     special = (torch.nan, torch.inf, -torch.inf, 7e4, -3.4e38, 3e-6, 1e-39, -0.0)
-    for place, value in enumerate(special):
-        x.view(-1)[place :: 97 + 2 * place] = value
+    for index, value in enumerate(special):
+        x.view(-1)[index :: 97 + 2 * index] = value
     return x
 
 
@@ -596,32 +596,32 @@ def test_vmap(op: torch._ops.OpOverload, batched: str, dim: int, device: torch.d
     layout = "contiguous" if batched == "all" else "channels_last"
     sets = [arguments_of(op, device, layout=layout) for _ in range(3)]
     is_batched = [
-        isinstance(a, Tensor) and (batched == "all" or place == 0)
-        for place, a in enumerate(sets[0])
+        isinstance(a, Tensor) and (batched == "all" or index == 0)
+        for index, a in enumerate(sets[0])
     ]
 
-    def in_dim(place: int) -> int | None:
-        if not is_batched[place]:
+    def in_dim(index: int) -> int | None:
+        if not is_batched[index]:
             return None
-        return min(dim, sets[0][place].dim())
+        return min(dim, sets[0][index].dim())
 
     arguments = [
-        torch.stack([s[place] for s in sets], in_dim(place)) if is_batched[place] else a
-        for place, a in enumerate(sets[0])
+        torch.stack([s[index] for s in sets], in_dim(index)) if is_batched[index] else a
+        for index, a in enumerate(sets[0])
     ]
-    tensors = [place for place, a in enumerate(sets[0]) if isinstance(a, Tensor)]
+    tensors = [index for index, a in enumerate(sets[0]) if isinstance(a, Tensor)]
 
     def run(*given: Tensor) -> Tensor:
         full = list(sets[0])
-        for place, tensor in zip(tensors, given, strict=True):
-            full[place] = tensor
+        for index, tensor in zip(tensors, given, strict=True):
+            full[index] = tensor
         return op(*full)
 
-    in_dims = tuple(in_dim(place) for place in tensors)
-    actual = torch.func.vmap(run, in_dims=in_dims)(*(arguments[place] for place in tensors))
+    in_dims = tuple(in_dim(index) for index in tensors)
+    actual = torch.func.vmap(run, in_dims=in_dims)(*(arguments[index] for index in tensors))
     expected = torch.stack(
         [
-            run(*(sets[i][place] if is_batched[place] else sets[0][place] for place in tensors))
+            run(*(sets[i][index] if is_batched[index] else sets[0][index] for index in tensors))
             for i in range(3)
         ]
     )

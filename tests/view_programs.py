@@ -25,7 +25,7 @@ def in_the_middle(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return base.sin() + y.sum()
 
 
-PLACES: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
+VIEW_PROGRAMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
     "whole": lambda call, x: call(x.clone()),
     "transposed": lambda call, x: call(x.clone().t()),
     "slice": in_a_slice,
