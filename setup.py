@@ -1,7 +1,7 @@
-"""Builds the CPU extension, and the CUDA one where a toolkit and a CUDA-built torch are found.
+"""Build the CPU extension, and the CUDA extension if a toolkit and a CUDA build of torch are found.
 
-FORCE_CPU=1, FORCE_CUDA=1 and TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX", "native") are honoured: see
-docs/building.md.
+The environment variables FORCE_CPU=1, FORCE_CUDA=1 and TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX",
+"native") change this: see docs/building.md.
 """
 
 import contextlib
@@ -14,29 +14,29 @@ from subprocess import getoutput
 
 from setuptools import setup
 
-STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # of torch 2.11; runs on all later ones
-# Errors name csrc/..., wherever it was built.
+STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # torch 2.11; runs on all later versions
+# File names in error messages are relative (csrc/...) and do not depend on the build directory.
 PATHS = f"-fmacro-prefix-map={os.path.dirname(os.path.abspath(__file__))}/="
 CXX_FLAGS = ["-O3", "-g0", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", PATHS]
-NVCC_FLAGS = ["-O2", "-DUSE_CUDA", "--threads=0"]  # -O2 for the host alone
-NVCC_FLAGS += ["-Xfatbin", "-compress-all"]  # nvcc alone does not at this size
-# Not among the flags: torch ignores TORCH_CUDA_ARCH_LIST where one of them has an "arch", as a path
-# may.
+NVCC_FLAGS = ["-O2", "-DUSE_CUDA", "--threads=0"]  # -O2 affects host code only
+NVCC_FLAGS += ["-Xfatbin", "-compress-all"]  # nvcc does not compress this size by default
+# Passed in the environment: torch ignores TORCH_CUDA_ARCH_LIST if the text "arch" occurs in any
+# flag, as it may in a path.
 NVCC_APPEND_FLAGS = f'{os.environ.get("NVCC_APPEND_FLAGS", "")} -Xcompiler "{PATHS}"'
 
 
 def cuda_toolkit():
-    """The toolkit's folder and version, as nvcc itself names them; None without nvcc."""
+    """Return the toolkit's folder and version as nvcc reports them; None without nvcc."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     packages = [p for path in sys.path for p in glob.glob(os.path.join(path, "nvidia/cu*/bin"))]
     usual = glob.glob("/usr/local/cuda-*/bin")
     usual.sort(key=lambda path: [int(n) for n in re.findall(r"\d+", path)], reverse=True)
-    places = [*packages, os.environ.get("PATH", ""), "/usr/local/cuda/bin", *usual]
-    places = [os.path.join(home, "bin")] if home else places
-    nvcc = shutil.which("nvcc", path=os.pathsep.join(places))
+    search_paths = [*packages, os.environ.get("PATH", ""), "/usr/local/cuda/bin", *usual]
+    search_paths = [os.path.join(home, "bin")] if home else search_paths
+    nvcc = shutil.which("nvcc", path=os.pathsep.join(search_paths))
     if not nvcc:
         return None
-    # nvcc may be a link or a wrapper far from its toolkit: the dry run names the real folder.
+    # nvcc may be a link or a wrapper outside of its toolkit: a dry run prints the real folder.
     dry_run = getoutput(f"'{nvcc}' --dryrun -x cu {os.devnull}")
     version = getoutput(f"'{nvcc}' --version")
     top, release = re.search(r"TOP=(.+)", dry_run), re.search(r"release (\d+\.\d+)", version)
@@ -44,7 +44,10 @@ def cuda_toolkit():
 
 
 def builds_for_cuda(toolkit, torch_cuda):
-    """Decided by what is installed, never by whether a GPU is present. Says why not."""
+    """Whether to build the CUDA extension; prints the reason if not.
+
+    This depends on what is installed, never on whether a GPU is present.
+    """
     if os.environ.get("FORCE_CPU") == "1":
         reason = "FORCE_CPU=1 is set"
     elif torch_cuda is None:
@@ -67,21 +70,24 @@ def builds_for_cuda(toolkit, torch_cuda):
 
 
 def major_architectures(toolkit):
-    """Of those that torch is built for and nvcc knows the lowest of each major one: 80, not 86."""
+    """Return the lowest architecture of each major version, for example 80 and not 86.
+
+    Among those that both torch is built for and nvcc supports, or else all that nvcc supports.
+    """
     code = getoutput(f"'{toolkit[0]}/bin/nvcc' --list-gpu-code")
     known = {int(number) for number in re.findall(r"sm_(\d+)$", code, re.MULTILINE)}
-    torchs = {int(name[3:]) for name in torch.cuda.get_arch_list() if name[3:].isdecimal()}
+    built = {int(name[3:]) for name in torch.cuda.get_arch_list() if name[3:].isdecimal()}
     majors = {}
-    for architecture in sorted(known & torchs or known):
+    for architecture in sorted(known & built or known):
         majors.setdefault(architecture // 10, architecture)
     return list(majors.values())
 
 
 def architecture_flags(architectures):
-    """Machine code for each, and PTX for those to come.
+    """Return nvcc's flags for machine code for each architecture, and PTX for future ones.
 
-    From 8.0 on all from one PTX, which is all that the kernels need: to make PTX takes half of the
-    time.
+    From 8.0 on, all machine code is compiled from one PTX (compute_80): the kernels need no newer
+    features, and generating PTX takes half of the compile time.
     """
     names = "\\,".join(f"{architecture}0" for architecture in architectures)
     old = [architecture for architecture in architectures if architecture < 80]
@@ -93,20 +99,20 @@ def architecture_flags(architectures):
     ]
 
 
-def own_architectures():
-    """The compute capabilities of the GPUs that are here, as TORCH_CUDA_ARCH_LIST names them."""
-    own = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-    if not own:
+def local_architectures():
+    """Return this machine's GPU architectures in the format of TORCH_CUDA_ARCH_LIST."""
+    local = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    if not local:
         sys.exit(
-            "inplace_ops: TORCH_CUDA_ARCH_LIST=native needs a GPU, and torch sees none. Name its"
-            ' compute capability: TORCH_CUDA_ARCH_LIST="9.0", for an H100 or H200.'
+            "inplace_ops: TORCH_CUDA_ARCH_LIST=native needs a GPU, and torch sees none. Set the"
+            ' compute capability instead: TORCH_CUDA_ARCH_LIST="9.0" for an H100 or H200.'
         )
-    return ";".join(f"{major}.{minor}" for major, minor in sorted(own))
+    return ";".join(f"{major}.{minor}" for major, minor in sorted(local))
 
 
 toolkit = cuda_toolkit()
 if toolkit:
-    os.environ["CUDA_HOME"] = toolkit[0]  # torch would guess it from where nvcc is found
+    os.environ["CUDA_HOME"] = toolkit[0]  # torch would guess it from nvcc's path
     os.environ["NVCC_APPEND_FLAGS"] = NVCC_APPEND_FLAGS
 try:
     import torch
@@ -124,26 +130,26 @@ sources = ["csrc/library.cpp", *sorted(glob.glob("csrc/cpu/*.cpp"))]
 modules = [CppExtension("inplace_ops._C", sources, **options)]
 if builds_for_cuda(toolkit, torch.version.cuda):
     if os.environ.get("TORCH_CUDA_ARCH_LIST") == "native":
-        os.environ["TORCH_CUDA_ARCH_LIST"] = own_architectures()
+        os.environ["TORCH_CUDA_ARCH_LIST"] = local_architectures()
     if "TORCH_CUDA_ARCH_LIST" not in os.environ:
         flags["nvcc"] += architecture_flags(major_architectures(toolkit))
     modules.append(CUDAExtension("inplace_ops._C_cuda", ["csrc/cuda/kernels.cu"], **options))
-    modules[-1].libraries.remove("cudart")  # which -lcudart does not find in NVIDIA's packages
+    modules[-1].libraries.remove("cudart")  # -lcudart does not find it in NVIDIA's packages
     modules[-1].extra_objects = sorted(glob.glob(f"{toolkit[0]}/lib*/libcudart.so*"))[:1]
 
 
 class IncrementalBuild(BuildExtension):
-    """Compiles only what has changed, in an editable install too, and says what."""
+    """Compile only what has changed, also in an editable install, and print what is compiled."""
 
     def finalize_options(self) -> None:
-        """Takes a folder that stays; an editable install's is a temporary one."""
+        """Use a permanent build folder; an editable install would use a temporary one."""
         super().finalize_options()
         self.build_temp = os.path.join("build", "temp")
 
     def build_extension(self, extension) -> None:
-        """Tells the terminal, too: of what a build prints pip shows nothing."""
-        place = self.extensions.index(extension) + 1
-        line = f"inplace_ops: compiling {extension.name}, {place} of {len(self.extensions)}"
+        """Print progress, also to the terminal: pip hides the output of a build."""
+        number = self.extensions.index(extension) + 1
+        line = f"inplace_ops: compiling {extension.name}, {number} of {len(self.extensions)}"
         print(line, flush=True)
         if not sys.stdout.isatty():
             with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:

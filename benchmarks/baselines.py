@@ -1,4 +1,4 @@
-"""What `convert` is compared with on whole networks: PyTorch as it is, compiled, checkpointed."""
+"""The variants of a whole network that are compared: eager, compiled, checkpointed, converted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import inplace_ops
 from inplace_ops.activations import ACTIVATIONS
 
-# In place: where the network's author has it so.
+# In place: the network as its author wrote it, with in-place activations where it has them.
 OUT_OF_PLACE, IN_PLACE = "torch out of place", "torch in place"
 MAX_OPS = (1, 4, 8, 16)
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -25,14 +25,14 @@ MODULES = tuple(entry.torch_module for entry in ACTIVATIONS)
 
 
 class Variant(NamedTuple):
-    """A model, and how its forward is called."""
+    """A model, and the callable that runs its forward pass."""
 
     model: nn.Module
     run: Callable[[Tensor], Any]
 
 
 def with_activations_out_of_place(model: nn.Module) -> nn.Module:
-    """A copy of the model with all of PyTorch's activations out of place."""
+    """Return a copy of the model with all of PyTorch's activations out of place."""
     variant = copy.deepcopy(model)
     for module in variant.modules():
         if isinstance(module, MODULES):
@@ -41,7 +41,7 @@ def with_activations_out_of_place(model: nn.Module) -> nn.Module:
 
 
 def checkpointed(model: nn.Module, blocks: Collection[str]) -> nn.Module:
-    """The model, in which modules of these classes save their inputs and run again in backward."""
+    """Checkpoint each module whose class has one of these names, and return the model."""
     for child in model.children():
         if type(child).__name__ in blocks:
             child.forward = partial(checkpoint, child.forward, use_reentrant=False)
@@ -51,9 +51,9 @@ def checkpointed(model: nn.Module, blocks: Collection[str]) -> nn.Module:
 
 
 def compiled(model: nn.Module, budget: float) -> Callable[..., Any]:
-    """The model compiled, with a budget of PyTorch's memory for what is saved.
+    """Return the model compiled with this `activation_memory_budget`.
 
-    With a backend of its own: compiled code is shared by models of one class that have one backend.
+    Each call makes a new backend: models of one class with the same backend share compiled code.
     """
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -64,19 +64,19 @@ def compiled(model: nn.Module, budget: float) -> Callable[..., Any]:
 
 
 def converted(model: nn.Module, max_ops: int) -> nn.Module:
-    """A converted copy of the model."""
+    """Return a converted copy of the model."""
     variant = copy.deepcopy(model)
     inplace_ops.convert(variant, max_ops=max_ops)
     return variant
 
 
 def eager(model: nn.Module) -> Variant:
-    """A model that is called as it is."""
+    """Return a variant that calls the model as it is."""
     return Variant(model, model)
 
 
 def _compiled(model: nn.Module, blocks: Collection[str], budget: float) -> Variant:
-    """From the network out of place: the compiler decides what is written where."""
+    """Compile the network out of place: the compiler decides what to write in place."""
     variant = with_activations_out_of_place(model)
     return Variant(variant, compiled(variant, budget))
 
@@ -85,7 +85,7 @@ def _converted(model: nn.Module, blocks: Collection[str], max_ops: int) -> Varia
     return eager(converted(model, max_ops))
 
 
-# By name: made from a model in training mode, and the names of the classes of its blocks.
+# By name: makes a variant from a model in training mode and the class names of its blocks.
 VARIANTS: dict[str, Callable[[nn.Module, Collection[str]], Variant]] = {
     OUT_OF_PLACE: lambda model, blocks: eager(with_activations_out_of_place(model)),
     IN_PLACE: lambda model, blocks: eager(copy.deepcopy(model)),
@@ -99,18 +99,18 @@ VARIANTS: dict[str, Callable[[nn.Module, Collection[str]], Variant]] = {
 
 
 def differentiable(outputs: Any) -> list[Tensor]:
-    """The tensors among a model's outputs that a loss can be of."""
+    """Return the tensors among a model's outputs that require grad."""
     return [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
 
 
 def backward(outputs: Any) -> None:
-    """The gradients of a loss: the mean square of each output, in float32 at least."""
+    """Run backward from the mean square of each output, computed in float32 or wider."""
     wide = [t.to(torch.promote_types(t.dtype, torch.float32)) for t in differentiable(outputs)]
     torch.autograd.backward([t.square().mean() for t in wide])
 
 
 def gradient_of(model: nn.Module) -> Tensor:
-    """All parameters' gradients, one after the other, which are then None."""
+    """Return all parameters' gradients as one vector, and set them to None."""
     found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     model.zero_grad()
     return found

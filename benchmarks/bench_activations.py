@@ -1,19 +1,21 @@
 """Time of forward, backward and both, against PyTorch out of place and in place.
 
-The ratios are to PyTorch in place, or to out of place where PyTorch has no other.
+The ratios are to PyTorch in place, or to PyTorch out of place if there is no in-place version.
 
-Every variant is verified against PyTorch out of place before it is timed. One that fails is named
-and left out, and the exit status is 1. All variants of a case are timed in turn within each
-repetition, on the same values, and a ratio is taken within each repetition, so that a busy machine
-slows both sides. A variant's input is restored outside of the timed region. "both" is the sum of a
-repetition's forward and backward.
+Before timing, every variant is verified against PyTorch out of place. A variant that fails is
+printed and left out, and the exit status is 1. Each repetition times all variants of a case in
+turn, on the same values, and computes their ratios, so that a busy machine slows both sides of a
+ratio. Restoring a variant's input is not timed. "both" is the sum of a repetition's forward and
+backward.
 
-Bandwidth is the bytes that the variant cannot avoid moving over its median time: each tensor read
-or written once, 2 forward and 3 backward (2 without the output), where PyTorch in place clones its
-input 4 + 3, and the packed bits once in each direction (variants.py).
-`--compile` adds torch.compile of PyTorch's activation, the hardest baseline on a GPU. Python's and
-autograd's cost is in the times as far as the device has to wait for it: see bench_bandwidth.py for
-the kernels alone, bench_host.py for the host alone.
+Bandwidth is the bytes that a variant must move, over its median time. Each tensor is read or
+written once: two tensors in forward, three in backward, or two where backward does not read the
+output. Where PyTorch in place clones its input, forward moves four and backward three. Packed bits
+count once in each direction (variants.py).
+
+`--compile` adds torch.compile of PyTorch's activation, the hardest baseline on a GPU. The times
+include the cost of Python and autograd as far as the device has to wait for it: bench_bandwidth.py
+times the kernels alone, bench_host.py the host alone.
 """
 
 from __future__ import annotations
@@ -36,13 +38,13 @@ PHASES = ("forward", "backward", "both")
 def time_case(
     variants: list[Variant], x: Tensor, grad: Tensor, repetitions: int, clock: Clock
 ) -> dict[str, dict[str, list[float]]]:
-    """Microseconds of each variant and phase."""
+    """Return the microseconds of every repetition, by variant and phase."""
     times: dict[str, dict[str, list[float]]] = {
         variant.name: {phase: [] for phase in PHASES} for variant in variants
     }
     leaf = x.clone().requires_grad_()
     for repetition in range(repetitions + 2):
-        first = repetition % len(variants)  # none always follows the same other
+        first = repetition % len(variants)  # no variant always follows the same one
         for variant in variants[first:] + variants[:first]:
             h = leaf.clone()
             edge = get_gradient_edge(h)
@@ -65,11 +67,11 @@ def measure(
     clock: Clock,
     failures: Failures,
 ) -> list[dict[str, Any]]:
-    """The rows of one case: every variant that passes, each phase."""
+    """Return the rows of one case: each phase of every variant that passes."""
     x, grad = (torch.randn(elements, device=arguments.device).to(dtype) for _ in range(2))
     variants = list(VARIANTS[activation])
     if arguments.compile:
-        torch.compiler.reset()  # past its limit of recompilations it runs eagerly
+        torch.compiler.reset()  # past its recompilation limit, torch.compile runs eagerly
         compiled = torch.compile(variants[0].run, dynamic=False)
         variants.append(Variant("torch.compile", compiled))
     passed = []

@@ -1,17 +1,18 @@
-"""The kernels alone: share of the device's copy bandwidth, by op, direction, dtype and size.
+"""Measure the bandwidth of the kernels as a share of the device's copy bandwidth.
 
-The copy is a device-to-device copy of a tensor of the same size, bytes read plus bytes written; the
-kernels' bytes are the least that they must move (variants.py). All are timed in turn within each
-repetition, and the share is taken there. The copy restores the input of the forward that follows,
-and backward reads what that forward saved.
+By op, direction, dtype and size. The baseline is a device-to-device copy of a tensor of the same
+size; its bytes are those read plus those written. A kernel's bytes are the least that it must move
+(variants.py). Each repetition times the copy and the kernels in turn, and the share is taken
+within the repetition. The copy restores the input of the forward that follows, and backward reads
+what that forward saved.
 
-A timing is of many launches, each with tensors of its own: 512 MiB of each tensor or, for the small
-ones, 512 launches. On CUDA it is one replay of a graph, so that neither Python nor launching from
-the host is in the time, and what the L2 cache holds is evicted first; on the CPU it is a loop.
-Below about 1 MiB it is the time of a launch, not of the memory.
+A timing covers many launches, each with its own tensors: 512 MiB of each tensor or, for small
+tensors, 512 launches. On CUDA it is one replay of a graph, so that the time includes neither Python
+nor launches from the host, and the L2 cache is evicted first. On the CPU it is a loop. Below about
+1 MiB the launch determines the time, not the memory.
 
-The results of the very launches that are timed are compared with PyTorch's first. What fails there
-is named and not timed; the others are, and the exit status is 1.
+The results of the launches that are timed are first compared with PyTorch's. A case that fails is
+reported and not timed; the others still run, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -38,16 +39,17 @@ from measure import (
 from variants import VARIANTS, Variant
 from verification import check
 
-# The large ones, which a time limit must not cut off, first.
+# Large sizes first, as a time limit must not cut them off.
 SIZES = {"cuda": [2**i for i in (32, 30, 28, 26, 22, 18, 14, 10)], "cpu": [2**24, 2**18, 2**12]}
-ROTATED = {"cuda": 512 * MIB, "cpu": 16 * MIB}  # of each tensor; on CUDA more than any L2
+# Bytes of each tensor over all launches, at most; on CUDA larger than any L2 cache.
+ROTATED = {"cuda": 512 * MIB, "cpu": 16 * MIB}
 MOST_LAUNCHES = 512
 CHUNK = 2**26  # elements compared at a time
 Key = TypeVar("Key")
 
 
 class Buffers:
-    """Tensors for launches that each have their own, of one size and dtype."""
+    """Tensors of one size and dtype; each launch has its own."""
 
     def __init__(self, size: int, dtype: torch.dtype, device: str) -> None:
         self.launches = max(1, min(MOST_LAUNCHES, ROTATED[device] // size))
@@ -63,7 +65,7 @@ class Buffers:
 def time_case(
     activation: str, variant: Variant, buffers: Buffers, repetitions: int, clock: Clock
 ) -> dict[str, list[float]]:
-    """Verify, then time: microseconds a launch of the copy, of forward and of backward."""
+    """Verify, then return the times of copy, forward and backward in microseconds per launch."""
     assert variant.kernels is not None
     forward = recorded([partial(variant.kernels.forward, x) for x in buffers.x], clock.device)
     runs = {"copy": buffers.copy, "forward": forward}
@@ -71,7 +73,7 @@ def time_case(
     buffers.grad.normal_().sign_()
     runs["copy"]()
     if not torch.equal(buffers.x, buffers.input):
-        raise AssertionError("the copy is not one")
+        raise AssertionError("the copy differs from its source")
     backwards = []
     for x, grad, bits in zip(buffers.x, buffers.grad, runs["forward"](), strict=True):
         saved = [x] if variant.backward_tensors == 3 else []
@@ -94,12 +96,12 @@ def time_case(
 def times_of(
     runs: Mapping[Key, Callable[[], Any]], launches: int, repetitions: int, clock: Clock
 ) -> dict[Key, list[float]]:
-    """Microseconds a launch of the runs, taken in turn."""
+    """Return the times of the runs, in microseconds per launch; repetitions take them in turn."""
     times: dict[Key, list[float]] = {key: [] for key in runs}
     for repetition in range(repetitions + 2):
         for key, run in runs.items():
             time, _ = clock.time(run)
-            if repetition >= 2:  # the first ones warm up
+            if repetition >= 2:  # the first two warm up
                 times[key].append(time / launches)
     return times
 
@@ -107,7 +109,14 @@ def times_of(
 def rate_columns(
     times: list[float], moved: float, copies: list[float], copied: int
 ) -> dict[str, str]:
-    """A row's columns of bytes a second, and of these over those of the copies beside it."""
+    """Return a row's columns of bytes per second: of the kernel, of the copy, and their ratio.
+
+    Args:
+        times: Times of the kernel, in microseconds.
+        moved: Bytes that the kernel moves.
+        copies: Times of the copy, in microseconds, from the same repetitions.
+        copied: Bytes that the copy moves.
+    """
     pairs = zip(times, copies, strict=True)
     shares = quartiles([moved / copied * copy / time for time, copy in pairs])
     return {
@@ -122,7 +131,7 @@ def rate_columns(
 def measure(
     activation: str, variant: Variant, buffers: Buffers, repetitions: int, clock: Clock
 ) -> list[dict[str, Any]]:
-    """The rows of one variant: forward and backward."""
+    """Return the rows of one variant: forward and backward."""
     times = time_case(activation, variant, buffers, repetitions, clock)
     dtype, elements = buffers.x.dtype, buffers.x.size(1)
     copied = 2 * elements * dtype.itemsize
@@ -156,7 +165,7 @@ def measure_size(
     clock: Clock,
     failures: Failures,
 ) -> list[dict[str, Any]]:
-    """The rows of all variants at one size and dtype; none where they do not fit the device."""
+    """Return the rows of all variants at one size and dtype; none if they do not fit the device."""
     if clock.device == "cuda":
         torch.cuda.empty_cache()
         needed = 6 * max(size, ROTATED["cuda"])  # three tensors, bits, the result, a comparison
@@ -175,7 +184,7 @@ def measure_size(
 
 
 def main() -> None:
-    """Verify, measure, write the CSV, print the largest size."""
+    """Verify and measure all cases, write the CSV, print the rows of the largest size."""
     parser = argparse.ArgumentParser(description=__doc__)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cpu", "cuda"], default=default)

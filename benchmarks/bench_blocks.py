@@ -1,11 +1,15 @@
-"""What one block of convolution, norm and activation holds for backward, and the time it takes.
+"""Memory that a block of convolution, norm and activation saves for backward, and its time.
 
-A chain of such blocks is run with PyTorch's activation out of place and in place, converted, with
-each block in a checkpoint, and compiled, without and with a budget of half the memory. held: what
-is allocated when forward has returned, by the allocator's own events, of a longer chain less that
-of a shorter, by the blocks between and the size of a block's output. A step of forward and backward
-of the longer chain is timed in turn with the others, and compared with "torch in place" beside it.
-All gradients are compared with those of "torch out of place" before.
+A chain of such blocks runs with PyTorch's activation out of place and in place, converted, with
+each block in a checkpoint, and compiled, without and with a budget of half the memory.
+
+tensors saved: bytes that are allocated when forward has returned, as the allocator reports them.
+The bytes of a shorter chain are subtracted from those of a longer chain, and the difference is
+divided by the number of blocks between them and by the size of a block's output.
+
+A step of forward and backward of the longer chain is timed in turn with the other variants, and
+compared with "torch in place" of the same repetition. Before that, all gradients are compared with
+those of "torch out of place".
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ Run = Callable[[Tensor], Tensor]
 
 
 def chain(activation: Callable[..., nn.Module], blocks: int, channels: int) -> nn.Sequential:
-    """Blocks of convolution, norm and activation, and a convolution that reads the last."""
+    """Return a chain of convolution, norm and activation blocks that ends in a convolution."""
 
     def convolution() -> nn.Module:
         return nn.Conv2d(channels, channels, 3, padding=1, bias=False)
@@ -58,7 +62,7 @@ def chain(activation: Callable[..., nn.Module], blocks: int, channels: int) -> n
 
 
 def in_place(model: nn.Sequential, x: Tensor) -> Run:
-    """PyTorch's own activations in place."""
+    """Set PyTorch's activations in place, and return the model."""
     for module in model.modules():
         if hasattr(module, "inplace"):
             module.inplace = True
@@ -66,7 +70,7 @@ def in_place(model: nn.Sequential, x: Tensor) -> Run:
 
 
 def converted(model: nn.Sequential, x: Tensor) -> Run:
-    """The model after convert."""
+    """Convert the model, and return it."""
     inplace_ops.convert(model)
     return model
 
@@ -82,12 +86,12 @@ VARIANTS: dict[str, Callable[[nn.Sequential, Tensor], Run]] = {
 
 
 def step(run: Run, x: Tensor) -> None:
-    """Forward and backward."""
+    """Run forward and backward."""
     run(x).square().mean().backward()
 
 
 def gradient(model: nn.Module, run: Run, x: Tensor) -> Tensor:
-    """All parameters' gradients of a step, one after the other."""
+    """Return all parameters' gradients of a step as one vector."""
     model.zero_grad()
     step(run, x)
     return gradient_of(model)
@@ -112,19 +116,19 @@ def main() -> None:
 
     with written_to(arguments.out or RESULTS / f"blocks_{device}.csv") as rows:
         for name, activation in ACTIVATIONS.items():
-            torch._dynamo.reset()  # it counts what it has compiled, and stops
+            torch._dynamo.reset()  # Dynamo stops compiling at a limit of recompilations
             short, long = (
                 chain(activation, n, arguments.channels).to(device) for n in (SHORT, LONG)
             )
-            models, runs, held = {}, {}, {}
+            models, runs, saved = {}, {}, {}
             for variant, make in VARIANTS.items():
-                ends = []
+                allocated = []
                 for model in (copy.deepcopy(short), copy.deepcopy(long)):
                     run = make(model, x)
-                    run(x)  # what a first call loads and sets up
-                    ends.append(memory_of(partial(run, x), device)[1])
+                    run(x)  # compiles, and allocates what only a first call needs
+                    allocated.append(memory_of(partial(run, x), device)[1])
                 models[variant], runs[variant] = model, run
-                held[variant] = (ends[1] - ends[0]) / (LONG - SHORT) / x.nbytes
+                saved[variant] = (allocated[1] - allocated[0]) / (LONG - SHORT) / x.nbytes
             with exact_convolutions():
                 expected = gradient(long, long, x)
                 distances = {
@@ -146,7 +150,7 @@ def main() -> None:
                     "activation": name,
                     "variant": variant,
                     "input": " x ".join(map(str, shape)),
-                    "tensors saved": f"{held[variant]:.2f}",
+                    "tensors saved": f"{saved[variant]:.2f}",
                     "ms a block": f"{quartiles(times[variant])[1] / LONG:.2f}",
                     "time over torch in place": f"{median:.2f}",
                     "quartiles": f"{first_quartile:.2f} to {third_quartile:.2f}",

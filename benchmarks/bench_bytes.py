@@ -1,14 +1,16 @@
-"""Bytes of a training step, as networks are and converted: saved, allocated, read and written.
+"""Saved, peak and moved bytes of a training step, for networks as they are and converted.
 
-saved: what autograd holds when forward has returned, by `inplace_ops.saved_bytes`, without
-parameters, buffers and the input. peak: the most that a step of forward and backward allocates at
-one time, gradients included. moved: what all operations of a step read and write, each tensor once
-for each operation. All three are counts, which follow from the shapes; but to the peak PyTorch's
-kernels add memory of their own, on a CPU for each thread.
+saved: the bytes that autograd saves for backward, counted by `inplace_ops.saved_bytes`, without
+parameters, buffers and the input. peak: the most bytes that a step of forward and backward
+allocates at one time, gradients included. moved: the bytes that all operations of a step read and
+write, where each operation counts each of its tensors once. All three are counts that follow from
+the shapes, with one exception: the peak includes memory that PyTorch's kernels allocate, on a CPU
+for each thread.
 
 Each network runs in every dtype policy and with several `max_ops`. It is counted only if the
-gradients of both agree. Under autocast the weights of convolutions and linear layers are in
-bfloat16 already: what is counted are activations, and no copies of weights.
+gradients before and after conversion agree. Under autocast the weights of convolutions and linear
+layers are in bfloat16 from the start, so that activations are counted and copies of weights are
+not.
 """
 
 from __future__ import annotations
@@ -32,16 +34,17 @@ from torch.utils._pytree import tree_leaves
 import inplace_ops
 
 DEFAULT_POLICIES = ("float32", "bfloat16", "CUDA autocast")
-# The norm of the gradients' difference that is allowed, over the norm of the gradients.
+# By whether the policy is float32: the allowed norm of the gradients' difference over their norm.
 TOLERANCES = {True: 1e-5, False: 5e-2}
 
 
 class MovedBytes(TorchDispatchMode):
-    """Counts what operations read and write.
+    """Counts the bytes that operations read and write.
 
-    An operation reads each of its inputs and writes each of its outputs; one in place does both to
-    its own. A view, and memory that is allocated alone, count nothing. Of an expanded tensor its
-    memory counts.
+    An operation reads each of its inputs and writes each of its outputs. An in-place operation
+    reads and writes the tensor that it modifies; `copy_`, `fill_` and `zero_` only write it. Views
+    and operations that only allocate count nothing. An expanded tensor counts as much as its
+    memory.
     """
 
     def __init__(self) -> None:
@@ -62,7 +65,7 @@ class MovedBytes(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if not (new or written) or name.startswith(("empty", "new_empty", "resize_")):
             return result
-        if name.startswith("new_") or name.endswith("_like"):  # of the shape alone
+        if name.startswith("new_") or name.endswith("_like"):  # reads its input's shape alone
             inputs = []
         elif name in ("copy_", "fill_", "zero_"):
             inputs = [t for t in inputs if all(t is not w for w in written)]
@@ -71,7 +74,7 @@ class MovedBytes(TorchDispatchMode):
 
 
 def _written(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
-    """The arguments that an operation writes to."""
+    """Return the arguments that an operation writes to."""
     found = []
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -80,7 +83,7 @@ def _written(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
 
 
 def _own_bytes(tensor: Tensor) -> int:
-    """The bytes of a tensor's elements, those that share memory by an expansion once."""
+    """Return the bytes of a tensor's elements, where an expanded dimension counts once."""
     count = tensor.itemsize
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         count *= size if stride or not size else 1
@@ -88,7 +91,7 @@ def _own_bytes(tensor: Tensor) -> int:
 
 
 class Bytes(NamedTuple):
-    """What a model has been measured to take."""
+    """The bytes that a step saves, allocates at most, and reads and writes."""
 
     saved: int
     peak: int
@@ -96,28 +99,28 @@ class Bytes(NamedTuple):
 
 
 class Step:
-    """Forward and backward passes of a model in a policy."""
+    """A training step of a model in a dtype policy."""
 
     def __init__(self, model: nn.Module, x: Tensor, policy: Policy) -> None:
         self.model, self.x, self.policy = model, x, policy
 
     def forward(self) -> Any:
-        """The outputs, with the same random numbers each time."""
+        """Return the outputs, with the same random numbers at each call."""
         torch.manual_seed(0)
         with autocast(self.policy, self.x.device.type):
             return self.model(self.x)
 
     def run(self) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         backward(self.forward())
 
     def gradient(self) -> Tensor:
-        """All parameters' gradients of a step, one after the other."""
+        """Return all parameters' gradients of a step as one vector in float64."""
         self.run()
         return gradient_of(self.model).double()
 
     def bytes(self) -> Bytes:
-        """What a step takes."""
+        """Return the bytes that a step saves, allocates at most, and moves."""
         torch.manual_seed(0)
         with autocast(self.policy, self.x.device.type):
             saved = inplace_ops.saved_bytes(self.model, self.x)
@@ -132,7 +135,7 @@ class Step:
 def measured(
     name: str, policy_name: str, numbers: Sequence[int], device: str
 ) -> list[dict[str, Any]]:
-    """The rows of a network in one policy, one for each `max_ops`."""
+    """Return the rows of a network in one policy, one for each `max_ops`."""
     network, policy = NETWORKS[name], POLICIES[policy_name]
     torch.manual_seed(0)
     model = network.build().to(device).train().to(policy.weights)

@@ -1,11 +1,12 @@
-"""Host time of a call on a small tensor: what Python and autograd cost before the device works.
+"""Host time of a call on a small tensor: the cost of Python and autograd before the device works.
 
-Calls are made one after the other without waiting for the device; the time is the host's clock over
-their number. Variants in turn within each repetition, against PyTorch out of place and in place. On
-the CPU the kernel's own time, a fraction of a microsecond here, is included.
+Calls are issued one after the other without waiting for the device. The time of a call is the
+host's elapsed time over the number of calls. Each repetition times the variants in turn, PyTorch
+out of place and in place among them. On the CPU the time includes the kernel's, a fraction of a
+microsecond at this size.
 
-"Python alone" is what no extension that is called from Python can go below: a call of a custom op,
-and a torch.autograd.Function that marks its input dirty, keeps a tensor and does nothing else.
+"Python alone" is a lower bound for every extension that is called from Python: a call of a custom
+op, and a torch.autograd.Function that marks its input dirty, saves a tensor and does nothing else.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from verification import verify
 from inplace_ops.activations import RELU
 
 ELEMENTS = 64
-CALLS = 200  # fewer than a CUDA stream queues
+CALLS = 200  # fewer than a CUDA stream queues before a launch blocks
 PHASES = ("no grad", "forward", "backward")
 
 
-class _Nothing(torch.autograd.Function):
+class _Empty(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, saved: Tensor) -> Tensor:
         ctx.mark_dirty(x)
-        ctx.save_for_backward(kept)
+        ctx.save_for_backward(saved)
         return x
 
     @staticmethod
@@ -44,7 +45,7 @@ class _Nothing(torch.autograd.Function):
         return grad, None
 
 
-_KEPT = torch.empty(1)
+_SAVED = torch.empty(1)
 
 
 def _op_alone(x: Tensor) -> Tensor:
@@ -52,15 +53,15 @@ def _op_alone(x: Tensor) -> Tensor:
     return x
 
 
-# With the phases in which they are one.
+# By name: the callable, and the phases for which it is a lower bound.
 FLOORS = {
     "a custom op": (_op_alone, ("no grad",)),
-    "an empty autograd.Function": (lambda x: _Nothing.apply(x, _KEPT), ("forward", "backward")),
+    "an empty autograd.Function": (lambda x: _Empty.apply(x, _SAVED), ("forward", "backward")),
 }
 
 
 def host_time(calls: list[Callable[[], Any]], device: str) -> tuple[float, list[Any]]:
-    """Microseconds a call, and the results."""
+    """Return the microseconds of a call, and the results."""
     if device == "cuda":
         torch.cuda.synchronize()
     begin = time.perf_counter()
@@ -69,7 +70,7 @@ def host_time(calls: list[Callable[[], Any]], device: str) -> tuple[float, list[
 
 
 def time_variant(variant: Variant, device: str) -> dict[str, float]:
-    """Microseconds a call without a gradient, with one, and of backward."""
+    """Return microseconds of a call without a gradient, of one with it, and of backward."""
     leaf = torch.randn(ELEMENTS, device=device, requires_grad=True)
     grad = torch.randn(ELEMENTS, device=device)
     inputs = [leaf.detach().clone() for _ in range(CALLS)]
@@ -90,7 +91,7 @@ def time_variant(variant: Variant, device: str) -> dict[str, float]:
 def measure(
     activation: str, variants: list[Variant], device: str, repetitions: int
 ) -> list[dict[str, Any]]:
-    """The rows of some variants, timed in turn."""
+    """Return the rows of the variants, timed in turn."""
     for variant in variants:
         time_variant(variant, device)  # warms up
     measured = [

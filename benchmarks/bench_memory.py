@@ -1,10 +1,11 @@
-"""The memory that an activation allocates: the well-known table of in-place operations.
+"""Memory that an activation allocates: the well-known table of in-place operations.
 
 A 10000 x 10000 float32 tensor has 381.5 MiB. Out of place an activation allocates as much again; in
-place it should allocate nothing. With a gradient, PyTorch's in-place SiLU clones its input.
+place it should allocate nothing. PyTorch's in-place SiLU clones an input that requires grad.
 
-held: allocated by the call and still there when it has returned. peak: the most at one time. saved:
-what inplace_ops.saved_bytes reports, which leaves out x's own memory.
+after forward: bytes that the call allocates and that are still allocated when it has returned.
+peak: the most bytes allocated at one time. saved: what inplace_ops.saved_bytes returns, which does
+not count x's own memory.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def main() -> None:
 
     def fresh(requires_grad: bool) -> Tensor:
         x = torch.randn(size, size, device=device, requires_grad=requires_grad)
-        return x.clone() if requires_grad else x  # autograd refuses to modify a leaf
+        return x.clone() if requires_grad else x  # autograd forbids modifying a leaf
 
     with written_to(arguments.out or RESULTS / f"memory_{device}.csv") as rows:
         for activation, variants in VARIANTS.items():
@@ -44,9 +45,9 @@ def main() -> None:
                 }
                 for requires_grad in (False, True):
                     x = fresh(requires_grad)
-                    peak, held = memory_of(lambda x=x, run=variant.run: run(x), device)
+                    peak, allocated = memory_of(lambda x=x, run=variant.run: run(x), device)
                     suffix = "with grad" if requires_grad else "no grad"
-                    row[f"MiB after forward, {suffix}"] = f"{held / MIB:.1f}"
+                    row[f"MiB after forward, {suffix}"] = f"{allocated / MIB:.1f}"
                     row[f"MiB peak, {suffix}"] = f"{peak / MIB:.1f}"
                     del x
                 saved = inplace_ops.saved_bytes(variant.run, fresh(requires_grad=True))

@@ -1,13 +1,15 @@
-"""Models of other libraries, converted and trained three steps beside the original.
+"""Convert models of other libraries, and train each for three steps next to the original.
 
-Each model runs in float32 and under CUDA's autocast policy, contiguous and channels_last. Before a
-step both have the same weights and buffers; they run with the same random numbers. Every step
-compares all gradients and buffers. The first one, which compares what it recomputes, also measures
-the peak of its allocations, and what is saved for backward before and after. A model that does not
-run as it is stays in the table, with its error.
+Each model runs in float32 and under CUDA's autocast policy, contiguous and in channels_last. Before
+each step the converted model and the original have the same weights and buffers; both run with the
+same random numbers. After each step all gradients and buffers are compared. The first step, in
+which the engine also compares what it recomputes, measures the peak of allocations, and the bytes
+saved for backward before and after conversion. A model that fails without conversion stays in the
+table, with its error.
 
-A gradient is wrong if it is farther from the original's than roundings explain: see `Limits`. The
-exit status is 1 if one is, and if a first step allocates more at one time than the original's.
+A gradient is wrong if rounding does not explain its distance from the original's: see `Limits`. The
+exit status is 1 if a gradient is wrong, or if a converted model's first step has a higher peak than
+the original's.
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ from inplace_ops.conversion.report import Report
 from inplace_ops.recompute.reasons import PARAMETER_COPY
 
 STEPS = 3
-CONVOLUTIONS = 4  # from which on a model runs in channels_last too
+CONVOLUTIONS = 4  # models with this many or more run in channels_last too
 MAX_OPS = 4
-PEAK_LIMIT = 1.001  # a step that saves nothing less has scales and shifts, some numbers each
+PEAK_LIMIT = 1.001  # a step without savings still allocates scales and shifts, a few numbers each
 
 os.environ.setdefault("YOLO_CONFIG_DIR", tempfile.gettempdir())
 
@@ -69,19 +71,20 @@ Gradients = dict[str, Tensor]
 
 
 class WrongGradientError(AssertionError):
-    """The converted model does not train as the original does."""
+    """The converted model trains differently from the original."""
 
 
 class Limits(NamedTuple):
-    """How far gradients may be from the original's, over the norm of all of them.
+    """Allowed distances of gradients from the original's, over the norm of all gradients.
 
-    In float32 1e-5 for all together; for one tensor 1e-4 of its own norm and 1e-6 of all. Under
-    autocast by how far autocast itself takes the gradients from those in float32: for all together
-    half of that, and 5e-2 at most; for one tensor all of that, and 1e-3.
+    In float32: for all gradients together 1e-5; for one tensor 1e-4 of its own norm plus 1e-6 of
+    the norm of all. Under autocast the limits depend on how far the original's gradients under
+    autocast are from its gradients in float32: for all together half of that distance, at least
+    1e-5 and at most 5e-2; for one tensor that tensor's distance plus 1e-3.
 
     Attributes:
-        overall: For all gradients together.
-        tensors: For each tensor.
+        overall: The limit for all gradients together.
+        tensors: The limit for each tensor, by name.
     """
 
     overall: float
@@ -89,26 +92,26 @@ class Limits(NamedTuple):
 
 
 def limits_in_float32(norms: dict[str, float]) -> Limits:
-    """The limits for gradients of these norms."""
+    """Return the limits in float32, for gradients of these norms."""
     total = norm_of(norms)
     return Limits(1e-5, {name: 1e-4 * norm / total + 1e-6 for name, norm in norms.items()})
 
 
 def limits_under_autocast(norms: dict[str, float], rounding: dict[str, float]) -> Limits:
-    """The limits for gradients of these norms, from their distances to those in float32."""
+    """Return the limits under autocast, from the gradients' distances to those in float32."""
     total = norm_of(norms)
     overall = min(max(1e-5, norm_of(rounding) / total / 2), 5e-2)
     return Limits(overall, {name: off / total + 1e-3 for name, off in rounding.items()})
 
 
 class Outcome(NamedTuple):
-    """What training a converted model beside the original has shown.
+    """The result of training a converted model next to the original.
 
     Attributes:
-        difference: Of all gradients over their norm, in the step where it is largest.
-        allowed: What the limits allow in that step.
-        peak_over_torch: Of the first step.
-        report: Of the conversion.
+        difference: The distance of all gradients over their norm, in the step where it is largest.
+        allowed: The limit on that distance in that step.
+        peak_over_torch: The peak of the converted model's first step over the original's.
+        report: The report of the conversion.
     """
 
     difference: float
@@ -118,7 +121,7 @@ class Outcome(NamedTuple):
 
 
 def finite_norms(gradients: Gradients) -> dict[str, float]:
-    """The norm of each tensor, summed in float64; raises where they cannot be compared with."""
+    """Return each tensor's norm in float64; raise unless that of all is finite and positive."""
     norms = {name: float(g.norm(dtype=torch.float64)) for name, g in gradients.items()}
     total = norm_of(norms)
     if not (total > 0 and math.isfinite(total)):
@@ -127,12 +130,12 @@ def finite_norms(gradients: Gradients) -> dict[str, float]:
 
 
 def norm_of(norms: dict[str, float]) -> float:
-    """The norm of all tensors together."""
+    """Return the norm of all tensors together, from the norm of each."""
     return float(sum(norm**2 for norm in norms.values()) ** 0.5)
 
 
 def distances(actual: Gradients, expected: Gradients) -> dict[str, float]:
-    """The norm of each tensor's difference."""
+    """Return the norm of each tensor's difference; raise if the names differ."""
     if actual.keys() != expected.keys():
         raise WrongGradientError(f"only one side has {sorted(actual.keys() ^ expected.keys())}")
     return {
@@ -141,16 +144,16 @@ def distances(actual: Gradients, expected: Gradients) -> dict[str, float]:
 
 
 def call(model: nn.Module, inputs: Inputs) -> Any:
-    """The model's outputs for copies of the inputs, which it may write to."""
-    own = tree_map_only(Tensor, Tensor.clone, inputs)
-    args = (own.pop(""),) if "" in own else ()
-    return model(*args, **own)
+    """Return the model's outputs for copies of the inputs, which the model may write to."""
+    copies = tree_map_only(Tensor, Tensor.clone, inputs)
+    args = (copies.pop(""),) if "" in copies else ()
+    return model(*args, **copies)
 
 
 def step(model: nn.Module, inputs: Inputs, policy: Policy, seed: int) -> None:
-    """Forward and backward of the distance from random targets."""
+    """Run forward, and backward from the outputs' mean squared distance to random targets."""
     torch.manual_seed(seed)
-    np.random.seed(seed)  # of transformers' masks of speech
+    np.random.seed(seed)  # transformers draws the masks of speech models with NumPy
     generator = torch.Generator().manual_seed(seed)
     with emulation(policy, "cpu"):
         with autocast(policy, "cpu"):
@@ -162,14 +165,14 @@ def step(model: nn.Module, inputs: Inputs, policy: Policy, seed: int) -> None:
 
 
 def gradients_of(model: nn.Module) -> Gradients:
-    """Those of the parameters that have one, by name."""
+    """Return the gradients of the parameters that have one, by name, and reset them."""
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()  # sets them to None
     return found
 
 
 def trained(model: nn.Module, inputs: Inputs, case: Case) -> Outcome:
-    """Train a converted copy of the model beside it; raises WrongGradientError."""
+    """Train a converted copy next to the model; raise WrongGradientError if the two differ."""
     policy = POLICIES[case.policy]
     original = model.to(memory_format=MEMORY_FORMATS[case.memory_format])
     converted, exact = copy.deepcopy(original), copy.deepcopy(original)
@@ -178,21 +181,21 @@ def trained(model: nn.Module, inputs: Inputs, case: Case) -> Outcome:
     outcome = Outcome(0.0, 0.0, 1.0, report)
     for seed in range(STEPS):
         run = partial(step, inputs=inputs, policy=policy, seed=seed)
-        before = peak_of(partial(run, original), is_measured=seed == 0)
+        original_peak = peak_of(partial(run, original), is_measured=seed == 0)
         try:
-            after = peak_of(partial(run, converted), is_measured=seed == 0)
+            converted_peak = peak_of(partial(run, converted), is_measured=seed == 0)
         except Exception as error:
-            raise WrongGradientError(f"fails converted alone: {one_line(error)}") from error
-        if before:
-            outcome = outcome._replace(peak_over_torch=after / before)
+            raise WrongGradientError(f"fails only when converted: {one_line(error)}") from error
+        if original_peak:
+            outcome = outcome._replace(peak_over_torch=converted_peak / original_peak)
         expected, actual = gradients_of(original), gradients_of(converted)
-        own = finite_norms(expected)
+        norms = finite_norms(expected)
         if policy.is_float32:
-            limits = limits_in_float32(own)
+            limits = limits_in_float32(norms)
         else:
             step(exact, inputs, POLICIES["float32"], seed)
-            limits = limits_under_autocast(own, distances(expected, gradients_of(exact)))
-        difference = compare(distances(actual, expected), norm_of(own), limits)
+            limits = limits_under_autocast(norms, distances(expected, gradients_of(exact)))
+        difference = compare(distances(actual, expected), norm_of(norms), limits)
         if difference >= outcome.difference:
             outcome = outcome._replace(difference=difference, allowed=limits.overall)
         compare_buffers(converted, original)
@@ -206,7 +209,7 @@ def trained(model: nn.Module, inputs: Inputs, case: Case) -> Outcome:
 
 
 def peak_of(run: Callable[[], None], is_measured: bool) -> int:
-    """Run a step; return the most bytes that it allocates at one time, if that is measured."""
+    """Run a step, and return the most bytes that it allocates at one time; 0 if not measured."""
     if is_measured:
         return memory_of(run, "cpu")[0]
     run()
@@ -214,40 +217,42 @@ def peak_of(run: Callable[[], None], is_measured: bool) -> int:
 
 
 def compare_buffers(actual: nn.Module, expected: nn.Module) -> None:
-    """Raise if running statistics and the like differ."""
-    own, others = dict(actual.named_buffers()), dict(expected.named_buffers())
+    """Raise if buffers differ, running statistics for example."""
+    ours, theirs = dict(actual.named_buffers()), dict(expected.named_buffers())
     try:
-        torch.testing.assert_close(own, others, equal_nan=True)
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
     except AssertionError as error:
         raise WrongGradientError(f"buffers differ: {one_line(error)}") from error
 
 
 def compare(off: dict[str, float], total: float, limits: Limits) -> float:
-    """Raise if gradients are too far off; return the distance of all over their norm, `total`."""
+    """Return the distance of all gradients over their norm `total`; raise if it is over a limit."""
     overall = norm_of(off) / total
     if not overall <= limits.overall:
-        raise WrongGradientError(f"off by {overall:.1e}, allowed are {limits.overall:.1e}")
+        raise WrongGradientError(f"off by {overall:.1e}, allowed: {limits.overall:.1e}")
     for name, distance in off.items():
         if not distance / total <= limits.tensors.get(name, 0.0):
-            raise WrongGradientError(f"{name} off by {distance / total:.1e} of all gradients")
+            raise WrongGradientError(
+                f"{name} off by {distance / total:.1e} of the norm of all gradients"
+            )
     return overall
 
 
 def inputs_of(entry: Entry, model: nn.Module) -> Inputs:
-    """The first of an entry's inputs that the model takes."""
+    """Return the first of an entry's inputs that the model accepts."""
     error: Exception | None = None
     for inputs in entry.inputs():
         try:
             with torch.no_grad():
                 call(copy.deepcopy(model), inputs)
             return inputs
-        except Exception as found:  # of a size that is too small, mostly
+        except Exception as found:  # mostly because the size is too small
             error = found
-    raise RuntimeError(f"takes none of the inputs: {error}") from error
+    raise RuntimeError(f"the model accepts none of the inputs: {error}") from error
 
 
 class Remains(NamedTuple):
-    """A kind of tensor that stays saved."""
+    """A kind of tensor that remains saved."""
 
     producer: str
     consumer: str
@@ -259,7 +264,7 @@ Rows = list[tuple[dict[str, Any], Remaining]]
 
 
 def rows_of(name: str, only: Case | None = None) -> Rows:
-    """A row for each case, or for one of them, and what remains saved there."""
+    """Return a row, and what remains saved, for each case of a model, or for the case `only`."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     begin = time.perf_counter()
@@ -281,7 +286,7 @@ def rows_of(name: str, only: Case | None = None) -> Rows:
         if not error:
             try:
                 outcome = trained(seeded_model(entry), inputs, case)
-                columns, remaining = column_affine_of(outcome), remaining_of(outcome.report)
+                columns, remaining = columns_of(outcome), remaining_of(outcome.report)
             except Exception as failure:
                 columns["result"] = one_line(failure)
         row = {"model": name, **case._asdict(), "input": shape, **columns, **machine("cpu")}
@@ -291,7 +296,7 @@ def rows_of(name: str, only: Case | None = None) -> Rows:
 
 
 def seeded_model(entry: Entry) -> nn.Module:
-    """The model, with the same weights each time."""
+    """Return the model, with the same weights at each call."""
     torch.manual_seed(0)
     return entry.model()
 
@@ -304,8 +309,8 @@ SAME = "same gradients"
 MORE_MEMORY = "the first step needs more memory"
 
 
-def column_affine_of(outcome: Outcome) -> dict[str, str]:
-    """What a row says of an outcome. The ratio is without autocast's copies of parameters."""
+def columns_of(outcome: Outcome) -> dict[str, str]:
+    """Return a row's columns for an outcome. The ratio leaves out autocast's parameter copies."""
     report = outcome.report
     before, after = report.saved_bytes_before, report.saved_bytes_after
     assert before is not None
@@ -325,7 +330,7 @@ def column_affine_of(outcome: Outcome) -> dict[str, str]:
 
 
 def remaining_of(report: Report) -> Remaining:
-    """What remains saved, by kind."""
+    """Return the bytes that remain saved, by kind."""
     found: Remaining = defaultdict(int)
     for row in report.remaining:
         found[Remains(row.producer, row.consumer, row.reason)] += row.bytes
@@ -333,7 +338,11 @@ def remaining_of(report: Report) -> Remaining:
 
 
 def cases_for(model: nn.Module) -> Iterator[Case]:
-    """The cases that differ for a model: channels_last where more than patches are convolved."""
+    """Yield the cases that apply to a model.
+
+    channels_last applies to models that convolve more than patches, and a policy that excludes
+    operations to models with an RMS norm.
+    """
     dims = Counter(p.dim() for p in model.parameters())
     has_rms_norm = any("rms" in type(m).__name__.lower() for m in model.modules())
     for case in CASES:
@@ -345,7 +354,7 @@ def cases_for(model: nn.Module) -> Iterator[Case]:
 
 
 def shape_of(inputs: Inputs) -> str:
-    """The shape of the first tensor among the inputs."""
+    """Return the shape of the first tensor among the inputs."""
     first = next(iter(inputs.values()))
     while not isinstance(first, Tensor):
         first = first[0]
@@ -353,12 +362,12 @@ def shape_of(inputs: Inputs) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """An error in at most 160 characters."""
+    """Return an error's type and text in at most 160 characters."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
 
 
 def kinds(found: Iterable[tuple[Case, Remaining]]) -> list[dict[str, Any]]:
-    """The kinds of tensors that remain, by their mean share of what remains, for each case."""
+    """Return the kinds of tensors that remain saved, by policy, the largest mean share first."""
     shares: dict[tuple[str, Remains], list[float]] = defaultdict(list)
     models: dict[str, int] = defaultdict(int)
     for case, remaining in found:
@@ -385,11 +394,11 @@ def kinds(found: Iterable[tuple[Case, Remaining]]) -> list[dict[str, Any]]:
 
 
 SHOWN_KINDS = 20  # of each policy
-CHUNK = 8  # models in one process, which then ends with what libraries leave behind
+CHUNK = 8  # models in one process; its end frees what libraries leave behind
 
 
 def all_rows(names: Sequence[str], processes: int) -> Iterator[tuple[dict[str, Any], Remaining]]:
-    """The rows of all models, several processes at a time."""
+    """Yield the rows of all models, from several processes at a time."""
     chunks = [names[i : i + CHUNK] for i in range(0, len(names), CHUNK)]
     with ThreadPoolExecutor(processes) as threads:
         for future in as_completed([threads.submit(rows_in_a_process, c) for c in chunks]):
@@ -397,10 +406,11 @@ def all_rows(names: Sequence[str], processes: int) -> Iterator[tuple[dict[str, A
 
 
 def rows_in_a_process(names: Sequence[str]) -> Rows:
-    """The rows of models that run one after the other in a process.
+    """Return the rows of models that run one after the other in a process.
 
-    Of a model that ends the process each case runs again, and one may: on a CPU PyTorch itself
-    corrupts memory in some models in channels_last.
+    If a model crashes the process, its cases run again one by one, and a case that crashes it again
+    gets a row that says so: on a CPU PyTorch itself corrupts memory in some models in
+    channels_last.
     """
     found: Rows = []
     pending: list[tuple[str, Case | None]] = [(name, None) for name in names]
@@ -440,8 +450,8 @@ def main() -> None:
             rows.append(row)
             found.append((Case(row["policy"], row["memory_format"]), remaining))
         rows.sort(key=lambda row: names.index(row["model"]))
-    kept_path = arguments.out.with_name(arguments.out.name.replace("models", "remaining"))
-    with written_to(kept_path) as remaining_rows:
+    remaining_path = arguments.out.with_name(arguments.out.name.replace("models", "remaining"))
+    with written_to(remaining_path) as remaining_rows:
         all_kinds = kinds(found)
         for policy in POLICIES:
             own = [row for row in all_kinds if row["policy"] == policy]
@@ -450,7 +460,7 @@ def main() -> None:
 
 
 def summarize(rows: list[dict[str, Any]]) -> None:
-    """Print quartiles of the ratios, and what failed."""
+    """Print quartiles of the ratios, and the cases that failed."""
     lines = [["case", "models", "ratio: best", "quartiles", "worst", "first peak: worst"]]
     for case in CASES:
         own = [r for r in rows if (r["policy"], r["memory_format"]) == case and r["ratio"]]
@@ -466,7 +476,7 @@ def summarize(rows: list[dict[str, Any]]) -> None:
         print(f"{row['model']}, {row['policy']}, {row['memory_format']}: {row['result']}")
     wrong = (WrongGradientError.__name__, MORE_MEMORY)
     if any(row["result"].startswith(wrong) for row in failed):
-        raise SystemExit("wrong gradients, or more memory")
+        raise SystemExit("gradients are wrong, or a first step needs more memory")
 
 
 if __name__ == "__main__":

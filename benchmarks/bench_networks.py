@@ -1,19 +1,21 @@
-"""Whole networks in training beside the baselines: memory, step time, and the largest batch.
+"""Training of whole networks next to the baselines: memory, step time, and the largest batch.
 
-PyTorch out of place and in place, `torch.compile` without and with a memory budget, a checkpoint of
-each block, and `convert` with several `max_ops`, in one dtype policy. All start from the same
-weights; outputs and gradients are compared with those of PyTorch out of place before anything is
-measured. A variant that is farther off than `verify` allows is named and left out, and the exit
-status is 1.
+The variants are PyTorch out of place and in place, `torch.compile` without and with a memory
+budget, a checkpoint of each block, and `convert` with several `max_ops`, each in several dtype
+policies. All variants start from the same weights. Before anything is measured, outputs and
+gradients are compared with those of PyTorch out of place. A variant that differs by more than
+`verify` allows is printed and left out, and the exit status is 1.
 
-saved: what is allocated when forward has returned, the outputs with it. peak: the most allocated at
-one time in a step of forward, loss and backward, gradients included. Neither counts the parameters
-and the input. Steps are timed in turn, each compared with that of "torch in place" beside it; where
-CUDA's autocast is emulated on a CPU they are not. With --graphs each step is captured in a CUDA
-graph and replayed, which takes the host's time out of it. With --fill-gib the batch that is
-measured is the one with which PyTorch in place allocates that much; what is verified is a small
-one. Largest batch, on CUDA: with which a step still runs within a limit on all that PyTorch
-allocates; steps are then not timed, so that several networks may be searched at one time.
+saved: bytes that are allocated when forward has returned, outputs included. peak: the most bytes
+allocated at one time during a step of forward, loss and backward, gradients included. Neither
+counts the parameters and the input.
+
+The steps of all variants are timed in turn, and each is compared with "torch in place" of the same
+repetition. Where CUDA's autocast is emulated on a CPU, steps are not timed. --graphs captures each
+step in a CUDA graph and times its replay, which leaves out the host's time. --fill-gib verifies a
+small batch, and measures the batch for which PyTorch in place allocates that much. --largest-batch,
+on CUDA, searches the largest batch whose step fits into a limit on all that PyTorch allocates. It
+does not time steps, so that several networks can be searched at once.
 """
 
 from __future__ import annotations
@@ -63,20 +65,20 @@ Results = dict[str, Tensors]  # a step's outputs and gradients, by name
 
 
 def forward(variant: Variant, x: Tensor, policy: Policy) -> Any:
-    """The outputs."""
+    """Return the outputs."""
     with autocast(policy, x.device.type):
         return variant.run(x)
 
 
 def step(variant: Variant, x: Tensor, policy: Policy) -> Any:
-    """Forward, loss and backward; returns the outputs."""
+    """Run forward, loss and backward, and return the outputs."""
     outputs = forward(variant, x, policy)
     backward(outputs)
     return outputs
 
 
 def results(variant: Variant, x: Tensor, policy: Policy) -> Results:
-    """The outputs and gradients of a step."""
+    """Return the outputs and gradients of a step."""
     torch.manual_seed(0)
     outputs = differentiable(step(variant, x, policy))
     parameters = variant.model.named_parameters()
@@ -86,10 +88,11 @@ def results(variant: Variant, x: Tensor, policy: Policy) -> Results:
 
 
 class Distance(NamedTuple):
-    """How far tensors are from others.
+    """The distance of tensors from the expected ones.
 
-    overall: the norm of the difference of all together over the norm of the others. largest: by
-    tensor, the largest difference over the tensor's largest value.
+    Attributes:
+        overall: The norm of all differences together over the norm of all expected tensors.
+        largest: For each tensor, its largest difference over the largest expected value.
     """
 
     overall: float
@@ -97,11 +100,11 @@ class Distance(NamedTuple):
 
 
 def distance(actual: Tensors, expected: Tensors, zero: set[str]) -> Distance:
-    """The distance of tensors of the same names; those that are zero count overall only."""
+    """Return the distance of tensors with the same names; names in `zero` count overall only."""
     if actual.keys() != expected.keys():
         raise AssertionError(f"only one side has {actual.keys() ^ expected.keys()}")
     difference = {name: actual[name].double() - t.double() for name, t in expected.items()}
-    squares, others = (
+    squares, expected_squares = (
         sum(t.double().square().sum() for t in tensors.values())
         for tensors in (difference, expected)
     )
@@ -110,14 +113,17 @@ def distance(actual: Tensors, expected: Tensors, zero: set[str]) -> Distance:
         for name, t in expected.items()
         if name not in zero
     }
-    return Distance((squares / others).sqrt().item(), largest)
+    return Distance((squares / expected_squares).sqrt().item(), largest)
 
 
 class Expected(NamedTuple):
-    """What PyTorch out of place computes.
+    """The results of PyTorch out of place, and their accuracy.
 
-    rounding: how far outputs and gradients are from the same in float64. zero: gradients that are
-    nothing but rounding, as of a norm's bias before a convolution and another norm.
+    Attributes:
+        results: Outputs and gradients.
+        rounding: Their distances from the same in float64.
+        zero: Names of gradients that are nothing but rounding, for example the gradient of a norm's
+            bias before a convolution and another norm.
     """
 
     results: Results
@@ -126,7 +132,7 @@ class Expected(NamedTuple):
 
 
 def expected_of(variant: Variant, x: Tensor, policy: Policy) -> Expected:
-    """The results to compare with."""
+    """Return the results to compare with."""
     found = results(variant, x, policy)
     double = copy.deepcopy(variant.model).double()
     exact = results(eager(double), x.double(), POLICIES["float32"])
@@ -137,14 +143,18 @@ def expected_of(variant: Variant, x: Tensor, policy: Policy) -> Expected:
 
 
 def verify(actual: Results, expected: Expected, policy: Policy) -> Distance:
-    """Raise if outputs or gradients are too far from the expected; return how far gradients are.
+    """Raise if outputs or gradients are too far from the expected; return the gradients' distance.
 
-    Both sides round, in another order, each as often: overall twice PyTorch's own rounding is
-    allowed, and in a single tensor, where one value decides, four times what it is there. On top
-    comes the largest documented error of a derivative with default bits, 1.6e-5 in float32 and 4e-3
-    in bfloat16, and in a single tensor the order of sums: a norm's gradients add up to a million
-    values, PyTorch block by block, compiled code in a row, which rounds a thousand times eps, more
-    where they cancel.
+    The limit has three parts:
+
+    1. Rounding. Both sides round equally often, but in another order. So all tensors together may
+       differ by twice PyTorch's own rounding, and a single tensor, where one value decides, by four
+       times PyTorch's rounding of that tensor.
+    2. The largest documented error of a derivative with default bits: 1.6e-5 in float32 and 4e-3 in
+       bfloat16.
+    3. For a single tensor, the order of sums. A norm's gradients add up to a million values.
+       PyTorch adds them block by block and compiled code in a row, which rounds by a thousand times
+       eps, and by more where values cancel.
     """
     documented, sums = (1.6e-5 if policy.is_float32 else 4e-3), 1e-3
     for part, rounding in expected.rounding.items():
@@ -160,7 +170,7 @@ def verify(actual: Results, expected: Expected, policy: Policy) -> Distance:
 
 
 def largest_batch(run: Callable[[int], Any], first: int, limit: int) -> int:
-    """The largest batch, to a 32nd, with which `run` allocates at most `limit` bytes on CUDA."""
+    """Return the largest batch, to a 32nd, for which `run` allocates at most `limit` bytes."""
     total = torch.cuda.get_device_properties().total_memory
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
@@ -181,7 +191,7 @@ def _fits(run: Callable[[int], Any], batch: int) -> bool:
         run(batch)
         fits = True
     except RuntimeError as error:
-        # cuDNN finds no engine where no workspace fits.
+        # Where no workspace fits into memory, cuDNN finds no engine.
         if "out of memory" not in str(error) and "unable to find an engine" not in str(error):
             raise
         fits = False
@@ -190,7 +200,7 @@ def _fits(run: Callable[[int], Any], batch: int) -> bool:
 
 
 def memory_of_step(variant: Variant, x: Tensor, policy: Policy) -> tuple[int, int]:
-    """What is saved by a forward, and the peak of a step, in bytes."""
+    """Return the bytes that forward saves, and the peak of a step."""
     saved = memory_of(partial(forward, variant, x, policy), x.device.type)[1]
     peak = memory_of(partial(step, variant, x, policy), x.device.type)[0]
     variant.model.zero_grad()
@@ -198,7 +208,7 @@ def memory_of_step(variant: Variant, x: Tensor, policy: Policy) -> tuple[int, in
 
 
 def before_capture(model: nn.Module) -> None:
-    """Leave no gradients to add to, and no graph that is freed meanwhile, which ends a capture."""
+    """Reset gradients, which backward would add to, and free graphs, which would end a capture."""
     model.zero_grad()
     gc.collect()
 
@@ -206,7 +216,7 @@ def before_capture(model: nn.Module) -> None:
 def measured(
     name: str, policy_name: str, arguments: argparse.Namespace, failures: Failures
 ) -> list[dict[str, Any]]:
-    """The rows of a network in one policy, of the variants that pass."""
+    """Return the rows of a network in one policy, for the variants that pass."""
     device, policy, network = arguments.device, POLICIES[policy_name], TIMED[name]
     torch.manual_seed(0)
     model = network.build()
@@ -215,7 +225,9 @@ def measured(
         return []
     shape = (arguments.batch or shape[0], *shape[1:])
     if not any(type(module).__name__ in network.blocks for module in model.modules()):
-        raise ValueError(f"no block to checkpoint: {', '.join(network.blocks)}")
+        raise ValueError(
+            f"{name} has no blocks of these classes to checkpoint: {', '.join(network.blocks)}"
+        )
     memory_format = MEMORY_FORMATS[arguments.memory_format]
 
     def input_of(batch: int) -> Tensor:
@@ -224,7 +236,7 @@ def measured(
 
     x = input_of(shape[0])
     model.train().to(device, policy.weights, memory_format=memory_format)
-    torch._dynamo.reset()  # it counts what it has compiled, and stops
+    torch._dynamo.reset()  # Dynamo stops compiling at a limit of recompilations
 
     variants, off, memory = {}, {}, {}
     with emulation(policy, device):
@@ -296,17 +308,18 @@ def measured(
 NOT_TIMED = dict.fromkeys(time_columns([1.0, 1.0], [1.0, 1.0]), "")
 
 
-def memory_columns(own: tuple[int, int], in_place: tuple[int, int]) -> dict[str, str]:
-    """Saved and peak, and both over PyTorch in place."""
+def memory_columns(variant: tuple[int, int], in_place: tuple[int, int]) -> dict[str, str]:
+    """Return a row's columns of saved and peak MiB, and of both over PyTorch in place."""
     columns = {}
-    for kind, mine, theirs in zip(("saved", "peak"), own, in_place, strict=True):
+    for kind, mine, theirs in zip(("saved", "peak"), variant, in_place, strict=True):
         columns[f"{kind}_mib"] = f"{mine / MIB:.2f}"
         columns[f"{kind}_over_torch_in_place"] = f"{mine / theirs:.3f}"
     return columns
 
 
-# Rota Bulò, Porzi, Kontschieder, CVPR 2018, arXiv 1712.02616: the abstract, and its figure of a
-# residual block with identity mapping, over a standard BatchNorm and an activation in place.
+# Rota Bulò, Porzi, Kontschieder, CVPR 2018, arXiv 1712.02616: the abstract, and the figure of a
+# residual block with identity mapping. Both compare with a standard BatchNorm and an in-place
+# activation.
 PUBLISHED = [
     {
         "network": "a residual block: 3 buffers instead of 6",
@@ -329,25 +342,36 @@ def main() -> None:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
     parser.add_argument("--networks", nargs="+", choices=TIMED, default=list(TIMED))
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="all by default")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="default: all")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=["float32"])
     parser.add_argument("--memory-format", choices=MEMORY_FORMATS, default="contiguous")
-    parser.add_argument("--batch", type=int, help="32 on a GPU, 4 on the CPU")
-    parser.add_argument("--graphs", action="store_true", help="on CUDA: replay CUDA graphs")
-    parser.add_argument("--fill-gib", type=float, help="measure with the batch that takes so much")
-    parser.add_argument("--largest-batch", type=float, metavar="GIB", help="on CUDA: the limit")
+    parser.add_argument("--batch", type=int, help="default: 32 on a GPU, 4 on the CPU")
+    parser.add_argument(
+        "--graphs", action="store_true", help="on CUDA: time the replay of CUDA graphs"
+    )
+    parser.add_argument(
+        "--fill-gib",
+        type=float,
+        help="measure the batch for which PyTorch in place allocates this much",
+    )
+    parser.add_argument(
+        "--largest-batch",
+        type=float,
+        metavar="GIB",
+        help="on CUDA: search the largest batch whose step fits",
+    )
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="small inputs, three repetitions and nothing compiled, to see that it runs",
+        help="a smoke test: small inputs, three repetitions, nothing compiled",
     )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.quick:
         if not arguments.out:
-            parser.error("--quick gives no results: name a file with --out")
+            parser.error("--quick measures no results to publish: name a file with --out")
         arguments.repetitions = 3
     if arguments.largest_batch and arguments.device != "cuda":
         parser.error("--largest-batch needs --device cuda")
@@ -364,7 +388,7 @@ def main() -> None:
         measure = partial(measured, arguments=arguments, failures=failures)
         for row in rows_of_networks(arguments.networks, arguments.policies, measure, failures):
             rows.append(row)
-            write_csv(path, rows)  # a step may outlast the grace that a time limit gives
+            write_csv(path, rows)  # now: after a time limit, a step may outlast the grace period
         if rows and not (arguments.fill_gib or arguments.largest_batch or arguments.graphs):
             rows += [dict.fromkeys(rows[0], "") | row | {"source": SOURCE} for row in PUBLISHED]
 

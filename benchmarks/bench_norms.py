@@ -1,15 +1,15 @@
-"""The kernels that run after a norm: share of the device's copy bandwidth, by layout and size.
+"""Measure the kernels that run after a norm as a share of the device's copy bandwidth.
 
-Backward of a converted model computes a norm's output again from the norm's input, the activation
-of it, and the gradient through both. How a kernel finds each element's scale and shift depends on
-the layout: planes of a channel (7 x 7 ends inside an access of 16 bytes), channels side by side,
-rows of a layer norm. A strided gradient is half of the channels of a tensor, as backward of a
-concatenation has it.
+By layout and size. Backward of a converted model recomputes a norm's output from the norm's input,
+then the activation, and computes the gradient through both. How a kernel finds each element's scale
+and shift depends on the layout: one plane per channel (a plane of 7 x 7 ends inside an access of 16
+bytes), channels innermost, or rows of a layer norm. A strided gradient is half of the channels of a
+larger tensor, as in the backward of torch.cat.
 
-The bytes are the least that a kernel must move: the tensors that it reads and writes once, without
-the norm's statistics. Launches, graphs, and the copy they are compared with are as in
-bench_bandwidth.py. What is timed is compared with PyTorch first, on numbers whose results are exact
-in every dtype; a case that fails is named and not timed, and the exit status is 1.
+A kernel's bytes are the least that it must move: each tensor that it reads or writes, once, without
+the norm's statistics. Launches, graphs and the copy that is the baseline are as in
+bench_bandwidth.py. Each kernel is first compared with PyTorch, on numbers whose results are exact
+in every dtype. A case that fails is reported and not timed, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ FORWARD, SUM, BACKWARD = "recompute", "recompute of a residual sum", "backward"
 
 
 class Layout(NamedTuple):
-    """How a norm's input lies in memory.
+    """Shape and memory format of a norm's input.
 
     Attributes:
-        sample: The shape of a sample, channels first; of a layer norm, a row.
-        memory_format: Of the input.
-        has_rows: Whether each row has statistics of its own, as of a layer norm.
+        sample: The shape of a sample, channels first; for a layer norm, of a row.
+        memory_format: The memory format of the input.
+        has_rows: Whether each row has its own statistics, as in a layer norm.
     """
 
     sample: tuple[int, ...]
@@ -70,7 +70,7 @@ LAYOUTS = {
 
 
 class Buffers:
-    """Inputs and gradients for launches that each have their own, and a norm's affine."""
+    """A norm's affine, and inputs and gradients; each launch has its own."""
 
     def __init__(self, layout: Layout, size: int, dtype: torch.dtype, device: str) -> None:
         one = torch.empty(layout.sample).numel() * dtype.itemsize
@@ -92,7 +92,8 @@ class Buffers:
         self.strided = [
             empty(double, 2 * size).narrow(1, 0, shape[1]) for _ in range(self.launches)
         ]
-        # Of all the memory: CUDA copies slower where the number of bytes is no multiple of many.
+        # Copies the whole allocations: CUDA copies more slowly if the number of bytes is not a
+        # multiple of a large number.
         pairs = zip(map(_all_memory, self.x), map(_all_memory, self.grad), strict=True)
         self.copy = recorded([partial(x.copy_, grad) for x, grad in pairs], device)
         wide = {"dtype": _ops.affine_dtype(dtype), "device": device}
@@ -114,7 +115,7 @@ class Buffers:
             tensor.normal_()
 
     def normalized(self, x: Tensor) -> Tensor:
-        """The norm's output, in the input's dtype."""
+        """Return the norm's output, in the input's dtype."""
         wide = x.to(self.affine.dtype)
         if self.rows is not None:
             wide = (wide - self.rows[1]) * self.rows[0]
@@ -127,12 +128,12 @@ def _all_memory(x: Tensor) -> Tensor:
 
 
 def steps(shape: tuple[int, ...], count: int, size: float, **options: Any) -> Tensor:
-    """Multiples of `size`, up to `count` of them, of either sign."""
+    """Return random multiples of `size`, from -count to count times `size`."""
     return size * torch.randint(-count, count + 1, shape, **options)
 
 
 class Case(NamedTuple):
-    """A kernel: its launches, how many tensors each moves, and what its result should be."""
+    """A kernel: its launches, the number of tensors that each moves, and the expected results."""
 
     calls: list[Callable[[], Tensor]]
     tensors: int
@@ -140,7 +141,7 @@ class Case(NamedTuple):
 
 
 def cases_of(buffers: Buffers) -> dict[tuple[str, str], Case]:
-    """The kernels, by activation and what they compute."""
+    """Return the kernels, by activation and by what they compute."""
     norm = (buffers.affine, buffers.rows, buffers.order)
 
     def normalized(i: int) -> Tensor:
@@ -204,7 +205,7 @@ def measure_layout(
     clock: Clock,
     failures: Failures,
 ) -> list[dict[str, Any]]:
-    """The rows of all kernels at one layout, size and dtype."""
+    """Return the rows of all kernels at one layout, size and dtype."""
     buffers = Buffers(LAYOUTS[name], size, dtype, clock.device)
     runs, cases = {("copy", "copy"): buffers.copy}, cases_of(buffers)
     for key, case in cases.items():
@@ -218,7 +219,7 @@ def measure_layout(
     times = times_of(runs, buffers.launches, repetitions, clock)
     copies = times.pop(("copy", "copy"))
     rows = []
-    for (activation, kind), own in times.items():
+    for (activation, kind), kernel_times in times.items():
         moved = cases[activation, kind].tensors * buffers.bytes
         rows.append(
             {
@@ -228,8 +229,8 @@ def measure_layout(
                 "dtype": str(dtype).removeprefix("torch."),
                 "bytes": size,
                 "launches": buffers.launches,
-                "median_us": f"{quartiles(own)[1]:.3f}",
-                **rate_columns(own, moved, copies, copied=2 * buffers.size),
+                "median_us": f"{quartiles(kernel_times)[1]:.3f}",
+                **rate_columns(kernel_times, moved, copies, copied=2 * buffers.size),
                 **machine(clock.device),
             }
         )
@@ -238,7 +239,7 @@ def measure_layout(
 
 
 def main() -> None:
-    """Verify, measure, write the CSV, print the shares."""
+    """Verify and measure all cases, write the CSV, print the shares."""
     parser = argparse.ArgumentParser(description=__doc__)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cpu", "cuda"], default=default)

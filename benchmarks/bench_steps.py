@@ -1,11 +1,13 @@
-"""Steps of networks whose time is the host's: what Python costs in each activation and each reader.
+"""Steps of networks that are bound by the host: the Python cost of each activation and consumer.
 
-A ResNet-18 for images of 32 x 32 (He et al., "Deep Residual Learning for Image Recognition", 2016,
-as of its section 4.2: a first convolution of 3 x 3, no pooling) at batch 1, and 40 blocks of
-convolution, batch norm and activation on tensors of 256 elements. PyTorch's activations in place
-against this package's modules as they come, with save="recompute", and `convert`, which lets the
-next layers keep nothing too. Variants in random order within each repetition; forward and backward
-are each compared with PyTorch's beside them. The gradients of a step are compared before, in
+The networks are a ResNet-18 at batch 1 for images of 32 x 32 (He et al., "Deep Residual Learning
+for Image Recognition", 2016, with the changes of its section 4.2: a first convolution of 3 x 3 and
+no pooling), and 40 blocks of convolution, batch norm and activation on tensors of 256 elements.
+
+PyTorch's in-place activations are compared with this package's modules by default, with
+save="recompute", and with `convert`, after which the layers that consume an activation need not
+save it either. Each repetition runs the variants in random order, and compares forward and backward
+each with PyTorch's of the same repetition. Before that, the gradients of a step are compared in
 float64.
 """
 
@@ -31,7 +33,7 @@ MakeActivation = Callable[[], nn.Module]
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions and what passes them by."""
+    """Two convolutions and a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, activation: MakeActivation) -> None:
         super().__init__()
@@ -54,7 +56,7 @@ class ResidualBlock(nn.Module):
 
 
 def resnet18(activation: MakeActivation) -> nn.Module:
-    """ResNet-18 for ten classes of images of 32 x 32."""
+    """Return a ResNet-18 for ten classes and images of 32 x 32."""
     stem = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), activation()]
     widths = [(64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)]
     blocks = [
@@ -67,14 +69,15 @@ def resnet18(activation: MakeActivation) -> nn.Module:
 
 
 def chain(activation: MakeActivation) -> nn.Module:
-    """40 blocks of convolution, batch norm and activation."""
+    """Return 40 blocks of convolution, batch norm and activation."""
     layers: list[nn.Module] = []
     for _ in range(40):
         layers += [nn.Conv2d(8, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), activation()]
     return nn.Sequential(*layers)
 
 
-# The network, how many activations it has, its input's shape and its activation.
+# By name: a function that makes the network, its number of activations, its input's shape, and the
+# name of its activation.
 NETWORKS: dict[str, tuple[Callable[[MakeActivation], nn.Module], int, tuple[int, ...], str]] = {
     "ResNet-18": (resnet18, 17, (1, 3, 32, 32), "ReLU"),
     "40 blocks, ReLU": (chain, 40, (2, 8, 4, 4), "ReLU"),
@@ -83,7 +86,7 @@ NETWORKS: dict[str, tuple[Callable[[MakeActivation], nn.Module], int, tuple[int,
 
 
 def variants_of(network: str, device: str) -> tuple[dict[str, nn.Module], Tensor]:
-    """The variants, with the same weights, and an input."""
+    """Return a network's variants, with the same weights, and an input."""
     make, _, shape, name = NETWORKS[network]
     theirs, ours = getattr(nn, name), getattr(inplace_ops, name)
     makers = {
@@ -101,7 +104,7 @@ def variants_of(network: str, device: str) -> tuple[dict[str, nn.Module], Tensor
 
 
 def step(model: nn.Module, x: Tensor) -> tuple[float, float]:
-    """Seconds of forward and of backward; the gradients are new ones."""
+    """Return the seconds of forward and of backward, which allocates new gradients."""
     model.zero_grad()
     if x.is_cuda:
         torch.cuda.synchronize()
@@ -126,7 +129,7 @@ def verify(models: dict[str, nn.Module], x: Tensor) -> None:
 
 
 def measure(network: str, device: str, repetitions: int) -> list[dict[str, Any]]:
-    """The rows of a network."""
+    """Return the rows of a network."""
     models, x = variants_of(network, device)
     verify(models, x)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
@@ -137,11 +140,11 @@ def measure(network: str, device: str, repetitions: int) -> list[dict[str, Any]]
                 times[name].append(time_of_step)
     rows = []
     for name, pairs in times.items():
-        beside = list(zip(pairs, times[IN_PLACE], strict=True))
+        in_turn = list(zip(pairs, times[IN_PLACE], strict=True))
         count = NETWORKS[network][1]
-        ratios = quartiles([sum(ours) / sum(theirs) for ours, theirs in beside])
+        ratios = quartiles([sum(ours) / sum(theirs) for ours, theirs in in_turn])
         over = [
-            quartiles([(ours[i] - theirs[i]) / count * 1e6 for ours, theirs in beside])[1]
+            quartiles([(ours[i] - theirs[i]) / count * 1e6 for ours, theirs in in_turn])[1]
             for i in range(2)
         ]
         rows.append(

@@ -1,21 +1,23 @@
-"""Whether training changes: test accuracy and loss, by what the activations keep.
+"""Check that no save mode changes training: test accuracy and loss, over several seeds.
 
-A small residual network with ReLU and a small one after EfficientNet with SiLU (depthwise
+A small residual network with ReLU and a small EfficientNet-like network with SiLU (depthwise
 convolutions, squeeze and excitation) learn scikit-learn's handwritten digits, in float32 and under
-bfloat16 autocast. Runs of a seed have the same initial weights and the same batches, and are
-compared with PyTorch's activations in place. All seeds have the same test images: another split
-would add to the spread over the seeds, against which the differences are held.
+bfloat16 autocast. All variants of a seed have the same initial weights and the same batches, and
+are compared with PyTorch's activations in place. All seeds have the same test images: another split
+would add to the spread over the seeds, which the differences are compared with.
 
-Two runs of the same mathematics part where they round differently. How far that alone leads is
-shown by "torch, weights off by 1e-7": PyTorch's activations, the initial weights multiplied by
-1 + 1e-7 times normal noise.
+Two runs of the same mathematics diverge where they round differently. The variant "torch, weights
+off by 1e-7" shows how much rounding alone changes: it has PyTorch's activations, and initial
+weights multiplied by 1 + 1e-7 times normal noise.
 
-Before, every activation must be in place, ours must save other bytes than PyTorch's, and the first
-gradient must be PyTorch's: such networks learn these images well with wrong gradients too. A way
-of keeping then changes nothing if, for each network and precision, the means over the seeds of the
-final test accuracy and of the final test loss differ from PyTorch's by at most two standard
-deviations over PyTorch's seeds. The exit status is 1 otherwise, and where a training has not
-converged. One seed has no spread, and is not judged.
+Before training, three properties are verified: every activation works in place, ours save other
+bytes than PyTorch's, and the first gradient is PyTorch's. The last one is necessary because such
+networks learn these images well with wrong gradients too.
+
+A save mode passes if the means over the seeds of the final test accuracy and of the final test loss
+differ from PyTorch's by at most two standard deviations over PyTorch's seeds, for each network and
+precision. The exit status is 1 otherwise, and if a training has not converged. A single seed has no
+spread, and is not judged.
 """
 
 from __future__ import annotations
@@ -43,13 +45,13 @@ OFF = "torch, weights off by 1e-7"
 CONVERT = "convert"
 BATCH = 64
 TEST_IMAGES = 517  # leaves 20 batches to train on
-SETTLED = 0.01  # the most by which the training loss changes in the last quarter of the epochs
+SETTLED = 0.01  # the largest change of the training loss in the last quarter of the epochs
 
 MakeActivation = Callable[[], nn.Module]
 
 
 class Residual(nn.Module):
-    """Two convolutions, to which the input is added (He et al., 2016)."""
+    """Two convolutions and a shortcut, added in place (He et al., 2016)."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, activation: MakeActivation) -> None:
         super().__init__()
@@ -74,7 +76,7 @@ class Residual(nn.Module):
 
 
 class SqueezeExcitation(nn.Module):
-    """Scales each channel by what a small network makes of all channels' means."""
+    """Scales each channel by a factor that a small network computes from all channels' means."""
 
     def __init__(self, channels: int, squeezed: int, activation: MakeActivation) -> None:
         super().__init__()
@@ -92,7 +94,7 @@ class SqueezeExcitation(nn.Module):
 
 
 class InvertedResidual(nn.Module):
-    """EfficientNet's block: widens, convolves each channel by itself, narrows (Tan, Le, 2019)."""
+    """EfficientNet's block: expansion, depthwise convolution, projection (Tan, Le, 2019)."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, activation: MakeActivation) -> None:
         super().__init__()
@@ -119,7 +121,7 @@ class InvertedResidual(nn.Module):
 
 
 def network(block: Callable[..., nn.Module], last: int, activation: MakeActivation) -> nn.Module:
-    """A network for images (batch, 1, 8, 8) and ten classes; `last` is the width of its end."""
+    """Return a network for images (batch, 1, 8, 8) and ten classes; `last` is its last width."""
     stem = [nn.Conv2d(1, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), activation()]
     widths = [(8, 8, 1), (8, 16, 2), (16, 16, 1)]
     blocks = [block(*arguments, activation) for arguments in widths]
@@ -130,7 +132,7 @@ def network(block: Callable[..., nn.Module], last: int, activation: MakeActivati
     return nn.Sequential(*stem, *blocks, *end, *head)
 
 
-# What builds the network, PyTorch's activation, and ours by what it keeps.
+# By name: the function that builds the network, PyTorch's activation, and ours by save mode.
 NETWORKS: dict[str, tuple[Callable[..., nn.Module], type[nn.Module], dict[str, MakeActivation]]] = {
     "residual, ReLU": (partial(network, Residual, 16), nn.ReLU, {"mask": inplace_ops.ReLU}),
     "EfficientNet-like, SiLU": (
@@ -143,14 +145,14 @@ NETWORKS: dict[str, tuple[Callable[..., nn.Module], type[nn.Module], dict[str, M
         },
     ),
 }
-# The type of the autocast, and by how much the first gradient may differ from PyTorch's, relative:
-# where the weights are off by 1e-7 it differs by about 1e-6 and 1e-2.
+# By name: the dtype of autocast, and the largest relative difference of the first gradient from
+# PyTorch's. With weights off by 1e-7 the difference is about 1e-6 and 1e-2.
 PRECISIONS = {"float32": (torch.float32, 1e-4), "bfloat16": (torch.bfloat16, 0.05)}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A network, the precision that it is trained in, and what its activations are."""
+    """A network, the precision that it is trained in, and the variant of its activations."""
 
     network: str
     precision: str
@@ -158,12 +160,12 @@ class Case:
     device: str
 
     def autocast(self) -> torch.autocast:
-        """The precision, as a context."""
+        """Return the precision's autocast context."""
         dtype, _ = PRECISIONS[self.precision]
         return torch.autocast(self.device, dtype, enabled=dtype != torch.float32)
 
     def build(self, seed: int) -> nn.Module:
-        """The network with its initial weights."""
+        """Return the network with its initial weights."""
         make, theirs, ours = NETWORKS[self.network]
         torch.manual_seed(seed)
         model = make(ours.get(self.variant, partial(theirs, inplace=True))).to(self.device)
@@ -177,7 +179,7 @@ class Case:
 
 
 def all_cases(precisions: list[str], device: str) -> list[Case]:
-    """All that is compared."""
+    """Return all cases that are compared."""
     return [
         Case(network, precision, variant, device)
         for network, (*_, ours) in NETWORKS.items()
@@ -187,18 +189,18 @@ def all_cases(precisions: list[str], device: str) -> list[Case]:
 
 
 def first_step(case: Case, images: Tensor, labels: Tensor) -> tuple[int, Tensor]:
-    """Bytes saved for backward, and all gradients; raise if an activation is not in place."""
+    """Return saved bytes and all gradients of a step; raise if an activation is out of place."""
     model = case.build(0)
 
     def check(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
-        assert output is inputs[0], f"{case}: {module} is not in place"
+        assert output is inputs[0], f"{case}: {module} does not work in place"
 
     hooks = [
         module.register_forward_hook(check)
         for module in model.modules()
         if hasattr(module, "inplace")
     ]
-    assert len(hooks) > 1, f"{case}: no activation was found"
+    assert len(hooks) > 1, f"{case}: found no activations"
     with case.autocast():
         saved = inplace_ops.saved_bytes(model, images)
         loss = F.cross_entropy(model(images), labels)
@@ -207,10 +209,10 @@ def first_step(case: Case, images: Tensor, labels: Tensor) -> tuple[int, Tensor]
 
 
 def verify(compared: list[Case], images: Tensor, labels: Tensor) -> dict[Case, dict[str, Any]]:
-    """What each case saves, and the difference of its first gradient to PyTorch's, relative.
+    """Return each case's saved bytes, and its first gradient's relative difference from PyTorch's.
 
     Raises:
-        AssertionError: If ours save as many bytes as PyTorch's, or a gradient differs too much.
+        AssertionError: If ours save as many bytes as PyTorch's, or if a gradient differs too much.
     """
     with exact_convolutions():
         steps = {case: first_step(case, images, labels) for case in compared}
@@ -227,7 +229,7 @@ def verify(compared: list[Case], images: Tensor, labels: Tensor) -> dict[Case, d
 
 
 def train(run: tuple[Case, int, int]) -> dict[str, Any]:
-    """Train a case from a seed for some epochs; the row of the run."""
+    """Train a case from a seed for some epochs, and return the row of the run."""
     case, seed, epochs = run
     torch.backends.cudnn.deterministic = True
     images, labels, test_images, test_labels = digits(case.device, TEST_IMAGES)
@@ -269,13 +271,13 @@ def train(run: tuple[Case, int, int]) -> dict[str, Any]:
 
 
 def is_settled(row: dict[str, Any]) -> bool:
-    """Whether the training loss has hardly changed in the last quarter of the epochs."""
+    """Whether the training loss has changed little in the last quarter of the epochs."""
     losses = [float(loss) for loss in row["training_losses"].split()]
     return abs(losses[-1] - losses[3 * len(losses) // 4 - 1]) <= SETTLED
 
 
 def changed(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """The variants that leave PyTorch's spread, by variant: in which network, precision, column."""
+    """Return, by variant, the networks, precisions and columns that leave PyTorch's spread."""
     found: dict[str, list[str]] = {}
     for case in cases(rows):
         for column in ("test_accuracy", "test_loss"):
@@ -286,7 +288,7 @@ def changed(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Verify, train, print the table, write the CSV, judge."""
+    """Verify, train, print the table, write the CSV, and exit with 1 if training changes."""
     parser = argparse.ArgumentParser(description=__doc__)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
@@ -323,7 +325,7 @@ def main() -> None:
     if arguments.seeds > 1:
         for variant, where in changed(rows).items():
             if variant == OFF:
-                print(f"rounding alone leaves PyTorch's spread: {'; '.join(where)}")
+                print(f"rounding alone exceeds PyTorch's spread: {'; '.join(where)}")
             else:
                 wrong.append(f"{variant} changes training: {'; '.join(where)}")
     if wrong:

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Measures all that benchmarks/results has of the CPU, on one machine and of one commit, draws it and
+# Measures all CPU results of benchmarks/results, on one machine and at one commit, plots them and
 # writes the tables of docs/.
 #
 #   benchmarks/cpu_results.sh [PART...]
 #
 # Parts, all by default: activations blocks bytes host memory models networks steps training. On two
-# calm cores, with nothing else running, they take about half an hour together without models and
-# networks, an hour each, and training, which takes 18 minutes. PYTHON names an interpreter that has the
-# package with .[models,demo].
+# calm cores, with nothing else running, models and networks take an hour each, training takes 18
+# minutes, and the others together about half an hour. PYTHON names an interpreter with the package
+# and its extras models and demo.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,7 +21,7 @@ done
 wanted=" ${*:-$known} "
 python=${PYTHON:-python3}
 export OMP_NUM_THREADS=2
-out=$(mktemp -d) # not yet to results: rows name a commit, and whether files differ from it
+out=$(mktemp -d) # not results/: changed files there would mark the rows' commit as modified
 
 bench() {
   local part=$1

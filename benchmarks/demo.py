@@ -1,9 +1,10 @@
-"""Trains a small residual network on real data, three ways, and compares the memory.
+"""Train a small residual network on real data in three variants, and compare their memory.
 
-scikit-learn's handwritten digits (1797 images of 8 x 8 pixels); each residual block adds its
-shortcut with `+=` after an activation, as code in search of memory does. Three ways for each of
-ReLU, LeakyReLU and SiLU, from the same seed and on the same batches: PyTorch out of place (the
-addition too: after nn.ReLU a `+=` fails even then), PyTorch in place, and inplace_ops.
+The data are scikit-learn's handwritten digits (1797 images of 8 x 8 pixels). Each residual block
+adds its shortcut with `+=` after an activation, as code that has to save memory does. ReLU,
+LeakyReLU and SiLU each run in three variants, from the same seed and on the same batches: PyTorch
+out of place (the addition too: after nn.ReLU, `+=` fails even if nn.ReLU is out of place), PyTorch
+in place, and inplace_ops.
 """
 
 from __future__ import annotations
@@ -30,26 +31,26 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt  # the backend is chosen first
 
 ACTIVATIONS = ("ReLU", "LeakyReLU", "SiLU")
-LOSS_TOLERANCE = 1e-4  # rounding that a whole training multiplies
+LOSS_TOLERANCE = 1e-4  # rounding, amplified over a whole training
 
 
 class Block(nn.Module):
     """Two convolutions with BatchNorm and activations, and a shortcut added after the second."""
 
     def __init__(
-        self, channels: int, read_by_conv: nn.Module, added_to: nn.Module, adds_in_place: bool
+        self, channels: int, before_conv: nn.Module, before_add: nn.Module, adds_in_place: bool
     ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         self.norm1 = nn.BatchNorm2d(channels)
-        self.act1 = read_by_conv
+        self.act1 = before_conv
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         self.norm2 = nn.BatchNorm2d(channels)
-        self.act2 = added_to
+        self.act2 = before_add
         self.adds_in_place = adds_in_place
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, channels, height, width) to the same."""
+        """Map (batch, channels, height, width) to the same shape."""
         y = self.act1(self.norm1(self.conv1(x)))
         y = self.act2(self.norm2(self.conv2(y)))
         if self.adds_in_place:
@@ -60,43 +61,50 @@ class Block(nn.Module):
 
 
 @dataclass
-class Way:
-    """A way to run an activation: the module where a convolution reads it, and before a `+=`."""
+class Variant:
+    """A variant of a block's activations.
+
+    Attributes:
+        name: The variant's name.
+        before_conv: Makes the activation whose output a convolution reads.
+        before_add: Makes the activation whose output the shortcut is added to.
+        adds_in_place: Whether the shortcut is added with `+=`.
+    """
 
     name: str
-    read_by_conv: Callable[[], nn.Module]
-    added_to: Callable[[], nn.Module]
+    before_conv: Callable[[], nn.Module]
+    before_add: Callable[[], nn.Module]
     adds_in_place: bool = True
 
     def network(self, channels: int = 32, blocks: int = 3) -> nn.Sequential:
-        """A network for images (batch, 1, 8, 8) and ten classes."""
+        """Return a network for images (batch, 1, 8, 8) and ten classes."""
         stem = [nn.Conv2d(1, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)]
         residual = [
-            Block(channels, self.read_by_conv(), self.added_to(), self.adds_in_place)
+            Block(channels, self.before_conv(), self.before_add(), self.adds_in_place)
             for _ in range(blocks)
         ]
         head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10)]
-        return nn.Sequential(*stem, self.read_by_conv(), *residual, *head)
+        return nn.Sequential(*stem, self.before_conv(), *residual, *head)
 
 
-def ways(torch_module: type[nn.Module], ours: type[nn.Module]) -> list[Way]:
-    """PyTorch out of place, PyTorch in place, inplace_ops."""
-    # What a convolution keeps anyway costs nothing to keep; before a write the output must not be
-    # kept.
+def variants_of(torch_module: type[nn.Module], ours: type[nn.Module]) -> list[Variant]:
+    """Return the variants: PyTorch out of place, PyTorch in place, inplace_ops."""
+    # Before a convolution, saving the output costs nothing: the convolution saves it anyway. Before
+    # a write the output must not be saved.
     before_write = "derivative" if ours is inplace_ops.SiLU else "mask"
     return [
-        Way("torch out of place", torch_module, torch_module, adds_in_place=False),
-        Way("torch in place", *2 * [partial(torch_module, inplace=True)]),
-        Way("inplace_ops", partial(ours, save="output"), partial(ours, save=before_write)),
+        Variant("torch out of place", torch_module, torch_module, adds_in_place=False),
+        Variant("torch in place", *2 * [partial(torch_module, inplace=True)]),
+        Variant("inplace_ops", partial(ours, save="output"), partial(ours, save=before_write)),
     ]
 
 
 class Training:
-    """A network in training, and what it has given; `error` where backward fails."""
+    """A network in training and its measurements; `error` is set if backward fails."""
 
-    def __init__(self, way: Way, arguments: argparse.Namespace) -> None:
+    def __init__(self, variant: Variant, arguments: argparse.Namespace) -> None:
         torch.manual_seed(arguments.seed)
-        self.network = way.network().to(arguments.device)
+        self.network = variant.network().to(arguments.device)
         self.optimizer = torch.optim.SGD(
             self.network.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4
         )
@@ -111,7 +119,7 @@ class Training:
         self.accuracy = 0.0
 
     def step(self, images: Tensor, labels: Tensor) -> None:
-        """One step of the optimizer."""
+        """Run one training step."""
         begin = time.perf_counter()
         loss = F.cross_entropy(self.network(images), labels)
         loss.backward()
@@ -121,9 +129,11 @@ class Training:
         self.step_times.append(time.perf_counter() - begin)
 
 
-def measure(way: Way, images: Tensor, labels: Tensor, arguments: argparse.Namespace) -> Training:
-    """Measure the memory of a step of `way`, in a training that ends there."""
-    training = Training(way, arguments)
+def measure(
+    variant: Variant, images: Tensor, labels: Tensor, arguments: argparse.Namespace
+) -> Training:
+    """Measure the memory of a step, in a training that ends after it."""
+    training = Training(variant, arguments)
     training.saved = inplace_ops.saved_bytes(training.network, images)
     try:
         training.step(images, labels)  # the optimizer allocates its state
@@ -136,19 +146,19 @@ def measure(way: Way, images: Tensor, labels: Tensor, arguments: argparse.Namesp
 
 
 def train(
-    name: str, ways: list[Way], data: tuple[Tensor, ...], arguments: argparse.Namespace
+    name: str, variants: list[Variant], data: tuple[Tensor, ...], arguments: argparse.Namespace
 ) -> dict[str, Training]:
-    """Train a network each way, in turn on each batch: a busy machine slows all alike."""
+    """Train all variants, in turn on each batch, so that a busy machine slows all alike."""
     images, labels, test_images, test_labels = data
     trainings: dict[str, Training] = {}
-    for way in ways:
+    for variant in variants:
         batch = images[: arguments.batch_size], labels[: arguments.batch_size]
-        measured = measure(way, *batch, arguments)
-        training = trainings[way.name] = Training(way, arguments)
+        measured = measure(variant, *batch, arguments)
+        training = trainings[variant.name] = Training(variant, arguments)
         training.saved, training.peak = measured.saved, measured.peak
         training.error = measured.error
         if training.error:
-            print(f"{name}, {way.name}: fails in backward", flush=True)
+            print(f"{name}, {variant.name}: fails in backward, see below", flush=True)
 
     running = [training for training in trainings.values() if not training.error]
     shuffle = torch.Generator().manual_seed(arguments.seed)
@@ -160,8 +170,12 @@ def train(
         for training in running:
             training.annealing.step()
             training.epoch_loss = statistics.mean(training.losses[-len(batches) :])
-        losses = ", ".join(f"{training.epoch_loss:.4f}" for training in running)
-        print(f"{name}, epoch {epoch} of {arguments.epochs}: loss {losses}", flush=True)
+        losses = ", ".join(
+            f"{variant_name} {training.epoch_loss:.4f}"
+            for variant_name, training in trainings.items()
+            if not training.error
+        )
+        print(f"{name}, epoch {epoch} of {arguments.epochs}, training loss: {losses}", flush=True)
     for training in running:
         training.network.eval()
         with torch.no_grad():
@@ -171,7 +185,7 @@ def train(
 
 
 def digits(device: str, test_images: int = 360) -> tuple[Tensor, ...]:
-    """Images (n, 1, 8, 8) from 0 to 1 and labels (n,), for training and for testing."""
+    """Return images (n, 1, 8, 8) from 0 to 1 and labels (n,), for training and for testing."""
     bunch = load_digits()
     images = torch.tensor(bunch.images, dtype=torch.float32)[:, None] / 16
     labels = torch.tensor(bunch.target, dtype=torch.int64)
@@ -182,14 +196,14 @@ def digits(device: str, test_images: int = 360) -> tuple[Tensor, ...]:
 
 
 def plot(results: dict[tuple[str, str], Training], out: Path, title: str) -> None:
-    """Bars of the memory, and the training losses."""
+    """Draw the saved memory as bars, and the training losses as lines."""
     activations = list(dict.fromkeys(activation for activation, _ in results))
     names = list(dict.fromkeys(name for _, name in results))
     figure, axes = plt.subplots(1, 1 + len(activations), figsize=(15, 4), layout="constrained")
     for i, name in enumerate(names):
         saved = [results[a, name].saved / MIB for a in activations]
-        places = [j + 0.27 * (i - 1) for j in range(len(activations))]
-        bars = axes[0].bar(places, saved, width=0.25, label=name)
+        positions = [j + 0.27 * (i - 1) for j in range(len(activations))]
+        bars = axes[0].bar(positions, saved, width=0.25, label=name)
         failed = ["fails" if results[a, name].error else "" for a in activations]
         axes[0].bar_label(bars, failed, fontsize=8)
     axes[0].set_xticks(range(len(activations)), activations)
@@ -211,9 +225,10 @@ def plot(results: dict[tuple[str, str], Training], out: Path, title: str) -> Non
 
 
 def largest_difference(results: dict[tuple[str, str], Training], name: str) -> float:
-    """Largest difference of the losses of PyTorch out of place and inplace_ops, NaN included."""
+    """Return the largest loss difference between PyTorch out of place and inplace_ops, or NaN."""
     expected, actual = (
-        torch.tensor(results[name, way].losses) for way in ("torch out of place", "inplace_ops")
+        torch.tensor(results[name, variant].losses)
+        for variant in ("torch out of place", "inplace_ops")
     )
     return (expected - actual).abs().max().item()
 
@@ -228,25 +243,25 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("demo.png"))
     arguments = parser.parse_args()
-    torch.backends.cudnn.deterministic = True  # the ways are compared loss by loss
+    torch.backends.cudnn.deterministic = True  # the variants are compared loss by loss
 
     data = digits(arguments.device)
     batch = data[0][: arguments.batch_size], data[1][: arguments.batch_size]
-    without = measure(Way("none", nn.Identity, nn.Identity), *batch, arguments).saved
+    without = measure(Variant("none", nn.Identity, nn.Identity), *batch, arguments).saved
     results: dict[tuple[str, str], Training] = {}
     for name in ACTIVATIONS:
-        compared = ways(getattr(nn, name), getattr(inplace_ops, name))
-        for way_name, training in train(name, compared, data, arguments).items():
-            results[name, way_name] = training
+        compared = variants_of(getattr(nn, name), getattr(inplace_ops, name))
+        for variant_name, training in train(name, compared, data, arguments).items():
+            results[name, variant_name] = training
 
     header = ["", "activations, MiB", "saved, MiB", "peak, MiB", "step, ms", "final loss"]
     rows, failures = [[*header, "accuracy"]], []
-    for (name, way_name), result in results.items():
-        row = [f"{name}, {way_name}", f"{(result.saved - without) / MIB:.2f}"]
+    for (name, variant_name), result in results.items():
+        row = [f"{name}, {variant_name}", f"{(result.saved - without) / MIB:.2f}"]
         row.append(f"{result.saved / MIB:.2f}")
         if result.error:
             row += ["fails in backward", "-", "-", "-"]
-            failures.append(f"{name}, {way_name}: {result.error}")
+            failures.append(f"{name}, {variant_name} fails in backward: {result.error}")
         else:
             row += [f"{result.peak / MIB:.2f}", f"{statistics.median(result.step_times) * 1e3:.1f}"]
             row += [f"{result.epoch_loss:.4f}", f"{result.accuracy:.1%}"]
@@ -255,20 +270,23 @@ def main() -> None:
     title = f"digits, batch {arguments.batch_size}; {where['device']}, torch {where['torch']}, "
     title += f"Python {where['python']}, {where['date']}"
     print(f"\n{title}\n\n{table(rows)}\n")
-    print("saved: held for backward after the forward pass, parameters and input not counted.")
-    print("activations: of that, what the same network without activations does not hold.")
-    print("peak: allocated at most during one training step, on top of what it began with.")
-    print("step: median time; final loss: mean of the last epoch.")
+    print("saved: memory that autograd saves for backward, without parameters and input.")
+    print("activations: saved, minus what the same network saves without activations.")
+    print("peak: most memory allocated during a training step, minus what was allocated before it.")
+    print("step: median time of a step. final loss: mean training loss of the last epoch.")
+    print("accuracy: on the test images, after training.")
     for failure in failures:
         print(f"\n{failure}")
     print()
     differences = {name: largest_difference(results, name) for name in ACTIVATIONS}
     for name, difference in differences.items():
-        print(f"{name}: losses differ by at most {difference:.2g} between torch and inplace_ops")
+        print(
+            f"{name}: training losses of torch and inplace_ops differ by at most {difference:.2g}"
+        )
     plot(results, arguments.out, title)
     disagreeing = [name for name in ACTIVATIONS if not differences[name] <= LOSS_TOLERANCE]
     if disagreeing:
-        sys.exit(f"the losses disagree: {', '.join(disagreeing)}")
+        sys.exit(f"training losses differ by more than {LOSS_TOLERANCE}: {', '.join(disagreeing)}")
 
 
 if __name__ == "__main__":

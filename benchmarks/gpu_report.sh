@@ -4,16 +4,17 @@
 #   benchmarks/gpu_report.sh OUT [--device cpu] [PART...]
 #
 # Parts, all by default, in this order: build numerics tests memcheck initcheck bandwidth norms
-# activations host steps memory bytes networks graphs filled batches tuning summary. Only where it
-# is named: baselines. Each has its time limit; one that fails, or runs into it, does not stop the
-# next, what it has measured is written, and the exit status is 1.
+# activations host steps memory bytes networks graphs filled batches tuning summary. The part
+# baselines runs only if it is named. Each part has a time limit. If a part fails or reaches its
+# limit, the rows that it has measured are written, the next part runs, and the exit status is 1.
 #
-# OUT gets PART_DEVICE.log of each part, whose last line says how it ended, PART_DEVICE.csv where it
-# measures, and by the part summary a summary.md of all that is there. A part whose log says "passed" is not run again.
-# Nothing else is kept in OUT: it may be emptied between calls for some of the parts, and what they
-# left be put into one folder afterwards. Nothing is installed; PYTHON names the interpreter.
+# Each part writes OUT/PART_DEVICE.log, whose last line says how it ended. Parts that measure also
+# write OUT/PART_DEVICE.csv. The part summary writes OUT/summary.md about all files in OUT. A part
+# whose log says "passed" is not run again. No part needs another part's files in OUT: OUT may be
+# emptied between calls, and all files be collected in one folder for the summary. Nothing is
+# installed; PYTHON names the interpreter.
 #
-# --device cpu runs on the CPU what can run there, with small sizes, to see that it works.
+# --device cpu is a smoke test: it runs what can run on the CPU, with small sizes.
 set -uo pipefail
 
 usage() {
@@ -51,7 +52,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=2 PYTHONUNBUFF
 
 is_wanted() { [[ " ${wanted:-$known} " == *" $1 "* ]]; }
 
-# end PART RESULT SECONDS LIMIT: the last line of its log.
+# end PART RESULT SECONDS LIMIT: writes the last line of the part's log.
 end() { echo "$1,$device,$2,$3,$4" | tee -a "$out/$1_$device.log"; }
 
 skip() {
@@ -60,7 +61,8 @@ skip() {
   end "$1" "skipped: $2" 0 0
 }
 
-# run PART LIMIT COMMAND...: within LIMIT seconds, unless it is not wanted or has passed before.
+# run PART LIMIT COMMAND...: runs a command for at most LIMIT seconds, unless the part is not wanted
+# or has passed before.
 run() {
   local part=$1 limit=$2 log=$out/$1_$device.log begin=$SECONDS status result
   shift 2
@@ -84,9 +86,10 @@ run() {
   end "$part" "$result" $((SECONDS - begin)) "$limit"
 }
 
-# Threads that wait busily stop each other where processes share the cores, and so would processes
-# that each of them has Inductor start. Deprecations are a newer library's, and pytest-benchmark's
-# warning that it does not time in several processes ends pytest.
+# The test processes share the cores. Busily waiting threads would slow each other, and so would
+# Inductor's compile processes, which each test process would start. Deprecation warnings come from
+# newer libraries. pytest-benchmark is off because its warning, that it does not measure time in
+# several processes, ends pytest.
 check() {
   local part=$1 limit=$2
   shift 2
@@ -102,7 +105,7 @@ bench() {
     --out "$out/${part}_$device.csv" "$@"
 }
 
-# Without the caching allocator a tensor is an allocation of its own, whose end the tool knows.
+# Without the caching allocator each tensor is a separate allocation, and the tool knows its end.
 sanitize() {
   local tool=$1 limit=$2
   shift 2
@@ -124,22 +127,22 @@ elif is_wanted build || is_wanted tuning; then
     'import torch; print("{}.{}".format(*torch.cuda.get_device_capability()))') || exit
   export TORCH_CUDA_ARCH_LIST=$capability
 fi
-# With ninja, --force compiles only what has changed.
+# With ninja, --force recompiles only what has changed.
 run build 180 "$python" setup.py build_ext --inplace --force
-# Without the kernels the tests would be skipped, and seem to pass.
+# Without kernels, tests are skipped and seem to pass.
 "$python" -c 'import sys; from inplace_ops import _ops
 sys.exit(sys.argv[1] == "cuda" and not _ops.cuda_version)' "$device" || {
   echo "the kernels are not built: name the part build"
   exit 1
 }
 
-# Whether the kernels are right is decided by these files. The device stands in the tests' names.
+# These files decide whether the kernels are right. The names of their tests contain the device.
 decisive=(tests/test_{smooth_activations,values,every_kernel,cuda}.py)
 workers=()
-cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # nproc goes by them
+cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # nproc respects these variables
 "$python" -c 'import xdist' 2>/dev/null && workers=(-n "$((cores < 8 ? cores : 8))")
 check numerics 150 "${workers[@]}" -k "[$device or -$device" "${decisive[@]}"
-# Those that are ignored run nothing on a GPU, and need further libraries to load.
+# The ignored files run nothing on a GPU, and need other libraries to import.
 rest=("${decisive[@]/#/--ignore=}" --ignore=tests/test_{host_kernels,engine_models,models,benchmarks}.py
   "${workers[@]}" -k "[$device or -$device or test_fuzz.py or test_info.py")
 
@@ -160,13 +163,13 @@ if [ "$device" = cuda ]; then
   autocast=(--policies "CUDA autocast" --memory-format channels_last --batch 8)
   bench networks 200 networks "${autocast[@]}" --variants "${eager[@]}" --repetitions 31
   bench graphs 200 networks "${autocast[@]}" --variants "convert, max_ops="{1,4} --graphs
-  # Half of the memory of an H100 in the largest of its sizes.
+  # Half of the memory of an H100 with 80 GB.
   bench filled 280 networks "${autocast[@]}" --variants "${eager[@]}" --fill-gib 39 --repetitions 7
   bench batches 280 networks "${autocast[@]}" --variants "${eager[@]}" --largest-batch 8
   bench baselines 580 networks "${autocast[@]}" --fill-gib 10
   run tuning 180 "$python" benchmarks/tune_cuda.py --arch "sm_${capability/./}" \
     --out "$out/tuning_cuda.csv"
-else # a limit here only ends what hangs
+else # limits here only end what hangs
   check tests 600 "${rest[@]}"
   for part in memcheck initcheck; do skip "$part" "it is of CUDA kernels"; done
   bench bandwidth 300 bandwidth --sizes $((2 ** 20)) $((2 ** 12)) --repetitions 3

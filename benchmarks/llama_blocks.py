@@ -1,4 +1,4 @@
-"""Decoder layers as Llama has them: RMSNorm, attention with rotary embeddings, and SwiGLU."""
+"""Decoder layers like Llama's: RMSNorm, attention with rotary embeddings, and SwiGLU."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Rotary embeddings of (N, heads, tokens, width)."""
+    """Apply rotary embeddings to queries or keys of shape (N, heads, tokens, width)."""
     half = x.shape[-1] // 2
     steps = torch.arange(half, device=x.device, dtype=torch.float32) / half
-    places = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)
-    angles = torch.outer(places, 10000.0**-steps)
+    positions = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)
+    angles = torch.outer(positions, 10000.0**-steps)
     cosine, sine = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     first, second = x.chunk(2, -1)
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
@@ -29,7 +29,7 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, tokens, width) to the same."""
+        """Map (N, tokens, width) to the same shape."""
         query, key, value = (
             layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """SiLU of one projection times another, projected back."""
+    """SiLU of one projection times another projection, projected back."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -48,12 +48,12 @@ class SwiGLU(nn.Module):
         self.act = nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, tokens, width) to the same."""
+        """Map (N, tokens, width) to the same shape."""
         return self.down(self.act(self.gate(x)) * self.up(x))
 
 
 class DecoderLayer(nn.Module):
-    """Attention and SwiGLU, each behind a norm and with a shortcut."""
+    """Attention and SwiGLU, each after a norm and with a shortcut."""
 
     def __init__(self, width: int, hidden: int, heads: int) -> None:
         super().__init__()
@@ -61,13 +61,13 @@ class DecoderLayer(nn.Module):
         self.attention, self.mlp = Attention(width, heads), SwiGLU(width, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, tokens, width) to the same."""
+        """Map (N, tokens, width) to the same shape."""
         x = x + self.attention(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
 
 class LlamaBlocks(nn.Sequential):
-    """The layers between a model's embedding and its head."""
+    """The decoder layers of a model, without its embedding and head."""
 
     def __init__(
         self, width: int = 512, hidden: int = 1376, heads: int = 8, layers: int = 4

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine's description, memory and time measurements, CSV files."""
+"""Shared by the benchmarks: machine description, memory and time measurements, CSV files."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own progress messages
-# A time limit ends a benchmark with SIGTERM: as an exception, so that it writes what it has.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no progress messages of the profiler
+# A time limit sends SIGTERM. Raised as an exception, it lets a benchmark write the rows it has.
 signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
 
 MIB = 2**20
@@ -33,7 +33,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @functools.cache
 def machine(device: str) -> dict[str, str]:
-    """The columns that say where and when a figure was measured."""
+    """Return the columns that say where and when a figure was measured."""
     if device == "cuda":
         name, driver, cuda = torch.cuda.get_device_name(), _driver(), torch.version.cuda
     else:
@@ -58,9 +58,9 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str:
-    """The checked-out commit, with a + if sources differ from it.
+    """Return the checked-out commit, with a + if sources differ from it.
 
-    Or what INPLACE_OPS_COMMIT says, where the sources have been copied without their history.
+    INPLACE_OPS_COMMIT overrides it, for sources that were copied without their history.
     """
     if "INPLACE_OPS_COMMIT" in os.environ:
         return os.environ["INPLACE_OPS_COMMIT"]
@@ -78,11 +78,12 @@ def _driver() -> str:
 
 
 def memory_of(fn: Callable[[], Any], device: str) -> tuple[int, int]:
-    """Bytes that `fn()` allocates: at most at one time, and still held by its result.
+    """Return the peak of the bytes that `fn()` allocates, and the bytes of what it returns.
 
-    On CUDA from the caching allocator's statistics, on the CPU from the allocator's events.
+    The latter are all bytes still allocated when `fn` has returned. On CUDA the caching allocator's
+    statistics count both, on the CPU the allocator's events.
     """
-    gc.collect()  # what is freed meanwhile would be subtracted
+    gc.collect()  # garbage that is freed during the call would be subtracted
     if device == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -117,8 +118,9 @@ class Clock:
             start = time.perf_counter()
             result = fn()
             return (time.perf_counter() - start) * 1e6, result
-        # What the restored input left in L2 goes. Read, not written: the timed call would pay for
-        # writing it back. Meanwhile the host runs ahead, so that launching is not timed.
+        # Evict the L2 cache, which has the restored input. A read does it: after a write, the timed
+        # call would pay for the write-back. The host runs ahead during the eviction, so that the
+        # launch is not timed.
         self.evicting.sum()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -131,11 +133,12 @@ class Clock:
 def recorded(
     calls: Sequence[Callable[[], Any]], device: str, before: Callable[[], Any] = lambda: None
 ) -> Callable[[], list[Any]]:
-    """One function that makes all the calls and returns their results.
+    """Return a function that makes all the calls and returns their results.
 
-    On CUDA it replays a graph of them: the device alone is timed, not the host that launches. Their
-    results lie in different memory; those of the next replay take their place. `before` is called
-    before the graph is captured, and after a first call, whose loading of kernels cannot be.
+    On CUDA the function replays a graph of the calls, so that the device is timed without the
+    host's launches. Each call's result has its own memory, which the next replay overwrites. One
+    call runs before the capture, because loading kernels cannot be captured. `before` runs between
+    that call and the capture.
     """
     if device != "cuda":
         return lambda: [call() for call in calls]
@@ -161,9 +164,9 @@ def times_in_turn(
     clock: Clock,
     after: Callable[[str], Any] = lambda name: None,
 ) -> dict[str, list[float]]:
-    """Milliseconds of the steps, taken in turn; `after` follows each of them and is not timed."""
+    """Return milliseconds of the steps, timed in turn; `after` follows each step, untimed."""
     times: dict[str, list[float]] = {name: [] for name in steps}
-    order = random.Random(0)  # none always follows the same other
+    order = random.Random(0)  # no step always follows the same one
     for _ in range(repetitions):
         for name in order.sample(list(steps), len(steps)):
             times[name].append(clock.time(steps[name])[0] / 1e3)
@@ -172,18 +175,18 @@ def times_in_turn(
 
 
 def quartiles(times: list[float]) -> tuple[float, float, float]:
-    """The first quartile, the median and the third quartile."""
+    """Return the first quartile, the median and the third quartile."""
     first, median, third = statistics.quantiles(times, n=4, method="inclusive")
     return first, median, third
 
 
 def ratio_quartiles(times: list[float], others: list[float]) -> tuple[float, float, float]:
-    """The quartiles of each time over the other that was taken beside it."""
+    """Return the quartiles of each time over the other time of the same repetition."""
     return quartiles([time / other for time, other in zip(times, others, strict=True)])
 
 
 def time_columns(times: list[float], torch_in_place: list[float]) -> dict[str, str]:
-    """A row's columns of milliseconds, and of these over PyTorch in place."""
+    """Return a row's columns of milliseconds, and of their ratios to PyTorch in place."""
     first, median, third = quartiles(times)
     first_ratio, ratio, third_ratio = ratio_quartiles(times, torch_in_place)
     return {
@@ -197,7 +200,7 @@ def time_columns(times: list[float], torch_in_place: list[float]) -> dict[str, s
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write rows of one kind, the keys of the first as header; nothing if there are none."""
+    """Write rows with the first row's keys as header; write no file if there are no rows."""
     if not rows:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -209,7 +212,7 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 @contextmanager
 def written_to(path: Path) -> Iterator[list[dict[str, Any]]]:
-    """A list for the rows, which is written in the end, also where that comes early."""
+    """Yield a list for rows, and write it at the end, also after an exception."""
     rows: list[dict[str, Any]] = []
     try:
         yield rows
@@ -220,36 +223,36 @@ def written_to(path: Path) -> Iterator[list[dict[str, Any]]]:
 
 
 class Failures:
-    """The cases that failed, by wrong values above all: each is named, and the others go on."""
+    """Records cases that fail, mostly by wrong values, and lets the other cases run."""
 
     def __init__(self) -> None:
         self.cases: list[str] = []
 
     @contextmanager
     def recorded(self, case: str) -> Iterator[None]:
-        """Run a case; print that it failed, and by how much, instead of raising."""
+        """Run a case; if it raises, print the error and record the case."""
         try:
             yield
-        except Exception as error:  # that of a library which one case needs, too
+        except Exception as error:  # also errors of a library that only one case needs
             why = " ".join(str(error).split())
             print(f"FAILED, not timed: {case}: {type(error).__name__}: {why}", flush=True)
             self.cases.append(case)
-            traceback.clear_frames(error.__traceback__)  # which hold the case's tensors
+            traceback.clear_frames(error.__traceback__)  # they keep the case's tensors alive
 
     def exit(self) -> None:
-        """End the process with status 1 if there are any, and name them."""
+        """Exit with status 1 and the names of the failed cases, if there are any."""
         if self.cases:
             sys.exit(f"{len(self.cases)} not timed: {'; '.join(self.cases)}")
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """Read what write_csv wrote."""
+    """Read the rows that `write_csv` wrote."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
 def table(rows: list[list[str]]) -> str:
-    """Rows of text in aligned columns, the first row as header."""
+    """Return rows of text in aligned columns, the first row as header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(

@@ -1,9 +1,10 @@
-"""Models of other libraries, with random weights and inputs: what bench_models.py converts.
+"""Models of other libraries, with random weights and inputs, for bench_models.py.
 
-timm: the two smallest models of each family, by parameters times pixels. torchvision: the two
-smallest of each family of classifiers, and the smallest of each family of segmentation, detection,
-video and optical flow, by parameters. Ultralytics: the smallest of each family and task.
-transformers and diffusers: architectures at shrunk default configurations.
+- timm: the two smallest models of each family, by parameters times pixels.
+- torchvision: the two smallest of each family of classifiers, and the smallest of each family of
+  segmentation, detection, video and optical flow, by parameters.
+- Ultralytics: the smallest of each family and task.
+- transformers and diffusers: architectures with shrunk default configurations.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import nn
 from inplace_ops.conversion.library import load
 
 VOCABULARY = 128
-# Sides of images to try, the smallest first: some models need more, some one size alone.
+# Image sizes to try, the smallest first: some models need a larger one, some exactly one.
 SIDES = (96, 128, 224, 256, 384)
 
 MakeInputs = Callable[[], Iterable[dict[str, Any]]]
@@ -27,13 +28,13 @@ MakeInputs = Callable[[], Iterable[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Entry:
-    """A model, and what its forward is called with.
+    """A model, and the arguments of its forward.
 
     Attributes:
-        name: LIBRARY:NAME, as `load` takes it.
-        inputs: Candidates for the keyword arguments of forward, or under the name "" the one
-            positional argument. The first that the model takes counts.
-        arguments: What the library's function takes, of transformers the configuration.
+        name: LIBRARY:NAME, as `load` accepts it.
+        inputs: Candidates for the keyword arguments of forward; the name "" means the one
+            positional argument. The first candidate that the model accepts is used.
+        arguments: Arguments of the library's function; for transformers, of the configuration.
     """
 
     name: str
@@ -41,17 +42,17 @@ class Entry:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def model(self) -> nn.Module:
-        """The model in training mode, with all of its parameters trained."""
+        """Return the model in training mode, with all parameters requiring grad."""
         return load(self.name, self.arguments).train().requires_grad_(True)
 
 
 def images(sides: Iterable[int] = SIDES, batch: int = 2, channels: int = 3) -> MakeInputs:
-    """Square images."""
+    """Return inputs of square images."""
     return lambda: ({"": torch.randn(batch, channels, side, side)} for side in sides)
 
 
 def tokens(**more: Callable[[], Any]) -> MakeInputs:
-    """Two sequences of 64 tokens, and further arguments."""
+    """Return inputs of two sequences of 64 tokens, and further arguments."""
     return lambda: [
         {
             "input_ids": torch.randint(VOCABULARY, (2, 64)),
@@ -61,24 +62,24 @@ def tokens(**more: Callable[[], Any]) -> MakeInputs:
 
 
 def tensors(**shapes: tuple[int, ...]) -> MakeInputs:
-    """Random tensors by name."""
+    """Return inputs of random tensors by name."""
     return lambda: [{name: torch.randn(shape) for name, shape in shapes.items()}]
 
 
 class Library(NamedTuple):
-    """The names of a library's models that are to be trained, and what they are."""
+    """The names of a library's models to train, and the function that returns a model's entry."""
 
     names: Callable[[], Iterable[str]]
     entry: Callable[[str], Entry]
 
 
 def _smallest(size: Callable[[str], int], names: Iterable[str], count: int) -> list[str]:
-    """The smallest models, of two with the same size the first."""
+    """Return the smallest models; models of the same size are ordered by name."""
     return sorted(sorted(names), key=size)[:count]
 
 
 def _timm_names() -> Iterator[str]:
-    """Takes minutes: the sizes are those of models without memory."""
+    """Yield the names of timm's models; takes minutes, since it builds all of them on meta."""
     library = importlib.import_module("timm")
 
     def size(name: str) -> int:
@@ -92,11 +93,11 @@ def _timm_names() -> Iterator[str]:
 
 
 def _timm_entry(name: str) -> Entry:
-    """At the one size that it takes, or the smallest."""
+    """Return the entry of a model at its fixed image size, or at the sizes to try."""
     config = importlib.import_module("timm").get_pretrained_cfg(name)
     channels, _, own = config.input_size
     sides = [own] if config.fixed_input_size else SIDES
-    if own > SIDES[-1]:  # of images for segmentation: hours
+    if own > SIDES[-1]:  # segmentation models, which would take hours
         return Entry(f"timm:{name}", images([224], channels=channels), {"img_size": 224})
     return Entry(f"timm:{name}", images(sides, channels=channels))
 
@@ -120,8 +121,8 @@ def _detection_inputs() -> Iterator[dict[str, Any]]:
     yield {"images": [torch.rand(3, 96, 96) for _ in range(2)], "targets": [target, dict(target)]}
 
 
-# By the package that has them: how many of each family, and what they take. Those of `quantization`
-# are for inference.
+# By package: the number of models of each family, and their inputs. `quantization` is left out: its
+# models are for inference.
 TORCHVISION: dict[str, tuple[int, MakeInputs]] = {
     "torchvision.models": (2, images()),
     "torchvision.models.segmentation": (1, images()),
@@ -152,7 +153,7 @@ def _torchvision_entry(name: str) -> Entry:
     if package.endswith((".segmentation", ".detection")):
         arguments["weights_backbone"] = None
     if package.endswith(".detection") and "ssd" not in name:
-        arguments |= {"min_size": 96, "max_size": 96}  # it resizes its images
+        arguments |= {"min_size": 96, "max_size": 96}  # the size to which the model resizes images
     if name in ("googlenet", "inception_v3"):
         arguments["init_weights"] = True
     return Entry(f"torchvision:{name}", inputs, arguments)
@@ -174,7 +175,7 @@ ULTRALYTICS = tuple(
 )
 
 
-# The same attributes under the names that the configurations have for them.
+# The same few settings, under the names that different configurations give them.
 _ENCODER = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
 _ENCODER |= {"num_hidden_layers": 2, "vocab_size": VOCABULARY}
 _DECODER = {**_ENCODER, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}
@@ -196,7 +197,7 @@ _SPEECH |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _LABELLED = tokens(labels=lambda: torch.randint(VOCABULARY, (2, 64)))
 
-# What each configuration gets beyond its defaults, and the inputs.
+# By class: arguments of the configuration that replace its defaults, and the inputs.
 TRANSFORMERS: dict[str, tuple[dict[str, Any], MakeInputs]] = {
     "LlamaForCausalLM": (_DECODER, tokens()),
     "MistralForCausalLM": (_DECODER, tokens()),
@@ -262,7 +263,7 @@ _BLOCKS = {"block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_grou
 _STEP = {"timestep": (2,)}
 _TRANSFORMER = {"num_attention_heads": 4, "attention_head_dim": 16}
 
-# The arguments of each class, and the inputs.
+# By class: its arguments, and the inputs.
 DIFFUSERS: dict[str, tuple[dict[str, Any], MakeInputs]] = {
     "UNet2DModel": (
         {
@@ -382,11 +383,11 @@ LIBRARIES = {
 
 
 def entry_of(name: str) -> Entry:
-    """The model LIBRARY:NAME; names outside of the lists are allowed for timm and torchvision."""
+    """Return the entry of LIBRARY:NAME; timm and torchvision models outside the lists work too."""
     library, _, model = name.partition(":")
     return LIBRARIES[library].entry(model)
 
 
 def names_of(library: str) -> list[str]:
-    """All of a library, as LIBRARY:NAME."""
+    """Return the names of all models of a library, as LIBRARY:NAME."""
     return [f"{library}:{name}" for name in LIBRARIES[library].names()]

@@ -1,4 +1,4 @@
-"""The networks that the benchmarks of whole networks measure."""
+"""Networks for bench_bytes.py and bench_networks.py."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ LLAMA |= {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": VOCA
 
 @dataclass(frozen=True)
 class Network:
-    """A network, and the shapes of its input with the batch: two dimensions are of tokens.
+    """A network, and the shapes of its input; a shape of two dimensions is a batch of tokens.
 
     Attributes:
-        build: Makes it, with random weights.
-        small: The shape where bytes are counted, which follow from the shapes alone.
-        cpu: The shape where steps are timed on a CPU; None of a network that is counted alone.
-        cuda: The same on a GPU.
-        blocks: The names of the classes that a checkpoint of each block takes.
+        build: Makes the network, with random weights.
+        small: The input shape for counting bytes, which follow from shapes alone.
+        cpu: The input shape for timing steps on a CPU; None if the network is only counted.
+        cuda: The input shape for timing steps on a GPU; None if the network is not timed there.
+        blocks: Class names of the modules that "checkpoint of each block" checkpoints.
     """
 
     build: Callable[[], nn.Module]
@@ -40,17 +40,17 @@ class Network:
     blocks: tuple[str, ...] = ()
 
     def input(self, shape: tuple[int, ...], device: str) -> Tensor:
-        """A random input."""
+        """Return a random input."""
         if len(shape) == 2:
             return torch.randint(VOCABULARY, shape, device=device)
         return torch.randn(shape, device=device)
 
 
 def resnet50() -> nn.Module:
-    """torchvision's, with residual branches that count for more, as in trained networks.
+    """Return torchvision's ResNet-50 with stronger residual branches, as trained networks have.
 
-    With random weights alone its gradients are noise: in bfloat16 they have nothing in common with
-    those in float64.
+    With its initial weights the gradients are noise: those in bfloat16 are unrelated to those in
+    float64.
     """
     network = load("torchvision:resnet50")
     for name, module in network.named_modules():
@@ -132,7 +132,7 @@ def rows_of_networks(
     measure: Callable[[str, str], list[dict[str, Any]]],
     failures: Failures,
 ) -> Iterator[dict[str, Any]]:
-    """The rows of each network in each policy; those whose library is not installed are skipped."""
+    """Yield the rows of each network in each policy; skip networks whose library is missing."""
     for name in names:
         for policy in policies:
             rows: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Runs from several seeds: their spread, and their differences to PyTorch's of the same seeds."""
+"""Runs from several seeds: their spread, and their differences from PyTorch with the same seed."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ CASE = ("network", "precision", "variant")
 
 @dataclass
 class Paired:
-    """What the runs of a case gave, and what PyTorch's gave, each from the same seed."""
+    """A column's values in the runs of a case and in PyTorch's runs, paired by seed."""
 
     values: list[float]
     pytorchs: list[float]
 
     @property
     def differences(self) -> list[float]:
-        """To PyTorch's, seed by seed."""
+        """The differences from PyTorch's values, seed by seed."""
         return [ours - theirs for ours, theirs in zip(self.values, self.pytorchs, strict=True)]
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether the means differ by less than two runs of PyTorch's usually do.
+        """Whether the means differ no more than two runs of PyTorch usually do.
 
-        That is two standard deviations over PyTorch's seeds, of which there are two at least.
+        The limit is two standard deviations over PyTorch's seeds, of which at least two are needed.
         """
         return abs(mean(self.differences)) <= 2 * stdev(self.pytorchs)
 
     def cell(self, form: str, difference_form: str, scale: float = 1) -> str:
-        """The mean and the standard deviation over the seeds, and those of the differences."""
+        """Return mean ± standard deviation over the seeds, and the same of the differences."""
 
         def spread(values: list[float], form: str, sign: str = "") -> str:
             scaled = [scale * value for value in values]
-            deviation = f" ± {stdev(scaled):{form}}" if len(scaled) > 1 else ""
-            return f"{mean(scaled):{sign}{form}}{deviation}"
+            plus_minus = f" ± {stdev(scaled):{form}}" if len(scaled) > 1 else ""
+            return f"{mean(scaled):{sign}{form}}{plus_minus}"
 
         differ = any(self.differences)
         difference = spread(self.differences, difference_form, "+") if differ else "equal"
@@ -45,7 +45,7 @@ class Paired:
 
 
 def paired(rows: Sequence[dict[str, Any]], column: str, case: dict[str, str]) -> Paired:
-    """The column's values in the rows of a network, precision and variant."""
+    """Return a column's values in the rows of a case, paired with those of `BASELINE`."""
 
     def values(wanted: dict[str, str]) -> list[float]:
         chosen = [row for row in rows if all(row[key] == wanted[key] for key in CASE)]
@@ -55,17 +55,17 @@ def paired(rows: Sequence[dict[str, Any]], column: str, case: dict[str, str]) ->
 
 
 def cases(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """The networks, precisions and variants, each once, in order."""
+    """Return each combination of network, precision and variant once, in order."""
     found = dict.fromkeys(tuple(row[key] for key in CASE) for row in rows)
     return [dict(zip(CASE, case, strict=True)) for case in found]
 
 
 def lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """A table: saved bytes over PyTorch's, gradients, test accuracy and loss; the header first."""
+    """Return a table of saved bytes, gradients, test accuracy and loss; the header comes first."""
     seeds = len({row["seed"] for row in rows})
-    header = [f"{rows[0]['epochs']} epochs, {seeds} seeds (difference to {BASELINE})"]
+    header = [f"{rows[0]['epochs']} epochs, {seeds} seeds (difference from {BASELINE})"]
     for precision in dict.fromkeys(row["precision"] for row in rows):
-        columns = ("saved", "gradient off by", "test accuracy, %", "test loss")
+        columns = ("saved over PyTorch's", "gradient off by", "test accuracy, %", "test loss")
         header += [f"{column}, {precision}" for column in columns]
     body: dict[str, list[str]] = {}
     for case in cases(rows):

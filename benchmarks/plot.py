@@ -1,4 +1,4 @@
-"""Draws the result files: bandwidth and time by size, memory and time of networks, trainings."""
+"""Plot the result files: bandwidth and time by size, memory and time of networks, trainings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Rows = list[dict[str, str]]
 def plot_by_size(
     path: Path, rows: Rows, size: str, ratio: str, quartiles: str, label: str, log: bool
 ) -> None:
-    """A median and its quartiles over size, a curve each variant, for each activation and dtype."""
+    """Plot medians and quartiles by size: a panel per activation and dtype, a line per variant."""
     activations = list(dict.fromkeys(row["activation"] for row in rows))
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
     figure, axes = plt.subplots(
@@ -55,14 +55,14 @@ def plot_by_size(
 
 
 def plot_times(path: Path) -> None:
-    """Forward and backward over PyTorch in place."""
+    """Plot the time of forward and backward over PyTorch in place."""
     rows = [row for row in read_csv(path) if row["phase"] == "both"]
     label = "time over torch in place"
     plot_by_size(path, rows, "elements", "ratio_to_torch_in_place", "ratio", label, log=True)
 
 
 def plot_bandwidth(path: Path) -> None:
-    """Share of the copy bandwidth, forward and backward."""
+    """Plot the share of the copy bandwidth, for forward and backward."""
     rows = read_csv(path)
     for row in rows:
         row["variant"] += f", {row['direction']}"
@@ -71,13 +71,13 @@ def plot_bandwidth(path: Path) -> None:
 
 
 def plot_memory(path: Path) -> None:
-    """MiB that an activation holds after forward, without and with a gradient."""
+    """Plot the MiB allocated after an activation's forward, without and with a gradient."""
     rows = read_csv(path)
     labels = [f"{row['activation']}, {row['variant']}" for row in rows]
     figure, axis = plt.subplots(figsize=(9, 0.4 * len(rows) + 1), layout="constrained")
     for shift, key in ((-0.2, "MiB after forward, no grad"), (0.2, "MiB after forward, with grad")):
-        places = [i + shift for i in range(len(rows))]
-        bars = axis.barh(places, [float(row[key]) for row in rows], height=0.4, label=key)
+        positions = [i + shift for i in range(len(rows))]
+        bars = axis.barh(positions, [float(row[key]) for row in rows], height=0.4, label=key)
         axis.bar_label(bars, fontsize=7, padding=2)
     axis.set_yticks(range(len(rows)), labels, fontsize=8)
     axis.invert_yaxis()
@@ -87,32 +87,31 @@ def plot_memory(path: Path) -> None:
 
 
 def plot_blocks(path: Path) -> None:
-    """Tensors that a block of convolution, norm and activation holds, and its time."""
+    """Plot the tensors that a block of convolution, norm and activation saves, and its time."""
     rows = read_csv(path)
     activations = list(dict.fromkeys(row["activation"] for row in rows))
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     figure, axis = plt.subplots(figsize=(9, 0.6 * len(variants) + 1), layout="constrained")
     height = 0.8 / len(activations)
     for i, activation in enumerate(activations):
-        of_activation = [row for row in rows if row["activation"] == activation]
-        places = [j + height * (i - (len(activations) - 1) / 2) for j in range(len(variants))]
-        held = [float(row["tensors saved"]) for row in of_activation]
-        bars = axis.barh(places, held, height=0.9 * height, label=activation)
+        own = [row for row in rows if row["activation"] == activation]
+        positions = [j + height * (i - (len(activations) - 1) / 2) for j in range(len(variants))]
+        saved = [float(row["tensors saved"]) for row in own]
+        bars = axis.barh(positions, saved, height=0.9 * height, label=activation)
         times = [
-            f"{row['tensors saved']}; {row['time over torch in place']} of the time"
-            for row in of_activation
+            f"{row['tensors saved']}; {row['time over torch in place']} of the time" for row in own
         ]
         axis.bar_label(bars, times, fontsize=7, padding=2)
     axis.set_yticks(range(len(variants)), variants, fontsize=8)
     axis.invert_yaxis()
     axis.margins(x=0.2)
-    axis.set_xlabel("tensors that a block of convolution, norm and activation holds for backward")
+    axis.set_xlabel("tensors that a block of convolution, norm and activation saves for backward")
     axis.legend(loc="lower right", fontsize=8)
     save(figure, path, rows[0])
 
 
 def plot_training(path: Path) -> None:
-    """Losses over the epochs: the mean of the seeds, and from the lowest to the highest."""
+    """Plot losses over epochs: the mean over the seeds, and the band from lowest to highest."""
     rows = read_csv(path)
     columns = {"training_losses": "training loss", "test_losses": "test loss"}
     cases = list(dict.fromkeys((row["network"], row["precision"]) for row in rows))
@@ -124,14 +123,14 @@ def plot_training(path: Path) -> None:
         for axis, case in zip(line, cases, strict=True):
             runs = [row for row in rows if (row["network"], row["precision"]) == case]
             for i, variant in enumerate(dict.fromkeys(row["variant"] for row in runs)):
-                curves = [
+                losses = [
                     [float(loss) for loss in run[column].split()]
                     for run in runs
                     if run["variant"] == variant
                 ]
-                epochs = range(1, len(curves[0]) + 1)
-                by_epoch = list(zip(*curves, strict=True))
-                # Curves that coincide stay visible: each lies thinner on the one before.
+                epochs = range(1, len(losses[0]) + 1)
+                by_epoch = list(zip(*losses, strict=True))
+                # Each line is thinner than the one below it, so that equal lines stay visible.
                 axis.plot(epochs, [*map(mean, by_epoch)], label=variant, linewidth=5 - 0.8 * i)
                 axis.fill_between(epochs, [*map(min, by_epoch)], [*map(max, by_epoch)], alpha=0.1)
             axis.set_yscale("log")
@@ -148,10 +147,10 @@ def plot_training(path: Path) -> None:
 
 
 def plot_networks(path: Path) -> None:
-    """Peak of a step against its time, over PyTorch in place, a panel each network and policy.
+    """Plot a step's peak against its time, over PyTorch in place: a panel per network and policy.
 
-    The peak and not what is saved when forward has returned: it decides what fits, and checkpoints
-    save little, but in backward compute again what they dropped.
+    The plot shows the peak because it decides what fits into memory. Saved bytes would mislead:
+    checkpoints save little, but allocate in backward what they recompute.
     """
     rows = [row for row in read_csv(path) if row["source"] == "measured" and row["median_ms"]]
     cases = list(dict.fromkeys((row["network"], row["policy"]) for row in rows))
@@ -159,7 +158,7 @@ def plot_networks(path: Path) -> None:
     looks = {variant: ("o.sDX^v<>P"[i % 10], f"C{i}") for i, variant in enumerate(variants)}
     top = 1.05 * max(float(row["peak_over_torch_in_place"]) for row in rows)
     width = min(4, len(cases) + 1)
-    height = -(-(len(cases) + 1) // width)  # one panel is the legend's
+    height = -(-(len(cases) + 1) // width)  # the legend takes one panel
     figure, axes = plt.subplots(
         height,
         width,
@@ -203,7 +202,7 @@ def plot_networks(path: Path) -> None:
 
 
 def save(figure: plt.Figure, path: Path, row: dict[str, str]) -> None:
-    """Write the figure beside its result file, with where and when it was measured."""
+    """Write the figure next to its result file, titled with where and when it was measured."""
     figure.suptitle(f"{row['device']}, torch {row['torch']}, {row['date']}", fontsize=9)
     out = path.with_suffix(".png")
     figure.savefig(out, dpi=120)
@@ -211,7 +210,7 @@ def save(figure: plt.Figure, path: Path, row: dict[str, str]) -> None:
 
 
 def main() -> None:
-    """Draw every result file of a folder."""
+    """Plot every result file of a folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV files")
     results = parser.parse_args().results

@@ -1,12 +1,13 @@
-"""Dtype policies: what weights and operations of a training step are computed in.
+"""Dtype policies: the dtypes of weights and operations in a training step.
 
-- "float32": all of it.
-- "bfloat16": weights and activations.
+- "float32": weights and activations in float32.
+- "bfloat16": weights and activations in bfloat16.
 - "CUDA autocast": float32 weights, forward under `torch.autocast` to bfloat16.
-- "CUDA autocast, torch 2.11": the same, but `rms_norm` is not run in float32, as from 2.12 on.
+- "CUDA autocast, torch 2.11": the same, except that `rms_norm` does not run in float32. It does
+  from torch 2.12 on.
 
-Autocast differs by device: a CPU leaves norms, softmax and powers in bfloat16, CUDA runs them in
-float32. So on a CPU CUDA's policy is emulated, by registering CUDA's float32 operations for the
+Autocast differs by device: on a CPU norms, softmax and powers stay in bfloat16, on CUDA they run in
+float32. To emulate CUDA's policy on a CPU, CUDA's list of float32 operations is registered for the
 CPU's autocast. Forward runs under `autocast`, and the whole step under `emulation`.
 """
 
@@ -21,12 +22,12 @@ from torch import Tensor
 
 
 class Policy(NamedTuple):
-    """What runs in which dtype.
+    """A dtype policy.
 
     Attributes:
         weights: The dtype of parameters and inputs.
         autocast: Whether forward runs under autocast to bfloat16.
-        excluded: Operations that an earlier torch does not run in float32.
+        excluded: Operations that an earlier torch does not cast to float32.
     """
 
     weights: torch.dtype = torch.float32
@@ -35,7 +36,7 @@ class Policy(NamedTuple):
 
     @property
     def is_float32(self) -> bool:
-        """Whether nothing runs in 16 bits."""
+        """Whether all operations run in float32."""
         return self.weights is torch.float32 and not self.autocast
 
 
@@ -46,7 +47,7 @@ POLICIES = {
     "CUDA autocast, torch 2.11": Policy(autocast=True, excluded=("rms_norm",)),
 }
 
-# ATen/autocast_mode.h, AT_FORALL_FP32: operations whose inputs CUDA's autocast casts to float32.
+# AT_FORALL_FP32 in ATen/autocast_mode.h: operations whose inputs CUDA's autocast casts to float32.
 CAST_INPUTS = (
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p"),
     *("reciprocal", "rsqrt", "sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor"),
@@ -62,7 +63,7 @@ CAST_INPUTS = (
     *("upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_trilinear3d"),
     *("upsample_bicubic2d", "_upsample_bicubic2d_aa"),
 )
-# AT_FORALL_FP32_SET_OPT_DTYPE: those that it gives dtype=float32, if the caller names none.
+# AT_FORALL_FP32_SET_OPT_DTYPE: operations that it calls with dtype=float32, if none is given.
 SET_DTYPE = (
     *("prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum"),
     *("linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord"),
@@ -72,9 +73,9 @@ SET_DTYPE = (
 
 @contextlib.contextmanager
 def emulation(policy: Policy, device: str) -> Iterator[None]:
-    """For a whole step on a CPU: let autocast follow CUDA's policy.
+    """Make autocast on a CPU follow CUDA's policy.
 
-    A checkpoint runs forward again in backward, and is to find the same.
+    Enter it for a whole step: a checkpoint repeats forward in backward, under the same policy.
     """
     with torch.library._scoped_library("aten", "IMPL") as library:
         if policy.autocast and device == "cpu":
@@ -86,12 +87,12 @@ def emulation(policy: Policy, device: str) -> Iterator[None]:
 
 
 def autocast(policy: Policy, device: str) -> torch.autocast:
-    """For a forward pass: autocast, if the policy has it."""
+    """Return the autocast context of a forward pass, disabled if the policy has none."""
     return torch.autocast(device, torch.bfloat16, enabled=policy.autocast)
 
 
 def has_autocast_kernel(name: str, device: str) -> bool:
-    """Whether autocast on that device does anything about an operation."""
+    """Whether autocast on a device has a kernel for an operation, such as a cast of its inputs."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", f"Autocast{device}")
 
 
@@ -131,5 +132,5 @@ def _below_autocast() -> Any:
 
 
 def of_dtype(value: Tensor, policy: Policy) -> Tensor:
-    """An input in the dtype of the policy's weights, unless it is of indices."""
+    """Return an input in the dtype of the policy's weights; indices keep their dtype."""
     return value.to(policy.weights) if value.is_floating_point() else value

@@ -1,11 +1,15 @@
-"""Writes the tables of the documentation from the result files.
+"""Write the tables of the documentation from the result files.
 
-Between `<!-- results: DEVICE -->` and `<!-- end -->` stand the tables of results/*_DEVICE.csv but
-those in ALONE, of which a block of that name has all devices'; for "saved" the README's choice of
-"bytes", for "compatibility" the table of tests/compatibility.csv, for "errors" that of the
-activations.
-`--check` writes nothing and fails if they are not up to date; `--print FOLDER` prints the tables of
-the result files there, of all devices.
+A page has the tables between `<!-- results: NAME -->` and `<!-- end -->`. NAME is one of
+
+- a device: the tables of results/*_DEVICE.csv, without the kinds in `ALONE`;
+- a kind in `ALONE`: the tables of that kind for all devices;
+- "saved": the README's selection of "bytes";
+- "compatibility": the table of tests/compatibility.csv;
+- "errors": the documented errors of the activations.
+
+`--check` writes nothing, and fails if the tables are not up to date. `--print FOLDER` prints the
+tables of the result files in that folder, for all devices.
 """
 
 from __future__ import annotations
@@ -27,28 +31,28 @@ PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
 COMPATIBILITY = PROJECT / "tests" / "compatibility.csv"
 Rows = list[dict[str, str]]
 OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-LARGE = 64 * 2**20  # bytes from which a kernel is to reach the copy bandwidth
+LARGE = 64 * 2**20  # bytes; from this size on, kernels should reach the copy bandwidth
 
 
 def markdown(header: list[str], body: list[list[str]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     lines = [header, ["---"] * len(header), *body]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def values(rows: Rows, column: str) -> list[str]:
-    """The values of a column, each once, in order."""
+    """Return the values of a column, each once, in order."""
     return list(dict.fromkeys(row[column] for row in rows))
 
 
 def find(rows: Rows, column: str, **wanted: str) -> str:
-    """The column of the row that has the wanted values; a dash without such a row."""
+    """Return a column of the row that has the wanted values, or a dash if there is no such row."""
     found = [row[column] for row in rows if all(row[k] == v for k, v in wanted.items())]
     return found[0] if found else "-"
 
 
 def grouped(rows: Rows, *columns: str) -> dict[tuple[str, ...], Rows]:
-    """The rows by their values of some columns, in order."""
+    """Return the rows grouped by their values in some columns, in order."""
     groups: dict[tuple[str, ...], Rows] = {}
     for row in rows:
         groups.setdefault(tuple(row[column] for column in columns), []).append(row)
@@ -56,28 +60,28 @@ def grouped(rows: Rows, *columns: str) -> dict[tuple[str, ...], Rows]:
 
 
 def time_over_torch(row: dict[str, str]) -> str:
-    """The ratio to PyTorch in place, and its quartiles."""
+    """Return the time over PyTorch in place, with quartiles."""
     low, high = row["ratio_first_quartile"], row["ratio_third_quartile"]
     return f"{row['ratio_to_torch_in_place']} ({low} to {high})"
 
 
 def variants(rows: Rows) -> list[dict[str, str]]:
-    """The activations' variants, in order."""
+    """Return the combinations of activation and variant, in order."""
     pairs = dict.fromkeys((row["activation"], row["variant"]) for row in rows)
     return [{"activation": activation, "variant": variant} for activation, variant in pairs]
 
 
 def activations(rows: Rows) -> str:
-    """Forward and backward, at the largest size in every dtype and at the smallest in float32."""
+    """Forward plus backward: the largest size in every dtype, the smallest size in float32."""
     both = [row for row in rows if row["phase"] == "both"]
     sizes = sorted(values(both, "elements"), key=int)
     dtypes = values(both, "dtype")
     ratio, bytes_ratio = "ratio_to_torch_in_place", "bytes_ratio_to_torch_in_place"
     has_bytes = bytes_ratio in rows[0]
-    over = "over PyTorch in place" + (" (of the bytes)" if has_bytes else "")
+    over = "time" + (" (bytes)" if has_bytes else "") + " over PyTorch in place"
     header = [f"{sizes[-1]} elements, forward and backward", f"ms, {dtypes[0]}"]
     header += [f"{over}, {dtype}" for dtype in dtypes]
-    header.append(f"{sizes[0]} elements, {dtypes[0]}")
+    header.append(f"time over PyTorch in place, {sizes[0]} elements, {dtypes[0]}")
     body = []
     for variant in variants(both):
         large = {**variant, "elements": sizes[-1]}
@@ -95,7 +99,7 @@ def activations(rows: Rows) -> str:
 
 
 def bandwidth(rows: Rows) -> str:
-    """The lowest share of copy bandwidth among the large sizes."""
+    """The lowest share of the copy bandwidth among the large sizes."""
     sizes = [int(size) for size in values(rows, "bytes")]
     large = {str(size) for size in sizes if size >= min(LARGE, max(sizes))}
     counted = [row for row in rows if row["bytes"] in large]
@@ -111,22 +115,22 @@ def bandwidth(rows: Rows) -> str:
                 if all(row[k] == v for k, v in wanted.items())
             ]
             cell = f"{min(shares):.3f}" if shares else "-"
-            if 0 < len(shares) < len(large):  # the others failed, or the time ended
+            if 0 < len(shares) < len(large):  # the other sizes failed, or the time limit came first
                 cell += f" ({len(shares)} of {len(large)} sizes)"
             line.append(cell)
         body.append(line)
     copies = [float(row["copy_gigabytes_per_second"]) for row in counted]
-    header = [f"share of the copy bandwidth ({min(copies):.0f} to {max(copies):.0f} GB/s)"]
-    header[0] += f", lowest from {min(map(int, large)) / 2**20:g} MiB on"
+    header = [f"lowest share of the copy bandwidth ({min(copies):.0f} to {max(copies):.0f} GB/s)"]
+    header[0] += f" from {min(map(int, large)) / 2**20:g} MiB on"
     return markdown([*header, *(f"{direction}, {dtype}" for direction, dtype in columns)], body)
 
 
 def norms(rows: Rows) -> str:
-    """The lowest share of copy bandwidth of the kernels after a norm, by layout."""
+    """The lowest share of the copy bandwidth of the kernels after a norm, by memory layout."""
     layouts, dtypes = values(rows, "layout"), values(rows, "dtype")
     body = []
     for activation, kernel in dict.fromkeys((row["activation"], row["kernel"]) for row in rows):
-        line = [f"{'the norm alone' if activation == 'none' else activation}, {kernel}"]
+        line = [f"{'norm without activation' if activation == 'none' else activation}, {kernel}"]
         for layout in layouts:
             shares = []
             for dtype in dtypes:
@@ -138,13 +142,13 @@ def norms(rows: Rows) -> str:
         body.append(line)
     copies = [float(row["copy_gigabytes_per_second"]) for row in rows]
     sizes = sorted({int(row["bytes"]) / 2**20 for row in rows})
-    header = [f"share of the copy bandwidth ({min(copies):.0f} to {max(copies):.0f} GB/s)"]
-    header[0] += f", lowest of {', '.join(f'{size:g}' for size in sizes)} MiB, {', '.join(dtypes)}"
+    header = [f"lowest share of the copy bandwidth ({min(copies):.0f} to {max(copies):.0f} GB/s)"]
+    header[0] += f" at {', '.join(f'{size:g}' for size in sizes)} MiB: {', '.join(dtypes)}"
     return markdown([*header, *layouts], body)
 
 
 def host(rows: Rows) -> str:
-    """Microseconds a call."""
+    """Host microseconds of a call."""
     phases = values(rows, "phase")
     body = [
         [", ".join(variant.values())]
@@ -155,12 +159,12 @@ def host(rows: Rows) -> str:
 
 
 def steps(rows: Rows) -> str:
-    """A step's time, and the host's time in it for each activation."""
+    """The time of a step, and the extra time that each activation costs."""
     header = [
-        "a step",
-        "ms",
-        "over PyTorch in place (quartiles)",
-        "more an activation, us: forward",
+        "network, variant",
+        "step, ms",
+        "time over PyTorch in place (quartiles)",
+        "extra time per activation, us: forward",
     ]
     body = [
         [
@@ -176,8 +180,8 @@ def steps(rows: Rows) -> str:
 
 
 def memory(rows: Rows) -> str:
-    """MiB after forward."""
-    header = [f"after forward, {rows[0]['size']} float32, MiB", "without grad", "with grad"]
+    """MiB allocated after forward."""
+    header = [f"MiB after forward, {rows[0]['size']} float32", "without grad", "with grad"]
     columns = ("MiB after forward, no grad", "MiB after forward, with grad")
     body = [
         [f"{row['activation']}, {row['variant']}", *(row[column] for column in columns)]
@@ -187,9 +191,9 @@ def memory(rows: Rows) -> str:
 
 
 def blocks(rows: Rows) -> str:
-    """What a block holds, and its time over PyTorch in place."""
+    """The tensors that a block saves, and its time over PyTorch in place."""
     kinds = values(rows, "activation")
-    header = [f"convolution, norm, activation, {rows[0]['input']}"]
+    header = [f"block of convolution, norm, activation: {rows[0]['input']}"]
     header += [f"tensors saved, {kind}" for kind in kinds]
     header += [f"time over PyTorch in place, {kind} (quartiles)" for kind in kinds]
     body = []
@@ -205,9 +209,9 @@ def blocks(rows: Rows) -> str:
 
 
 def models(rows: Rows) -> str:
-    """How models of other libraries came out, by library and case."""
-    header = ["library", "case", "models", "same gradients", "bit for bit", "saved over PyTorch"]
-    header += ["best, worst", "first peak over PyTorch: median, worst"]
+    """Gradients and memory of models of other libraries, by library and case."""
+    header = ["library", "case", "models", "same gradients", "bit for bit", "saved over PyTorch's"]
+    header += ["best, worst", "first step's peak over PyTorch's: median, worst"]
     body, others = [], []
     libraries = dict.fromkeys(row["model"].partition(":")[0] for row in rows)
     for library in [*libraries, ""]:
@@ -232,8 +236,8 @@ def models(rows: Rows) -> str:
             others.append([row["model"], f"{row['policy']}, {row['memory_format']}", row["result"]])
     table = markdown(header, body)
     if others:
-        table += "\n\nWhat did not run, or otherwise:\n\n"
-        table += markdown(["model", "case", "why"], others)
+        table += "\n\nCases that failed, and why:\n\n"
+        table += markdown(["model", "case", "reason"], others)
     return table
 
 
@@ -255,7 +259,8 @@ def bytes_of_a_step(rows: Rows) -> str:
     numbers = values(rows, "max_ops")
     header = ["network", "input", "policy", "MiB saved by PyTorch"]
     header += [
-        f"{kind} over PyTorch, max_ops {', '.join(numbers)}" for kind in ("saved", "peak", "moved")
+        f"{kind} over PyTorch's, max_ops {', '.join(numbers)}"
+        for kind in ("saved", "peak", "moved")
     ]
     body = []
     for case, own in grouped(rows, "network", "input", "policy").items():
@@ -267,7 +272,7 @@ def bytes_of_a_step(rows: Rows) -> str:
     return markdown(header, body)
 
 
-# In the README.
+# The networks and the `max_ops` that the README shows.
 SHOWN_NETWORKS = (
     *("EfficientNet-B0", "MobileNetV2", "YOLOv8n", "diffusion U-Net", "Llama, 2 layers"),
     *("ViT-S/16", "ResNet-50"),
@@ -276,7 +281,7 @@ SHOWN_MAX_OPS = "4"
 
 
 def saved(rows: Rows) -> str:
-    """Saved bytes of some networks over PyTorch's, by policy."""
+    """Saved bytes over PyTorch's, for some networks by policy."""
     policies = values(rows, "policy")
     body = []
     for network in SHOWN_NETWORKS:
@@ -287,7 +292,7 @@ def saved(rows: Rows) -> str:
 
 
 def networks(rows: Rows) -> str:
-    """Memory and time by network, variant and policy, and what others have published."""
+    """Memory and time by network, variant and policy, and figures that others have published."""
     measured = [row for row in rows if row["source"] == "measured"]
     policies = values(measured, "policy")
     header = ["network", "variant"]
@@ -302,14 +307,14 @@ def networks(rows: Rows) -> str:
     published = [row for row in rows if row["source"] != "measured"]
     if not published:
         return table
-    titles = ["on other machines", "variant", "saved", "time of a step"]
+    titles = ["published for", "variant", "saved", "time of a step"]
     columns = ["network", "variant", "saved_over_torch_in_place", "ratio_to_torch_in_place"]
     others = markdown(titles, [[row[column] or "-" for column in columns] for row in published])
-    return f"{table}\n\nNot measured here, {published[0]['source']}:\n\n{others}"
+    return f"{table}\n\nNot measured here, but {published[0]['source']}:\n\n{others}"
 
 
 def _memory_and_time(row: dict[str, str]) -> str:
-    """MiB and ms of PyTorch in place; of what is beside it the ratios to that."""
+    """Return MiB and ms of PyTorch in place, and ratios to them for other variants."""
     if row["variant"] == "torch in place":
         cells = [f"{row[column]} MiB" for column in ("saved_mib", "peak_mib")]
         cells += [f"{row['median_ms']} ms"] if row["median_ms"] else ["-"]
@@ -322,7 +327,7 @@ def _memory_and_time(row: dict[str, str]) -> str:
 
 
 def training(rows: Rows) -> str:
-    """Test accuracy and loss by what the activations keep."""
+    """Test accuracy and loss, by save mode."""
     header, *body = paired.lines(rows)
     return markdown(header, body)
 
@@ -336,7 +341,7 @@ TABLES: Drawings = {
     "steps": steps,
     "memory": memory,
     "blocks": blocks,
-    # Of bench_networks.py with other options.
+    # Results of bench_networks.py with other options.
     "graphs": networks,
     "filled": networks,
     "batches": networks,
@@ -349,7 +354,7 @@ ALONE: Drawings = {
     "remaining": remaining,
     "training": training,
 }
-SCRIPTS = {  # that write a file of another name
+SCRIPTS = {  # the scripts whose result files have another name
     "remaining": "bench_models.py",
     "graphs": "bench_networks.py --graphs",
     "filled": "bench_networks.py --fill-gib",
@@ -359,7 +364,7 @@ SCRIPTS = {  # that write a file of another name
 
 
 def captioned(path: Path, draw: Callable[[Rows], str]) -> str:
-    """The table of a result file, with where and when it was measured."""
+    """Return the table of a result file, with where and when it was measured."""
     kind, device = path.stem.split("_")
     rows = read_csv(path)
     row = rows[0]
@@ -373,14 +378,14 @@ def captioned(path: Path, draw: Callable[[Rows], str]) -> str:
 
 
 def tables(folder: Path, device: str, kinds: Drawings) -> str:
-    """The tables of a device."""
+    """Return the tables of a device."""
     paths = {folder / f"{kind}_{device}.csv": draw for kind, draw in kinds.items()}
     blocks = [captioned(path, draw) for path, draw in paths.items() if path.exists()]
     return "\n\n".join(blocks) or "Not measured yet."
 
 
 def compatibility(rows: Rows) -> str:
-    """Tests passed by what they are about and where they ran, and why others did not run."""
+    """Return the tests that passed, by subject and environment, and why others did not run."""
     rows.sort(key=lambda row: [int(n) for n in re.findall(r"\d+", row["torch"] + row["python"])])
     runs = list(dict.fromkeys((row["torch"], row["python"], row["date"]) for row in rows))
     subjects = values(rows, "row")
@@ -403,12 +408,12 @@ def compatibility(rows: Rows) -> str:
         for note, where in notes.items()
     ]
     dates = sorted({date for *_, date in runs})
-    note = f"Ran {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. Not run there, and why:"
+    note = f"Ran {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. Tests not run, and why:"
     return "\n\n".join([markdown(header, body), note, "\n".join(lines)])
 
 
 def errors() -> str:
-    """The largest errors of the derivative with save="output", as the table of activations has."""
+    """Return a table of the derivative's largest errors with save="output", from `ACTIVATIONS`."""
     header = ["", *(str(dtype).removeprefix("torch.") for dtype in OUTPUT_DTYPES)]
     body = []
     for activation in ACTIVATIONS:
@@ -423,7 +428,7 @@ def errors() -> str:
 
 
 def block(name: str) -> str:
-    """What stands in a page's block of that name."""
+    """Return the text of a page's block of that name."""
     if name == "errors":
         return errors()
     if name == "saved":
@@ -437,7 +442,7 @@ def block(name: str) -> str:
 
 
 def main() -> None:
-    """Rewrite the pages, check them, or print."""
+    """Rewrite the pages, check them, or print the tables of a folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--print", type=Path, metavar="FOLDER")
@@ -462,7 +467,7 @@ def main() -> None:
         if not arguments.check:
             page.write_text(updated)
         elif updated != text:
-            sys.exit(f"{page.name}: its tables are not those of the results: run `make tables`")
+            sys.exit(f"{page.name}: its tables are out of date; run `make tables`")
 
 
 if __name__ == "__main__":

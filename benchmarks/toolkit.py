@@ -1,4 +1,4 @@
-"""Where the CUDA toolkit's tools are: `python benchmarks/toolkit.py nvcc` prints the path."""
+"""Find tools of the CUDA toolkit: `python benchmarks/toolkit.py nvcc` prints the path of nvcc."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 
 
 def _of_path() -> list[str]:
-    """The toolkit of the nvcc on PATH, which may be a link or a wrapper: it names it itself."""
+    """Return the toolkit of the nvcc on PATH; nvcc prints it, as it may be a link or a wrapper."""
     nvcc = shutil.which("nvcc")
     if not nvcc:
         return []
@@ -21,19 +21,19 @@ def _of_path() -> list[str]:
 
 
 def _installed() -> list[str]:
-    """The toolkits in /usr/local: the one that was chosen there, then the newest first."""
+    """Return the toolkits in /usr/local: the default one, then the others, newest first."""
     versions = glob.glob("/usr/local/cuda-*")
     versions.sort(key=lambda folder: [int(n) for n in re.findall(r"\d+", folder)], reverse=True)
     return ["/usr/local/cuda", *versions]
 
 
 def _in(toolkits: list[str], tool: str) -> str | None:
-    places = [f"{toolkit}/{part}" for toolkit in toolkits for part in ("bin", "compute-sanitizer")]
-    return shutil.which(tool, path=os.pathsep.join(places))
+    folders = [f"{toolkit}/{part}" for toolkit in toolkits for part in ("bin", "compute-sanitizer")]
+    return shutil.which(tool, path=os.pathsep.join(folders))
 
 
 def find(tool: str) -> str | None:
-    """The tool's path: of CUDA_HOME, NVIDIA's packages, PATH, /usr/local, as in setup.py."""
+    """Return a tool's path: in CUDA_HOME, NVIDIA's packages, PATH or /usr/local, as in setup.py."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     packages = [p for path in sys.path for p in glob.glob(os.path.join(path, "nvidia/cu*"))]
     named = [*([home] if home else []), *packages, *_of_path()]
@@ -41,4 +41,4 @@ def find(tool: str) -> str | None:
 
 
 if __name__ == "__main__":
-    print(find(sys.argv[1]) or sys.exit(f"no {sys.argv[1]} was found: set CUDA_HOME or PATH"))
+    print(find(sys.argv[1]) or sys.exit(f"{sys.argv[1]} was not found: set CUDA_HOME or PATH"))

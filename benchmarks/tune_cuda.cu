@@ -1,10 +1,11 @@
-// Times the CUDA kernels with one of the choices of accesses and cache hints that tune_cuda.py
-// compiles this file for, in every grid and block size below, in turn with a copy between tensors
-// of the same size. Prints CSV. Needs no torch.
+// Times the CUDA kernels with every grid and block size below, alternating with a copy between
+// tensors of the same size. tune_cuda.py compiles this file for each choice of accesses and cache
+// hints. Prints CSV. Needs no torch.
 //
-// Whatever is timed is verified first, against formulas of its own. What fails there is named and
-// has no row, and the exit status is 1. Each launch of a timing has tensors of its own, more than
-// any L2 holds, and a graph of all launches is replayed, so that the device alone is timed.
+// Each kernel is verified before it is timed, against formulas in this file. A kernel that fails is
+// reported and has no row, and the exit status is 1. Each launch of a timing has its own tensors,
+// together larger than any L2 cache, and a graph of all launches is replayed, so that only the
+// device is timed.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -23,13 +24,13 @@ using namespace inplace_ops;
 
 constexpr int64_t kMib = 1 << 20;
 constexpr int64_t kSizes[] = {kMib, 64 * kMib, 1024 * kMib};  // bytes of a tensor
-constexpr int64_t kRotated = 1024 * kMib;                     // of a timing's tensors, at most
+constexpr int64_t kRotated = 1024 * kMib;                     // the same over all launches, at most
 constexpr int64_t kMostLaunches = 512;
 constexpr int kWarmUps = 1, kRepetitions = 9;
 
 struct Grid {
   const char* name;
-  bool strides;  // over the tiles, with as many blocks as are resident; otherwise one tile a warp
+  bool strides;  // a grid-stride loop with as many blocks as are resident, or one tile a warp
   int threads;
 };
 constexpr Grid kGrids[] = {{"simple", false, 128}, {"simple", false, 256}, {"simple", false, 512},
@@ -42,7 +43,7 @@ struct {
 } memory;
 struct Wrong {
   unsigned long long elements;
-  float largest;  // distance from what is expected
+  float largest;  // distance from the expected value
 };
 __device__ Wrong wrong;
 bool failed = false;
@@ -70,8 +71,8 @@ __global__ void fill(T* values, int64_t elements, uint64_t seed) {
     values[i] = store<T>(normal(seed + i));
 }
 
-// What must come out, and how far off it may be: in units of the last place, in subnormal results,
-// and in the derivative, where the kernel has it from the output and the kept bits.
+// The expected results and their tolerances: in units in the last place, absolute for subnormal
+// results, and of the derivative where the kernel computes it from the output and the saved bits.
 struct CopyReference {
   static constexpr float kUlps = 0, kAbsolute = 0;
   __device__ static float value(float x) { return x; }
@@ -112,7 +113,8 @@ __global__ void count_wrong(const T* inputs, const T* grads, const T* results, i
     const float distance = fabsf(load(results[i]) - expected);
     if (distance <= tolerance) continue;
     atomicAdd(&wrong.elements, 1ull);
-    atomicMax(reinterpret_cast<int*>(&wrong.largest), __float_as_int(distance));  // as it is >= 0
+    // distance >= 0, so its pattern, taken as an integer, has the order of the floats.
+    atomicMax(reinterpret_cast<int*>(&wrong.largest), __float_as_int(distance));
   }
 }
 
@@ -192,7 +194,7 @@ cudaGraphExec_t record(const Enqueue& enqueue) {
   return replay;
 }
 
-// The tensors of all launches, and the bits between forward and backward.
+// Verifies and times forward and backward of an activation at one size, in all grids.
 template <class Forward, class Backward, class Reference, int planes>
 class Comparison {
  public:
@@ -231,7 +233,7 @@ class Comparison {
       backward_right.push_back(
           copied && verify<Reference, true, T>(activation_, dtype_, kGrids[i], memory.result, all));
     }
-    time<Backward>("backward", backwards_, copy_grad_, backward_right);  // of the output there now
+    time<Backward>("backward", backwards_, copy_grad_, backward_right);  // x is still the output
     time<Forward>("forward", forwards_, copy_input_, forward_right);
   }
 
@@ -268,7 +270,8 @@ class Comparison {
     }
   }
 
-  // The copy also restores what the kernel works on in place.
+  // Times the graphs in turn, each after the copy, which also restores the tensor that the kernel
+  // overwrites.
   template <class Functor>
   void time(const char* direction, const std::vector<cudaGraphExec_t>& runs, cudaGraphExec_t copy,
             const std::vector<bool>& right) const {
@@ -290,7 +293,7 @@ class Comparison {
     const double moved = double(Functor::kInputs + 1) * size_ + double(elements_) * planes / 8;
     for (size_t grid = 0; grid < runs.size(); ++grid) {
       if (!right[grid]) continue;
-      std::vector<double> times, copies, shares;  // in us a launch
+      std::vector<double> times, copies, shares;  // times in us per launch
       for (size_t i = grid + kWarmUps * runs.size(); i < all.size(); i += runs.size()) {
         float copied, ran;
         CHECK(cudaEventElapsedTime(&copied, all[i].begin, all[i].between));

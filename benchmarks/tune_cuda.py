@@ -1,9 +1,10 @@
-"""Measures alternatives of the CUDA kernels on a machine with a GPU and nvcc; needs no torch.
+"""Compare alternatives of the CUDA kernels on a machine with a GPU and nvcc. Needs no torch.
 
 Compiles tune_cuda.cu for each number of 16-byte accesses that a lane makes to a tensor and for each
-cache hint, runs all of them, each in every grid and block size, and prints the lowest share of the
-copy bandwidth among ReLU and SiLU, forward and backward. What does not compile, or computes wrong
-values, is named and not timed; the others are, and the exit status is 1.
+cache hint. Runs every program, which times all grids and block sizes, and prints the lowest
+share of the copy bandwidth among ReLU and SiLU, forward and backward. A variant that does not
+compile or computes wrong values is reported and not timed; the others still run, and the exit
+status is 1.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from typing import NamedTuple
 import toolkit
 
 HERE = Path(__file__).parent
-ACCESSES = [2, 1, 4]  # the kernels' own first; one does for the 16-bit formats alone
-# PTX of the load and the store. Without one for the load, nvcc chooses it, and other registers.
+ACCESSES = [2, 1, 4]  # the kernels' own choice first; 1 supports the 16-bit formats alone
+# PTX of the load and the store. With None for the load, nvcc chooses the instruction, and allocates
+# registers differently.
 HINTS: dict[str, tuple[str | None, str]] = {
     "none": (None, "st.global"),
     "store .cs": (None, "st.global.cs"),
@@ -39,13 +41,13 @@ Row = dict[str, str]
 
 
 class Variant(NamedTuple):
-    """What is chosen when the kernels are compiled."""
+    """The choices with which the kernels are compiled."""
 
     accesses: int
     hint: str
 
     def compile(self, nvcc: str, architecture: str, folder: Path) -> Path | None:
-        """Compile tune_cuda.cu for it; return the program, None where nvcc fails."""
+        """Compile tune_cuda.cu for this variant; return the program, or None if nvcc fails."""
         program = folder / f"{self.accesses}_{list(HINTS).index(self.hint)}"
         load, store = HINTS[self.hint]
         macros = [f"-DINPLACE_OPS_ACCESSES={self.accesses}", f'-DINPLACE_OPS_STORE="{store}"']
@@ -56,12 +58,12 @@ class Variant(NamedTuple):
 
 
 def output_of(*command: str) -> str:
-    """What a command prints."""
+    """Run a command and return its standard output."""
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def write_csv(path: Path, rows: list[Row]) -> None:
-    """Write the rows, if there are any."""
+    """Write the rows to a CSV file, if there are any."""
     if not rows:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +75,7 @@ def write_csv(path: Path, rows: list[Row]) -> None:
 
 
 def print_table(rows: list[Row]) -> None:
-    """A line for each variant, grid and block size; a column for each dtype and size."""
+    """Print a line for each variant, grid and block size, with a column for each dtype and size."""
     choices = ["accesses", "hint", "grid", "threads"]
     shares: dict[tuple[str, ...], dict[str, float]] = {}
     for row in rows:
@@ -91,15 +93,15 @@ def print_table(rows: list[Row]) -> None:
 
 
 def main() -> None:
-    """Compile all variants, run all, write the CSV, print the table."""
+    """Compile and run all variants, write the CSV, print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", default="native", help="nvcc's -arch")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "tuning_cuda.csv")
     arguments = parser.parse_args()
-    # A time limit ends this with SIGTERM: as an exception, so that what was measured is written.
+    # A time limit ends this with SIGTERM. Raise an exception then, so that the rows are written.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
 
-    nvcc = toolkit.find("nvcc") or sys.exit("no nvcc was found: set CUDA_HOME or PATH")
+    nvcc = toolkit.find("nvcc") or sys.exit("nvcc was not found: set CUDA_HOME or PATH")
     release = re.search(r"release [\d.]+, V([\d.]+)", output_of(nvcc, "--version"))
     driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     where = {
@@ -111,7 +113,7 @@ def main() -> None:
     rows: list[Row] = []
     failed: list[str] = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        # The first ones run while the others compile: what is timed is the device alone.
+        # The first programs run while others compile, as only the device is timed.
         programs = pool.map(lambda v: v.compile(nvcc, arguments.arch, Path(folder)), variants)
         try:
             for variant, program in zip(variants, programs, strict=True):
@@ -119,7 +121,7 @@ def main() -> None:
                 if program is None:
                     failed.append(f"{name}: not compiled")
                     continue
-                # Nothing is to load while a graph is captured.
+                # Kernels must not be loaded while a graph is captured.
                 environment = {**os.environ, "CUDA_MODULE_LOADING": "EAGER"}
                 run = subprocess.run(
                     [str(program)], stdout=subprocess.PIPE, text=True, env=environment
@@ -127,7 +129,7 @@ def main() -> None:
                 chosen = {"accesses": str(variant.accesses), "hint": variant.hint}
                 found = csv.DictReader(run.stdout.splitlines())
                 rows += [{**chosen, **row, **where} for row in found]
-                if run.returncode:  # it has said why
+                if run.returncode:  # the program has printed why
                     failed.append(f"{name}: exit status {run.returncode}")
                 print(f"{name}: exit status {run.returncode}", flush=True)
         finally:

@@ -1,4 +1,4 @@
-"""Two small U-Nets: of segmentation, with InstanceNorm and LeakyReLU, and of diffusion models."""
+"""Two small U-Nets: for segmentation, with InstanceNorm and LeakyReLU, and for diffusion."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class _Twice(nn.Sequential):
-    """Two convolutions, each with InstanceNorm and LeakyReLU behind it."""
+    """Two convolutions, each followed by InstanceNorm and LeakyReLU."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         layers: list[nn.Module] = []
@@ -20,7 +20,7 @@ class _Twice(nn.Sequential):
 
 
 class _Residual(nn.Module):
-    """GroupNorm, SiLU, convolution, twice, with a time embedding between, and a shortcut."""
+    """GroupNorm, SiLU and convolution, twice, with a time embedding between, and a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, embedding: int = 64) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class _Residual(nn.Module):
         self.shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        """(N, inputs, H, W) and (N, embedding) to (N, outputs, H, W)."""
+        """Map (N, inputs, H, W) and (N, embedding) to (N, outputs, H, W)."""
         h = self.conv1(self.act1(self.norm1(x)))
         h = h + self.time(self.act2(time))[:, :, None, None]
         return self.conv2(self.act3(self.norm2(h))) + self.shortcut(x)
@@ -46,12 +46,12 @@ class _TwoResiduals(nn.Module):
         self.first, self.second = _Residual(inputs, outputs), _Residual(outputs, outputs)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        """(N, inputs, H, W) and (N, embedding) to (N, outputs, H, W)."""
+        """Map (N, inputs, H, W) and (N, embedding) to (N, outputs, H, W)."""
         return self.second(self.first(x, time), time)
 
 
 class SegmentationUNet(nn.Module):
-    """Convolution, InstanceNorm and LeakyReLU, strides down and transposed convolutions up."""
+    """Convolution, InstanceNorm, LeakyReLU; strided convolutions down, transposed ones up."""
 
     def __init__(self, width: int = 32, levels: int = 4) -> None:
         super().__init__()
@@ -64,19 +64,19 @@ class SegmentationUNet(nn.Module):
         self.head = nn.Conv2d(width, 3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, 3, H, W) to the same; H and W are multiples of 2^(levels - 1)."""
-        beside: list[Tensor] = []
+        """Map (N, 3, H, W) to the same shape; H and W are multiples of 2^(levels - 1)."""
+        skips: list[Tensor] = []
         for down in self.down:
             x = down(x)
-            beside.append(x)
-        beside.pop()
+            skips.append(x)
+        skips.pop()
         for up, join in zip(self.up, self.join, strict=True):
-            x = join(torch.cat([up(x), beside.pop()], 1))
+            x = join(torch.cat([up(x), skips.pop()], 1))
         return self.head(x)
 
 
 class DiffusionUNet(nn.Module):
-    """Residual blocks of GroupNorm and SiLU, as diffusion models have them."""
+    """Residual blocks of GroupNorm and SiLU, as in diffusion models."""
 
     def __init__(self, width: int = 32, levels: int = 3) -> None:
         super().__init__()
@@ -93,17 +93,17 @@ class DiffusionUNet(nn.Module):
         self.head = nn.Conv2d(width, 3, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, 3, H, W) to the same, all of one time; H and W are multiples of 2^(levels - 1)."""
+        """Map (N, 3, H, W) to the same shape, at one time; H, W are multiples of 2^(levels - 1)."""
         time = self.embed(x.new_ones(len(x), 16))
         x = self.stem(x)
-        beside: list[Tensor] = []
+        skips: list[Tensor] = []
         for i, block in enumerate(self.down):
             x = block(x, time)
             if i < len(self.smaller):
-                beside.append(x)
+                skips.append(x)
                 x = self.smaller[i](x)
         x = self.middle(x, time)
         for larger, block in zip(self.larger, self.up, strict=True):
             x = larger(F.interpolate(x, scale_factor=2.0))
-            x = block(torch.cat([x, beside.pop()], 1), time)
+            x = block(torch.cat([x, skips.pop()], 1), time)
         return self.head(self.act(self.norm(x)))

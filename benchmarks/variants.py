@@ -1,4 +1,4 @@
-"""Every way to run an activation that the benchmarks compare, PyTorch's and ours: the list."""
+"""Variants of each activation that the benchmarks compare: PyTorch's, and ours by save mode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCALARS = {"negative_slope": 0.01}
 
 @dataclass(frozen=True)
 class Kernels:
-    """The two private ops behind a variant, without autograd's and Python's cost around them."""
+    """The two private ops of a variant, without the cost of autograd and Python around them."""
 
     entry: Activation
     save: Save
@@ -25,42 +25,49 @@ class Kernels:
     arguments: tuple[float, ...] = ()
 
     def bits_of(self, dtype: torch.dtype) -> int:
-        """Packed bits per element."""
+        """Return the packed bits per element."""
         return self.bits or self.entry.default_bits(self.save, dtype)
 
     def forward(self, x: Tensor) -> Tensor | None:
-        """Replace x by its activation and return the packed bits, if it keeps any."""
+        """Apply the activation to x in place, and return the packed bits, if any are saved."""
         ops, bits = self.entry.ops, self.bits_of(x.dtype)
         if bits:
             return ops.save_in_place[self.save](x, bits, None, *self.arguments)
         return ops.in_place(x, None, *self.arguments)
 
     def backward(self, grad: Tensor, *saved: Tensor) -> Tensor:
-        """Return the gradient from the incoming one and what was saved: output, bits or both."""
+        """Return the gradient from the output's gradient and the saved output, bits or both."""
         return self.entry.ops.backward[self.save](grad, *saved, None, *self.arguments)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run an activation, and the bytes per element that its training step must move.
+    """A variant of an activation, and the memory traffic of its training step.
 
-    `forward_tensors` and `backward_tensors` count reads and writes of a whole tensor: a backward of
-    three reads the gradient and the output (or input) and writes, one of two has no need of the
-    output. Packed bits are written once and read once.
+    Packed bits are written once and read once.
+
+    Attributes:
+        name: The variant's name.
+        run: The activation.
+        forward_tensors: The number of whole tensors that forward reads or writes.
+        backward_tensors: The number of whole tensors that backward reads or writes: three if it
+            reads the gradient and the output (or input) and writes a gradient, two if it does not
+            need the output.
+        kernels: The ops of one of our variants; None for PyTorch's.
     """
 
     name: str
     run: Callable[[Tensor], Tensor]
     forward_tensors: int = 2
     backward_tensors: int = 3
-    kernels: Kernels | None = None  # of ours
+    kernels: Kernels | None = None
 
     def bits_of(self, dtype: torch.dtype) -> int:
-        """Packed bits per element."""
+        """Return the packed bits per element."""
         return self.kernels.bits_of(dtype) if self.kernels else 0
 
     def bytes_moved(self, phase: str, dtype: torch.dtype, elements: int) -> float:
-        """The least bytes that a phase ("forward", "backward" or "both") reads and writes."""
+        """Return the fewest bytes that a phase ("forward", "backward", "both") reads and writes."""
         packed = self.bits_of(dtype) / 8
         forward = self.forward_tensors * dtype.itemsize + packed
         backward = self.backward_tensors * dtype.itemsize + packed
@@ -95,10 +102,10 @@ def _variants(entry: Activation) -> list[Variant]:
 
 
 ENTRIES = {" ".join([entry.name, *entry.variant.values()]): entry for entry in ACTIVATIONS}
-# PyTorch out of place first: it is the reference.
+# PyTorch out of place comes first: it is the reference.
 VARIANTS = {name: _variants(entry) for name, entry in ENTRIES.items()}
 
 
 def baseline(variants: list[Variant]) -> Variant:
-    """What the ratios are to: PyTorch in place, or out of place where it has no other."""
+    """Return the denominator of the ratios: PyTorch in place if there is one, else out of place."""
     return next((v for v in variants if v.name == "torch in place"), variants[0])

@@ -1,4 +1,4 @@
-"""What a variant must compute before it is timed: PyTorch's values and gradients."""
+"""Verify before timing that a variant computes PyTorch's values and gradients."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from variants import ENTRIES, VARIANTS, Variant
 
 @contextmanager
 def exact_convolutions() -> Iterator[None]:
-    """Do not let cuDNN round what float32 convolutions multiply to TF32's 10 bits.
+    """Stop cuDNN from rounding the inputs of float32 convolutions to TF32.
 
-    Then a last bit that differs before a convolution is a thousand after it. Steps are timed as
-    PyTorch runs them by default, with these roundings.
+    TF32 has 10 bits of mantissa. With it, a difference in the last bit before a convolution is a
+    thousand times as large after it. Steps are timed with TF32, PyTorch's default.
     """
     allowed = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
@@ -26,7 +26,7 @@ def exact_convolutions() -> Iterator[None]:
 
 
 def _derivative_error(variant: Variant, dtype: torch.dtype) -> float | None:
-    """The documented one, where it is more than torch.testing's default tolerances."""
+    """Return the documented error if torch.testing's default tolerances do not cover it."""
     kernels = variant.kernels
     if kernels is None:
         return None
@@ -36,9 +36,10 @@ def _derivative_error(variant: Variant, dtype: torch.dtype) -> float | None:
 def check(
     activation: str, variant: Variant, x: Tensor, grad: Tensor, value: Tensor, gradient: Tensor
 ) -> None:
-    """Raise unless value and gradient are PyTorch's: equal, or for a smooth within what is stated.
+    """Raise unless value and gradient are PyTorch's.
 
-    What is stated holds for a unit gradient: `grad` is 1 or -1 everywhere.
+    They must be equal for a piecewise-linear activation, and within the documented errors for a
+    smooth one. These errors are for a unit gradient: `grad` is 1 or -1 everywhere.
     """
     leaf = x.detach().clone().requires_grad_()
     expected_value = VARIANTS[activation][0].run(leaf)
@@ -47,14 +48,14 @@ def check(
     torch.testing.assert_close(value, expected_value.detach(), **tolerance)
     error = _derivative_error(variant, x.dtype)
     if error is not None:
-        # The rounding of the arithmetic on both sides comes on top.
+        # Both sides add the rounding of their arithmetic.
         arithmetic = torch.finfo(torch.promote_types(x.dtype, torch.float32))
         tolerance = {"rtol": torch.finfo(x.dtype).eps, "atol": error + 4 * arithmetic.eps}
     torch.testing.assert_close(gradient, expected_gradient, **tolerance)
 
 
 def verify(activation: str, variant: Variant, x: Tensor) -> None:
-    """Run the variant on x, with autograd, and check what comes out."""
+    """Run the variant on x, forward and backward, and check value and gradient."""
     grad = torch.randn_like(x).sign()
     leaf = x.clone().requires_grad_()
     output = variant.run(leaf.clone())

@@ -1,4 +1,4 @@
-"""A detection network as the YOLO family builds them: Conv-BN-SiLU, C2f and SPPF blocks, a neck."""
+"""A detection network of the YOLO family: Conv-BN-SiLU, C2f and SPPF blocks, and a neck."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class ConvNormAct(nn.Sequential):
-    """Convolution, BatchNorm, SiLU in place."""
+    """Convolution, BatchNorm and in-place SiLU."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int = 1, stride: int = 1) -> None:
         super().__init__(
@@ -19,7 +19,7 @@ class ConvNormAct(nn.Sequential):
 
 
 class Bottleneck(nn.Module):
-    """Two 3 x 3 convolutions, and in the backbone a shortcut."""
+    """Two 3 x 3 convolutions, in the backbone with a shortcut."""
 
     def __init__(self, channels: int, shortcut: bool) -> None:
         super().__init__()
@@ -29,12 +29,12 @@ class Bottleneck(nn.Module):
         self.shortcut = shortcut
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, channels, height, width) to the same."""
+        """Map (batch, channels, height, width) to the same shape."""
         return x + self.convs(x) if self.shortcut else self.convs(x)
 
 
 class C2f(nn.Module):
-    """Half of the channels through bottlenecks, all intermediate results concatenated."""
+    """Bottlenecks on half of the channels, with all intermediate results concatenated."""
 
     def __init__(self, inputs: int, outputs: int, depth: int, shortcut: bool = False) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class C2f(nn.Module):
         self.last = ConvNormAct((2 + depth) * half, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, inputs, height, width) to (batch, outputs, height, width)."""
+        """Map (batch, inputs, height, width) to (batch, outputs, height, width)."""
         parts = [*self.first(x).chunk(2, 1)]
         for bottleneck in self.bottlenecks:
             parts.append(bottleneck(parts[-1]))
@@ -60,7 +60,7 @@ class SPPF(nn.Module):
         self.last = ConvNormAct(channels * 2, channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, channels, height, width) to the same."""
+        """Map (batch, channels, height, width) to the same shape."""
         parts = [self.first(x)]
         for _ in range(3):
             parts.append(F.max_pool2d(parts[-1], 5, 1, 2))
@@ -88,7 +88,7 @@ class YoloLike(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """(batch, 3, height, width) to (batch, outputs, places of all strides)."""
+        """Map (batch, 3, height, width) to (batch, outputs, positions of all strides)."""
         x = self.stages[0](self.stem(images))
         x8 = self.stages[1](x)
         x16 = self.stages[2](x8)

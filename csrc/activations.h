@@ -1,11 +1,15 @@
-// The activations: csrc/activations/ holds an entry for each, and this is the list that everything
-// else follows from: ops, schemas, registrations, default bits.
+// The list of activations, from which ops, schemas, registrations and default bits are generated.
 //
-// To add one: its entry, which activations/entry.h describes, in a file beside the others; its line
-// below; in inplace_ops/ its row in activations.py, its Functions in autograd.py, its function, its
-// module and their export in __init__.py; and for a smooth its reference in
-// tests/smooth_activations.py. tests/test_activations.py says what is missing; `make tables` writes
-// the table of errors in docs/accuracy.md.
+// To add an activation, add
+//
+// 1. its entry, a file in csrc/activations/: activations/entry.h says what an entry must define;
+// 2. its line in kActivations below;
+// 3. in inplace_ops/: its row in activations.py, its Functions in autograd.py, its function, its
+//    module and their export in __init__.py;
+// 4. for a smooth activation: its reference in tests/smooth_activations.py.
+//
+// tests/test_activations.py says what is missing. `make tables` writes the table of errors in
+// docs/accuracy.md.
 #pragma once
 
 #include <tuple>

@@ -1,4 +1,4 @@
-// The checks of arguments, all made before the first element is written.
+// Checks of the arguments. All of them run before the first element is written.
 #pragma once
 
 #include <torch/headeronly/util/Exception.h>
@@ -11,9 +11,10 @@
 
 namespace inplace_ops {
 
-// Whether two elements share an address: whether a nonzero d with |d_i| < size_i has sum d_i
-// stride_i = 0. Searched from the largest stride down, dropping what the smaller strides cannot
-// cancel; a layout on which that takes over a million steps counts as free of overlap.
+// Searches for two elements of a tensor that share an address: for a nonzero d with |d_i| < size_i
+// and sum d_i stride_i = 0. It goes from the largest stride to the smallest, and skips sums that
+// the smaller strides cannot cancel. A layout that takes more than a million steps counts as free
+// of overlap.
 class OverlapSearch {
  public:
   explicit OverlapSearch(const Tensor& tensor) {
@@ -38,8 +39,8 @@ class OverlapSearch {
     if (i == dims_.size()) return is_nonzero && sum == 0;
     const auto [stride, largest] = dims_[i];
     if (stride == 0) return true;
-    // |sum + d stride| must stay within what the remaining dimensions reach. The first nonzero
-    // difference may be taken positive.
+    // |sum + d stride| must not exceed what the remaining dimensions reach. By symmetry the first
+    // nonzero difference can be positive.
     const int64_t low = std::max(is_nonzero ? -largest : 0, ceil_div(-reach_[i + 1] - sum, stride));
     const int64_t high = std::min(largest, floor_div(reach_[i + 1] - sum, stride));
     for (int64_t d = low; d <= high && steps_left_ > 0; ++d)
@@ -51,7 +52,7 @@ class OverlapSearch {
   static int64_t ceil_div(int64_t a, int64_t b) { return -floor_div(-a, b); }
 
   std::vector<Dim> dims_;
-  std::vector<int64_t> reach_;  // how far the dimensions from i on reach together
+  std::vector<int64_t> reach_;  // largest sum of the dimensions from i on
   int64_t steps_left_ = 1'000'000;
 };
 
@@ -68,14 +69,14 @@ inline void check_same(const char* op, const Tensor& tensor, const Tensor& other
   STD_TORCH_CHECK(tensor.scalar_type() == other.scalar_type() &&
                       tensor.device() == other.device() && sizes.size() == expected.size() &&
                       std::equal(sizes.begin(), sizes.end(), expected.begin()),
-                  op, "_: the tensors must have one shape, dtype and device");
+                  op, "_: the tensors must have the same shape, dtype and device");
 }
 
 inline void check_cast(const char* op, const Tensor& x, torch::headeronly::ScalarType dtype) {
   using torch::headeronly::ScalarType;
   STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float &&
                       (dtype == ScalarType::Half || dtype == ScalarType::BFloat16),
-                  op, "_: results of another dtype are float16 or bfloat16, of a float32 tensor");
+                  op, "_: dtype must be the dtype of x, or float16 or bfloat16 if x is float32");
 }
 
 inline void check_order(const char* op, const DimOrder& dim_order, int64_t dims) {
@@ -84,11 +85,11 @@ inline void check_order(const char* op, const DimOrder& dim_order, int64_t dims)
   std::sort(sorted.begin(), sorted.end());
   std::iota(expected.begin(), expected.end(), 0);
   STD_TORCH_CHECK(sorted == expected, op, "_: dim_order must be a permutation of the ", dims,
-                  " dimensions, or none");
+                  " dimensions, or None");
 }
 
 inline void check_count(const char* op, int64_t bits, bool is_accepted) {
-  STD_TORCH_CHECK(is_accepted, op, "_: cannot keep ", bits, " bits per element");
+  STD_TORCH_CHECK(is_accepted, op, "_: cannot save ", bits, " bits per element");
 }
 
 inline void check_packed(const char* op, const Tensor& packed, const Tensor& x) {

@@ -1,5 +1,5 @@
-// save="derivative": a uniform grid over the range of an activation's derivative, in which 0 and 1
-// are exact. Code c stands for (c - zero) / steps, and 0 for NaN.
+// save="derivative": a uniform grid over the range of an activation's derivative, on which 0 and 1
+// are exact. Code c represents (c - zero) / steps, except code 0, which represents NaN.
 #pragma once
 
 #include <cmath>
@@ -8,7 +8,7 @@
 
 namespace inplace_ops {
 
-// Unless save="derivative" is told another number of bits.
+// The default number of bits of save="derivative".
 template <class T>
 constexpr int kDerivativeBits = sizeof(T) == 2 ? 8 : 4 * sizeof(T);
 
@@ -16,12 +16,13 @@ struct GridSteps {
   double steps, zero;
 };
 
-// Whether steps * (1 / steps) is 1 in float and in double.
+// Whether steps * (1 / steps) is exactly 1, in float and in double.
 constexpr bool has_exact_reciprocal(double steps) {
   return float(steps) * (1.0f / float(steps)) == 1.0f && steps * (1.0 / steps) == 1.0;
 }
 
-// The finest grid of `bits` bits from the derivative's lowest to its highest value. Exact in float.
+// Returns the finest grid of `bits` bits from the derivative's lowest to its highest value. Both
+// numbers are exact in float.
 constexpr GridSteps finest_grid(double lowest, double highest, int bits) {
   if (bits > 16) {
     const GridSteps grid = finest_grid(lowest, highest, 16);
@@ -30,7 +31,8 @@ constexpr GridSteps finest_grid(double lowest, double highest, int bits) {
   }
   const double codes = double(1 << bits);
   for (int64_t steps = int64_t(codes / (highest - lowest));; --steps) {
-    // A quarter of a step beyond the range is for the derivative's own error: code 0 is NaN's.
+    // The grid exceeds the range by a quarter of a step at both ends, for the derivative's own
+    // error: code 0 is reserved for NaN.
     const int64_t zero = int64_t(1.75 - lowest * steps);
     if (highest * steps + zero + 0.75 < codes && has_exact_reciprocal(double(steps)))
       return {double(steps), double(zero)};
@@ -42,7 +44,7 @@ struct DerivativeGrid {
   C steps, per_step, zero;
 
   template <class Activation>
-  HOST_DEVICE static DerivativeGrid of(int bits) {
+  HOST_DEVICE static DerivativeGrid for_activation(int bits) {
     constexpr double lowest = Activation::kLowestDerivative;
     constexpr double highest = Activation::kHighestDerivative;
     constexpr GridSteps of8 = finest_grid(lowest, highest, 8);

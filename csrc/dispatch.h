@@ -1,5 +1,5 @@
-// The supported dtypes: from a runtime dtype to a storage format. Python has them from by_dtype()
-// in library.cpp.
+// Dispatches from a runtime dtype to a storage format. by_dtype() in library.cpp lists the same
+// dtypes for Python.
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>
@@ -9,7 +9,7 @@
 
 namespace inplace_ops {
 
-// Calls body(T{}) with the format T of the dtype.
+// Calls body(T{}), where T is the storage format of the dtype.
 template <class Body>
 void dispatch(torch::headeronly::ScalarType dtype, const char* op, const Body& body) {
   using torch::headeronly::ScalarType;

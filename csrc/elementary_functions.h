@@ -1,5 +1,6 @@
-// exp, log, 1/x, square roots and polynomials, for host and device. The host's in float are
-// branch-free, so that the compiler vectorizes the loop around them; a device's are the hardware's.
+// exp, log, 1/x, square roots and polynomials, for host and device. On the host the float functions
+// are branch-free, so that the compiler vectorizes the loop around them. On a device they are
+// hardware instructions.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +13,8 @@ namespace inplace_ops {
 HOST_DEVICE double exp_of(double x) { return exp(x); }
 HOST_DEVICE double log_of(double x) { return log(x); }
 
-// c[0] + c[1] x + ... A GPU hides the latency of Horner's chain behind other threads; a CPU core
-// does better with two shorter chains, of the even and the odd powers.
+// Returns c[0] + c[1] x + ... A GPU hides the latency of Horner's chain behind other threads. A CPU
+// core is faster with two shorter chains, of the even and of the odd powers.
 template <class C, int terms>
 HOST_DEVICE C polynomial(const C (&c)[terms], C x) {
   static_assert(terms >= 2);
@@ -34,8 +35,8 @@ HOST_DEVICE C polynomial(const C (&c)[terms], C x) {
 #endif
 }
 
-// Within [0, 1], also of NaN. The host's in patterns, which are in the numbers' order from 0 up: of
-// two choices in float the compiler makes four.
+// Clamps x to [0, 1]. NaN, too, gives a number in [0, 1]. The host compares bit patterns, which
+// from 0 up are ordered like the numbers: for two selections in float the compiler generates four.
 HOST_DEVICE float saturate(float x) {
 #ifdef INPLACE_OPS_HARDWARE
   return hardware::saturate(x);
@@ -45,8 +46,8 @@ HOST_DEVICE float saturate(float x) {
 #endif
 }
 
-// exp in float. The host's: x = n ln 2 + r, exp(r) by a Chebyshev fit on |r| <= ln(2) / 2; largest
-// error 1.5 ulp, subnormal results are 0.
+// Returns exp(x) in float. On the host, x = n ln 2 + r, and exp(r) is a Chebyshev fit on
+// |r| <= ln(2) / 2. The largest error is 1.5 ulp. Subnormal results are 0.
 HOST_DEVICE float exp_of(float x) {
 #ifdef INPLACE_OPS_HARDWARE
   return hardware::exp(x);
@@ -63,9 +64,10 @@ HOST_DEVICE float exp_of(float x) {
 #endif
 }
 
-// The rough functions are within a few units in the last place on a GPU, in one or two instructions
-// without a slow path: for what is rounded to 16 bits or corrected afterwards.
-HOST_DEVICE float rough_exp(float x) {
+// The approx_ functions are for values that are rounded to 16 bits or corrected afterwards. On a
+// GPU they are off by a few units in the last place, and take one or two instructions without a
+// slow path.
+HOST_DEVICE float approx_exp(float x) {
 #ifdef INPLACE_OPS_HARDWARE
   return hardware::exp2(x * 1.44269504f);
 #else
@@ -73,15 +75,16 @@ HOST_DEVICE float rough_exp(float x) {
 #endif
 }
 
-// ln of a positive normal float; of 0 and below, on the host, about -88.
-HOST_DEVICE float rough_log(float x) {
+// Returns ln(x) of a positive normal float. On the host 0 and positive subnormals give about -88,
+// and negative arguments give finite numbers without meaning.
+HOST_DEVICE float approx_log(float x) {
 #ifdef INPLACE_OPS_HARDWARE
   return hardware::log2(x) * 0.693147181f;
 #else
   constexpr float c[] = {0.3333333118f,  -0.2499999696f, 0.2000071575f,
                          -0.1666780232f, 0.1424905765f,  -0.1242568733f,
                          0.1168541992f,  -0.1147973385f, 0.06971611471f};
-  const uint32_t pattern = bit_cast<uint32_t>(x);  // its sums wrap where x is negative
+  const uint32_t pattern = bit_cast<uint32_t>(x);  // unsigned: the sums below wrap if x is negative
   // x = 2^n (1 + f), 1 + f in [sqrt(1/2), sqrt(2))
   const int32_t n = int32_t(pattern - 0x3f3504f3u) >> 23;
   const float f = bit_cast<float>(pattern - (uint32_t(n) << 23)) - 1.0f;
@@ -91,7 +94,7 @@ HOST_DEVICE float rough_log(float x) {
 #endif
 }
 
-HOST_DEVICE float rough_reciprocal(float x) {
+HOST_DEVICE float approx_reciprocal(float x) {
 #ifdef INPLACE_OPS_HARDWARE
   return hardware::reciprocal(x);
 #else
@@ -99,9 +102,9 @@ HOST_DEVICE float rough_reciprocal(float x) {
 #endif
 }
 
-HOST_DEVICE double rough_reciprocal(double x) { return 1.0 / x; }
+HOST_DEVICE double approx_reciprocal(double x) { return 1.0 / x; }
 
-HOST_DEVICE float rough_sqrt(float x) {
+HOST_DEVICE float approx_sqrt(float x) {
 #ifdef INPLACE_OPS_HARDWARE
   return hardware::sqrt(x);
 #else

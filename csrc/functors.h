@@ -1,7 +1,11 @@
-// What is done with each element, once for every activation: a functor per direction and way of
-// keeping (`save`). cpu/elementwise.h and cuda/elementwise.cuh run them: operand 0 is written, the
-// inputs are read, and the packed bits, whose element has `code`, are not used, written or read.
-// What a functor returns, in C, is rounded to the format Out by those who run it.
+// The functors: the arithmetic of one element, one functor for each direction and save mode, each a
+// template over activations. cpu/elementwise.h and cuda/elementwise.cuh run a functor over tensors.
+// For each element they
+//
+// 1. load the inputs, and the element's `code` from the packed bits if kPackedBits is kRead;
+// 2. call the functor, which computes in the type C;
+// 3. round the result to the format Out and store it to operand 0, and store `code` to the packed
+//    bits if kPackedBits is kWritten.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +21,8 @@ namespace inplace_ops {
 
 enum class PackedBitsUse { kNone, kWritten, kRead };
 
-// Of a functor over formats T. A GPU's fast path is compiled for the numbers of bits in FastBits.
+// The base of the functors over storage format T. The vectorized path of a GPU is compiled for each
+// number of bits in FastBits. Other numbers take the path with accesses of one element.
 template <class T, int inputs, PackedBitsUse use, int... fast_bits>
 struct Elementwise {
   using Scalar = T;
@@ -27,19 +32,20 @@ struct Elementwise {
   static constexpr int kInputs = inputs;
   static constexpr PackedBitsUse kPackedBits = use;
   static constexpr bool kNormalizes = false;
-  // A gradient often is some of a larger tensor's channels.
+  // Whether the first input is a gradient. A gradient is often a slice of a larger tensor's
+  // channels, for which the GPU has a vectorized path too.
   static constexpr bool kReadsGradient = false;
 };
 
-// A functor may split its work: near() and far() for the elements of which is_in_tail() tells them.
+// Whether a functor splits its work by region: is_in_tail() decides between core() and tail().
 template <class Functor, class = void>
-struct IsSplit : std::false_type {};
+struct SplitsRegions : std::false_type {};
 template <class Functor>
-struct IsSplit<Functor, std::enable_if_t<Functor::kIsSplit>> : std::true_type {};
+struct SplitsRegions<Functor, std::enable_if_t<Functor::kSplitsRegions>> : std::true_type {};
 
 struct NoAffine {};
 
-// What a functor works on. The output may be the first input.
+// The data that a functor runs over. The output may be the first input.
 template <class Functor>
 struct Operands {
   using T = typename Functor::Scalar;
@@ -50,10 +56,10 @@ struct Operands {
   std::conditional_t<Functor::kNormalizes, NormAffine<opmath_t<T>>, NoAffine> affine;
 };
 
-// Every forward writes the activation of x. ForwardMask and ForwardOutput keep nothing where they
-// are given no planes.
+// Every forward functor returns the activation of x. ForwardMask and ForwardOutput save nothing if
+// they are given no bit planes.
 
-// save="mask": one bit.
+// save="mask": one bit per element, from which backward selects the derivative.
 template <class Activation, class T = typename Activation::Scalar>
 struct ForwardMask : Elementwise<T, 1, PackedBitsUse::kWritten, 0, 1> {
   static constexpr bool accepts_bits(int64_t bits) { return bits == 1; }
@@ -79,7 +85,7 @@ struct BackwardMask : Elementwise<T, 1, PackedBitsUse::kRead, 1> {
   }
 };
 
-// save="output", where the output's mask is the input's.
+// save="output" of a piecewise-linear activation: the output's mask equals the input's.
 template <class Activation, class T = typename Activation::Scalar>
 struct BackwardMaskOfOutput : Elementwise<T, 2, PackedBitsUse::kNone, 0> {
   static constexpr bool kReadsGradient = true;
@@ -91,7 +97,7 @@ struct BackwardMaskOfOutput : Elementwise<T, 2, PackedBitsUse::kNone, 0> {
   }
 };
 
-// save="output": the branch of the smooth and the low bits of x beside the output.
+// save="output" of a smooth activation: the branch and low bits of x, next to the output.
 template <class Activation>
 constexpr bool accepts_output_bits(int64_t bits) {
   return bits == 1 || bits == Activation::kDefaultBits || bits == 8;
@@ -109,9 +115,9 @@ struct ForwardOutput : Elementwise<T, 1, PackedBitsUse::kWritten, 0, 1, Activati
 };
 
 template <class Activation, class Point, class C>
-HOST_DEVICE C gradient_at(Point at, C grad) {
-  const C gradient = grad * Activation::derivative(at);
-  return Activation::is_flat(at) ? C(0) : gradient;
+HOST_DEVICE C gradient_at(Point point, C grad) {
+  const C gradient = grad * Activation::derivative(point);
+  return Activation::is_flat(point) ? C(0) : gradient;
 }
 
 template <class Activation, class T = typename Activation::Scalar>
@@ -123,8 +129,8 @@ struct BackwardOutput : Elementwise<T, 2, PackedBitsUse::kRead, 1, Activation::k
     return gradient<Region::kAny>(in, code, bits);
   }
 
-  // In double all is one part.
-  static constexpr bool kIsSplit = !std::is_same_v<T, double>;
+  // Double has one code path for both regions.
+  static constexpr bool kSplitsRegions = !std::is_same_v<T, double>;
   HOST_DEVICE bool is_in_tail(const Element<T> (&in)[2], uint32_t code, int bits) const {
     const bool left = InputCode<Activation>(bits).is_left(code);
     return inplace_ops::is_in_tail<Activation>(in[1].value, left);
@@ -136,8 +142,8 @@ struct BackwardOutput : Elementwise<T, 2, PackedBitsUse::kRead, 1, Activation::k
     return gradient<Region::kTail>(in, code, bits);
   }
 
-  // near() in two steps, x and then the gradient.
-  static constexpr bool kHasSteps = sizeof(T) == 2;
+  // core() in two steps: x, and then the gradient.
+  static constexpr bool kSplitsCore = sizeof(T) == 2;
   HOST_DEVICE float core_input(const Element<T> (&in)[2], uint32_t code, int bits) const {
     return recover_core_input<Activation>(in[1].value, code, bits);
   }
@@ -153,23 +159,23 @@ struct BackwardOutput : Elementwise<T, 2, PackedBitsUse::kRead, 1, Activation::k
   }
 };
 
-// grad_grad * grad * f''(x) / f'(x), from the gradient's gradient, the gradient and the output.
-// Autograd adds this to the output's gradient, and the activation's own backward then multiplies it
-// by f'(x). 0 where f'(x) is 0, as there it is lost.
+// Returns grad_grad * grad * f''(x) / f'(x), from the gradient's gradient, the gradient and the
+// output. Autograd adds this to the output's gradient, which the activation's backward multiplies
+// by f'(x). Where f'(x) is 0 the term is lost, and the result is 0.
 template <class Activation, class T = typename Activation::Scalar>
 struct DoubleBackward : Elementwise<T, 3, PackedBitsUse::kRead, Activation::kDefaultBits> {
   static constexpr bool accepts_bits(int64_t bits) { return accepts_output_bits<Activation>(bits); }
 
   HOST_DEVICE auto operator()(const Element<T> (&in)[3], uint32_t& code, int bits) const {
     using C = opmath_t<T>;
-    const auto at = recover<Activation, Region::kAny>(in[2].value, code, bits);
-    const C derivative = Activation::derivative(at);
-    const C term = in[0].value * in[1].value * Activation::second_derivative(at);
+    const auto point = recover<Activation, Region::kAny>(in[2].value, code, bits);
+    const C derivative = Activation::derivative(point);
+    const C term = in[0].value * in[1].value * Activation::second_derivative(point);
     return derivative == C(0) ? C(0) : term / derivative;
   }
 };
 
-// save="derivative": f'(x) rounded to a grid.
+// save="derivative": f'(x), rounded to a grid.
 constexpr bool accepts_derivative_bits(int64_t bits) {
   return bits == 8 || bits == 16 || bits == 32;
 }
@@ -180,14 +186,14 @@ struct ForwardDerivative : Elementwise<T, 1, PackedBitsUse::kWritten, kDerivativ
   Activation activation;
 
   HOST_DEVICE auto operator()(const Element<T> (&in)[1], uint32_t& code, int bits) const {
-    const auto at = Activation::point(in[0].value);
-    code = DerivativeGrid<opmath_t<T>>::template of<Activation>(bits).encode(
-        Activation::derivative(at));
+    const auto point = Activation::point(in[0].value);
+    code = DerivativeGrid<opmath_t<T>>::template for_activation<Activation>(bits).encode(
+        Activation::derivative(point));
     return activation.value(in[0].value);
   }
 };
 
-// One for all activations: their grids differ by two numbers.
+// One functor for all activations: only the two numbers of their grids differ.
 template <class T>
 struct BackwardDerivative : Elementwise<T, 1, PackedBitsUse::kRead, kDerivativeBits<T>> {
   static constexpr bool kReadsGradient = true;
@@ -199,14 +205,16 @@ struct BackwardDerivative : Elementwise<T, 1, PackedBitsUse::kRead, kDerivativeB
   }
 };
 
-// save="recompute": of z, which follows from the norm's input, the last one.
+// save="recompute": functors of a norm's output z, which they recompute from the norm's input x. x
+// is the last input.
 
 template <class T>
 HOST_DEVICE opmath_t<T> apply_affine(opmath_t<T> x, ScaleAndShift<opmath_t<T>> scale_shift) {
   return x * scale_shift.scale + scale_shift.shift;
 }
 
-// A functor that is given the scale and shift of z instead of a code, and x less the mean.
+// Applies the functor Inner to z, which it recomputes from x. In place of a code it takes the scale
+// and shift of z. The last input is x minus the mean.
 template <class Inner, class T = typename Inner::Scalar>
 struct Normalizing : Inner {
   static constexpr bool kNormalizes = true;
@@ -259,7 +267,7 @@ template <class T>
 struct Normalize : Normalizing<Identity<T>> {
   HOST_DEVICE auto operator()(const Element<T> (&in)[1],
                               ScaleAndShift<opmath_t<T>> scale_shift) const {
-    return apply_affine<T>(in[0].value, scale_shift);  // rounded where it is stored
+    return apply_affine<T>(in[0].value, scale_shift);  // rounded when it is stored
   }
 };
 
@@ -269,7 +277,7 @@ struct ForwardRecompute : Normalizing<Value<Activation>> {};
 template <class Activation, class T = typename Activation::Scalar>
 struct BackwardRecompute : Normalizing<Gradient<Activation>> {};
 
-// What a functor of one input makes of the sum of two, rounded as torch.add rounds it.
+// Applies a functor of one input to the sum of two inputs, rounded as torch.add rounds it.
 template <class Inner, class T = typename Inner::Scalar>
 struct Add : Elementwise<T, 2, PackedBitsUse::kNone, 0> {
   Inner inner;
@@ -280,15 +288,14 @@ struct Add : Elementwise<T, 2, PackedBitsUse::kNone, 0> {
   }
 };
 
-// Of an addend and z.
+// Returns the sum of an addend and z.
 template <class T>
 struct NormalizeAdd : Normalizing<Add<Identity<T>>> {};
 
 template <class Activation, class T = typename Activation::Scalar>
 struct ForwardRecomputeAdd : Normalizing<Add<Value<Activation>>> {};
 
-// The functor with its results rounded to another format instead, as a cast of them rounds: of
-// float's, to 16 bits.
+// A functor over float whose results are rounded to a 16-bit format, as a cast rounds them.
 template <class Functor, class Format>
 struct Cast : Functor {
   using Out = Format;

@@ -1,8 +1,8 @@
-// What host and device code share: their attributes, and bits. Includes neither torch nor, on the
-// host, CUDA.
+// Attributes and bit operations for code that compiles for the host and for a device. Includes
+// neither torch nor, on the host, CUDA.
 //
-// INPLACE_OPS_HARDWARE names the header with the hardware's functions where there are any: on a GPU
-// cuda/hardware.h, in tests on the host its emulation.
+// INPLACE_OPS_HARDWARE names a header of functions that a GPU has instructions for: cuda/hardware.h
+// on a GPU, and its emulation in tests on the host. Other host code leaves it undefined.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@
 #define NO_UNROLL _Pragma("unroll 1")
 #else
 #ifndef HOST_DEVICE  // tests under sanitizers define it as inline, which compiles faster
-// Forced, so that the caller's instruction set (cpu/elementwise.h) is that of all it calls.
+// Always inlined, so that functions compile for their caller's instruction set (cpu/elementwise.h).
 #define HOST_DEVICE inline __attribute__((always_inline))
 #endif
 #define UNROLL _Pragma("GCC unroll 16")
@@ -39,8 +39,8 @@ HOST_DEVICE To bit_cast(From value) {
   return result;
 }
 
-// condition ? a : b, in bits on the host: a compiler that sees the choice moves the work of one
-// side behind a branch, and then does not vectorize the loop.
+// Returns condition ? a : b. The host selects bitwise: where the compiler recognizes a choice, it
+// moves the work of one side behind a branch, and then does not vectorize the loop.
 HOST_DEVICE uint32_t select(bool condition, uint32_t a, uint32_t b) {
 #ifdef INPLACE_OPS_HARDWARE
   return condition ? a : b;
@@ -54,7 +54,7 @@ HOST_DEVICE float select(bool condition, float a, float b) {
   return bit_cast<float>(select(condition, bit_cast<uint32_t>(a), bit_cast<uint32_t>(b)));
 }
 
-// condition ? -x : x, in which a compiler sees a choice too.
+// Returns condition ? -x : x. The host computes it bitwise, for the same reason.
 HOST_DEVICE float negate_if(bool condition, float x) {
 #ifdef INPLACE_OPS_HARDWARE
   return condition ? -x : x;
@@ -63,7 +63,7 @@ HOST_DEVICE float negate_if(bool condition, float x) {
 #endif
 }
 
-// Byte i of a word, the lowest first.
+// Returns byte i of a word. Byte 0 is the lowest.
 HOST_DEVICE uint32_t byte_of(uint32_t word, int i) {
 #ifdef INPLACE_OPS_HARDWARE
   return hardware::byte_of(word, i);

@@ -1,5 +1,6 @@
-// The schemas, and the Python module whose import registers them. The ops are private: called
-// directly on a tensor that needs a gradient they would be silently wrong.
+// Registers the ops' schemas, and defines the Python module whose import does so. The ops are
+// private: called directly on a tensor that requires grad, they would give wrong gradients
+// silently.
 #include <Python.h>
 #include <torch/headeronly/version.h>
 
@@ -16,8 +17,8 @@ PyObject* by_dtype(int float64, int float32, int float16, int bfloat16) {
                        float16, "bfloat16", bfloat16);
 }
 
-// What Python needs to know of an activation: by save and dtype the default bits per element, and
-// by bits the steps per unit of the grid that the derivative is rounded to.
+// Returns an activation's numbers for Python: the default bits per element by save mode and dtype,
+// and the steps per unit of the derivative's grid by number of bits.
 template <template <class> class Activation>
 PyObject* numbers_of(Entry<Activation>) {
   if constexpr (Activation<float>::kKind == Kind::kPiecewiseLinear) {

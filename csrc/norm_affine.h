@@ -1,11 +1,12 @@
-// A norm's output z as a function of its input x, for an activation that is recomputed from x:
+// The affine of a norm: its output z as a function of its input x, from which kernels recompute z:
 //
 //   z = (x - mean) * rstd * scale + shift
 //
-// Batch, group and instance norms have a scale and a shift of each channel, the same for all
-// samples or not, which include their statistics: mean is 0, rstd is 1. A layer norm has a mean and
-// an rstd of each row; its weight and bias are scale and shift. It subtracts the mean first, as
-// PyTorch's does: a row that is one number gives exactly the bias, and ReLU decides alike.
+// Batch, group and instance norms have a scale and a shift per channel, which may differ between
+// samples and include the statistics: mean is 0 and rstd is 1. A layer norm has a mean and an rstd
+// per row, and its weight and bias are scale and shift. It subtracts the mean first, as PyTorch's
+// kernel does: a row whose elements are all equal gives exactly the bias, and ReLU decides as in
+// PyTorch.
 #pragma once
 
 #include <cmath>
@@ -15,7 +16,7 @@
 
 namespace inplace_ops {
 
-constexpr int kMaxAffineDims = 4;  // after merging; the norms have at most three
+constexpr int kMaxAffineDims = 4;  // after coalescing; norms have at most three
 using AffineStridedLayout = StridedLayoutOf<2, kMaxAffineDims>;
 
 template <class C>
@@ -28,9 +29,9 @@ struct RowStatistics {
   C rstd, mean;
 };
 
-// How the scale and shift of each channel follow from a norm's statistics and parameters, of which
-// there may be none: rstd and the mean of `channels_per_group` neighbouring channels, and weights
-// and biases, which begin again after the last for the next sample.
+// Computes the scale and shift of each channel from a norm's statistics and parameters, each of
+// which may be null. Each rstd and mean is for `channels_per_group` neighboring channels. Channels
+// are counted through all samples, and the weights and biases repeat for each sample.
 template <class C>
 struct Statistics {
   const C *rstd, *mean, *weight, *bias;
@@ -41,8 +42,8 @@ struct Statistics {
     const C factor = weight ? weight[channel % num_weights] : C(1);
     const C scale = rstd ? rstd[group] * factor : factor;
     const C added = bias ? bias[channel % num_biases] : C(0);
-    // Rounded once, as in PyTorch's kernels: where a channel is one number and its bias nearly 0,
-    // ReLU decides by this rounding.
+    // Rounded once, as in PyTorch's kernels. In a channel whose elements are all equal and whose
+    // bias is nearly 0, this rounding decides what ReLU returns.
     return {scale, mean ? std::fma(-mean[group], scale, added) : added};
   }
 };
@@ -50,8 +51,8 @@ struct Statistics {
 template <class C>
 struct NormAffine {
   ScaleAndShift<const C*> channel_affine;
-  RowStatistics<const C*> row_statistics;  // or null
-  AffineStridedLayout strided;             // of channels and of rows, walked as the tensors are
+  RowStatistics<const C*> row_statistics;  // null if there are none
+  AffineStridedLayout strided;  // of channels and of rows, iterated over as the tensors are
 
   HOST_DEVICE bool has_rows() const { return row_statistics.rstd != nullptr; }
 

@@ -1,4 +1,4 @@
-// The storage formats (double, float, Half, BFloat16) and the type each is computed in.
+// The storage formats double, float, Half and BFloat16, and the type that each is computed in.
 #pragma once
 
 #include <type_traits>
@@ -17,7 +17,7 @@ struct BFloat16 {
   static constexpr uint16_t kInfinity = 0x7f80;
 };
 
-// The type a format is computed in: float for the 16-bit floats, otherwise the format itself.
+// The type that a format is computed in: float for the 16-bit formats, otherwise the format itself.
 template <class T>
 struct OpMathType {
   using type = T;
@@ -59,7 +59,7 @@ HOST_DEVICE float load(Half value) {
 
 HOST_DEVICE float load(BFloat16 value) { return bit_cast<float>(uint32_t(value.pattern) << 16); }
 
-// Rounds to nearest, ties to even.
+// Converts to the storage format, rounding to nearest, ties to even.
 template <class T, class Value>
 HOST_DEVICE T store(Value value) {
   static_assert(std::is_same_v<Value, T> || std::is_same_v<Value, opmath_t<T>>);
@@ -91,15 +91,16 @@ HOST_DEVICE T store(Value value) {
   }
 }
 
-// What is compared with 0 and chosen: on a CPU the elements as they are stored, as vectors hold
-// twice as many of 16 bits; on a GPU their values, which take fewer instructions. Unlike PyTorch's,
-// subnormal numbers of 16 bits so compare as they are with torch.set_flush_denormal, too.
+// The type for arithmetic that only compares with 0 and selects. On a CPU it is the storage format,
+// since vectors have room for twice as many 16-bit elements. On a GPU it is the type of the values,
+// which takes fewer instructions. Unlike in PyTorch, 16-bit subnormals therefore compare by their
+// value under torch.set_flush_denormal, too.
 #ifdef INPLACE_OPS_HARDWARE
 template <class T>
-using selected_t = opmath_t<T>;
+using comparison_t = opmath_t<T>;
 #else
 template <class T>
-using selected_t = T;
+using comparison_t = T;
 #endif
 
 template <class T>
@@ -126,7 +127,7 @@ HOST_DEVICE bool at_most_zero(T x) {
     return x <= T(0);
 }
 
-// An element of a tensor, and its value in the type it is computed in.
+// An element of a tensor: as it is stored, and its value in the type that it is computed in.
 template <class T>
 struct Element {
   T stored;
@@ -146,8 +147,8 @@ HOST_DEVICE Element<T> element_of(T stored) {
   return {stored, load(stored)};
 }
 
-// The element that store() makes of a value. On a GPU bfloat16 is rounded without being narrowed,
-// which takes fewer instructions.
+// Returns the element that results from storing a value. A GPU rounds to bfloat16 without leaving
+// float, which takes fewer instructions.
 template <class T>
 HOST_DEVICE Element<T> rounded_element(opmath_t<T> value) {
 #ifdef INPLACE_OPS_HARDWARE

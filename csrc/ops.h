@@ -1,4 +1,5 @@
-// The ops of an activation, once for every activation and device: check, walk, dispatch, run.
+// The implementations of the ops, as templates over device and activation: check the arguments,
+// find the strided layout, dispatch on the dtype, run a functor.
 #pragma once
 
 #include <optional>
@@ -13,7 +14,7 @@
 
 namespace inplace_ops {
 
-// Runs a functor over tensors of its formats. Device has run(functor, ...).
+// Runs a functor over tensors of its formats, by Device::run(functor, ...).
 template <class Device, size_t inputs, class Functor>
 void run_functor(const char* op, const Functor& functor, const Tensor& out,
                  const Tensor* const (&in)[inputs], const Tensor* packed, const DimOrder& dim_order,
@@ -38,17 +39,18 @@ void run_functor(const char* op, const Functor& functor, const Tensor& out,
   Device::run(functor, strided, data, out.get_device_index());
 }
 
-// Runs the functor that make(T{}) returns for the tensors' format T.
+// Runs the functor make(T{}), where T is the storage format of the tensors' dtype.
 template <class Device, size_t inputs, class MakeFunctor>
-void run(const char* op, const Tensor& out, const Tensor* const (&in)[inputs], const Tensor* packed,
-         const DimOrder& dim_order, const MakeFunctor& make,
-         const AffineTensors* affine = nullptr) {
+void run_for_dtype(const char* op, const Tensor& out, const Tensor* const (&in)[inputs],
+                   const Tensor* packed, const DimOrder& dim_order, const MakeFunctor& make,
+                   const AffineTensors* affine = nullptr) {
   dispatch(out.scalar_type(), op, [&](auto scalar) {
     run_functor<Device>(op, make(scalar), out, in, packed, dim_order, affine);
   });
 }
 
-// The affine of a norm, as affine_of() takes them: scales and shifts of `shape`, (2, ...).
+// Returns a norm's channel affine, as affine_of() takes it: scales and shifts, in a tensor of
+// `shape`, which is (2, ...).
 template <class Device>
 Tensor norm_affine(std::optional<Tensor> rstd, std::optional<Tensor> mean,
                    std::optional<Tensor> weight, std::optional<Tensor> bias,
@@ -67,9 +69,10 @@ Tensor norm_affine(std::optional<Tensor> rstd, std::optional<Tensor> mean,
   for (const Tensor* vector : vectors)
     fits = fits && (!vector || (vector->scalar_type() == like.scalar_type() &&
                                 vector->device() == like.device() && vector->is_contiguous()));
-  STD_TORCH_CHECK(fits,
-                  "norm_affine: statistics and parameters must be contiguous, of one dtype and "
-                  "device, and as many as the shape has");
+  STD_TORCH_CHECK(
+      fits,
+      "norm_affine: rstd, mean, weight and bias must be contiguous, have the same dtype "
+      "and device, and as many elements as `shape` and channels_per_group require");
   std::vector<int64_t> strides(shape.size(), 1);
   for (size_t d = shape.size() - 1; d-- > 0;) strides[d] = strides[d + 1] * shape[d + 1];
   int32_t dtype;
@@ -90,13 +93,14 @@ Tensor norm_affine(std::optional<Tensor> rstd, std::optional<Tensor> mean,
         Device::write_affine(statistics, scale, scale + channels, channels,
                              like.get_device_index());
     } else {
-      STD_TORCH_CHECK(false, "norm_affine: statistics must be float32 or float64");
+      STD_TORCH_CHECK(false, "norm_affine: rstd, mean, weight and bias must be float32 or float64");
     }
   });
   return affine;
 }
 
-// A new tensor from make(T{}) of a norm's input, in its dtype or cast from float32 to 16 bits.
+// Applies the functor make(T{}) to a norm's input x. Returns a new tensor of x's dtype, or of
+// `dtype`: float16 or bfloat16 if x is float32.
 template <class Device, class MakeFunctor>
 Tensor transform_normalized(const char* op, const Tensor& x, const AffineTensors& affine,
                             const DimOrder& dim_order, OptionalDtype dtype,
@@ -104,7 +108,7 @@ Tensor transform_normalized(const char* op, const Tensor& x, const AffineTensors
   check_order(op, dim_order, x.dim());
   if (!dtype || *dtype == x.scalar_type()) {
     const Tensor out = empty_in_order(x, dim_order);
-    run<Device>(op, out, {&x}, nullptr, dim_order, make, &affine);
+    run_for_dtype<Device>(op, out, {&x}, nullptr, dim_order, make, &affine);
     return out;
   }
   check_cast(op, x, *dtype);
@@ -120,7 +124,7 @@ Tensor transform_normalized(const char* op, const Tensor& x, const AffineTensors
   return cast(BFloat16{}, aoti_torch_dtype_bfloat16());
 }
 
-// A norm's output from its input.
+// Returns a norm's output, recomputed from the norm's input.
 template <class Device>
 Tensor normalize(Tensor x, Tensor channel_affine, std::optional<Tensor> row_statistics,
                  DimOrder dim_order, OptionalDtype dtype) {
@@ -129,7 +133,7 @@ Tensor normalize(Tensor x, Tensor channel_affine, std::optional<Tensor> row_stat
                                       [](auto scalar) { return Normalize<decltype(scalar)>{}; });
 }
 
-// make(T{}) of an addend and a norm's input, as a new tensor.
+// Applies the functor make(T{}) to an addend and a norm's input x. Returns a new tensor.
 template <class Device, class MakeFunctor>
 Tensor transform_normalized_sum(const char* op, const Tensor& x, const AffineTensors& affine,
                                 const Tensor& addend, const DimOrder& dim_order,
@@ -137,11 +141,11 @@ Tensor transform_normalized_sum(const char* op, const Tensor& x, const AffineTen
   check_order(op, dim_order, x.dim());
   check_same(op, addend, x);
   const Tensor out = empty_in_order(x, dim_order);
-  run<Device>(op, out, {&addend, &x}, nullptr, dim_order, make, &affine);
+  run_for_dtype<Device>(op, out, {&addend, &x}, nullptr, dim_order, make, &affine);
   return out;
 }
 
-// The sum of a norm's output and an addend.
+// Returns the sum of a norm's output and an addend.
 template <class Device>
 Tensor normalize_add(Tensor x, Tensor channel_affine, std::optional<Tensor> row_statistics,
                      Tensor addend, DimOrder dim_order) {
@@ -151,7 +155,7 @@ Tensor normalize_add(Tensor x, Tensor channel_affine, std::optional<Tensor> row_
       [](auto scalar) { return NormalizeAdd<decltype(scalar)>{}; });
 }
 
-// Its ReLU.
+// Returns the ReLU of the sum of a norm's output and an addend.
 template <class Device>
 Tensor normalize_add_relu(Tensor x, Tensor channel_affine, std::optional<Tensor> row_statistics,
                           Tensor addend, DimOrder dim_order) {
@@ -168,12 +172,13 @@ template <class Device, template <class> class Activation, class... Arguments>
 struct Ops<Device, Activation, Types<Arguments...>> {
   static constexpr const char* kName = Activation<float>::kName;
 
-  // Forward is the functor of what is kept, if anything is.
+  // In the functions below, Forward is the forward functor of a save mode. Without packed bits it
+  // saves nothing.
 
   template <template <class, class> class Forward>
   static void forward(const Tensor& out, const Tensor& x, const Tensor* packed,
                       const DimOrder& dim_order, Arguments... arguments) {
-    run<Device>(kName, out, {&x}, packed, dim_order, [&](auto scalar) {
+    run_for_dtype<Device>(kName, out, {&x}, packed, dim_order, [&](auto scalar) {
       using A = Activation<decltype(scalar)>;
       return Forward<A, decltype(scalar)>{{}, A{arguments...}};
     });
@@ -186,10 +191,9 @@ struct Ops<Device, Activation, Types<Arguments...>> {
     forward<Forward>(x, x, nullptr, dim_order, arguments...);
   }
 
-  // Returns the packed bits.
+  // Overwrites x with the result, and returns the packed bits.
   template <template <class, class> class Forward>
-  static Tensor in_place_saving(Tensor x, int64_t bits, DimOrder dim_order,
-                                Arguments... arguments) {
+  static Tensor save_in_place(Tensor x, int64_t bits, DimOrder dim_order, Arguments... arguments) {
     check_order(kName, dim_order, x.dim());
     check_writable(kName, x);
     check_count(kName, bits, bits >= 1 && bits <= 32);
@@ -200,8 +204,8 @@ struct Ops<Device, Activation, Types<Arguments...>> {
 
   // Returns the result and the packed bits.
   template <template <class, class> class Forward>
-  static std::tuple<Tensor, Tensor> out_of_place_saving(Tensor x, int64_t bits, DimOrder dim_order,
-                                                        Arguments... arguments) {
+  static std::tuple<Tensor, Tensor> save_out_of_place(Tensor x, int64_t bits, DimOrder dim_order,
+                                                      Arguments... arguments) {
     check_order(kName, dim_order, x.dim());
     check_count(kName, bits, bits >= 1 && bits <= 32);
     const Tensor out = empty_in_order(x, dim_order), packed = empty_bits(x, bits);
@@ -209,7 +213,8 @@ struct Ops<Device, Activation, Types<Arguments...>> {
     return {out, packed};
   }
 
-  // A new tensor from make(T{}) of the inputs, the first of which is a gradient.
+  // Applies the functor make(T{}) to the inputs, the first of which is a gradient. Returns a new
+  // tensor.
   template <size_t inputs, class MakeFunctor>
   static Tensor differentiate(const Tensor* const (&in)[inputs], const Tensor* packed,
                               const DimOrder& dim_order, const MakeFunctor& make,
@@ -219,7 +224,7 @@ struct Ops<Device, Activation, Types<Arguments...>> {
     for (const Tensor* input : in) check_same(kName, *input, grad);
     if (packed) check_packed(kName, *packed, grad);
     const Tensor result = empty_in_order(grad, dim_order);
-    run<Device>(kName, result, in, packed, dim_order, make, affine);
+    run_for_dtype<Device>(kName, result, in, packed, dim_order, make, affine);
     return result;
   }
 
@@ -277,7 +282,7 @@ struct Ops<Device, Activation, Types<Arguments...>> {
     const int bits = int(packed.size(0));
     return differentiate({&grad}, &packed, dim_order, [bits](auto scalar) {
       using T = decltype(scalar);
-      const auto grid = DerivativeGrid<opmath_t<T>>::template of<Activation<T>>(bits);
+      const auto grid = DerivativeGrid<opmath_t<T>>::template for_activation<Activation<T>>(bits);
       return BackwardDerivative<T>{{}, grid};
     });
   }

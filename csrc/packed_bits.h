@@ -1,6 +1,6 @@
-// k bits per element, as k bit planes: byte g of plane i holds bit i of elements 8g to 8g + 7,
-// element 8g in its lowest bit. A plane of n elements has ceil(n / 8) bytes; the unused bits are
-// zero.
+// Packed bits: k bits per element of a tensor, in k bit planes. Byte g of plane i has bit i of the
+// elements 8g to 8g + 7, with element 8g in the lowest bit. A plane of n elements has ceil(n / 8)
+// bytes. Its unused bits are zero.
 #pragma once
 
 #include <cstdint>
@@ -15,13 +15,13 @@ HOST_DEVICE constexpr int64_t plane_bytes(int64_t elements) {
   return elements / kGroup + (elements % kGroup != 0);
 }
 
-// Exchanges the bits that the mask covers with those `distance` above.
+// Swaps the bits in `mask` with the bits `distance` positions above them.
 HOST_DEVICE uint32_t swap_bits(uint32_t x, int distance, uint32_t mask) {
   const uint32_t differ = (x ^ (x >> distance)) & mask;
   return x ^ differ ^ (differ << distance);
 }
 
-// Within each half of a 4 x 8 bit matrix with a row a byte.
+// Transposes each 4 x 4 half of a 4 x 8 bit matrix, whose rows are bytes.
 HOST_DEVICE uint32_t transpose4x4(uint32_t x) {
   return swap_bits(swap_bits(x, 7, 0x00aa00aau), 14, 0x0000ccccu);
 }
@@ -34,15 +34,15 @@ struct TwoWords {
   }
 };
 
-// The transpose of an 8 x 8 bit matrix with a row a byte, by swapping blocks of 1, 2 and 4
-// (Warren, Hacker's Delight, section 7-3), in words of a GPU.
+// Transposes an 8 x 8 bit matrix, whose rows are bytes, by swapping blocks of 1, 2 and 4 (Warren,
+// Hacker's Delight, section 7-3), in the 32-bit words of a GPU.
 HOST_DEVICE TwoWords transpose8x8(TwoWords x) {
   constexpr uint32_t low = 0x0f0f0f0fu;
   x = {transpose4x4(x.first), transpose4x4(x.second)};
   return {(x.first & low) | ((x.second << 4) & ~low), ((x.first >> 4) & low) | (x.second & ~low)};
 }
 
-// Where the packed bits of a tensor lie.
+// A view of a tensor's packed bits.
 template <class Byte>
 struct PackedBits {
   Byte* data = nullptr;
@@ -54,8 +54,8 @@ struct PackedBits {
   }
 };
 
-// On a GPU the codes of four elements travel in a word: a bit each where there is one plane,
-// otherwise a byte each, of the bits from `low` up.
+// Packs the codes of four elements into a word, for a GPU: one bit per element if there is one
+// plane, otherwise one byte per element, of the code's bits from `low` up.
 template <int planes>
 HOST_DEVICE uint32_t word_of_four(const uint32_t* codes, int low) {
   constexpr int width = planes == 1 ? 1 : 8;
@@ -65,6 +65,7 @@ HOST_DEVICE uint32_t word_of_four(const uint32_t* codes, int low) {
   return word;
 }
 
+// Unpacks such a word, and adds its bits to the codes of four elements.
 template <int planes>
 HOST_DEVICE void add_word_of_four(uint32_t* codes, uint32_t word, int low) {
   UNROLL
@@ -72,7 +73,8 @@ HOST_DEVICE void add_word_of_four(uint32_t* codes, uint32_t word, int low) {
     codes[i] |= (planes == 1 ? (word >> i) & 1u : byte_of(word, i)) << low;
 }
 
-// A group's bytes of the planes from `low` up, at most eight, from the words of its two fours.
+// Stores a group's bytes of up to eight planes, from plane `low` up. `words` has the codes of the
+// group's first and last four elements.
 template <int planes>
 HOST_DEVICE void store_planes(const PackedBits<uint8_t>& packed, int low, int64_t group,
                               TwoWords words) {
@@ -86,6 +88,7 @@ HOST_DEVICE void store_planes(const PackedBits<uint8_t>& packed, int low, int64_
   }
 }
 
+// Loads a group's bytes of up to eight planes, from plane `low` up, as store_planes() stores them.
 template <int planes>
 HOST_DEVICE TwoWords load_planes(const PackedBits<const uint8_t>& packed, int low, int64_t group) {
   if constexpr (planes == 1) {

@@ -1,20 +1,40 @@
-// The schemas of all ops, and their implementations on a device: both from the list of activations.
+// The schemas of all ops, and their registration for a device. Both are generated from the list of
+// activations.
 //
-//   relu_(x!)                                       in place, nothing kept
-//   relu_save_mask_(x!, bits), relu_save_mask(x, bits)
-//                                                   with what `save` keeps, for each save
-//   relu_traced_(x!, save, bits)                    in compiled code: inplace_ops/torch_compile.py
-//   relu_backward_mask(grad, packed), relu_backward_output(grad, output)
-//   silu_backward_output(grad, output, packed), silu_backward_derivative(grad, packed)
+// The ops of a piecewise-linear activation, such as ReLU:
+//   relu_(x!)                                    in place, saves nothing
+//   relu_save_mask_(x!, bits) -> packed          in place, saves the mask
+//   relu_save_mask(x, bits) -> (result, packed)  out of place, saves the mask
+//   relu_backward_mask(grad, packed)
+//   relu_backward_output(grad, output)
+//
+// The ops of a smooth activation, such as SiLU:
+//   silu_(x!)                                    in place, saves nothing
+//   silu_save_output_(x!, bits), silu_save_output(x, bits)
+//                                                save bits of x next to the output
+//   silu_save_derivative_(x!, bits), silu_save_derivative(x, bits)
+//                                                save the rounded derivative
+//   silu_backward_output(grad, output, packed)
+//   silu_backward_derivative(grad, packed)
 //   silu_double_backward(grad_grad, grad, output, packed)
-//   relu_recompute(x, channel_affine, row_statistics, dtype), relu_backward_recompute(grad, x,
-//   channel_affine, row_statistics)
-//                                                   of a norm's input, with the norm's affine
-//   normalize(x, channel_affine, row_statistics, dtype)             the norm's output, cast to a
-//   dtype normalize_add(x, channel_affine, row_statistics, addend), normalize_add_relu(x,
-//   channel_affine, row_statistics, addend)
-//                                                   the sum of it and an addend, and its ReLU
-//   norm_affine(rstd, mean, weight, bias)        the norm's affine
+//
+// The ops of every activation after a norm, where affine is (channel_affine, row_statistics) and x
+// is the norm's input:
+//   relu_recompute(x, affine, dtype)             the activation of the norm's output
+//   relu_backward_recompute(grad, x, affine)
+//
+// The op of every activation under torch.compile (inplace_ops/torch_compile.py):
+//   relu_traced_(x!, save, bits)
+//
+// The ops of norms:
+//   norm_affine(rstd, mean, weight, bias, shape, channels_per_group)
+//                                                the norm's channel affine
+//   normalize(x, affine, dtype)                  the norm's output
+//   normalize_add(x, affine, addend)             the sum of the norm's output and an addend
+//   normalize_add_relu(x, affine, addend)        the ReLU of that sum
+//
+// `dtype` casts the result. After the arguments above, all ops except norm_affine and the traced
+// ones take dim_order. The ops of an activation take its scalar arguments last, before a dtype.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -30,44 +50,45 @@ using Library = torch::stable::detail::StableLibrary;
 constexpr const char* kNormalizedSchema = "Tensor x, Tensor channel_affine, Tensor? row_statistics";
 constexpr const char* kCastSchema = ", *, ScalarType? dtype=None) -> Tensor";
 
-inline void define_saving(Library& m, const std::string& op, const std::string& rest) {
-  m.def((op + "_(Tensor(a!) x, int bits" + rest + ") -> Tensor").c_str());
-  m.def((op + "(Tensor x, int bits" + rest + ") -> (Tensor, Tensor)").c_str());
+// Defines the in-place and the out-of-place op of a save mode.
+inline void define_save_ops(Library& m, const std::string& op, const std::string& op_args) {
+  m.def((op + "_(Tensor(a!) x, int bits" + op_args + ") -> Tensor").c_str());
+  m.def((op + "(Tensor x, int bits" + op_args + ") -> (Tensor, Tensor)").c_str());
 }
 
 template <template <class> class Activation>
 void define_ops(Library& m, Entry<Activation> entry) {
   static_assert(Activation<float>::kKind == Kind::kPiecewiseLinear ||
                     std::is_base_of_v<WithoutArguments, Activation<float>>,
-                "the ops of a smooth, and its Functions, take no scalar arguments");
+                "the ops of a smooth activation, and its Functions, take no scalar arguments");
   const std::string name = entry.name;
-  const std::string rest = std::string(", int[]? dim_order") + Activation<float>::kSchema;
-  m.def((name + "_(Tensor(a!) x" + rest + ") -> ()").c_str());
+  const std::string op_args = std::string(", int[]? dim_order") + Activation<float>::kSchema;
+  m.def((name + "_(Tensor(a!) x" + op_args + ") -> ()").c_str());
   m.def(
       (name + "_traced_(Tensor(a!) x, str save, int? bits" + Activation<float>::kSchema + ") -> ()")
           .c_str());
-  const std::string normalized = std::string(kNormalizedSchema) + rest + ") -> Tensor";
-  m.def((name + "_recompute(" + kNormalizedSchema + rest + kCastSchema).c_str());
+  const std::string normalized = std::string(kNormalizedSchema) + op_args + ") -> Tensor";
+  m.def((name + "_recompute(" + kNormalizedSchema + op_args + kCastSchema).c_str());
   m.def((name + "_backward_recompute(Tensor grad, " + normalized).c_str());
   if constexpr (Activation<float>::kKind == Kind::kPiecewiseLinear) {
-    define_saving(m, name + "_save_mask", rest);
-    m.def((name + "_backward_mask(Tensor grad, Tensor packed" + rest + ") -> Tensor").c_str());
-    m.def((name + "_backward_output(Tensor grad, Tensor output" + rest + ") -> Tensor").c_str());
+    define_save_ops(m, name + "_save_mask", op_args);
+    m.def((name + "_backward_mask(Tensor grad, Tensor packed" + op_args + ") -> Tensor").c_str());
+    m.def((name + "_backward_output(Tensor grad, Tensor output" + op_args + ") -> Tensor").c_str());
   } else {
-    define_saving(m, name + "_save_output", rest);
-    define_saving(m, name + "_save_derivative", rest);
-    const std::string saved = "Tensor grad, Tensor output, Tensor packed" + rest + ") -> Tensor";
+    define_save_ops(m, name + "_save_output", op_args);
+    define_save_ops(m, name + "_save_derivative", op_args);
+    const std::string saved = "Tensor grad, Tensor output, Tensor packed" + op_args + ") -> Tensor";
     m.def((name + "_backward_output(" + saved).c_str());
     m.def((name + "_double_backward(Tensor grad_grad, " + saved).c_str());
-    m.def(
-        (name + "_backward_derivative(Tensor grad, Tensor packed" + rest + ") -> Tensor").c_str());
+    m.def((name + "_backward_derivative(Tensor grad, Tensor packed" + op_args + ") -> Tensor")
+              .c_str());
   }
 }
 
 template <class OpSet, template <class, class> class Forward>
-void register_saving(Library& m, const std::string& op) {
-  m.impl((op + "_").c_str(), TORCH_BOX((&OpSet::template in_place_saving<Forward>)));
-  m.impl(op.c_str(), TORCH_BOX((&OpSet::template out_of_place_saving<Forward>)));
+void register_save_ops(Library& m, const std::string& op) {
+  m.impl((op + "_").c_str(), TORCH_BOX((&OpSet::template save_in_place<Forward>)));
+  m.impl(op.c_str(), TORCH_BOX((&OpSet::template save_out_of_place<Forward>)));
 }
 
 template <class Device, template <class> class Activation>
@@ -79,11 +100,11 @@ void register_forward(Library& m, Entry<Activation> entry) {
   const std::string name = entry.name;
   if constexpr (Activation<float>::kKind == Kind::kPiecewiseLinear) {
     m.impl((name + "_").c_str(), TORCH_BOX((&OpSet::template in_place<ForwardMask>)));
-    register_saving<OpSet, ForwardMask>(m, name + "_save_mask");
+    register_save_ops<OpSet, ForwardMask>(m, name + "_save_mask");
   } else {
     m.impl((name + "_").c_str(), TORCH_BOX((&OpSet::template in_place<ForwardOutput>)));
-    register_saving<OpSet, ForwardOutput>(m, name + "_save_output");
-    register_saving<OpSet, ForwardDerivative>(m, name + "_save_derivative");
+    register_save_ops<OpSet, ForwardOutput>(m, name + "_save_output");
+    register_save_ops<OpSet, ForwardDerivative>(m, name + "_save_derivative");
   }
 }
 

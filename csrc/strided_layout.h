@@ -1,4 +1,5 @@
-// How the elements of up to four tensors of one shape are walked together.
+// Strided layouts: sizes, strides and offsets for iterating over up to four tensors of the same
+// shape together.
 #pragma once
 
 #include <cstdint>
@@ -7,12 +8,12 @@
 
 namespace inplace_ops {
 
-constexpr int kMaxDims = 64;     // a tensor with elements has fewer dimensions of more than one
+constexpr int kMaxDims = 64;     // a tensor with elements has fewer dimensions larger than one
 constexpr int kMaxOperands = 4;  // the output and three inputs
 
-// A shape, outermost dimension first, and each operand's strides in elements, with neighbouring
-// dimensions merged where every operand allows it. Tensors that share a dense layout come out as
-// one dimension of stride 1.
+// A shape, outermost dimension first, and each operand's strides in elements. Neighboring
+// dimensions are coalesced where the strides of every operand allow it: tensors that share a dense
+// memory layout have one dimension of stride 1.
 template <int max_operands, int max_dims>
 struct StridedLayoutOf {
   int dims = 0;
@@ -24,7 +25,7 @@ struct StridedLayoutOf {
   StridedLayoutOf() = default;
   explicit StridedLayoutOf(int operand_count) : operands(operand_count) {}
 
-  // Appends a dimension inside the ones already there.
+  // Adds a dimension inside the existing ones.
   void add_inner_dim(int64_t size, const int64_t* stride) {
     elements *= size;
     if (size == 1) return;
@@ -42,8 +43,9 @@ struct StridedLayoutOf {
     return true;
   }
 
-  // Where an element, counted in the order of the walk, lies in each of the operands. Of 64 bits a
-  // GPU divides 32 where both numbers fit, but for that it has to look.
+  // Computes the offset in each operand of an element, which is given by its index in iteration
+  // order. With a 64-bit Index a GPU divides in 32 bits where both numbers fit, but it has to test
+  // that first.
   template <class Index, int count>
   HOST_DEVICE void get_offsets(Index element, int64_t (&offsets)[count]) const {
     for (int k = 0; k < count; ++k) offsets[k] = 0;
@@ -59,10 +61,10 @@ struct StridedLayoutOf {
 
 using StridedLayout = StridedLayoutOf<kMaxOperands, kMaxDims>;
 
-// Divides n < 2^31 by a number from 2 to 2^31 in a multiplication and a shift, where a GPU takes
-// some twenty instructions for a division. With divisor <= 2^s the multiplier is 2^(31 + s) /
-// divisor, rounded up by less than 1: that adds less than 2^31 / 2^(31 + s) <= 1 / divisor to the
-// quotient, too little to reach the next integer.
+// Divides n < 2^31 by a number from 2 to 2^31 with a multiplication and a shift. A GPU's division
+// takes some twenty instructions. With divisor <= 2^s the multiplier is 2^(31 + s) / divisor,
+// rounded up by less than 1. This adds less than 2^31 / 2^(31 + s) <= 1 / divisor to the quotient,
+// too little to reach the next integer.
 struct IntDivider {
   uint32_t divisor = 0, multiplier = 0, shift = 0;
 

@@ -1,4 +1,4 @@
-// Tensors of LibTorch's stable ABI: how they are walked together, new ones, packed bits in them.
+// Tensors of LibTorch's stable ABI: their strided layouts, allocation, and packed bits.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -18,12 +18,12 @@ namespace inplace_ops {
 
 using torch::stable::Tensor;
 
-// The order in which a tensor's dimensions are visited and its packed bits lie, as
-// Tensor.dim_order() gives it (none: as they are). Any permutation is correct; one that makes the
-// permuted tensor contiguous is fastest.
+// The order in which kernels iterate over a tensor's dimensions, and in which its packed bits are
+// stored: a permutation as Tensor.dim_order() returns it, or none for the order of the dimensions.
+// Any permutation is correct. One that makes the permuted tensor contiguous is fastest.
 using DimOrder = std::optional<std::vector<int64_t>>;
 
-// What results are cast to, if they are.
+// The dtype that results are cast to, if any.
 using OptionalDtype = std::optional<torch::headeronly::ScalarType>;
 
 inline int64_t dimension(const DimOrder& dim_order, int64_t i) {
@@ -34,7 +34,7 @@ template <size_t count>
 StridedLayout strided_layout_of(const DimOrder& dim_order, const Tensor* const (&operands)[count]) {
   const Tensor& first = *operands[0];
   StridedLayout strided(count);
-  if (first.numel() == 0) {  // it may have any number of dimensions
+  if (first.numel() == 0) {  // an empty tensor may have any number of dimensions
     strided.elements = 0;
     return strided;
   }
@@ -47,8 +47,8 @@ StridedLayout strided_layout_of(const DimOrder& dim_order, const Tensor* const (
   return strided;
 }
 
-// Scales and shifts of channels, and rstd and mean of rows, or none: tensors (2, ...), whose other
-// dimensions are those of x, or 1.
+// The channel affine (scale, shift) and the row statistics (rstd, mean), or nullptr. Both have
+// shape (2, ...), where each other dimension is that of x or 1.
 using AffineTensors = std::array<const Tensor*, 2>;
 
 template <class C>
@@ -62,8 +62,9 @@ NormAffine<C> affine_of(const char* op, const AffineTensors& tensors, const Tens
     for (int64_t d = 0; fits && d < x.dim(); ++d)
       fits = tensor->size(d + 1) == 1 || tensor->size(d + 1) == x.size(d);
     STD_TORCH_CHECK(fits && tensor->scalar_type() == dtype && tensor->device() == x.device(), op,
-                    "_: scales and shifts must have shape (2, ...), the rest as the tensor's or "
-                    "1, and be float64 for float64 and else float32, on its device");
+                    "_: channel_affine and row_statistics must have shape (2, ...), where each "
+                    "other size is that of x or 1, dtype float64 if x is float64 and float32 "
+                    "otherwise, and the device of x");
   }
   StridedLayout strided(2);
   for (int64_t i = 0; i < x.dim(); ++i) {
@@ -74,7 +75,8 @@ NormAffine<C> affine_of(const char* op, const AffineTensors& tensors, const Tens
     strided.add_inner_dim(x.size(d), strides);
   }
   STD_TORCH_CHECK(strided.dims <= kMaxAffineDims, op,
-                  "_: scales and shifts that differ in so many dimensions are not supported");
+                  "_: channel_affine and row_statistics that vary in more than ", kMaxAffineDims,
+                  " dimensions are not supported");
   NormAffine<C> affine{};
   affine.strided.dims = strided.dims;
   affine.strided.operands = 2;
@@ -100,21 +102,22 @@ inline Tensor empty_strided(int64_t dims, const int64_t* sizes, const int64_t* s
   AtenTensorHandle handle;
   const auto error = aoti_torch_empty_strided(dims, sizes, strides, dtype, device_type,
                                               like.get_device_index(), &handle);
-  // The stable ABI does not tell the kind of an error: training loops look for these words.
+  // The stable ABI loses the type of an error. Training loops recognize it by these words.
   STD_TORCH_CHECK(
       error == AOTI_TORCH_SUCCESS,
       device_type == aoti_torch_device_type_cuda() ? "CUDA out of memory" : "out of memory",
-      ": inplace_ops could not allocate a tensor like one of ", like.numel(), " elements");
+      ": inplace_ops could not allocate a result for a tensor of ", like.numel(), " elements");
   return Tensor(handle);
 }
 
-// An uninitialized tensor like `like`, or of another dtype, contiguous once its dimensions are
-// permuted by `dim_order`.
+// Returns an uninitialized tensor of the shape, device and, unless given, dtype of `like`. Permuted
+// by `dim_order`, it is contiguous.
 inline Tensor empty_in_order(const Tensor& like, const DimOrder& dim_order,
                              std::optional<int32_t> dtype = std::nullopt) {
   const int64_t dims = like.dim();
   int64_t sizes[kMaxDims], strides[kMaxDims];
-  STD_TORCH_CHECK(dims <= kMaxDims, "inplace_ops: more than ", kMaxDims, " dimensions");
+  STD_TORCH_CHECK(dims <= kMaxDims, "inplace_ops: tensors of more than ", kMaxDims,
+                  " dimensions are not supported");
   int64_t stride = 1;
   for (int64_t i = dims - 1; i >= 0; --i) {
     const int64_t d = dimension(dim_order, i);
@@ -122,12 +125,12 @@ inline Tensor empty_in_order(const Tensor& like, const DimOrder& dim_order,
     strides[d] = stride;
     stride *= std::max<int64_t>(like.size(d), 1);
   }
-  int32_t own_dtype;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &own_dtype));
-  return empty_strided(dims, sizes, strides, dtype.value_or(own_dtype), like);
+  int32_t like_dtype;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &like_dtype));
+  return empty_strided(dims, sizes, strides, dtype.value_or(like_dtype), like);
 }
 
-// Room for packed bits of the elements of x.
+// Returns an uninitialized tensor for `bits` packed bits per element of x.
 inline Tensor empty_bits(const Tensor& x, int64_t bits) {
   const int64_t bytes = plane_bytes(x.numel());
   const int64_t sizes[] = {bits, bytes}, strides[] = {std::max<int64_t>(bytes, 1), 1};

@@ -1,8 +1,12 @@
-"""In-place activations that keep a few bits per element for backward."""
+"""Less activation memory in training: in-place activations, and models that recompute.
+
+The in-place activations save a few bits per element for backward. `convert` lets a model recompute
+tensors in backward that PyTorch would save.
+"""
 
 from importlib import metadata as _metadata
 
-from . import torch_compile as torch_compile  # registers what runs in compiled code
+from . import torch_compile as torch_compile  # registers the ops' implementations in compiled code
 from .conversion import (
     Remaining,
     Replaced,

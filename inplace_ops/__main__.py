@@ -1,7 +1,8 @@
-"""The commands of `python -m inplace_ops`.
+"""The command line interface, `python -m inplace_ops`.
 
-`info` says what was built, what is there, and whether each op works. `analyze` says what `convert`
-would save of a model's memory, and why the rest is not.
+`info` prints how the package was built, which devices are available, and whether each op works.
+`analyze` prints how much activation memory `convert` would save in a model, and why other tensors
+stay saved.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from inplace_ops.recompute.engine import MAX_OPS
 
 
 def _self_check(activation: Activation, save: Save, device: str) -> str:
-    """Compare value and gradient with PyTorch's; "ok" or what is wrong."""
+    """Compare value and gradient with PyTorch's, and return "ok" or a message with the error."""
     function = getattr(inplace_ops, activation.function)
     ours = partial(function, **activation.variant, save=save)
     inputs = torch.randn(1001, device=device, requires_grad=True)
@@ -45,7 +46,7 @@ def _self_check(activation: Activation, save: Save, device: str) -> str:
 
 
 def info() -> int:
-    """Print the report; return the number of failed self-checks."""
+    """Print build and environment, check each op, and return the number of failed checks."""
     if _ops.cuda_version:
         cuda = f"yes, CUDA {_ops.cuda_version}, architectures {_ops.cuda_architectures}"
     else:
@@ -71,8 +72,8 @@ def info() -> int:
             for save in activation.save_modes:
                 result = _self_check(activation, save, device)
                 failed += result != "ok"
-                what = " ".join([activation.function, *activation.variant.values(), save])
-                print(f"{what + ' on ' + device + ':':<30}{result}")
+                label = " ".join([activation.function, *activation.variant.values(), save])
+                print(f"{label + ' on ' + device + ':':<30}{result}")
     return failed
 
 
@@ -87,12 +88,12 @@ def analyze(arguments: argparse.Namespace) -> int:
 
 
 def shape(text: str) -> list[int]:
-    """The sizes in "2,3,224,224"."""
+    """Parse a shape such as "2,3,224,224"."""
     return [int(size) for size in text.split(",")]
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """The name and the value in "hidden_size=256"."""
+    """Parse a setting such as "hidden_size=256" into its name and its value."""
     name, separator, value = text.partition("=")
     if not separator:
         raise ValueError(text)
@@ -106,8 +107,10 @@ def main() -> int:
     """Parse the command line and run the command."""
     parser = argparse.ArgumentParser(prog="python -m inplace_ops", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="what was built, and a self-check of each op")
-    analysis = commands.add_parser("analyze", help="what convert would do with a model, and why")
+    commands.add_parser("info", help="print how the package was built, and check each op")
+    analysis = commands.add_parser(
+        "analyze", help="print what convert would do with a model, and why"
+    )
     analysis.add_argument("model", help=LOADERS_HELP)
     analysis.add_argument(
         "--input", required=True, type=shape, metavar="N,C,H,W", help="the input's shape"
@@ -118,11 +121,13 @@ def main() -> int:
         default=[],
         type=setting,
         metavar="NAME=VALUE",
-        help="arguments of the model's function, of transformers its configuration's",
+        help="arguments of the model's function; for transformers, of its configuration",
     )
     analysis.add_argument("--json", action="store_true", help="print the report as JSON")
-    analysis.add_argument("--tokens", action="store_true", help="the input is token ids, all 0")
-    analysis.add_argument("--eval", action="store_true", help="in eval mode")
+    analysis.add_argument(
+        "--tokens", action="store_true", help="the input consists of token ids, all 0"
+    )
+    analysis.add_argument("--eval", action="store_true", help="put the model in eval mode")
     analysis.add_argument("--max-ops", type=int, default=MAX_OPS, help="see inplace_ops.convert")
     arguments = parser.parse_args()
     if arguments.command == "info":

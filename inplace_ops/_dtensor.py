@@ -1,6 +1,7 @@
-"""DTensors: each process works on its own part of one and keeps plain packed bits of that part.
+"""DTensors: each process works on its local part, and saves plain packed bits of that part.
 
-Imported with the first DTensor, as importing torch.distributed.tensor takes longer than the rest.
+This module is imported with the first DTensor, because importing torch.distributed.tensor takes
+longer than importing the rest of this package.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from ._ops import OpArgs
 
 
 def local_part(op: str, x: DTensor) -> Tensor:
-    """The memory of this process's part of x.
+    """Return this process's part of x, which shares x's memory.
 
     Raises:
-        RuntimeError: For partial sums: their activation is not the sum of the parts' activations.
+        RuntimeError: If x is a partial sum, whose activation is not the sum of the parts'
+            activations.
     """
     if any(placement.is_partial() for placement in x.placements):
         raise RuntimeError(
@@ -33,7 +35,7 @@ def local_part(op: str, x: DTensor) -> Tensor:
 
 
 class _LocalContext:
-    """A Function's context, with the local parts of what was saved."""
+    """A Function's ctx whose saved tensors are the local parts of the saved DTensors."""
 
     def __init__(self, ctx: Any) -> None:
         vars(self)["_ctx"] = ctx
@@ -51,9 +53,9 @@ class _LocalContext:
 
 @cache
 def on_local_parts(function: Any) -> type[Function]:
-    """The Function that applies `function`, one of an in-place activation, to a DTensor's parts.
+    """Return a Function that applies an in-place Function to the local part of a DTensor.
 
-    In backward a gradient with other placements than the input's is redistributed to them first.
+    Its backward redistributes the gradient to the input's placements first.
     """
 
     class OnLocalParts(Function):
@@ -66,9 +68,9 @@ def on_local_parts(function: Any) -> type[Function]:
             else:
                 ops.in_place(x.to_local(), op_args.dim_order, *op_args.scalars)
             ctx.mark_dirty(x)
-            function.save_for_backward(ctx, x, packed, op_args)
+            function.save_tensors(ctx, x, packed, op_args)
             ctx.placements = x.placements
-            ctx.set_materialize_grads(False)  # the zeros would be no DTensor
+            ctx.set_materialize_grads(False)  # zeros would not be a DTensor
             return x
 
         @staticmethod
@@ -79,7 +81,7 @@ def on_local_parts(function: Any) -> type[Function]:
                 raise RuntimeError(
                     "the gradient of a DTensor must be a DTensor, got a plain tensor"
                 )
-            # Every step is differentiable, for a second derivative.
+            # Every step can be differentiated, for a second derivative.
             grad = grad.redistribute(placements=ctx.placements)
             part, *others = function.backward(_LocalContext(ctx), grad.to_local())
             gradient = DTensor.from_local(

@@ -1,7 +1,7 @@
-"""The compiled ops: their handles, their shapes for tracing, and the layout they walk.
+"""The compiled ops: their handles, their fakes for tracing, and the memory layouts they work on.
 
-The ops are private. Called directly on a tensor that requires grad they modify it behind autograd's
-back: `inplace_ops.autograd` wraps them.
+The ops are private. A direct call with a tensor that requires grad modifies it without autograd's
+knowledge: `inplace_ops.autograd` wraps the ops in Functions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ except ImportError as error:
 
 cuda_version: str | None = None
 cuda_architectures: str | None = None
-no_cuda: str | None = None  # why there are no CUDA kernels
+no_cuda: str | None = None  # why the CUDA kernels are missing
 if torch.version.cuda is None:
     no_cuda = "torch is built without CUDA"
 else:
@@ -43,7 +43,7 @@ built_with_torch = _C.built_with_torch
 
 Op = OpOverload
 Save = Literal["mask", "output", "derivative", "recompute"]
-DimOrder = Sequence[int] | None  # a permutation of the dimensions; None is the identity
+DimOrder = Sequence[int] | None  # a permutation of the dimensions; None means the identity
 
 
 class OpArgs(NamedTuple):
@@ -59,20 +59,20 @@ class OpArgs(NamedTuple):
 
 
 class Ops:
-    """The compiled ops of one activation: `csrc/registration.h` has their schemas.
+    """The compiled ops of one activation: see `csrc/registration.h` for their schemas.
 
     Attributes:
-        name: The activation's, in `csrc/activations.h`.
-        default_bits: By `save` and dtype, the bits per element that are kept unless told otherwise.
-        derivative_steps: By bits, the steps per unit of the grid that save="derivative" rounds to.
-        in_place: Overwrites its argument and keeps nothing.
-        save_in_place: By `save`: overwrites its argument and returns packed bits.
-        save_out_of_place: By `save`: returns the result and packed bits, for compiled code.
-        traced: The whole activation in compiled code: `torch_compile.py`.
-        backward: By `save`: the gradient from the incoming one and what was kept.
-        recompute: The result from a norm's input and its affine: see `NormAffine`. With `dtype`
-            a float32 result comes back cast to that.
-        double_backward: The second derivative's term; None where that is zero.
+        name: The activation's name in `csrc/activations.h`.
+        default_bits: The default number of packed bits per element, by save mode and dtype.
+        derivative_steps: The steps per unit of the grid that save="derivative" rounds to, by bits.
+        in_place: Overwrites its argument and saves nothing.
+        save_in_place: Overwrites its argument and returns packed bits; by save mode.
+        save_out_of_place: Returns the result and packed bits, for compiled code; by save mode.
+        traced: The activation in the graph of compiled code: see `torch_compile.py`.
+        backward: Computes the gradient from the incoming one and the saved tensors; by save mode.
+        recompute: Computes the activation from a norm's input and affine: see `NormAffine`. With
+            `dtype` it casts a float32 result to that dtype.
+        double_backward: Computes the term of the second derivative; None if that is zero.
     """
 
     def __init__(self, name: str) -> None:
@@ -98,15 +98,15 @@ class Ops:
 
 
 ALL = {name: Ops(name) for name in _C.activations}
-NORM_AFFINE: Op = torch.ops.inplace_ops.norm_affine.default  # a norm's scales and shifts
-NORMALIZE: Op = torch.ops.inplace_ops.normalize.default  # a norm's output, as `Ops.recompute`
-NORMALIZE_ADD: Op = torch.ops.inplace_ops.normalize_add.default  # a norm's output and an addend
-NORMALIZE_ADD_RELU: Op = torch.ops.inplace_ops.normalize_add_relu.default  # the sum's ReLU
+NORM_AFFINE: Op = torch.ops.inplace_ops.norm_affine.default  # a norm's scale and shift
+NORMALIZE: Op = torch.ops.inplace_ops.normalize.default  # a norm's output, like `Ops.recompute`
+NORMALIZE_ADD: Op = torch.ops.inplace_ops.normalize_add.default  # a norm's output plus a tensor
+NORMALIZE_ADD_RELU: Op = torch.ops.inplace_ops.normalize_add_relu.default  # ReLU of the sum
 DTYPES = tuple(ALL["relu"].default_bits["mask"])
-CAST_DTYPES = (torch.float16, torch.bfloat16)  # of float32 results that an op casts
+CAST_DTYPES = (torch.float16, torch.bfloat16)  # an op can cast a float32 result to these
 
-# Of all activations: in place, without and with packed bits, out of place, of a norm's input, and
-# those of backward.
+# The ops of all activations: in place without and with packed bits, out of place with packed bits,
+# sums, from a norm's input, and backward.
 PLAIN_OPS = [ops.in_place for ops in ALL.values()]
 SAVING_OPS = [op for ops in ALL.values() for op in ops.save_in_place.values()]
 FUNCTIONAL_OPS = [op for ops in ALL.values() for op in ops.save_out_of_place.values()]
@@ -115,14 +115,15 @@ RECOMPUTING_OPS = [NORMALIZE, *(ops.recompute for ops in ALL.values())]
 BACKWARD_OPS = [op for ops in ALL.values() for op in ops.backward.values()]
 BACKWARD_OPS += [ops.double_backward for ops in ALL.values() if ops.double_backward]
 
-# Selective checkpointing must run them again: it would replay what they return, and not write.
+# Selective checkpointing must rerun these ops: it would otherwise return their cached results, and
+# not write to the tensor.
 SAC_IGNORED_OPS.update(PLAIN_OPS, SAVING_OPS)
 
 
 def dim_order_of(x: Tensor) -> DimOrder:
-    """The order in which x's elements lie in memory.
+    """Return the order of x's dimensions in memory, largest stride first.
 
-    The ops walk their tensors, and lay packed bits, in this order. Any order is right.
+    The ops iterate over their tensors and pack bits in this order. Any order gives right results.
     """
     if x.is_contiguous():
         return None
@@ -133,7 +134,7 @@ def dim_order_of(x: Tensor) -> DimOrder:
 
 
 def dense_strides(shape: Sequence[int], dim_order: DimOrder) -> tuple[int, ...]:
-    """The strides of a tensor that is dense in `dim_order`, as a backward op's result is."""
+    """Return the strides of a dense tensor in `dim_order`, such as a backward op's result."""
     strides = [1] * len(shape)
     stride = 1
     for d in reversed(dim_order or range(len(shape))):
@@ -145,8 +146,9 @@ def dense_strides(shape: Sequence[int], dim_order: DimOrder) -> tuple[int, ...]:
 def in_order(x: Tensor, dim_order: DimOrder) -> Tensor:
     """Return x, or a copy that is dense in `dim_order` where x is dense in another order.
 
-    Kernels walk all tensors in one order, and are slow where one of them is a transpose: after a
-    group norm in channels_last on a GPU, whose output is contiguous and the gradient is not.
+    Kernels iterate over all tensors in one order, and are slow if one of them is transposed. This
+    happens after a group norm in channels_last on a GPU: its output is contiguous, and the gradient
+    is not.
     """
     if dim_order is None and x.is_contiguous():
         return x
@@ -159,7 +161,7 @@ def in_order(x: Tensor, dim_order: DimOrder) -> Tensor:
 
 
 def _is_batched(x: Tensor) -> bool:
-    """Whether vmap, or `is_grads_batched=True`, has made the tensor of several."""
+    """Whether the tensor is a batch of tensors, made by vmap or by `is_grads_batched=True`."""
     return is_functorch_wrapped_tensor(x) or is_legacy_batchedtensor(x)
 
 
@@ -169,12 +171,12 @@ def affine_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def empty_bits(x: Tensor, bits: int) -> Tensor:
-    """Room for `bits` packed bits per element of x: uint8 (bits, ceil(elements / 8))."""
+    """Allocate `bits` packed bits per element of x: uint8, of shape (bits, ceil(elements / 8))."""
     return x.new_empty((bits, (x.numel() + 7) // 8), dtype=torch.uint8)
 
 
 def check_dtype(op: str, x: Tensor) -> None:
-    """Raise RuntimeError for a dtype that there are no kernels for."""
+    """Raise RuntimeError for a dtype without kernels."""
     if x.dtype not in DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise RuntimeError(f"{op}: unsupported dtype {x.dtype}; supported are {names}")
@@ -190,7 +192,7 @@ def _empty_in_order(x: Tensor, dim_order: DimOrder, dtype: torch.dtype | None = 
 
 
 def _name_of(op: Op) -> str:
-    """The name of its activation, as the kernels' errors have it: of gelu's tanh form its own."""
+    """Return the activation's name as in the kernels' errors; GELU's tanh form has its own."""
     return op._opname.partition("_save_")[0].removesuffix("_") + "_"
 
 
@@ -205,7 +207,7 @@ def _recomputing_fake(
     _check_devices(x, channel_affine, row_statistics)
     torch._check(
         dtype in (None, x.dtype) or (x.dtype is torch.float32 and dtype in CAST_DTYPES),
-        lambda: f"results of another dtype are float16 or bfloat16, of a float32 tensor: {dtype}",
+        lambda: f"dtype must be the dtype of x, or float16 or bfloat16 if x is float32: {dtype}",
     )
     return _empty_in_order(x, dim_order, dtype)
 
@@ -218,7 +220,10 @@ def _sum_fake(
     dim_order: DimOrder,
 ) -> Tensor:
     _check_devices(x, channel_affine, row_statistics, addend)
-    torch._check(x.shape == addend.shape and x.dtype == addend.dtype, lambda: "unlike tensors")
+    torch._check(
+        x.shape == addend.shape and x.dtype == addend.dtype,
+        lambda: "x and addend must have one shape and dtype",
+    )
     return _empty_in_order(x, dim_order)
 
 
@@ -266,7 +271,10 @@ def _backward_fake(grad: Tensor, *arguments: object) -> Tensor:
 
 
 def _loop_over_batch(op: Op):  # type: ignore[no-untyped-def]
-    """The batching rule of a backward op, for vmap over the gradients of an ordinary backward."""
+    """Return the vmap rule of a backward op, which calls the op once per sample.
+
+    It serves vmap over the gradients of an ordinary backward.
+    """
 
     def rule(info, in_dims, *arguments):  # type: ignore[no-untyped-def]
         def sample(i: int) -> list[object]:
@@ -305,7 +313,7 @@ def has_kernel(x: Tensor) -> bool:
 
 
 def unsupported(op: str, x: Tensor) -> NotImplementedError:
-    """The error for a tensor that no kernel exists for."""
+    """Return the error for a tensor without a kernel."""
     reason = f"; no CUDA kernels: {no_cuda}" if x.is_cuda and no_cuda else ""
     return NotImplementedError(
         f"{op}: no kernel for a {'nested ' if x.is_nested else ''}tensor with layout {x.layout}, "

@@ -1,6 +1,7 @@
-"""What is used of PyTorch under a private name, and why no public one serves.
+"""PyTorch's private APIs that this package uses, and why no public API suffices.
 
-But for what each call asks: that stands in `dispatch.py`, without a function around it.
+`dispatch.py` is an exception: to save time it calls directly what every call of an activation
+needs.
 """
 
 from __future__ import annotations
@@ -10,22 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The type of an op, of which `torch.ops` has the instances alone.
+# The type of an op: `torch.ops` offers only the instances.
 from torch._ops import OpOverload as OpOverload
 
-# Says that a tensor has `__tensor_flatten__`, and of what it is made.
+# Whether a tensor subclass has `__tensor_flatten__`, which names the tensors it consists of.
 from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
 )
 
-# These know the containers that libraries register, of their models' outputs for example.
+# These support the containers that libraries register, for example for the outputs of models.
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """The current stream of a GPU, one object for each: `torch.cuda` makes one at each call."""
-    if torch.compiler.is_dynamo_compiling():  # which knows the public function alone
+    """Return the current stream of a GPU, always the same object for a stream.
+
+    `torch.cuda.current_stream` makes a new object at each call.
+    """
+    if torch.compiler.is_dynamo_compiling():  # Dynamo supports only the public function
         return torch.cuda.current_stream(device)
     key = torch._C._cuda_getCurrentStream(device.index)
     stream = _streams.get(key)
@@ -40,30 +44,36 @@ _streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """The same for all Python objects of one storage; `data_ptr` is 0 for every empty one."""
+    """Return an id that all Python objects of one storage share.
+
+    `data_ptr` is not an id: it is 0 for every empty storage.
+    """
     return storage._cdata
 
 
 def elements_share_memory(tensor: Tensor) -> bool:
-    """Whether they surely do, as after `expand`: what in-place ops ask before they write."""
+    """Whether elements certainly share memory, as after `expand`; in-place ops check this too."""
     return torch._debug_has_internal_overlap(tensor) == 1
 
 
 def has_activation_memory_budget() -> bool:
-    """Whether compiled code is to keep less than what takes no time to form again."""
+    """Whether the compiler must save less than its default, which recomputes only what is free."""
     return torch._functorch.config.activation_memory_budget < 1
 
 
 def creation_meta(view: Tensor) -> str:
-    """How the view was made, "DEFAULT" where autograd lets it be modified; in public it raises."""
+    """Return how a view was made; "DEFAULT" if autograd allows it to be modified.
+
+    No public function returns this: an in-place operation only raises.
+    """
     return torch._C._autograd._get_creation_meta(view).name
 
 
 def running_node() -> Any:
-    """The autograd node whose backward runs; None outside of backward."""
+    """Return the autograd node whose backward is running; None outside of backward."""
     return torch._C._current_autograd_node()
 
 
 def running_pass() -> int:
-    """The number of the backward pass that runs, another for each."""
+    """Return the id of the backward pass that is running. Every pass has another id."""
     return torch._C._current_graph_task_id()

@@ -1,6 +1,6 @@
-"""The activations, one entry each: what the rest of the package, tests and benchmarks know of them.
+"""The table of activations, which the package, the tests and the benchmarks read.
 
-The kernels' list is `csrc/activations.h`, and the numbers of bits come from there.
+`csrc/activations.h` has the table of their kernels, and determines the default numbers of bits.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from torch import Tensor, nn
 from . import _ops
 from ._ops import Save as Save
 
-MaskSave = Literal["mask", "output", "recompute"]  # where one bit tells the derivative
-OutputSave = Literal["output", "derivative", "recompute"]  # elsewhere
+MaskSave = Literal["mask", "output", "recompute"]  # one bit determines the derivative
+OutputSave = Literal["output", "derivative", "recompute"]  # all others
 
 Errors = Mapping[torch.dtype, Mapping[int, float]]
 
 
 @dataclass(frozen=True, eq=False)
 class Activation:
-    """What is known of an activation.
+    """An activation: its functions, ops, arguments, save modes and errors.
 
     Attributes:
-        function: The name of its function.
-        torch_module: PyTorch's module, and ours has its name.
-        torch_function: PyTorch's function, out of place, of the input and the scalar arguments.
-        torch_inplace: The same in place; None where PyTorch has none.
-        torch_saves: What PyTorch's keeps for backward: its output, or its input, of which its
-            in-place form makes a clone.
+        function: The name of this package's function.
+        torch_module: PyTorch's module. This package's module has the same name.
+        torch_function: PyTorch's out-of-place function of the input and the scalar arguments.
+        torch_inplace: PyTorch's in-place function; None if there is none.
+        torch_saves: What PyTorch's function saves for backward: its output or its input. If it
+            saves its input, its in-place variant saves a clone of it.
         ops: The compiled ops.
-        aten: The operation that PyTorch's function calls, by its name in torch.ops.aten and its
-            first scalars; empty where it is named as the function.
-        variant: Arguments of the function and the module, by name, that make it this activation.
-        scalars: The names of its scalar arguments, attributes of the module too.
-        allows_output: Whether, with these scalars, the output tells what backward needs.
-        takes_integers: Whether PyTorch's function does; integers are left to it.
-        arithmetic_error: How far the derivative may be off that is computed in float32, here and
-            by PyTorch.
+        aten: The name in torch.ops.aten of the operation that PyTorch's function calls, and its
+            first scalar arguments; empty if the operation has the function's name.
+        variant: The keyword arguments of the function and the module that select this activation.
+        scalars: The names of the scalar arguments, which are attributes of the module too.
+        allows_output: Whether backward can be computed from the output, given the scalars.
+        takes_integers: Whether PyTorch's function supports integers; it is then called for them.
+        arithmetic_error: The largest absolute error of a derivative that is computed in float32,
+            here and in PyTorch.
         output_errors: The largest absolute error of the derivative with save="output", by dtype and
-            bits; 0 where the input comes back exactly.
-        save_modes: What may be kept for backward, the default first; that packs bits. Any activation may
-            also keep nothing, with "recompute".
+            bits; 0 if the input is recovered exactly.
+        save_modes: The save modes other than "recompute", which every activation has. The first one
+            is the default, and packs bits.
     """
 
     function: str
@@ -62,40 +62,44 @@ class Activation:
     takes_integers: bool = False
     arithmetic_error: float = 1e-6
     output_errors: Errors = field(default_factory=dict)
-    save_modes: tuple[Save, ...] = field(init=False)  # no property, as each call asks for it
+    save_modes: tuple[Save, ...] = field(init=False)  # read by every call: not a property
 
     def __post_init__(self) -> None:
-        """Take from the ops what may be kept."""
+        """Set the save modes to those of the ops."""
         object.__setattr__(self, "save_modes", tuple(self.ops.default_bits))
 
     @property
     def name(self) -> str:
-        """The name of the module, ours and PyTorch's."""
+        """The name of PyTorch's module and of this package's."""
         return self.torch_module.__name__
 
     @property
     def is_piecewise_linear(self) -> bool:
-        """Whether one bit tells the derivative: values and gradients are PyTorch's, to the bit."""
+        """Whether one bit determines the derivative.
+
+        Values and gradients then equal PyTorch's bit for bit.
+        """
         return "mask" in self.save_modes
 
     def default_bits(self, save: Save, dtype: torch.dtype) -> int:
-        """The packed bits per element that `save` keeps unless it is told.
+        """Return the default number of packed bits per element that a save mode saves.
 
-        For a dtype without kernels any number: the op, or its fake, refuses it.
+        For a dtype without kernels the number has no meaning: the op, or its fake, rejects the
+        dtype.
         """
         return 0 if save == "recompute" else self.ops.default_bits[save].get(dtype, 8)
 
     def is_exact(self, save: Save, dtype: torch.dtype, bits: int) -> bool:
-        """Whether backward has the derivative of the very input."""
+        """Whether backward computes the derivative from the exact input."""
         if save == "output":
             return self.is_piecewise_linear or self.output_errors.get(dtype, {}).get(bits) == 0
         return save in ("mask", "recompute")
 
     def derivative_error(self, save: Save, dtype: torch.dtype, bits: int) -> float | None:
-        """The largest absolute error of the derivative.
+        """Return the largest absolute error of the derivative, or None.
 
-        None: the gradient, of an incoming one of at most 1, passes torch.testing's default
-        tolerances against PyTorch's.
+        None means that the gradient passes torch.testing's default tolerances against PyTorch's,
+        if the incoming gradient is at most 1.
         """
         if save == "derivative":
             arithmetic = 0.0 if dtype == torch.float64 else self.arithmetic_error
@@ -167,7 +171,7 @@ GELU_TANH = Activation(
     "input",
     _ops.ALL["gelu_tanh"],
     variant={"approximate": "tanh"},
-    arithmetic_error=2e-6,  # its formula cancels on the left
+    arithmetic_error=2e-6,  # the formula suffers from cancellation for negative inputs
     output_errors={
         torch.float64: {1: 5e-9, 8: 8e-11},
         torch.float32: {1: 4.4e-5, 6: 3.8e-6, 8: 2.2e-6},
@@ -208,18 +212,18 @@ ACTIVATIONS = (RELU, LEAKY_RELU, RELU6, SILU, GELU, GELU_TANH, HARDSWISH, MISH)
 
 
 def check_save(activation: Activation, save: str) -> None:
-    """Raise ValueError unless the activation may keep `save`."""
+    """Raise ValueError unless `save` is a save mode of the activation."""
     if save not in activation.save_modes and save != "recompute":
         expected = ", ".join(f'"{choice}"' for choice in activation.save_modes) + ' or "recompute"'
         raise ValueError(f"{activation.function}: save must be {expected}, got {save!r}")
 
 
 def check_bits(name: str, save: str, bits: int | None) -> None:
-    """Raise ValueError unless `save`, of an activation without a mask, takes so many bits."""
+    """Raise ValueError unless a smooth activation supports `bits` with the save mode `save`."""
     if bits is None:
         return
     if save == "recompute":
-        raise ValueError(f'{name}: save="recompute" keeps no bits, got bits={bits!r}')
+        raise ValueError(f'{name}: save="recompute" saves no bits, got bits={bits!r}')
     choices, expected = ((1, 8), "1, 8") if save == "output" else ((8, 16, 32), "8, 16, 32")
     if not isinstance(bits, int) or isinstance(bits, bool) or bits not in choices:
         raise ValueError(

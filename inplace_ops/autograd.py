@@ -1,20 +1,47 @@
-"""The autograd Functions.
+"""The autograd Functions of the in-place activations.
 
-Their forward modifies the input and marks it dirty, which raises its version by one. They are
-applied by `inplace_ops.dispatch`, which refuses first what PyTorch refuses: the errors that
-`mark_dirty` raises come after forward, when the data is already gone.
+Every backward is an op that is linear in the incoming gradient. With create_graph=True the op runs
+inside of another Function, which defines the second derivative.
 
-Every backward is an op that is linear in the incoming gradient. Where a second derivative may be
-asked for it runs as a Function too.
+The Functions that modify their input set up ctx in forward. A separate `setup_context` would triple
+the cost of a call, and only torch.func's transforms need one, under which these Functions never
+run.
 
-The Functions that modify the input set their context up in forward: a setup_context of their own
-would triple the cost of a call, and only torch.func's transforms, which they never meet, need one.
+NOTE [Modified before the check]
+
+1. Forward overwrites its input and marks it dirty, which raises the input's version by one, as
+   PyTorch's in-place ops do.
+2. Autograd checks dirty inputs only after forward. If it rejects one (a leaf that requires grad, a
+   view that must not be modified), the data is already overwritten.
+3. So `inplace_ops.dispatch` runs autograd's check before it applies one of these Functions: see
+   `check_inplace_allowed`. An input that is rejected is unchanged.
+
+NOTE [Slices and CopySlices]
+
+If the input of an in-place Function is a view, for example a slice, autograd makes two nodes: the
+Function's own node, and a CopySlices node for the view's base, which calls the own node's backward.
+If the Function saves its output, a first derivative with create_graph=True depends on that output,
+whose grad_fn is the own node. So a second derivative visits the own node twice: as a node of the
+graph, and from CopySlices.
+
+1. Autograd frees the tensors that the own node has saved after visiting it as a node of the graph.
+2. Autograd visits nodes in the order of their sequence numbers, and each thread counts its own. If
+   one thread has made all nodes, CopySlices comes first and nothing is missing. On a GPU PyTorch
+   differentiates in another thread. Then the own node may come first, and its saved tensors are
+   already freed when CopySlices reads them.
+3. So the own node's visit stores the saved tensors, detached and with their versions, unless
+   CopySlices was visited earlier in the same backward pass or the pass creates a graph.
+4. A visit from CopySlices clears the stored tensors: otherwise they would live as long as the loss.
+   It uses them only if the saved tensors are freed, no version has changed, and the pass creates no
+   graph. Otherwise autograd's error is raised.
+5. `_SliceSavedTensors` implements this. A node has one only after CopySlices has called it with
+   create_graph=True; without one its saved tensors are read directly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -43,10 +70,10 @@ def run_backward(
     *saved: Any,
     differentiable: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """`op(grad, *saved)`, linear in grad.
+    """Return `op(grad, *saved)`, which must be linear in grad.
 
-    When grad mode is on `differentiable(grad, op, *saved)` instead, by default `_Linear`. A tangent
-    that forward-mode AD has given grad goes the same way.
+    If grad mode is on, return `differentiable(grad, op, *saved)` instead, by default that of
+    `_Linear`. If grad has a forward-mode tangent, the result's tangent is computed in the same way.
     """
     if is_grad_enabled() or forward_ad._current_level >= 0:
         return _run_transformed(differentiable or _Linear.apply, op, grad, *saved)
@@ -58,7 +85,10 @@ def run_backward(
 
 
 def _raise_out_of_memory(error: RuntimeError, like: Tensor) -> None:
-    """Raise PyTorch's own error, whose type an op that allocates one like this has lost."""
+    """Raise torch.OutOfMemoryError if an op could not allocate a tensor like this one.
+
+    The op's own error is a RuntimeError: the stable ABI loses the type.
+    """
     if "out of memory" in str(error):
         torch.empty_like(like)
 
@@ -83,7 +113,7 @@ def _run_transformed(
 
 
 class _Linear(Function):
-    """grad -> op(grad, *saved), whose derivative in what was saved is 0."""
+    """The function grad -> op(grad, *saved), with derivative 0 with respect to `saved`."""
 
     generate_vmap_rule = True
 
@@ -100,13 +130,16 @@ class _Linear(Function):
     def backward(ctx: Any, grad_grad: Tensor) -> tuple[Tensor | None, ...]:
         (saved,) = ctx.saved_tensors
         gradient = run_backward(ctx.op, grad_grad, saved, *ctx.rest)
-        # An output that was saved has its place in the graph: PyTorch's is 0 there, and not None.
+        # A saved output is part of the graph: its gradient is 0, as PyTorch's is, and not None.
         zeros = torch.zeros_like(saved) if ctx.needs_input_grad[2] else None
         return gradient, None, zeros, *[None] * len(ctx.rest)
 
 
 class _OutputDoubleBackward(Function):
-    """The gradients of `_OutputBackward` in grad and output. A third derivative raises."""
+    """The gradients of `_OutputBackward` with respect to grad and output.
+
+    A third derivative raises.
+    """
 
     generate_vmap_rule = True
 
@@ -136,11 +169,14 @@ class _OutputDoubleBackward(Function):
 
 
 def _third_derivative(activation: Activation) -> RuntimeError:
-    return RuntimeError(f"{activation.function} can be differentiated twice, and not a third time")
+    return RuntimeError(f"{activation.function} can be differentiated twice, but not a third time")
 
 
 class _OutputBackward(Function):
-    """grad * f'(x), x recovered from the output and its bits; differentiable once more."""
+    """The gradient grad * f'(x), with x recovered from the output and the packed bits.
+
+    It can be differentiated once.
+    """
 
     generate_vmap_rule = True
 
@@ -161,42 +197,50 @@ class _OutputBackward(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_grad: Tensor) -> tuple[Tensor | None, ...]:
-        # Through its output x's graph is reached, whether or not grad_grad has one.
+        # The saved output leads to x, so the gradients have a graph even if grad_grad has none.
         double_backward: Any = _OutputDoubleBackward
         run = double_backward.apply if is_grad_enabled() else double_backward.forward
         gradients = run(grad_grad, *ctx.saved_tensors, ctx.dim_order, ctx.activation)
         return *gradients, None, None, None
 
 
-class _SliceSavedTensors:
-    """What an in-place Function's node, whose output is a slice, leaves for a second visit.
+class _Stored(NamedTuple):
+    """A saved tensor and its version when it was stored."""
 
-    A second derivative visits it twice: as the output's own node, and from the CopySlices node of
-    what it is a slice of, which calls it. Autograd frees after the first what that node has saved,
-    and visits CopySlices first only where one thread has made all nodes: on a GPU it differentiates
-    on a thread of its own.
+    tensor: Tensor
+    version: int
+
+    @property
+    def was_written_to(self) -> bool:
+        return self.tensor._version != self.version
+
+
+class _SliceSavedTensors:
+    """The saved tensors of a node that a second derivative visits twice.
+
+    See NOTE [Slices and CopySlices].
     """
 
     def __init__(self) -> None:
-        self.stored: list[tuple[Tensor, int]] = []  # with the versions
-        self.last_copy_slices_pass = -1  # the backward pass
+        self.stored: list[_Stored] = []
+        self.last_copy_slices_pass = -1  # the last backward pass that visited CopySlices
 
     def saved_tensors(self, ctx: Any) -> tuple[Tensor, ...]:
-        """What ctx has saved, or has left."""
+        """Return the tensors that ctx has saved, or the stored ones if autograd has freed them."""
         backward_pass = running_pass()
         if not _is_in_copy_slices():
             saved: tuple[Tensor, ...] = ctx.saved_tensors
             if self.last_copy_slices_pass != backward_pass and not is_grad_enabled():
-                self.stored = [(tensor.detach(), tensor._version) for tensor in saved]
+                self.stored = [_Stored(tensor.detach(), tensor._version) for tensor in saved]
             return saved
         self.last_copy_slices_pass = backward_pass
         stored, self.stored = self.stored, []
         try:
             saved = ctx.saved_tensors
         except RuntimeError:
-            if is_grad_enabled() or not stored or any(t._version != v for t, v in stored):
+            if is_grad_enabled() or not stored or any(s.was_written_to for s in stored):
                 raise
-            saved = tuple(tensor for tensor, _ in stored)
+            saved = tuple(s.tensor for s in stored)
         return saved
 
 
@@ -209,21 +253,22 @@ def _saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
     if slice_saved is not None:
         return slice_saved.saved_tensors(ctx)
     if is_grad_enabled() and _is_in_copy_slices():
-        ctx.slice_saved = _SliceSavedTensors()  # there may be a second derivative
+        ctx.slice_saved = _SliceSavedTensors()  # a second derivative may follow
     saved: tuple[Tensor, ...] = ctx.saved_tensors
     return saved
 
 
 class _InPlaceFunction(Function):
-    """`apply(x, bits, op_args)` replaces x by its activation and returns it.
+    """Base class of the Functions: `apply(x, bits, op_args)` replaces x by its activation.
 
-    `bits` packed bits per element are kept, and the output where there are none. `op_args` is what
-    the ops take at their end: the order in which x's elements lie, and the scalar arguments.
+    `apply` returns x itself. It saves `bits` packed bits per element for backward, and the output
+    if `bits` is 0 or `saves_output_and_bits` is set. `op_args` are the last arguments of the ops:
+    the order of x's dimensions in memory, and the activation's scalar arguments.
 
     Attributes:
-        activation: Which one it is.
-        save_modes: What it may keep for backward.
-        saves_output_and_bits: Whether it keeps its output beside packed bits.
+        activation: The activation that is computed.
+        save_modes: The save modes that the Function implements.
+        saves_output_and_bits: Whether it saves its output in addition to packed bits.
     """
 
     activation: ClassVar[Activation]
@@ -241,14 +286,12 @@ class _InPlaceFunction(Function):
             cls.activation.ops.in_place(x, op_args.dim_order, *op_args.scalars)
         ctx.mark_dirty(x)
         ctx.set_materialize_grads(False)
-        cls.save_for_backward(ctx, x, packed, op_args)
+        cls.save_tensors(ctx, x, packed, op_args)
         return x
 
     @classmethod
-    def save_for_backward(
-        cls, ctx: Any, output: Tensor, packed: Tensor | None, op_args: OpArgs
-    ) -> None:
-        """Save for backward what it needs, and nothing else."""
+    def save_tensors(cls, ctx: Any, output: Tensor, packed: Tensor | None, op_args: OpArgs) -> None:
+        """Save the output, the packed bits or both, whichever backward needs, and choose its op."""
         ctx.function, ctx.op_args = cls, op_args
         if packed is None:
             ctx.op = cls.activation.ops.backward["output"]
@@ -262,7 +305,7 @@ class _InPlaceFunction(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
-        if grad is None:  # as a Function behind it has returned; its leaves' .grad stays None
+        if grad is None:  # returned by a later Function: the .grad of leaves stays None
             return None, None, None
         try:
             saved = _saved_tensors(ctx)
@@ -281,23 +324,29 @@ class _InPlaceFunction(Function):
 
     @classmethod
     def differentiable(cls, grad: Tensor, op: _ops.Op, *saved: Any) -> Tensor:
-        """`op(grad, *saved)`, that backward may go through again."""
+        """Compute `op(grad, *saved)` so that the result can be differentiated."""
         return _Linear.apply(grad, op, *saved)
 
     @classmethod
     def raise_clearer_error(cls, error: RuntimeError, grad: Tensor) -> None:
-        """Raise a better error than that of backward, where there is one."""
+        """Raise a clearer error than `error`, if there is one."""
         _raise_out_of_memory(error, grad)
 
 
 class MaskFunction(_InPlaceFunction):
-    """Keeps the mask, one bit per element, or without bits the output."""
+    """Saves one bit per element, or the output if `bits` is 0.
+
+    The bit is 1 where the gradient is the incoming gradient.
+    """
 
     save_modes = ("mask", "output")
 
 
 class OutputFunction(_InPlaceFunction):
-    """Keeps the output and packed bits of the input."""
+    """Saves the output and packed bits of the input.
+
+    Backward recovers the input from both, and multiplies the gradient by f'(x).
+    """
 
     save_modes = ("output",)
     saves_output_and_bits = True
@@ -312,102 +361,102 @@ class OutputFunction(_InPlaceFunction):
         if "inplace operation" in str(error):
             name = cls.activation.function
             raise RuntimeError(
-                f"{error} Here it is the output of {name}, which backward reads: "
+                f"{error} The modified tensor is the output of {name}, which backward reads: "
                 f'{name}(x, save="derivative") allows its output to be modified.'
             ) from None
 
 
 class DerivativeFunction(_InPlaceFunction):
-    """Keeps f'(x) as packed codes of 8, 16 or 32 bits."""
+    """Saves f'(x) as packed codes of 8, 16 or 32 bits. Backward multiplies the gradient by it."""
 
     save_modes = ("derivative",)
 
     @classmethod
     def differentiable(cls, grad: Tensor, op: _ops.Op, *saved: Any) -> Tensor:
-        # Even where grad has no graph: nothing here would lead a second derivative to x.
+        # Raises even if grad has no graph: no saved tensor leads a second derivative to x.
         raise RuntimeError(
-            f'{cls.activation.function}(x, save="derivative") keeps the first derivative only '
-            'and cannot be differentiated twice, with create_graph=True: use save="output".'
+            f'{cls.activation.function}(x, save="derivative") saves only the first derivative and '
+            'cannot be differentiated twice (create_graph=True): use save="output".'
         )
 
 
 class ReLUFunction(MaskFunction):
-    """`ReLUFunction.apply(x, bits, op_args)`, of max(x, 0)."""
+    """ReLU, max(x, 0): the gradient is grad where x > 0, and 0 where x <= 0."""
 
     activation = RELU
 
 
 class LeakyReLUFunction(MaskFunction):
-    """`LeakyReLUFunction.apply(x, bits, op_args)`, of leaky_relu.
+    """LeakyReLU: the gradient is grad where x > 0, and negative_slope * grad elsewhere.
 
-    Without a mask the gradient follows from the output where `negative_slope` is not negative.
+    Without a mask, the sign of x is read from the output, which requires negative_slope >= 0.
     """
 
     activation = LEAKY_RELU
 
 
 class ReLU6Function(MaskFunction):
-    """`ReLU6Function.apply(x, bits, op_args)`, of min(max(x, 0), 6)."""
+    """ReLU6, min(max(x, 0), 6): the gradient is grad where 0 < x < 6, and 0 at other numbers."""
 
     activation = RELU6
 
 
 class SiLUFunction(OutputFunction):
-    """`SiLUFunction.apply(x, bits, op_args)`, of x * sigmoid(x)."""
+    """SiLU, x * sigmoid(x): the gradient is grad * silu'(x), with x recovered from the output."""
 
     activation = SILU
 
 
 class SiLUDerivativeFunction(DerivativeFunction):
-    """`SiLUDerivativeFunction.apply(x, bits, op_args)`, of x * sigmoid(x)."""
+    """SiLU, x * sigmoid(x): the gradient is grad times the saved silu'(x)."""
 
     activation = SILU
 
 
 class GELUFunction(OutputFunction):
-    """`GELUFunction.apply(x, bits, op_args)`, of x * Phi(x)."""
+    """GELU, x * Phi(x): the gradient is grad * gelu'(x), with x recovered from the output."""
 
     activation = GELU
 
 
 class GELUDerivativeFunction(DerivativeFunction):
-    """`GELUDerivativeFunction.apply(x, bits, op_args)`, of x * Phi(x)."""
+    """GELU, x * Phi(x): the gradient is grad times the saved gelu'(x)."""
 
     activation = GELU
 
 
 class GELUTanhFunction(OutputFunction):
-    """`GELUTanhFunction.apply(x, bits, op_args)`, of gelu's tanh form."""
+    """GELU's tanh form: the gradient is grad * gelu'(x), with x recovered from the output."""
 
     activation = GELU_TANH
 
 
 class GELUTanhDerivativeFunction(DerivativeFunction):
-    """`GELUTanhDerivativeFunction.apply(x, bits, op_args)`, of gelu's tanh form."""
+    """GELU's tanh form: the gradient is grad times the saved gelu'(x)."""
 
     activation = GELU_TANH
 
 
 class HardswishFunction(OutputFunction):
-    """`HardswishFunction.apply(x, bits, op_args)`, of x * clamp(x + 3, 0, 6) / 6."""
+    """Hardswish, x * clamp(x + 3, 0, 6) / 6: the gradient is grad * f'(x), with x recovered."""
 
     activation = HARDSWISH
 
 
 class HardswishDerivativeFunction(DerivativeFunction):
-    """`HardswishDerivativeFunction.apply(x, bits, op_args)`, of hardswish."""
+    """Hardswish, x * clamp(x + 3, 0, 6) / 6: the gradient is grad times the saved f'(x)."""
 
     activation = HARDSWISH
 
 
 class MishFunction(OutputFunction):
-    """`MishFunction.apply(x, bits, op_args)`, of x * tanh(log(1 + exp(x)))."""
+    """Mish, x * tanh(log(1 + exp(x))): the gradient is grad * mish'(x), with x recovered."""
 
     activation = MISH
 
 
 class MishDerivativeFunction(DerivativeFunction):
-    """`MishDerivativeFunction.apply(x, bits, op_args)`, of x * tanh(log(1 + exp(x)))."""
+    """Mish, x * tanh(log(1 + exp(x))): the gradient is grad times the saved mish'(x)."""
 
     activation = MISH
 
@@ -432,10 +481,22 @@ FUNCTIONS: Mapping[tuple[Activation, Save], type[_InPlaceFunction]] = {
     for save in function.save_modes
 }
 
-# Function.apply without what it does for functorch's transforms, in which none of these runs; and
-# the bits that are kept by default.
-APPLY: Mapping[tuple[Activation, Save], tuple[Callable[..., Tensor], Mapping[torch.dtype, int]]] = {
-    (activation, save): (
+
+class Applied(NamedTuple):
+    """How `dispatch` applies a Function.
+
+    Attributes:
+        apply: `Function.apply` without its support of functorch's transforms, under which these
+            Functions never run.
+        default_bits: The default number of packed bits per element, by dtype.
+    """
+
+    apply: Callable[..., Tensor]
+    default_bits: Mapping[torch.dtype, int]
+
+
+APPLY: Mapping[tuple[Activation, Save], Applied] = {
+    (activation, save): Applied(
         super(Function, function).apply,  # type: ignore[misc]
         activation.ops.default_bits[save],
     )

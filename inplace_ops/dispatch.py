@@ -1,4 +1,27 @@
-"""How a call of an in-place activation runs: compiled, transformed, without or with a gradient."""
+"""Choose how a call of an in-place activation runs.
+
+NOTE [Order of decisions]
+
+`dispatch` takes the first case that applies. Later cases rely on the earlier ones not applying.
+
+1. The input is not a tensor, or not strided: raise.
+2. The input has an integer dtype and needs no gradient, and PyTorch's activation supports integers
+   (ReLU, ReLU6): call PyTorch's in-place activation.
+3. torch.compile traces the call: see `_compiled`. It inserts one op, which `torch_compile.py`
+   replaces later, or for `torch.func` transforms, forward-mode AD, DTensors and export calls
+   `decomposed`.
+4. A `torch.func` transform or torch.jit.trace is active, or the input has a lazy negation or a
+   forward-mode tangent: call `decomposed`, which these understand.
+5. No gradient is needed: overwrite the input, and save nothing.
+6. The input is a functorch wrapper whose transform has ended: start over with the tensor inside.
+7. save="recompute": overwrite the input, and let backward recompute it from the norm's input. If
+   the norm or its tensors are not available, use the fallback or the default save mode, or raise:
+   see `_after_norm`.
+8. Otherwise: apply an in-place Function of `autograd.py`, on the local part of a DTensor.
+
+Cases 5, 7 and 8 check whether the input may be modified before they modify it: see NOTE [Modified
+before the check] in `autograd.py`.
+"""
 
 from __future__ import annotations
 
@@ -34,16 +57,16 @@ def dispatch(
     arguments: tuple[Any, ...] = (),
     fallback: Save | None = None,
 ) -> Tensor:
-    """Replace `input` by its activation and return `input` itself.
+    """Replace `input` by its activation and return `input` itself: see NOTE [Order of decisions].
 
     Args:
-        activation: Which one.
-        input: What the public functions take.
-        save: What is kept for backward, one of the activation's.
-        bits: How many bits per element, None for the default.
+        activation: The activation to compute.
+        input: The input of the public function.
+        save: The save mode, which must be one of the activation's.
+        bits: The number of packed bits per element; None for the default.
         arguments: The activation's scalar arguments.
-        fallback: What is kept with save="recompute" where no norm has formed `input`, an error if
-            None.
+        fallback: The save mode to use if `save` is "recompute" and `input` is not the output of a
+            norm. None raises instead.
     """
     if not isinstance(input, Tensor) or input.layout is not torch.strided:
         raise _not_strided_error(activation, input)
@@ -61,7 +84,7 @@ def dispatch(
         return decomposed(activation, input, arguments)
     if not (input.requires_grad and is_grad_enabled()):
         return _without_grad(activation, input, arguments)
-    if is_functorch_wrapped_tensor(input):  # by a transform that has ended
+    if is_functorch_wrapped_tensor(input):  # the transform has ended
         dispatch(activation, unwrap_if_dead(input), save, bits, arguments, fallback)
         return input
     if save == "recompute":
@@ -83,21 +106,21 @@ def _integer_activation(activation: Activation, input: Tensor) -> Tensor:
 
 
 def decomposed(activation: Activation, input: Tensor, arguments: tuple[Any, ...]) -> Tensor:
-    """PyTorch's own activation and a copy, which every transform understands.
+    """Overwrite `input` with the result of PyTorch's activation, and return `input` itself.
 
-    The activation gets a clone, as it may keep what the copy would overwrite. Right everywhere,
-    with PyTorch's memory use.
+    Every transform supports these operations, and they use as much memory as PyTorch's activation.
+    The activation is called with a clone, because it may save its input, which `copy_` overwrites.
     """
     return input.copy_(activation.torch_function(input.clone(), *arguments))
 
 
 def needs_grad(input: Tensor) -> bool:
-    """Whether what is done with it is recorded for backward."""
+    """Whether autograd records operations on the tensor for backward."""
     return input.requires_grad and is_grad_enabled()
 
 
 def _is_dtensor(input: Tensor) -> TypeGuard[DTensor]:
-    # Without importing torch.distributed.tensor, which takes longer than the rest.
+    # Does not import torch.distributed.tensor, which takes longer than the rest of this package.
     if type(input) is Tensor:
         return False
     module = sys.modules.get("torch.distributed.tensor")
@@ -105,7 +128,7 @@ def _is_dtensor(input: Tensor) -> TypeGuard[DTensor]:
 
 
 def _local_part(input: Tensor, op: str) -> Tensor:
-    """The tensor to work on: this process's part of a DTensor, else the input itself."""
+    """Return this process's part of a DTensor, and any other tensor itself."""
     if not _is_dtensor(input):
         return input
     from ._dtensor import local_part
@@ -120,7 +143,7 @@ def _compiled(
         torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or _is_dtensor(input)
-        # is_exporting() is true of all that Dynamo traces before torch 2.13.
+        # Before torch 2.13 is_exporting() returns True for everything that Dynamo traces.
         or torch.compiler._is_exporting_flag
     ):
         return decomposed(activation, input, arguments)
@@ -138,7 +161,7 @@ def _without_grad(activation: Activation, input: Tensor, arguments: tuple[Any, .
     except NotImplementedError as error:
         raise _ops.unsupported(name, input) from error
     except RuntimeError:
-        _ops.check_dtype(name, input)  # the op's own error names a line of C++
+        _ops.check_dtype(name, input)  # a clearer error: the op's own names a line of C++
         raise
     increment_version(input)
     return input
@@ -150,11 +173,11 @@ def _with_grad(
     if input.is_leaf or input._is_view():
         check_inplace_allowed(input)
     apply, default_bits = APPLY[activation, save]
-    bits = bits or default_bits.get(input.dtype, 8)  # the op refuses a dtype that it does not know
+    bits = bits or default_bits.get(input.dtype, 8)  # the op rejects other dtypes
     if type(input) is not Tensor and _is_dtensor(input):
         from ._dtensor import local_part, on_local_parts
 
-        local_part(activation.function, input)  # raises where the parts cannot be modified
+        local_part(activation.function, input)  # raises if the placements do not allow it
         apply = on_local_parts(FUNCTIONS[activation, save]).apply
     try:
         return apply(input, bits, _ops.OpArgs(_ops.dim_order_of(input), arguments))
@@ -163,7 +186,7 @@ def _with_grad(
     except RuntimeError as error:
         _ops.check_dtype(activation.function, input)
         if "out of memory" in str(error):
-            _ops.empty_bits(input, bits)  # raises PyTorch's own error, whose type the op has lost
+            _ops.empty_bits(input, bits)  # raises torch.OutOfMemoryError: the op loses the type
         raise
 
 
@@ -201,18 +224,18 @@ def _after_norm(
 def _no_norm_error(activation: Activation, input: Tensor) -> str:
     found = f"that of {type(input.grad_fn).__name__}"
     if input._version != 0:
-        found = "a tensor that was written to since it was made"
+        found = "a tensor that was written to after it was computed"
     elif type(input) is not Tensor:
         found = f"a {type(input).__name__}"
     return (
         f'{activation.function}: save="recompute" needs the unchanged output of a batch, group, '
-        f"instance or layer norm, which it recomputes from the norm's input, and got {found}: "
+        f"instance or layer norm, which it recomputes from the norm's input, but got {found}: "
         f'use it right after the norm, or save="{activation.save_modes[0]}"'
     )
 
 
 def _check_inference_tensor(input: Tensor) -> None:
-    """Raise PyTorch's error for one outside of inference mode, before it is modified."""
+    """Raise PyTorch's error for an inference tensor outside of inference mode."""
     if input.is_inference() and not torch.is_inference_mode_enabled():
         raise RuntimeError(
             "Inplace update to inference tensor outside InferenceMode is not allowed. You can make "
@@ -221,9 +244,9 @@ def _check_inference_tensor(input: Tensor) -> None:
 
 
 def check_inplace_allowed(input: Tensor) -> None:
-    """Raise PyTorch's own error for a tensor that it does not let be modified, before it is.
+    """Raise autograd's error if it does not allow the tensor to be modified in place.
 
-    Autograd checks a custom Function's dirty inputs only after its forward.
+    See NOTE [Modified before the check] in `autograd.py`.
     """
     if input.is_leaf or (
         input._is_view()
@@ -232,6 +255,6 @@ def check_inplace_allowed(input: Tensor) -> None:
             or creation_meta(input) != "DEFAULT"
         )
     ):
-        # Autograd's check is the same for every in-place op, and raises before the op.
+        # Autograd runs the same check for every in-place op, and raises before the op runs.
         input.mul_(1)
-        raise AssertionError("autograd was expected to refuse this tensor")
+        raise AssertionError("autograd was expected to reject modifying this tensor in place")

@@ -1,4 +1,4 @@
-"""What autograd keeps for backward, in bytes."""
+"""Measures what autograd saves for backward, in bytes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ._torch_private import current_stream, is_traceable_wrapper_subclass, stora
 
 
 class Packed(ABC):
-    """What is saved for backward instead of a tensor.
+    """An object that is saved for backward in place of a tensor.
 
     Attributes:
-        how: How backward gets the tensor, for a report.
+        how: How backward obtains the tensor, as reports show it.
         stream: The CUDA stream on which `tensors()` are ready; None on a CPU.
     """
 
@@ -27,57 +27,63 @@ class Packed(ABC):
     stream: torch.cuda.Stream | None = None
 
     def unpack(self) -> Tensor:
-        """Return the tensor that backward reads, on the stream that is current."""
+        """Return the tensor that backward reads, ready on the current stream."""
         if self.stream is not None:
             current = current_stream(self.stream.device)
             if current is not self.stream:
                 current.wait_stream(self.stream)
-                for tensor in self.tensors():  # whose memory may be freed before it has been read
+                for tensor in self.tensors():  # else their memory might be reused too early
                     tensor.record_stream(current)
         return self.compute()
 
     @abstractmethod
     def compute(self) -> Tensor:
-        """Return the tensor that backward reads, from tensors that are ready."""
+        """Compute the tensor that backward reads, with `tensors()` ready on the current stream."""
 
     @abstractmethod
     def tensors(self) -> Iterable[Tensor]:
-        """Return the tensors that are kept alive."""
+        """Return the tensors that this object keeps alive."""
 
 
 class Measured:
-    """A tensor that is saved while `saved_bytes` counts: alive as long as the graph needs it."""
+    """A tensor that is saved while `saved_bytes` counts; it lives as long as the graph needs it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.value: Tensor | Packed = tensor
 
     def tensors(self) -> Iterable[Tensor]:
-        """Return the tensors that are kept alive."""
+        """Return the tensors that this object keeps alive."""
         return self.value.tensors() if isinstance(self.value, Packed) else (self.value,)
 
 
 def unpack_measured(saved: Measured) -> Tensor:
-    """The unpack hook of `saved_bytes`; the recompute engine sees through it."""
+    """Return the saved tensor: the unpack hook of `saved_bytes`.
+
+    The recompute engine recognizes this hook, and replaces tensors that are saved under it.
+    """
     return saved.value.unpack() if isinstance(saved.value, Packed) else saved.value
 
 
 def saved_bytes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
-    """Call `fn(*args, **kwargs)` and return the bytes that autograd then holds for backward.
+    """Call `fn(*args, **kwargs)` and return the bytes that autograd saves for backward.
 
-    Each storage counts once, and a view's whole storage; of a DTensor this process's part counts.
-    Parameters, the buffers of `fn` where it is a module, and the arguments do not count, those that
-    `fn` modifies included: they are there anyway.
+    Each storage counts once. A view counts as its whole storage, and a DTensor as this process's
+    part. Parameters, the buffers of `fn` if it is a module, and the arguments do not count, because
+    they exist anyway. This includes arguments that `fn` modifies.
 
     Args:
         fn: A module or any callable; it is called once, under the caller's grad mode and autocast.
-        *args: Its arguments; tensors in nested lists, tuples and dicts are found.
-        **kwargs: Its keyword arguments.
+        *args: The arguments of `fn`; tensors in nested lists, tuples and dicts are found.
+        **kwargs: The keyword arguments of `fn`.
 
     Returns:
-        Bytes held by the graph of the result when `fn` has returned.
+        The bytes that the graph of the result saves after `fn` has returned.
+
+    Raises:
+        NotImplementedError: If a tensor's layout is neither strided nor sparse COO.
     """
     storages, result = _saved_storages(fn, *args, **kwargs)
-    # A saved parameter arrives in pack as a plain tensor: known by its storage alone.
+    # A pack hook receives a saved parameter as a plain tensor: only its storage identifies it.
     not_counted: list[Tensor] = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
     not_counted += [obj for obj in gc.get_objects() if issubclass(type(obj), nn.Parameter)]
     if isinstance(fn, nn.Module):
@@ -87,7 +93,11 @@ def saved_bytes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
 
 
 def model_bytes(model: nn.Module, call: Callable[[], Any], inputs: Iterable[Tensor]) -> int:
-    """As `saved_bytes` of a call of the model, whose parameters alone are known."""
+    """Return the bytes that a call of the model saves for backward.
+
+    Unlike in `saved_bytes`, only the model's own parameters and buffers, and the tensors in
+    `inputs`, do not count.
+    """
     storages, result = _saved_storages(call)
     del result
     return _bytes_excluding([*model.parameters(), *model.buffers(), *inputs], storages)
@@ -96,7 +106,7 @@ def model_bytes(model: nn.Module, call: Callable[[], Any], inputs: Iterable[Tens
 def peak_bytes(fn: Callable[[], object]) -> int | None:
     """Call `fn` and return the most bytes that it allocates at one time, on all devices together.
 
-    None where PyTorch's profiler, which counts them, is in use already.
+    Return None if PyTorch's profiler, which counts the bytes, is already running.
     """
     if torch._C._autograd._profiler_enabled():
         return None
@@ -113,11 +123,11 @@ def peak_bytes(fn: Callable[[], object]) -> int | None:
 def _saved_storages(
     fn: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> tuple[dict[int, int], Any]:
-    """The sizes of the storages that the graph holds after a call, and the call's result."""
+    """Call `fn` and return the sizes of the storages that its graph saves, and its result."""
     handles: list[weakref.ref[Measured]] = []
 
     def pack(tensor: Tensor) -> Measured:
-        saved = Measured(tensor.detach())  # without the graph, which may go before the result
+        saved = Measured(tensor.detach())  # detached: keeps no part of the graph alive
         handles.append(weakref.ref(saved))
         return saved
 
@@ -138,7 +148,7 @@ def _bytes_excluding(not_counted: Iterable[Tensor], storages: Mapping[int, int])
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that it is made of: of a DTensor this process's part, else itself."""
+    """Yield the plain tensors that a tensor consists of: a DTensor's local part, or itself."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return

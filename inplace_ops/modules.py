@@ -1,4 +1,4 @@
-"""The in-place activations as modules, in place of those of `torch.nn`."""
+"""In-place activations as modules: subclasses of those in `torch.nn`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def _is_traced(input: Tensor) -> bool:
 
 
 def _traced(module: nn.Module, input: Any) -> Any:
-    """The call of `module` in the graph that torch.fx traces."""
+    """Record a call of `module` in the graph that torch.fx traces, and return its proxy."""
     if type(input.tracer).__module__.startswith("torch.ao.quantization"):
         warnings.warn(
-            "torch.ao.quantization goes by PyTorch's own module types, and does not know "
-            f"inplace_ops.{type(module).__name__}: prepare the model within "
-            "`with inplace_ops.reverted(model):`, or put torch.nn's modules in",
+            "torch.ao.quantization recognizes only PyTorch's own module types, and not "
+            f"inplace_ops.{type(module).__name__}: replace it with the module of torch.nn before "
+            "you prepare the model",
             stacklevel=2,
         )
     path = input.tracer.path_of_module(module)
@@ -36,18 +36,19 @@ def _traced(module: nn.Module, input: Any) -> Any:
 
 
 def _has_no_kernel(input: Tensor) -> bool:
-    """Whether it is nested, jagged or sparse: PyTorch's own activation takes such tensors."""
+    """Whether the tensor is nested, jagged or sparse: PyTorch's own activation supports these."""
     return isinstance(input, Tensor) and (input.is_nested or input.layout is not torch.strided)
 
 
 class _InPlaceModule(nn.Module):
-    """What the modules share: which way a call takes, and what they print.
+    """Base class of the modules: decides how a call runs, and prints the arguments.
 
-    torch.jit.script takes PyTorch's own activation in their place, and compiles that branch alone.
-    torch.fx keeps their calls as calls of a module, as it does those of `torch.nn`.
+    torch.jit.script compiles only the first branch of `forward`, which is PyTorch's own activation.
+    torch.fx records a call as a call of a module, as for the modules of `torch.nn`.
 
-    With save="recompute" and no norm before it, where the function raises, a module keeps what it
-    keeps by default: a model's surroundings change over its life.
+    With save="recompute" and an input that is not a norm's output, the function raises. A module
+    uses its default save mode instead, because the layers before a module may change during the
+    life of a model.
     """
 
     default_save: ClassVar[Save]
@@ -71,29 +72,30 @@ class _InPlaceModule(nn.Module):
             return self._in_place(input)
 
     def _torch(self, input: Tensor, inplace: bool) -> Tensor:
-        """PyTorch's own activation."""
+        """Apply PyTorch's own activation."""
         raise NotImplementedError
 
     def _in_place(self, input: Tensor) -> Tensor:
-        """This package's."""
+        """Apply this package's in-place activation."""
         raise NotImplementedError
 
-    def _entry(self) -> Activation:
-        """Which activation it is."""
+    def _activation(self) -> Activation:
+        """Return the activation that this module computes."""
         raise NotImplementedError
 
     def _after_norm(self, input: Tensor) -> Tensor:
-        """This package's with save="recompute", whatever the input is."""
-        entry = self._entry()
-        scalars = tuple([getattr(self, name) for name in entry.scalars])
-        bits = vars(self).get("bits")  # nn.Module takes long to find that there is none
-        arguments: Any = (entry, input, "recompute", bits, scalars, self.default_save)
-        if has_torch_function_unary(input):  # a mode, as torch.set_default_device's, or a subclass
+        """Apply the in-place activation with save="recompute", after a norm or not."""
+        activation = self._activation()
+        scalars = tuple([getattr(self, name) for name in activation.scalars])
+        bits = vars(self).get("bits")  # nn.Module.__getattr__ is slow for a missing attribute
+        arguments: Any = (activation, input, "recompute", bits, scalars, self.default_save)
+        # True for subclasses, and under a mode such as that of torch.set_default_device.
+        if has_torch_function_unary(input):
             return handle_torch_function(dispatch, (input,), *arguments)
         return dispatch(*arguments)
 
     def extra_repr(self) -> str:
-        """Return what the parent prints, and `save` and `bits` where they are not the defaults."""
+        """Return the parent's arguments, and `save` and `bits` if they are not the defaults."""
         save, bits = vars(self)["save"], vars(self).get("bits")
         parts = [super().extra_repr()]
         if save != self.default_save:
@@ -104,13 +106,13 @@ class _InPlaceModule(nn.Module):
 
 
 class ReLU(_InPlaceModule, nn.ReLU):
-    """`torch.nn.ReLU` that overwrites its input and keeps one bit per element for backward.
+    """`torch.nn.ReLU` that overwrites its input and saves one bit per element for backward.
 
     Args:
-        inplace: False behaves as `torch.nn.ReLU()` does.
-        save: "mask", "output" or "recompute", see `inplace_ops.relu_`.
+        inplace: False behaves like `torch.nn.ReLU()`.
+        save: "mask", "output" or "recompute": see `inplace_ops.relu_`.
 
-    Shape: any, and the same for the output, which is the input itself.
+    Shape: any. The output is the input itself.
     """
 
     default_save = "mask"
@@ -120,7 +122,7 @@ class ReLU(_InPlaceModule, nn.ReLU):
         super().__init__(inplace)
         self.save = save
 
-    def _entry(self) -> Activation:
+    def _activation(self) -> Activation:
         return activations.RELU
 
     def _torch(self, input: Tensor, inplace: bool) -> Tensor:
@@ -131,14 +133,14 @@ class ReLU(_InPlaceModule, nn.ReLU):
 
 
 class LeakyReLU(_InPlaceModule, nn.LeakyReLU):
-    """`torch.nn.LeakyReLU` that overwrites its input and keeps one bit per element for backward.
+    """`torch.nn.LeakyReLU` that overwrites its input and saves one bit per element for backward.
 
     Args:
-        negative_slope: Any number, negative ones included with `save="mask"`.
-        inplace: False behaves as `torch.nn.LeakyReLU(negative_slope)` does.
-        save: "mask", "output" or "recompute", see `inplace_ops.leaky_relu_`.
+        negative_slope: Any real number; save="output" requires that it is at least 0.
+        inplace: False behaves like `torch.nn.LeakyReLU(negative_slope)`.
+        save: "mask", "output" or "recompute": see `inplace_ops.leaky_relu_`.
 
-    Shape: any, and the same for the output, which is the input itself.
+    Shape: any. The output is the input itself.
     """
 
     default_save = "mask"
@@ -150,7 +152,7 @@ class LeakyReLU(_InPlaceModule, nn.LeakyReLU):
         super().__init__(negative_slope, inplace)
         self.save = save
 
-    def _entry(self) -> Activation:
+    def _activation(self) -> Activation:
         return activations.LEAKY_RELU
 
     def _torch(self, input: Tensor, inplace: bool) -> Tensor:
@@ -161,13 +163,13 @@ class LeakyReLU(_InPlaceModule, nn.LeakyReLU):
 
 
 class ReLU6(_InPlaceModule, nn.ReLU6):
-    """`torch.nn.ReLU6` that overwrites its input and keeps one bit per element for backward.
+    """`torch.nn.ReLU6` that overwrites its input and saves one bit per element for backward.
 
     Args:
-        inplace: False behaves as `torch.nn.ReLU6()` does.
-        save: "mask", "output" or "recompute", see `inplace_ops.relu6_`.
+        inplace: False behaves like `torch.nn.ReLU6()`.
+        save: "mask", "output" or "recompute": see `inplace_ops.relu6_`.
 
-    Shape: any, and the same for the output, which is the input itself.
+    Shape: any. The output is the input itself.
     """
 
     default_save = "mask"
@@ -177,7 +179,7 @@ class ReLU6(_InPlaceModule, nn.ReLU6):
         super().__init__(inplace)
         self.save = save
 
-    def _entry(self) -> Activation:
+    def _activation(self) -> Activation:
         return activations.RELU6
 
     def _torch(self, input: Tensor, inplace: bool) -> Tensor:
@@ -188,14 +190,14 @@ class ReLU6(_InPlaceModule, nn.ReLU6):
 
 
 class SiLU(_InPlaceModule, nn.SiLU):
-    """`torch.nn.SiLU` that overwrites its input and keeps its output and a few bits per element.
+    """`torch.nn.SiLU` that overwrites its input and saves its output and a few bits per element.
 
     Args:
-        inplace: False behaves as `torch.nn.SiLU()` does.
-        save: "output", "derivative" or "recompute", see `inplace_ops.silu_`.
-        bits: Bits kept per element, None for the default, see `inplace_ops.silu_`.
+        inplace: False behaves like `torch.nn.SiLU()`.
+        save: "output", "derivative" or "recompute": see `inplace_ops.silu_`.
+        bits: Bits per element to save, None for the default: see `inplace_ops.silu_`.
 
-    Shape: any, and the same for the output, which is the input itself.
+    Shape: any. The output is the input itself.
     """
 
     default_save = "output"
@@ -209,7 +211,7 @@ class SiLU(_InPlaceModule, nn.SiLU):
         self.save = save
         self.bits = bits
 
-    def _entry(self) -> Activation:
+    def _activation(self) -> Activation:
         return activations.SILU
 
     def _torch(self, input: Tensor, inplace: bool) -> Tensor:
@@ -220,18 +222,18 @@ class SiLU(_InPlaceModule, nn.SiLU):
 
 
 class GELU(_InPlaceModule, nn.GELU):
-    """`torch.nn.GELU` that overwrites its input and keeps its output and a few bits per element.
+    """`torch.nn.GELU` that overwrites its input and saves its output and a few bits per element.
 
     Args:
-        approximate: "none" or "tanh", see `inplace_ops.gelu_`.
-        inplace: False behaves as `torch.nn.GELU(approximate)` does.
-        save: "output", "derivative" or "recompute", see `inplace_ops.gelu_`.
-        bits: Bits kept per element, None for the default, see `inplace_ops.gelu_`.
+        approximate: "none" or "tanh": see `inplace_ops.gelu_`.
+        inplace: False behaves like `torch.nn.GELU(approximate)`.
+        save: "output", "derivative" or "recompute": see `inplace_ops.gelu_`.
+        bits: Bits per element to save, None for the default: see `inplace_ops.gelu_`.
 
-    Shape: any, and the same for the output, which is the input itself.
+    Shape: any. The output is the input itself.
     """
 
-    __constants__ = ["approximate", "inplace"]  # noqa: RUF012  # torch.jit.script's
+    __constants__ = ["approximate", "inplace"]  # noqa: RUF012  # for torch.jit.script
     default_save = "output"
 
     def __init__(
@@ -250,7 +252,7 @@ class GELU(_InPlaceModule, nn.GELU):
         self.save = save
         self.bits = bits
 
-    def _entry(self) -> Activation:
+    def _activation(self) -> Activation:
         return activations.GELU if self.approximate == "none" else activations.GELU_TANH
 
     def _torch(self, input: Tensor, inplace: bool) -> Tensor:
@@ -261,20 +263,20 @@ class GELU(_InPlaceModule, nn.GELU):
         return functional.gelu_(input, self.approximate, save=self.save, bits=self.bits)
 
     def extra_repr(self) -> str:
-        """Return the arguments; the parent has no `inplace`."""
+        """Return the arguments, and `inplace`, which the parent does not print."""
         first, *others = super().extra_repr().split(", ")
         return ", ".join([first, *(["inplace=True"] if self.inplace else []), *others])
 
 
 class Hardswish(_InPlaceModule, nn.Hardswish):
-    """`torch.nn.Hardswish` that overwrites its input, keeps its output and a few bits per element.
+    """`torch.nn.Hardswish` that overwrites its input, saves its output and a few bits per element.
 
     Args:
-        inplace: False behaves as `torch.nn.Hardswish()` does.
-        save: "output", "derivative" or "recompute", see `inplace_ops.hardswish_`.
-        bits: Bits kept per element, None for the default, see `inplace_ops.hardswish_`.
+        inplace: False behaves like `torch.nn.Hardswish()`.
+        save: "output", "derivative" or "recompute": see `inplace_ops.hardswish_`.
+        bits: Bits per element to save, None for the default: see `inplace_ops.hardswish_`.
 
-    Shape: any, and the same for the output, which is the input itself.
+    Shape: any. The output is the input itself.
     """
 
     default_save = "output"
@@ -288,7 +290,7 @@ class Hardswish(_InPlaceModule, nn.Hardswish):
         self.save = save
         self.bits = bits
 
-    def _entry(self) -> Activation:
+    def _activation(self) -> Activation:
         return activations.HARDSWISH
 
     def _torch(self, input: Tensor, inplace: bool) -> Tensor:
@@ -299,14 +301,14 @@ class Hardswish(_InPlaceModule, nn.Hardswish):
 
 
 class Mish(_InPlaceModule, nn.Mish):
-    """`torch.nn.Mish` that overwrites its input and keeps its output and a few bits per element.
+    """`torch.nn.Mish` that overwrites its input and saves its output and a few bits per element.
 
     Args:
-        inplace: False behaves as `torch.nn.Mish()` does.
-        save: "output", "derivative" or "recompute", see `inplace_ops.mish_`.
-        bits: Bits kept per element, None for the default, see `inplace_ops.mish_`.
+        inplace: False behaves like `torch.nn.Mish()`.
+        save: "output", "derivative" or "recompute": see `inplace_ops.mish_`.
+        bits: Bits per element to save, None for the default: see `inplace_ops.mish_`.
 
-    Shape: any, and the same for the output, which is the input itself.
+    Shape: any. The output is the input itself.
     """
 
     default_save = "output"
@@ -320,7 +322,7 @@ class Mish(_InPlaceModule, nn.Mish):
         self.save = save
         self.bits = bits
 
-    def _entry(self) -> Activation:
+    def _activation(self) -> Activation:
         return activations.MISH
 
     def _torch(self, input: Tensor, inplace: bool) -> Tensor:

@@ -1,17 +1,17 @@
-"""Which modules are activations of this package's kinds."""
+"""Recognizes modules that compute one of this package's activations."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from .activations import ACTIVATIONS, GELU, GELU_TANH, HARDSWISH, MISH, SILU, Activation
 
-# Attributes that a subclass may define and still compute what its base does.
+# Attributes that a subclass may define without changing what its base class computes.
 _HARMLESS = frozenset(
     {
         "__module__",
@@ -27,7 +27,7 @@ _HARMLESS = frozenset(
     }
 )
 
-# Other libraries' modules, by name, as the libraries may not be installed.
+# Modules of other libraries. They are given by name, because the libraries may not be installed.
 _BY_NAME: Mapping[str, Activation] = {
     "timm.layers.activations.GELU": GELU,
     "timm.layers.activations.GELUTanh": GELU_TANH,
@@ -45,10 +45,18 @@ _BY_NAME: Mapping[str, Activation] = {
 _BASES = {activation.torch_module for activation in ACTIVATIONS}
 
 
-def activation_of(module: nn.Module) -> tuple[Activation, tuple[float, ...]] | None:
-    """Return the activation that a module's class computes, and its scalar arguments as they are.
+class ActivationCall(NamedTuple):
+    """An activation with its scalar arguments."""
 
-    None if it is not one of this package's, or if an argument is not a plain number.
+    activation: Activation
+    scalars: tuple[float, ...]
+
+
+def activation_of(module: nn.Module) -> ActivationCall | None:
+    """Return the activation that a module computes, and the current values of its scalar arguments.
+
+    Return None if the activation is not one of this package's, or if a scalar argument is not a
+    plain number.
     """
     cls: Any = type(module)
     candidates = _candidates(cls)
@@ -56,7 +64,8 @@ def activation_of(module: nn.Module) -> tuple[Activation, tuple[float, ...]] | N
         variant = activation.variant.items() if len(candidates) > 1 else ()
         if all(getattr(module, name) == value for name, value in variant):
             scalars = tuple(getattr(module, name) for name in activation.scalars)
-            return (activation, scalars) if all(isinstance(s, Real) for s in scalars) else None
+            is_supported = all(isinstance(s, Real) for s in scalars)
+            return ActivationCall(activation, scalars) if is_supported else None
     return None
 
 
@@ -70,7 +79,7 @@ def _candidates(cls: type[nn.Module]) -> tuple[Activation, ...]:
 
 
 def _base_of(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that `cls` is another name of; itself where it is more than that."""
+    """Return the base class whose computation `cls` inherits unchanged, or else `cls` itself."""
     while len(cls.__bases__) == 1 and cls not in _BASES and _HARMLESS.issuperset(vars(cls)):
         cls = cls.__bases__[0]
     return cls

@@ -1,16 +1,20 @@
-"""An activation in compiled code.
+"""In-place activations in compiled code.
 
-Dynamo's graph has one op of it, `relu_traced_` for example. What it comes to is decided where the
-graph is traced with autograd, as only there it shows what has formed the input:
+Dynamo's graph contains one op per activation, for example `relu_traced_`. The op is replaced when
+the graph is traced with autograd, because only then it is visible which operation computed the
+activation's input. The replacement depends on that operation:
 
-- A convolution or a matrix product, which is not run again: the Function of eager code, which keeps
-  less than PyTorch's activation would. ReLU and LeakyReLU are PyTorch's there too, which keep the
-  output alone.
-- Nothing in the graph, as it is the graph's input: the Function of eager code. Of PyTorch's, those
-  that keep their input get wrong gradients there (torch 2.11 to 2.14 with Inductor).
-- Anything else: PyTorch's activation. Min-cut partitioning forms the output of a norm or of a
-  pointwise operation again in backward, and keeps no input of an activation for it; it cannot do
-  that with custom ops, and Inductor cannot fuse them.
+- A convolution or a matrix product, which the compiler does not recompute: the Function of eager
+  code, which saves less than PyTorch's activation. For ReLU, and LeakyReLU with a slope of at least
+  0, it is PyTorch's activation, which saves only the output.
+- None, because the activation's input is an input of the graph: the Function of eager code.
+  PyTorch's activations that save their input get wrong gradients here (torch 2.11 to 2.14 with
+  Inductor).
+- Any other operation: PyTorch's activation. Min-cut partitioning recomputes the output of a norm or
+  of a pointwise operation in backward, and saves no input of an activation for it. It cannot
+  recompute custom ops, and Inductor cannot fuse them.
+
+With save="recompute" or an activation memory budget, the first case too is PyTorch's activation.
 """
 
 from __future__ import annotations
@@ -31,15 +35,16 @@ from .dispatch import decomposed, dispatch, needs_grad
 
 
 class _TracedOutOfPlace(Function):
-    """`apply(x, function, bits, op_args)`: that Function while a graph is traced, of a copy of x.
+    """Run an in-place Function out of place in a traced graph: `apply(x, function, bits, op_args)`.
 
-    For a graph's input, with the result copied to it: Functions that modify one go wrong.
+    For an input of the graph; the caller copies the result to it. A Function that modifies an input
+    of the graph would get wrong gradients.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, function: Any, bits: int, op_args: OpArgs) -> Tensor:
         output, packed = _output(x, function, bits, op_args)
-        function.save_for_backward(ctx, output, packed, op_args)
+        function.save_tensors(ctx, output, packed, op_args)
         return output
 
     @staticmethod
@@ -49,9 +54,9 @@ class _TracedOutOfPlace(Function):
 
 
 class _TracedInPlace(_TracedOutOfPlace):
-    """`apply(x, function, bits, op_args)`: that Function while a graph is traced, x overwritten.
+    """Run an in-place Function in a traced graph: `apply(x, function, bits, op_args)` overwrites x.
 
-    What is saved is x, as its readers keep it, and not what was copied to it.
+    It saves x, which x's consumers save too, and not the tensor that is copied to x.
     """
 
     @staticmethod
@@ -59,15 +64,15 @@ class _TracedInPlace(_TracedOutOfPlace):
         output, packed = _output(x, function, bits, op_args)
         x.copy_(output)
         ctx.mark_dirty(x)
-        function.save_for_backward(ctx, x, packed, op_args)
+        function.save_tensors(ctx, x, packed, op_args)
         return x
 
 
 class _TracedTorchReLU(Function):
-    """`apply(x, activation, arguments)`: PyTorch's ReLU or LeakyReLU, x overwritten.
+    """Run PyTorch's ReLU or LeakyReLU in place: `apply(x, activation, arguments)` overwrites x.
 
-    What is saved is a copy of x, which no later write disturbs. The compiler leaves it out where
-    x's readers keep x anyway.
+    It saves a copy of x, which later writes to x do not change. The compiler removes the copy if
+    x's consumers save x anyway.
     """
 
     @staticmethod
@@ -94,9 +99,9 @@ _BACKWARD_FROM_OUTPUT: dict[Activation, Callable[..., Tensor]] = {
 
 
 def _output(x: Tensor, function: Any, bits: int, op_args: OpArgs) -> tuple[Tensor, Tensor | None]:
-    """The activation out of place and the packed bits, if any.
+    """Return the activation of x, computed out of place, and the packed bits or None.
 
-    Inductor would move an earlier read of a tensor behind a custom op that modifies it.
+    Not in place: Inductor would move an earlier read of x after a custom op that modifies x.
     """
     activation, (dim_order, scalars) = function.activation, op_args
     if bits:
@@ -106,7 +111,10 @@ def _output(x: Tensor, function: Any, bits: int, op_args: OpArgs) -> tuple[Tenso
 
 
 def _dim_order_of(x: Tensor) -> DimOrder:
-    """As that of `_ops`, of a tensor whose sizes may be unknown: in one of the usual formats."""
+    """Return the order of x's dimensions in memory, for x with symbolic sizes.
+
+    Only contiguous tensors and channels_last ones are recognized.
+    """
     if x.dim() != 4 or x.is_contiguous():
         return None
     return [0, 2, 3, 1] if x.is_contiguous(memory_format=torch.channels_last) else None
@@ -115,7 +123,7 @@ def _dim_order_of(x: Tensor) -> DimOrder:
 def _traced(
     activation: Activation, input: Tensor, save: Save, bits: int | None, *arguments: Any
 ) -> None:
-    if type(input) is Tensor:  # the graph runs as it is: Dynamo's backend "eager"
+    if type(input) is Tensor:  # Dynamo's backend "eager" runs the graph as it is
         dispatch(activation, input, save, bits, arguments, fallback=activation.save_modes[0])
         return
     if input._is_view() and _may_overlap(input):
@@ -140,17 +148,17 @@ def _traced(
 
 
 def _torch_saves_only_output(activation: Activation, arguments: tuple[Any, ...]) -> bool:
-    """Whether PyTorch's activation, in place, keeps its output alone."""
+    """Whether PyTorch's in-place activation saves only its output."""
     return activation.torch_saves == "output" and activation.allows_output(*arguments)
 
 
 def _save_mode(
     activation: Activation, input: Tensor, save: Save, arguments: tuple[Any, ...]
 ) -> Save | None:
-    """What this package's Function is to keep, None where PyTorch's activation keeps no more."""
+    """Return the save mode of this package's Function; None to use PyTorch's activation."""
     if not needs_grad(input):
         return None
-    if _is_graph_input(input):  # which PyTorch's would keep, and find overwritten
+    if _is_graph_input(input):  # PyTorch's activation would save it, and read it overwritten
         return activation.save_modes[0] if save == "recompute" else save
     if (
         save == "recompute"
@@ -162,20 +170,21 @@ def _save_mode(
 
 
 def _is_graph_input(x: Tensor) -> bool:
-    """Whether its memory is that of an input of the graph.
+    """Whether x uses the memory of an input of the graph.
 
-    Tracing gives an input that requires grad a node of type Error, and a clone if it is modified.
+    While a graph is traced, an input that requires grad has a grad_fn of type Error, and is cloned
+    if the graph modifies it.
     """
     whole: Any = x._base if x._is_view() else x
     node = whole.grad_fn
-    for _ in range(whole._version):  # back over what has modified it, whose first edge it is
+    for _ in range(whole._version):  # skip the in-place ops: each has the tensor as first input
         node = node.next_functions[0][0] if node and node.next_functions else None
     while type(node).__name__ == "CloneBackward0":
         node = node.next_functions[0][0]
     return type(node).__name__ in ("NoneType", "AccumulateGrad", "Error")
 
 
-# Whose outputs are not formed again, and views of them.
+# Operations whose outputs the compiler does not recompute, and views.
 _MATMULS = frozenset(
     f"{name}Backward0" for name in ("Addbmm", "Addmm", "Baddbmm", "Bmm", "Convolution", "Mm")
 )
@@ -193,7 +202,10 @@ def _is_matmul_output(input: Tensor) -> bool:
 
 
 def _may_overlap(x: Tensor) -> bool:
-    """Whether elements may share memory: unless each stride passes what the smaller ones reach."""
+    """Whether elements of x may share memory.
+
+    They do not if each stride is larger than the largest offset that the smaller strides reach.
+    """
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     def compare(a: tuple[Any, Any], b: tuple[Any, Any]) -> int:
@@ -201,7 +213,7 @@ def _may_overlap(x: Tensor) -> bool:
 
     reach: Any = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True), key=cmp_to_key(compare)):
-        if guard_or_false(size > 1):  # sizes that are not known until it runs pass
+        if guard_or_false(size > 1):  # unknown sizes are not checked
             if guard_or_false(stride <= reach):
                 return True
             reach += stride * (size - 1)

@@ -1,4 +1,4 @@
-"""What is tested: a row for each activation, what it saves, its bits and slope."""
+"""The configurations under test: a row for each activation, save mode, `bits` and slope."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from inplace_ops import activations as table
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SLOPES = (-1.5, -0.01, 0.0, 0.01, 1.0, 2.0)
-SCALARS = {"negative_slope": 0.2}  # one value each, for tests of the private ops
+SCALARS = {"negative_slope": 0.2}  # a value of each scalar argument, for tests of the private ops
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Activation:
     save: table.Save
     bits: int | None = None
     scalars: tuple[float, ...] = ()
-    is_rounded: bool = False  # by what a test computes with it
+    is_rounded: bool = False  # whether a test's other operations round their results
 
     @property
     def name(self) -> str:
@@ -54,13 +54,13 @@ class Activation:
 
     @property
     def reference(self) -> Callable[[Tensor], Tensor]:
-        """PyTorch's, out of place."""
+        """PyTorch's function, out of place."""
         scalars = dict(zip(self.entry.scalars, self.scalars, strict=True))
         return partial(self.entry.torch_function, **scalars)
 
     @property
     def torch_inplace(self) -> Callable[[Tensor], Tensor]:
-        """PyTorch's, in place; where there is none, a copy of the result."""
+        """PyTorch's in-place function, or a function that copies the result to the input."""
         scalars = dict(zip(self.entry.scalars, self.scalars, strict=True))
         if self.entry.torch_inplace is None:
             return lambda x: x.copy_(self.reference(x.clone()))
@@ -76,21 +76,24 @@ class Activation:
 
     @property
     def packed_bits(self) -> Mapping[torch.dtype, int]:
-        """Per element, kept for backward."""
+        """The number of packed bits per element that are saved for backward, by dtype."""
         return {d: self.bits or self.entry.default_bits(self.save, d) for d in FLOATS}
 
     @property
     def is_exact(self) -> bool:
-        """Whether values and gradients equal PyTorch's to the bit."""
+        """Whether values and gradients equal PyTorch's bit for bit."""
         return self.entry.is_piecewise_linear and not self.is_rounded
 
     @property
     def nan_gradient(self) -> float | None:
-        """The gradient at NaN; None where it is PyTorch's, which of these differs from itself."""
+        """The gradient at NaN, or None if it equals PyTorch's.
+
+        PyTorch's gradients of ReLU6 and Hardswish at NaN vary: see test_gradient_at_nan.
+        """
         return {"relu6": 1.0, "hardswish": math.nan}.get(self.function)
 
     def own_edges(self, dtype: torch.dtype) -> Mapping[float, tuple[float, float]]:
-        """Values and gradients at what PyTorch's formulas of gelu overflow at."""
+        """Our value and gradient at each input where PyTorch's formulas of GELU overflow."""
         if self.function != "gelu":
             return {}
         largest = torch.finfo(dtype).max
@@ -102,10 +105,10 @@ class Activation:
 
     @property
     def derivative_error(self) -> Mapping[torch.dtype, float]:
-        """The largest absolute error of the derivative.
+        """The largest absolute error of the derivative, by dtype.
 
-        None for a dtype: the gradient at an incoming gradient of at most 1 passes torch.testing's
-        default tolerances.
+        A dtype is missing if the gradient, at an incoming gradient of at most 1, passes
+        torch.testing's default tolerances.
         """
         errors = {d: self.entry.derivative_error(self.save, d, self.packed_bits[d]) for d in FLOATS}
         return {dtype: error for dtype, error in errors.items() if error is not None}
@@ -121,7 +124,7 @@ def _rows(entry: table.Activation) -> list[Activation]:
         return rows + [leaky_relu(slope, "output") for slope in SLOPES if slope >= 0]
     if entry.is_piecewise_linear:
         return [Activation(entry, save) for save in entry.save_modes]
-    # The strategies are SiLU's: the numbers of the others are test_smooth_activations.py's subject.
+    # Only SiLU has rows for further bits: test_smooth_activations.py tests the others' accuracy.
     output, derivative = (None, 1), (None,)
     if entry is table.SILU:
         output, derivative = (None, 1, 8), (None, 8, 16, 32)
@@ -131,7 +134,7 @@ def _rows(entry: table.Activation) -> list[Activation]:
 
 ACTIVATIONS = tuple(row for entry in table.ACTIVATIONS for row in _rows(entry))
 
-# One row for each way of saving, for tests whose subject is what all activations share.
+# Rows that cover the save modes, for tests of what all activations have in common.
 SAVE_MODES = tuple(
     row
     for row in ACTIVATIONS
@@ -147,13 +150,13 @@ SAVE_MODES = tuple(
     )
 )
 
-# And one for each other activation, for tests whose subject is not the numbers.
+# The rows of SAVE_MODES, and one for each other activation: for tests that are not about accuracy.
 ONE_OF_EACH = SAVE_MODES + tuple(
     row
     for row in ACTIVATIONS
     if row.save == row.entry.save_modes[0]
     and row.bits is None
-    and row.entry not in {way.entry for way in SAVE_MODES}
+    and row.entry not in {other.entry for other in SAVE_MODES}
 )
 
 

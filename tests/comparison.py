@@ -1,4 +1,4 @@
-"""How results are compared with a reference, and the inputs they are computed from."""
+"""Comparisons of results with a reference, and random inputs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ PATTERN = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 def random_values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Normal values, every ninth or so a zero of either sign."""
+    """Return normal values, of which about a tenth are replaced by zeros of either sign."""
     values = 3 * torch.randn(shape, dtype=dtype, device=device)
     return torch.where(torch.rand(shape, device=device) < 0.1, values.sign() * 0.0, values)
 
 
 def patterns(x: Tensor) -> Tensor:
-    """The bit patterns of x, those of all NaNs made one."""
+    """Return the bit patterns of x, with a single pattern for all NaNs."""
     pattern = x.contiguous().view(PATTERN[x.element_size()])
     return torch.where(x.isnan(), -1, pattern) if x.is_floating_point() else pattern
 
 
 def assert_identical(actual: Tensor, expected: Tensor, message: str = "") -> None:
-    """Equal to the bit, -0.0 and 0.0 told apart, any NaN equal to any other."""
+    """Assert equality bit for bit: -0.0 differs from 0.0, and all NaNs are equal."""
     assert actual.dtype == expected.dtype, message
     assert actual.shape == expected.shape, message
     different = patterns(actual.detach()) != patterns(expected.detach())
@@ -40,7 +40,7 @@ def assert_identical(actual: Tensor, expected: Tensor, message: str = "") -> Non
 def assert_values(activation: Activation, actual: Tensor, expected: Tensor) -> None:
     if activation.is_exact:
         if actual.is_cuda and actual.is_floating_point():
-            # There PyTorch's ReLU makes 0.0 of -0.0, up to some version after 2.11.
+            # On CUDA PyTorch's ReLU returns 0.0 for -0.0, up to some version after 2.11.
             actual, expected = unsigned_zeros(actual), unsigned_zeros(expected)
         assert_identical(actual, expected, "value")
     else:
@@ -54,12 +54,12 @@ def assert_gradient(
     largest_incoming: float | Tensor,
     message: str = "",
 ) -> None:
-    """Compare a gradient with PyTorch's, both from incoming gradients up to `largest_incoming`."""
+    """Compare a gradient with PyTorch's, for incoming gradients of size `largest_incoming`."""
     error = activation.derivative_error.get(actual.dtype)
     if activation.is_exact:
         assert_identical(actual, expected, message)
     elif error is None:
-        # The defaults at unit incoming gradient: the error scales with it.
+        # The default tolerances hold at unit incoming gradient, and the error scales with it.
         rtol, atol = default_tolerances(actual.dtype)
         atol *= max(1.0, float(torch.as_tensor(largest_incoming).max()))
         torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, equal_nan=True)
@@ -72,24 +72,31 @@ def assert_gradient(
 
 
 def unsigned_zeros(x: Tensor) -> Tensor:
-    """x without -0.0: a view's backward adds to zeros, and whether it does is PyTorch's choice."""
+    """Return x with 0.0 in place of -0.0.
+
+    A view's backward may add the gradient to zeros, which turns -0.0 into 0.0. Whether it does is
+    up to PyTorch.
+    """
     return x + 0.0
 
 
 def gradient(call: Callable[[Tensor], Tensor], x: Tensor, incoming: Tensor | None = None) -> Tensor:
-    """The gradient of call(x) in x, the incoming one all ones by default."""
+    """Return the gradient of call(x) with respect to x, by default for an incoming one of ones."""
     leaf = x.detach().clone().requires_grad_()
     y = call(leaf.clone())
     return torch.autograd.grad(y, leaf, torch.ones_like(y) if incoming is None else incoming)[0]
 
 
 def wording(error: BaseException) -> str:
-    """The message, without the spaces that PyTorch forgets in one and the link at its end."""
+    """Return an error's message without spaces and without the link at its end.
+
+    One of PyTorch's messages lacks spaces between words.
+    """
     return str(error).split("See http")[0].replace(" ", "")
 
 
 class Severed(torch.autograd.Function):
-    """`Severed.apply(y)`: y, to which backward returns no gradient, which is not one of zeros."""
+    """A clone whose backward returns no gradient (None), rather than a gradient of zeros."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:

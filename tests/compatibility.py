@@ -1,7 +1,8 @@
-"""The record of a run for the table in docs/compatibility.md.
+"""Record a test run for the table in docs/compatibility.md.
 
-`pytest --compatibility` writes to compatibility.csv how many tests of each row passed on this torch
-and Python, and why others did not run.
+`pytest --compatibility` writes to compatibility.csv, for this version of torch and Python, how many
+tests of each row of the table passed, and why other tests did not run. `make tables` writes the
+table.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import torch
 FILE = Path(__file__).with_suffix(".csv")
 COLUMNS = ("row", "torch", "python", "date", "passed", "failed", "not_run")
 
-# By the beginning of a test's name. What takes a GPU has a row of its own.
+# The rows of the table, and the test files of each row by the beginnings of their names. Tests that
+# need a GPU are in a separate row.
 ROWS = {
     "values, dtypes, layouts": (
         "test_activations",
@@ -54,48 +56,55 @@ ON_A_GPU = "on a GPU"
 
 
 def row_of(node: str, reason: str) -> str | None:
-    """The row of a test that ran, or was skipped for a reason."""
+    """Return the row of a test; None if it has none.
+
+    Args:
+        node: The test's pytest node ID.
+        reason: Why the test was skipped; empty if it ran.
+    """
     name = node.rpartition("tests/")[2]
     if name.startswith("test_cuda.py") or re.search(r"[\[-]cuda[\]-]|GPU|\.cuda ", name + reason):
         return ON_A_GPU
-    return next((row for row, starts in ROWS.items() if name.startswith(starts)), None)
+    return next((row for row, prefixes in ROWS.items() if name.startswith(prefixes)), None)
 
 
 class Recorder:
-    """A pytest plugin that counts outcomes by row."""
+    """A pytest plugin that counts the outcomes of tests by row."""
 
     def __init__(self) -> None:
         self.outcomes: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.reasons: defaultdict[str, dict[str, None]] = defaultdict(dict)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        row = self.note(report.nodeid, report)
+        row = self.record_reason(report.nodeid, report)
         if row is not None and (report.when == "call" or not report.passed):
             self.outcomes[row][report.outcome] += 1
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.skipped:  # a file, with all its tests
-            self.note(report.nodeid, report)
+        if report.skipped:  # a whole file
+            self.record_reason(report.nodeid, report)
 
-    def note(self, node: str, report: pytest.CollectReport | pytest.TestReport) -> str | None:
-        """The row; why a test or a file of it was skipped is written down."""
+    def record_reason(
+        self, node: str, report: pytest.CollectReport | pytest.TestReport
+    ) -> str | None:
+        """Record why a test or a file was skipped, if it was, and return its row."""
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
         row = row_of(node, reason)
         if row is not None and reason:
-            why = re.sub(r".*could not import '(\w+)'.*", r"no \1", reason)
-            self.reasons[row][why.removeprefix("Skipped: ")] = None
+            short = re.sub(r".*could not import '(\w+)'.*", r"no \1", reason)
+            self.reasons[row][short.removeprefix("Skipped: ")] = None
         return row
 
     def pytest_sessionfinish(self) -> None:
-        if not torch.cuda.is_available():  # and conftest.py leaves out what is of a GPU alone
+        if not torch.cuda.is_available():  # conftest.py then deselects tests that need a GPU
             self.reasons[ON_A_GPU]["torch.cuda is not available"] = None
-        here = {"torch": torch.__version__, "python": platform.python_version()}
-        lines = [line for line in read() if any(line[key] != here[key] for key in here)]
+        versions = {"torch": torch.__version__, "python": platform.python_version()}
+        lines = [line for line in read() if any(line[key] != versions[key] for key in versions)]
         for row in (*ROWS, ON_A_GPU):
             lines.append(
                 {
                     "row": row,
-                    **here,
+                    **versions,
                     "date": date.today().isoformat(),
                     "passed": str(self.outcomes[row]["passed"]),
                     "failed": str(self.outcomes[row]["failed"]),
@@ -109,7 +118,7 @@ class Recorder:
 
 
 def read() -> list[dict[str, str]]:
-    """The lines of the record."""
+    """Return the lines of compatibility.csv; an empty list if there is no such file."""
     if not FILE.exists():
         return []
     with FILE.open(newline="") as file:

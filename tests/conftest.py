@@ -32,29 +32,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A time limit ends pytest with SIGTERM: as by Ctrl-C, so that it names what has failed.
+    # A time limit stops pytest with SIGTERM. Handle SIGTERM like Ctrl-C, so that pytest still
+    # reports the failures.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # By default PyTorch rounds what a GPU's convolutions multiply to 10 bits.
+    # By default cuDNN's convolutions use TF32, which rounds operands to 10 mantissa bits.
     torch.backends.cudnn.allow_tf32 = False
-    # With pytest-xdist the process that hands out the tests sees all outcomes.
+    # With pytest-xdist only the controller process receives the outcomes of all workers.
     if config.getoption("--compatibility") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder())
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _earlier_objects_frozen() -> None:
-    # What a test collects is its own garbage: looking through what pytest, imports and compilers
-    # have made each time takes longer than many of them.
+    # Some tests call gc.collect(). Frozen objects are not scanned: scanning what pytest, imports
+    # and compilers have allocated takes longer at each collection than many of these tests.
     gc.collect()
     gc.freeze()
 
 
-def is_of_a_gpu(item: pytest.Item) -> bool:
+def needs_gpu(item: pytest.Item) -> bool:
     callspec = getattr(item, "callspec", None)
     return callspec is not None and callspec.params.get("device") == "cuda"
 
 
-# Where processes share the files, what takes long is not to be left for the end.
+# The slowest files come first, so that with several workers none of them starts last.
 SLOWEST_FIRST = """
     engine_writes smooth_activations compile compiled_memory host_kernels device_numerics
     direct_calls models values ops engine_surroundings analyze_command distributed
@@ -64,10 +65,10 @@ RANKS = {f"test_{name}.py": rank for rank, name in enumerate(SLOWEST_FIRST.split
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a GPU there are no tests of one alone, rather than a hundred that are skipped."""
+    """Deselect tests that need a GPU where there is none, and sort the slowest files first."""
     if not torch.cuda.is_available():
-        config.hook.pytest_deselected(items=[item for item in items if is_of_a_gpu(item)])
-        items[:] = [item for item in items if not is_of_a_gpu(item)]
+        config.hook.pytest_deselected(items=[item for item in items if needs_gpu(item)])
+        items[:] = [item for item in items if not needs_gpu(item)]
     items.sort(key=lambda item: RANKS.get(item.path.name, len(RANKS)))
 
 
@@ -80,15 +81,15 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(params=SOURCES)
 def source(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Where the recompute engine takes its nodes from."""
+    """The source of the recompute engine's nodes: PyTorch's node creation hook or module hooks."""
     with nodes_from(request.param):
         yield request.param
 
 
 @pytest.fixture(scope="module")
 def _one_thread() -> Iterator[None]:
-    # PyTorch's norms and convolutions use several for a few elements too, and wait long for what is
-    # busy elsewhere.
+    # PyTorch's norms and convolutions use several threads even for a few elements, and wait long
+    # for a thread whose core is busy with another process.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -97,13 +98,13 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def _small_tensors_too(monkeypatch: pytest.MonkeyPatch, _one_thread: None) -> None:
-    """The recompute engine replaces small tensors too."""
+    """Let the recompute engine replace small tensors too."""
     monkeypatch.setattr(engine, "MIN_BYTES", 1)
 
 
 @pytest.fixture(scope="module", params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
 def processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
-    """Two processes: on the CPU, or with a GPU each."""
+    """Two processes, on the CPU or with one GPU each."""
     if request.param == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("fewer than two GPUs")
     pair = Processes(2, "nccl" if request.param == "cuda" else "gloo")
@@ -113,7 +114,7 @@ def processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _forward_mode_loaded() -> None:
-    # PyTorch compiles decompositions at the first use of forward mode, with a warning of its own.
+    # At the first use of forward-mode AD PyTorch compiles decompositions, and issues a warning.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         importlib.import_module("torch._decomp.decompositions_for_jvp")
@@ -121,16 +122,19 @@ def _forward_mode_loaded() -> None:
 
 @pytest.fixture(autouse=True)
 def seed() -> int:
-    """Fresh random inputs in every run; INPLACE_OPS_SEED repeats one."""
+    """Seed PyTorch with a new value in every run; INPLACE_OPS_SEED repeats a run."""
     value = int(os.environ.get("INPLACE_OPS_SEED", int.from_bytes(os.urandom(4), "little")))
-    print(f"INPLACE_OPS_SEED={value}")  # pytest shows it where the test fails
+    print(f"INPLACE_OPS_SEED={value}")  # pytest shows this line if the test fails
     torch.manual_seed(value)
     return value
 
 
 def build(source: str, folder: Path, *flags: str, name: str = "") -> ModuleType:
-    """Compile a pybind11 module of this folder and import it, by default by its file's name."""
-    import pybind11  # none of the tests of a GPU needs it
+    """Compile a C++ file of this folder as a pybind11 module, and import it.
+
+    The module is called `name`, or like the file.
+    """
+    import pybind11  # imported here since tests on a GPU do not need it
 
     path = Path(__file__).with_name(source)
     name = name or path.stem
@@ -156,7 +160,11 @@ def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
 
 @pytest.fixture(scope="session")
 def device_numerics(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModuleType]:
-    """By "contracted", with sums of products rounded once, as nvcc mostly does, or "separate"."""
+    """Return a function that compiles device_numerics.cpp.
+
+    "contracted" rounds a product and a sum once, by fused multiply-adds, as nvcc mostly does;
+    "separate" rounds them separately.
+    """
 
     @functools.cache
     def built(sums: str) -> ModuleType:

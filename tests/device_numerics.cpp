@@ -1,7 +1,7 @@
-// The mathematics of the smooth activations as a GPU runs it, on the host, with the hardware's
-// errors emulated, and, with HOST_NUMERICS defined, as the host runs it: conftest.py compiles this
-// file, and tests call it with tensors' addresses. Needs neither torch nor a GPU. MODULE_NAME is
-// another for each build: Python takes two extensions of one name for the same.
+// The mathematics of the smooth activations, on the host: as a GPU computes it, with the hardware's
+// errors emulated, or, with HOST_NUMERICS defined, as the host computes it. conftest.py compiles
+// this file, and tests call it with the addresses of tensors. Needs neither torch nor a GPU.
+// MODULE_NAME differs between builds, as Python treats two extensions with one name as the same.
 #ifndef HOST_NUMERICS
 #define INPLACE_OPS_HARDWARE "../tests/emulated_hardware.h"
 #endif
@@ -22,20 +22,20 @@
 namespace py = pybind11;
 using namespace inplace_ops;
 
-// Calls visit with the activation of this name, one with a smooth, over the format.
+// Calls visit with the smooth activation of this name, over the format.
 template <class Visit>
-void with_smooth(const std::string& name, const std::string& dtype, const Visit& visit) {
+void with_smooth_activation(const std::string& name, const std::string& dtype, const Visit& visit) {
   with_activation(name, dtype, {}, [&](const auto& activation) {
     using A = std::decay_t<decltype(activation)>;
     if constexpr (A::kKind == Kind::kSmooth) {
       visit(activation);
     } else {
-      throw std::invalid_argument("has no smooth: " + name);
+      throw std::invalid_argument("not a smooth activation: " + name);
     }
   });
 }
 
-// Calls work(i) for each element, on all cores.
+// Calls work(i) for each i below count, on all cores.
 template <class Work>
 void for_each(int64_t count, const Work& work) {
   const int64_t threads = count < 1000 ? 1 : std::max(1u, std::thread::hardware_concurrency());
@@ -48,11 +48,11 @@ void for_each(int64_t count, const Work& work) {
   for (std::thread& thread : running) thread.join();
 }
 
-// The output of each input.
+// Writes the activation of each x to y.
 void forward(const std::string& name, const std::string& dtype, uintptr_t x, uintptr_t y,
              int64_t count) {
-  with_smooth(name, dtype, [=](auto smooth) {
-    using A = decltype(smooth);
+  with_smooth_activation(name, dtype, [=](auto activation) {
+    using A = decltype(activation);
     using T = typename A::Scalar;
     for_each(count, [=](int64_t i) {
       reinterpret_cast<T*>(y)[i] = store<T>(A::value(load(reinterpret_cast<const T*>(x)[i])));
@@ -60,12 +60,12 @@ void forward(const std::string& name, const std::string& dtype, uintptr_t x, uin
   });
 }
 
-// The x that backward recovers from y and the code of x, and both derivatives there, in the compute
-// type; with 0 bits those of x itself.
+// Writes the x that backward recovers from y and from the code of x, and the first and second
+// derivative at this point, in the compute type. With 0 bits the point is x itself.
 void points(const std::string& name, const std::string& dtype, uintptr_t x, uintptr_t y, int bits,
             uintptr_t recovered, uintptr_t first, uintptr_t second, int64_t count) {
-  with_smooth(name, dtype, [=](auto smooth) {
-    using A = decltype(smooth);
+  with_smooth_activation(name, dtype, [=](auto activation) {
+    using A = decltype(activation);
     using T = typename A::Scalar;
     using C = opmath_t<T>;
     const InputCode<A> code(std::max(bits, 1));
@@ -81,25 +81,25 @@ void points(const std::string& name, const std::string& dtype, uintptr_t x, uint
   });
 }
 
-// The range of the derivative, and the minimum.
+// Returns the lowest and the highest derivative, and x and y of the minimum.
 py::tuple properties(const std::string& name) {
   py::tuple result;
-  with_smooth(name, "float64", [&](auto smooth) {
-    using A = decltype(smooth);
+  with_smooth_activation(name, "float64", [&](auto activation) {
+    using A = decltype(activation);
     result =
         py::make_tuple(+A::kLowestDerivative, +A::kHighestDerivative, +A::kMinimumX, +A::kMinimumY);
   });
   return result;
 }
 
-// The derivative as save="derivative" keeps it.
-void keep_derivative(const std::string& name, const std::string& dtype, uintptr_t x, int bits,
-                     uintptr_t derivative, int64_t count) {
-  with_smooth(name, dtype, [=](auto smooth) {
-    using A = decltype(smooth);
+// Writes the derivative at each x, rounded as save="derivative" saves it.
+void quantized_derivative(const std::string& name, const std::string& dtype, uintptr_t x, int bits,
+                          uintptr_t derivative, int64_t count) {
+  with_smooth_activation(name, dtype, [=](auto activation) {
+    using A = decltype(activation);
     using T = typename A::Scalar;
     using C = opmath_t<T>;
-    const auto grid = DerivativeGrid<C>::template of<A>(bits);
+    const auto grid = DerivativeGrid<C>::template for_activation<A>(bits);
     for_each(count, [=](int64_t i) {
       const auto at = A::point(load(reinterpret_cast<const T*>(x)[i]));
       reinterpret_cast<C*>(derivative)[i] = grid.decode(grid.encode(A::derivative(at)));
@@ -113,20 +113,21 @@ void set_errors(const std::array<double, hardware::kFunctions>& multiples, uint6
   hardware::errors.seed = seed;
 }
 
-// What the format makes of a float: a check of the emulated conversions.
+// Returns the pattern of the float that results from rounding x to the format, to check the
+// emulated conversions.
 uint32_t rounded(const std::string& dtype, float x) {
   if (dtype == "float16") return bit_cast<uint32_t>(load(store<Half>(x)));
   if (dtype == "bfloat16") return bit_cast<uint32_t>(load(store<BFloat16>(x)));
-  throw std::invalid_argument("dtype: " + dtype);
+  throw std::invalid_argument("not a 16-bit dtype: " + dtype);
 }
 
-// An emulated function: a check of the emulation.
+// Returns the value of an emulated function, to check its error.
 float approximation(const std::string& name, float x) {
   if (name == "exp2") return hardware::exp2(x);
   if (name == "log2") return hardware::log2(x);
   if (name == "reciprocal") return hardware::reciprocal(x);
   if (name == "sqrt") return hardware::sqrt(x);
-  throw std::invalid_argument("name: " + name);
+  throw std::invalid_argument("unknown function: " + name);
 }
 #endif
 
@@ -134,7 +135,7 @@ PYBIND11_MODULE(MODULE_NAME, module) {
   module.def("forward", &forward);
   module.def("points", &points);
   module.def("properties", &properties);
-  module.def("keep_derivative", &keep_derivative);
+  module.def("quantized_derivative", &quantized_derivative);
 #ifndef HOST_NUMERICS
   module.def("set_errors", &set_errors);
   module.def("rounded", &rounded);

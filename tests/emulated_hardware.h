@@ -1,5 +1,6 @@
-// csrc/cuda/hardware.h on the host: the exact values, each off by as much as the PTX ISA allows
-// (9.1, sections 9.7.3.13, 15, 20 and 21) or a multiple of it. Subnormals count as 0, as with .ftz.
+// Emulates csrc/cuda/hardware.h on the host: each function returns its exact value plus the largest
+// error that the PTX ISA allows (9.1, sections 9.7.3.13, 15, 20 and 21), or a multiple of it.
+// Subnormals count as 0, as with .ftz.
 #pragma once
 
 #include <cmath>
@@ -11,15 +12,15 @@ namespace inplace_ops::hardware {
 
 enum Function { kExp2, kLog2, kReciprocal, kSqrt, kFunctions };
 
-// Multiples of the documented errors. With a seed each argument has its own share of the error,
-// between -1 and 1: any of these, or one of the ends where the seed is odd.
+// Multiples of the documented errors. With a seed, the error of each argument is multiplied by a
+// random number as well: between -1 and 1 for an even seed, -1 or 1 for an odd one.
 struct Errors {
   double multiples[kFunctions] = {};
   uint64_t seed = 0;
 };
 inline Errors errors;
 
-inline double share(Function function, float x) {
+inline double random_factor(Function function, float x) {
   if (errors.seed == 0) return 1.0;
   uint32_t pattern;
   memcpy(&pattern, &x, sizeof(pattern));
@@ -27,8 +28,8 @@ inline double share(Function function, float x) {
   uint64_t z = errors.seed + 0x9e3779b97f4a7c15ull * ((uint64_t(pattern) << 2) + function + 1);
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
   z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-  const double share = double(int64_t(z ^ (z >> 31))) * 0x1p-63;
-  return errors.seed % 2 == 0 ? share : share < 0.0 ? -1.0 : 1.0;
+  const double factor = double(int64_t(z ^ (z >> 31))) * 0x1p-63;
+  return errors.seed % 2 == 0 ? factor : factor < 0.0 ? -1.0 : 1.0;
 }
 
 template <class To, class From>
@@ -43,16 +44,16 @@ inline float flushed(float x) {
   return std::fabs(x) < std::numeric_limits<float>::min() ? std::copysign(0.0f, x) : x;
 }
 
-// The spacing of float at x, from x's exponent.
+// The spacing of floats at x, from the exponent of x.
 inline double unit_in_the_last_place(double x) {
   constexpr uint64_t exponent = 0x7ffull << 52, digits = 23ull << 52;
   return pattern_cast<double>((pattern_cast<uint64_t>(x) & exponent) - digits);
 }
 
-// The float that is off by the error, and not by more for its own rounding.
+// Returns the exact value plus the error, as a float whose rounding does not make the error larger.
 inline float disturbed(Function function, float x, double exact, double largest_error) {
   if (!std::isfinite(exact) || exact == 0.0) return float(exact);
-  const double error = errors.multiples[function] * share(function, x) * largest_error;
+  const double error = errors.multiples[function] * random_factor(function, x) * largest_error;
   float result = float(exact + error);
   if (error != 0.0 && std::fabs(result - exact) > std::fabs(error)) {
     const bool too_large = std::fabs(result) > std::fabs(exact);
@@ -61,7 +62,7 @@ inline float disturbed(Function function, float x, double exact, double largest_
   return flushed(result);
 }
 
-// 2 units from the correctly rounded result.
+// At most 2 units in the last place from the correctly rounded result.
 inline float exp2(float x) {
   const double exact = std::exp2(double(flushed(x)));
   const double rounded = float(exact);
@@ -84,7 +85,8 @@ inline float sqrt(float x) {
   return disturbed(kSqrt, x, exact, 0x1p-23 * exact);
 }
 
-// As CUDA's expf: exp2 of what is left of x / ln 2 above the next lower integer.
+// Computes exp as CUDA's expf does: exp2 of the fractional part of x / ln 2, scaled by a power
+// of 2.
 inline float exp(float x) {
   const double scaled = double(x) * 1.4426950408889634;
   const double whole = std::floor(scaled);
@@ -99,7 +101,7 @@ inline uint32_t byte_of(uint32_t word, int i) { return word >> (8 * i) & 0xffu; 
 inline float from_half(uint16_t bits) { return float(pattern_cast<_Float16>(bits)); }
 inline uint16_t to_half(float x) { return pattern_cast<uint16_t>(_Float16(x)); }
 
-// To nearest, ties to even, from the two neighbours.
+// Rounds to nearest, ties to even, between the two neighboring values.
 inline uint16_t to_bfloat16(float x) {
   if (std::isnan(x)) return 0x7fff;
   const uint32_t pattern = pattern_cast<uint32_t>(x);

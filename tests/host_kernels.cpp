@@ -1,6 +1,6 @@
-// The bodies of the CUDA kernels, run on the host over a virtual grid, for tests: conftest.py
-// compiles this file, and test_host_kernels.py calls it with tensors' addresses. Needs neither
-// torch nor a GPU.
+// Runs the bodies of the CUDA kernels on the host, over a virtual grid, for tests: conftest.py
+// compiles this file, and test_host_kernels.py calls it with the addresses of tensors. Needs
+// neither torch nor a GPU.
 #define INPLACE_OPS_HARDWARE "../tests/emulated_hardware.h"
 #define INPLACE_OPS_FEW_TILES 1
 
@@ -33,14 +33,15 @@ struct Launch {
   int planes;
   std::vector<int64_t> sizes;
   std::vector<std::vector<int64_t>> strides;
-  int64_t first_element;  // where the grid begins: a tensor's part past 2^31 needs no memory before
-  // Of a norm's affine: scale and shift of the channels, rstd and mean of the rows if any; strides
-  // of both.
-  std::vector<uintptr_t> map_addresses;
+  // Where the grid begins. A test of elements past 2^31 needs no memory for those before.
+  int64_t first_element;
+  // A norm's affine: scale and shift of the channels, then rstd and mean of the rows, if any, and
+  // the strides of channels and of rows.
+  std::vector<uintptr_t> affine_addresses;
   std::vector<std::vector<int64_t>> affine_strides;
 };
 
-// As affine_of() in csrc/tensors.h makes it of tensors.
+// Builds a NormAffine as affine_of() in csrc/tensors.h does from tensors.
 template <class C>
 NormAffine<C> affine_of(const Launch& launch) {
   StridedLayout strided(2);
@@ -50,7 +51,7 @@ NormAffine<C> affine_of(const Launch& launch) {
       strides[k] = launch.affine_strides[k][d];
     strided.add_inner_dim(launch.sizes[d], strides);
   }
-  if (strided.dims > kMaxAffineDims) throw std::invalid_argument("dimensions of the affine");
+  if (strided.dims > kMaxAffineDims) throw std::invalid_argument("too many dimensions: affine");
   NormAffine<C> affine{};
   affine.strided.dims = strided.dims;
   affine.strided.operands = 2;
@@ -59,15 +60,17 @@ NormAffine<C> affine_of(const Launch& launch) {
     affine.strided.sizes[d] = strided.sizes[d];
     for (int k = 0; k < 2; ++k) affine.strided.strides[k][d] = strided.strides[k][d];
   }
-  const auto part = [&](size_t k) { return reinterpret_cast<const C*>(launch.map_addresses[k]); };
-  affine.channel_affine = {part(0), part(1)};
-  if (launch.affine_strides.size() > 1) affine.row_statistics = {part(2), part(3)};
+  const auto pointer = [&](size_t k) {
+    return reinterpret_cast<const C*>(launch.affine_addresses[k]);
+  };
+  affine.channel_affine = {pointer(0), pointer(1)};
+  if (launch.affine_strides.size() > 1) affine.row_statistics = {pointer(2), pointer(3)};
   return affine;
 }
 
 struct Path {
-  int access = 0;      // elements, but for what is left at the end
-  std::string layout;  // of a norm's affine, if the access is of more than one
+  int access = 0;      // elements of an access, except in the rest at the end
+  std::string layout;  // of a norm's affine, for accesses of several elements
 };
 
 std::string name_of(const AffineLayout& layout) {
@@ -80,7 +83,7 @@ Path run(const Functor& functor, const Launch& launch) {
   using T = typename Functor::Scalar;
   using Out = typename Functor::Out;
   if (launch.addresses.size() != Functor::kInputs + 1)
-    throw std::invalid_argument("number of operands");
+    throw std::invalid_argument("wrong number of operands");
   StridedLayout strided(Functor::kInputs + 1);
   for (size_t d = 0; d < launch.sizes.size(); ++d) {
     int64_t strides[kMaxOperands] = {};
@@ -102,23 +105,24 @@ Path run(const Functor& functor, const Launch& launch) {
     if constexpr (std::is_same_v<std::decay_t<decltype(layout)>, RowsOfNormalized>)
       path.layout = name_of(layout.affine);
     constexpr int warps = kThreads / kWarpSize;
-    const int64_t before = std::max<int64_t>(launch.first_element - begin, 0);
+    const int64_t skipped = std::max<int64_t>(launch.first_element - begin, 0);
     const int64_t tiles = tiles_of<count()>(end - begin);
-    for (int64_t tile = before / kTileElements<count()>; tile < (tiles + warps - 1) / warps * warps;
-         ++tile)
+    for (int64_t tile = skipped / kTileElements<count()>;
+         tile < (tiles + warps - 1) / warps * warps; ++tile)
       run_warp<count()>(functor, layout, operands, begin, end, tile);
   });
   return path;
 }
 
-// The functor that is named, or one that casts its results: "Normalize to float16".
+// Runs the functor if the requested name is its name, or names a cast of its results, as "Normalize
+// to float16" does.
 template <class Functor>
-std::optional<Path> run_if_named(const std::string& name, const std::string& given,
+std::optional<Path> run_if_named(const std::string& name, const std::string& requested,
                                  const Functor& functor, const Launch& launch) {
-  if (given == name) return run(functor, launch);
+  if (requested == name) return run(functor, launch);
   if constexpr (std::is_same_v<typename Functor::Scalar, float>) {
-    if (given == name + " to float16") return run(Cast<Functor, Half>{functor}, launch);
-    if (given == name + " to bfloat16") return run(Cast<Functor, BFloat16>{functor}, launch);
+    if (requested == name + " to float16") return run(Cast<Functor, Half>{functor}, launch);
+    if (requested == name + " to bfloat16") return run(Cast<Functor, BFloat16>{functor}, launch);
   }
   return std::nullopt;
 }
@@ -144,30 +148,28 @@ Path run_functor(const std::string& functor, const A& activation, const Launch& 
     if (functor == "DoubleBackward") return run(DoubleBackward<A>{}, launch);
     if (functor == "ForwardDerivative") return run(ForwardDerivative<A>{{}, activation}, launch);
     if (functor == "BackwardDerivative") {
-      const auto grid = DerivativeGrid<opmath_t<T>>::template of<A>(launch.planes);
+      const auto grid = DerivativeGrid<opmath_t<T>>::template for_activation<A>(launch.planes);
       return run(BackwardDerivative<T>{{}, grid}, launch);
     }
   }
-  throw std::invalid_argument("functor: " + functor);
+  throw std::invalid_argument("unknown functor: " + functor);
 }
 
-std::pair<int, std::string> run_named(const std::string& activation,
-                                      const std::vector<double>& scalars,
-                                      const std::string& functor, const std::string& dtype,
-                                      std::vector<uintptr_t> addresses, uintptr_t packed_address,
-                                      int64_t plane_stride, int planes, std::vector<int64_t> sizes,
-                                      std::vector<std::vector<int64_t>> strides,
-                                      int64_t first_element, std::vector<uintptr_t> map_addresses,
-                                      std::vector<std::vector<int64_t>> affine_strides) {
-  const Launch launch{addresses, packed_address, plane_stride,  planes,        sizes,
-                      strides,   first_element,  map_addresses, affine_strides};
+std::pair<int, std::string> run_named(
+    const std::string& activation, const std::vector<double>& scalars, const std::string& functor,
+    const std::string& dtype, std::vector<uintptr_t> addresses, uintptr_t packed_address,
+    int64_t plane_stride, int planes, std::vector<int64_t> sizes,
+    std::vector<std::vector<int64_t>> strides, int64_t first_element,
+    std::vector<uintptr_t> affine_addresses, std::vector<std::vector<int64_t>> affine_strides) {
+  const Launch launch{addresses, packed_address, plane_stride,     planes,        sizes,
+                      strides,   first_element,  affine_addresses, affine_strides};
   Path path;
   with_activation(activation, dtype, scalars,
-                  [&](const auto& made) { path = run_functor(functor, made, launch); });
+                  [&](const auto& typed) { path = run_functor(functor, typed, launch); });
   return {path.access, path.layout};
 }
 
-// Of each number the quotient and the remainder.
+// Returns the quotients and the remainders of the numbers.
 std::pair<std::vector<int64_t>, std::vector<int64_t>> divide(const std::vector<int64_t>& numbers,
                                                              int64_t divisor) {
   const IntDivider divider(divisor);
@@ -179,27 +181,27 @@ std::pair<std::vector<int64_t>, std::vector<int64_t>> divide(const std::vector<i
   return results;
 }
 
-// The share of the inputs that BackwardOutput takes for far.
+// Returns the fraction of the inputs whose outputs are in the tail for BackwardOutput.
 template <class A>
 double tail_fraction_of(const A& activation, int bits, const std::vector<double>& inputs) {
   using T = typename A::Scalar;
-  int64_t far = 0;
+  int64_t in_tail = 0;
   if constexpr (A::kKind == Kind::kSmooth && !std::is_same_v<T, double>) {
     for (const double input : inputs) {
       const auto x = element_of(store<T>(opmath_t<T>(input)));
       const Element<T> in[2] = {{}, element_of(store<T>(activation.value(x.value)))};
-      far += BackwardOutput<A>{}.is_in_tail(in, InputCode<A>(bits).encode(x), bits);
+      in_tail += BackwardOutput<A>{}.is_in_tail(in, InputCode<A>(bits).encode(x), bits);
     }
   }
-  return double(far) / inputs.size();
+  return double(in_tail) / inputs.size();
 }
 
 double tail_fraction(const std::string& activation, const std::string& dtype, int bits,
                      const std::vector<double>& inputs) {
-  double share = 0.0;
+  double fraction = 0.0;
   with_activation(activation, dtype, {},
-                  [&](const auto& made) { share = tail_fraction_of(made, bits, inputs); });
-  return share;
+                  [&](const auto& typed) { fraction = tail_fraction_of(typed, bits, inputs); });
+  return fraction;
 }
 
 void poison(uintptr_t address, size_t size) {
@@ -216,7 +218,7 @@ PYBIND11_MODULE(MODULE_NAME, module) {
   module.def("tail_fraction", &tail_fraction);
   module.def("poison", &poison);
   module.def("unpoison", &unpoison);
-  py::dict tile;  // elements of a warp's tile, by their bytes
+  py::dict tile;  // from the bytes of an element to the elements of a warp's tile
   tile[py::int_(sizeof(double))] = kTileElements<kVectorElements<double>>;
   tile[py::int_(sizeof(float))] = kTileElements<kVectorElements<float>>;
   tile[py::int_(sizeof(Half))] = kTileElements<kVectorElements<Half>>;

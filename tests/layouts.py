@@ -1,4 +1,4 @@
-"""Memory layouts of an activation's input, and of the gradient that comes in."""
+"""Memory layouts of an activation's input, and of the incoming gradient."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# From a tensor of the given shape to one that may be modified in place.
+# By name: a shape, and a function from a tensor of this shape to one that may be modified in place.
 LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "contiguous": ((3, 5, 7, 4), lambda a: a.clone()),
     "channels_last": ((2, 3, 5, 4), lambda a: a.clone(memory_format=torch.channels_last)),
@@ -36,7 +36,8 @@ def _in_reversed_order(shape: torch.Size, values: Callable[..., Tensor]) -> Tens
     return values(tuple(reversed(shape))).permute(tuple(reversed(range(len(shape)))))
 
 
-# From a shape, and a function from a shape to random values, to an incoming gradient.
+# By name: a function that returns an incoming gradient of a shape. Its second argument returns
+# random values of a shape.
 GRADIENTS: dict[str, Callable[[torch.Size, Callable[..., Tensor]], Tensor]] = {
     "contiguous": lambda shape, values: values(shape),
     "expanded": lambda shape, values: values(()).expand(shape),
@@ -50,7 +51,7 @@ GRADIENTS: dict[str, Callable[[torch.Size, Callable[..., Tensor]], Tensor]] = {
 
 
 def random_view(base: Tensor, choose: random.Random) -> Tensor:
-    """A view of a part of base: dimensions split, sliced with steps and permuted."""
+    """Return a view of a part of base: its dimensions are split, sliced with steps and permuted."""
     view = base.view(4, -1, 3) if base.numel() % 12 == 0 and choose.random() < 0.5 else base
     for d in range(view.dim()):
         first = choose.randrange(view.size(d))

@@ -1,4 +1,4 @@
-"""What is allocated."""
+"""Measurements of allocated CPU memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def largest_allocation() -> Iterator[list[int]]:
-    """The most bytes that the block allocates on the CPU at one time: entry 0, at the end."""
+    """Yield a list that gets one entry after the block: the peak of the allocated CPU bytes."""
     found: list[int] = []
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         yield found
@@ -23,7 +23,7 @@ def largest_allocation() -> Iterator[list[int]]:
 
 
 def saved_allocation(call: Callable[[], object]) -> int:
-    """The bytes that the result of a call holds on the CPU, with all that backward needs."""
+    """Return the CPU bytes that stay allocated for the result of a call and its saved tensors."""
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         result = call()
     events = profile.kineto_results.events()

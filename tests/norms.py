@@ -1,4 +1,4 @@
-"""The norms before an activation with save="recompute", and how exact their output is."""
+"""The norms that precede an activation with save="recompute", and error bounds of their output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 Call = Callable[[Tensor], Tensor]
 
-# One for each activation; what it saves is what a fallback saves.
+# One row for each activation, with the save mode that save="recompute" falls back to.
 ROWS = [row for row in ONE_OF_EACH if row.save == row.entry.save_modes[0] and row.bits is None]
 PIECEWISE, SMOOTH = (next(row for row in ROWS if row.function == name) for name in ("relu", "silu"))
 
@@ -25,22 +25,22 @@ class Norm:
 
     Attributes:
         make: Returns the module.
-        shape: The input's.
-        by_mean: From the input to a line for each mean and deviation.
-        map_numbers: How many numbers save="recompute" saves of it.
-        memory_format: The input's.
+        shape: The shape of the input.
+        statistic_rows: Reshapes the input so that each row shares one mean and standard deviation.
+        affine_numel: The number of elements of the affine that save="recompute" saves.
+        memory_format: The memory format of the input.
     """
 
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
-    by_mean: Callable[[Tensor], Tensor]
-    map_numbers: int
+    statistic_rows: Callable[[Tensor], Tensor]
+    affine_numel: int
     memory_format: torch.memory_format = torch.contiguous_format
 
     def module(
         self, dtype: torch.dtype, training: bool = True, device: torch.device | str = "cpu"
     ) -> nn.Module:
-        """With random numbers in it; those of 16 bits are rounded to the dtype."""
+        """Return the module with random parameters and running statistics, drawn in `dtype`."""
         module = self.make().to(device, dtype).train(training)
         for name, state in module.state_dict().items():
             if state.is_floating_point():
@@ -52,21 +52,21 @@ class Norm:
         return x.to(dtype, memory_format=self.memory_format).requires_grad_()
 
     def error(self, module: nn.Module, x: Tensor, z: Tensor) -> Tensor:
-        """How far apart two may be that are formed of one x and the same statistics.
+        """Return a bound of the difference of two outputs of the same input and statistics.
 
-        Each is x * scale + (bias - mean * scale), where PyTorch may take bias + (x - mean) * scale,
-        rounded a dozen times at most, and then to the dtype.
+        An output is x * scale + (bias - mean * scale), or bias + (x - mean) * scale in PyTorch.
+        Each is rounded at most a dozen times, and then to the dtype.
         """
-        groups = self.by_mean(x.detach().double())
-        mean, variance = groups.mean(-1), groups.var(-1, unbiased=False)
+        rows = self.statistic_rows(x.detach().double())
+        mean, variance = rows.mean(-1), rows.var(-1, unbiased=False)
         if not module.training and getattr(module, "running_mean", None) is not None:
             mean, variance = module.running_mean.double(), module.running_var.double()
         largest = {name: state.abs().max().item() for name, state in module.state_dict().items()}
         shift = (mean.abs() * (variance + module.eps).rsqrt()).max() * largest.get("weight", 1.0)
         size = z.detach().double().abs()
         terms = size + 2 * (shift + largest.get("bias", 0.0))
-        compute = torch.float64 if z.dtype == torch.float64 else torch.float32
-        error = 12 * torch.finfo(compute).eps * terms
+        compute_dtype = torch.float64 if z.dtype == torch.float64 else torch.float32
+        error = 12 * torch.finfo(compute_dtype).eps * terms
         return error + 2 * rounding(size + error, z.dtype)
 
 
@@ -125,7 +125,7 @@ NORMS: dict[str, Norm] = {
         2 * 15 + 2 * 12,
     ),
 }
-# One for each of PyTorch's nodes, and an instance norm, whose output is a view.
+# One norm for each type of PyTorch's norm nodes, and an instance norm, whose output is a view.
 ONE_OF_EACH_NORM = ("batch_2d", "group", "instance_1d", "layer")
 
 
@@ -134,14 +134,17 @@ def recompute(activation: Activation) -> Call:
 
 
 def exactly(activation: Activation) -> Call:
-    """PyTorch's, or its formula: a GPU's Hardswish multiplies float64 by 1/6 in float32."""
+    """Return PyTorch's activation, or the formula of Hardswish.
+
+    On a GPU PyTorch's Hardswish multiplies float64 values by 1/6 rounded to float32.
+    """
     if activation.function == "hardswish":
         return lambda z: z * (z + 3).clamp(0, 6) / 6
     return activation.reference
 
 
 def node_of(z: Tensor) -> Any:
-    """That of a norm, or of the activation after it: an instance norm's output is a view."""
+    """Return the node of a norm or of the activation after it; an instance norm returns a view."""
     return (z if z._base is None else z._base).grad_fn
 
 
@@ -150,42 +153,46 @@ def is_recomputed(y: Tensor) -> bool:
 
 
 def loss_of(y: Tensor) -> Tensor:
-    """Its gradient is not 0 where y is."""
+    """Return a loss whose gradient is not zero where y is zero."""
     return (y + 1).square().sum()
 
 
 def gradients(call: Call, norm: nn.Module, x: Tensor) -> tuple[Tensor | None, ...]:
-    """Those of a loss of call(norm(x)), of all that requires one."""
-    of = [t for t in (x, *norm.parameters()) if t.requires_grad]
-    return torch.autograd.grad(loss_of(call(norm(x))), of, allow_unused=True)
+    """Return the gradients of a loss of call(norm(x)) for x and all parameters that require one."""
+    inputs = [t for t in (x, *norm.parameters()) if t.requires_grad]
+    return torch.autograd.grad(loss_of(call(norm(x))), inputs, allow_unused=True)
 
 
 def assert_same_gradients(call: Call, reference: Call, norm: nn.Module, x: Tensor) -> None:
-    """Of call(norm(x)) and of reference(norm(x)), in float64; the norm's buffers too."""
+    """Assert that call and reference after a norm give equal gradients and buffers, in float64."""
     other = copy.deepcopy(norm)
-    of_other = gradients(reference, other, x)
-    torch.testing.assert_close(gradients(call, norm, x), of_other, rtol=1e-9, atol=1e-9)
+    expected = gradients(reference, other, x)
+    torch.testing.assert_close(gradients(call, norm, x), expected, rtol=1e-9, atol=1e-9)
     for mine, theirs in zip(norm.buffers(), other.buffers(), strict=True):
         assert torch.equal(mine, theirs)
 
 
-def normalized(x: Tensor, channels: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The map of x in float64, and how far one that is computed in the affine' dtype may be off.
+def normalized(
+    x: Tensor, channel_affine: Tensor, row_statistics: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the norm's output in float64, and an error bound for the affine's dtype.
 
-    On the way to the sum each of its terms is rounded three times, here in float64 too, and the sum
-    once more, to x's dtype.
+    A kernel rounds each term of the sum three times in the affine's dtype, as this function does in
+    float64, and rounds the sum once more, to the dtype of x.
     """
-    compute = torch.finfo(channels.dtype).eps / 2
+    roundoff = torch.finfo(channel_affine.dtype).eps / 2
     wide = x.double()
-    scale, shift = channels.double()
-    rstd, mean = (1.0, torch.zeros_like(shift)) if rows is None else rows.double()
+    scale, shift = channel_affine.double()
+    rstd, mean = (
+        (1.0, torch.zeros_like(shift)) if row_statistics is None else row_statistics.double()
+    )
     z = (wide - mean) * rstd * scale + shift
     terms = ((wide - mean) * rstd * scale).abs() + shift.abs()
-    error = 2 * 3.01 * compute * terms
+    error = 2 * 3.01 * roundoff * terms
     return z, error + rounding(z.abs() + error, x.dtype)
 
 
 def rounding(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """How far a value moves at most that is rounded to a dtype, subnormal or not."""
+    """Return a bound of the error of rounding a value to a dtype, subnormal values included."""
     finfo = torch.finfo(dtype)
     return 0.501 * finfo.eps * value.abs().clamp(min=finfo.smallest_normal)

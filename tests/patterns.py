@@ -1,4 +1,4 @@
-"""Small models, each with one thing that makes overwriting a tensor unsafe, and its safe twin."""
+"""Small models in which one thing makes overwriting a tensor unsafe, each with a safe variant."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Forward = Callable[[Any, Tensor], Any]
 
 
 class Network(nn.Module):
-    """Two linear layers, an activation, and whatever `compute` makes of them."""
+    """Two linear layers and an activation, which `compute(self, x)` calls."""
 
     def __init__(self, compute: Forward, activation: Callable[[], nn.Module] = nn.ReLU) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Network(nn.Module):
         self.frozen = nn.Parameter(torch.randn(WIDTH, WIDTH).double(), requires_grad=False)
         self.register_buffer("scale", torch.randn(WIDTH, WIDTH).double())
         self.compute = compute
-        self.kept: list[Tensor] = []
+        self.stored: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Any:
         return self.compute(self, x)
@@ -36,7 +36,7 @@ class Network(nn.Module):
 
 @dataclass(frozen=True)
 class Pattern:
-    """Two forwards, with activations that PyTorch runs them with."""
+    """An unsafe forward, a safe variant, and the activations with which PyTorch runs them."""
 
     name: str
     unsafe: Forward
@@ -47,19 +47,19 @@ class Pattern:
 def _hooked(hook: Callable[[Network], Any], register: str) -> Forward:
     def compute(m: Network, x: Tensor) -> Tensor:
         handle = getattr(m.first, register)(hook(m))
-        h = m.first(m.second(x))  # an input with a gradient: else the hook warns
+        h = m.first(m.second(x))  # with an input that requires no grad the hook warns
         handle.remove()
         return m.second(m.act(h))
 
     return compute
 
 
-def _keep(m: Network) -> Callable[..., None]:
-    return lambda module, inputs, output: m.kept.append(output)
+def _store_output(m: Network) -> Callable[..., None]:
+    return lambda module, inputs, output: m.stored.append(output)
 
 
-def _keep_mean(m: Network) -> Callable[..., None]:
-    return lambda module, inputs, output: m.kept.append(output.mean())
+def _store_mean(m: Network) -> Callable[..., None]:
+    return lambda module, inputs, output: m.stored.append(output.mean())
 
 
 def _gradient_hook(m: Network) -> Callable[..., None]:
@@ -68,7 +68,7 @@ def _gradient_hook(m: Network) -> Callable[..., None]:
 
 def _attribute(m: Network, x: Tensor) -> Tensor:
     h = m.first(x)
-    m.kept.append(h.view(-1))
+    m.stored.append(h.view(-1))
     return m.second(m.act(h))
 
 
@@ -91,7 +91,7 @@ def _written_later(m: Network, x: Tensor) -> Tensor:
 
 
 def _force(m: Network, x: Tensor, prepare: Callable[[Tensor], Tensor]) -> Tensor:
-    """The gradient of an energy, as models of forces compute it: the graph is gone afterwards."""
+    """Differentiate an energy in forward, as force-field models do, which frees the graph."""
     position = m.first(x).detach().requires_grad_()
     m.act(prepare(position)).square().sum().backward()
     assert position.grad is not None
@@ -129,7 +129,7 @@ def _complex(m: Network, x: Tensor) -> Tensor:
 
 
 class _SavesUnread(torch.autograd.Function):
-    """Saves h for backward, and nothing reads it before."""
+    """Save h for backward; no operation reads h before."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, h: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ PATTERNS: list[Pattern] = [
         "input written to later",
         _written_later,
         lambda m, x: m.second(m.act(m.first(x))),
-        (nn.ReLU,),  # the others keep their input: PyTorch raises
+        (nn.ReLU,),  # the others save their input, so PyTorch raises
     ),
     Pattern(
         "gradient hook afterwards",
@@ -174,22 +174,22 @@ PATTERNS: list[Pattern] = [
         lambda m, x: _gradient_hooks(m, x, before=True),
     ),
     Pattern(
-        "values taken to Python",
+        "values read by Python",
         lambda m, x: m.second(m.act(h := m.first(x.detach()))) * sum(h.detach().view(-1).tolist()),
         lambda m, x: m.second(m.act(h := m.first(x.detach()))) * len(h.shape),
     ),
     Pattern(
-        "memory handed to NumPy",
+        "memory shared by numpy()",
         lambda m, x: _numpy(m, x, lambda h: h.numpy()),
         lambda m, x: _numpy(m, x, lambda h: h.clone().numpy()),
     ),
     Pattern(
-        "memory that NumPy takes",
+        "memory shared by np.asarray",
         lambda m, x: _numpy(m, x, np.asarray),
         lambda m, x: _numpy(m, x, lambda h: np.asarray(h.clone())),
     ),
     Pattern(
-        "memory handed out by DLPack",
+        "memory shared by DLPack",
         lambda m, x: _numpy(m, x, np.from_dlpack),
         lambda m, x: _numpy(m, x, lambda h: np.from_dlpack(h.clone())),
     ),
@@ -197,7 +197,7 @@ PATTERNS: list[Pattern] = [
         "gradient of the input",
         lambda m, x: _gradient_of(m, x, lambda h, y: h),
         lambda m, x: _gradient_of(m, x, lambda h, y: y),
-        (nn.ReLU,),  # the others' own backward reads the input
+        (nn.ReLU,),  # the backward of the others reads the input
     ),
     Pattern(
         "saved later and not read before",
@@ -250,7 +250,7 @@ PATTERNS: list[Pattern] = [
     Pattern(
         "backward hook",
         _hooked(_gradient_hook, "register_full_backward_hook"),
-        _hooked(_keep_mean, "register_forward_hook"),
+        _hooked(_store_mean, "register_forward_hook"),
     ),
     Pattern(
         "detached by no_grad",
@@ -261,13 +261,13 @@ PATTERNS: list[Pattern] = [
         "view of a leaf",
         lambda m, x: _force(m, x, lambda position: position.view(-1)),
         lambda m, x: _force(m, x, lambda position: (position * 2).view(-1)),
-        (nn.ReLU,),  # the others' own backward reads the input
+        (nn.ReLU,),  # the backward of the others reads the input
     ),
     Pattern(
         "leaf",
         lambda m, x: _force(m, x, lambda position: position),
         lambda m, x: _force(m, x, lambda position: position * 2),
-        (nn.ReLU,),  # the others' own backward reads the input
+        (nn.ReLU,),  # the backward of the others reads the input
     ),
     Pattern(
         "overlapping memory",
@@ -300,12 +300,12 @@ PATTERNS: list[Pattern] = [
         lambda m, x: ((h := m.first(x)).sum(), m.second(m.act(h))),
     ),
     Pattern(
-        "kept by a hook",
-        _hooked(_keep, "register_forward_hook"),
-        _hooked(_keep_mean, "register_forward_hook"),
+        "stored by a hook",
+        _hooked(_store_output, "register_forward_hook"),
+        _hooked(_store_mean, "register_forward_hook"),
     ),
     Pattern(
-        "view kept by an attribute",
+        "view stored in an attribute",
         _attribute,
         lambda m, x: m.second(m.act(m.first(x))),
     ),

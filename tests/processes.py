@@ -1,4 +1,4 @@
-"""Several processes with a process group between them, which run functions of the tests."""
+"""Worker processes that share a process group and run functions of the tests."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-SECONDS = 120  # after which a function counts as hanging
-GRACE = 10  # for the others to end once one has failed
+SECONDS = 120  # a function that runs longer counts as hanging
+GRACE = 10  # seconds for the other processes to finish once one has failed
 
 
 class Processes:
-    """`world_size` processes, started when first needed and anew after a failure."""
+    """A pool of `world_size` processes, started at the first run and again after a failure."""
 
     def __init__(self, world_size: int, backend: str = "gloo") -> None:
         self.world_size = world_size
@@ -32,7 +32,12 @@ class Processes:
         self._connections: list[Connection] = []
 
     def run(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a module's function in every process; raise the tracebacks of those it fails in."""
+        """Call a module-level function in every process.
+
+        Raises:
+            AssertionError: The function failed or did not return in some processes. The message has
+                their tracebacks.
+        """
         if not self._processes:
             self._start()
         for connection in self._connections:
@@ -52,7 +57,7 @@ class Processes:
                     deadline = min(deadline, time.monotonic() + GRACE)
         failures |= dict.fromkeys(running, "did not return")
         if failures:
-            self.stop()  # the processes may be out of step
+            self.stop()  # the processes may be out of sync
             raise AssertionError(
                 "\n".join(f"rank {rank}: {failure}" for rank, failure in sorted(failures.items()))
             )
@@ -108,10 +113,10 @@ def _serve(rank: int, world_size: int, backend: str, store: str, connection: Con
 
 
 def device() -> torch.device:
-    """The device of this process."""
+    """Return the device of this process."""
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
-@functools.cache  # torch.compile fails on two meshes that are equal, with PyTorch's ops too
+@functools.cache  # with two equal meshes torch.compile fails, with PyTorch's ops too
 def mesh_of(*shape: int) -> DeviceMesh:
     return init_device_mesh(device().type, shape or (dist.get_world_size(),))

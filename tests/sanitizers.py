@@ -1,4 +1,4 @@
-"""Tests once more, in a process in which the code they test was compiled with ASan and UBSan."""
+"""Run tests again in a process whose compiled code has ASan and UBSan."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from pathlib import Path
 
 import pytest
 
-SANITIZE = "INPLACE_OPS_SANITIZE"  # set in that process
+SANITIZE = "INPLACE_OPS_SANITIZE"  # an environment variable, set in that process
 FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-DHOST_DEVICE=inline"]
 COMPILER = os.environ.get("CXX", "g++")
 
 
 def sanitizers() -> list[str]:
-    """The libraries that Python is to load first; skips where there are none, or in that run."""
+    """Return the libraries for LD_PRELOAD.
+
+    Skips the test without a compiler or sanitizers, and in the process that run_tests starts.
+    """
     if SANITIZE in os.environ:
-        pytest.skip("this is that run")
+        pytest.skip("already runs with sanitizers")
     if shutil.which(COMPILER) is None:
-        pytest.skip("needs g++")
+        pytest.skip(f"{COMPILER} is not installed")
     libraries = [
         subprocess.run([COMPILER, f"-print-file-name={name}"], capture_output=True, text=True)
         for name in ("libasan.so", "libubsan.so", "libstdc++.so")
@@ -32,8 +35,8 @@ def sanitizers() -> list[str]:
 
 
 def run_tests(*arguments: str, folder: Path, preloaded: list[str], **environment: str) -> None:
-    """Run pytest with the arguments in `folder`; fail where it does."""
-    # -s: a sanitizer ends the process, and what pytest has captured by then would be lost.
+    """Run pytest in `folder`, with the arguments and with sanitizers; fail if it fails."""
+    # -s: a sanitizer ends the process, and output that pytest has captured would be lost.
     result = subprocess.run(
         [
             sys.executable,

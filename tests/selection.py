@@ -1,7 +1,8 @@
-"""How many tests there are, and which run by default.
+"""Markers and decorators that choose which tests run by default.
 
-Tests marked `exhaustive` run with `pytest -m ""`, and in .ci/run but for those marked `release`:
-they are slow, and rarely tell more than a quick one. Cases of a few milliseconds share a test.
+Tests marked `exhaustive` are slow and rarely find more than a quick test. They run with
+`pytest -m ""`, and in .ci/run except those that are also marked `release`. Cases that take a few
+milliseconds share a test: see `each`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ release = (exhaustive, pytest.mark.release)
 
 
 def quick(values: Iterable[Any], always: Container[Any], marks: Any = exhaustive) -> list[Any]:
-    """Parameters for pytest.mark.parametrize: those not among `always` are exhaustive."""
+    """Return parameters for pytest.mark.parametrize, with `marks` on those not in `always`."""
     return [
         value
         if value in always
@@ -28,9 +29,9 @@ def quick(values: Iterable[Any], always: Container[Any], marks: Any = exhaustive
 
 
 def each(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[..., Any]:
-    """As pytest.mark.parametrize, but with all cases in one test, which names the one that fails.
+    """Parametrize a test like pytest.mark.parametrize, but run all cases in one test.
 
-    For cases that take less time than pytest does for a test.
+    A failure names its case. Meant for cases that take less time than pytest needs for a test.
     """
     cases = [(value,) if isinstance(names, str) else tuple(value) for value in values]
     names = (names,) if isinstance(names, str) else names
@@ -48,9 +49,9 @@ def each(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[..., A
                     raise AssertionError(f"{named}: {error}") from error
 
         signature = inspect.signature(test)
-        left = [p for name, p in signature.parameters.items() if name not in names]
-        assert len(left) == len(signature.parameters) - len(names)
-        all_cases.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
+        remaining = [p for name, p in signature.parameters.items() if name not in names]
+        assert len(remaining) == len(signature.parameters) - len(names)
+        all_cases.__signature__ = signature.replace(parameters=remaining)  # type: ignore[attr-defined]
         return all_cases
 
     return decorate

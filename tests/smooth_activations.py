@@ -26,15 +26,15 @@ def id_of(dtype: torch.dtype) -> str:
 class SmoothActivation:
     entry: Activation
     minimum: float
-    exact: Callable[[Tensor], Tensor]  # the value and the derivative of a float64 tensor
+    exact: Callable[[Tensor], Tensor]  # the values at a float64 tensor; `derivative` likewise
     derivative: Callable[[Tensor], Tensor]
-    # Below, 16-bit outputs are subnormal or 0 and the input is lost.
+    # Below this input 16-bit outputs are subnormal or 0, and the input cannot be recovered.
     recovered_above: Mapping[torch.dtype, float]
-    unit: float  # float32's spacing of outputs at the minimum
+    unit: float  # the spacing of float32 outputs at the minimum
 
     @property
     def name(self) -> str:
-        """Of its ops."""
+        """The activation's name in the ops."""
         return self.entry.ops.name
 
     @property
@@ -48,7 +48,7 @@ class SmoothActivation:
         return tuple(sorted({1, self.default_bits(dtype), 8}))
 
     def error(self, dtype: torch.dtype, bits: int) -> float:
-        """The largest absolute error of the derivative; 0: x is exact."""
+        """Return the largest absolute error of the derivative; 0 if x is recovered exactly."""
         return self.entry.output_errors[dtype][bits]
 
 
@@ -72,7 +72,7 @@ def _twice_u(x: Tensor) -> Tensor:
 
 
 def _gelu_tanh_derivative(x: Tensor) -> Tensor:
-    # Beyond, it is 0 or 1.
+    # Outside of [-100, 100] the derivative is 0 or 1.
     x = x.clamp(-100, 100)
     u = _twice_u(x)
     rate = math.sqrt(8 / math.pi) * (1 + 3 * 0.044715 * x * x)
@@ -139,7 +139,7 @@ SMOOTH_ACTIVATIONS = (
 
 
 class Numerics:
-    """device_numerics.cpp over tensors."""
+    """The functions of device_numerics.cpp for a smooth activation, with tensors as arguments."""
 
     def __init__(self, module: ModuleType, smooth: SmoothActivation) -> None:
         self.module = module
@@ -154,7 +154,10 @@ class Numerics:
     def points(
         self, x: Tensor, bits: int, y: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The x that backward finds, and both derivatives there; with 0 bits those of x itself."""
+        """Return the input that backward recovers, and both derivatives there.
+
+        With 0 bits the recovered input is x itself.
+        """
         y = self.forward(x) if y is None else y
         compute = torch.float64 if x.dtype == torch.float64 else torch.float32
         results = [torch.full(x.shape, torch.nan, dtype=compute) for _ in range(3)]
@@ -168,7 +171,7 @@ class Numerics:
         return self.points(x, bits, y)[:2]
 
     def error(self, x: Tensor, bits: int, y: Tensor | None = None) -> float:
-        """The largest absolute one of the derivative."""
+        """Return the largest absolute error of the derivative."""
         slope = self.recover(x, bits, y)[1].double()
         error = (slope - self.smooth.derivative(x.double())).abs().max().item()
         assert error == error
@@ -181,13 +184,13 @@ def all_finite(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def near(center: float, widest: float, dtype: torch.dtype) -> Tensor:
-    """Values on both sides of center, at distances from `widest` down to one spacing."""
+    """Return values on both sides of center, at distances from `widest` down to 1e-17."""
     distances = torch.logspace(math.log10(widest), -17, 20_000, dtype=torch.float64)
     return (center + torch.cat([distances, -distances])).to(dtype)
 
 
 def dense(dtype: torch.dtype, device: torch.device, minimum: float) -> Tensor:
-    """Every region of the inverse: the minimum, 0, both tails, subnormals."""
+    """Return values in every region of the inverse: the minimum, 0, both tails, subnormals."""
     finfo = torch.finfo(dtype)
     sizes = torch.logspace(
         math.log10(finfo.smallest_normal),

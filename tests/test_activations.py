@@ -1,4 +1,4 @@
-"""The lists of activations: each is in all of them, and says the same everywhere."""
+"""Test that every activation is in all lists, with the same defaults everywhere."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from inplace_ops.autograd import FUNCTIONS
 each_activation = pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.ops.name)
 
 
-def test_every_activation_of_the_kernels_is_listed() -> None:
+def test_every_activation_of_the_kernels_is_in_all_lists() -> None:
     assert [activation.ops for activation in ACTIVATIONS] == list(_ops.ALL.values())
     assert set(FUNCTIONS) == {(a, save) for a in ACTIVATIONS for save in a.save_modes}
     assert {smooth.entry for smooth in SMOOTH_ACTIVATIONS} == {
@@ -35,10 +35,10 @@ def test_every_activation_of_the_kernels_is_listed() -> None:
 
 
 @each_activation
-def test_defaults_of_functions_and_modules(activation: Activation) -> None:
+def test_functions_and_modules_have_the_same_defaults(activation: Activation) -> None:
     module = getattr(inplace_ops, activation.name)
-    for takes in (getattr(inplace_ops, activation.function), module):
-        parameters = inspect.signature(takes).parameters
+    for target in (getattr(inplace_ops, activation.function), module):
+        parameters = inspect.signature(target).parameters
         assert parameters["save"].default == activation.save_modes[0]
         assert ("bits" in parameters) == (not activation.is_piecewise_linear)
     assert module.default_save == activation.save_modes[0]
@@ -46,7 +46,7 @@ def test_defaults_of_functions_and_modules(activation: Activation) -> None:
 
 
 @each_activation
-def test_what_is_kept_by_default_packs_bits(activation: Activation) -> None:
+def test_default_save_mode_packs_bits(activation: Activation) -> None:
     save: Save = activation.save_modes[0]
     assert save in activation.ops.save_in_place
     assert all(activation.default_bits(save, dtype) for dtype in FLOATS)
@@ -63,10 +63,10 @@ def test_what_is_kept_by_default_packs_bits(activation: Activation) -> None:
     ],
     ids=lambda value: value.ops.name if isinstance(value, Activation) else "",
 )
-def test_errors_of_the_grids_are_the_documented_ones(
+def test_derivative_grid_errors_match_documentation(
     activation: Activation, errors: tuple[str, ...], documented: tuple[float, ...]
 ) -> None:
-    """With 8, 16 and 32 bits, before what the arithmetic adds."""
+    """Check the grids of 8, 16 and 32 bits, without errors of the arithmetic."""
     for bits, expected, limit in zip((8, 16, 32), errors, documented, strict=True):
         error = activation.derivative_error("derivative", torch.float64, bits)
         assert f"{error:.1e}" == expected

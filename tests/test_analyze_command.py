@@ -1,4 +1,4 @@
-"""`python -m inplace_ops analyze`, and how it finds a model by its name."""
+"""Test `python -m inplace_ops analyze`, and building a library's model by name."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def small(width=8):
     return "own_models:small"
 
 
-def test_analyze_command(library: str) -> None:
+def test_analyze_prints_report(library: str) -> None:
     result = analyze(library, "--input", "2,3,32,32", "--set", "width=16", "--max-ops", "2")
     assert result.returncode == 0, result.stderr
     assert "saved for backward" in result.stdout
     assert "SiLU" in result.stdout
 
 
-def test_analyze_command_as_json(library: str) -> None:
+def test_analyze_prints_json(library: str) -> None:
     result = analyze(library, "--input", "2,3,32,32", "--json", "--eval")
-    found = json.loads(result.stdout)
-    assert found["saved_bytes_after"] < found["saved_bytes_before"]
+    report = json.loads(result.stdout)
+    assert report["saved_bytes_after"] < report["saved_bytes_before"]
 
 
 @pytest.mark.parametrize(
@@ -55,13 +55,13 @@ def test_analyze_command_as_json(library: str) -> None:
         (("torch:ones",), "--input"),
     ],
 )
-def test_wrong_analyze_commands(arguments: tuple[str, ...], error: str) -> None:
+def test_invalid_analyze_arguments_exit_with_error(arguments: tuple[str, ...], error: str) -> None:
     result = analyze(*arguments)
     assert result.returncode == 2
     assert error in result.stderr
 
 
-def test_models_of_libraries() -> None:
+def test_load_builds_models_of_libraries() -> None:
     with pytest.raises(ModelNotFoundError, match="expected LIBRARY:NAME"):
         load("timm")
     pytest.importorskip("transformers")

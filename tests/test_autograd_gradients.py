@@ -30,7 +30,7 @@ BY_NAME = {row.name: row for row in ACTIVATIONS}
 
 
 def away_from_zero(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Float64 values away from the kink at 0, where a finite difference says nothing."""
+    """Return float64 values away from the kink at 0, where finite differences are wrong."""
     sign = torch.where(torch.rand(shape, device=device) < 0.5, -1.0, 1.0)
     return ((0.1 + 3 * torch.rand(shape, device=device)) * sign).double().requires_grad_()
 
@@ -58,10 +58,14 @@ def test_gradcheck(activation: Activation, program: str, device: torch.device) -
 
 
 @all_activations
-def test_a_second_derivative_through_batched_gradients_is_refused(
+def test_batched_gradients_raise_with_create_graph(
     activation: Activation, device: torch.device
 ) -> None:
-    """PyTorch's batched tensors lose what a Function's backward of a backward needs."""
+    """Batched gradients are right; with create_graph=True the call raises.
+
+    PyTorch's batched tensors lose the graph of a Function's backward, and with it the second
+    derivative.
+    """
     leaf = away_from_zero((3,), device)
     y = activation.call(leaf * 1)
     rows = torch.eye(3, dtype=y.dtype, device=device)
@@ -76,7 +80,7 @@ def test_a_second_derivative_through_batched_gradients_is_refused(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_second_derivative_at_hardswishs_minimum(dtype: torch.dtype, device: torch.device) -> None:
+def test_second_derivative_at_hardswish_minimum(dtype: torch.dtype, device: torch.device) -> None:
     x = torch.full((9,), -1.5, dtype=dtype, device=device, requires_grad=True)
     (first,) = torch.autograd.grad(inplace_ops.hardswish_(x * 1).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
@@ -84,7 +88,7 @@ def test_second_derivative_at_hardswishs_minimum(dtype: torch.dtype, device: tor
 
 
 @pytest.mark.parametrize("save", ["output", "derivative"])
-def test_hardswish_swallows_no_nan(save: str, device: torch.device) -> None:
+def test_hardswish_backward_propagates_nan(save: str, device: torch.device) -> None:
     x = torch.linspace(-2.99, 4, 10_001, device=device, requires_grad=True)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         y = inplace_ops.hardswish_(x.to(dtype) * 1, save=save)
@@ -94,7 +98,7 @@ def test_hardswish_swallows_no_nan(save: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("program", VIEW_PROGRAMS)
 @pytest.mark.parametrize("bits", [1, 8])
-def test_gradgradcheck_at_silus_minimum(program: str, bits: int, device: torch.device) -> None:
+def test_gradgradcheck_at_silu_minimum(program: str, bits: int, device: torch.device) -> None:
     x = -1.2784645427610738 + torch.randn(4, 3, dtype=torch.float64, device=device) * 1e-2
 
     def function(value: Tensor) -> Tensor:
@@ -106,7 +110,7 @@ def test_gradgradcheck_at_silus_minimum(program: str, bits: int, device: torch.d
 @pytest.mark.parametrize(
     "activation", [row for row in ACTIVATIONS if row.is_twice_differentiable], ids=activation_id
 )
-def test_second_derivative_equals_pytorchs(activation: Activation, device: torch.device) -> None:
+def test_second_derivative_matches_pytorch(activation: Activation, device: torch.device) -> None:
     leaf = random_values((500,), torch.float64, device).requires_grad_()
     g = torch.randn(500, dtype=torch.float64, device=device, requires_grad=True)
     results = []
@@ -117,33 +121,34 @@ def test_second_derivative_equals_pytorchs(activation: Activation, device: torch
             torch.autograd.grad((first * first.detach().sin()).sum(), (leaf, g), allow_unused=True)
         )
     for actual, expected in zip(*results, strict=True):
-        if expected is None:  # PyTorch knows that ReLU's second derivative is nowhere
+        if expected is None:  # PyTorch's gradient of ReLU does not depend on the leaf
             assert actual is None or not actual.any()
         else:
             actual = torch.zeros_like(expected) if actual is None else actual
             torch.testing.assert_close(actual, expected)
 
 
-def by_another_thread(function: Callable[[], Any]) -> Any:
+def in_another_thread(function: Callable[[], Any]) -> Any:
     with ThreadPoolExecutor(1) as other:
         return other.submit(function).result()
 
 
-def second_derivative_elsewhere(
+def second_derivative_in_another_thread(
     call: Callable[[Tensor], Tensor], x: Tensor, meanwhile: Callable[[Tensor], None]
 ) -> Tensor:
-    """Of a slice in place, differentiated by another thread, as PyTorch does on a GPU.
+    """Differentiate a slice twice from another thread, as PyTorch does on a GPU.
 
-    Its nodes have smaller numbers than those of forward: autograd runs them in another order.
+    The nodes that the other thread creates have smaller sequence numbers than the nodes of forward,
+    so that autograd runs them in another order.
     """
     for _ in range(100):
-        x * 1  # nodes
+        x * 1  # increases the sequence numbers of this thread's later nodes
     base = x * 1.5
     y = call(base[:, 1])
     value = base.sin().sum() + y.sum()
-    (first,) = by_another_thread(lambda: torch.autograd.grad(value, x, create_graph=True))
+    (first,) = in_another_thread(lambda: torch.autograd.grad(value, x, create_graph=True))
     meanwhile(y)
-    return by_another_thread(lambda: torch.autograd.grad(first.square().sum(), x))[0]
+    return in_another_thread(lambda: torch.autograd.grad(first.square().sum(), x))[0]
 
 
 TWICE_DIFFERENTIABLE = [row for row in ONE_OF_EACH if row.is_twice_differentiable]
@@ -151,7 +156,7 @@ SAVING_OUTPUTS = [row for row in ONE_OF_EACH if row.saves_output]
 
 
 @pytest.mark.parametrize("activation", TWICE_DIFFERENTIABLE, ids=activation_id)
-def test_a_slices_second_derivative_by_another_thread(
+def test_second_derivative_of_slice_in_another_thread(
     activation: Activation, device: torch.device
 ) -> None:
     def out_of_place(view: Tensor) -> Tensor:
@@ -159,46 +164,46 @@ def test_a_slices_second_derivative_by_another_thread(
 
     x = random_values((7, 3), torch.float64, device).requires_grad_()
     results = [
-        second_derivative_elsewhere(call, x, lambda y: None)
+        second_derivative_in_another_thread(call, x, lambda y: None)
         for call in (activation.call, out_of_place)
     ]
     torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["", "elsewhere"])
+@pytest.mark.parametrize("is_other_thread", [False, True], ids=["same_thread", "other_thread"])
 @pytest.mark.parametrize("activation", SAVING_OUTPUTS, ids=activation_id)
-def test_a_slice_is_let_go_with_its_second_derivative(
-    activation: Activation, is_elsewhere: bool, device: torch.device
+def test_slice_is_freed_after_second_derivative(
+    activation: Activation, is_other_thread: bool, device: torch.device
 ) -> None:
-    """Though the losses are kept, as a gradient penalty's are by those who count them."""
+    """The slice's storage is freed while the loss is alive, as a logged gradient penalty is."""
     x = random_values((7, 3), torch.float64, device).requires_grad_()
     for _ in range(100):
-        x * 1  # nodes
+        x * 1  # increases the sequence numbers of this thread's later nodes
     base = x * 1.5
     storage = StorageWeakRef(base.untyped_storage())
     y = activation.call(base[:, 1])
     value = base.sin().sum() + y.sum()
     del base, y
-    run = by_another_thread if is_elsewhere else lambda function: function()
+    run = in_another_thread if is_other_thread else lambda function: function()
     loss = value + run(lambda: torch.autograd.grad(value, x, create_graph=True))[0].square().sum()
     run(loss.backward)
-    gc.collect()  # what the other thread has left
+    gc.collect()  # objects of the other thread
     assert storage.expired()
 
 
 @pytest.mark.parametrize("activation", SAVING_OUTPUTS, ids=activation_id)
-def test_a_slice_written_to_before_its_second_derivative(
+def test_write_to_slice_before_second_derivative_raises(
     activation: Activation, device: torch.device
 ) -> None:
     x = random_values((7, 3), torch.float64, device).requires_grad_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        second_derivative_elsewhere(activation.call, x, lambda y: y.detach().zero_())
+        second_derivative_in_another_thread(activation.call, x, lambda y: y.detach().zero_())
 
 
 @pytest.mark.parametrize(
     "name", [row.name for row in ACTIVATIONS if not row.is_twice_differentiable]
 )
-def test_derivative_mode_refuses_a_second_derivative(name: str, device: torch.device) -> None:
+def test_save_derivative_rejects_second_derivative(name: str, device: torch.device) -> None:
     activation = BY_NAME[name]
     leaf = torch.randn(50, dtype=torch.float64, device=device, requires_grad=True)
     y = activation.call(leaf.clone())
@@ -209,7 +214,9 @@ def test_derivative_mode_refuses_a_second_derivative(name: str, device: torch.de
 
 
 @pytest.mark.parametrize("call", [inplace_ops.relu_, inplace_ops.leaky_relu_])
-def test_the_zero_second_derivative(call: Callable[..., Tensor], device: torch.device) -> None:
+def test_second_derivative_is_zero_or_none(
+    call: Callable[..., Tensor], device: torch.device
+) -> None:
     leaf = torch.randn(50, device=device, requires_grad=True)
     weight = torch.randn(50, device=device, requires_grad=True)
 
@@ -223,14 +230,16 @@ def test_the_zero_second_derivative(call: Callable[..., Tensor], device: torch.d
     assert second_derivative("mask") is None
 
 
-@pytest.mark.parametrize("tail", [torch.sum, lambda y: y.square().sum()], ids=["linear", "square"])
-def test_a_third_derivative_of_silu_raises(
-    tail: Callable[[Tensor], Tensor], device: torch.device
+@pytest.mark.parametrize(
+    "loss_of", [torch.sum, lambda y: y.square().sum()], ids=["linear", "square"]
+)
+def test_third_derivative_of_silu_raises(
+    loss_of: Callable[[Tensor], Tensor], device: torch.device
 ) -> None:
     leaf = torch.randn(50, dtype=torch.float64, device=device, requires_grad=True)
     first, second = [], []
     for silu in (inplace_ops.silu_, F.silu):
-        (gradient,) = torch.autograd.grad(tail(silu(leaf * 1.5)), leaf, create_graph=True)
+        (gradient,) = torch.autograd.grad(loss_of(silu(leaf * 1.5)), leaf, create_graph=True)
         first.append(gradient)
         second += torch.autograd.grad(gradient.sum(), leaf, create_graph=True)
     torch.testing.assert_close(first[0], first[1], rtol=1e-6, atol=1e-6)
@@ -240,7 +249,7 @@ def test_a_third_derivative_of_silu_raises(
 
 
 @one_of_each
-def test_backward_twice(activation: Activation, device: torch.device) -> None:
+def test_backward_twice_needs_retain_graph(activation: Activation, device: torch.device) -> None:
     leaf = torch.randn(11, device=device, requires_grad=True)
     expected = gradient(activation.reference, leaf)
     y = activation.call(leaf.clone())
@@ -252,15 +261,15 @@ def test_backward_twice(activation: Activation, device: torch.device) -> None:
 
 
 @one_of_each
-def test_no_gradient_is_not_one_of_zeros(activation: Activation, device: torch.device) -> None:
-    """An optimizer skips a parameter whose gradient is None, and decays one whose gradient is 0."""
+def test_undefined_gradient_stays_none(activation: Activation, device: torch.device) -> None:
+    """The leaf's gradient is None: an optimizer skips None, but applies weight decay to zeros."""
     leaf = torch.randn(4, 3, device=device, requires_grad=True)
     Severed.apply(activation.call(leaf.clone())).sum().backward()
     assert leaf.grad is None
 
 
 @one_of_each
-def test_threads(activation: Activation, device: torch.device) -> None:
+def test_backward_in_several_threads(activation: Activation, device: torch.device) -> None:
     inputs = [torch.randn(70_000, device=device) for _ in range(4)]
     expected = [gradient(activation.reference, x) for x in inputs]
     results: dict[int, Tensor] = {}
@@ -280,7 +289,9 @@ def test_threads(activation: Activation, device: torch.device) -> None:
 
 @one_of_each
 @each("program", VIEW_PROGRAMS)
-def test_anomaly_mode(activation: Activation, program: str, device: torch.device) -> None:
+def test_gradients_in_anomaly_mode(
+    activation: Activation, program: str, device: torch.device
+) -> None:
     leaf = torch.randn(4, 3, device=device, requires_grad=True)
     with pytest.warns(UserWarning, match="Anomaly Detection"):
         detector = torch.autograd.detect_anomaly()
@@ -294,7 +305,7 @@ def test_anomaly_mode(activation: Activation, program: str, device: torch.device
 
 @pytest.mark.parametrize("program", ["whole", "rows"])
 def test_work_is_linear_in_depth(program: str, device: torch.device) -> None:
-    """Counted in lines of Python, not in seconds, which depend on what else a machine does."""
+    """Count executed lines of Python, as seconds depend on the load of the machine."""
 
     def lines(depth: int) -> int:
         count = 0
@@ -305,22 +316,22 @@ def test_work_is_linear_in_depth(program: str, device: torch.device) -> None:
             return trace
 
         x = torch.randn(64, 8, device=device, requires_grad=True) * 1
-        before = sys.gettrace()
+        previous = sys.gettrace()
         sys.settrace(trace)
         try:
             for i in range(depth):
                 inplace_ops.relu_(x if program == "whole" else x[i % 64])
             x.sum().backward()
         finally:
-            sys.settrace(before)
+            sys.settrace(previous)
         return count
 
-    lines(1)  # what is done once
-    assert lines(1) < lines(400) < 4.1 * lines(100)  # quadratic in depth were 16
+    lines(1)  # one-time work
+    assert lines(1) < lines(400) < 4.1 * lines(100)  # 16 if quadratic in depth
 
 
 class Strides(TorchDispatchMode):
-    """Collects the strides of what this package's backward ops read first."""
+    """Records the strides of the incoming gradients that this package's backward ops receive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -333,10 +344,13 @@ class Strides(TorchDispatchMode):
 
 
 @one_of_each
-def test_a_gradient_in_another_order_is_copied(
+def test_gradient_of_other_memory_format_is_copied(
     activation: Activation, device: torch.device
 ) -> None:
-    """As where the next layer prefers channels_last, and this one's input is contiguous."""
+    """Backward copies a channels_last gradient of a contiguous input to the input's strides.
+
+    A gradient of the input's dimension order is not copied, even if it is strided.
+    """
     x = torch.randn(2, 3, 5, 4, device=device, dtype=torch.float64, requires_grad=True)
     grad = torch.randn_like(x).to(memory_format=torch.channels_last)
     sliced = torch.randn(2, 6, 5, 4, device=device, dtype=torch.float64)[:, ::2]

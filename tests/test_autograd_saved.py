@@ -1,4 +1,4 @@
-"""What is saved for backward: checkpoints, hooks, and memory."""
+"""Tensors saved for backward: checkpoints, hooks, and memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_
 
 @one_of_each
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpoint(activation: Activation, use_reentrant: bool, device: torch.device) -> None:
+def test_checkpoint_matches_pytorch(
+    activation: Activation, use_reentrant: bool, device: torch.device
+) -> None:
     leaf = torch.randn(11, device=device, requires_grad=True)
     y = checkpoint(lambda x: activation.call(x * 2), leaf, use_reentrant=use_reentrant)
     (y * y.detach()).sum().backward()
@@ -41,7 +43,7 @@ def test_checkpoint(activation: Activation, use_reentrant: bool, device: torch.d
 
 @one_of_each
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpoint_of_a_region_that_modifies_its_input(
+def test_checkpoint_of_region_that_modifies_its_input_raises(
     activation: Activation, use_reentrant: bool, device: torch.device
 ) -> None:
     def run(call: Callable[[Tensor], Tensor]) -> None:
@@ -60,7 +62,7 @@ def test_checkpoint_of_a_region_that_modifies_its_input(
 @one_of_each
 @each("hooks", ["numpy", "save_on_cpu"])
 @each("program", VIEW_PROGRAMS)
-def test_saved_tensors_hooks(
+def test_gradients_under_saved_tensors_hooks(
     activation: Activation, hooks: str, program: str, device: torch.device
 ) -> None:
     to_numpy = saved_tensors_hooks(
@@ -107,7 +109,7 @@ MUTATIONS = (saved_before, saved_before_in_part, written_after, written_without_
 
 @one_of_each
 @each("program", MUTATIONS)
-def test_allow_mutation_on_saved_tensors(
+def test_gradients_under_allow_mutation_on_saved_tensors(
     activation: Activation, program: Callable[..., Tensor], device: torch.device
 ) -> None:
     leaf = random_values((4, 30), torch.float32, device).requires_grad_()
@@ -129,11 +131,11 @@ def wait_until(condition: Callable[[], bool], seconds: float = 1.0) -> None:
 
 
 class Token:
-    """Something to hold a weak reference to."""
+    """An object that weak references can refer to."""
 
 
 class Probe(torch.autograd.Function):
-    """A node below the activation's, which holds a token as long as the graph is alive."""
+    """An identity before the activation: its node refers to a token while the graph is alive."""
 
     @staticmethod
     def forward(ctx, x, token):
@@ -147,26 +149,26 @@ class Probe(torch.autograd.Function):
 
 @one_of_each
 @each("program", VIEW_PROGRAMS)
-@each("used", ["not", "backward", "retain_graph", "create_graph"])
+@each("backward", ["none", "once", "retain_graph", "create_graph"])
 def test_graph_is_freed_without_the_garbage_collector(
-    activation: Activation, program: str, used: str, device: torch.device
+    activation: Activation, program: str, backward: str, device: torch.device
 ) -> None:
-    if used == "create_graph" and not activation.is_twice_differentiable:
-        return  # refuses a second derivative, see test_derivative_mode_refuses
+    if backward == "create_graph" and not activation.is_twice_differentiable:
+        return  # raises, see test_save_derivative_rejects_second_derivative
     leaf = torch.randn(4, 3, device=device, requires_grad=True)
 
     def run() -> weakref.ref[Token]:
         token = Token()
         y = VIEW_PROGRAMS[program](activation.call, Probe.apply(leaf, token))
-        if used != "not":
-            create, retain = used == "create_graph", used != "backward"
+        if backward != "none":
+            create, retain = backward == "create_graph", backward != "once"
             torch.autograd.grad(y.sum(), leaf, retain_graph=retain, create_graph=create)
         return weakref.ref(token)
 
     gc.disable()
     try:
         token = run()
-        if device.type == "cuda":  # whose thread lets go of the graph when grad has returned
+        if device.type == "cuda":  # its backward thread frees the graph after grad has returned
             wait_until(lambda: token() is None)
         assert token() is None
     finally:
@@ -174,7 +176,7 @@ def test_graph_is_freed_without_the_garbage_collector(
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down the ops that run."""
+    """Records the names of the ops that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +196,7 @@ WITHOUT_GRAD = {
 
 @one_of_each
 @each("mode", WITHOUT_GRAD)
-def test_nothing_is_allocated_without_grad(
+def test_forward_without_grad_allocates_nothing(
     activation: Activation, mode: str, device: torch.device
 ) -> None:
     context, requires_grad = WITHOUT_GRAD[mode]
@@ -211,17 +213,17 @@ def test_nothing_is_allocated_without_grad(
 
 @one_of_each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_forward_allocates_what_it_keeps(
+def test_forward_allocates_only_packed_bits(
     activation: Activation, dtype: torch.dtype, device: torch.device
 ) -> None:
     x = torch.randn(1003, 100, dtype=dtype, device=device, requires_grad=True) * 1
     groups = (x.numel() + 7) // 8
-    kept = activation.packed_bits[dtype] * groups
-    assert allocated_bytes(lambda: activation.call(x), device) == kept
+    packed = activation.packed_bits[dtype] * groups
+    assert allocated_bytes(lambda: activation.call(x), device) == packed
 
 
 def allocated_bytes(function: Callable[[], object], device: torch.device) -> int:
-    """Bytes allocated while function runs: what was asked for, of which allocators give more."""
+    """Return the bytes requested while function runs: allocators may round requests up."""
     if device.type == "cuda":
         before = torch.cuda.memory_stats()["requested_bytes.all.allocated"]
         function()
@@ -233,13 +235,13 @@ def allocated_bytes(function: Callable[[], object], device: torch.device) -> int
     return sum(max(event.nbytes(), 0) for event in events if event.name() == "[memory]")
 
 
-def test_the_count_of_allocations_counts(device: torch.device) -> None:
+def test_allocated_bytes_counts_an_allocation(device: torch.device) -> None:
     assert allocated_bytes(lambda: torch.empty(1003, 100, device=device), device) == 401_200
 
 
 @contextlib.contextmanager
 def memory_limit(device: torch.device, more: int) -> Iterator[None]:
-    """Let no more than `more` bytes be allocated."""
+    """Let allocations of more than `more` further bytes fail."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(device).total_memory
@@ -259,8 +261,8 @@ def memory_limit(device: torch.device, more: int) -> Iterator[None]:
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def without_what_is_free(error: Exception) -> str:
-    """The beginning of an out-of-memory message: what is free other processes decide too."""
+def without_free_memory(error: Exception) -> str:
+    """Return an out-of-memory message without the free memory, which other processes change."""
     return str(error).partition(" of which")[0][:100]
 
 
@@ -270,7 +272,7 @@ def without_what_is_free(error: Exception) -> str:
     ids=activation_id,
 )
 @each("create_graph", [False, True])
-def test_out_of_memory_in_backward(
+def test_out_of_memory_in_backward_raises_pytorchs_error(
     activation: Activation, create_graph: bool, device: torch.device
 ) -> None:
     if create_graph and not activation.is_twice_differentiable:
@@ -278,18 +280,18 @@ def test_out_of_memory_in_backward(
     leaf = torch.ones(2**24, device=device, requires_grad=True)
     incoming = torch.ones((), device=device).expand(2**24)
     y = activation.call(leaf.clone())
-    # Nothing else may be freed meanwhile. What a GPU's backward thread holds, it drops only when it
-    # runs again.
+    # No other memory may be freed under the limit. A GPU's backward thread frees its last graph
+    # only when it runs again, so let it run now.
     small = torch.ones((), device=device, requires_grad=True)
     torch.autograd.grad(small * 1, small)
     gc.collect()
-    taken: list[Tensor] = []  # what was freed before may be had in spite of the limit
+    taken: list[Tensor] = []  # memory freed before, which the limit does not cover
     with memory_limit(device, 2**25):
         with pytest.raises(RuntimeError) as pytorchs:
             taken.extend(torch.empty_like(leaf) for _ in itertools.count())
         with pytest.raises(RuntimeError) as ours:
             torch.autograd.grad(y, leaf, incoming, create_graph=create_graph)
     assert type(ours.value) is type(pytorchs.value)
-    assert without_what_is_free(ours.value) == without_what_is_free(pytorchs.value)
+    assert without_free_memory(ours.value) == without_free_memory(pytorchs.value)
     taken.clear()
-    torch.autograd.grad(y, leaf, incoming)  # the graph is as it was
+    torch.autograd.grad(y, leaf, incoming)  # the graph is unchanged

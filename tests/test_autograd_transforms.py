@@ -14,7 +14,7 @@ one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_
 
 
 @one_of_each
-def test_functional_transforms(activation: Activation, device: torch.device) -> None:
+def test_functional_transforms_match_pytorch(activation: Activation, device: torch.device) -> None:
     x = torch.randn(6, 5, dtype=torch.float64, device=device)
     tangent = torch.randn_like(x)
 
@@ -36,7 +36,7 @@ def test_functional_transforms(activation: Activation, device: torch.device) -> 
 
 
 @one_of_each
-def test_forward_mode(activation: Activation, device: torch.device) -> None:
+def test_forward_mode_matches_pytorch(activation: Activation, device: torch.device) -> None:
     x = torch.randn(9, dtype=torch.float64, device=device)
     tangent = torch.randn_like(x)
     results = []
@@ -49,7 +49,9 @@ def test_forward_mode(activation: Activation, device: torch.device) -> None:
 
 
 @one_of_each
-def test_batched_backward(activation: Activation, device: torch.device) -> None:
+def test_batched_backward_matches_single_backwards(
+    activation: Activation, device: torch.device
+) -> None:
     leaf = torch.randn(4, 5, dtype=torch.float64, device=device, requires_grad=True)
     incoming = 2 * torch.rand(3, 4, 5, dtype=torch.float64, device=device) - 1
     y = activation.call(leaf.clone())

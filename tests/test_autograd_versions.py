@@ -1,4 +1,4 @@
-"""The version counter: what it says is modified, and what backward then refuses."""
+"""Version counters: which tensors count as modified, and when backward then raises."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODES = {
 @one_of_each
 @each("mode", MODES)
 @each("requires_grad", [True, False])
-def test_version_rises_by_one(
+def test_version_increases_by_one(
     activation: Activation, mode: str, requires_grad: bool, device: torch.device
 ) -> None:
     base = torch.randn(4, 6, device=device, requires_grad=requires_grad) * 1
@@ -41,7 +41,9 @@ def test_version_rises_by_one(
 
 
 @one_of_each
-def test_inference_tensor_in_inference_mode(activation: Activation, device: torch.device) -> None:
+def test_inference_tensor_is_modified_in_inference_mode(
+    activation: Activation, device: torch.device
+) -> None:
     with torch.inference_mode():
         x = torch.randn(20, device=device)
         expected = activation.reference(x)
@@ -51,7 +53,7 @@ def test_inference_tensor_in_inference_mode(activation: Activation, device: torc
 
 @one_of_each
 @each("earlier", [torch.exp, torch.sigmoid, torch.tanh])
-def test_earlier_op_saved_the_input(
+def test_backward_raises_if_earlier_op_saved_the_input(
     activation: Activation, earlier: Callable[[Tensor], Tensor], device: torch.device
 ) -> None:
     leaf = torch.randn(9, device=device, requires_grad=True)
@@ -71,7 +73,9 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
 
 @one_of_each
 @each("write", WRITES)
-def test_later_writes(activation: Activation, write: str, device: torch.device) -> None:
+def test_later_write_raises_if_output_is_saved(
+    activation: Activation, write: str, device: torch.device
+) -> None:
     leaf = torch.randn(11, device=device, requires_grad=True)
     y = activation.call(leaf.clone())
     WRITES[write](y)
@@ -90,7 +94,9 @@ def test_later_writes(activation: Activation, write: str, device: torch.device) 
 
 
 @one_of_each
-def test_later_writes_through_a_base(activation: Activation, device: torch.device) -> None:
+def test_later_write_through_base_raises_if_output_is_saved(
+    activation: Activation, device: torch.device
+) -> None:
     leaf = torch.randn(11, device=device, requires_grad=True)
     base = leaf.clone()
     y = activation.call(base[2:])
@@ -106,7 +112,7 @@ def test_later_writes_through_a_base(activation: Activation, device: torch.devic
 
 
 @one_of_each
-def test_storage_seen_through_detach_and_clone(
+def test_detached_tensors_share_storage_and_clones_do_not(
     activation: Activation, device: torch.device
 ) -> None:
     leaf = torch.randn(11, device=device, requires_grad=True)
@@ -116,18 +122,18 @@ def test_storage_seen_through_detach_and_clone(
     y = activation.call(x)
     detached_after, cloned_after = y.detach(), y.clone()
     expected = activation.reference(old)
-    for seen in (detached_before, detached_after, cloned_after):
-        assert_values(activation, seen.detach(), expected)
+    for view_or_clone in (detached_before, detached_after, cloned_after):
+        assert_values(activation, view_or_clone.detach(), expected)
     assert_identical(cloned_before, old)
     assert detached_before._version == detached_after._version == y._version == 1
 
-    # A clone's gradient goes to the input before or after the activation, as it was taken.
+    # A clone's gradient flows to the cloned tensor: the activation's input or its output.
     (before,) = torch.autograd.grad(cloned_before.sum(), leaf)
     assert_identical(before, torch.ones_like(leaf))
     (after,) = torch.autograd.grad(cloned_after.sum(), leaf, retain_graph=True)
     assert_gradient(activation, after, gradient(activation.reference, old), 1.0)
 
-    detached_before.mul_(2)  # autograd does not see this write but for the version
+    detached_before.mul_(2)  # autograd notices this write only by the version
     if activation.allows_later_writes:
         (actual,) = torch.autograd.grad(y.sum(), leaf)
         assert_gradient(activation, actual, gradient(activation.reference, old), 1.0)

@@ -1,4 +1,4 @@
-"""What the benchmarks' figures rest on: CUDA's autocast on a CPU, and the count of moved bytes."""
+"""The benchmarks' tools: CUDA's autocast emulated on a CPU, moved bytes, compared gradients."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def _benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
 
 
-def test_the_float32_list_is_cudas() -> None:
-    """Autocast on CUDA does something about each operation that is emulated."""
+def test_emulated_operations_have_cuda_autocast_kernels() -> None:
+    """CUDA's autocast has a kernel for each emulated operation, and from 2.12 for excluded ones."""
     from policies import CAST_INPUTS, POLICIES, SET_DTYPE, has_autocast_kernel
 
     excluded = POLICIES["CUDA autocast, torch 2.11"].excluded
@@ -53,10 +53,10 @@ def softmax(x: Tensor) -> Tensor:
         (layer_norm, "bfloat16", torch.bfloat16),
     ],
 )
-def test_dtypes_under_emulation(
+def test_emulation_gives_cuda_autocast_dtypes(
     compute: Callable[[Tensor], Tensor], policy: str, dtype: torch.dtype
 ) -> None:
-    """An operation's output has the dtype that CUDA's autocast gives it, and is right."""
+    """An operation's output has the dtype that CUDA's autocast gives it, and the right values."""
     from policies import POLICIES, autocast, emulation
 
     x = torch.rand(4, 8, dtype=torch.bfloat16) + 0.5
@@ -66,8 +66,8 @@ def test_dtypes_under_emulation(
     torch.testing.assert_close(y.double(), compute(x.double()), rtol=1e-2, atol=1e-2)
 
 
-def test_emulation_ends() -> None:
-    """Outside of it autocast is the CPU's own."""
+def test_emulation_ends_with_its_context() -> None:
+    """After the emulation autocast has the CPU's own kernels again."""
     from policies import POLICIES, emulation, has_autocast_kernel
 
     with emulation(POLICIES["CUDA autocast"], "cpu"):
@@ -83,15 +83,15 @@ KIB = 1024
     [
         (lambda x: x + x, 12),  # reads both, writes one
         (lambda x: x.add_(1.0), 8),
-        (lambda x: x.copy_(x.clone()), 16),  # of two copies, each reads one and writes one
+        (lambda x: x.copy_(x.clone()), 16),  # two copies, each reads one and writes one
         (lambda x: x.view(-1).t(), 0),
         (lambda x: x.new_empty(256), 0),
         (lambda x: x.new_zeros(1024).expand(8, 1024) + 1.0, 4 + 4 + 32),
         (lambda x: x[:256].relu(), 2),
     ],
 )
-def test_moved_bytes(compute: Callable[[Tensor], Tensor], expected: int) -> None:
-    """Of a tensor of 4 KiB, in KiB."""
+def test_moved_bytes_of_operations(compute: Callable[[Tensor], Tensor], expected: int) -> None:
+    """Operations on a tensor of 4 KiB move `expected` KiB."""
     from bench_bytes import MovedBytes
 
     x = torch.randn(1024)
@@ -100,15 +100,15 @@ def test_moved_bytes(compute: Callable[[Tensor], Tensor], expected: int) -> None
     assert moved.count == expected * KIB
 
 
-def test_moved_bytes_of_a_step() -> None:
-    """A linear layer without bias: backward reads the gradient twice, and the layer's input."""
+def test_moved_bytes_of_backward() -> None:
+    """A linear layer's backward reads input and gradient, and writes the weight's gradient."""
     from bench_bytes import MovedBytes
 
     x, layer = torch.randn(64, 32), nn.Linear(32, 16, bias=False)
     y = layer(x)
     with MovedBytes() as moved:
         torch.autograd.grad(y, layer.weight, torch.ones_like(y))
-    assert moved.count == 4 * (64 * 16 + 64 * 32 + 32 * 16 + 64 * 16)  # with ones_like
+    assert moved.count == 4 * (64 * 16 + 64 * 32 + 32 * 16 + 64 * 16)  # the last: ones_like
 
 
 def small_network() -> nn.Module:
@@ -118,8 +118,8 @@ def small_network() -> nn.Module:
     )
 
 
-def scaled(factor: float) -> Callable[[nn.Module], None]:
-    """Scale the gradient of the first norm's bias alone."""
+def scale_gradient(factor: float) -> Callable[[nn.Module], None]:
+    """Return a function that scales the gradient of the first norm's bias alone."""
 
     def tamper(model: nn.Module) -> None:
         model.get_parameter("1.bias").register_hook(lambda g: factor * g)
@@ -127,34 +127,34 @@ def scaled(factor: float) -> Callable[[nn.Module], None]:
     return tamper
 
 
-def frozen(model: nn.Module) -> None:
+def freeze_weight(model: nn.Module) -> None:
     model.get_parameter("4.weight").requires_grad_(False)
 
 
-def raised(model: nn.Module) -> None:
+def shift_buffer(model: nn.Module) -> None:
     model.get_buffer("1.running_mean").add_(0.1)
 
 
-def broken(model: nn.Module) -> None:
+def break_forward(model: nn.Module) -> None:
     model[2].register_forward_hook(lambda *_: torch.zeros(3))
 
 
 @pytest.mark.parametrize(
-    ("policy", "tamper", "found"),
+    ("policy", "tamper", "message"),
     [
         ("float32", lambda model: None, None),
         ("CUDA autocast", lambda model: None, None),
-        ("float32", scaled(1.001), "off by"),
-        ("CUDA autocast", scaled(1.2), "off by"),
-        ("float32", frozen, "only one side has"),
-        ("float32", raised, "buffers differ"),
-        ("float32", broken, "fails converted alone"),
+        ("float32", scale_gradient(1.001), "off by"),
+        ("CUDA autocast", scale_gradient(1.2), "off by"),
+        ("float32", freeze_weight, "only one side has"),
+        ("float32", shift_buffer, "buffers differ"),
+        ("float32", break_forward, "fails only when converted"),
     ],
 )
-def test_a_converted_model_that_trains_otherwise_is_found(
+def test_wrong_training_of_converted_model_is_reported(
     policy: str,
     tamper: Callable[[nn.Module], None],
-    found: str | None,
+    message: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from bench_models import Case, WrongGradientError, trained
@@ -169,10 +169,10 @@ def test_a_converted_model_that_trains_otherwise_is_found(
 
     monkeypatch.setattr(inplace_ops, "convert", tampered)
     case = Case(policy, "contiguous")
-    if found is None:
+    if message is None:
         outcome = trained(small_network(), inputs, case)
         assert outcome.report.saved_bytes_after < outcome.report.saved_bytes_before
         assert outcome.peak_over_torch < 1.0
     else:
-        with pytest.raises(WrongGradientError, match=found):
+        with pytest.raises(WrongGradientError, match=message):
             trained(small_network(), inputs, case)

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import inplace_ops
 
-# Dynamo's own, while it traces an autograd.Function and looks at a graph's inputs.
+# Dynamo issues these warnings while it traces an autograd.Function and inspects graph inputs.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
@@ -118,7 +118,7 @@ def read_before(call: Call, x: Tensor) -> Tensor:
     return s + h
 
 
-def kept_before(call: Call, x: Tensor) -> Tensor:
+def cloned_before(call: Call, x: Tensor) -> Tensor:
     h = x * 2
     s = h.clone()
     call(h)
@@ -147,7 +147,7 @@ PROGRAMS = {
         channels_last,
         then_modified,
         read_before,
-        kept_before,
+        cloned_before,
         without_grad_inside,
         checkpointed,
     )
@@ -155,7 +155,7 @@ PROGRAMS = {
 
 
 def out_of_place(activation: Activation) -> Call:
-    """PyTorch's activation, written to its input: what an in-place one must come to."""
+    """Return PyTorch's activation, copied to its input: the reference for an in-place one."""
     return lambda h: h.copy_(activation.reference(h.clone()))
 
 
@@ -167,20 +167,23 @@ def check(
     device: torch.device,
     intermediate: bool = True,
 ) -> None:
-    """Compare values and gradients; without `intermediate` the program modifies its input."""
+    """Compare values and gradients.
+
+    With `intermediate=False` the program modifies its input, a graph input.
+    """
     leaf = torch.randn(shape, device=device, requires_grad=True)
     x, reference = leaf * 1, leaf * 1
     actual = compiled(leaf if intermediate else x)
     expected = program(out_of_place(activation), leaf if intermediate else reference)
-    # Inductor computes tanh and sigmoid with a vector library of its own; the gradient of expand
-    # sums in the order in which the gradient lies.
+    # Inductor computes tanh and sigmoid with its own vector library. The gradient of expand is a
+    # sum, whose order depends on the gradient's strides.
     rounded = replace(activation, is_rounded=program in (read_before, channels_last))
     assert_values(rounded, actual, expected)
     assert_values(rounded, x, reference)
     incoming = (torch.rand_like(actual) - 0.5).detach()
     (gradient,) = torch.autograd.grad(actual, leaf, incoming)
     (wanted,) = torch.autograd.grad(expected, leaf, incoming)
-    assert_gradient(rounded, gradient, wanted, 3.0)  # of two activations in a row
+    assert_gradient(rounded, gradient, wanted, 3.0)  # for two activations in a row
 
 
 @pytest.mark.parametrize(
@@ -193,7 +196,7 @@ def check(
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_full_graph(
+def test_full_graph_matches_reference(
     activation: Activation, backend: str, program: str, device: torch.device
 ) -> None:
     function = PROGRAMS[program]
@@ -203,8 +206,8 @@ def test_full_graph(
     check(activation, function, compiled, (4, 7), device)
 
 
-# Of its imports, of Triton's, and on a GPU of TF32, which is off.
-of_inductor = pytest.mark.filterwarnings("ignore")
+# Imports of Inductor and Triton issue warnings, and on a GPU Inductor warns that TF32 is off.
+ignores_warnings = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="session")
@@ -216,7 +219,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def inductor(
     device: torch.device, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Any]:
-    """torch.compile by Inductor, with a cache that is empty at first."""
+    """torch.compile with Inductor, whose cache is empty when the tests start."""
     if device.type == "cpu" and shutil.which("g++") is None:
         pytest.skip("Inductor needs g++ on the CPU")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
@@ -233,7 +236,7 @@ WRITING_AFTER = {program.__name__: program for program in (written_after, writte
 )
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("program", WRITING_AFTER)
-def test_the_output_may_be_written_to(
+def test_output_may_be_modified_by_later_ops(
     activation: Activation, backend: str, program: str, device: torch.device
 ) -> None:
     function = WRITING_AFTER[program]
@@ -244,8 +247,8 @@ def test_the_output_may_be_written_to(
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@of_inductor
-def test_the_output_after_a_norm_may_be_written_to(
+@ignores_warnings
+def test_output_after_norm_may_be_modified_by_later_ops(
     backend: str, inductor: Callable[..., Any], device: torch.device
 ) -> None:
     def block(x: Tensor, norm: nn.Module, relu: nn.Module) -> Tensor:
@@ -273,7 +276,7 @@ def modifies_a_view_of_its_input(call: Call, x: Tensor) -> Tensor:
     return x * 2
 
 
-def modifies_what_it_read(call: Call, x: Tensor) -> Tensor:
+def modifies_its_cloned_input(call: Call, x: Tensor) -> Tensor:
     s = x.clone()
     call(x)
     return s + x
@@ -301,7 +304,7 @@ INPUT_PROGRAMS = {
     for program in (
         modifies_its_input,
         modifies_a_view_of_its_input,
-        modifies_what_it_read,
+        modifies_its_cloned_input,
         modifies_its_modified_input,
         modifies_a_product_in_its_input,
         modifies_a_transpose_of_its_input,
@@ -312,7 +315,7 @@ INPUT_PROGRAMS = {
 @some
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("program", INPUT_PROGRAMS)
-def test_a_graph_input_is_modified(
+def test_graph_input_may_be_modified(
     activation: Activation, backend: str, program: str, device: torch.device
 ) -> None:
     function = INPUT_PROGRAMS[program]
@@ -324,20 +327,23 @@ def test_a_graph_input_is_modified(
 
 @pytest.mark.parametrize("activation", quick(SOME, SOME[1:2], release), ids=activation_id)
 @pytest.mark.parametrize("program", ["in_a_view", "read_before"])
-@of_inductor
-def test_inductor(
+@ignores_warnings
+def test_inductor_matches_reference(
     activation: Activation, program: str, inductor: Callable[..., Any], device: torch.device
 ) -> None:
     function = PROGRAMS[program]
     check(activation, function, inductor(lambda x: function(activation.call, x)), (33, 65), device)
 
 
-@of_inductor
+@ignores_warnings
 @pytest.mark.parametrize("program", quick(INPUT_PROGRAMS, list(INPUT_PROGRAMS)[3:5], release))
-def test_inductor_modifies_a_graph_input(
+def test_graph_input_may_be_modified_under_inductor(
     program: str, inductor: Callable[..., Any], device: torch.device
 ) -> None:
-    """Where PyTorch's own, those that keep their input, raise or get wrong gradients."""
+    """Graph inputs may be modified under Inductor, in programs where PyTorch's activations fail.
+
+    PyTorch's activations that save their input raise or get wrong gradients.
+    """
     activation, function = SOME[1], INPUT_PROGRAMS[program]
     compiled = inductor(lambda x: function(activation.call, x))
     check(activation, function, compiled, (33, 65), device, intermediate=False)
@@ -362,7 +368,9 @@ class Block(nn.Module):
 
 @some
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_modules(activation: Activation, backend: str, device: torch.device) -> None:
+def test_module_gradients_match_eager(
+    activation: Activation, backend: str, device: torch.device
+) -> None:
     torch.manual_seed(0)
     model = Block(activation.module(), activation.module()).to(device)
     images = torch.randn(2, 3, 8, 6, device=device)
@@ -375,11 +383,11 @@ def test_modules(activation: Activation, backend: str, device: torch.device) -> 
         torch.testing.assert_close(grads[1][name], grad, rtol=1e-4, atol=1e-4)
 
 
-# On the CPU Inductor would change the memory format, and save copies of inputs and weights.
+# On the CPU layout optimization changes the memory format, and saves copies of inputs and weights.
 @torch._inductor.config.patch(layout_optimization=False)
 @pytest.mark.parametrize("activation", [pytest.param(nn.ReLU, marks=exhaustive), nn.SiLU])
-@of_inductor
-def test_a_converted_model_saves_no_more_in_inductor_than_pytorchs(
+@ignores_warnings
+def test_converted_model_saves_no_more_under_inductor(
     activation: Callable[[], nn.Module], inductor: Callable[..., Any], device: torch.device
 ) -> None:
     original = nn.Sequential(
@@ -401,7 +409,7 @@ def test_a_converted_model_saves_no_more_in_inductor_than_pytorchs(
 
 
 @one_of_each
-def test_dynamic_shapes(activation: Activation, device: torch.device) -> None:
+def test_dynamic_shapes_match_reference(activation: Activation, device: torch.device) -> None:
     for program in (used, in_a_transpose):
         compiled = torch.compile(
             lambda x, program=program: program(activation.call, x),
@@ -415,7 +423,7 @@ def test_dynamic_shapes(activation: Activation, device: torch.device) -> None:
 
 @one_of_each
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
-def test_sizes_that_depend_on_values(activation: Activation, device: torch.device) -> None:
+def test_data_dependent_sizes_match_reference(activation: Activation, device: torch.device) -> None:
     def selected(call: Call, x: Tensor) -> Tensor:
         return call(x[x[:, 0] > 0] * 1.5)
 
@@ -447,7 +455,7 @@ def test_ten_shapes_compile_twice(
 
 
 @one_of_each
-def test_ten_modules_compile_as_often_as_pytorchs(
+def test_ten_modules_compile_as_often_as_nn_relu(
     activation: Activation, device: torch.device
 ) -> None:
     def compilations(module: Callable[..., nn.Module]) -> int:
@@ -473,7 +481,7 @@ MODES = {
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("requires_grad", [True, False])
-def test_modes(
+def test_version_and_requires_grad_match_relu_in_grad_modes(
     activation: Activation, backend: str, mode: str, requires_grad: bool, device: torch.device
 ) -> None:
     values = torch.randn(5, 7, device=device, requires_grad=requires_grad)
@@ -492,7 +500,7 @@ def test_modes(
 
 
 @pytest.mark.parametrize("name", ["relu_", "relu6_"])
-def test_integers(name: str, device: torch.device) -> None:
+def test_integers_match_clamp(name: str, device: torch.device) -> None:
     compiled = torch.compile(getattr(inplace_ops, name), backend="aot_eager", fullgraph=True)
     x = torch.arange(-5, 10, device=device)
     y = compiled(x)
@@ -500,7 +508,7 @@ def test_integers(name: str, device: torch.device) -> None:
 
 
 @one_of_each
-def test_inference_tensors(activation: Activation, device: torch.device) -> None:
+def test_inference_tensors_match_reference(activation: Activation, device: torch.device) -> None:
     compiled = torch.compile(activation.call, backend="aot_eager", fullgraph=True)
     with torch.inference_mode():
         x = torch.randn(5, 7, device=device)
@@ -523,7 +531,7 @@ REJECTED: dict[str, Call] = {
 @some
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("reason", REJECTED)
-def test_refuses_what_eager_code_refuses(
+def test_rejects_what_eager_code_rejects(
     activation: Activation, backend: str, reason: str, device: torch.device
 ) -> None:
     compiled = torch.compile(
@@ -537,13 +545,13 @@ def test_refuses_what_eager_code_refuses(
 
 
 @one_of_each
-def test_no_tensor(activation: Activation) -> None:
+def test_non_tensor_raises_type_error(activation: Activation) -> None:
     with pytest.raises(TypeError, match=r"expected a torch\.Tensor, got list"):
         torch.compile(activation.call, backend="eager")([1.0])
 
 
 @one_of_each
-def test_second_derivative(activation: Activation, device: torch.device) -> None:
+def test_second_derivative_with_backend_eager(activation: Activation, device: torch.device) -> None:
     compiled = torch.compile(lambda x: used(activation.call, x), backend="eager", fullgraph=True)
     x = torch.randn(9, dtype=torch.float64, device=device, requires_grad=True)
     if activation.is_twice_differentiable:
@@ -554,7 +562,7 @@ def test_second_derivative(activation: Activation, device: torch.device) -> None
 
 
 @one_of_each
-def test_compiled_autograd(activation: Activation, device: torch.device) -> None:
+def test_compiled_autograd_matches_reference(activation: Activation, device: torch.device) -> None:
     leaf = torch.randn(5, 7, device=device, requires_grad=True)
     (expected,) = torch.autograd.grad(used(activation.reference, leaf).sum(), leaf)
     compiler = torch.compile(backend="aot_eager", fullgraph=True)
@@ -565,7 +573,7 @@ def test_compiled_autograd(activation: Activation, device: torch.device) -> None
 
 
 @one_of_each
-def test_export(activation: Activation, device: torch.device) -> None:
+def test_export_matches_reference(activation: Activation, device: torch.device) -> None:
     class Model(torch.nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return used(activation.call, x)
@@ -590,7 +598,7 @@ def gradients_of_samples(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 @one_of_each
 @pytest.mark.parametrize("transform", [tangent, jacobian, gradients_of_samples])
-def test_transforms_inside(
+def test_compiled_transforms_match_reference(
     activation: Activation, transform: Callable[..., Tensor], device: torch.device
 ) -> None:
     x = torch.randn(3, 4, device=device)

@@ -1,4 +1,4 @@
-"""Compiled code keeps no more for backward than with PyTorch's activation."""
+"""Compiled code saves no more for backward with our activations than with PyTorch's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import inplace_ops
 from inplace_ops import saved_bytes
 from inplace_ops.activations import ACTIVATIONS, RELU, RELU6, SILU, Activation
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Dynamo's and Inductor's own
+pytestmark = pytest.mark.filterwarnings("ignore")  # Dynamo and Inductor warn
 
 CHANNELS = 8
 NORMS: dict[str, Callable[[], nn.Module]] = {
@@ -29,7 +29,7 @@ SOME = (RELU, RELU6, SILU)
 
 @pytest.fixture(autouse=True)
 def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing compiled before, and on the CPU the layout that eager code has."""
+    """Start without compiled code, and keep eager code's memory format on the CPU."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
     with torch._inductor.config.patch(layout_optimization=False):
@@ -38,22 +38,22 @@ def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Block(nn.Module):
-    """A convolution, a norm, an activation and what reads it: a convolution, or a mean."""
+    """A convolution, a norm, an activation and its consumer: a convolution, or only the mean."""
 
-    def __init__(self, norm: str, call: Call, is_used: bool, reader: str) -> None:
+    def __init__(self, norm: str, call: Call, is_used: bool, consumer: str) -> None:
         super().__init__()
         self.convolution = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False)
         self.norm = NORMS[norm]()
         self.call = call
         self.is_used = is_used
-        self.reader: nn.Module = nn.Identity()
-        if reader == "convolution":
-            self.reader = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False)
+        self.consumer: nn.Module = nn.Identity()
+        if consumer == "convolution":
+            self.consumer = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(self.convolution(x))
         y = self.call(h)
-        return self.reader(y if self.is_used else h).mean((2, 3))
+        return self.consumer(y if self.is_used else h).mean((2, 3))
 
 
 def saved_per_element(
@@ -62,17 +62,20 @@ def saved_per_element(
     norm: str,
     call: Call,
     is_used: bool = True,
-    reader: str = "convolution",
+    consumer: str = "convolution",
 ) -> float:
-    """Bytes per element that the compiled block keeps; its input, an argument, does not count."""
+    """Return the bytes per element that the compiled block saves, without its input.
+
+    The input is an argument of the block, so it does not count.
+    """
     torch._dynamo.reset()
-    block = Block(norm, call, is_used, reader).to(device)
+    block = Block(norm, call, is_used, consumer).to(device)
     x = torch.randn(4, CHANNELS, 32, 32, device=device)
     return saved_bytes(torch.compile(block, backend=backend, fullgraph=True), x) / x.numel()
 
 
 def pytorchs(activation: Activation) -> list[Call]:
-    """PyTorch's module, out of place and in place."""
+    """Return PyTorch's modules: out of place, and in place if PyTorch has one."""
     variant = dict(activation.variant)
     modules = [activation.torch_module(**variant)]
     if activation.torch_inplace is not None:
@@ -81,7 +84,7 @@ def pytorchs(activation: Activation) -> list[Call]:
 
 
 def ours(activation: Activation) -> dict[str, tuple[Call, bool]]:
-    """Module and function, and whether their result is used."""
+    """Return our modules and functions by name, and whether the block uses their result."""
     variant = dict(activation.variant)
     module = getattr(inplace_ops, activation.name)
     function = getattr(inplace_ops, activation.function)
@@ -100,30 +103,30 @@ def ours(activation: Activation) -> dict[str, tuple[Call, bool]]:
     [("batch_norm", 1), ("no_norm", 1), ("group_norm", 1), ("batch_norm", 0.5), ("no_norm", 0.5)],
 )
 @pytest.mark.parametrize("activation", quick(ACTIVATIONS, SOME, release), ids=lambda a: a.ops.name)
-def test_keeps_no_more_than_pytorchs(
+def test_saves_no_more_than_pytorch(
     activation: Activation, norm: str, budget: float, device: torch.device
 ) -> None:
-    """After AOTAutograd's partitioner, from which Inductor takes the graphs."""
-    backend, ways = "aot_eager_decomp_partition", ours(activation)
+    """Compare the saved bytes of the graphs that AOTAutograd's partitioner passes to Inductor."""
+    backend, variants = "aot_eager_decomp_partition", ours(activation)
     if norm == "group_norm" or budget < 1:
-        ways = {"module": ways["module"]}
+        variants = {"module": variants["module"]}
     with torch._functorch.config.patch(activation_memory_budget=budget):
         least = min(saved_per_element(backend, device, norm, call) for call in pytorchs(activation))
-        for way, (call, is_used) in ways.items():
-            assert saved_per_element(backend, device, norm, call, is_used) <= least, way
+        for name, (call, is_used) in variants.items():
+            assert saved_per_element(backend, device, norm, call, is_used) <= least, name
 
 
 @exhaustive
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("name", ["relu", "silu"])
-def test_keeps_no_more_than_pytorchs_under_inductor(
+def test_saves_no_more_than_pytorch_under_inductor(
     name: str, norm: str, device: torch.device
 ) -> None:
     activation = next(a for a in ACTIVATIONS if a.ops.name == name)
     least = min(saved_per_element("inductor", device, norm, call) for call in pytorchs(activation))
-    ways = ours(activation)
-    for way in ("module", "function, discarded"):
-        assert saved_per_element("inductor", device, norm, *ways[way]) <= least, way
+    variants = ours(activation)
+    for variant in ("module", "function, discarded"):
+        assert saved_per_element("inductor", device, norm, *variants[variant]) <= least, variant
 
 
 @pytest.mark.parametrize(
@@ -134,10 +137,13 @@ def test_keeps_no_more_than_pytorchs_under_inductor(
     ],
     ids=lambda value: value if isinstance(value, str) else value.ops.name,
 )
-def test_after_a_convolution_little_is_kept(
+def test_saves_output_and_packed_bits_after_convolution(
     activation: Activation, backend: str, device: torch.device
 ) -> None:
-    """The output, which the next convolution keeps, and packed bits of what keeps its input."""
+    """A block without a norm saves the next convolution's input, and packed bits.
+
+    There are no packed bits for an activation whose output PyTorch saves.
+    """
     bits = activation.default_bits(activation.save_modes[0], torch.float32)
     call, _ = ours(activation)["module"]
     expected = 4 if activation.torch_saves == "output" else 4 + bits / 8
@@ -145,15 +151,16 @@ def test_after_a_convolution_little_is_kept(
 
 
 @pytest.mark.parametrize("activation", quick(ACTIVATIONS, SOME, release), ids=lambda a: a.ops.name)
-def test_without_a_reader_that_keeps_the_output(
+def test_saves_no_more_without_a_consumer_that_saves_the_output(
     activation: Activation, device: torch.device
 ) -> None:
-    """save="derivative", or a mask, keeps less there too; save="output" says that there is one."""
+    """save="derivative" or "mask" saves no more than PyTorch; save="output" needs a consumer."""
     backend = "aot_eager_decomp_partition"
     save = "mask" if activation.is_piecewise_linear else "derivative"
     call = getattr(inplace_ops, activation.name)(**activation.variant, save=save)
     for norm in ("batch_norm", "no_norm"):
         least = min(
-            saved_per_element(backend, device, norm, c, reader="mean") for c in pytorchs(activation)
+            saved_per_element(backend, device, norm, c, consumer="mean")
+            for c in pytorchs(activation)
         )
-        assert saved_per_element(backend, device, norm, call, reader="mean") <= least, norm
+        assert saved_per_element(backend, device, norm, call, consumer="mean") <= least, norm

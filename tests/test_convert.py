@@ -1,4 +1,4 @@
-"""`convert`, `analyze`, `revert` and `reverted`: arguments, examples and reports."""
+"""Test `convert`, `analyze`, `revert` and `reverted`: arguments, examples and reports."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def is_converted(model: nn.Module) -> bool:
     return conversion_of(model) is not None
 
 
-def with_a_write(z: Tensor) -> Tensor:
-    """A sum of a tensor that somebody has written to."""
+def sum_after_write(z: Tensor) -> Tensor:
+    """Write to a tensor outside autograd, and return a sum of it."""
     z.detach().add_(1)
     return z + z
 
@@ -73,7 +73,7 @@ def number_of_hooks(model: nn.Module) -> int:
 # The report.
 
 
-def test_a_report_is_filled_in_by_the_first_step_with_gradients() -> None:
+def test_first_step_with_gradients_fills_in_report() -> None:
     model, x = network(), examples()
     report = inplace_ops.convert(model)
     hooks = number_of_hooks(model)
@@ -97,16 +97,16 @@ def test_a_report_is_filled_in_by_the_first_step_with_gradients() -> None:
     assert number_of_hooks(model) == hooks
 
 
-def test_a_report_of_an_example() -> None:
+def test_report_of_example_matches_allocated_memory() -> None:
     model, x = network(), examples()
     original = copy.deepcopy(model)
     report = inplace_ops.convert(model, x)
     before, after = (inplace_ops.saved_bytes(m, x) for m in (original, model))
     assert (report.saved_bytes_before, report.saved_bytes_after) == (before, after)
-    held = [saved_allocation(lambda m=m: m(x)) for m in (original, model)]
+    allocated = [saved_allocation(lambda m=m: m(x)) for m in (original, model)]
     output = 4 * 2 * 4 * 16 * 16
-    assert before == pytest.approx(held[0] - output, rel=0.01)
-    assert after == pytest.approx(held[1] - output, rel=0.01)
+    assert before == pytest.approx(allocated[0] - output, rel=0.01)
+    assert after == pytest.approx(allocated[1] - output, rel=0.01)
     peaks = []
     for m in (original, model):
         with largest_allocation() as peak:
@@ -118,15 +118,15 @@ def test_a_report_of_an_example() -> None:
     assert_same_steps(original, model, x)
 
 
-def test_what_is_replaced_and_what_remains() -> None:
-    """Each memory is in one row, so the rows add up to what is saved."""
+def test_report_lists_replaced_and_remaining_tensors() -> None:
+    """Each storage is in one row, so the rows add up to the saved bytes."""
     report = inplace_ops.convert(network(), examples())
     size = 4 * 2 * 16 * 32 * 32
     rows = {(r.producer, r.consumer, r.module, r.bytes, r.how) for r in report.replaced}
     assert rows == {
         ("NativeBatchNorm", "SiLU", "2", size, "recomputed"),
         ("SiLU", "Convolution", "3", size, "recomputed"),
-        ("ReLU", "ReLU", "5", size, "recomputed"),  # pooling saves the same memory
+        ("ReLU", "ReLU", "5", size, "recomputed"),  # pooling saves the same storage
         ("(no grad_fn)", "MaxPool2DWithIndices", "6", size // 2, "stored as int32"),
     }
     assert [r.bytes for r in report.replaced] == sorted([r.bytes for r in report.replaced])[::-1]
@@ -143,8 +143,8 @@ def test_what_is_replaced_and_what_remains() -> None:
     assert remaining + report.recompute_bytes == report.saved_bytes_after
 
 
-def test_what_one_operation_saves_nevertheless_is_not_listed_as_replaced() -> None:
-    """A norm's output that a convolution recomputes, and a sine without a rule saves."""
+def test_tensor_saved_by_another_consumer_is_listed_as_remaining() -> None:
+    """A convolution recomputes a norm's output, and a sine, which has no rule, saves it."""
     model = Program(lambda m, z: (m.conv(z), z.sin()))
     report = inplace_ops.convert(model, torch.randn(8, 3, 16, 16))
     assert ("NativeBatchNorm", "Sin") in {(r.producer, r.consumer) for r in report.remaining}
@@ -153,7 +153,7 @@ def test_what_one_operation_saves_nevertheless_is_not_listed_as_replaced() -> No
     assert total == report.saved_bytes_before
 
 
-def test_a_report_names_what_costs_too_much() -> None:
+def test_report_names_tensors_above_max_ops() -> None:
     model = Program(lambda m, z: m.conv(F.softplus(F.silu(z) * m.scale)))
     model.to(torch.float32)
     report = inplace_ops.convert(model, torch.randn(8, 3, 16, 16), max_ops=3)
@@ -177,7 +177,7 @@ def test_a_report_names_what_costs_too_much() -> None:
         (
             lambda m, z: m.conv(z + m.scale),
             "Add",
-            "Add reads a parameter: no rule",
+            "Add does not save the parameter that it reads",
         ),
         (
             lambda m, z: m.conv(z + torch.ones_like(z)),
@@ -186,29 +186,31 @@ def test_a_report_names_what_costs_too_much() -> None:
         ),
         (lambda m, z: m.conv(z.cumsum(1)), "Cumsum", "too expensive: never recomputed"),
         (lambda m, z: m.conv(z.sin()), "Sin", "no rule for the output of Sin"),
-        (lambda m, z: m.conv(with_a_write(z)), "Add", "an input of Add was written to"),
+        (lambda m, z: m.conv(sum_after_write(z)), "Add", "an input of Add was written to"),
         (lambda m, z: m.other(z).sin(), "Convolution", "no rule for what Sin saves"),
     ],
 )
-def test_reasons(compute: Callable[..., Any], producer: str, reason: str) -> None:
+def test_reasons_of_remaining_tensors(
+    compute: Callable[..., Any], producer: str, reason: str
+) -> None:
     report = inplace_ops.convert(Program(compute), torch.randn(8, 3, 16, 16))
     assert (producer, reason) in {(r.producer, r.reason) for r in report.remaining}
 
 
-def test_the_reason_for_autocasts_copies_of_weights() -> None:
+def test_reason_for_autocast_copies_of_weights() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
     with torch.autocast("cpu", torch.bfloat16):
         report = inplace_ops.convert(model, torch.randn(32, 64))
     copies = [r for r in report.remaining if r.reason == "autocast's copy of a parameter"]
-    assert [r.bytes for r in copies] == [64 * 64 * 2]  # the first layer's input has no gradient
+    assert [r.bytes for r in copies] == [64 * 64 * 2]  # the first layer's input requires no grad
 
 
-def test_a_report_as_a_dict_and_as_a_table() -> None:
+def test_report_as_dict_and_as_table() -> None:
     report = inplace_ops.analyze(network(), examples())
-    found = json.loads(json.dumps(report.to_dict()))
-    assert found == report.to_dict()
-    assert found["saved_bytes_before"] == report.saved_bytes_before
-    assert found["remaining"][0]["bytes"] == report.remaining[0].bytes
+    loaded = json.loads(json.dumps(report.to_dict()))
+    assert loaded == report.to_dict()
+    assert loaded["saved_bytes_before"] == report.saved_bytes_before
+    assert loaded["remaining"][0]["bytes"] == report.remaining[0].bytes
     text = str(report)
     mib = f"{report.saved_bytes_before / 2**20:.3f}"
     assert f"{mib}" in text.splitlines()[2]
@@ -216,7 +218,7 @@ def test_a_report_as_a_dict_and_as_a_table() -> None:
     assert all(line == line.rstrip() for line in text.splitlines())
 
 
-def test_a_function_of_the_user_that_saves_its_input_is_counted() -> None:
+def test_user_function_that_saves_its_input_is_counted() -> None:
     class Swish(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -244,8 +246,8 @@ def test_a_function_of_the_user_that_saves_its_input_is_counted() -> None:
         inplace_ops.convert(model, torch.randn(2, 3, 16, 16))
 
 
-def test_hooks_that_hide_a_producer_promise_nothing() -> None:
-    """A full backward hook puts a Function before its layer."""
+def test_report_counts_tensors_behind_full_backward_hooks() -> None:
+    """A full backward hook inserts a Function before its layer, which hides the producer."""
     model, x = network(), examples()
     model[3].register_full_backward_hook(lambda *_: None)
     original = copy.deepcopy(model)
@@ -254,7 +256,7 @@ def test_hooks_that_hide_a_producer_promise_nothing() -> None:
     assert [report.saved_bytes_before, report.saved_bytes_after] == saved
 
 
-def test_a_pass_that_others_hooks_hide_is_not_reported() -> None:
+def test_pass_under_saved_tensor_hooks_does_not_fill_in_report() -> None:
     model, x = network(), examples()
     report = inplace_ops.convert(model)
     with torch.autograd.graph.save_on_cpu():
@@ -264,7 +266,7 @@ def test_a_pass_that_others_hooks_hide_is_not_reported() -> None:
     assert report.is_filled
 
 
-def test_outputs_in_objects_are_reported() -> None:
+def test_report_finds_outputs_in_objects() -> None:
     class Output:
         __slots__ = ("value",)
 
@@ -286,9 +288,9 @@ def test_outputs_in_objects_are_reported() -> None:
     assert inplace_ops.convert(Wraps(), examples()).saved_bytes_after > 0
 
 
-def test_a_report_that_fails_does_not_reach_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_in_report_warns_and_does_not_reach_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
-        raise LookupError("of the report")
+        raise LookupError("error in the report")
 
     monkeypatch.setattr(Report, "fill", fail)
     model, x = network(), examples()
@@ -298,7 +300,7 @@ def test_a_report_that_fails_does_not_reach_the_model(monkeypatch: pytest.Monkey
     assert not report.is_filled
 
 
-def test_a_profiler_that_runs_already() -> None:
+def test_peaks_are_none_under_profiler() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         report = inplace_ops.convert(network(), examples())
     assert report.saved_bytes_after < report.saved_bytes_before
@@ -309,7 +311,7 @@ def test_a_profiler_that_runs_already() -> None:
 
 
 @pytest.mark.parametrize("function", [inplace_ops.convert, inplace_ops.analyze])
-def test_arguments_of_earlier_versions_say_what_to_write_now(function: Callable[..., Any]) -> None:
+def test_removed_arguments_raise_with_hint(function: Callable[..., Any]) -> None:
     model, x = network(), examples()
     for arguments, hint in (
         ({"optimize": "speed"}, "max_ops"),
@@ -323,13 +325,13 @@ def test_arguments_of_earlier_versions_say_what_to_write_now(function: Callable[
 
 
 @pytest.mark.parametrize("max_ops", [0, -1, 1.5, "4", True, None])
-def test_a_wrong_max_ops(max_ops: Any) -> None:
+def test_invalid_max_ops_raises(max_ops: Any) -> None:
     with pytest.raises(ValueError, match="max_ops must be a positive integer"):
         inplace_ops.convert(network(), max_ops=max_ops)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_models_that_cannot_be_converted() -> None:
+def test_unconvertible_models_raise() -> None:
     for wrong in (None, 3, F.silu, torch.ones(2), network):
         with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module"):
             inplace_ops.convert(wrong)
@@ -346,20 +348,20 @@ def test_models_that_cannot_be_converted() -> None:
         inplace_ops.convert(network(), examples())
 
 
-def test_twice() -> None:
+def test_converting_twice_returns_same_report() -> None:
     model, x = network(), examples()
     report = inplace_ops.convert(model)
     state = [dict(vars(m)) for m in model.modules()]
     assert inplace_ops.convert(model) is report
     assert [dict(vars(m)) for m in model.modules()] == state
-    with pytest.warns(UserWarning, match="max_ops=4, and stays"):
+    with pytest.warns(UserWarning, match="max_ops=4, which does not change"):
         inplace_ops.convert(model, max_ops=8)
     assert inplace_ops.convert(model, x) is report
     assert report.saved_bytes_after == inplace_ops.saved_bytes(model, x)
     assert report.peak_bytes_after is not None
 
 
-def test_an_example_that_fails_leaves_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_example_leaves_report_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = network(), examples()
     report = inplace_ops.convert(model, x)
     before, kind = asdict(report), type(model)
@@ -369,16 +371,16 @@ def test_an_example_that_fails_leaves_the_report(monkeypatch: pytest.MonkeyPatch
     assert type(model) is kind
 
 
-def test_a_module_that_refuses_hooks() -> None:
-    """The model is as it was, with what had been converted before."""
+def test_module_that_rejects_hooks_leaves_model_unchanged() -> None:
+    """If `convert` fails, the model is restored, and its converted part stays converted."""
 
-    class Refuses(nn.BatchNorm2d):
+    class RejectsHooks(nn.BatchNorm2d):
         def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
             raise LookupError("no hooks")
 
     part = network()
     inplace_ops.convert(part, max_ops=2)
-    model = nn.Sequential(part, nn.BatchNorm2d(4), nn.SiLU(), Refuses(4))
+    model = nn.Sequential(part, nn.BatchNorm2d(4), nn.SiLU(), RejectsHooks(4))
     before = [(type(m), dict(vars(m)), number_of_hooks(m)) for m in model.modules()]
     with pytest.raises(LookupError, match="no hooks"):
         inplace_ops.convert(model)
@@ -388,11 +390,11 @@ def test_a_module_that_refuses_hooks() -> None:
     assert conversion_of(part).settings.max_ops == 2
 
 
-def test_inside_of_a_forward_pass() -> None:
+def test_converting_inside_forward_pass_raises() -> None:
     class Converts(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             for function in (inplace_ops.convert, inplace_ops.analyze):
-                with pytest.raises(RuntimeError, match="inside of the forward pass"):
+                with pytest.raises(RuntimeError, match="inside the forward pass"):
                     function(nn.Linear(2, 2), torch.ones(2))
             return x
 
@@ -401,18 +403,22 @@ def test_inside_of_a_forward_pass() -> None:
     model(torch.ones(2))
 
 
-class Renamed(nn.SiLU):
+class RenamedSiLU(nn.SiLU):
     pass
 
 
-class Other(nn.SiLU):
+class OtherForward(nn.SiLU):
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) * 2
 
 
-def test_which_activations_are_fused() -> None:
-    """Those whose forward is a supported activation's, whatever their class is called."""
-    for activation, is_fused in ((Renamed(), True), (Other(), False), (nn.Tanh(), False)):
+def test_activations_are_fused_by_their_forward() -> None:
+    """A subclass with the forward of a supported activation is fused, whatever its name."""
+    for activation, is_fused in (
+        (RenamedSiLU(), True),
+        (OtherForward(), False),
+        (nn.Tanh(), False),
+    ):
         model = nn.Sequential(nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), activation, nn.Conv2d(C, 2, 1))
         original, x = copy.deepcopy(model), examples()
         inplace_ops.convert(model)
@@ -421,7 +427,7 @@ def test_which_activations_are_fused() -> None:
 
 
 @pytest.mark.parametrize("is_class", [True, False], ids=["class", "instance"])
-def test_a_forward_may_have_any_keywords(is_class: bool) -> None:
+def test_forward_may_have_any_keyword_names(is_class: bool) -> None:
     class Keywords(nn.Linear):
         def forward(self, input: Tensor, *, model: int, forward: int) -> Tensor:
             return super().forward(input) * model * forward
@@ -434,42 +440,42 @@ def test_a_forward_may_have_any_keywords(is_class: bool) -> None:
     torch.testing.assert_close(model(x, model=2, forward=3), expected)
 
 
-def test_an_activation_with_a_forward_of_its_own() -> None:
+def test_activation_with_instance_forward_is_unchanged() -> None:
     model, x = network(), examples()
-    model[2].forward = own = lambda z: z * 3
+    model[2].forward = forward = lambda z: z * 3
     original = copy.deepcopy(model)
     inplace_ops.convert(model)
-    assert model[2].forward is own
+    assert model[2].forward is forward
     assert_same_steps(original, model, x)
     inplace_ops.revert(model)
-    assert model[2].forward is own
+    assert model[2].forward is forward
 
 
-def test_encoder_layers_keep_their_fast_path() -> None:
-    """They leave it where one of their parts has a hook."""
+def test_encoder_layers_get_no_hooks() -> None:
+    """With a hook on one of its parts an encoder layer leaves its fast path."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     inplace_ops.convert(layer)
     parts = list(layer.modules())[1:]
     assert number_of_hooks(nn.ModuleList(parts)) == 0
 
 
-def test_attributes_are_read_at_each_call() -> None:
+def test_activation_attributes_are_read_at_each_call() -> None:
     model = nn.Sequential(
         nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), nn.LeakyReLU(0.1), nn.Conv2d(C, 2, 1)
     )
     original, x = copy.deepcopy(model), examples()
     inplace_ops.convert(model, x)
-    seen: list[tuple[Tensor, Tensor]] = []
-    model[1].register_forward_hook(lambda m, args, z: seen.append((z, z.detach().clone())))
+    outputs: list[tuple[Tensor, Tensor]] = []
+    model[1].register_forward_hook(lambda m, args, z: outputs.append((z, z.detach().clone())))
     for inplace, slope in ((False, 0.1), (True, 0.5), (False, -0.3), (True, 0.0)):
         for m in (model, original):
             m[2].inplace, m[2].negative_slope = inplace, slope
         if slope >= 0 or not inplace:
             assert_same_steps(original, model, x)
-        seen.clear()
+        outputs.clear()
         model(x)
-        z, before = seen[0]
-        assert torch.equal(z, before) == (not inplace)
+        z, copied = outputs[0]
+        assert torch.equal(z, copied) == (not inplace)
 
 
 # Examples.
@@ -478,12 +484,12 @@ def test_attributes_are_read_at_each_call() -> None:
 @pytest.mark.parametrize(
     "inputs", [lambda x: x, lambda x: (x,), lambda x: {"input": x}], ids=["tensor", "tuple", "dict"]
 )
-def test_example_inputs(inputs: Callable[[Tensor], Any]) -> None:
+def test_example_inputs_may_be_tensor_tuple_or_dict(inputs: Callable[[Tensor], Any]) -> None:
     model, x = network(), examples()
     assert inplace_ops.convert(model, inputs(x)).saved_bytes_after > 0
 
 
-def test_wrong_example_inputs() -> None:
+def test_invalid_example_inputs_raise() -> None:
     model = network()
     with pytest.raises(TypeError, match="a tensor, a tuple of arguments or a dict"):
         inplace_ops.convert(model, [examples()])
@@ -493,12 +499,12 @@ def test_wrong_example_inputs() -> None:
 
 
 @pytest.mark.parametrize("function", [inplace_ops.convert, inplace_ops.analyze])
-def test_an_example_on_which_the_model_fails(function: Callable[..., Any]) -> None:
+def test_model_error_on_example_is_raised_unchanged(function: Callable[..., Any]) -> None:
     class Fails(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             raise error
 
-    error = LookupError("the model's own")
+    error = LookupError("error of the model")
     model = nn.Sequential(*network(), Fails())
     with pytest.raises(LookupError) as raised:
         function(model, examples())
@@ -508,7 +514,7 @@ def test_an_example_on_which_the_model_fails(function: Callable[..., Any]) -> No
 
 
 class Stateful(nn.Module):
-    """Changes whatever a forward pass may change."""
+    """A model whose forward changes all kinds of state that a forward may change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -543,7 +549,7 @@ class Stateful(nn.Module):
         return y
 
 
-def hooks_of_the_user(module: nn.Module) -> int:
+def number_of_user_hooks(module: nn.Module) -> int:
     return sum(not h.__module__.startswith("inplace_ops") for h in module._forward_hooks.values())
 
 
@@ -554,7 +560,7 @@ def state(model: Stateful, x: Tensor) -> list[Any]:
         [id(p.grad) for p in model.parameters()],
         [id(b) for b in model.buffers()],
         [module.training for module in model.modules()],
-        [hooks_of_the_user(module) for module in model.layers],
+        [number_of_user_hooks(module) for module in model.layers],
         (list(model.list), list(model.cache), vars(model.layers[0].weight)),
         [dict(model.cache["nested"][0]), list(model.cache["nested"][1])],
         model.cache["nested"][1]["tensor"].clone(),
@@ -569,7 +575,7 @@ def state(model: Stateful, x: Tensor) -> list[Any]:
 
 @pytest.mark.parametrize("fails", [False, True], ids=["", "fails"])
 @pytest.mark.parametrize("function", [inplace_ops.convert, inplace_ops.analyze])
-def test_an_example_leaves_everything_as_it_was(function: Callable[..., Any], fails: bool) -> None:
+def test_example_restores_all_state(function: Callable[..., Any], fails: bool) -> None:
     model, x = Stateful(), torch.randn(8, 4)
     model(x.clone()).sum().backward()
     del model.layers[0].weight.note
@@ -590,7 +596,7 @@ def test_an_example_leaves_everything_as_it_was(function: Callable[..., Any], fa
     assert is_converted(model) == (function is inplace_ops.convert and not fails)
 
 
-def test_an_example_under_autocast_in_eval_mode_and_with_checkpoints() -> None:
+def test_example_under_autocast_in_eval_mode_and_with_checkpoints() -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -609,7 +615,7 @@ def test_an_example_under_autocast_in_eval_mode_and_with_checkpoints() -> None:
     assert report.saved_bytes_after <= report.saved_bytes_before
 
 
-def test_a_forward_that_writes_to_a_parameter_is_said() -> None:
+def test_forward_that_writes_to_parameter_warns() -> None:
     class Writes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -620,35 +626,35 @@ def test_a_forward_that_writes_to_a_parameter_is_said() -> None:
                 self.center += 1
             return self.network(x) + self.center
 
-    with pytest.warns(UserWarning, match="writes to its parameters `center`") as said:
+    with pytest.warns(UserWarning, match="writes to its parameters `center`") as caught:
         inplace_ops.convert(Writes(), examples())
-    assert len(said) == 1
+    assert len(caught) == 1
 
 
-def test_models_without_gradients() -> None:
+def test_model_without_gradients_saves_zero_bytes() -> None:
     frozen = network().requires_grad_(False)
     report = inplace_ops.convert(frozen, examples())
     assert (report.saved_bytes_before, report.saved_bytes_after) == (0, 0)
 
-    class Nothing(nn.Module):
+    class ReturnsNone(nn.Module):
         def forward(self, x: Tensor) -> None:
             return None
 
-    assert inplace_ops.convert(Nothing(), examples()).saved_bytes_after == 0
+    assert inplace_ops.convert(ReturnsNone(), examples()).saved_bytes_after == 0
 
 
-def test_a_difference_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a spec that is right at its first use, and wrong when backward asks."""
+def test_wrong_recomputed_tensor_raises_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A spec is right at its first use, and wrong when backward unpacks it."""
     compute = specs.Recomputed.compute
-    asked: set[int] = set()
+    computed: set[int] = set()
 
     def wrong(value: specs.Recomputed) -> Tensor:
         result = compute(value)
         if not value.name.startswith("SiLU"):
             return result
-        if id(value.spec) in asked:
+        if id(value.spec) in computed:
             return result * 1.001
-        asked.add(id(value.spec))
+        computed.add(id(value.spec))
         return result
 
     monkeypatch.setattr(specs.Recomputed, "compute", wrong)
@@ -660,8 +666,8 @@ def test_a_difference_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not any(m._forward_hooks for m in model.modules())
 
 
-def test_gradients_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing that is recomputed is wrong: of the fused activation's own backward."""
+def test_wrong_gradient_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All recomputed tensors are right, and the fused activation's backward is wrong."""
     from inplace_ops.recompute import functions
 
     right = functions._gradient_of_input
@@ -672,7 +678,7 @@ def test_gradients_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not is_converted(model)
 
 
-def test_dropout_and_noise_are_no_difference() -> None:
+def test_dropout_and_noise_pass_verification() -> None:
     class Noise(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x + random.gauss(0, 1e-3) * torch.randn_like(x)
@@ -681,16 +687,16 @@ def test_dropout_and_noise_are_no_difference() -> None:
     assert inplace_ops.convert(model, examples()).saved_bytes_after > 0
 
 
-def test_threads_that_convert_at_once() -> None:
-    """One after the other: the runs set the random state, which all threads share."""
+def test_threads_convert_one_at_a_time() -> None:
+    """Runs on an example set the random state, which all threads share."""
     running: list[int] = []
-    at_once: list[int] = []
+    numbers_running: list[int] = []
 
     class Slow(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             running.append(1)
             time.sleep(0.002)
-            at_once.append(len(running))
+            numbers_running.append(len(running))
             running.pop()
             return x
 
@@ -702,13 +708,13 @@ def test_threads_that_convert_at_once() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert set(at_once) == {1}
+    assert set(numbers_running) == {1}
 
 
 # Reverting.
 
 
-def test_reverted_for_a_while() -> None:
+def test_reverted_restores_conversion_at_exit() -> None:
     model, x = network(), examples()
     report = inplace_ops.convert(model, x)
     kind, modules = type(model), list(model.modules())
@@ -731,7 +737,7 @@ def test_reverted_for_a_while() -> None:
         pass
 
 
-def test_reverted_keeps_what_a_part_was_converted_with() -> None:
+def test_reverted_restores_conversion_of_part() -> None:
     part = network()
     report = inplace_ops.convert(part, max_ops=2)
     model = nn.Sequential(part)
@@ -753,7 +759,7 @@ def test_analyze_changes_nothing() -> None:
 
 
 class Branches(nn.Module):
-    """A model of layers that `compute` puts together."""
+    """A model whose forward is `compute(layers, x)`."""
 
     def __init__(self, compute: Callable[[nn.ModuleList, Tensor], Any], *layers: nn.Module) -> None:
         super().__init__()
@@ -780,14 +786,14 @@ def conv() -> nn.Module:
     ],
     ids=["group norm", "group norm alone", "layer norm", "pooling", "index", "dropped branch"],
 )
-def test_the_rows_of_a_report_add_up(model: nn.Module, with_an_example: bool) -> None:
+def test_rows_of_report_add_up_to_saved_bytes(model: nn.Module, with_an_example: bool) -> None:
     model = copy.deepcopy(model)
     x = torch.randn(8, 16, 16, 16, requires_grad=True)
     before = saved_bytes(model, x)
     report = inplace_ops.convert(model, *([x] if with_an_example else []))
     after = saved_bytes(model, x)
     if not with_an_example:
-        model(x)  # what saved_bytes measures is behind its hooks
+        model(x)  # the call in saved_bytes has saved-tensor hooks, and does not fill in the report
     remaining = sum(r.bytes for r in report.remaining)
     assert report.saved_bytes_before == before
     assert sum(r.bytes for r in report.replaced) + remaining == before
@@ -795,8 +801,8 @@ def test_the_rows_of_a_report_add_up(model: nn.Module, with_an_example: bool) ->
     assert remaining + report.recompute_bytes == after
 
 
-def test_the_report_of_a_model_that_follows_another() -> None:
-    """A GAN's discriminator, of what a converted generator has made: its own rows alone."""
+def test_report_of_model_after_converted_model_lists_own_rows() -> None:
+    """The report of a discriminator does not list tensors of the converted generator before it."""
     first, second = (nn.Sequential(conv(), nn.GroupNorm(4, 16), nn.SiLU(), conv()) for _ in "GD")
     x = torch.randn(8, 16, 16, 16)
     alone = inplace_ops.convert(copy.deepcopy(second), x)
@@ -815,8 +821,8 @@ def peak_of_a_forward(model: nn.Module, x: Tensor) -> int:
     return peak[0]
 
 
-def test_no_graph_is_kept_that_the_model_has_dropped() -> None:
-    """A teacher's graph goes before the student runs."""
+def test_observation_does_not_keep_dropped_graph_alive() -> None:
+    """A teacher's graph is freed before the student runs."""
 
     def compute(m: nn.ModuleList, x: Tensor) -> Tensor:
         target = m[0](x).detach().mean()
@@ -836,10 +842,8 @@ def test_no_graph_is_kept_that_the_model_has_dropped() -> None:
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d(16), nn.GroupNorm(4, 16)], ids=["batch", "group"])
 @pytest.mark.parametrize("activation", [nn.SiLU(), nn.Hardswish()], ids=["SiLU", "Hardswish"])
-def test_the_first_step_of_one_block_needs_no_more_memory(
-    norm: nn.Module, activation: nn.Module
-) -> None:
-    """It compares what it recomputes in parts."""
+def test_first_step_of_block_needs_less_peak_memory(norm: nn.Module, activation: nn.Module) -> None:
+    """The comparison at first use computes differences in parts, so it adds little to the peak."""
     original = nn.Sequential(conv(), copy.deepcopy(norm), copy.deepcopy(activation), conv())
     x = torch.randn(8, 16, 128, 128)
     model = copy.deepcopy(original)
@@ -852,12 +856,12 @@ def test_the_first_step_of_one_block_needs_no_more_memory(
     assert peaks[1] < 0.9 * peaks[0]
 
 
-def test_saved_bytes_are_what_a_converted_model_holds() -> None:
-    """Under the hooks of `saved_bytes` the engine replaces what it replaces without."""
+def test_saved_bytes_equal_allocated_memory() -> None:
+    """Under the hooks of `saved_bytes` the engine replaces the same tensors as without."""
 
     def compute(m: nn.ModuleList, x: Tensor) -> Tensor:
-        for first, norm, second, last in zip(*[iter(m)] * 4, strict=True):
-            y = last(second(F.relu(norm(first(x)), inplace=True)))
+        for conv1, norm1, conv2, norm2 in zip(*[iter(m)] * 4, strict=True):
+            y = norm2(conv2(F.relu(norm1(conv1(x)), inplace=True)))
             y += x
             x = F.relu(y, inplace=True)
         return x.sum()

@@ -1,4 +1,4 @@
-"""What only a GPU has: graphs, streams, several devices; no synchronization, one launch."""
+"""Test what only a GPU has: CUDA graphs, streams, several devices, synchronization, launches."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_
 @pytest.fixture
 def _no_synchronization(device: torch.device) -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it does not detect everything
+        warnings.simplefilter("ignore")  # it warns that it does not detect every synchronization
         torch.cuda.set_sync_debug_mode("error")
     yield
     torch.cuda.set_sync_debug_mode("default")
 
 
 def requested_bytes() -> int:
-    """Those now allocated, without what the allocator rounds up to."""
+    """Return the bytes that are now allocated, as requested, without the allocator's rounding."""
     return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
 
 @one_of_each
-def test_a_graph_of_forward_and_backward(activation: Activation, device: torch.device) -> None:
+def test_cuda_graph_of_forward_and_backward(activation: Activation, device: torch.device) -> None:
     static = torch.randn(3, 1001, device=device, requires_grad=True)
     graph = torch.cuda.CUDAGraph()
 
@@ -46,10 +46,10 @@ def test_a_graph_of_forward_and_backward(activation: Activation, device: torch.d
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # warm up: the very kernels that are captured load
+    with torch.cuda.stream(side):  # warm up: load the kernels that are captured
         run()
     torch.cuda.current_stream().wait_stream(side)
-    gc.collect()  # another test's graph, freed meanwhile, would end the capture
+    gc.collect()  # freeing another test's graph during the capture would end it
     with torch.cuda.graph(graph):
         y, gradient = run()
     for _ in range(3):
@@ -60,17 +60,17 @@ def test_a_graph_of_forward_and_backward(activation: Activation, device: torch.d
         leaf = x.detach().requires_grad_()
         expected = activation.reference(leaf * 2)
         assert_values(activation, y.detach(), expected.detach())
-        (wanted,) = torch.autograd.grad(expected.sum(), leaf)
-        assert_gradient(activation, gradient, wanted, 2.0)
+        (expected_gradient,) = torch.autograd.grad(expected.sum(), leaf)
+        assert_gradient(activation, gradient, expected_gradient, 2.0)
 
 
 @one_of_each
-def test_the_current_stream(activation: Activation, device: torch.device) -> None:
+def test_kernels_run_on_the_current_stream(activation: Activation, device: torch.device) -> None:
     x = torch.randn(2**22, device=device)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        torch.cuda._sleep(50_000_000)  # work on another stream would overtake it
+        torch.cuda._sleep(50_000_000)  # kernels on another stream would run before x is copied
         leaf = x.clone().requires_grad_()
         y = activation.call(leaf * 1)
         (gradient,) = torch.autograd.grad(y.sum(), leaf)
@@ -83,12 +83,12 @@ def test_the_current_stream(activation: Activation, device: torch.device) -> Non
 
 @one_of_each
 @pytest.mark.usefixtures("_no_synchronization")
-def test_nothing_waits_and_little_is_allocated(
+def test_no_synchronization_and_few_allocations(
     activation: Activation, device: torch.device
 ) -> None:
     leaf = torch.randn(2**20, device=device, requires_grad=True)
     y = leaf * 1
-    gc.collect()  # what is freed meanwhile would be subtracted
+    gc.collect()  # garbage freed between the measurements would be subtracted
     before = requested_bytes()
     activation.call(y)
     assert requested_bytes() - before == activation.packed_bits[torch.float32] * 2**20 // 8
@@ -100,7 +100,7 @@ def test_nothing_waits_and_little_is_allocated(
 
 @one_of_each
 @pytest.mark.parametrize(("elements", "launches"), [(1001, 1), (2**20, 1), (2**20 + 1, 2)])
-def test_launches(
+def test_number_of_launches(
     activation: Activation, elements: int, launches: int, device: torch.device
 ) -> None:
     x = torch.randn(elements, device=device)
@@ -114,7 +114,7 @@ def test_launches(
     assert not [event.name for event in profiler.events() if "Memcpy" in event.name]
 
 
-def test_convert(device: torch.device) -> None:
+def test_convert_reports_less_memory(device: torch.device) -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), nn.Conv2d(8, 8, 3), nn.ReLU()
     ).to(device)
@@ -128,17 +128,17 @@ def test_convert(device: torch.device) -> None:
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 @pytest.mark.parametrize("with_example", [True, False], ids=["example", "no_example"])
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.SiLU])
-def test_a_graph_of_a_converted_model(
+def test_cuda_graph_of_converted_model(
     activation: Callable[[], nn.Module], with_example: bool, device: torch.device
 ) -> None:
-    """Without an example the warm-up is the first use of what is recomputed."""
+    """Without an example, the warm-up is the first use of the recompute specs."""
     original = network(activation).to(device, torch.float64)
     static = torch.randn(2, 3, 32, 32, device=device, dtype=torch.float64)
     model = copy.deepcopy(original)
     report = inplace_ops.convert(model, static if with_example else None)
     graphed = torch.cuda.make_graphed_callables(model, (static,))
     assert report.replaced
-    model.load_state_dict(original.state_dict())  # its warm-up ran the norm
+    model.load_state_dict(original.state_dict())  # the warm-up has updated running statistics
     for _ in range(3):
         x = torch.randn_like(static)
         for module, call in ((original, original), (model, graphed)):
@@ -155,8 +155,8 @@ def network(activation: Callable[[], nn.Module]) -> nn.Sequential:
     )
 
 
-def test_a_graph_of_the_first_forward_pass(device: torch.device) -> None:
-    """During capture nothing is compared, which would wait: PyTorch's tensors are saved."""
+def test_cuda_graph_of_first_forward_saves_as_pytorch(device: torch.device) -> None:
+    """The comparison at first use would synchronize: during capture PyTorch's tensors are saved."""
     original = network(nn.SiLU).to(device, torch.float64)
     static = torch.randn(2, 3, 32, 32, device=device, dtype=torch.float64)
     model, graph = copy.deepcopy(original), torch.cuda.CUDAGraph()
@@ -167,10 +167,10 @@ def test_a_graph_of_the_first_forward_pass(device: torch.device) -> None:
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # warm up: kernels load
+    with torch.cuda.stream(side):  # warm up: load kernels
         gradients_of(original)
     torch.cuda.current_stream().wait_stream(side)
-    gc.collect()  # another test's graph, freed meanwhile, would end the capture
+    gc.collect()  # freeing another test's graph during the capture would end it
     with torch.cuda.graph(graph):
         gradients = gradients_of(model)
     for _ in range(3):
@@ -180,7 +180,7 @@ def test_a_graph_of_the_first_forward_pass(device: torch.device) -> None:
 
 
 def test_consumers_on_several_streams(device: torch.device) -> None:
-    """What is read on another stream than it was made on is saved as PyTorch saves it."""
+    """A tensor that is read on another stream than its producer's is saved as PyTorch saves it."""
     side = torch.cuda.Stream()
     used_on_side: list[Tensor] = []
 
@@ -208,8 +208,8 @@ def test_consumers_on_several_streams(device: torch.device) -> None:
     model = copy.deepcopy(original)
     report = inplace_ops.convert(model, x)
     assert ("late", OTHER_STREAM) in {(row.module, row.reason) for row in report.remaining}
-    assert not report.replaced  # what `early` reads is the same memory
-    weight = torch.rand_like(original.norm.weight)  # what is left in memory is of another
+    assert not report.replaced  # `early` reads the same memory
+    weight = torch.rand_like(original.norm.weight)  # freed memory has results of the old weight
     gradients = []
     for module in (original, model):
         torch.cuda.synchronize()
@@ -217,17 +217,19 @@ def test_consumers_on_several_streams(device: torch.device) -> None:
             module.norm.weight.copy_(weight)
         module.is_late = True
         late, early = module(x)
-        of_early = torch.autograd.grad(early.square().sum(), module.early.weight)
+        early_gradient = torch.autograd.grad(early.square().sum(), module.early.weight)
         torch.cuda.synchronize()
-        of_late = torch.autograd.grad(late.square().sum(), module.late.weight)
-        gradients.append((of_early, of_late))
+        late_gradient = torch.autograd.grad(late.square().sum(), module.late.weight)
+        gradients.append((early_gradient, late_gradient))
     torch.testing.assert_close(gradients[1], gradients[0])
 
 
 @one_of_each
-def test_a_device_that_is_not_the_current_one(activation: Activation, device: torch.device) -> None:
+def test_kernels_run_on_the_device_of_the_tensor(
+    activation: Activation, device: torch.device
+) -> None:
     if torch.cuda.device_count() < 2:
-        pytest.skip("one GPU")
+        pytest.skip("fewer than two GPUs")
     leaf = torch.randn(1001, device="cuda:1", requires_grad=True)
     assert torch.cuda.current_device() == 0
     y = activation.call(leaf * 1)

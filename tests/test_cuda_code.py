@@ -1,7 +1,7 @@
-"""What the compiler made of the CUDA kernels: checked in the disassembly, without a GPU.
+"""Check the machine code of the CUDA kernels in their disassembly, without a GPU.
 
-Needs the CUDA extension, and cuobjdump with nvdisasm: those of a CUDA toolkit, of NVIDIA's packages
-nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm, or of Triton's.
+Needs the CUDA extension, and cuobjdump with nvdisasm: from a CUDA toolkit, from NVIDIA's packages
+nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm, or from Triton.
 """
 
 from __future__ import annotations
@@ -24,16 +24,20 @@ import inplace_ops
 from inplace_ops import _ops
 from inplace_ops.activations import ACTIVATIONS
 
-# An H200 under load: its 132 multiprocessors issue four warps' instructions a cycle, so 128 lanes'
-# at the base clock, and copy 4.3 TB/s, reads and writes.
-SLOTS_A_BYTE = 132 * 128 * 1.755e9 / 4.3e12
-# Opcodes by the pipe they need, and how many lanes of a multiprocessor it serves a cycle. Rates: of
-# compute capability 9.0 in "Throughput of Native Arithmetic Instructions", CUDA C++ Programming
-# Guide (Best Practices Guide since CUDA 13); 32 load/store units: NVIDIA's H100 whitepaper. Pipes:
-# "Pipelines", Kernel Profiling Guide of Nsight Compute. FMA is two pipes, of which the heavy one
-# alone multiplies integers; HADD2.F32, half to float, is taken for a conversion, at half rate. FCHK
-# signals its result by a scoreboard as XU's instructions do. CS2R, P2R and R2P are a guess. What
-# has the full rate, or none that is published, takes its issue slot alone.
+# Issue slots per byte of an H200 under load. Each of its 132 multiprocessors issues instructions of
+# four warps per cycle, that is of 128 lanes, at the base clock. A copy moves 4.3 TB/s, reads and
+# writes.
+SLOTS_PER_BYTE = 132 * 128 * 1.755e9 / 4.3e12
+# Opcodes by the pipe that they need, and the lanes of a multiprocessor that the pipe serves per
+# cycle. Sources:
+#   - rates: those of compute capability 9.0 in "Throughput of Native Arithmetic Instructions", CUDA
+#     C++ Programming Guide (since CUDA 13 in the Best Practices Guide);
+#   - 32 load/store units: NVIDIA's H100 whitepaper;
+#   - pipes: "Pipelines", Kernel Profiling Guide of Nsight Compute.
+# FMA consists of two pipes, of which only the heavy one multiplies integers. HADD2.F32, half to
+# float, counts as a conversion, at half rate. FCHK signals its result by a scoreboard, as
+# instructions of XU do. CS2R, P2R and R2P are a guess. An instruction with the full rate, or
+# without a published rate, only takes an issue slot.
 PIPES = {
     "issue": (
         128,
@@ -51,11 +55,11 @@ PIPES = {
     "XU": (16, "BREV F2F F2I FCHK FLO I2F MUFU POPC"),
 }
 PIPE_OF = {opcode: pipe for pipe, (_, opcodes) in PIPES.items() for opcode in opcodes.split()}
-# Loads under way that a multiprocessor needs (Little's law): half of 4.3 TB/s over 1 us.
-BYTES_UNDER_WAY = 4.3e12 / 2 * 1e-6 / 132
+# Bytes of loads that a multiprocessor needs in flight (Little's law): half of 4.3 TB/s over 1 us.
+BYTES_IN_FLIGHT = 4.3e12 / 2 * 1e-6 / 132
 REGISTERS, THREADS, BLOCK = 65536, 2048, 128
 WARP = 32
-ACCESSES = 2  # of 16 bytes to each tensor, by a lane
+ACCESSES = 2  # accesses of 16 bytes that a lane makes to each tensor
 DTYPES = {"float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16}
 INPUTS = {
     "BackwardMaskOfOutput": 2,
@@ -65,23 +69,23 @@ INPUTS = {
     "NormalizeAdd": 2,
     "ForwardRecomputeAdd": 2,
 }
-DEVIATIONS = (1.0, 1.3)  # the inputs of a network are about N(0, 1)
+STANDARD_DEVIATIONS = (1.0, 1.3)  # the inputs of a network are about N(0, 1)
 
 
 class Budget(NamedTuple):
-    """What an activation may cost, and by what its code for far outputs is known.
+    """The largest cost of an activation, and the opcode that identifies its code for the tail.
 
-    That code, of BackwardOutput and DoubleBackward, has an instruction that nothing else takes, one
-    per element.
+    The code for outputs in the tail, in BackwardOutput and DoubleBackward, has one such instruction
+    per element, and no other code has it.
     """
 
-    slots: float = 0.95  # of those that the bytes leave
-    far: str | None = None
+    slots: float = 0.95  # as a fraction of the slots that the bytes leave
+    tail_opcode: str | None = None
 
 
-# Above 1 a kernel is bound by arithmetic: a ratchet, a few percent above what it costs.
+# Above 1 a kernel is bound by arithmetic; such a budget is a ratchet, a few percent above the cost.
 BUDGETS = {
-    "silu": Budget(far="MUFU.LG2"),
+    "silu": Budget(tail_opcode="MUFU.LG2"),
     "gelu": Budget(slots=1.38),
     "gelu_tanh": Budget(slots=1.27),
     "hardswish": Budget(slots=1.2),
@@ -89,8 +93,8 @@ BUDGETS = {
 }
 MASKS = Budget()
 SMOOTH = Budget(slots=1.4)
-ANY = "any"  # the activation of what is one for all
-# After a norm, by the layouts that AFFINE_LOADS names.
+ANY = "any"  # in place of an activation, for kernels that do not depend on it
+# Budgets of kernels after a norm, by the layouts of AFFINE_LOADS.
 NORMALIZED = {
     "NormalizeAdd": {"planes": 0.37, "split_planes": 0.52, "channels_last": 0.39, "rows": 0.45},
     ANY: {"planes": 0.32, "split_planes": 0.55, "channels_last": 0.35, "rows": 0.45},
@@ -108,13 +112,13 @@ SLOTS_OF_A_CAST = 2  # per element
 
 
 class AffineLoads(NamedTuple):
-    """What finding the affine of normalized elements adds to the way of a whole tile."""
+    """The loads that the affine of a norm adds to the path of a whole tile."""
 
     scalars: int  # loads of one number
-    vectors: int = 0  # numbers per element loaded 16 bytes at a time
+    vectors: int = 0  # numbers per element that are loaded 16 bytes at a time
 
 
-# By the layouts of csrc/cuda/affine_layout.h, which take neither a division nor a loop.
+# By the layouts of csrc/cuda/affine_layout.h, which need neither a division nor a loop.
 DIVISION = "I2F.U32.RP"
 AFFINE_LOADS = {
     "planes": AffineLoads(scalars=2 * ACCESSES),
@@ -163,7 +167,7 @@ class Kernel(NamedTuple):
     functor: str
     scalar: str
     out: str  # the format of the results
-    count: int  # elements of an access
+    count: int  # elements per access
     registers: int
     stack: int
 
@@ -177,8 +181,8 @@ class Case(NamedTuple):
     functor: str
     scalar: str
     bits: int
-    layout: str = ""  # after a norm: which of AFFINE_LOADS
-    cast: str = ""  # to which format the results are cast, if they are
+    layout: str = ""  # after a norm: a key of AFFINE_LOADS
+    cast: str = ""  # the format to which the results are cast, if any
 
     @property
     def name(self) -> str:
@@ -201,7 +205,7 @@ class Case(NamedTuple):
         return DTYPES[self.scalar].itemsize
 
     @property
-    def elements(self) -> int:  # of a lane
+    def elements(self) -> int:  # per lane
         return ACCESSES * 16 // self.size
 
     @property
@@ -214,11 +218,11 @@ class Case(NamedTuple):
         return self.inputs * ACCESSES + affine
 
     @property
-    def slots(self) -> float:  # per element: those that the bytes leave
+    def slots(self) -> float:  # issue slots per element in the time that its bytes take
         return self.slots_of(self.out_size)
 
     def slots_of(self, out_size: int) -> float:
-        return SLOTS_A_BYTE * (self.size * self.inputs + out_size + self.bits / 8)
+        return SLOTS_PER_BYTE * (self.size * self.inputs + out_size + self.bits / 8)
 
     @property
     def store(self) -> str:
@@ -231,21 +235,25 @@ class Case(NamedTuple):
     @property
     def budget(self) -> Budget:
         if self.layout:
-            of = self.functor if self.functor in NORMALIZED else self.activation
-            budget = NORMALIZED[of][self.layout]
-            if self.cast:  # the same arithmetic in fewer bytes
+            name = self.functor if self.functor in NORMALIZED else self.activation
+            budget = NORMALIZED[name][self.layout]
+            if self.cast:  # the same arithmetic for fewer bytes
                 budget = (budget * self.slots_of(self.size) + SLOTS_OF_A_CAST) / self.slots
             return Budget(budget)
         is_smooth = self.activation == ANY or _ops.ALL[self.activation].double_backward is not None
         return BUDGETS.get(self.activation, SMOOTH if is_smooth else MASKS)
 
     @property
-    def far(self) -> str | None:
-        return self.budget.far if self.functor in ("BackwardOutput", "DoubleBackward") else None
+    def tail_opcode(self) -> str | None:
+        return (
+            self.budget.tail_opcode
+            if self.functor in ("BackwardOutput", "DoubleBackward")
+            else None
+        )
 
 
 def cases() -> list[Case]:
-    """Each fast version that the kernels have: csrc/functors.h."""
+    """Return every fast version of the kernels (FastBits in csrc/functors.h)."""
     found = {}
     for scalar, dtype in DTYPES.items():
         for entry in ACTIVATIONS:
@@ -287,17 +295,17 @@ def kernels(architecture: str) -> list[Kernel]:
     )
     entries = {name.replace("_", ""): name for name in _ops.ALL}
 
-    def out_of(name: str, scalar: str, is_cast: bool) -> str:
+    def out_format(name: str, scalar: str, is_cast: bool) -> str:
         return re.findall(r"ENS_\d+(Half|BFloat16)EEE", name)[0] if is_cast else scalar
 
     found = []
     for name, count, cast, functor, activation, named, builtin, *numbers in re.findall(
         mangled, usage
     ):
-        of = entries[activation.lower()] if activation else ANY
+        op_name = entries[activation.lower()] if activation else ANY
         scalar = named or {"f": "float", "d": "double"}[builtin]
-        out = out_of(name, scalar, bool(cast))
-        found.append(Kernel(name, of, functor, scalar, out, int(count), *map(int, numbers)))
+        out = out_format(name, scalar, bool(cast))
+        found.append(Kernel(name, op_name, functor, scalar, out, int(count), *map(int, numbers)))
     if not found:
         pytest.skip(f"not built for {architecture}")
     assert len(found) == usage.count("run_warps")
@@ -305,7 +313,7 @@ def kernels(architecture: str) -> list[Kernel]:
 
 
 def vector_kernels(architecture: str, in_rows: bool = False) -> dict[Key, Kernel]:
-    """Those with accesses of several elements, to dense tensors or to rows with gaps."""
+    """Return the kernels with vector accesses, to dense tensors or to rows with gaps."""
     return {
         kernel.key: kernel
         for kernel in kernels(architecture)
@@ -315,7 +323,11 @@ def vector_kernels(architecture: str, in_rows: bool = False) -> dict[Key, Kernel
 
 @functools.cache
 def disassembly(architecture: str) -> dict[str, str]:
-    """By kernel. All at once: cuobjdump takes a fifth of a second for each one it is asked for."""
+    """Return the disassembly of every kernel, by name.
+
+    One call disassembles all kernels: cuobjdump takes a fifth of a second for each one it is asked
+    for.
+    """
     functions = cuobjdump("-sass", "-arch", architecture).split("Function : ")[1:]
     return dict(function.split("\n", 1) for function in functions)
 
@@ -323,47 +335,51 @@ def disassembly(architecture: str) -> dict[str, str]:
 class Instruction(NamedTuple):
     address: int
     name: str
-    following: tuple[int, ...]  # addresses
+    following: tuple[int, ...]  # addresses of the instructions that may follow
 
 
 @functools.cache
 def instructions(kernel: Kernel, architecture: str) -> dict[int, Instruction]:
-    """By address; the first is where the kernel begins."""
+    """Return the instructions of a kernel by address, beginning with its entry."""
     found = re.findall(
         r"/\*([0-9a-f]{4,6})\*/\s+(@!?U?P\w+\s+)?([^\s;]+)([^;/]*);",
         disassembly(architecture)[kernel.name],
     )
     addresses = [int(address, 16) for address, *_ in found]
     code = {}
-    for address, after, (_, predicate, name, operands) in zip(
+    for address, next_address, (_, predicate, name, operands) in zip(
         addresses, [*addresses[1:], None], found, strict=True
     ):
         following = []
         if name.startswith("BRA"):
             following.append(int(operands.split("0x")[-1], 16))
-        if after is not None and (predicate or name not in ("BRA", "EXIT", "RET.REL.NODEC")):
-            following.append(after)
+        if next_address is not None and (predicate or name not in ("BRA", "EXIT", "RET.REL.NODEC")):
+            following.append(next_address)
         code[address] = Instruction(address, name, tuple(following))
     return code
 
 
 @functools.cache
-def whole_tile(case: Case, architecture: str, far: int = 0) -> Counter[Instruction]:
-    """The instructions on the shortest way through the kernel for a whole tile.
+def whole_tile(case: Case, architecture: str, in_tail: int = 0) -> Counter[Instruction]:
+    """Return the instructions on the shortest path of a warp through the kernel for a whole tile.
 
-    It passes all wide stores, exactly as many accesses to packed bits as there are, the code for
-    far outputs as often as asked, and what finding affine takes.
+    The path passes all wide stores, exactly the case's number of accesses to packed bits, the code
+    for the tail `in_tail` times, and the loads of the affine.
     """
     kernel = vector_kernels(architecture)[case.key]
     code = instructions(kernel, architecture)
-    counts = {case.store: ACCESSES, case.byte_access: case.byte_accesses, case.far: far}
+    counts = {
+        case.store: ACCESSES,
+        case.byte_access: case.byte_accesses,
+        case.tail_opcode: in_tail,
+    }
     if case.layout:
         counts = {case.store: ACCESSES, "LDG.E.128": case.vector_loads}
         counts |= {"LDG.E": AFFINE_LOADS[case.layout].scalars, DIVISION: 0, "backward": 0}
     indices, wanted = {name: i for i, name in enumerate(counts)}, tuple(counts.values())
 
-    Seen = tuple[int, ...]  # the landmarks so far
-    State = tuple[int, Seen]  # an address, and those before it
+    Seen = tuple[int, ...]  # how often the path has passed each landmark in `counts`
+    State = tuple[int, Seen]  # an address, and the landmarks passed before it
 
     def with_one_more(seen: Seen, landmark: str) -> Seen | None:
         index = indices.get(landmark)
@@ -379,41 +395,41 @@ def whole_tile(case: Case, architecture: str, far: int = 0) -> Counter[Instructi
     while frontier:
         reached = []
         for state in frontier:
-            address, before = state
+            address, seen_before = state
             _, name, following = code[address]
-            seen = with_one_more(before, name)
+            seen = with_one_more(seen_before, name)
             if seen is None:
                 continue
             if name == "EXIT" and seen == wanted:
-                way: Counter[Instruction] = Counter()
+                path: Counter[Instruction] = Counter()
                 at: State | None = state
                 while at is not None:
-                    way[code[at[0]]] += 1
+                    path[code[at[0]]] += 1
                     at = came_from[at]
-                exponentials = sum(k for at, k in way.items() if at.name == "MUFU.EX2")
+                exponentials = sum(k for at, k in path.items() if at.name == "MUFU.EX2")
                 assert exponentials == 0 or exponentials >= case.elements, "elements left out"
-                return way
+                return path
             for target in following:
                 jumped = with_one_more(seen, "backward") if target < address else seen
-                after = (target, jumped)
-                if jumped is not None and after not in came_from:
-                    came_from[after] = state
-                    reached.append(after)
+                successor = (target, jumped)
+                if jumped is not None and successor not in came_from:
+                    came_from[successor] = state
+                    reached.append(successor)
         frontier = reached
-    raise AssertionError(f"no way passes {counts}")
+    raise AssertionError(f"no path passes {counts}")
 
 
 def pipe_of(name: str) -> str:
     while name not in PIPE_OF:
-        assert "." in name, f"{name} is in no pipe"
+        assert "." in name, f"PIPES has no pipe for {name}"
         name = name.rpartition(".")[0]
     return PIPE_OF[name]
 
 
-def slots_needed(way: Counter[Instruction], elements: int) -> dict[str, float]:
-    """Issue slots per element, and those in which each pipe is busy."""
+def slots_needed(path: Counter[Instruction], elements: int) -> dict[str, float]:
+    """Return the issue slots per element, and the slots per element in which each pipe is busy."""
     slots = dict.fromkeys(PIPES, 0.0)
-    for instruction, count in way.items():
+    for instruction, count in path.items():
         pipe = pipe_of(instruction.name)
         slots["issue"] += count / elements
         if pipe != "issue":
@@ -421,28 +437,29 @@ def slots_needed(way: Counter[Instruction], elements: int) -> dict[str, float]:
     return slots
 
 
-def tail_fraction(host_kernels: ModuleType, case: Case, deviation: float) -> float:
-    """How often the output of an input from N(0, deviation^2) is far."""
+def tail_fraction(host_kernels: ModuleType, case: Case, std: float) -> float:
+    """Return the fraction of the outputs in the tail, for inputs from N(0, std^2)."""
     count = 2**18
     quantiles = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    inputs = deviation * torch.special.ndtri(quantiles)
+    inputs = std * torch.special.ndtri(quantiles)
     dtype = str(DTYPES[case.scalar]).removeprefix("torch.")
     return host_kernels.tail_fraction(case.activation, dtype, case.bits, inputs.tolist())
 
 
-def slots_of_a_warp(case: Case, share: float) -> dict[str, float]:
-    """As slots_needed, on average, with `share` of the outputs far.
+def slots_of_a_warp(case: Case, fraction: float) -> dict[str, float]:
+    """Return the average of slots_needed if this fraction of the outputs is in the tail.
 
-    A warp runs the code for a far output where one of its 32 lanes has one. That costs it `each`,
-    and an access with any `visit` more. The shortest ways with no, one and all outputs far tell
-    these; for its other lanes a warp walks the one with none in any case.
+    A warp executes the code for an output in the tail if one of its 32 lanes has such an output.
+    That costs the warp `each`, and an access with any such output costs `visit` more. Both follow
+    from the shortest paths with no, one and all outputs in the tail. A warp executes the path with
+    no output in the tail in any case, for its other lanes.
     """
-    ways = [none := whole_tile(case, "sm_90")] * 3
-    if share > 0:
-        ways = [none | whole_tile(case, "sm_90", far) for far in (0, 1, case.elements)]
-    no, one, every = (slots_needed(way, case.elements) for way in ways)
-    outputs = case.elements * (1 - (1 - share) ** WARP)
-    visits = ACCESSES * (1 - (1 - share) ** (WARP * case.elements // ACCESSES))
+    paths = [none := whole_tile(case, "sm_90")] * 3
+    if fraction > 0:
+        paths = [none | whole_tile(case, "sm_90", count) for count in (0, 1, case.elements)]
+    no, one, every = (slots_needed(path, case.elements) for path in paths)
+    outputs = case.elements * (1 - (1 - fraction) ** WARP)
+    visits = ACCESSES * (1 - (1 - fraction) ** (WARP * case.elements // ACCESSES))
     slots = {}
     for pipe in PIPES:
         first, rest = one[pipe] - no[pipe], every[pipe] - no[pipe]
@@ -458,36 +475,38 @@ def test_every_vector_kernel_is_a_case(architecture: str) -> None:
 
 
 @on_each_architecture
-def test_gradients_in_rows(architecture: str) -> None:
-    """With gaps between rows backward takes at most three instructions an element more."""
+def test_rows_cost_at_most_three_instructions_per_element(architecture: str) -> None:
+    """Gaps between rows add at most three instructions per element to backward."""
     dense, in_rows = vector_kernels(architecture), vector_kernels(architecture, in_rows=True)
     assert {kernel.functor for kernel in in_rows.values()} == {
         *("BackwardMask", "BackwardMaskOfOutput", "BackwardOutput", "BackwardDerivative")
     }
     for key, kernel in in_rows.items():
-        more = len(instructions(kernel, architecture)) - len(instructions(dense[key], architecture))
+        added = len(instructions(kernel, architecture)) - len(
+            instructions(dense[key], architecture)
+        )
         versions = {case.bits for case in CASES if case.key == key}
         elements = ACCESSES * 16 // DTYPES[kernel.scalar].itemsize
-        assert more <= 3 * elements * len(versions), kernel
+        assert added <= 3 * elements * len(versions), kernel
 
 
 @on_each_architecture
-def test_nothing_is_kept_in_local_memory(architecture: str) -> None:
+def test_no_kernel_uses_local_memory(architecture: str) -> None:
     assert [kernel for kernel in kernels(architecture) if kernel.stack] == []
 
 
 @on_each_architecture
-def test_enough_loads_are_under_way(architecture: str) -> None:
+def test_loads_in_flight_suffice_for_the_bandwidth(architecture: str) -> None:
     for kernel in vector_kernels(architecture).values():
         registers = -(-kernel.registers // 8) * 8
         threads = min(REGISTERS // registers, THREADS) // BLOCK * BLOCK
         loads = INPUTS.get(kernel.functor, 1) * ACCESSES * 16
-        assert threads * loads >= BYTES_UNDER_WAY, kernel
+        assert threads * loads >= BYTES_IN_FLIGHT, kernel
 
 
 @on_each_architecture
 @each_case
-def test_accesses_of_a_whole_tile(case: Case, architecture: str) -> None:
+def test_whole_tile_makes_only_expected_accesses(case: Case, architecture: str) -> None:
     names: Counter[str] = Counter()
     for instruction, count in whole_tile(case, architecture).items():
         names[instruction.name] += count
@@ -502,20 +521,23 @@ def test_accesses_of_a_whole_tile(case: Case, architecture: str) -> None:
 
 
 @each_case
-def test_cost_of_a_warp(host_kernels: ModuleType, case: Case) -> None:
-    """Of sm_90 alone: the pipes, the clock and the bandwidth are an H200's."""
-    shares = {"": 0.0}
-    if case.far:
-        shares = {f" of N(0, {d}^2)": tail_fraction(host_kernels, case, d) for d in DEVIATIONS}
+def test_cost_of_a_warp_is_within_budget(host_kernels: ModuleType, case: Case) -> None:
+    """Only for sm_90: the pipes, the clock and the bandwidth are those of an H200."""
+    fractions = {"": 0.0}
+    if case.tail_opcode:
+        fractions = {
+            f" of N(0, {std}^2)": tail_fraction(host_kernels, case, std)
+            for std in STANDARD_DEVIATIONS
+        }
     registers = vector_kernels("sm_90")[case.key].registers
     most = 0.0
-    for inputs, share in shares.items():
-        slots = slots_of_a_warp(case, share)
+    for inputs, fraction in fractions.items():
+        slots = slots_of_a_warp(case, fraction)
         busy = sorted(((slots[pipe] / case.slots, pipe) for pipe in slots), reverse=True)
         print(
             f"{case.name}{inputs}: {slots['issue']:.1f} instructions per element in "
             f"{case.slots:.1f} slots: "
-            + ", ".join(f"{pipe} {part:.0%}" for part, pipe in busy)
+            + ", ".join(f"{pipe} {used:.0%}" for used, pipe in busy)
             + f"; {registers} registers"
         )
         most = max(most, busy[0][0])

@@ -1,4 +1,4 @@
-"""The recompute engine on a GPU: what it takes for granted of PyTorch's nodes, and how it runs."""
+"""Test the recompute engine on a GPU: what it assumes of PyTorch's nodes, and converted models."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from inplace_ops.recompute.specs import Affine, Leaf, Recomputed
 
 pytestmark = [
     pytest.mark.parametrize("device", ["cuda"], indirect=True),
-    # Of a parameter that is used on one stream after another; PyTorch then waits, and is right.
+    # A parameter is used on two streams in turn; PyTorch then waits, and is right.
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning"),
-    # An RMS norm of 16 bits with weights in float32, as under autocast before torch 2.12.
+    # A 16-bit RMS norm has weights in float32, as under autocast before torch 2.12.
     pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning"),
 ]
 
@@ -46,7 +46,7 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def in_both_formats(shapes: dict[str, tuple[int, ...]]) -> pytest.MarkDecorator:
-    """Of those of images; the others are contiguous."""
+    """Parametrize by name and memory format: channels_last only for images."""
     found = [pytest.param(name, CONTIGUOUS, id=name) for name in shapes]
     images = [name for name, shape in shapes.items() if len(shape) == 4]
     found += [pytest.param(name, CHANNELS_LAST, id=f"{name}-channels_last") for name in images]
@@ -55,27 +55,27 @@ def in_both_formats(shapes: dict[str, tuple[int, ...]]) -> pytest.MarkDecorator:
 
 @pytest.fixture(autouse=True)
 def _deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two runs of one model have equal gradients, and products are not rounded to 10 bits."""
+    """Let two runs of a model have equal gradients, and do not round products to TF32's 10 bits."""
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
-# What a norm's node saves, and what its output is computed from.
+# The tensors that a norm's node saves, and the output that the engine recomputes from them.
 
 
 class Case(NamedTuple):
-    """A norm, its input, and what its node is expected to be.
+    """A norm, its input, and the expected autograd node.
 
     Attributes:
         make: Returns the module.
-        shape: The input's.
-        dtype: The input's.
+        shape: The shape of the input.
+        dtype: The dtype of the input.
         weights: The dtype of the module's parameters.
         node: The name of the node.
         statistics: The dtype of mean and rstd; 16 bits are too coarse to compute the output from.
-        dims: The dimensions of `grouped` that a mean is over.
-        grouped: The input's shape in which it is so.
+        dims: The dimensions of `grouped` over which a mean is taken.
+        grouped: The shape to which the input is reshaped for that.
         cudnn: Whether cuDNN may be used.
     """
 
@@ -90,7 +90,7 @@ class Case(NamedTuple):
     cudnn: bool = True
 
     def module(self, device: torch.device) -> nn.Module:
-        """With random numbers in it."""
+        """Return the module, with random parameters and running statistics."""
         module = self.make().to(device, self.weights)
         for name, state in module.state_dict().items():
             if state.is_floating_point():
@@ -100,7 +100,7 @@ class Case(NamedTuple):
     def input(
         self, device: torch.device, memory_format: torch.memory_format = CONTIGUOUS
     ) -> Tensor:
-        """With an operation before it, as in a model."""
+        """Return a random input that an operation has made, as in a model."""
         x = (torch.randn(self.shape, device=device) + 0.4).to(self.dtype)
         if x.dim() == 4:
             x = x.contiguous(memory_format=memory_format)
@@ -112,14 +112,14 @@ class Case(NamedTuple):
         memory_format: torch.memory_format = CONTIGUOUS,
         training: bool = True,
     ) -> tuple[nn.Module, Tensor, Tensor]:
-        """The module, its input and its output."""
+        """Run the module; return the module, its input and its output."""
         module, x = self.module(device).train(training), self.input(device, memory_format)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.backends.cudnn, "enabled", self.cudnn)
             return module, x, module(x)
 
     def reference(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and rstd, flat, in float64."""
+        """Return mean and rstd, flattened, in float64."""
         groups = x.detach().double().reshape(self.grouped)
         mean, variance = groups.mean(self.dims), groups.var(self.dims, correction=0)
         return mean.flatten(), (variance + module.eps).rsqrt().flatten()
@@ -208,17 +208,17 @@ each_batch_norm = pytest.mark.parametrize("name", BATCH_NORMS)
 
 
 @each_case
-def test_the_node(name: str, device: torch.device) -> None:
+def test_node_name(name: str, device: torch.device) -> None:
     case = CASES[name]
     _, _, z = case.run(device)
     found = type(node_of(z)).__name__
-    assert found in norms.NORMS, f"the engine does not know {found}, and saves what it saves"
+    assert found in norms.NORMS, f"the engine does not know {found} and recomputes nothing from it"
     assert found == case.node
 
 
 @each_case
-def test_what_a_node_saves(name: str, device: torch.device) -> None:
-    """All that is read of it is there, and behind nobody's hook."""
+def test_saved_tensors_of_a_node(name: str, device: torch.device) -> None:
+    """The saved tensors that the engine reads exist, and have no hooks."""
     module, x, z = CASES[name].run(device)
     node = node_of(z)
     assert nodes.saved_tensor(node, "result1") is not None, dir(node)
@@ -237,7 +237,7 @@ def test_what_a_node_saves(name: str, device: torch.device) -> None:
         assert (weight is None) == (expected is None)
         assert expected is None or torch.equal(weight, expected)
     else:
-        assert weight is module.weight, "a saved weight unpacks as something else"
+        assert weight is module.weight, "a saved weight does not unpack as the parameter itself"
 
 
 @each_batch_norm
@@ -261,15 +261,15 @@ def test_arguments_of_a_layer_norm(device: torch.device) -> None:
 
 @each_case
 def test_edges(name: str, device: torch.device) -> None:
-    """The input's comes first, then the weight's and the bias'."""
+    """The edge of the input comes first, then those of weight and bias."""
     module, x, z = CASES[name].run(device)
     node = node_of(z)
-    names = [type(before).__name__ for before, _ in node.next_functions]
-    before, index = nodes.producer(node, 0)
-    if isinstance(module, nn.InstanceNorm2d):  # the input is a view, with parameters repeated
-        while before is not x.grad_fn and before is not None:
-            before, index = nodes.producer(before, 0)
-    assert (before, index) == (x.grad_fn, 0), names
+    names = [type(producer).__name__ for producer, _ in node.next_functions]
+    producer, index = nodes.producer(node, 0)
+    if isinstance(module, nn.InstanceNorm2d):  # the input is a view, and parameters are repeated
+        while producer is not x.grad_fn and producer is not None:
+            producer, index = nodes.producer(producer, 0)
+    assert (producer, index) == (x.grad_fn, 0), names
     for position, parameter in ((1, module.weight), (2, module.bias)):
         edge, _ = nodes.producer(node, position)
         if parameter is None:
@@ -282,7 +282,7 @@ def test_edges(name: str, device: torch.device) -> None:
 
 
 @each_case
-def test_the_outputs_metadata(name: str, device: torch.device) -> None:
+def test_metadata_of_the_output(name: str, device: torch.device) -> None:
     _, _, z = CASES[name].run(device)
     node, output = node_of(z), z if z._base is None else z._base
     assert nodes.output_shape(node, 0) == output.shape
@@ -291,7 +291,7 @@ def test_the_outputs_metadata(name: str, device: torch.device) -> None:
 
 
 @each_case
-def test_the_dtype_of_statistics(name: str, device: torch.device) -> None:
+def test_dtype_of_statistics(name: str, device: torch.device) -> None:
     case = CASES[name]
     _, _, z = case.run(device)
     node = node_of(z)
@@ -301,7 +301,7 @@ def test_the_dtype_of_statistics(name: str, device: torch.device) -> None:
 
 
 @each_case
-def test_the_shape_of_statistics(name: str, device: torch.device) -> None:
+def test_shape_of_statistics(name: str, device: torch.device) -> None:
     case = CASES[name]
     _, _, z = case.run(device)
     node = node_of(z)
@@ -318,7 +318,7 @@ def test_the_shape_of_statistics(name: str, device: torch.device) -> None:
 
 @each_case_in_both_formats
 def test_statistics(name: str, memory_format: torch.memory_format, device: torch.device) -> None:
-    """They are the mean and one over the standard deviation."""
+    """The saved statistics are the mean and one over the standard deviation."""
     case = CASES[name]
     module, x, z = case.run(device, memory_format)
     node = node_of(z)
@@ -339,7 +339,7 @@ def test_statistics(name: str, memory_format: torch.memory_format, device: torch
 
 @pytest.mark.parametrize("name", [name for name in CASES if len(CASES[name].shape) == 4])
 def test_channels_last(name: str, device: torch.device) -> None:
-    """A batch norm's output is as its input; that of a group or an instance norm contiguous."""
+    """A batch norm preserves channels_last; group and instance norms return contiguous outputs."""
     _, x, z = CASES[name].run(device, CHANNELS_LAST)
     saved = node_of(z)._saved_input
     found = f"strides {z.stride()} of an input with strides {x.stride()}, saved {saved.stride()}"
@@ -351,28 +351,33 @@ def test_channels_last(name: str, device: torch.device) -> None:
         assert saved.is_contiguous() or saved.stride() == x.stride(), found
 
 
-def output_of(node: Any, z: Tensor, parameters: norms.Parameters) -> tuple[str, str | None]:
-    """How the engine computes a norm's output, and by how much that differs; None if by nothing."""
+def recompute_output(node: Any, z: Tensor, parameters: norms.Parameters) -> tuple[str, str | None]:
+    """Recompute a norm's output as the engine does.
+
+    Returns:
+        The method, "affine" or "rerun", and the difference from z, or None if it is within the
+        rounding that the engine allows.
+    """
     x = nodes.saved_tensor(node, "input")
     assert x is not None
     if norms.can_compute(node):
-        how = "affine"
+        method = "affine"
         spec: Any = Affine(Leaf(x), norms.affine_of(node, parameters), z.dtype)
         value = Recomputed(spec, z, "norm", "test")
-        return how, value.difference(z)
+        return method, value.difference(z)
     rerun = norms.rerun_of(node, parameters, 1e-3)
     assert rerun is not None
     with torch.no_grad():
-        again = rerun(x.detach())
-    return "rerun", None if torch.equal(again, z) else f"{(again - z).abs().max():.3g}"
+        rerun_z = rerun(x.detach())
+    return "rerun", None if torch.equal(rerun_z, z) else f"{(rerun_z - z).abs().max():.3g}"
 
 
 @each_case_in_both_formats
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_the_output_that_is_computed(
+def test_recomputed_output(
     name: str, training: bool, memory_format: torch.memory_format, device: torch.device
 ) -> None:
-    """Within the rounding that the engine allows; from statistics of 16 bits to the bit."""
+    """The recomputed output is within the engine's bound; bit-exact if statistics have 16 bits."""
     case = CASES[name]
     module, _, z = case.run(device, memory_format, training)
     with torch.no_grad():
@@ -380,13 +385,13 @@ def test_the_output_that_is_computed(
         output = (z if z._base is None else z._base).detach()
         if isinstance(module, nn.InstanceNorm2d) and module.weight is not None:
             parameters = norms.Parameters(module.weight.repeat(4), module.bias)
-        how, difference = output_of(node_of(z), output, parameters)
-        assert difference is None, f"{how}: differs by {difference}"
+        method, difference = recompute_output(node_of(z), output, parameters)
+        assert difference is None, f"{method}: differs by {difference}"
 
 
 @each_batch_norm
-def test_a_batch_norm_in_eval_mode(name: str, device: torch.device) -> None:
-    """Its node reads the running statistics themselves."""
+def test_batch_norm_in_eval_mode(name: str, device: torch.device) -> None:
+    """The node saves the running statistics themselves, not copies."""
     case = CASES[name]
     module, _, z = case.run(device, training=False)
     node = node_of(z)
@@ -408,8 +413,8 @@ def test_a_batch_norm_in_eval_mode(name: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("affine", [True, False], ids=["affine", "not_affine"])
 @pytest.mark.parametrize("dtype", [FLOAT, HALF, BFLOAT])
-def test_an_rms_norm(dtype: torch.dtype, affine: bool, device: torch.device) -> None:
-    """One node, with its input, its weight and rstd in float32, of which its output follows."""
+def test_rms_norm(dtype: torch.dtype, affine: bool, device: torch.device) -> None:
+    """RMSNorm has one node, which saves what its output is recomputed from."""
     module = nn.RMSNorm(64, eps=1e-3, elementwise_affine=affine).to(device, dtype)
     if affine:
         nn.init.uniform_(module.weight, -1.5, 1.5)
@@ -421,20 +426,20 @@ def test_an_rms_norm(dtype: torch.dtype, affine: bool, device: torch.device) -> 
     assert parameters is not None
     assert parameters.weight is module.weight
     assert parameters.bias is None
-    how, difference = output_of(node, z.detach(), parameters)
-    assert difference is None, f"{how}: differs by {difference}"
+    method, difference = recompute_output(node, z.detach(), parameters)
+    assert difference is None, f"{method}: differs by {difference}"
     assert node._saved_input.data_ptr() == x.data_ptr()
     rstd = node._saved_result1
     assert (rstd.dtype, tuple(rstd.shape)) == (FLOAT, (4, 9, 1))
     expected = (x.detach().double().square().mean(-1, keepdim=True) + 1e-3).rsqrt()
     torch.testing.assert_close(rstd.double(), expected, rtol=1e-4, atol=1e-4)
-    edges = [type(before).__name__ for before, _ in node.next_functions]
+    edges = [type(producer).__name__ for producer, _ in node.next_functions]
     assert edges == ["MulBackward0", "AccumulateGrad" if affine else "NoneType"]
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, BFLOAT])
-def test_what_reads_an_rms_norm(dtype: torch.dtype, device: torch.device) -> None:
-    """Linear layers do not save its output."""
+def test_linear_after_rms_norm_saves_a_spec(dtype: torch.dtype, device: torch.device) -> None:
+    """A linear layer saves a recompute spec instead of the RMS norm's output."""
     model = nn.Sequential(nn.Linear(64, 512), nn.RMSNorm(512), nn.Linear(512, 8))
     model.to(device, dtype)
     report = inplace_ops.convert(model, torch.randn(256, 64, device=device, dtype=dtype))
@@ -442,8 +447,11 @@ def test_what_reads_an_rms_norm(dtype: torch.dtype, device: torch.device) -> Non
 
 
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT])
-def test_an_rms_norm_under_autocast(dtype: torch.dtype, device: torch.device) -> None:
-    """In float32 from torch 2.12 on; before, of what 16 bits and float32 come to, in many nodes."""
+def test_rms_norm_under_autocast(dtype: torch.dtype, device: torch.device) -> None:
+    """From torch 2.12 on autocast runs RMS norms in float32, as one node; before, as many nodes.
+
+    Before, the input has 16 bits and the weight is float32, and their promoted dtype applies.
+    """
     module = nn.RMSNorm(64).to(device)
     linear = nn.Linear(64, 64, device=device)
     with torch.autocast(device.type, dtype):
@@ -468,9 +476,9 @@ each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: 
 
 @contextmanager
 def only(backend: SDPBackend) -> Iterator[None]:
-    """Let attention run by this alone; skips the test where it does not exist."""
+    """Let attention use this backend alone; skip the test if it is not available."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # each that is not used has a warning
+        warnings.simplefilter("ignore")  # PyTorch warns for each backend that it does not use
         try:
             with sdpa_kernel(backend):
                 yield
@@ -481,8 +489,8 @@ def only(backend: SDPBackend) -> Iterator[None]:
 
 
 @each_backend
-def test_the_node_of_attention(backend: SDPBackend, device: torch.device) -> None:
-    """It saves query, key and value, as they are."""
+def test_attention_node(backend: SDPBackend, device: torch.device) -> None:
+    """The node saves query, key and value themselves, not copies."""
     inputs = {
         field: torch.randn(2, 4, 64, 64, device=device, dtype=BFLOAT, requires_grad=True) * 1
         for field in ("query", "key", "value")
@@ -501,7 +509,7 @@ def test_the_node_of_attention(backend: SDPBackend, device: torch.device) -> Non
 
 
 class Network(NamedTuple):
-    """A model, the shape of its input, and the modules that save less once it is converted."""
+    """A model, the shape of its input, and the modules that save less after conversion."""
 
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
@@ -552,7 +560,7 @@ class GatedMLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """With norms before the layers, and of queries and keys, as in ViTs."""
+    """Attention as in ViTs, with norms before the linear layer and of queries and keys."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -575,11 +583,11 @@ def stack(
     width: int = 16,
     depth: int = 2,
 ) -> nn.Sequential:
-    """Convolutions, each but the last with a norm and an activation."""
+    """Return convolutions, each except the last followed by a norm and an activation."""
     layers: list[nn.Module] = []
     for index in range(depth):
-        before = width if index else 3
-        layers += [nn.Conv2d(before, width, 3, padding=1, bias=False), norm(width), activation()]
+        channels = width if index else 3
+        layers += [nn.Conv2d(channels, width, 3, padding=1, bias=False), norm(width), activation()]
     return nn.Sequential(*layers, nn.Conv2d(width, 8, 3, padding=1))
 
 
@@ -634,20 +642,20 @@ def assert_saves_less(name: str, report: Report) -> None:
     rows = [(row.producer, row.consumer, row.module, row.how) for row in report.replaced]
     remaining = [(r.producer, r.consumer, r.module, r.reason) for r in report.remaining]
     missing = set(NETWORKS[name].saving) - {row.module for row in report.replaced}
-    assert not missing, f"{missing} save what they did: replaced {rows}, remaining {remaining}"
+    assert not missing, f"{missing} save no less: replaced {rows}, remaining {remaining}"
     assert report.saved_bytes_before is not None
     assert report.saved_bytes_after is not None
     assert report.saved_bytes_after < report.saved_bytes_before, rows
 
 
-def assert_gradients(name: str, tolerance: float, device: torch.device, **how: Any) -> None:
-    """Two steps of a converted model and of the original, and the report."""
-    dtype = how.get("dtype", FLOAT)
+def assert_gradients(name: str, tolerance: float, device: torch.device, **options: Any) -> None:
+    """Compare two steps of a converted model with the original's, and check the report."""
+    dtype = options.get("dtype", FLOAT)
     model, x = network_and_input(name, device, dtype)
     if x.dim() == 4:
-        memory_format = how.get("memory_format", CONTIGUOUS)
+        memory_format = options.get("memory_format", CONTIGUOUS)
         model, x = model.to(memory_format=memory_format), x.to(memory_format=memory_format)
-    autocast = how.get("autocast")
+    autocast = options.get("autocast")
     twin = copy.deepcopy(model)
     with no_warnings("inplace_ops"):
         report = inplace_ops.convert(twin)
@@ -662,8 +670,8 @@ def assert_gradients(name: str, tolerance: float, device: torch.device, **how: A
 
 
 def _step(model: nn.Module, x: Tensor, autocast: torch.dtype | None) -> Step:
-    class Around(nn.Module):
-        """So that backward is outside of autocast."""
+    class UnderAutocast(nn.Module):
+        """Runs forward under autocast, so that backward runs outside of it."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -673,11 +681,11 @@ def _step(model: nn.Module, x: Tensor, autocast: torch.dtype | None) -> Step:
             with torch.autocast(x.device.type, autocast, enabled=autocast is not None):
                 return self.inner(x)
 
-    return step_of(Around(), x)
+    return step_of(UnderAutocast(), x)
 
 
 def distance_of(actual: Step, expected: Step) -> float:
-    """The norm of the difference of all gradients over their norm."""
+    """Return the norm of the difference of all gradients over their norm."""
     total = difference = 0.0
     for name, value in expected.items():
         if value is None or name.startswith(("output", "buffer")):
@@ -700,7 +708,10 @@ def test_gradients_in_float64(name: str, device: torch.device) -> None:
 def test_gradients_in_float32(
     name: str, memory_format: torch.memory_format, device: torch.device
 ) -> None:
-    """As a share of their norms: what is wrong is off by far more, what is rounded by less."""
+    """The tolerance is above rounding, and far below the error of a wrong gradient.
+
+    It is relative to the norms of the gradients.
+    """
     assert_gradients(name, 1e-4, device, memory_format=memory_format)
 
 
@@ -714,13 +725,13 @@ def test_gradients_under_autocast(
 
 @each_network
 def test_gradients_in_bfloat16(name: str, device: torch.device) -> None:
-    """Parameters too, of which a group norm's statistics have 16 bits."""
+    """Parameters are bfloat16 too, so the statistics of a group norm have 16 bits."""
     assert_gradients(name, 4e-2, device, dtype=BFLOAT)
 
 
 @each_network
-def test_an_example(name: str, device: torch.device) -> None:
-    """`convert` compares all that is recomputed, and `saved_bytes` counts what is saved."""
+def test_convert_with_an_example(name: str, device: torch.device) -> None:
+    """`convert` verifies all recomputed tensors, and `saved_bytes` measures the saving."""
     model, x = network_and_input(name, device)
     before = inplace_ops.saved_bytes(model, x)
     report = inplace_ops.convert(model, x)
@@ -730,7 +741,7 @@ def test_an_example(name: str, device: torch.device) -> None:
 
 @each_backend
 def test_attention_of_recomputed_queries(backend: SDPBackend, device: torch.device) -> None:
-    """Strides are restored, on which the kernels of attention depend."""
+    """Unpacking restores the strides, on which the attention kernels depend."""
     model, x = network_and_input("attention", device)
     twin = copy.deepcopy(model)
     report = inplace_ops.convert(twin)
@@ -742,7 +753,7 @@ def test_attention_of_recomputed_queries(backend: SDPBackend, device: torch.devi
     assert any(consumer.startswith("ScaledDotProduct") for _, consumer in rows), rows
 
 
-# What each consumer is given, compared with the norm's output itself.
+# The recomputed tensor of each consumer, compared with the norm's output itself.
 
 VALUES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "batch": (lambda: nn.BatchNorm2d(16), PICTURES),
@@ -772,7 +783,7 @@ POLICIES = {
 
 @in_both_formats({name: shape for name, (_, shape) in VALUES.items()})
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_the_next_layer_is_given(
+def test_recomputed_input_of_the_next_layer(
     name: str, policy: str, memory_format: torch.memory_format, device: torch.device
 ) -> None:
     make, shape = VALUES[name]
@@ -790,30 +801,30 @@ def test_what_the_next_layer_is_given(
         model[1].register_forward_hook(lambda *call: seen.append(call[-1].detach()))
         with torch.autocast(device.type, autocast, enabled=autocast is not None):
             y = model(x)
-    # The last layer's input; the norm's own may be saved as what it was cast from.
+    # Only the last layer's input: a cast before the norm may replace the norm's own saved input.
     values = [value for value in recomputed(y) if "Norm" not in value.consumer]
     reasons = [(r.producer, r.consumer, r.module, r.reason) for r in report.remaining]
     assert values, f"nothing is recomputed after {seen[0].dtype}: {reasons}"
     (z,) = seen
     for value in values:
         expected = z.to(value.dtype).reshape(value.shape)  # a linear layer reads rows
-        given = value.unpack()
-        assert given.stride() == value.stride
-        difference = value.difference_of(given, expected)
+        unpacked = value.unpack()
+        assert unpacked.stride() == value.stride
+        difference = value.difference_of(unpacked, expected)
         assert difference is None, f"{value.name}: {difference}"
-        # As an independent bound: some roundings of the largest terms, and one of the dtype.
+        # An independent bound: some roundings of the largest terms, and one of the dtype.
         terms = float(z.double().abs().max()) + 4
-        compute = torch.finfo(DOUBLE if weights is DOUBLE else FLOAT).eps
-        allowed = 32 * compute * terms + 2 * rounding(expected.double().abs(), value.dtype)
-        excess = (given.double() - expected.double()).abs() - allowed
+        eps = torch.finfo(DOUBLE if weights is DOUBLE else FLOAT).eps
+        allowed = 32 * eps * terms + 2 * rounding(expected.double().abs(), value.dtype)
+        excess = (unpacked.double() - expected.double()).abs() - allowed
         assert not (excess > 0).any(), f"{value.name}: {float(excess.max()):.3g} above a rounding"
 
 
-# Backward on the device's own thread, and forward in several.
+# Backward on the device's autograd thread, and forward in several threads.
 
 
 def trained(model: nn.Module, inputs: list[Tensor], backward: Callable[[Tensor], None]) -> Step:
-    """Parameters and buffers after a step for each input."""
+    """Train one step for each input; return parameters and buffers."""
     for x in inputs:
         model.zero_grad()
         y = model(x)
@@ -830,7 +841,7 @@ def batches(name: str, device: torch.device, count: int = 3) -> list[Tensor]:
 
 
 def in_a_thread(run: Callable[[], Any]) -> Any:
-    """The result of a call in a thread of its own; raises what it raises."""
+    """Call a function in a new thread; return its result or raise its exception."""
     found: list[Any] = []
     errors: list[BaseException] = []
 
@@ -852,7 +863,7 @@ def in_a_thread(run: Callable[[], Any]) -> Any:
 def test_unpacking_runs_on_the_devices_thread(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also inside of autocast, which that thread takes over from the one that calls backward."""
+    """Backward under autocast, which the device's thread inherits from its caller, works too."""
     threads: list[int] = []
     compute = Recomputed.compute
 
@@ -932,13 +943,16 @@ def test_two_threads_on_two_streams(device: torch.device) -> None:
 
 # Streams.
 
-LONG = 50_000_000  # cycles of a GPU, about 30 ms: work on another stream overtakes it
+LONG = 50_000_000  # GPU cycles, about 30 ms: without a wait, another stream's work runs earlier
 
 
 @pytest.mark.parametrize("name", ["batch_silu", "group_silu", "attention"])
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "first_use"])
 def test_forward_on_a_side_stream(name: str, warm: bool, device: torch.device) -> None:
-    """And backward called on the default one. At first use comparisons wait for the side stream."""
+    """Forward runs on a side stream, and backward is called on the default one.
+
+    At first use the comparisons wait for the side stream.
+    """
     model, x = network_and_input(name, device, DOUBLE)
     twin = copy.deepcopy(model)
     report = inplace_ops.convert(twin)
@@ -955,7 +969,7 @@ def test_forward_on_a_side_stream(name: str, warm: bool, device: torch.device) -
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         torch.cuda._sleep(LONG)
-        late.copy_(x)  # what reads it too early reads zeros
+        late.copy_(x)  # a kernel that reads it too early reads zeros
         loss = (twin(late) * weight).sum()
     gradients = torch.autograd.grad(loss, parameters[twin])
     del loss
@@ -964,8 +978,8 @@ def test_forward_on_a_side_stream(name: str, warm: bool, device: torch.device) -
     torch.testing.assert_close(gradients, expected, rtol=1e-7, atol=1e-7)
 
 
-def test_memory_that_a_side_stream_reads(device: torch.device) -> None:
-    """It is handed out again only when what was recomputed there has been."""
+def test_memory_read_by_a_side_stream_is_not_reused_early(device: torch.device) -> None:
+    """The allocator reuses a leaf's memory only after the side stream has recomputed from it."""
     model, x = network_and_input("batch_silu", device)
     x = torch.randn(16, 3, 64, 64, device=device)
     inplace_ops.convert(model)
@@ -981,7 +995,7 @@ def test_memory_that_a_side_stream_reads(device: torch.device) -> None:
         actual = [value.unpack() for value in values]
     del y, values
     gc.collect()
-    # The main stream's allocator would now hand out what the side stream is still to read.
+    # Without record_stream the allocator would now reuse memory that the side stream still reads.
     overwritten = [torch.full((size,), 7.0, device=device) for size in sizes for _ in range(8)]
     torch.cuda.synchronize()
     for index, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
@@ -990,13 +1004,13 @@ def test_memory_that_a_side_stream_reads(device: torch.device) -> None:
 
 
 def test_unpacking_on_another_stream_waits(device: torch.device) -> None:
-    """For the stream of the forward pass, on which what it reads may not be ready."""
+    """Unpacking waits for the stream of forward, on which its leaves may not be ready."""
     model, x = network_and_input("batch_silu", device)
     inplace_ops.convert(model)
     expected = [value.compute() for value in recomputed(model(x))]
     side, late = torch.cuda.Stream(), torch.zeros_like(x)
     torch.cuda.synchronize()
-    model(late)  # loads kernels, and lets the allocator have memory
+    model(late)  # load kernels, and let the allocator reserve memory
     torch.cuda.synchronize()
     torch.cuda._sleep(LONG)
     late.copy_(x)
@@ -1015,10 +1029,10 @@ def test_unpacking_on_another_stream_waits(device: torch.device) -> None:
 
 @pytest.mark.parametrize("autocast", [None, BFLOAT], ids=["float64", "autocast"])
 @pytest.mark.parametrize("name", ["batch_silu", "group_silu", "gated_mlp", "attention"])
-def test_a_graph_of_a_training_step(
+def test_cuda_graph_of_a_training_step(
     name: str, autocast: torch.dtype | None, device: torch.device
 ) -> None:
-    """Forward, loss, backward and the optimizer's step. The warm-up is the first use."""
+    """Capture forward, loss, backward and the optimizer's step. The warm-up is the first use."""
     dtype = DOUBLE if autocast is None else FLOAT
     original, x = network_and_input(name, device, dtype)
     inputs = [torch.randn_like(x) for _ in range(3)]
@@ -1030,7 +1044,7 @@ def test_a_graph_of_a_training_step(
 
     def step(module: nn.Module, x: Tensor) -> Tensor:
         parameters = [*module.parameters()]
-        # Without autocast's cache, whose copies a graph does not make again.
+        # Without autocast's cache: a graph would not recompute the cached copies.
         with torch.autocast(
             device.type, autocast, enabled=autocast is not None, cache_enabled=False
         ):
@@ -1058,7 +1072,7 @@ def test_a_graph_of_a_training_step(
     with torch.cuda.graph(graph):
         loss = step(model, static)
     with torch.no_grad():
-        model.load_state_dict(state)  # the warm-up has trained it
+        model.load_state_dict(state)  # the warm-up has trained the model
     assert report.replaced, [(row.producer, row.reason) for row in report.remaining]
     for x in inputs:
         without_gradients(original)
@@ -1078,13 +1092,13 @@ def test_a_graph_of_a_training_step(
     assert difference <= 0.05**2 * moved, f"off by {difference**0.5:.3g} of {moved**0.5:.3g}"
 
 
-# Nothing waits for the GPU.
+# No synchronization with the GPU.
 
 
 @contextmanager
 def no_synchronization() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it does not detect everything
+        warnings.simplefilter("ignore")  # it warns that it does not detect every synchronization
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -1094,8 +1108,10 @@ def no_synchronization() -> Iterator[None]:
 
 @pytest.mark.parametrize("autocast", [None, BFLOAT], ids=["float32", "autocast"])
 @each_network
-def test_nothing_waits(name: str, autocast: torch.dtype | None, device: torch.device) -> None:
-    """Neither in forward nor in backward, once the model has run."""
+def test_no_synchronization_after_first_use(
+    name: str, autocast: torch.dtype | None, device: torch.device
+) -> None:
+    """Once the model has run, neither forward nor backward synchronizes."""
     original, x = network_and_input(name, device)
     twin = copy.deepcopy(original)
     inplace_ops.convert(twin)
@@ -1115,26 +1131,26 @@ def test_nothing_waits(name: str, autocast: torch.dtype | None, device: torch.de
                 step(model)
         except RuntimeError as error:
             if model is original:
-                pytest.skip(f"{what} waits: {error}")
-            raise AssertionError(f"{what} waits: {error}") from error
+                pytest.skip(f"{what} synchronizes: {error}")
+            raise AssertionError(f"{what} synchronizes: {error}") from error
 
 
 # Memory.
 
 
 def big_stack(device: torch.device) -> tuple[nn.Module, Tensor]:
-    """Each tensor has 8 MiB."""
+    """Return a model whose activations have 8 MiB each, and its input."""
     return stack(width=32, depth=4).to(device), torch.randn(16, 3, 64, 64, device=device)
 
 
 def test_allocated_memory(device: torch.device) -> None:
-    """What the report says is what the allocator has."""
+    """The report's saved bytes agree with the allocator's."""
     model, x = big_stack(device)
     twin = copy.deepcopy(model)
     report = inplace_ops.convert(twin, x)
     assert report.saved_bytes_before is not None
     assert report.saved_bytes_after is not None
-    held = []
+    allocated = []
     for module in (model, twin):
         for _ in range(2):  # workspaces are allocated once
             module(x).sum().backward()
@@ -1143,18 +1159,19 @@ def test_allocated_memory(device: torch.device) -> None:
         before = torch.cuda.memory_allocated()
         y = module(x)
         torch.cuda.synchronize()
-        held.append(torch.cuda.memory_allocated() - before)
+        allocated.append(torch.cuda.memory_allocated() - before)
         del y
     expected = report.saved_bytes_before - report.saved_bytes_after
     assert expected > 0.5 * report.saved_bytes_before, report
-    saved = held[0] - held[1]
-    assert abs(saved - expected) <= 0.1 * expected, (
-        f"{held[0]} bytes before, {held[1]} after: {saved} less, where the report says {expected}"
+    reduction = allocated[0] - allocated[1]
+    assert abs(reduction - expected) <= 0.1 * expected, (
+        f"{allocated[0]} bytes before, {allocated[1]} after: {reduction} less, "
+        f"where the report says {expected}"
     )
 
 
-def test_the_peak_of_the_first_step(device: torch.device) -> None:
-    """With all comparisons it is not above the original's."""
+def test_peak_of_the_first_step(device: torch.device) -> None:
+    """The first step, with all comparisons, has no higher peak than the original model's."""
     model, x = big_stack(device)
     twin = copy.deepcopy(model)
 
@@ -1170,19 +1187,19 @@ def test_the_peak_of_the_first_step(device: torch.device) -> None:
 
     for module in (model, twin):  # workspaces are allocated once
         module(x).sum().backward()
-    of_original = peak(model)
+    original = peak(model)
     inplace_ops.convert(twin)
     first, second = peak(twin), peak(twin)
-    found = f"{of_original} bytes, converted {first} in the first step and {second} in the second"
-    assert first <= of_original, found
-    assert second < 0.8 * of_original, found
+    found = f"{original} bytes, converted {first} in the first step and {second} in the second"
+    assert first <= original, found
+    assert second < 0.8 * original, found
 
 
 # Loss scaling.
 
 
 @pytest.mark.parametrize("name", ["batch_silu", "residual", "attention"])
-def test_a_gradient_scaler(name: str, device: torch.device) -> None:
+def test_gradient_scaler(name: str, device: torch.device) -> None:
     original, x = network_and_input(name, device)
     twin = copy.deepcopy(original)
     report = inplace_ops.convert(twin)

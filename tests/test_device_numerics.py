@@ -1,9 +1,9 @@
-"""Smooth activations as a GPU computes them, with the errors that the PTX ISA allows.
+"""Test the smooth activations as a GPU computes them, with the errors that the PTX ISA allows.
 
-device_numerics.cpp compiles the device's branches of the mathematics for the host, and
-emulated_hardware.h gives each of the hardware's functions as its exact value and an error: the
-largest that is documented, with every combination of signs, or shares of it by chance, or a
-multiple of it. What is checked is what docs/accuracy.md states, against float64.
+device_numerics.cpp compiles the device code of the mathematics for the host. emulated_hardware.h
+emulates each hardware function as its exact value plus an error: the largest documented error, with
+every combination of signs, a random part of it, or a multiple of it. The tests compare the results
+with float64, within the bounds that docs/accuracy.md states.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ halves = pytest.mark.parametrize("dtype", HALVES, ids=id_of)
 
 
 class Errors(NamedTuple):
-    """Multiples of the documented errors; with a seed the largest that an argument may have."""
+    """Multiples of the documented errors; with a seed, the bounds of random multiples."""
 
     exp2: float = 0.0
     log2: float = 0.0
@@ -50,18 +50,18 @@ class Errors(NamedTuple):
 
 
 SIGNS = list(itertools.product((-1, 1), repeat=4))
-# Of the smooth activations but SiLU, unless the slow tests are asked for.
+# For the smooth activations other than SiLU, unless INPLACE_OPS_LARGE=1.
 FEW_SIGNS = [(-1, -1, -1, -1), (1, 1, 1, 1), (1, -1, -1, 1), (-1, 1, 1, -1)]
 
 
-def by_chance(multiple: float, seed: int) -> Iterator[Errors]:
-    """Shares between -1 and 1 by chance (an even seed), and -1 or 1 by chance."""
-    for own_seed in (2 * seed + 2, 2 * seed + 3):
-        yield Errors(*[multiple] * 4, own_seed)
+def random_errors(multiple: float, seed: int) -> Iterator[Errors]:
+    """Yield errors times a random number between -1 and 1 (even seed), or times -1 or 1 (odd)."""
+    for errors_seed in (2 * seed + 2, 2 * seed + 3):
+        yield Errors(*[multiple] * 4, errors_seed)
 
 
 class Device(Numerics):
-    """The emulated mathematics of a smooth over tensors."""
+    """Apply the emulated mathematics of a smooth activation to tensors."""
 
     def set(self, errors: Errors) -> None:
         self.module.set_errors(errors[:4], errors.seed)
@@ -71,15 +71,15 @@ class Device(Numerics):
         for signs in SIGNS if every else FEW_SIGNS:
             yield Errors(*(sign * multiple for sign in signs))
 
-    def keep_derivative(self, x: Tensor, bits: int) -> Tensor:
-        slope = torch.full(x.shape, torch.nan)
-        self.module.keep_derivative(
-            self.smooth.name, id_of(x.dtype), x.data_ptr(), bits, slope.data_ptr(), x.numel()
+    def quantized_derivative(self, x: Tensor, bits: int) -> Tensor:
+        derivative = torch.full(x.shape, torch.nan)
+        self.module.quantized_derivative(
+            self.smooth.name, id_of(x.dtype), x.data_ptr(), bits, derivative.data_ptr(), x.numel()
         )
-        return slope
+        return derivative
 
 
-# Sums of products rounded twice for SiLU alone: they take longer than all others.
+# "separate" rounds sums of products twice. Only for SiLU, as it takes longer than all others.
 SUMS = [("contracted", smooth) for smooth in SMOOTH_ACTIVATIONS]
 SUMS_OF_SILU = [("contracted", SILU), pytest.param(("separate", SILU), marks=exhaustive)]
 
@@ -98,7 +98,7 @@ def device(
     module.set_errors(Errors()[:4], 0)
 
 
-of_silu = pytest.mark.parametrize("device", SUMS_OF_SILU, ids=id_of_sums, indirect=True)
+only_silu = pytest.mark.parametrize("device", SUMS_OF_SILU, ids=id_of_sums, indirect=True)
 
 
 def largest_error(actual: Tensor, smooth: SmoothActivation, x: Tensor) -> float:
@@ -108,13 +108,13 @@ def largest_error(actual: Tensor, smooth: SmoothActivation, x: Tensor) -> float:
 
 
 def rounding(smooth: SmoothActivation, dtype: torch.dtype) -> float:
-    """The largest that rounding the derivative to the dtype makes."""
-    slope = smooth.derivative(all_finite(dtype, CPU).double())
-    return (slope.to(dtype).double() - slope).abs().max().item()
+    """Return the largest error of rounding the derivative to the dtype."""
+    derivative = smooth.derivative(all_finite(dtype, CPU).double())
+    return (derivative.to(dtype).double() - derivative).abs().max().item()
 
 
 def is_close(actual: Tensor, expected: Tensor) -> bool:
-    """Whether it passes torch.testing's default tolerances."""
+    """Whether the tensors are close, with the default tolerances of torch.testing."""
     try:
         torch.testing.assert_close(actual, expected)
     except AssertionError:
@@ -123,7 +123,7 @@ def is_close(actual: Tensor, expected: Tensor) -> bool:
 
 
 def recovered_inputs(smooth: SmoothActivation, dtype: torch.dtype) -> Tensor:
-    """Those that come back, and, for what is large, stand for themselves."""
+    """Return the inputs that backward recovers exactly, up to 20; above, the output equals x."""
     x = all_finite(dtype, CPU)
     return x[(x > smooth.recovered_above[dtype]) & (x < 20)]
 
@@ -138,13 +138,13 @@ def inputs_are_recovered(device: Device, x: Tensor) -> bool:
 
 
 def gradients_are_right(device: Device, x: Tensor) -> bool:
-    slope = device.recover(x, device.smooth.default_bits(x.dtype))[1]
-    return is_close(slope.to(x.dtype), device.smooth.derivative(x.double()).to(x.dtype))
+    derivative = device.recover(x, device.smooth.default_bits(x.dtype))[1]
+    return is_close(derivative.to(x.dtype), device.smooth.derivative(x.double()).to(x.dtype))
 
 
 def one_bit_is_in_the_table(device: Device, x: Tensor) -> bool:
-    slope = device.recover(x, 1)[1]
-    return largest_error(slope, device.smooth, x) <= device.smooth.error(x.dtype, 1)
+    derivative = device.recover(x, 1)[1]
+    return largest_error(derivative, device.smooth, x) <= device.smooth.error(x.dtype, 1)
 
 
 def default_is_in_the_table(device: Device, x: Tensor) -> bool:
@@ -153,7 +153,7 @@ def default_is_in_the_table(device: Device, x: Tensor) -> bool:
 
 
 def around_the_minimum(smooth: SmoothActivation, step: int = 1) -> Tensor:
-    """Every float32 between 1.4 and 0.75 of the minimum, or each `step`th."""
+    """Return every float32 between 1.4 and 0.75 times the minimum, or every `step`th."""
     first, last = (
         torch.tensor([x], dtype=torch.float32).view(torch.int32).item()
         for x in (0.75 * smooth.minimum, 1.4 * smooth.minimum)
@@ -162,17 +162,17 @@ def around_the_minimum(smooth: SmoothActivation, step: int = 1) -> Tensor:
 
 
 def inputs(smooth: SmoothActivation, dtype: torch.dtype) -> Tensor:
-    """All values of 16 bits; float32 sampled, more densely around the minimum."""
+    """Return all values of a 16-bit dtype, or a sample of float32 that is dense at the minimum."""
     if dtype in HALVES:
         x = all_finite(dtype, CPU)
     else:
         x = torch.cat([around_the_minimum(smooth, 191), dense(dtype, CPU, smooth.minimum)[::23]])
-    # Hardswish is inf above the largest value over 6, as PyTorch's.
+    # Above a sixth of the largest value Hardswish is inf, as in PyTorch.
     return x[x < torch.finfo(dtype).max / 7]
 
 
-# What docs/accuracy.md states, and how many times the documented errors it survives at least: SiLU,
-# and every smooth.
+# The statements of docs/accuracy.md, and the least multiples of the documented errors with which
+# they still hold: for SiLU, and for every smooth activation.
 GUARANTEES: list[tuple[Callable[[Device, Tensor], bool], torch.dtype, int, int]] = [
     (values_are_right, torch.float32, 64, 1),
     (values_are_right, torch.float16, 512, 64),
@@ -190,46 +190,51 @@ GUARANTEES: list[tuple[Callable[[Device, Tensor], bool], torch.dtype, int, int]]
 
 
 @pytest.mark.parametrize(
-    ("holds", "dtype", "of_silu", "of_any"),
+    ("holds", "dtype", "silu_multiple", "any_multiple"),
     GUARANTEES,
     ids=[f"{holds.__name__}-{id_of(dtype)}" for holds, dtype, *_ in GUARANTEES],
 )
-def test_multiples_that_are_survived(
+def test_guarantees_hold_with_multiples_of_the_documented_errors(
     device: Device,
     holds: Callable[[Device, Tensor], bool],
     dtype: torch.dtype,
-    of_silu: int,
-    of_any: int,
+    silu_multiple: int,
+    any_multiple: int,
     seed: int,
 ) -> None:
-    stated = of_silu if device.smooth is SILU else of_any
+    multiple = silu_multiple if device.smooth is SILU else any_multiple
     x = inputs(device.smooth, dtype)
-    for errors in itertools.chain(device.all_signs(stated), by_chance(stated, seed)):
+    for errors in itertools.chain(device.all_signs(multiple), random_errors(multiple, seed)):
         device.set(errors)
         assert holds(device, x), errors
 
 
 @halves
-def test_last_bits_of_the_default(device: Device, dtype: torch.dtype) -> None:
-    """One unit at most between it and the rounded derivative, and that in few places."""
+def test_default_bits_differ_from_rounding_by_at_most_one_unit(
+    device: Device, dtype: torch.dtype
+) -> None:
+    """With the default bits few derivatives differ from the rounded derivative, and by one unit."""
     x = recovered_inputs(device.smooth, dtype)
     exact = device.smooth.derivative(x.double())
     expected = exact.to(dtype)
     for errors in device.all_signs(1):
         device.set(errors)
-        slope = device.recover(x, device.smooth.default_bits(dtype))[1]
-        units = (patterns(slope.to(dtype)).int() - patterns(expected).int()).abs()
-        # Where the derivative goes through 0.
-        units[(slope.double() - exact).abs() <= 2e-6] = 0
+        derivative = device.recover(x, device.smooth.default_bits(dtype))[1]
+        units = (patterns(derivative.to(dtype)).int() - patterns(expected).int()).abs()
+        # The derivative is near 0 here.
+        units[(derivative.double() - exact).abs() <= 2e-6] = 0
         assert units.max() <= 1, errors
         assert int((units > 0).sum()) * 500 < x.numel(), errors
         limit = 1.001 * rounding(device.smooth, dtype)
-        assert largest_error(slope.to(dtype), device.smooth, x) <= limit, errors
+        assert largest_error(derivative.to(dtype), device.smooth, x) <= limit, errors
 
 
 @all_dtypes
-def test_each_branch_keeps_its_side(device: Device, dtype: torch.dtype) -> None:
-    """And the second derivative over the first, which double backward forms, is bounded."""
+def test_recovered_inputs_stay_in_their_branch(device: Device, dtype: torch.dtype) -> None:
+    """The derivative has the right sign, and the second over the first derivative is bounded.
+
+    Double backward computes this ratio.
+    """
     x = inputs(device.smooth, dtype)
     x = x[(x > {"silu": -20, "mish": -20, "hardswish": -2.999}.get(device.smooth.name, -4))]
     x = x[x < 20]
@@ -237,18 +242,18 @@ def test_each_branch_keeps_its_side(device: Device, dtype: torch.dtype) -> None:
     for bits in device.smooth.all_bits(dtype)[: None if dtype in HALVES else 1]:
         for errors in device.all_signs(1):
             device.set(errors)
-            _, slope, second = device.points(x, bits)
-            assert ((slope < 0) == left).all(), errors
-            of_float16 = {"gelu_tanh": 6e4, "mish": 2.5e4}.get(device.smooth.name, 7000)
-            most = {torch.float16: of_float16, torch.bfloat16: 1000, torch.float32: 3e4}[dtype]
-            # At Hardswish's very minimum it is larger, and finite where double backward needs it.
-            away = (slope != 0) & (x.double() != device.smooth.minimum)
-            assert (second / slope)[away].abs().max() <= most
+            _, derivative, second = device.points(x, bits)
+            assert ((derivative < 0) == left).all(), errors
+            float16_limit = {"gelu_tanh": 6e4, "mish": 2.5e4}.get(device.smooth.name, 7000)
+            most = {torch.float16: float16_limit, torch.bfloat16: 1000, torch.float32: 3e4}[dtype]
+            # At Hardswish's minimum it is larger, and finite where double backward needs it.
+            elsewhere = (derivative != 0) & (x.double() != device.smooth.minimum)
+            assert (second / derivative)[elsewhere].abs().max() <= most
 
 
 @halves
 def test_one_bit_has_no_bias(device: Device, dtype: torch.dtype) -> None:
-    """The errors of inputs from N(0, 1) add up to much less than what rounding makes of each."""
+    """For inputs from N(0, 1) the mean error is much smaller than a typical rounding error."""
     quantiles = (torch.arange(1_000_000, dtype=torch.float64) + 0.5) / 1_000_000
     x = torch.special.ndtri(quantiles).to(dtype)
     exact = device.smooth.derivative(x.double())
@@ -258,23 +263,23 @@ def test_one_bit_has_no_bias(device: Device, dtype: torch.dtype) -> None:
 
 
 @halves
-def test_what_is_not_recovered(device: Device, dtype: torch.dtype) -> None:
-    """Where the output underflows the gradient is off by little."""
+def test_gradients_where_outputs_underflow(device: Device, dtype: torch.dtype) -> None:
+    """Where the output underflows, x is not recovered and the gradient has a small error."""
     smooth = device.smooth
     x = all_finite(dtype, CPU)
     x = x[x <= smooth.recovered_above[dtype]]
     for errors in device.all_signs(1):
         device.set(errors)
-        slope = device.recover(x, smooth.default_bits(dtype))[1].to(dtype)
-        # A subnormal and what is lost to rounding; in bfloat16 all of it.
-        of_float16 = 9e-8 if smooth is SILU else 6e-7
-        limit = of_float16 if dtype == torch.float16 else 3e-34
-        assert largest_error(slope, smooth, x) <= limit, errors
+        derivative = device.recover(x, smooth.default_bits(dtype))[1].to(dtype)
+        # The error is a subnormal number and rounding; in bfloat16 it is the whole derivative.
+        float16_limit = 9e-8 if smooth is SILU else 6e-7
+        limit = float16_limit if dtype == torch.float16 else 3e-34
+        assert largest_error(derivative, smooth, x) <= limit, errors
 
 
 @pytest.mark.parametrize("bits", [1, None])
 def test_every_float32_around_the_minimum(device: Device, bits: int | None, seed: int) -> None:
-    """Within 1/64 of it, at a few combinations, forward and backward each of their own."""
+    """Within 1/64 of the minimum, for a few combinations of errors of forward and of backward."""
     smooth = device.smooth
     bits = bits or smooth.default_bits(torch.float32)
     x = around_the_minimum(smooth)
@@ -282,7 +287,7 @@ def test_every_float32_around_the_minimum(device: Device, bits: int | None, seed
     exact = smooth.exact(x.double())
     signs = [Errors(-1, -1, -1, -1), Errors(1, 1, 1, 1), Errors(1, -1, -1, 1), Errors(-1, 1, 1, -1)]
     for part, values in zip(x.split(2**15), exact.split(2**15), strict=True):
-        for forward, backward in itertools.product(signs[:2], [*signs, *by_chance(1, seed)]):
+        for forward, backward in itertools.product(signs[:2], [*signs, *random_errors(1, seed)]):
             device.set(forward)
             y = device.forward(part)
             assert (y.double() - values).abs().max() <= 0.65 * smooth.unit
@@ -294,17 +299,17 @@ def test_every_float32_around_the_minimum(device: Device, bits: int | None, seed
 def test_float32_everywhere(device: Device, bits: int | None, seed: int) -> None:
     bits = bits or device.smooth.default_bits(torch.float32)
     x = inputs(device.smooth, torch.float32)
-    for errors in itertools.chain(device.all_signs(1), by_chance(1, seed)):
+    for errors in itertools.chain(device.all_signs(1), random_errors(1, seed)):
         device.set(errors)
         assert device.error(x, bits) <= device.smooth.error(torch.float32, bits)
 
 
 @pytest.mark.parametrize("bits", [1, None])
-def test_float32_in_the_far_left(device: Device, bits: int | None) -> None:
-    """Relatively, too: float32's unit is 1.2e-7, and y's own last bit moves x by as much."""
+def test_float32_in_the_left_tail(device: Device, bits: int | None) -> None:
+    """The relative error is small too. A unit is 1.2e-7, and y's last bit moves x by as much."""
     bits = bits or device.smooth.default_bits(torch.float32)
     if device.smooth.name == "hardswish":
-        return  # which is 0 there
+        return  # Hardswish is 0 there
     x = torch.linspace(-80, -4, 100_001)
     x = x[device.smooth.exact(x.double()) < -4e-36]
     expected = device.smooth.derivative(x.double())
@@ -321,30 +326,33 @@ def test_derivative_codes(device: Device, dtype: torch.dtype, bits: int, seed: i
     smooth = device.smooth
     x = inputs(smooth, dtype)
     limit = smooth.entry.derivative_error("derivative", dtype, bits)
-    for errors in itertools.chain(device.all_signs(1), by_chance(1, seed)):
+    for errors in itertools.chain(device.all_signs(1), random_errors(1, seed)):
         device.set(errors)
-        assert largest_error(device.keep_derivative(x, bits), smooth, x) <= limit, errors
+        assert largest_error(device.quantized_derivative(x, bits), smooth, x) <= limit, errors
 
 
 @all_dtypes
-def test_not_finite(device: Device, dtype: torch.dtype) -> None:
-    """As on the CPU: the value is NaN but at inf, where it is inf; the gradient NaN, of Hardswish 0
-    at -inf and 1 at inf."""
+def test_nonfinite_inputs(device: Device, dtype: torch.dtype) -> None:
+    """Nonfinite inputs give the same results as on the CPU.
+
+    The value is inf at inf and otherwise NaN. The gradient is NaN, except that Hardswish has 0 at
+    -inf and 1 at inf.
+    """
     x = torch.tensor([torch.inf, -torch.inf, torch.nan], dtype=dtype)
-    slopes = [1, 0, torch.nan] if device.smooth.name == "hardswish" else [torch.nan] * 3
+    derivatives = [1, 0, torch.nan] if device.smooth.name == "hardswish" else [torch.nan] * 3
     for errors in device.all_signs(1):
         device.set(errors)
         y = device.forward(x)
         assert y[0] == torch.inf
         assert y[1:].isnan().all()
-        # A GPU's own NaN.
+        # NaNs as a GPU writes them.
         y[1:] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32).to(dtype)
         for bits in (0, *device.smooth.all_bits(dtype)):
-            slope = device.recover(x, bits, y)[1]
-            torch.testing.assert_close(slope, torch.tensor(slopes), equal_nan=True)
+            derivative = device.recover(x, bits, y)[1]
+            torch.testing.assert_close(derivative, torch.tensor(derivatives), equal_nan=True)
 
 
-@of_silu
+@only_silu
 @halves
 def test_conversions(device: Device, dtype: torch.dtype) -> None:
     pattern = torch.randint(-(2**31), 2**31, (100_000,), dtype=torch.int64)
@@ -358,7 +366,7 @@ def test_conversions(device: Device, dtype: torch.dtype) -> None:
 
 
 DOCUMENTED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
-    # Its error counts from the rounded value.
+    # Its documented error is relative to the rounded value, hence half a unit more.
     "exp2": (torch.exp2, lambda x, y: 2.5 * unit(y)),
     "log2": (torch.log2, lambda x, y: 2**-22 * torch.where((x > 0.5) & (x < 2), 1, y.abs())),
     "reciprocal": (torch.reciprocal, lambda x, y: unit(y)),
@@ -367,15 +375,17 @@ DOCUMENTED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor
 
 
 def unit(y: Tensor) -> Tensor:
-    """The spacing of float32 at y."""
+    """Return the spacing of float32 at y."""
     return torch.exp2(torch.floor(torch.log2(y.abs())) - 23)
 
 
 @pytest.mark.parametrize("function", DOCUMENTED)
 @pytest.mark.parametrize("sign", [-1, 1])
-@of_silu
-def test_the_emulated_errors(device: Device, function: str, sign: int) -> None:
-    """They are as large as documented, and not larger."""
+@only_silu
+def test_emulated_errors_are_as_large_as_documented(
+    device: Device, function: str, sign: int
+) -> None:
+    """Errors never exceed the documented ones, and on average are at least 0.45 of them."""
     exact_function, largest = DOCUMENTED[function]
     x = torch.cat([torch.logspace(-30, 30, 5000), torch.linspace(0.3, 3, 5000)])
     x = x.log2().abs() + 0.01 if function == "exp2" else x

@@ -1,7 +1,7 @@
-"""The private ops, called with what the package never passes: refused, and nothing out of bounds.
+"""The private ops reject invalid arguments, and access no memory out of bounds.
 
-test_under_sanitizers runs this file, and others that walk memory, under AddressSanitizer and
-UndefinedBehaviorSanitizer.
+The package itself never passes these arguments. test_under_sanitizers runs this file, and others
+that access memory, under AddressSanitizer and UndefinedBehaviorSanitizer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def is_bits(argument: object) -> bool:
 
 
 def is_affine(argument: object) -> bool:
-    """Scales and shifts: they have a dimension more than the tensors."""
+    """Whether an argument is an affine (scale, shift), which has one dimension more than x."""
     return isinstance(argument, Tensor) and argument.dim() == len(SHAPE) + 1
 
 
@@ -69,16 +69,16 @@ def with_affine(arguments: list[object], change: Callable[[Tensor], Tensor]) -> 
 
 
 def assert_rejected(op: torch._ops.OpOverload, arguments: list[object], message: str) -> None:
-    written = [
+    tensors = [
         a
         for a in arguments
         if isinstance(a, Tensor) and a.layout == torch.strided and not a.is_meta
     ]
-    # The memory itself: a copy of a tensor that is expanded would be as large as its shape.
-    before = [bytes(a.untyped_storage().cpu()) for a in written]
+    # Compare storages: a copy of an expanded tensor would be as large as its shape.
+    before = [bytes(a.untyped_storage().cpu()) for a in tensors]
     with pytest.raises(RuntimeError, match=message):
         op(*arguments)
-    assert [bytes(a.untyped_storage().cpu()) for a in written] == before
+    assert [bytes(a.untyped_storage().cpu()) for a in tensors] == before
 
 
 WRONG_BITS: dict[str, tuple[Callable[[Tensor], object], str]] = {
@@ -87,8 +87,8 @@ WRONG_BITS: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "empty": (lambda bits: bits[:, :0].contiguous(), "must have shape"),
     "no_dimensions": (lambda bits: bits[0, 0], "must have shape"),
     "three_dimensions": (lambda bits: bits[None], "must have shape"),
-    "no_planes": (lambda bits: bits[:0], "cannot keep 0 bits"),
-    "many_planes": (lambda bits: bits[:1].repeat(1000, 1), "cannot keep 1000 bits"),
+    "no_planes": (lambda bits: bits[:0], "cannot save 0 bits per element"),
+    "many_planes": (lambda bits: bits[:1].repeat(1000, 1), "cannot save 1000 bits per element"),
     "expanded": (lambda bits: bits[:, :1].expand_as(bits), "must be contiguous"),
     "int8": (lambda bits: bits.view(torch.int8), "must be uint8"),
     "requires_grad": (lambda bits: bits.float().requires_grad_(), "must be uint8"),
@@ -100,7 +100,9 @@ WRONG_BITS: dict[str, tuple[Callable[[Tensor], object], str]] = {
 
 @ops_with_bits
 @each("wrong", WRONG_BITS)
-def test_wrong_bits(op: torch._ops.OpOverload, wrong: str, device: torch.device) -> None:
+def test_wrong_bits_are_rejected(
+    op: torch._ops.OpOverload, wrong: str, device: torch.device
+) -> None:
     change, message = WRONG_BITS[wrong]
     assert_rejected(op, with_bits(arguments_of(op, device), change), message)
 
@@ -116,41 +118,47 @@ WRONG_ORDERS: dict[str, list[int]] = {
 
 @of_each_kind
 @each("wrong", WRONG_ORDERS)
-def test_wrong_order(op: torch._ops.OpOverload, wrong: str, device: torch.device) -> None:
+def test_wrong_dim_order_is_rejected(
+    op: torch._ops.OpOverload, wrong: str, device: torch.device
+) -> None:
     arguments = arguments_of(op, device)
     arguments[names_of(op).index("dim_order")] = WRONG_ORDERS[wrong]
     assert_rejected(op, arguments, "dim_order must be a permutation of the 4 dimensions")
 
 
-WRONG_FIRST: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+WRONG_FIRST_TENSOR: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "too_large": (lambda t: torch.cat([t, t]), "must have"),
     "too_small": (lambda t: t[:1], "must have"),
     "huge": (lambda t: t[:1, :1, :1, :1].expand(2**30, 2**15, 2**10, 2**7), "must have|more than"),
-    "complex": (lambda t: t.to(torch.complex64), "unsupported dtype|one shape, dtype"),
-    "bool": (lambda t: t > 0, "unsupported dtype|one shape, dtype"),
-    "float8": (lambda t: t.to(torch.float8_e4m3fn), "unsupported dtype|one shape, dtype"),
+    "complex": (lambda t: t.to(torch.complex64), "unsupported dtype|shape, dtype and device"),
+    "bool": (lambda t: t > 0, "unsupported dtype|shape, dtype and device"),
+    "float8": (lambda t: t.to(torch.float8_e4m3fn), "unsupported dtype|shape, dtype and device"),
     "sparse": (lambda t: t.to_sparse(), "inplace_ops::.*Sparse"),
     "meta": (lambda t: t.to("meta"), "several devices"),
 }
 
 
 @ops_with_bits
-@each("wrong", WRONG_FIRST)
-def test_wrong_tensor(op: torch._ops.OpOverload, wrong: str, device: torch.device) -> None:
-    change, message = WRONG_FIRST[wrong]
+@each("wrong", WRONG_FIRST_TENSOR)
+def test_wrong_first_tensor_is_rejected(
+    op: torch._ops.OpOverload, wrong: str, device: torch.device
+) -> None:
+    change, message = WRONG_FIRST_TENSOR[wrong]
     first, *rest = arguments_of(op, device)
     assert_rejected(op, [change(first), *rest], message)
 
 
 @backward_ops
-def test_every_tensor_of_an_unknown_dtype(op: torch._ops.OpOverload, device: torch.device) -> None:
+def test_backward_rejects_unsupported_dtypes(
+    op: torch._ops.OpOverload, device: torch.device
+) -> None:
     for dtype in (torch.int64, torch.int32, torch.complex64, torch.bool):
         arguments = with_floats(arguments_of(op, device), lambda t, dtype=dtype: t.to(dtype))
         assert_rejected(op, arguments, "unsupported dtype")
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
-def test_integers(dtype: torch.dtype, device: torch.device) -> None:
+def test_relu_ops_reject_integers(dtype: torch.dtype, device: torch.device) -> None:
     relu, x = _ops.ALL["relu"], torch.ones(9, dtype=dtype, device=device)
     assert_rejected(relu.save_in_place["mask"], [x, 1, None], "unsupported dtype")
     assert_rejected(relu.in_place, [x, None], "unsupported dtype")
@@ -159,7 +167,9 @@ def test_integers(dtype: torch.dtype, device: torch.device) -> None:
 @pytest.mark.parametrize(
     "op", [_ops.ALL[name].backward["output"] for name in ("relu", "leaky_relu")]
 )
-def test_more_elements_than_memory(op: torch._ops.OpOverload, device: torch.device) -> None:
+def test_more_elements_than_memory_raise_out_of_memory(
+    op: torch._ops.OpOverload, device: torch.device
+) -> None:
     for size in (2**60, 2**63 - 1):
         huge = torch.ones((), device=device).expand(size)
         arguments = [huge if is_float(a) else a for a in arguments_of(op, device)]
@@ -168,9 +178,11 @@ def test_more_elements_than_memory(op: torch._ops.OpOverload, device: torch.devi
 
 @pytest.mark.parametrize("op", [op for op in OF_EACH_KIND if op in writes_bits], ids=name_of)
 @each("count", [-(2**62), -1, 33, 2**62])
-def test_wrong_number_of_bits(op: torch._ops.OpOverload, count: int, device: torch.device) -> None:
+def test_wrong_number_of_bits_is_rejected(
+    op: torch._ops.OpOverload, count: int, device: torch.device
+) -> None:
     x, _, *rest = arguments_of(op, device)
-    assert_rejected(op, [x, count, *rest], f"cannot keep {count} bits per element")
+    assert_rejected(op, [x, count, *rest], f"cannot save {count} bits per element")
 
 
 STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -182,14 +194,16 @@ STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @of_each_kind
-def test_every_order_and_stride(op: torch._ops.OpOverload, device: torch.device) -> None:
-    """The bits lie in the order that was given, whatever the strides."""
+def test_bits_are_in_dim_order_for_all_strides(
+    op: torch._ops.OpOverload, device: torch.device
+) -> None:
+    """Packed bits are in the order of `dim_order`, whatever the tensors' strides."""
     arguments = arguments_of(op, device, torch.float64)
     bits = next((a for a in arguments if is_bits(a)), None)
     orders = list(itertools.permutations(range(4)))
 
     def run(order: tuple[int, ...], stride: str) -> tuple[Tensor, Tensor | None]:
-        """The values and the bits, both as they would be in logical order."""
+        """Return the values and the packed bits, both in logical order."""
         permuted = [SHAPE[d] for d in order]
         back = [order.index(d) for d in range(4)]
 
@@ -227,8 +241,10 @@ def test_every_order_and_stride(op: torch._ops.OpOverload, device: torch.device)
 
 @pytest.mark.parametrize("op", [op for op in OPS if "dim_order" in names_of(op)], ids=name_of)
 @each("dtype", FLOATS)
-def test_any_bytes(op: torch._ops.OpOverload, dtype: torch.dtype, device: torch.device) -> None:
-    """Values, outputs and bits that no forward writes: nothing undefined, nothing out of bounds."""
+def test_any_bytes_are_safe(
+    op: torch._ops.OpOverload, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Bytes that no forward writes cause no undefined behavior and no access out of bounds."""
     for length in (*range(1, 20), 127, 511, 512, 513, 1500):
 
         def random_bytes(like: Tensor, length: int = length) -> Tensor:
@@ -253,7 +269,7 @@ def test_any_bytes(op: torch._ops.OpOverload, dtype: torch.dtype, device: torch.
         assert values is None or values.shape == shape
 
 
-def test_a_mask_decides_alone(device: torch.device) -> None:
+def test_each_mask_bit_gives_one_gradient(device: torch.device) -> None:
     """Backward reads each element's own bit: one bit set gives one gradient."""
     for length in (1, 7, 8, 9, 511, 513):
         grad = torch.randn(length, device=device)
@@ -265,9 +281,9 @@ def test_a_mask_decides_alone(device: torch.device) -> None:
             assert result.count_nonzero() == 1
 
 
-# This file; every layout for one kernel of each kind; a short fuzz.
+# This file, every layout for one kernel of each kind, and a short fuzz.
 SANITIZED = """
-    test_direct_calls or test_as_pytorch or test_values_and_gradients and (
+    test_direct_calls or test_random_programs or test_values_and_gradients and (
         float32-relu-mask or float64-leaky_relu-2.0-output or bfloat16-silu-output-default
         or float16-silu-derivative-default
     )
@@ -276,7 +292,7 @@ SANITIZED = """
 
 @exhaustive
 def test_under_sanitizers(tmp_path: Path) -> None:
-    """The CPU extension, compiled with ASan and UBSan, in a copy of the package."""
+    """Run tests in a copy of the package, whose CPU extension is compiled with ASan and UBSan."""
     if SANITIZE in os.environ:
         assert Path(inplace_ops.__file__).parent == Path.cwd() / "inplace_ops"
     preloaded = sanitizers()

@@ -50,14 +50,20 @@ BY_NAME = {row.name: row for row in ACTIVATIONS}
 
 
 def pytorchs_inplace(activation: Activation) -> Callable[[Tensor], Tensor]:
-    """PyTorch's own in-place activation; before 2.12 silu_ has no sharding strategy."""
+    """Return PyTorch's in-place activation, or a copy where it has no sharding strategy.
+
+    Before torch 2.12 silu_ has none.
+    """
     if activation.entry.torch_saves == "input" and torch.__version__ < "2.12":
         return lambda x: x.copy_(activation.reference(x.clone()))
     return activation.torch_inplace
 
 
 class Collectives(TorchDispatchMode):
-    """Counts them. CommDebugMode hooks modules, whose outputs may then not be modified in place."""
+    """Counts collectives.
+
+    CommDebugMode is not used: it hooks modules, whose outputs then cannot be modified in place.
+    """
 
     count = 0
 
@@ -74,7 +80,7 @@ class Collectives(TorchDispatchMode):
 
 
 def collectives(function: Callable[[], Any]) -> tuple[Any, int]:
-    """What function returns, and how often the processes communicate meanwhile."""
+    """Return the function's result, and the number of collectives that it calls."""
     with Collectives() as mode:
         result = function()
     return result, mode.count
@@ -87,7 +93,7 @@ def redistributions() -> None:
     assert collectives(lambda: gathered.redistribute(placements=[Shard(1)]))[1] == 0
 
 
-def test_the_count_of_collectives_counts(processes: Processes) -> None:
+def test_collectives_counts_redistributions(processes: Processes) -> None:
     processes.run(redistributions)
 
 
@@ -96,7 +102,7 @@ def test_the_count_of_collectives_counts(processes: Processes) -> None:
 
 def incoming_gradients(shape: torch.Size, mesh: DeviceMesh) -> list[DTensor]:
     full = random_values(tuple(shape), torch.float32, device())
-    # Whole numbers, whose sums are exact.
+    # Integers, so that their sums are exact.
     part = torch.randint(-9, 9, shape, device=device()).float() * (1 + dist.get_rank())
     partial = DTensor.from_local(part, mesh, [Partial()] * mesh.ndim, run_check=False)
     return [
@@ -111,7 +117,7 @@ def incoming_gradients(shape: torch.Size, mesh: DeviceMesh) -> list[DTensor]:
 def activated(
     call: Callable[[Tensor], Tensor], values: Tensor, mesh: DeviceMesh, placements: list[Placement]
 ) -> tuple[DTensor, DTensor]:
-    """A leaf and the activation's output, checked for what holds of PyTorch's and ours."""
+    """Return a leaf and the activation's output, and assert what holds for PyTorch's and ours."""
     leaf = distribute_tensor(values, mesh, placements).requires_grad_()
     x = leaf * 1
     memory = x.to_local().data_ptr()
@@ -144,7 +150,7 @@ def assert_right(
 
 
 def assert_like_pytorchs(activation: Activation, values: Tensor, placement: Placement) -> None:
-    """That it communicates as often as PyTorch's own, and the gradients are placed alike."""
+    """Assert PyTorch's placements of gradients, and no more collectives than PyTorch's."""
     results = []
     for call in (activation.call, pytorchs_inplace(activation)):
         leaf, y = activated(call, values, mesh_of(), [placement])
@@ -159,13 +165,13 @@ def assert_like_pytorchs(activation: Activation, values: Tensor, placement: Plac
         if g.placements == (placement,):
             assert actual.placements == expected.placements
             assert communications == of_pytorch == 0
-        # PyTorch lets the gradient of a replicated tensor come out sharded where it comes in so.
+        # If the incoming gradient is sharded, PyTorch's gradient of a replicated tensor is too.
         if placement.is_shard():
             assert communications <= of_pytorch
 
 
 def one_mesh_dimension(name: str) -> None:
-    for shape in ((4, 6), (5, 7), (1, 3)):  # divisible, not, and nothing for the last process
+    for shape in ((4, 6), (5, 7), (1, 3)):  # divisible, not divisible, empty on the last
         for placement in (Shard(0), Shard(1), Replicate()):
             values = random_values(shape, torch.float32, device())
             assert_right(BY_NAME[name], values, mesh_of(), [placement])
@@ -178,7 +184,7 @@ def one_mesh_dimension(name: str) -> None:
 
 
 @one_of_each
-def test_dtensor(name: str, processes: Processes) -> None:
+def test_dtensor_matches_plain_tensor(name: str, processes: Processes) -> None:
     processes.run(one_mesh_dimension, name)
 
 
@@ -197,7 +203,7 @@ def two_mesh_dimensions() -> None:
 
 
 @exhaustive
-def test_dtensor_on_a_mesh_of_two_dimensions() -> None:
+def test_dtensor_on_2d_mesh_matches_plain_tensor() -> None:
     four = Processes(4)
     try:
         four.run(two_mesh_dimensions)
@@ -224,7 +230,7 @@ def dtensor_without_grad() -> None:
                     assert_values(activation, x.full_tensor(), activation.reference(values))
 
 
-def test_dtensor_without_grad(processes: Processes) -> None:
+def test_dtensor_without_grad_is_modified_in_place(processes: Processes) -> None:
     processes.run(dtensor_without_grad)
 
 
@@ -233,13 +239,13 @@ def saved_bytes_of_dtensors() -> None:
     for activation in SAVE_MODES:
         for placement, elements in ((Shard(0), 800 // dist.get_world_size()), (Replicate(), 800)):
             leaf = distribute_tensor(values, mesh_of(), [placement]).requires_grad_()
-            kept = elements * 4 * activation.saves_output
-            kept += activation.packed_bits[torch.float32] * elements // 8
+            expected = elements * 4 * activation.saves_output
+            expected += activation.packed_bits[torch.float32] * elements // 8
             call = activation.call
-            assert saved_bytes(lambda x: call(x * 1).mean(), leaf) == kept  # noqa: B023
+            assert saved_bytes(lambda x: call(x * 1).mean(), leaf) == expected  # noqa: B023
 
 
-def test_saved_bytes_of_dtensors(processes: Processes) -> None:
+def test_dtensors_save_bytes_of_local_shards(processes: Processes) -> None:
     processes.run(saved_bytes_of_dtensors)
 
 
@@ -269,13 +275,13 @@ def rejected_dtensors() -> None:
             before, version = x.to_local().detach().clone(), x._version
             with pytest.raises(RuntimeError) as ours:
                 activation.call(x)
-            # "in-place operations that require placement ...", "a leaf Variable that requires ..."
+            # Such as "in-place operations that require placement ...", "a leaf Variable that ...".
             assert str(pytorchs.value).split(": ")[-1][:40] in str(ours.value), str(ours.value)
             assert_identical(x.to_local().detach(), before)
             assert x._version == version
 
 
-def test_rejected_dtensors(processes: Processes) -> None:
+def test_rejects_dtensors_that_pytorch_rejects(processes: Processes) -> None:
     processes.run(rejected_dtensors)
 
 
@@ -295,7 +301,7 @@ def writes_after_the_activation() -> None:
         assert_gradient(activation, leaf.grad.full_tensor(), reference.grad, 2.0)
 
 
-def test_writes_after_the_activation(processes: Processes) -> None:
+def test_later_write_raises_if_output_is_saved(processes: Processes) -> None:
     processes.run(writes_after_the_activation)
 
 
@@ -326,7 +332,7 @@ def activations_of_views() -> None:
                 assert_gradient(activation, actual, unsigned_zeros(reference.grad), largest)
 
 
-def test_views_of_dtensors(processes: Processes) -> None:
+def test_views_of_dtensors_match_plain_tensors(processes: Processes) -> None:
     processes.run(activations_of_views)
 
 
@@ -353,7 +359,7 @@ def second_derivatives() -> None:
                 torch.testing.assert_close(results[0], results[1])
 
 
-def test_second_derivatives(processes: Processes) -> None:
+def test_second_derivatives_match_plain_tensors(processes: Processes) -> None:
     processes.run(second_derivatives)
 
 
@@ -378,11 +384,11 @@ def unusual_gradients() -> None:
             y.backward(torch.ones(5, 6, device=device()))
 
 
-def test_no_gradient_and_a_plain_one(processes: Processes) -> None:
+def test_undefined_gradient_stays_none_and_plain_gradient_raises(processes: Processes) -> None:
     processes.run(unusual_gradients)
 
 
-def unfinished_redistribution() -> None:
+def async_redistribution() -> None:
     values = random_values((5, 6), torch.float32, device())
     for activation in SAVE_MODES:
         leaf = distribute_tensor(values, mesh_of(), [Shard(0)]).requires_grad_()
@@ -395,8 +401,8 @@ def unfinished_redistribution() -> None:
         assert_gradient(activation, leaf.grad.full_tensor(), reference.grad, 1.0)
 
 
-def test_unfinished_redistribution(processes: Processes) -> None:
-    processes.run(unfinished_redistribution)
+def test_output_of_async_redistribution_matches_plain_tensor(processes: Processes) -> None:
+    processes.run(async_redistribution)
 
 
 def scaled(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -419,7 +425,7 @@ def compiled_on_dtensors() -> None:
 
 
 @exhaustive
-def test_compiled_on_dtensors(processes: Processes) -> None:
+def test_compiled_on_dtensors_matches_eager(processes: Processes) -> None:
     processes.run(compiled_on_dtensors)
 
 
@@ -438,7 +444,7 @@ class Reference(nn.Module):
 
 
 def twins(build: Callable[[Callable[[], nn.Module]], nn.Module], activation: Activation) -> Any:
-    """The network with our activation and the same one with PyTorch's."""
+    """Return a network with our activation, and the same network with PyTorch's."""
     ours = build(activation.module).to(device(), torch.float64)
     pytorchs = build(lambda: Reference(activation)).to(device(), torch.float64)
     pytorchs.load_state_dict(ours.state_dict())
@@ -446,7 +452,7 @@ def twins(build: Callable[[Callable[[], nn.Module]], nn.Module], activation: Act
 
 
 def tolerances(activation: Activation) -> dict[str, float]:
-    # The networks here change a derivative's error to less than 20 times that in a gradient.
+    # In these networks a gradient's error is less than 20 times the derivative's error.
     return {"rtol": 1e-7, "atol": max(1e-7, 20 * activation.derivative_error.get(torch.float64, 0))}
 
 
@@ -455,7 +461,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def my_part() -> slice:
-    """Which of 8 examples are this process's."""
+    """Return the part of 8 examples that this process trains on."""
     rank, count = dist.get_rank(), dist.get_world_size()
     return slice(rank * 8 // count, (rank + 1) * 8 // count)
 
@@ -523,12 +529,12 @@ class PyTorchsInplace(Reference):
 
 
 @one_of_each
-def test_tensor_parallel(name: str, processes: Processes) -> None:
+def test_tensor_parallel_trains_like_one_process(name: str, processes: Processes) -> None:
     processes.run(tensor_parallel, name)
 
 
 def local_output() -> None:
-    """What to_local gives PyTorch does not let be modified: the output must stay a DTensor."""
+    """PyTorch does not let the result of to_local be modified: the output must stay a DTensor."""
     x = torch.randn(8, 6, device=device())
     for activation in SAVE_MODES:
         for module in (activation.module(), PyTorchsInplace(activation)):
@@ -540,7 +546,7 @@ def local_output() -> None:
                 model(x)
 
 
-def test_tensor_parallel_with_a_local_output(processes: Processes) -> None:
+def test_tensor_parallel_with_local_output_raises(processes: Processes) -> None:
     processes.run(local_output)
 
 
@@ -573,7 +579,7 @@ def data_parallel(name: str) -> None:
 
 
 @one_of_each
-def test_ddp(name: str, processes: Processes) -> None:
+def test_ddp_trains_like_one_process(name: str, processes: Processes) -> None:
     processes.run(data_parallel, name)
 
 
@@ -595,7 +601,7 @@ def sharded_data_parallel(name: str) -> None:
 
 
 @one_of_each
-def test_fsdp2(name: str, processes: Processes) -> None:
+def test_fsdp2_trains_like_one_process(name: str, processes: Processes) -> None:
     processes.run(sharded_data_parallel, name)
 
 
@@ -619,5 +625,5 @@ def saved_and_loaded(folder: str) -> None:
             assert_identical(whole(value), expected[name])
 
 
-def test_distributed_checkpoint(processes: Processes, tmp_path: Path) -> None:
+def test_distributed_checkpoint_round_trip(processes: Processes, tmp_path: Path) -> None:
     processes.run(saved_and_loaded, str(tmp_path))

@@ -1,4 +1,4 @@
-"""What the engine leaves alone: other models, other hooks, calls that were interrupted."""
+"""The engine does not affect other models, other hooks or later calls after an error."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def blocks() -> nn.Sequential:
     )
 
 
-class Waits(nn.Module):
-    """Says that it runs, and ends when it may."""
+class Wait(nn.Module):
+    """Signal the start of forward, and return once `may_end` is set."""
 
     def __init__(self, runs: threading.Event, may_end: threading.Event) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Waits(nn.Module):
 
 
 def assert_switched_off() -> None:
-    """Nothing of this thread is looked at."""
+    """Assert that the engine ignores operations of this thread."""
     assert engine.running_engine() is None
     y = F.silu(nn.Conv2d(3, C, 1)(images()))
     output = nn.Conv2d(C, 2, 1)(y)
@@ -65,8 +65,8 @@ def assert_switched_off() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, SystemExit])
-def test_an_error_in_any_module(error: type[BaseException]) -> None:
-    """In its forward, before or behind it: the next call is as if nothing had been."""
+def test_error_in_any_module_does_not_affect_later_calls(error: type[BaseException]) -> None:
+    """An error in a module's forward or hooks does not affect the next call."""
     model = blocks()
     twin, x = converted_twin(model), images()
     step_of(twin, x)
@@ -96,13 +96,13 @@ def test_an_error_in_any_module(error: type[BaseException]) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, LookupError])
 @pytest.mark.filterwarnings("ignore:inplace_ops:UserWarning")
-def test_an_error_inside_of_the_engine(
+def test_error_at_any_node_does_not_affect_later_calls(
     error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At each node in turn: a Ctrl-C arrives, all else leaves tensors saved."""
+    """An error at any node leaves tensors saved, while KeyboardInterrupt reaches the caller."""
     model = blocks()
     twin, x = converted_twin(model), images()
-    see = engine.Engine._visit
+    visit = engine.Engine._visit
     seen, failing_at = 0, -1
 
     def failing(self: engine.Engine, *args: Any) -> None:
@@ -110,10 +110,10 @@ def test_an_error_inside_of_the_engine(
         seen += 1
         if seen == failing_at:
             raise error
-        see(self, *args)
+        visit(self, *args)
 
     monkeypatch.setattr(engine.Engine, "_visit", failing)
-    for number in range(1, 8):  # so many nodes are in the table
+    for number in range(1, 8):  # forward makes 7 nodes with a rule
         seen, failing_at = 0, number
         if error is KeyboardInterrupt:
             with pytest.raises(KeyboardInterrupt):
@@ -126,8 +126,8 @@ def test_an_error_inside_of_the_engine(
 
 
 @pytest.mark.parametrize("part", ["tree_leaves", "take_note", "base_of", "record_of"])
-def test_an_error_in_a_part_of_the_engine(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the engine is told of a module's input or output: it warns once."""
+def test_error_in_engine_function_warns_once(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error while the engine receives a module's input or output warns once."""
 
     def fail(*_: Any) -> None:
         raise LookupError(part)
@@ -158,7 +158,7 @@ def test_an_error_in_a_part_of_the_engine(part: str, monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(actual, expected)
 
 
-def test_a_function_of_the_same_name_as_ours() -> None:
+def test_user_function_named_recompute_function_is_ignored() -> None:
     class RecomputeFunction(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -182,8 +182,8 @@ def test_a_function_of_the_same_name_as_ours() -> None:
         assert_same_steps(model, twin, x)
 
 
-def test_an_output_whose_grad_fn_cannot_be_read() -> None:
-    """One of several views, whose base was written to: PyTorch raises at its `grad_fn`."""
+def test_output_with_unreadable_grad_fn_is_ignored() -> None:
+    """PyTorch raises when `grad_fn` is read of one of several views with a modified base."""
 
     class Part(nn.Module):
         def __init__(self) -> None:
@@ -211,8 +211,8 @@ def test_an_output_whose_grad_fn_cannot_be_read() -> None:
         assert_same_steps(model, twin, x)
 
 
-def test_an_argument_that_contains_itself() -> None:
-    """What it holds is not looked at."""
+def test_argument_that_contains_itself_is_ignored() -> None:
+    """The engine does not search an argument that contains itself for tensors."""
 
     class Loop(nn.Module):
         def __init__(self) -> None:
@@ -232,7 +232,7 @@ def test_an_argument_that_contains_itself() -> None:
         torch.testing.assert_close(twin(state), model(state))
 
 
-def test_a_backward_that_is_interrupted() -> None:
+def test_interrupted_backward_does_not_affect_later_steps() -> None:
     model = blocks()
     twin, x = converted_twin(model), images()
     for m in (model, twin):
@@ -243,15 +243,15 @@ def test_a_backward_that_is_interrupted() -> None:
     assert_same_steps(model, twin, x)
 
 
-def test_two_models_in_turn_and_one_in_another() -> None:
-    """Nested conversions enter once, with the outer one's settings."""
+def test_nested_and_alternating_conversions_match_pytorch() -> None:
+    """Nested conversions enter the engine once, with the settings of the outer one."""
     inner = blocks()[0]
     model = nn.Sequential(inner, *blocks()[1:])
     twin, x = copy.deepcopy(model), images()
     inplace_ops.convert(twin[0], max_ops=1)
-    alone = recomputed(twin(x))
+    inner_only = recomputed(twin(x))
     inplace_ops.convert(twin, max_ops=20)
-    assert len(recomputed(twin(x))) > len(alone)
+    assert len(recomputed(twin(x))) > len(inner_only)
     assert_same_steps(model, twin, x)
     other = converted_twin(model)
     for _ in range(2):
@@ -264,7 +264,7 @@ def test_two_models_in_turn_and_one_in_another() -> None:
     assert_switched_off()
 
 
-def test_a_model_that_calls_itself() -> None:
+def test_model_that_calls_itself_matches_pytorch() -> None:
     class Twice(Program):
         def __init__(self) -> None:
             super().__init__(lambda m, z: m.conv(m.silu(z)))
@@ -277,7 +277,7 @@ def test_a_model_that_calls_itself() -> None:
     assert_same_steps(model, converted_twin(model), images())
 
 
-def test_a_model_that_runs_in_a_hook_of_its_own_backward() -> None:
+def test_forward_inside_a_backward_hook_matches_pytorch() -> None:
     model = blocks().eval()
     twin, x = converted_twin(model), images()
     found = []
@@ -291,12 +291,12 @@ def test_a_model_that_runs_in_a_hook_of_its_own_backward() -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_another_models_threads(source: str) -> None:
-    """While a converted model runs in one thread, another model runs in a second one."""
+def test_model_in_another_thread_is_not_affected(source: str) -> None:
+    """A converted model in one thread does not affect another model in a second thread."""
     entered, left = threading.Event(), threading.Event()
 
     twin = blocks()
-    twin.append(Waits(entered, left))
+    twin.append(Wait(entered, left))
     inplace_ops.convert(twin)
     other, found = blocks(), []
     thread = threading.Thread(target=lambda: found.append(twin(images())))
@@ -309,10 +309,10 @@ def test_another_models_threads(source: str) -> None:
     assert len(recomputed(found[0])) >= 2
 
 
-@pytest.mark.skipif("hook" not in SOURCES, reason="of torch 2.14")
+@pytest.mark.skipif("hook" not in SOURCES, reason="needs torch 2.14")
 @pytest.mark.parametrize("where", ["around", "inside", "around and inside", "closed after"])
-def test_node_creation_hooks_of_the_user(where: str, source: str) -> None:
-    """They see every node, before and after, and none of ours goes in their place."""
+def test_node_creation_hooks_of_the_user_see_every_node(where: str, source: str) -> None:
+    """Hooks of the user see the same nodes of the model before and after conversion."""
     seen: list[str] = []
 
     class Inside(nn.Module):
@@ -346,9 +346,9 @@ def test_node_creation_hooks_of_the_user(where: str, source: str) -> None:
     assert_switched_off()
 
 
-@pytest.mark.skipif("hook" not in SOURCES, reason="of torch 2.14")
-def test_a_node_creation_hook_that_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is taken for ours at the end, and ours stays: no node is looked at twice."""
+@pytest.mark.skipif("hook" not in SOURCES, reason="needs torch 2.14")
+def test_node_creation_hook_left_open_visits_nodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch pops the user's hook in place of the engine's, and each node is visited once."""
     hook = torch.autograd.graph.node_creation_hook(lambda node: None)
 
     def compute(m: Program, z: Tensor) -> Tensor:
@@ -375,18 +375,18 @@ def test_a_node_creation_hook_that_stays_open(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("source", ["walk"], indirect=True)
-def test_an_argument_of_another_threads_graph() -> None:
-    """Its nodes have numbers as if the model had just made them, and stay as they are."""
+def test_argument_with_a_graph_of_another_thread_is_not_modified() -> None:
+    """The argument's nodes have sequence numbers in the model's range, and stay unmodified."""
     outer = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.SiLU())
     twin, x = converted_twin(Program(lambda m, z: m.conv(m.silu(z)))), images()
     found: list[Tensor] = []
 
-    def elsewhere(number: int) -> None:
+    def run(number: int) -> None:
         while nodes.next_sequence_number() < number + 4:
             torch.ones(2, requires_grad=True) * 2
         found.append(nn.functional.silu(outer(x)))
 
-    thread = threading.Thread(target=elsewhere, args=(nodes.next_sequence_number(),))
+    thread = threading.Thread(target=run, args=(nodes.next_sequence_number(),))
     thread.start()
     thread.join()
     output = twin(found[0])
@@ -395,53 +395,53 @@ def test_an_argument_of_another_threads_graph() -> None:
     assert not any("inplace_ops" in str(key) for key in found[0].grad_fn.metadata)
 
 
-def test_a_call_is_known_to_its_thread_alone() -> None:
+def test_running_engine_is_thread_local() -> None:
     inside, seen = threading.Event(), threading.Event()
 
     twin = blocks()
-    twin.append(Waits(inside, seen))
+    twin.append(Wait(inside, seen))
     inplace_ops.convert(twin)
     thread = threading.Thread(target=twin, args=(images(),))
     thread.start()
     assert inside.wait(60)
-    elsewhere = running_engine()
+    engine_of_this_thread = running_engine()
     seen.set()
     thread.join()
-    assert elsewhere is None
+    assert engine_of_this_thread is None
 
 
-def test_foreign_graphs_in_an_attribute() -> None:
-    """A graph that another thread has made, with numbers of its own, reached past the arguments."""
+def test_attribute_with_a_graph_of_another_thread_is_not_modified() -> None:
+    """The graph comes from another thread with its own sequence numbers, and is not an argument."""
 
-    class Holds(Program):
+    class WithAttribute(Program):
         def __init__(self) -> None:
-            super().__init__(lambda m, z: m.conv(m.silu(z) + m.held))
+            super().__init__(lambda m, z: m.conv(m.silu(z) + m.value))
             self.value: Any = None
 
-    model = Holds()
+    model = WithAttribute()
     twin, x = converted_twin(model), images()
     outer = nn.Sequential(nn.Conv2d(3, C, 3, padding=1), nn.BatchNorm2d(C), nn.SiLU())
 
-    def elsewhere() -> None:
+    def run() -> None:
         for _ in range(200):
             torch.ones(2, requires_grad=True) * 2
-        model.held = outer(x)
-        twin.held = outer(x)
+        model.value = outer(x)
+        twin.value = outer(x)
 
-    thread = threading.Thread(target=elsewhere)
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
     output = twin(x)
-    assert not any("inplace_ops" in str(key) for key in twin.held.grad_fn.metadata)
-    assert twin.held.grad_fn._raw_saved_self.unpack_hook is None
+    assert not any("inplace_ops" in str(key) for key in twin.value.grad_fn.metadata)
+    assert twin.value.grad_fn._raw_saved_self.unpack_hook is None
     output.sum().backward()
 
 
-# What tools do to a model.
+# Tools that copy, wrap or modify a model.
 
 
-def test_a_replica() -> None:
-    """As DataParallel makes one for each device: it runs its own parameters."""
+def test_replica_runs_its_own_parameters() -> None:
+    """A replica, as DataParallel makes for each device, runs its own parameters."""
     model = blocks()
     twin, x = converted_twin(model), images()
     twin(x)
@@ -456,8 +456,8 @@ def test_a_replica() -> None:
     assert len(recomputed(output)) >= 2
 
 
-def test_a_direct_call_of_forward() -> None:
-    """As Lightning calls it."""
+def test_direct_call_of_forward_is_converted() -> None:
+    """A direct call of `forward`, as in Lightning, runs the engine."""
     model = blocks()
     twin, x = converted_twin(model), images()
     assert len(recomputed(twin.forward(x))) == len(recomputed(twin(x))) >= 2
@@ -474,7 +474,7 @@ DUPLICATES: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 @pytest.mark.parametrize("duplicate", DUPLICATES)
-def test_copies_are_converted_and_revert_by_themselves(duplicate: str) -> None:
+def test_copies_are_converted_and_revert_independently(duplicate: str) -> None:
     model = blocks()
     twin, x = converted_twin(model), images()
     other = DUPLICATES[duplicate](twin)
@@ -487,11 +487,11 @@ def test_copies_are_converted_and_revert_by_themselves(duplicate: str) -> None:
     assert type(other) is nn.Sequential
     assert replaced(other(x)) == []
     assert isinstance(twin, nn.Sequential)
-    if duplicate != "copy":  # which shares its parts
+    if duplicate != "copy":  # a shallow copy shares its modules
         assert len(recomputed(twin(x))) >= 2
 
 
-def test_a_pickle_of_a_class_that_reduces_itself() -> None:
+def test_class_with_its_own_reduce_is_pickled() -> None:
     other = pickle.loads(pickle.dumps(converted_twin(ReducesItself())))
     assert type(other) is ReducesItself
 
@@ -504,7 +504,7 @@ class ReducesItself(nn.Linear):
         return ReducesItself, ()
 
 
-def test_parametrizations_that_come_and_go() -> None:
+def test_parametrizations_can_be_added_and_removed_after_conversion() -> None:
     class Scaled(nn.Linear):
         pass
 
@@ -521,10 +521,10 @@ def test_parametrizations_that_come_and_go() -> None:
     assert type(twin) is Scaled
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.ao.quantization's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from torch.ao.quantization
 @pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max:UserWarning")
-def test_tools_that_go_by_types() -> None:
-    """The classes of a model's parts stay what they are."""
+def test_tools_that_check_module_types_work() -> None:
+    """Conversion does not change the classes of a model's submodules."""
     model = nn.Sequential(nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), nn.ReLU(), nn.Conv2d(C, 2, 1))
     twin, x = converted_twin(model), images()
     assert [type(m) for m in twin.children()] == [type(m) for m in model.children()]
@@ -543,7 +543,7 @@ def test_tools_that_go_by_types() -> None:
     assert [node.op for node in traced.graph.nodes].count("call_module") == 4
 
 
-def test_a_norm_that_is_replaced_after_the_conversion() -> None:
+def test_modules_replaced_after_conversion_match_pytorch() -> None:
     model = blocks()
     twin, x = converted_twin(model), images()
     for m in (model, twin):
@@ -555,8 +555,8 @@ def test_a_norm_that_is_replaced_after_the_conversion() -> None:
     assert len(recomputed(twin(x))) >= 1
 
 
-def test_an_instance_attribute_forward() -> None:
-    """Set by hand before the conversion, as some wrappers do: it still runs."""
+def test_forward_set_on_the_instance_still_runs() -> None:
+    """A `forward` set on the instance before conversion, as by some wrappers, still runs."""
     model = blocks()
     twin, x, calls = copy.deepcopy(model), images(), []
     original = twin.forward
@@ -575,16 +575,16 @@ def test_an_instance_attribute_forward() -> None:
     assert replaced(twin(x)) == []
 
 
-def test_the_model_itself_gets_no_hook() -> None:
-    """`torch.cuda.make_graphed_callables` takes no module that has one."""
+def test_converted_model_has_no_hooks_itself() -> None:
+    """`torch.cuda.make_graphed_callables` rejects a module that has hooks."""
     model = blocks()
     inplace_ops.convert(model)
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
 
 
-def test_hooks_and_attributes_of_the_user_stay() -> None:
-    """Hooks are given the user's own modules, in the user's order."""
+def test_hooks_and_attributes_of_the_user_are_preserved() -> None:
+    """Hooks of the user run in their order, with the user's own modules."""
     twin, x = blocks(), images()
     names = {module: name for name, module in twin.named_modules()}
     seen: list[str] = []
@@ -593,22 +593,22 @@ def test_hooks_and_attributes_of_the_user_stay() -> None:
     twin[0].note = "mine"
     modules, parameters = list(twin.modules()), list(twin.parameters())
     twin(x)
-    before = list(seen)
+    expected = list(seen)
     inplace_ops.convert(twin)
     assert all(a is b for a, b in zip(modules, twin.modules(), strict=True))
     assert all(a is b for a, b in zip(parameters, twin.parameters(), strict=True))
     assert not any(vars(parameter) for parameter in parameters)
     seen.clear()
     twin(x)
-    assert seen == before
+    assert seen == expected
     assert twin[0].note == "mine"
     inplace_ops.revert(twin)
     seen.clear()
     twin(x)
-    assert seen == before
+    assert seen == expected
 
 
-def test_revert_leaves_nothing_behind() -> None:
+def test_revert_restores_all_attributes_and_hooks() -> None:
     model = blocks()
     twin = copy.deepcopy(model)
     before = [set(vars(module)) for module in twin.modules()]

@@ -33,15 +33,15 @@ from twins import SOURCES, assert_same_step, nodes_from, recomputed, step_of
 import inplace_ops
 from inplace_ops.recompute import engine
 
-SAMPLES = 4  # of each process
+SAMPLES = 4  # per process
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class RMSNorm(nn.Module):
-    """As transformers has it."""
+    """The RMSNorm of transformers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -62,8 +62,8 @@ class LayerScale(nn.Module):
         return self.norm(x) * self.gamma
 
 
-class GroupNorm(nn.GroupNorm):
-    """Of tokens."""
+class TokenGroupNorm(nn.GroupNorm):
+    """A group norm over the features of (samples, tokens, features)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.transpose(1, 2)).transpose(1, 2)
@@ -71,7 +71,7 @@ class GroupNorm(nn.GroupNorm):
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {
     "layer": nn.LayerNorm,
-    "group": lambda width: GroupNorm(2, width),
+    "group": lambda width: TokenGroupNorm(2, width),
     "rms": RMSNorm,
     "layer_scale": LayerScale,
 }
@@ -87,14 +87,14 @@ def network(norm: str) -> nn.Sequential:
 
 
 def my_tokens(seed: int) -> Tensor:
-    """This process's part of the same random tokens."""
+    """Return this process's part of tokens that all processes draw from the same seed."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randn(SAMPLES * dist.get_world_size(), 16, 8, generator=generator)
     return tokens.chunk(dist.get_world_size())[dist.get_rank()].to(device())
 
 
 def train(model: nn.Module, steps: int = 3) -> tuple[list[list[Tensor]], int]:
-    """The gradients of each step, and how many tensors the last one has recomputed."""
+    """Return the gradients of each step, and the number of specs of the last one."""
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     found, count = [], 0
     for step in range(steps):
@@ -102,7 +102,7 @@ def train(model: nn.Module, steps: int = 3) -> tuple[list[list[Tensor]], int]:
         output = model(my_tokens(step))
         count = len(recomputed(output))
         output.float().square().mean().backward()
-        found.append([whole(p.grad).clone() for p in model.parameters()])
+        found.append([full(p.grad).clone() for p in model.parameters()])
         optimizer.step()
     return found, count
 
@@ -138,7 +138,7 @@ def fully_sharded(
             inplace_ops.convert(twin, max_ops=8)
         expected, _ = train(sharded(model))
         actual, count = train(twin)
-        # FSDP puts a Function of its own before each unit: what a unit reads first is not known.
+        # FSDP inserts a Function before each unit, so the engine does not know its input.
         assert count >= (0 if units == "layers" else 2)
         assert_same(actual, expected, 3e-2 if is_16_bit else 1e-5)
         inplace_ops.revert(twin)
@@ -148,21 +148,25 @@ def fully_sharded(
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("is_16_bit", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("norm", NORMS)
-def test_fsdp2(norm: str, is_16_bit: bool, source: str, processes: Processes) -> None:
-    """Every layer a unit, whose parameters are freed until its backward."""
+def test_fsdp2_of_every_layer_matches_pytorch(
+    norm: str, is_16_bit: bool, source: str, processes: Processes
+) -> None:
+    """Every layer is an FSDP unit, whose parameters are freed until its backward."""
     for reshard in (True, False):
         processes.run(fully_sharded, norm, is_16_bit, reshard, "layers", "convert first", source)
 
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("order", ["convert first", "shard first"])
-def test_fsdp2_of_a_whole_network(order: str, source: str, processes: Processes) -> None:
+def test_fsdp2_of_a_whole_network_matches_pytorch(
+    order: str, source: str, processes: Processes
+) -> None:
     for reshard in (True, False):
         processes.run(fully_sharded, "layer", False, reshard, "all", order, source)
 
 
 class Unused(nn.Module):
-    """With a layer that takes part in no step."""
+    """A model with a layer that no step uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +199,7 @@ def data_parallel(kind: str, source: str) -> None:
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("kind", ["static", "dynamic", "unused"])
-def test_ddp(kind: str, source: str, processes: Processes) -> None:
+def test_ddp_matches_pytorch(kind: str, source: str, processes: Processes) -> None:
     processes.run(data_parallel, kind, source)
 
 
@@ -215,10 +219,10 @@ def tensor_parallel() -> None:
     model(x).square().mean().backward()
     twin(mine).square().mean().backward()
     for a, e in zip(twin.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(whole(a.grad), e.grad, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(full(a.grad), e.grad, rtol=1e-4, atol=1e-5)
 
 
-def test_tensor_parallel(processes: Processes) -> None:
+def test_tensor_parallel_matches_pytorch(processes: Processes) -> None:
     processes.run(tensor_parallel)
 
 
@@ -234,14 +238,14 @@ def on_dtensors() -> None:
         for loss in losses:
             loss.square().sum().backward()
         for a, e in zip(twin.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(whole(a.grad), e.grad, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(full(a.grad), e.grad, rtol=1e-4, atol=1e-4)
 
 
-def test_dtensors_are_left(processes: Processes) -> None:
+def test_dtensors_match_pytorch(processes: Processes) -> None:
     processes.run(on_dtensors)
 
 
-# A collective writes to a tensor: no autograd, and perhaps no version.
+# A collective writes to a tensor without a node, and may not raise its version.
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "all_reduce": dist.all_reduce,
@@ -275,12 +279,12 @@ class Writes(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.step += 1
         z = self.norm(self.first(x))
-        self.perhaps_write(z, "before")
+        self.write_at(z, "before")
         y = self.operation(self, z)
-        self.perhaps_write(y, "after")
+        self.write_at(y, "after")
         return self.last(y)
 
-    def perhaps_write(self, t: Tensor, position: str) -> None:
+    def write_at(self, t: Tensor, position: str) -> None:
         if position == self.position and self.step >= self.first_step:
             with torch.no_grad():
                 self.write(t)
@@ -291,7 +295,7 @@ def collective_writes(seed: int, source: str) -> None:
     choose = random.Random(seed)
     cases = [(o, w, p) for o in OPERATIONS for w in WRITES for p in ("before", "after")]
     for operation, write, position in choose.sample(cases, 30):
-        torch.manual_seed(seed)  # the same in all processes
+        torch.manual_seed(seed)  # equal in all processes
         model = Writes(operation, write, position, 1).to(device())
         twin = copy.deepcopy(model)
         with nodes_from(source):
@@ -306,7 +310,7 @@ def collective_writes(seed: int, source: str) -> None:
                     twin.step += 1
                     continue
                 if position == "after" and operation in ("relu", "relu_"):
-                    twin.step += 1  # it saves what is written to: documented
+                    twin.step += 1  # ReLU saves the tensor that is written to: documented
                     continue
                 try:
                     assert_same_step(step_of(twin, x), expected)
@@ -316,5 +320,5 @@ def collective_writes(seed: int, source: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:inplace_ops:UserWarning")
 @pytest.mark.parametrize("source", SOURCES)
-def test_writes_of_collectives(source: str, seed: int, processes: Processes) -> None:
+def test_writes_of_collectives_match_pytorch(source: str, seed: int, processes: Processes) -> None:
     processes.run(collective_writes, seed, source)

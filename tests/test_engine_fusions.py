@@ -1,4 +1,4 @@
-"""Calls that one kernel computes: bit for bit what their composition gives."""
+"""Fused calls: one kernel equals the composition of its operations bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HIDDEN = 24
 
 
 class Recorder(TorchDispatchMode):
-    """Counts the ops that run, and those that cast their results."""
+    """Count the ops that run, and separately those that cast their results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,9 +35,9 @@ class Recorder(TorchDispatchMode):
 
 
 class LlamaBlock(nn.Module):
-    """The feed-forward half of one, in float32 but for its matrix products.
+    """The feed-forward half of a block, in float32 except for its matrix products.
 
-    On a CPU with a layer norm: of an RMS norm PyTorch has no kernel for it.
+    On a CPU the norm is a layer norm, as PyTorch has no RMS norm kernel for it.
     """
 
     def __init__(self, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
@@ -54,17 +54,17 @@ class LlamaBlock(nn.Module):
 
 
 class UNetBlock(nn.Module):
-    """A convolution of an activation after a group norm in float32."""
+    """A float32 group norm and an activation, then a convolution under autocast."""
 
     def __init__(
-        self, act: nn.Module, dtype: torch.dtype = torch.bfloat16, widens: bool = False
+        self, act: nn.Module, dtype: torch.dtype = torch.bfloat16, upcasts: bool = False
     ) -> None:
         super().__init__()
         self.first, self.norm, self.act = nn.Conv2d(3, 8, 1), nn.GroupNorm(2, 8), act
-        self.conv, self.dtype, self.widens = nn.Conv2d(8, 8, 3), dtype, widens
+        self.conv, self.dtype, self.upcasts = nn.Conv2d(8, 8, 3), dtype, upcasts
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", self.dtype, enabled=self.widens):
+        with torch.autocast("cpu", self.dtype, enabled=self.upcasts):
             x = self.first(x)
         z = self.act(self.norm(x.float()))
         with torch.autocast("cpu", self.dtype):
@@ -72,7 +72,7 @@ class UNetBlock(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Convolutions and norms, their sum with what came in, and what a convolution reads."""
+    """Convolutions and norms, whose output `join` combines with the input before a convolution."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class ResidualBlock(nn.Module):
             return self.last(self.join(self, z, self.downsample(x)))
 
 
-def torchvisions(m: Any, z: Tensor, identity: Tensor) -> Tensor:
+def torchvision_join(m: Any, z: Tensor, identity: Tensor) -> Tensor:
     z += identity
     return m.relu(z)
 
@@ -113,9 +113,9 @@ def images(channels: int = 3) -> Tensor:
 
 Case = tuple[Callable[[], nn.Module], Callable[[], Tensor], dict[str, int]]
 
-# A model, its input, and by op how many more run in backward than where the calls are composed.
+# A model, its input, and by op how many more run in backward than with composed calls.
 CASTS: dict[str, Case] = {
-    "llama": (  # the gate and the up projection cast the norm's output each
+    "llama": (  # the gate and the up projection each cast the norm's output
         LlamaBlock,
         tokens,
         {"inplace_ops::normalize": -2, "aten::_to_copy": -2, "inplace_ops::normalize and cast": 2},
@@ -136,21 +136,26 @@ CASTS: dict[str, Case] = {
 }
 
 
-# What a residual block does with a norm's output and with what came in.
+# How a residual block combines a norm's output and its input.
 SUM, RELU_OF_SUM = "inplace_ops::normalize_add", "inplace_ops::normalize_add_relu"
-IS_SUM = {SUM: 1, "inplace_ops::normalize": -1, "aten::add": -1}
-# The activation saves a tensor too.
-IS_SUM_TWICE = {op: 2 * count for op, count in IS_SUM.items()}
-IS_RELU = {RELU_OF_SUM: 2, "inplace_ops::normalize": -2, "aten::add": -2, "aten::relu": -2}
+FUSED_SUM = {SUM: 1, "inplace_ops::normalize": -1, "aten::add": -1}
+# The activation also saves its input, so the sum is recomputed twice.
+TWO_FUSED_SUMS = {op: 2 * count for op, count in FUSED_SUM.items()}
+FUSED_RELU_OF_SUM = {
+    RELU_OF_SUM: 2,
+    "inplace_ops::normalize": -2,
+    "aten::add": -2,
+    "aten::relu": -2,
+}
 
 JOINS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], dict[str, int]]] = {
-    "torchvision's": (torchvisions, IS_RELU),
-    "relu": (lambda m, z, x: m.relu(z + x), IS_RELU),
-    "relu, swapped": (lambda m, z, x: m.relu(x + z), IS_RELU),
-    "sum": (lambda m, z, x: z + x, IS_SUM),
-    "sum, swapped": (lambda m, z, x: x + z, IS_SUM),
-    "other activation": (lambda m, z, x: F.leaky_relu(z + x, 0.3), IS_SUM_TWICE),
-    "view": (lambda m, z, x: F.silu((z + x).transpose(2, 3)), IS_SUM_TWICE),
+    "torchvision's": (torchvision_join, FUSED_RELU_OF_SUM),
+    "relu": (lambda m, z, x: m.relu(z + x), FUSED_RELU_OF_SUM),
+    "relu, swapped": (lambda m, z, x: m.relu(x + z), FUSED_RELU_OF_SUM),
+    "sum": (lambda m, z, x: z + x, FUSED_SUM),
+    "sum, swapped": (lambda m, z, x: x + z, FUSED_SUM),
+    "other activation": (lambda m, z, x: F.leaky_relu(z + x, 0.3), TWO_FUSED_SUMS),
+    "view": (lambda m, z, x: F.silu((z + x).transpose(2, 3)), TWO_FUSED_SUMS),
     "alpha": (lambda m, z, x: m.relu(torch.add(x, z, alpha=0.5)), {}),
     "view of the norm": (lambda m, z, x: m.relu(z.transpose(2, 3) + x.transpose(2, 3)), {}),
     "difference": (lambda m, z, x: m.relu(x - z), {}),
@@ -163,12 +168,12 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
 }
 
 
-def all_of(spec: Spec) -> Iterator[Call]:
-    """The calls that a spec consists of."""
+def calls_of(spec: Spec) -> Iterator[Call]:
+    """Return all calls in a spec."""
     if isinstance(spec, Call):
         yield spec
         for part in spec.inputs:
-            yield from all_of(part)
+            yield from calls_of(part)
 
 
 def composed(function: Any, inputs: Any, arguments: Any) -> type[Call]:
@@ -182,7 +187,7 @@ def assert_fused(
     channels_last: bool = False,
     tolerance: float = 0,
 ) -> None:
-    """The same step in other ops."""
+    """Assert that fused calls give the step of composed calls, with other ops in backward."""
     make, example, difference = case
     model, x = make(), example()
     if channels_last:
@@ -193,11 +198,11 @@ def assert_fused(
     with nodes_from(source):
         for is_fused in (True, False):
             if not is_fused:
-                monkeypatch.setattr(fusions, "_kind_of", composed)
+                monkeypatch.setattr(fusions, "_call_class_of", composed)
                 monkeypatch.setattr(fusions, "_ACTIVATIONS", {})
             twin = converted_twin(model, max_ops=4)
-            twin(x).sum().backward()  # the first use compares the values
-            specs = [spec for value in recomputed(twin(x)) for spec in all_of(value.spec)]
+            twin(x).sum().backward()  # the first use compares values
+            specs = [spec for value in recomputed(twin(x)) for spec in calls_of(value.spec)]
             are_fused = any(type(spec).compute is not Call.compute for spec in specs)
             assert are_fused == (is_fused and bool(difference))
             output = twin(x)
@@ -212,20 +217,22 @@ def assert_fused(
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("case", CASTS)
-def test_casts(case: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cast_of_a_norm_is_fused(case: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_fused(CASTS[case], source, monkeypatch)
 
 
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
-def test_an_rms_norm_on_a_gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cast_of_an_rms_norm_on_a_gpu_is_fused(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, x = LlamaBlock(nn.RMSNorm).to(device), tokens().to(device)
     steps = []
     for is_fused in (True, False):
         if not is_fused:
-            monkeypatch.setattr(fusions, "_kind_of", composed)
+            monkeypatch.setattr(fusions, "_call_class_of", composed)
         twin = converted_twin(model, max_ops=4)
         twin(x).sum().backward()
-        specs = [spec for value in recomputed(twin(x)) for spec in all_of(value.spec)]
+        specs = [spec for value in recomputed(twin(x)) for spec in calls_of(value.spec)]
         assert any(isinstance(spec, fusions.CastOfAffine) for spec in specs) == is_fused
         steps.append(step_of(twin, x))
     assert_same_step(*steps, tolerance=1e-6)
@@ -235,7 +242,7 @@ def test_an_rms_norm_on_a_gpu(device: torch.device, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("join", JOINS)
-def test_residual_sums(
+def test_residual_sums_equal_their_composition(
     join: str,
     dtype: torch.dtype,
     channels_last: bool,
@@ -249,12 +256,16 @@ def test_residual_sums(
 
 @pytest.mark.parametrize("has_downsample", [False, True], ids=["identity", "downsample"])
 @pytest.mark.parametrize("norm", NORMS)
-def test_norms_of_residual_blocks(
+def test_residual_sum_is_fused_with_one_norm(
     norm: str, has_downsample: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a downsampling norm too: one of the two norms is fused."""
-    difference = {} if norm == "instance" else IS_RELU  # whose output is a view
-    case = (lambda: ResidualBlock(torchvisions, has_downsample, NORMS[norm]), images, difference)
+    """The sum is fused with its norm; with a downsampling branch, with one of its two norms."""
+    difference = {} if norm == "instance" else FUSED_RELU_OF_SUM  # it returns a view
+    case = (
+        lambda: ResidualBlock(torchvision_join, has_downsample, NORMS[norm]),
+        images,
+        difference,
+    )
     assert_fused(case, SOURCES[0], monkeypatch)
 
 
@@ -268,8 +279,8 @@ ADDENDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("addend", ADDENDS)
-def test_sums_with_other_tensors(addend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are PyTorch's, of the norm's output."""
+def test_sums_that_are_not_fused_are_exact(addend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum that broadcasts or promotes is composed of PyTorch's operations, and exact."""
 
     def join(m: Any, z: Tensor, x: Tensor) -> Tensor:
         y = m.relu(z + ADDENDS[addend](m, x)).float()
@@ -279,13 +290,13 @@ def test_sums_with_other_tensors(addend: str, monkeypatch: pytest.MonkeyPatch) -
     model, x = ResidualBlock(join), images()
     for is_fused in (True, False):
         if not is_fused:
-            monkeypatch.setattr(fusions, "_kind_of", composed)
+            monkeypatch.setattr(fusions, "_call_class_of", composed)
         steps.append(step_of(converted_twin(model), x))
     assert_same_step(*steps, tolerance=0)
 
 
-# Modules after a norm of what was in 16 bits before, whose forward does not run fused: the op's
-# name, and whether it gives PyTorch's values.
+# Modules after a norm whose input is cast from 16 bits, so that their forward is not fused: by the
+# name of the op, the module and whether the op gives PyTorch's values.
 ACTIVATIONS: dict[str, tuple[nn.Module, bool]] = {
     "relu": (nn.ReLU(), True),
     "leaky_relu": (nn.LeakyReLU(0.3), True),
@@ -297,10 +308,10 @@ ACTIVATIONS: dict[str, tuple[nn.Module, bool]] = {
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_of_a_widened_norm(
+def test_activation_and_cast_of_an_upcast_norm_are_fused(
     name: str, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The norm, the activation and the cast in one op."""
+    """One op computes the norm, the activation and the cast."""
     act, is_exact = ACTIVATIONS[name]
     difference = {
         f"inplace_ops::{name}_recompute and cast": 1,
@@ -308,8 +319,8 @@ def test_activations_of_a_widened_norm(
         f"aten::{name}": -1,
         "aten::_to_copy": -1,
     }
-    if name == "relu":  # which saves its output too, in float32
+    if name == "relu":  # ReLU also saves its float32 output
         difference |= {"inplace_ops::normalize": -2, "aten::relu": -2}
         difference["inplace_ops::relu_recompute"] = 1
-    case = (lambda: UNetBlock(act, widens=True), images, difference)
+    case = (lambda: UNetBlock(act, upcasts=True), images, difference)
     assert_fused(case, source, monkeypatch, tolerance=0 if is_exact else 1e-3)

@@ -1,4 +1,4 @@
-"""Converted models are right where overwriting a tensor would be wrong, and at random."""
+"""Converted models match PyTorch where overwriting tensors is unsafe, and on random networks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from behaviour import assert_same_behaviour, behaviour
+from behavior import assert_same_behavior, behavior
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from memory import largest_allocation
@@ -27,8 +27,10 @@ pytestmark = pytest.mark.usefixtures("_small_tensors_too")
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("inplace", [False, True], ids=["", "inplace"])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=pattern_id)
-def test_patterns(pattern: Pattern, inplace: bool, training: bool, source: str) -> None:
-    """With an activation in place where PyTorch itself has no objection, and out of place."""
+def test_unsafe_patterns_match_pytorch(
+    pattern: Pattern, inplace: bool, training: bool, source: str
+) -> None:
+    """Each pattern matches PyTorch, out of place and, where PyTorch allows it, in place."""
     x = torch.randn(4, WIDTH, dtype=torch.float64)
     for activation in pattern.activations:
         for compute in (pattern.unsafe, pattern.safe):
@@ -38,16 +40,16 @@ def test_patterns(pattern: Pattern, inplace: bool, training: bool, source: str) 
                 twin = converted_twin(model)
                 for _ in range(2):
                     try:
-                        expected = behaviour(original, x)
+                        expected = behavior(original, x)
                     except RuntimeError:
                         if not inplace:
                             raise
-                        continue  # PyTorch's own objection
-                    assert_same_behaviour(behaviour(twin, x), expected, rtol=1e-10, atol=1e-10)
+                        continue  # PyTorch rejects the in-place activation
+                    assert_same_behavior(behavior(twin, x), expected, rtol=1e-10, atol=1e-10)
 
 
 class ResidualBlock(nn.Module):
-    """Convolutions and ReLUs, and a sum."""
+    """Two convolutions with ReLUs, and the sum with the input."""
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
@@ -62,7 +64,7 @@ class ResidualBlock(nn.Module):
 
 
 class ResidualDenseBlock(nn.Module):
-    """Of Wang et al., "ESRGAN: Enhanced Super-Resolution Generative Adversarial Networks", 2018."""
+    """Wang et al., "ESRGAN: Enhanced Super-Resolution Generative Adversarial Networks", 2018."""
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
@@ -88,7 +90,7 @@ class ResidualDenseBlock(nn.Module):
         (ResidualDenseBlock, partial(nn.LeakyReLU, 0.2), 0.85, 0.88),
     ],
 )
-def test_networks_without_norms(
+def test_networks_without_norms_save_less(
     block: Callable[[nn.Module], nn.Module],
     activation: Callable[..., nn.Module],
     saved: float,
@@ -96,7 +98,7 @@ def test_networks_without_norms(
     inplace: bool,
     source: str,
 ) -> None:
-    """What a sum or a concatenation follows needs one bit per element, and gradients are exact."""
+    """An activation before a sum or `cat` saves one bit per element, and gradients are exact."""
     blocks = [block(activation(inplace=inplace)) for _ in range(4)]
     first, last = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 3, 3, padding=1)
     model, x = nn.Sequential(first, *blocks, last), torch.randn(2, 3, 64, 64)
@@ -116,7 +118,7 @@ def test_networks_without_norms(
 
 ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.SiLU)
 
-# Each takes the network, the step's number and two of the tensors so far, and returns a new one.
+# Each takes the network, the index of the step and two earlier tensors, and returns a new one.
 OPERATIONS = {
     "linear": lambda m, k, a, b: m.layers[k](a),
     "activation": lambda m, k, a, b: m.activations[k](a),
@@ -158,7 +160,7 @@ def _written_without_grad(a: Tensor) -> Tensor:
 
 
 class RandomNetwork(nn.Module):
-    """The steps, each of them with layers of its own; every result counts in the end."""
+    """Run the steps, each with separate layers, and combine all unused results in the output."""
 
     def __init__(self, steps: Sequence[Step]) -> None:
         super().__init__()
@@ -196,14 +198,14 @@ steps = st.lists(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
 )
-def test_random_networks(source: str, steps: list[Step]) -> None:
+def test_random_networks_match_pytorch(source: str, steps: list[Step]) -> None:
     torch.manual_seed(0)
     model, x = RandomNetwork(steps), torch.randn(3, 4, dtype=torch.float64)
     try:
-        expected = behaviour(model, x)
+        expected = behavior(model, x)
     except RuntimeError:
         assume(False)
     with nodes_from(source):
         twin = converted_twin(model)
         for _ in range(2):
-            assert_same_behaviour(behaviour(twin, x), expected, rtol=1e-9, atol=1e-9)
+            assert_same_behavior(behavior(twin, x), expected, rtol=1e-9, atol=1e-9)

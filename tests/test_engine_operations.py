@@ -1,4 +1,4 @@
-"""Every line of the table of operations: what is recomputed, and that gradients are PyTorch's."""
+"""Every line of the operation table: what it recomputes, and that gradients are PyTorch's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
     "layer": lambda c: nn.LayerNorm(8, eps=1e-2),
 }
 
-# By the node that it makes: an operation on a norm's output, whose result a convolution saves.
+# By node type: an operation on a norm's output, whose result a convolution saves.
 OUTPUTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "SiluBackward0": lambda m, z: F.silu(z),
     "GeluBackward0": lambda m, z: F.gelu(z, approximate="tanh"),
@@ -77,32 +77,32 @@ IN_PLACE: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-def computed_of_norms() -> set[str]:
+def norm_operations() -> set[str]:
     return {name for name in operations.OPERATIONS if "Norm" in name}
 
 
 def test_every_output_rule_has_a_test() -> None:
-    """But for the norms, which `NORMS` has, and activations after one, which have their own."""
+    """Norms are tested by `NORMS`, and fused activations after a norm in other tests."""
     with_outputs = {name for name, o in operations.OPERATIONS.items() if o.output is not None}
-    tested = computed_of_norms() | set(OUTPUTS) | {"RecomputeFunctionBackward"}
+    tested = norm_operations() | set(OUTPUTS) | {"RecomputeFunctionBackward"}
     assert with_outputs <= tested
 
 
 def in_a_view(norm: str) -> bool:
-    """An instance norm returns a view: in place, autograd hides the operation in CopySlices."""
+    """Whether the norm returns a view, so that CopySlices hides in-place operations on it."""
     return norm == "instance"
 
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("operation", OUTPUTS)
-def test_an_output_is_recomputed(operation: str, norm: str, source: str) -> None:
+def test_output_is_recomputed(operation: str, norm: str, source: str) -> None:
     model = Program(lambda m, z: m.convolved(OUTPUTS[operation](m, z)), NORMS[norm])
     twin, x = converted_twin(model), images()
     with nodes_from(source):
         twin = converted_twin(model)
         output = twin(x)
-        # Functional code is seen late without the hook: what does not save its input is not proved.
+        # Without the hook, functional code is seen late, and only saved inputs can be proved.
         if source == "hook" and not (operation == "LeakyReluBackward1" and in_a_view(norm)):
             assert output.grad_fn._raw_saved_input.unpack_hook is not None
         assert_same_steps(model, twin, x)
@@ -111,18 +111,18 @@ def test_an_output_is_recomputed(operation: str, norm: str, source: str) -> None
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("operation", IN_PLACE)
-def test_an_output_in_place_is_recomputed(operation: str, norm: str, source: str) -> None:
+def test_in_place_output_is_recomputed(operation: str, norm: str, source: str) -> None:
     model, x = Program(lambda m, z: m.convolved(IN_PLACE[operation](m, z)), NORMS[norm]), images()
     with nodes_from(source):
         twin = converted_twin(model)
         output = twin(x)
-        # Of two in a row ReLU saves its output, the memory that the convolution reads.
+        # In "two_in_a_row" ReLU saves its output, which has the memory that the convolution reads.
         if source == "hook" and not in_a_view(norm) and operation != "two_in_a_row":
             assert output.grad_fn._raw_saved_input.unpack_hook is not None
         assert_same_steps(model, twin, x)
 
 
-# By the node: a view of a norm's output of shape (2, C, 8, 8), and what of it a layer reads.
+# By node type: a view of a norm's output of shape (2, C, 8, 8).
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "AliasBackward0": lambda z: torch.ops.aten.alias(z),
     "AsStridedBackward0": lambda z: z.view(1, 2 * C, 8, 8).as_strided(
@@ -149,7 +149,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-OF_CONTIGUOUS = ("AsStrided", "ReshapeAlias", "T", "UnsafeView", "View")
+VIEWS_OF_CONTIGUOUS = ("AsStrided", "ReshapeAlias", "T", "UnsafeView", "View")
 
 
 def test_every_view_has_a_test() -> None:
@@ -159,7 +159,7 @@ def test_every_view_has_a_test() -> None:
 @pytest.mark.parametrize("channels_last", [False, True], ids=["", "channels_last"])
 @pytest.mark.parametrize("view", VIEWS)
 def test_views_are_replayed(view: str, channels_last: bool) -> None:
-    """With the strides of what was saved, on which kernels may depend."""
+    """A replayed view has the strides of the saved tensor, on which kernels may depend."""
 
     def compute(m: Any, z: Tensor) -> Tensor:
         v = VIEWS[view](F.silu(z))
@@ -171,7 +171,7 @@ def test_views_are_replayed(view: str, channels_last: bool) -> None:
     strides: list[tuple[int, ...]] = []
     model, x = Program(compute), images()
     if channels_last:
-        if view.removesuffix("Backward0") in OF_CONTIGUOUS:
+        if view.removesuffix("Backward0") in VIEWS_OF_CONTIGUOUS:
             pytest.skip("a view of a contiguous tensor")
         model, x = (
             model.to(memory_format=torch.channels_last),
@@ -185,9 +185,9 @@ def test_views_are_replayed(view: str, channels_last: bool) -> None:
     assert_same_steps(model, twin, x)
 
 
-# By the node: what reads a norm's output, of shape (2, C, 8, 8).
+# By node type: a consumer of a norm's output of shape (2, C, 8, 8).
 WEIGHT = torch.randn(16, 16, 16)
-READERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+CONSUMERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "ConvolutionBackward0": lambda m, z: m.conv(z),
     "AddmmBackward0": lambda m, z: m.linear(z),
     "MmBackward0": lambda m, z: z.flatten(1) @ m.weight.view(-1, 8)[: C * 64],
@@ -229,29 +229,29 @@ READERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "EluBackward0": lambda m, z: F.elu(z),
     "GluBackward0": lambda m, z: F.glu(z, 1),
 }
-NOT_HERE = {
-    "LinearBackward0",  # of nested tensors and of other devices
+NOT_TESTED_HERE = {
+    "LinearBackward0",  # for nested tensors, and on other devices
     "CudnnGridSamplerBackward0",
     *(name for name in operations.OPERATIONS if "Attention" in name and "ForCpu" not in name),
 }
 
 
-def test_every_reader_has_a_test() -> None:
-    readers = {name for name, o in operations.OPERATIONS.items() if o.reads}
-    assert readers <= set(READERS) | NOT_HERE | computed_of_norms()
+def test_every_consumer_has_a_test() -> None:
+    consumers = {name for name, o in operations.OPERATIONS.items() if o.reads}
+    assert consumers <= set(CONSUMERS) | NOT_TESTED_HERE | norm_operations()
 
 
 ATTENTIONS = {name for name in operations.OPERATIONS if "Attention" in name}
 
 
 @pytest.mark.parametrize("name", sorted(ATTENTIONS))
-def test_attention_saves_its_output(name: str) -> None:
+def test_attention_node_saves_its_output(name: str) -> None:
     assert hasattr(getattr(torch._C._functions, name), "_raw_saved_output")
     assert operations.OPERATIONS[name].saved_output == "output"
 
 
 class Attention(nn.Module):
-    """Heads side by side again, which takes a copy."""
+    """Attention that concatenates its heads, which copies its output."""
 
     def __init__(self, after: Callable[[Tensor], Any] = lambda y: None) -> None:
         super().__init__()
@@ -259,20 +259,20 @@ class Attention(nn.Module):
         self.after = after
 
     def attended(self, x: Tensor) -> Tensor:
-        """(samples, tokens, 16) to (samples, 2, tokens, 8)."""
+        """Map (samples, tokens, 16) to (samples, 2, tokens, 8)."""
         heads = self.first(x).unflatten(2, (3, 2, 8)).permute(2, 0, 3, 1, 4).contiguous()
         return F.scaled_dot_product_attention(*heads)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(samples, tokens, 16) to the same."""
+        """Map (samples, tokens, 16) to the same shape."""
         y = self.attended(x)
         self.after(y)
         return self.last(y.transpose(1, 2).flatten(2))
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_the_output_of_attention_is_read_from_there(source: str) -> None:
-    """What the next layer reads is a copy of what attention itself saves."""
+def test_copy_of_attention_output_is_recomputed_from_the_saved_output(source: str) -> None:
+    """The input of the next layer is a copy of the output that attention saves itself."""
     model, x = Attention(), torch.randn(2, 60, 16)
     with nodes_from(source):
         twin = converted_twin(model)
@@ -284,7 +284,7 @@ def test_the_output_of_attention_is_read_from_there(source: str) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_an_output_of_attention_that_was_written_to(source: str) -> None:
+def test_modified_attention_output_raises_in_backward(source: str) -> None:
     """PyTorch raises in backward, and so does a converted model."""
     for after in (lambda y: y.mul_(2), lambda y: y.detach().mul_(2)):
         with nodes_from(source):
@@ -295,8 +295,8 @@ def test_an_output_of_attention_that_was_written_to(source: str) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_an_output_of_attention_that_is_written_to_before_its_copy_is_read(source: str) -> None:
-    """Where backward does not come to attention, that is right, and nothing to warn of."""
+def test_attention_output_modified_after_its_copy_matches_pytorch(source: str) -> None:
+    """If backward does not reach attention, gradients are right and nothing warns."""
 
     class Model(Attention):
         def forward(self, x: Tensor) -> Tensor:
@@ -323,16 +323,16 @@ class WithWeight(Program):
 
 
 @pytest.mark.parametrize("norm", ["batch", "instance"])
-@pytest.mark.parametrize("reader", READERS)
-def test_a_reader_of_a_norms_output_recomputes_it(reader: str, norm: str) -> None:
-    model, x = WithWeight(READERS[reader], norm=NORMS[norm]), images()
+@pytest.mark.parametrize("consumer", CONSUMERS)
+def test_consumer_recomputes_a_norms_output(consumer: str, norm: str) -> None:
+    model, x = WithWeight(CONSUMERS[consumer], norm=NORMS[norm]), images()
     twin = converted_twin(model)
     names = [value.name for value in recomputed(twin(x))]
-    assert any(name.endswith(f"saved by {reader.rpartition('Backward')[0]}") for name in names)
+    assert any(name.endswith(f"saved by {consumer.rpartition('Backward')[0]}") for name in names)
     assert_same_steps(model, twin, x)
 
 
-# Gradients that compare what was saved with the result: with another last bit, another gradient.
+# Operations whose backward compares saved values for equality, so that one wrong bit matters.
 COMPARE: dict[str, Callable[[Tensor], Tensor]] = {
     "amax": lambda z: z.amax((2, 3)),
     "min": lambda z: z.min(),
@@ -343,7 +343,7 @@ COMPARE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("compare", COMPARE)
-def test_what_compares_values_keeps_them(compare: str) -> None:
+def test_operations_that_compare_values_save_them(compare: str) -> None:
     model = Program(lambda m, z: COMPARE[compare](z), NORMS["layer"])
     twin, x = converted_twin(model), images()
     assert recomputed(twin(x)) == []
@@ -368,20 +368,20 @@ POOLS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def test_every_operation_that_reads_a_shape_has_a_test() -> None:
+def test_every_shape_only_operation_has_a_test() -> None:
     assert set(POOLS) == {name for name, o in operations.OPERATIONS.items() if o.shape_only}
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["", "channels_last"])
 @pytest.mark.parametrize("pool", POOLS)
-def test_only_the_shape_is_saved(
+def test_pooling_and_padding_save_only_the_shape(
     pool: str, channels_last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the values of what takes its place, gradients are the same, and their strides."""
+    """The gradients and their strides do not depend on the values of the placeholder."""
     unpack = Shape.unpack
     monkeypatch.setattr(Shape, "unpack", lambda shape: unpack(shape).fill_(torch.nan))
     if channels_last and pool == "MaxPool3DWithIndicesBackward0":
-        pytest.skip("PyTorch takes no 4-dimensional tensor in channels_last")
+        pytest.skip("PyTorch's max_pool3d rejects a 4-dimensional channels_last tensor")
     layout = torch.channels_last if channels_last else torch.contiguous_format
     model, x = Program(lambda m, z: POOLS[pool](m.other(z))), images()
     model, x = model.to(memory_format=layout), x.contiguous(memory_format=layout)
@@ -400,26 +400,26 @@ def test_only_the_shape_is_saved(
     assert strides[0] == strides[1]
 
 
-KEEPERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+INDEX_USERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "nothing": lambda pooled, indices: pooled,
     "the caller": lambda pooled, indices: (pooled, indices),
     "an unpooling": lambda pooled, indices: F.max_unpool2d(pooled, indices, 2),
 }
 
 
-@pytest.mark.parametrize("keeper", KEEPERS)
-def test_indices_of_pooling_take_32_bits(keeper: str) -> None:
-    """Where nothing else keeps them."""
+@pytest.mark.parametrize("index_user", INDEX_USERS)
+def test_unused_pooling_indices_are_stored_in_32_bits(index_user: str) -> None:
+    """Pooling indices are stored in 32 bits unless something else uses them."""
 
     def compute(m: Any, z: Tensor) -> Any:
-        return KEEPERS[keeper](*F.max_pool2d(m.other(z), 2, return_indices=True))
+        return INDEX_USERS[index_user](*F.max_pool2d(m.other(z), 2, return_indices=True))
 
     model, x = Program(compute), images()
     twin = converted_twin(model)
     output = twin(x)
     (indices,) = [value for value in recomputed(output) if value.dtype is torch.int64]
     (stored,) = indices.tensors()
-    assert stored.dtype is (torch.int32 if keeper == "nothing" else torch.int64)
+    assert stored.dtype is (torch.int32 if index_user == "nothing" else torch.int64)
     assert indices.unpack().dtype is torch.int64
     assert saved_bytes(twin, x) <= saved_bytes(model, x)
     assert saved_allocation(lambda: twin(x)) <= saved_allocation(lambda: model(x))
@@ -433,7 +433,7 @@ MASKS: dict[str, Callable[[Tensor], Tensor]] = {
     "leaky_relu_": lambda z: F.leaky_relu(z, 0.2, inplace=True),
     "leaky_relu_negative": lambda z: F.leaky_relu(z, -0.2),
 }
-AFTER: dict[str, Callable[[Any, Tensor], Tensor]] = {
+VALUE_FREE_CONSUMERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "sum": lambda m, y: y + m.scale,
     "difference": lambda m, y: m.scale - y,
     "cat": lambda m, y: torch.cat([y, y], 1),
@@ -447,17 +447,19 @@ AFTER: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("after", AFTER)
+@pytest.mark.parametrize("consumer", VALUE_FREE_CONSUMERS)
 @pytest.mark.parametrize("mask", MASKS)
-def test_one_bit_per_element(mask: str, after: str, dtype: torch.dtype, source: str) -> None:
-    """Where no value is read: NaN, infinities and zeros of both signs among them."""
+def test_activation_before_a_value_free_consumer_saves_one_bit(
+    mask: str, consumer: str, dtype: torch.dtype, source: str
+) -> None:
+    """One bit is enough if no consumer reads values, also for NaN, infinities and signed zeros."""
 
     def compute(m: Any, z: Tensor) -> Tensor:
         special = z.new_tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-45, -1.0])
         y = m.other(z)
         with torch.no_grad():
             y.view(-1)[: len(special)] = special
-        return AFTER[after](m, MASKS[mask](y))
+        return VALUE_FREE_CONSUMERS[consumer](m, MASKS[mask](y))
 
     model, x = Program(compute, dtype=dtype), images(dtype)
     with nodes_from(source):
@@ -467,8 +469,8 @@ def test_one_bit_per_element(mask: str, after: str, dtype: torch.dtype, source: 
         assert_same_steps(model, twin, x, tolerance=0)
 
 
-def test_no_bits_where_the_output_is_saved_anyway() -> None:
-    """A convolution saves it before the sum: nothing would be gained."""
+def test_output_that_is_saved_anyway_is_not_packed() -> None:
+    """A convolution saves the activation's output before the sum, so packing would gain nothing."""
 
     def compute(m: Any, z: Tensor) -> Tensor:
         y = F.relu(m.other(z))
@@ -480,9 +482,11 @@ def test_no_bits_where_the_output_is_saved_anyway() -> None:
     assert_same_steps(model, twin, x, tolerance=0)
 
 
-@pytest.mark.skipif("hook" not in SOURCES, reason="seen too late to be proved")
-def test_a_saved_result_is_a_leaf() -> None:
-    """Of a ReLU whose input is not known: what follows from its output is recomputed from it."""
+@pytest.mark.skipif(
+    "hook" not in SOURCES, reason="without the hook, nodes are seen too late to be proved"
+)
+def test_saved_output_is_a_spec_leaf() -> None:
+    """The saved output of a ReLU with an unknown input is the leaf of later specs."""
 
     def compute(m: Any, z: Tensor) -> Tensor:
         y = F.relu(m.other(z))
@@ -504,8 +508,10 @@ def test_a_saved_result_is_a_leaf() -> None:
     ],
     ids=str,
 )
-def test_a_cast_is_saved_as_what_was_cast(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    """Once for all that save it or a view of it."""
+def test_widening_cast_is_stored_in_its_source_dtype(
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> None:
+    """All operations that save the cast tensor or a view of it share one narrow copy."""
     narrow, wide = dtypes
 
     def compute(m: Any, z: Tensor) -> Tensor:
@@ -517,14 +523,14 @@ def test_a_cast_is_saved_as_what_was_cast(dtypes: tuple[torch.dtype, torch.dtype
     twin = converted_twin(model)
     casts = [value for value in recomputed(twin(x)) if value.name.startswith("ToCopy")]
     specs = [value.spec for value in casts if value.shape.numel() == 2 * C * 64]  # not the scale
-    narrowed = [leaf.tensor for spec in specs for leaf in spec.leaves()]
-    assert [tensor.dtype for tensor in narrowed] == [narrow] * 3
-    assert len({tensor.untyped_storage().data_ptr() for tensor in narrowed}) == 1
+    stored = [leaf.tensor for spec in specs for leaf in spec.leaves()]
+    assert [tensor.dtype for tensor in stored] == [narrow] * 3
+    assert len({tensor.untyped_storage().data_ptr() for tensor in stored}) == 1
     assert_same_steps(model, twin, x, tolerance=0)
 
 
-def _kept_by_the_model(m: Any, h: Tensor) -> Tensor:
-    m.kept = h.detach()
+def _stored_in_the_model(m: Any, h: Tensor) -> Tensor:
+    m.stored = h.detach()
     return h * m.scale
 
 
@@ -532,7 +538,7 @@ SAVERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "after": lambda m, h: h * torch.rsqrt(h.var(1, keepdim=True) + 1e-6),
     "before": lambda m, h: h.cos() * h,
     "of a view": lambda m, h: h.transpose(2, 3).cos() * h.transpose(2, 3),
-    "of an alias": _kept_by_the_model,
+    "of an alias": _stored_in_the_model,
     "expanded": lambda m, h: h[:, :, None].expand(-1, -1, 8, -1, -1) * m.scale[..., None],
     "overlapping": lambda m, h: (
         (h[:, 1:] * m.scale[:, 1:]).sum()
@@ -543,8 +549,8 @@ SAVERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("saver", SAVERS)
-def test_a_cast_that_something_else_saves(saver: str) -> None:
-    """An operation without a rule, or the caller: a narrower copy would come on top."""
+def test_cast_that_something_else_saves_needs_no_extra_memory(saver: str) -> None:
+    """A narrower copy would add memory if the tensor itself stays alive."""
 
     def compute(m: Any, z: Tensor) -> Tensor:
         return SAVERS[saver](m, m.other(z).float()).sum()
@@ -554,5 +560,5 @@ def test_a_cast_that_something_else_saves(saver: str) -> None:
     assert_same_steps(model, twin, x, tolerance=0)
     assert saved_bytes(twin, x) <= saved_bytes(model, x)
     for m in (model, twin):
-        m.kept = None
+        m.stored = None
     assert saved_allocation(lambda: twin(x)) <= saved_allocation(lambda: model(x))

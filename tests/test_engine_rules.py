@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("source", "_small_tensors_too", "_fused_rms
 
 @pytest.fixture
 def _fused_rms_norm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """RMS norms as on a GPU: PyTorch's one node, with stand-ins for the kernels."""
+    """Run an RMS norm as one node, as PyTorch does on a GPU, with Python code for the kernels."""
 
     def forward(x: Tensor, shape: list[int], weight: Tensor | None, eps: float) -> Any:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -60,10 +60,10 @@ def _fused_rms_norm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         normalized, wide = x.to(rstd.dtype) * rstd, grad.to(rstd.dtype)
         scaled = wide if weight is None else wide * weight.to(rstd.dtype)
         mean = (scaled * normalized).mean(dims, keepdim=True)
-        of_weight = (wide * normalized).flatten(0, -len(shape) - 1).sum(0)
+        grad_weight = (wide * normalized).flatten(0, -len(shape) - 1).sum(0)
         needs_weight = weight is not None and mask[1]
         return (rstd * (scaled - normalized * mean)).to(x.dtype), (
-            of_weight.to(x.dtype) if needs_weight else None
+            grad_weight.to(x.dtype) if needs_weight else None
         )
 
     def rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
@@ -87,8 +87,8 @@ def norms(c: int = C) -> dict[str, nn.Module]:
 
 
 each_norm = pytest.mark.parametrize("norm", norms())
-# An RMS norm has no bias, and statistics in float32 at least.
-each_norm_but_rms = pytest.mark.parametrize("norm", [name for name in norms() if name != "rms"])
+# An RMS norm has no bias, and saves its statistics in float32 or float64.
+each_norm_except_rms = pytest.mark.parametrize("norm", [name for name in norms() if name != "rms"])
 
 
 def names_of(model: nn.Module, x: Tensor) -> list[str]:
@@ -104,8 +104,8 @@ def convolution(m: Any, z: Tensor) -> Tensor:
 
 @each_norm
 @pytest.mark.parametrize("by", ["data", "storage"])
-def test_parameters_that_are_gone_after_the_norm(norm: str, by: str) -> None:
-    """Written to, or their memory freed, as FSDP does until the norm's own backward."""
+def test_spec_does_not_read_changed_or_freed_norm_parameters(norm: str, by: str) -> None:
+    """Overwrite a norm's parameters between forward and backward, or free them, as FSDP does."""
 
     def compute(m: Any, z: Tensor) -> Tensor:
         z.register_hook(lambda gradient: restore(m.norm))
@@ -117,7 +117,7 @@ def test_parameters_that_are_gone_after_the_norm(norm: str, by: str) -> None:
         for parameter in model.norm.parameters():
             parameter.uniform_(0.5, 1.5)
     twin.load_state_dict(model.state_dict())
-    kept = {p: p.detach().clone() for m in (model, twin) for p in m.norm.parameters()}
+    originals = {p: p.detach().clone() for m in (model, twin) for p in m.norm.parameters()}
 
     def change(module: nn.Module, *_: Any) -> None:
         for parameter in module.parameters():
@@ -128,8 +128,8 @@ def test_parameters_that_are_gone_after_the_norm(norm: str, by: str) -> None:
 
     def restore(module: nn.Module) -> None:
         for parameter in module.parameters():
-            parameter.untyped_storage().resize_(kept[parameter].nbytes)
-            parameter.data.copy_(kept[parameter])
+            parameter.untyped_storage().resize_(originals[parameter].nbytes)
+            parameter.data.copy_(originals[parameter])
 
     for m in (model, twin):
         m.norm.register_forward_hook(change)
@@ -147,8 +147,8 @@ def test_parameters_that_are_gone_after_the_norm(norm: str, by: str) -> None:
 
 @each_norm
 @pytest.mark.parametrize("field", ["weight", "bias"])
-def test_parameters_behind_somebodys_hook(norm: str, field: str) -> None:
-    """What a hook hides counts as unknown, not as absent."""
+def test_norm_parameters_behind_saved_tensor_hooks_are_unknown(norm: str, field: str) -> None:
+    """A weight or bias that saved-tensor hooks hide is unknown, which is not the same as absent."""
     module = norms()[norm]
     z = module(torch.randn(2, C, 8, 8, requires_grad=True) * 1)
     node = (z if z._base is None else z._base).grad_fn
@@ -161,8 +161,8 @@ def test_parameters_behind_somebodys_hook(norm: str, field: str) -> None:
     inplace_ops.relu_(z, save="recompute").sum().backward()
 
 
-def test_an_rms_norm_whose_weight_is_gone() -> None:
-    """FSDP frees it until backward: the activation then saves its output."""
+def test_activation_after_rms_norm_with_freed_weight_falls_back() -> None:
+    """FSDP frees the weight until backward; the activation then uses its default save mode."""
     module = norms()["rms"]
     z = module(images() * torch.ones((), requires_grad=True))
     module.weight.untyped_storage().resize_(0)
@@ -170,8 +170,8 @@ def test_an_rms_norm_whose_weight_is_gone() -> None:
     assert type(y.grad_fn).__name__ != "RecomputeFunctionBackward"
 
 
-def test_a_small_factor_that_changes_before_backward() -> None:
-    """A layer scale: an optimizer of another thread, or `.data`, may write to it."""
+def test_small_factor_changed_before_backward_was_copied() -> None:
+    """Write to a layer scale through `.data`, as an optimizer in another thread may do."""
 
     def compute(m: Any, z: Tensor) -> Tensor:
         output = m.conv(F.silu(z) * m.scale)
@@ -188,7 +188,7 @@ def test_a_small_factor_that_changes_before_backward() -> None:
     torch.testing.assert_close(model.conv.weight.grad, twin.conv.weight.grad, rtol=1e-5, atol=1e-5)
 
 
-def test_running_statistics_that_change_before_backward() -> None:
+def test_running_statistics_changed_before_backward_were_copied() -> None:
     def compute(m: Any, z: Tensor) -> Tensor:
         output = m.conv(F.silu(z))
         with torch.no_grad():
@@ -199,19 +199,19 @@ def test_running_statistics_that_change_before_backward() -> None:
     model, x = Program(compute).eval(), images()
     twin = converted_twin(model)
     for m in (model, twin):
-        m.norm.weight.requires_grad_(False)  # or PyTorch's own backward notices
+        m.norm.weight.requires_grad_(False)  # otherwise PyTorch's backward detects the write
         m.norm.bias.requires_grad_(False)
         m.first.requires_grad_(False)
-    leaf = [x.clone().requires_grad_() for _ in range(2)]
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
     gradients = [
         torch.autograd.grad(m(t).square().sum(), m.conv.weight)
-        for m, t in zip((model, twin), leaf, strict=True)
+        for m, t in zip((model, twin), leaves, strict=True)
     ]
     torch.testing.assert_close(*gradients)
 
 
-def test_a_large_parameter_is_no_leaf() -> None:
-    """Its memory may be freed, and a copy would take more than it is worth."""
+def test_large_parameter_is_not_a_spec_leaf() -> None:
+    """FSDP may free the parameter's memory, and a copy of it would cost too much memory."""
     size = COPY_LIMIT // 4 // 64 // C + 1
 
     class Large(Program):
@@ -225,7 +225,7 @@ def test_a_large_parameter_is_no_leaf() -> None:
     assert_same_steps(model, twin, x)
 
 
-def test_a_norm_with_large_parameters_is_no_leaf() -> None:
+def test_norm_with_large_parameters_is_not_recomputed() -> None:
     size = COPY_LIMIT // 4 + 4
     model = nn.Sequential(nn.Linear(4, size), nn.LayerNorm(size), nn.Linear(size, 4))
     twin, x = converted_twin(model), torch.randn(64, 4)
@@ -233,8 +233,8 @@ def test_a_norm_with_large_parameters_is_no_leaf() -> None:
     assert_same_steps(model, twin, x)
 
 
-def test_copies_that_are_larger_than_what_they_replace() -> None:
-    """A group norm of single pixels has as many scales and shifts as outputs."""
+def test_copies_as_large_as_the_saved_tensor_are_not_made() -> None:
+    """A group norm of 1 x 1 images has as many scales and shifts as outputs."""
 
     def compute(m: Any, z: Tensor) -> Tensor:
         return m.other(m.norm(z.mean((2, 3), keepdim=True)))
@@ -247,26 +247,26 @@ def test_copies_that_are_larger_than_what_they_replace() -> None:
     assert_same_steps(model, twin, x)
 
 
-def test_a_write_to_a_leaf_is_an_error() -> None:
-    """PyTorch's own, though the operation that saved the leaf does not run backward."""
-    read: list[Tensor] = []
+def test_write_to_spec_leaf_raises_in_backward() -> None:
+    """Backward raises PyTorch's error, even if the node that saves the leaf does not run."""
+    leaves: list[Tensor] = []
 
     def compute(m: Any, z: Tensor) -> Tensor:
         h = m.other(z)
-        read.append(h)
+        leaves.append(h)
         return m.conv(F.silu(h))
 
     twin, x = converted_twin(Program(compute)), images()
     assert "Silu, saved by Convolution" in names_of(twin, x)
     output = twin(x)
     with torch.no_grad():
-        read[-1].add_(1)
+        leaves[-1].add_(1)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*recomputed"):
         torch.autograd.grad(output.sum(), twin.conv.weight)
 
 
-def test_what_follows_from_something_much_larger_is_saved() -> None:
-    """It would keep the norm's input alive where the norm's own backward has freed it."""
+def test_small_tensor_of_a_much_larger_leaf_stays_saved() -> None:
+    """A spec of a small slice would keep the norm's whole input alive after the norm's backward."""
 
     def compute(m: Any, z: Tensor) -> Any:
         return m.linear(z[:1, :1]).sum(), z.sum()
@@ -278,8 +278,8 @@ def test_what_follows_from_something_much_larger_is_saved() -> None:
     assert names_of(twin, x) == ["NativeBatchNorm, saved by Addmm"]
 
 
-def test_one_loss_goes_backward_first() -> None:
-    """The other's leaves outlive what the norm has saved."""
+def test_two_losses_with_separate_backwards_match_pytorch() -> None:
+    """Two losses of one forward run backward one after the other."""
     model = Program(lambda m, z: (m.conv(F.silu(z)), m.linear(z.detach() * 2)))
     twin, x = converted_twin(model), images()
     for m in (model, twin):
@@ -296,25 +296,25 @@ def test_one_loss_goes_backward_first() -> None:
 # 2. Metadata outlives backward.
 
 
-def test_nothing_large_outlives_backward() -> None:
-    """The nodes live as long as the loss."""
+def test_node_metadata_keeps_nothing_large_after_backward() -> None:
+    """The loss keeps the nodes alive, and they must not keep specs or leaves alive."""
     layers = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.SiLU(), nn.Linear(16, 16))
     twin, x = converted_twin(layers), torch.randn(2048, 16)
 
     def losses(m: nn.Module) -> list[Tensor]:
         m.zero_grad()
-        kept = [m(x).sum() for _ in range(3)]
-        for loss in kept:
+        results = [m(x).sum() for _ in range(3)]
+        for loss in results:
             loss.backward()
         m.zero_grad()
-        return kept
+        return results
 
     losses(twin), losses(layers)
     assert saved_allocation(lambda: losses(twin)) <= saved_allocation(lambda: losses(layers))
 
 
 class Dropouts(nn.Module):
-    """Each mask is as large as what a spec would replace."""
+    """Each dropout mask is as large as the tensor that a spec would replace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ class Dropouts(nn.Module):
 
 
 class SharedFactor(nn.Module):
-    """Nothing saves the products, of which each reads the same buffer."""
+    """Multiply by the same buffer repeatedly; no operation saves the products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,8 +342,8 @@ class SharedFactor(nn.Module):
 
 
 @pytest.mark.parametrize("make", [Dropouts, SharedFactor])
-def test_copies_that_no_spec_needs(make: Callable[[], nn.Module]) -> None:
-    """Small inputs are copied; what holds no spec holds no more than PyTorch does."""
+def test_copies_that_no_spec_needs_are_freed(make: Callable[[], nn.Module]) -> None:
+    """Copies of small inputs are freed after forward, so memory does not exceed PyTorch's."""
     model, x = make(), torch.randn(128, 64)
     twin = converted_twin(model, max_ops=4)
     assert_same_steps(model, twin, x)
@@ -351,8 +351,8 @@ def test_copies_that_no_spec_needs(make: Callable[[], nn.Module]) -> None:
     assert saved_bytes(twin, x) <= saved_bytes(model, x)
 
 
-def test_nothing_is_left_for_the_garbage_collector() -> None:
-    """Also after an error, and where a graph is dropped without backward."""
+def test_graph_has_no_reference_cycles() -> None:
+    """Reference counts alone free a graph after backward, without backward, and after an error."""
 
     def compute(m: Any, z: Tensor) -> Tensor:
         alive.append(weakref.ref(z))
@@ -381,10 +381,10 @@ def test_nothing_is_left_for_the_garbage_collector() -> None:
         gc.enable()
 
 
-# 3. What was replaced is not read.
+# 3. A saved tensor that was replaced is not read.
 
 
-def test_nothing_is_recomputed_in_forward_after_the_first_use(
+def test_forward_recomputes_only_at_the_first_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def compute(m: Any, z: Tensor) -> Tensor:
@@ -417,7 +417,7 @@ def write_through_data(t: Tensor) -> None:
     t.data.add_(1)
 
 
-def test_a_write_without_a_trace_is_found_and_said_once() -> None:
+def test_write_through_data_is_detected_and_warns_once() -> None:
     def compute(m: Any, z: Tensor) -> Tensor:
         y = F.silu(z)
         write_through_data(y)
@@ -427,14 +427,14 @@ def test_a_write_without_a_trace_is_found_and_said_once() -> None:
 
     model, x = Program(compute), images()
     twin = converted_twin(model)
-    with pytest.warns(UserWarning, match=r"Silu, saved by Convolution.*up to 1") as seen:
+    with pytest.warns(UserWarning, match=r"Silu, saved by Convolution.*up to 1") as caught:
         names = names_of(twin, x)
-    assert len(seen) == 1
+    assert len(caught) == 1
     assert "Silu, saved by Convolution" not in names
     assert_same_steps(model, twin, x)
 
 
-def test_a_tiny_write_is_found_where_the_spec_is_exact() -> None:
+def test_tiny_write_is_detected_by_an_exact_spec() -> None:
     def compute(m: Any, z: Tensor) -> Tensor:
         y = F.silu(m.other(z))
         y.data.view(-1)[17:18].mul_(1 + 1e-7)
@@ -445,7 +445,7 @@ def test_a_tiny_write_is_found_where_the_spec_is_exact() -> None:
 
 
 @each_norm
-def test_a_write_beyond_a_rounding_is_found(norm: str) -> None:
+def test_write_larger_than_a_rounding_is_detected(norm: str) -> None:
     def compute(m: Any, z: Tensor) -> Tensor:
         z.data.view(-1)[17:18].add_(1e-4)
         return m.conv(z)
@@ -456,8 +456,8 @@ def test_a_write_beyond_a_rounding_is_found(norm: str) -> None:
 
 @each_norm
 @pytest.mark.parametrize("mean", [0.0, 100.0])
-def test_roundings_are_no_difference(norm: str, mean: float) -> None:
-    """Where mean and shift cancel too."""
+def test_rounding_errors_are_tolerated(norm: str, mean: float) -> None:
+    """A rounding counts as equal at the first use, even if the mean and the shift cancel."""
     with no_warnings():
         for _ in range(5):
             model = Program(convolution, lambda c: norms(c)[norm])
@@ -466,24 +466,24 @@ def test_roundings_are_no_difference(norm: str, mean: float) -> None:
             assert len(recomputed(twin(images()))) == 1
 
 
-NORMS_OF_ONE_NUMBER = norms() | {
+NORMS_OF_CONSTANT_ROWS = norms() | {
     "group not affine": nn.GroupNorm(2, C, affine=False),
     "instance not affine": nn.InstanceNorm2d(C),
     "layer not affine": nn.LayerNorm(8, elementwise_affine=False),
 }
 
 
-@pytest.mark.parametrize("norm", NORMS_OF_ONE_NUMBER)
-@pytest.mark.parametrize("number", [1.0, 0.3, -7.77, 1e-3])
+@pytest.mark.parametrize("norm", NORMS_OF_CONSTANT_ROWS)
+@pytest.mark.parametrize("constant", [1.0, 0.3, -7.77, 1e-3])
 @pytest.mark.parametrize("bias", [0.0, 1e-6])
 @pytest.mark.parametrize("activation", [nn.ReLU, partial(nn.LeakyReLU, 0.1, inplace=True)])
-def test_a_row_that_is_one_number(
-    activation: Callable[[], nn.Module], bias: float, number: float, norm: str
+def test_norm_of_constant_rows_matches_pytorch(
+    activation: Callable[[], nn.Module], bias: float, constant: float, norm: str
 ) -> None:
-    """Its normalized values are the bias, beside which ReLU decides by PyTorch's own roundings."""
-    model = Program(convolution, lambda c: copy.deepcopy(NORMS_OF_ONE_NUMBER[norm]), activation)
+    """The norm's output is the bias up to a rounding, whose sign decides ReLU's gradient."""
+    model = Program(convolution, lambda c: copy.deepcopy(NORMS_OF_CONSTANT_ROWS[norm]), activation)
     nn.init.zeros_(model.first.weight)
-    nn.init.constant_(model.first.bias, number)
+    nn.init.constant_(model.first.bias, constant)
     if getattr(model.norm, "bias", None) is not None:
         nn.init.constant_(model.norm.bias, bias)
         nn.init.uniform_(model.norm.weight, 0.5, 1.5)
@@ -493,7 +493,7 @@ def test_a_row_that_is_one_number(
 
 
 @pytest.mark.filterwarnings("ignore:inplace_ops:UserWarning")
-def test_a_new_shape_is_checked_again() -> None:
+def test_new_shape_is_compared_at_its_first_use() -> None:
     def compute(m: Any, z: Tensor) -> Tensor:
         y = F.silu(z)
         if len(z) == 3:
@@ -508,7 +508,7 @@ def test_a_new_shape_is_checked_again() -> None:
         assert_same_steps(model, twin, x, steps=1)
 
 
-def test_spec_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_spec_keys_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "_MAX_SPEC_KEYS", 5)
     twin = converted_twin(Program(lambda m, z: m.conv(F.silu(z))))
     verified = conversion_of(twin).settings.verified
@@ -517,31 +517,31 @@ def test_spec_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 0 < len(verified) <= 5
 
 
-def test_nothing_is_compared_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That would wait for the device: what was not seen before is saved."""
+def test_no_comparison_during_cuda_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison would synchronize, so a spec with a new key is not used."""
     settings = engine.Settings()
     value = Recomputed(Leaf(torch.ones(2)), torch.ones(2), "a", "b")
     running = engine.Engine(settings, None)
     on_a_gpu = torch.ones(2).as_subclass(type("OnAGPU", (Tensor,), {"is_cuda": True}))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not running.is_right(lambda: value, on_a_gpu)
+    assert not running.is_verified(lambda: value, on_a_gpu)
     assert settings.verified == {}
-    assert running.is_right(lambda: value, torch.ones(2))
-    assert running.is_right(lambda: value, on_a_gpu)  # known from before
+    assert running.is_verified(lambda: value, torch.ones(2))
+    assert running.is_verified(lambda: value, on_a_gpu)  # its key was verified on the line above
 
 
 # 6. Cost.
 
 
 @pytest.mark.parametrize("max_ops", [1, 2, 3, 4, 5])
-def test_max_ops(max_ops: int) -> None:
-    """A norm takes one, its activation the second, a product the third, and so on; views none."""
+def test_max_ops_limits_the_cost_of_specs(max_ops: int) -> None:
+    """A norm, an activation and a product cost one operation each, and a view none."""
 
     def compute(m: Any, z: Tensor) -> Tensor:
-        y = F.silu(z)  # saves 1
-        p = y.view(2, C, 4, 16) * m.scale  # saves 2
-        q = F.silu(p)  # saves 3
-        return m.conv(q) + (q * m.scale).mean()  # both save 4
+        y = F.silu(z)  # saves a tensor of cost 1
+        p = y.view(2, C, 4, 16) * m.scale  # saves a tensor of cost 2
+        q = F.silu(p)  # saves a tensor of cost 3
+        return m.conv(q) + (q * m.scale).mean()  # both save one of cost 4
 
     model, x = Program(compute), images()
     twin = converted_twin(model, max_ops)
@@ -551,7 +551,7 @@ def test_max_ops(max_ops: int) -> None:
     assert_same_steps(model, twin, x)
 
 
-def test_small_tensors_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_below_min_bytes_stay_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     twin = converted_twin(Program(convolution))
     monkeypatch.setattr(engine, "MIN_BYTES", 4 * 2 * C * 64)
     assert len(recomputed(twin(images()))) == 1
@@ -559,8 +559,8 @@ def test_small_tensors_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert replaced(twin(images())) == []
 
 
-def test_the_magnitude_of_a_norm_of_what_has_cancelled() -> None:
-    """A rounding of what cancels is as large as before, and the norm enlarges it."""
+def test_magnitude_bounds_a_norm_of_cancelled_terms() -> None:
+    """Rounding errors stay as large when terms cancel, and the second norm enlarges them."""
 
     def scaled(spec: Spec, scale: float) -> Affine:
         affine = torch.tensor([scale, 0.0]).view(2, 1, 1, 1, 1).expand(2, 1, C, 1, 1).contiguous()
@@ -573,7 +573,7 @@ def test_the_magnitude_of_a_norm_of_what_has_cancelled() -> None:
     assert second.magnitude() > 2**8 * first.magnitude()
 
 
-# 7. What a norm's node does not tell.
+# 7. Parameters and eps that a norm's node does not save.
 
 FROZEN: dict[str, Callable[[nn.Module], Any]] = {
     "weight": lambda norm: norm.weight.requires_grad_(False),
@@ -582,10 +582,12 @@ FROZEN: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@each_norm_but_rms
+@each_norm_except_rms
 @pytest.mark.parametrize("frozen", FROZEN)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_frozen_parameters_come_from_the_module(norm: str, frozen: str, training: bool) -> None:
+def test_frozen_norm_parameters_come_from_the_module(
+    norm: str, frozen: str, training: bool
+) -> None:
     model = Program(lambda m, z: m.conv(m.silu(z)), lambda c: norms(c)[norm]).train(training)
     with torch.no_grad():
         for parameter in model.norm.parameters():
@@ -606,8 +608,8 @@ def test_frozen_parameters_come_from_the_module(norm: str, frozen: str, training
     ids=["group", "batch", "instance"],
 )
 @pytest.mark.parametrize("given", ["weight and frozen bias", "frozen bias", "nothing"])
-def test_an_unknown_bias_is_not_guessed(function: Callable[..., Tensor], given: str) -> None:
-    """Of a norm called as a function: a missing edge may be a frozen bias, or none."""
+def test_unknown_bias_prevents_recomputation(function: Callable[..., Tensor], given: str) -> None:
+    """A norm called as a function has no edge for its bias if the bias is frozen or absent."""
 
     class Functional(Program):
         def __init__(self) -> None:
@@ -624,8 +626,8 @@ def test_an_unknown_bias_is_not_guessed(function: Callable[..., Tensor], given: 
     assert_same_steps(model, twin, x)
 
 
-def test_a_repeated_bias_beside_a_weight_that_is_not() -> None:
-    """They look like an instance norm's, and alike while all weights are 1."""
+def test_repeated_bias_with_an_unrepeated_weight_matches_pytorch() -> None:
+    """The graph resembles an instance norm's, and the values agree while all weights are 1."""
 
     class Repeats(nn.Module):
         def __init__(self) -> None:
@@ -648,8 +650,8 @@ def test_a_repeated_bias_beside_a_weight_that_is_not() -> None:
 
 
 @pytest.mark.parametrize("changed", ["weight", "bias"])
-def test_an_instance_norm_by_hand_that_writes_to_what_it_repeated(changed: str) -> None:
-    """From the second step on; the edges still lead to the parameters."""
+def test_write_to_repeated_parameters_matches_pytorch(changed: str) -> None:
+    """From the third step on, write to the repeated copy; its edges still lead to the parameter."""
 
     class PerSample(nn.Module):
         noise = 0.0
@@ -673,14 +675,14 @@ def test_an_instance_norm_by_hand_that_writes_to_what_it_repeated(changed: str) 
         assert_same_steps(model, twin, x)
 
 
-def test_an_attribute_inplace_that_the_activation_ignores() -> None:
+def test_gelu_ignores_an_inplace_attribute() -> None:
     model, x = Program(lambda m, z: m.conv(m.gelu(z))), images()
     model.gelu = nn.GELU()
     model.gelu.inplace = True
     assert_same_steps(model, converted_twin(model), x)
 
 
-def test_a_bias_without_a_version() -> None:
+def test_norm_with_inference_tensor_parameters_runs() -> None:
     with torch.inference_mode():
         model = Program(convolution)
     twin, x = converted_twin(model), images()
@@ -688,8 +690,8 @@ def test_a_bias_without_a_version() -> None:
         torch.testing.assert_close(twin(x), model(x))
 
 
-def test_as_strided_of_other_layouts() -> None:
-    """From the second step on, with the same shapes and strides at the place itself."""
+def test_as_strided_of_changed_strides_matches_pytorch() -> None:
+    """Change the input's strides after the first use; the saved tensor's stay the same."""
 
     def compute(m: Any, z: Tensor) -> Tensor:
         return m.conv(z.as_strided(z.shape, (C * 64, 64, 8, 1), 0))
@@ -701,10 +703,10 @@ def test_as_strided_of_other_layouts() -> None:
     assert_same_steps(model, twin, x.contiguous(memory_format=torch.channels_last))
 
 
-def test_a_view_of_a_transposed_tensor_that_is_written_to() -> None:
-    """PyTorch makes the view anew by `as_strided`, which does not tell the order of the values.
+def test_transposed_view_of_an_overwritten_tensor_matches_pytorch() -> None:
+    """PyTorch regenerates the view by `as_strided`, which does not determine the element order.
 
-    Nor does the first use, where all values are 0.
+    The comparison at the first use does not detect a wrong order, as all values are 0 then.
     """
 
     def compute(m: Any, z: Tensor) -> Tensor:
@@ -720,7 +722,7 @@ def test_a_view_of_a_transposed_tensor_that_is_written_to() -> None:
     assert_same_steps(model, twin, x)
 
 
-def test_a_view_of_a_contiguous_tensor_that_is_written_to(source: str) -> None:
+def test_view_of_an_overwritten_contiguous_tensor_is_recomputed(source: str) -> None:
     def compute(m: Any, z: Tensor) -> Tensor:
         flat = z.view(2, C, 64)
         m.act(z)
@@ -734,7 +736,7 @@ def test_a_view_of_a_contiguous_tensor_that_is_written_to(source: str) -> None:
     assert_same_steps(model, twin, x)
 
 
-# In place on a norm's output z, with what is recomputed in another dtype.
+# In-place operations on a norm's output z and a recomputed operand of another dtype.
 MIXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "product": lambda z, other: z.mul_(other),
     "sum": lambda z, other: z.add_(other),
@@ -746,8 +748,10 @@ MIXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("dtype", [torch.double, torch.bfloat16])
 @pytest.mark.parametrize("operation", MIXED)
-def test_in_place_with_another_dtype(operation: str, dtype: torch.dtype, source: str) -> None:
-    """PyTorch computes in the promoted dtype, and rounds to that of what it overwrites."""
+def test_in_place_operations_with_another_dtype_match_pytorch(
+    operation: str, dtype: torch.dtype, source: str
+) -> None:
+    """PyTorch computes in the promoted dtype, and casts the result to the overwritten dtype."""
 
     def compute(m: Any, z: Tensor) -> Tensor:
         other = m.silu(m.other(m.first(m.image)).to(dtype))
@@ -762,8 +766,8 @@ def test_in_place_with_another_dtype(operation: str, dtype: torch.dtype, source:
         assert_same_steps(model, twin, x)
 
 
-def test_an_exact_product_in_place_with_another_dtype(source: str) -> None:
-    """Also where the dtype of the other operand changes after the first use."""
+def test_exact_in_place_product_with_another_dtype_is_recomputed(source: str) -> None:
+    """The dtype of the other operand changes after the first use, and gradients stay exact."""
 
     def compute(m: Any, z: Tensor) -> Tensor:
         y = m.silu(z.bfloat16())
@@ -781,7 +785,7 @@ def test_an_exact_product_in_place_with_another_dtype(source: str) -> None:
 
 
 class ShiftedNorm(nn.GroupNorm):
-    """Gives its operation another bias than its own, later than in the first step."""
+    """Pass `bias + shift` to the operation; tests change `shift` after the first steps."""
 
     shift = 0.0
 
@@ -789,20 +793,20 @@ class ShiftedNorm(nn.GroupNorm):
         return F.group_norm(x, self.num_groups, self.weight, self.bias + self.shift, self.eps)
 
 
-class ScaledEpsNorm(nn.GroupNorm):
-    """Gives its operation another eps than its own."""
+class HundredfoldEpsNorm(nn.GroupNorm):
+    """Pass 100 times the module's eps to the operation."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.group_norm(x, self.num_groups, self.weight, self.bias, 100 * self.eps)
 
 
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["", "frozen"])
-@pytest.mark.parametrize("kind", [ShiftedNorm, ScaledEpsNorm])
+@pytest.mark.parametrize("kind", [ShiftedNorm, HundredfoldEpsNorm])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_norm_with_a_forward_of_its_own(
+def test_norm_with_custom_forward_matches_pytorch(
     kind: type[nn.GroupNorm], is_frozen: bool, dtype: torch.dtype
 ) -> None:
-    """The module's bias and eps are not taken for its operation's."""
+    """The engine does not assume that the operation read the module's bias and eps."""
     model = Program(lambda m, z: m.conv(m.silu(z)), lambda c: kind(2, c), dtype=dtype)
     model.norm.bias.requires_grad_(not is_frozen)
     twin, x = converted_twin(model), images(dtype)
@@ -829,8 +833,8 @@ class _SquaredWeight(nn.InstanceNorm2d):
     [partial(_DoubledBias, 2, C), partial(_SquaredWeight, C, affine=True)],
     ids=["bias", "weight"],
 )
-def test_a_parameter_that_is_a_property(norm: Callable[[], nn.Module]) -> None:
-    """It begins as the registered parameter is, so that the first use tells nothing."""
+def test_norm_whose_parameter_is_a_property_matches_pytorch(norm: Callable[[], nn.Module]) -> None:
+    """The property equals the registered parameter at first, so the first use detects nothing."""
     model = nn.Sequential(nn.Conv2d(3, C, 1), norm(), nn.SiLU(), nn.Conv2d(C, 3, 1))
     nn.init.ones_(model[1]._parameters["weight"])
     nn.init.zeros_(model[1]._parameters["bias"])
@@ -888,12 +892,12 @@ def _with_scaled_bias() -> nn.Module:
     ids=["scaled", "writing", "parameter"],
 )
 @pytest.mark.parametrize("activation", [nn.Identity, nn.SiLU])
-def test_an_instance_norm_with_a_method_of_its_own(
+def test_instance_norm_with_custom_parameters_matches_pytorch(
     make: Callable[[], nn.Module],
     activation: Callable[[], nn.Module],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its forward is PyTorch's; from the second step on it reads other parameters."""
+    """The class inherits `forward`, and from the third step on the operation reads other values."""
     model = Program(convolution, lambda c: make(), activation)
     with torch.no_grad():
         model.norm.bias.fill_(0.5)
@@ -906,8 +910,10 @@ def test_an_instance_norm_with_a_method_of_its_own(
 
 @pytest.mark.parametrize("norm", ["group", "batch", "layer"])
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.SiLU])
-def test_an_affine_as_large_as_the_output(norm: str, activation: Callable[[], nn.Module]) -> None:
-    """Of flat features a group norm has a scale and a shift for each number."""
+def test_norms_of_flat_features_need_no_extra_memory(
+    norm: str, activation: Callable[[], nn.Module]
+) -> None:
+    """A group norm of flat features has one scale and one shift per element."""
     kinds = {
         "group": (nn.GroupNorm(4, 64), 16),
         "batch": (nn.BatchNorm1d(64), 2),
@@ -921,21 +927,21 @@ def test_an_affine_as_large_as_the_output(norm: str, activation: Callable[[], nn
     assert saved_allocation(lambda: twin(x)) <= saved_allocation(lambda: model(x))
 
 
-def test_a_norm_that_runs_again_on_what_is_recomputed() -> None:
-    """In the strides that it had: how PyTorch's norms round depends on them."""
+def test_norm_rerun_on_a_recomputed_input_is_exact() -> None:
+    """The rerun reads its input in the original strides, as PyTorch's rounding depends on them."""
     norm = partial(nn.InstanceNorm2d, C)
     for _ in range(4):
         model = Program(
-            lambda m, z: m.conv(m.act(m.again(z.transpose(2, 3)))), norm, nn.ReLU, torch.bfloat16
+            lambda m, z: m.conv(m.act(m.second(z.transpose(2, 3)))), norm, nn.ReLU, torch.bfloat16
         )
-        model.first, model.again = nn.Identity(), norm()
+        model.first, model.second = nn.Identity(), norm()
         twin, x = converted_twin(model), torch.randn(2, C, 8, 8, dtype=torch.bfloat16)
         with no_warnings():
             assert_same_steps(model, twin, x, tolerance=0)
 
 
-class OwnLayerNorm(nn.LayerNorm):
-    """Normalizes the channels; its eps is `factor` times its own."""
+class ScaledEpsLayerNorm(nn.LayerNorm):
+    """Normalize the channels, with `factor` times the module's eps."""
 
     factor = 1.0
 
@@ -945,8 +951,8 @@ class OwnLayerNorm(nn.LayerNorm):
         return F.layer_norm(x, (C,), self.weight, self.bias, eps).permute(0, 3, 1, 2)
 
 
-class OwnGroupNorm(nn.GroupNorm):
-    """Its eps is `factor` times its own."""
+class ScaledEpsGroupNorm(nn.GroupNorm):
+    """Normalize with `factor` times the module's eps."""
 
     factor = 1.0
 
@@ -955,9 +961,13 @@ class OwnGroupNorm(nn.GroupNorm):
         return F.group_norm(x, self.num_groups, self.weight, self.bias, eps)
 
 
-@pytest.mark.parametrize("norm", [OwnLayerNorm, partial(OwnGroupNorm, 2)], ids=["layer", "group"])
-def test_16_bits_of_a_norm_with_a_forward_of_its_own(norm: Callable[[int], nn.Module]) -> None:
-    """The module's eps is used while it gives the norm's output bit for bit."""
+@pytest.mark.parametrize(
+    "norm", [ScaledEpsLayerNorm, partial(ScaledEpsGroupNorm, 2)], ids=["layer", "group"]
+)
+def test_eps_of_a_custom_16_bit_norm_is_confirmed_by_its_output(
+    norm: Callable[[int], nn.Module],
+) -> None:
+    """The module's eps is used only while it reproduces the norm's output bit for bit."""
     model = Program(convolution, lambda c: norm(c), dtype=torch.bfloat16)
     twin, x = converted_twin(model), images(torch.bfloat16)
     assert len(recomputed(twin(x))) == 1
@@ -968,7 +978,7 @@ def test_16_bits_of_a_norm_with_a_forward_of_its_own(norm: Callable[[int], nn.Mo
 
 
 def with_another_eps(norm: Any, is_on: Callable[[], bool]) -> None:
-    """Put another norm's output, with the same weight, in place of the module's."""
+    """Replace the module's output by that of a norm with the same weight and another eps."""
 
     def replace(module: Any, args: Any, output: Tensor) -> Tensor:
         if not is_on():
@@ -981,14 +991,14 @@ def with_another_eps(norm: Any, is_on: Callable[[], bool]) -> None:
 
 
 def with_a_swapped_eps(norm: Any, is_on: Callable[[], bool]) -> None:
-    """Change the module's eps for its forward alone."""
+    """Change the module's eps only while its forward runs."""
     eps = norm.eps
     norm.register_forward_pre_hook(lambda m, args: setattr(m, "eps", 0.5 if is_on() else eps))
     norm.register_forward_hook(lambda m, args, output: setattr(m, "eps", eps), prepend=True)
 
 
 def with_a_swapped_bias(norm: Any, is_on: Callable[[], bool]) -> None:
-    """Change the module's frozen bias for its forward alone."""
+    """Change the module's frozen bias only while its forward runs."""
     bias = norm.bias.requires_grad_(False)
     other = nn.Parameter(bias + 1, requires_grad=False)
     norm.register_forward_pre_hook(lambda m, args: setattr(m, "bias", other if is_on() else bias))
@@ -997,8 +1007,8 @@ def with_a_swapped_bias(norm: Any, is_on: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("hooks", [with_another_eps, with_a_swapped_eps, with_a_swapped_bias])
 @pytest.mark.parametrize("norm", ["group", "layer"])
-def test_hooks_around_a_norm(norm: str, hooks: Callable[..., None]) -> None:
-    """From the third step on a hook hides what the norm has read: the module does not tell it."""
+def test_hooks_that_change_a_norm_match_pytorch(norm: str, hooks: Callable[..., None]) -> None:
+    """From the third step on, the output is computed with another eps or bias than the module's."""
     model = Program(convolution, lambda c: norms(c)[norm], dtype=torch.bfloat16)
     twin, x = converted_twin(model), images(torch.bfloat16)
     is_on = False
@@ -1009,8 +1019,8 @@ def test_hooks_around_a_norm(norm: str, hooks: Callable[..., None]) -> None:
         is_on = True
 
 
-def test_an_eps_that_is_a_tensor() -> None:
-    """It may be written to after the norm has run."""
+def test_tensor_eps_changed_after_the_norm_matches_pytorch() -> None:
+    """The model writes to the eps tensor after the norm has run."""
 
     def compute(m: Any, z: Tensor) -> Tensor:
         m.norm.eps.fill_(0.5 if m.is_on else 1e-3)
@@ -1024,8 +1034,8 @@ def test_an_eps_that_is_a_tensor() -> None:
         model.is_on = twin.is_on = True
 
 
-def test_a_hook_on_all_modules() -> None:
-    """It runs before those of one module."""
+def test_global_forward_hook_that_replaces_the_output_matches_pytorch() -> None:
+    """A global forward hook, which runs before the module's hooks, replaces the output."""
     model = Program(convolution, lambda c: norms(c)["group"], dtype=torch.bfloat16)
     twin, x = converted_twin(model), images(torch.bfloat16)
     is_on = False
@@ -1045,8 +1055,10 @@ def test_a_hook_on_all_modules() -> None:
 
 
 @pytest.mark.parametrize("activation", [nn.SiLU, nn.ReLU6, nn.Hardswish, nn.Mish])
-def test_16_bits_in_place_after_a_norm(activation: Callable[..., nn.Module]) -> None:
-    """No edge leads to the clone that the activation saves of what it overwrites."""
+def test_in_place_activation_after_a_16_bit_norm_is_recomputed(
+    activation: Callable[..., nn.Module],
+) -> None:
+    """The activation saves a clone of its input, to which no edge leads."""
     dtype = torch.bfloat16
     model = Program(convolution, activation=lambda: activation(inplace=True), dtype=dtype)
     twin, x = converted_twin(model), images(dtype)
@@ -1059,16 +1071,16 @@ def test_16_bits_in_place_after_a_norm(activation: Callable[..., nn.Module]) -> 
 
 @each_norm
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.SiLU])
-def test_no_gradient_is_not_one_of_zeros(norm: str, activation: Callable[[], nn.Module]) -> None:
-    """An activation after a norm: what lies before it has none where PyTorch's has none."""
+def test_missing_gradient_stays_none(norm: str, activation: Callable[[], nn.Module]) -> None:
+    """If backward passes no gradient to the activation, the layers before the norm get none."""
     model = Program(lambda m, y: m.conv(Severed.apply(y)), lambda c: norms(c)[norm], activation)
     twin, x = converted_twin(model), images()
     assert_same_steps(model, twin, x, steps=1)
     assert twin.first.weight.grad is None
 
 
-def test_an_activation_of_a_parameter() -> None:
-    """It has saved no clone, and what is before it is no operation."""
+def test_activation_of_a_parameter_matches_pytorch() -> None:
+    """The activation saves the parameter itself, not a clone, and no operation produced it."""
     model = Program(lambda m, z: m.conv(m.silu(z) * F.silu(m.scale)))
     twin, x = converted_twin(model), images()
     with no_warnings():
@@ -1077,8 +1089,10 @@ def test_an_activation_of_a_parameter() -> None:
 
 
 @pytest.mark.parametrize("activation", [partial(nn.LeakyReLU, 0.1), nn.Hardswish])
-def test_in_place_after_an_instance_norm(activation: Callable[..., nn.Module]) -> None:
-    """One kernel recomputes both for the convolution, which reads a view."""
+def test_in_place_activation_after_an_instance_norm_is_recomputed(
+    activation: Callable[..., nn.Module],
+) -> None:
+    """The convolution saves a view; one kernel recomputes the norm and the activation for it."""
     in_place = partial(activation, inplace=True)
     model = Program(lambda m, y: m.conv(y), lambda c: nn.InstanceNorm2d(c, affine=True), in_place)
     twin, x = converted_twin(model), images()
@@ -1089,10 +1103,10 @@ def test_in_place_after_an_instance_norm(activation: Callable[..., nn.Module]) -
 @pytest.mark.parametrize("activation", [partial(nn.LeakyReLU, 0.1), nn.Hardswish])
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_in_place_on_the_view_of_an_instance_norm(
+def test_in_place_activation_of_an_instance_norm_keeps_views_and_hooks(
     dtype: torch.dtype, samples: int, activation: Callable[..., nn.Module]
 ) -> None:
-    """What the activation saves is not hidden in a `CopySlices` node; views and hooks stay."""
+    """No `CopySlices` node hides what the activation saves, and views and hooks are unchanged."""
 
     def compute(m: Any, y: Tensor) -> Tensor:
         assert y is m.normalized
@@ -1116,30 +1130,32 @@ def test_in_place_on_the_view_of_an_instance_norm(
 
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_view_that_autograd_refuses(dtype: torch.dtype, samples: int) -> None:
-    """One of several views: an activation in place raises, and has written nothing."""
+def test_view_that_autograd_rejects_is_not_modified(dtype: torch.dtype, samples: int) -> None:
+    """An in-place activation on one of several views raises PyTorch's error and writes nothing."""
 
     def compute(m: Any, z: Tensor) -> Tensor:
         (view,) = (z if z._base is None else z._base).split(samples * C, 1)
-        before = view.detach().clone()
+        original = view.detach().clone()
         try:
             m.silu(view)
         except RuntimeError as error:
-            assert torch.equal(view, before)
+            assert torch.equal(view, original)
             return m.conv(z), str(error)
-        raise AssertionError("PyTorch was expected to refuse the view")
+        raise AssertionError("PyTorch was expected to reject the view")
 
     model = Program(compute, lambda c: nn.InstanceNorm2d(c, affine=True), dtype=dtype)
     model.silu = nn.SiLU(inplace=True)
     twin, x = converted_twin(model), images(dtype, samples)
-    (expected, said), (actual, says) = model(x), twin(x)
-    assert says == said
+    (expected, expected_error), (actual, error) = model(x), twin(x)
+    assert error == expected_error
     assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("activation", [nn.Identity, nn.SiLU])
-def test_running_statistics_that_change(activation: Callable[[], nn.Module]) -> None:
-    """A training call writes to them, and raises no version; from the third step on."""
+def test_running_statistics_updated_after_an_eval_norm_match_pytorch(
+    activation: Callable[[], nn.Module],
+) -> None:
+    """From the third step on a training call updates the statistics, which raises no version."""
 
     def compute(m: Any, z: Tensor) -> Tensor:
         if m.changes:
@@ -1157,8 +1173,8 @@ def test_running_statistics_that_change(activation: Callable[[], nn.Module]) -> 
     assert_same_steps(model, twin, x)
 
 
-def test_running_statistics_that_change_after_a_recomputed_input() -> None:
-    """Also where the module alone tells that there is no bias, when the input is replaced."""
+def test_running_statistics_updated_after_a_norm_of_a_recomputed_input() -> None:
+    """The norm's input is replaced, and only the module determines that the norm has no bias."""
 
     def compute(m: Any, z: Tensor) -> Tensor:
         y = m.second(m.silu(z))
@@ -1181,8 +1197,8 @@ def test_running_statistics_that_change_after_a_recomputed_input() -> None:
 
 @pytest.mark.parametrize("norm", ["batch", "group", "instance"])
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["", "frozen"])
-def test_a_bias_that_is_written_to_between_two_calls(is_frozen: bool, norm: str) -> None:
-    """The version at the second call says nothing of the first, which no hook has seen."""
+def test_bias_written_between_two_calls_matches_pytorch(is_frozen: bool, norm: str) -> None:
+    """The first call bypasses hooks, so the version at the second call does not prove its bias."""
 
     def compute(m: Any, z: Tensor) -> Tensor:
         y = F.conv2d(m.norm.forward(m.other(z)), m.other.weight)
@@ -1200,13 +1216,13 @@ def test_a_bias_that_is_written_to_between_two_calls(is_frozen: bool, norm: str)
     assert_same_steps(model, twin, x)
 
 
-@each_norm_but_rms
+@each_norm_except_rms
 @pytest.mark.parametrize("comes_first", [False, True], ids=["", "hook first"])
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["", "frozen"])
-def test_a_bias_that_is_written_to_behind_its_norm(
+def test_bias_written_by_a_forward_hook_matches_pytorch(
     norm: str, is_frozen: bool, comes_first: bool
 ) -> None:
-    """By a hook, before the engine sees the norm's node or after; from the second step on."""
+    """From the third step on a hook writes to the bias, before or after the engine's own hook."""
     model = Program(lambda m, z: m.conv(m.silu(z)), lambda c: norms(c)[norm])
     model.norm.bias.requires_grad_(not is_frozen)
 
@@ -1219,10 +1235,13 @@ def test_a_bias_that_is_written_to_behind_its_norm(
     twin, x = converted_twin(model), images()
     for m in (model, twin):
         m.norm.register_forward_hook(write, prepend=comes_first)
-    if norm != "layer":  # which saves its bias, so that PyTorch's own backward objects
-        assert_same_steps(model, twin, x)
-        model.norm.is_written_to = twin.norm.is_written_to = True
-        assert_same_steps(model, twin, x)
+    assert_same_steps(model, twin, x)
+    model.norm.is_written_to = twin.norm.is_written_to = True
+    if norm != "layer":
+        return assert_same_steps(model, twin, x)
+    for m in (model, twin):  # a layer norm saves its bias
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            step_of(m, x)
 
 
 class Noisy(nn.Module):
@@ -1230,9 +1249,9 @@ class Noisy(nn.Module):
         return bias + torch.randn_like(bias)
 
 
-@each_norm_but_rms
+@each_norm_except_rms
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["", "frozen"])
-def test_a_parametrized_bias_is_computed_once(norm: str, is_frozen: bool) -> None:
+def test_parametrization_of_a_bias_runs_once(norm: str, is_frozen: bool) -> None:
     model = Program(lambda m, z: m.conv(m.silu(z)), lambda c: norms(c)[norm])
     nn.utils.parametrize.register_parametrization(model.norm, "bias", Noisy())
     model.norm.parametrizations.bias.original.requires_grad_(not is_frozen)
@@ -1240,11 +1259,13 @@ def test_a_parametrized_bias_is_computed_once(norm: str, is_frozen: bool) -> Non
     assert_same_steps(model, twin, x)
 
 
-@each_norm_but_rms
+@each_norm_except_rms
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_statistics_in_16_bits(norm: str, dtype: torch.dtype, training: bool) -> None:
-    """They are computed again, by PyTorch's own norm: equal to the bit."""
+def test_norm_with_16_bit_statistics_is_rerun(
+    norm: str, dtype: torch.dtype, training: bool
+) -> None:
+    """PyTorch's own norm recomputes the statistics, so the output is equal bit for bit."""
     model = Program(convolution, lambda c: norms(c)[norm], dtype=dtype).train(training)
     with torch.no_grad():
         for parameter in model.norm.parameters():
@@ -1257,8 +1278,8 @@ def test_statistics_in_16_bits(norm: str, dtype: torch.dtype, training: bool) ->
     assert_same_steps(model, twin, x, tolerance=0 if value.spec.rounding == 0 else 2e-2)
 
 
-def test_statistics_in_16_bits_of_a_norm_whose_eps_is_unknown() -> None:
-    """It is not on the node of a layer norm that was called as a function."""
+def test_16_bit_norm_with_unknown_eps_stays_saved() -> None:
+    """The node of a layer norm does not save eps, and a function call has no module."""
 
     def compute(m: Any, z: Tensor) -> Tensor:
         return m.linear(F.layer_norm(z, (8,), None, None, 0.5))
@@ -1272,7 +1293,7 @@ def test_statistics_in_16_bits_of_a_norm_whose_eps_is_unknown() -> None:
 # 9. Freed storage.
 
 
-def test_a_leaf_whose_memory_was_freed() -> None:
+def test_freed_leaf_raises_in_backward() -> None:
     def compute(m: Any, z: Tensor) -> Tensor:
         output = m.conv(F.silu(z))
         z_input[0].untyped_storage().resize_(0)
@@ -1286,7 +1307,7 @@ def test_a_leaf_whose_memory_was_freed() -> None:
         output.sum().backward()
 
 
-def test_freed_memory_is_never_read_in_forward() -> None:
+def test_freed_tensor_is_not_a_spec_leaf() -> None:
     def compute(m: Any, z: Tensor) -> Tensor:
         h = m.other(z)
         y = F.silu(h)
@@ -1300,10 +1321,10 @@ def test_freed_memory_is_never_read_in_forward() -> None:
         twin.eval()
 
 
-# 11. Form.
+# 11. Shape, dtype, device and strides.
 
 
-def test_a_cast_across_devices_is_not_recomputed() -> None:
+def test_cast_across_devices_is_not_recomputed() -> None:
     x = torch.randn(4, 4, requires_grad=True)
     with engine.run_engine(engine.Settings()) as running:
         y = F.silu(x * 1)
@@ -1316,11 +1337,11 @@ def test_a_cast_across_devices_is_not_recomputed() -> None:
         assert running._output_spec(other.grad_fn, 0) is None
 
 
-def test_a_narrower_copy_is_kept_only_of_what_was_widened() -> None:
-    for dtype, is_kept in ((torch.float64, True), (torch.bfloat16, False)):
+def test_only_a_lossless_cast_is_stored_in_its_source_dtype() -> None:
+    for dtype, is_stored in ((torch.float64, True), (torch.bfloat16, False)):
         model = Program(lambda m, z, dtype=dtype: m.convolved(m.other(z).to(dtype)))
         twin, x = converted_twin(model), images()
-        assert any("ToCopy" in name for name in names_of(twin, x)) == is_kept
+        assert any("ToCopy" in name for name in names_of(twin, x)) == is_stored
         assert inplace_ops.saved_bytes(twin, x) < inplace_ops.saved_bytes(model, x)
 
 
@@ -1333,8 +1354,8 @@ def test_a_narrower_copy_is_kept_only_of_what_was_widened() -> None:
     ],
     ids=["channels_last", "expanded", "strided"],
 )
-def test_strides_of_what_is_recomputed(like: Tensor) -> None:
-    """They are the saved tensor's, and so is the memory of an expanded one."""
+def test_recomputed_value_has_the_saved_strides(like: Tensor) -> None:
+    """The value has the strides of the saved tensor, and needs no more memory if it is expanded."""
     value = Recomputed(Call(torch.clone, [Leaf(like.contiguous())]), like, "a", "b").unpack()
     assert value.stride() == like.stride()
     assert torch.equal(value, like)
@@ -1344,7 +1365,7 @@ def test_strides_of_what_is_recomputed(like: Tensor) -> None:
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @each_norm
-def test_memory_formats_and_strides_of_gradients(
+def test_memory_formats_and_gradient_strides_match_pytorch(
     norm: str, memory_format: torch.memory_format
 ) -> None:
     model = Program(lambda m, z: m.conv(m.silu(z)), lambda c: norms(c)[norm])
@@ -1370,22 +1391,22 @@ def test_memory_formats_and_strides_of_gradients(
 
 
 @pytest.mark.parametrize("shape", [(4, C, 1, 1), (4, 1, 5, 6)], ids=str)
-def test_strides_of_dimensions_of_one(shape: tuple[int, ...]) -> None:
-    """They tell a convolution the memory format, that of the gradient too."""
+def test_strides_of_size_one_dimensions_are_restored(shape: tuple[int, ...]) -> None:
+    """Strides of size-1 dimensions set the memory format of a convolution and its gradient."""
     channels = shape[1]
     model = nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU(), nn.Conv2d(channels, C, 1))
-    read: list[Tensor] = []
-    model[2].register_forward_pre_hook(lambda _, args: read.append(args[0].detach()))
+    inputs: list[Tensor] = []
+    model[2].register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))
     inplace_ops.convert(model)
     node: Any = model(torch.empty(shape, memory_format=torch.channels_last).normal_()).grad_fn
     assert node._raw_saved_input.unpack_hook is not None
-    torch.testing.assert_close(node._saved_input, read[-1], check_stride=True)
+    torch.testing.assert_close(node._saved_input, inputs[-1], check_stride=True)
 
 
 # 12. The engine never disturbs the model.
 
 
-def test_an_error_of_the_engine_leaves_tensors_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_error_leaves_tensors_saved_and_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise LookupError("of the engine")
 
@@ -1394,10 +1415,10 @@ def test_an_error_of_the_engine_leaves_tensors_saved(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(engine.Engine, "_visit", fail)
     with pytest.warns(UserWarning, match="LookupError: of the engine"):
         assert replaced(twin(x)) == []
-    assert_same_steps(model, twin, x)  # with no second warning
+    assert_same_steps(model, twin, x)  # does not warn again
 
 
-def test_a_warning_that_is_an_error_does_not_reach_the_model(
+def test_engine_warning_raised_as_an_error_does_not_reach_the_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: Any) -> None:
@@ -1415,7 +1436,7 @@ def test_a_warning_that_is_an_error_does_not_reach_the_model(
 
 
 class Doubling(torch.overrides.TorchFunctionMode):
-    """Makes of every function another."""
+    """Double the results of the functions that specs call."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -1425,8 +1446,8 @@ class Doubling(torch.overrides.TorchFunctionMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_modes_of_the_caller_in_backward(dtype: torch.dtype) -> None:
-    """Autocast, a function mode, gradients: what is recomputed is as it was in forward."""
+def test_modes_during_backward_do_not_affect_specs(dtype: torch.dtype) -> None:
+    """Autocast, a function mode and a default device in backward do not affect recomputation."""
     model = Program(lambda m, z: m.conv(F.softplus(F.silu(z) * m.scale)), dtype=dtype)
     twin, x = converted_twin(model), images(dtype)
     losses = [m(x).square().sum() for m in (model, twin)]
@@ -1439,8 +1460,8 @@ def test_modes_of_the_caller_in_backward(dtype: torch.dtype) -> None:
             torch.testing.assert_close(actual.grad, expected.grad, rtol=tolerance, atol=tolerance)
 
 
-def test_modes_inside_of_a_spec() -> None:
-    """Of CUDA's autocast, which casts for more of the table's operations than the CPU's."""
+def test_spec_runs_without_modes() -> None:
+    """A spec runs without modes: CUDA's autocast casts for more table lines than the CPU's."""
     modes = []
 
     def function(x: Tensor) -> Tensor:
@@ -1455,7 +1476,7 @@ def test_modes_inside_of_a_spec() -> None:
     assert torch.equal(result, torch.full((4,), 3.0))
 
 
-def test_function_modes_of_the_caller_see_what_the_model_does() -> None:
+def test_function_modes_see_only_the_calls_of_the_model() -> None:
     class Counting(torch.overrides.TorchFunctionMode):
         def __init__(self) -> None:
             super().__init__()
@@ -1469,7 +1490,7 @@ def test_function_modes_of_the_caller_see_what_the_model_does() -> None:
 
     model, x = Program(lambda m, z: m.conv(F.silu(z * m.scale))), images()
     twin = converted_twin(model)
-    twin(x)  # the report
+    twin(x)  # the first call fills in the report
     calls, watched = [], {"clone", "detach", "silu", "mul", "sub", "abs", "to", "conv2d"}
     for m in (model, twin):
         with Counting() as mode:
@@ -1479,7 +1500,7 @@ def test_function_modes_of_the_caller_see_what_the_model_does() -> None:
 
 
 class Stream:
-    """A stand-in for a CUDA stream, on a CPU."""
+    """A fake CUDA stream on the CPU."""
 
     device = torch.device("cpu")
 
@@ -1490,15 +1511,17 @@ class Stream:
         self.waited_for.append(stream)
 
 
-def test_streams(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is replaced that is read on another; backward waits for what it reads."""
+def test_tensors_of_another_stream_stay_saved_and_unpack_synchronizes(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor that another stream reads stays saved; unpacking waits for the stream of forward."""
     main, side = Stream(), Stream()
     current = main
-    read_on: list[Stream] = []
+    recorded: list[Stream] = []
     monkeypatch.setattr(nodes, "current_stream", lambda device: current)
     monkeypatch.setattr(nodes, "stream_of", lambda node: current)
     monkeypatch.setattr(package_memory, "current_stream", lambda device: current)
-    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: read_on.append(stream))
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: recorded.append(stream))
 
     class Branches(Program):
         def forward(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -1518,7 +1541,7 @@ def test_streams(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert nodes.packed(on_main.grad_fn, "input") is not None
     assert nodes.packed(on_side[0].grad_fn, "input") is None
     assert type(on_side[2].grad_fn).__name__ == "SiluBackward0"
-    if source == "hook":  # functions are seen later, on the main stream
+    if source == "hook":  # the walk sees functional code later, on the main stream
         assert nodes.packed(on_side[1].grad_fn, "input") is None
         relu, _ = nodes.producer(on_side[3].grad_fn, 0)
         assert not nodes.has_hooks(relu, "result")
@@ -1531,10 +1554,10 @@ def test_streams(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
             torch.autograd.grad(expected.square().sum(), model.first.weight, retain_graph=True),
         )
     assert set(side.waited_for) == {main}
-    assert set(read_on) == {side}
+    assert set(recorded) == {side}
 
 
-def test_what_is_recomputed_has_no_graph() -> None:
+def test_recomputed_value_requires_no_grad() -> None:
     twin, x = converted_twin(Program(lambda m, z: m.conv(F.silu(z)))), images()
     node = twin(x).grad_fn
     with torch.enable_grad():
@@ -1542,11 +1565,11 @@ def test_what_is_recomputed_has_no_graph() -> None:
     assert not value.requires_grad
 
 
-# Versions and notes that the generated tests do not reach.
+# Versions and notes that the generated tests of test_engine_writes.py do not reach.
 
 
-def test_an_addition_in_place_is_told_from_a_write() -> None:
-    """The first raises the version as the second does, and leaves another node on the tensor."""
+def test_in_place_addition_and_hidden_write_match_pytorch() -> None:
+    """An addition and a hidden write both raise the version; only the addition makes a node."""
 
     def adds(m: Any, z: Tensor) -> Tensor:
         return m.conv(m.relu_(z.add_(m.scale)))
@@ -1563,8 +1586,8 @@ def test_an_addition_in_place_is_told_from_a_write() -> None:
         assert_same_steps(model, twin, x)
 
 
-def test_a_write_before_an_addition_in_place(source: str) -> None:
-    """From the third step on: the addition has overwritten what was written."""
+def test_write_before_an_in_place_addition_matches_pytorch(source: str) -> None:
+    """From the third step on, write to a tensor that an in-place addition then overwrites."""
 
     def compute(m: Any, z: Tensor) -> Tensor:
         y = m.silu(z)
@@ -1575,19 +1598,19 @@ def test_a_write_before_an_addition_in_place(source: str) -> None:
 
     model, x = Program(compute), images()
     twin = converted_twin(model)
-    if source == "hook":  # before torch 2.14 the addition is seen when its inputs are gone
+    if source == "hook":  # the walk sees the addition after its inputs are freed
         assert "Add, saved by Convolution" in names_of(twin, x)
     twin.step = 0
     for _ in range(3):
         assert_same_steps(model, twin, x)
 
 
-def test_an_activation_in_place_on_one_of_several_views() -> None:
-    """PyTorch refuses it, also where the one view is all of a norm's output."""
-    read: list[Tensor] = []
+def test_in_place_activation_of_one_of_several_views_raises() -> None:
+    """PyTorch rejects the activation even if the view covers all of the norm's output."""
+    compared: list[Tensor] = []
 
     def compute(m: Any, z: Tensor) -> Tensor:
-        read[:] = z, z.detach().clone()
+        compared[:] = z, z.detach().clone()
         return m.conv(m.act_(z.split(1)[0]))
 
     model = Program(compute).eval()
@@ -1595,11 +1618,11 @@ def test_an_activation_in_place_on_one_of_several_views() -> None:
     for m in (model, converted_twin(model)):
         with pytest.raises(RuntimeError, match="output of a function that returns multiple views"):
             m(images(samples=1))
-        assert torch.equal(*read)
+        assert torch.equal(*compared)
 
 
 def test_nodes_of_other_graphs_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An argument that another network has made keeps its secrets."""
+    """The engine neither reads nor marks the nodes of an argument that another network computed."""
     frozen, x = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.SiLU()), images()
     model = Program(lambda m, z: m.conv(z))
     twin = converted_twin(model)
@@ -1618,8 +1641,8 @@ def test_nodes_of_other_graphs_are_not_read(monkeypatch: pytest.MonkeyPatch) -> 
     assert first._raw_saved_input.unpack_hook is None
 
 
-def test_the_first_step_takes_no_more_memory() -> None:
-    """Comparing takes one tensor at a time."""
+def test_first_step_has_a_smaller_peak() -> None:
+    """The comparison at the first use allocates for one tensor at a time."""
     layers = [m for _ in range(6) for m in (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())]
     model, x = nn.Sequential(*layers), torch.randn(4096, 64)
     twin = converted_twin(model)
@@ -1632,8 +1655,8 @@ def test_the_first_step_takes_no_more_memory() -> None:
     assert peaks[1] < peaks[0]
 
 
-def test_steps_compare_equal() -> None:
-    """The comparison of these tests finds a gradient that is off by 1e-4 in one element."""
+def test_assert_same_step_detects_a_small_error() -> None:
+    """`assert_same_step` detects one element of a gradient that is wrong by 1e-4 of the norm."""
     model, x = Program(convolution), images()
     expected = step_of(model, x)
     actual = step_of(converted_twin(model), x)

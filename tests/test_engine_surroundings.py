@@ -1,4 +1,4 @@
-"""A converted model in the surroundings that PyTorch's own models meet."""
+"""Converted models together with other features of PyTorch: checkpoints, hooks, `torch.func`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("source", "_small_tensors_too")
 
 
 class Counting(nn.Module):
-    """Counts the runs of a module."""
+    """Run a module and count its calls."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Counting(nn.Module):
 
 
 def layers(*, inplace: bool = False) -> nn.Sequential:
-    """Each is counted, in float64."""
+    """Return a float64 model whose layers count their calls."""
     modules = [
         nn.Conv2d(3, C, 3, padding=1),
         nn.BatchNorm2d(C),
@@ -76,14 +76,14 @@ def runs(model: nn.Module) -> list[int]:
     return [m.runs for m in model.modules() if isinstance(m, Counting)]
 
 
-# Checkpoints: every cut of a block.
+# Checkpoints around every slice of a model.
 
 LENGTH = len(layers())
-CUTS = [slice(a, b) for a, b in itertools.combinations(range(LENGTH + 1), 2)]
+SLICES = [slice(a, b) for a, b in itertools.combinations(range(LENGTH + 1), 2)]
 
 
 def selective() -> Any:
-    """Saves convolutions, and recomputes all else."""
+    """Save the outputs of convolutions and recompute everything else."""
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         saved = op is torch.ops.aten.convolution.default
@@ -106,39 +106,39 @@ KINDS: dict[str, Callable[[Callable[..., Any], Tensor], Tensor]] = {
 }
 
 
-class Cut(nn.Module):
-    def __init__(self, cut: slice, kind: str, inplace: bool) -> None:
+class PartlyCheckpointed(nn.Module):
+    def __init__(self, part: slice, kind: str, inplace: bool) -> None:
         super().__init__()
-        self.layers, self.cut, self.kind = layers(inplace=inplace), cut, kind
+        self.layers, self.part, self.kind = layers(inplace=inplace), part, kind
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.layers[: self.cut.start](x)
-        x = KINDS[self.kind](self.layers[self.cut], x)
-        return self.layers[self.cut.stop :](x)
+        x = self.layers[: self.part.start](x)
+        x = KINDS[self.kind](self.layers[self.part], x)
+        return self.layers[self.part.stop :](x)
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["", "inplace"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_checkpoints(kind: str, inplace: bool) -> None:
-    """Gradients, how often each module ran, and running statistics, of every cut."""
-    for cut in CUTS:
-        begins_in_place = inplace and cut.start in (2, 5)
+def test_checkpoints_around_any_slice_match_pytorch(kind: str, inplace: bool) -> None:
+    """A checkpoint of any slice gives equal gradients, running statistics and numbers of calls."""
+    for part in SLICES:
+        begins_in_place = inplace and part.start in (2, 5)
         if begins_in_place:  # a checkpoint may not overwrite its own input
             continue
-        model = Cut(cut, kind, inplace)
+        model = PartlyCheckpointed(part, kind, inplace)
         twin, x = converted_twin(model), images(DOUBLE)
         for _ in range(2):
             expected, actual = step_of(model, x), step_of(twin, x)
             assert_same_step(actual, expected, tolerance=1e-11)
-            assert runs(twin) == runs(model), cut
+            assert runs(twin) == runs(model), part
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_model_inside_of_a_checkpoint(kind: str) -> None:
+def test_checkpoint_around_the_model_matches_pytorch(kind: str) -> None:
     model = layers()
     twin, x = converted_twin(model), images(DOUBLE)
 
-    class Around(nn.Module):
+    class Checkpointed(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()
             self.inner = inner
@@ -147,13 +147,13 @@ def test_the_model_inside_of_a_checkpoint(kind: str) -> None:
             return KINDS[kind](self.inner, x)
 
     for _ in range(2):
-        expected, actual = step_of(Around(model), x), step_of(Around(twin), x)
+        expected, actual = step_of(Checkpointed(model), x), step_of(Checkpointed(twin), x)
         assert_same_step(actual, expected, tolerance=1e-11)
         assert runs(twin) == runs(model)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoint_sequential(use_reentrant: bool) -> None:
+def test_checkpoint_sequential_matches_pytorch(use_reentrant: bool) -> None:
     class Segments(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -188,8 +188,8 @@ HOOKS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("around", ["all", "norm", "activation", "convolution"])
 @pytest.mark.parametrize("hooks", HOOKS)
-def test_saved_tensor_hooks_of_others(hooks: str, around: str) -> None:
-    """They see what PyTorch saves, and are left alone."""
+def test_saved_tensor_hooks_of_the_user_match_pytorch(hooks: str, around: str) -> None:
+    """Saved-tensor hooks of the user see what PyTorch saves, and gradients stay equal."""
 
     class Hooked(nn.Module):
         def __init__(self) -> None:
@@ -210,15 +210,15 @@ def test_saved_tensor_hooks_of_others(hooks: str, around: str) -> None:
     assert_same_steps(model, twin, x, tolerance=1e-11)
 
 
-def test_mutation_that_is_allowed() -> None:
-    """PyTorch keeps what was saved; what is recomputed needs its leaves as they were."""
+def test_allow_mutation_on_saved_tensors_matches_pytorch() -> None:
+    """PyTorch clones saved tensors before a write; specs need unmodified leaves."""
     model = layers()
     twin, x = converted_twin(model), images(DOUBLE)
     with torch.autograd.graph.allow_mutation_on_saved_tensors():
         assert_same_steps(model, twin, x, tolerance=1e-11)
 
 
-def test_hooks_of_others_see_all_that_pytorch_saves() -> None:
+def test_saved_tensor_hooks_of_the_user_see_all_saved_tensors() -> None:
     model, x = layers(), images(DOUBLE)
     seen: list[list[torch.Size]] = [[], []]
     for m, shapes in zip((model, converted_twin(model)), seen, strict=True):
@@ -228,7 +228,7 @@ def test_hooks_of_others_see_all_that_pytorch_saves() -> None:
     assert seen[0] == seen[1] != []
 
 
-def test_a_hook_on_one_saved_tensor_is_left_alone() -> None:
+def test_hooks_on_one_saved_tensor_are_preserved() -> None:
     def hook(module: nn.Module, args: Any, output: Tensor) -> None:
         node: Any = output.grad_fn
         raw = node._raw_saved_input
@@ -244,11 +244,11 @@ def test_a_hook_on_one_saved_tensor_is_left_alone() -> None:
     assert len(registered) == 4
 
 
-# Other modes.
+# Modes.
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_without_gradients(training: bool) -> None:
+def test_output_without_gradients_matches_pytorch(training: bool) -> None:
     model = layers().train(training)
     twin, x = converted_twin(model), images(DOUBLE)
     for mode in (torch.no_grad, torch.inference_mode):
@@ -256,7 +256,7 @@ def test_without_gradients(training: bool) -> None:
             torch.testing.assert_close(twin(x), model(x), rtol=0, atol=0)
 
 
-def test_modes_that_count_or_move_are_no_reason_to_stand_aside() -> None:
+def test_modes_that_count_or_move_do_not_disable_the_engine() -> None:
     model = layers()
     twin, x = converted_twin(model), images(DOUBLE)
     with FlopCounterMode(display=False), torch.device("cpu"):
@@ -270,7 +270,7 @@ def test_modes_that_count_or_move_are_no_reason_to_stand_aside() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_with_accumulation_and_retained_graphs(dtype: torch.dtype) -> None:
+def test_autocast_with_accumulation_and_retained_graphs_matches_pytorch(dtype: torch.dtype) -> None:
     model = Program(lambda m, z: m.linear(m.silu(m.conv(m.silu(z)))))
     twin, x = converted_twin(model), images()
     gradients = []
@@ -289,7 +289,7 @@ def test_autocast_with_accumulation_and_retained_graphs(dtype: torch.dtype) -> N
 
 
 def network(*, inplace: bool = False) -> Program:
-    """Smooth everywhere, without statistics that change."""
+    """Return a model that is smooth everywhere and has fixed statistics."""
     compute = lambda m, z: m.linear(m.conv(m.silu(z) * m.scale).sigmoid())  # noqa: E731
     model = Program(compute, activation=lambda: nn.SiLU(inplace=inplace), dtype=DOUBLE)
     return model.eval()
@@ -329,7 +329,7 @@ def two_heads(m: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def many_times_in_a_hook(m: nn.Module, x: Tensor) -> list[Tensor]:
-    """As deep equilibrium models solve for their gradient."""
+    """Differentiate repeatedly in a gradient hook, as deep equilibrium models do."""
     output = m(x)
     inner = output.mean((2, 3))
 
@@ -357,7 +357,7 @@ DERIVATIVES: dict[str, Callable[[nn.Module, Tensor], list[Tensor]]] = {
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["", "inplace"])
 @pytest.mark.parametrize("derivative", DERIVATIVES)
-def test_derivatives(derivative: str, inplace: bool) -> None:
+def test_higher_and_partial_derivatives_match_pytorch(derivative: str, inplace: bool) -> None:
     model = network(inplace=inplace)
     twin, x = converted_twin(model), images(DOUBLE)
     found = []
@@ -370,8 +370,8 @@ def test_derivatives(derivative: str, inplace: bool) -> None:
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["", "inplace"])
-def test_a_second_derivative_where_the_first_is_zero(inplace: bool) -> None:
-    """Of Hardswish at -1.5, a number that occurs: nothing may be divided by the slope."""
+def test_second_derivative_where_the_first_is_zero(inplace: bool) -> None:
+    """Hardswish has slope 0 at the float -1.5, and the second derivative must not divide by it."""
     model = nn.Sequential(nn.LayerNorm(4, dtype=DOUBLE), nn.Hardswish(inplace=inplace))
     with torch.no_grad():
         model[0].weight.zero_()
@@ -386,7 +386,7 @@ def test_a_second_derivative_where_the_first_is_zero(inplace: bool) -> None:
 
 
 class Forces(nn.Module):
-    """An energy model: its forward differentiates, and frees the graph unless it trains."""
+    """An energy model, whose forward differentiates and frees the graph except in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -403,7 +403,7 @@ class Forces(nn.Module):
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_a_model_that_differentiates_itself(training: bool) -> None:
+def test_model_that_differentiates_in_forward_matches_pytorch(training: bool) -> None:
     model = Forces().train(training)
     twin, x = converted_twin(model), torch.randn(5, 8, dtype=DOUBLE)
     if training:
@@ -414,7 +414,7 @@ def test_a_model_that_differentiates_itself(training: bool) -> None:
 
 
 class Recurrent(nn.Module):
-    """Called step by step; its state goes from one call to the next with its graph."""
+    """A recurrent model, whose state carries its graph from one call to the next."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -425,7 +425,7 @@ class Recurrent(nn.Module):
         return self.act(self.norm(self.linear(state))) + state
 
 
-def test_backward_through_several_calls() -> None:
+def test_backward_through_several_calls_matches_pytorch() -> None:
     model = Recurrent()
     twin, x = converted_twin(model), torch.randn(4, 8, dtype=DOUBLE)
     found = []
@@ -438,7 +438,7 @@ def test_backward_through_several_calls() -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
 
 
-# torch.func, compilers, exporters.
+# `torch.func`, compilers and exporters.
 
 
 def functional_loss(parameters: dict[str, Tensor], m: nn.Module, x: Tensor) -> Tensor:
@@ -467,7 +467,7 @@ def dual(m: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_transforms(transform: str) -> None:
+def test_functorch_transforms_match_pytorch(transform: str) -> None:
     model = network()
     twin, x = converted_twin(model), images(DOUBLE)
     twin(x)
@@ -476,13 +476,13 @@ def test_transforms(transform: str) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit")  # Inductor's
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # from Inductor
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_compiled(backend: str, training: bool, source: str) -> None:
-    """Without a break in the graph, and with no more bytes than PyTorch's own model compiled."""
+def test_compiled_model_matches_pytorch(backend: str, training: bool, source: str) -> None:
+    """A compiled twin has no graph break, and saves no more bytes than the compiled original."""
     if backend == "inductor" and (source != SOURCES[0] or not training):
-        pytest.skip("what is compiled is the same")
+        pytest.skip("compiles the same code as another case")
     model = Program(lambda m, z: m.conv(m.silu(z))).train(training)
     twin, x = converted_twin(model), images()
     saved = []
@@ -500,8 +500,8 @@ def test_compiled(backend: str, training: bool, source: str) -> None:
     assert_same_step(renamed, expected, tolerance=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's
-def test_a_compiled_part() -> None:
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # from Dynamo
+def test_model_with_a_compiled_part_matches_pytorch() -> None:
     class Parts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -515,14 +515,14 @@ def test_a_compiled_part() -> None:
     torch._dynamo.reset()
     twin.rest.compile(backend="aot_eager")
     inplace_ops.convert(twin)
-    assert len(recomputed(twin(images(DOUBLE)))) == 0  # the convolution's input is compiled
+    assert len(recomputed(twin(images(DOUBLE)))) == 0  # the compiled part includes the convolution
     assert_same_steps(model, twin, images(DOUBLE), tolerance=1e-9)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of group_norm itself
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # from group_norm
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
-def test_exported_and_traced() -> None:
+def test_exported_and_traced_models_match_pytorch() -> None:
     model = layers().eval()
     twin, x = converted_twin(model), images(DOUBLE)
     twin(x)
@@ -543,8 +543,8 @@ def test_exported_and_traced() -> None:
 # Threads.
 
 
-def test_threads_that_share_a_model() -> None:
-    """Half of them train, the others run without gradients."""
+def test_threads_that_share_a_model_match_pytorch() -> None:
+    """Half of the threads train the model, the others run it without gradients."""
     model = layers().eval()
     twin, x = converted_twin(model), images(DOUBLE)
     expected = [g.clone() for g in gradients_of(model(x).square().sum(), model)]
@@ -571,8 +571,8 @@ def test_threads_that_share_a_model() -> None:
     assert failures == []
 
 
-def test_backward_in_another_thread() -> None:
-    """As on a GPU, where autograd's thread of the device runs it."""
+def test_backward_in_another_thread_matches_pytorch() -> None:
+    """Run backward in another thread, as autograd does on a GPU."""
     model = layers()
     twin, x = converted_twin(model), images(DOUBLE)
     losses = [m(x).square().sum() for m in (model, twin)]
@@ -584,14 +584,14 @@ def test_backward_in_another_thread() -> None:
         torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-11, atol=1e-11)
 
 
-# Other tensors.
+# Tensor subclasses and nested tensors.
 
 
 class Meta(Tensor):
-    """As MONAI's MetaTensor: a subclass without `__torch_dispatch__`."""
+    """A subclass without `__torch_dispatch__`, as MONAI's MetaTensor."""
 
 
-def test_subclasses_without_dispatch_are_plain_tensors() -> None:
+def test_subclasses_without_torch_dispatch_are_plain_tensors() -> None:
     model = Program(lambda m, z: m.conv(m.silu(z)))
     twin, x = converted_twin(model), images()
     assert len(recomputed(twin(x.as_subclass(Meta)))) >= len(recomputed(twin(x))) > 0
@@ -606,7 +606,7 @@ def test_subclasses_without_dispatch_are_plain_tensors() -> None:
     del expected
 
 
-def test_subclasses_with_dispatch_are_left() -> None:
+def test_subclasses_with_torch_dispatch_stay_saved() -> None:
     layers = nn.Conv2d(3, 6, 3), nn.SiLU(), nn.Conv2d(6, 2, 1)
     twin, x = converted_twin(nn.Sequential(*layers)), images()
     assert len(recomputed(twin(x))) == 1
@@ -621,15 +621,15 @@ def test_subclasses_with_dispatch_are_left() -> None:
 
 
 class OnlyAten(Tensor):
-    """A wrapper that knows PyTorch's operations alone."""
+    """A wrapper subclass that supports only operations of the `aten` namespace."""
 
     plain: Tensor
 
     @staticmethod
     def __new__(cls, plain: Tensor) -> OnlyAten:
-        made = Tensor._make_wrapper_subclass(cls, plain.shape, strides=plain.stride())
-        made.plain = plain.detach()
-        return made
+        wrapper = Tensor._make_wrapper_subclass(cls, plain.shape, strides=plain.stride())
+        wrapper.plain = plain.detach()
+        return wrapper
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -639,16 +639,16 @@ class OnlyAten(Tensor):
 
 
 @pytest.mark.parametrize("affine", [True, False])
-def test_a_norms_statistics_of_a_subclass_are_left(affine: bool) -> None:
-    """No operation of this package runs on them."""
+def test_norm_statistics_in_a_subclass_are_not_read(affine: bool) -> None:
+    """No operation of this package runs on a norm's statistics in a tensor subclass."""
     model = nn.Sequential(nn.BatchNorm2d(8, affine=affine), nn.SiLU(), nn.Conv2d(8, 4, 1))
     twin = converted_twin(model)
     twin(OnlyAten(torch.randn(2, 8, 16, 16)).requires_grad_()).sum().backward()
     assert not conversion_of(twin).settings.has_warned
 
 
-def test_a_class_that_is_assigned_tells_nothing_of_other_tensors() -> None:
-    """It gives a tensor `__torch_dispatch__`, and leaves its dispatch keys."""
+def test_class_assigned_to_one_tensor_does_not_affect_others() -> None:
+    """Assigning a class with `__torch_dispatch__` to a tensor does not change its dispatch keys."""
     assigned = nn.Parameter(torch.randn(4))
     assigned.__class__ = type("Assigned", (nn.Parameter,), {"__torch_dispatch__": None})
     assert not nodes.is_plain(assigned)
@@ -657,7 +657,7 @@ def test_a_class_that_is_assigned_tells_nothing_of_other_tensors() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_are_left() -> None:
+def test_nested_tensors_match_pytorch() -> None:
     def loss(m: nn.Module, layout: torch.layout) -> list[Tensor]:
         nested = torch.nested.nested_tensor(parts, layout=layout)
         return gradients_of(m(nested).to_padded_tensor(0.0).sum(), m)
@@ -669,8 +669,8 @@ def test_nested_tensors_are_left() -> None:
     torch.testing.assert_close(loss(twin, torch.jagged), loss(model, torch.jagged))
 
 
-def test_frozen_weights_save_nothing_to_begin_with() -> None:
-    """As with LoRA: a linear layer whose weight is frozen saves no input."""
+def test_frozen_linear_weight_saves_no_input() -> None:
+    """A linear layer with a frozen weight, as with LoRA, saves no input."""
     model = Program(lambda m, z: m.linear(m.silu(z)))
     model.linear.weight.requires_grad_(False)
     twin, x = converted_twin(model), images()
@@ -678,7 +678,7 @@ def test_frozen_weights_save_nothing_to_begin_with() -> None:
     assert_same_steps(model, twin, x)
 
 
-def test_spectral_norm_with_two_forwards() -> None:
+def test_spectral_norm_with_two_forwards_matches_pytorch() -> None:
     model = Program(lambda m, z: m.conv(m.silu(z)))
     nn.utils.parametrizations.spectral_norm(model.conv)
     twin, x = converted_twin(model), images()
@@ -690,16 +690,16 @@ def test_spectral_norm_with_two_forwards() -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_sum_right_behind_an_activation() -> None:
+def test_model_that_ends_with_an_activation_matches_pytorch() -> None:
     for inplace in (False, True):
         model = Program(lambda m, z: z, activation=partial(nn.SiLU, inplace=inplace))
         assert_same_steps(model, converted_twin(model), images())
 
 
-def test_a_checkpoint_that_ends_in_place_on_a_view() -> None:
-    """An instance norm returns a view, which the activation overwrites."""
+def test_checkpoint_that_ends_in_place_on_a_view_matches_pytorch() -> None:
+    """A checkpoint ends with an activation that overwrites the view from an instance norm."""
 
-    class Ends(nn.Module):
+    class Checkpointed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.conv, self.norm = nn.Conv2d(3, C, 3), nn.InstanceNorm2d(C, affine=True)
@@ -710,11 +710,11 @@ def test_a_checkpoint_that_ends_in_place_on_a_view() -> None:
             block = lambda t: self.act(self.norm(self.conv(t)))  # noqa: E731
             return self.last(checkpoint(block, x, use_reentrant=False))
 
-    model = Ends()
+    model = Checkpointed()
     assert_same_steps(model, converted_twin(model), images(DOUBLE), tolerance=1e-11)
 
 
-def test_functions_of_the_user_stay_as_they_are() -> None:
+def test_user_functions_receive_the_saved_values() -> None:
     class Double(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, y: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""Writes that autograd does not see, generated: gradients stay PyTorch's.
+"""Generated programs with writes that autograd does not record: gradients stay PyTorch's.
 
-A program is a norm, an operation on its output, and a layer that saves the result. Something is
-written to in secret: in one of several ways, before or after the operation or after the layer, from
-the first step on or only from the third. The converted model does what PyTorch does: it has the
-same gradients, or raises the same error. The exception is documented: a write that leaves no trace,
-if it begins only after the first step, or comes after the tensor was saved.
+A program consists of a norm, an operation on its output, and a layer that saves the result. It
+writes to a tensor without a node: by one of several methods, before or after the operation or after
+the layer, from the first or only from the third step on. The converted model has the same gradients
+as PyTorch or raises the same error. The documented exception is a write that leaves no trace and
+either begins after the first step or comes after the tensor was saved.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ OPERATIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "module_relu_": lambda m, z: m.relu_(z),
     "residual": lambda m, z: m.relu_(z + m.norm2(m.other(z))),
 }
-# These save what they return: a write to it comes after it was saved.
-SAVE_THEIR_RESULT = ("leaky_relu_", "relu", "relu_", "sigmoid", "sigmoid_", "tanh", "tanh_")
-SAVE_THEIR_RESULT += ("module_relu", "module_relu_", "residual")
+# These operations save their output, so a write after the operation comes after the save.
+SAVE_THEIR_OUTPUT = ("leaky_relu_", "relu", "relu_", "sigmoid", "sigmoid_", "tanh", "tanh_")
+SAVE_THEIR_OUTPUT += ("module_relu", "module_relu_", "residual")
 
 LAYERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "convolution": lambda m, y: m.conv(y),
@@ -138,7 +138,7 @@ class Case(NamedTuple):
     def is_documented(self, step: int) -> bool:
         """Whether the documentation says that PyTorch and a converted model may differ."""
         is_late = self.position == "late" or (
-            self.position == "after" and self.operation in SAVE_THEIR_RESULT
+            self.position == "after" and self.operation in SAVE_THEIR_OUTPUT
         )
         begins_later = self.first_step > 1 and step >= self.first_step
         return self.write in TRACELESS and (is_late or begins_later)
@@ -181,7 +181,7 @@ Outcome = Step | str
 
 
 def outcomes(case: Case, is_converted: bool, seed: int) -> Iterator[Outcome]:
-    """Four steps, of which some may raise."""
+    """Run four steps; yield each step's results, or the text of its error."""
     torch.manual_seed(seed)
     model = Network(case)
     inputs = [images() for _ in range(4)]
@@ -201,14 +201,14 @@ def check(case: Case, seed: int) -> None:
             assert isinstance(expected, str), actual
             assert "modified by an inplace operation" in actual or actual == expected
         elif not isinstance(expected, str) and not case.is_documented(step):
-            # Where PyTorch raises, what was replaced is right: nothing reads what was written to.
+            # Where PyTorch raises, recomputed values are right: no spec reads the modified tensor.
             assert_same_step(actual, expected)
 
 
 @pytest.mark.filterwarnings("ignore:inplace_ops:UserWarning")
 @pytest.mark.parametrize("source", SOURCES)
-def test_hidden_writes(source: str, seed: int) -> None:
-    """Some of all, others in each run."""
+def test_sampled_hidden_writes_match_pytorch(source: str, seed: int) -> None:
+    """A random sample of the programs, another one in each run, matches PyTorch."""
     with nodes_from(source):
         for case in random.Random(seed).sample(CASES, 400):
             try:
@@ -221,7 +221,7 @@ def test_hidden_writes(source: str, seed: int) -> None:
 @pytest.mark.filterwarnings("ignore:inplace_ops:UserWarning")
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("norm", NORMS)
-def test_all_hidden_writes(norm: str, source: str, seed: int) -> None:
+def test_all_hidden_writes_match_pytorch(norm: str, source: str, seed: int) -> None:
     with nodes_from(source):
         for case in (case for case in CASES if case.norm == norm and case.layer != "linear"):
             try:

@@ -1,4 +1,4 @@
-"""torch.func's transforms of the activations and of networks with them, as with PyTorch's own."""
+"""torch.func's transforms of the activations, and of networks with them, match PyTorch's."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ Map = Callable[[Tensor], Tensor]
 
 
 def inner(call: Map) -> Map:
-    """Modifies a tensor of its own."""
+    """Return a function that modifies an intermediate tensor."""
     return lambda x: call(x * 1.5) * 2
 
 
 def in_a_view(call: Map) -> Map:
-    """Modifies a part of a tensor of its own."""
+    """Return a function that modifies a view of a part of an intermediate tensor."""
 
     def function(x: Tensor) -> Tensor:
         h = x * 1.5
@@ -54,7 +54,7 @@ PROGRAMS = {"inner": inner, "in_a_view": in_a_view, "twice": twice}
 
 
 def inplace(reference: Map) -> Map:
-    """PyTorch's activation in the tensor's memory, whatever it keeps of it."""
+    """Return PyTorch's activation of a clone, copied to the input, whatever PyTorch saves."""
     return lambda x: x.copy_(reference(x.clone()))
 
 
@@ -66,7 +66,7 @@ def tangent_of(x: Tensor) -> Tensor:
     return torch.linspace(-1, 1, x.numel(), dtype=x.dtype, device=x.device).view_as(x)
 
 
-# From a function and x, of shape (3, 4), to what PyTorch's must give too.
+# By name: a transform of a function, evaluated at x of shape (3, 4).
 TRANSFORMS: dict[str, Callable[[Map, Tensor], object]] = {
     "grad": lambda f, x: grad(scalar(f))(x),
     "grad_and_value": lambda f, x: grad_and_value(scalar(f))(x),
@@ -103,7 +103,7 @@ TRANSFORMS: dict[str, Callable[[Map, Tensor], object]] = {
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 @each("transform", TRANSFORMS)
-def test_transforms(
+def test_transforms_match_pytorch(
     activation: Activation, program: str, transform: str, device: torch.device
 ) -> None:
     x = torch.randn(3, 4, dtype=torch.float64, device=device)
@@ -115,8 +115,10 @@ def test_transforms(
 
 
 @one_of_each
-def test_forward_mode_twice(activation: Activation, device: torch.device) -> None:
-    """PyTorch's in-place ops do not take the zeros that the inner level makes; nor do ours."""
+def test_nested_forward_mode_raises_pytorchs_error(
+    activation: Activation, device: torch.device
+) -> None:
+    """PyTorch's in-place ops reject the zeros that the inner level makes; ours raise the same."""
     x = torch.randn(3, device=device)
     with pytest.raises(RuntimeError) as pytorchs:
         jacfwd(jacfwd(inner(activation.torch_inplace)))(x)
@@ -126,7 +128,7 @@ def test_forward_mode_twice(activation: Activation, device: torch.device) -> Non
 
 
 @all_activations
-def test_jacobians_of_every_activation(activation: Activation, device: torch.device) -> None:
+def test_jacobians_and_hessians_match_pytorch(activation: Activation, device: torch.device) -> None:
     x = torch.randn(6, dtype=torch.float64, device=device)
     for jacobian in (jacrev, jacfwd):
         actual = jacobian(inner(activation.call))(x)
@@ -141,7 +143,7 @@ def test_jacobians_of_every_activation(activation: Activation, device: torch.dev
 def test_vmap_modifies_its_argument(
     activation: Activation, in_dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """In place, as PyTorch's does: what vmap was given changes, and its version."""
+    """vmap's argument is modified in place, and its version increases, as with PyTorch's."""
     x, reference = (torch.randn(2, 3, 4, device=device).to(dtype) for _ in range(2))
     reference.copy_(x)
     version = x._version
@@ -154,7 +156,7 @@ def test_vmap_modifies_its_argument(
 
 
 @one_of_each
-def test_nested_vmap(activation: Activation, device: torch.device) -> None:
+def test_nested_vmap_matches_pytorch(activation: Activation, device: torch.device) -> None:
     x = torch.randn(2, 3, 4, device=device)
     for outer, middle in ((0, 0), (2, 1), (-1, 0), (1, -1)):
         actual, expected = (
@@ -165,7 +167,9 @@ def test_nested_vmap(activation: Activation, device: torch.device) -> None:
 
 
 @one_of_each
-def test_vmap_of_some_arguments(activation: Activation, device: torch.device) -> None:
+def test_vmap_over_some_arguments_matches_pytorch(
+    activation: Activation, device: torch.device
+) -> None:
     x, y = torch.randn(3, 4, device=device), torch.randn(4, device=device)
 
     def product(f: Map) -> Callable[[Tensor, Tensor], Tensor]:
@@ -178,7 +182,7 @@ def test_vmap_of_some_arguments(activation: Activation, device: torch.device) ->
         )
         torch.testing.assert_close(actual, expected)
 
-    # A tensor from outside is modified once, not once a sample.
+    # A captured tensor is modified once, not once per sample.
     inside, outside = y.clone(), y.clone()
     actual = vmap(lambda a: a + activation.call(inside))(x)
     expected = vmap(lambda a: a + activation.torch_inplace(outside))(x)
@@ -186,8 +190,10 @@ def test_vmap_of_some_arguments(activation: Activation, device: torch.device) ->
 
 
 @one_of_each
-def test_captured_tensors(activation: Activation, device: torch.device) -> None:
-    """A tensor of the outside that requires grad, used inside a transform."""
+def test_gradients_of_captured_tensors_match_pytorch(
+    activation: Activation, device: torch.device
+) -> None:
+    """A tensor that requires grad, used inside a transform, gets its gradient outside."""
     weight = torch.randn(4, device=device, requires_grad=True)
     x = torch.randn(3, 4, device=device)
     results = []
@@ -200,10 +206,10 @@ def test_captured_tensors(activation: Activation, device: torch.device) -> None:
 @one_of_each
 @each("in_dim", [0, 1, -1])
 @each("layout", ["contiguous", "transposed"])
-def test_vmap_over_an_ordinary_backward(
+def test_vmap_over_ordinary_backward_matches_pytorch(
     activation: Activation, in_dim: int, layout: str, device: torch.device
 ) -> None:
-    """Several incoming gradients for one graph; the ops' own batching rules."""
+    """vmap over several incoming gradients of one graph uses the ops' batching rules."""
     leaf = torch.randn(3, 4, dtype=torch.float64, device=device, requires_grad=True)
     incoming = torch.randn(3, 4, 5, dtype=torch.float64, device=device).movedim(-1, in_dim)
     x = leaf * 1.5
@@ -219,8 +225,10 @@ def test_vmap_over_an_ordinary_backward(
 
 
 @one_of_each
-@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # its own
-def test_linearize(activation: Activation, device: torch.device) -> None:
+@pytest.mark.filterwarnings(
+    "ignore:Attempted to insert a get_attr Node:UserWarning"
+)  # issued by linearize
+def test_linearize_matches_pytorch(activation: Activation, device: torch.device) -> None:
     x = torch.randn(3, 4, dtype=torch.float64, device=device)
     results = []
     for f in (activation.call, activation.torch_inplace):
@@ -230,7 +238,7 @@ def test_linearize(activation: Activation, device: torch.device) -> None:
 
 
 def network(activation: Activation | None, reference: nn.Module | None = None) -> nn.Module:
-    """A small convolutional network; `activation` in place of torch's module of the same name."""
+    """Return a small convolutional network with `activation`, or else copies of `reference`."""
     torch.manual_seed(0)
 
     def act() -> nn.Module:
@@ -259,13 +267,13 @@ def networks(activation: Activation, device: torch.device) -> tuple[nn.Module, n
 
 
 def tolerance(activation: Activation) -> float:
-    """PyTorch's but for silu' on a grid."""
+    """Return float64's default tolerance, or more if the derivative is inexact."""
     return max(1e-7, 20 * activation.derivative_error.get(torch.float64, 0.0))
 
 
 @one_of_each
 @pytest.mark.parametrize("in_dim", [0, -1])
-def test_gradients_of_each_sample(
+def test_per_sample_gradients_match_ordinary_backward(
     activation: Activation, in_dim: int, device: torch.device
 ) -> None:
     images = torch.randn(4, 2, 6, 6, dtype=torch.float64, device=device)
@@ -277,23 +285,25 @@ def test_gradients_of_each_sample(
         def loss(parameters: dict[str, Tensor], image: Tensor, model: nn.Module = model) -> Tensor:
             return functional_call(model, parameters, (image[None],)).square().sum()
 
-        each = vmap(grad(loss), in_dims=(None, in_dim))(parameters, batch)
-        gradients.append(each)
+        per_sample = vmap(grad(loss), in_dims=(None, in_dim))(parameters, batch)
+        gradients.append(per_sample)
 
-        # And as an ordinary backward gives them, image by image.
+        # They equal those of an ordinary backward, image by image.
         for i, image in enumerate(images):
             model.zero_grad()
             model(image[None]).square().sum().backward()
             for name, p in model.named_parameters():
                 limit = tolerance(activation)
-                torch.testing.assert_close(each[name][i], p.grad, rtol=limit, atol=limit)
+                torch.testing.assert_close(per_sample[name][i], p.grad, rtol=limit, atol=limit)
     torch.testing.assert_close(*gradients, rtol=1e-7, atol=1e-7)
     assert all(g.shape[0] == 4 for g in gradients[0].values())
 
 
 @one_of_each
-def test_an_ensemble(activation: Activation, device: torch.device) -> None:
-    """stack_module_state: several networks as one, values and gradients."""
+def test_stacked_networks_match_single_networks(
+    activation: Activation, device: torch.device
+) -> None:
+    """Networks stacked by stack_module_state give the single networks' values, and gradients."""
     x = torch.randn(5, 2, 6, 6, dtype=torch.float64, device=device)
     results = []
     for model in networks(activation, device):
@@ -319,8 +329,8 @@ def test_an_ensemble(activation: Activation, device: torch.device) -> None:
 
 
 @one_of_each
-def test_functional_call(activation: Activation, device: torch.device) -> None:
-    """Without a transform: the ops themselves, with other parameters."""
+def test_functional_call_matches_pytorch(activation: Activation, device: torch.device) -> None:
+    """functional_call without a transform calls the ops themselves, with other parameters."""
     x = torch.randn(5, 2, 6, 6, dtype=torch.float64, device=device)
     results = []
     for model in networks(activation, device):
@@ -335,7 +345,7 @@ def test_functional_call(activation: Activation, device: torch.device) -> None:
 
 
 @one_of_each
-def test_hessian_of_a_network(activation: Activation, device: torch.device) -> None:
+def test_hessian_of_network_matches_pytorch(activation: Activation, device: torch.device) -> None:
     x = torch.randn(2, 2, 6, 6, dtype=torch.float64, device=device)
     hessians = []
     for model in networks(activation, device):
@@ -351,8 +361,10 @@ def test_hessian_of_a_network(activation: Activation, device: torch.device) -> N
 
 
 @one_of_each
-def test_a_tensor_that_a_transform_has_let_go(activation: Activation, device: torch.device) -> None:
-    """It is still wrapped, and an ordinary tensor otherwise."""
+def test_tensor_that_outlives_its_transform_matches_pytorch(
+    activation: Activation, device: torch.device
+) -> None:
+    """A tensor that outlives its transform is still wrapped, and otherwise an ordinary tensor."""
     x = torch.randn(9, dtype=torch.float64, device=device)
     factor = torch.randn_like(x, requires_grad=True)
     leaked: list[Tensor] = []

@@ -1,11 +1,13 @@
-"""The CUDA kernels' bodies on the host, against PyTorch in float64.
+"""Compare the bodies of the CUDA kernels, run on the host, with PyTorch in float64.
 
-Compiles host_kernels.cpp, which calls the very functions that the `__global__` kernels call. Every
-buffer lies between guards, at every alignment and with every tail length around a warp's tile:
-guard bytes, which show a write, and under AddressSanitizer poisoned memory, which shows a read too.
+Compiles host_kernels.cpp, which calls the same functions as the `__global__` kernels. Every buffer
+is between guards, at every alignment and with every remainder after a warp's tile. The guards have
+a known pattern, which reveals writes; under AddressSanitizer their memory is poisoned, which also
+reveals reads.
 
-What an activation is, and how exact, comes from its entry in inplace_ops.activations, so that a new
-one is tested here without a word: conftest.py imports PyTorch and the package in any case.
+Formulas and accuracies are those of the activations' entries in inplace_ops.activations, so a new
+activation is tested here without further code. (conftest.py imports PyTorch and the package in any
+case.)
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from inplace_ops.activations import ACTIVATIONS, LEAKY_RELU, SILU, Activation
 
 GUARD = 64  # bytes before and after each buffer
 GUARD_BYTE = 0xA5
-# With save="output" the sign of the output must tell that of the input.
+# With save="output" the sign of the output must determine the sign of the input.
 SCALARS = {"negative_slope": {"mask": -0.25, "output": 0.5, "recompute": -0.25}}
 ROUNDING = {
     torch.float64: 4e-16,
@@ -38,7 +40,7 @@ ROUNDING = {
     torch.float16: 6e-4,
     torch.bfloat16: 4.5e-3,
 }
-# Of the derivative itself, which is computed in float.
+# The error of computing the derivative, which 16-bit formats compute in float.
 FORMULA = {torch.float64: 4e-15, torch.float32: 6e-7, torch.float16: 6e-7, torch.bfloat16: 6e-7}
 
 
@@ -50,7 +52,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The activation's, in csrc/activations."""
+        """The activation's name in csrc/activations."""
         return self.entry.ops.name
 
     @property
@@ -59,7 +61,7 @@ class Case(NamedTuple):
 
     @property
     def plain(self) -> str:
-        """The functor that keeps nothing."""
+        """The functor of a forward that saves nothing."""
         return "ForwardMask" if self.entry.is_piecewise_linear else "ForwardOutput"
 
     @property
@@ -94,7 +96,8 @@ def bits_of(entry: Activation, save: str, dtype: torch.dtype) -> list[int]:
     return [8, 16, 32] if save == "derivative" else sorted({1, default, 8})
 
 
-# Where the elements lie is not the activation's business: one with a scalar, and one with a smooth.
+# For tests of layouts, which do not depend on the activation: one with a scalar argument, and a
+# smooth one.
 SOME = (LEAKY_RELU, SILU)
 TESTED = SOME if SANITIZE in os.environ else ACTIVATIONS
 
@@ -113,13 +116,13 @@ some_cases = pytest.mark.parametrize(
 
 
 class Buffer:
-    """Bytes between guards, starting `offset` bytes past a multiple of 64."""
+    """Bytes between guards, beginning `offset` bytes after a multiple of 64."""
 
     def __init__(self, size: int, offset: int = 0) -> None:
         self.memory = torch.full((size + offset + 2 * GUARD,), GUARD_BYTE, dtype=torch.uint8)
         assert self.memory.data_ptr() % 64 == 0
         start = GUARD + offset
-        self.address = self.memory.data_ptr() + start  # which an empty tensor does not tell
+        self.address = self.memory.data_ptr() + start  # the data_ptr() of an empty tensor is 0
         self.data = self.memory[start : start + size]
         self.guards = [self.memory[:start], self.memory[start + size :]]
 
@@ -128,7 +131,7 @@ class Buffer:
 
 
 class Operand(Buffer):
-    """A tensor in a buffer. What its strides leave between the elements is guarded too."""
+    """A tensor in a buffer. The gaps that its strides leave between elements are guarded too."""
 
     def __init__(
         self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int = 0
@@ -138,17 +141,17 @@ class Operand(Buffer):
         super().__init__(elements * dtype.itemsize, offset)
         typed = self.data.view(dtype)
         self.tensor = typed.as_strided(shape, strides, typed.storage_offset())
-        self.between = torch.ones(elements, dtype=torch.bool)
-        self.between.as_strided(shape, strides).fill_(False)
+        self.is_gap = torch.ones(elements, dtype=torch.bool)
+        self.is_gap.as_strided(shape, strides).fill_(False)
 
     def guards_are_intact(self) -> bool:
-        between = self.data.view(-1, self.tensor.dtype.itemsize)[self.between]
-        return super().guards_are_intact() and bool((between == GUARD_BYTE).all())
+        gaps = self.data.view(-1, self.tensor.dtype.itemsize)[self.is_gap]
+        return super().guards_are_intact() and bool((gaps == GUARD_BYTE).all())
 
 
-class Launched(NamedTuple):
-    access: int  # elements, but for what is left at the end
-    layout: str  # of a norm's affine, if the access is of more than one
+class LaunchPath(NamedTuple):
+    access: int  # elements of an access, except in the rest at the end
+    layout: str  # of a norm's affine, for accesses of several elements
 
 
 def launch(
@@ -159,10 +162,11 @@ def launch(
     packed: Buffer | None = None,
     first_row: int = 0,
     affine: Sequence[Operand] = (),
-) -> Launched:
-    """Run a kernel over a virtual grid that begins at `first_row`, the first there is memory of.
+) -> LaunchPath:
+    """Run a kernel over a virtual grid, and check the guards of all buffers.
 
-    Operands of one dimension have rows of one element. AffineLoads are one element where they do not
+    The grid begins at `first_row`: the operands have no memory for earlier rows. Operands of one
+    dimension have rows of one element. The affine has size 1 in dimensions in which it does not
     differ.
     """
     bits = case.bits if packed else 0
@@ -171,7 +175,7 @@ def launch(
     first_element = first_row * math.prod(row)
     affine_strides = [
         [stride if size > 1 else 0 for size, stride in zip(*layout, strict=True)]
-        for layout in ((of.tensor.shape, of.tensor.stride()) for of in affine)
+        for layout in ((part.tensor.shape, part.tensor.stride()) for part in affine)
     ]
     buffers = {id(buffer): buffer for buffer in (*operands, packed, *affine)}.values()
     guards = [guard for buffer in buffers for guard in buffer.guards]
@@ -193,8 +197,8 @@ def launch(
         [operand.tensor.stride() for operand in operands],
         first_element,
         [
-            of.address - first_row * strides[0] * of.tensor.dtype.itemsize
-            for of, strides in zip(affine, affine_strides, strict=True)
+            part.address - first_row * strides[0] * part.tensor.dtype.itemsize
+            for part, strides in zip(affine, affine_strides, strict=True)
         ],
         affine_strides[::2],
     )
@@ -202,11 +206,11 @@ def launch(
         host_kernels.unpoison(guard.data_ptr(), guard.numel())
     for buffer in buffers:
         assert buffer.guards_are_intact()
-    return Launched(*path)
+    return LaunchPath(*path)
 
 
 def derivatives(case: Case, x: Tensor, order: int) -> list[Tensor]:
-    """PyTorch's value of the activation and its derivatives, in float64."""
+    """Return PyTorch's activation and its derivatives up to an order, in float64."""
     leaf = x.double().requires_grad_()
     results = [case.entry.torch_function(leaf, **case.scalars)]
     for _ in range(order):
@@ -214,8 +218,8 @@ def derivatives(case: Case, x: Tensor, order: int) -> list[Tensor]:
     return [result.detach() for result in results]
 
 
-def normal(dtype: torch.dtype, shape: Sequence[int], deviation: float = 1.0) -> Tensor:
-    return (deviation * torch.randn(shape, dtype=torch.float64)).to(dtype)
+def normal(dtype: torch.dtype, shape: Sequence[int], std: float = 1.0) -> Tensor:
+    return (std * torch.randn(shape, dtype=torch.float64)).to(dtype)
 
 
 def check_round_trip(
@@ -226,9 +230,15 @@ def check_round_trip(
     offsets: Sequence[int] = (0, 0, 0, 0),
     first_row: int = 0,
 ) -> int:
-    """Forward and backward against PyTorch; returns the elements of an access of backward.
+    """Compare forward and backward with PyTorch; return the elements of an access of backward.
 
-    Values, gradient, incoming gradient and bits lie `offsets` bytes off the alignment.
+    Args:
+        host_kernels: The compiled host_kernels.cpp.
+        case: The activation, save mode, bits and dtype.
+        shape: The shape of all tensors.
+        strides: Those of values, gradient and incoming gradient.
+        offsets: Bytes by which values, gradient, incoming gradient and bits are misaligned.
+        first_row: The row at which the virtual grid begins.
     """
     dtype, count = case.dtype, math.prod(shape)
     x, grad = normal(dtype, shape, 3.0), normal(dtype, shape)
@@ -250,8 +260,8 @@ def check_round_trip(
     if packed and count % 8:
         assert not (packed.data.view(case.bits, -1)[:, -1] >> count % 8).any()
 
-    expected, slope = derivatives(case, x, 1)
-    gradient = grad.double() * slope
+    expected, derivative = derivatives(case, x, 1)
+    gradient = grad.double() * derivative
     if case.entry.is_piecewise_linear:
         assert torch.equal(y, expected.to(dtype))
         assert torch.equal(result.tensor, gradient.to(dtype))
@@ -276,7 +286,7 @@ def test_every_activation(host_kernels: ModuleType, case: Case) -> None:
 
 
 @some_cases
-def test_every_tail_length(host_kernels: ModuleType, case: Case) -> None:
+def test_every_remainder(host_kernels: ModuleType, case: Case) -> None:
     tile = host_kernels.tile[case.dtype.itemsize]
     for count in [*range(18), *range(tile - 9, tile + 10), 3 * tile, 8 * tile]:
         check_round_trip(host_kernels, case, [count])
@@ -301,20 +311,20 @@ def test_indices_past_32_bits(host_kernels: ModuleType, case: Case) -> None:
 
 @some_cases
 def test_strided(host_kernels: ModuleType, case: Case) -> None:
-    """Rows with gaps, other ones in each operand, so that the dimensions do not merge."""
+    """Rows with gaps that differ between operands, so that the dimensions do not coalesce."""
     rows, columns = 40, 8
     strides = [(3 * columns, 2), (columns + 5, 1), (2, 2 * rows)]
     for start in (0, 2**31, 2**32, 2**33):
         check_round_trip(host_kernels, case, [rows, columns], strides, first_row=start // columns)
 
 
-def rows_apart(
+def check_rows_with_gaps(
     host_kernels: ModuleType, case: Case, check: Callable[..., int], start: int = 0
 ) -> None:
-    """Rows with gaps between them take wide accesses if rows and gaps are whole ones.
+    """Check that rows with gaps take wide accesses if rows and gaps are whole numbers of accesses.
 
-    Past 2^31 elements they do not. `check` takes a shape, strides and the first row, and returns
-    the access.
+    Past 2^31 elements they take accesses of one element. `check` takes a shape, strides and the
+    first row, and returns the elements of an access.
     """
     count = vector(case)
     rows, columns = samples_of(host_kernels, case, 4 * count), 4 * count
@@ -334,12 +344,14 @@ def rows_apart(
 
 
 @all_cases
-def test_rows_apart(host_kernels: ModuleType, case: Case) -> None:
+def test_rows_with_gaps(host_kernels: ModuleType, case: Case) -> None:
     for start in (0, 2**22, 2**31, 2**35):
-        rows_apart(host_kernels, case, partial(check_round_trip, host_kernels, case), start)
+        check_rows_with_gaps(
+            host_kernels, case, partial(check_round_trip, host_kernels, case), start
+        )
 
 
-# With fewer bits x is not near enough.
+# With fewer bits the recovered x is not exact enough.
 @pytest.mark.parametrize(
     "case",
     [
@@ -365,15 +377,15 @@ def test_double_backward(host_kernels: ModuleType, case: Case) -> None:
         operand.tensor.copy_(normal(dtype, shape))
     launch(host_kernels, case, "DoubleBackward", [result, grad_grad, grad, values], packed)
     scale = grad_grad.tensor.double() * grad.tensor.double()
-    # x is good to 3e-6 here, and the ratio's slope is at most 4 + ratio^2.
+    # The error of x is at most 3e-6 here, and the ratio's derivative at most 4 + ratio^2.
     error = 2 * ROUNDING[dtype] * ratio.abs() + 3e-6 * (4 + ratio.square())
     distance = (result.tensor.double() - scale * ratio).abs()
     assert (distance <= scale.abs() * error + 1e-7).all()
 
 
 @pytest.mark.parametrize("case", SMOOTH_ACTIVATIONS, ids=case_id)
-def test_not_finite(host_kernels: ModuleType, case: Case) -> None:
-    """NaN as a GPU writes it, all bits set: the recovered x must not wrap around to a number."""
+def test_nonfinite_inputs(host_kernels: ModuleType, case: Case) -> None:
+    """NaNs have all bits set, as a GPU writes them: the recovered x must not wrap to a number."""
     x = torch.tensor([torch.nan, torch.inf, -torch.inf] * 8, dtype=case.dtype)
     values, result, incoming = (Operand(case.dtype, x.shape, [1]) for _ in range(3))
     packed = Buffer(case.bits * 3)
@@ -385,9 +397,9 @@ def test_not_finite(host_kernels: ModuleType, case: Case) -> None:
     elements[:, -1] &= 0x7F
     saved = [values] if case.save == "output" else []
     launch(host_kernels, case, case.backward, [result, incoming, *saved], packed)
-    _, slope = derivatives(case, x, 1)
-    assert slope[0].isnan()
-    assert result.tensor[slope.isnan()].isnan().all()
+    _, derivative = derivatives(case, x, 1)
+    assert derivative[0].isnan()
+    assert result.tensor[derivative.isnan()].isnan().all()
 
 
 NORMALIZED = [Case(entry, "recompute", 0, dtype) for entry in TESTED for dtype in FLOATS]
@@ -405,12 +417,12 @@ def dense(shape: Sequence[int]) -> tuple[int, ...]:
 def random_scale_shift(
     case: Case, shape: Sequence[int], dims: Dims, offset: int, gap: int
 ) -> Operand:
-    """Numbers that differ in some dimensions of the shape, `gap` between those of each sample."""
+    """Return random numbers that differ in `dims` of the shape, with `gap` between samples."""
     dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
-    own = [size if d in dims else 1 for d, size in enumerate(shape)]
-    sample, *strides = dense(own)
-    result = Operand(dtype, own, [sample + gap, *strides], offset)
-    result.tensor.copy_(normal(dtype, own))
+    sizes = [size if d in dims else 1 for d, size in enumerate(shape)]
+    sample, *strides = dense(sizes)
+    result = Operand(dtype, sizes, [sample + gap, *strides], offset)
+    result.tensor.copy_(normal(dtype, sizes))
     return result
 
 
@@ -425,11 +437,22 @@ def check_normalized(
     offsets: Sequence[int] = (0,) * 7,
     gap: int = 0,
     first_row: int = 0,
-) -> Launched:
-    """The norm's output, the activation and its gradient; returns the slowest path.
+) -> LaunchPath:
+    """Compare a norm's output, the activation and its gradient with PyTorch.
 
-    The channels' and the rows' affine differ in the dimensions given. Input, incoming gradient,
-    result, and the scales and shifts lie `offsets` bytes off the alignment.
+    Returns the slowest path.
+
+    Args:
+        host_kernels: The compiled host_kernels.cpp.
+        case: The activation and dtype.
+        shape: The shape of the norm's input.
+        channels: The dimensions in which the channels' scale and shift differ.
+        rows: The dimensions in which the rows' rstd and mean differ; None without row statistics.
+        strides: Those of input, incoming gradient and result; dense by default.
+        offsets: Bytes by which input, incoming gradient, result, scale, shift, rstd and mean are
+            misaligned.
+        gap: Elements between the affines of two samples.
+        first_row: The row at which the virtual grid begins.
     """
     dtype = case.dtype
     x, grad = normal(dtype, shape), normal(dtype, shape)
@@ -439,10 +462,10 @@ def check_normalized(
     )
     inputs.tensor.copy_(x)
     incoming.tensor.copy_(grad)
-    of_parts = [channels] * 2 if rows is None else [channels] * 2 + [rows] * 2
+    dims_of_parts = [channels] * 2 if rows is None else [channels] * 2 + [rows] * 2
     affine = [
         random_scale_shift(case, shape, dims, offset, gap)
-        for dims, offset in zip(of_parts, offsets[3:], strict=False)
+        for dims, offset in zip(dims_of_parts, offsets[3:], strict=False)
     ]
     parts = [part.tensor.clone() for part in affine]
 
@@ -453,7 +476,7 @@ def check_normalized(
         )
         return result.tensor.clone()
 
-    paths: list[Launched] = []
+    paths: list[LaunchPath] = []
     z = run("Normalize", inputs)
     y = run("ForwardRecompute", inputs)
     actual = run("BackwardRecompute", incoming, inputs)
@@ -467,14 +490,14 @@ def check_normalized(
     if case.entry.is_piecewise_linear:
         value, _ = derivatives(case, total, 1)
         assert torch.equal(run("ForwardRecomputeAdd", incoming, inputs), value.to(dtype))
-    for operand, before in zip([inputs, incoming, *affine], [x, grad, *parts], strict=True):
-        assert torch.equal(operand.tensor, before)
+    for operand, original in zip([inputs, incoming, *affine], [x, grad, *parts], strict=True):
+        assert torch.equal(operand.tensor, original)
 
     of_rows = None if rows is None else torch.stack(parts[2:])
     expected, error = normalized(x, torch.stack(parts[:2]), of_rows)
     assert ((z.double() - expected).abs() <= error).all()
-    value, slope = derivatives(case, z, 1)
-    gradient = grad.double() * slope
+    value, derivative = derivatives(case, z, 1)
+    gradient = grad.double() * derivative
     if case.entry.is_piecewise_linear:
         assert torch.equal(y, value.to(dtype))
         assert torch.equal(actual, gradient.to(dtype))
@@ -488,12 +511,12 @@ def check_normalized(
 
 
 def vector(case: Case) -> int:
-    """Elements of the widest access."""
+    """Return the elements of the widest access."""
     return 1 if case.dtype == torch.float64 else 16 // case.dtype.itemsize
 
 
 def samples_of(host_kernels: ModuleType, case: Case, sample: int) -> int:
-    """How many make more than a tile, of elements each."""
+    """Return how many samples of `sample` elements are larger than a tile."""
     return host_kernels.tile[case.dtype.itemsize] // sample + 2
 
 
@@ -508,26 +531,26 @@ def test_every_activation_after_a_norm(host_kernels: ModuleType, case: Case) -> 
 
 
 @some_normalized
-@each("channels", [(1,), (0, 1), ()])  # of a batch norm, of a group norm, one for all
+@each("channels", [(1,), (0, 1), ()])  # a batch norm, a group norm, one scale and shift for all
 def test_channels_of_every_size(host_kernels: ModuleType, case: Case, channels: Dims) -> None:
-    """Accesses reach into the next channel, and the next sample, at every place."""
+    """Accesses reach into the next channel, and into the next sample, at every index."""
     for size in (*range(1, 3 * vector(case) + 2), 49, 196):
         shape = [samples_of(host_kernels, case, 5 * size), 5, size]
         access, _ = check_normalized(host_kernels, case, shape, channels)
-        if size > 1:  # or they are neighbours
-            is_run = size >= vector(case) or not channels
-            assert access == (vector(case) if is_run else 1)
+        if size > 1:  # with size 1 channels are innermost
+            fits = size >= vector(case) or not channels
+            assert access == (vector(case) if fits else 1)
 
 
 @some_normalized
-@each("channels", [(2,), (0, 2)])  # of a batch norm, of a group norm
-def test_neighbouring_channels(host_kernels: ModuleType, case: Case, channels: Dims) -> None:
+@each("channels", [(2,), (0, 2)])  # a batch norm, a group norm
+def test_innermost_channels(host_kernels: ModuleType, case: Case, channels: Dims) -> None:
     count = vector(case)
     for size in (*range(2, 2 * count + 1), 49, 64):
         shape = [3, samples_of(host_kernels, case, 3 * size), size]
         access, _ = check_normalized(host_kernels, case, shape, channels)
         assert access == (count if size % count == 0 else 1)
-    # Where a sample's affine begin is aligned or not.
+    # The gap aligns or misaligns where the affine of a sample begins.
     for gap in range(1, 9):
         access, _ = check_normalized(host_kernels, case, [3, 99, 16], channels, gap=gap)
         assert access == (1 if 0 in channels and gap % 4 else count)
@@ -542,22 +565,22 @@ def test_rows_and_columns(host_kernels: ModuleType, case: Case, channels: Dims) 
         access, _ = check_normalized(host_kernels, case, shape, channels, (0,))
         suits = 1 in channels and columns % count == 0
         assert access == (count if suits else 1)
-    # Rows that differ from element to element.
+    # Row statistics that differ between the elements of a row.
     assert check_normalized(host_kernels, case, [99, 16], channels, (0, 1)).access == 1
     assert check_normalized(host_kernels, case, [1600, 1], channels, (0,)).access == 1
 
 
 def expected_path(
     host_kernels: ModuleType, case: Case, shape: Sequence[int], layout: str
-) -> Launched:
-    """With this layout where it suits the accesses and there is a tile."""
+) -> LaunchPath:
+    """Return the path of a launch: wide if the layout allows it and there is a whole tile."""
     count = vector(case)
     is_whole = shape[-1] % count == 0
     if math.prod(shape) < host_kernels.tile[case.dtype.itemsize] or count == 1:
-        return Launched(1, "")
+        return LaunchPath(1, "")
     if layout == "planes":
-        return Launched(count, "planes" if is_whole else "split planes")
-    return Launched(count, layout) if is_whole else Launched(1, "")
+        return LaunchPath(count, "planes" if is_whole else "split planes")
+    return LaunchPath(count, layout) if is_whole else LaunchPath(1, "")
 
 
 @some_normalized
@@ -567,7 +590,7 @@ def expected_path(
 def test_layouts_of_networks(
     host_kernels: ModuleType, case: Case, batch: int, count: int, size: int
 ) -> None:
-    """Of batch norms, and where every sample has affine of its own."""
+    """Sizes of networks, with one affine for all samples and with one for each sample."""
     if batch * count * size > 2**18:
         return
     shape = [batch, count, size]
@@ -591,20 +614,20 @@ def test_layer_norms(host_kernels: ModuleType, case: Case, rows: int, columns: i
 
 
 @some_normalized
-def test_maps_of_other_strides(host_kernels: ModuleType, case: Case) -> None:
+def test_affine_of_other_strides(host_kernels: ModuleType, case: Case) -> None:
     if vector(case) == 1:
         return
     for size in (49, 64):
         shape = [5, 7, size, 16]
         for channels in ((0, 2), (0, 1, 2)):
             path = check_normalized(host_kernels, case, shape, channels, gap=4)
-            assert path == Launched(vector(case), "split planes, strided")
+            assert path == LaunchPath(vector(case), "split planes, strided")
     path = check_normalized(host_kernels, case, [5, 7, 64], (0, 1), gap=1)
-    assert path == Launched(vector(case), "split planes, strided")
+    assert path == LaunchPath(vector(case), "split planes, strided")
     path = check_normalized(
         host_kernels, case, [99, 16], (1,), ()
     )  # the same statistics in all rows
-    assert path == Launched(vector(case), "channels last, strided")
+    assert path == LaunchPath(vector(case), "channels last, strided")
 
 
 @each("divisor", [*range(2, 100), *(2**k + i for k in range(7, 31) for i in (-1, 0, 1)), 2**31 - 1])
@@ -633,15 +656,15 @@ def test_every_alignment_after_a_norm(host_kernels: ModuleType, case: Case, move
 
 @some_normalized
 @each("channels", [(1,), (0, 1), (2,), (0, 2)])
-def test_maps_past_32_bits(host_kernels: ModuleType, case: Case, channels: Dims) -> None:
+def test_affine_past_32_bits(host_kernels: ModuleType, case: Case, channels: Dims) -> None:
     tile = host_kernels.tile[case.dtype.itemsize]
-    size = 40 if 2 in channels else 43  # or accesses reach into the next channel
+    size = 40 if 2 in channels else 43  # with 43, accesses reach into the next channel
     shape = [samples_of(host_kernels, case, 3 * size), 3, size]
     rows = (0,) if 2 in channels else None
     for start in (2**31, 2**32, 2**35):
-        first_row = (start // (3 * size) // tile + 1) * tile  # where a tile begins
+        first_row = (start // (3 * size) // tile + 1) * tile  # a tile begins there
         access, _ = check_normalized(host_kernels, case, shape, channels, rows, first_row=first_row)
-        assert access == (vector(case) if start < 2**32 else 1)  # a group's channel has 32 bits
+        assert access == (vector(case) if start < 2**32 else 1)  # AffineLayout has 32-bit indices
 
 
 @some_normalized
@@ -660,7 +683,7 @@ def test_strided_after_a_norm(host_kernels: ModuleType, case: Case, channels: Di
 
 @every_normalized
 @each("channels", [(0,), (1,)])  # planes, columns
-def test_rows_apart_after_a_norm(host_kernels: ModuleType, case: Case, channels: Dims) -> None:
+def test_rows_with_gaps_after_a_norm(host_kernels: ModuleType, case: Case, channels: Dims) -> None:
     def check(shape: Sequence[int], strides: Sequence[Sequence[int]], first_row: int) -> int:
         return check_normalized(
             *(host_kernels, case, shape, channels, (0,) if channels == (1,) else None),
@@ -669,12 +692,12 @@ def test_rows_apart_after_a_norm(host_kernels: ModuleType, case: Case, channels:
         ).access
 
     for start in (0, 2**22, 2**31):
-        rows_apart(host_kernels, case, check, start)
+        check_rows_with_gaps(host_kernels, case, check, start)
 
 
 @every_normalized
 def test_infinite_gradients_after_a_norm(host_kernels: ModuleType, case: Case) -> None:
-    """They are not multiplied by a derivative of 0 where PyTorch's are not."""
+    """An infinite gradient is multiplied by a derivative of 0 only where PyTorch does so."""
     x = torch.tensor([-5.0, -3.0, 0.0, 3.0, 6.0, 7.0] * 99, dtype=case.dtype)
     inputs, result, incoming = (Operand(case.dtype, x.shape, [1]) for _ in range(3))
     affine = [random_scale_shift(case, x.shape, (), 0, 0) for _ in range(2)]
@@ -692,7 +715,7 @@ def test_infinite_gradients_after_a_norm(host_kernels: ModuleType, case: Case) -
 @pytest.mark.parametrize(
     "case", [case for case in NORMALIZED if not case.entry.is_piecewise_linear], ids=case_id
 )
-def test_not_finite_after_a_norm(host_kernels: ModuleType, case: Case) -> None:
+def test_nonfinite_inputs_after_a_norm(host_kernels: ModuleType, case: Case) -> None:
     x = torch.tensor([torch.nan, torch.inf, -torch.inf] * 99, dtype=case.dtype)
     inputs, result, incoming = (Operand(case.dtype, x.shape, [1]) for _ in range(3))
     affine = [random_scale_shift(case, x.shape, (), 0, 0) for _ in range(2)]
@@ -702,12 +725,12 @@ def test_not_finite_after_a_norm(host_kernels: ModuleType, case: Case) -> None:
     launch(host_kernels, case, "Normalize", [result, inputs], affine=affine)
     torch.testing.assert_close(result.tensor, x, rtol=0, atol=0, equal_nan=True)
     launch(host_kernels, case, "BackwardRecompute", [result, incoming, inputs], affine=affine)
-    _, slope = derivatives(case, x, 1)
-    assert slope[0].isnan()
-    assert result.tensor[slope.isnan()].isnan().all()
+    _, derivative = derivatives(case, x, 1)
+    assert derivative[0].isnan()
+    assert result.tensor[derivative.isnan()].isnan().all()
 
 
 @exhaustive
 def test_under_sanitizers() -> None:
-    """This file once more, with two activations' kernels under ASan and UBSan."""
+    """Run this file again under ASan and UBSan, with the kernels of two activations."""
     run_tests(__file__, folder=Path(__file__).parent, preloaded=sanitizers())

@@ -1,3 +1,5 @@
+"""Test `python -m inplace_ops info` and errors of the command line."""
+
 from __future__ import annotations
 
 import re
@@ -11,7 +13,7 @@ from inplace_ops import _ops
 from inplace_ops.activations import ACTIVATIONS
 
 
-def test_info() -> None:
+def test_info_checks_every_op() -> None:
     result = subprocess.run(
         [sys.executable, "-m", "inplace_ops", "info"], capture_output=True, text=True
     )
@@ -29,11 +31,11 @@ def test_info() -> None:
             assert re.search(line, result.stdout), f"{op} on {device}:\n{result.stdout}"
 
 
-def test_a_build_without_cuda_kernels_on_a_torch_with_cuda() -> None:
+def test_reason_of_missing_cuda_kernels_on_a_cuda_torch() -> None:
     code = """
 import sys, torch
 torch.version.cuda = "13.0"
-sys.modules["inplace_ops._C_cuda"] = None  # as where there is no such file
+sys.modules["inplace_ops._C_cuda"] = None  # importing it fails, as if the file did not exist
 from inplace_ops import _ops
 print(_ops.cuda_version, _ops.no_cuda, sep=", ")
 """
@@ -41,7 +43,7 @@ print(_ops.cuda_version, _ops.no_cuda, sep=", ")
     assert result.stdout == "None, inplace_ops is built without them\n", result.stderr
 
 
-def test_unknown_command() -> None:
+def test_unknown_command_exits_with_error() -> None:
     result = subprocess.run(
         [sys.executable, "-m", "inplace_ops", "nonsense"], capture_output=True, text=True
     )

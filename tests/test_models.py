@@ -1,7 +1,7 @@
-"""Networks, most of other libraries: converted they save less and train the same.
+"""Converted networks, most from other libraries, save less and train the same.
 
-With random weights. A few of those that the benchmarks measure; `make models` has all. Those whose
-library is not installed are skipped.
+The weights are random. The networks are a few of those that the benchmarks measure; `make models`
+runs all of them. Networks whose library is not installed are skipped.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from inplace_ops.conversion.wiring import conversion_of
 
 os.environ.setdefault("YOLO_CONFIG_DIR", tempfile.gettempdir())
 
-pytestmark = pytest.mark.filterwarnings("default")  # the libraries' own
+pytestmark = pytest.mark.filterwarnings("default")  # the libraries warn
 
-MARGIN = 0.01  # over the committed ratios
+MARGIN = 0.01  # above the committed ratios
 MAX_OPS = 4
 
-# Of `networks.py`, and the dtype policies.
+# Networks of `networks.py`, with dtype policies.
 COUNTED = [
     ("EfficientNet-B0", "float32"),
     ("EfficientNet-B0", "bfloat16"),
@@ -47,7 +47,7 @@ COUNTED = [
     ("Llama blocks", "CUDA autocast"),
 ]
 
-# Of `model_zoo.py`.
+# Entries of `model_zoo.py`.
 TRAINED = [
     *("timm:resnet10t", "timm:test_efficientnet", "timm:test_convnext", "timm:test_vit"),
     *("torchvision:mobilenet_v3_small", "torchvision:shufflenet_v2_x0_5"),
@@ -65,7 +65,7 @@ def _benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _one_thread() -> Iterator[None]:
-    """PyTorch's kernels take memory of their own for each thread."""
+    """Use one thread, as PyTorch's kernels allocate memory for each thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -74,11 +74,11 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize(("network", "policy"), COUNTED)
-def test_bytes_of_a_step(network: str, policy: str) -> None:
-    """Saved and moved bytes are not above the committed figures, and gradients agree.
+def test_bytes_of_a_step_do_not_exceed_committed_figures(network: str, policy: str) -> None:
+    """Saved and moved bytes do not exceed the committed figures, and gradients agree.
 
-    Nor is the peak, where PyTorch's own is the committed one. Elsewhere, as its kernels take other
-    memory, the peak is not above PyTorch's.
+    The peak does not exceed PyTorch's. Where PyTorch's peak is the committed one, so that its
+    kernels allocate the same memory, the converted peak does not exceed the committed one either.
     """
     from bench_bytes import measured
     from measure import RESULTS, read_csv
@@ -100,8 +100,8 @@ def test_bytes_of_a_step(network: str, policy: str) -> None:
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_training(name: str) -> None:
-    """Three steps beside the original have its gradients, and the first needs no more memory."""
+def test_three_training_steps_match_pytorch(name: str) -> None:
+    """Three training steps give the original's gradients, and the first has no higher peak."""
     pytest.importorskip(name.partition(":")[0])
     from bench_models import SAME, rows_of
 
@@ -111,8 +111,8 @@ def test_training(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["timm:efficientnet_b0", "transformers:LlamaForCausalLM"])
-def test_an_example(name: str) -> None:
-    """The report says what is measured; all but the model's class stays as it is."""
+def test_report_of_an_example_equals_measured_bytes(name: str) -> None:
+    """The report equals measured bytes, and only the class of the model itself changes."""
     pytest.importorskip(name.partition(":")[0])
     from bench_models import inputs_of
     from model_zoo import entry_of
@@ -136,10 +136,10 @@ def test_an_example(name: str) -> None:
     assert [type(m) for m in model.modules()] == types
 
 
-def test_ultralytics_own_training(tmp_path: Path) -> None:
-    """`train` builds the model anew, and a callback converts that one, as documented."""
+def test_training_with_ultralytics_matches_pytorch(tmp_path: Path) -> None:
+    """`train` builds a new model, which a callback converts, as documented."""
     pytest.importorskip("ultralytics")
-    # A process of its own: `train` sets flags of the whole of PyTorch.
+    # In a separate process, as `train` sets global flags of PyTorch.
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         pool.apply(train_with_ultralytics, (tmp_path,))
 
@@ -164,7 +164,7 @@ def train_with_ultralytics(tmp_path: Path) -> None:
         return sum(p.double().abs().sum().item() for p in trainer.ema.ema.parameters())
 
     def trained(name: str, *callbacks: Callable[[Any], Any]) -> tuple[list[float], list[bool]]:
-        """The steps' losses and a sum over the average model; which models were converted."""
+        """Return the losses and a sum over the averaged model, and which models were converted."""
         found: list[float] = []
         conversions: list[bool] = []
         torch.manual_seed(0)
@@ -187,7 +187,7 @@ def train_with_ultralytics(tmp_path: Path) -> None:
     assert conversions == [True, False]
     assert len(actual) == 5
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=0)
-    # The average is what is saved: it was copied before, and is loaded without this package.
+    # The saved model is the average, which was copied before, and loads without this package.
     checkpoint = tmp_path / "converted" / "weights" / "last.pt"
     assert b"inplace_ops" not in checkpoint.read_bytes()
     assert not is_converted(ultralytics.YOLO(checkpoint).model)

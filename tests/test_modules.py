@@ -1,4 +1,4 @@
-"""The modules, and what a model with them keeps for backward."""
+"""The modules, and the bytes that models with them save for backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ all_activations = pytest.mark.parametrize("activation", ACTIVATIONS, ids=activat
 
 one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
 
-# Ours, PyTorch's with the same arguments.
+# By name: our module, and PyTorch's with the same arguments.
 PAIRS: dict[str, tuple[Callable[..., nn.Module], Callable[..., nn.Module]]] = {
     entry.name: (getattr(inplace_ops, entry.name), entry.torch_module)
     for entry in table.ACTIVATIONS
@@ -32,7 +32,7 @@ pairs = pytest.mark.parametrize(("ours", "pytorchs"), PAIRS.values(), ids=PAIRS)
 
 
 @pairs
-def test_like_the_parent(
+def test_repr_and_state_match_parent_class(
     ours: Callable[..., nn.Module], pytorchs: Callable[..., nn.Module]
 ) -> None:
     for inplace in (True, False):
@@ -44,7 +44,7 @@ def test_like_the_parent(
     assert ours().inplace
 
 
-def test_gelu_is_like_its_parent_and_names_inplace() -> None:
+def test_gelu_repr_matches_parent_class_and_adds_inplace() -> None:
     for approximate in ("none", "tanh"):
         mine, parent = inplace_ops.GELU(approximate, inplace=False), nn.GELU(approximate)
         assert isinstance(mine, nn.GELU)
@@ -55,7 +55,7 @@ def test_gelu_is_like_its_parent_and_names_inplace() -> None:
         inplace_ops.GELU("erf")
 
 
-def test_repr_names_what_is_not_the_default() -> None:
+def test_repr_names_non_default_arguments() -> None:
     assert repr(inplace_ops.ReLU(save="output")) == "ReLU(inplace=True, save='output')"
     assert (
         repr(inplace_ops.LeakyReLU(0.5, save="output"))
@@ -68,7 +68,9 @@ def test_repr_names_what_is_not_the_default() -> None:
 
 
 @all_activations
-def test_modules_compute_as_the_functions(activation: Activation, device: torch.device) -> None:
+def test_modules_and_their_copies_match_reference(
+    activation: Activation, device: torch.device
+) -> None:
     originals = {"new": activation.module()}
     originals["deepcopy"] = copy.deepcopy(originals["new"])
     originals["pickle"] = pickle.loads(pickle.dumps(originals["new"]))
@@ -88,7 +90,7 @@ def test_modules_compute_as_the_functions(activation: Activation, device: torch.
 
 
 @all_activations
-def test_out_of_place_is_pytorchs(activation: Activation, device: torch.device) -> None:
+def test_out_of_place_equals_pytorch(activation: Activation, device: torch.device) -> None:
     module = activation.module(inplace=False)
     leaf = random_values((3, 50), torch.float32, device).requires_grad_()
     before = leaf.detach().clone()
@@ -116,7 +118,9 @@ def test_out_of_place_is_pytorchs(activation: Activation, device: torch.device) 
         (inplace_ops.SiLU, {"save": "derivative", "bits": 4}),
     ],
 )
-def test_wrong_arguments(module: type[nn.Module], arguments: dict[str, object]) -> None:
+def test_wrong_arguments_raise_value_error(
+    module: type[nn.Module], arguments: dict[str, object]
+) -> None:
     with pytest.raises(ValueError, match=r"save must|bits must|negative_slope >= 0"):
         module(**arguments)
 
@@ -128,7 +132,7 @@ def network(activation: Callable[[], nn.Module], device: torch.device) -> nn.Seq
 
 
 @all_activations
-def test_in_a_network(activation: Activation, device: torch.device) -> None:
+def test_gradients_of_network_match_pytorch(activation: Activation, device: torch.device) -> None:
     ours = network(activation.module, device).double()
 
     class Reference(nn.Module):
@@ -140,14 +144,15 @@ def test_in_a_network(activation: Activation, device: torch.device) -> None:
     x = torch.randn(2, 3, 9, 9, dtype=torch.float64, device=device)
     for model in (ours, pytorchs):
         model(x).square().mean().backward()
-    # The grid's error times the network's sensitivity, which is below 1 with these sizes.
+    # The error of the derivative's grid times the network's sensitivity, which is below 1 at these
+    # sizes.
     atol = max(1e-7, 20 * activation.derivative_error.get(torch.float64, 0.0))
     for mine, reference in zip(ours.parameters(), pytorchs.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-7, atol=atol)
 
 
 @all_activations
-def test_fx(activation: Activation, device: torch.device) -> None:
+def test_fx_trace_matches_reference(activation: Activation, device: torch.device) -> None:
     model = nn.Sequential(nn.Linear(5, 7), activation.module(), nn.Linear(7, 2)).to(device).double()
     traced = torch.fx.symbolic_trace(model)
     assert type(traced.get_submodule("1")) is type(model[1])
@@ -172,7 +177,7 @@ def test_saved_bytes_of_an_activation(
     leaf = torch.randn(3, 1000, dtype=dtype, device=device, requires_grad=True)
     output = leaf.numel() * leaf.element_size() if activation.saves_output else 0
     packed = activation.packed_bits[dtype] * leaf.numel() // 8
-    # mean() keeps nothing, so that an output which is kept is kept for the activation alone.
+    # mean() saves nothing, so the output is saved only if the activation itself saves it.
     assert saved_bytes(lambda x: activation.call(x.clone()).mean(), leaf) == output + packed
 
 
@@ -201,34 +206,34 @@ def test_saved_bytes_between_convolutions(
     assert without == elements * dtype.itemsize  # the second convolution's input
     extra = activation.packed_bits[dtype] * elements // 8
     assert between(activation.call) == without + extra
-    # PyTorch's, for comparison: nothing for ReLU, a clone of the input for SiLU.
+    # For comparison PyTorch's in-place forms: ReLU adds nothing, SiLU adds a clone of the input.
     clone = elements * dtype.itemsize if activation.entry.torch_saves == "input" else 0
     if activation.entry.allows_output(*activation.scalars):
         assert between(activation.torch_inplace) == without + clone
 
 
-def test_the_designs_table_of_saved_bytes(device: torch.device) -> None:
+def test_saved_bytes_per_element(device: torch.device) -> None:
     n = 8000
 
-    def an_element(call: Callable[[Tensor], Tensor], dtype: torch.dtype) -> float:
+    def per_element(call: Callable[[Tensor], Tensor], dtype: torch.dtype) -> float:
         leaf = torch.randn(n, dtype=dtype, device=device, requires_grad=True)
-        kept = saved_bytes(lambda x: torch.sum(call(x.clone())), leaf)
-        return kept / n
+        saved = saved_bytes(lambda x: torch.sum(call(x.clone())), leaf)
+        return saved / n
 
     silu = inplace_ops.silu_
-    assert an_element(inplace_ops.relu_, torch.float32) == 1 / 8
-    assert an_element(inplace_ops.leaky_relu_, torch.bfloat16) == 1 / 8
+    assert per_element(inplace_ops.relu_, torch.float32) == 1 / 8
+    assert per_element(inplace_ops.leaky_relu_, torch.bfloat16) == 1 / 8
     for dtype, default in ((torch.float32, 0.75), (torch.bfloat16, 0.625), (torch.float16, 0.875)):
-        assert an_element(silu, dtype) == dtype.itemsize + default
-        assert an_element(lambda x: silu(x, bits=1), dtype) == dtype.itemsize + 1 / 8
-    assert an_element(lambda x: silu(x, save="derivative"), torch.float32) == 2
-    assert an_element(lambda x: silu(x, save="derivative"), torch.bfloat16) == 1
-    assert an_element(torch.nn.functional.silu, torch.float32) == 4
+        assert per_element(silu, dtype) == dtype.itemsize + default
+        assert per_element(lambda x: silu(x, bits=1), dtype) == dtype.itemsize + 1 / 8
+    assert per_element(lambda x: silu(x, save="derivative"), torch.float32) == 2
+    assert per_element(lambda x: silu(x, save="derivative"), torch.bfloat16) == 1
+    assert per_element(torch.nn.functional.silu, torch.float32) == 4
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_the_hidden_layer_of_a_transformers_block(approximate: str, device: torch.device) -> None:
-    """Linear, GELU, linear: bytes per hidden element, where PyTorch keeps input and output."""
+def test_saved_bytes_of_transformer_mlp(approximate: str, device: torch.device) -> None:
+    """A linear, GELU, linear block: PyTorch saves GELU's input and output, 4 bytes per element."""
     hidden, tokens = 256, 64
     first = nn.Linear(64, hidden).to(device, torch.bfloat16)
     second = nn.Linear(hidden, 64).to(device, torch.bfloat16)
@@ -252,7 +257,7 @@ class Scale(nn.Module):
         return x * self.weight * self.scale
 
 
-def test_saved_bytes_leaves_out_what_is_there_anyway() -> None:
+def test_saved_bytes_excludes_parameters_buffers_and_inputs() -> None:
     x = torch.randn(100, requires_grad=True)
     other = torch.randn(100, requires_grad=True)
     linear = nn.Linear(100, 10)
@@ -266,17 +271,17 @@ def test_saved_bytes_leaves_out_what_is_there_anyway() -> None:
     assert saved_bytes(torch.exp, torch.randn(100)) == 0
 
 
-def test_saved_bytes_counts_storages_once_and_whole() -> None:
+def test_saved_bytes_counts_whole_storages_once() -> None:
     x = torch.randn(10, requires_grad=True)
     wide = torch.randn(1000)
     assert saved_bytes(lambda v: v * wide[:10], x) == 4000
     assert saved_bytes(lambda v: v * wide[:10] + v * wide[10:20] + v * wide[:10], x) == 4000
     assert saved_bytes(lambda v: v.exp().sin().detach(), x) == 0
-    # exp keeps its output, sin its input: one tensor; cos another.
+    # exp saves its output and sin its input, the same tensor; cos saves another one.
     assert saved_bytes(lambda v: v.exp().sin().cos(), x) == 80
 
 
-def test_saved_bytes_of_a_sparse_tensor_and_beside_a_lazy_module() -> None:
+def test_saved_bytes_with_sparse_tensor_and_lazy_module() -> None:
     lazy = nn.LazyLinear(3)
     x = torch.zeros(1000).index_fill(0, torch.arange(10), 1.0).to_sparse().requires_grad_()
     indices_and_values = 10 * 8 + 10 * 4

@@ -1,4 +1,4 @@
-"""PyTorch's own suite: its OpInfo entries for the activations, run through ours.
+"""PyTorch's OpInfo entries for the activations, applied to our activations.
 
 Needs `expecttest`, which torch.testing._internal imports; without it this file is skipped.
 """
@@ -44,7 +44,7 @@ def entry_of(activation: Activation) -> OpInfo:
 
 
 def of_variant(activation: Activation, found: Iterable[SampleInput]) -> Iterator[SampleInput]:
-    """The samples of this activation: gelu's have both forms."""
+    """Yield the samples of an activation's variant: the entry of gelu has samples of both."""
     for sample in found:
         assert not sample.args
         if {**activation.entry.variant, **sample.kwargs} == activation.entry.variant:
@@ -54,7 +54,7 @@ def of_variant(activation: Activation, found: Iterable[SampleInput]) -> Iterator
 def samples(
     activation: Activation, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[Tensor, tuple[int, ...], tuple[int, ...], int]]:
-    """Every reference input: its storage as a flat tensor, and the view of it that it is."""
+    """Yield each reference input: its storage as a flat tensor, and the view's size and strides."""
     for sample in of_variant(
         activation, entry_of(activation).reference_inputs(device, dtype, requires_grad=False)
     ):
@@ -66,19 +66,19 @@ def samples(
 
 
 def overlaps(view: tuple[tuple[int, ...], tuple[int, ...], int], elements: int) -> bool:
-    place = torch.arange(elements).as_strided(*view)
-    return place.unique().numel() < place.numel()
+    indices = torch.arange(elements).as_strided(*view)
+    return indices.unique().numel() < indices.numel()
 
 
-def test_all_entries_are_known() -> None:
-    # PyTorch has no error inputs of these but gelu's, and no other variants, so far.
+def test_opinfo_has_only_known_entries() -> None:
+    # So far PyTorch has no other variants, and error inputs only for gelu.
     names = {name_of(activation) for activation in ONE_OF_EACH}
     assert set(ENTRIES) == {*((name, "") for name in names), ("silu", "complex")}
     errors = {name for (name, _), entry in ENTRIES.items() if entry.error_inputs_func}
     assert errors == {"gelu"}
 
 
-def test_error_inputs(device: torch.device) -> None:
+def test_error_inputs_raise_value_error(device: torch.device) -> None:
     for error in ENTRIES["gelu", ""].error_inputs(device):
         sample = error.sample_input
         x = sample.input.clone()
@@ -88,8 +88,8 @@ def test_error_inputs(device: torch.device) -> None:
 
 
 @one_of_each
-def test_dtypes(activation: Activation, device: torch.device) -> None:
-    """All of PyTorch's but complex ones; the others are refused, untouched."""
+def test_supported_dtypes_match_pytorch(activation: Activation, device: torch.device) -> None:
+    """PyTorch's dtypes are supported except complex ones; tensors of others stay unmodified."""
     entry = entry_of(activation)
     supported = entry.dtypesIfCUDA if device.type == "cuda" else entry.dtypes
     takes_integers = activation.entry.takes_integers
@@ -105,7 +105,7 @@ def test_dtypes(activation: Activation, device: torch.device) -> None:
             assert (bytes(x.cpu().untyped_storage()), x._version) == (before, version)
 
 
-def test_complex_silu_is_refused(device: torch.device) -> None:
+def test_complex_silu_is_rejected(device: torch.device) -> None:
     entry = ENTRIES["silu", "complex"]
     silu = next(row for row in ONE_OF_EACH if name_of(row) == "silu")
     for dtype in entry.dtypes:
@@ -118,7 +118,7 @@ def test_complex_silu_is_refused(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=lambda dtype: str(dtype)[6:])
-def test_integers(dtype: torch.dtype, device: torch.device) -> None:
+def test_integers_match_pytorch(dtype: torch.dtype, device: torch.device) -> None:
     for activation in (row for row in ONE_OF_EACH if row.entry.takes_integers):
         for storage, *view in samples(activation, dtype, device):
             if not overlaps(view, storage.numel()):
@@ -129,7 +129,7 @@ def test_integers(dtype: torch.dtype, device: torch.device) -> None:
 
 @one_of_each
 @all_floats
-def test_values_and_gradients(
+def test_values_and_gradients_match_pytorch(
     activation: Activation, dtype: torch.dtype, device: torch.device
 ) -> None:
     op = activation.reference
@@ -212,8 +212,8 @@ def test_gradgradcheck(activation: Activation, device: torch.device) -> None:
 
 
 @one_of_each
-def test_derivatives_equal_pytorchs(activation: Activation, device: torch.device) -> None:
-    """The first and second ones, backward and forward."""
+def test_derivatives_match_pytorch(activation: Activation, device: torch.device) -> None:
+    """First and second derivatives equal PyTorch's, in reverse mode and in forward mode."""
     op = activation.reference
     for x in double_inputs(activation, device):
         direction = torch.randn_like(x)
@@ -235,10 +235,10 @@ def test_derivatives_equal_pytorchs(activation: Activation, device: torch.device
             second = []
             for f in (activation.call, op):
                 (first,) = torch.autograd.grad(f(x * 1.5).sum(), x, create_graph=True)
-                wanted = first.requires_grad
+                is_differentiable = first.requires_grad
                 second.append(
                     torch.autograd.grad(first, x, direction, allow_unused=True)[0]
-                    if wanted
+                    if is_differentiable
                     else None
                 )
             actual, expected = (torch.zeros_like(x) if s is None else s for s in second)
@@ -248,7 +248,7 @@ def test_derivatives_equal_pytorchs(activation: Activation, device: torch.device
 @one_of_each
 @all_floats
 @pytest.mark.parametrize("in_dim", [0, -1])
-def test_vmap(
+def test_vmap_matches_pytorch(
     activation: Activation, dtype: torch.dtype, in_dim: int, device: torch.device
 ) -> None:
     found = entry_of(activation).sample_inputs(device, dtype, requires_grad=False)
@@ -257,6 +257,6 @@ def test_vmap(
         batch = torch.stack([x, -x, x * 0.5], in_dim)
         expected = torch.stack([activation.reference(b) for b in batch.unbind(in_dim)])
         assert_values(activation, torch.vmap(activation.call, in_dim)(batch.clone()), expected)
-        # And the in-place result, seen through the batch itself.
+        # The batch itself is modified in place.
         torch.vmap(activation.call, in_dim)(batch)
         assert_values(activation, batch.movedim(in_dim, 0), expected)

@@ -39,12 +39,12 @@ def name_of(op: torch._ops.OpOverload) -> str:
 
 
 def names_of(op: torch._ops.OpOverload) -> list[str]:
-    """Of its parameters."""
+    """Return the names of the op's parameters."""
     return [parameter.name for parameter in op._schema.arguments]
 
 
-def numbers_of(op: torch._ops.OpOverload) -> tuple[str | None, str | None]:
-    """The activation's name among the ops, and what the op saves or reads."""
+def activation_and_save_of(op: torch._ops.OpOverload) -> tuple[str | None, str | None]:
+    """Return the name of the op's activation, and the save mode of what it writes or reads."""
     if op in (_ops.NORM_AFFINE, _ops.NORMALIZE, *_ops.SUM_OPS):
         return None, None
     for activation, ops in _ops.ALL.items():
@@ -60,13 +60,15 @@ def numbers_of(op: torch._ops.OpOverload) -> tuple[str | None, str | None]:
 
 
 def planes_of(op: torch._ops.OpOverload, dtype: torch.dtype = torch.float32) -> int:
-    """The default number of bit planes of what it writes or reads, 0 where it has none."""
-    activation, save = numbers_of(op)
+    """Return the default number of bit planes that the op writes or reads, or 0 without bits."""
+    activation, save = activation_and_save_of(op)
     return _ops.ALL[activation].default_bits[save][dtype] if save not in (None, "recompute") else 0
 
 
-# The template of ops.h is the same for all: of those of a kind one, and the one with a scalar.
-OF_EACH_KIND = [op for op in OPS if numbers_of(op)[0] in (None, "relu", "leaky_relu", "silu")]
+# The ops of relu, of leaky_relu with its scalar, and of silu: ops.h has one template for all.
+OF_EACH_KIND = [
+    op for op in OPS if activation_and_save_of(op)[0] in (None, "relu", "leaky_relu", "silu")
+]
 NORMALIZING = [op for op in OF_EACH_KIND if "channel_affine" in names_of(op)]
 
 all_ops = pytest.mark.parametrize("op", OPS, ids=name_of)
@@ -77,12 +79,12 @@ of_each_kind = pytest.mark.parametrize(
 
 FLOATING = ("x", "grad", "grad_grad", "output", "addend")  # tensors of one shape and dtype
 
-# How many, of two samples with six channels in two groups.
+# Their sizes for two samples with six channels in two groups.
 STATISTICS = {"rstd": 4, "mean": 4, "weight": 6, "bias": 6}
 
 
 def scale_shift_of(x: Tensor, *dims: int) -> Tensor:
-    """Scales and shifts that differ in some dimensions of x."""
+    """Return a random affine (or row statistics) whose values differ along `dims` of x."""
     shape = [size if d in dims else 1 for d, size in enumerate(x.shape)]
     return torch.randn(2, *shape, dtype=_ops.affine_dtype(x.dtype), device=x.device)
 
@@ -93,7 +95,7 @@ def arguments_of(
     dtype: torch.dtype = torch.float32,
     layout: str = "contiguous",
 ) -> list[object]:
-    """Arguments as the package itself passes them, of the schema's names."""
+    """Return arguments as the package itself passes them, by the names in the op's schema."""
     arrange, dim_order = LAYOUTS[layout]
     planes = planes_of(op, dtype)
     arguments: list[object] = []
@@ -102,8 +104,8 @@ def arguments_of(
             arguments.append(arrange(torch.randn(SHAPE, device=device).to(dtype)))
         elif parameter.name == "packed":
             packed = _ops.empty_bits(arguments[0], planes).random_()
-            if numbers_of(op)[1] == "derivative":
-                packed[-1] = 255  # no code is 0, which stands for NaN
+            if activation_and_save_of(op)[1] == "derivative":
+                packed[-1] = 255  # no code is 0, the code of NaN
             arguments.append(packed)
         elif parameter.name == "bits":
             arguments.append(planes)
@@ -113,7 +115,7 @@ def arguments_of(
             arguments.append(torch.randn(STATISTICS[parameter.name], device=device))
         elif parameter.name in ("shape", "channels_per_group"):
             arguments.append([2, 2, 6] if parameter.name == "shape" else 3)
-        elif parameter.name == "row_statistics":  # which only layer norms have
+        elif parameter.name == "row_statistics":  # only layer norms have them
             arguments.append(None if layout == "channels_last" else scale_shift_of(arguments[0], 0))
         elif parameter.name == "dim_order":
             arguments.append(dim_order)
@@ -121,15 +123,15 @@ def arguments_of(
             arguments.append(SCALARS[parameter.name])
     names = names_of(op)
     if {"output", "packed"} <= set(names) and device.type != "meta":
-        # Not every output, with every code, is one of an input.
+        # Not every pair of an output and a code belongs to an input: let forward write them.
         output, packed = (arguments[names.index(name)] for name in ("output", "packed"))
-        saving = _ops.ALL[numbers_of(op)[0]].save_in_place["output"]
+        saving = _ops.ALL[activation_and_save_of(op)[0]].save_in_place["output"]
         arguments[names.index("packed")] = saving(output, planes, dim_order)
     return arguments
 
 
 def floats_of(op: torch._ops.OpOverload) -> int:
-    """How many tensors that are no packed bits it takes."""
+    """Return the number of tensor arguments that share a shape and a dtype."""
     return sum(name in FLOATING for name in names_of(op))
 
 
@@ -166,7 +168,7 @@ def test_opcheck(op: torch._ops.OpOverload, layout: str, device: torch.device) -
 
 @pytest.mark.parametrize("activation", _ops.ALL)
 @each("layout", LAYOUTS)
-def test_functional_ops_equal_the_in_place_ones(
+def test_functional_ops_equal_in_place_ops(
     activation: str, layout: str, device: torch.device
 ) -> None:
     ops = _ops.ALL[activation]
@@ -202,12 +204,14 @@ def assert_rejected(op: torch._ops.OpOverload, arguments: list[object]) -> None:
     with pytest.raises(RuntimeError):
         op(*arguments)
     for tensor, old in zip(tensors, before, strict=True):
-        assert_identical(tensor, old, "modified although refused:")
+        assert_identical(tensor, old, "modified although rejected:")
 
 
 @each("wrong", WRONG_BITS)
 @pytest.mark.parametrize("op", list(filter(has_packed, OF_EACH_KIND)), ids=name_of)
-def test_wrong_bits(op: torch._ops.OpOverload, wrong: str, device: torch.device) -> None:
+def test_wrong_bits_are_rejected(
+    op: torch._ops.OpOverload, wrong: str, device: torch.device
+) -> None:
     arguments = arguments_of(op, device)
     index = next(
         i for i, a in enumerate(arguments) if isinstance(a, Tensor) and a.dtype == torch.uint8
@@ -218,7 +222,9 @@ def test_wrong_bits(op: torch._ops.OpOverload, wrong: str, device: torch.device)
 
 @of_each_kind
 @each("order", [[0], [0, 1, 2], [0, 1, 2, 3, 4], [0, 1, 2, 2], [1, 2, 3, 4], [0, 1, 2, -1]])
-def test_wrong_order(op: torch._ops.OpOverload, order: list[int], device: torch.device) -> None:
+def test_wrong_dim_order_is_rejected(
+    op: torch._ops.OpOverload, order: list[int], device: torch.device
+) -> None:
     arguments = arguments_of(op, device)
     arguments[names_of(op).index("dim_order")] = order
     assert_rejected(op, arguments)
@@ -234,7 +240,9 @@ WRONG_FLOATS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @each("wrong", WRONG_FLOATS)
 @pytest.mark.parametrize("op", [op for op in OF_EACH_KIND if floats_of(op) > 1], ids=name_of)
-def test_unlike_tensors(op: torch._ops.OpOverload, wrong: str, device: torch.device) -> None:
+def test_tensors_of_other_shape_or_dtype_are_rejected(
+    op: torch._ops.OpOverload, wrong: str, device: torch.device
+) -> None:
     indices = [index for index, name in enumerate(names_of(op)) if name in FLOATING]
     for index in indices[1:]:
         arguments = arguments_of(op, device)
@@ -258,7 +266,9 @@ WRONG_AFFINES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @each("wrong", WRONG_AFFINES)
 @pytest.mark.parametrize("op", NORMALIZING, ids=name_of)
-def test_wrong_affine(op: torch._ops.OpOverload, wrong: str, device: torch.device) -> None:
+def test_wrong_affine_is_rejected(
+    op: torch._ops.OpOverload, wrong: str, device: torch.device
+) -> None:
     for name in ("channel_affine", "row_statistics"):
         arguments = arguments_of(op, device)
         index = names_of(op).index(name)
@@ -267,7 +277,9 @@ def test_wrong_affine(op: torch._ops.OpOverload, wrong: str, device: torch.devic
 
 
 @pytest.mark.parametrize("op", NORMALIZING, ids=name_of)
-def test_maps_of_float64(op: torch._ops.OpOverload, device: torch.device) -> None:
+def test_float32_affine_of_float64_is_rejected(
+    op: torch._ops.OpOverload, device: torch.device
+) -> None:
     arguments = arguments_of(op, device, torch.float64)
     op(*arguments)
     index = names_of(op).index("channel_affine")
@@ -276,7 +288,7 @@ def test_maps_of_float64(op: torch._ops.OpOverload, device: torch.device) -> Non
 
 
 @pytest.mark.parametrize("op", NORMALIZING, ids=name_of)
-def test_maps_that_differ_in_many_dimensions(
+def test_affine_that_differs_in_many_dimensions_is_rejected(
     op: torch._ops.OpOverload, device: torch.device
 ) -> None:
     names = names_of(op)
@@ -296,10 +308,10 @@ def test_maps_that_differ_in_many_dimensions(
 
 @saving_ops
 @each("planes", [-1, 0, 1, 2, 7, 9, 12, 33])
-def test_wrong_number_of_planes(
+def test_wrong_number_of_planes_is_rejected(
     op: torch._ops.OpOverload, planes: int, device: torch.device
 ) -> None:
-    activation, save = numbers_of(op)
+    activation, save = activation_and_save_of(op)
     default = _ops.ALL[activation].default_bits["output"][torch.float32]
     accepted = {"mask": (1,), "output": (1, default, 8), "derivative": (8, 16, 32)}
     if planes not in accepted[save]:
@@ -323,7 +335,7 @@ def test_unused_bits_are_zero(
             assert not (bits[:, -1] >> (length % 8)).any()
 
 
-def test_relus_mask_is_one_bit_per_element(device: torch.device) -> None:
+def test_relu_mask_is_one_bit_per_element(device: torch.device) -> None:
     x = torch.randn(77, device=device)
     x[3] = torch.nan
     x[4:7] = torch.tensor([0.0, -0.0, torch.inf])
@@ -339,7 +351,7 @@ def test_relus_mask_is_one_bit_per_element(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("samples", "channels", "channels_per_group"), [(1, 5, 1), (3, 12, 4), (2, 3, 1)]
 )
-def test_norm_affine(
+def test_norm_affine_matches_float64(
     samples: int,
     channels: int,
     channels_per_group: int,
@@ -365,7 +377,7 @@ def test_norm_affine(
 
     scale = spread(rstd, 1.0) * spread(weight, 1.0)
     product, added = spread(mean, 0.0) * scale, spread(bias, 0.0)
-    # Roundings of the scale, the product and the sum, here in float64 too.
+    # The scale, the product and the sum are rounded; this test rounds them in float64 too.
     unit = 1.01 * torch.finfo(dtype).eps
     assert ((affine[0, ..., 0].double() - scale).abs() <= unit * scale.abs()).all()
     error = unit * (2 * product.abs() + (added - product).abs())
@@ -392,7 +404,7 @@ WRONG_STATISTICS: dict[str, tuple[str, Callable[[Any], object]]] = {
 
 
 @each("wrong", WRONG_STATISTICS)
-def test_wrong_statistics(wrong: str, device: torch.device) -> None:
+def test_wrong_statistics_are_rejected(wrong: str, device: torch.device) -> None:
     name, change = WRONG_STATISTICS[wrong]
     arguments = arguments_of(_ops.NORM_AFFINE, device)
     index = names_of(_ops.NORM_AFFINE).index(name)
@@ -400,7 +412,7 @@ def test_wrong_statistics(wrong: str, device: torch.device) -> None:
     assert_rejected(_ops.NORM_AFFINE, arguments)
 
 
-def test_statistics_are_not_halves(device: torch.device) -> None:
+def test_half_statistics_are_rejected(device: torch.device) -> None:
     halves = [
         argument.half() if isinstance(argument, Tensor) else argument
         for argument in arguments_of(_ops.NORM_AFFINE, device)
@@ -409,7 +421,7 @@ def test_statistics_are_not_halves(device: torch.device) -> None:
     assert_rejected(_ops.NORM_AFFINE, [None] * 4 + halves[4:])
 
 
-# The dimensions of x in which channels and rows differ.
+# By name: the dimensions of x along which the channel affine and the row statistics differ.
 DIFFERING: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
     "none": ((), None),
     "batch_norm": ((1,), None),
@@ -425,19 +437,19 @@ DIFFERING: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
 @pytest.mark.parametrize("dtype", FLOATS)
 @each("layout", LAYOUTS)
 @pytest.mark.parametrize("differing", DIFFERING)
-def test_normalized_elements(
+def test_ops_after_norm_match_reference(
     differing: str, layout: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     arrange, dim_order = LAYOUTS[layout]
     x, grad = (arrange(3 * torch.randn(3, 5, 12, 13, device=device)).to(dtype) for _ in range(2))
-    of_channels, of_rows = DIFFERING[differing]
-    # As strided as affine may be.
-    channels = scale_shift_of(x, *of_channels).movedim(0, -1).contiguous().movedim(-1, 0)
-    rows = None if of_rows is None else scale_shift_of(x, *of_rows)
-    affine = (channels, rows, dim_order)
+    channel_dims, row_dims = DIFFERING[differing]
+    # An affine may be strided.
+    channel_affine = scale_shift_of(x, *channel_dims).movedim(0, -1).contiguous().movedim(-1, 0)
+    row_statistics = None if row_dims is None else scale_shift_of(x, *row_dims)
+    affine = (channel_affine, row_statistics, dim_order)
 
     z = _ops.NORMALIZE(x, *affine)
-    expected, error = normalized(x, channels, rows)
+    expected, error = normalized(x, channel_affine, row_statistics)
     assert ((z.double() - expected).abs() <= error).all()
     assert z.stride() == _ops.dense_strides(x.shape, dim_order)
     for row in ROWS:
@@ -452,14 +464,18 @@ def test_normalized_elements(
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("differing", DIFFERING)
-def test_normalized_elements_are_the_same_in_every_kernel(
+def test_all_kernels_normalize_to_the_same_bits(
     differing: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Enough of them that a sum rounded once here and twice there makes another 16-bit number."""
+    """All kernels normalize an element to the same bits.
+
+    There are enough elements that one of them becomes another 16-bit number if one kernel rounds a
+    sum once and another kernel twice.
+    """
     x, grad = (3 * torch.randn(3, 5, 360, 131, device=device).to(dtype) for _ in range(2))
-    of_channels, of_rows = DIFFERING[differing]
-    rows = None if of_rows is None else scale_shift_of(x, *of_rows)
-    affine = (scale_shift_of(x, *of_channels), rows, None)
+    channel_dims, row_dims = DIFFERING[differing]
+    row_statistics = None if row_dims is None else scale_shift_of(x, *row_dims)
+    affine = (scale_shift_of(x, *channel_dims), row_statistics, None)
     z = _ops.NORMALIZE(x, *affine)
     one_and_zero = torch.tensor([1.0, 0.0], dtype=_ops.affine_dtype(x.dtype), device=device)
     identity = (one_and_zero.view(2, 1, 1, 1, 1), None, None)
@@ -473,20 +489,20 @@ def test_normalized_elements_are_the_same_in_every_kernel(
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("channels", [(), (1,), (0, 1), (2,), (0, 2)], ids=str)
-@pytest.mark.parametrize("rows", [None, (0,), (0, 1), (0, 2)], ids=str)
-def test_runs_of_every_length(
-    channels: tuple[int, ...],
-    rows: tuple[int, ...] | None,
+@pytest.mark.parametrize("channel_dims", [(), (1,), (0, 1), (2,), (0, 2)], ids=str)
+@pytest.mark.parametrize("row_dims", [None, (0,), (0, 1), (0, 2)], ids=str)
+def test_affine_may_change_at_any_element(
+    channel_dims: tuple[int, ...],
+    row_dims: tuple[int, ...] | None,
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """AffineLoads that change anywhere in what a kernel works on at one time."""
+    """Scales and shifts may change at any element of a kernel's vector or tile."""
     leaky_relu = _ops.ALL["leaky_relu"]
     for length in (*range(1, 35), 49, 196, 511, 512, 513):
         x = (3 * torch.randn(1200 // (3 * length) + 2, 3, length, device=device)).to(dtype)
-        of_rows = None if rows is None else scale_shift_of(x, *rows)
-        affine = (scale_shift_of(x, *channels), of_rows, None)
+        row_statistics = None if row_dims is None else scale_shift_of(x, *row_dims)
+        affine = (scale_shift_of(x, *channel_dims), row_statistics, None)
         z = _ops.NORMALIZE(x, *affine)
         expected, error = normalized(x, *affine[:2])
         assert ((z.double() - expected).abs() <= error).all()
@@ -499,7 +515,7 @@ CASTING = [op for op in _ops.RECOMPUTING_OPS if "dtype" in names_of(op)]
 
 
 def with_special_values(x: Tensor) -> Tensor:
-    """x with NaN, infinities, and what overflows or is subnormal in 16 bits."""
+    """Write NaN, infinities, and values that overflow or are subnormal in 16 bits to x."""
     special = (torch.nan, torch.inf, -torch.inf, 7e4, -3.4e38, 3e-6, 1e-39, -0.0)
     for index, value in enumerate(special):
         x.view(-1)[index :: 97 + 2 * index] = value
@@ -509,10 +525,10 @@ def with_special_values(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", _ops.CAST_DTYPES)
 @each("layout", LAYOUTS)
 @pytest.mark.parametrize("op", CASTING, ids=name_of)
-def test_results_that_are_cast(
+def test_op_with_dtype_equals_cast_of_result(
     op: torch._ops.OpOverload, layout: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """As a cast of the results: both round once."""
+    """An op with `dtype` equals a cast of its result: both round once."""
     arrange, dim_order = LAYOUTS[layout]
     scalars = [SCALARS[a.name] for a in op._schema.arguments[4:] if not a.kwarg_only]
     for shape in ((3, 5, 12, 13), (2, 16, 24, 33), (1, 1, 1, 1), (2, 0, 3, 4)):
@@ -530,7 +546,7 @@ def test_results_that_are_cast(
 
 
 @pytest.mark.parametrize("op", CASTING, ids=name_of)
-def test_casts_that_there_are_not(op: torch._ops.OpOverload, device: torch.device) -> None:
+def test_unsupported_casts_are_rejected(op: torch._ops.OpOverload, device: torch.device) -> None:
     for dtype in FLOATS:
         arguments = arguments_of(op, device, dtype)
         on_meta = [a.to("meta") if isinstance(a, Tensor) else a for a in arguments]
@@ -541,7 +557,7 @@ def test_casts_that_there_are_not(op: torch._ops.OpOverload, device: torch.devic
                 assert op(*on_meta, dtype=target).dtype == target
                 continue
             for given in (arguments, on_meta):
-                with pytest.raises(RuntimeError, match="of another dtype are float16 or bfloat16"):
+                with pytest.raises(RuntimeError, match="float16 or bfloat16"):
                     op(*given, dtype=target)
 
 
@@ -559,8 +575,10 @@ ADDENDS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("dtype", FLOATS)
 @each("layout", LAYOUTS)
 @pytest.mark.parametrize("addend", ADDENDS)
-def test_sums(addend: str, layout: str, dtype: torch.dtype, device: torch.device) -> None:
-    """As PyTorch's sum of the norm's output, and its ReLU: all round where these round."""
+def test_sum_ops_equal_pytorch(
+    addend: str, layout: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """The ops equal PyTorch's sum and ReLU of the norm's output: they round at the same steps."""
     arrange, dim_order = LAYOUTS[layout]
     for shape in ((3, 5, 12, 13), (2, 16, 24, 33), (7, 1, 3, 171), (1, 1, 1, 1), (2, 0, 3, 4)):
         x, other = (
@@ -582,7 +600,7 @@ def test_sums(addend: str, layout: str, dtype: torch.dtype, device: torch.device
 
 
 @pytest.mark.parametrize("op", [*_ops.PLAIN_OPS, *_ops.SAVING_OPS], ids=name_of)
-def test_meta_tensors(op: torch._ops.OpOverload) -> None:
+def test_in_place_ops_take_meta_tensors(op: torch._ops.OpOverload) -> None:
     x, *rest = arguments_of(op, torch.device("meta"))
     op(x, *rest)
     assert x.is_meta
@@ -592,7 +610,9 @@ def test_meta_tensors(op: torch._ops.OpOverload) -> None:
 @pytest.mark.parametrize("op", [op for op in OF_EACH_KIND if op in _ops.BACKWARD_OPS], ids=name_of)
 @each("batched", ["gradient", "all"])
 @each("dim", [0, 2])
-def test_vmap(op: torch._ops.OpOverload, batched: str, dim: int, device: torch.device) -> None:
+def test_vmap_of_backward_ops_equals_single_calls(
+    op: torch._ops.OpOverload, batched: str, dim: int, device: torch.device
+) -> None:
     layout = "contiguous" if batched == "all" else "channels_last"
     sets = [arguments_of(op, device, layout=layout) for _ in range(3)]
     is_batched = [

@@ -1,4 +1,4 @@
-"""What was installed: one version everywhere, the wheel's tags, and the files that belong."""
+"""Test the installed package: its version, the wheel's tags and the wheel's files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIBRARY, CUDA_LIBRARY = "inplace_ops/_C.abi3.so", "inplace_ops/_C_cuda.abi3.so"
 
 @pytest.fixture
 def wheel() -> Distribution:
-    """What was installed from a wheel, and imported."""
+    """The distribution that was installed from a wheel and is imported."""
     for installed in distributions(name="inplace_ops"):
         is_imported = installed.locate_file(LIBRARY) == Path(_ops._C.__file__)
         if is_imported and installed.read_text("WHEEL") is not None:
@@ -26,7 +26,7 @@ def wheel() -> Distribution:
     pytest.skip("inplace_ops is not installed from a wheel")
 
 
-def test_the_version_is_the_same_everywhere() -> None:
+def test_version_is_the_same_everywhere() -> None:
     number = re.search(r'(?m)^version = "(.+)"$', (ROOT / "pyproject.toml").read_text())
     assert number is not None
     try:
@@ -38,7 +38,7 @@ def test_the_version_is_the_same_everywhere() -> None:
         assert installed.partition("+")[0] == number[1]
 
 
-def test_one_wheel_for_every_python(wheel: Distribution) -> None:
+def test_wheel_tags_cover_every_python(wheel: Distribution) -> None:
     text = wheel.read_text("WHEEL")
     assert text is not None
     assert "Root-Is-Purelib: false\n" in text
@@ -48,7 +48,7 @@ def test_one_wheel_for_every_python(wheel: Distribution) -> None:
         assert re.fullmatch(r"cp310-abi3-(many)?linux\w*", tag)
 
 
-def test_the_package_and_nothing_else(wheel: Distribution) -> None:
+def test_wheel_contains_package_and_nothing_else(wheel: Distribution) -> None:
     names = {str(file) for file in wheel.files or () if "__pycache__" not in file.parts}
     installed = {name for name in names if ".dist-info/" not in name}
     expected = {
@@ -58,13 +58,13 @@ def test_the_package_and_nothing_else(wheel: Distribution) -> None:
     }
     assert expected
     assert installed - {CUDA_LIBRARY} == expected | {LIBRARY}
-    label = inplace_ops.__version__.partition("+")[2]  # of what it was built for
+    label = inplace_ops.__version__.partition("+")[2]  # "cpu", or "cu" and the CUDA version
     if label:
         assert (CUDA_LIBRARY in installed) == label.startswith("cu")
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
 
 
-def test_cuda_kernels_are_loaded_where_there_are_any(wheel: Distribution) -> None:
-    there = CUDA_LIBRARY in map(str, wheel.files or ())
+def test_cuda_kernels_are_loaded_if_wheel_contains_them(wheel: Distribution) -> None:
+    is_contained = CUDA_LIBRARY in map(str, wheel.files or ())
     loaded = _ops.cuda_version is not None
-    assert loaded == (there and torch.version.cuda is not None), _ops.no_cuda
+    assert loaded == (is_contained and torch.version.cuda is not None), _ops.no_cuda

@@ -1,6 +1,6 @@
-"""What people reported of other packages, each as a test of its whole kind.
+"""Bugs that users reported of other packages, each as a test of its general case.
 
-Other reports are tests elsewhere: attributes that are set after the conversion, direct calls of
+Tests elsewhere cover other reports: attributes that are set after the conversion, direct calls of
 `forward`, reports that promise too much (`test_convert.py`); hooks that look modules up
 (`test_engine_containment.py`); parameters whose memory is freed (`test_engine_rules.py`);
 subclasses of tensors (`test_engine_surroundings.py`).
@@ -28,21 +28,21 @@ def network() -> nn.Sequential:
 
 
 class PerSample:
-    """As Opacus: hooks that keep inputs in lists and set attributes of parameters."""
+    """Hooks that store inputs in lists and set attributes of parameters, as those of Opacus."""
 
     def __init__(self, model: nn.Module) -> None:
         self.inputs: dict[nn.Module, list[Tensor]] = {}
         for module in model.modules():
             if list(module.parameters(recurse=False)):
-                module.register_forward_hook(self.before)
-                module.register_full_backward_hook(self.after)
+                module.register_forward_hook(self.forward_hook)
+                module.register_full_backward_hook(self.backward_hook)
 
-    def before(self, module: nn.Module, args: Any, output: Any) -> None:
+    def forward_hook(self, module: nn.Module, args: Any, output: Any) -> None:
         self.inputs.setdefault(module, []).append(args[0].detach())
         for parameter in module.parameters(recurse=False):
             parameter.counter = getattr(parameter, "counter", 0) + 1
 
-    def after(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+    def backward_hook(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         x = self.inputs[module].pop()
         for parameter in module.parameters(recurse=False):
             parameter.counter -= 1
@@ -51,9 +51,9 @@ class PerSample:
 
 
 @pytest.mark.parametrize("function", [inplace_ops.convert, inplace_ops.analyze])
-def test_attributes_of_parameters(function: Callable[..., Any]) -> None:
-    """opacus#414, #433, #578: per-sample gradients were None afterwards."""
-    model, x = network(), images().requires_grad_()  # or a backward hook warns
+def test_hooks_that_set_attributes_of_parameters_still_work(function: Callable[..., Any]) -> None:
+    """opacus#414, #433, #578: per-sample gradients were None."""
+    model, x = network(), images().requires_grad_()  # otherwise a backward hook warns
     PerSample(model)
     for inputs in ((), (x,)) if function is inplace_ops.convert else ((x,),):
         function(model, *inputs)
@@ -66,8 +66,8 @@ def test_attributes_of_parameters(function: Callable[..., Any]) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="opacus is not installed")
-@pytest.mark.filterwarnings("default")  # its own
-def test_opacus() -> None:
+@pytest.mark.filterwarnings("default")  # opacus warns
+def test_opacus_per_sample_gradients_match() -> None:
     from opacus import GradSampleModule
 
     model, x = network(), images()
@@ -80,16 +80,16 @@ def test_opacus() -> None:
         torch.testing.assert_close(actual.grad_sample, expected.grad_sample)
 
 
-ACTIVATIONS = (nn.ReLU, nn.GELU)  # those that PyTorch's fast path knows
+ACTIVATIONS = (nn.ReLU, nn.GELU)  # those that PyTorch's fast path supports
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("is_converted", [True, False], ids=["convert", "module"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_a_transformer_encoder_with_padding(
+def test_transformer_encoder_with_padding_matches_pytorch(
     activation: Callable[[], nn.Module], is_converted: bool
 ) -> None:
-    """pytorch#97111, #128413: in eval mode PyTorch's own goes over to nested tensors."""
+    """pytorch#97111, #128413: in eval mode PyTorch's encoder switches to nested tensors."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, activation=activation())
     model = nn.TransformerEncoder(layer, 2).eval()
     x, mask = torch.randn(2, 4, 8), torch.tensor([[False] * 4, [False, False, True, True]])
@@ -109,8 +109,8 @@ def test_a_transformer_encoder_with_padding(
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=["nested", "jagged"])
 @pytest.mark.parametrize("save", ["default", "recompute"])
-def test_modules_take_what_their_parents_take(layout: torch.layout, save: str) -> None:
-    """No kernel of this package supports a nested tensor: PyTorch's activation runs."""
+def test_modules_accept_nested_and_sparse_tensors(layout: torch.layout, save: str) -> None:
+    """PyTorch's activation runs on nested tensors, which no kernel of this package supports."""
     arguments = {} if save == "default" else {"save": save}
     for activation in ACTIVATIONS:
         parts = [torch.randn(3, 4), torch.randn(2, 4)]
@@ -128,8 +128,10 @@ def test_modules_take_what_their_parents_take(layout: torch.layout, save: str) -
 
 @pytest.mark.parametrize("frozen", ["bias", "weight", "both", "nothing"])
 @pytest.mark.parametrize("inplace", [False, True], ids=["", "inplace"])
-def test_second_derivatives_with_frozen_parameters(frozen: str, inplace: bool) -> None:
-    """pytorch-maml#17, guided-diffusion#144: an error that advised what was done already."""
+def test_second_derivatives_with_frozen_parameters_match_pytorch(
+    frozen: str, inplace: bool
+) -> None:
+    """pytorch-maml#17, guided-diffusion#144: an error message advised what was already done."""
     model = nn.Sequential(
         nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), nn.SiLU(inplace), nn.Conv2d(C, 4, 1)
     ).double()

@@ -1,4 +1,4 @@
-"""save="recompute": an activation after a norm, whose output backward forms again."""
+"""save="recompute": an activation after a norm, whose output backward recomputes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ one_of_each_norm = pytest.mark.parametrize("name", ONE_OF_EACH_NORM)
 
 
 def derivative(activation: Activation, z: Tensor) -> Tensor:
-    """In float64; of a smooth by its formula, as PyTorch's cancels where the slope nears 1."""
+    """Return the derivative at z in float64.
+
+    A smooth activation uses its formula, as PyTorch's derivative cancels where the slope nears 1.
+    """
     for smooth in SMOOTH_ACTIVATIONS:
         if smooth.entry is activation.entry:
             return smooth.derivative(z)
@@ -52,17 +55,18 @@ def derivative(activation: Activation, z: Tensor) -> Tensor:
 
 
 def slope_and_spread(activation: Activation, z: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
-    """The float64 derivative at z, and how much it differs where z may be instead."""
+    """Return the float64 derivative at z, and by how much it differs if z is off by its error."""
     wide = z.double()
     slope, low, high = (derivative(activation, at) for at in (wide, wide - error, wide + error))
     return slope, torch.maximum((low - slope).abs(), (high - slope).abs())
 
 
 def check(norm: Norm, module: nn.Module, activation: Activation, x: Tensor) -> Tensor:
-    """Values and gradients of the activation after a norm; returns the output.
+    """Check values and gradients of an activation after a norm, and return its output.
 
-    The gradient that reaches the norm is the derivative's at the norm's output, up to one rounding
-    of that, and those of the norm's input and parameters are PyTorch's of that gradient.
+    The gradient that reaches the norm is computed with the derivative at the norm's output, which
+    may be off by its rounding error. For that gradient, the gradients of the norm's input and
+    parameters are PyTorch's.
     """
     reference = copy.deepcopy(module)
     leaf = x.detach().clone().requires_grad_()
@@ -91,30 +95,32 @@ def check(norm: Norm, module: nn.Module, activation: Activation, x: Tensor) -> T
     assert ((gradient.double() - wanted).abs() <= tolerance).all()
 
     expected = torch.autograd.grad(expected_z, (leaf, *reference.parameters()), gradient)
-    for mine, pytorchs in zip(actual, expected, strict=True):
+    for mine, theirs in zip(actual, expected, strict=True):
         if y.is_cuda:
-            torch.testing.assert_close(mine, pytorchs)
+            torch.testing.assert_close(mine, theirs)
         else:
-            assert_identical(mine, pytorchs)
-    for mine, pytorchs in zip(module.buffers(), reference.buffers(), strict=True):
-        assert torch.equal(mine, pytorchs)
+            assert_identical(mine, theirs)
+    for mine, theirs in zip(module.buffers(), reference.buffers(), strict=True):
+        assert torch.equal(mine, theirs)
     return y
 
 
 @each_norm
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_values_and_gradients(
+def test_values_and_gradients_match_pytorch(
     name: str, training: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """The norm's parameters are float32 where its input has 16 bits, and so are its statistics."""
+    """With a 16-bit input, the norm's parameters and statistics are float32."""
     norm = NORMS[name]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     for activation in ROWS:
         module = norm.module(wide, training, device)
         is_mixed = dtype.itemsize == 2 and list(module.parameters())
         if is_mixed and device.type == "cuda" and name.startswith(("group", "layer")):
-            pytest.skip("PyTorch's has one dtype for its input and its parameters on a GPU")
+            pytest.skip(
+                "PyTorch's norm requires one dtype for its input and its parameters on a GPU"
+            )
         y = check(norm, module, activation, norm.input(dtype, device))
         if dtype.itemsize > 2 or module.state_dict():
             assert is_recomputed(y)
@@ -123,12 +129,13 @@ def test_values_and_gradients(
 @each_norm
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_norms_of_16_bits(
+def test_norm_with_16_bit_statistics_is_not_recomputed(
     name: str, training: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Their statistics are kept rounded, but for those that a batch norm was given.
+    """An activation does not recompute the output of a norm that rounds its statistics to 16 bits.
 
-    On a GPU a group norm's alone.
+    On a CPU all norms do, except with running statistics in eval mode. On a GPU only a group norm
+    does.
     """
     norm = NORMS[name]
     for activation in ROWS:
@@ -153,7 +160,7 @@ SMALL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 def test_gradcheck(name: str, activation: Activation) -> None:
     make, shape = SMALL[name]
     norm = make().double()
-    while True:  # until a finite difference meets no kink
+    while True:  # until no finite difference crosses a kink
         x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
         z = norm(x).detach()
         if all((z - kink).abs().min() > 1e-4 for kink in (-3.0, 0.0, 3.0, 6.0)):
@@ -169,7 +176,9 @@ def test_gradcheck(name: str, activation: Activation) -> None:
 
 @each_norm
 @each_activation
-def test_second_derivatives(name: str, activation: Activation, device: torch.device) -> None:
+def test_second_derivatives_match_pytorch(
+    name: str, activation: Activation, device: torch.device
+) -> None:
     norm = NORMS[name]
     module, x = norm.module(torch.float64, device=device), norm.input(torch.float64, device)
     incoming = torch.randn_like(x).requires_grad_()
@@ -180,23 +189,23 @@ def test_second_derivatives(name: str, activation: Activation, device: torch.dev
         (first,) = torch.autograd.grad(y, x, incoming, create_graph=True)
         weighted = (first * torch.linspace(-1, 1, first.numel()).to(first).view_as(first)).sum()
         results.append(torch.autograd.grad(weighted, inputs, allow_unused=True))
-    for of, actual, expected in zip(inputs, *results, strict=True):
-        zeros = torch.zeros_like(of)  # which are not always known for zeros
+    for tensor, actual, expected in zip(inputs, *results, strict=True):
+        zeros = torch.zeros_like(tensor)  # a gradient of zeros may be None
         torch.testing.assert_close(
             zeros if actual is None else actual, zeros if expected is None else expected
         )
 
 
 @one_of_each_norm
-@pytest.mark.parametrize("tail", [torch.sum, lambda y: y.square().sum()], ids=["linear", "square"])
-def test_a_third_derivative(
-    name: str, tail: Callable[[Tensor], Tensor], device: torch.device
+@pytest.mark.parametrize("loss", [torch.sum, lambda y: y.square().sum()], ids=["linear", "square"])
+def test_third_derivative_matches_pytorch(
+    name: str, loss: Callable[[Tensor], Tensor], device: torch.device
 ) -> None:
     norm = NORMS[name]
     module, x = norm.module(torch.float64, device=device), norm.input(torch.float64, device)
 
     def third(call: Call) -> Tensor:
-        (first,) = torch.autograd.grad(tail(call(module(x))), x, create_graph=True)
+        (first,) = torch.autograd.grad(loss(call(module(x))), x, create_graph=True)
         (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
         return torch.autograd.grad(second.square().sum(), x)[0]
 
@@ -214,7 +223,7 @@ def test_a_third_derivative(
 @each_norm
 @both_kinds
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_saved_bytes(
+def test_only_the_affine_and_the_anchor_are_saved(
     name: str, activation: Activation, training: bool, device: torch.device
 ) -> None:
     norm = NORMS[name]
@@ -222,26 +231,26 @@ def test_saved_bytes(
     alone = saved_bytes(nn.Sequential(module), x)
     both = saved_bytes(nn.Sequential(module, activation.module(save="recompute")), x)
     anchor = 0 if activation.entry.is_piecewise_linear else 4
-    assert both == alone + 4 * norm.map_numbers + anchor
+    assert both == alone + 4 * norm.affine_numel + anchor
 
 
 @one_of_each_norm
 @each_activation
-def test_the_output_is_not_held(name: str, activation: Activation, device: torch.device) -> None:
+def test_output_is_not_saved(name: str, activation: Activation, device: torch.device) -> None:
     norm = NORMS[name]
     module, x = norm.module(torch.float32, device=device), norm.input(torch.float32, device)
 
-    def is_held(call: Call) -> bool:
+    def is_saved(call: Call) -> bool:
         y = call(module(x))
         storage = StorageWeakRef(y.untyped_storage())
         loss = y.sum()
         del y
-        held = not storage.expired()
+        is_alive = not storage.expired()
         loss.backward()
-        return held
+        return is_alive
 
-    assert not is_held(recompute(activation))
-    assert is_held(partial(activation.call, save="output"))
+    assert not is_saved(recompute(activation))
+    assert is_saved(partial(activation.call, save="output"))
 
 
 WRITES: dict[str, Callable[[Tensor], object]] = {
@@ -258,7 +267,9 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
 @one_of_each_norm
 @both_kinds
 @pytest.mark.parametrize("write", WRITES)
-def test_later_writes(name: str, activation: Activation, write: str, device: torch.device) -> None:
+def test_later_writes_to_the_output_match_pytorch(
+    name: str, activation: Activation, write: str, device: torch.device
+) -> None:
     norm = NORMS[name]
 
     def then_written(call: Call) -> Call:
@@ -313,7 +324,7 @@ class ViewFunction(torch.autograd.Function):
         return grad
 
 
-def made_without_grad(z: Tensor) -> Tensor:
+def viewed_without_grad(z: Tensor) -> Tensor:
     with torch.no_grad():
         return z.view_as(z)
 
@@ -323,12 +334,12 @@ def written(z: Tensor, write: Callable[[Tensor], object]) -> Tensor:
     return z
 
 
-# From a norm's output to what is refused, and why.
+# Maps a norm's output to a rejected input, with the text of the error.
 REJECTED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "leaf": (lambda z: z.detach().requires_grad_(), "leaf Variable that requires grad"),
     "view_of_leaf": (lambda z: z.detach().requires_grad_()[1:], "view of a leaf Variable"),
     "function_view": (ViewFunction.apply, "is a view and is being modified inplace"),
-    "view_made_without_grad": (made_without_grad, "no_grad mode"),
+    "view_made_without_grad": (viewed_without_grad, "no_grad mode"),
     "product": (lambda z: z * 1, "that of MulBackward0"),
     "view": (lambda z: z[1:], "that of SliceBackward0"),
     "whole_view": (lambda z: z.view_as(z), "that of ViewBackward0"),
@@ -343,7 +354,9 @@ REJECTED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 @both_kinds
 @pytest.mark.parametrize("name", ["batch_2d", "group", "layer"])
 @pytest.mark.parametrize("case", REJECTED)
-def test_rejected(case: str, name: str, activation: Activation, device: torch.device) -> None:
+def test_rejected_input_raises_and_is_not_modified(
+    case: str, name: str, activation: Activation, device: torch.device
+) -> None:
     norm = NORMS[name]
     change, reason = REJECTED[case]
     z = change(norm.module(torch.float32, device=device)(norm.input(torch.float32, device)))
@@ -354,12 +367,12 @@ def test_rejected(case: str, name: str, activation: Activation, device: torch.de
         save = activation.entry.save_modes[0]
         assert f'{activation.entry.function}: save="recompute" needs' in str(error.value)
         assert f'right after the norm, or save="{save}"' in str(error.value)
-    assert_identical(z, before, "modified although refused:")
+    assert_identical(z, before, "modified although rejected:")
     assert z._version == version
 
 
 @both_kinds
-def test_refuses_the_output_of_a_convolution(activation: Activation, device: torch.device) -> None:
+def test_output_of_a_convolution_is_rejected(activation: Activation, device: torch.device) -> None:
     z = nn.Conv2d(3, 4, 3, device=device)(torch.randn(2, 3, 5, 5, device=device))
     before = z.detach().clone()
     with pytest.raises(RuntimeError, match=r"that of \w*Convolution\w*: use it right after"):
@@ -371,21 +384,21 @@ def test_refuses_the_output_of_a_convolution(activation: Activation, device: tor
 @pytest.mark.parametrize(
     "row", [row for row in ROWS if not row.entry.is_piecewise_linear], ids=activation_id
 )
-def test_takes_no_bits(row: Activation, device: torch.device) -> None:
+def test_bits_argument_is_rejected(row: Activation, device: torch.device) -> None:
     norm = NORMS["batch_2d"]
     z = norm.module(torch.float32, device=device)(norm.input(torch.float32, device))
     before = z.detach().clone()
     for bits in (1, 8, 32):
-        with pytest.raises(ValueError, match='save="recompute" keeps no bits'):
+        with pytest.raises(ValueError, match='save="recompute" saves no bits'):
             row.call(z, save="recompute", bits=bits)
-        with pytest.raises(ValueError, match='save="recompute" keeps no bits'):
+        with pytest.raises(ValueError, match='save="recompute" saves no bits'):
             row.module(save="recompute", bits=bits)
     assert_identical(z, before)
     assert z._version == 0
 
 
-def test_a_gradient_in_another_order_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that reads the norm's input and a transpose of it beside it is slow."""
+def test_gradient_in_another_memory_format_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is slow if the gradient has another memory format than the norm's input."""
     x = torch.randn(2, 4, 5, 6, dtype=torch.float64, requires_grad=True)
     grad = torch.randn_like(x).to(memory_format=torch.channels_last)
     norm, in_order = nn.GroupNorm(2, 4).double(), []

@@ -1,4 +1,4 @@
-"""save="recompute" where the norm does not tell all, inside transforms, and used in other ways."""
+"""save="recompute" with unknown norm parameters, and in checkpoints, hooks and transforms."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def norm_and_input(name: str, device: torch.device) -> tuple[nn.Module, Tensor]:
 
 
 class Counting(nn.Module):
-    """A norm that counts how often it runs."""
+    """Run a norm and count its calls."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Counting(nn.Module):
 
 @one_of_each_norm
 @both_kinds
-def test_no_gradient_is_not_one_of_zeros(
+def test_missing_gradient_stays_none(
     name: str, activation: Activation, device: torch.device
 ) -> None:
     module, x = norm_and_input(name, device)
@@ -84,19 +84,21 @@ def test_no_gradient_is_not_one_of_zeros(
 
 @one_of_each_norm
 @each_activation
-def test_the_norm_in_a_checkpoint(name: str, activation: Activation, device: torch.device) -> None:
-    """The norm runs once more for its own backward, and not for the activation's."""
+def test_norm_in_a_checkpoint_runs_twice(
+    name: str, activation: Activation, device: torch.device
+) -> None:
+    """Backward reruns a checkpointed norm for its own gradient, not for the activation's."""
     module, x = norm_and_input(name, device)
     counting = Counting(module)
 
-    def outside(call: Call) -> tuple[list[Tensor], Counting, bool]:
+    def run(call: Call) -> tuple[list[Tensor], Counting, bool]:
         norm = copy.deepcopy(counting)
         y = call(checkpoint(norm, x, use_reentrant=False))
         found = torch.autograd.grad(loss_of(y), (x, *norm.parameters()))
         return [*found, *norm.buffers()], norm, is_recomputed(y)
 
-    actual, norm, recomputed = outside(recompute(activation))
-    expected, other, _ = outside(exactly(activation))
+    actual, norm, recomputed = run(recompute(activation))
+    expected, other, _ = run(exactly(activation))
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
     assert norm.calls == other.calls == 2
     assert not recomputed
@@ -105,7 +107,7 @@ def test_the_norm_in_a_checkpoint(name: str, activation: Activation, device: tor
 @one_of_each_norm
 @each_activation
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_both_in_a_checkpoint(
+def test_norm_and_activation_in_a_checkpoint_match_pytorch(
     name: str, activation: Activation, use_reentrant: bool, device: torch.device
 ) -> None:
     module, x = norm_and_input(name, device)
@@ -122,10 +124,10 @@ def test_both_in_a_checkpoint(
 
 @both_kinds
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_the_activation_in_a_checkpoint(
+def test_activation_that_overwrites_a_checkpoint_input_raises(
     activation: Activation, use_reentrant: bool, device: torch.device
 ) -> None:
-    """It modifies the region's input, which PyTorch's may not either."""
+    """An activation that overwrites the input of a checkpoint raises PyTorch's error."""
     errors = []
     for call in (recompute(activation), torch.relu_):
         module, x = norm_and_input("batch_2d", device)
@@ -149,7 +151,7 @@ HOOKS: dict[str, Callable[[], Any]] = {
 @both_kinds
 @pytest.mark.parametrize("hooks", HOOKS)
 @pytest.mark.parametrize("around", ["norm", "activation", "both"])
-def test_saved_tensors_hooks(
+def test_saved_tensors_hooks_match_pytorch(
     name: str, activation: Activation, hooks: str, around: str, device: torch.device
 ) -> None:
     module, x = norm_and_input(name, device)
@@ -170,7 +172,7 @@ def test_saved_tensors_hooks(
 
 @one_of_each_norm
 @both_kinds
-def test_allow_mutation_on_saved_tensors(
+def test_allow_mutation_on_saved_tensors_matches_pytorch(
     name: str, activation: Activation, device: torch.device
 ) -> None:
     def then_doubled(call: Call) -> Call:
@@ -200,7 +202,7 @@ FROZEN: dict[str, Callable[[nn.Module, Tensor], object]] = {
 @both_kinds
 @pytest.mark.parametrize("frozen", FROZEN)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_frozen(
+def test_frozen_parameters_match_pytorch(
     name: str, activation: Activation, frozen: str, training: bool, device: torch.device
 ) -> None:
     module, x = norm_and_input(name, device)
@@ -210,10 +212,10 @@ def test_frozen(
 
 @one_of_each_norm
 @both_kinds
-def test_parameters_freed_until_backward(
+def test_parameters_freed_until_backward_match_pytorch(
     name: str, activation: Activation, device: torch.device
 ) -> None:
-    """FSDP frees them behind a norm's forward: there is nothing to read."""
+    """FSDP frees parameters after a norm's forward, so the activation cannot read them."""
     norm, x = norm_and_input(name, device)
     expected = gradients(activation.reference, copy.deepcopy(norm), x)
     values = {parameter: parameter.detach().clone() for parameter in norm.parameters()}
@@ -230,7 +232,7 @@ def test_parameters_freed_until_backward(
     torch.testing.assert_close(actual, expected, rtol=error, atol=error)
 
 
-# Of the input, weight and bias.
+# Norms as functions of the input, weight and bias.
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor | None, Tensor | None], Tensor]] = {
     "batch": lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
     "batch_eval": lambda x, w, b: F.batch_norm(
@@ -248,7 +250,7 @@ GIVEN: dict[str, Callable[[Tensor], Tensor | None]] = {
     "none": lambda leaf: None,
 }
 NOT_KNOWN = pytest.mark.xfail(
-    strict=True, reason="a frozen bias stands nowhere, and without a weight nothing tells of it"
+    strict=True, reason="without a weight, the graph does not show whether there is a frozen bias"
 )
 
 
@@ -266,7 +268,9 @@ NOT_KNOWN = pytest.mark.xfail(
         for bias in GIVEN
     ],
 )
-def test_any_parameters(function: str, weight: str, bias: str, device: torch.device) -> None:
+def test_functional_norms_with_any_parameters_match_pytorch(
+    function: str, weight: str, bias: str, device: torch.device
+) -> None:
     def leaf(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64, device=device, requires_grad=True)
 
@@ -277,7 +281,7 @@ def test_any_parameters(function: str, weight: str, bias: str, device: torch.dev
         loss = loss_of(call(z))
         try:
             return torch.autograd.grad(loss, (x, w, b), allow_unused=True)
-        except RuntimeError as error:  # PyTorch's own, of a group norm without a weight
+        except RuntimeError as error:  # PyTorch's error for a group norm without a weight
             return str(error)
 
     assert_same_outcome(found(recompute(SMOOTH)), found(SMOOTH.reference))
@@ -286,18 +290,18 @@ def test_any_parameters(function: str, weight: str, bias: str, device: torch.dev
 @pytest.mark.parametrize(
     ("shape", "repeats"), [((3, 1), (1, 2)), ((1, 3), (2, 1)), ((3,), (2,)), ((), (6,))]
 )
-def test_a_bias_that_is_repeated(
+def test_repeated_bias_matches_pytorch(
     shape: tuple[int, ...], repeats: tuple[int, ...], device: torch.device
 ) -> None:
-    """An instance norm repeats its own: a vector, end to end."""
+    """An instance norm repeats its bias, a vector; any other repetition matches PyTorch too."""
     if device.type == "cuda" and len(shape) == 2:
-        pytest.skip("there PyTorch's norm without a weight takes a vector alone")
+        pytest.skip("on a GPU PyTorch's norm without a weight accepts only a vector")
     x = torch.randn(5, 6, 6, dtype=torch.float64, device=device, requires_grad=True)
     leaf = torch.randn(shape, dtype=torch.float64, device=device, requires_grad=True)
 
     def gradients_of(call: Call) -> tuple[Tensor, ...]:
         z = F.batch_norm(x, None, None, None, leaf.repeat(repeats), training=True)
-        return torch.autograd.grad(loss_of(call(z)), x)  # the leaf's fails in PyTorch for a matrix
+        return torch.autograd.grad(loss_of(call(z)), x)  # PyTorch fails on a matrix leaf
 
     module = SMOOTH.module(save="recompute")
     torch.testing.assert_close(
@@ -306,7 +310,7 @@ def test_a_bias_that_is_repeated(
 
 
 def assert_same_outcome(actual: Any, expected: Any) -> None:
-    """The same gradients, or the same error's message."""
+    """Assert equal gradients or equal error messages."""
     if isinstance(actual, str) or isinstance(expected, str):
         assert actual == expected
     else:
@@ -343,7 +347,7 @@ NOT_SEEN = pytest.mark.xfail(
 )
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @both_kinds
-def test_changed_before_backward(
+def test_tensor_changed_before_backward_matches_pytorch(
     name: str,
     changed: str,
     when: str,
@@ -351,7 +355,7 @@ def test_changed_before_backward(
     activation: Activation,
     device: torch.device,
 ) -> None:
-    """Before the activation or after it: PyTorch's error, or PyTorch's gradients."""
+    """A tensor changed before or after the activation gives PyTorch's error or gradients."""
     original, leaf = norm_and_input(name, device)
 
     def found(call: Call) -> tuple[Tensor, ...] | str:
@@ -378,7 +382,9 @@ def test_changed_before_backward(
 
 @one_of_each_norm
 @both_kinds
-def test_the_norms_graph_is_gone(name: str, activation: Activation, device: torch.device) -> None:
+def test_freed_graph_of_the_norm_raises_in_backward(
+    name: str, activation: Activation, device: torch.device
+) -> None:
     module, x = norm_and_input(name, device)
     z = module(x)
     z.sum().backward()
@@ -389,8 +395,10 @@ def test_the_norms_graph_is_gone(name: str, activation: Activation, device: torc
 
 @one_of_each_norm
 @each_activation
-def test_backward_many_times(name: str, activation: Activation, device: torch.device) -> None:
-    """Retained, accumulated, for two losses, and with a read that autograd does not see."""
+def test_repeated_backward_matches_pytorch(
+    name: str, activation: Activation, device: torch.device
+) -> None:
+    """Run backward with a retained graph, accumulated gradients, two losses and a detached read."""
 
     def run(call: Call, norm: nn.Module, x: Tensor) -> list[Tensor | None]:
         x.grad = None
@@ -401,7 +409,7 @@ def test_backward_many_times(name: str, activation: Activation, device: torch.de
         (first,) = torch.autograd.grad(loss_of(y), x)
         with pytest.raises(RuntimeError, match="backward through the graph a second time"):
             y.sum().backward()
-        call(norm(x)).sum().backward()  # once more, from a graph of its own
+        call(norm(x)).sum().backward()  # once more, with a new graph
         return [first, x.grad, *(p.grad for p in norm.parameters()), seen]
 
     module, x = norm_and_input(name, device)
@@ -415,7 +423,7 @@ def test_backward_many_times(name: str, activation: Activation, device: torch.de
 
 
 @both_kinds
-def test_a_second_backward_frees_the_norms_input(
+def test_second_backward_frees_the_norms_input(
     activation: Activation, device: torch.device
 ) -> None:
     norm, x = norm_and_input("layer", device)
@@ -431,14 +439,16 @@ def test_a_second_backward_frees_the_norms_input(
 
 @one_of_each_norm
 @each_activation
-def test_batched_gradients(name: str, activation: Activation, device: torch.device) -> None:
+def test_batched_gradients_match_pytorch(
+    name: str, activation: Activation, device: torch.device
+) -> None:
     module, x = norm_and_input(name, device)
     y = recompute(activation)(module(x))
     incoming = torch.randn(3, *y.shape, dtype=y.dtype, device=device)
-    of = (x, *module.parameters())
-    batched = torch.autograd.grad(y, of, incoming, is_grads_batched=True, retain_graph=True)
+    inputs = (x, *module.parameters())
+    batched = torch.autograd.grad(y, inputs, incoming, is_grads_batched=True, retain_graph=True)
     expected = activation.reference(copy.deepcopy(module)(x))
-    rows = [torch.autograd.grad(y, of, g, retain_graph=True) for g in incoming]
+    rows = [torch.autograd.grad(y, inputs, g, retain_graph=True) for g in incoming]
     for i, g in enumerate(incoming):
         torch.testing.assert_close(batched[0][i], torch.autograd.grad(expected, x, g, True)[0])
     for together, *each in zip(batched, *rows, strict=True):
@@ -458,7 +468,9 @@ TRANSFORMS: dict[str, Callable[[Call, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @each_activation
-def test_transforms(transform: str, activation: Activation, device: torch.device) -> None:
+def test_functorch_transforms_match_pytorch(
+    transform: str, activation: Activation, device: torch.device
+) -> None:
     x = torch.randn(4, 6, dtype=torch.float64, device=device)
     actual, expected = (
         TRANSFORMS[transform](lambda x, call=call: call(LAYER(x * 1.5)), x)
@@ -479,7 +491,9 @@ def _fresh_dynamo() -> Iterator[None]:
 @pytest.mark.usefixtures("_fresh_dynamo")
 @one_of_each_norm
 @both_kinds
-def test_compiled(name: str, activation: Activation, device: torch.device) -> None:
+def test_compiled_functions_match_pytorch(
+    name: str, activation: Activation, device: torch.device
+) -> None:
     module, x = norm_and_input(name, device)
     calls = {"function": recompute(activation), "module": activation.module(save="recompute")}
     for call in calls.values():
@@ -494,9 +508,9 @@ def test_compiled(name: str, activation: Activation, device: torch.device) -> No
 
 
 @exhaustive
-@pytest.mark.filterwarnings("ignore")  # Inductor's imports
+@pytest.mark.filterwarnings("ignore")  # from Inductor's imports
 @pytest.mark.usefixtures("_fresh_dynamo")
-def test_compiled_by_inductor(
+def test_compiled_by_inductor_matches_pytorch(
     device: torch.device, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device.type == "cpu" and shutil.which("g++") is None:
@@ -520,7 +534,7 @@ def modules(activation: Activation) -> dict[str, nn.Module]:
 
 @one_of_each_norm
 @each_activation
-def test_modules(name: str, activation: Activation, device: torch.device) -> None:
+def test_modules_match_pytorch(name: str, activation: Activation, device: torch.device) -> None:
     for kind, module in modules(activation).items():
         norm, x = norm_and_input(name, device)
         assert is_recomputed(module(norm(x))), kind
@@ -530,15 +544,17 @@ def test_modules(name: str, activation: Activation, device: torch.device) -> Non
 
 
 @each_activation
-def test_modules_elsewhere_than_after_a_norm(activation: Activation, device: torch.device) -> None:
-    """They keep what they do by default."""
+def test_modules_without_a_norm_use_the_default_save_mode(
+    activation: Activation, device: torch.device
+) -> None:
+    """Without a norm before it, a module uses its default save mode."""
     first = nn.Conv2d(3, 4, 3, device=device, dtype=torch.float64)
     x = torch.randn(2, 3, 7, 7, dtype=torch.float64, device=device, requires_grad=True)
-    kept = [
+    sizes = [
         saved_bytes(nn.Sequential(first, activation.module(**arguments)), x)
         for arguments in ({}, {"save": "recompute"})
     ]
-    assert kept[0] == kept[1]
+    assert sizes[0] == sizes[1]
     for kind, module in modules(activation).items():
         y, default = module(first(x)), activation.module()(first(x))
         assert node_of(y).name() == node_of(default).name(), kind
@@ -548,19 +564,19 @@ def test_modules_elsewhere_than_after_a_norm(activation: Activation, device: tor
 
 
 @each_activation
-def test_modules_refuse_what_pytorch_refuses(activation: Activation, device: torch.device) -> None:
+def test_modules_reject_what_pytorch_rejects(activation: Activation, device: torch.device) -> None:
     module, (norm, x) = activation.module(save="recompute"), norm_and_input("batch_2d", device)
     before = x.detach().clone()
-    for refused in (x, x[1:], norm(x).split(2)[1]):
-        with pytest.raises(RuntimeError) as pytorchs:
-            torch.relu_(refused)
-        with pytest.raises(RuntimeError) as ours:
-            module(refused)
-        assert wording(pytorchs.value) in wording(ours.value)
+    for rejected in (x, x[1:], norm(x).split(2)[1]):
+        with pytest.raises(RuntimeError) as expected:
+            torch.relu_(rejected)
+        with pytest.raises(RuntimeError) as actual:
+            module(rejected)
+        assert wording(expected.value) in wording(actual.value)
     assert torch.equal(x, before)
 
 
-def test_a_chain_of_norms_and_activations(device: torch.device) -> None:
+def test_chain_of_norms_and_activations_matches_pytorch(device: torch.device) -> None:
     def chain(activation: Callable[[Activation], nn.Module]) -> nn.Module:
         torch.manual_seed(seed)
         return nn.Sequential(
@@ -578,10 +594,10 @@ def test_a_chain_of_norms_and_activations(device: torch.device) -> None:
 
     seed = torch.initial_seed()
     ours = chain(lambda row: row.module(save="recompute"))
-    pytorchs = chain(lambda row: row.entry.torch_module())
+    reference = chain(lambda row: row.entry.torch_module())
     x = torch.randn(2, 3, 9, 9, dtype=torch.float64, device=device, requires_grad=True)
-    assert_same_gradients(ours, pytorchs, nn.Identity(), x)
-    actual, expected = (gradients(lambda z: z, model, x) for model in (ours, pytorchs))
+    assert_same_gradients(ours, reference, nn.Identity(), x)
+    actual, expected = (gradients(lambda z: z, model, x) for model in (ours, reference))
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -596,10 +612,10 @@ STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("strides", STRIDES)
 @pytest.mark.parametrize("name", ["batch_1d", "batch_2d", "group", "instance_2d", "layer"])
 @both_kinds
-def test_inputs_of_any_strides(
+def test_inputs_of_any_strides_match_pytorch(
     name: str, strides: str, activation: Activation, device: torch.device
 ) -> None:
-    """The norm's output is laid out in another way than its input."""
+    """The norm's output has other strides than its input."""
     module, x = norm_and_input(name, device)
     assert is_recomputed(recompute(activation)(module(STRIDES[strides](x))))
     for call in (recompute(activation), activation.module(save="recompute")):
@@ -618,7 +634,9 @@ class Arranged(nn.Module):
 
 @pytest.mark.parametrize("name", ["layer", "group_of_all"])
 @both_kinds
-def test_empty(name: str, activation: Activation, device: torch.device) -> None:
+def test_empty_input_matches_pytorch(
+    name: str, activation: Activation, device: torch.device
+) -> None:
     module, x = norm_and_input(name, device)
     assert_same_gradients(recompute(activation), activation.reference, module, empty_like(x))
 
@@ -628,8 +646,8 @@ def empty_like(x: Tensor) -> Tensor:
 
 
 @each_activation
-def test_threads(activation: Activation, device: torch.device) -> None:
-    """With a norm each, and one whose statistics do not change for all."""
+def test_threads_match_pytorch(activation: Activation, device: torch.device) -> None:
+    """Each thread runs its own norm and a shared one in eval mode, whose statistics are fixed."""
     shared, _ = norm_and_input("batch_2d", device)
     shared.eval()
     inputs = [norm_and_input("batch_2d", device) for _ in range(4)]

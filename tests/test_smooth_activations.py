@@ -1,6 +1,7 @@
-"""Gradients from the output and a few bits, over all of float16 and bfloat16, and densely.
+"""Gradients from the output and a few bits: all 16-bit inputs, and dense inputs of other dtypes.
 
-Through the ops, then as the host computes them.
+The first tests call the ops. Tests with `host_numerics` call the kernels' mathematics directly, as
+the host computes it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ with_all_bits = pytest.mark.parametrize("which", [0, 1, 2], ids=["one", "default
 
 
 def bits_of(smooth: SmoothActivation, dtype: torch.dtype, which: int) -> tuple[int | None, int]:
-    """What to ask for, and what is kept."""
+    """Return the `bits` argument, and the number of bits that this argument saves."""
     bits = (1, None, 8)[which]
     return bits, bits or smooth.default_bits(dtype)
 
@@ -57,7 +58,7 @@ def largest_error(smooth: SmoothActivation, x: Tensor, **arguments: object) -> f
 
 
 def rounding(smooth: SmoothActivation, x: Tensor) -> float:
-    """The largest that rounding the derivative to x's dtype makes."""
+    """Return the largest error of rounding the derivative to x's dtype."""
     exact = smooth.derivative(x.double())
     return (exact.to(x.dtype).double() - exact).abs().max().item()
 
@@ -65,26 +66,29 @@ def rounding(smooth: SmoothActivation, x: Tensor) -> float:
 @all_smooth
 @with_all_bits
 @pytest.mark.parametrize("dtype", HALVES, ids=id_of)
-def test_every_16_bit_value(
+def test_every_16_bit_value_within_documented_error(
     smooth: SmoothActivation, dtype: torch.dtype, which: int, device: torch.device
 ) -> None:
     x = all_finite(dtype, device)
-    bits, kept = bits_of(smooth, dtype, which)
-    limit = smooth.error(dtype, kept) or 1.001 * rounding(smooth, x)
+    bits, num_bits = bits_of(smooth, dtype, which)
+    limit = smooth.error(dtype, num_bits) or 1.001 * rounding(smooth, x)
     assert largest_error(smooth, x, bits=bits) <= limit
 
 
 @all_smooth
 @pytest.mark.parametrize("dtype", HALVES, ids=id_of)
-def test_default_bits_give_pytorchs_gradient(
+def test_default_bits_match_pytorchs_gradient(
     smooth: SmoothActivation, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Within one unit in the last place, or 2e-6, and SiLU's in nearly all places to the bit."""
+    """Gradients are within one unit in the last place of PyTorch's, or within 2e-6.
+
+    SiLU's are within one unit or 3e-7, and nearly all of them equal PyTorch's bit for bit.
+    """
     x = all_finite(dtype, device)
     x = x[x.abs() < 1e15]  # PyTorch's tanh form of GELU is NaN from 2^64 on
     for scale in (1, 4):
         if scale > 1:
-            # Below, the output is subnormal, and some inputs are lost.
+            # Below this input the output is subnormal, and some inputs are not recovered.
             x = x[x > smooth.recovered_above[dtype]]
         incoming = scale * (torch.ones_like(x) if scale == 1 else 2 * torch.rand_like(x) - 1)
         actual = gradient(smooth.call, x, incoming)
@@ -93,15 +97,15 @@ def test_default_bits_give_pytorchs_gradient(
         if smooth is SILU:
             units[(actual == 0) & (expected == 0)] = 0
             assert int((units > 0).sum()) * 500 < x.numel()
-        # Near its zero float's own rounding of the derivative is more than a unit of float16.
+        # Near its zero the derivative's rounding in float32 is more than a unit of float16.
         arithmetic = 3e-7 if smooth is SILU else 2e-6
         units[(actual.double() - expected.double()).abs() <= arithmetic * scale] = 0
         assert units.max() <= 1
         torch.testing.assert_close(actual, expected)
 
 
-def recovered(x: Tensor, bits: int) -> Tensor:
-    """silu'' / silu' at the x that backward recovers, through the op."""
+def recovered_ratio(x: Tensor, bits: int) -> Tensor:
+    """Return silu'' / silu' at the x that backward recovers, computed by the op."""
     ops = SILU.entry.ops
     y = x.clone()
     packed = ops.save_in_place["output"](y, bits, None)
@@ -112,16 +116,17 @@ def recovered(x: Tensor, bits: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=id_of)
 def test_default_bits_recover_the_input(dtype: torch.dtype, device: torch.device) -> None:
-    # The ratio tells an x from its neighbours everywhere but far to the right, and best next to the
-    # minimum, where the float32 arithmetic leaves silu' an absolute error of 2e-7.
+    # The ratio distinguishes an x from its neighbors everywhere except far to the right, and best
+    # near the minimum, where float32 arithmetic gives silu' an absolute error of 2e-7.
     x = all_finite(dtype, device)
-    # Below, so many inputs share a subnormal output that the bits do not tell them apart, or all 0.
+    # Below these inputs the bits do not distinguish all inputs that share an output, which is
+    # subnormal or 0.
     x = x[x > (-20.125 if dtype == torch.float16 else -89)]
     exact = x.double()
     s = torch.sigmoid(exact)
     first = s * (1 + exact * (1 - s))
     ratio = s * (1 - s) * (2 + exact * (1 - 2 * s)) / first
-    actual = recovered(x, SILU.default_bits(dtype)).double()
+    actual = recovered_ratio(x, SILU.default_bits(dtype)).double()
     error = (actual - ratio).abs()
     relative = torch.where(exact < -2, 1e-5, 2e-7 / first.abs().clamp(max=1))
     limit = (torch.finfo(dtype).eps / 2 + relative) * ratio.abs() + 1e-6
@@ -130,32 +135,32 @@ def test_default_bits_recover_the_input(dtype: torch.dtype, device: torch.device
 
 @all_smooth
 @with_all_bits
-def test_every_float32_around_the_minimum(
+def test_every_float32_around_minimum_within_documented_error(
     smooth: SmoothActivation, which: int, device: torch.device
 ) -> None:
     ends = torch.tensor([abs(smooth.minimum) - 0.15, abs(smooth.minimum) + 0.15]).view(torch.int32)
     x = -torch.arange(*ends.tolist(), dtype=torch.int32).view(torch.float32).to(device)
-    bits, kept = bits_of(smooth, torch.float32, which)
-    assert largest_error(smooth, x, bits=bits) <= smooth.error(torch.float32, kept)
+    bits, num_bits = bits_of(smooth, torch.float32, which)
+    assert largest_error(smooth, x, bits=bits) <= smooth.error(torch.float32, num_bits)
 
 
 @all_smooth
 @with_all_bits
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=id_of)
-def test_dense_samples(
+def test_dense_samples_within_documented_error(
     smooth: SmoothActivation, dtype: torch.dtype, which: int, device: torch.device
 ) -> None:
     x = dense(dtype, device, smooth.minimum)
-    bits, kept = bits_of(smooth, dtype, which)
-    assert largest_error(smooth, x, bits=bits) <= smooth.error(dtype, kept)
-    if kept >= smooth.default_bits(dtype):
+    bits, num_bits = bits_of(smooth, dtype, which)
+    assert largest_error(smooth, x, bits=bits) <= smooth.error(dtype, num_bits)
+    if num_bits >= smooth.default_bits(dtype):
         x = x[x.abs() < 1e15]
         actual = gradient(partial(smooth.call, bits=bits), x)
         torch.testing.assert_close(actual, gradient(smooth.entry.torch_function, x))
 
 
 @all_smooth
-def test_default_bits_of_float32_near_the_minimum(
+def test_default_bits_of_float32_match_pytorch_near_minimum(
     smooth: SmoothActivation, device: torch.device
 ) -> None:
     x = torch.cat([near(smooth.minimum, widest, torch.float32) for widest in (1e-2, 1)]).to(device)
@@ -164,14 +169,14 @@ def test_default_bits_of_float32_near_the_minimum(
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
-def test_against_lambert_w(dtype: torch.dtype, left: bool, device: torch.device) -> None:
-    # x = y + W(y exp(-y)), from the outputs, without a look at the input.
+def test_gradient_matches_lambert_w(dtype: torch.dtype, left: bool, device: torch.device) -> None:
+    # The reference inverts the outputs, x = y + W(y exp(-y)), and does not use the inputs.
     special = pytest.importorskip("scipy.special")
     x = (torch.linspace(-9, -1.5, 500) if left else torch.linspace(-1, 8, 500)).to(dtype).to(device)
     y = silu_(x.clone()).cpu()
     exact = y.double().numpy()
     inverse = exact + special.lambertw(exact * np.exp(-exact), -1 if left else 0).real
-    inverse[exact == 0] = 0.0  # of either sign
+    inverse[exact == 0] = 0.0  # for zeros of either sign
     expected = derivative(torch.from_numpy(inverse))
     actual = gradient(partial(silu_, bits=1), x).cpu().double()
     # 16-bit kernels fit the derivative to 3.5e-4, and the gradient is rounded to the dtype.
@@ -181,11 +186,11 @@ def test_against_lambert_w(dtype: torch.dtype, left: bool, device: torch.device)
         torch.float16: 8.5e-4,
         torch.bfloat16: 4.6e-3,
     }
-    # Where silu is flat y's rounding moves the inverse: the branch is cut off at 0.2 from there.
+    # Where SiLU is flat the rounding of y moves the inverse: inputs are 0.2 away from the minimum.
     assert (actual - expected).abs().max() <= limit[dtype]
 
 
-def test_float64_against_mpmath(device: torch.device) -> None:
+def test_float64_gradient_matches_mpmath(device: torch.device) -> None:
     with mpmath.workdps(40):
         points = [-700.5, -87.25, -40.0, -5.5, MINIMUM - 1e-5, MINIMUM + 1e-4, -1.25, -1e-300, 0.0]
         points += [1e-12, 0.75, 3.0, 36.5, 700.0]
@@ -199,14 +204,14 @@ def test_float64_against_mpmath(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
-def test_left_tail_to_underflow(dtype: torch.dtype, device: torch.device) -> None:
+def test_left_tail_matches_pytorch_to_underflow(dtype: torch.dtype, device: torch.device) -> None:
     end = {torch.float16: -20.0, torch.bfloat16: -88.0, torch.float32: -87.0, torch.float64: -700.0}
     x = torch.linspace(end[dtype], -3, 5000, dtype=torch.float64).to(dtype).to(device)
     actual = gradient(silu_, x).double()
     expected = derivative(x)
     torch.testing.assert_close(actual.to(dtype), gradient(F.silu, x))
     if dtype != torch.float32:
-        # x is exact: the relative error is the dtype's, but where the result is subnormal.
+        # x is exact: the relative error is the dtype's, except where the result is subnormal.
         relative = 1e-12 if dtype == torch.float64 else torch.finfo(dtype).eps
         limit = relative * expected.abs() + torch.finfo(dtype).smallest_normal * 1e-3
         assert ((actual - expected).abs() <= limit).all()
@@ -215,31 +220,31 @@ def test_left_tail_to_underflow(dtype: torch.dtype, device: torch.device) -> Non
 @all_smooth
 @pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
 @pytest.mark.parametrize("bits", [8, 16, 32])
-def test_derivative_codes(
+def test_derivative_codes_within_documented_error(
     smooth: SmoothActivation, dtype: torch.dtype, bits: int, device: torch.device
 ) -> None:
     x = all_finite(dtype, device) if dtype in HALVES else dense(dtype, device, smooth.minimum)
     error = largest_error(smooth, x, save="derivative", bits=bits)
     limit = smooth.entry.derivative_error("derivative", dtype, bits)
-    # And the rounding of a number below 2; half a step of the grid is reached.
+    # eps / 2 is the rounding of a number below 2. Errors of half a step of the grid do occur.
     assert error <= limit * (1 + 1e-5) + torch.finfo(dtype).eps / 2
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
 @pytest.mark.parametrize("bits", [None, 8, 16, 32])
-def test_derivative_codes_of_zero_one_and_nan(
+def test_derivative_codes_of_zero_one_and_nan_are_exact(
     dtype: torch.dtype, bits: int | None, device: torch.device
 ) -> None:
     x = torch.tensor([-900.0, 900.0, torch.nan, -torch.inf, torch.inf], dtype=dtype, device=device)
     actual = gradient(partial(silu_, save="derivative", bits=bits), x)
-    # PyTorch's gradient at +inf is NaN, as inf * 0.
+    # PyTorch's gradient at +inf is NaN, from inf * 0.
     expected = torch.tensor([0, 1, torch.nan, torch.nan, torch.nan], dtype=dtype, device=device)
     assert_identical(actual + 0.0, expected)
     torch.testing.assert_close(actual, gradient(F.silu, x), rtol=0, atol=0, equal_nan=True)
 
 
 def test_derivative_codes_are_the_nearest(device: torch.device) -> None:
-    # 8 bits: every value is on the grid of steps of 1/212, and the nearest one of it.
+    # With 8 bits every value is the nearest point of a grid with steps of 1/212.
     x = silu_dense(torch.float64, device)
     actual = gradient(partial(silu_, save="derivative", bits=8), x) * 212
     torch.testing.assert_close(actual, actual.round(), rtol=0, atol=1e-12)
@@ -252,7 +257,9 @@ def test_derivative_codes_are_the_nearest(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
-def test_default_derivative_bits(dtype: torch.dtype, device: torch.device) -> None:
+def test_default_derivative_bits_are_those_of_the_table(
+    dtype: torch.dtype, device: torch.device
+) -> None:
     x = silu_dense(dtype, device).clamp(-1000, 1000)
     given = gradient(partial(silu_, save="derivative"), x)
     asked = gradient(
@@ -263,9 +270,11 @@ def test_default_derivative_bits(dtype: torch.dtype, device: torch.device) -> No
 
 @all_smooth
 @pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
-def test_values(host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch.dtype) -> None:
+def test_values_match_float64(
+    host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch.dtype
+) -> None:
     x = all_finite(dtype, CPU) if dtype in HALVES else dense(dtype, CPU, smooth.minimum)
-    # Hardswish is inf above the largest value over 6, as PyTorch's.
+    # Above the dtype's maximum over 6 Hardswish overflows to inf, as PyTorch's does.
     x = x[x < torch.finfo(dtype).max / 7]
     actual = Numerics(host_numerics, smooth).forward(x)
     torch.testing.assert_close(actual, smooth.exact(x.double()).to(dtype))
@@ -273,8 +282,10 @@ def test_values(host_numerics: ModuleType, smooth: SmoothActivation, dtype: torc
 
 
 @all_smooth
-def test_values_in_the_left_tail(host_numerics: ModuleType, smooth: SmoothActivation) -> None:
-    """Relatively, until they underflow."""
+def test_values_in_left_tail_match_float64(
+    host_numerics: ModuleType, smooth: SmoothActivation
+) -> None:
+    """Values in the left tail have a small relative error until they underflow."""
     for dtype, limit in ((torch.float64, 1e-11), (torch.float32, 2e-5)):
         x = torch.linspace(-80, -1, 100_001, dtype=torch.float64).to(dtype)
         exact = smooth.exact(x.double())
@@ -285,8 +296,13 @@ def test_values_in_the_left_tail(host_numerics: ModuleType, smooth: SmoothActiva
 
 @all_smooth
 @pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
-def test_errors(host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch.dtype) -> None:
-    """The table; where x is exact, of the float32 formula and a rounding."""
+def test_errors_within_documented_table(
+    host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch.dtype
+) -> None:
+    """Errors of the derivative are within the documented table.
+
+    If x is exact, they are errors of the float32 formula and of a rounding.
+    """
     numerics = Numerics(host_numerics, smooth)
     x = all_finite(dtype, CPU) if dtype in HALVES else dense(dtype, CPU, smooth.minimum)
     for bits in smooth.all_bits(dtype):
@@ -296,7 +312,7 @@ def test_errors(host_numerics: ModuleType, smooth: SmoothActivation, dtype: torc
 
 @all_smooth
 @pytest.mark.parametrize("dtype", HALVES, ids=id_of)
-def test_inputs_are_recovered(
+def test_16_bit_inputs_are_recovered(
     host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch.dtype
 ) -> None:
     numerics = Numerics(host_numerics, smooth)
@@ -313,7 +329,7 @@ def test_inputs_are_recovered(
 
 @all_smooth
 @pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
-def test_gradients_are_pytorchs(
+def test_gradients_match_pytorch(
     host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch.dtype
 ) -> None:
     x = all_finite(dtype, CPU) if dtype in HALVES else dense(dtype, CPU, smooth.minimum)
@@ -327,8 +343,10 @@ def test_gradients_are_pytorchs(
 
 @all_smooth
 @pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
-def test_edges(host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch.dtype) -> None:
-    """As PyTorch's, of one element; Hardswish's gradient at NaN is NaN."""
+def test_edges_match_pytorch(
+    host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch.dtype
+) -> None:
+    """Edges give what PyTorch gives for one element; Hardswish's gradient at NaN is NaN."""
     numerics = Numerics(host_numerics, smooth)
     largest = torch.finfo(dtype).max
     edges = [torch.inf, -torch.inf, torch.nan, 0.0, -0.0, largest, -largest, 1e4, -1e4]
@@ -346,10 +364,10 @@ def test_edges(host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch
 
 @all_smooth
 @pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
-def test_second_derivative(
+def test_second_derivative_matches_differences(
     host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch.dtype
 ) -> None:
-    """Against differences of the first."""
+    """Second derivatives match differences of the first derivatives."""
     x = torch.linspace(-8, 8, 4001, dtype=torch.float64).to(dtype)
     x = x[(x.double().abs() - 3).abs() > 0.01] if smooth.name == "hardswish" else x
     step = 1e-5
@@ -360,7 +378,7 @@ def test_second_derivative(
 
 
 @all_smooth
-def test_range_of_the_derivative(host_numerics: ModuleType, smooth: SmoothActivation) -> None:
+def test_range_of_derivative(host_numerics: ModuleType, smooth: SmoothActivation) -> None:
     lowest, highest, minimum, value = host_numerics.properties(smooth.name)
     x = torch.linspace(-3 + 1e-6, 3 - 1e-6, 1_000_001, dtype=torch.float64)
     slopes = smooth.derivative(x)
@@ -373,8 +391,11 @@ def test_range_of_the_derivative(host_numerics: ModuleType, smooth: SmoothActiva
 
 
 @all_smooth
-def test_float64_is_inverted(host_numerics: ModuleType, smooth: SmoothActivation) -> None:
-    """All over the left tail, the minimum and the right the inverse is right to a few units."""
+def test_float64_inputs_are_recovered(host_numerics: ModuleType, smooth: SmoothActivation) -> None:
+    """The inverse has a relative error of at most 1e-12 in the left tail and on the right.
+
+    Inputs within 0.01 of the minimum are not compared.
+    """
     x = torch.cat(
         [torch.linspace(-30, 30, 20_001), near(smooth.minimum, 1, torch.float64)]
     ).double()
@@ -387,8 +408,8 @@ def test_float64_is_inverted(host_numerics: ModuleType, smooth: SmoothActivation
 
 
 @all_smooth
-def test_the_fit_of_16_bits(host_numerics: ModuleType, smooth: SmoothActivation) -> None:
-    """Away from the minimum the branch alone tells the derivative at the inverse of y."""
+def test_16_bit_fit_of_derivative(host_numerics: ModuleType, smooth: SmoothActivation) -> None:
+    """Away from the minimum the branch suffices for the derivative at the exact inverse of y."""
     x = all_finite(torch.float16, CPU)
     x = x[(x > max(-4.0, smooth.recovered_above[torch.float16])) & (x < 20)]
     x = x[(x - smooth.minimum).abs() > 0.2]
@@ -401,38 +422,59 @@ def test_the_fit_of_16_bits(host_numerics: ModuleType, smooth: SmoothActivation)
 
 
 @all_smooth
-def test_the_fit_of_float32(host_numerics: ModuleType, smooth: SmoothActivation) -> None:
-    """The derivative is that at the input that is found, whose gate is the fit's."""
+def test_float32_fit_of_derivative(host_numerics: ModuleType, smooth: SmoothActivation) -> None:
+    """The derivative is right at the recovered input, for which the fit gives the gate."""
     x = torch.linspace(-2.2, 2.6, 100_001)
     for bits in smooth.all_bits(torch.float32):
         found, slope = Numerics(host_numerics, smooth).recover(x, bits)
         assert (slope.double() - smooth.derivative(found.double())).abs().max() <= 6e-7
 
 
-# One check of each kind, in a process that runs another instruction set.
+# Tests of each kind, which run again in a process that uses another instruction set.
 CHECKS = [
     f"{test}[{parameters}]"
     for test, parameters in [
-        ("test_smooth_activations.py::test_every_16_bit_value", "cpu-float16-one-silu"),
-        ("test_smooth_activations.py::test_every_16_bit_value", "cpu-bfloat16-default-gelu"),
         (
-            "test_smooth_activations.py::test_default_bits_give_pytorchs_gradient",
+            "test_smooth_activations.py::test_every_16_bit_value_within_documented_error",
+            "cpu-float16-one-silu",
+        ),
+        (
+            "test_smooth_activations.py::test_every_16_bit_value_within_documented_error",
+            "cpu-bfloat16-default-gelu",
+        ),
+        (
+            "test_smooth_activations.py::test_default_bits_match_pytorchs_gradient",
             "cpu-float16-silu",
         ),
         (
-            "test_smooth_activations.py::test_default_bits_give_pytorchs_gradient",
+            "test_smooth_activations.py::test_default_bits_match_pytorchs_gradient",
             "cpu-bfloat16-hardswish",
         ),
         (
-            "test_smooth_activations.py::test_every_float32_around_the_minimum",
+            "test_smooth_activations.py::test_every_float32_around_minimum_within_documented_error",
             "cpu-default-gelu_tanh",
         ),
-        ("test_smooth_activations.py::test_dense_samples", "cpu-float32-one-silu"),
-        ("test_smooth_activations.py::test_dense_samples", "cpu-float32-eight-mish"),
-        ("test_smooth_activations.py::test_dense_samples", "cpu-float64-one-gelu"),
-        ("test_smooth_activations.py::test_left_tail_to_underflow", "cpu-float32"),
-        ("test_smooth_activations.py::test_derivative_codes", "cpu-8-float16-silu"),
-        ("test_smooth_activations.py::test_derivative_codes", "cpu-16-float32-silu"),
+        (
+            "test_smooth_activations.py::test_dense_samples_within_documented_error",
+            "cpu-float32-one-silu",
+        ),
+        (
+            "test_smooth_activations.py::test_dense_samples_within_documented_error",
+            "cpu-float32-eight-mish",
+        ),
+        (
+            "test_smooth_activations.py::test_dense_samples_within_documented_error",
+            "cpu-float64-one-gelu",
+        ),
+        ("test_smooth_activations.py::test_left_tail_matches_pytorch_to_underflow", "cpu-float32"),
+        (
+            "test_smooth_activations.py::test_derivative_codes_within_documented_error",
+            "cpu-8-float16-silu",
+        ),
+        (
+            "test_smooth_activations.py::test_derivative_codes_within_documented_error",
+            "cpu-16-float32-silu",
+        ),
     ]
 ]
 
@@ -440,9 +482,9 @@ CHECKS = [
 CHECKS += [
     f"test_values.py::{test}"
     for test in (
-        "test_every_length",
-        "test_every_16_bit_value_is_rounded_as_pytorchs",
-        "test_nan_keeps_its_payload",
+        "test_gradients_at_every_length_match_pytorch",
+        "test_every_16_bit_value_is_rounded_as_in_pytorch",
+        "test_nan_payload_is_preserved",
         "test_edge_values",
         "test_edge_gradients",
     )
@@ -450,15 +492,15 @@ CHECKS += [
 CHECKS += [
     f"test_ops.py::{test}"
     for test in (
-        "test_normalized_elements_are_the_same_in_every_kernel",
+        "test_all_kernels_normalize_to_the_same_bits",
         "test_unused_bits_are_zero",
-        "test_relus_mask_is_one_bit_per_element",
+        "test_relu_mask_is_one_bit_per_element",
     )
 ]
 
 
 @pytest.mark.parametrize("instruction_set", ["baseline", "avx2"])
-def test_instruction_sets(instruction_set: str) -> None:
+def test_checks_pass_with_other_instruction_sets(instruction_set: str) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", *CHECKS],
         cwd=os.path.dirname(__file__),

@@ -1,4 +1,4 @@
-"""Programs made by tracing: torch.fx, torch.export, AOTInductor, torch.jit, ONNX."""
+"""Traced programs: torch.fx, torch.export, AOTInductor, torch.jit, ONNX."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import inplace_ops
 
-# torch.export's own.
+# torch.export issues these warnings.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning"),
@@ -32,7 +32,7 @@ SOME = [
 
 
 class Network(nn.Module):
-    """Activations of a layer's output, of a view of it whose result is not used, of an input."""
+    """Activations of a view of a layer's output, whose result is not used, and of the input."""
 
     def __init__(self, activation: Activation, **arguments: bool) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Network(nn.Module):
 
 
 def networks(activation: Activation) -> tuple[nn.Module, nn.Module]:
-    """A network, and the same with PyTorch's activations."""
+    """Return a network, and the same network with PyTorch's activations."""
     ours, pytorchs = Network(activation), Network(activation)
     pytorchs.load_state_dict(ours.state_dict())
     for name in ("first", "second"):
@@ -85,7 +85,7 @@ def assert_same(
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-4, atol=1e-5 + 40 * error)
 
 
-def test_the_comparison_tells_a_difference() -> None:
+def test_comparison_detects_a_missing_activation() -> None:
     ours, pytorchs = networks(ONE_OF_EACH[0])
     pytorchs.second = nn.Identity()
     with pytest.raises(AssertionError):
@@ -93,7 +93,7 @@ def test_the_comparison_tells_a_difference() -> None:
 
 
 @one_of_each
-def test_symbolic_trace_of_a_model(activation: Activation) -> None:
+def test_symbolic_trace_of_model_matches_pytorch(activation: Activation) -> None:
     ours, pytorchs = networks(activation)
     traced = torch.fx.symbolic_trace(ours)
     called = [node.target for node in traced.graph.nodes if node.op == "call_module"]
@@ -112,10 +112,10 @@ def test_symbolic_trace_of_a_model(activation: Activation) -> None:
         (inplace_ops.SiLU, nn.SiLU),
     ],
 )
-def test_the_traced_graph_is_pytorchs(
+def test_traced_graph_equals_pytorchs(
     ours: Callable[..., nn.Module], pytorchs: Callable[..., nn.Module], inplace: bool
 ) -> None:
-    """What selects nodes by name, as torchvision's feature extractors do, finds the same."""
+    """Nodes have PyTorch's names, by which torchvision's feature extractors select them."""
     graphs = []
     for make in (ours, pytorchs):
         module = make(inplace=inplace)
@@ -124,8 +124,8 @@ def test_the_traced_graph_is_pytorchs(
     assert graphs[0] == graphs[1]
 
 
-def test_a_module_applied_to_a_node_by_hand() -> None:
-    """As torch.nn's modules, in a transformation of a graph: the function is called."""
+def test_module_called_with_a_proxy_calls_its_function() -> None:
+    """A module called with a Proxy, as in graph passes, records its function like torch.nn's."""
     graph = torch.fx.Graph()
     y = inplace_ops.ReLU()(torch.fx.Proxy(graph.placeholder("x")) * 2)
     graph.output(y.node)
@@ -134,7 +134,7 @@ def test_a_module_applied_to_a_node_by_hand() -> None:
 
 
 @one_of_each
-def test_symbolic_trace_of_a_function(activation: Activation) -> None:
+def test_symbolic_trace_of_function_matches_reference(activation: Activation) -> None:
     def function(x: Tensor) -> Tensor:
         return activation.call(x * 2) + 1
 
@@ -149,7 +149,7 @@ def test_symbolic_trace_of_a_function(activation: Activation) -> None:
 
 
 @one_of_each
-def test_feature_extractor(activation: Activation) -> None:
+def test_feature_extractor_matches_pytorch(activation: Activation) -> None:
     torchvision = pytest.importorskip("torchvision")
     extraction = pytest.importorskip("torchvision.models.feature_extraction")
 
@@ -160,7 +160,7 @@ def test_feature_extractor(activation: Activation) -> None:
             if hasattr(module, "relu"):
                 module.relu = make()
         nodes = {"relu": "stem", "layer1.0.relu": "block", "layer2": "layer", "fc": "head"}
-        # The reference stands for a module of torch.nn, which is not traced into.
+        # The reference replaces a module of torch.nn, so the tracer must not trace into it.
         leaves = {"leaf_modules": [InPlace]}
         return extraction.create_feature_extractor(net, nodes, tracer_kwargs=leaves)
 
@@ -171,7 +171,7 @@ def test_feature_extractor(activation: Activation) -> None:
     assert actual.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(actual[name], expected[name])
-    if activation.allows_later_writes:  # what PyTorch's residual networks do: out += identity
+    if activation.allows_later_writes:  # torchvision's residual networks do out += identity
         actual["head"].sum().backward()
         expected["head"].sum().backward()
         error = activation.derivative_error.get(torch.float64, 0.0)
@@ -192,13 +192,15 @@ def saved_and_loaded(program: torch.export.ExportedProgram) -> torch.export.Expo
 @pytest.mark.parametrize("activation", quick(ONE_OF_EACH, SOME, release), ids=activation_id)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("strict", [True, False])
-def test_export(activation: Activation, training: bool, strict: bool) -> None:
+def test_exported_program_matches_pytorch(
+    activation: Activation, training: bool, strict: bool
+) -> None:
     ours, pytorchs = (model.train(training) for model in networks(activation))
     batch = torch.export.Dim("batch", min=2, max=64)
     program = torch.export.export(
         ours, (torch.randn(8, 6),), dynamic_shapes=({0: batch},), strict=strict
     )
-    # Needs no inplace_ops where it runs, and has PyTorch's gradients.
+    # The program runs without inplace_ops, and has PyTorch's gradients.
     assert not any("inplace_ops" in str(node.target) for node in program.graph.nodes)
     for exported in (program, saved_and_loaded(program)):
         assert_same(activation, exported.module(), pytorchs)
@@ -208,7 +210,7 @@ def test_export(activation: Activation, training: bool, strict: bool) -> None:
 
 
 @one_of_each
-def test_exported_without_a_gradient(activation: Activation) -> None:
+def test_program_exported_without_grad_matches_pytorch(activation: Activation) -> None:
     ours, pytorchs = (model.eval() for model in networks(activation))
     with torch.no_grad():
         program = torch.export.export(ours, (torch.randn(4, 6),))
@@ -219,7 +221,7 @@ def test_exported_without_a_gradient(activation: Activation) -> None:
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
 @pytest.mark.filterwarnings("ignore:.*jit.*deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*jit.*:FutureWarning")
-def test_jit_trace(activation: Activation, mode: Callable[[], object]) -> None:
+def test_jit_trace_matches_pytorch(activation: Activation, mode: Callable[[], object]) -> None:
     ours, pytorchs = (model.eval() for model in networks(activation))
     with mode():
         traced = torch.jit.trace(ours, torch.randn(4, 6))
@@ -233,19 +235,19 @@ def test_jit_trace(activation: Activation, mode: Callable[[], object]) -> None:
 @one_of_each
 @pytest.mark.filterwarnings("ignore:.*jit.*deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*jit.*:FutureWarning")
-def test_jit_script(activation: Activation) -> None:
+def test_jit_script_matches_eager(activation: Activation) -> None:
     for inplace in (True, False):
         ours = Network(activation, inplace=inplace).eval()
         scripted = torch.jit.script(ours)
         assert "inplace_ops::" not in str(scripted.inlined_graph)
         assert_same(activation, scripted, copy.deepcopy(ours), differentiable=not inplace)
-        assert type(ours.first) is type(activation.module())  # the model itself is as it was
+        assert type(ours.first) is type(activation.module())  # the model itself is unchanged
 
 
 @exhaustive
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs g++")
-@pytest.mark.filterwarnings("ignore")  # of the compiler
-def test_aotinductor(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore")  # the compiler issues warnings
+def test_aotinductor_matches_eager(tmp_path: Path) -> None:
     ours = nn.Sequential(
         nn.Linear(6, 8), inplace_ops.SiLU(), nn.Linear(8, 8), inplace_ops.LeakyReLU(), nn.ReLU()
     ).eval()
@@ -259,8 +261,8 @@ def test_aotinductor(tmp_path: Path) -> None:
 
 @one_of_each
 @pytest.mark.parametrize("dynamo", [True, False])
-@pytest.mark.filterwarnings("ignore")  # of the exporters
-def test_onnx(activation: Activation, dynamo: bool, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore")  # the exporters issue warnings
+def test_onnx_matches_eager(activation: Activation, dynamo: bool, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")
 

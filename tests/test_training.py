@@ -1,4 +1,4 @@
-"""Networks with our activations train as with PyTorch's, whatever is around them."""
+"""Training matches PyTorch's activations: autocast, checkpoints, hooks, threads, frameworks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def network(activation: Callable[[], nn.Module]) -> nn.Sequential:
 
 
 def twins(activation: Activation, device: torch.device, build: Any = network) -> Any:
-    """A network with our activation, and the same with PyTorch's."""
+    """Return a network with our activation, and the same network with PyTorch's."""
     ours = build(activation.module).to(device, torch.float64)
     pytorchs = build(lambda: Reference(activation)).to(device, torch.float64)
     pytorchs.load_state_dict(ours.state_dict())
@@ -56,7 +56,7 @@ def twins(activation: Activation, device: torch.device, build: Any = network) ->
 
 
 def tolerances(activation: Activation) -> dict[str, float]:
-    # The networks here change a derivative's error to less than 20 times that in a gradient.
+    # In these networks a gradient's error is less than 20 times the derivative's error.
     return {"rtol": 1e-7, "atol": max(1e-7, 20 * activation.derivative_error.get(torch.float64, 0))}
 
 
@@ -84,7 +84,7 @@ def assert_same_gradients(
 def amp_steps(
     model: nn.Module, inputs: list[Tensor], dtype: torch.dtype, device: torch.device
 ) -> tuple[list[list[Tensor]], list[float]]:
-    """The weights and the scale after each step; the third step's loss overflows."""
+    """Return the weights and the scale after each step; the third step's loss overflows."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=2)
     weights, scales = [], []
@@ -102,7 +102,7 @@ def amp_steps(
 
 @one_of_each
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_autocast_and_grad_scaler(
+def test_autocast_and_grad_scaler_match_pytorch(
     activation: Activation, dtype: torch.dtype, device: torch.device
 ) -> None:
     ours, pytorchs = (model.float() for model in twins(activation, device))
@@ -115,17 +115,17 @@ def test_autocast_and_grad_scaler(
     for skipped, same in zip(weights[2], weights[1], strict=True):
         assert_identical(skipped, same)
     assert all(p.isfinite().all() for p in weights[-1])
-    if activation.is_exact and device.type == "cpu":  # cuDNN may add in another order each time
+    if activation.is_exact and device.type == "cpu":  # cuDNN may sum in another order each time
         for mine, reference in zip(weights[-1], expected[-1], strict=True):
             assert_identical(mine, reference)
-    # Of the first step's gradient, ten times the derivative's error and the rounding.
+    # The allowed error, relative to the first step: ten times the derivative's error and eps.
     error = 10 * (activation.derivative_error.get(dtype, 0.0) + torch.finfo(dtype).eps)
     for mine, reference, old in zip(weights[0], expected[0], before, strict=True):
         assert (mine - reference).norm() <= error * (reference - old).norm()
 
 
 @one_of_each
-def test_infinite_gradients_reach_the_weights_as_pytorchs(
+def test_infinite_gradients_reach_weights_as_in_pytorch(
     activation: Activation, device: torch.device
 ) -> None:
     ours, pytorchs = twins(activation, device, lambda make: nn.Sequential(nn.Linear(6, 5), make()))
@@ -162,14 +162,16 @@ CHECKPOINTS: dict[str, Step] = {
 
 @one_of_each
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_checkpoint(activation: Activation, name: str, device: torch.device) -> None:
+def test_checkpoint_matches_pytorch(
+    activation: Activation, name: str, device: torch.device
+) -> None:
     assert_same_gradients(activation, device, CHECKPOINTS[name])
 
 
 POLICIES: dict[str, Callable[[str], bool]] = {
-    "nothing": lambda op: False,
+    "none": lambda op: False,
     "ours": lambda op: op.startswith("inplace_ops"),
-    "ours_and_the_last": lambda op: op.startswith("inplace_ops") or "addmm" in op,
+    "ours_and_addmm": lambda op: op.startswith("inplace_ops") or "addmm" in op,
 }
 
 
@@ -187,15 +189,18 @@ def selectively(saves: Callable[[str], bool], model: nn.Module, x: Tensor) -> Te
 
 @one_of_each
 @pytest.mark.parametrize("name", POLICIES)
-def test_selective_checkpoint(activation: Activation, name: str, device: torch.device) -> None:
-    # The ops are run again whatever the policy says: what they return, nothing, cannot be replayed.
+def test_selective_checkpoint_matches_pytorch(
+    activation: Activation, name: str, device: torch.device
+) -> None:
+    # Whatever the policy says, the ops run again: replaying the value that an op returned would not
+    # repeat its write.
     assert_same_gradients(
         activation, device, lambda m, x: selectively(POLICIES[name], m, x).square().mean()
     )
 
 
 @one_of_each
-def test_selective_checkpoint_of_a_saved_input(
+def test_selective_checkpoint_of_saved_input_raises(
     activation: Activation, device: torch.device
 ) -> None:
     ours, _ = twins(activation, device)
@@ -214,10 +219,10 @@ def test_selective_checkpoint_of_a_saved_input(
 
 @one_of_each
 @pytest.mark.parametrize("used", ["output", "input"])
-def test_tensor_hooks_and_retained_gradients(
+def test_tensor_hooks_and_retained_gradients_match_pytorch(
     activation: Activation, used: str, device: torch.device
 ) -> None:
-    """As in-place operations of PyTorch: the hooks stay with the value they were registered on."""
+    """Hooks stay with the value that they were registered on, as with PyTorch's in-place ops."""
     values = torch.randn(40, dtype=torch.float64, device=device)
     results = []
     for call in (activation.call, activation.torch_inplace):
@@ -239,7 +244,7 @@ def test_tensor_hooks_and_retained_gradients(
 
 
 @one_of_each
-def test_module_hooks(activation: Activation, device: torch.device) -> None:
+def test_module_hooks_match_pytorch(activation: Activation, device: torch.device) -> None:
     def step(model: nn.Module, x: Tensor) -> Tensor:
         model[0][1].register_forward_hook(lambda module, inputs, output: output * 1.5)
         model[1].register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.5,))
@@ -253,13 +258,13 @@ def test_module_hooks(activation: Activation, device: torch.device) -> None:
 
 
 def penalty(critic: nn.Module, x: Tensor) -> Tensor:
-    """WGAN-GP's loss: the critic's value, and its gradient's norm pulled to 1."""
+    """Return WGAN-GP's loss: the critic's value and a penalty that pulls its gradient to norm 1."""
     (gradient,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
     return critic(x).mean() + 10 * (gradient.flatten(1).norm(dim=1) - 1).square().mean()
 
 
 @one_of_each
-def test_gradient_penalty(activation: Activation, device: torch.device) -> None:
+def test_gradient_penalty_matches_pytorch(activation: Activation, device: torch.device) -> None:
     if activation.is_twice_differentiable:
         assert_same_gradients(activation, device, penalty)
         return
@@ -298,12 +303,16 @@ def with_a_parametrization(activation: Callable[[], nn.Module]) -> nn.Module:
 
 @one_of_each
 @pytest.mark.parametrize("build", [weight_normed, with_a_parametrization])
-def test_parametrizations(activation: Activation, build: Any, device: torch.device) -> None:
+def test_parametrizations_match_pytorch(
+    activation: Activation, build: Any, device: torch.device
+) -> None:
     assert_same_gradients(activation, device, square, build)
 
 
 @one_of_each
-def test_cached_parametrization(activation: Activation, device: torch.device) -> None:
+def test_cached_parametrization_matches_pytorch(
+    activation: Activation, device: torch.device
+) -> None:
     def step(model: nn.Module, x: Tensor) -> Tensor:
         with parametrize.cached():
             return square(model, x) + square(model, x * 2)
@@ -312,12 +321,12 @@ def test_cached_parametrization(activation: Activation, device: torch.device) ->
 
 
 @one_of_each
-def test_replicas_in_threads(activation: Activation, device: torch.device) -> None:
+def test_replicas_in_threads_match_pytorch(activation: Activation, device: torch.device) -> None:
     def step(model: nn.Module, x: Tensor) -> Tensor:
         inputs = [x * (1 + i) for i in range(4)]
         if device.type == "cuda":
             outputs = parallel_apply([model] * 4, inputs)
-        else:  # where parallel_apply asks for an accelerator
+        else:  # parallel_apply needs an accelerator
             with ThreadPoolExecutor(4) as pool:
                 outputs = list(pool.map(model, inputs))
         return torch.stack([output.square().mean() for output in outputs]).sum()
@@ -326,8 +335,8 @@ def test_replicas_in_threads(activation: Activation, device: torch.device) -> No
 
 
 @one_of_each
-def test_training_in_threads(activation: Activation, device: torch.device) -> None:
-    """Forward and backward of several models at the same time."""
+def test_training_in_threads_matches_pytorch(activation: Activation, device: torch.device) -> None:
+    """Several models run forward and backward at the same time."""
     models = [twins(activation, device) for _ in range(4)]
     inputs = [torch.randn(8, 3, 7, 7, dtype=torch.float64, device=device) for _ in models]
 
@@ -358,8 +367,10 @@ def _deterministic() -> Iterator[None]:
 
 @one_of_each
 @pytest.mark.usefixtures("_deterministic")
-def test_deterministic_algorithms(activation: Activation, device: torch.device) -> None:
-    # New memory is then filled with NaN and the largest integers.
+def test_deterministic_algorithms_repeat_gradients(
+    activation: Activation, device: torch.device
+) -> None:
+    # Deterministic algorithms fill new memory with NaN and the largest integers.
     assert torch.utils.deterministic.fill_uninitialized_memory
     x = torch.randn(3, 1001, device=device)
     gradients = []
@@ -375,7 +386,7 @@ def test_deterministic_algorithms(activation: Activation, device: torch.device) 
 def test_anomaly_mode_names_the_forward(activation: Activation, device: torch.device) -> None:
     with pytest.warns(UserWarning, match="Anomaly Detection"):
         detector = torch.autograd.detect_anomaly()
-    leaf = torch.rand(9, device=device, requires_grad=True)  # above 0: ReLU passes a NaN on
+    leaf = torch.rand(9, device=device, requires_grad=True)  # above 0, where ReLU passes a NaN on
     with detector:
         y = activation.call(leaf * 1)
         grad = torch.full_like(y, float("nan"))
@@ -386,17 +397,19 @@ def test_anomaly_mode_names_the_forward(activation: Activation, device: torch.de
             y.backward(grad)
 
 
-# ---- A GPU alone ----
+# ---- CUDA only ----
 
 on_cuda = pytest.mark.parametrize("device", ["cuda"], indirect=True)
-# PyTorch's advice where a parameter's gradient comes from another stream, as it does here.
+# PyTorch warns if a parameter's gradient comes from another stream, as it does here.
 several_streams = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 
 
 @one_of_each
 @on_cuda
 @several_streams
-def test_make_graphed_callables(activation: Activation, device: torch.device) -> None:
+def test_make_graphed_callables_matches_pytorch(
+    activation: Activation, device: torch.device
+) -> None:
     ours, pytorchs = twins(activation, device)
     sample = torch.randn(2, 3, 7, 7, dtype=torch.float64, device=device, requires_grad=True)
     graphed = torch.cuda.make_graphed_callables(copy.deepcopy(ours), (sample,))
@@ -412,8 +425,10 @@ def test_make_graphed_callables(activation: Activation, device: torch.device) ->
 @one_of_each
 @on_cuda
 @several_streams
-def test_a_stream_for_each_branch(activation: Activation, device: torch.device) -> None:
-    """Backward runs on the streams of forward, the packed bits' memory among them."""
+def test_stream_for_each_branch_matches_pytorch(
+    activation: Activation, device: torch.device
+) -> None:
+    """Backward runs on forward's streams, to which the packed bits' memory belongs."""
     streams = [torch.cuda.Stream() for _ in range(3)]
     x = torch.randn(2**20, device=device)
     gradients = []
@@ -437,10 +452,10 @@ def test_a_stream_for_each_branch(activation: Activation, device: torch.device) 
 # ---- Frameworks ----
 
 
-@pytest.mark.filterwarnings("default")  # the frameworks' own
+@pytest.mark.filterwarnings("default")  # the frameworks issue warnings
 @pytest.mark.parametrize("converts", [False, True], ids=["modules", "convert"])
 @pytest.mark.parametrize("name", ["silu-output-default", "relu-mask"])
-def test_lightning(name: str, converts: bool) -> None:
+def test_lightning_matches_pytorch(name: str, converts: bool) -> None:
     lightning = pytest.importorskip("lightning")
     activation = next(row for row in SAVE_MODES if row.name == name)
     ours, pytorchs = twins(activation, torch.device("cpu"))
@@ -482,7 +497,7 @@ def test_lightning(name: str, converts: bool) -> None:
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", ["silu-output-default", "relu-mask"])
-def test_accelerate(name: str) -> None:
+def test_accelerate_matches_pytorch(name: str) -> None:
     accelerate = pytest.importorskip("accelerate")
     activation = next(row for row in SAVE_MODES if row.name == name)
     ours, pytorchs = twins(activation, torch.device("cpu"))

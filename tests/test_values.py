@@ -47,7 +47,7 @@ def test_values_and_gradients(
     assert y.stride() == strides
     assert_values(activation, y, expected)
     for name, arrange_gradient in GRADIENTS.items():
-        # At most 1 in size: SiLU's error is in proportion to the incoming gradient.
+        # At most 1 in size, as SiLU's error is proportional to the incoming gradient.
         incoming = arrange_gradient(
             y.shape, lambda s: 2 * torch.rand(s, dtype=dtype, device=device) - 1
         )
@@ -62,7 +62,9 @@ def test_values_and_gradients(
 
 @all_activations
 @all_floats
-def test_without_gradient(activation: Activation, dtype: torch.dtype, device: torch.device) -> None:
+def test_values_without_grad_match_pytorch(
+    activation: Activation, dtype: torch.dtype, device: torch.device
+) -> None:
     for shape, arrange in LAYOUTS.values():
         x = arrange(random_values(shape, dtype, device))
         expected = activation.reference(x.clone())
@@ -72,7 +74,7 @@ def test_without_gradient(activation: Activation, dtype: torch.dtype, device: to
 
 @all_activations
 @all_floats
-def test_random_views(
+def test_random_views_match_pytorch(
     activation: Activation, dtype: torch.dtype, device: torch.device, seed: int
 ) -> None:
     choose = random.Random(seed)
@@ -96,7 +98,7 @@ def test_random_views(
 
 @all_activations
 @all_floats
-def test_large_incoming_gradients(
+def test_large_incoming_gradients_match_pytorch(
     activation: Activation, dtype: torch.dtype, device: torch.device
 ) -> None:
     x = random_values((2048,), dtype, device)
@@ -106,13 +108,13 @@ def test_large_incoming_gradients(
     if activation.is_exact or dtype in activation.derivative_error:
         assert_gradient(activation, actual, expected, incoming.abs().double())
     else:
-        # torch.testing's defaults, with the absolute part in proportion to the incoming gradient.
+        # torch.testing's default tolerances, the absolute one times the incoming gradient.
         scale = incoming.abs().clamp(min=1).double()
         rtol, atol = default_tolerances(dtype)
         torch.testing.assert_close(actual / scale, expected / scale, rtol=rtol, atol=atol)
 
 
-# Not -100: where SiLU's output underflows its derivative is 0 here, -3.7e-42 in PyTorch.
+# Without -100: SiLU's output underflows there, and its derivative is 0 here, -3.7e-42 in PyTorch.
 EDGES = [0.0, -0.0, 1.0, -1.0, 3.0, -3.0, 5.0, -5.0, 6.0, torch.inf, -torch.inf, torch.nan]
 INCOMING = [1.0, 0.0, -0.0, torch.inf, -torch.inf, torch.nan]
 
@@ -126,7 +128,7 @@ def edge_values(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def pytorchs_edges(activation: Activation, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Those at which PyTorch's value and gradient are ours."""
+    """Return the edge values at which our value and gradient equal PyTorch's."""
     x = edge_values(dtype, device)
     for edge in activation.own_edges(dtype):
         x = x[x != edge]
@@ -160,14 +162,14 @@ def test_edge_gradients(
     if activation.nan_gradient is not None:
         x = x[~x.isnan()]
     if activation.function == "hardswish" and activation.save == "derivative":
-        x = x[x > -3]  # where PyTorch selects 0 a code of 0 multiplies
+        x = x[x > -3]  # PyTorch's gradient is 0 there, ours the incoming one times 0
     incoming_gradient = torch.full_like(x, incoming)
     actual = gradient(activation.call, x, incoming_gradient)
     expected = gradient(activation.reference, x, incoming_gradient)
     if torch.tensor(incoming).isfinite():
         assert_gradient(activation, actual, expected, 1.0)
     elif activation.function == "gelu":
-        # Infinity times a derivative next to 0 has either sign, or is NaN: not finite.
+        # Infinity times a derivative near 0 has either sign or is NaN: it is not finite.
         assert torch.equal(actual.isfinite(), expected.isfinite())
     else:
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
@@ -177,7 +179,9 @@ def test_edge_gradients(
     "activation", [row for row in ACTIVATIONS if row.own_edges(torch.float32)], ids=activation_id
 )
 @all_floats
-def test_edges_of_our_own(activation: Activation, dtype: torch.dtype, device: torch.device) -> None:
+def test_values_where_pytorchs_formula_overflows(
+    activation: Activation, dtype: torch.dtype, device: torch.device
+) -> None:
     for edge, (value, slope) in activation.own_edges(dtype).items():
         x = torch.full((40,), edge, dtype=dtype, device=device)
         assert_identical(activation.call(x.clone()), torch.full_like(x, value))
@@ -193,13 +197,16 @@ def test_edges_of_our_own(activation: Activation, dtype: torch.dtype, device: to
 )
 @all_floats
 def test_gradient_at_nan(activation: Activation, dtype: torch.dtype, device: torch.device) -> None:
-    """Where PyTorch's own depends on how its code was vectorized; else see test_edge_gradients."""
+    """Our gradient at NaN is fixed, where PyTorch's depends on how its code was vectorized.
+
+    test_edge_gradients tests the other activations.
+    """
     x = torch.full((40,), torch.nan, dtype=dtype, device=device)
     assert_identical(gradient(activation.call, x), torch.full_like(x, activation.nan_gradient))
 
 
 @all_floats
-def test_relu_keeps_the_sign_of_zero(dtype: torch.dtype, device: torch.device) -> None:
+def test_relu_preserves_sign_of_zero(dtype: torch.dtype, device: torch.device) -> None:
     for count in (1, 700):
         x = torch.tensor([0.0, -0.0], dtype=dtype, device=device).repeat(count)
         assert inplace_ops.relu_(x).signbit().tolist() == [False, True] * count
@@ -215,7 +222,7 @@ def test_relu_keeps_the_sign_of_zero(dtype: torch.dtype, device: torch.device) -
 def test_nothing_outside_a_view_is_written(
     activation: Activation, dtype: torch.dtype, requires_grad: bool, device: torch.device
 ) -> None:
-    sentinel = -3.0  # every activation but the identity changes it
+    sentinel = -3.0  # every activation except the identity changes it
     for offset in range(17):
         for length in range(41):
             leaf = torch.full((offset + length + 17,), sentinel, dtype=dtype, device=device)
@@ -235,7 +242,9 @@ def test_nothing_outside_a_view_is_written(
 
 @one_of_each
 @all_floats
-def test_every_length(activation: Activation, dtype: torch.dtype, device: torch.device) -> None:
+def test_gradients_at_every_length_match_pytorch(
+    activation: Activation, dtype: torch.dtype, device: torch.device
+) -> None:
     for length in [*range(70), *range(509, 530, 3), 1023, 1025, 32767, 32769, 65537]:
         x = random_values((length,), dtype, device)
         incoming = 2 * torch.rand(length, dtype=dtype, device=device) - 1
@@ -250,7 +259,7 @@ OF_16_BITS = [torch.float16, torch.bfloat16]
 
 @pytest.mark.parametrize("slope", [None, 0.01, -0.5, 1 / 3, 3.0, 2.0**-12])
 @pytest.mark.parametrize("dtype", OF_16_BITS, ids=lambda dtype: str(dtype)[6:])
-def test_every_16_bit_value_is_rounded_as_pytorchs(
+def test_every_16_bit_value_is_rounded_as_in_pytorch(
     dtype: torch.dtype, slope: float | None, device: torch.device
 ) -> None:
     def call(x: Tensor) -> Tensor:
@@ -260,7 +269,7 @@ def test_every_16_bit_value_is_rounded_as_pytorchs(
         return F.relu(x) if slope is None else F.leaky_relu(x, slope)
 
     every = EVERY_16_BITS.to(device).view(dtype)
-    for count in (len(every), 517):  # of which the last few are no whole vector
+    for count in (len(every), 517):  # the last few of 517 do not fill a vector
         x = every[torch.randperm(len(every))][:count]
         incoming = every[torch.randperm(len(every))][:count]
         actual, expected = call(x.clone()), reference(x)
@@ -271,8 +280,11 @@ def test_every_16_bit_value_is_rounded_as_pytorchs(
 
 
 @pytest.mark.parametrize("dtype", OF_16_BITS, ids=lambda dtype: str(dtype)[6:])
-def test_nan_keeps_its_payload(dtype: torch.dtype) -> None:
-    """On a CPU, whatever its instructions: arithmetic makes it quiet. A GPU has one NaN."""
+def test_nan_payload_is_preserved(dtype: torch.dtype) -> None:
+    """On a CPU NaN has its payload in each instruction set, and arithmetic makes it quiet.
+
+    A GPU has one NaN.
+    """
     x = EVERY_16_BITS.view(dtype)
     x = x[x.isnan()].repeat(3)
     quiet = x.view(torch.int16) | {torch.float16: 0x200, torch.bfloat16: 0x40}[dtype]
@@ -281,7 +293,7 @@ def test_nan_keeps_its_payload(dtype: torch.dtype) -> None:
 
 
 @one_of_each
-def test_lazily_negated_input(activation: Activation, device: torch.device) -> None:
+def test_lazily_negated_input_matches_pytorch(activation: Activation, device: torch.device) -> None:
     def negated(a: Tensor) -> Tensor:
         return torch.view_as_complex(a.clone()).conj().imag
 
@@ -298,7 +310,7 @@ def test_lazily_negated_input(activation: Activation, device: torch.device) -> N
 
 
 @one_of_each
-def test_undefined_gradient(activation: Activation, device: torch.device) -> None:
+def test_undefined_gradient_stays_undefined(activation: Activation, device: torch.device) -> None:
     leaf = random_values((7,), torch.float32, device).requires_grad_()
     x = leaf.clone()
     y = activation.call(x)
@@ -318,7 +330,9 @@ def test_undefined_gradient(activation: Activation, device: torch.device) -> Non
 
 @each("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
-def test_relu_of_integers(dtype: torch.dtype, layout: str, device: torch.device) -> None:
+def test_relu_of_integers_matches_pytorch(
+    dtype: torch.dtype, layout: str, device: torch.device
+) -> None:
     info = torch.iinfo(dtype)
     shape, arrange = LAYOUTS[layout]
     x = arrange(torch.randint(info.min, info.max, shape, dtype=dtype, device=device))
@@ -349,7 +363,7 @@ def test_more_than_2_to_the_31_elements(step: int, device: torch.device) -> None
         slope = (x[-1000:] > 0).half()
     seen: list[Tensor] = []
     if step == 1:
-        x.register_hook(seen.append)  # of the gradient before the activation
+        x.register_hook(seen.append)  # receives the gradient of the activation's input
     y = inplace_ops.relu_(x)
     assert torch.equal(y[-1000:], expected)
     assert not y[:-1000].any()
@@ -360,10 +374,10 @@ def test_more_than_2_to_the_31_elements(step: int, device: torch.device) -> None
 
 
 @one_of_each
-def test_an_empty_tensor_of_any_number_of_dimensions(
+def test_empty_tensor_of_any_number_of_dimensions(
     activation: Activation, device: torch.device
 ) -> None:
-    # Backward of the second needs strides that PyTorch itself cannot compute.
+    # For the second shape backward needs strides that PyTorch itself cannot compute.
     for sizes in ([2] * 40 + [0], [0] + [2] * 300):
         x = torch.empty(0, device=device, requires_grad=True)
         y = activation.call(x.clone().as_strided(sizes, [1] * len(sizes)))
@@ -373,7 +387,7 @@ def test_an_empty_tensor_of_any_number_of_dimensions(
 
 
 @pytest.mark.parametrize("slope", ["0.1", None, 1j, torch.tensor(0.1)], ids=str)
-def test_a_slope_that_is_no_number(slope: object) -> None:
+def test_slope_that_is_not_a_number_raises(slope: object) -> None:
     x = torch.randn(5)
     before = x.clone()
     with pytest.raises(TypeError, match="leaky_relu_: negative_slope must be a real number"):
@@ -381,7 +395,7 @@ def test_a_slope_that_is_no_number(slope: object) -> None:
     assert torch.equal(x, before)
 
 
-def test_a_dtype_that_a_transform_would_take(device: torch.device) -> None:
+def test_unsupported_dtypes_raise_under_vmap_and_on_meta(device: torch.device) -> None:
     x = torch.randn(3, 4, dtype=torch.complex64, device=device)
     with pytest.raises(RuntimeError, match="silu_: unsupported dtype"):
         torch.func.vmap(inplace_ops.silu_)(x)

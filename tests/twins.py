@@ -1,4 +1,4 @@
-"""A model and its converted twin, and how their steps are compared."""
+"""A model and its twin, which is its converted copy, and the comparison of their training steps."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from inplace_ops.memory import Packed
 from inplace_ops.recompute import engine, nodes
 from inplace_ops.recompute.specs import Recomputed
 
-# Where the engine takes its nodes from: see NOTE [Where nodes come from].
+# How the engine receives autograd nodes: see NOTE [Where nodes come from] in `engine.py`.
 SOURCES = ["hook", "walk"] if nodes.creation_hook is not None else ["walk"]
 C = 6
 
 
 @contextmanager
 def nodes_from(source: str) -> Iterator[None]:
-    """Let the engine take its nodes from PyTorch's hook, or from hooks on modules."""
+    """Let the engine receive nodes from PyTorch's node creation hook or from module hooks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "USE_CREATION_HOOK", source == "hook")
         yield
 
 
 @contextmanager
-def no_warnings(beginning: str = "") -> Iterator[None]:
-    """Fail where something warned, with a text of that beginning."""
+def no_warnings(prefix: str = "") -> Iterator[None]:
+    """Fail if the block issues a warning whose text starts with `prefix`."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    found = [str(w.message) for w in caught if str(w.message).startswith(beginning)]
+    found = [str(w.message) for w in caught if str(w.message).startswith(prefix)]
     assert not found, found
 
 
 class Program(nn.Module):
-    """Convolution and norm, then `compute(self, z)` with layers to use."""
+    """A convolution, a norm, an activation, then `compute(self, z)`, which may use more layers."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Program(nn.Module):
         return self.compute(self, self.act(self.norm(self.first(x))))
 
     def convolved(self, y: Tensor) -> Tensor:
-        """What a convolution of any dtype makes of it."""
+        """Convolve y, with the weight cast to the dtype of y."""
         return nn.functional.conv2d(y, self.conv.weight.to(y.dtype), padding=1)
 
 
@@ -74,7 +74,7 @@ def images(dtype: torch.dtype = torch.float32, samples: int = 2) -> Tensor:
 
 
 def converted_twin(model: nn.Module, max_ops: int = 20) -> Any:
-    """A copy of the model, converted."""
+    """Return a converted copy of the model."""
     twin = copy.deepcopy(model)
     inplace_ops.convert(twin, max_ops=max_ops)
     return twin
@@ -84,7 +84,7 @@ Step = dict[str, Tensor | None]
 
 
 def step_of(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor] | None = None) -> Step:
-    """Outputs, buffers and all gradients of one step."""
+    """Run one training step and return its outputs, buffers and gradients."""
     x = x.detach().clone().requires_grad_(x.is_floating_point())
     model.zero_grad()
     state = torch.get_rng_state()
@@ -102,15 +102,17 @@ def step_of(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor] | None
 
 
 def random_like(output: Tensor) -> Tensor:
+    """Return random float64 values of the output's shape, the same ones at every call."""
     generator = torch.Generator(output.device).manual_seed(output.numel())
     return torch.randn(output.shape, generator=generator, dtype=torch.double, device=output.device)
 
 
 def assert_same_step(actual: Step, expected: Step, tolerance: float = 1e-5) -> None:
-    """Every tensor within a share of its norm; 0 for equality to the bit."""
+    """Assert that each tensor differs by at most `tolerance` times its norm; 0: bit for bit."""
     assert actual.keys() == expected.keys()
-    # A gradient that is 0 but for roundings, as that of a bias before a norm, has no norm to speak
-    # of. The roundings are those of its terms: it is held to a tenth of the largest norm.
+    # The gradient of a bias before a norm is zero except for rounding errors, so its own norm is
+    # not a useful scale. The errors are as large as those of its terms: each tolerance is relative
+    # to at least a tenth of the largest norm of the step.
     gradients = [g.double().norm() for n, g in expected.items() if g is not None and n != "x"]
     largest = max((float(g) for g in gradients if g.isfinite()), default=0.0)
     for name, value in expected.items():
@@ -132,28 +134,28 @@ def assert_same_step(actual: Step, expected: Step, tolerance: float = 1e-5) -> N
 def assert_same_steps(
     model: nn.Module, twin: nn.Module, x: Tensor, steps: int = 2, tolerance: float = 1e-5
 ) -> None:
-    twin.load_state_dict(model.state_dict())  # it may have run before
+    twin.load_state_dict(model.state_dict())  # an earlier run may have changed the buffers
     for _ in range(steps):
         assert_same_step(step_of(twin, x), step_of(model, x), tolerance)
 
 
 def nodes_of(output: Any) -> list[Any]:
-    """The graph of an output."""
+    """Return all nodes of the autograd graph of an output."""
     found: dict[Any, None] = {}
     pending = [t.grad_fn for t in tree_leaves(output) if isinstance(t, Tensor)]
     while pending:
         node = pending.pop()
         if node is not None and node not in found:
             found[node] = None
-            pending += [before for before, _ in node.next_functions]
+            pending += [producer for producer, _ in node.next_functions]
     return list(found)
 
 
 def replaced(output: Any) -> list[Packed]:
-    """All that stands in place of saved tensors in the graph of an output."""
+    """Return everything that replaces a saved tensor in the graph of an output."""
     return [value for node in nodes_of(output) for value in nodes.packed_values(node)]
 
 
 def recomputed(output: Any) -> list[Recomputed]:
-    """Those that are recomputed."""
+    """Return the specs that replace saved tensors in the graph of an output."""
     return [value for value in replaced(output) if isinstance(value, Recomputed)]

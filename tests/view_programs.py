@@ -1,4 +1,4 @@
-"""Programs that put an activation in place in the whole of a tensor or in a part of it."""
+"""Programs that apply an in-place activation to a whole tensor or to a view of a part of it."""
 
 from __future__ import annotations
 

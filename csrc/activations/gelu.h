@@ -1,10 +1,11 @@
-// gelu(x) = x * Phi(x) with the normal distribution's Phi, and its tanh form, in which
-// Phi(x) = (1 + tanh(u)) / 2 = sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks,
-// Gimpel, "Gaussian Error Linear Units", 2016). Neither 1 + erf nor 1 + tanh is formed: they cancel
-// on the left.
+// gelu(x) = x * Phi(x), where Phi is the standard normal distribution function, and the tanh form,
+// where Phi(x) = (1 + tanh(u)) / 2 = sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3)
+// (Hendrycks, Gimpel, "Gaussian Error Linear Units", 2016). The code computes neither 1 + erf nor
+// 1 + tanh, which cancel on the left.
 //
-// As PyTorch's: NaN at -inf, +inf at +inf (PyTorch's vectorized erf form: NaN), the gradient NaN at
-// both; gelu(-0.0) is -0.0. The gradient of the tanh form is 0 or 1 at the largest finite x.
+// Special values match PyTorch's: NaN at -inf, +inf at +inf (PyTorch's vectorized erf form: NaN),
+// and a NaN gradient at both; gelu(-0.0) is -0.0. The gradient of the tanh form is 0 or 1 at the
+// finite x farthest from 0.
 #pragma once
 
 #include "../inverse.h"
@@ -12,43 +13,46 @@
 
 namespace inplace_ops {
 
-// What both forms have in common: on the left, where |x| grows with the square root of a logarithm
-// of y, a polynomial of signed_root is no good fit; one of v = sqrt(ln(y_min / y)) is.
+// The base of both forms. On the left |x| grows as the square root of a logarithm of y. There a
+// polynomial in v = sqrt(ln(y_min / y)) fits well, and a polynomial in signed_root does not.
 template <class Activation, class T>
 struct GELUBase : SmoothActivation {
   using Scalar = T;
   using C = opmath_t<T>;
-  static constexpr int kDefaultBits = kUsualBits<T>;
-  // The core is all that is finite, but for what is so large that it might overflow.
+  static constexpr int kDefaultBits = kTypicalBits<T>;
+  // The core region: all finite y, except y so large that the arithmetic might overflow.
   static constexpr float kLeftEnd = 1e6f, kRightEnd = 1e6f;
   static constexpr bool kFitIsExact = false;
 
-  HOST_DEVICE static float estimate(float y, bool left) {
-    constexpr float log_minimum = float(Activation::kLogMinimum), end = 90.0f;
+  HOST_DEVICE static float core_estimate(float y, bool left) {
+    constexpr float log_minimum = float(Activation::kLogMinimum), max_logarithm = 90.0f;
     if constexpr (sizeof(T) == 2) {
-      // As signed_root on the right, and v on the left.
-      constexpr float less = float(-IntervalMidpoint<Activation>::kOffset / Activation::kMinimumY);
-      constexpr float smallest =
+      // The root is signed_root on the right branch, and v on the left.
+      constexpr float offset =
+          float(-IntervalMidpoint<Activation>::kOffset / Activation::kMinimumY);
+      constexpr float min_radicand =
           float(-IntervalMidpoint<Activation>::kMinRadicand / Activation::kMinimumY);
-      const float logarithm = larger(log_minimum - less - rough_log(-y), 0.0f) + smallest;
-      const float squared = select(left, smaller(logarithm, end), radicand<Activation>(y));
-      const float root = rough_sqrt(squared);
-      const float on_right = y * rough_reciprocal(Activation::gate_of(root));
-      return select(left, Activation::left_of(root), on_right);
+      const float logarithm = larger(log_minimum - offset - approx_log(-y), 0.0f) + min_radicand;
+      const float squared =
+          select(left, smaller(logarithm, max_logarithm), radicand<Activation>(y));
+      const float root = approx_sqrt(squared);
+      const float on_right = y * approx_reciprocal(Activation::gate_fit(root));
+      return select(left, Activation::left_estimate(root), on_right);
     } else {
       const float root = signed_root<Activation>(y, left);
-      const float v = rough_sqrt(smaller(log_minimum - rough_log(-y), end));
-      const float inverse = Activation::inverse_of(rough_reciprocal(v + 2.0f) - 0.234375f);
-      const bool small = left & (y > -0.0455f);  // of x = -2
+      const float v = approx_sqrt(smaller(log_minimum - approx_log(-y), max_logarithm));
+      const float inverse =
+          Activation::reciprocal_estimate(approx_reciprocal(v + 2.0f) - 0.234375f);
+      const bool small = left & (y > -0.0455f);  // y at x = -2
       return select(small, -1.0f, y) *
-             rough_reciprocal(select(small, inverse, Activation::gate_of(root)));
+             approx_reciprocal(select(small, inverse, Activation::gate_fit(root)));
     }
   }
 
   HOST_DEVICE static float tail_estimate(float y, bool) { return y; }
 
-  HOST_DEVICE static auto fitted(float y, bool left) {
-    return Activation::core_point(estimate(y, left));
+  HOST_DEVICE static auto fit_point(float y, bool left) {
+    return Activation::core_point(core_estimate(y, left));
   }
 
   HOST_DEVICE static auto tail_point(C x, C y, bool) {
@@ -67,17 +71,20 @@ struct GELU : GELUBase<GELU<T>, T> {
   static constexpr double kLowestDerivative = -0.12890414518515478;
   static constexpr double kHighestDerivative = 1.1289041451851547;
 
-  // Phi(x), and its derivative, the density.
+  // x, Phi(x), and Phi's derivative, the density.
   struct Point {
     C x, gate, density;
   };
 
-  HOST_DEVICE static C derivative(Point at) { return at.gate + at.x * at.density; }
-  HOST_DEVICE static C second_derivative(Point at) { return at.density * (C(2) - at.x * at.x); }
+  HOST_DEVICE static C derivative(Point point) { return point.gate + point.x * point.density; }
+  HOST_DEVICE static C second_derivative(Point point) {
+    return point.density * (C(2) - point.x * point.x);
+  }
 
-  // From e = exp(-x^2 / 2): Phi(-|x|) is e times a fit of Mills' ratio over sqrt(2 pi).
+  // Returns the point from e = exp(-x^2 / 2). Phi(-|x|) is e times Mills' ratio, divided by
+  // sqrt(2 pi): the quotient is a fit.
   HOST_DEVICE static Point point_of(float x, float magnitude, float e) {
-    const float t = rough_reciprocal(1.0f + 0.325f * magnitude);
+    const float t = approx_reciprocal(1.0f + 0.325f * magnitude);
     float ratio;
     if constexpr (sizeof(T) == 2) {
       constexpr float c[] = {0.129656151f,  0.129672304f,  0.115501061f,  0.0935324654f,
@@ -94,7 +101,7 @@ struct GELU : GELUBase<GELU<T>, T> {
   }
 
   HOST_DEVICE static Point core_point(float x) {
-    return point_of(x, fabsf(x), rough_exp(-0.5f * x * x));
+    return point_of(x, fabsf(x), approx_exp(-0.5f * x * x));
   }
 
   HOST_DEVICE static Point point(C x) {
@@ -103,8 +110,9 @@ struct GELU : GELUBase<GELU<T>, T> {
     } else if constexpr (sizeof(T) == 2) {
       return core_point(x);
     } else {
-      // x^2 without its rounding error (Cody, "Rational Chebyshev approximations for the error
-      // function", 1969): the square of x to 8 binary places is exact, and what it lacks is small.
+      // Computes exp(-x^2 / 2) without the rounding error of x^2 (Cody, "Rational Chebyshev
+      // approximations for the error function", 1969). `high`, x to 8 binary places, has an exact
+      // square, and the rest of x^2 is small.
       const float magnitude = smaller(fabsf(x), 20.0f);
       constexpr float to_places = 49152.0f;
       const float high = (magnitude + to_places) - to_places;
@@ -118,24 +126,28 @@ struct GELU : GELUBase<GELU<T>, T> {
     const C value = x * point(x).gate;
     if constexpr (sizeof(T) == 2) return value;
     constexpr C c[] = {C(0.21574699615702345), C(0.12942832766351733), C(-0.004549919899667772)};
-    return near_minimum<GELU>(x, c, value);
+    return value_near_minimum<GELU>(x, c, value);
   }
 
-  HOST_DEVICE static Point moved(Point at, C step) {
-    const C product = step * at.x, square = product * product - step * step;
-    const C gate = at.gate + step * at.density * (C(1) - C(0.5) * product + C(1.0 / 6) * square);
-    return {at.x + step, gate, at.density * (C(1) - product + C(0.5) * square)};
+  HOST_DEVICE static Point nearby_point(Point point, C step) {
+    const C product = step * point.x, square = product * product - step * step;
+    const C gate =
+        point.gate + step * point.density * (C(1) - C(0.5) * product + C(1.0 / 6) * square);
+    return {point.x + step, gate, point.density * (C(1) - product + C(0.5) * square)};
   }
 
-  // From x = 3.3 on the gate is nearly 1.
+  // The root is 1 at x = 3.3, from where on the gate is nearly 1.
   static constexpr double kScale = sizeof(T) == 2 ? 3.5 : 3.4699712;
   static constexpr double kLowestX = -37.5;
 
-  // Minimax fits, ascending powers: of 16 bits, over or times kPatternScale, within 0.6% of x,
-  // within 3e-4 for |x - x_min| < 0.2, and elsewhere within 2e-4 in the derivative, where the
-  // errors of inputs from N(0, 1) add up to 0; of float within 0.5% of x, and around the minimum
-  // within 4e-7 in the derivative. The gate of signed_root,
-  HOST_DEVICE static float gate_of(float root) {
+  // Minimax fits, in ascending powers. Their errors are, in
+  // - 16 bits (divided or multiplied by kPatternScale): at most 0.6% of x, and 3e-4 for
+  //   |x - x_min| < 0.2. Elsewhere they change the derivative by at most 2e-4, and for inputs from
+  //   N(0, 1) these changes add up to 0;
+  // - float: at most 0.5% of x. Around the minimum they change the derivative by at most 4e-7.
+
+  // Returns the gate as a polynomial in signed_root.
+  HOST_DEVICE static float gate_fit(float root) {
     if constexpr (sizeof(T) == 2) {
       constexpr float scale = 1.0f / kPatternScale<T>;
       constexpr float c[] = {scale * 0.226018429f,  scale * 1.22165871f, scale * 0.17926836f,
@@ -149,16 +161,16 @@ struct GELU : GELUBase<GELU<T>, T> {
     }
   }
 
-  // x of v on the left,
-  HOST_DEVICE static float left_of(float v) {
+  // Returns x on the left as a polynomial in v.
+  HOST_DEVICE static float left_estimate(float v) {
     constexpr float scale = kPatternScale<T>;
     constexpr float c[] = {scale * -0.751497805f, scale * -0.891546488f,   scale * -0.222721845f,
                            scale * 0.0525299348f, scale * -0.00597023172f, scale * 0.000251983758f};
     return polynomial(c, v);
   }
 
-  // and 1 / |x| of 1 / (v + 2) - 0.234375, from x = -1.9 on.
-  HOST_DEVICE static float inverse_of(float w) {
+  // Returns 1 / |x| as a polynomial in w = 1 / (v + 2) - 0.234375, for x < -1.9.
+  HOST_DEVICE static float reciprocal_estimate(float w) {
     constexpr float c[] = {0.290630817f, 2.04722548f,  4.94145012f, 7.6779232f,
                            4.10023975f,  -10.3376017f, -18.8686924f};
     return polynomial(c, w);
@@ -183,68 +195,81 @@ struct GELUTanh : GELUBase<GELUTanh<T>, T> {
   static constexpr double kLowestDerivative = -0.12899306865877178;
   static constexpr double kHighestDerivative = 1.1289930686587717;
 
-  // sigmoid(2 u), sigmoid(-2 u), and the derivative of 2 u.
+  // x, sigmoid(2 u), sigmoid(-2 u), and the derivative of 2 u, the argument.
   struct Point {
-    C x, gate, complement, rate;
+    C x, gate, complement, argument_derivative;
   };
 
-  HOST_DEVICE static C gate_derivative(Point at) { return at.gate * at.complement * at.rate; }
-  HOST_DEVICE static C derivative(Point at) { return at.gate + at.x * gate_derivative(at); }
-  HOST_DEVICE static C second_derivative(Point at) {
-    const C own = gate_derivative(at) * (C(2) + at.x * at.rate * (at.complement - at.gate));
-    return own + at.gate * at.complement * at.x * rate_of_rate(at.x);
+  HOST_DEVICE static C gate_derivative(Point point) {
+    return point.gate * point.complement * point.argument_derivative;
+  }
+  HOST_DEVICE static C derivative(Point point) {
+    return point.gate + point.x * gate_derivative(point);
+  }
+  HOST_DEVICE static C second_derivative(Point point) {
+    const C first_term = gate_derivative(point) * (C(2) + point.x * point.argument_derivative *
+                                                              (point.complement - point.gate));
+    return first_term +
+           point.gate * point.complement * point.x * argument_second_derivative(point.x);
   }
 
-  HOST_DEVICE static C twice_u(C x) {
+  HOST_DEVICE static C argument(C x) {
     return x * (C(1.5957691216057308) + C(0.0713548162726009) * (x * x));
   }
-  HOST_DEVICE static C rate(C x) { return C(1.5957691216057308) + C(0.2140644488178007) * (x * x); }
-  HOST_DEVICE static C rate_of_rate(C x) { return C(0.4281288976356015) * x; }
+  HOST_DEVICE static C argument_derivative(C x) {
+    return C(1.5957691216057308) + C(0.2140644488178007) * (x * x);
+  }
+  HOST_DEVICE static C argument_second_derivative(C x) { return C(0.4281288976356015) * x; }
 
   HOST_DEVICE static Point core_point(float x) {
-    const float e = rough_exp(-twice_u(x)), s = rough_reciprocal(1.0f + e);
-    return {x, s, smaller(e * s, 1.0f), rate(x)};  // 1 where e is infinite
+    const float e = approx_exp(-argument(x)), s = approx_reciprocal(1.0f + e);
+    return {x, s, smaller(e * s, 1.0f), argument_derivative(x)};  // 1 where e is infinite
   }
 
   HOST_DEVICE static Point point(C x) {
-    // So that the rate is finite where the gate is 0 or 1.
+    // Limited so that the argument's derivative is finite where the gate is 0 or 1.
     const C limited = larger(smaller(x, C(1e6)), C(-1e6));
 #ifdef INPLACE_OPS_HARDWARE
     if constexpr (sizeof(T) == 2) {
-      // As in SiLU.
-      const float quarter = hardware::exp2(twice_u(x) * -1.44269504f - 2.0f);
-      const float reciprocal = rough_reciprocal(quarter + 0.25f);
-      return {x, 0.25f * reciprocal, smaller(quarter * reciprocal, 1.0f), rate(limited)};
+      // A quarter of the denominator, as in SiLU.
+      const float quarter = hardware::exp2(argument(x) * -1.44269504f - 2.0f);
+      const float reciprocal = approx_reciprocal(quarter + 0.25f);
+      return {x, 0.25f * reciprocal, smaller(quarter * reciprocal, 1.0f),
+              argument_derivative(limited)};
     }
 #endif
-    const C e = exp_of(-twice_u(x)), s = rough_reciprocal(C(1) + e);
-    return {x, s, smaller(e * s, C(1)), rate(limited)};
+    const C e = exp_of(-argument(x)), s = approx_reciprocal(C(1) + e);
+    return {x, s, smaller(e * s, C(1)), argument_derivative(limited)};
   }
 
   HOST_DEVICE static C value(C x) {
     const C value = x * point(x).gate;
     if constexpr (sizeof(T) == 2) return value;
     constexpr C c[] = {C(0.21520004551242924), C(0.12917281537859632), C(-0.003945713380462007)};
-    return near_minimum<GELUTanh>(x, c, value);
+    return value_near_minimum<GELUTanh>(x, c, value);
   }
 
-  HOST_DEVICE static Point moved(Point at, C step) {
-    const C x = at.x + step;
-    const C argument = step * (at.rate + C(0.5) * step * rate_of_rate(at.x));
-    const C bend = C(1) + C(0.5) * argument * (at.complement - at.gate);
-    const C difference = argument * (at.gate * at.complement) * bend;
-    return {x, at.gate + difference, at.complement - difference, rate(x)};
+  HOST_DEVICE static Point nearby_point(Point point, C step) {
+    const C x = point.x + step;
+    const C change =
+        step * (point.argument_derivative + C(0.5) * step * argument_second_derivative(point.x));
+    const C second_order = C(1) + C(0.5) * change * (point.complement - point.gate);
+    const C difference = change * (point.gate * point.complement) * second_order;
+    return {x, point.gate + difference, point.complement - difference, argument_derivative(x)};
   }
 
-  // From x = 3.3 on the gate is nearly 1.
+  // The root is 1 at x = 3.3, from where on the gate is nearly 1.
   static constexpr double kScale = sizeof(T) == 2 ? 3.5 : 3.4700408;
   static constexpr double kLowestX = -20.6;
 
-  // Minimax fits, ascending powers: of 16 bits, over or times kPatternScale, within 0.6% of x,
-  // within 3e-4 for |x - x_min| < 0.2, and elsewhere within 2e-4 in the derivative, where the
-  // errors of inputs from N(0, 1) add up to 0; of float within 0.5% of x, and around the minimum
-  // within 4e-7 in the derivative. The gate of signed_root,
-  HOST_DEVICE static float gate_of(float root) {
+  // Minimax fits, in ascending powers. Their errors are, in
+  // - 16 bits (divided or multiplied by kPatternScale): at most 0.6% of x, and 3e-4 for
+  //   |x - x_min| < 0.2. Elsewhere they change the derivative by at most 2e-4, and for inputs from
+  //   N(0, 1) these changes add up to 0;
+  // - float: at most 0.5% of x. Around the minimum they change the derivative by at most 4e-7.
+
+  // Returns the gate as a polynomial in signed_root.
+  HOST_DEVICE static float gate_fit(float root) {
     if constexpr (sizeof(T) == 2) {
       constexpr float scale = 1.0f / kPatternScale<T>;
       constexpr float c[] = {scale * 0.225911707f,  scale * 1.22123349f,  scale * 0.187798828f,
@@ -258,16 +283,16 @@ struct GELUTanh : GELUBase<GELUTanh<T>, T> {
     }
   }
 
-  // x of v on the left,
-  HOST_DEVICE static float left_of(float v) {
+  // Returns x on the left as a polynomial in v.
+  HOST_DEVICE static float left_estimate(float v) {
     constexpr float scale = kPatternScale<T>;
     constexpr float c[] = {scale * -0.7522102f,   scale * -0.88961643f,    scale * -0.238936812f,
                            scale * 0.0681210309f, scale * -0.00734747853f, scale * 0.000283151865f};
     return polynomial(c, v);
   }
 
-  // and 1 / |x| of 1 / (v + 2) - 0.234375, from x = -1.9 on.
-  HOST_DEVICE static float inverse_of(float w) {
+  // Returns 1 / |x| as a polynomial in w = 1 / (v + 2) - 0.234375, for x < -1.9.
+  HOST_DEVICE static float reciprocal_estimate(float w) {
     constexpr float c[] = {0.296372712f, 1.94057369f, 5.4534359f, 8.9122839f,
                            -13.8807611f, -28.137949f, 324.65744f, 1246.45239f};
     return polynomial(c, w);

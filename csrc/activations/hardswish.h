@@ -1,9 +1,10 @@
 // hardswish(x) = x * clamp(x + 3, 0, 6) / 6 (Howard et al., "Searching for MobileNetV3", 2019).
 //
-// Its inverse is that of a parabola, and the gate is linear in the root.
-// As PyTorch's: +inf where x * 6 overflows, with gradient 1; NaN at -inf, with gradient 0, which
-// the branch tells from NaN; gradient 0 at -3 and 1 at 3. At NaN it is NaN, as in PyTorch's
-// vectorized float code, where its scalar code says 1.
+// Between -3 and 3 it is a parabola: the inverse is a square root, and the gate is linear in it.
+//
+// Special values match PyTorch's: +inf where x * 6 overflows, with gradient 1; NaN at -inf, with
+// gradient 0 (the branch distinguishes -inf from NaN); gradient 0 at -3 and 1 at 3. At NaN the
+// gradient is NaN, as in PyTorch's vectorized float code. PyTorch's scalar code returns 1 there.
 #pragma once
 
 #include "../inverse.h"
@@ -24,19 +25,20 @@ struct Hardswish : SmoothActivation {
     C x;
   };
 
-  // Never 0 inside, as double backward divides by it; in half the quotient would overflow.
-  HOST_DEVICE static C derivative(Point at) {
-    constexpr C more = C(std::is_same_v<T, BFloat16> ? 0x1p-21 : 0.0);
-    C inside = (at.x + C(1.5)) * C(1.0 / 3) + more;  // 0, but for that, at the minimum
+  // Never 0 between -3 and 3, since double backward divides by it. Half is an exception: there the
+  // quotient would overflow.
+  HOST_DEVICE static C derivative(Point point) {
+    constexpr C offset = C(std::is_same_v<T, BFloat16> ? 0x1p-21 : 0.0);
+    C interior = (point.x + C(1.5)) * C(1.0 / 3) + offset;  // without offset, 0 at the minimum
     if constexpr (sizeof(T) > 2)
-      inside = inside == C(0) ? C(sizeof(T) == 8 ? 0x1p-50 : 0x1p-21) : inside;
-    return is_flat(at) ? C(0) : at.x >= C(3) ? C(1) : inside;
+      interior = interior == C(0) ? C(sizeof(T) == 8 ? 0x1p-50 : 0x1p-21) : interior;
+    return is_flat(point) ? C(0) : point.x >= C(3) ? C(1) : interior;
   }
 
-  HOST_DEVICE static bool is_flat(Point at) { return at.x <= C(-3); }
+  HOST_DEVICE static bool is_flat(Point point) { return point.x <= C(-3); }
 
-  HOST_DEVICE static C second_derivative(Point at) {
-    return at.x > C(-3) && at.x < C(3) ? C(1.0 / 3) : C(0);
+  HOST_DEVICE static C second_derivative(Point point) {
+    return point.x > C(-3) && point.x < C(3) ? C(1.0 / 3) : C(0);
   }
 
   HOST_DEVICE static Point point(C x) { return {x}; }
@@ -45,33 +47,33 @@ struct Hardswish : SmoothActivation {
     const C above = larger(x + C(3), C(0));
     const C value = x * smaller(above, C(6)) * C(1.0 / 6);
     if constexpr (sizeof(T) == 2) return value;
-    constexpr C c[] = {C(1.0 / 6), C(0)};  // it is a parabola, and a polynomial has two terms
-    return near_minimum<Hardswish>(x, c, value);
+    constexpr C c[] = {C(1.0 / 6), C(0)};  // a parabola, but polynomial() needs two terms
+    return value_near_minimum<Hardswish>(x, c, value);
   }
 
-  // The core is all that is finite.
+  // The core region: all finite y.
   static constexpr float kLeftEnd = 3e38f, kRightEnd = 3e38f;
   static constexpr double kScale = 3.375;  // from x = 3 on the gate is 1
   static constexpr bool kFitIsExact = true;
 
   HOST_DEVICE static Point core_point(float x) { return {x}; }
-  HOST_DEVICE static Point fitted(float y, bool left) { return {estimate(y, left)}; }
-  HOST_DEVICE static Point moved(Point at, C step) { return {at.x + step}; }
+  HOST_DEVICE static Point fit_point(float y, bool left) { return {core_estimate(y, left)}; }
+  HOST_DEVICE static Point nearby_point(Point point, C step) { return {point.x + step}; }
   HOST_DEVICE static Point tail_point(C x, C y, bool left) {
     return {y - y == C(0) ? x : left ? C(-INFINITY) : y};
   }
 
-  // Without cancellation at 0 and at -3, and on y's side of -3 and of 3, where the derivative
-  // jumps.
+  // Returns x from the gate, without cancellation at 0 and at -3. The result is on the side of -3
+  // and of 3 that y determines, since the derivative jumps there.
   template <class Y>
   HOST_DEVICE static Y from_gate(Y gate, Y y, bool left) {
-    constexpr Y inside = sizeof(Y) == 8 ? Y(2.9999999999999996) : Y(2.9999998f);
-    const Y on_left = y < Y(0) ? larger(Y(6) * gate - Y(3), -inside) : Y(kUnderflowed);
-    const Y on_right = y < Y(3) ? smaller(y * rough_reciprocal(gate), inside) : y;
+    constexpr Y interior = sizeof(Y) == 8 ? Y(2.9999999999999996) : Y(2.9999998f);
+    const Y on_left = y < Y(0) ? larger(Y(6) * gate - Y(3), -interior) : Y(kUnderflowed);
+    const Y on_right = y < Y(3) ? smaller(y * approx_reciprocal(gate), interior) : y;
     return left ? on_left : on_right;
   }
 
-  HOST_DEVICE static float estimate(float y, bool left) {
+  HOST_DEVICE static float core_estimate(float y, bool left) {
     const float gate = 0.25f + 0.75f * signed_root<Hardswish>(y, left);
     return from_gate(gate, y, left) * kPatternScale<T>;
   }

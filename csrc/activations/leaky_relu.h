@@ -4,13 +4,13 @@
 
 namespace inplace_ops {
 
-// x where x > 0, otherwise negative_slope * x. The gradient is multiplied, as PyTorch's: a slope of
-// 0 times an infinite gradient is NaN.
+// leaky_relu(x) = x where x > 0, otherwise negative_slope * x. As in PyTorch, the gradient is a
+// product: a slope of 0 times an infinite gradient is NaN.
 template <class T>
 struct LeakyReLU {
   using Scalar = T;
-  // Halves are all converted for the product: to choose stored ones would save nothing.
-  using C = std::conditional_t<std::is_same_v<T, Half>, float, selected_t<T>>;
+  // The product needs every half as float, so that selecting stored halves would save nothing.
+  using C = std::conditional_t<std::is_same_v<T, Half>, float, comparison_t<T>>;
   using Arguments = Types<double>;
   static constexpr Kind kKind = Kind::kPiecewiseLinear;
   static constexpr const char* kName = "leaky_relu";

@@ -1,7 +1,8 @@
 // mish(x) = x * tanh(ln(1 + e^x)) (Misra, "Mish: A Self Regularized Non-Monotonic Activation
-// Function", 2019), its gate as n / (n + 2) with n = e^x (e^x + 2), without cancellation.
+// Function", 2019). The gate is computed without cancellation, as n / (n + 2) with
+// n = e^x (e^x + 2).
 //
-// As PyTorch's: NaN at -inf, +inf at +inf, the gradient NaN at both.
+// Special values match PyTorch's: NaN at -inf, +inf at +inf, and a NaN gradient at both.
 #pragma once
 
 #include "../inverse.h"
@@ -14,88 +15,94 @@ struct Mish : SmoothActivation {
   using Scalar = T;
   using C = opmath_t<T>;
   static constexpr const char* kName = "mish";
-  static constexpr int kDefaultBits = kUsualBits<T>;
+  static constexpr int kDefaultBits = kTypicalBits<T>;
   static constexpr double kMinimumX = -1.1924312145154952, kMinimumY = -0.30884341301725043;
   static constexpr double kMinimumYLow = 2.7753772146779074e-17;
   static constexpr double kLowestDerivative = -0.11252612238946255;
   static constexpr double kHighestDerivative = 1.088498161251728;
 
-  // e^x, the gate and its two derivatives.
+  // x, e^x, the gate and its two derivatives.
   struct Point {
-    C x, e, gate, gate_derivative, curvature;
+    C x, e, gate, gate_derivative, gate_second_derivative;
   };
 
-  HOST_DEVICE static C derivative(Point at) { return at.gate + at.x * at.gate_derivative; }
-  HOST_DEVICE static C second_derivative(Point at) {
-    return C(2) * at.gate_derivative + at.x * at.curvature;
+  HOST_DEVICE static C derivative(Point point) {
+    return point.gate + point.x * point.gate_derivative;
+  }
+  HOST_DEVICE static C second_derivative(Point point) {
+    return C(2) * point.gate_derivative + point.x * point.gate_second_derivative;
   }
 
-  // Where e^4 does not overflow.
+  // Returns the point from x and e = e^x. e^4 must not overflow.
   HOST_DEVICE static Point point_of(C x, C e) {
-    const C n = e * (e + C(2)), half = rough_reciprocal(n + C(2)), rest = half + half;  // 1 - gate
-    const C product = (n - e) * rest;                                                   // e (e + 1)
-    const C gate_derivative = product * rest, own = e * rest;
-    return {x, e, n * half, gate_derivative,
-            gate_derivative * (C(1) - (product + product)) + own * own};
+    const C n = e * (e + C(2)), reciprocal = approx_reciprocal(n + C(2)),
+            complement = reciprocal + reciprocal;  // 1 - gate
+    const C product = (n - e) * complement;        // e (e + 1)
+    const C gate_derivative = product * complement, e_complement = e * complement;
+    return {x, e, n * reciprocal, gate_derivative,
+            gate_derivative * (C(1) - (product + product)) + e_complement * e_complement};
   }
 
-  // From 20 on, or 40 in double, the gate is 1, and x times its gate_derivative nothing beside it:
-  // x stands for what is larger, but for infinity.
+  // From x = 20 on, or 40 in double, the gate is 1, and x * gate_derivative is negligible next to
+  // it: the point at 20 or 40 serves for all larger x. At infinity, x - x makes it NaN.
   HOST_DEVICE static Point point(C x) {
     constexpr C end = sizeof(T) == 8 ? C(40) : C(20);
     const C limited = x > end ? end : x;
-    Point at = sizeof(T) == 2 ? core_point(limited) : point_of(limited, exp_of(limited));
-    at.x += x - x;
-    return at;
+    Point point = sizeof(T) == 2 ? core_point(limited) : point_of(limited, exp_of(limited));
+    point.x += x - x;
+    return point;
   }
 
   HOST_DEVICE static C value(C x) {
     const C value = x * point(x).gate;
     if constexpr (sizeof(T) == 2) return value;
     constexpr C c[] = {C(0.13347395702476725), C(0.06824375469336862)};
-    return near_minimum<Mish>(x, c, value);
+    return value_near_minimum<Mish>(x, c, value);
   }
 
-  // The core: x > -4.5, and e^x far from overflow.
+  // The core region: x > -4.5, as long as e^x is far from overflow.
   static constexpr float kLeftEnd = -0.0497128293f, kRightEnd = 20.0f;
   static constexpr double kScale = 5.0;  // from x = 4.7 on the gate is nearly 1
   static constexpr double kLowestX = -700.0;
   static constexpr bool kFitIsExact = false;
 
-  HOST_DEVICE static Point core_point(float x) { return point_of(x, rough_exp(x)); }
-  HOST_DEVICE static Point fitted(float y, bool left) { return core_point(estimate(y, left)); }
-
-  HOST_DEVICE static Point moved(Point at, C step) {
-    return point_of(at.x + step, at.e * (C(1) + step * (C(1) + C(0.5) * step)));
+  HOST_DEVICE static Point core_point(float x) { return point_of(x, approx_exp(x)); }
+  HOST_DEVICE static Point fit_point(float y, bool left) {
+    return core_point(core_estimate(y, left));
   }
 
-  // Minimax fits, ascending powers, of the gate over kPatternScale as a function of signed_root.
-  // That of 16 bits is within 0.9% of x, within 7e-4 for |x - x_min| < 0.2, and elsewhere
-  // within 3.2e-4 in the derivative, where the errors of inputs from N(0, 1) add up to 0. That of
-  // float is within 0.4% of x, and around the minimum within 3e-7 in the derivative.
-  HOST_DEVICE static float estimate(float y, bool left) {
+  HOST_DEVICE static Point nearby_point(Point point, C step) {
+    return point_of(point.x + step, point.e * (C(1) + step * (C(1) + C(0.5) * step)));
+  }
+
+  // Minimax fits, in ascending powers of signed_root, of the gate divided by kPatternScale. Their
+  // errors are, in
+  // - 16 bits: at most 0.9% of x, and 7e-4 for |x - x_min| < 0.2. Elsewhere they change the
+  //   derivative by at most 3.2e-4, and for inputs from N(0, 1) these changes add up to 0;
+  // - float: at most 0.4% of x. Around the minimum they change the derivative by at most 3e-7.
+  HOST_DEVICE static float core_estimate(float y, bool left) {
     const float root = signed_root<Mish>(y, left);
     if constexpr (sizeof(T) == 2) {
       constexpr float scale = 1.0f / kPatternScale<T>;
       constexpr float c[] = {scale * 0.259081364f, scale * 1.32805502f, scale * 0.532609463f,
                              scale * -1.49378991f, scale * 1.46720397f, scale * -6.17725372f,
                              scale * 8.74390888f,  scale * -3.66837382f};
-      return y * rough_reciprocal(polynomial(c, root));
+      return y * approx_reciprocal(polynomial(c, root));
     } else {
       constexpr float c[] = {0.667523086f, 1.25971878f, -0.824971855f, -1.62836754f,
                              1.08051169f,  5.22499371f, -1.44324398f,  -27.545475f,
                              -1.55154216f, 74.3858719f, 12.8210144f,   -79.0960236f};
-      return y * rough_reciprocal(polynomial(c, root - 0.3f));
+      return y * approx_reciprocal(polynomial(c, root - 0.3f));
     }
   }
 
   HOST_DEVICE static float tail_estimate(float y, bool left) {
-    // 1 / |x| of 1 / (v + 2) - 0.234375, v = sqrt(x_min - ln(-y)).
+    // 1 / |x| as a polynomial in 1 / (v + 2) - 0.234375, with v = sqrt(x_min - ln(-y)).
     constexpr float c[] = {0.118116952f, 1.30574572f, 4.59415102f, 3.19731188f,  -14.0652771f,
                            -8.98297405f, 218.154022f, 644.112793f, -1139.73267f, -6066.04541f};
-    const float depth = larger(float(kMinimumX) - rough_log(-y), 0.0f);
-    const float v = rough_sqrt(smaller(depth, 87.0f));
-    const float x = -rough_reciprocal(polynomial(c, rough_reciprocal(v + 2.0f) - 0.234375f));
+    const float depth = larger(float(kMinimumX) - approx_log(-y), 0.0f);
+    const float v = approx_sqrt(smaller(depth, 87.0f));
+    const float x = -approx_reciprocal(polynomial(c, approx_reciprocal(v + 2.0f) - 0.234375f));
     return select(left, select(y == 0.0f, kUnderflowed, x), y);
   }
 

@@ -4,12 +4,13 @@
 
 namespace inplace_ops {
 
-// max(x, 0). NaN passes, with gradient 1; -0.0 stays; the gradient is selected, not multiplied, so
-// that an infinite one gives 0 where the input is negative. As PyTorch's.
+// relu(x) = max(x, 0). Special cases match PyTorch's: NaN stays NaN, with gradient 1; -0.0 stays
+// -0.0; the gradient is selected, not multiplied, so that an infinite incoming gradient gives 0
+// where the input is negative.
 template <class T>
 struct ReLU : WithoutArguments {
   using Scalar = T;
-  using C = selected_t<T>;
+  using C = comparison_t<T>;
   static constexpr Kind kKind = Kind::kPiecewiseLinear;
   static constexpr const char* kName = "relu";
 

@@ -4,8 +4,8 @@
 
 namespace inplace_ops {
 
-// min(max(x, 0), 6). NaN passes, with gradient 1 as ReLU's: PyTorch's own is 0 or 1, by how its
-// code was vectorized. At 0 and at 6 the gradient is 0.
+// relu6(x) = min(max(x, 0), 6). NaN stays NaN, with gradient 1 as in ReLU. PyTorch's gradient there
+// is 0 or 1, depending on how its code is vectorized. At 0 and at 6 the gradient is 0.
 template <class T>
 struct ReLU6 : WithoutArguments {
   using Scalar = T;

@@ -1,8 +1,8 @@
 // silu(x) = x * sigmoid(x) (Elfwing, Uchibe, Doya, 2017; swish in Ramachandran, Zoph, Le, 2017).
 //
-// Its inverse is x = y + W(y exp(-y)) with Lambert's W, W_0 right of the minimum and W_-1 left of
-// it (Corless, Gonnet, Hare, Jeffrey, Knuth, "On the Lambert W function", 1996): the reference that
-// it is tested against.
+// The inverse is x = y + W(y exp(-y)) with Lambert's W: W_0 right of the minimum, W_-1 left of it
+// (Corless, Gonnet, Hare, Jeffrey, Knuth, "On the Lambert W function", 1996). The tests
+// use this formula as the reference.
 #pragma once
 
 #include "../inverse.h"
@@ -15,35 +15,38 @@ struct SiLU : SmoothActivation {
   using Scalar = T;
   using C = opmath_t<T>;
   static constexpr const char* kName = "silu";
-  static constexpr int kDefaultBits = kUsualBits<T>;
+  static constexpr int kDefaultBits = kTypicalBits<T>;
   static constexpr double kMinimumX = -1.2784645427610738, kMinimumY = -0.2784645427610738;
   static constexpr double kMinimumYLow = 1.5523606315812798e-18;
   static constexpr double kLowestDerivative = -0.09983932012886691;
   static constexpr double kHighestDerivative = 1.099839320128867;
 
-  // sigmoid(x), and sigmoid(-x) = 1 - sigmoid(x) without its cancellation.
+  // x, sigmoid(x), and 1 - sigmoid(x) computed as sigmoid(-x), without cancellation.
   struct Point {
     C x, gate, complement;
   };
 
-  HOST_DEVICE static C gate_derivative(Point at) { return at.gate * at.complement; }
+  HOST_DEVICE static C gate_derivative(Point point) { return point.gate * point.complement; }
 
-  HOST_DEVICE static C derivative(Point at) { return at.gate * (C(1) + at.x * at.complement); }
+  HOST_DEVICE static C derivative(Point point) {
+    return point.gate * (C(1) + point.x * point.complement);
+  }
 
-  HOST_DEVICE static C second_derivative(Point at) {
-    return gate_derivative(at) * (C(2) + at.x * (at.complement - at.gate));
+  HOST_DEVICE static C second_derivative(Point point) {
+    return gate_derivative(point) * (C(2) + point.x * (point.complement - point.gate));
   }
 
   HOST_DEVICE static Point point(C x) {
 #ifdef INPLACE_OPS_HARDWARE
     if constexpr (sizeof(T) == 2) {
-      // A quarter of the denominator, whose reciprocal is normal as long as exp(-x) is finite.
+      // Computes a quarter of the denominator 1 + exp(-x): its reciprocal is a normal number as
+      // long as exp(-x) is finite.
       const float quarter = hardware::exp2(x * -1.44269504f - 2.0f);
-      const float reciprocal = rough_reciprocal(quarter + 0.25f);
+      const float reciprocal = approx_reciprocal(quarter + 0.25f);
       return {x, 0.25f * reciprocal, smaller(quarter * reciprocal, 1.0f)};
     }
 #endif
-    const C e = exp_of(-x), s = rough_reciprocal(C(1) + e);
+    const C e = exp_of(-x), s = approx_reciprocal(C(1) + e);
     return {x, s, smaller(e * s, C(1))};  // 1 where e is infinite
   }
 
@@ -51,11 +54,12 @@ struct SiLU : SmoothActivation {
     if constexpr (sizeof(T) == 2) return x * point(x).gate;
     const C value = x / (C(1) + exp_of(-x));
     constexpr C c[] = {C(0.10890585285990005), C(0.04888293233231563)};
-    return near_minimum<SiLU>(x, c, value);
+    return value_near_minimum<SiLU>(x, c, value);
   }
 
-  // The core: x > -4.5, and no exp(-x) that overflows. A CPU collects what is far, and is faster
-  // if that is all but -2.2 < x < 2.6, where the fit of float needs no step of Newton's method.
+  // The core region: x > -4.5, where exp(-x) does not overflow. On a CPU, which collects the
+  // elements of the tail, a smaller core region is faster in float: -2.2 < x < 2.6, where the fit
+  // needs no step of Newton's method.
 #ifdef INPLACE_OPS_HARDWARE
   static constexpr bool kFitIsExact = false;
 #else
@@ -68,22 +72,23 @@ struct SiLU : SmoothActivation {
   static constexpr double kLowestX = -709.0;
 
   HOST_DEVICE static Point core_point(float x) {
-    const float e = rough_exp(-x), s = rough_reciprocal(1.0f + e);
+    const float e = approx_exp(-x), s = approx_reciprocal(1.0f + e);
     return {x, s, e * s};
   }
 
-  HOST_DEVICE static Point moved(Point at, C step) {
-    C difference = step * gate_derivative(at);
-    if constexpr (!kFitIsExact) difference *= C(1) + C(0.5) * step * (at.complement - at.gate);
-    return {at.x + step, at.gate + difference, at.complement - difference};
+  HOST_DEVICE static Point nearby_point(Point point, C step) {
+    C difference = step * gate_derivative(point);
+    if constexpr (!kFitIsExact)
+      difference *= C(1) + C(0.5) * step * (point.complement - point.gate);
+    return {point.x + step, point.gate + difference, point.complement - difference};
   }
 
-  // Minimax fits, ascending powers, of the gate over kPatternScale as a function of signed_root.
-  // All are within 0.8% of x, which Newton's step or the kept bits make good. That of 16 bits is
-  // within 5e-4 for |x - x_min| < 0.2 and elsewhere within 3.2e-4 in the derivative, where the
-  // errors of inputs from N(0, 1) add up to 0; that of float within 4e-7 in the derivative between
-  // x = -2.2 and 2.6.
-  HOST_DEVICE static float gate_of(float root) {
+  // Minimax fits, in ascending powers of signed_root, of the gate divided by kPatternScale. Their
+  // errors are at most 0.8% of x, which Newton's step or the saved bits correct. Further, in
+  // - 16 bits: at most 5e-4 for |x - x_min| < 0.2. Elsewhere they change the derivative by at most
+  //   3.2e-4, and for inputs from N(0, 1) these changes add up to 0;
+  // - float: between x = -2.2 and 2.6 they change the derivative by at most 4e-7.
+  HOST_DEVICE static float gate_fit(float root) {
     if constexpr (sizeof(T) == 2) {
       constexpr float scale = 1.0f / kPatternScale<T>;
       constexpr float c[] = {scale * 0.217878118f, scale * 1.23711264f, scale * 0.47054261f,
@@ -99,28 +104,28 @@ struct SiLU : SmoothActivation {
     }
   }
 
-  HOST_DEVICE static float estimate(float y, bool left) {
-    return y * rough_reciprocal(gate_of(signed_root<SiLU>(y, left)));
+  HOST_DEVICE static float core_estimate(float y, bool left) {
+    return y * approx_reciprocal(gate_fit(signed_root<SiLU>(y, left)));
   }
 
-  HOST_DEVICE static Point fitted(float y, bool left) {
-    if constexpr (!kFitIsExact) return core_point(estimate(y, left));
-    const float gate = gate_of(signed_root<SiLU>(y, left));
-    return {y * rough_reciprocal(gate), gate, 1.0f - gate};
+  HOST_DEVICE static Point fit_point(float y, bool left) {
+    if constexpr (!kFitIsExact) return core_point(core_estimate(y, left));
+    const float gate = gate_fit(signed_root<SiLU>(y, left));
+    return {y * approx_reciprocal(gate), gate, 1.0f - gate};
   }
 
   HOST_DEVICE static float tail_estimate(float y, bool left) {
-    // 1 / |x| of 1 / (v + 2) - 0.234375, v = sqrt(x_min - ln(-y)).
+    // 1 / |x| as a polynomial in 1 / (v + 2) - 0.234375, with v = sqrt(x_min - ln(-y)).
     constexpr float c[] = {0.116773717f, 1.27439272f, 4.28557062f, 1.65434301f,  -15.8441229f,
                            23.2307835f,  432.51358f,  816.036011f, -4152.12305f, -14872.8008f};
-    const float depth = larger(float(kMinimumX) - rough_log(-y), 0.0f);
-    const float v = rough_sqrt(smaller(depth, 87.0f));
-    const float x = -rough_reciprocal(polynomial(c, rough_reciprocal(v + 2.0f) - 0.234375f));
+    const float depth = larger(float(kMinimumX) - approx_log(-y), 0.0f);
+    const float v = approx_sqrt(smaller(depth, 87.0f));
+    const float x = -approx_reciprocal(polynomial(c, approx_reciprocal(v + 2.0f) - 0.234375f));
     const float tail = select(left, select(y == 0.0f, kUnderflowed, x), y);
     if constexpr (!kFitIsExact) return tail;
-    const Point at = core_point(estimate(y, left));
-    const float newton = (at.x * at.gate - y) / derivative(at);
-    return select(y <= (left ? kFitLeftEnd : kFitRightEnd), at.x - newton, tail);
+    const Point point = core_point(core_estimate(y, left));
+    const float newton = (point.x * point.gate - y) / derivative(point);
+    return select(y <= (left ? kFitLeftEnd : kFitRightEnd), point.x - newton, tail);
   }
 
   HOST_DEVICE static Point tail_point(C x, C y, bool) {

@@ -1,5 +1,6 @@
-// Runs a functor over tensors on the CPU: in parallel over blocks of elements, each block a loop
-// that the compiler vectorizes, compiled for several instruction sets and chosen at run time.
+// Runs a functor over tensors on the CPU, in parallel over blocks of elements. Each block is a loop
+// that the compiler vectorizes. The loops are compiled for several instruction sets, one of which
+// is chosen at run time.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -19,12 +20,12 @@
 namespace inplace_ops {
 
 constexpr int kBlock = 512;  // elements; the block's buffers stay in the L1 cache
-constexpr int kBlockGroups = kBlock / kGroup;
-constexpr int kVector = 16;                       // elements of the widest vector
-constexpr int64_t kGrainBlocks = 32768 / kBlock;  // PyTorch's own grain for elementwise work
+constexpr int kVector = 16;  // elements of the widest vector
+constexpr int64_t kGrainBlocks = 32768 / kBlock;  // PyTorch's grain size of elementwise kernels
 
-// Calls visit(position, length, offsets) for each run along the innermost dimension of the elements
-// first to first + count - 1, with where it begins in each of the operands.
+// Splits the elements first to first + count - 1 into spans along the innermost dimension. Calls
+// visit(position, length, offsets) for each span: its position relative to `first`, and the offsets
+// of its first element in each operand.
 template <int max_operands, int max_dims, class Visit>
 void for_each_span(const StridedLayoutOf<max_operands, max_dims>& strided, int64_t first,
                    int64_t count, const Visit& visit) {
@@ -33,10 +34,10 @@ void for_each_span(const StridedLayoutOf<max_operands, max_dims>& strided, int64
   const auto& strides = strided.strides;
   int64_t offsets[max_operands] = {};
   if (inner < 0) return visit(int64_t(0), count, offsets);
-  int64_t index[max_dims], rest = first;
+  int64_t index[max_dims], remaining = first;
   for (int d = inner; d >= 0; --d) {
-    index[d] = d > 0 ? rest % sizes[d] : rest;
-    rest /= sizes[d];
+    index[d] = d > 0 ? remaining % sizes[d] : remaining;
+    remaining /= sizes[d];
     for (int k = 0; k < strided.operands; ++k) offsets[k] += index[d] * strides[k][d];
   }
   for (int64_t position = 0; position < count;) {
@@ -80,14 +81,15 @@ NO_INLINE void scatter(T* data, const T* buffer, const StridedLayout& strided, i
   });
 }
 
-// The affine of a block's elements, in runs: each with one scale and shift, or with one for each
-// element.
+// The affine of a block's elements, as a list of spans. If is_uniform, all elements of a span have
+// the same mean, scale and shift, and the pointers point to one number. Otherwise they point to one
+// number for each element.
 template <class C>
 class BlockAffine {
  public:
   struct Span {
     int64_t position, length;
-    const C *mean, *scale, *shift;  // without rows no mean
+    const C *mean, *scale, *shift;  // mean is null without row statistics
   };
   Span spans[kBlock / kVector + 2];
   int count = 0;
@@ -108,7 +110,7 @@ class BlockAffine {
     }
     const C* const mean = affine.has_rows() ? mean_ : nullptr;
     C rstd[kBlock];
-    int pairs = elements;
+    int num_scales = elements;
     if (is_uniform) {
       for_each_span(strided, first, elements, [&](int64_t position, int64_t length, auto& offsets) {
         spans[count] = {position, length, mean ? mean + count : nullptr, scale_ + count,
@@ -121,7 +123,7 @@ class BlockAffine {
         }
         ++count;
       });
-      pairs = count;
+      num_scales = count;
     } else {
       gather(scale_, affine.channel_affine.scale, strided, 0, first, elements);
       gather(shift_, affine.channel_affine.shift, strided, 0, first, elements);
@@ -132,23 +134,24 @@ class BlockAffine {
       spans[count++] = {0, elements, mean, scale_, shift_};
     }
     if (!affine.has_rows()) return;
-    for (int i = 0; i < pairs; ++i) scale_[i] *= rstd[i];
+    for (int i = 0; i < num_scales; ++i) scale_[i] *= rstd[i];
   }
 
  private:
   C mean_[kBlock], scale_[kBlock], shift_[kBlock];
 };
 
-// The values of halves that are computed with are converted a block at a time, by instructions that
-// the compiler does not use in loops; those of all other formats in the loop that computes.
+// Whether values are converted a block at a time, before and after the loop over the elements. This
+// is for halves in float arithmetic: the compiler does not generate their instructions in loops.
+// Values of all other formats are converted in the loop.
 template <class T, class C = opmath_t<T>>
 constexpr bool kConvertsHalf = std::is_same_v<T, Half> && !std::is_same_v<C, Half>;
 
-// An input of a block.
+// The elements of a block of an input.
 template <class T, class C = opmath_t<T>>
-struct Input {
+struct BlockInput {
   const T* stored;
-  const opmath_t<T>* values;  // if they are converted to float
+  const opmath_t<T>* values;  // if kConvertsHalf
 
   HOST_DEVICE Element<T> operator[](int64_t i) const {
     if constexpr (kConvertsHalf<T, C>) return {stored[i], values[i]};
@@ -157,39 +160,42 @@ struct Input {
 };
 
 template <class Functor>
-using InputOf = Input<typename Functor::Scalar, typename Functor::C>;
+using BlockInputOf = BlockInput<typename Functor::Scalar, typename Functor::C>;
 
 template <class Functor>
-using Inputs = const InputOf<Functor> (&)[Functor::kInputs];
+using BlockInputs = const BlockInputOf<Functor> (&)[Functor::kInputs];
 
 template <class T, class C, int inputs>
-HOST_DEVICE void fetch(Element<T> (&element)[inputs], const Input<T, C> (&in)[inputs], int64_t i) {
+HOST_DEVICE void load_elements(Element<T> (&element)[inputs], const BlockInput<T, C> (&in)[inputs],
+                               int64_t i) {
   for (int k = 0; k < inputs; ++k) element[k] = in[k][i];
 }
 
-// Results of format T, not yet narrowed if they are to be.
+// The type of results of format T in the loop: float if they are converted to half after the loop.
 template <class T, class C = opmath_t<T>>
-using Result = std::conditional_t<kConvertsHalf<T, C>, opmath_t<T>, T>;
+using result_t = std::conditional_t<kConvertsHalf<T, C>, opmath_t<T>, T>;
 
 template <class Functor>
-using ResultOf = Result<typename Functor::Out, typename Functor::C>;
+using functor_result_t = result_t<typename Functor::Out, typename Functor::C>;
 
 template <class T, class C>
-HOST_DEVICE Result<T, C> result_of(C value) {
+HOST_DEVICE result_t<T, C> to_result(C value) {
   if constexpr (kConvertsHalf<T, C>)
     return value;
   else
     return store<T>(value);
 }
 
-// Codes are as wide as what is computed, or the compiler works on several vectors at once and runs
-// out of registers; those of masks, whose loop does little else than store them, are narrow.
+// The type of codes in the loop. It is as wide as the arithmetic: with a narrower type the compiler
+// works on several vectors at once and runs out of registers. The codes of masks are narrow, since
+// their loop does little more than store them.
 template <class Functor>
-using Code = std::conditional_t<Functor::accepts_bits(8), uint32_t, uint8_t>;
+using code_t = std::conditional_t<Functor::accepts_bits(8), uint32_t, uint8_t>;
 
-// z from the norm's input, where that may be, too. Of halves the values come back not yet rounded.
+// Recomputes a block of a norm's output z from its input x. z may overwrite x. For halves, `values`
+// receives z in float, not yet rounded. For other formats `values` is z itself.
 template <class Instructions, class T>
-HOST_DEVICE void normalize(T* z, Result<T>* values, const Input<T>& x,
+HOST_DEVICE void normalize(T* z, result_t<T>* values, const BlockInput<T>& x,
                            const NormAffine<opmath_t<T>>& affine, int64_t first, int count) {
   using C = opmath_t<T>;
   const BlockAffine<C> block(affine, first, count);
@@ -200,112 +206,117 @@ HOST_DEVICE void normalize(T* z, Result<T>* values, const Input<T>& x,
       const C center = mean ? *mean : C(0);
 #pragma GCC ivdep
       for (int64_t i = begin; i < begin + length; ++i)
-        values[i] = result_of<T>(apply_affine<T>(x[i].value - center, scale_shift));
+        values[i] = to_result<T>(apply_affine<T>(x[i].value - center, scale_shift));
     } else if (mean) {
 #pragma GCC ivdep
       for (int64_t i = begin; i < begin + length; ++i) {
         const ScaleAndShift<C> scale_shift{scale[i - begin], shift[i - begin]};
-        values[i] = result_of<T>(apply_affine<T>(x[i].value - mean[i - begin], scale_shift));
+        values[i] = to_result<T>(apply_affine<T>(x[i].value - mean[i - begin], scale_shift));
       }
     } else {
 #pragma GCC ivdep
       for (int64_t i = begin; i < begin + length; ++i) {
         const ScaleAndShift<C> scale_shift{scale[i - begin], shift[i - begin]};
-        values[i] = result_of<T>(apply_affine<T>(x[i].value, scale_shift));
+        values[i] = to_result<T>(apply_affine<T>(x[i].value, scale_shift));
       }
     }
   }
   if constexpr (kConvertsHalf<T>) Instructions::float_to_half(z, values, count);
 }
 
-// The loop over the elements of one block. The output may be the first input, element by element.
-// The functor is a copy: its members could otherwise be thought to change with the output.
+// The loop over the elements of a block. The output may alias the first input, element by element.
+// The functor is passed by value: otherwise the compiler assumes that a write to the output may
+// change its members.
 template <class Functor, class T = typename Functor::Scalar>
-HOST_DEVICE void compute(const Functor functor, ResultOf<Functor>* out, Inputs<Functor> in,
-                         Code<Functor>* codes, int bits, int count) {
+HOST_DEVICE void compute(const Functor functor, functor_result_t<Functor>* out,
+                         BlockInputs<Functor> in, code_t<Functor>* codes, int bits, int count) {
 #pragma GCC ivdep
   for (int i = 0; i < count; ++i) {
     Element<T> element[Functor::kInputs];
-    fetch(element, in, i);
+    load_elements(element, in, i);
     uint32_t code = Functor::kPackedBits == PackedBitsUse::kRead ? codes[i] : 0u;
-    out[i] = result_of<T>(functor(element, code, bits));
-    if (Functor::kPackedBits == PackedBitsUse::kWritten) codes[i] = Code<Functor>(code);
+    out[i] = to_result<T>(functor(element, code, bits));
+    if (Functor::kPackedBits == PackedBitsUse::kWritten) codes[i] = code_t<Functor>(code);
   }
 }
 
-// The same where no codes are kept, which the compiler then does not compute.
+// The loop without codes, for functors that have none and for forward functors that save nothing.
+// The compiler omits the arithmetic of the codes.
 template <class Out, class Functor, class T = typename Functor::Scalar>
-HOST_DEVICE void compute_without_codes(const Functor functor, Result<Out, typename Functor::C>* out,
-                                       Inputs<Functor> in, int count) {
+HOST_DEVICE void compute_without_codes(const Functor functor,
+                                       result_t<Out, typename Functor::C>* out,
+                                       BlockInputs<Functor> in, int count) {
 #pragma GCC ivdep
   for (int i = 0; i < count; ++i) {
     Element<T> element[Functor::kInputs];
-    fetch(element, in, i);
+    load_elements(element, in, i);
     uint32_t code;
-    out[i] = result_of<Out>(functor(element, code, 1));
+    out[i] = to_result<Out>(functor(element, code, 1));
   }
 }
 
-// For an instruction set, and so is what is inlined into it.
+// The functions that are compiled for an instruction set: INPLACE_OPS_COMPILE_FOR defines them.
 template <class Instructions>
 struct CompiledFor;
 
-// The near part. Where it has two steps, as two loops: of a short loop the processor has several
-// iterations under way at once, and waits less for square roots and divisions.
+// The loop over a block with the functor's code for the core region. A functor with kSplitsCore has
+// two loops, one per step: the processor overlaps several iterations of a short loop, and waits
+// less for square roots and divisions.
 template <class Functor, class T = typename Functor::Scalar>
-HOST_DEVICE void compute_core(const Functor functor, Result<T>* out, Inputs<Functor> in,
-                              const Code<Functor>* codes, int bits, int count) {
+HOST_DEVICE void compute_core(const Functor functor, result_t<T>* out, BlockInputs<Functor> in,
+                              const code_t<Functor>* codes, int bits, int count) {
   Element<T> element[Functor::kInputs];
-  if constexpr (Functor::kHasSteps) {
+  if constexpr (Functor::kSplitsCore) {
     float x[kBlock];
 #pragma GCC ivdep
     for (int i = 0; i < count; ++i) {
-      fetch(element, in, i);
+      load_elements(element, in, i);
       x[i] = functor.core_input(element, codes[i], bits);
     }
 #pragma GCC ivdep
     for (int i = 0; i < count; ++i) {
-      fetch(element, in, i);
-      out[i] = result_of<T>(functor.core_from_input(element, x[i]));
+      load_elements(element, in, i);
+      out[i] = to_result<T>(functor.core_from_input(element, x[i]));
     }
   } else {
 #pragma GCC ivdep
     for (int i = 0; i < count; ++i) {
-      fetch(element, in, i);
-      out[i] = result_of<T>(functor.core(element, codes[i], bits));
+      load_elements(element, in, i);
+      out[i] = to_result<T>(functor.core(element, codes[i], bits));
     }
   }
 }
 
-// The same in two parts, the far elements collected first, so that no vector works on both.
+// The loops over a block of a functor with kSplitsRegions. The elements of the tail region are
+// collected first and computed separately, so that no vector runs the code of both regions.
 template <class Instructions, class Functor, class T = typename Functor::Scalar>
-HOST_DEVICE void compute_by_region(const Functor functor, Result<T>* out, Inputs<Functor> in,
-                                   const Code<Functor>* codes, int bits, int count) {
+HOST_DEVICE void compute_by_region(const Functor functor, result_t<T>* out, BlockInputs<Functor> in,
+                                   const code_t<Functor>* codes, int bits, int count) {
   uint8_t is_in_tail[kBlock] = {};
   for (int i = 0; i < count; ++i) {
     Element<T> element[Functor::kInputs];
-    fetch(element, in, i);
+    load_elements(element, in, i);
     is_in_tail[i] = functor.is_in_tail(element, codes[i], bits);
   }
 
-  int found = 0;
+  int num_tail = 0;
   int indices[kBlock];
   for (int first = 0; first < count; first += 8) {
     uint64_t any;
     memcpy(&any, is_in_tail + first, sizeof(any));
     if (any == 0) continue;
     for (int i = first; i < first + 8; ++i) {
-      indices[found] = i;  // counts only if it is one
-      found += is_in_tail[i];
+      indices[num_tail] = i;  // overwritten unless it is in the tail
+      num_tail += is_in_tail[i];
     }
   }
-  // In whole vectors, the last one filled up: a part of one costs as much as many.
-  int padded = found;
+  // Pad the last vector: a part of a vector would cost as much as many whole ones.
+  int padded = num_tail;
   while (padded % kVector != 0) indices[padded++] = indices[0];
   T stored[Functor::kInputs][kBlock];
   opmath_t<T> values[Functor::kInputs][kConvertsHalf<T> ? kBlock : 1];
-  Input<T> tail_in[Functor::kInputs];
-  Code<Functor> tail_codes[kBlock];
+  BlockInput<T> tail_in[Functor::kInputs];
+  code_t<Functor> tail_codes[kBlock];
   for (int k = 0; k < Functor::kInputs; ++k) {
     for (int i = 0; i < padded; ++i) stored[k][i] = in[k].stored[indices[i]];
     if constexpr (kConvertsHalf<T>)
@@ -316,18 +327,19 @@ HOST_DEVICE void compute_by_region(const Functor functor, Result<T>* out, Inputs
 
   compute_core(functor, out, in, codes, bits, count);
 
-  Result<T> results[kBlock];
+  result_t<T> results[kBlock];
   for (int first = 0; first < padded; first += kVector) {
     for (int i = first; i < first + kVector; ++i) {
       Element<T> element[Functor::kInputs];
-      fetch(element, tail_in, i);
-      results[i] = result_of<T>(functor.tail(element, tail_codes[i], bits));
+      load_elements(element, tail_in, i);
+      results[i] = to_result<T>(functor.tail(element, tail_codes[i], bits));
     }
   }
-  for (int i = 0; i < found; ++i) out[indices[i]] = results[i];
+  for (int i = 0; i < num_tail; ++i) out[indices[i]] = results[i];
 }
 
-// Codes to and from their planes, eight planes at a time. Narrow codes are bytes already.
+// pack() and unpack() convert between a block's codes and its bit planes, eight planes at a time.
+// Narrow codes are bytes already.
 template <class Instructions>
 HOST_DEVICE void pack(const uint8_t (&codes)[kBlock], const PackedBits<uint8_t>& packed,
                       int64_t first_group, int groups, int low = 0) {
@@ -384,7 +396,7 @@ HOST_DEVICE void run_blocks(const Functor& functor, const StridedLayout& strided
     const int64_t first = block * kBlock;
     const int count = int(std::min<int64_t>(kBlock, strided.elements - first));
 
-    InputOf<Functor> in[Functor::kInputs];
+    BlockInputOf<Functor> in[Functor::kInputs];
     for (int k = 0; k < Functor::kInputs; ++k) {
       if (!is_dense) gather(buffers[k], operands.in[k], strided, k + 1, first, count);
       in[k].stored = is_dense ? operands.in[k] + first : buffers[k];
@@ -393,7 +405,7 @@ HOST_DEVICE void run_blocks(const Functor& functor, const StridedLayout& strided
         CompiledFor<Instructions>::half_to_float(as_float[k], in[k].stored, count);
     }
     Out* const out = is_dense ? operands.out + first : out_buffer;
-    ResultOf<Functor>* results;
+    functor_result_t<Functor>* results;
     if constexpr (converts_inputs)
       results = as_float[0];
     else if constexpr (converts_results)
@@ -404,7 +416,7 @@ HOST_DEVICE void run_blocks(const Functor& functor, const StridedLayout& strided
     if constexpr (Functor::kNormalizes) {
       constexpr int last = Functor::kInputs - 1;
       T* const z = buffers[last];
-      const Input<T> x{in[last].stored, as_float[last]};
+      const BlockInput<T> x{in[last].stored, as_float[last]};
       if constexpr (kConvertsHalf<T>) {
         if (!converts_inputs)
           CompiledFor<Instructions>::half_to_float(as_float[last], x.stored, count);
@@ -418,12 +430,12 @@ HOST_DEVICE void run_blocks(const Functor& functor, const StridedLayout& strided
     } else if constexpr (Functor::kPackedBits == PackedBitsUse::kNone) {
       compute_without_codes<Out>(functor, results, in, count);
     } else {
-      Code<Functor> codes[kBlock];
+      code_t<Functor> codes[kBlock];
       const int64_t first_group = first / kGroup;
       const int groups = int(plane_bytes(count));
       if constexpr (!writes_bits)
         CompiledFor<Instructions>::unpack(codes, operands.packed, first_group, groups);
-      if constexpr (IsSplit<Functor>::value) {
+      if constexpr (SplitsRegions<Functor>::value) {
         compute_by_region<Instructions>(functor, results, in, codes, bits, count);
       } else if (writes_bits && bits == 0) {
         compute_without_codes<Out>(functor, results, in, count);
@@ -440,8 +452,9 @@ HOST_DEVICE void run_blocks(const Functor& functor, const StridedLayout& strided
   }
 }
 
-// For an instruction set, and so is what is inlined into them: run_blocks(), and its parts that are
-// the same for all functors, which compile once.
+// Defines the functions of CompiledFor<Instructions>. `attributes` compiles them, and everything
+// that is inlined into them, for that instruction set. They are run_blocks(), and the parts of it
+// that are the same for all functors and therefore compile once.
 #define INPLACE_OPS_COMPILE_FOR(Instructions, attributes)                                         \
   template <>                                                                                     \
   struct CompiledFor<Instructions> {                                                              \
@@ -458,7 +471,7 @@ HOST_DEVICE void run_blocks(const Functor& functor, const StridedLayout& strided
       Instructions::float_to_half(to, from, count);                                               \
     }                                                                                             \
     template <class T>                                                                            \
-    NO_INLINE attributes static void normalize(T* z, Result<T>* values, const Input<T>& x,        \
+    NO_INLINE attributes static void normalize(T* z, result_t<T>* values, const BlockInput<T>& x, \
                                                const NormAffine<opmath_t<T>>& affine,             \
                                                int64_t first, int count) {                        \
       inplace_ops::normalize<Instructions>(z, values, x, affine, first, count);                   \
@@ -486,13 +499,14 @@ INPLACE_OPS_COMPILE_FOR(Avx512,
 
 enum class InstructionSet { kBaseline, kAvx2, kAvx512 };
 
-// The best that the processor has, or less: INPLACE_OPS_CPU=baseline or avx2, to test the others.
+// Returns the best instruction set that the processor supports. To test the others,
+// INPLACE_OPS_CPU=baseline or avx2 limits it.
 inline InstructionSet instruction_set() {
 #ifdef __x86_64__
   static const InstructionSet result = [] {
     const char* variable = std::getenv("INPLACE_OPS_CPU");
     const std::string_view limit = variable ? variable : "";
-    unsigned eax, ebx, ecx, edx;  // of F16C __builtin_cpu_supports knows since g++ 11
+    unsigned eax, ebx, ecx, edx;  // __builtin_cpu_supports knows F16C only since g++ 11
     const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
     if (limit == "baseline" || !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
         !has_f16c)

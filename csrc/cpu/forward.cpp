@@ -1,4 +1,4 @@
-// Apart from the other directions, so that all are compiled at once: they take long.
+// One file per direction, so that they compile in parallel: each takes long.
 #include "../registration.h"
 #include "elementwise.h"
 

@@ -1,5 +1,6 @@
-// What the compiler does not make of loops: conversions of halves, and bits to and from their
-// planes. Every set of instructions has the same functions, for a block of elements at a time.
+// Conversions between half and float, and packing of bits into bit planes, by instructions that the
+// compiler does not generate from loops. Every instruction set has the same functions, each for a
+// block of elements.
 #pragma once
 
 #ifdef __x86_64__
@@ -20,7 +21,7 @@ struct Portable {
     for (int i = 0; i < count; ++i) to[i] = store<Half>(from[i]);
   }
 
-  // A plane, a byte for each group, of one bit of each of the bytes.
+  // Packs bit `bit` of each byte into a bit plane, which has a byte for each group.
   HOST_DEVICE static void pack(uint8_t* plane, const uint8_t* bytes, int bit, int groups) {
     for (int g = 0; g < groups; ++g) {
       uint64_t row;
@@ -30,13 +31,13 @@ struct Portable {
     }
   }
 
-  // The other way: sets the bit, which is 0, in the bytes.
+  // Unpacks a bit plane to bit `bit` of each byte, where it must be 0 before.
   HOST_DEVICE static void unpack(uint8_t* bytes, const uint8_t* plane, int bit, int groups) {
     for (int g = 0; g < groups; ++g) {
       uint64_t row;
       memcpy(&row, bytes + g * kGroup, sizeof(row));
-      const uint64_t apart = (plane[g] * 0x0101010101010101ull) & 0x8040201008040201ull;
-      row |= (((apart + 0x7f7f7f7f7f7f7f7full) >> 7) & 0x0101010101010101ull) << bit;
+      const uint64_t spread = (plane[g] * 0x0101010101010101ull) & 0x8040201008040201ull;
+      row |= (((spread + 0x7f7f7f7f7f7f7f7full) >> 7) & 0x0101010101010101ull) << bit;
       memcpy(bytes + g * kGroup, &row, sizeof(row));
     }
   }
@@ -64,30 +65,30 @@ struct Avx2 {
   }
 
   INPLACE_OPS_AVX2 static void pack(uint8_t* plane, const uint8_t* bytes, int bit, int groups) {
-    const __m128i to_the_top = _mm_cvtsi32_si128(7 - bit);
+    const __m128i shift_to_top = _mm_cvtsi32_si128(7 - bit);
     int g = 0;
     for (; g + 4 <= groups; g += 4) {
       const __m256i four = _mm256_loadu_si256((const __m256i*)(bytes + g * kGroup));
-      const int packed = _mm256_movemask_epi8(_mm256_sll_epi64(four, to_the_top));
+      const int packed = _mm256_movemask_epi8(_mm256_sll_epi64(four, shift_to_top));
       memcpy(plane + g, &packed, sizeof(packed));
     }
     Portable::pack(plane + g, bytes + g * kGroup, bit, groups - g);
   }
 
   INPLACE_OPS_AVX2 static void unpack(uint8_t* bytes, const uint8_t* plane, int bit, int groups) {
-    const __m256i own_byte =
+    const __m256i byte_index =
         _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
-    const __m256i own_bit = _mm256_set1_epi64x(int64_t(0x8040201008040201));
+    const __m256i bit_mask = _mm256_set1_epi64x(int64_t(0x8040201008040201));
     const __m256i value = _mm256_set1_epi8(char(1 << bit));
     int g = 0;
     for (; g + 4 <= groups; g += 4) {
       int packed;
       memcpy(&packed, plane + g, sizeof(packed));
-      const __m256i copies = _mm256_shuffle_epi8(_mm256_set1_epi32(packed), own_byte);
-      const __m256i is_set = _mm256_cmpeq_epi8(_mm256_and_si256(copies, own_bit), own_bit);
+      const __m256i copies = _mm256_shuffle_epi8(_mm256_set1_epi32(packed), byte_index);
+      const __m256i is_set = _mm256_cmpeq_epi8(_mm256_and_si256(copies, bit_mask), bit_mask);
       auto* const four = (__m256i*)(bytes + g * kGroup);
-      const __m256i others = _mm256_loadu_si256(four);
-      _mm256_storeu_si256(four, _mm256_or_si256(others, _mm256_and_si256(is_set, value)));
+      const __m256i previous = _mm256_loadu_si256(four);
+      _mm256_storeu_si256(four, _mm256_or_si256(previous, _mm256_and_si256(is_set, value)));
     }
     Portable::unpack(bytes + g * kGroup, plane + g, bit, groups - g);
   }
@@ -96,14 +97,15 @@ struct Avx2 {
 
 struct Avx512 : Avx2 {
 #define INPLACE_OPS_AVX512 __attribute__((target("avx512f")))
-  static constexpr __mmask16 kAll = 0xffff;  // of what has no mask g++ 12 warns without reason
+  // g++ 12 warns without reason about the intrinsics that take no mask.
+  static constexpr __mmask16 kAllLanes = 0xffff;
 
   INPLACE_OPS_AVX512 static void half_to_float(float* to, const Half* from, int count) {
     int i = 0;
 #pragma GCC unroll 4
     for (; i + 16 <= count; i += 16)
-      _mm512_storeu_ps(to + i,
-                       _mm512_maskz_cvtph_ps(kAll, _mm256_loadu_si256((const __m256i*)(from + i))));
+      _mm512_storeu_ps(
+          to + i, _mm512_maskz_cvtph_ps(kAllLanes, _mm256_loadu_si256((const __m256i*)(from + i))));
     Portable::half_to_float(to + i, from + i, count - i);
   }
 
@@ -113,7 +115,7 @@ struct Avx512 : Avx2 {
     for (; i + 16 <= count; i += 16) {
       const __m512 sixteen = _mm512_loadu_ps(from + i);
       _mm256_storeu_si256((__m256i*)(to + i),
-                          _mm512_maskz_cvtps_ph(kAll, sixteen, _MM_FROUND_TO_NEAREST_INT));
+                          _mm512_maskz_cvtps_ph(kAllLanes, sixteen, _MM_FROUND_TO_NEAREST_INT));
     }
     Portable::float_to_half(to + i, from + i, count - i);
   }

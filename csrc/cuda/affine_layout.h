@@ -1,18 +1,19 @@
-// Where the scales and shifts of dense tensors' elements are, for accesses of several elements.
+// Finds the scale and shift of each element of a dense tensor, for accesses of several elements.
 //
-// Most tensors lie in one of three ways. The host tells which, once per launch:
+// Most tensors have one of three layouts. The host determines which, once per launch:
 //
-//   kPlanes        Channels are planes, as in NCHW, and planes are whole accesses: an access has
-//                  one channel.
-//   kSplitPlanes   Planes end inside accesses, as those of 7 * 7 elements do: an access has up to
+//   kPlanes        Each channel is a plane, as in NCHW, and a plane is a whole number of accesses:
+//                  an access has one channel.
+//   kSplitPlanes   Planes end inside accesses, as planes of 7 * 7 elements do: an access has up to
 //                  two channels.
-//   kChannelsLast  Channels are innermost, as in channels_last, and all of them are whole accesses:
-//                  an access has neighbouring channels. So are a layer norm's columns, whose rows
-//                  have statistics as well.
+//   kChannelsLast  Channels are innermost, as in channels_last, and a row of all channels is a
+//                  whole number of accesses: an access has consecutive channels. A layer norm has
+//                  this layout too: its channels are columns, and its rows also have statistics.
 //
-// An element's number divided by the size of a plane or a row then tells its channel and its row.
-// Where `is_strided`, StridedLayout tells them, by several divisions: for affine that lie in any
-// other way (channels innermost that differ between samples), and for 2^31 elements and more.
+// The channel and the row of an element follow from its index divided by the size of a plane or a
+// row. Where `is_strided`, StridedLayout computes them instead, by several divisions: for an affine
+// with other strides (channels innermost that differ between samples), and for 2^31 elements and
+// more.
 #pragma once
 
 #include <algorithm>
@@ -28,29 +29,30 @@ struct AffineLayout {
   enum Kind { kPlanes, kSplitPlanes, kChannelsLast };
   Kind kind;
   bool is_strided;
-  IntDivider inner;     // by the elements of a plane, or by the channels of a row
-  IntDivider channels;  // by the planes of a sample, or by all planes if samples differ
+  IntDivider inner;     // divides by the elements of a plane, or by the channels of a row
+  IntDivider channels;  // divides by the planes of a sample, or by all planes if samples differ
 
-  // Of the access that begins at an element; channels and rows by where their affine are.
+  // The functions below take the first element of an access. A channel or row that they return is
+  // the offset at which NormAffine has its values.
 
   HOST_DEVICE uint32_t channel(uint32_t element) const { return channels.mod(inner.div(element)); }
 
   struct Split {
     uint32_t channel, next;
-    uint32_t left;  // elements before those of the next channel
+    uint32_t remaining;  // elements of `channel`, after which those of `next` begin
   };
   template <int count>
   HOST_DEVICE Split split(uint32_t element, const AffineStridedLayout& strided) const {
     if (is_strided) {
-      const uint32_t left = inner.divisor - element % inner.divisor;
+      const uint32_t remaining = inner.divisor - element % inner.divisor;
       int64_t offsets[2];
       uint32_t first = 0;
       NO_UNROLL
-      for (uint32_t i = 0; i < (left < count ? 2 : 1); ++i) {
-        strided.get_offsets(element + i * left, offsets);
+      for (uint32_t i = 0; i < (remaining < count ? 2 : 1); ++i) {
+        strided.get_offsets(element + i * remaining, offsets);
         if (i == 0) first = offsets[0];
       }
-      return {first, uint32_t(offsets[0]), left};
+      return {first, uint32_t(offsets[0]), remaining};
     }
     const uint32_t plane = inner.div(element), channel = channels.mod(plane);
     const uint32_t next = channel + 1 < channels.divisor ? channel + 1 : 0;
@@ -71,8 +73,9 @@ struct AffineLayout {
   }
 };
 
-// For accesses of `count` elements. None if their channels and rows are not as above, or those that
-// are loaded together are not aligned.
+// Returns the layout for accesses of `count` elements, or nullopt if
+//   - the channels and rows have none of the layouts above, or
+//   - channels that one load reads are not aligned to `alignment` bytes.
 template <int count, class C>
 std::optional<AffineLayout> affine_layout(const NormAffine<C>& affine, uintptr_t alignment) {
   const AffineStridedLayout& strided = affine.strided;
@@ -92,7 +95,7 @@ std::optional<AffineLayout> affine_layout(const NormAffine<C>& affine, uintptr_t
   layout.is_strided = strided.elements > INT32_MAX;
   if (channel_strides[inner] == 0) {
     if (affine.has_rows()) return std::nullopt;
-    if (inner > 0) {  // or all is one plane
+    if (inner > 0) {  // otherwise the tensor is one plane
       layout.channels = IntDivider(strided.sizes[inner - 1]);
       layout.is_strided |= channel_strides[inner - 1] != 1;
       layout.is_strided |= inner > 2 || (inner == 2 && channel_strides[0] != 0);

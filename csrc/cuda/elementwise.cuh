@@ -1,26 +1,27 @@
 // Runs a functor over tensors on a CUDA device.
 //
 // A warp works on a tile. Each of its lanes makes kAccesses accesses to every tensor, and
-// neighbouring lanes access neighbouring memory: 16 bytes in the whole tiles of tensors that are
-// aligned and dense, or rows of a larger tensor, one element elsewhere; of results that are cast to
-// half the width 8 bytes. All loads of a lane come before its arithmetic, so that all of them are
-// under way at once.
+// neighboring lanes access neighboring memory. An access has 16 bytes in the whole tiles of
+// tensors that are aligned, and dense or rows of a larger tensor; elsewhere it has one element.
+// Results that are cast to half the width are stored 8 bytes at a time. All loads of a lane come
+// before its arithmetic, so that all of them are in flight at once.
 //
-// Bandwidth. Bytes moved per element of s bytes with k kept bits: 2s forward, 2s + k/8 forward that
-// keeps, 2s + k/8 backward from bits, 3s backward from the output, 3s + k/8 from both: every byte
-// once. By Little's law an H200 (4.3 TB/s over 132 multiprocessors, 1 us under load) needs 32 KiB
-// under way in each multiprocessor, half of it loads: two 16-byte loads a lane with a quarter of
-// the 2048 lanes resident. So: two accesses a lane, which also hides their latency; blocks of 256,
-// of which eight fit at 32 registers and four at 64; one tile a warp rather than a loop over few
-// blocks, since the hardware hands out blocks faster than they finish (8 KiB each) and a small
-// tensor then spreads over all multiprocessors; no streaming hints, since the next layer reads what
-// this one writes. benchmarks/tune_cuda.py compares the alternatives.
+// Bandwidth. Bytes moved per element of s bytes with k saved bits: 2s for a forward that saves
+// nothing, 2s + k/8 for a forward that saves bits, 2s + k/8 for a backward from bits, 3s for a
+// backward from the output, 3s + k/8 for a backward from both: every byte moves once. By Little's
+// law an H200 (4.3 TB/s over 132 multiprocessors, 1 us under load) needs 32 KiB in flight in each
+// multiprocessor, half of it loads: two 16-byte loads a lane with a quarter of the 2048 lanes
+// resident. So: two accesses a lane, which also hides their latency; blocks of 128, of which
+// sixteen fit at 32 registers and eight at 64; one tile a warp rather than a loop over few blocks,
+// since the hardware hands out blocks faster than they finish (4 KiB each) and a small tensor then
+// spreads over all multiprocessors; no streaming hints, since the next layer reads what this one
+// writes. benchmarks/tune_cuda.py compares the alternatives.
 //
-// After a norm each element has a scale and a shift, too. In whole tiles affine_layout.h tells
-// where, in few instructions: a division takes as many as the activation of several elements.
+// After a norm each element also has a scale and a shift. In whole tiles affine_layout.h finds them
+// in few instructions: a division takes as many as the activation of several elements.
 //
-// The bodies take their indices as arguments and compile for the host too, where tests run them:
-// Lanes holds the state of one lane on a GPU, and of a whole warp on the host.
+// The kernel bodies take their indices as arguments and compile for the host too, where tests run
+// them: Lanes stores the state of one lane on a GPU, and of a whole warp on the host.
 #pragma once
 
 #include <optional>
@@ -34,22 +35,22 @@
 
 namespace inplace_ops {
 
-#ifndef INPLACE_OPS_ACCESSES  // benchmarks/tune_cuda.py compares others, and an INPLACE_OPS_LOAD
+#ifndef INPLACE_OPS_ACCESSES  // benchmarks/tune_cuda.py sets other values, and INPLACE_OPS_LOAD
 #define INPLACE_OPS_ACCESSES 2
 #define INPLACE_OPS_STORE "st.global"
 #endif
 
-#ifndef INPLACE_OPS_FEW_TILES  // tests take both ways with small tensors
+#ifndef INPLACE_OPS_FEW_TILES  // tests set it to 1, so that small tensors take both paths
 #define INPLACE_OPS_FEW_TILES 128
 #endif
 
-// Of blocks of 128, 256 and 512 threads these are the fastest on an H200: benchmarks/tune_cuda.py.
+// The fastest of 128, 256 and 512 threads a block on an H200: see benchmarks/tune_cuda.py.
 constexpr int kThreads = 128;
 constexpr int kWarpSize = 32;
 constexpr int kAccesses = INPLACE_OPS_ACCESSES;
 constexpr int kVectorBytes = 16;
 
-// The layout of tensors whose elements lie one after the other.
+// The layout of dense tensors: an element's offset is its index.
 struct Dense {
   template <int count>
   HOST_DEVICE void get_offsets(uint64_t element, int64_t (&offsets)[count]) const {
@@ -57,11 +58,12 @@ struct Dense {
   }
 };
 
-// The layout of tensors in rows that are whole accesses, with a gap between rows that each operand
-// has of its own: some of the channels of a larger tensor are, such as the gradient of what was
-// concatenated. All others StridedLayout walks, with accesses of one element.
+// The layout of tensors whose rows are a whole number of accesses, with a gap between rows that may
+// differ between operands. Some of the channels of a larger tensor have this layout, such as the
+// gradient of an input of torch.cat. Any other tensor has a StridedLayout and accesses of one
+// element.
 struct Rows {
-  IntDivider size;  // of a row; where there is one row, as of dense tensors, its quotient is 0
+  IntDivider size;  // divides by the elements of a row; dense tensors have one row, always row 0
   int32_t gaps[kMaxOperands] = {};
 
   template <int count>
@@ -71,12 +73,12 @@ struct Rows {
   }
 };
 
-// Kernels after a norm are bound by memory: the same one takes dense tensors.
+// Kernels after a norm are bound by memory, so one kernel serves dense tensors and rows.
 struct RowsOfNormalized : Rows {
   AffineLayout affine;
 };
 
-// Elements in an access to aligned dense tensors: 16 bytes, or one double.
+// Elements of a vector access: 16 bytes, or one double.
 template <class T>
 constexpr int kVectorElements = sizeof(T) == 8 ? 1 : kVectorBytes / sizeof(T);
 
@@ -87,7 +89,7 @@ struct alignas(kVectorBytes) Vector {
 template <class T, int count>
 HOST_DEVICE void load_vector(T (&values)[count], const T* data) {
   static_assert(sizeof(values) == sizeof(Vector));
-#if defined(__CUDA_ARCH__) && defined(INPLACE_OPS_LOAD)  // not always: it costs registers
+#if defined(__CUDA_ARCH__) && defined(INPLACE_OPS_LOAD)  // not by default: it costs registers
   Vector vector;
   asm volatile(INPLACE_OPS_LOAD ".v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(vector.a), "=r"(vector.b), "=r"(vector.c), "=r"(vector.d)
@@ -98,7 +100,7 @@ HOST_DEVICE void load_vector(T (&values)[count], const T* data) {
   memcpy(values, &vector, sizeof(vector));
 }
 
-// Half as many bytes where the results are cast to a narrower format.
+// Stores 8 bytes: results that are cast to half the width.
 template <class T, int count>
 HOST_DEVICE std::enable_if_t<sizeof(T[count]) == sizeof(uint64_t)> store_vector(
     T* data, const T (&values)[count]) {
@@ -119,7 +121,7 @@ HOST_DEVICE std::enable_if_t<sizeof(T[count]) == sizeof(Vector)> store_vector(
   Vector vector;
   memcpy(&vector, values, sizeof(vector));
 #ifdef __CUDA_ARCH__
-  // nvcc 13.0 makes four accesses of four bytes of an assignment.
+  // nvcc 13.0 compiles an assignment to four stores of four bytes.
   asm volatile(INPLACE_OPS_STORE
                ".v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(data)),
                "r"(vector.a), "r"(vector.b), "r"(vector.c), "r"(vector.d)
@@ -129,7 +131,7 @@ HOST_DEVICE std::enable_if_t<sizeof(T[count]) == sizeof(Vector)> store_vector(
 #endif
 }
 
-// The steps of a warp: what each lane does by itself, and how lanes pass words to each other.
+// The steps of a warp: work that each lane does by itself, and words that lanes exchange.
 template <class State>
 class Lanes {
  public:
@@ -139,7 +141,7 @@ class Lanes {
     work(state_, threadIdx.x % kWarpSize);
   }
   // Lanes 2i and 2i + 1 exchange the word.
-  __device__ __forceinline__ void swap_neighbours(uint32_t State::* word) {
+  __device__ __forceinline__ void swap_neighbors(uint32_t State::* word) {
     state_.*word = __shfl_xor_sync(0xffffffffu, state_.*word, 1);
   }
   // Bit i is the lowest bit of lane i's word.
@@ -154,7 +156,7 @@ class Lanes {
   void each(const Work& work) {
     for (unsigned lane = 0; lane < kWarpSize; ++lane) work(states_[lane], lane);
   }
-  void swap_neighbours(uint32_t State::* word) {
+  void swap_neighbors(uint32_t State::* word) {
     for (int lane = 0; lane < kWarpSize; lane += 2) {
       const uint32_t given = states_[lane].*word;
       states_[lane].*word = states_[lane + 1].*word;
@@ -172,7 +174,7 @@ class Lanes {
 #endif
 };
 
-// What a lane holds of a tile, in accesses of `count` elements each.
+// The state of a lane: its part of a tile, in accesses of `count` elements.
 template <class Functor, int count>
 struct LaneState {
   using T = typename Functor::Scalar;
@@ -180,36 +182,37 @@ struct LaneState {
   typename Functor::Out out[kAccesses][count];
   int64_t out_offset[kAccesses];
   uint32_t codes[kAccesses][count];
-  uint32_t own, word;
+  uint32_t own, word;  // in TileBits: the word that the lane uses itself, and the one it exchanges
 };
 
 template <int count>
 constexpr int kTileElements = kWarpSize * kAccesses * count;
 
-// Where a tile begins, which is where a group does, and how many elements it has: all but in a last
-// one of accesses of one element.
+// A tile begins at a multiple of kGroup and has kTileElements elements; the last tile of accesses
+// of one element may have fewer.
 struct Tile {
   int64_t first;
   int elements;
 
-  // The group of an element, counted from where the tile begins. No division of a signed number.
+  // The group of the element at an index in the tile. The divisions are unsigned, as they take
+  // fewer instructions than signed ones.
   HOST_DEVICE int64_t group(unsigned index) const {
     return uint64_t(first) / kGroup + index / kGroup;
   }
 };
 
-// The first element of a lane's access, counted from where the tile begins.
+// The index in the tile of the first element of a lane's access.
 template <int count>
 HOST_DEVICE int index_in_tile(int access, unsigned lane) {
   return (access * kWarpSize + lane) * count;
 }
 
-// How the codes of a tile get to their bytes in the bit planes and back. Only where accesses are of
-// one element is the number of planes not known to the compiler.
+// Writes the codes of a tile to the bit planes, and reads them. The number of planes is a
+// compile-time constant, except for accesses of one element.
 template <int count>
 struct TileBits;
 
-// A lane's eight elements share the bytes.
+// The eight elements of an access share a byte of each plane.
 template <>
 struct TileBits<8> {
   template <int planes, class Functor>
@@ -245,8 +248,9 @@ struct TileBits<8> {
   }
 };
 
-// Two neighbouring lanes have four each. Of every two accesses the even lane handles the bytes of
-// the first and the odd lane those of the second, and they exchange the words that this needs.
+// A byte belongs to two neighboring lanes, with four elements each. Of every two accesses the even
+// lane handles the bytes of the first and the odd lane the bytes of the second, and the lanes
+// exchange the words that this requires.
 template <>
 struct TileBits<4> {
   // The first element of the group that a lane handles.
@@ -267,7 +271,7 @@ struct TileBits<4> {
           my.own = lane % 2 ? second : first;
           my.word = lane % 2 ? first : second;
         });
-        lanes.swap_neighbours(&LaneState<Functor, 4>::word);
+        lanes.swap_neighbors(&LaneState<Functor, 4>::word);
         lanes.each([&](auto& my, unsigned lane) {
           const TwoWords words = lane % 2 ? TwoWords{my.word, my.own} : TwoWords{my.own, my.word};
           store_planes<planes>(packed, low, tile.group(index(a, lane)), words);
@@ -288,7 +292,7 @@ struct TileBits<4> {
           my.own = lane % 2 ? words.second : words.first;
           my.word = lane % 2 ? words.first : words.second;
         });
-        lanes.swap_neighbours(&LaneState<Functor, 4>::word);
+        lanes.swap_neighbors(&LaneState<Functor, 4>::word);
         lanes.each([&](auto& my, unsigned lane) {
           add_word_of_four<planes>(my.codes[a], lane % 2 ? my.word : my.own, low);
           add_word_of_four<planes>(my.codes[a + 1], lane % 2 ? my.own : my.word, low);
@@ -298,7 +302,7 @@ struct TileBits<4> {
   }
 };
 
-// The lanes of a warp with one each vote on four bytes.
+// The lanes of a warp, with one element each, form four bytes of a plane by a vote.
 template <>
 struct TileBits<1> {
   template <int, class Functor>
@@ -336,8 +340,8 @@ struct TileBits<1> {
   }
 };
 
-// The arithmetic of one access. Where a functor is split, what is far waits until all of the rest
-// is done: it is rare, and one branch costs less than one per element.
+// The arithmetic of one access. Where a functor splits regions, elements in the tail wait until all
+// others are done: they are rare, and one branch costs less than one per element.
 template <class Functor, int count>
 HOST_DEVICE void compute(const Functor& functor, LaneState<Functor, count>& my, int access,
                          int bits) {
@@ -349,14 +353,14 @@ HOST_DEVICE void compute(const Functor& functor, LaneState<Functor, count>& my, 
     UNROLL
     for (int k = 0; k < Functor::kInputs; ++k) elements[i][k] = element_of(my.in[k][access][i]);
     uint32_t& code = my.codes[access][i];
-    if constexpr (IsSplit<Functor>::value) {
+    if constexpr (SplitsRegions<Functor>::value) {
       my.out[access][i] = store<T>(functor.core(elements[i], code, bits));
       any_in_tail |= functor.is_in_tail(elements[i], code, bits);
     } else {
       my.out[access][i] = store<T>(functor(elements[i], code, bits));
     }
   }
-  if constexpr (IsSplit<Functor>::value) {
+  if constexpr (SplitsRegions<Functor>::value) {
     if (!any_in_tail) return;
     uint32_t in_tail = 0;
     UNROLL
@@ -368,7 +372,7 @@ HOST_DEVICE void compute(const Functor& functor, LaneState<Functor, count>& my, 
       Element<T> element[Functor::kInputs];
       uint32_t code = 0;
       UNROLL
-      for (int i = 0; i < count; ++i) {  // a register has no index
+      for (int i = 0; i < count; ++i) {  // registers cannot be indexed
         if (lowest != 1u << i) continue;
         code = my.codes[access][i];
         UNROLL
@@ -382,8 +386,9 @@ HOST_DEVICE void compute(const Functor& functor, LaneState<Functor, count>& my, 
   }
 }
 
-// The arithmetic of one access after a norm, from the affine of its channels. They become those of
-// x - mean in the row, if there are rows.
+// The arithmetic of one access after a norm. `scale_shift` has the affine of each element's
+// channel. If there are rows, the scale is multiplied by the row's rstd, and the row's mean is
+// subtracted from x.
 template <class Functor, int count, class C>
 HOST_DEVICE void compute_normalized(const Functor& functor, LaneState<Functor, count>& my,
                                     int access, ScaleAndShift<C> (&scale_shift)[count],
@@ -407,8 +412,9 @@ HOST_DEVICE void compute_normalized(const Functor& functor, LaneState<Functor, c
     my.out[access][i] = store<typename Functor::Out>(functor(elements[i], scale_shift[i]));
 }
 
-// All accesses of a lane in a whole tile, whose first element is `first`. AffineLoads of one or two
-// channels are loaded before the arithmetic of all accesses.
+// The arithmetic of all accesses of a lane in a whole tile; `first` is the lane's first element.
+// Where an access has one or two channels, the affine of all accesses is loaded before any
+// arithmetic.
 template <class Functor, int count, class C>
 HOST_DEVICE void compute_all_normalized(const Functor& functor, LaneState<Functor, count>& my,
                                         const AffineLayout& layout, const NormAffine<C>& affine,
@@ -427,18 +433,18 @@ HOST_DEVICE void compute_all_normalized(const Functor& functor, LaneState<Functo
     }
   } else if (layout.kind == AffineLayout::kSplitPlanes) {
     ScaleAndShift<C> channel[kAccesses], next[kAccesses];
-    uint32_t left[kAccesses];
+    uint32_t remaining[kAccesses];
     UNROLL
     for (int a = 0; a < kAccesses; ++a) {
       const auto at = layout.split<count>(first + index_in_tile<count>(a, 0), affine.strided);
       channel[a] = affine.channel(at.channel);
       next[a] = affine.channel(at.next);
-      left[a] = at.left;
+      remaining[a] = at.remaining;
     }
     UNROLL
     for (int a = 0; a < kAccesses; ++a) {
       UNROLL
-      for (uint32_t i = 0; i < count; ++i) scale_shift[i] = i < left[a] ? channel[a] : next[a];
+      for (uint32_t i = 0; i < count; ++i) scale_shift[i] = i < remaining[a] ? channel[a] : next[a];
       compute_normalized(functor, my, a, scale_shift);
     }
   } else {
@@ -466,29 +472,30 @@ HOST_DEVICE void compute_all_normalized(const Functor& functor, LaneState<Functo
   }
 }
 
-// One tile. With accesses of more than one element it is whole, and has `planes` planes.
+// Runs the functor on one tile. With accesses of several elements the tile is whole, and the packed
+// bits have `planes` planes.
 template <int count, int planes, class Functor, class Layout>
 HOST_DEVICE void run_tile(const Functor& functor, const Layout& layout,
                           const Operands<Functor>& operands, const Tile& tile) {
   using T = typename Functor::Scalar;
   auto packed = operands.packed;
   if constexpr (count > 1) packed.planes = planes;
-  const int bits = packed.planes > 0 ? packed.planes : 1;  // without planes nobody reads the codes
-  const auto is_there = [&](int index) { return count > 1 || index < tile.elements; };
+  const int bits = packed.planes > 0 ? packed.planes : 1;  // without planes the codes are not used
+  const auto is_in_tile = [&](int index) { return count > 1 || index < tile.elements; };
   Lanes<LaneState<Functor, count>> lanes;
   lanes.each([&](auto& my, unsigned lane) {
     UNROLL
     for (int a = 0; a < kAccesses; ++a) {
       const int index = index_in_tile<count>(a, lane);
       int64_t offsets[Functor::kInputs + 1] = {};
-      if (is_there(index)) layout.get_offsets(uint64_t(tile.first + index), offsets);
+      if (is_in_tile(index)) layout.get_offsets(uint64_t(tile.first + index), offsets);
       my.out_offset[a] = offsets[0];
       UNROLL
       for (int k = 0; k < Functor::kInputs; ++k) {
         if constexpr (count > 1)
           load_vector(my.in[k][a], operands.in[k] + offsets[k + 1]);
         else
-          my.in[k][a][0] = is_there(index) ? operands.in[k][offsets[k + 1]] : T{};
+          my.in[k][a][0] = is_in_tile(index) ? operands.in[k][offsets[k + 1]] : T{};
       }
       UNROLL
       for (int i = 0; i < count; ++i) my.codes[a][i] = 0;
@@ -507,7 +514,7 @@ HOST_DEVICE void run_tile(const Functor& functor, const Layout& layout,
       if constexpr (!Functor::kNormalizes) {
         compute(functor, my, a, bits);
       } else if constexpr (count == 1) {
-        if (is_there(index)) {
+        if (is_in_tile(index)) {
           const auto& affine = operands.affine;
           int64_t offsets[2];
           affine.strided.get_offsets(uint64_t(tile.first + index), offsets);
@@ -518,7 +525,7 @@ HOST_DEVICE void run_tile(const Functor& functor, const Layout& layout,
       }
       if constexpr (count > 1) {
         store_vector(operands.out + my.out_offset[a], my.out[a]);
-      } else if (is_there(index)) {
+      } else if (is_in_tile(index)) {
         operands.out[my.out_offset[a]] = my.out[a][0];
       } else {
         my.codes[a][0] = 0;
@@ -534,7 +541,7 @@ inline int64_t tiles_of(int64_t elements) {
   return (elements + kTileElements<count> - 1) / kTileElements<count>;
 }
 
-// The tile in the one of the versions that is for this number of planes.
+// Runs a tile with the version of run_tile that is compiled for this number of planes.
 template <int count, class Functor, class Layout, int planes, int... others>
 HOST_DEVICE void run_version(std::integer_sequence<int, planes, others...>, const Functor& functor,
                              const Layout& layout, const Operands<Functor>& operands,
@@ -547,7 +554,8 @@ HOST_DEVICE void run_version(std::integer_sequence<int, planes, others...>, cons
   run_tile<count, planes>(functor, layout, operands, tile);
 }
 
-// The tile of a warp, counted from `begin`, a multiple of a group. There may be one too many.
+// Runs a warp's tile: the one with number `tile`, counted from `begin`, a multiple of kGroup. The
+// last block's warps may have tiles past `end`; these do nothing.
 template <int count, class Functor, class Layout>
 HOST_DEVICE void run_warp(const Functor& functor, const Layout& layout,
                           const Operands<Functor>& operands, int64_t begin, int64_t end,
@@ -560,7 +568,8 @@ HOST_DEVICE void run_warp(const Functor& functor, const Layout& layout,
   run_version<count>(Versions{}, functor, layout, operands, Tile{first, elements});
 }
 
-// Rows of whole accesses of `count` elements, if that is how the operands lie.
+// Returns the rows if the operands are dense or in rows that are a whole number of accesses of
+// `count` elements, otherwise nullopt.
 template <int count>
 std::optional<Rows> rows_of(const StridedLayout& strided) {
   Rows rows;
@@ -577,7 +586,8 @@ std::optional<Rows> rows_of(const StridedLayout& strided) {
   return rows;
 }
 
-// Calls launch(layout) with the layout for accesses of several elements, if they suit the operands.
+// Calls launch(layout) with the layout for accesses of several elements, if the operands allow such
+// accesses.
 template <class Functor, class Launch>
 void with_vector_layout(const StridedLayout& strided, const Operands<Functor>& operands,
                         const Launch& launch) {
@@ -600,13 +610,15 @@ bool has_fast_version(const Operands<Functor>& operands, std::integer_sequence<i
   return addresses % kVectorBytes == 0 && ((operands.packed.planes == planes) || ...);
 }
 
-// With fewer whole tiles, a second launch for the rest would cost more than accesses of one
-// element.
+// With fewer whole tiles, a second launch for the remaining elements would cost more than accesses
+// of one element to all.
 constexpr int kFewTiles = INPLACE_OPS_FEW_TILES;
 
-// Calls launch(count, layout, begin, end) with the access size and the layout to use for these
-// elements: one element and any layout where they are not in rows, not aligned, or of a rare number
-// of bits, and for what is less than a tile at the end.
+// Calls launch(count, layout, begin, end) with the elements of an access and the layout to use from
+// `begin` to `end`. Whole tiles have vector accesses. Accesses have one element, with any layout,
+//   - where the operands are not in rows, not aligned, or have a rare number of bits,
+//   - where there are few whole tiles and a rest, and
+//   - in the rest at the end, which is less than a tile.
 template <class Functor, class Launch>
 void choose_path(const StridedLayout& strided, const Operands<Functor>& operands,
                  const Launch& launch) {

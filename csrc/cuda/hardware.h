@@ -1,7 +1,7 @@
-// What a GPU computes by instructions of its own, and how exactly, in units in the last place or
-// relatively: the instructions' descriptions in "PTX ISA". Arguments and results that are subnormal
-// count as 0, but for expf's and the conversions'. On the host tests/emulated_hardware.h takes the
-// place of this file, with errors as large as these.
+// Functions that a GPU computes by hardware instructions. Comments give the largest errors, in
+// units in the last place or relative, from the instructions' descriptions in "PTX ISA". Subnormal
+// arguments and results count as 0, except those of expf and of the conversions. Tests on the host
+// replace this file by tests/emulated_hardware.h, which has errors as large as these.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,46 +11,46 @@
 
 namespace inplace_ops::hardware {
 
-// 2 units.
+// Error: 2 units in the last place.
 __device__ __forceinline__ float exp2(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
 
-// 2^-22 absolutely for 1/2 < x < 2, otherwise relatively.
+// Error: 2^-22, absolute for 1/2 < x < 2, otherwise relative.
 __device__ __forceinline__ float log2(float x) {
   float result;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
 
-// 1 unit.
+// Error: 1 unit in the last place.
 __device__ __forceinline__ float reciprocal(float x) {
   float result;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
 
-// 2^-23 relatively.
+// Relative error: 2^-23.
 __device__ __forceinline__ float sqrt(float x) {
   float result;
   asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
 
-// CUDA's own, which is made of exp2.
+// CUDA's own function, which uses exp2.
 __device__ __forceinline__ float exp(float x) { return expf(x); }
 
-// Costs nothing: a part of the instruction before it.
+// Free: a modifier of the instruction that computes x.
 __device__ __forceinline__ float saturate(float x) { return __saturatef(x); }
 
-// In one instruction, where nvcc makes two of a shift and a mask.
+// One instruction, where nvcc compiles a shift and a mask to two.
 __device__ __forceinline__ uint32_t byte_of(uint32_t word, int i) {
   return __byte_perm(word, 0, 0x4440 + i);
 }
 
-// Exact, or rounded to nearest with ties to even.
+// Conversions: exact, or rounded to nearest with ties to even.
 __device__ __forceinline__ float from_half(uint16_t bits) {
   return __half2float(__ushort_as_half(bits));
 }
@@ -61,8 +61,8 @@ __device__ __forceinline__ uint16_t to_bfloat16(float x) {
   return __bfloat16_as_ushort(__float2bfloat16_rn(x));
 }
 
-// The same, as a float: what two numbers are converted to if the other one, the lower half, is 0.
-// Such instructions have four times the rate of those that convert one.
+// The bfloat16 nearest to x, as a float. The instruction converts two numbers; the other one, in
+// the lower half, is 0. Its rate is four times that of an instruction that converts one number.
 __device__ __forceinline__ float round_to_bfloat16(float x) {
 #if __CUDA_ARCH__ >= 800
   uint32_t bits;

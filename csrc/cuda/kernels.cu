@@ -10,8 +10,7 @@
 #include "../registration.h"
 #include "elementwise.cuh"
 
-// An indexed parameter that stays where it is, without a copy in local memory: from compute
-// capability 7.0 on.
+// Lets a kernel index a parameter without a copy in local memory. Requires compute capability 7.0.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 700
 #define GRID_CONSTANT
 #else
@@ -21,7 +20,7 @@
 namespace inplace_ops {
 namespace {
 
-// With bounds of kThreads nvcc makes up to 3% more instructions of some.
+// With launch bounds of kThreads, nvcc compiles some kernels to up to 3% more instructions.
 template <int count, class Functor, class Layout>
 __global__ void __launch_bounds__(2 * kThreads)
     run_warps(const Functor functor, GRID_CONSTANT const Layout layout,
@@ -47,12 +46,13 @@ inline cudaStream_t current_stream(int device) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// On the current stream of the tensors' device; waits for nothing. Not a template, and with a
-// kernel by its address, as there are hundreds.
+// Launches a kernel on the current stream of the tensors' device, without synchronizing. It takes
+// the kernel's address, and is not a template, as there are hundreds of kernels.
 void launch(const void* kernel, int64_t threads, void** arguments, int device) {
   const torch::stable::accelerator::DeviceGuard guard(device);
   const int64_t blocks = (threads + kThreads - 1) / kThreads;
-  STD_TORCH_CHECK(blocks <= std::numeric_limits<int32_t>::max(), "tensor too large");
+  STD_TORCH_CHECK(blocks <= std::numeric_limits<int32_t>::max(),
+                  "inplace_ops: tensor too large for a CUDA grid of 2^31 - 1 blocks");
   STD_CUDA_CHECK(
       cudaLaunchKernel(kernel, dim3(blocks), dim3(kThreads), arguments, 0, current_stream(device)));
 }
@@ -86,7 +86,8 @@ STABLE_TORCH_LIBRARY_IMPL(inplace_ops, CUDA, m) {
   inplace_ops::register_all_recompute<inplace_ops::Cuda>(m);
 }
 
-#ifndef INPLACE_OPS_ARCHITECTURES  // setup.py names more than it makes PTX for
+// setup.py defines it: it compiles for more architectures than it generates PTX for.
+#ifndef INPLACE_OPS_ARCHITECTURES
 #define INPLACE_OPS_ARCHITECTURES __CUDA_ARCH_LIST__
 #endif
 #define INPLACE_OPS_STRING_(...) #__VA_ARGS__

@@ -1,4 +1,4 @@
-"""`convert` and what belongs to it."""
+"""Conversion of models: `convert`, `analyze`, `revert`, `reverted` and their reports."""
 
 from .convert import analyze, convert, revert, reverted
 from .report import Remaining, Replaced, Report

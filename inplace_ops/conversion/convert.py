@@ -1,4 +1,4 @@
-"""`convert`, `analyze`, `revert` and `reverted`."""
+"""The public functions `convert`, `analyze`, `revert` and `reverted`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..recompute.engine import MAX_OPS, Settings, running_engine
-from .example import Example, Inputs, warning_of_written_parameters
+from .example import Example, Inputs, warn_of_written_parameters
 from .report import Report
 from .verify import Run, Verification, compare
 from .wiring import Conversion, attach, conversion_of, detach, detached
 
-# An example's runs set what all threads share: the random state, hooks on every module.
-_ONE_AT_A_TIME = threading.RLock()
+# Runs on an example change state that threads share: the random state, and the hooks of modules. So
+# one thread at a time runs them.
+_EXAMPLE_LOCK = threading.RLock()
 
 
 def convert(
@@ -29,49 +30,49 @@ def convert(
     max_ops: int = MAX_OPS,
     **removed: Any,
 ) -> Report:
-    """Let a model save less for backward, from now on.
+    """Let a model recompute tensors in backward instead of saving them, and return a report.
 
-    Tensors that are cheap to compute again from tensors that are saved anyway are not saved: the
-    outputs of norms, activations, sums, products and concatenations. Gradients are PyTorch's.
-    Parameters, buffers, `state_dict` and the classes of the model's parts stay as they are; the
-    model itself becomes an instance of a subclass of its class.
+    From now on the model does not save tensors that are cheap to recompute from other saved
+    tensors: the outputs of norms, activations, sums, products and concatenations. Gradients are
+    PyTorch's. Parameters, buffers, `state_dict` and the classes of the model's parts stay as they
+    are. The model itself becomes an instance of a subclass of its class.
 
     Args:
         model: Any module. Convert it before `torch.compile`, DDP or FSDP wrap it.
-        example_inputs: What the model is called with: a tensor, a tuple of arguments or a dict of
-            keyword arguments. With it the model runs forward and backward a few times, under the
-            caller's autocast; gradients are compared, memory is measured, and everything is put
-            back as it was. Without it nothing runs.
-        max_ops: The most operations that may be spent on a tensor in backward. More save more and
-            take longer.
-        **removed: Arguments that earlier versions took; they raise TypeError.
+        example_inputs: Inputs to call the model with: a tensor, a tuple of arguments or a dict of
+            keyword arguments. With an example the model runs forward and backward a few times,
+            under the caller's autocast: gradients are compared, memory is measured, and the
+            model's state is restored. Without an example nothing runs.
+        max_ops: The largest number of operations that recompute one tensor in backward. A larger
+            limit saves more memory and takes more time.
+        **removed: Arguments of earlier versions; they raise TypeError.
 
     Returns:
-        What is saved before and after. Without an example it is filled in by the first forward
-        pass with gradients. Of a model that is converted already, its report.
+        A report of what the original and the converted model save. Without an example, the first
+        forward pass with gradients fills it in. If the model is converted already, its report.
 
     Raises:
-        VerificationError: If gradients on the example differ; the model is then as it was.
-        TypeError: If `model` is not a module, for arguments of earlier versions, and for an example
-            that is none of these.
-        ValueError: If `max_ops` is not a positive number, for a compiled or scripted model, and for
-            one with uninitialized parameters.
-        RuntimeError: Inside of a forward pass of a converted model, and in inference mode with an
-            example.
-        Whatever the model raises on the example, unchanged; the model is then as it was.
+        VerificationError: If gradients on the example differ. The model is unchanged.
+        TypeError: If `model` is not a module, if an argument of an earlier version is given, or if
+            the example has another type.
+        ValueError: If `max_ops` is not a positive integer, or if the model is compiled, scripted or
+            has uninitialized parameters.
+        RuntimeError: If called inside the forward pass of a converted model, or with an example in
+            inference mode.
+        Exception: Any error that the model raises on the example. The model is unchanged.
     """
     _check_arguments("convert", model, max_ops, removed)
-    present = conversion_of(model)
-    if present is not None and present.settings.max_ops != max_ops:
+    existing = conversion_of(model)
+    if existing is not None and existing.settings.max_ops != max_ops:
         warnings.warn(
-            f"the model is converted already, with max_ops={present.settings.max_ops}, and stays "
-            "so: call inplace_ops.revert(model) before",
+            f"the model is already converted with max_ops={existing.settings.max_ops}, which "
+            "does not change: call inplace_ops.revert(model) first",
             stacklevel=2,
         )
-    conversion = present or Conversion(Settings(max_ops), Report())
+    conversion = existing or Conversion(Settings(max_ops), Report())
     if example_inputs is not None:
         _measure(model, Example(example_inputs), conversion)
-    if present is None:
+    if existing is None:
         attach(model, conversion)
     return conversion.report
 
@@ -79,10 +80,10 @@ def convert(
 def analyze(
     model: nn.Module, example_inputs: Inputs, *, max_ops: int = MAX_OPS, **removed: Any
 ) -> Report:
-    """Report what `convert` would do, and change nothing.
+    """Return the report of `convert`, and leave the model unconverted.
 
-    Takes the arguments of `convert`, and raises what it raises. Where the model's own backward
-    fails, what is saved is reported, and the peaks are None.
+    Takes the arguments of `convert`, and raises the same errors, except if the model's own backward
+    fails: the report then lists what is saved, and its peaks are None.
     """
     _check_arguments("analyze", model, max_ops, removed)
     conversion = Conversion(Settings(max_ops), Report())
@@ -91,7 +92,11 @@ def analyze(
 
 
 def revert(model: nn.Module) -> None:
-    """Undo `convert`, in the model and in all of its parts. Works on copies too."""
+    """Undo `convert` in the model and in all of its parts. Copies of a model can be reverted too.
+
+    Raises:
+        TypeError: If `model` is not a module.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     detach(model)
@@ -99,14 +104,14 @@ def revert(model: nn.Module) -> None:
 
 @contextmanager
 def reverted(model: nn.Module) -> Iterator[None]:
-    """Let the model be what it was before `convert`, within a `with` block."""
+    """Undo `convert` within a `with` block, and convert the model again at its end."""
     with detached(model):
         yield
 
 
 _REMOVED = {
-    "optimize": "max_ops chooses how much is computed again",
-    "bits": 'use the modules of inplace_ops, as inplace_ops.SiLU(save="output", bits=1)',
+    "optimize": "use max_ops to choose how much is recomputed",
+    "bits": 'use a module of inplace_ops, such as inplace_ops.SiLU(save="output", bits=1)',
     "verify": "without example_inputs nothing is run or compared",
 }
 
@@ -114,41 +119,50 @@ _REMOVED = {
 def _check_arguments(name: str, model: Any, max_ops: Any, removed: dict[str, Any]) -> None:
     for argument in removed:
         hint = f": {_REMOVED[argument]}" if argument in _REMOVED else ""
-        was = "no longer takes" if argument in _REMOVED else "got an unexpected keyword argument"
-        raise TypeError(f"{name}() {was} {argument!r}{hint}")
+        problem = (
+            "no longer takes" if argument in _REMOVED else "got an unexpected keyword argument"
+        )
+        raise TypeError(f"{name}() {problem} {argument!r}{hint}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if isinstance(max_ops, bool) or not isinstance(max_ops, int) or max_ops < 1:
         raise ValueError(f"max_ops must be a positive integer, got {max_ops!r}")
     if isinstance(model, torch._dynamo.OptimizedModule):
         raise ValueError(
-            "the model is compiled: convert it before torch.compile, or convert what "
-            "torch.compile was given (the compiler recomputes by itself what it compiles)"
+            "the model is compiled: convert it before torch.compile, or convert the module that "
+            "was passed to torch.compile (the compiler decides itself what its code recomputes)"
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise ValueError("the model is scripted: convert it before torch.jit.script or trace")
     if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
-        raise ValueError("the model has uninitialized parameters: call it once before")
+        raise ValueError("the model has uninitialized parameters: call it once first")
     if running_engine() is not None:
-        raise RuntimeError(f"{name}() was called inside of the forward pass of a converted model")
+        raise RuntimeError(f"{name}() was called inside the forward pass of a converted model")
 
 
 def _measure(
     model: nn.Module, example: Example, conversion: Conversion, needs_gradients: bool = True
 ) -> None:
-    """Fill the report in from runs of the original and of the converted model, and compare them."""
+    """Run the original and the converted model, compare gradients, and fill in the report.
+
+    Args:
+        model: The model; it is restored.
+        example: The arguments that it is called with.
+        conversion: Its settings are used, and its report is filled in.
+        needs_gradients: Whether an error in the original model's backward is raised.
+    """
     if torch.is_inference_mode_enabled():
-        raise RuntimeError("an example needs autograd: call convert outside of inference mode")
+        raise RuntimeError("an example needs autograd: call convert outside inference mode")
     report, run = Report(), Run(model, example)
     with (
-        _ONE_AT_A_TIME,
+        _EXAMPLE_LOCK,
         reverted(model),
         torch.compiler.set_stance("force_eager"),
-        warning_of_written_parameters(model),
+        warn_of_written_parameters(model),
     ):
         before, original = run.saved_bytes(), None
         try:
-            original, again = run.gradients(), run.gradients()
+            original, repeated = run.gradients(), run.gradients()
         except Exception:
             if needs_gradients:
                 raise
@@ -162,7 +176,7 @@ def _measure(
         finally:
             detach(model)
         if original is not None and converted is not None:
-            compare(original, again, converted, verification.differences)
+            compare(original, repeated, converted, verification.differences)
     report.saved_bytes_before, report.saved_bytes_after = before, after
     report.peak_bytes_before, report.peak_bytes_after = peak_before, peak_after
-    vars(conversion.report).update(vars(report))  # the caller may have it already
+    vars(conversion.report).update(vars(report))  # the caller may have this object

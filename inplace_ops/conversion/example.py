@@ -1,4 +1,4 @@
-"""Running a model on an example and leaving it as it was."""
+"""Run a model on an example, and restore the model's state."""
 
 from __future__ import annotations
 
@@ -25,14 +25,18 @@ Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 
 class Example:
-    """The arguments of one call of a model."""
+    """The arguments of one call of a model.
+
+    Raises:
+        TypeError: If `inputs` is not a tensor, a tuple or a mapping.
+    """
 
     def __init__(self, inputs: Inputs) -> None:
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
         if isinstance(inputs, Tensor):
             self.args = (inputs,)
-        elif type(inputs) is tuple:  # a named one, as PackedSequence, is an argument
+        elif type(inputs) is tuple:  # a named tuple, such as PackedSequence, is one argument
             self.args = inputs
         elif isinstance(inputs, Mapping):
             self.kwargs = dict(inputs)
@@ -43,16 +47,16 @@ class Example:
             )
 
     def explain(self, error: TypeError, model: nn.Module) -> None:
-        """Raise a better error where a dict was meant as the model's one argument."""
+        """Raise a clearer error if the dict was meant to be the model's only argument."""
         signature = inspect.signature(model.forward)
         try:
             signature.bind(*self.args, **self.kwargs)
         except TypeError:
             if self.kwargs and not self.args:
                 raise TypeError(
-                    "example_inputs: the dict's entries are passed as keyword arguments, and the "
-                    f"model's forward{signature} does not take these ({error}): for a model whose "
-                    "one argument is a dict pass a tuple, (batch,)"
+                    "example_inputs: the entries of a dict are passed as keyword arguments, which "
+                    f"the model's forward{signature} does not take ({error}): if the model's only "
+                    "argument is a dict, pass a tuple, (batch,)"
                 ) from error
 
     def tensors(self) -> list[Tensor]:
@@ -60,7 +64,7 @@ class Example:
         return [t for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor)]
 
     def copy(self) -> Example:
-        """Return the same arguments in memory of their own, as the model may write to them."""
+        """Return a copy with cloned tensors, as the model may write to its arguments."""
         copies: dict[Tensor, Tensor] = {}
 
         def clone(value: Any) -> Any:
@@ -84,7 +88,7 @@ class Example:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Return the tensors in containers, nested ones too, and in objects' attributes."""
+    """Yield the tensors in nested containers and in the attributes of objects."""
     seen: set[int] = set()
     pending = [value]
     while pending:
@@ -100,19 +104,21 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def preserved(model: nn.Module, example: Example) -> Iterator[None]:
-    """Put everything back at the end that a run may change, but for the values of parameters.
+    """Restore at exit everything that a run may change, except the values of parameters.
 
-    These are the attributes of modules, parameters and buffers, also those in lists, dicts and the
-    like; the values of buffers and other tensors; generators; gradients and `requires_grad`; the
-    random state of PyTorch, NumPy and Python.
+    - The attributes of modules, parameters and buffers, including lists, dicts and other containers
+      in them.
+    - The values of buffers and of other tensors in attributes, and the states of generators.
+    - The gradients of parameters, and their `requires_grad`.
+    - The random states of PyTorch, NumPy and Python.
     """
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     owners = [*modules, *model.parameters(), *model.buffers()]
     attributes = [vars(owner) for owner in owners if hasattr(owner, "__dict__")]
-    restores = list(_restores([*attributes, *model.buffers()], set()))
+    restore_functions = list(_restore_functions([*attributes, *model.buffers()], set()))
     gradients = [(p, p.grad, p.requires_grad) for p in model.parameters()]
     for parameter in model.parameters():
-        parameter.grad = None  # a backward inside forward would add to it
+        parameter.grad = None  # a backward pass inside forward would accumulate into it
     devices = {t.device for t in (*model.parameters(), *example.tensors())}
     python_state = random.getstate()
     numpy_random = getattr(sys.modules.get("numpy"), "random", None)
@@ -121,7 +127,7 @@ def preserved(model: nn.Module, example: Example) -> Iterator[None]:
         try:
             yield
         finally:
-            for restore in restores:
+            for restore in restore_functions:
                 restore()
             for parameter, gradient, requires_grad in gradients:
                 parameter.grad = gradient
@@ -129,12 +135,12 @@ def preserved(model: nn.Module, example: Example) -> Iterator[None]:
             random.setstate(python_state)
             if numpy_random:
                 numpy_random.set_state(numpy_state)
-            torch.clear_autocast_cache()  # casts that belong to the run's graph
+            torch.clear_autocast_cache()  # its casts belong to the graph of the run
 
 
 @contextmanager
-def warning_of_written_parameters(model: nn.Module) -> Iterator[None]:
-    """Warn at the end if forward wrote to a parameter, which is not put back."""
+def warn_of_written_parameters(model: nn.Module) -> Iterator[None]:
+    """Warn at exit if forward wrote to a parameter, as its value is not restored."""
     versions = {name: parameter._version for name, parameter in model.named_parameters()}
     yield
     written = [
@@ -144,8 +150,8 @@ def warning_of_written_parameters(model: nn.Module) -> Iterator[None]:
     ]
     if written:
         warnings.warn(
-            f"the model's forward writes to its parameters {', '.join(written)}: the example has "
-            "changed them",
+            f"the model's forward writes to its parameters {', '.join(written)}: running the "
+            "example has changed them",
             stacklevel=2,
         )
 
@@ -153,37 +159,43 @@ def warning_of_written_parameters(model: nn.Module) -> Iterator[None]:
 _CONTAINERS = (list, dict, OrderedDict, defaultdict, Counter, set, deque)
 
 
-def _restores(values: Iterable[Any], seen: set[int]) -> Iterator[Callable[[], Any]]:
-    """Return functions that put containers, tensors and generators back, nested ones too."""
+def _restore_functions(values: Iterable[Any], seen: set[int]) -> Iterator[Callable[[], Any]]:
+    """Yield functions that restore containers, tensors and generators, also inside containers."""
     for value in values:
         if id(value) in seen:
             continue
         seen.add(id(value))
         if type(value) in _CONTAINERS:
             yield partial(_restore_container, value, copy.copy(value))
-            yield from _restores(value.values() if isinstance(value, dict) else value, seen)
+            yield from _restore_functions(
+                value.values() if isinstance(value, dict) else value, seen
+            )
         elif isinstance(value, torch.Generator):
             yield partial(value.set_state, value.get_state())
-        elif isinstance(value, Tensor) and _may_be_written_to(value):
+        elif isinstance(value, Tensor) and _is_writable(value):
             yield partial(_restore_tensor, value, value.detach().clone())
 
 
-def _restore_container(container: Any, before: Any) -> None:
+def _restore_container(container: Any, copied: Any) -> None:
     container.clear()
     if isinstance(container, (dict, set)):
-        container.update(before)
+        container.update(copied)
     else:
-        container.extend(before)
+        container.extend(copied)
 
 
-def _restore_tensor(tensor: Tensor, before: Tensor) -> None:
+def _restore_tensor(tensor: Tensor, copied: Tensor) -> None:
     with torch.no_grad():
-        if not torch.equal(tensor, before):
-            tensor.resize_(before.shape).copy_(before)  # an observer resizes its own
+        if not torch.equal(tensor, copied):
+            # Observers of torch.ao.quantization resize their buffers.
+            tensor.resize_(copied.shape).copy_(copied)
 
 
-def _may_be_written_to(tensor: Tensor) -> bool:
-    """Whether it is no parameter, strided, has values, and is not expanded from fewer."""
+def _is_writable(tensor: Tensor) -> bool:
+    """Whether forward may write to the tensor.
+
+    It may if the tensor is strided, has values, and is neither a parameter nor expanded.
+    """
     if isinstance(tensor, nn.Parameter):
         return False
     is_plain = tensor.layout == torch.strided and not tensor.is_meta

@@ -1,4 +1,4 @@
-"""Models of installed libraries, by name and with random weights."""
+"""Build models of installed libraries by name, with random weights."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from torch import nn
 
 LOADERS_HELP = (
     "LIBRARY:NAME, for example timm:efficientnet_b0, torchvision:resnet50, "
-    "ultralytics:yolov8n.yaml, transformers:ResNetModel (with its default configuration, but for "
-    "--set), or MODULE:FUNCTION for any function that returns a model"
+    "ultralytics:yolov8n.yaml, transformers:ResNetModel (with its default configuration, changed "
+    "by --set), or MODULE:FUNCTION for any function that returns a model"
 )
 
-# Of models that are larger by default than anyone has tried out on one machine.
+# Models of transformers with more parameters are rejected: their default configurations are larger
+# than any model that was tried on one machine.
 _MAX_PARAMETERS = 10**9
 
 
 class ModelNotFoundError(LookupError):
-    """There is no such library, no such model in it, or it cannot be built."""
+    """Raised if the library or the model is not found, or if the model cannot be built."""
 
 
 def load(name: str, arguments: Mapping[str, Any] | None = None) -> nn.Module:
-    """Build the model that `name`, in the form LIBRARY:NAME, stands for.
+    """Build a model of an installed library.
 
     Args:
-        name: The library and the model.
-        arguments: What the library's function takes, of transformers the configuration.
+        name: The library and the model, in the form LIBRARY:NAME.
+        arguments: Keyword arguments of the function that builds the model; for transformers,
+            entries of the configuration.
 
     Raises:
-        ModelNotFoundError: If the library is not installed or does not have it, does not take
-            these arguments, or if it is a model of transformers with over 10^9 parameters.
+        ModelNotFoundError: If the library is not installed, does not have the model or rejects the
+            arguments, or if a model of transformers has more than 10^9 parameters.
     """
     library, separator, model = name.partition(":")
     if not separator:
@@ -45,7 +47,7 @@ def load(name: str, arguments: Mapping[str, Any] | None = None) -> nn.Module:
         return build()
     except ModelNotFoundError:
         raise
-    # What the libraries raise for a name that they do not know.
+    # The errors that libraries raise for an unknown name or for wrong arguments.
     except (ImportError, AttributeError, RuntimeError, ValueError, OSError, TypeError) as error:
         raise ModelNotFoundError(f"{name}: {error}") from error
 

@@ -1,4 +1,4 @@
-"""Observing one forward pass of a converted model, for its report."""
+"""Observe one forward pass of a converted model, for its report."""
 
 from __future__ import annotations
 
@@ -23,44 +23,46 @@ from .example import tensors_in
 from .report import Remaining, Replaced, Report
 
 NO_PRODUCER = "(no grad_fn)"
-_numbers = itertools.count()
+_observation_ids = itertools.count()
 
 
-class _NodeNotes:
-    """What is noted of a node, in its metadata, by one observation.
+class _NodeInfo:
+    """Observed facts about one node. The node's metadata stores them.
+
+    A row is an index in the list of an observation's replaced tensors.
 
     Attributes:
-        module: The path of the module that ran its operation.
-        reasons: Why tensors that it saves are saved, by field.
-        listed: The rows of the operation's own outputs, by output.
-        rows: The rows of what it would save.
+        module: The path of the module that ran the node's operation.
+        reasons: Why the node's saved tensors stay saved, by field.
+        output_rows: The rows of the operation's outputs that are replaced, by the output's index.
+        consumed_rows: The rows of replaced tensors that the node would save.
     """
 
-    __slots__ = ("listed", "module", "reasons", "rows")
+    __slots__ = ("consumed_rows", "module", "output_rows", "reasons")
 
     def __init__(self, module: str) -> None:
         self.module = module
         self.reasons: dict[str, str] = {}
-        self.listed: dict[int, int] = {}
-        self.rows: list[int] = []
+        self.output_rows: dict[int, int] = {}
+        self.consumed_rows: list[int] = []
 
 
 class Observation(Observer):
-    """What the engine replaces and what remains, with the modules' paths.
+    """Observe which saved tensors the engine replaces, which stay saved, and in which modules.
 
-    The paths come from hooks on all modules for the time of the pass. What is noted of a node is in
-    its metadata: no tensor lives longer for being observed.
+    Hooks on all modules, registered for the pass alone, follow which module runs. Facts about a
+    node are in the node's metadata, so an observation keeps neither nodes nor tensors alive.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._key = f"inplace_ops: observation {next(_numbers)}"
-        self._found: list[Replaced] = []
+        self._key = f"inplace_ops: observation {next(_observation_ids)}"
+        self._replaced: list[Replaced] = []
         self._path = [""]
 
     @contextmanager
     def following_modules(self) -> Iterator[None]:
-        """Know which module runs."""
+        """Follow which module runs, within a `with` block."""
         handles: list[RemovableHandle] = []
         for path, module in _eager_modules(self.model):
             handles.append(module.register_forward_pre_hook(self._entering(path)))
@@ -87,123 +89,130 @@ class Observation(Observer):
         return engine is not None and engine.observer is self
 
     def created(self, node: Node) -> None:
-        node.metadata.setdefault(self._key, _NodeNotes(self._path[-1]))
+        node.metadata.setdefault(self._key, _NodeInfo(self._path[-1]))
 
-    def _of(self, node: Node) -> _NodeNotes | None:
-        """Return what is noted of a node that this pass has made; None of others and leaves."""
+    def _info_of(self, node: Node) -> _NodeInfo | None:
+        """Return the facts about a node of this pass; None for other nodes and autograd leaves."""
         return None if nodes.autograd_leaf_of(node) is not None else node.metadata.get(self._key)
 
     def replaced(self, node: Node, field: str, saved: Tensor, packed: Packed) -> Packed:
-        self._add(saved.grad_fn, saved.output_nr, node, saved, packed.how)
+        self._add_row(saved.grad_fn, saved.output_nr, node, saved, packed.how)
         return packed
 
     def fused(self, producer: Node, node: Node, saved: Tensor) -> None:
-        self.created(node)  # where the engine walks over nodes, it sees this one later
-        self._add(producer, 0, node, saved, Recomputed.how)
+        self.created(node)  # an engine that walks over nodes sees this node only later
+        self._add_row(producer, 0, node, saved, Recomputed.how)
 
-    def _add(self, producer: Node, index: int, node: Node, saved: Tensor, how: str) -> None:
-        """List the memory of an operation's output once."""
+    def _add_row(self, producer: Node, index: int, node: Node, saved: Tensor, how: str) -> None:
+        """Add a row for a replaced tensor, unless its memory has one.
+
+        Tensors that this pass did not compute, arguments and parameters, get no row.
+        """
         base, index = base_of(producer, index)
-        base_notes = None if base is None else self._of(base)
-        consumer = self._of(node)
-        is_indices = base is None and not saved.is_floating_point()
-        if consumer is None or (base_notes is None and not is_indices):
-            return  # an argument of the model, or a parameter
-        row = None if base_notes is None else base_notes.listed.get(index)
+        base_info = None if base is None else self._info_of(base)
+        consumer = self._info_of(node)
+        is_indices = base is None and not saved.is_floating_point()  # indices have no producer
+        if consumer is None or (base_info is None and not is_indices):
+            return
+        row = None if base_info is None else base_info.output_rows.get(index)
         if row is None:
-            row = len(self._found)
+            row = len(self._replaced)
             name = NO_PRODUCER if base is None else nodes.operation_name(base)
             size = saved.untyped_storage().nbytes()
             path = self._path[-1]
-            self._found.append(Replaced(name, nodes.operation_name(node), path, size, how))
-            if base_notes is not None:
-                base_notes.listed[index] = row
-        consumer.rows.append(row)
+            self._replaced.append(Replaced(name, nodes.operation_name(node), path, size, how))
+            if base_info is not None:
+                base_info.output_rows[index] = row
+        consumer.consumed_rows.append(row)
 
     def unchanged(self, node: Node, field: str, reason: str) -> None:
-        node_notes = self._of(node)
-        if node_notes is not None:
-            node_notes.reasons[field] = reason
+        info = self._info_of(node)
+        if info is not None:
+            info.reasons[field] = reason
 
     def fill(self, report: Report, output: Any, inputs: Any) -> None:
-        """Fill in a report, when forward has returned, if the graph of the pass is there to see."""
+        """Fill in a report after forward, if the output leads to nodes of this pass.
+
+        Args:
+            report: The report.
+            output: The value that forward returned.
+            inputs: The arguments of forward, whose tensors do not count.
+        """
         with torch._C.DisableTorchFunction():
             graph = self._graph_of(output)
             if graph:
                 self._fill(report, graph, inputs)
 
     def _fill(self, report: Report, graph: list[Node], inputs: Any) -> None:
-        known = {storage_id(t.untyped_storage()) for t in _strided(inputs)}
+        counted = {storage_id(t.untyped_storage()) for t in _plain_tensors(inputs)}
         for tensor in (*self.model.parameters(), *self.model.buffers()):
-            known.update(storage_id(t.untyped_storage()) for t in _strided(tensor))
-        rows = {row for node in graph for row in self._of(node).rows}  # type: ignore[union-attr]
+            counted.update(storage_id(t.untyped_storage()) for t in _plain_tensors(tensor))
+        rows = {row for node in graph for row in self._info_of(node).consumed_rows}  # type: ignore[union-attr]
         remaining: list[Remaining] = []
-        added = 0
+        added_bytes = 0  # saved to recompute from
         for node in graph:
             for field, saved in nodes.readable_tensors(node):
                 storage = saved.untyped_storage() if nodes.is_plain(saved) else None
-                if storage is None or storage_id(storage) in known:
+                if storage is None or storage_id(storage) in counted:
                     continue
-                known.add(storage_id(storage))
-                if is_fused(node) and field != "0":  # what PyTorch's activation does not save
-                    added += storage.nbytes()
+                counted.add(storage_id(storage))
+                if is_fused(node) and field != "0":  # PyTorch's activation does not save these
+                    added_bytes += storage.nbytes()
                     continue
                 base, index = base_of(saved.grad_fn, saved.output_nr)
-                base_notes = None if base is None else self._of(base)
-                if base_notes is not None:  # replaced for another operation, and saved nevertheless
-                    rows.discard(base_notes.listed.get(index, -1))
+                base_info = None if base is None else self._info_of(base)
+                if base_info is not None:  # another consumer may recompute it: count it once
+                    rows.discard(base_info.output_rows.get(index, -1))
                 remaining.append(self._remaining(node, field, saved, base))
         for node in graph:
             for packed in nodes.packed_values(node):
                 for tensor in packed.tensors():
                     storage = tensor.untyped_storage()
-                    if storage_id(storage) not in known:
-                        known.add(storage_id(storage))
-                        added += storage.nbytes()
-        replaced = [self._found[row] for row in rows]
+                    if storage_id(storage) not in counted:
+                        counted.add(storage_id(storage))
+                        added_bytes += storage.nbytes()
+        replaced = [self._replaced[row] for row in rows]
         report.fill(replaced, remaining)
         saved_bytes = sum(row.bytes for row in remaining)
         report.saved_bytes_before = saved_bytes + sum(row.bytes for row in replaced)
-        report.saved_bytes_after = saved_bytes + added
+        report.saved_bytes_after = saved_bytes + added_bytes
 
     def _remaining(self, node: Node, field: str, saved: Tensor, base: Node | None) -> Remaining:
-        node_notes = self._of(node)
-        assert node_notes is not None
+        info = self._info_of(node)
+        assert info is not None
         return Remaining(
             NO_PRODUCER if base is None else nodes.operation_name(base),
             nodes.operation_name(node),
-            node_notes.module,
+            info.module,
             saved.untyped_storage().nbytes(),
-            _reason(node_notes, node, field, saved, base),
+            _reason(info, node, field, saved, base),
         )
 
     def _graph_of(self, output: Any) -> list[Node]:
-        """Return all nodes of the pass that tensors in `output` follow from, in their order."""
-        found: dict[Node, int] = {}
+        """Return all nodes of this pass that lead to tensors in `output`, in their order."""
+        numbers: dict[Node, int] = {}
         pending: list[Node] = [tensor.grad_fn for tensor in tensors_in(output)]
         while pending:
             node = pending.pop()
-            if node is not None and node not in found and self._of(node) is not None:
-                found[node] = nodes.sequence_number(node) or 0
-                pending += [before for before, _ in nodes.producers(node)]
-        return sorted(found, key=found.__getitem__)
+            if node is not None and node not in numbers and self._info_of(node) is not None:
+                numbers[node] = nodes.sequence_number(node) or 0
+                pending += [producer for producer, _ in nodes.producers(node)]
+        return sorted(numbers, key=numbers.__getitem__)
 
 
-def _reason(
-    node_notes: _NodeNotes, node: Node, field: str, saved: Tensor, base: Node | None
-) -> str:
-    """Return why a tensor is saved: what the engine said, or what kept it from looking."""
+def _reason(info: _NodeInfo, node: Node, field: str, saved: Tensor, base: Node | None) -> str:
+    """Return why a tensor stays saved: the engine's reason, or why the engine did not look."""
     if base is None:
         return reasons.NO_GRADIENT
     if nodes.is_cast_of_autograd_leaf(base):
         return reasons.PARAMETER_COPY
-    if field in node_notes.reasons:
-        return node_notes.reasons[field]
+    if field in info.reasons:
+        return info.reasons[field]
     return reasons.SMALL if saved.nbytes < MIN_BYTES else reasons.saved_by(node)
 
 
 def _eager_modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Return the modules by path, without those that are compiled or scripted."""
+    """Yield the paths and modules of a model, except compiled and scripted modules."""
     is_compiled = isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl
     if is_compiled or isinstance(model, torch.jit.ScriptModule):
         return
@@ -212,5 +221,5 @@ def _eager_modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.M
         yield from _eager_modules(child, f"{path}.{name}" if path else name)
 
 
-def _strided(value: Any) -> Iterator[Tensor]:
+def _plain_tensors(value: Any) -> Iterator[Tensor]:
     return filter(nodes.is_plain, tensors_in(value))

@@ -1,14 +1,15 @@
-"""What `convert` reports."""
+"""The report of `convert`: what is recomputed, what stays saved, and how large it is."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-# Of each table, when printed: what is more than that, or smaller, is in one row.
-_ROWS = 16
-_SMALLEST_SHARE = 0.01
+# A printed table has at most this many rows, each with at least this share of the table's bytes.
+# One last row sums up the rest.
+_MAX_ROWS = 16
+_MIN_SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -16,11 +17,12 @@ class Replaced:
     """A saved tensor that is recomputed in backward, or stored smaller.
 
     Attributes:
-        producer: The operation whose output it is, for example "Silu".
-        consumer: The operation that saves it, for example "Convolution".
+        producer: The operation that computed the tensor, for example "Silu".
+        consumer: The operation that saves the tensor, for example "Convolution".
         module: The path of the module that ran the consumer.
-        bytes: The size of its memory; several saved tensors in the same memory count once.
-        how: How backward gets it: "recomputed", "1 bit per element", "stored as bfloat16", ...
+        bytes: The size of the tensor's storage. Saved tensors that share a storage count once.
+        how: How backward gets the tensor: "recomputed", "1 bit per element", "stored as bfloat16",
+            ...
     """
 
     producer: str
@@ -35,11 +37,11 @@ class Remaining:
     """A tensor that is saved for backward as PyTorch saves it.
 
     Attributes:
-        producer: The operation whose output it is.
-        consumer: The operation that saves it.
+        producer: The operation that computed the tensor.
+        consumer: The operation that saves the tensor.
         module: The path of the module that ran the consumer.
-        bytes: The size of its memory; several saved tensors in the same memory count once.
-        reason: Why it is not recomputed.
+        bytes: The size of the tensor's storage. Saved tensors that share a storage count once.
+        reason: Why the tensor is not recomputed.
     """
 
     producer: str
@@ -51,19 +53,19 @@ class Remaining:
 
 @dataclass
 class Report:
-    """What a converted model saves for backward. Prints as a table.
+    """A report of what a converted model saves for backward. Prints as a table.
 
-    Without an example it is empty until the model has run forward once with gradients.
+    Without an example the report is empty until the model has run forward once with gradients.
 
     Attributes:
-        saved_bytes_before: Bytes that the model as it was saves for backward, besides parameters,
+        saved_bytes_before: Bytes that the original model saves for backward, without parameters,
             buffers and arguments; None until known.
-        saved_bytes_after: The same of the converted model.
-        peak_bytes_before: The most bytes that a forward and backward pass of the model as it was
+        saved_bytes_after: Bytes that the converted model saves for backward, counted alike.
+        peak_bytes_before: The most bytes that a forward and backward pass of the original model
             allocates at one time; None without an example.
-        peak_bytes_after: The same of the converted model.
+        peak_bytes_after: The peak bytes of the converted model.
         replaced: The saved tensors that are recomputed or stored smaller, largest first.
-        remaining: The tensors that are saved, largest first, with the reason.
+        remaining: The tensors that stay saved, largest first, with the reason.
     """
 
     saved_bytes_before: int | None = None
@@ -75,21 +77,21 @@ class Report:
 
     @property
     def is_filled(self) -> bool:
-        """Whether the model has run."""
+        """Whether a run of the model has filled in the report."""
         return self.saved_bytes_after is not None
 
     def fill(self, replaced: Iterable[Replaced], remaining: Iterable[Remaining]) -> None:
-        """Take over what a run has shown."""
+        """Fill in both lists, sorted by size."""
         self.replaced = sorted(replaced, key=lambda row: -row.bytes)
         self.remaining = sorted(remaining, key=lambda row: -row.bytes)
 
     @property
     def recompute_bytes(self) -> int:
-        """Bytes that are saved to recompute from: scales, shifts, masks, copies of parameters."""
+        """Bytes saved only to recompute from: scales, shifts, masks, copies of parameters."""
         return max(0, (self.saved_bytes_after or 0) - sum(row.bytes for row in self.remaining))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as dicts, lists, strings and numbers, as JSON takes them."""
+        """Return the report as nested dicts, lists, strings and numbers, ready for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -111,16 +113,30 @@ class Report:
         columns = ("MiB", "tensors", "produced by", "saved by")
         if self.replaced:
             lines.append("\nno longer saved:")
-            rows = [(r.bytes, r.module, r.producer, r.consumer, r.how) for r in self.replaced]
+            rows = [_Row(r.bytes, r.module, (r.producer, r.consumer, r.how)) for r in self.replaced]
             lines.append(_grouped((*columns, "instead", "in"), rows))
         if self.remaining:
             lines.append("\nstill saved:")
-            kept = [(r.bytes, r.module, r.producer, r.consumer, r.reason) for r in self.remaining]
-            lines.append(_grouped((*columns, "why", "in"), kept))
+            rows = [
+                _Row(r.bytes, r.module, (r.producer, r.consumer, r.reason)) for r in self.remaining
+            ]
+            lines.append(_grouped((*columns, "why", "in"), rows))
         if self.recompute_bytes:
             size = mib(self.recompute_bytes)
             lines.append(f"\nsaved to recompute from (scales, shifts, masks): {size} MiB")
         return "\n".join(lines)
+
+
+class _Row(NamedTuple):
+    """A tensor in a printed table. Tensors of one kind share a line."""
+
+    bytes: int
+    module: str
+    kind: tuple[str, ...]
+
+
+def _total_bytes(rows: Iterable[_Row]) -> int:
+    return sum(row.bytes for row in rows)
 
 
 def _totals(name: str, before: int | None, after: int | None) -> tuple[str, ...]:
@@ -128,29 +144,28 @@ def _totals(name: str, before: int | None, after: int | None) -> tuple[str, ...]
     return (name, mib(before), mib(after), ratio)
 
 
-def _grouped(header: tuple[str, ...], rows: Sequence[tuple[Any, ...]]) -> str:
-    """Return a table of the rows (bytes, module, *kind), those of one kind in one line."""
-    groups: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}
+def _grouped(header: tuple[str, ...], rows: Sequence[_Row]) -> str:
+    """Return a table with one line for each kind of rows, the largest first."""
+    groups: dict[tuple[str, ...], list[_Row]] = {}
     for row in rows:
-        groups.setdefault(row[2:], []).append(row)
-    ordered = sorted(groups.items(), key=lambda item: -sum(row[0] for row in item[1]))
-    smallest = _SMALLEST_SHARE * sum(row[0] for row in rows)
-    shown = [item for item in ordered if sum(row[0] for row in item[1]) >= smallest][:_ROWS]
+        groups.setdefault(row.kind, []).append(row)
+    ordered = sorted(groups.values(), key=_total_bytes, reverse=True)
+    smallest = _MIN_SHARE * _total_bytes(rows)
+    shown = [group for group in ordered if _total_bytes(group) >= smallest][:_MAX_ROWS]
     lines = []
-    for kind, members in shown:
-        modules = list(dict.fromkeys(row[1] for row in members))
+    for group in shown:
+        modules = list(dict.fromkeys(row.module for row in group))
         where = modules[0] if len(modules) == 1 else f"{modules[0]} and {len(modules) - 1} more"
-        size = mib(sum(row[0] for row in members))
-        lines.append((size, str(len(members)), *kind, where))
-    rest = [row for _, members in ordered[len(shown) :] for row in members]
+        lines.append((mib(_total_bytes(group)), str(len(group)), *group[0].kind, where))
+    rest = [row for group in ordered[len(shown) :] for row in group]
     if rest:
         blank = ("",) * (len(header) - 3)
-        lines.append((mib(sum(row[0] for row in rest)), str(len(rest)), "smaller rows", *blank))
+        lines.append((mib(_total_bytes(rest)), str(len(rest)), "smaller rows", *blank))
     return _table(header, lines)
 
 
 def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """Return columns of equal width, numbers to the right, with a rule below the header."""
+    """Return the rows as aligned columns below a header and a rule, with numbers to the right."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
 
     def line(cells: tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Comparing a converted model with the original on an example, and measuring both."""
+"""Compare a converted model with the original on an example, and measure both."""
 
 from __future__ import annotations
 
@@ -14,62 +14,72 @@ from ..recompute.specs import Recomputed
 from .example import Example, preserved, tensors_in
 from .observation import Observation
 
-# How far the converted model's gradients may be from the original's, as a share of their norm, by
-# the coarsest dtype in the run: rounding errors grow on their way through a network.
+# The largest allowed distance between the gradients of the converted and of the original model,
+# relative to their norm, by the coarsest dtype in the run. It is much larger than a rounding error:
+# rounding errors grow on their way through a network.
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
-# Two runs of the original may differ, as on a GPU, and a third by a bit more.
-_NOISE = 4
+# On a GPU two runs of the original may differ, and a third run may differ by a bit more. So the
+# distance between two runs of the original, times this factor, is allowed as well.
+_NOISE_FACTOR = 4
 
 
 class VerificationError(RuntimeError):
-    """The converted model's gradients are not the original's."""
+    """Raised if the gradients of the converted model differ from those of the original."""
 
 
 class Run:
-    """Forward and backward passes of a model on an example, each from the same state."""
+    """Forward and backward passes of a model on an example, all from the same state."""
 
     def __init__(self, model: nn.Module, example: Example) -> None:
         self.model, self.example = model, example
-        self._into_grad = False
+        self._uses_backward = False
 
     def gradients(self) -> Gradients:
-        """Return all gradients of one pass."""
+        """Run one pass and return all gradients."""
         try:
             return self._gradients()
         except RuntimeError as error:
-            if self._into_grad or "use_reentrant=True" not in str(error):
+            if self._uses_backward or "use_reentrant=True" not in str(error):
                 raise
-        self._into_grad = True  # the only way for a reentrant checkpoint
+        # A reentrant checkpoint supports `backward()`, which writes to `.grad`, and nothing else.
+        self._uses_backward = True
         return self._gradients()
 
     def _gradients(self) -> Gradients:
         with preserved(self.model, self.example), torch.enable_grad():
             inputs = self.example.copy()
-            return Gradients(inputs, self.model, inputs.call(self.model), self._into_grad)
+            return Gradients(inputs, self.model, inputs.call(self.model), self._uses_backward)
 
     def saved_bytes(self) -> int:
-        """Return what the model saves for backward, besides parameters, buffers and arguments."""
+        """Return the bytes saved for backward, without parameters, buffers and arguments."""
         with preserved(self.model, self.example), torch.enable_grad():
             inputs = self.example.copy()
             return model_bytes(self.model, lambda: inputs.call(self.model), inputs.tensors())
 
     def peak_bytes(self) -> int | None:
-        """Return the most bytes that a pass allocates at one time."""
+        """Return the most bytes that a pass allocates at one time; None under a profiler."""
         with preserved(self.model, self.example), torch.enable_grad():
             inputs = self.example.copy()
 
             def step() -> None:
-                Gradients(inputs, self.model, inputs.call(self.model), self._into_grad)
+                Gradients(inputs, self.model, inputs.call(self.model), self._uses_backward)
 
             return peak_bytes(step)
 
 
 class Gradients:
-    """The gradients of a sum of a model's outputs with random weights, the same in every run."""
+    """Gradients of a randomly weighted sum of a model's outputs.
+
+    The weights are the same in every run.
+
+    Attributes:
+        outputs: The output tensors that require grad, without their graph.
+        values: The gradients by the names of parameters and arguments; None where there is none.
+    """
 
     def __init__(
-        self, example: Example, model: nn.Module, outputs: Any, into_grad: bool = False
+        self, example: Example, model: nn.Module, outputs: Any, uses_backward: bool = False
     ) -> None:
         leaves = [t for t in tensors_in(outputs) if t.requires_grad]
         inputs: dict[str, Tensor] = {f"`{name}`": p for name, p in model.named_parameters()}
@@ -79,15 +89,19 @@ class Gradients:
         self.values: dict[str, Tensor | None] = {}
         if leaves and inputs:
             weights = [_random_like(leaf) for leaf in leaves]
-            if into_grad:
+            if uses_backward:
                 torch.autograd.backward(leaves, weights)
                 self.values = {name: tensor.grad for name, tensor in inputs.items()}
             else:
-                found = torch.autograd.grad(leaves, [*inputs.values()], weights, allow_unused=True)
-                self.values = dict(zip(inputs, found, strict=True))
+                values = torch.autograd.grad(leaves, [*inputs.values()], weights, allow_unused=True)
+                self.values = dict(zip(inputs, values, strict=True))
 
     def distance(self, other: Gradients) -> float:
-        """Return the norm of the difference over the norm, of all gradients together."""
+        """Return the norm of the difference, relative to the norm of these gradients.
+
+        All gradients are taken as one vector. The distance is infinite if a gradient is None, or
+        not finite, in one of the two alone.
+        """
         total = difference = 0.0
         for name, value in self.values.items():
             theirs = other.values.get(name)
@@ -104,13 +118,13 @@ class Gradients:
         return (difference / total) ** 0.5 if total else difference**0.5
 
     def tolerance(self) -> float:
-        """Return how far other gradients may be off by roundings."""
+        """Return the largest `distance` that rounding errors may cause."""
         tensors = [*self.outputs, *(v for v in self.values.values() if v is not None)]
         return max((_TOLERANCES.get(tensor.dtype, 0.0) for tensor in tensors), default=0.0)
 
 
 def _random_like(output: Tensor) -> Tensor:
-    # Its own generator: the model's random state is not changed.
+    # A separate generator leaves the random state of the model unchanged.
     generator = torch.Generator(output.device).manual_seed(output.numel())
     dtype = output.dtype if output.is_floating_point() else torch.complex64
     return torch.randn(output.shape, generator=generator, dtype=dtype, device=output.device)
@@ -121,7 +135,11 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 class Verification(Observation):
-    """An observed pass in which every recomputed tensor is compared with what it replaces."""
+    """An observation that compares every recomputed tensor with the saved tensor it replaces.
+
+    Attributes:
+        differences: A text for each recomputed tensor that differs.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -131,44 +149,47 @@ class Verification(Observation):
         super().replaced(node, field, saved, packed)
         if not isinstance(packed, Recomputed):
             return packed
-        place = f"the output of {packed.name} in `{self._path[-1]}`"
-        return _Checked(packed, saved.detach(), place, self.differences)
+        description = f"the output of {packed.name} in `{self._path[-1]}`"
+        return _CheckedRecomputed(packed, saved.detach(), description, self.differences)
 
 
-class _Checked(Recomputed):
-    """A spec beside the tensor that it replaces."""
+class _CheckedRecomputed(Recomputed):
+    """A spec that compares its value with a copy of the saved tensor that it replaces."""
 
     def __init__(
-        self, packed: Recomputed, saved: Tensor, place: str, differences: list[str]
+        self, packed: Recomputed, saved: Tensor, description: str, differences: list[str]
     ) -> None:
         super().__init__(packed.spec, saved, packed.producer, packed.consumer)
-        self.saved, self.place, self.differences = saved.clone(), place, differences
+        self.saved, self.description, self.differences = saved.clone(), description, differences
 
     def compute(self) -> Tensor:
         value = super().compute()
         difference = self.difference_of(value, self.saved)
         if difference is not None:
-            self.differences.append(f"{self.place} is recomputed with a difference of {difference}")
+            self.differences.append(
+                f"{self.description}, is recomputed with a difference of {difference}"
+            )
         return value
 
 
 def compare(
-    original: Gradients, again: Gradients, converted: Gradients, found: Iterable[str]
+    original: Gradients, repeated: Gradients, converted: Gradients, differences: Iterable[str]
 ) -> None:
-    """Raise VerificationError if the converted model's gradients are not the original's.
+    """Raise VerificationError if the converted model's gradients differ from the original's.
 
     Args:
-        original: Those of the original.
-        again: Those of another run of it.
-        converted: Those of the converted model.
-        found: What was recomputed otherwise than it was.
+        original: The gradients of the original.
+        repeated: The gradients of a second run of the original.
+        converted: The gradients of the converted model.
+        differences: A text for each recomputed tensor that differs from what it replaces.
     """
-    for text in found:
-        raise VerificationError(f"{text}; the model is as it was")
+    for text in differences:
+        raise VerificationError(f"{text}; the model is unchanged")
     distance = original.distance(converted)
-    allowed = max(original.tolerance(), _NOISE * original.distance(again))
+    allowed = max(original.tolerance(), _NOISE_FACTOR * original.distance(repeated))
     if not distance <= allowed:
         raise VerificationError(
-            f"the gradients of the converted model differ from the original's by {distance:.3g} "
-            f"of their norm, where {allowed:.3g} is allowed; the model is as it was"
+            "the gradients of the converted model differ from those of the original by "
+            f"{distance:.3g} of their norm, and at most {allowed:.3g} is allowed; the model is "
+            "unchanged"
         )

@@ -1,13 +1,32 @@
-"""How a converted model switches the recompute engine on, and `revert` takes that away.
+"""Attach the recompute engine to a model and to its parts, and detach it again.
 
-- The model itself gets a class of its own, a subclass of its class that differs in `forward`. So it
-  does not matter who calls `forward`, and a replica or a copy runs its own parameters. Where such a
-  class cannot be made, the model gets a `forward` of the instance.
-- Norms, and modules of other libraries that may be one, get forward hooks, which note their output.
-- Activations get a `forward` of the instance: `recompute/fused.py`.
-- Before torch 2.14 all other modules get a forward hook, which walks over the new nodes.
+NOTE [What convert attaches]
 
-Parameters, buffers, parents and the classes of all other modules stay as they are.
+The engine has to run during every forward of the model, whoever calls it. It also needs to see the
+outputs of norms and to replace the forward of activations. For this `attach` changes the following,
+and nothing else:
+
+1. The model itself gets a new class: a subclass of its class that overrides `forward` to run the
+   engine. A method of the class, unlike an attribute of the instance, runs the parameters of the
+   replica or copy that it is called on. All models of one class share one such subclass.
+2. The model gets an attribute with its `Conversion`. Without this attribute the new class's
+   `forward` runs the original forward and nothing else.
+3. If the model has a `forward` attribute, or if no such subclass can be created, the model keeps
+   its class and gets a `forward` attribute that runs the engine. A model that is itself an
+   activation gets 5 instead of 1 or 3.
+4. A norm, or a module of another library that may be a norm, gets a forward pre-hook and a forward
+   hook. They record the versions of its weight and bias, and note its output.
+5. An activation without a `forward` attribute gets one: see `recompute/fused.py`.
+6. Before torch 2.14 every other module that may create nodes gets a forward hook that walks over
+   them: see NOTE [Where nodes come from] in `recompute/engine.py`. For the model itself
+   `Conversion.run` does this.
+7. Parameters, buffers, parents and the classes of all other modules do not change. Scripted modules
+   do not change at all.
+8. An `nn.TransformerEncoderLayer` and its parts get no hooks: with a hook on any of them the layer
+   leaves its fast path.
+
+`detach` undoes 1 to 6, in the model and in all of its parts. If `attach` fails, the model and its
+parts are restored, with the conversions that they had before.
 """
 
 from __future__ import annotations
@@ -32,31 +51,31 @@ from ..supported import activation_of
 from .observation import Observation
 from .report import Report
 
-_STATE = "_inplace_ops"  # the attribute of a converted model
-_ORIGINAL = "_inplace_ops_original"  # of its class: the class that it had
-_ATTEMPTS = 3  # to observe a pass for the report
+_CONVERSION = "_inplace_ops"  # the attribute of a converted model
+_ORIGINAL_CLASS = "_inplace_ops_original"  # the attribute of a converted model's class
+_MAX_OBSERVED_CALLS = 3  # calls that are observed at most, until one fills in the report
 
 
 class Conversion:
-    """What a converted model knows of its conversion.
+    """The conversion of one model: an attribute of the converted model.
 
     Attributes:
-        settings: What its calls share.
-        report: Filled in by the first call with gradients.
-        observation: What observes that call; None for one of its own.
+        settings: State that all forward passes of the model share.
+        report: The report. The first call with gradients fills it in.
+        observation: Observes that call; None for a new `Observation`.
     """
 
     def __init__(
         self, settings: Settings, report: Report, observation: Observation | None = None
     ) -> None:
         self.settings, self.report, self.observation = settings, report, observation
-        self._attempts = _ATTEMPTS
+        self._observed_calls_left = _MAX_OBSERVED_CALLS
 
     def run(
         self, model: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Run the model's forward with the engine on."""
-        observation = self._observation_of(model)
+        observation = self._next_observation(model)
         with run_engine(self.settings, observation) as engine:
             if engine is None:
                 return forward(*args, **kwargs)
@@ -69,19 +88,25 @@ class Conversion:
                 try:
                     observation.fill(self.report, output, (args, kwargs))
                 except Exception as error:
-                    self.settings.warn(f"inplace_ops: the report is not filled in, as {error!r}")
+                    self.settings.warn(f"inplace_ops: filling in the report failed: {error!r}")
             return output
 
-    def _observation_of(self, model: nn.Module) -> Observation | None:
-        """Return what is to observe a call, if the report needs it and the call may show it."""
-        is_wanted = not self.report.is_filled and self._attempts > 0 and running_engine() is None
+    def _next_observation(self, model: nn.Module) -> Observation | None:
+        """Return the observation of a call; None if the call is not observed.
+
+        A call is observed if the report is not filled in, gradients are enabled, no other engine
+        runs, and no saved-tensor hooks of others hide what is saved.
+        """
+        is_wanted = (
+            not self.report.is_filled and self._observed_calls_left > 0 and running_engine() is None
+        )
         if not is_wanted or not torch.is_grad_enabled() or saved_tensor_hooks_are_active():
             return None
-        self._attempts -= 1
+        self._observed_calls_left -= 1
         return self.observation or Observation(model)
 
     def __reduce__(self) -> Any:
-        """Copies and pickles begin with a report of their own."""
+        """Make copies and pickles start with the same `max_ops` and an empty report."""
         return _new_conversion, (self.settings.max_ops,)
 
 
@@ -90,186 +115,208 @@ def _new_conversion(max_ops: int) -> Conversion:
 
 
 def conversion_of(model: nn.Module) -> Conversion | None:
-    """Return the conversion of a model, None if it is not converted itself."""
-    return vars(model).get(_STATE)
+    """Return the conversion of a model; None if the model itself is not converted."""
+    return vars(model).get(_CONVERSION)
 
 
 def attach(model: nn.Module, conversion: Conversion) -> None:
-    """Convert a model; if that fails, it is as it was."""
-    before = _Attached(model)
+    """Convert a model: see NOTE [What convert attaches]. If that fails, restore the model."""
+    snapshot = _Snapshot(model)
     try:
-        # PyTorch's encoder layers leave their fast path where one of their parts has a hook.
         layers = [m for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer)]
         without_hooks = {part for layer in layers for part in layer.modules()}
         for module in _unscripted(model):
-            pieces = _pieces_for(module)
-            if module is model:  # whose output `Conversion.run` walks over
-                pieces.discard(_WALK)
-            _attach_pieces(module, pieces & {_FORWARD} if module in without_hooks else pieces)
-        _attach_itself(model, conversion)
+            attachments = _attachments_for(module)
+            if module is model:  # `Conversion.run` walks
+                attachments.discard(_WALK_HOOK)
+            _add_attachments(
+                module, attachments & {_FORWARD} if module in without_hooks else attachments
+            )
+        _attach_conversion(model, conversion)
     except Exception:
         detach(model)
-        before.attach()
+        snapshot.restore()
         raise
 
 
-def _attach_itself(model: nn.Module, conversion: Conversion) -> None:
-    """Let a model run its forward with the engine on."""
-    own = vars(model).get("forward")
-    converted = None if own is not None else _converted_class(type(model))
+def _attach_conversion(model: nn.Module, conversion: Conversion) -> None:
+    """Make a model run its forward with the engine on."""
+    own_forward = vars(model).get("forward")
+    converted = None if own_forward is not None else _converted_class(type(model))
     if converted is not None:
         model.__class__ = converted
-    elif not _is_ours(own, activation_forward):
-        _set_forward(model, partial(_instance_forward, model, own), own)
-    vars(model)[_STATE] = conversion
+    elif not _is_partial_of(own_forward, activation_forward):
+        _set_forward(model, partial(_instance_forward, model, own_forward), own_forward)
+    vars(model)[_CONVERSION] = conversion
 
 
 def _unscripted(model: nn.Module) -> Iterator[nn.Module]:
     return (m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule))
 
 
-class _Attached:
-    """What a model and its parts have got from conversions."""
+class _Snapshot:
+    """The attachments and conversions of a model and of its parts at one time."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.pieces = {module: _pieces_of(module) for module in _unscripted(model)}
-        found = ((module, conversion_of(module)) for module in self.pieces)
-        self.conversions = {module: known for module, known in found if known is not None}
+        self.attachments = {module: _attachments_of(module) for module in _unscripted(model)}
+        pairs = ((module, conversion_of(module)) for module in self.attachments)
+        self.conversions = {module: value for module, value in pairs if value is not None}
 
-    def attach(self) -> None:
-        """Attach it again to what is still there and was not converted meanwhile."""
+    def restore(self) -> None:
+        """Attach everything again, except to modules that were removed or converted meanwhile."""
         for module in _unscripted(self.model):
-            _attach_pieces(module, self.pieces.get(module, set()))
-            known = self.conversions.get(module)
-            if known is not None and conversion_of(module) is None:
-                _attach_itself(module, known)
+            _add_attachments(module, self.attachments.get(module, set()))
+            conversion = self.conversions.get(module)
+            if conversion is not None and conversion_of(module) is None:
+                _attach_conversion(module, conversion)
 
 
-# Modules that return what they were given, or what a module inside has returned.
+# Modules that return their input, or the output of an inner module.
 _WITHOUT_NODES = (nn.Identity, nn.Sequential)
 
-# What a module may get.
-_NOTES, _WALK, _FORWARD = "notes", "walk", "forward"
+# The attachments of a module: see 4, 6 and 5 of NOTE [What convert attaches].
+_NORM_HOOKS, _WALK_HOOK, _FORWARD = "norm hooks", "walk hook", "forward"
 
 
-def _pieces_for(module: nn.Module) -> set[str]:
-    """Return what a module is to get."""
-    pieces = set()
+def _attachments_for(module: nn.Module) -> set[str]:
+    """Return the attachments that a module needs."""
+    attachments = set()
     if "forward" not in vars(module) and activation_of(module) is not None:
-        pieces.add(_FORWARD)  # which walks too
+        attachments.add(_FORWARD)  # this forward walks too
     if _may_be_a_norm(module):
-        pieces.add(_NOTES)
-    elif not (engine_module.USE_CREATION_HOOK or pieces or type(module) in _WITHOUT_NODES):
-        pieces.add(_WALK)
-    return pieces
+        attachments.add(_NORM_HOOKS)
+    elif not (engine_module.USE_CREATION_HOOK or attachments or type(module) in _WITHOUT_NODES):
+        attachments.add(_WALK_HOOK)
+    return attachments
 
 
 def _may_be_a_norm(module: nn.Module) -> bool:
-    """Whether it is a norm, or small code of its own: an RMSNorm, a LayerScale."""
+    """Whether a module is a norm, or may be: other libraries' modules without inner modules.
+
+    Examples are an RMSNorm and a LayerScale.
+    """
     if isinstance(module, (*norms.MODULES, nn.RMSNorm)):
         return True
-    is_own = not type(module).__module__.startswith("torch.nn.")
-    return is_own and not module._modules and activation_of(module) is None
+    is_external = not type(module).__module__.startswith("torch.nn.")
+    return is_external and not module._modules and activation_of(module) is None
 
 
-def _pieces_of(module: nn.Module) -> set[str]:
-    """Return what a module has got."""
+def _attachments_of(module: nn.Module) -> set[str]:
+    """Return the attachments that a module has."""
     hooks = module._forward_hooks.values()
-    pieces = {name for name, hook in ((_NOTES, _note_output), (_WALK, _walk)) if hook in hooks}
-    if _is_ours(vars(module).get("forward"), activation_forward):
-        pieces.add(_FORWARD)
-    return pieces
+    attachments = {
+        name
+        for name, hook in ((_NORM_HOOKS, _norm_hook), (_WALK_HOOK, _walk_hook))
+        if hook in hooks
+    }
+    if _is_partial_of(vars(module).get("forward"), activation_forward):
+        attachments.add(_FORWARD)
+    return attachments
 
 
-def _attach_pieces(module: nn.Module, pieces: set[str]) -> None:
-    """Give a module what it has not got yet. Hooks go before those of FSDP, which free memory."""
-    missing = pieces - _pieces_of(module)
-    if _NOTES in missing:
-        module.register_forward_pre_hook(_enter)
-        module.register_forward_hook(_note_output, prepend=True)
-    if _WALK in missing:
-        module.register_forward_hook(_walk, prepend=True)
+def _add_attachments(module: nn.Module, attachments: set[str]) -> None:
+    """Add the attachments that a module does not have yet.
+
+    Forward hooks are prepended: they run before the hooks of FSDP, which free memory.
+    """
+    missing = attachments - _attachments_of(module)
+    if _NORM_HOOKS in missing:
+        module.register_forward_pre_hook(_norm_pre_hook)
+        module.register_forward_hook(_norm_hook, prepend=True)
+    if _WALK_HOOK in missing:
+        module.register_forward_hook(_walk_hook, prepend=True)
     if _FORWARD in missing:
         _set_forward(module, partial(activation_forward, module))
 
 
 def _set_forward(module: nn.Module, forward: partial[Any], wrapped: Any = None) -> None:
-    """Set a forward of the instance, which has the signature of what it stands for."""
-    with suppress(TypeError, ValueError):  # of what has none
+    """Set a module's `forward` attribute, with the signature of the forward that it replaces."""
+    with suppress(TypeError, ValueError):  # some callables have no signature
         forward.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
     if wrapped is not None:
         forward.__wrapped__ = wrapped  # type: ignore[attr-defined]
     vars(module)["forward"] = forward
 
 
-def _is_ours(forward: Any, function: Callable[..., Any]) -> bool:
+def _is_partial_of(forward: Any, function: Callable[..., Any]) -> bool:
     return isinstance(forward, partial) and forward.func is function
 
 
 def detach(model: nn.Module) -> None:
-    """Undo `attach`, in the model and in all of its parts."""
+    """Undo `attach` in the model and in all of its parts."""
     for module in _unscripted(model):
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if hook in _HOOKS]:
                 del hooks[key]
-        own: Any = vars(module).get("forward")
-        if _is_ours(own, activation_forward) or _is_ours(own, _instance_forward):
+        forward: Any = vars(module).get("forward")
+        if _is_partial_of(forward, activation_forward) or _is_partial_of(
+            forward, _instance_forward
+        ):
             del vars(module)["forward"]
-            if own.func is _instance_forward and own.args[1] is not None:
-                vars(module)["forward"] = own.args[1]
-        original = vars(type(module)).get(_ORIGINAL)
+            if forward.func is _instance_forward and forward.args[1] is not None:
+                vars(module)["forward"] = forward.args[1]
+        original = vars(type(module)).get(_ORIGINAL_CLASS)
         if original is not None:
             module.__class__ = original
-        # Where the class was changed since, as by FSDP2, ours runs the original's forward.
-        vars(module).pop(_STATE, None)
+        # If the class was replaced after `attach`, as FSDP2 does, the converted class stays among
+        # its bases. Without the conversion its forward runs the original forward alone.
+        vars(module).pop(_CONVERSION, None)
 
 
 @contextmanager
 def detached(model: nn.Module) -> Iterator[None]:
     """Undo `attach` within a `with` block, and redo it at its end."""
-    before = _Attached(model)
+    snapshot = _Snapshot(model)
     detach(model)
     try:
         yield
     finally:
-        before.attach()
+        snapshot.restore()
 
 
-# Classes that PyTorch makes for an instance and changes or takes apart itself.
-_MADE_FOR_AN_INSTANCE = (
+# Modules of classes that PyTorch creates for one instance, and later changes or removes itself.
+_INSTANCE_CLASS_MODULES = (
     "torch.fx.",
     "torch.nn.utils.parametrize",
     "torch.distributed.fsdp",
     "torch.distributed._composable",
 )
-_classes: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
+_converted_classes: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
 
 
 def _converted_class(cls: type[nn.Module]) -> type[nn.Module] | None:
-    """Return the subclass of `cls` that runs its forward with the engine on; None if impossible."""
-    known = _classes.get(cls)
-    converted = known() if known is not None else None
+    """Return the subclass of `cls` that runs its forward with the engine on.
+
+    None if no such class can be created.
+    """
+    reference = _converted_classes.get(cls)
+    converted = reference() if reference is not None else None
     if converted is None:
-        if cls.__module__.startswith(_MADE_FOR_AN_INSTANCE):
+        if cls.__module__.startswith(_INSTANCE_CLASS_MODULES):
             return None
         if not inspect.isfunction(inspect.getattr_static(cls, "forward")):
             return None  # a static method, a property, ...
         try:
             converted = _new_class(cls)
-        except Exception:  # of a metaclass, or for want of a compatible layout
+        except Exception:  # the metaclass raises, or the classes' memory layouts differ
             return None
-        _classes[cls] = weakref.ref(converted)
+        _converted_classes[cls] = weakref.ref(converted)
     return converted
 
 
 def _new_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Create the subclass: see 1 of NOTE [What convert attaches]."""
+
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        return _run(self, partial(cls.forward, self), *args, **kwargs)
+        return _run_converted(self, partial(cls.forward, self), *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
-        """As an instance of the original class, which is converted anew."""
+        """Reduce as an instance of the original class, and set the new class on rebuilding.
+
+        Pickle looks a class up by its name, and finds the original class there.
+        """
         if type(self) is not converted:
             return cls.__reduce_ex__(self, protocol)
         self.__class__ = cls
@@ -277,8 +324,8 @@ def _new_class(cls: type[nn.Module]) -> type[nn.Module]:
             reduced = self.__reduce_ex__(protocol)
         finally:
             self.__class__ = converted
-        if isinstance(reduced, str) or len(reduced) < 3 or _STATE not in (reduced[2] or ()):
-            return reduced  # by a method of the class, without what attribute there is
+        if isinstance(reduced, str) or len(reduced) < 3 or _CONVERSION not in (reduced[2] or ()):
+            return reduced  # the class's own method leaves out the conversion
         build, args, *rest = reduced
         return _rebuilt, (build, args), *rest
 
@@ -287,13 +334,14 @@ def _new_class(cls: type[nn.Module]) -> type[nn.Module]:
             return self
         raise RuntimeError(
             "torch.jit.script cannot compile a converted model: script it within "
-            "`with inplace_ops.reverted(model):`, or call inplace_ops.revert(model) before"
+            "`with inplace_ops.reverted(model):`, or call inplace_ops.revert(model) first"
         )
 
     body = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     body |= {"forward": forward, "__reduce_ex__": reduce, "__prepare_scriptable__": raise_on_script}
-    body |= {_ORIGINAL: cls}
-    # Under its base at once it would be announced to `__init_subclass__`, as of registries.
+    body |= {_ORIGINAL_CLASS: cls}
+    # The base is set afterwards, because creating a subclass of `cls` calls its
+    # `__init_subclass__`, which may for example register the class.
     metaclass: Any = type(cls)
     converted: type[nn.Module] = metaclass(cls.__name__, (nn.Module,), body)
     converted.__bases__ = (cls,)
@@ -301,7 +349,7 @@ def _new_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _rebuilt(build: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
-    """Return an instance of a converted class, whose state follows."""
+    """Return an instance of a converted class; copy and pickle set its state afterwards."""
     model = build(*args)
     converted = _converted_class(type(model))
     if converted is not None:
@@ -312,45 +360,47 @@ def _rebuilt(build: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Modul
 def _instance_forward(
     model: nn.Module, forward: Callable[..., Any] | None, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """The forward of a model whose class stays: what it was set to, or its class's."""
-    return _run(model, forward or partial(type(model).forward, model), *args, **kwargs)
+    """Run the forward of a model that keeps its class: its former attribute, or its class's."""
+    return _run_converted(model, forward or partial(type(model).forward, model), *args, **kwargs)
 
 
-def _run(model: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run the forward of a model that is converted, or was when its forward was set."""
+def _run_converted(
+    model: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a forward with the engine on, unless the model was reverted or a compiler traces it."""
     conversion = None if torch.compiler.is_compiling() else conversion_of(model)
     if conversion is None:
         return forward(*args, **kwargs)
     return conversion.run(model, forward, *args, **kwargs)
 
 
-def _enter(module: nn.Module, args: Any) -> None:
-    """The forward pre-hook of norms and the like."""
+def _norm_pre_hook(module: nn.Module, args: Any) -> None:
+    """Record the versions of a norm's weight and bias before its forward."""
     engine = running_engine()
     if engine is not None:
-        engine.enter_norm(module)
+        engine.record_parameter_versions(module)
 
 
-def _note_output(module: nn.Module, args: Any, output: Any) -> None:
-    """The forward hook of norms and the like."""
+def _norm_hook(module: nn.Module, args: Any, output: Any) -> None:
+    """Note the output of a norm after its forward."""
     engine = running_engine()
     if engine is not None:
         engine.walk(output)
-        engine.note_output(module, output, _comes_first(module))
+        engine.note_module_output(module, output, _norm_hook_runs_first(module))
 
 
-def _comes_first(module: nn.Module) -> bool:
-    """Whether ours is the first of the forward hooks."""
+def _norm_hook_runs_first(module: nn.Module) -> bool:
+    """Whether `_norm_hook` is the first of the module's forward hooks."""
     if torch.nn.modules.module._global_forward_hooks:
         return False
-    return next(iter(module._forward_hooks.values()), None) is _note_output
+    return next(iter(module._forward_hooks.values()), None) is _norm_hook
 
 
-def _walk(module: nn.Module, args: Any, output: Any) -> None:
-    """The forward hook of all other modules, before torch 2.14."""
+def _walk_hook(module: nn.Module, args: Any, output: Any) -> None:
+    """Walk over the new nodes of a module's output, before torch 2.14."""
     engine = running_engine()
     if engine is not None:
         engine.walk(output)
 
 
-_HOOKS = (_enter, _note_output, _walk)
+_HOOKS = (_norm_pre_hook, _norm_hook, _walk_hook)

@@ -1,4 +1,4 @@
-"""The recompute engine: tensors that are cheap to compute again are not saved for backward.
+"""The recompute engine: recomputes cheap tensors in backward instead of saving them.
 
-`engine.py` has the idea and the rules; `operations.py` is the table of what it knows.
+Begin with the notes in `engine.py`. `operations.py` is the table of the operations that it knows.
 """

@@ -1,60 +1,78 @@
-"""The recompute engine: saves recompute specs in place of tensors that are cheap to compute again.
+"""The recompute engine: replaces saved tensors by recompute specs.
 
-PyTorch saves for backward whatever an operation needs, also where it follows cheaply from what is
-saved anyway: the output of an activation whose input is saved, of a norm whose input is saved, of a
-sum or a product of such tensors. The engine looks at every autograd node that a model's forward
-makes. It replaces such saved tensors, by PyTorch's hooks on a single saved tensor
-(`node._raw_saved_x.register_hooks`), and PyTorch itself puts what is recomputed back into its place
-in the graph. Nothing is traced, and no operation is replaced.
+Autograd saves for backward every tensor that an operation's gradient reads, even a tensor that is
+cheap to recompute from other saved tensors: the output of an activation whose input is saved, the
+output of a norm whose input is saved, a sum or a product of such tensors. The engine visits every
+autograd node that a model's forward creates, and replaces such saved tensors with pack and unpack
+hooks on the single saved tensor (`node._raw_saved_x.register_hooks`). In backward PyTorch itself
+gives the recomputed tensor the saved tensor's position in the graph. The engine traces nothing and
+replaces no operation.
 
     for each new node:
-        for each saved tensor that backward may be given recomputed:
-            spec = output_spec(the operation that made the tensor)
-            if spec and spec.cost <= max_ops: save spec, and compute it when backward asks
+        for each saved tensor that backward may read recomputed:
+            spec = output_spec(the operation that produced the tensor)
+            if spec and spec.cost <= max_ops: save spec, and compute it when backward unpacks it
 
-`operations.py` is all that is known of PyTorch's operations, `versions.py` proves that nobody wrote
-to a tensor unseen, `specs.py` computes, `rewrites.py` stores exactly what is left, smaller.
+- `operations.py` is the table of PyTorch's operations: all that the engine knows about them.
+- `versions.py` proves that a tensor was not modified between its producer and its consumer.
+- `specs.py` computes recompute specs.
+- `rewrites.py` stores saved tensors that have no spec in fewer bytes, without loss.
 
 NOTE [Where nodes come from]
 
-From torch 2.14 on `torch.autograd.graph.node_creation_hook` passes each node as it is made. Before,
-a forward hook on every module walks back from the module's output over the nodes made since, in the
-order of their sequence numbers; so does an activation module from its input. The walk stops at
-nodes that the engine has seen, and at those that are older than the model's call. It sees a node
-late: what can no longer be proved then is saved as PyTorch saves it. `Engine.see` is behind both.
+1. From torch 2.14 on, `torch.autograd.graph.node_creation_hook` passes each node when it is
+   created.
+2. Before torch 2.14, a forward hook on every module walks back from the module's output over the
+   nodes that are new, and visits them in the order of their sequence numbers. An activation module
+   walks back from its input too. The walk stops at nodes that the engine has visited, at nodes that
+   are older than the model's call, and at the nodes of the model's arguments.
+3. The walk visits a node late, when its tensors may have been modified. A tensor whose version can
+   no longer be proved is saved as PyTorch saves it.
+4. The hook and the walk both call `Engine.visit`.
 
 NOTE [Leaves]
 
-1. Large leaves are activations that their operation saves anyway: they are read from its saved
-   field, without their graph and with their version, which is compared again in backward.
-2. Other leaves (parameters, buffers, constants) are copied when their operation's node is seen.
-   FSDP2 frees a parameter's memory when its module's forward has ended, and reading it later
-   crashes; an optimizer may write to it through `.data`. One that is larger than 64 KiB, or no
-   smaller than the operation's output, is not copied: there is no spec. When the model's forward
-   has ended, only specs hold copies.
-3. A leaf may outlive its operation's backward: with two losses, one goes backward first. So a spec
-   whose leaves are more than four times as large as what it replaces is not built (a slice of
-   something large), nor one whose copies are as large.
-4. A write to a leaf that begins after its consumer was seen raises in backward. PyTorch raises too,
-   unless backward goes past the operation that has saved the leaf, to parameters of the consumer.
-5. Copies and scales are computed on the current CUDA stream, and are ready on that one alone. What
-   is read on another stream than its operation's is saved as PyTorch saves it.
+A spec leaf is a tensor that a spec is computed from.
+
+1. Large leaves are activations that their operation saves anyway. The engine reads them from that
+   operation's saved field and detaches them. It stores their version, and compares it in backward.
+2. Other leaves (parameters, buffers, constants) are copied when their operation's node is visited.
+   FSDP2 frees a parameter's memory when its module's forward returns, and reading the parameter
+   later crashes. An optimizer may write to a parameter through `.data`. A leaf that is larger than
+   64 KiB, or not smaller than the operation's output, is not copied, and there is then no spec.
+   When the model's forward has returned, only specs own copies.
+3. A leaf may outlive its operation's backward, for example with two losses whose backwards run one
+   after the other. So the engine builds no spec whose leaves are more than four times as large as
+   the saved tensor (a slice of something large), and none whose copies are as large as it.
+4. A write to a leaf after its consumer was visited raises in backward. PyTorch raises too, except
+   where the backward of the operation that saved the leaf does not run, for example if only the
+   gradients of the consumer's own parameters are computed.
+5. Copies and scales are computed on the current CUDA stream, and are ready on that stream alone. A
+   tensor that is read on another stream than its operation's is saved as PyTorch saves it.
 
 NOTE [First use]
 
-A write through `.data`, NumPy or a storage leaves no trace, neither in the graph nor in a version.
-So the first time that a spec is used in its place its value is compared with the saved tensor, bit
-for bit or within its rounding. If they differ, that tensor is saved as PyTorch saves it, from then
-on, with one warning. The place is the ordinal in the forward pass of the outermost converted model,
-the types of the nodes, shape, dtype and strides. What remains: a write without a trace that begins
-only after the first use of its place.
+A write through `.data`, NumPy or a storage changes neither the graph nor a version counter, so no
+proof detects it. Therefore the engine verifies each spec at its first use:
+
+1. At the first use of a spec key, the engine computes the spec and compares the value with the
+   saved tensor: bit for bit if the spec is exact, else within its rounding.
+2. If they differ, tensors with that key are saved as PyTorch saves them from then on. One warning
+   says so.
+3. The key consists of the ordinal of the node in the forward pass of the outermost converted model,
+   the types of the nodes, and the shape, dtype, strides and device of the saved tensor. Its class
+   is `SpecKey`.
+4. A write that changes no version counter and begins only after the first use of its key is not
+   detected.
 
 NOTE [Containment]
 
-1. An error inside of the engine leaves a tensor saved and warns once; it never reaches the model.
-2. The engine of a call is known to its thread alone, and forgotten in a `finally`.
-3. Nodes that were made outside of a converted model's call have no record, and are never read.
-4. The engine stands aside from tracers, compilers, `torch.func` and tensors that are not plain.
+1. An error inside the engine leaves the tensor saved and warns once. It never reaches the model.
+2. The engine of a call is visible to its own thread only, and is reset in a `finally`.
+3. Nodes that were created outside a converted model's call have no record. The engine never reads
+   their saved tensors.
+4. The engine does nothing under tracers, compilers and `torch.func` transforms, and skips tensors
+   that are not plain.
 """
 
 from __future__ import annotations
@@ -101,14 +119,15 @@ from .versions import (
 _T = TypeVar("_T")
 Reason = str | Callable[..., str]
 
-# Errors at reading what a node has saved. If the operation's backward comes, it says so itself.
+# Errors of reading a node's saved tensor. If the operation's backward runs, it raises them itself.
 _RAISED_BY_BACKWARD = (
     *("modified by an inplace operation", "second time"),
-    "Creating a new autograd node from inside a node creation hook",  # of a view, written to
+    # Reading the `grad_fn` of a view whose base was modified in place creates a node.
+    "Creating a new autograd node from inside a node creation hook",
     "is a view and its base or another view of its base has been modified inplace",
 )
 
-MIN_BYTES = 4096  # smaller tensors are left alone
+MIN_BYTES = 4096  # smaller tensors are saved as PyTorch saves them
 MAX_OPS = 4
 _LEAF_FACTOR = 4  # see NOTE [Leaves]
 _CAST = OPERATIONS["ToCopyBackward0"]
@@ -116,16 +135,21 @@ _MAX_SPEC_KEYS = 2**16
 
 
 class SpecKey(NamedTuple):
-    """What tells one spec from all others of a model: see NOTE [First use].
+    """The key that distinguishes a spec from all others of a model: see NOTE [First use].
 
     Attributes:
-        ordinal: Which of the nodes with a rule it is, counted in the forward pass.
-        kinds: The types of the nodes, the field, and the spec's cost.
-        shape: That of the saved tensor; so are the others.
+        ordinal: The number of nodes with a rule that the engine has visited so far in the forward
+            pass.
+        context: The types of the consumer's and the producer's nodes, the saved field, and the
+            spec's cost; for a fused activation its name.
+        shape: The saved tensor's shape.
+        dtype: The saved tensor's dtype.
+        stride: The saved tensor's strides.
+        device: The saved tensor's device.
     """
 
     ordinal: int
-    kinds: tuple[Any, ...]
+    context: tuple[Any, ...]
     shape: torch.Size
     dtype: torch.dtype
     stride: tuple[int, ...]
@@ -133,12 +157,12 @@ class SpecKey(NamedTuple):
 
 
 class Settings:
-    """What the calls of a converted model share.
+    """State that all forward passes of a converted model share.
 
     Attributes:
-        max_ops: The most operations that a spec may take.
-        verified: Whether the spec with a key came out right at its first use.
-        observer: Told what is replaced and what is not, for a report; None mostly.
+        max_ops: The largest number of operations that a spec may take.
+        verified: For each spec key, whether the spec reproduced the saved tensor at its first use.
+        has_warned: Whether the engine has issued its one warning.
     """
 
     def __init__(self, max_ops: int = MAX_OPS) -> None:
@@ -147,7 +171,7 @@ class Settings:
         self.has_warned = False
 
     def warn(self, text: str) -> None:
-        """Warn once for each model. Never raises, even if warnings are errors."""
+        """Warn once per model. Never raise, even if warnings are errors."""
         if not self.has_warned:
             self.has_warned = True
             with suppress(Warning):
@@ -155,20 +179,26 @@ class Settings:
 
 
 class Observer:
-    """Is told what the engine does: the base of what fills a report in."""
+    """Base class for code that observes what the engine does, for example to fill in a report."""
 
     def created(self, node: Node) -> None:
-        """A node was made."""
+        """Observe that a node was created."""
 
     def replaced(self, node: Node, field: str, saved: Tensor, packed: Packed) -> Packed:
-        """Return what is saved instead of a tensor: mostly `packed`."""
+        """Return what to save instead of the tensor `saved`: usually `packed`."""
         return packed
 
     def fused(self, producer: Node, node: Node, saved: Tensor) -> None:
-        """An activation was fused with a norm; PyTorch's would have saved a tensor like `saved`."""
+        """Observe that an activation was fused with a norm.
+
+        Args:
+            producer: The node of the operation whose output PyTorch's activation would save.
+            node: The fused activation's node.
+            saved: A tensor like the one that PyTorch's activation would save.
+        """
 
     def unchanged(self, node: Node, field: str, reason: str) -> None:
-        """A saved tensor was looked at and left."""
+        """Observe that a saved tensor stays saved as PyTorch saves it, and why."""
 
 
 class _Running(threading.local):
@@ -181,14 +211,18 @@ _running = _Running()
 def running_engine() -> Engine | None:
     """Return the engine of the converted model whose forward runs in this thread.
 
-    None in code that is compiled, which goes by without it.
+    Return None while Dynamo traces: compiled code runs without the engine.
     """
     return None if torch.compiler.is_dynamo_compiling() else _running.engine
 
 
 @contextmanager
 def run_engine(settings: Settings, observer: Observer | None = None) -> Iterator[Engine | None]:
-    """Run the engine in this thread; yields None, and does nothing, where one runs already."""
+    """Run the engine in this thread, and yield it.
+
+    Yield None and do nothing if an engine runs in this thread already, or under a tracer, a
+    compiler or a `torch.func` transform.
+    """
     if _running.engine is not None or nodes.is_transformed():
         yield None
         return
@@ -206,14 +240,14 @@ USE_CREATION_HOOK = nodes.creation_hook is not None
 
 
 def _visit(node: Node) -> None:
-    """The node creation hook."""
+    """Visit a new node with the running engine: the node creation hook."""
     engine = _running.engine
-    if engine is not None and engine.is_new(node):
+    if engine is not None and engine.is_first_visit(node):
         engine.visit(node)
 
 
 def _contained(method: Callable[..., None]) -> Callable[..., None]:
-    """Let a method of the engine warn where it would raise: see NOTE [Containment]."""
+    """Make a method of the engine warn instead of raising: see NOTE [Containment]."""
 
     @functools.wraps(method)
     def contained(engine: Engine, *args: Any) -> None:
@@ -226,66 +260,68 @@ def _contained(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class _ParameterVersion(NamedTuple):
-    """A norm's weight or bias when its module's call began.
+    """A norm's weight or bias at the beginning of its module's call.
 
     Attributes:
         parameter: The weight or bias.
-        version: Its version.
-        number: The sequence number of the next node.
+        version: Its version at that time.
+        next_number: The sequence number of the next node at that time.
     """
 
     parameter: Tensor
     version: int
-    number: int
+    next_number: int
 
 
 class Engine:
-    """The engine during one forward pass."""
+    """The recompute engine during one forward pass of a converted model."""
 
     def __init__(self, settings: Settings, observer: Observer | None) -> None:
         self.settings = settings
         self.observer = observer
         self._last: int | None = None  # the sequence number of the last node
         self._ordinal = 0
-        self._stream: Any = None  # of the node that is looked at
-        self._reason: tuple[Any, ...] = ("",)  # why there is no spec: a reason, its arguments
+        self._stream: Any = None  # the CUDA stream of the node that is being visited
+        self._reason: Reason = ""  # why there is no spec
         self._parameter_versions: dict[int, _ParameterVersion] = {}
-        self._copying: list[weakref.ref[Record]] = []  # what has copies, or may get them
+        self._copying: list[weakref.ref[Record]] = []  # records that own copies, or may get them
         self._downcasts: list[weakref.ref[DowncastMemory]] = []
-        # Of the walk over nodes: where it stops.
+        # The walk over nodes stops at nodes older than `_first`, and at `_inputs`.
         self._first = nodes.next_sequence_number()
         self._inputs: set[Node] = set()
 
-    def is_new(self, node: Node) -> bool:
-        """Whether the last node was another one.
+    def is_first_visit(self, node: Node) -> bool:
+        """Whether the creation hook passes this node for the first time.
 
-        A forward that leaves a creation hook of its own open makes ours stay, beside the next
-        call's.
+        A forward that leaves its own creation hook open makes PyTorch pop that hook instead of the
+        engine's. The engine's hook then stays active together with the next call's hook, and every
+        node is passed twice in a row.
         """
         number = nodes.sequence_number(node)
-        is_new = number is None or number != self._last
+        is_first_visit = number is None or number != self._last
         self._last = number
-        return is_new
+        return is_first_visit
 
     def visit(self, node: Node) -> None:
-        """Look at a node that has just been made. Keeps no reference to it."""
+        """Replace a new node's saved tensors where possible. Store no reference to the node."""
         try:
             if self.observer is not None:
                 self.observer.created(node)
             operation = OPERATION_OF[type(node)]
             if operation is None or nodes.is_transformed():
                 return
-            if operation is _CAST and nodes.downcasts_autograd_leaf(
-                node
-            ):  # autocast's, of a parameter
-                return
-            with nodes.no_graph():  # a node creation hook must make no node
+            if operation is _CAST and nodes.downcasts_autograd_leaf(node):
+                return  # autocast's copy of a parameter
+            with nodes.no_graph():  # a node creation hook must not create nodes
                 self._visit(node, operation)
         except Exception as error:
             self.warn_of(error, node)
 
     def walk(self, value: Any) -> None:
-        """See the new nodes behind tensors in `value`: see NOTE [Where nodes come from]."""
+        """Visit the new nodes that tensors in `value` depend on.
+
+        See NOTE [Where nodes come from].
+        """
         if not USE_CREATION_HOOK and torch.is_grad_enabled():
             self._walk(value)
 
@@ -294,35 +330,35 @@ class Engine:
         tensors = [value] if isinstance(value, Tensor) else tree_leaves(value)
         pending = [t.grad_fn for t in tensors if isinstance(t, Tensor)]
         if len(pending) == 1 and (pending[0] is None or was_visited(pending[0])):
-            return  # mostly the output of a module inside
+            return  # usually the output of an inner module
         end = nodes.next_sequence_number()
-        found: dict[Node, float] = {}
+        new_nodes: dict[Node, float] = {}
         while pending:
             node = pending.pop()
             number = None if node is None else nodes.sequence_number(node)
             if number is None or not self._first <= number < end:
                 continue
-            if node in found or node in self._inputs or was_visited(node):
+            if node in new_nodes or node in self._inputs or was_visited(node):
                 continue
-            found[node] = number
-            pending += [before for before, _ in nodes.producers(node)]
+            new_nodes[node] = number
+            pending += [producer for producer, _ in nodes.producers(node)]
             clone = cloned_input(node)
-            if clone is not None:  # which no edge leads to
-                found[clone.grad_fn] = number - 0.5
-        for node in sorted(found, key=found.__getitem__):
+            if clone is not None:  # no edge of the graph leads to its node
+                new_nodes[clone.grad_fn] = number - 0.5
+        for node in sorted(new_nodes, key=new_nodes.__getitem__):
             attach_record(node, None)
             self.visit(node)
 
     @_contained
     def stop_at(self, inputs: Any) -> None:
-        """Let `walk` stop at what the model is called with: its graph is somebody else's."""
+        """Make `walk` stop at the nodes of the model's arguments: the caller created that graph."""
         if not USE_CREATION_HOOK:
             tensors = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
             self._inputs.update(t.grad_fn for t in tensors if t.grad_fn is not None)
 
     @_contained
     def finish(self) -> None:
-        """Free what no spec has come to need, when the model's forward has returned."""
+        """Free the copies that no spec uses. Called when the model's forward has returned."""
         for record in _alive(self._copying):
             record.free_copies()
         with nodes.no_graph():
@@ -331,29 +367,30 @@ class Engine:
 
     @_contained
     def note(self, tensor: Any) -> None:
-        """Remember an operation's output: see NOTE [Versions are proved]."""
+        """Take a note of an operation's output: see NOTE [Versions are proved] in `versions.py`."""
         if type(tensor) is Tensor and tensor.grad_fn is not None:
             take_note(tensor)
 
     @_contained
-    def enter_norm(self, module: nn.Module) -> None:
-        """Remember the versions of a norm's weight and bias, which its node may not tell."""
-        number = nodes.next_sequence_number()
+    def record_parameter_versions(self, module: nn.Module) -> None:
+        """Record the versions of a norm's weight and bias, as its node may not save them."""
+        next_number = nodes.next_sequence_number()
         for parameter in norms.registered_parameters(module):
             if parameter is not None and not parameter.is_inference():
                 self._parameter_versions[id(parameter)] = _ParameterVersion(
-                    parameter, parameter._version, number
+                    parameter, parameter._version, next_number
                 )
 
     @_contained
-    def note_output(self, module: nn.Module, output: Any, comes_first: bool) -> None:
-        """Remember a module's output, and of a norm what its node does not tell.
+    def note_module_output(self, module: nn.Module, output: Any, is_first_hook: bool) -> None:
+        """Take a note of a module's output. Record the eps, weight and bias of a norm module.
 
         Args:
             module: The module.
-            output: What it returned.
-            comes_first: Whether no hook has run since its forward, which may have put back an eps
-                or a bias, or put another norm's output in place of the module's.
+            output: The value that the module returned.
+            is_first_hook: Whether no other forward hook has run since the module's forward. Such a
+                hook may have restored an eps or a bias, or may have replaced the module's output by
+                the output of another norm.
         """
         if not isinstance(output, Tensor) or output.grad_fn is None:
             return
@@ -362,47 +399,47 @@ class Engine:
             record = record_of(node) if node is not None else None
             if record is None:
                 return
-            if not record.is_known and norms.kind_of(node) is not None:
-                self._record_norm_module(module, node, record, output, comes_first)
+            if not record.has_affine and norms.kind_of(node) is not None:
+                self._record_norm_module(module, node, record, output, is_first_hook)
             if type(output) is Tensor:
                 record.take_note(output)
 
     def _record_norm_module(
-        self, module: nn.Module, node: Node, record: Record, output: Tensor, comes_first: bool
+        self, module: nn.Module, node: Node, record: Record, output: Tensor, is_first_hook: bool
     ) -> None:
-        if not comes_first or not norms.runs_pytorchs_forward(module):
+        if not is_first_hook or not norms.runs_pytorchs_forward(module):
             if record.eps is None:
                 record.eps = norms.eps_confirmed_by_output(output, node, record.parameters, module)
             return
         record.eps = norms.eps_of(module)
-        if record.parameters is None and not record.is_known:
-            known = norms.parameters_of_module(node, module)
-            if known is not None and self._are_unmodified(known, node):
-                record_parameters(node, record, known)
+        if record.parameters is None and not record.has_affine:
+            parameters = norms.parameters_of_module(node, module)
+            if parameters is not None and self._are_unmodified(parameters, node):
+                record_parameters(node, record, parameters)
 
     def _are_unmodified(self, parameters: Iterable[Tensor | None], node: Node) -> bool:
-        """Whether nobody has written to a norm's parameters since before its operation ran."""
+        """Whether a norm's parameters are unmodified since its module's call began."""
         number = nodes.sequence_number(node)
         for parameter in parameters:
             if parameter is None:
                 continue
-            entered = self._parameter_versions.get(id(parameter))
-            if entered is None or number is None or number < entered.number:
+            recorded = self._parameter_versions.get(id(parameter))
+            if recorded is None or number is None or number < recorded.next_number:
                 return False
-            if parameter.is_inference() or parameter._version != entered.version:
+            if parameter.is_inference() or parameter._version != recorded.version:
                 return False
         return True
 
     def warn_of(self, error: Exception, node: Node = None) -> None:
-        """Warn of an error inside of the engine, at a node."""
+        """Warn of an error inside the engine, at a node if one is given."""
         if isinstance(error, RuntimeError) and any(
             text in str(error) for text in _RAISED_BY_BACKWARD
         ):
             return
         where = "" if node is None else f" of {nodes.operation_name(node)}"
         self.settings.warn(
-            f"inplace_ops: tensors{where} are saved as PyTorch saves them, as looking at them "
-            f"failed: {type(error).__name__}: {error}"
+            f"inplace_ops: tensors{where} are saved as PyTorch saves them, because the recompute "
+            f"engine failed: {type(error).__name__}: {error}"
         )
 
     def _visit(self, node: Node, operation: Operation) -> None:
@@ -410,7 +447,7 @@ class Engine:
         self._stream = nodes.stream_of(node)
         record = None
         if operation.output is not None or operation.saved_output:
-            record = self._record(node, operation)
+            record = self._make_record(node, operation)
             if record is not None:
                 record.stream = self._stream
                 attach_record(node, record)
@@ -423,20 +460,20 @@ class Engine:
         if operation.shape_only:
             saved = self._rewritable(node, operation.shape_only)
             if saved is not None:
-                self._pack(node, operation.shape_only, saved, Shape(saved))
+                self._save_packed(node, operation.shape_only, saved, Shape(saved))
         if operation.indices:
             saved = self._rewritable(node, operation.indices)
             if saved is not None and saved.untyped_storage().nbytes() == saved.nbytes:
                 spec = Downcast(self._downcast_memory(saved, torch.int32), saved)
                 name = ("indices", nodes.operation_name(node))
-                self._pack(node, operation.indices, saved, Recomputed(spec, saved, *name))
+                self._save_packed(node, operation.indices, saved, Recomputed(spec, saved, *name))
         if operation.reads_no_values:
             for producer, index in nodes.producers(node):
-                self._pack_mask(*base_of(producer, index))
+                self._replace_by_mask(*base_of(producer, index))
         if self.observer is not None:
-            self._reason = ("",)  # it may refer to nodes
+            self._reason = ""  # its arguments may be nodes
 
-    def _record(self, node: Node, operation: Operation) -> Record | None:
+    def _make_record(self, node: Node, operation: Operation) -> Record | None:
         output = operation.output
         if output is None:
             return Record()
@@ -445,12 +482,14 @@ class Engine:
         if output == "norm":
             record = Record()
             if not nodes.has_hooks(node, "input"):
-                known = norms.parameters_of(node)
-                # A node that is seen late does not tell whether its bias was written to since,
-                # unless it saves that bias.
-                is_sure = USE_CREATION_HOOK or norms.node_determines_bias(node)
-                if known is not None and (is_sure or self._are_unmodified((known.bias,), node)):
-                    record_parameters(node, record, known)
+                parameters = norms.parameters_of(node)
+                # The walk visits a node late, when its bias may have been modified. If the node
+                # saves the bias, autograd checks its version.
+                is_proved = USE_CREATION_HOOK or norms.node_determines_bias(node)
+                if parameters is not None and (
+                    is_proved or self._are_unmodified((parameters.bias,), node)
+                ):
+                    record_parameters(node, record, parameters)
             return record
         assert isinstance(output, Output)
         record = record_output(node, output, operation.result)
@@ -463,7 +502,7 @@ class Engine:
         return record
 
     def _replace_input(self, node: Node, field: str) -> None:
-        """Save a spec in place of a saved input, where there is one."""
+        """Replace an input that a node saves by a spec, if there is one."""
         saved = nodes.saved_tensor(node, field)
         producer = None if saved is None else saved.grad_fn
         if saved is None or producer is None or saved.nbytes < MIN_BYTES:
@@ -472,88 +511,101 @@ class Engine:
         base, _ = base_of(producer, index)
         record = base and record_of(base)
         if not record:
-            return self._leave(node, field, reasons.output_of, base)
+            return self._report_unchanged(node, field, reasons.output_of, base)
         if not nodes.is_plain(saved):
-            return self._leave(node, field, reasons.NOT_PLAIN)
+            return self._report_unchanged(node, field, reasons.NOT_PLAIN)
         if record.stream is not self._stream:
-            return self._leave(node, field, reasons.OTHER_STREAM)
+            return self._report_unchanged(node, field, reasons.OTHER_STREAM)
         if not saved._is_view() and nodes.saves_itself(node, field):
             record.take_note(saved)
         version = saved._version
         if version != 0 and version != record.version:
-            return self._leave(node, field, reasons.WRITTEN_TO)
+            return self._report_unchanged(node, field, reasons.WRITTEN_TO)
         self._set_reason(reasons.output_of, base)
         spec = self._output_spec(producer, index)
         if spec is None or spec.cost > self.settings.max_ops:
-            spec = self._cast_back(base, record, saved) or spec
+            spec = self._downcast_spec(base, record, saved) or spec
         if spec is None:
             record.is_saved = True
-            return self._leave(node, field, *self._reason)
-        if not self._replace(node, field, saved, spec, base):
+            return self._report_unchanged(node, field, self._reason)
+        if not self._replace_by_spec(node, field, saved, spec, base):
             record.is_saved = True
 
     def _replace_result(self, node: Node, operation: Operation, record: Record) -> None:
-        """Save a spec in place of the operation's own saved output, where there is one."""
+        """Replace the operation's own saved output by a spec, if there is one."""
         saved = self._rewritable(node, operation.result)
         if saved is None:
             return
         self._set_reason(reasons.output_of, node)
-        spec = self._computed(node, 0, operation, record)
+        spec = self._spec_from_inputs(node, 0, operation, record)
         if spec is None:
-            return self._leave(node, operation.result, *self._reason)
-        self._replace(node, operation.result, saved, spec, node)
+            return self._report_unchanged(node, operation.result, self._reason)
+        self._replace_by_spec(node, operation.result, saved, spec, node)
 
-    def _replace(self, node: Node, field: str, saved: Tensor, spec: Spec, base: Node) -> bool:
+    def _replace_by_spec(
+        self, node: Node, field: str, saved: Tensor, spec: Spec, base: Node
+    ) -> bool:
+        """Replace a saved tensor by a spec. Return False if it stays saved as PyTorch saves it."""
         if spec.cost > self.settings.max_ops:
-            self._leave(node, field, reasons.too_many, self.settings.max_ops)
+            self._report_unchanged(node, field, reasons.too_many, self.settings.max_ops)
             return False
         if spec.cost == 0 and any(_share_memory(leaf.tensor, saved) for leaf in spec.leaves()):
-            self._leave(node, field, reasons.SAVED_ANYWAY)
+            self._report_unchanged(node, field, reasons.SAVED_ANYWAY)
             return False
         size = saved.nbytes
         if spec.copied_bytes >= size:
-            self._leave(node, field, reasons.AS_LARGE)
+            self._report_unchanged(node, field, reasons.AS_LARGE)
             return False
         if spec.leaf_bytes > _LEAF_FACTOR * size:
-            self._leave(node, field, reasons.MUCH_LARGER)
+            self._report_unchanged(node, field, reasons.MUCH_LARGER)
             return False
         value = Recomputed(spec, saved, nodes.operation_name(base), nodes.operation_name(node))
-        if not self.is_right(lambda: value, saved, type(node), field, type(base), spec.cost):
-            self._leave(node, field, reasons.DIFFERENT)
+        if not self.is_verified(lambda: value, saved, type(node), field, type(base), spec.cost):
+            self._report_unchanged(node, field, reasons.DIFFERENT)
             return False
-        self._pack(node, field, saved, value)
+        self._save_packed(node, field, saved, value)
         return True
 
-    def is_right(self, make: Callable[[], Recomputed], saved: Tensor, *kinds: Any) -> bool:
-        """Whether a spec came out right at the first use of its key: see NOTE [First use].
+    def is_verified(
+        self, make_recomputed: Callable[[], Recomputed], saved: Tensor, *context: Any
+    ) -> bool:
+        """Whether a spec reproduced the saved tensor at the first use of its key.
+
+        See NOTE [First use].
+
+        Return False while a CUDA graph is captured, if the key is new: a comparison would
+        synchronize.
 
         Args:
-            make: Returns the spec, if it is needed.
-            saved: The tensor that it replaces.
-            *kinds: What tells the spec from others at the same ordinal.
+            make_recomputed: Returns the spec for the saved tensor. Called at the first use only.
+            saved: The saved tensor that the spec replaces.
+            *context: Values that distinguish the spec from others with the same ordinal.
         """
-        key = SpecKey(self._ordinal, kinds, saved.shape, saved.dtype, saved.stride(), saved.device)
+        key = SpecKey(
+            self._ordinal, context, saved.shape, saved.dtype, saved.stride(), saved.device
+        )
         verified = self.settings.verified
-        known = verified.get(key)
-        if known is None:
+        is_verified = verified.get(key)
+        if is_verified is None:
             if saved.is_cuda and torch.cuda.is_current_stream_capturing():
                 return False
-            value = make()
+            value = make_recomputed()
             difference = value.difference(saved)
-            known = difference is None
+            is_verified = difference is None
             if len(verified) >= _MAX_SPEC_KEYS:
                 verified.clear()
-            verified[key] = known
-            if not known:
+            verified[key] = is_verified
+            if not is_verified:
                 self.settings.warn(
-                    f"inplace_ops: the output of {value.name} differs from what its inputs tell "
-                    f"by {difference}, as after a write through .data; it is saved as PyTorch "
-                    "saves it"
+                    f"inplace_ops: the recomputed output of {value.name}, differs from the saved "
+                    f"tensor ({difference}). Probably a write through .data modified the tensor "
+                    "without raising its version counter, and recomputing it in backward would "
+                    "give wrong gradients. From now on the tensor is saved as PyTorch saves it"
                 )
-        return known
+        return is_verified
 
     def _rewritable(self, node: Node, field: str) -> Tensor | None:
-        """Return a saved tensor that may be stored smaller."""
+        """Return a saved tensor if the engine may replace it: it is plain and not small."""
         saved = nodes.saved_tensor(node, field)
         if saved is None or saved.nbytes < MIN_BYTES or not nodes.is_plain(saved):
             return None
@@ -564,14 +616,18 @@ class Engine:
         self._downcasts.append(weakref.ref(memory))
         return memory
 
-    def _pack(self, node: Node, field: str, saved: Tensor, value: Packed) -> None:
+    def _save_packed(self, node: Node, field: str, saved: Tensor, value: Packed) -> None:
+        """Save a packed value in a field of a node, instead of the tensor `saved`."""
         if self.observer is not None:
             value = self.observer.replaced(node, field, saved, value)
         value.stream = self._stream
         nodes.replace(node, field, value)
 
-    def _pack_mask(self, node: Node, index: int) -> None:
-        """Store what a ReLU has saved in bits, where what follows it reads no values."""
+    def _replace_by_mask(self, node: Node, index: int) -> None:
+        """Replace the saved tensor of a ReLU or LeakyReLU by one bit per element.
+
+        Called if the operation that consumes the activation's output reads no values in backward.
+        """
         operation = None if node is None else OPERATION_OF[type(node)]
         if operation is None or operation.mask is None:
             return
@@ -582,20 +638,20 @@ class Engine:
             return
         saved = self._rewritable(node, field)
         if saved is not None and _ops.has_kernel(saved):
-            self._pack(node, field, saved, Mask(saved, operation.mask))
+            self._save_packed(node, field, saved, Mask(saved, operation.mask))
 
     def _set_reason(self, reason: Callable[..., str], *args: Any) -> None:
-        """Remember what stands in the way of a spec, for a report."""
+        """Remember why there is no spec, for a report."""
         if self.observer is not None:
-            self._reason = reason, *args
+            self._reason = functools.partial(reason, *args)
 
-    def _leave(self, node: Node, field: str, reason: Reason, *args: Any) -> None:
+    def _report_unchanged(self, node: Node, field: str, reason: Reason, *args: Any) -> None:
         if self.observer is not None:
             text = reason if isinstance(reason, str) else reason(*args)
             self.observer.unchanged(node, field, text)
 
     def _output_spec(self, node: Node, index: int) -> Spec | None:
-        """Return how an operation's output is computed; None if that is not known."""
+        """Return the spec of an operation's output; None if there is none."""
         view = VIEW_OF[type(node)]
         if view is not None:
             if not view.condition(node):
@@ -619,17 +675,21 @@ class Engine:
         if operation.saved_output:
             saved = nodes.saved_tensor(node, operation.saved_output) if index == 0 else None
             return Leaf(saved) if saved is not None and nodes.is_plain(saved) else None
-        return self._computed(node, index, operation, record)
+        return self._spec_from_inputs(node, index, operation, record)
 
-    def _computed(
+    def _spec_from_inputs(
         self, node: Node, index: int, operation: Operation, record: Record
     ) -> Spec | None:
+        """Return the spec that computes an operation's output from its inputs; None if impossible.
+
+        Unlike `_output_spec`, this does not read an output that the node itself saves.
+        """
         output = operation.output
         if not record.inputs_proved or index != 0:
             self._set_reason(reasons.unproved_input, node)
             return None
         if output == "norm":
-            return self._norm(node, record)
+            return self._norm_spec(node, record)
         if output == "activation after a norm":
             return functions.output_spec(node)
         assert isinstance(output, Output)
@@ -638,7 +698,7 @@ class Engine:
         fields = output.inputs or (None,) * len(nodes.producers(node))
         inputs: list[Spec] = []
         for position, field in enumerate(fields):
-            spec = self._input(node, position, field, record)
+            spec = self._input_spec(node, position, field, record)
             if spec is None:
                 return None
             if spec.cost > self.settings.max_ops:
@@ -654,8 +714,17 @@ class Engine:
             nodes.output_dtype(node, index),
         )
 
-    def _input(self, node: Node, position: int, field: str | None, record: Record) -> Spec | None:
-        """Return how an input of an operation is computed."""
+    def _input_spec(
+        self, node: Node, position: int, field: str | None, record: Record
+    ) -> Spec | None:
+        """Return the spec of an operation's input; None if there is none.
+
+        Args:
+            node: The operation's node.
+            position: The index of the input's edge.
+            field: The field that saves the input; None if the node does not save it.
+            record: The node's record.
+        """
         self._set_reason(reasons.hidden_input, node)
         if field is not None:
             packed = nodes.packed(node, field)
@@ -674,9 +743,9 @@ class Engine:
         self._set_reason(reasons.unsaved_input, node, producer, index)
         return None if producer is None else self._output_spec(producer, index)
 
-    def _norm(self, node: Node, record: Record) -> Spec | None:
-        """Return how a norm's output is computed."""
-        x = self._input(node, 0, "input", record)
+    def _norm_spec(self, node: Node, record: Record) -> Spec | None:
+        """Return the spec of a norm's output; None if there is none."""
+        x = self._input_spec(node, 0, "input", record)
         if x is None:
             return None
         affine = affine_of(node, record)
@@ -689,12 +758,16 @@ class Engine:
         if rerun is None:
             return None
         replaced = nodes.packed(node, "input")
-        if isinstance(replaced, Recomputed):  # how a norm rounds depends on the strides
+        if isinstance(replaced, Recomputed):  # a norm's rounding depends on its input's strides
             x = Call(replaced.in_layout, (x,), cost=0)
         return Call(rerun, (x,))
 
-    def _cast_back(self, node: Node, record: Record, saved: Tensor) -> Spec | None:
-        """Return what was cast to `saved`, if that is as good and smaller: one for all who ask."""
+    def _downcast_spec(self, node: Node, record: Record, saved: Tensor) -> Spec | None:
+        """Return a spec that stores a cast's output in the smaller dtype that it was cast from.
+
+        None if the operation is not a cast, the cast is not lossless, or its output may have been
+        modified. All consumers of the output share the memory of one copy.
+        """
         if type(node).__name__ != "ToCopyBackward0" or saved._version != 0:
             return None
         source = nodes.output_dtype(*nodes.producer(node, 0))
@@ -713,30 +786,33 @@ def _alive(references: Iterable[weakref.ref[_T]]) -> Iterator[_T]:
     return (value for reference in references if (value := reference()) is not None)
 
 
-def record_parameters(node: Node, record: Record, known: norms.Parameters) -> None:
-    """Keep what a norm has read of its weight and bias: its affine, its columns, or copies.
+def record_parameters(node: Node, record: Record, parameters: norms.Parameters) -> None:
+    """Record the weight and bias that a norm has read: as its affine, its column affine, or copies.
 
-    Of a batch norm the affine, which is as small. In eval mode it has to be computed at once: a
-    training call of the norm writes to the running statistics, and raises no version. Of a norm of
-    rows the columns, which are copies of both, made by one kernel.
+    - A batch norm's record gets the affine, which is as small as the copies. In eval mode it gets
+      nothing else, and the affine is computed now: a later training call of the norm writes to the
+      running statistics without raising their versions.
+    - A layer or RMS norm's record gets the column affine: copies of weight and bias, which one
+      kernel makes.
+    - Any other record gets copies.
     """
     if norms.is_batch_norm(node) and norms.can_compute(node):
-        affine = norms.affine_of(node, known)
+        affine = norms.affine_of(node, parameters)
         if affine.nbytes <= COPY_LIMIT:
             record.affine = affine
             return
         if norms.reads_running_statistics(node):
             return
-    elif norms.normalizes_rows(node) and known.weight is not None and norms.can_compute(node):
-        columns = norms.column_affine_of(node, known)
-        if columns.nbytes <= COPY_LIMIT:
-            record.column_affine = columns
+    elif norms.normalizes_rows(node) and parameters.weight is not None and norms.can_compute(node):
+        column_affine = norms.column_affine_of(node, parameters)
+        if column_affine.nbytes <= COPY_LIMIT:
+            record.column_affine = column_affine
             return
-    record.parameters = known.copied(COPY_LIMIT)
+    record.parameters = parameters.copied(COPY_LIMIT)
 
 
 def affine_of(node: Node, record: Record) -> norms.NormAffine | None:
-    """Return the function of a norm, computed once; None if it is not known."""
+    """Return a norm's affine, and store it in the record; None if it is not known."""
     if record.affine is not None:
         return record.affine
     if record.column_affine is not None:
@@ -751,7 +827,7 @@ def _share_memory(tensor: Tensor, other: Tensor) -> bool:
 
 
 def _is_activation(saved: Tensor) -> bool:
-    """Whether an operation has made the tensor: it is no parameter, buffer or constant."""
+    """Whether an operation computed the tensor: it is not a parameter, buffer or constant."""
     if saved.grad_fn is None:
         return False
     node, _ = base_of(saved.grad_fn, saved.output_nr)
@@ -759,7 +835,7 @@ def _is_activation(saved: Tensor) -> bool:
 
 
 def _is_lossless(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether a cast from `source` to `target` keeps all values."""
+    """Whether a cast from `source` to a larger dtype `target` is lossless."""
     wider = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
     return wider.get(source) is target or (source is torch.float32 and target is torch.float64)
 

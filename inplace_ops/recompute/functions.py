@@ -1,4 +1,4 @@
-"""The autograd Functions of an activation after a norm, which saves nothing of its own."""
+"""The autograd Function of an activation after a norm, which saves no tensor of its own."""
 
 from __future__ import annotations
 
@@ -23,15 +23,19 @@ Forward = Callable[[Tensor], Tensor]
 class RecomputeFunction(Function):
     """`RecomputeFunction.apply(z, source, activation, op_args, forward)`: the activation of z.
 
-    z is a norm's output. Saves what z is computed from, the norm's input x, which the norm saves
-    too, and the affine; its backward is one kernel that reads x.
+    z is a norm's output. The Function saves the tensors that z is computed from: the norm's input
+    x, which the norm saves too, and the norm's affine. Its backward is one kernel that reads x.
 
     NOTE [The anchor]
 
-    A second derivative needs z with its place in the graph. z is not saved, and where the
-    activation runs in place, its place is lost. So the Function has a second output, and saves it:
-    -0.0 in one element of memory, in z's shape. `z + anchor` has z's values, and what flows back to
-    the anchor flows on to z unchanged. Where the second derivative is 0, no anchor is needed.
+    A second derivative needs z, connected to the graph. z is not saved, and if the activation runs
+    in place, z's connection to the graph is lost.
+
+    1. So the Function has a second output, the anchor, and saves it: a tensor of z's shape that is
+       -0.0 everywhere, expanded from one element of memory.
+    2. `z + anchor` has the values of z. Backward passes the gradient of the anchor on to z
+       unchanged.
+    3. A piecewise-linear activation needs no anchor, as its second derivative is 0.
     """
 
     @staticmethod
@@ -72,7 +76,11 @@ def _anchor(z: Tensor) -> Tensor:
 
 
 class Source(NamedTuple):
-    """What z is computed from: no inputs of the Function, to which gradients would flow."""
+    """The tensors that z is computed from.
+
+    Passed to the Function as one tuple, so that autograd does not treat the tensors as inputs that
+    receive gradients.
+    """
 
     x: Tensor
     affine: NormAffine
@@ -83,7 +91,7 @@ def _gradient_of_input(ctx: Any, grad: Tensor) -> Tensor:
     activation, (dim_order, scalars) = ctx.activation, ctx.op_args
 
     def differentiable(grad: Tensor, *_: Any) -> Tensor:
-        """PyTorch's own derivative, of z with its place in the graph."""
+        """Return the gradient that PyTorch's own activation has, with z connected to the graph."""
         with torch.no_grad():
             z = _ops.NORMALIZE(x, channel_affine, row_statistics, dim_order)
         z = z.requires_grad_() if anchor is None else z + anchor
@@ -98,12 +106,12 @@ def _gradient_of_input(ctx: Any, grad: Tensor) -> Tensor:
 
 
 def is_fused(node: Any) -> bool:
-    """Whether it is the node of a RecomputeFunction."""
+    """Whether a node belongs to a RecomputeFunction."""
     return function_of(type(node)) is RecomputeFunction
 
 
 def output_spec(node: Any) -> Spec:
-    """Return how the output of a RecomputeFunction's node is computed."""
+    """Return the spec of the output of a RecomputeFunction's node."""
     x, channel_affine, row_statistics, _ = node.saved_tensors
     affine = NormAffine(channel_affine, row_statistics)
     return Affine(Leaf(x), affine, x.dtype, node.activation, node.op_args.scalars)
@@ -125,12 +133,12 @@ def recomputed_activation(
     Args:
         z: The norm's output.
         x: The norm's input, in z's shape.
-        affine: The norm.
-        activation: Which one.
-        op_args: What its ops take at their end, for z.
-        forward: Computes the activation; where it returns z itself, in place, and it must not
-            raise z's version then.
+        affine: The norm's affine.
+        activation: The activation.
+        op_args: The last arguments of the activation's ops, for z.
+        forward: Computes the activation of z. To run in place it returns z itself, and must not
+            raise z's version.
     """
-    # Without what `Function.apply` does for functorch's transforms, in which this never runs.
+    # Skip the part of `Function.apply` that serves functorch's transforms: this never runs in one.
     result = _apply_recompute(z, Source(x.detach(), affine), activation, op_args, forward)
     return result if activation.is_piecewise_linear else result[0]

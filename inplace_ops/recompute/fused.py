@@ -1,13 +1,14 @@
-"""The forward of a converted model's activation modules: fused with the norm before them.
+"""The forward of a converted model's activation modules, fused with the norm before them.
 
-With PyTorch's own SiLU node, backward reads the activation's input z: one more tensor that is
-recomputed, written and read. `RecomputeFunction` computes the gradient from the norm's input in one
-kernel. So `convert` gives activation modules this forward, as an attribute of the instance. Their
-class stays what it is, and its own forward computes the values and decides whether it runs in
-place, from its attributes as they are at each call.
+With PyTorch's own SiLU node, backward reads the activation's input z: one more tensor to recompute,
+write and read. `RecomputeFunction` computes the gradient from the norm's input in one kernel. So
+`convert` gives activation modules this forward, as an attribute of the instance. The module's class
+does not change. The class's own forward still computes the values. At each call the module's
+attributes decide whether it runs in place.
 
-The class's own forward runs alone wherever no norm precedes or the kernels do not fit: nested and
-sparse tensors, subclasses, other dtypes, under checkpoints, tracers, compilers and `torch.func`.
+The class's own forward runs alone if no norm precedes the activation, or the kernels do not support
+the tensor (nested and sparse tensors, subclasses, other dtypes), and under checkpoints, tracers,
+compilers and `torch.func`.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from .norms import NormAffine
 from .specs import Affine, Leaf, Recomputed
 from .versions import record_of
 
-# What is saved of an activation after a norm is at least that many times smaller than its output.
+# An activation is fused only if the norm's affine is at least this many times smaller than z.
 _AFFINE_FACTOR = 2
 
 
 def activation_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """Run the module's forward, fused with the norm before it where that is possible."""
+    """Run a module's forward, fused with the norm before it if possible."""
     engine = running_engine()
     if engine is None or len(args) != 1 or kwargs or not _is_ordinary(args[0]):
         return type(module).forward(module, *args, **kwargs)
@@ -62,17 +63,20 @@ def _is_ordinary(z: Any) -> bool:
 
 
 def _fused(engine: Engine, module: nn.Module, forward: Forward, z: Tensor) -> Tensor | None:
-    """Return the activation of a norm's output, None if z is not one or the kernels do not fit."""
+    """Return the activation of z, fused with the norm whose output z is.
+
+    Return None if z is not a norm's output, or the kernels do not support it.
+    """
     norm = norms.norm_of(z)
     record = None if norm is None else record_of(norm.node)
     if norm is None or record is None:
         return None
     if record.stream is not nodes.current_stream(z.device):
         return None
-    found = activation_of(module)
-    if found is None or not _ops.has_kernel(z):
+    call = activation_of(module)
+    if call is None or not _ops.has_kernel(z):
         return None
-    activation, scalars = found
+    activation, scalars = call
     try:
         x = norms.input_of(norm)
         if x is None:
@@ -81,17 +85,17 @@ def _fused(engine: Engine, module: nn.Module, forward: Forward, z: Tensor) -> Te
             affine = affine_of(norm.node, record)
             if affine is None or _AFFINE_FACTOR * affine.nbytes > z.nbytes:
                 return None
-            make = partial(_output_of, norm, x, affine, activation)
-            if not engine.is_right(make, norm.output, activation.name):
+            make_recomputed = partial(_recomputed_output, norm, x, affine, activation)
+            if not engine.is_verified(make_recomputed, norm.output, activation.name):
                 return None
-    except RuntimeError:  # freed, or modified since: the norm's own backward will say so
+    except RuntimeError:  # freed or modified: the norm's own backward raises
         return None
     if _is_in_place(module, activation):
         check_inplace_allowed(z)
         y = _apply(activation, scalars, forward, norm.output, x, affine, in_place=True)
     else:
-        if norm.output is not z:  # an instance norm's, of which z is a view
-            x, affine = x.detach().view(z.shape), _by_sample(affine, z)
+        if norm.output is not z:  # an instance norm's output, of which z is a view
+            x, affine = x.detach().view(z.shape), _with_samples(affine, z)
         y = _apply(activation, scalars, forward, z, x, affine, in_place=False)
     if engine.observer is not None:
         saves_output = activation.torch_saves == "output"
@@ -99,21 +103,28 @@ def _fused(engine: Engine, module: nn.Module, forward: Forward, z: Tensor) -> Te
     return z if y is norm.output else y
 
 
-def _output_of(
+def _recomputed_output(
     norm: norms.Norm, x: Tensor, affine: NormAffine, activation: Activation
 ) -> Recomputed:
-    """The norm's output as it is recomputed for the activation."""
+    """Return the spec of the norm's output, as the activation's backward recomputes it."""
     spec = Affine(Leaf(x), affine, x.dtype)
     return Recomputed(spec, norm.output, nodes.operation_name(norm.node), activation.name)
 
 
 def _unfused(module: nn.Module, forward: Forward, z: Tensor) -> Tensor:
-    """Run the class's own forward; in place after an instance norm, on what z is a view of.
+    """Run the class's own forward.
 
-    In place on the view, a CopySlices node would hide what the activation saves.
+    If the activation runs in place after an instance norm, run it on the base of the view z: in
+    place on the view, autograd would create a CopySlices node, which hides the activation's saved
+    tensors.
     """
-    found, norm = activation_of(module), norms.norm_of(z)
-    if found is None or norm is None or norm.output is z or not _is_in_place(module, found[0]):
+    call, norm = activation_of(module), norms.norm_of(z)
+    if (
+        call is None
+        or norm is None
+        or norm.output is z
+        or not _is_in_place(module, call.activation)
+    ):
         return forward(z)
     check_inplace_allowed(z)
     forward(norm.output)
@@ -121,7 +132,7 @@ def _unfused(module: nn.Module, forward: Forward, z: Tensor) -> Tensor:
 
 
 def _is_in_place(module: nn.Module, activation: Activation) -> bool:
-    """Whether a module runs in place. PyTorch has no GELU in place, and ignores the attribute."""
+    """Whether a module runs in place. PyTorch has no in-place GELU, so GELU ignores `inplace`."""
     return activation.torch_inplace is not None and getattr(module, "inplace", False)
 
 
@@ -139,13 +150,16 @@ def _apply(
     def run(z: Tensor) -> Tensor:
         if not in_place:
             return forward(z)
-        forward(z.data)  # `mark_dirty` raises the version, and raises it once
+        forward(z.data)  # leaves the version of z unchanged: `mark_dirty` raises it
         return z
 
     return recomputed_activation(z, x, affine, activation, op_args, run)
 
 
-def _by_sample(affine: NormAffine, z: Tensor) -> NormAffine:
-    """Return an instance norm's function, which is of one sample, as one of all samples."""
+def _with_samples(affine: NormAffine, z: Tensor) -> NormAffine:
+    """Return an instance norm's affine in the shape of z.
+
+    PyTorch runs an instance norm as a batch norm of one sample with samples * channels channels.
+    """
     samples, channels, *sizes = z.shape
     return NormAffine(affine.channel_affine.view(2, samples, channels, *(1 for _ in sizes)), None)

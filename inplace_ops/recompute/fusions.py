@@ -1,9 +1,9 @@
-"""Calls that one kernel computes, where PyTorch runs several over the same memory.
+"""Specs that one kernel computes, where PyTorch runs several kernels over the same memory.
 
-A kernel rounds wherever the operations that it stands for round: its result equals theirs bit for
-bit. So a fused call costs, rounds and is bounded as its composition, and only `compute` differs.
-An activation of a norm's output is the exception: a smooth one PyTorch rounds otherwise, which the
-rounding of the norm's output allows for.
+A fused kernel rounds wherever the operations that it replaces round, so its result equals theirs
+bit for bit. Therefore a fused spec has the cost, rounding and bound of the composition, and differs
+in `compute` alone. An activation of a norm's output is the exception: for a smooth activation the
+fused kernel and PyTorch round differently. The rounding of the norm's output covers the difference.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _ACTIVATIONS = {activation.torch_function: activation for activation in ACTIVATI
 def call_of(
     function: Callable[..., Tensor], inputs: Sequence[Spec], arguments: Sequence[Any], *rest: Any
 ) -> Spec:
-    """Return the spec of `function(*inputs, *arguments)`, fused where a kernel fits."""
+    """Return the spec of `function(*inputs, *arguments)`, fused if there is a kernel for it."""
     activation = _ACTIVATIONS.get(function)
     if activation and len(arguments) == len(activation.scalars) and _is_norm(inputs[0]):
         return inputs[0].activated(activation, arguments)
-    kind = _kind_of(function, inputs, arguments)
-    return kind(function, inputs, arguments, *rest)
+    call_class = _call_class_of(function, inputs, arguments)
+    return call_class(function, inputs, arguments, *rest)
 
 
-def _kind_of(
+def _call_class_of(
     function: Callable[..., Tensor], inputs: Sequence[Spec], arguments: Sequence[Any]
 ) -> type[Call]:
     if function is Tensor.to and _is_float32_affine(inputs[0]) and arguments[0] in _ops.CAST_DTYPES:
@@ -55,7 +55,7 @@ def _is_norm(spec: Spec) -> TypeGuard[Affine]:
 
 
 class CastOfAffine(Call):
-    """A norm's float32 output, or that of an activation after it, cast to 16 bits."""
+    """The float32 output of a norm, or of an activation after a norm, cast to 16 bits."""
 
     __slots__ = ()
 
@@ -66,9 +66,10 @@ class CastOfAffine(Call):
 
 
 class SumWithNorm(Call):
-    """The sum of a norm's output and a tensor of its shape and dtype, which may be another norm's.
+    """The sum of a norm's output and another tensor, which may be another norm's output.
 
-    Where the tensor is another one PyTorch's addition broadcasts or promotes it.
+    The kernel needs a tensor of the norm's shape, dtype and device. For other tensors `compute`
+    falls back to PyTorch's addition, which broadcasts and promotes.
     """
 
     __slots__ = ()
@@ -77,7 +78,12 @@ class SumWithNorm(Call):
         return self.of_sum(_ops.NORMALIZE_ADD, lambda total: total)
 
     def of_sum(self, op: _ops.Op, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return a function of the sum: by its op, or composed."""
+        """Return a function of the sum, in one kernel if the tensors match.
+
+        Args:
+            op: Computes norm, sum and function in one kernel.
+            function: Computes the function of a sum that PyTorch's addition has computed.
+        """
         norm, other = self.inputs if _is_norm(self.inputs[0]) else self.inputs[::-1]
         assert isinstance(norm, Affine)
         x, addend = norm.x.compute(), other.compute()
@@ -87,7 +93,7 @@ class SumWithNorm(Call):
 
 
 class ReLUOfSum(Call):
-    """ReLU of such a sum, as of a residual block."""
+    """ReLU of the sum of a norm's output and another tensor, as in a residual block."""
 
     __slots__ = ()
 

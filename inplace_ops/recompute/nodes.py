@@ -1,18 +1,20 @@
 """Access to autograd's nodes: every private attribute that the recompute engine reads.
 
 PyTorch documents `_saved_*`, `_raw_saved_*`, `metadata` and `next_functions` in its notes on
-autograd; the rest is private. Checked on torch 2.11, 2.13, 2.14 and 2.15. The names of the nodes
-themselves are in `operations.py`, the table of operations.
+autograd. All other attributes are private. Checked on torch 2.11, 2.13, 2.14 and 2.15. The names of
+the node types are in `operations.py`, the table of operations.
 
 NOTE [Look before reading a saved tensor]
 
 Reading `node._saved_x` calls the unpack hook of that saved tensor. Inside a checkpoint the hook
-runs the whole region again, in the middle of forward: batch norms update their statistics twice.
-So every function here asks `node._raw_saved_x.unpack_hook` first:
+recomputes the whole checkpointed region in the middle of forward, and batch norms update their
+statistics twice. So every function here checks `node._raw_saved_x.unpack_hook` first:
 
-1. No hook, or that of `inplace_ops.saved_bytes`: the tensor may be read and replaced.
-2. The engine's own hook: what it packed may be read, the tensor may not, as that recomputes it.
-3. Anybody else's hook: the saved tensor is left alone.
+1. If there is no hook, or only that of `inplace_ops.saved_bytes`, the engine may read and replace
+   the saved tensor.
+2. If the hook is the engine's own, the engine may read the packed value. It does not read the saved
+   tensor, as that would recompute it.
+3. If the hook belongs to other code, the engine neither reads nor replaces the saved tensor.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ from .. import _ops, _torch_private
 from ..memory import Measured, Packed, unpack_measured
 
 _T = TypeVar("_T")
-Node = Any  # torch.autograd.graph.Node has none of the attributes of its subclasses
+Node = Any  # torch.autograd.graph.Node lacks the attributes of its subclasses
 
-# From torch 2.14 on.
+# None before torch 2.14.
 creation_hook: Any = getattr(torch.autograd.graph, "node_creation_hook", None)
 
 _PACKAGE = __name__.partition(".")[0] + "."
@@ -48,45 +50,46 @@ def is_python_function(node_type: type) -> bool:
 
 
 def function_of(node_type: type) -> type | None:
-    """Return the `torch.autograd.Function` that nodes of the type belong to; None of others."""
+    """Return the `torch.autograd.Function` of a node type; None of PyTorch's own node types."""
     return getattr(node_type, "_forward_cls", None)
 
 
 class ByType(dict[type, _T | None]):
-    """A table by the names of nodes' types, as one by the types: `table[type(node)]`.
+    """A table with an entry for each node type, `table[type(node)]`, made from one by type names.
 
-    A user's Function has no entry, whatever its name.
+    The entry is None for types that are not in the table, and for all Functions of users, whatever
+    their names.
     """
 
     def __init__(self, by_name: Mapping[str, _T]) -> None:
         self._by_name = by_name
 
-    def __missing__(self, kind: type) -> _T | None:
-        function = function_of(kind)
+    def __missing__(self, node_type: type) -> _T | None:
+        function = function_of(node_type)
         if function is not None and not function.__module__.startswith(_PACKAGE):
-            return None  # not stored: such types come and go
-        found = self[kind] = self._by_name.get(kind.__name__)
-        return found
+            return None  # not stored: programs create and delete such types
+        entry = self[node_type] = self._by_name.get(node_type.__name__)
+        return entry
 
 
 def operation_name(node: Node) -> str:
-    """Return the operation's name: "Convolution" for ConvolutionBackward0."""
-    kind = type(node)
-    name = _names.get(kind)
+    """Return the name of a node's operation: "Convolution" for ConvolutionBackward0."""
+    node_type = type(node)
+    name = _names.get(node_type)
     if name is not None:
         return name
-    name = kind.__name__.rpartition("Backward")[0] or kind.__name__
-    if is_python_function(kind):
-        activation = getattr(node, "activation", None)  # of one of this package's Functions
+    name = node_type.__name__.rpartition("Backward")[0] or node_type.__name__
+    if is_python_function(node_type):
+        activation = getattr(node, "activation", None)  # set by this package's Functions
         return name if activation is None else activation.name
-    return _names.setdefault(kind, name)
+    return _names.setdefault(node_type, name)
 
 
-_names: dict[type, str] = {}  # of PyTorch's own nodes, by their type
+_names: dict[type, str] = {}  # the operation's name for each type of PyTorch's own nodes
 
 
-class no_graph:  # as torch.no_grad
-    """Make no nodes, and call no function mode of the caller's.
+class no_graph:  # named like torch.no_grad
+    """Context manager that disables grad mode and the caller's function modes.
 
     `torch.no_grad` takes twice as long.
     """
@@ -107,17 +110,17 @@ class no_graph:  # as torch.no_grad
 
 
 def producer(node: Node, index: int) -> tuple[Node, int]:
-    """Return the node that made input `index` of the operation, and which of its outputs it is."""
+    """Return the node that produced input `index` of an operation, and the index of its output."""
     return node.next_functions[index]
 
 
 def producers(node: Node) -> tuple[tuple[Node, int], ...]:
-    """Return `producer` of all inputs."""
+    """Return the node that produced each input of an operation, and the index of its output."""
     return node.next_functions
 
 
 def autograd_leaf_of(node: Node) -> Tensor | None:
-    """Return the tensor whose gradient an AccumulateGrad node gathers; None of another node."""
+    """Return the tensor of an AccumulateGrad node; None of other nodes."""
     return node.variable if type(node).__name__ == "AccumulateGrad" else None
 
 
@@ -140,7 +143,7 @@ def _cast_autograd_leaf(node: Node) -> Tensor | None:
 
 
 def argument(node: Node, name: str) -> Any:
-    """Return a saved argument that is no tensor. Nodes return integers as if unsigned."""
+    """Return a saved argument that is not a tensor. Nodes return integers as if unsigned."""
     value = getattr(node, "_saved_" + name)
     if isinstance(value, (tuple, list)):
         return tuple(_signed(item) for item in value)
@@ -172,17 +175,20 @@ def output_device(node: Node, index: int) -> torch.device:
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return a GPU's current stream; None of a device without streams."""
+    """Return the current CUDA stream of a device; None of other devices."""
     return _torch_private.current_stream(device) if device.type == "cuda" else None
 
 
 def stream_of(node: Node) -> torch.cuda.Stream | None:
-    """Return the current stream of the device that the operation has run on."""
+    """Return the current CUDA stream of an operation's device; None of other devices."""
     return current_stream(output_device(node, 0))
 
 
 def saved_tensor(node: Node, field: str) -> Tensor | None:
-    """Return a saved tensor; None if there is none, or if reading it would call a hook."""
+    """Return a saved tensor; None if there is none, or if reading it would call a hook.
+
+    Only the hook of `inplace_ops.saved_bytes` may be called.
+    """
     raw = getattr(node, "_raw_saved_" + field)
     if raw.unpack_hook is None or _is_readable(raw):
         return getattr(node, "_saved_" + field)
@@ -190,12 +196,12 @@ def saved_tensor(node: Node, field: str) -> Tensor | None:
 
 
 def saves_itself(node: Node, field: str) -> bool:
-    """Whether `saved_tensor` is the tensor that was saved, and no copy made of it for the call."""
+    """Whether `saved_tensor` returns the saved tensor itself, and not an alias made by a hook."""
     return getattr(node, "_raw_saved_" + field).unpack_hook is None
 
 
 def packed(node: Node, field: str) -> Packed | None:
-    """Return what `replace` left in place of a saved tensor; None elsewhere."""
+    """Return the packed value that `replace` saved instead of a tensor; None if it did not."""
     raw = getattr(node, "_raw_saved_" + field)
     if raw.unpack_hook is None:
         return None
@@ -215,13 +221,13 @@ def saved_is_contiguous(node: Node, field: str) -> bool:
 
 
 def has_hooks(node: Node, field: str) -> bool:
-    """Whether a saved tensor is behind anybody's hooks, other than `saved_bytes`' own."""
+    """Whether a saved tensor has hooks other than those of `saved_bytes`: also the engine's."""
     raw = getattr(node, "_raw_saved_" + field)
     return raw.unpack_hook is not None and not _is_readable(raw)
 
 
 def replace(node: Node, field: str, value: Packed) -> None:
-    """Save `value` instead of a tensor, and `value.unpack()` for backward."""
+    """Save `value` instead of a tensor, and let backward read `value.unpack()`."""
     raw = getattr(node, "_raw_saved_" + field)
     if raw.unpack_hook is None:
         raw.register_hooks(lambda _: value, _unpack)
@@ -239,21 +245,21 @@ def _is_readable(raw: Any) -> bool:
 
 
 def tensor_fields(node: Node) -> tuple[str, ...]:
-    """Return the names under which a node saves tensors. Not for Python Functions' nodes."""
-    kind: Any = type(node)
-    return _tensor_fields(kind)
+    """Return the names of the fields in which a node of PyTorch's own saves tensors."""
+    node_type: Any = type(node)
+    return _tensor_fields(node_type)
 
 
 @cache
-def _tensor_fields(kind: type) -> tuple[str, ...]:
+def _tensor_fields(node_type: type) -> tuple[str, ...]:
     prefix = "_raw_saved_"
-    return tuple(name.removeprefix(prefix) for name in dir(kind) if name.startswith(prefix))
+    return tuple(name.removeprefix(prefix) for name in dir(node_type) if name.startswith(prefix))
 
 
 def readable_tensors(node: Node) -> Iterator[tuple[str, Tensor]]:
-    """Return all tensors that a node saves as they are, by field."""
+    """Return the field and the tensor for all tensors that a node saves as PyTorch saves them."""
     if is_python_function(type(node)):
-        with suppress(RuntimeError):  # freed, or modified since
+        with suppress(RuntimeError):  # freed, or modified in place
             if all(map(_is_readable, node._raw_saved_tensors)):
                 saved = node.saved_tensors
                 yield from ((str(i), t) for i, t in enumerate(saved) if t is not None)
@@ -261,7 +267,7 @@ def readable_tensors(node: Node) -> Iterator[tuple[str, Tensor]]:
     for field in tensor_fields(node):
         with suppress(RuntimeError):
             raw = getattr(node, "_raw_saved_" + field)
-            if isinstance(raw, tuple):  # as the indices of an index
+            if isinstance(raw, tuple):  # such as the indices of IndexBackward0
                 if all(each is None or _is_readable(each) for each in raw):
                     tensors = enumerate(getattr(node, "_saved_" + field))
                     yield from ((f"{field}.{i}", t) for i, t in tensors if t is not None)
@@ -272,7 +278,7 @@ def readable_tensors(node: Node) -> Iterator[tuple[str, Tensor]]:
 
 
 def packed_values(node: Node) -> Iterator[Packed]:
-    """Return all that was left in place of a node's saved tensors."""
+    """Return the packed values that `replace` saved instead of a node's tensors."""
     if not is_python_function(type(node)):
         for field in tensor_fields(node):
             raw = getattr(node, "_raw_saved_" + field)
@@ -283,28 +289,31 @@ def packed_values(node: Node) -> Iterator[Packed]:
 
 
 def sequence_number(node: Node) -> int | None:
-    """Return the number by which a thread orders its nodes; None for a leaf's."""
+    """Return autograd's sequence number of a node; None of an AccumulateGrad node.
+
+    Each thread numbers its nodes in the order of their creation.
+    """
     number = node._sequence_nr()
     return None if number == _LEAF_SEQUENCE_NUMBER else number
 
 
 def next_sequence_number() -> int:
-    """Return the number that this thread's next node takes."""
+    """Return the sequence number of the next node that this thread creates."""
     return torch._C._autograd._get_sequence_nr()
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the engine may compute with a tensor: strided, dense values of its own.
+    """Whether the engine may compute with a tensor: it is strided, and memory has all its values.
 
-    A subclass without `__torch_dispatch__`, as MONAI's MetaTensor, is a plain tensor. DTensors and
-    the tensors of tracers, of functorch and of functionalization are not. Each of these has a
-    dispatch key of its own, so the answer for a type and a set of keys holds for all of them.
+    A subclass without `__torch_dispatch__`, such as MONAI's MetaTensor, is plain. DTensors and the
+    tensors of tracers, functorch and functionalization are not. Each of these has its own dispatch
+    key, so all tensors of one type with the same set of dispatch keys have the same answer.
     """
-    kind = type(tensor), torch._C._dispatch_keys(tensor).raw_repr()
-    known = _is_plain.get(kind)
-    if known is None:
-        known = _is_plain[kind] = _looks_plain(tensor)
-    return known
+    type_and_keys = type(tensor), torch._C._dispatch_keys(tensor).raw_repr()
+    plain = _is_plain.get(type_and_keys)
+    if plain is None:
+        plain = _is_plain[type_and_keys] = _looks_plain(tensor)
+    return plain
 
 
 _is_plain: dict[tuple[type, int], bool] = {}
@@ -325,12 +334,15 @@ def _looks_plain(tensor: Tensor) -> bool:
 
 
 def has_storage(tensor: Tensor) -> bool:
-    """Whether a tensor's memory is still there: FSDP and ZeRO free that of parameters."""
+    """Whether a tensor's memory is allocated: FSDP and ZeRO free the memory of parameters."""
     return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
 
 
 def saved_tensor_hooks_are_active() -> bool:
-    """Whether what is saved now goes through somebody's hooks: a checkpoint's, `save_on_cpu`'s."""
+    """Whether default saved-tensor hooks are active, as in a checkpoint or under `save_on_cpu`.
+
+    The hooks of `inplace_ops.saved_bytes` do not count.
+    """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and hooks[1] is not unpack_measured
 
@@ -338,7 +350,7 @@ def saved_tensor_hooks_are_active() -> bool:
 class WeakMemory:
     """A weak reference to a tensor's memory, with the version that all its aliases share.
 
-    The memory may outlive the tensor: `detach` makes an alias of it.
+    The memory may outlive the tensor, since `detach` returns an alias of it.
     """
 
     __slots__ = ("_alias", "_storage", "_version")
@@ -346,12 +358,13 @@ class WeakMemory:
     def __init__(self, tensor: Tensor) -> None:
         self._storage = StorageWeakRef(tensor.untyped_storage())
         self._version = tensor._version
-        # An alias without memory: what is set as its `.data` leaves it the version counter.
+        # An alias without memory, which shares the version counter: assigning to `.data` keeps the
+        # version counter.
         self._alias = tensor.detach()
         self._alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def __call__(self) -> Tensor | None:
-        """Return the memory as a vector; None if it was freed, or written to since."""
+        """Return the memory as a 1-D tensor; None if it was freed, or modified in place."""
         if self._alias._version != self._version or self._storage.expired():
             return None
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
@@ -362,13 +375,13 @@ class WeakMemory:
 
 
 def has_tangent(tensor: Tensor) -> bool:
-    """Whether forward-mode AD differentiates by the tensor."""
+    """Whether the tensor has a tangent in forward-mode AD."""
     level = forward_ad._current_level
     return level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def is_transformed() -> bool:
-    """Whether operations run for a tracer, a compiler or a `torch.func` transform."""
+    """Whether operations run under a tracer, a compiler or a `torch.func` transform."""
     return (
         torch._C._are_functorch_transforms_active()
         or torch.compiler._is_compiling_flag

@@ -1,14 +1,14 @@
 """Norms: their output as an affine function of their input.
 
-Batch, group, instance, layer and RMS norms save their input for their own backward. Their output
-follows from that input, the statistics, the weight and the bias, in one operation. The norms
-themselves are PyTorch's: their autograd nodes are read, and nothing is changed.
+Batch, group, instance, layer and RMS norms save their input for their own backward. One operation
+recomputes their output from that input, the saved statistics, the weight and the bias. The norms
+are PyTorch's own. This file reads their autograd nodes and changes nothing.
 
-What the nodes do not tell:
+The nodes lack two values:
 
-- The bias of batch and group norms. It stands at the end of its edge in the graph; without an edge
-  it is frozen, or there is none. Only the module knows.
-- `eps` of layer and group norms, which `rerun` needs.
+- The bias of batch and group norms. The node's edge for the bias leads to it. If there is no edge,
+  the norm has no bias, or the bias is frozen: only the module shows which.
+- The eps of layer and group norms, which `rerun_of` needs.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ MODULES = (
 class NormAffine(NamedTuple):
     """A norm's output as a function of its input: z = (x - mean) * rstd * scale + shift.
 
-    Each tensor has the shape (2, ...), and behind the 2 that of x or 1.
+    Each tensor has the shape (2, ...). After the 2, each size is that of x, or 1.
 
     Attributes:
         channel_affine: scale and shift.
         row_statistics: rstd and mean of each row of a layer or RMS norm, or of each group of a
-            group norm without parameters; None is 1 and 0.
+            group norm without parameters; None means rstd 1 and mean 0.
     """
 
     channel_affine: Tensor
@@ -61,24 +61,24 @@ class NormAffine(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The size of both in bytes."""
+        """The size of both tensors in bytes."""
         rows = self.row_statistics
         return self.channel_affine.nbytes + (0 if rows is None else rows.nbytes)
 
 
 class Norm(NamedTuple):
-    """A norm that has run: its node and its output, of which an instance norm returns a view."""
+    """A norm that has run: its node, and its output, of which an instance norm returns a view."""
 
     node: Node
     output: Tensor
 
 
 class NormSource(NamedTuple):
-    """What a norm's output is computed from.
+    """The input and the affine that a norm's output is recomputed from.
 
     Attributes:
-        x: The norm's input, of the output's shape and dtype.
-        affine: Computes the function, with gradients off.
+        x: The norm's input, in the output's shape and dtype.
+        affine: Computes the norm's affine. Call it with gradients disabled.
     """
 
     x: Tensor
@@ -86,22 +86,22 @@ class NormSource(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """A norm's weight and bias; None is 1, or 0."""
+    """A norm's weight and bias. None means 1 for the weight, and 0 for the bias."""
 
     weight: Tensor | None
     bias: Tensor | None
 
     def copied(self, limit: int) -> Parameters | None:
-        """Return copies; None if one is larger than `limit` bytes."""
+        """Return copies of both; None if one is larger than `limit` bytes."""
         if any(p is not None and p.nbytes > limit for p in self):
             return None
         return Parameters(*(None if p is None else p.detach().clone() for p in self))
 
 
 def norm_of(z: Tensor) -> Norm | None:
-    """Return the norm whose output z is, if z is one and nothing has written to it since.
+    """Return the norm whose output z is; None if z is not a norm's output, or was modified.
 
-    A write through `.data` leaves no trace; autograd does not see it either.
+    A write through `.data` raises no version. Neither this function nor autograd detects it.
     """
     if type(z) is not Tensor or z.is_nested or z._version != 0 or z.output_nr != 0:
         return None
@@ -112,7 +112,11 @@ def norm_of(z: Tensor) -> Norm | None:
 
 
 def _output_of_instance_norm(z: Tensor) -> Tensor | None:
-    """Return what z is a view of, where it may be a batch norm's output for one sample."""
+    """Return the base of a view z, if z may be an instance norm's output; else None.
+
+    PyTorch runs an instance norm as a batch norm of one sample with samples * channels channels,
+    and returns a view of the batch norm's output.
+    """
     base = z._base
     if base is None or base.dim() != z.dim() or z.dim() < 3 or not z.is_contiguous():
         return None
@@ -122,7 +126,10 @@ def _output_of_instance_norm(z: Tensor) -> Tensor | None:
 
 
 def input_of(norm: Norm) -> Tensor | None:
-    """Return the norm's input if it is saved as it is, and has the output's shape and dtype."""
+    """Return the norm's input, if the node saves it and it has the output's shape and dtype.
+
+    Return None if it does not, if the saved input has hooks, or if its memory was freed.
+    """
     x, z = saved_tensor(norm.node, "input"), norm.output
     if x is None or not is_plain(x) or x.shape != z.shape or x.dtype is not z.dtype:
         return None
@@ -130,11 +137,15 @@ def input_of(norm: Norm) -> Tensor | None:
 
 
 def source_of(norm: Norm) -> NormSource | None:
-    """Return what the norm's output is computed from; None where that is not available.
+    """Return the input and the affine that a norm's output is recomputed from; None if unavailable.
 
-    Not available: the norm ran inside a checkpoint or under other saved-tensor hooks; its tensors
-    are DTensors; its bias is frozen; its parameters' memory is freed until backward, as by FSDP;
-    its statistics are saved in 16 bits.
+    They are unavailable if
+
+    - the norm ran inside a checkpoint or under other saved-tensor hooks,
+    - its tensors are DTensors,
+    - its bias is frozen,
+    - the memory of its parameters is freed until backward, as FSDP does, or
+    - its statistics are saved in 16 bits.
     """
     node = norm.node
     try:
@@ -143,14 +154,15 @@ def source_of(norm: Norm) -> NormSource | None:
         if x is not None and parameters is None and not node_determines_bias(node):
             parameters = _repeated_parameters_of(node)
             if parameters is None and _has_no_parameters(node):
-                # Taken for affine=False. A frozen bias without a weight looks the same: documented.
+                # Assume affine=False. A frozen bias without a weight looks the same
+                # (docs/compatibility.md says so).
                 parameters = Parameters(None, None)
-    except RuntimeError:  # freed, or modified since: the norm's own backward will say so
+    except RuntimeError:  # freed or modified: the norm's own backward raises
         return None
     if x is None or parameters is None:
         return None
-    known = parameters
-    return NormSource(x, lambda: affine_of(node, known))
+    norm_parameters = parameters
+    return NormSource(x, lambda: affine_of(node, norm_parameters))
 
 
 def _has_no_parameters(node: Node) -> bool:
@@ -160,9 +172,10 @@ def _has_no_parameters(node: Node) -> bool:
 
 
 def parameters_of(node: Node) -> Parameters | None:
-    """Return weight and bias as the norm's node tells them; None where it does not tell both.
+    """Return the weight and bias that a norm's node refers to; None if it does not refer to both.
 
-    An instance norm's does not tell its bias: it has read copies, one for each sample.
+    The node of an instance norm does not refer to the bias: its edge leads to a copy that repeats
+    the bias for each sample.
     """
     bias_is = _kind_of(node).bias_is
     if has_hooks(node, "weight") or (bias_is == "saved" and has_hooks(node, "bias")):
@@ -178,15 +191,16 @@ def parameters_of(node: Node) -> Parameters | None:
 
 
 def node_determines_bias(node: Node) -> bool:
-    """Whether the node itself tells the bias: a layer norm saves it, and an RMS norm has none."""
+    """Whether the node determines the bias: a layer norm's saves it, and an RMS norm has none."""
     return _kind_of(node).bias_is != "hidden"
 
 
 def _repeated_parameters_of(node: Node) -> Parameters | None:
-    """Return an instance norm's weight, once for each sample, and its bias.
+    """Return an instance norm's weight, repeated for each sample, and its bias.
 
-    The bias is taken for what was repeated. Code that repeats it by itself may write to it before
-    its batch norm reads it, and leave no trace in the graph: documented.
+    This assumes that the batch norm read the repeated bias unmodified. Code that implements an
+    instance norm itself may modify the repeated bias under `no_grad` before, which the graph does
+    not show (docs/compatibility.md says so).
     """
     repeats = [producer(node, index)[0] for index in (1, 2)]
     if any(type(repeat).__name__ != "RepeatBackward0" for repeat in repeats):
@@ -203,21 +217,22 @@ def _repeated_parameters_of(node: Node) -> Parameters | None:
 
 
 def registered_parameters(module: nn.Module) -> Parameters:
-    """Return a norm module's weight and bias as they are registered; None also if it has none.
+    """Return a norm module's registered weight and bias; None for each that is not registered.
 
-    Not by `module.bias`: a parametrization would run once more.
+    This does not read `module.bias`, which would run a parametrization once more.
     """
     return Parameters(module._parameters.get("weight"), module._parameters.get("bias"))
 
 
-# What decides which weight and bias a norm module's operation is given.
+# The attributes of a norm module that determine which weight and bias its operation reads.
 _DECIDING = ("forward", "_handle_no_batch_input", "_apply_instance_norm", "__getattr__")
 
 
 def runs_pytorchs_forward(module: nn.Module) -> bool:
-    """Whether a norm module runs PyTorch's forward, on the parameters that it has registered.
+    """Whether a norm module runs PyTorch's forward on its registered parameters.
 
-    A property, or a method that PyTorch's forward calls, may give its operation others.
+    A property, or an overridden method that PyTorch's forward calls, may pass others to the
+    operation.
     """
     cls = type(module)
     original = next((base for base in MODULES if issubclass(cls, base)), None)
@@ -230,7 +245,7 @@ def runs_pytorchs_forward(module: nn.Module) -> bool:
 
 
 def eps_of(module: nn.Module) -> float | None:
-    """Return a norm module's eps; None of a tensor, which may be written to."""
+    """Return a norm module's eps; None if it is not a float, as a tensor may be modified."""
     eps = module.eps if isinstance(module, MODULES) else None
     return eps if isinstance(eps, float) else None
 
@@ -238,10 +253,10 @@ def eps_of(module: nn.Module) -> float | None:
 def eps_confirmed_by_output(
     output: Tensor, node: Node, parameters: Parameters | None, module: nn.Module
 ) -> float | None:
-    """Return a norm module's eps if its norm, run again with it, gives its output bit for bit.
+    """Return a norm module's eps if rerunning the norm with it gives the output bit for bit.
 
-    For a forward that may have given its operation another. Tried where `rerun_of` needs it, and no
-    GPU has to be waited for.
+    A module's forward may pass another eps to the operation than its attribute. This check runs
+    only if `rerun_of` needs eps, and never on a GPU, where it would synchronize.
     """
     x, eps = saved_tensor(node, "input"), eps_of(module)
     if x is None or parameters is None or eps is None or output.is_cuda or can_compute(node):
@@ -254,9 +269,10 @@ def eps_confirmed_by_output(
 
 
 def parameters_of_module(node: Node, module: nn.Module) -> Parameters | None:
-    """Return the weight and bias that PyTorch's own forward of a norm module has surely read.
+    """Return the weight and bias that PyTorch's own forward of a norm module has read.
 
-    A parametrization may give the operation another bias than `module.bias`.
+    Return None if that is uncertain: a parametrization may pass another bias to the operation than
+    the registered one.
     """
     if node_determines_bias(node):
         return parameters_of(node)
@@ -269,26 +285,26 @@ def parameters_of_module(node: Node, module: nn.Module) -> Parameters | None:
     if (saved is None) != (weight is None) or (saved is not weight and not is_repeated):
         return None
     if any(type(parameter) not in (nn.Parameter, type(None)) for parameter in (weight, bias)):
-        return None  # a `__torch_function__` of its own may give the operation another
+        return None  # a subclass's `__torch_function__` may pass another to the operation
     return Parameters(weight, bias) if _is_usable(weight) and _is_usable(bias) else None
 
 
 def _is_usable(parameter: Tensor | None) -> bool:
     if parameter is None:
         return True
-    if type(parameter) is nn.Parameter:  # mostly, and `is_plain` takes longer
+    if type(parameter) is nn.Parameter:  # the usual case; `is_plain` takes longer
         is_dense = parameter.layout is torch.strided and not parameter.is_meta
         return is_dense and has_storage(parameter)
     return is_plain(parameter) and has_storage(parameter)
 
 
 def can_compute(node: Node) -> bool:
-    """Whether the saved statistics tell the function: those in 16 bits are too coarse."""
+    """Whether the saved statistics are precise enough for the affine: 16-bit ones are not."""
     if reads_running_statistics(node):
         running = (saved_tensor(node, name) for name in ("running_mean", "running_var"))
         return all(statistic is not None and is_plain(statistic) for statistic in running)
     mean = saved_tensor(node, "result1")
-    if type(mean) is not Tensor or mean.is_meta:  # whatever the input is, of a type of its own
+    if type(mean) is not Tensor or mean.is_meta:  # its type may differ from the input's
         return False
     return mean.dtype is _ops.affine_dtype(output_dtype(node, 0))
 
@@ -304,27 +320,28 @@ def reads_running_statistics(node: Node) -> bool:
 
 
 def affine_of(node: Node, parameters: Parameters) -> NormAffine:
-    """Compute the function, where `can_compute`."""
+    """Return the norm's affine. Requires `can_compute(node)`."""
     return _kind_of(node).affine(node, parameters)
 
 
 def normalizes_rows(node: Node) -> bool:
-    """Whether the norm is one of rows: a layer or RMS norm."""
+    """Whether the norm normalizes rows: a layer or RMS norm."""
     return _kind_of(node).row_statistics is not None
 
 
 def row_statistics_of(node: Node) -> Tensor:
-    """Return rstd and mean of each row of a layer or RMS norm, where `can_compute`."""
+    """Return rstd and mean of each row of a layer or RMS norm. Requires `can_compute(node)`."""
     row_statistics = _kind_of(node).row_statistics
     assert row_statistics is not None
     return row_statistics(node)
 
 
 def rerun_of(node: Node, parameters: Parameters, eps: float | None) -> Rerun | None:
-    """Return PyTorch's own norm as a function of its input; None if eps is not known.
+    """Return PyTorch's own norm as a function of its input.
 
-    For statistics that PyTorch saved in 16 bits: they are computed again, and the output is equal
-    bit for bit.
+    The function recomputes the statistics, and serves norms whose statistics PyTorch saved in 16
+    bits. Its result equals the norm's output bit for bit. Return None if eps is needed and unknown,
+    for a batch norm in eval mode, and for an RMS norm.
     """
     return _kind_of(node).rerun(node, parameters, eps)
 
@@ -340,9 +357,15 @@ def _scale_shift(
     parameters: Parameters,
     channels_per_group: int = 1,
 ) -> Tensor:
-    """Return scales weight * rstd and shifts bias - mean * scale, in the given shape.
+    """Return scale = weight * rstd and shift = bias - mean * scale, in the given shape.
 
-    `rstd` and `mean` hold a value for every `channels_per_group` channels; None is 1, or 0.
+    Args:
+        dtype: The dtype of the result.
+        shape: The shape (2, ...) of the result.
+        rstd: One value for each `channels_per_group` channels; None means 1.
+        mean: One value for each `channels_per_group` channels; None means 0.
+        parameters: The norm's weight and bias.
+        channels_per_group: The number of channels in a group.
     """
     vectors = [_contiguous(vector, dtype) for vector in (rstd, mean, *parameters)]
     return _ops.NORM_AFFINE(*vectors, shape, channels_per_group)
@@ -384,7 +407,7 @@ def _group_norm(node: Node, parameters: Parameters) -> NormAffine:
     shape = _shape_of_channels(node, samples)
     channels_per_group = shape[2] // groups
     if parameters == Parameters(None, None) and _is_contiguous(node):
-        # PyTorch's kernels then subtract the mean first, as a layer norm's do.
+        # PyTorch's kernels subtract the mean first in this case, as its layer norm kernels do.
         rows = torch.stack([rstd, mean]).repeat_interleave(channels_per_group, 2).view(shape)
         return NormAffine(_identity(rows, len(shape) - 1), rows)
     affine = _scale_shift(mean.dtype, shape, rstd, mean, parameters, channels_per_group)
@@ -392,7 +415,10 @@ def _group_norm(node: Node, parameters: Parameters) -> NormAffine:
 
 
 def _is_contiguous(node: Node) -> bool:
-    """Whether a group norm's kernel reads a contiguous input: that of a GPU makes it so."""
+    """Whether a group norm's kernel reads a contiguous input.
+
+    On a GPU PyTorch makes the input contiguous first.
+    """
     return output_device(node, 0).type == "cuda" or saved_is_contiguous(node, "input")
 
 
@@ -401,14 +427,18 @@ def _row_norm(node: Node, parameters: Parameters) -> NormAffine:
 
 
 def column_affine_of(node: Node, parameters: Parameters) -> Tensor:
-    """Return scale and shift of a norm of rows, where `can_compute`: copies of weight and bias."""
+    """Return scale and shift of a layer or RMS norm: copies of weight and bias.
+
+    Requires `can_compute(node)`.
+    """
     weight, bias = parameters
     statistic = saved_tensor(node, "result1")
     assert statistic is not None
     dims = statistic.dim()
     if weight is None:
         if bias is None:
-            columns = argument(node, "normalized_shape")[-1]  # kernels are fast with one of each
+            # The kernels are fast with a scale and a shift for each column.
+            columns = argument(node, "normalized_shape")[-1]
             return _identity(statistic, dims, columns)
         weight = torch.ones_like(bias)
     shape = (2, *(1,) * (dims - weight.dim()), *weight.shape)
@@ -429,7 +459,7 @@ def _statistics_of_rms_norm(node: Node) -> Tensor:
 
 
 def _identity(like: Tensor, dim: int, columns: int = 1) -> Tensor:
-    """Return the scale 1 and the shift 0, of every channel of a tensor of `dim` dimensions."""
+    """Return scale 1 and shift 0 in the shape (2, 1, ..., 1, columns), which has dim + 1 sizes."""
     identity = like.new_zeros(2, *(1,) * (dim - 1), columns)
     identity[0].fill_(1.0)
     return identity
@@ -448,7 +478,7 @@ def _rerun_batch_norm(node: Node, parameters: Parameters, eps: float | None) -> 
 
 
 def _repeated(vector: Tensor | None, channels: int) -> Tensor | None:
-    """Return an instance norm's vector as its operation reads it: once for each sample."""
+    """Repeat an instance norm's weight or bias for each sample, as its batch norm reads it."""
     return None if vector is None else vector.repeat(channels // vector.numel())
 
 
@@ -473,11 +503,12 @@ def _rerun_layer_norm(node: Node, parameters: Parameters, eps: float | None) -> 
 
 @dataclass(frozen=True)
 class NormKind:
-    """What is known of a norm's node.
+    """How to read the nodes of a kind of norm.
 
     Attributes:
         affine: See `affine_of`.
-        bias_is: "saved" by the node, "absent", or "hidden" behind its edge.
+        bias_is: "saved" by the node; "absent", if the norm has no bias; "hidden", if only an edge
+            of the node leads to the bias.
         rerun: See `rerun_of`.
         row_statistics: See `row_statistics_of`.
     """
@@ -495,15 +526,16 @@ NORMS: Mapping[str, NormKind] = {
     "NativeLayerNormBackward0": NormKind(
         _row_norm, "saved", _rerun_layer_norm, _statistics_of_layer_norm
     ),
-    # Of a GPU: on a CPU it is several operations. It saves rstd in float32 at least.
+    # The node of RMS norms on GPUs: on a CPU they are several operations. It saves rstd in float32
+    # at least.
     "FusedRmsNormBackward0": NormKind(_row_norm, "absent", row_statistics=_statistics_of_rms_norm),
 }
 
-_KIND_OF = ByType(NORMS)  # by the type of a node
+_KIND_OF = ByType(NORMS)  # by node type
 
 
 def kind_of(node: Node) -> NormKind | None:
-    """Return what is known of a node that may be a norm's; None of others."""
+    """Return the kind of norm that a node belongs to; None if the node is not a norm's."""
     return _KIND_OF[type(node)]
 
 

@@ -1,20 +1,20 @@
-"""The table of operations: all that the recompute engine knows of PyTorch's autograd nodes.
+"""The table of operations: everything that the recompute engine knows about autograd's nodes.
 
-A line has the name of a node and says
+Each entry maps the name of a node type to an `Operation`, with these fields:
 
-- `output`: how the operation's output is computed from its inputs, and under which name the node
-  saves each input; None for an input that it does not save,
-- `reads`: the saved inputs that backward may be given recomputed, with a rounding: see NOTE [Exact
-  specs and roundings] in `specs.py`,
-- `result`: the name under which the node saves its own output, which backward may be given
-  recomputed,
-- `saved_output`: the same where it may not,
-- `mask`: the activation, if one bit per element of the saved tensor is all that backward reads,
-- `shape_only`: the saved input of which backward reads the shape alone,
-- `indices`: saved indices, which fit into 32 bits,
-- `reads_no_values`: that backward reads no value of any input.
+- `output`: The output rule: how to compute the operation's output from its inputs, and the field in
+  which the node saves each input (None for an input that it does not save).
+- `reads`: The fields of saved inputs that backward may read recomputed, with a rounding: see NOTE
+  [Exact specs and roundings] in `specs.py`.
+- `result`: The field of the operation's own saved output, if backward may read it recomputed.
+- `saved_output`: The field of the operation's own saved output, if backward may not read it
+  recomputed.
+- `mask`: The activation, if backward reads only one bit per element of the saved tensor.
+- `shape_only`: The field of a saved input, if backward reads only its shape, strides and dtype.
+- `indices`: The field of saved indices that fit into 32 bits.
+- `reads_no_values`: Whether backward reads no value of any input.
 
-To add an operation, add its line. Checked against torch 2.11, 2.13, 2.14 and 2.15.
+To add an operation, add an entry. Checked against torch 2.11, 2.13, 2.14 and 2.15.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from .nodes import Node
 from .norms import NORMS
 from .specs import largest, largest_or_one, product, total
 
-# The value of an argument: the name under which the node saves it, or a function of the node and
-# of the index of its output.
+# An argument of an operation: the name of the field in which the node saves the argument, or a
+# function that returns the argument for the node and the index of its output.
 Argument = str | Callable[[Node, int], Any]
 Bound = Callable[[list[Tensor]], Tensor]
 UNSAVED = None  # an input that the node does not save
-ALL_UNSAVED = ()  # any number of them
+ALL_UNSAVED = ()  # any number of inputs, none of which the node saves
 
 
 @dataclass(frozen=True)
 class Output:
-    """How an output is computed: `function(*inputs, *arguments)`.
+    """An output rule: the output is `function(*inputs, *arguments)`.
 
     Attributes:
-        function: One of PyTorch's operations, the very one that ran.
-        inputs: The name under which the node saves each input.
-        arguments: What follows the inputs.
-        bound: The magnitude of the result from those of the inputs.
+        function: The PyTorch operation that ran in forward.
+        inputs: The field in which the node saves each input; `UNSAVED` if it does not save it.
+        arguments: The arguments after the inputs.
+        bound: Returns the magnitude of the output, given the magnitudes of the inputs.
         cost: The number of operations.
-        condition: Whether the function holds for a node.
+        condition: Returns whether the rule holds for a node.
     """
 
     function: Callable[..., Tensor]
@@ -67,7 +67,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Operation:
-    """What is known of an operation: see the top of this file."""
+    """An entry of the table of operations: see the top of this file."""
 
     output: Output | Literal["norm", "activation after a norm"] | None = None
     reads: tuple[str, ...] = ()
@@ -80,19 +80,26 @@ class Operation:
 
     @cached_property
     def saves_first_input(self) -> bool:
-        """Whether the node saves what it reads first, of an in-place activation a clone."""
+        """Whether the node saves its first input; an in-place activation saves a clone of it."""
         return isinstance(self.output, Output) and self.output.inputs[:1] == ("self",)
 
     @cached_property
     def activation_field(self) -> str:
-        """What an activation's node saves, its output or its only input; "" of others."""
+        """The field in which an activation saves its output or its only input; "" of others."""
         saves_input = isinstance(self.output, Output) and self.output.inputs == ("self",)
         return self.result or ("self" if saves_input else "")
 
 
 @dataclass(frozen=True)
 class View:
-    """An operation whose output is a view of its input, and shares its version."""
+    """An operation whose output is a view of its input, and shares its version.
+
+    Attributes:
+        function: Computes the output from the input and the arguments. The input may have other
+            strides than in forward.
+        arguments: The arguments after the input.
+        condition: Returns whether the function holds for a node.
+    """
 
     function: Callable[..., Tensor]
     arguments: tuple[Argument, ...] = ()
@@ -102,14 +109,14 @@ class View:
 def _from_input(
     function: Callable[..., Tensor], *arguments: Argument, bound: Bound = largest, **known: Any
 ) -> Operation:
-    """An activation that saves its input."""
+    """Return the entry of an activation that saves its input."""
     return Operation(Output(function, ("self",), arguments, bound), reads=("self",), **known)
 
 
 def _from_result(
     function: Callable[..., Tensor], *arguments: Argument, bound: Bound = largest, **known: Any
 ) -> Operation:
-    """An activation that saves its output."""
+    """Return the entry of an activation that saves its output."""
     return Operation(Output(function, (UNSAVED,), arguments, bound), result="result", **known)
 
 
@@ -165,15 +172,15 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _is_on_one_device(node: Node) -> bool:
-    before, index = nodes.producer(node, 0)
-    return nodes.output_device(node, 0) == nodes.output_device(before, index)
+    producer, index = nodes.producer(node, 0)
+    return nodes.output_device(node, 0) == nodes.output_device(producer, index)
 
 
 OPERATIONS: Mapping[str, Operation] = {
-    # Norms, and activations of this package after one.
+    # Norms, and this package's activations after a norm.
     **{name: Operation("norm", reads=("input",)) for name in NORMS},
     "RecomputeFunctionBackward": Operation("activation after a norm"),
-    # Activations that save their input. In place they save a clone of it.
+    # Activations that save their input. If they run in place, they save a clone of the input.
     "SiluBackward0": _from_input(F.silu),
     "GeluBackward0": _from_input(_gelu, "approximate"),
     "HardswishBackward0": _from_input(F.hardswish),
@@ -231,7 +238,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "GridSampler2DBackward0": _reads("input", "grid"),
     "GridSampler3DBackward0": _reads("input", "grid"),
     "CudnnGridSamplerBackward0": _reads("self", "grid"),
-    # Poolings and paddings.
+    # Pooling and padding.
     "AvgPool2DBackward0": _shape(),
     "AvgPool3DBackward0": _shape(),
     "AdaptiveAvgPool2DBackward0": _shape(),
@@ -246,7 +253,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "ReplicationPad1DBackward0": _shape(),
     "ReplicationPad2DBackward0": _shape(),
     "ReplicationPad3DBackward0": _shape(),
-    # Reductions and interpolations save no input.
+    # Reductions and interpolations, which save no input.
     "MeanBackward0": _NO_VALUES,
     "MeanBackward1": _NO_VALUES,
     "SumBackward0": _NO_VALUES,
@@ -258,7 +265,7 @@ OPERATIONS: Mapping[str, Operation] = {
 }
 
 
-OPERATION_OF = nodes.ByType(OPERATIONS)  # by the type of a node
+OPERATION_OF = nodes.ByType(OPERATIONS)  # by node type
 
 
 def _index(node: Node, index: int) -> int:
@@ -278,19 +285,22 @@ def _unbind(x: Tensor, dim: int, index: int) -> Tensor:
 
 
 def _reshapes(node: Node) -> bool:
-    """Whether `as_strided` has taken all of a contiguous tensor, in its order."""
+    """Whether `as_strided` returned all elements of a contiguous tensor, in their order."""
     size = nodes.argument(node, "size")
-    before, index = nodes.producer(node, 0)
+    producer, index = nodes.producer(node, 0)
     return (
         nodes.argument(node, "storage_offset") in (0, None)
         and nodes.argument(node, "stride") == _ops.dense_strides(size, None)
-        and math.prod(size) == nodes.output_shape(before, index).numel()
-        and _is_contiguous(before)
+        and math.prod(size) == nodes.output_shape(producer, index).numel()
+        and _is_contiguous(producer)
     )
 
 
 def _is_contiguous(node: Node) -> bool:
-    """Whether an output is known to be contiguous: an activation's, by what its node tells."""
+    """Whether a node's output is known to be contiguous: that of an activation, or a reshape of it.
+
+    An activation's output is contiguous if the tensor that the activation saves is contiguous.
+    """
     if VIEW_OF[type(node)] is _RESHAPE:
         return _is_contiguous(nodes.producer(node, 0)[0])
     operation = OPERATION_OF[type(node)]
@@ -304,10 +314,11 @@ def _is_contiguous(node: Node) -> bool:
 
 _RESHAPE = View(Tensor.reshape, (nodes.output_shape,))
 
-# As `reshape` where PyTorch makes a view: what is recomputed may have other strides.
+# Use `reshape` where forward used a view: the recomputed input may have other strides.
 VIEWS: Mapping[str, View] = {
     "AliasBackward0": View(_same),
-    # A view whose base was written to in place: an instance norm's output after an activation.
+    # Autograd regenerates the node of a view whose base was modified in place, for example of an
+    # instance norm's output that an activation has overwritten.
     "AsStridedBackward0": View(Tensor.reshape, ("size",), _reshapes),
     "ExpandBackward0": View(Tensor.expand, (nodes.output_shape,)),
     "PermuteBackward0": View(Tensor.permute, ("dims",)),
@@ -322,18 +333,21 @@ VIEWS: Mapping[str, View] = {
     "TBackward0": View(torch.t),
     "TransposeBackward0": View(torch.transpose, ("dim0", "dim1")),
     "UnbindBackward0": View(_unbind, ("dim", _index)),
-    # Has a version of its own: PyTorch makes it only of memory that nothing else refers to.
+    # Its output has its own version: PyTorch uses it only for memory that nothing else refers to.
     "UnsafeViewBackward0": _RESHAPE,
     "UnsqueezeBackward0": _RESHAPE,
     "ViewBackward0": _RESHAPE,
 }
 
 
-VIEW_OF = nodes.ByType(VIEWS)  # by the type of a node
+VIEW_OF = nodes.ByType(VIEWS)  # by node type
 
 
 def base_of(node: Node, index: int) -> tuple[Node, int]:
-    """Return what an output is a view of, if it is one: the node, and which of its outputs."""
+    """Return the node that produced the base of an output, and the index of the node's output.
+
+    Return the given node and index if the output is not a view.
+    """
     while node is not None and VIEW_OF[type(node)] is not None:
         node, index = node.next_functions[0]
     return node, index

@@ -1,4 +1,4 @@
-"""Why a tensor stays saved as PyTorch saves it: the texts of the report."""
+"""The reasons why a tensor stays saved as PyTorch saves it: texts for the report."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from .nodes import Node
 from .operations import base_of
 from .versions import record_of
 
-# Beginnings of the names of operations that are never repeated: matrix products and the like,
-# reductions, random numbers.
+# Prefixes of the names of operations that are never recomputed: matrix products, convolutions,
+# attention, reductions, random numbers and the like.
 _EXPENSIVE = (
     *("Convolution", "Addmm", "Mm", "Bmm", "Baddbmm", "Addbmm", "Addmv", "Mv", "Linear"),
     *("ScaledDotProduct", "EfficientAttention", "FlashAttention", "NativeMultiHeadAttention"),
@@ -23,14 +23,14 @@ SMALL = "smaller than 4 KiB"
 NOT_PLAIN = "not a plain tensor"
 OTHER_STREAM = "made on another CUDA stream"
 WRITTEN_TO = "may have been written to since it was made"
-SAVED_ANYWAY = "its operation saves the same memory"
-AS_LARGE = "what it would be recomputed from is as large"
-MUCH_LARGER = "what it would be recomputed from is much larger"
-DIFFERENT = "came out different at its first use"
+SAVED_ANYWAY = "its producer saves the same memory"
+AS_LARGE = "the copies needed to recompute it are as large"
+MUCH_LARGER = "the tensors needed to recompute it are much larger"
+DIFFERENT = "its recomputed value differed at the first use"
 
 
 def output_of(node: Node) -> str:
-    """Of the output of an operation without a rule."""
+    """Return the reason for the output of an operation without an output rule."""
     if node is None or nodes.autograd_leaf_of(node) is not None:
         return "a parameter"
     name = nodes.operation_name(node)
@@ -40,31 +40,37 @@ def output_of(node: Node) -> str:
 
 
 def saved_by(node: Node) -> str:
-    """Of what an operation without a rule saves."""
+    """Return the reason for a tensor that an operation saves in a field without a rule."""
     return f"no rule for what {nodes.operation_name(node)} saves"
 
 
 def too_many(max_ops: int) -> str:
-    """Of a spec that takes more operations than it may."""
+    """Return the reason for a tensor whose spec takes more than `max_ops` operations."""
     return f"takes more than {max_ops} operations: raise max_ops"
 
 
-def unsaved_input(node: Node, before: Node, index: int = 0) -> str:
-    """Of what follows from a tensor that its operation does not save."""
+def unsaved_input(node: Node, producer: Node, index: int = 0) -> str:
+    """Return the reason for the output of an operation that does not save one of its inputs.
+
+    Args:
+        node: The operation's node.
+        producer: The node that produced the input; None if the input has no gradient.
+        index: The index of the producer's output.
+    """
     name = nodes.operation_name(node)
-    before, _ = base_of(before, index)
-    if before is None:
+    producer, _ = base_of(producer, index)
+    if producer is None:
         return f"{name} does not save an input without a gradient"
-    if nodes.autograd_leaf_of(before) is not None:
-        return f"{name} reads a parameter: no rule"
-    return f"{name} does not save its input from {nodes.operation_name(before)}"
+    if nodes.autograd_leaf_of(producer) is not None:
+        return f"{name} does not save the parameter that it reads"
+    return f"{name} does not save its input from {nodes.operation_name(producer)}"
 
 
 def unproved_input(node: Node) -> str:
-    """Of what follows from tensors of which it is not proved that nobody wrote to them."""
-    bases = [base_of(before, index)[0] for before, index in nodes.producers(node)]
+    """Return the reason for the output of an operation whose inputs are not proved unmodified."""
+    bases = [base_of(producer, index)[0] for producer, index in nodes.producers(node)]
     unknown = [base for base in bases if base is None or record_of(base) is None]
-    if unknown:  # an operation's rather than a parameter, the last, as in x + f(x)
+    if unknown:  # prefer an operation's output to a parameter, and the last one: f(x) in x + f(x)
         return unsaved_input(node, max(reversed(unknown), key=_is_an_operation))
     name = nodes.operation_name(node)
     for base in bases:
@@ -82,10 +88,14 @@ def _is_an_operation(node: Node) -> bool:
 
 
 def hidden_input(node: Node) -> str:
-    """Of what follows from a tensor that is behind others' hooks, or too large to copy."""
-    return f"an input of {nodes.operation_name(node)} cannot be read again"
+    """Return the reason for the output of an operation whose saved input the engine does not read.
+
+    The saved input has other code's hooks, or it is a parameter or constant that is too large to
+    copy.
+    """
+    return f"an input of {nodes.operation_name(node)} is not available for recomputation"
 
 
 def unknown_parameters(node: Node) -> str:
-    """Of a norm's output."""
+    """Return the reason for the output of a norm whose parameters are unknown."""
     return f"the weight, bias or eps of {nodes.operation_name(node)} is not known"

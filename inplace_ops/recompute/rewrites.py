@@ -1,10 +1,10 @@
-"""Lossless rewrites: saved tensors that backward needs only in part, stored smaller, exactly.
+"""Lossless rewrites: store the part of a saved tensor that backward reads, in fewer bytes.
 
-- ReLU and LeakyReLU: one bit per element, where nothing else saves their output.
-- Pooling and padding: the shape of the input, whose values backward does not read.
+- ReLU and LeakyReLU: one bit per element, if nothing else saves the activation's output.
+- Pooling and padding: the input's shape, strides and dtype, as backward does not read its values.
 
-Two more are specs, `Downcast` in `specs.py`: indices of max pooling, 32 bits instead of 64, and a
-tensor that is a cast of a narrower one.
+`Downcast` in `specs.py` is a spec for two more: the indices of max pooling, in 32 instead of 64
+bits, and a tensor that was cast from a smaller dtype.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ..memory import Packed
 
 
 class Mask(Packed):
-    """One bit per element of the tensor that a ReLU or LeakyReLU has saved."""
+    """One bit per element instead of the saved tensor of a ReLU or LeakyReLU."""
 
     __slots__ = ("activation", "bits", "dim_order", "dtype", "shape", "stride")
 
     how = "1 bit per element"
-    # LeakyReLU's slope for what is unpacked, so that its sign tells the bit.
+    # LeakyReLU's slope is -1 here, so that the sign of an unpacked element is the element's bit.
     _SCALARS: ClassVar[dict[str, tuple[float, ...]]] = {"relu_": (), "leaky_relu_": (-1.0,)}
 
     def __init__(self, saved: Tensor, activation: Activation) -> None:
@@ -37,7 +37,7 @@ class Mask(Packed):
         _, self.bits = pack(saved.detach(), 1, self.dim_order, *scalars)
 
     def compute(self) -> Tensor:
-        """Return 1 where the bit is set; elsewhere 0, or of LeakyReLU -1."""
+        """Return 1 where the bit is set; elsewhere 0 for ReLU, and -1 for LeakyReLU."""
         ones = torch.ones((), dtype=self.dtype, device=self.bits.device).expand(self.shape)
         unpack = self.activation.ops.backward["mask"]
         return unpack(ones, self.bits, self.dim_order, *self._SCALARS[self.activation.function])
@@ -47,7 +47,7 @@ class Mask(Packed):
 
 
 class Shape(Packed):
-    """A tensor of which backward reads the shape, the strides and the dtype."""
+    """The shape, strides, dtype and device of a saved tensor, if backward reads no values."""
 
     __slots__ = ("device", "dtype", "shape", "stride")
 
@@ -58,7 +58,7 @@ class Shape(Packed):
         self.dtype, self.device = saved.dtype, saved.device
 
     def compute(self) -> Tensor:
-        """Return uninitialized memory."""
+        """Return an uninitialized tensor."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
     def tensors(self) -> Iterator[Tensor]:

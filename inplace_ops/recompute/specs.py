@@ -1,16 +1,17 @@
-"""Recompute specs: how a tensor is computed again in backward, and from what.
+"""Recompute specs: the operations and tensors that recompute a saved tensor in backward.
 
-A spec is a small tree. Its leaves are tensors that autograd saves anyway, or small copies; its
-inner nodes are cheap operations. It owns its leaves and refers to no node of the graph, so another
-backward may free the nodes.
+A spec is a small tree. Its leaves are tensors that autograd saves anyway, or small copies. Its
+inner nodes are cheap operations. A spec owns its leaves and refers to no node of the autograd
+graph, so another backward may free those nodes.
 
 NOTE [Exact specs and roundings]
 
-`rounding` is 0 if the spec repeats PyTorch's own operations on the tensors that they read: its
-value then equals the saved tensor bit for bit, and any operation may be given it. A norm is
-recomputed by one operation, which PyTorch's kernels may round otherwise. The value then differs by
-at most `rounding * magnitude()`, where the magnitude bounds all intermediate results. Such a
-value goes only to operations that tolerate a rounding: those with `reads` in `operations.py`.
+1. If a spec repeats PyTorch's own operations on the tensors that they read, its `rounding` is 0.
+   Its value equals the saved tensor bit for bit, and any operation may read it.
+2. One operation recomputes a norm, and PyTorch's kernels may round differently. The value then
+   differs from the saved tensor by at most `rounding * magnitude()`, where the magnitude bounds all
+   intermediate results. Only operations that tolerate such a difference may read the value: those
+   with `reads` in `operations.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ..memory import Packed
 from .nodes import WeakMemory, has_storage, no_graph
 from .norms import NormAffine
 
-# A recomputed norm differs from PyTorch's by at most this many roundings of its terms.
+# A recomputed norm's output differs from PyTorch's by at most this many eps times its magnitude.
 _NORM_ROUNDINGS = 16
 
 
@@ -40,13 +41,13 @@ def _eps(dtype: torch.dtype) -> float:
 
 
 class Spec(ABC):
-    """How a tensor is recomputed.
+    """A recompute spec: computes a saved tensor from its leaves.
 
     Attributes:
-        cost: The number of operations; views are free.
-        rounding: See NOTE [Exact specs and roundings].
-        leaf_bytes: The size of the leaves that operations save anyway.
-        copied_bytes: The size of those that are copies.
+        cost: The number of operations. Views cost nothing.
+        rounding: The error of the value over `magnitude()`: see NOTE [Exact specs and roundings].
+        leaf_bytes: The total size of the leaves that operations save anyway.
+        copied_bytes: The total size of the leaves that are copies.
     """
 
     __slots__ = ("__weakref__", "copied_bytes", "cost", "leaf_bytes", "rounding")
@@ -57,28 +58,28 @@ class Spec(ABC):
 
     @abstractmethod
     def compute(self) -> Tensor:
-        """Return the tensor. Call it through `Recomputed`, which sets the modes."""
+        """Return the tensor. Call this through `Recomputed`, which sets grad mode and autocast."""
 
     @abstractmethod
     def magnitude(self) -> Tensor:
-        """Return a bound of all intermediate results, a scalar in float64."""
+        """Return a bound on the magnitude of all intermediate results, a scalar in float64."""
 
     @abstractmethod
     def leaves(self) -> Iterator[Leaf]:
-        """Return the tensors that the spec owns."""
+        """Return the leaves of the spec."""
 
 
 class WrittenToError(RuntimeError):
-    """A leaf was written to since its spec was made: PyTorch's own error, with its text."""
+    """A leaf was modified after its spec was built. Its text is that of PyTorch's own error."""
 
 
 class Leaf(Spec):
-    """A tensor that is read as it was when the spec was made.
+    """A tensor that must be unmodified since the spec was built.
 
     Attributes:
-        tensor: The tensor, without its graph.
-        version: Its version then.
-        is_copy: Whether it is a copy, which nothing else refers to.
+        tensor: The detached tensor.
+        version: The tensor's version when the spec was built.
+        is_copy: Whether the tensor is a copy that only specs and records refer to.
     """
 
     __slots__ = ("is_copy", "tensor", "version")
@@ -118,32 +119,32 @@ class Leaf(Spec):
 
 
 class DowncastMemory:
-    """A tensor's memory in a narrower dtype, which keeps all of its values.
+    """A tensor's memory, stored in a smaller dtype that represents all of its values.
 
-    Something may hold the tensor itself nevertheless, before or after: an operation without a rule,
-    or the caller. What is stored here would then come on top of it. So `settle` gives it up if the
-    tensor is still there when forward has ended.
+    The original tensor may stay alive nevertheless, because the caller or an operation without a
+    rule refers to it. The copy stored here would then add memory instead of saving it. So `settle`
+    drops the copy if the original is still alive when the model's forward has returned.
 
     Attributes:
-        leaf: The memory, as a vector.
+        leaf: The memory, as a 1-D tensor.
     """
 
-    __slots__ = ("__weakref__", "_wide", "leaf")
+    __slots__ = ("__weakref__", "_original", "leaf")
 
     def __init__(self, tensor: Tensor, dtype: torch.dtype) -> None:
         size = tensor.untyped_storage().nbytes() // tensor.itemsize
         self.leaf = Leaf(tensor.detach().as_strided((size,), (1,), 0).to(dtype))
-        self._wide = WeakMemory(tensor)
+        self._original = WeakMemory(tensor)
 
     def settle(self) -> None:
-        """Read the tensor itself from now on, if it is held anyway."""
-        wide = self._wide()
-        if wide is not None:
-            self.leaf = Leaf(wide)
+        """Use the original's memory instead of the copy, if the original is still alive."""
+        original = self._original()
+        if original is not None:
+            self.leaf = Leaf(original)
 
 
 class Downcast(Spec):
-    """A tensor, or a view of one, whose memory is stored in a narrower dtype."""
+    """A tensor, or a view of one, whose memory is stored in a smaller dtype."""
 
     __slots__ = ("dtype", "memory", "offset", "shape", "stride")
 
@@ -154,10 +155,10 @@ class Downcast(Spec):
         self.leaf_bytes, self.copied_bytes = memory.leaf.leaf_bytes, 0
 
     def compute(self) -> Tensor:
-        # An expanded tensor is computed as what it was expanded from.
-        own = _without_expansion(self.shape, self.stride)
-        narrow = self.memory.leaf.compute().as_strided(own, self.stride, self.offset)
-        return narrow.to(self.dtype).expand(self.shape)
+        # Cast the tensor that this one was expanded from, and expand the result.
+        unexpanded = _without_expansion(self.shape, self.stride)
+        stored = self.memory.leaf.compute().as_strided(unexpanded, self.stride, self.offset)
+        return stored.to(self.dtype).expand(self.shape)
 
     def magnitude(self) -> Tensor:
         return self.memory.leaf.magnitude()
@@ -167,12 +168,12 @@ class Downcast(Spec):
 
 
 def _without_expansion(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
-    """Return the sizes of what a tensor was expanded from."""
+    """Return the sizes of the tensor that a tensor with these strides was expanded from."""
     return [1 if step == 0 else size for size, step in zip(shape, stride, strict=True)]
 
 
 class Affine(Spec):
-    """A norm's output, or that of an activation after the norm: one kernel."""
+    """The output of a norm, or of an activation after a norm, recomputed by one kernel."""
 
     __slots__ = ("activation", "affine", "dtype", "scalars", "x")
 
@@ -194,18 +195,19 @@ class Affine(Spec):
         return self.of(self.x.compute())
 
     def of(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the output for an input, cast to a dtype."""
+        """Return the output for the norm's input x, cast to a dtype if one is given."""
         op = _ops.NORMALIZE if self.activation is None else self.activation.ops.recompute
         return op(x, *self.affine, _ops.dim_order_of(x), *self.scalars, dtype=dtype)
 
     def activated(self, activation: Activation, scalars: Sequence[float]) -> Affine:
-        """Return the spec of an activation of a norm's output."""
+        """Return the spec of an activation's output, where this spec is the activation's input."""
         return Affine(self.x, self.affine, self.dtype, activation, scalars)
 
     def magnitude(self) -> Tensor:
-        # Mean and bias may cancel in one shift, and the norm adds them in turn: the largest of all.
+        # Mean and bias may cancel in the affine's shift, while PyTorch's norm adds them one after
+        # the other. So one bound holds for all elements: the largest of their absolute values.
         x = self.x.compute().abs()
-        if self.x.rounding:  # what it is computed from may have cancelled too
+        if self.x.rounding:  # terms that x is computed from may have cancelled too
             x = x.clamp(min=self.x.magnitude().to(x.dtype))
         affine, rows = self.affine
         if rows is not None:
@@ -221,11 +223,16 @@ class Affine(Spec):
 
 
 class Call(Spec):
-    """A function of PyTorch's, or a view, of other specs' values and of arguments.
+    """The result of a PyTorch operation or view, applied to other specs' values and to arguments.
 
-    `bound` tells the magnitude of the result from those of the inputs. `dtype` is the result's, if
-    it may be another than the function's: in place an operation computes in the promoted dtype, and
-    casts to that of what it overwrites.
+    Attributes:
+        function: The operation: `function(*inputs, *arguments)`.
+        inputs: The specs of the inputs.
+        arguments: The arguments after the inputs.
+        bound: Returns the magnitude of the result, given the magnitudes of the inputs.
+        dtype: The dtype of the result; None if it is the dtype that `function` returns. The two may
+            differ because an in-place operation computes in the promoted dtype, and casts to the
+            dtype of the tensor that it overwrites.
     """
 
     __slots__ = ("arguments", "bound", "dtype", "function", "inputs")
@@ -252,7 +259,7 @@ class Call(Spec):
         return self.of(*(spec.compute() for spec in self.inputs))
 
     def of(self, *inputs: Tensor) -> Tensor:
-        """Return the result for values of the inputs."""
+        """Return the result for given values of the inputs."""
         value = self.function(*inputs, *self.arguments)
         return value if self.dtype in (None, value.dtype) else value.to(self.dtype)
 
@@ -265,7 +272,7 @@ class Call(Spec):
 
 
 def _largest(tensor: Tensor) -> Tensor:
-    """Return the largest finite magnitude."""
+    """Return the largest finite magnitude in a tensor, a scalar in float64."""
     if tensor.numel() == 0:
         return torch.zeros((), dtype=torch.double, device=tensor.device)
     magnitude = tensor.abs().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
@@ -273,69 +280,70 @@ def _largest(tensor: Tensor) -> Tensor:
 
 
 def largest(magnitudes: list[Tensor]) -> Tensor:
-    """The bound of an activation, a view, a concatenation: the largest of the inputs'."""
+    """Bound an activation, a view or a concatenation: return the largest input magnitude."""
     return torch.stack(magnitudes).amax()
 
 
 def largest_or_one(magnitudes: list[Tensor]) -> Tensor:
-    """The bound of an activation that is not 0 at 0, as sigmoid."""
+    """Bound an activation that is not 0 at 0, such as sigmoid: return at least 1."""
     return largest(magnitudes).clamp(min=1.0)
 
 
 def total(magnitudes: list[Tensor]) -> Tensor:
-    """The bound of a sum."""
+    """Bound a sum: return the sum of the input magnitudes."""
     return torch.stack(magnitudes).sum()
 
 
 def product(magnitudes: list[Tensor]) -> Tensor:
-    """The bound of a product."""
+    """Bound a product: return the product of the input magnitudes."""
     return torch.stack(magnitudes).prod()
 
 
 @contextmanager
-def _without_autocast(kind: str) -> Iterator[None]:
-    with no_graph(), torch.autocast(kind, enabled=False):
+def _without_autocast(device_type: str) -> Iterator[None]:
+    with no_graph(), torch.autocast(device_type, enabled=False):
         yield
 
 
-# A comparison adds little to the peak of the first step, and waits for a GPU few times.
-_PARTS, _LEAST_PART = 16, 2**16
+# Compare a tensor in at most this many chunks, of at least this many elements: so a comparison adds
+# little to the peak memory of the first step, and synchronizes with a GPU only a few times.
+_MAX_CHUNKS, _MIN_CHUNK_SIZE = 16, 2**16
 
 
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Return the elements in parts, in the order of the memory where it is dense."""
+def _chunks(tensor: Tensor) -> Iterator[Tensor]:
+    """Return the elements in 1-D chunks, in memory order if the tensor is dense."""
     if torch.ops.aten.is_non_overlapping_and_dense(tensor):
         tensor = tensor.as_strided((tensor.numel(),), (1,))
     else:
         tensor = tensor.reshape(-1)
-    yield from tensor.split(max(_LEAST_PART, -(-tensor.numel() // _PARTS)))
+    yield from tensor.split(max(_MIN_CHUNK_SIZE, -(-tensor.numel() // _MAX_CHUNKS)))
 
 
-def _largest_of(tensor: Tensor) -> float:
-    return max((float(_largest(part)) for part in _parts(tensor)), default=0.0)
+def _largest_of_chunks(tensor: Tensor) -> float:
+    return max((float(_largest(chunk)) for chunk in _chunks(tensor)), default=0.0)
 
 
 def _excess(value: Tensor, saved: Tensor, allowed: float) -> float | None:
-    """Return the largest difference that is more than `allowed`, None if there is none.
+    """Return the largest difference that is more than `allowed`; None if there is none.
 
-    Equal infinities are no difference, nor are two NaN.
+    Equal infinities count as equal, and so do two NaNs.
     """
-    found = None
-    for mine, other in zip(_parts(value), _parts(saved), strict=True):
+    excess = None
+    for mine, other in zip(_chunks(value), _chunks(saved), strict=True):
         difference = torch.sub(mine, other).abs_()
         wrong = ~(difference <= allowed)
         wrong &= ~((mine == other) | (mine.isnan() & other.isnan()))
         if wrong.any():
-            found = max(found or 0.0, float(difference[wrong].max()))
-    return found
+            excess = max(excess or 0.0, float(difference[wrong].max()))
+    return excess
 
 
 class Recomputed(Packed):
-    """What is saved in place of a tensor: a spec, and the tensor's shape, dtype and strides.
+    """A spec that is saved instead of a tensor, with the tensor's shape, dtype, device and strides.
 
     Attributes:
-        producer: The name of the operation whose output it is.
-        consumer: The name of the operation that saves it.
+        producer: The name of the operation whose output the tensor is.
+        consumer: The name of the operation that saves the tensor.
     """
 
     __slots__ = ("consumer", "device", "dtype", "producer", "shape", "spec", "stride")
@@ -349,11 +357,11 @@ class Recomputed(Packed):
 
     @property
     def name(self) -> str:
-        """What it is, for a message."""
+        """The names of the producer and the consumer, for a message."""
         return f"{self.producer}, saved by {self.consumer}"
 
     def compute(self) -> Tensor:
-        """Compute the spec, in the layout of the tensor that it stands for."""
+        """Compute the spec. The result has the strides of the tensor that the spec replaces."""
         with self._as_in_forward():
             value = self.spec.compute()
             if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
@@ -367,10 +375,12 @@ class Recomputed(Packed):
     def difference(self, saved: Tensor) -> str | None:
         """Return by how much the recomputed value differs from the saved tensor; None if equal.
 
-        A rounding is no difference, unless the spec is exact.
+        Unless the spec is exact, values within its rounding count as equal. If the value cannot be
+        recomputed, return the error's text.
 
         Raises:
-            WrittenToError: In another forward pass the value may be right.
+            WrittenToError: A leaf was modified. This says nothing about other forward passes, in
+                which the value may be right.
         """
         try:
             value = self.compute()
@@ -381,34 +391,37 @@ class Recomputed(Packed):
         return self.difference_of(value, saved)
 
     def difference_of(self, value: Tensor, saved: Tensor) -> str | None:
-        """Return the same for a value that was recomputed."""
+        """Return by how much a given recomputed value differs from the saved tensor.
+
+        See `difference`.
+        """
         with self._as_in_forward():
             saved = saved.detach()
             if torch.equal(value, saved):
                 return None
             rounding = self.spec.rounding
-            # The magnitude takes memory to compute, and is at least that of the value.
-            if rounding and _excess(value, saved, rounding * _largest_of(value)) is None:
+            # `magnitude` takes memory to compute. The value's own magnitude is a lower bound of it.
+            if rounding and _excess(value, saved, rounding * _largest_of_chunks(value)) is None:
                 return None
             allowed = rounding * float(self.spec.magnitude()) if rounding else 0.0
             excess = _excess(value, saved, allowed)
             return None if excess is None else f"up to {excess:.3g}"
 
     def _as_in_forward(self) -> AbstractContextManager[None]:
-        """Compute without a graph, at full precision, without the caller's function modes."""
-        kind = self.device.type
-        if not torch.is_autocast_enabled(kind):
+        """Disable grad mode, autocast and the caller's function modes in a `with` block."""
+        device_type = self.device.type
+        if not torch.is_autocast_enabled(device_type):
             return no_graph()
-        return _without_autocast(kind)
+        return _without_autocast(device_type)
 
     def in_layout(self, value: Tensor) -> Tensor:
         """Return the value with the strides of the saved tensor, on which kernels may depend."""
         if value.stride() == self.stride:
             return value
-        # An expanded tensor is copied as what it was expanded from.
-        own = _without_expansion(self.shape, self.stride)
-        result = value.new_empty_strided(own, self.stride)
-        result.copy_(value[tuple(slice(size) for size in own)])
+        # Copy the tensor that the saved one was expanded from, and expand the result.
+        unexpanded = _without_expansion(self.shape, self.stride)
+        result = value.new_empty_strided(unexpanded, self.stride)
+        result.copy_(value[tuple(slice(size) for size in unexpanded)])
         return result.expand(self.shape)
 
     def tensors(self) -> Iterator[Tensor]:

@@ -1,28 +1,35 @@
-"""What is known of an operation's output: proofs that nobody wrote to it unseen.
+"""Records of operations, and proofs that nothing modified their outputs.
 
 NOTE [Versions are proved]
 
-A spec says what an operation's output was. It is wrong for a tensor that was written to since, and
-`with torch.no_grad(): y.add_(1)` leaves the graph as it is. But every such write raises the
-tensor's version, which all its views share. So the engine keeps, for each operation, the least
-version that its output can have begun with. A tensor that is still at that version was not written
-to since. The engine passes through an operation only if its inputs were at theirs:
+A spec recomputes an operation's output as the operation returned it. The spec is wrong for a tensor
+that was modified afterwards, and a write such as `with torch.no_grad(): y.add_(1)` does not change
+the graph. But every such write raises the tensor's version, which all its views share. So the
+engine records, for each operation, the lowest version that its output can have had when the
+operation returned. A tensor that is still at that version is unmodified. A spec passes through an
+operation only if every input that the operation read was at its recorded version:
 
-1. An operation that returns new memory begins at 0, one in place at least one higher than its
-   input. A version never falls: where it is not known, 0 is the least.
-2. A node that saves its input shows it: an in-place activation saves a clone of it.
-3. A node that does not save what it read (a ReLU, a sum, a cast) does not show its input. Its
-   version comes from a note: a weak reference to the tensor, left by whoever had it in hand last.
-   If the noted tensor's `grad_fn` is the new node, the operation has overwritten it. Without a note
-   it comes from the node that made the input, if that node saves its output.
-4. What is not proved is saved as PyTorch saves it.
+1. The output of an operation that allocates it starts at version 0. The output of an in-place
+   operation starts at least one version above its input's. A version never decreases, so 0 is the
+   lowest version where nothing else is known.
+2. If the node saves an input, the spec starts from the saved tensor, whose version autograd checks
+   when it is read. An in-place activation saves a clone of the input that it overwrites.
+3. If the node does not save an input (a ReLU, a sum, a cast), the input's version comes from its
+   note: a weak reference to the tensor, in the metadata of the node that produced it. Forward hooks
+   of norms and similar modules, activation modules, and the visit of a node that saves the tensor
+   take the note. If the noted tensor's `grad_fn` is the new node, the new operation has overwritten
+   the tensor. Without a note, the version comes from the saved output of the input's node, if that
+   node saves its output.
+4. A tensor whose version is not proved is saved as PyTorch saves it.
 
 A write through `.data`, NumPy or a storage raises no version: see NOTE [First use] in `engine.py`.
 
 NOTE [Metadata outlives backward]
 
-A node's metadata lives as long as the node, longer than its saved tensors. So a record refers to
-nothing large, except weakly; and to copies only until the model's forward has ended.
+A node's metadata lives as long as the node, and longer than the node's saved tensors. So:
+
+1. A record refers to large tensors only weakly.
+2. A record refers to copies only until the model's forward has returned.
 """
 
 from __future__ import annotations
@@ -44,20 +51,24 @@ COPY_LIMIT = 64 * 1024  # bytes: see NOTE [Leaves] in `engine.py`
 
 
 class Record:
-    """What is known of an operation, in its node's metadata.
+    """The engine's knowledge of an operation, in its node's metadata.
 
     Attributes:
-        version: The least version that the output can have begun with.
-        inputs_proved: Whether the inputs that the node does not save were as they were made.
-        copies: Copies of small inputs that are no activations, by field.
-        parameters: Of a norm, copies of its weight and bias; None if unknown.
-        columns: Of a norm of rows, copies of both as its scale and shift; None mostly.
-        eps: Of a norm, if its module is known.
-        affine: Of a norm, if it was asked for; until the model's forward has ended.
-        is_saved: Whether something saves the output itself.
-        note: The output, weakly.
-        narrowed: Of a cast, weakly, its output as what it was cast from.
-        stream: The CUDA stream that was current when the operation was seen.
+        version: The lowest version that the output can have had when the operation returned.
+        inputs_proved: Whether the inputs that the node does not save were unmodified when the
+            operation read them.
+        copies: Copies of small inputs that are not activations, by field.
+        parameters: Copies of a norm's weight and bias; None if unknown, and of other operations.
+        column_affine: Copies of the weight and bias of a layer or RMS norm, as its scale and shift;
+            None if unknown, and of other operations.
+        eps: A norm's eps; None if unknown, and of other operations.
+        affine: A norm's affine, once a spec or a fused activation needs it, until the model's
+            forward has returned; None before and after, and of other operations.
+        is_saved: Whether a node or a spec saves the output itself.
+        note: A weak reference to the output; None if no note was taken.
+        downcast: A weak reference to a cast's output in the dtype that it was cast from; None if
+            nothing saves the output in that dtype, and of other operations.
+        stream: The CUDA stream that was current when the engine visited the node; None on a CPU.
     """
 
     __slots__ = (
@@ -89,37 +100,43 @@ class Record:
         self.stream: torch.cuda.Stream | None = None
 
     @property
-    def is_known(self) -> bool:
-        """Whether a norm's affine follows from what is saved and what is kept here."""
+    def has_affine(self) -> bool:
+        """Whether this record determines a norm's affine, together with the node's saved tensors.
+
+        Copies of weight and bias alone do not, as the saved statistics may be in 16 bits.
+        """
         return self.affine is not None or self.column_affine is not None
 
     def take_note(self, tensor: Tensor) -> None:
-        """Remember a tensor as the operation's output."""
+        """Store a weak reference to the operation's output."""
         self.note = TensorWeakRef(tensor)
 
     def free_copies(self) -> None:
-        """Leave what was copied to the specs that have been made of it."""
+        """Drop all copies. Specs that were built from them own them."""
         self.copies.clear()
         self.parameters = self.column_affine = self.affine = None
 
 
 def record_of(node: Node) -> Record | None:
-    """Return the record of a node that the engine has seen being made."""
+    """Return the record of a node; None if the engine has not visited it, or it has no record."""
     return node.metadata.get(_KEY)
 
 
 def attach_record(node: Node, record: Record | None) -> None:
-    """Put a record into a node's metadata, or that the node was seen and has none."""
+    """Put a record into a node's metadata. None marks the node as visited, without a record."""
     node.metadata[_KEY] = record
 
 
 def was_visited(node: Node) -> bool:
-    """Whether `attach_record` was called: Python's object of a node may die before the node does."""
+    """Whether `attach_record` was called.
+
+    The metadata tells, since the node's Python object may die before the node does.
+    """
     return _KEY in node.metadata
 
 
 def take_note(tensor: Tensor) -> None:
-    """Remember a tensor as its operation's output, for the proofs of what reads it next."""
+    """Take a note of an operation's output, for the proofs of operations that read it next."""
     node, _ = base_of(tensor.grad_fn, tensor.output_nr)
     record = node and record_of(node)
     if record is not None:
@@ -127,45 +144,49 @@ def take_note(tensor: Tensor) -> None:
 
 
 def record_output(node: Node, output: Output, result: str) -> Record:
-    """Make the record of an elementwise operation, a sum, a cast: see NOTE [Versions are proved].
+    """Return a new record of an operation that has an output rule, such as a sum or a cast.
+
+    See NOTE [Versions are proved].
 
     Args:
-        node: The operation's node, which has just been made.
-        output: How its output is computed.
-        result: The field under which the node saves its output, if it does.
+        node: The operation's new node.
+        output: The output rule.
+        result: The field under which the node saves its output; "" if it does not.
     """
     record, edges = Record(), nodes.producers(node)
     base, _ = base_of(*edges[0])
-    before = base and record_of(base)
+    producer_record = base and record_of(base)
     saved = nodes.saved_tensor(node, result) if result else None
     if saved is not None and saved._version > 0:  # in place
         record.version = saved._version
-        record.inputs_proved = before is not None and before.version == record.version - 1
-        record.note = before.note if before else None
+        record.inputs_proved = (
+            producer_record is not None and producer_record.version == record.version - 1
+        )
+        record.note = producer_record.note if producer_record else None
         return record
     for index, field in enumerate(output.inputs or (None,) * len(edges)):
         saved = None if field is None else nodes.saved_tensor(node, field)
         if saved is None:
             _prove_input(node, base if index == 0 else base_of(*edges[index])[0], record)
-        elif index == 0 and before is not None and _is_clone(saved, edges[0][0]):
-            record.version = before.version + 1
-            record.note = before.note
+        elif index == 0 and producer_record is not None and _is_clone(saved, edges[0][0]):
+            record.version = producer_record.version + 1
+            record.note = producer_record.note
             _prove_clone(node, saved, record)
     return record
 
 
 def _saved_output(node: Node) -> Tensor | None:
-    """Return an operation's output if the node saves it, and nobody has written to it since."""
+    """Return an operation's output if its node saves it and it is unmodified; else None."""
     operation = OPERATION_OF[type(node)]
     field = operation and (operation.result or operation.saved_output)
     try:
         return nodes.saved_tensor(node, field) if field else None
-    except RuntimeError:  # written to
+    except RuntimeError:  # modified in place
         return None
 
 
 def cloned_input(node: Node) -> Tensor | None:
-    """Return the clone that an in-place activation has saved of what it overwrote."""
+    """Return the clone that an in-place activation saves of its input; None of other operations."""
     operation = OPERATION_OF[type(node)]
     if operation is None or not operation.saves_first_input:
         return None
@@ -176,46 +197,48 @@ def cloned_input(node: Node) -> Tensor | None:
 
 
 def _is_clone(saved: Tensor, producer: Node) -> bool:
-    """Whether an input was saved as a clone, where `producer` has made the input itself."""
-    made_by = saved.grad_fn
-    return made_by is not producer and type(made_by).__name__ == "CloneBackward0"
+    """Whether a node saves a clone of the input that the node `producer` produced."""
+    saved_producer = saved.grad_fn
+    return saved_producer is not producer and type(saved_producer).__name__ == "CloneBackward0"
 
 
 def _prove_clone(node: Node, clone: Tensor, record: Record) -> None:
-    """Find out late whether what an in-place activation has cloned was as its operation made it.
+    """Prove late that an in-place activation cloned its input unmodified, if it did.
 
-    The clone's node was seen after the activation had written. If that was the only write, the
-    clone came before it.
+    Before torch 2.14 the clone's node is visited after the activation has overwritten the input,
+    and cannot be proved then. If the activation's write is the only one, the clone precedes it, and
+    is a clone of the unmodified input.
     """
-    of_clone = record_of(clone.grad_fn)
+    clone_record = record_of(clone.grad_fn)
     tensor = record.note() if record.note is not None else None
-    if of_clone is None or tensor is None:
+    if clone_record is None or tensor is None:
         return
-    # A view whose base was written to has no node yet, and a hook must make none.
+    # The `grad_fn` of a view whose base was modified is created when it is read, and a node
+    # creation hook must not create nodes. The base's `grad_fn` exists already.
     base = tensor if tensor._base is None else tensor._base
     if base.grad_fn is node:
-        of_clone.inputs_proved |= base._version == record.version
+        clone_record.inputs_proved |= base._version == record.version
 
 
 def _prove_input(node: Node, base: Node, record: Record) -> None:
-    """Find out whether an input that the node does not save was as its operation made it.
+    """Update a node's record with whether an input that the node does not save was unmodified.
 
     Args:
         node: The node.
-        base: The operation that has made the input, or what the input is a view of.
-        record: The record of the node.
+        base: The node that produced the input, or the tensor that the input is a view of.
+        record: The record of `node`.
     """
-    before = base and record_of(base)
-    if before is None:
+    producer_record = base and record_of(base)
+    if producer_record is None:
         record.inputs_proved = False
         return
-    tensor = before.note() if before.note is not None else None
+    tensor = producer_record.note() if producer_record.note is not None else None
     if tensor is None:
         tensor = _saved_output(base)
     if tensor is None:
         record.inputs_proved = False
     elif not tensor._is_view() and tensor.grad_fn is node:  # in place
-        record.version = before.version + 1
-        record.note = before.note
-    elif tensor._version != 0 and tensor._version != before.version:
+        record.version = producer_record.version + 1
+        record.note = producer_record.note
+    elif tensor._version != 0 and tensor._version != producer_record.version:
         record.inputs_proved = False

@@ -1,4 +1,4 @@
-"""What is refused: tensors that PyTorch refuses too, those without a kernel, wrong arguments."""
+"""Rejected calls: tensors that PyTorch rejects too, tensors without a kernel, wrong arguments."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def inference_tensor(x: Tensor) -> Tensor:
         return x.detach().clone()
 
 
-# From a leaf that requires grad to a tensor that PyTorch does not let be modified.
+# By name: a function from a leaf that requires grad to a tensor that PyTorch's in-place
+# operations reject.
 REJECTED: dict[str, Callable[[Tensor], Tensor]] = {
     "leaf": lambda leaf: leaf,
     "view_of_leaf": lambda leaf: leaf[1:],
@@ -64,12 +65,12 @@ REJECTED: dict[str, Callable[[Tensor], Tensor]] = {
 
 @one_of_each
 @each("case", REJECTED)
-def test_refuses_what_pytorch_refuses(
+def test_rejects_what_pytorch_rejects(
     activation: Activation, case: str, device: torch.device
 ) -> None:
     leaf = torch.randn(4, 3, device=device, requires_grad=True)
     with pytest.raises(RuntimeError) as pytorchs:
-        # ReLU's: leaky_relu_ with a negative slope and silu_ word nothing differently.
+        # relu_'s error: leaky_relu_ with a negative slope and silu_ raise the same messages.
         torch.relu_(REJECTED[case](leaf.detach().clone().requires_grad_()))
 
     x = REJECTED[case](leaf)
@@ -80,7 +81,7 @@ def test_refuses_what_pytorch_refuses(
 
     assert type(ours.value) is type(pytorchs.value)
     assert wording(pytorchs.value) in wording(ours.value)
-    assert_identical(x, before, "modified although refused:")
+    assert_identical(x, before, "modified although rejected:")
     assert x.is_inference() or x._version == version
 
 
@@ -89,7 +90,7 @@ def test_refuses_what_pytorch_refuses(
 @each(
     ("size", "stride"), [((3, 3), (1, 1)), ((2, 4), (3, 1)), ((2, 2, 2), (3, 2, 1)), ((5,), (0,))]
 )
-def test_refuses_overlapping_memory(
+def test_rejects_overlapping_memory(
     activation: Activation,
     size: tuple[int, ...],
     stride: tuple[int, ...],
@@ -107,7 +108,7 @@ def test_refuses_overlapping_memory(
 
 def quantized(device: torch.device) -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecated, but still there to be refused
+        warnings.simplefilter("ignore")  # deprecated, but not removed yet
         return torch.quantize_per_tensor(torch.randn(4, 3, device=device), 0.1, 0, torch.qint8)
 
 
@@ -123,7 +124,9 @@ UNSUPPORTED: dict[str, Callable[[torch.device], Tensor]] = {
 
 @one_of_each
 @each("case", UNSUPPORTED)
-def test_unsupported_tensors(activation: Activation, case: str, device: torch.device) -> None:
+def test_unsupported_tensors_raise_unmodified(
+    activation: Activation, case: str, device: torch.device
+) -> None:
     x = UNSUPPORTED[case](device)
 
     def bytes_of(t: Tensor) -> bytes:
@@ -145,8 +148,8 @@ def test_unsupported_tensors(activation: Activation, case: str, device: torch.de
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_quantized_and_nested_tensors_are_named(device: torch.device) -> None:
-    # Their layout and device are supported, which is all that the message would say otherwise.
+def test_error_names_quantized_and_nested_tensors(device: torch.device) -> None:
+    # The other messages name layout and device, which are supported here.
     nested = torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)], device=device)
     for x in (quantized(device), nested):
         with pytest.raises(NotImplementedError, match=r"strided tensors, neither nested nor quant"):
@@ -155,7 +158,7 @@ def test_quantized_and_nested_tensors_are_named(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
 @one_of_each
-def test_unsupported_dtypes_with_gradient(
+def test_unsupported_dtypes_that_require_grad_raise_unmodified(
     activation: Activation, dtype: torch.dtype, device: torch.device
 ) -> None:
     x = torch.randn(4, 3, device=device, requires_grad=True).to(dtype)
@@ -167,7 +170,7 @@ def test_unsupported_dtypes_with_gradient(
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
-def test_smooth_activations_and_leaky_relu_take_no_integers(
+def test_smooth_activations_and_leaky_relu_reject_integers(
     dtype: torch.dtype, device: torch.device
 ) -> None:
     x = torch.arange(6, dtype=dtype, device=device)
@@ -184,7 +187,7 @@ def test_smooth_activations_and_leaky_relu_take_no_integers(
 
 @each("wrong", [None, 1.5, [1.0], np.zeros(3)])
 @one_of_each
-def test_no_tensor(activation: Activation, wrong: object) -> None:
+def test_non_tensor_raises_type_error(activation: Activation, wrong: object) -> None:
     with pytest.raises(TypeError, match=r"torch\.Tensor"):
         activation.call(wrong)
 
@@ -216,7 +219,7 @@ def test_no_tensor(activation: Activation, wrong: object) -> None:
         ),
     ],
 )
-def test_wrong_arguments(
+def test_wrong_arguments_raise_value_error(
     call: Callable[..., Tensor], arguments: dict[str, object], message: str, device: torch.device
 ) -> None:
     x = torch.randn(5, device=device)

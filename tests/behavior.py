@@ -1,4 +1,4 @@
-"""What a model does that a conversion must not change."""
+"""The behavior of a model that a conversion must not change."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-Behaviour = dict[str, Tensor]
+Behavior = dict[str, Tensor]
 
 
-def behaviour(model: nn.Module, x: Tensor, seed: int = 0) -> Behaviour:
-    """Outputs, gradients, the argument and what the model keeps, after forward and backward."""
+def behavior(model: nn.Module, x: Tensor, seed: int = 0) -> Behavior:
+    """Run forward and backward; return outputs, gradients, argument, stored tensors and state."""
     x = x.clone()
     torch.manual_seed(seed)
     model.zero_grad()
-    kept = getattr(model, "kept", [])
-    kept.clear()
+    stored = getattr(model, "stored", [])
+    stored.clear()
     outputs = [leaf for leaf in tree_leaves(model(x)) if isinstance(leaf, Tensor)]
     found = {f"output {i}": output.detach().clone() for i, output in enumerate(outputs)}
-    found |= {f"kept {i}": tensor.detach().clone() for i, tensor in enumerate(kept)}
+    found |= {f"stored {i}": tensor.detach().clone() for i, tensor in enumerate(stored)}
     found["argument"] = x
     differentiable = [output for output in outputs if output.requires_grad]
     if differentiable:
@@ -29,8 +29,8 @@ def behaviour(model: nn.Module, x: Tensor, seed: int = 0) -> Behaviour:
     return found
 
 
-def assert_same_behaviour(
-    actual: Behaviour, expected: Behaviour, rtol: float = 1e-6, atol: float = 1e-6
+def assert_same_behavior(
+    actual: Behavior, expected: Behavior, rtol: float = 1e-6, atol: float = 1e-6
 ) -> None:
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
