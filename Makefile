@@ -1,17 +1,19 @@
-# make demo: train on real data and compare memory. make test: build and run the tests, but for
-# those marked exhaustive; PYTEST_ADDOPTS="-m ''" runs these too.
+# make demo: train on real data and compare memory.
+# make test: build, and run the tests except those marked exhaustive; PYTEST_ADDOPTS="-m ''" runs
+#   the exhaustive tests too.
 # make tables: write the tables of docs/ from benchmarks/results.
-# make models: convert models of other libraries, and train them beside the originals. An hour.
-# make wheels: build wheels for the CPU and for CUDA, and test them on several Pythons and torch.
-# All but the last set up $(VENV) first. TORCH names the torch to install, for example
+# make models: convert models of other libraries, and train them next to the originals; an hour.
+# make wheels: build wheels for the CPU and for CUDA, and test them with several versions of Python
+#   and torch.
+# All targets except wheels set up $(VENV) first. TORCH names the torch to install, for example
 #   make demo TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch>=2.11
 
-# A file's tests in one process, so that what it compiles is compiled once. Each process has as many
-# threads as there are cores, which must not wait busily for each other.
+# All tests of a file run in one process, so that what they compile is compiled once. Each process
+# has as many threads as there are cores, which must not wait busily for each other.
 PARALLEL := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
@@ -37,6 +39,7 @@ wheels:
 
 lint: $(INSTALLED)
 	$(VENV)/bin/python benchmarks/tables.py --check
+	$(VENV)/bin/python .ci/glossary.py
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/clang-format --dry-run --Werror $$(find csrc tests benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.cu*')

@@ -1,4 +1,4 @@
-"""The examples of the documentation run, and its figures are those of the results."""
+"""Test that the documentation's examples and links work, and that its figures match the results."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ os.environ.setdefault("YOLO_CONFIG_DIR", tempfile.gettempdir())
 PROJECT = Path(__file__).parent.parent
 PAGES = [PROJECT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
 PAGES += sorted((PROJECT / "docs").glob("*.md"))
-PAGES = [page for page in PAGES if page.exists()]  # not all are beside an installed package's tests
+PAGES = [
+    page for page in PAGES if page.exists()
+]  # tests of an installed package have only some of them
 
 
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
 
 
-@pytest.mark.filterwarnings("default")  # other libraries' own
+@pytest.mark.filterwarnings("default")  # examples may call libraries that warn
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_examples(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One after the other, as a reader would: a later one may use what an earlier one has made."""
+def test_python_examples_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run a page's examples in order and in one namespace: examples use names of earlier ones."""
     names: dict[str, object] = {"__name__": "example"}
     for code in blocks(page, "python"):
         if not any(map(is_missing, re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE))):
@@ -40,7 +42,7 @@ def is_missing(library: str) -> bool:
     return importlib.util.find_spec(library) is None
 
 
-def test_the_report_that_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shown_report_is_what_example_prints(capsys: pytest.CaptureFixture[str]) -> None:
     page = PROJECT / "docs" / "conversion.md"
     exec(blocks(page, "python")[0], {})
     assert capsys.readouterr().out.strip() in page.read_text()
@@ -56,10 +58,10 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", dict.fromkeys(COMMANDS))
-def test_commands(command: str) -> None:
-    """What they name is there; those of the package itself run."""
+def test_shell_commands_are_valid(command: str) -> None:
+    """Commands name existing make targets and files. Commands of the package itself also run."""
     words = shlex.split(command)
-    while "=" in words[0]:  # a variable of the environment
+    while "=" in words[0]:  # an environment variable
         words.pop(0)
     if words[0] == "make":
         targets = re.findall(r"^(\w+):", (PROJECT / "Makefile").read_text(), re.MULTILINE)
@@ -78,10 +80,10 @@ def test_commands(command: str) -> None:
 BYTES = PROJECT / "benchmarks" / "results" / "bytes_cpu.csv"
 
 
-@pytest.mark.skipif(not BYTES.exists(), reason="no results beside these tests")
+@pytest.mark.skipif(not BYTES.exists(), reason="no results in benchmarks/")
 @pytest.mark.parametrize("policy", ["float32", "bfloat16", "CUDA autocast"])
-def test_the_bytes_that_a_converted_step_moves(policy: str) -> None:
-    """What conversion.md says of each policy; the tables are checked by `make lint`."""
+def test_documented_bytes_of_a_step_match_results(policy: str) -> None:
+    """Check the range that conversion.md gives for each policy. `make lint` checks the tables."""
     text = " ".join((PROJECT / "docs" / "conversion.md").read_text().split())
     with BYTES.open() as file:
         rows = [row for row in csv.DictReader(file) if row["policy"] == policy]
@@ -93,11 +95,11 @@ def test_the_bytes_that_a_converted_step_moves(policy: str) -> None:
     assert [float(found[1]), float(found[2])] == [round(ratios[0], 2), round(ratios[-1], 2)]
 
 
-def test_the_readme_is_short() -> None:
+def test_readme_is_short() -> None:
     assert len((PROJECT / "README.md").read_text().splitlines()) <= 120
 
 
-def test_links() -> None:
+def test_links_have_targets() -> None:
     for page in PAGES:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
         for target in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -106,6 +108,38 @@ def test_links() -> None:
                 linked = (page.parent / path).resolve() if path else page
                 assert linked.exists(), f"{page.name}: {target}"
                 assert not section or section in anchors(linked), f"{page.name}: {target}"
+
+
+ARCHITECTURE = PROJECT / "docs" / "architecture.md"
+SOURCES = [p for folder in ("inplace_ops", "csrc") for p in (PROJECT / folder).rglob("*.*")]
+SOURCES = [p for p in SOURCES if p.suffix in {".py", ".pyi", ".h", ".cpp", ".cu", ".cuh"}]
+
+
+@pytest.mark.skipif(not ARCHITECTURE.exists(), reason="no documentation next to these tests")
+def test_architecture_lists_every_source_file() -> None:
+    """Each file is in the map, and each file in the map exists."""
+    _, the_map = ARCHITECTURE.read_text().split("## The map\n")
+    the_map, _ = the_map.split("### Elsewhere\n")
+    listed = set()
+    for section in the_map.split("### ")[1:]:
+        folder = section.partition("\n")[0].strip("`")
+        for cell in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE):
+            names = re.findall(r"`([^`]+)`", cell)
+            parent = names[0].rpartition("/")[0]
+            listed |= {f"{folder}{n if '/' in n or not parent else f'{parent}/{n}'}" for n in names}
+    assert listed == {str(p.relative_to(PROJECT)) for p in SOURCES} - {
+        "inplace_ops/recompute/__init__.py",
+        "inplace_ops/conversion/__init__.py",
+    }
+
+
+@pytest.mark.skipif(not ARCHITECTURE.exists(), reason="no documentation next to these tests")
+def test_architecture_lists_every_note() -> None:
+    titles = set()
+    for path in SOURCES:
+        titles |= set(re.findall(r"^(?:// | *)NOTE \[(.*)\]$", path.read_text(), re.MULTILINE))
+    table = ARCHITECTURE.read_text().split("## Protocols\n")[1].split("\n## ")[0]
+    assert set(re.findall(r"^\| ([A-Z][^|]*?) \| `", table, re.MULTILINE)) == titles
 
 
 def anchors(page: Path) -> list[str]:
