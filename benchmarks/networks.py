@@ -47,10 +47,10 @@ class Network:
 
 
 def resnet50() -> nn.Module:
-    """Return torchvision's ResNet-50 with stronger residual branches, as trained networks have.
+    """Return torchvision's ResNet-50, with the last norm's weight in each block at 0.25.
 
-    With its initial weights the gradients are noise: those in bfloat16 are unrelated to those in
-    float64.
+    With torchvision's initial weights, 1 there, the gradients are noise: those in bfloat16 are
+    unrelated to those in float64.
     """
     network = load("torchvision:resnet50")
     for name, module in network.named_modules():

@@ -210,8 +210,9 @@ def blocks(rows: Rows) -> str:
 
 def models(rows: Rows) -> str:
     """Gradients and memory of models of other libraries, by library and case."""
-    header = ["library", "case", "models", "same gradients", "bit for bit", "saved over PyTorch's"]
-    header += ["best, worst", "first step's peak over PyTorch's: median, worst"]
+    header = ["library", "case", "models", "same gradients", "bit for bit"]
+    header += ["saved bytes relative to PyTorch's: median (quartiles)", "best, worst"]
+    header += ["first step's peak relative to PyTorch's: median, worst"]
     body, others = [], []
     libraries = dict.fromkeys(row["model"].partition(":")[0] for row in rows)
     for library in [*libraries, ""]:
@@ -243,7 +244,8 @@ def models(rows: Rows) -> str:
 
 def remaining(rows: Rows) -> str:
     """The kinds of tensors that most often remain saved."""
-    header = ["policy", "output of", "saved by", "reason", "mean share of what remains", "models"]
+    header = ["dtype policy", "output of", "saved by", "reason"]
+    header += ["mean share of what remains", "models"]
     body = []
     for policy in values(rows, "policy"):
         for row in [row for row in rows if row["policy"] == policy][:12]:
@@ -255,11 +257,11 @@ def remaining(rows: Rows) -> str:
 
 
 def bytes_of_a_step(rows: Rows) -> str:
-    """Saved, peak and moved bytes over PyTorch's, by max_ops."""
+    """Saved, peak and moved bytes relative to PyTorch's, by max_ops."""
     numbers = values(rows, "max_ops")
-    header = ["network", "input", "policy", "MiB saved by PyTorch"]
+    header = ["network", "input", "dtype policy", "MiB saved by PyTorch"]
     header += [
-        f"{kind} over PyTorch's, max_ops {', '.join(numbers)}"
+        f"{kind} bytes relative to PyTorch's, max_ops {', '.join(numbers)}"
         for kind in ("saved", "peak", "moved")
     ]
     body = []
@@ -281,18 +283,19 @@ SHOWN_MAX_OPS = "4"
 
 
 def saved(rows: Rows) -> str:
-    """Saved bytes over PyTorch's, for some networks by policy."""
+    """Saved bytes relative to PyTorch's, for some networks by dtype policy."""
     policies = values(rows, "policy")
     body = []
     for network in SHOWN_NETWORKS:
         own = [r for r in rows if (r["network"], r["max_ops"]) == (network, SHOWN_MAX_OPS)]
         ratios = [float(find(own, "saved_ratio", policy=policy)) for policy in policies]
         body.append([f"{network}, {own[0]['input']}", *(f"{ratio:.2f}" for ratio in ratios)])
-    return markdown(["saved for backward, over PyTorch's", *policies], body)
+    title = "bytes saved for backward, relative to PyTorch's (lower is better)"
+    return markdown([title, *policies], body)
 
 
 def networks(rows: Rows) -> str:
-    """Memory and time by network, variant and policy, and figures that others have published."""
+    """Memory and time by network, variant and dtype policy, and figures that others published."""
     measured = [row for row in rows if row["source"] == "measured"]
     policies = values(measured, "policy")
     header = ["network", "variant"]
@@ -307,10 +310,13 @@ def networks(rows: Rows) -> str:
     published = [row for row in rows if row["source"] != "measured"]
     if not published:
         return table
-    titles = ["published for", "variant", "saved", "time of a step"]
+    titles = ["published for", "variant"]
+    titles += ["saved bytes relative to PyTorch's", "time relative to PyTorch's"]
     columns = ["network", "variant", "saved_over_torch_in_place", "ratio_to_torch_in_place"]
     others = markdown(titles, [[row[column] or "-" for column in columns] for row in published])
-    return f"{table}\n\nNot measured here, but {published[0]['source']}:\n\n{others}"
+    names = ", ".join(values(published, "variant"))
+    source = published[0]["source"]
+    return f"{table}\n\nFigures of {names} that were not measured here, but {source}.\n\n{others}"
 
 
 def _memory_and_time(row: dict[str, str]) -> str:

@@ -1,11 +1,20 @@
-// The functors: the arithmetic of one element, one functor for each direction and save mode, each a
-// template over activations. cpu/elementwise.h and cuda/elementwise.cuh run a functor over tensors.
-// For each element they
+// The functors: the arithmetic of one element. There is one functor for each direction and save
+// mode. Most are templates over an activation. Others need only the storage format, as Identity
+// does, or wrap another functor, as Normalizing, Add and Cast do. cpu/elementwise.h and
+// cuda/elementwise.cuh run a functor over tensors (Operands). For each element they
 //
 // 1. load the inputs, and the element's `code` from the packed bits if kPackedBits is kRead;
 // 2. call the functor, which computes in the type C;
-// 3. round the result to the format Out and store it to operand 0, and store `code` to the packed
-//    bits if kPackedBits is kWritten.
+// 3. round the result to the format Out and store it to `out`, and store `code` to the packed bits
+//    if kPackedBits is kWritten.
+//
+// A functor is called with (in, code, bits):
+//
+// - in[k] is input k, an Element. in[k].value is its value in opmath_t<T>. in[k].as<C>() is the
+//   stored number if C is T, and the value otherwise. Activation::C is T instead of opmath_t<T>
+//   where a piecewise-linear activation only compares and selects, on a CPU (comparison_t).
+// - `code` is read if kPackedBits is kRead, written if it is kWritten, and otherwise not used.
+// - `bits` is the number of bits of a code, and 1 if there are no packed bits.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +31,8 @@ namespace inplace_ops {
 enum class PackedBitsUse { kNone, kWritten, kRead };
 
 // The base of the functors over storage format T. The vectorized path of a GPU is compiled for each
-// number of bits in FastBits. Other numbers take the path with accesses of one element.
+// number of bits in FastBits, where 0 means no packed bits. Other numbers take the path with
+// accesses of one element.
 template <class T, int inputs, PackedBitsUse use, int... fast_bits>
 struct Elementwise {
   using Scalar = T;
@@ -32,9 +42,10 @@ struct Elementwise {
   static constexpr int kInputs = inputs;
   static constexpr PackedBitsUse kPackedBits = use;
   static constexpr bool kNormalizes = false;
-  // Whether the first input is a gradient. A gradient is often a slice of a larger tensor's
-  // channels, for which the GPU has a vectorized path too.
-  static constexpr bool kReadsGradient = false;
+  // Whether the vectorized path of a GPU is compiled for Rows (cuda/elementwise.cuh) as well as for
+  // dense tensors. Backward functors set it: a gradient is often a slice of a larger tensor's
+  // channels. Functors with kNormalizes support rows in any case.
+  static constexpr bool kVectorizesRows = false;
 };
 
 // Whether a functor splits its work by region: is_in_tail() decides between core() and tail().
@@ -56,8 +67,10 @@ struct Operands {
   std::conditional_t<Functor::kNormalizes, NormAffine<opmath_t<T>>, NoAffine> affine;
 };
 
-// Every forward functor returns the activation of x. ForwardMask and ForwardOutput save nothing if
-// they are given no bit planes.
+// Every forward functor returns the activation of x. Without packed bits, as in a forward that
+// needs no gradient, ForwardMask and ForwardOutput save nothing: this is the 0 in their FastBits.
+// accepts_bits(), whether packed bits may have this many bits per element, is asked only if there
+// are packed bits, and rejects 0.
 
 // save="mask": one bit per element, from which backward selects the derivative.
 template <class Activation, class T = typename Activation::Scalar>
@@ -75,7 +88,7 @@ struct ForwardMask : Elementwise<T, 1, PackedBitsUse::kWritten, 0, 1> {
 
 template <class Activation, class T = typename Activation::Scalar>
 struct BackwardMask : Elementwise<T, 1, PackedBitsUse::kRead, 1> {
-  static constexpr bool kReadsGradient = true;
+  static constexpr bool kVectorizesRows = true;
   static constexpr bool accepts_bits(int64_t bits) { return bits == 1; }
   using C = typename Activation::C;
   Activation activation;
@@ -88,7 +101,7 @@ struct BackwardMask : Elementwise<T, 1, PackedBitsUse::kRead, 1> {
 // save="output" of a piecewise-linear activation: the output's mask equals the input's.
 template <class Activation, class T = typename Activation::Scalar>
 struct BackwardMaskOfOutput : Elementwise<T, 2, PackedBitsUse::kNone, 0> {
-  static constexpr bool kReadsGradient = true;
+  static constexpr bool kVectorizesRows = true;
   using C = typename Activation::C;
   Activation activation;
 
@@ -97,7 +110,10 @@ struct BackwardMaskOfOutput : Elementwise<T, 2, PackedBitsUse::kNone, 0> {
   }
 };
 
-// save="output" of a smooth activation: the branch and low bits of x, next to the output.
+// save="output" of a smooth activation: a code of x (inverse.h) in addition to the output. One bit
+// is the branch alone; kDefaultBits is the fewest with which the gradient is within torch.testing's
+// tolerances; 8 make the errors in float and double smaller. Numbers between 1 and kDefaultBits are
+// no more exact than 1.
 template <class Activation>
 constexpr bool accepts_output_bits(int64_t bits) {
   return bits == 1 || bits == Activation::kDefaultBits || bits == 8;
@@ -114,6 +130,9 @@ struct ForwardOutput : Elementwise<T, 1, PackedBitsUse::kWritten, 0, 1, Activati
   }
 };
 
+// Returns the gradient of x from that of the output, at a point (activations/entry.h). Where
+// is_flat() it is 0 even if grad is infinite, where the product is NaN. The product is computed in
+// any case, so that the choice is a selection and not a branch.
 template <class Activation, class Point, class C>
 HOST_DEVICE C gradient_at(Point point, C grad) {
   const C gradient = grad * Activation::derivative(point);
@@ -122,7 +141,7 @@ HOST_DEVICE C gradient_at(Point point, C grad) {
 
 template <class Activation, class T = typename Activation::Scalar>
 struct BackwardOutput : Elementwise<T, 2, PackedBitsUse::kRead, 1, Activation::kDefaultBits> {
-  static constexpr bool kReadsGradient = true;
+  static constexpr bool kVectorizesRows = true;
   static constexpr bool accepts_bits(int64_t bits) { return accepts_output_bits<Activation>(bits); }
 
   HOST_DEVICE auto operator()(const Element<T> (&in)[2], uint32_t& code, int bits) const {
@@ -142,7 +161,9 @@ struct BackwardOutput : Elementwise<T, 2, PackedBitsUse::kRead, 1, Activation::k
     return gradient<Region::kTail>(in, code, bits);
   }
 
-  // core() in two steps: x, and then the gradient.
+  // core() in two steps: x, and then the gradient. The CPU runs each step in a loop of its own,
+  // which is faster (compute_core() in cpu/elementwise.h). In the 16-bit formats x is all that the
+  // second step needs of the first. In float it also needs the point at the estimate.
   static constexpr bool kSplitsCore = sizeof(T) == 2;
   HOST_DEVICE float core_input(const Element<T> (&in)[2], uint32_t code, int bits) const {
     return recover_core_input<Activation>(in[1].value, code, bits);
@@ -193,10 +214,11 @@ struct ForwardDerivative : Elementwise<T, 1, PackedBitsUse::kWritten, kDerivativ
   }
 };
 
-// One functor for all activations: only the two numbers of their grids differ.
+// One functor for all activations: they differ only in their grid's `steps` and `zero`
+// (derivative_grid.h).
 template <class T>
 struct BackwardDerivative : Elementwise<T, 1, PackedBitsUse::kRead, kDerivativeBits<T>> {
-  static constexpr bool kReadsGradient = true;
+  static constexpr bool kVectorizesRows = true;
   static constexpr bool accepts_bits(int64_t bits) { return accepts_derivative_bits(bits); }
   DerivativeGrid<opmath_t<T>> grid;
 
@@ -205,16 +227,21 @@ struct BackwardDerivative : Elementwise<T, 1, PackedBitsUse::kRead, kDerivativeB
   }
 };
 
-// save="recompute": functors of a norm's output z, which they recompute from the norm's input x. x
-// is the last input.
+// save="recompute": functors of a norm's output, which they recompute from the norm's input x:
+//
+//   z = (x - mean) * rstd * scale + shift
+//
+// The last input is x. The loop that runs the functor has already subtracted the mean from it, and
+// has multiplied the scale by rstd.
 
 template <class T>
-HOST_DEVICE opmath_t<T> apply_affine(opmath_t<T> x, ScaleAndShift<opmath_t<T>> scale_shift) {
-  return x * scale_shift.scale + scale_shift.shift;
+HOST_DEVICE opmath_t<T> apply_affine(opmath_t<T> centered, ScaleAndShift<opmath_t<T>> scale_shift) {
+  return centered * scale_shift.scale + scale_shift.shift;
 }
 
-// Applies the functor Inner to z, which it recomputes from x. In place of a code it takes the scale
-// and shift of z. The last input is x minus the mean.
+// Applies the functor Inner to z. In place of a code it takes the scale and shift of the element:
+// Inner has no packed bits, and is called with 1 as the number of bits. A CPU does not call this
+// functor: it recomputes z in another loop, and runs inner() on z.
 template <class Inner, class T = typename Inner::Scalar>
 struct Normalizing : Inner {
   static constexpr bool kNormalizes = true;
@@ -238,6 +265,7 @@ struct Identity : Elementwise<T, 1, PackedBitsUse::kNone, 0> {
   }
 };
 
+// Returns the activation of x.
 template <class Activation, class T = typename Activation::Scalar>
 struct Value : Elementwise<T, 1, PackedBitsUse::kNone, 0> {
   using C = typename Activation::C;
@@ -248,6 +276,7 @@ struct Value : Elementwise<T, 1, PackedBitsUse::kNone, 0> {
   }
 };
 
+// Returns the gradient of x, from that of the output and x itself.
 template <class Activation, class T = typename Activation::Scalar>
 struct Gradient : Elementwise<T, 2, PackedBitsUse::kNone, 0> {
   using C = typename Activation::C;

@@ -10,19 +10,31 @@
 //    minimum.
 // 2. y is rounded. Many neighboring x share one y, most of all where the function is flat.
 //
-// So forward saves a code of a few bits per element (InputCode): the branch, and low-order bits of
-// x's bit pattern. Backward
+// So forward saves a code of a few bits per element (InputCode): the branch, and a window of x's
+// bit pattern. In the 16-bit formats the window is the lowest bits. In float and double it leaves
+// out the lowest bits: in float, a code of 6 bits has bits 8 to 12 of the pattern. A code of one
+// bit is the branch alone. Backward
 //
 // 1. estimates x from y and the branch;
 // 2. rounds the estimate to the nearest number that has the saved bits.
 //
-// Near the minimum x is analytic in root = +-sqrt(y - y_min), negative on the left branch. In the
-// core region, where nearly all inputs of a network are, the estimate is therefore y / P(root),
-// with a polynomial P that is fitted to the gate. How exact that is depends on the format:
+// Far left no code determines x: Hardswish is 0 for all x <= -3, and y of the other activations
+// underflows to -0. No gradient needs x there. The derivative is 0, or so small that any x far left
+// gives the gradient within the tolerances, and is_flat() (entry.h) makes Hardswish's gradient 0
+// even if the incoming gradient is infinite. Hardswish also has kinks, at -3 and 3: its estimate
+// is on the side of them that y determines.
 //
-// - In the 16-bit formats the estimate is close enough: the saved bits determine the rest.
-// - In float it is close enough around the minimum. Elsewhere a step of Newton's method follows.
+// Near the minimum x is analytic in root = +-sqrt(y - y_min), negative on the left branch. So the
+// gate, a smooth function of x, is a smooth function of root too, and a polynomial P(root) can
+// approximate it. In the core region, where nearly all inputs of a network are, backward therefore
+// estimates x = y / gate as y / P(root). GELU's left branch has other fits (gelu.h). How exact the
+// estimate is depends on the format:
+//
+// - In the 16-bit formats it is close enough: the saved bits determine the rest.
+// - In float it is close enough around the minimum. Elsewhere a step of Newton's method follows,
+//   unless the fit is exact enough in the whole core region (kFitIsExact).
 // - In double it is only the start of Newton's method. At the minimum a series gives x instead.
+//   Hardswish needs neither: its inverse is a square root.
 //
 // In the tail region, the rest of the domain, each activation has another estimate.
 //
@@ -30,16 +42,20 @@
 // and C = opmath_t<T>, it defines
 //
 //   kMinimumX, kMinimumY, kMinimumYLow  the minimum: x, and y as the sum kMinimumY + kMinimumYLow;
-//   kScale                              y - y_min where the scaled root is 1;
+//   kScale                              a divisor: the root is that of (y - y_min) / kScale, which
+//                                       is limited to about 1;
 //   kLeftEnd, kRightEnd                 the largest y of the core region on each branch;
 //   Point                               x and what the derivatives need; also the gate, if Newton's
 //                                       method is used;
 //   point(x), core_point(x)             the point at any x, and at an x of the core region;
-//   core_estimate(y, left)              x in the core region, in float, times kPatternScale;
+//   core_estimate(y, left)              x in the core region, in float, times kPatternScale. The
+//                                       factor is free where a fit's coefficients contain it;
 //   fit_point(y, left)                  the point at core_estimate(y, left);
 //   kFitIsExact                         whether fit_point() needs no step of Newton's method;
-//   tail_estimate(y, left)              x in the tail region, in float;
-//   tail_point(x, y, left)              the point at that x;
+//   tail_estimate(y, left)              x in the tail region, in float; the caller multiplies it by
+//                                       kPatternScale;
+//   recovered_point(x, y, left)         the point at an x that is recovered from any y. If y is NaN
+//                                       or infinite, it replaces x by NaN or by a special value;
 //   nearby_point(point, step)           the point at point.x + step, for a small step;
 //   derivative(point), second_derivative(point);
 //   inverse(y, left)                    x in double, mostly by newton_inverse(), which needs
@@ -54,7 +70,8 @@ namespace inplace_ops {
 // as one lane needs it, and the CPU kernels first collect the elements of the tail.
 enum class Region { kAny, kCore, kTail };
 
-// Replaces any x on the left branch whose y has underflowed to -0. The derivative there is 0.
+// The estimate of x on the left branch if y is -0: there y has underflowed, or x is in the flat
+// part of Hardswish. The derivative at this x is 0.
 constexpr float kUnderflowed = -1e4f;
 
 template <class C>
@@ -67,8 +84,9 @@ HOST_DEVICE C smaller(C a, C b) {
   return a < b ? a : b;
 }
 
-// The bit pattern of a half, also of a subnormal one, is contained in the pattern of the float that
-// is 2^112 times smaller.
+// Shifted left by 13, the magnitude bits of a finite half, also of a subnormal one, are the
+// magnitude bits of the float that is 2^112 times smaller. So InputCode decodes halves in patterns
+// of float.
 template <class T>
 constexpr float kPatternScale = std::is_same_v<T, Half> ? 0x1p-112f : 1.0f;
 
@@ -86,15 +104,21 @@ constexpr double constexpr_sqrt(double x) {
   return root;
 }
 
-// Corrects y - y_min for the rounding of y. Where the activation is flat, a wide interval of x
-// shares one y. The best estimate is the interval's midpoint, whose root is that of a little less
-// than y - y_min.
+// Corrects y - y_min for the rounding of y. Near the minimum, where the activation is flat, all x
+// of a wide interval have the same rounded y. The best estimate of x is the interval's midpoint.
+// Below, w is the distance of a 16-bit y from y_min, in units of kSpacing.
 //
-// Let w be a 16-bit output, as a distance from y_min in units of the outputs' spacing. Exact values
-// from w - 1/2, though not below 0, to w + 1/2 round to w. The midpoint's root is the mean of the
-// roots of both ends. Its square is (w + 1/2) / 4 at the lowest output, and
-// second_lowest_midpoint() at the next one. Outputs in float and double also have errors other than
-// rounding: their constants are fixed.
+// 1. The exact distances that round to w are those from max(w - 1/2, 0) to w + 1/2.
+// 2. x - x_min is nearly proportional to the root of the exact distance. So the midpoint's root is
+//    r = (sqrt(max(w - 1/2, 0)) + sqrt(w + 1/2)) / 2, and the corrected distance is r^2.
+// 3. r^2 is (w + 1/2) / 4 at the lowest output, where w = kLowestOutput, and
+//    second_lowest_midpoint() at the next output, where w = kLowestOutput + 1. At larger outputs it
+//    approaches w: there the correction matters little.
+// 4. So the kernels do not compute r^2. They subtract a constant that is right at the second-lowest
+//    output. The difference is at least kMinRadicand, which is right at the lowest output.
+//
+// kLowestOutput is between -1/2 and 1/2. It is negative if y_min rounds down. Outputs in float and
+// double also have errors other than rounding: their constants do not depend on y_min.
 template <class A>
 struct IntervalMidpoint {
   static_assert(-0.5 < A::kMinimumY && A::kMinimumY < -0.125,
@@ -108,8 +132,9 @@ struct IntervalMidpoint {
            0.5 * constexpr_sqrt((1.5 + kLowestOutput) * (0.5 + kLowestOutput));
   }
   // The corrected value is max(y - y_min - kOffset, 0) + kMinRadicand. It is never 0, so that the
-  // estimate stays on its branch. The factor 0.98 makes it a little less than the midpoint's
-  // square, since the derivative changes faster on the right.
+  // estimate stays on its branch: 0.01 ensures this for kLowestOutput = -1/2. 0.98, 0.06 and 0.15
+  // are empirical, chosen so that the largest error of a derivative from one saved bit is small
+  // (docs/accuracy.md has these errors).
   static constexpr double kMinRadicand =
       (kIs16Bit ? 0.01 + 0.25 * (kLowestOutput + 0.5) : 0.06) * kSpacing<A>;
   static constexpr double kOffset =
@@ -133,12 +158,12 @@ HOST_DEVICE float signed_root(float y, bool left) {
   return negate_if(left, approx_sqrt(radicand<A>(y)));
 }
 
-// Whether the core region covers the whole left branch, down to where y underflows. Then the tail
-// region has no finite y except huge ones.
+// Whether the core region covers the whole left branch, down to where y underflows. If true, only
+// NaN, infinity and very large y are in the tail region.
 template <class A>
 constexpr bool kCoreCoversLeft = A::kLeftEnd > 0.0f;
 
-// Whether y is in the tail region. NaN and infinity are.
+// Whether y is in the tail region. NaN and +infinity are.
 template <class A>
 HOST_DEVICE bool is_in_tail(float y, bool left) {
   return !(y <= (left ? A::kLeftEnd : A::kRightEnd));
@@ -163,13 +188,17 @@ HOST_DEVICE bool is_near_minimum(C x, C distance) {
   return (difference < C(0) ? -difference : difference) < distance;
 }
 
-// The code of an input x, which forward saves in `bits` bits and backward decodes. The highest bit
-// is the branch, 1 on the left. The others are bits - 1 bits of x's bit pattern, from bit `shift`
-// up.
+// The code of an input x, which forward saves in `bits` bits and backward decodes. `bits` is 1, the
+// activation's kDefaultBits, or 8. The highest bit is the branch, 1 on the left. The others are
+// bits - 1 bits of x's bit pattern, from bit `shift` up.
 //
 // The patterns that agree in all bits from `shift` up are a cell, of 2^shift patterns. The saved
 // bits repeat with a period of 2^(shift + bits - 1) patterns. To be decoded, an estimate of x must
-// be off by less than half a period: how exact the estimates are fixes shift + bits.
+// be off by less than half a period. How exact the estimates are determines the shortest period:
+//
+// - In float and double it fixes shift + bits, at 14 and at 29. More bits make the cells smaller.
+// - In the 16-bit formats shift is 0, so that a cell is one pattern and x is recovered exactly.
+//   kDefaultBits is the number of bits that this takes.
 template <class A>
 class InputCode {
  public:
@@ -182,16 +211,18 @@ class InputCode {
                                 : 0),
         low_bits_mask_((1u << (bits - 1)) - 1u),
         branch_bit_(1u << (bits - 1)) {
-    // Codes of the 16-bit formats are decoded in the pattern of float. A code of the branch alone
-    // leaves the estimate unchanged.
+    // Codes of the 16-bit formats are decoded in the pattern of float. A code of one bit, the
+    // branch alone, leaves the estimate unchanged.
     constexpr int float_shift = std::is_same_v<T, Half> ? 13 : std::is_same_v<T, BFloat16> ? 16 : 0;
     if (bits == 1) return;
     cell_shift_ = shift_ + float_shift;
     half_cell_ = sizeof(T) == 2 ? 0u : (1u << shift_) / 2u;
     const uint32_t half_period = 1u << (cell_shift_ + bits - 2);
     period_mask_ = 2u * half_period - 1u;
-    // A step up may be half_period. So of two equally near numbers decode() chooses the one farther
-    // from 0, and no step leads past 0.
+    // A pattern is a sign and a magnitude: a step up leads away from 0, and a step down must not
+    // lead past 0. None does, since x itself has the saved bits: an estimate that is off by less
+    // than half_period leads to x. Of two numbers that are half_period away decode() chooses the
+    // one farther from 0: a step up may be half_period, a step down is less.
     max_step_down_ = half_period - 1u;
   }
 
@@ -211,7 +242,8 @@ class InputCode {
   HOST_DEVICE C decode(C estimate, uint32_t code) const {
     using Pattern = pattern_t<C>;
     const Pattern pattern = bit_cast<Pattern>(estimate);
-    // The saved bits repeat every period_mask_ + 1 patterns.
+    // The saved bits repeat every period_mask_ + 1 patterns. In `target` the branch bit is just
+    // above the period, and period_mask_ removes it.
     const uint32_t target = (code << cell_shift_) + half_cell_;
     const uint32_t step_from_lowest = (target + max_step_down_ - uint32_t(pattern)) & period_mask_;
     const Pattern center = pattern + step_from_lowest - max_step_down_;
@@ -280,6 +312,8 @@ HOST_DEVICE float recover_core_input(float y, uint32_t code, int bits) {
   return input_code.decode(A::core_estimate(y, input_code.is_left(code)), code);
 }
 
+// Returns the point at x in the core region. In float it is the point at the estimate, moved to x,
+// which takes fewer instructions than core_point(x).
 template <class A>
 HOST_DEVICE auto recover_core(float y, uint32_t code, int bits) {
   if constexpr (sizeof(typename A::Scalar) == 2) {
@@ -302,16 +336,19 @@ HOST_DEVICE auto recover_core(float y, uint32_t code, int bits) {
   }
 }
 
+// Returns the point at x in the tail region.
 template <class A>
 HOST_DEVICE auto recover_tail(float y, bool left, const InputCode<A>& input_code, uint32_t code) {
   using T = typename A::Scalar;
   const float estimate = A::tail_estimate(y, left) * kPatternScale<T>;
-  const auto point = A::tail_point(input_code.decode(estimate, code), y, left);
+  const auto point = A::recovered_point(input_code.decode(estimate, code), y, left);
   if constexpr (sizeof(T) == 2 || kCoreCoversLeft<A>) {
     return point;
   } else {
     // On the left y determines the point more exactly than the rounded x does: the function
-    // amplifies x's rounding error. A step of Newton's method corrects the point.
+    // amplifies x's rounding error. A step of Newton's method corrects the point. Above -2^-118 the
+    // gate is close to the subnormal numbers, which the functions in float may replace by 0, and
+    // such a step may be wrong.
     const float newton = (point.x * point.gate - y) * approx_reciprocal(A::derivative(point));
     return A::nearby_point(point, select(left & (y < -0x1p-118f), -newton, 0.0f));
   }
@@ -323,7 +360,7 @@ HOST_DEVICE auto recover(opmath_t<typename A::Scalar> y, uint32_t code, int bits
   const InputCode<A> input_code(bits);
   const bool left = input_code.is_left(code);
   if constexpr (std::is_same_v<decltype(y), double>) {
-    return A::tail_point(input_code.decode(A::inverse(y, left), code), y, left);
+    return A::recovered_point(input_code.decode(A::inverse(y, left), code), y, left);
   } else if constexpr (region == Region::kCore) {
     return recover_core<A>(y, code, bits);
   } else if constexpr (region == Region::kTail) {

@@ -3,10 +3,10 @@
 //   z = (x - mean) * rstd * scale + shift
 //
 // Batch, group and instance norms have a scale and a shift per channel, which may differ between
-// samples and include the statistics: mean is 0 and rstd is 1. A layer norm has a mean and an rstd
-// per row, and its weight and bias are scale and shift. It subtracts the mean first, as PyTorch's
-// kernel does: a row whose elements are all equal gives exactly the bias, and ReLU decides as in
-// PyTorch.
+// samples. Mean and rstd are folded into them (Statistics), so that in the formula mean is 0 and
+// rstd is 1. A layer norm has a mean and an rstd per row, and its weight and bias are scale and
+// shift. It subtracts the mean first, as PyTorch's kernel does: a row whose elements are all equal
+// gives exactly the bias, and ReLU decides as in PyTorch.
 #pragma once
 
 #include <cmath>

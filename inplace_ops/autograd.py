@@ -21,19 +21,20 @@ NOTE [Slices and CopySlices]
 If the input of an in-place Function is a view, for example a slice, autograd makes two nodes: the
 Function's own node, and a CopySlices node for the view's base, which calls the own node's backward.
 If the Function saves its output, a first derivative with create_graph=True depends on that output,
-whose grad_fn is the own node. So a second derivative visits the own node twice: as a node of the
-graph, and from CopySlices.
+and unpacks it with the own node as its grad_fn. So a second derivative visits the own node twice:
+as a node of the graph, and from CopySlices.
 
-1. Autograd frees the tensors that the own node has saved after visiting it as a node of the graph.
-2. Autograd visits nodes in the order of their sequence numbers, and each thread counts its own. If
-   one thread has made all nodes, CopySlices comes first and nothing is missing. On a GPU PyTorch
-   differentiates in another thread. Then the own node may come first, and its saved tensors are
-   already freed when CopySlices reads them.
+1. After visiting the own node as a node of the graph, autograd frees its saved tensors.
+2. Of the nodes that are ready, autograd visits the one with the highest sequence number first, and
+   each thread counts its own. If one thread has made all nodes, CopySlices comes first and nothing
+   is missing. On a GPU, backward runs in another thread, which counts the nodes that it creates for
+   the second derivative. Then the own node may come first, and its saved tensors are already freed
+   when CopySlices reads them.
 3. So the own node's visit stores the saved tensors, detached and with their versions, unless
    CopySlices was visited earlier in the same backward pass or the pass creates a graph.
 4. A visit from CopySlices clears the stored tensors: otherwise they would live as long as the loss.
-   It uses them only if the saved tensors are freed, no version has changed, and the pass creates no
-   graph. Otherwise autograd's error is raised.
+   If the saved tensors are freed, it uses the stored ones, provided that no version has changed and
+   the pass creates no graph; otherwise it raises autograd's error.
 5. `_SliceSavedTensors` implements this. A node has one only after CopySlices has called it with
    create_graph=True; without one its saved tensors are read directly.
 """
@@ -72,8 +73,9 @@ def run_backward(
 ) -> Tensor:
     """Return `op(grad, *saved)`, which must be linear in grad.
 
-    If grad mode is on, return `differentiable(grad, op, *saved)` instead, by default that of
-    `_Linear`. If grad has a forward-mode tangent, the result's tangent is computed in the same way.
+    If grad mode is on, return `differentiable(grad, op, *saved)` instead, by default
+    `_Linear.apply`. If grad has a forward-mode tangent, the result's tangent is computed in the
+    same way.
     """
     if is_grad_enabled() or forward_ad._current_level >= 0:
         return _run_transformed(differentiable or _Linear.apply, op, grad, *saved)
@@ -85,9 +87,10 @@ def run_backward(
 
 
 def _raise_out_of_memory(error: RuntimeError, like: Tensor) -> None:
-    """Raise torch.OutOfMemoryError if an op could not allocate a tensor like this one.
+    """Raise torch.OutOfMemoryError if an op ran out of memory for a tensor like this one.
 
-    The op's own error is a RuntimeError: the stable ABI loses the type.
+    The op's own error is a RuntimeError: the stable ABI loses the type. To allocate such a tensor
+    again makes PyTorch raise its own error.
     """
     if "out of memory" in str(error):
         torch.empty_like(like)
@@ -267,7 +270,8 @@ class _InPlaceFunction(Function):
 
     Attributes:
         activation: The activation that is computed.
-        save_modes: The save modes that the Function implements.
+        save_modes: The save modes that the Function implements. With packed bits it uses the first;
+            without them it saves the output.
         saves_output_and_bits: Whether it saves its output in addition to packed bits.
     """
 
@@ -305,7 +309,7 @@ class _InPlaceFunction(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
-        if grad is None:  # returned by a later Function: the .grad of leaves stays None
+        if grad is None:  # from a later Function's backward; passed on, leaves' .grad stays None
             return None, None, None
         try:
             saved = _saved_tensors(ctx)

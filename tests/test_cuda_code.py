@@ -83,7 +83,9 @@ class Budget(NamedTuple):
     tail_opcode: str | None = None
 
 
-# Above 1 a kernel is bound by arithmetic; such a budget is a ratchet, a few percent above the cost.
+# A kernel with a budget above 1 is bound by arithmetic. Such a budget is a limit a few percent
+# above the present cost, so that no change makes the kernel slower unnoticed. So is every budget
+# of NORMALIZED, although most are below 1.
 BUDGETS = {
     "silu": Budget(tail_opcode="MUFU.LG2"),
     "gelu": Budget(slots=1.38),
@@ -96,16 +98,21 @@ SMOOTH = Budget(slots=1.4)
 ANY = "any"  # in place of an activation, for kernels that do not depend on it
 # Budgets of kernels after a norm, by the layouts of AFFINE_LOADS.
 NORMALIZED = {
-    "NormalizeAdd": {"planes": 0.37, "split_planes": 0.52, "channels_last": 0.39, "rows": 0.45},
-    ANY: {"planes": 0.32, "split_planes": 0.55, "channels_last": 0.35, "rows": 0.45},
-    "relu": {"planes": 0.44, "split_planes": 0.72, "channels_last": 0.47, "rows": 0.56},
-    "leaky_relu": {"planes": 0.47, "split_planes": 0.75, "channels_last": 0.49, "rows": 0.6},
-    "relu6": {"planes": 0.5, "split_planes": 0.78, "channels_last": 0.5, "rows": 0.6},
-    "silu": {"planes": 0.72, "split_planes": 0.86, "channels_last": 0.74, "rows": 0.82},
-    "gelu": {"planes": 1.07, "split_planes": 1.28, "channels_last": 1.12, "rows": 1.23},
-    "gelu_tanh": {"planes": 0.74, "split_planes": 0.9, "channels_last": 0.76, "rows": 0.85},
-    "hardswish": {"planes": 0.59, "split_planes": 0.83, "channels_last": 0.63, "rows": 0.73},
-    "mish": {"planes": 0.74, "split_planes": 0.93, "channels_last": 0.78, "rows": 0.87},
+    "NormalizeAdd": {
+        "planes": 0.37,
+        "split_planes": 0.52,
+        "channels_last": 0.39,
+        "layer_norm": 0.45,
+    },
+    ANY: {"planes": 0.32, "split_planes": 0.55, "channels_last": 0.35, "layer_norm": 0.45},
+    "relu": {"planes": 0.44, "split_planes": 0.72, "channels_last": 0.47, "layer_norm": 0.56},
+    "leaky_relu": {"planes": 0.47, "split_planes": 0.75, "channels_last": 0.49, "layer_norm": 0.6},
+    "relu6": {"planes": 0.5, "split_planes": 0.78, "channels_last": 0.5, "layer_norm": 0.6},
+    "silu": {"planes": 0.72, "split_planes": 0.86, "channels_last": 0.74, "layer_norm": 0.82},
+    "gelu": {"planes": 1.07, "split_planes": 1.28, "channels_last": 1.12, "layer_norm": 1.23},
+    "gelu_tanh": {"planes": 0.74, "split_planes": 0.9, "channels_last": 0.76, "layer_norm": 0.85},
+    "hardswish": {"planes": 0.59, "split_planes": 0.83, "channels_last": 0.63, "layer_norm": 0.73},
+    "mish": {"planes": 0.74, "split_planes": 0.93, "channels_last": 0.78, "layer_norm": 0.87},
 }
 
 SLOTS_OF_A_CAST = 2  # per element
@@ -118,15 +125,15 @@ class AffineLoads(NamedTuple):
     vectors: int = 0  # numbers per element that are loaded 16 bytes at a time
 
 
+DIVISION = "I2F.U32.RP"  # an opcode of every unsigned integer division
+BACKWARD_JUMP = "jump to a lower address"  # counted like an opcode: a loop has one per iteration
 # By the layouts of csrc/cuda/affine_layout.h, which need neither a division nor a loop.
-DIVISION = "I2F.U32.RP"
 AFFINE_LOADS = {
     "planes": AffineLoads(scalars=2 * ACCESSES),
     "split_planes": AffineLoads(scalars=4 * ACCESSES),
     "channels_last": AffineLoads(scalars=0, vectors=2),
-    "rows": AffineLoads(
-        scalars=2 * ACCESSES, vectors=2
-    ),  # of a layer norm: channels_last with statistics
+    # channels_last, and for each row a mean and an rstd
+    "layer_norm": AffineLoads(scalars=2 * ACCESSES, vectors=2),
 }
 
 
@@ -155,6 +162,8 @@ def cuobjdump(*arguments: str) -> str:
 
 
 class Key(NamedTuple):
+    """The template arguments that identify a kernel with vector accesses, except its layout."""
+
     activation: str
     functor: str
     scalar: str
@@ -162,14 +171,16 @@ class Key(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    name: str
+    """A compiled kernel. Several cases may be versions of it, for different numbers of bits."""
+
+    name: str  # its symbol, mangled
     activation: str
     functor: str
     scalar: str
     out: str  # the format of the results
     count: int  # elements per access
-    registers: int
-    stack: int
+    registers: int  # per thread
+    stack: int  # bytes of local memory per thread
 
     @property
     def key(self) -> Key:
@@ -177,10 +188,12 @@ class Kernel(NamedTuple):
 
 
 class Case(NamedTuple):
+    """A path through a kernel for a whole tile: with a number of bits, or with a norm's layout."""
+
     activation: str
     functor: str
     scalar: str
-    bits: int
+    bits: int  # per element: planes of the packed bits
     layout: str = ""  # after a norm: a key of AFFINE_LOADS
     cast: str = ""  # the format to which the results are cast, if any
 
@@ -288,6 +301,9 @@ each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @functools.cache
 def kernels(architecture: str) -> list[Kernel]:
     usage = cuobjdump("-res-usage", "-arch", architecture)
+    # A symbol begins with the scope, and goes on, for instance, with
+    # run_warpsILi4ENS_14BackwardOutputINS_4SiLUIfEEfEENS_4RowsEEEv: accesses of 4 elements, the
+    # functor BackwardOutput<SiLU<float>, float>, and the layout Rows.
     name = r"NS_\d+([A-Z][A-Za-z0-9]*?)"
     mangled = (
         rf"Function (\S*run_warpsILi(\d)E(NS_4CastI)?{name}I(?:{name}I)?(?:{name}E|([fd])E)\S*):"
@@ -312,12 +328,15 @@ def kernels(architecture: str) -> list[Kernel]:
     return found
 
 
-def vector_kernels(architecture: str, in_rows: bool = False) -> dict[Key, Kernel]:
-    """Return the kernels with vector accesses, to dense tensors or to rows with gaps."""
+def vector_kernels(architecture: str, has_gaps: bool = False) -> dict[Key, Kernel]:
+    """Return the kernels with vector accesses, to dense tensors or to rows with gaps between them.
+
+    After a norm one kernel serves both, and is returned with the kernels for dense tensors.
+    """
     return {
         kernel.key: kernel
         for kernel in kernels(architecture)
-        if kernel.count > 1 and ("NS_4RowsE" in kernel.name) == in_rows
+        if kernel.count > 1 and ("NS_4RowsE" in kernel.name) == has_gaps
     }
 
 
@@ -364,7 +383,8 @@ def whole_tile(case: Case, architecture: str, in_tail: int = 0) -> Counter[Instr
     """Return the instructions on the shortest path of a warp through the kernel for a whole tile.
 
     The path passes all wide stores, exactly the case's number of accesses to packed bits, the code
-    for the tail `in_tail` times, and the loads of the affine.
+    for the tail `in_tail` times, and the loads of the affine. After a norm it has neither a
+    division nor a loop.
     """
     kernel = vector_kernels(architecture)[case.key]
     code = instructions(kernel, architecture)
@@ -375,7 +395,7 @@ def whole_tile(case: Case, architecture: str, in_tail: int = 0) -> Counter[Instr
     }
     if case.layout:
         counts = {case.store: ACCESSES, "LDG.E.128": case.vector_loads}
-        counts |= {"LDG.E": AFFINE_LOADS[case.layout].scalars, DIVISION: 0, "backward": 0}
+        counts |= {"LDG.E": AFFINE_LOADS[case.layout].scalars, DIVISION: 0, BACKWARD_JUMP: 0}
     indices, wanted = {name: i for i, name in enumerate(counts)}, tuple(counts.values())
 
     Seen = tuple[int, ...]  # how often the path has passed each landmark in `counts`
@@ -410,7 +430,7 @@ def whole_tile(case: Case, architecture: str, in_tail: int = 0) -> Counter[Instr
                 assert exponentials == 0 or exponentials >= case.elements, "elements left out"
                 return path
             for target in following:
-                jumped = with_one_more(seen, "backward") if target < address else seen
+                jumped = with_one_more(seen, BACKWARD_JUMP) if target < address else seen
                 successor = (target, jumped)
                 if jumped is not None and successor not in came_from:
                     came_from[successor] = state
@@ -470,18 +490,23 @@ def slots_of_a_warp(case: Case, fraction: float) -> dict[str, float]:
 
 
 @on_each_architecture
-def test_every_vector_kernel_is_a_case(architecture: str) -> None:
+def test_vector_kernels_are_the_expected_ones(architecture: str) -> None:
+    """The kernels with vector accesses are those that the cases name, and no others."""
     assert vector_kernels(architecture).keys() == {case.key for case in CASES}
 
 
 @on_each_architecture
-def test_rows_cost_at_most_three_instructions_per_element(architecture: str) -> None:
-    """Gaps between rows add at most three instructions per element to backward."""
-    dense, in_rows = vector_kernels(architecture), vector_kernels(architecture, in_rows=True)
-    assert {kernel.functor for kernel in in_rows.values()} == {
+def test_backward_kernels_for_rows_with_gaps_add_little_code(architecture: str) -> None:
+    """Only backward kernels have a second version, for rows with gaps between them.
+
+    All code of that version, not only the path for a whole tile, has at most three more
+    instructions per element of a lane and number of bits.
+    """
+    dense, with_gaps = vector_kernels(architecture), vector_kernels(architecture, has_gaps=True)
+    assert {kernel.functor for kernel in with_gaps.values()} == {
         *("BackwardMask", "BackwardMaskOfOutput", "BackwardOutput", "BackwardDerivative")
     }
-    for key, kernel in in_rows.items():
+    for key, kernel in with_gaps.items():
         added = len(instructions(kernel, architecture)) - len(
             instructions(dense[key], architecture)
         )
@@ -497,6 +522,10 @@ def test_no_kernel_uses_local_memory(architecture: str) -> None:
 
 @on_each_architecture
 def test_loads_in_flight_suffice_for_the_bandwidth(architecture: str) -> None:
+    """The registers leave room for enough threads on a multiprocessor to saturate the memory.
+
+    Together their loads from the inputs, all in flight at once, have at least BYTES_IN_FLIGHT.
+    """
     for kernel in vector_kernels(architecture).values():
         registers = -(-kernel.registers // 8) * 8
         threads = min(REGISTERS // registers, THREADS) // BLOCK * BLOCK
@@ -507,6 +536,10 @@ def test_loads_in_flight_suffice_for_the_bandwidth(architecture: str) -> None:
 @on_each_architecture
 @each_case
 def test_whole_tile_makes_only_expected_accesses(case: Case, architecture: str) -> None:
+    """The path for a whole tile has the expected global loads and stores: number and width.
+
+    It has no accesses to local memory, and no calls.
+    """
     names: Counter[str] = Counter()
     for instruction, count in whole_tile(case, architecture).items():
         names[instruction.name] += count
@@ -522,7 +555,11 @@ def test_whole_tile_makes_only_expected_accesses(case: Case, architecture: str) 
 
 @each_case
 def test_cost_of_a_warp_is_within_budget(host_kernels: ModuleType, case: Case) -> None:
-    """Only for sm_90: the pipes, the clock and the bandwidth are those of an H200."""
+    """The busiest pipe needs at most the budget's share of the time that the bytes take.
+
+    This is for an H200: its pipes, clock and bandwidth, and code for sm_90. The cost includes the
+    code for the tail, for the fraction of N(0, std^2) that is there.
+    """
     fractions = {"": 0.0}
     if case.tail_opcode:
         fractions = {

@@ -55,7 +55,7 @@ struct GELUBase : SmoothActivation {
     return Activation::core_point(core_estimate(y, left));
   }
 
-  HOST_DEVICE static auto tail_point(C x, C y, bool) {
+  HOST_DEVICE static auto recovered_point(C x, C y, bool) {
     const C nan_if_not_finite = y - y;
     return Activation::point(x + nan_if_not_finite);
   }

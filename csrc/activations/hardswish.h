@@ -59,7 +59,7 @@ struct Hardswish : SmoothActivation {
   HOST_DEVICE static Point core_point(float x) { return {x}; }
   HOST_DEVICE static Point fit_point(float y, bool left) { return {core_estimate(y, left)}; }
   HOST_DEVICE static Point nearby_point(Point point, C step) { return {point.x + step}; }
-  HOST_DEVICE static Point tail_point(C x, C y, bool left) {
+  HOST_DEVICE static Point recovered_point(C x, C y, bool left) {
     return {y - y == C(0) ? x : left ? C(-INFINITY) : y};
   }
 

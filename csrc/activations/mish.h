@@ -106,7 +106,7 @@ struct Mish : SmoothActivation {
     return select(left, select(y == 0.0f, kUnderflowed, x), y);
   }
 
-  HOST_DEVICE static Point tail_point(C x, C y, bool) {
+  HOST_DEVICE static Point recovered_point(C x, C y, bool) {
     const C nan_if_not_finite = y - y;
     return point(x + nan_if_not_finite);
   }

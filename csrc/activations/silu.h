@@ -128,7 +128,7 @@ struct SiLU : SmoothActivation {
     return select(y <= (left ? kFitLeftEnd : kFitRightEnd), point.x - newton, tail);
   }
 
-  HOST_DEVICE static Point tail_point(C x, C y, bool) {
+  HOST_DEVICE static Point recovered_point(C x, C y, bool) {
     const C nan_if_not_finite = y - y;
     return point(x + nan_if_not_finite);
   }

@@ -1,6 +1,7 @@
 // Finds the scale and shift of each element of a dense tensor, for accesses of several elements.
 //
-// Most tensors have one of three layouts. The host determines which, once per launch:
+// Most tensors have one of three layouts. The host determines which, once per launch. A plane below
+// has the elements of one channel in one sample, H x W in NCHW. It is not a bit plane.
 //
 //   kPlanes        Each channel is a plane, as in NCHW, and a plane is a whole number of accesses:
 //                  an access has one channel.

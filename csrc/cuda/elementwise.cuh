@@ -1,24 +1,40 @@
 // Runs a functor over tensors on a CUDA device.
 //
 // A warp works on a tile. Each of its lanes makes kAccesses accesses to every tensor, and
-// neighboring lanes access neighboring memory. An access has 16 bytes in the whole tiles of
-// tensors that are aligned, and dense or rows of a larger tensor; elsewhere it has one element.
-// Results that are cast to half the width are stored 8 bytes at a time. All loads of a lane come
-// before its arithmetic, so that all of them are in flight at once.
+// neighboring lanes access neighboring memory. All loads of a lane from the inputs come before its
+// arithmetic, so that all of them are in flight at once.
 //
-// Bandwidth. Bytes moved per element of s bytes with k saved bits: 2s for a forward that saves
-// nothing, 2s + k/8 for a forward that saves bits, 2s + k/8 for a backward from bits, 3s for a
-// backward from the output, 3s + k/8 for a backward from both: every byte moves once. By Little's
-// law an H200 (4.3 TB/s over 132 multiprocessors, 1 us under load) needs 32 KiB in flight in each
-// multiprocessor, half of it loads: two 16-byte loads a lane with a quarter of the 2048 lanes
-// resident. So: two accesses a lane, which also hides their latency; blocks of 128, of which
-// sixteen fit at 32 registers and eight at 64; one tile a warp rather than a loop over few blocks,
-// since the hardware hands out blocks faster than they finish (4 KiB each) and a small tensor then
-// spreads over all multiprocessors; no streaming hints, since the next layer reads what this one
-// writes. benchmarks/tune_cuda.py compares the alternatives.
+// Where possible an access has 16 bytes: mostly in whole tiles of tensors that are aligned, and
+// dense or rows of a larger tensor. Elsewhere it has one element. choose_path() has the exact
+// conditions. Results that are cast to half the width are stored 8 bytes at a time.
+//
+// Bandwidth. Every byte moves once. Bytes moved per element of s bytes with k saved bits:
+//
+// - 2s for a forward that saves nothing;
+// - 2s + k/8 for a forward that saves bits, and for a backward from bits;
+// - 3s for a backward from the output;
+// - 3s + k/8 for a backward from both.
+//
+// By Little's law an H200 (4.3 TB/s over 132 multiprocessors, 1 us under load) needs 32 KiB in
+// flight in each multiprocessor, 16 KiB of it loads. With two 16-byte loads a lane from one tensor,
+// this requires 512 resident lanes, a quarter of the most that a multiprocessor can have.
+// tests/test_cuda_code.py checks that the registers suffice. Hence these choices, which
+// benchmarks/tune_cuda.py compares with others:
+//
+// - Two accesses a lane to each tensor, which also hides their latency.
+// - Blocks of 128 lanes. At 32 registers a lane, sixteen blocks fit, which are all 2048 lanes. At
+//   64 registers eight blocks fit.
+// - One tile a warp, rather than a loop over few blocks. The hardware hands out blocks, of 4 KiB of
+//   each tensor, faster than they finish, and a small tensor then spreads over all multiprocessors.
+// - No streaming hints, since the next layer reads what this one writes.
 //
 // After a norm each element also has a scale and a shift. In whole tiles affine_layout.h finds them
-// in few instructions: a division takes as many as the activation of several elements.
+// in few instructions. A division would take as many instructions as the activation of several
+// elements.
+//
+// ../functors.h defines Operands, FastBits (the numbers of bits with a vectorized path) and
+// SplitsRegions (core and tail region). ../packed_bits.h defines kGroup: eight elements, which
+// share a byte of each bit plane.
 //
 // The kernel bodies take their indices as arguments and compile for the host too, where tests run
 // them: Lanes stores the state of one lane on a GPU, and of a whole warp on the host.
@@ -188,8 +204,8 @@ struct LaneState {
 template <int count>
 constexpr int kTileElements = kWarpSize * kAccesses * count;
 
-// A tile begins at a multiple of kGroup and has kTileElements elements; the last tile of accesses
-// of one element may have fewer.
+// A tile begins at a multiple of kGroup and has kTileElements elements. With accesses of one
+// element the last tile may have fewer.
 struct Tile {
   int64_t first;
   int elements;
@@ -250,7 +266,7 @@ struct TileBits<8> {
 
 // A byte belongs to two neighboring lanes, with four elements each. Of every two accesses the even
 // lane handles the bytes of the first and the odd lane the bytes of the second, and the lanes
-// exchange the words that this requires.
+// exchange the words that this requires. So kAccesses must be even for formats of 32 bits.
 template <>
 struct TileBits<4> {
   // The first element of the group that a lane handles.
@@ -340,8 +356,9 @@ struct TileBits<1> {
   }
 };
 
-// The arithmetic of one access. Where a functor splits regions, elements in the tail wait until all
-// others are done: they are rare, and one branch costs less than one per element.
+// The arithmetic of one access. Where a functor splits regions, core() runs on all elements, and
+// tail() then overwrites the results of those in the tail. These are rare, and one branch for all
+// elements costs less than one per element.
 template <class Functor, int count>
 HOST_DEVICE void compute(const Functor& functor, LaneState<Functor, count>& my, int access,
                          int bits) {
@@ -386,9 +403,9 @@ HOST_DEVICE void compute(const Functor& functor, LaneState<Functor, count>& my, 
   }
 }
 
-// The arithmetic of one access after a norm. `scale_shift` has the affine of each element's
-// channel. If there are rows, the scale is multiplied by the row's rstd, and the row's mean is
-// subtracted from x.
+// The arithmetic of one access after a norm, z = (x - mean) * rstd * scale + shift. `scale_shift`
+// has the scale and shift of each element's channel. With row statistics (has_rows) the scale is
+// multiplied by the row's rstd, and the row's mean is subtracted from x, the last input.
 template <class Functor, int count, class C>
 HOST_DEVICE void compute_normalized(const Functor& functor, LaneState<Functor, count>& my,
                                     int access, ScaleAndShift<C> (&scale_shift)[count],
@@ -413,8 +430,8 @@ HOST_DEVICE void compute_normalized(const Functor& functor, LaneState<Functor, c
 }
 
 // The arithmetic of all accesses of a lane in a whole tile; `first` is the lane's first element.
-// Where an access has one or two channels, the affine of all accesses is loaded before any
-// arithmetic.
+// Where an access has one or two channels, the scales and shifts of all accesses are loaded before
+// any arithmetic.
 template <class Functor, int count, class C>
 HOST_DEVICE void compute_all_normalized(const Functor& functor, LaneState<Functor, count>& my,
                                         const AffineLayout& layout, const NormAffine<C>& affine,
@@ -498,13 +515,14 @@ HOST_DEVICE void run_tile(const Functor& functor, const Layout& layout,
           my.in[k][a][0] = is_in_tile(index) ? operands.in[k][offsets[k + 1]] : T{};
       }
       UNROLL
-      for (int i = 0; i < count; ++i) my.codes[a][i] = 0;
+      for (int i = 0; i < count; ++i) my.codes[a][i] = 0;  // TileBits::read() sets bits in them
     }
   });
   if constexpr (Functor::kPackedBits == PackedBitsUse::kRead)
     TileBits<count>::template read<planes>(lanes, packed, tile);
 
   lanes.each([&](auto& my, unsigned lane) {
+    // 32 bits suffice: affine_layout() rejects tensors of 2^32 elements or more.
     if constexpr (Functor::kNormalizes && count > 1)
       compute_all_normalized(functor, my, layout.affine, operands.affine,
                              uint32_t(tile.first) + index_in_tile<count>(0, lane));
@@ -528,7 +546,7 @@ HOST_DEVICE void run_tile(const Functor& functor, const Layout& layout,
       } else if (is_in_tile(index)) {
         operands.out[my.out_offset[a]] = my.out[a][0];
       } else {
-        my.codes[a][0] = 0;
+        my.codes[a][0] = 0;  // past the end: the unused bits of a plane are 0
       }
     }
   });
@@ -541,7 +559,9 @@ inline int64_t tiles_of(int64_t elements) {
   return (elements + kTileElements<count> - 1) / kTileElements<count>;
 }
 
-// Runs a tile with the version of run_tile that is compiled for this number of planes.
+// Runs a tile with the version of run_tile that is compiled for this number of bit planes. The last
+// version also runs if none matches: for vector accesses can_vectorize() excludes this, and for
+// accesses of one element the only version supports any number.
 template <int count, class Functor, class Layout, int planes, int... others>
 HOST_DEVICE void run_version(std::integer_sequence<int, planes, others...>, const Functor& functor,
                              const Layout& layout, const Operands<Functor>& operands,
@@ -586,8 +606,11 @@ std::optional<Rows> rows_of(const StridedLayout& strided) {
   return rows;
 }
 
-// Calls launch(layout) with the layout for accesses of several elements, if the operands allow such
-// accesses.
+// Calls launch(layout) with the layout for accesses of several elements, if the operands have one:
+//   - dense tensors;
+//   - Rows, if the functor has kVectorizesRows or kNormalizes;
+//   - in addition, after a norm, an AffineLayout.
+// Otherwise does not call it.
 template <class Functor, class Launch>
 void with_vector_layout(const StridedLayout& strided, const Operands<Functor>& operands,
                         const Launch& launch) {
@@ -598,26 +621,29 @@ void with_vector_layout(const StridedLayout& strided, const Operands<Functor>& o
     if (rows && affine) launch(RowsOfNormalized{*rows, *affine});
   } else if (strided.is_dense()) {
     launch(Dense{});
-  } else if constexpr (Functor::kReadsGradient) {
+  } else if constexpr (Functor::kVectorizesRows) {
     if (const auto rows = rows_of<count>(strided)) launch(*rows);
   }
 }
 
+// Whether the operands are aligned to a vector, and there is a version for their number of bits.
 template <class Functor, int... planes>
-bool has_fast_version(const Operands<Functor>& operands, std::integer_sequence<int, planes...>) {
+bool can_vectorize(const Operands<Functor>& operands, std::integer_sequence<int, planes...>) {
   uintptr_t addresses = reinterpret_cast<uintptr_t>(operands.out);
   for (const auto* in : operands.in) addresses |= reinterpret_cast<uintptr_t>(in);
   return addresses % kVectorBytes == 0 && ((operands.packed.planes == planes) || ...);
 }
 
-// With fewer whole tiles, a second launch for the remaining elements would cost more than accesses
-// of one element to all.
+// With fewer whole tiles than this, a second launch for the remaining elements would cost more than
+// accesses of one element to all elements.
 constexpr int kFewTiles = INPLACE_OPS_FEW_TILES;
 
 // Calls launch(count, layout, begin, end) with the elements of an access and the layout to use from
 // `begin` to `end`. Whole tiles have vector accesses. Accesses have one element, with any layout,
-//   - where the operands are not in rows, not aligned, or have a rare number of bits,
-//   - where there are few whole tiles and a rest, and
+//   - where the format is double,
+//   - where the operands are not aligned, or their number of bits is not in FastBits,
+//   - where they have no layout for vector accesses (with_vector_layout()),
+//   - where there are fewer than kFewTiles whole tiles and a rest, and
 //   - in the rest at the end, which is less than a tile.
 template <class Functor, class Launch>
 void choose_path(const StridedLayout& strided, const Operands<Functor>& operands,
@@ -628,7 +654,7 @@ void choose_path(const StridedLayout& strided, const Operands<Functor>& operands
   if constexpr (vector > 1) {
     constexpr int tile = kTileElements<vector>;
     const bool is_worth_it = elements % tile == 0 || elements / tile >= kFewTiles;
-    if (is_worth_it && has_fast_version(operands, typename Functor::FastBits{})) {
+    if (is_worth_it && can_vectorize(operands, typename Functor::FastBits{})) {
       with_vector_layout(strided, operands, [&](const auto& layout) {
         begin = elements / tile * tile;
         launch(std::integral_constant<int, vector>{}, layout, int64_t(0), begin);

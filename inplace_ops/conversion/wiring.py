@@ -7,26 +7,29 @@ outputs of norms and to replace the forward of activations. For this `attach` ch
 and nothing else:
 
 1. The model itself gets a new class: a subclass of its class that overrides `forward` to run the
-   engine. A method of the class, unlike an attribute of the instance, runs the parameters of the
-   replica or copy that it is called on. All models of one class share one such subclass.
+   engine. A method receives the instance that it is called on, so a replica or a copy runs with its
+   own parameters. A bound `forward` attribute would run with the original's. All models of one
+   class share one such subclass.
 2. The model gets an attribute with its `Conversion`. Without this attribute the new class's
    `forward` runs the original forward and nothing else.
 3. If the model has a `forward` attribute, or if no such subclass can be created, the model keeps
    its class and gets a `forward` attribute that runs the engine. A model that is itself an
-   activation gets 5 instead of 1 or 3.
-4. A norm, or a module of another library that may be a norm, gets a forward pre-hook and a forward
-   hook. They record the versions of its weight and bias, and note its output.
+   activation gets only the activation's `forward`, and never runs the engine: it has one node.
+4. A norm, or a module without inner modules that is not PyTorch's and so may be a norm, gets a
+   forward pre-hook and a forward hook. They record the versions of its weight and bias, and take a
+   note of its output.
 5. An activation without a `forward` attribute gets one: see `recompute/fused.py`.
 6. Before torch 2.14 every other module that may create nodes gets a forward hook that walks over
    them: see NOTE [Where nodes come from] in `recompute/engine.py`. For the model itself
    `Conversion.run` does this.
-7. Parameters, buffers, parents and the classes of all other modules do not change. Scripted modules
-   do not change at all.
+7. Parameters, buffers, the tree of modules, and the classes of all other modules do not change.
+   Scripted modules do not change at all.
 8. An `nn.TransformerEncoderLayer` and its parts get no hooks: with a hook on any of them the layer
-   leaves its fast path.
+   leaves its fast path in inference.
 
-`detach` undoes 1 to 6, in the model and in all of its parts. If `attach` fails, the model and its
-parts are restored, with the conversions that they had before.
+`detach` undoes 1 to 6, in the model and in all of its parts, also in parts that were converted on
+their own. If `attach` fails, the model and its parts are restored, with the conversions that they
+had before.
 """
 
 from __future__ import annotations
@@ -61,8 +64,8 @@ class Conversion:
 
     Attributes:
         settings: State that all forward passes of the model share.
-        report: The report. The first call with gradients fills it in.
-        observation: Observes that call; None for a new `Observation`.
+        report: The report. One of the first calls with gradients fills it in.
+        observation: Observes these calls; if None, a new `Observation` is made for each.
     """
 
     def __init__(
@@ -175,7 +178,8 @@ class _Snapshot:
 # Modules that return their input, or the output of an inner module.
 _WITHOUT_NODES = (nn.Identity, nn.Sequential)
 
-# The attachments of a module: see 4, 6 and 5 of NOTE [What convert attaches].
+# The attachments of a module: see 4 (norms), 6 (the walk) and 5 (activations) of NOTE [What convert
+# attaches].
 _NORM_HOOKS, _WALK_HOOK, _FORWARD = "norm hooks", "walk hook", "forward"
 
 
@@ -192,9 +196,9 @@ def _attachments_for(module: nn.Module) -> set[str]:
 
 
 def _may_be_a_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm, or may be: other libraries' modules without inner modules.
+    """Whether a module is a norm, or may be: one without inner modules that is not PyTorch's.
 
-    Examples are an RMSNorm and a LayerScale.
+    Examples are a model's own RMSNorm and a LayerScale.
     """
     if isinstance(module, (*norms.MODULES, nn.RMSNorm)):
         return True
@@ -275,7 +279,7 @@ def detached(model: nn.Module) -> Iterator[None]:
         snapshot.restore()
 
 
-# Modules of classes that PyTorch creates for one instance, and later changes or removes itself.
+# The Python modules in which PyTorch creates classes for one instance, and later removes them.
 _INSTANCE_CLASS_MODULES = (
     "torch.fx.",
     "torch.nn.utils.parametrize",
@@ -360,7 +364,10 @@ def _rebuilt(build: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Modul
 def _instance_forward(
     model: nn.Module, forward: Callable[..., Any] | None, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run the forward of a model that keeps its class: its former attribute, or its class's."""
+    """Run the engine for a model that keeps its class.
+
+    `forward` is the `forward` attribute that the model had; None for the forward of its class.
+    """
     return _run_converted(model, forward or partial(type(model).forward, model), *args, **kwargs)
 
 

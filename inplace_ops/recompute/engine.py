@@ -5,8 +5,8 @@ cheap to recompute from other saved tensors: the output of an activation whose i
 output of a norm whose input is saved, a sum or a product of such tensors. The engine visits every
 autograd node that a model's forward creates, and replaces such saved tensors with pack and unpack
 hooks on the single saved tensor (`node._raw_saved_x.register_hooks`). In backward PyTorch itself
-gives the recomputed tensor the saved tensor's position in the graph. The engine traces nothing and
-replaces no operation.
+connects the recomputed tensor to the graph, as it connects every unpacked tensor. The engine traces
+nothing and replaces no operation.
 
     for each new node:
         for each saved tensor that backward may read recomputed:
@@ -34,40 +34,46 @@ NOTE [Leaves]
 
 A spec leaf is a tensor that a spec is computed from.
 
-1. Large leaves are activations that their operation saves anyway. The engine reads them from that
-   operation's saved field and detaches them. It stores their version, and compares it in backward.
+1. A leaf that an operation computed is not copied: that operation, or one that reads the leaf,
+   saves it anyway. The engine reads it from the saved field, detaches it, stores its version, and
+   compares the version in backward.
 2. Other leaves (parameters, buffers, constants) are copied when their operation's node is visited.
    FSDP2 frees a parameter's memory when its module's forward returns, and reading the parameter
    later crashes. An optimizer may write to a parameter through `.data`. A leaf that is larger than
    64 KiB, or not smaller than the operation's output, is not copied, and there is then no spec.
    When the model's forward has returned, only specs own copies.
-3. A leaf may outlive its operation's backward, for example with two losses whose backwards run one
-   after the other. So the engine builds no spec whose leaves are more than four times as large as
-   the saved tensor (a slice of something large), and none whose copies are as large as it.
-4. A write to a leaf after its consumer was visited raises in backward. PyTorch raises too, except
-   where the backward of the operation that saved the leaf does not run, for example if only the
-   gradients of the consumer's own parameters are computed.
-5. Copies and scales are computed on the current CUDA stream, and are ready on that stream alone. A
-   tensor that is read on another stream than its operation's is saved as PyTorch saves it.
+3. A spec keeps its leaves alive until the consumer's backward, even if the operation that saved
+   them runs its own backward earlier, for example with two losses. So the engine builds no spec
+   whose leaves are more than four times as large as the saved tensor (a slice of something large),
+   and none whose copies are as large as it.
+4. A write to a leaf after the spec was built raises in backward. PyTorch raises too in most cases,
+   because the operation that saved the leaf raises. It does not if that operation's backward does
+   not run, for example if only the gradients of the consumer's own parameters are computed.
+5. Copies, and the affines of norms, are computed on the current CUDA stream, and are ready on that
+   stream alone. A tensor that is read on another stream than its operation's is saved as PyTorch
+   saves it.
 
 NOTE [First use]
 
 A write through `.data`, NumPy or a storage changes neither the graph nor a version counter, so no
 proof detects it. Therefore the engine verifies each spec at its first use:
 
-1. At the first use of a spec key, the engine computes the spec and compares the value with the
-   saved tensor: bit for bit if the spec is exact, else within its rounding.
-2. If they differ, tensors with that key are saved as PyTorch saves them from then on. One warning
-   says so.
-3. The key consists of the ordinal of the node in the forward pass of the outermost converted model,
-   the types of the nodes, and the shape, dtype, strides and device of the saved tensor. Its class
-   is `SpecKey`.
-4. A write that changes no version counter and begins only after the first use of its key is not
+1. `SpecKey` is the key of a spec: the number of nodes visited so far in the forward pass of the
+   outermost converted model, the types of the nodes, the field, the cost, and the saved tensor's
+   shape, dtype, strides and device.
+2. At the first use of a key, the engine computes the spec and compares the value with the saved
+   tensor: bit for bit if the spec is exact, else within its rounding.
+3. If they differ, tensors with that key are saved as PyTorch saves them from then on. The engine
+   warns, once per model.
+4. The number of stored keys is bounded. When the bound is reached all are dropped, and the next use
+   of each is a first use again.
+5. A write that changes no version counter and begins only after the first use of its key is not
    detected.
 
 NOTE [Containment]
 
-1. An error inside the engine leaves the tensor saved and warns once. It never reaches the model.
+1. An error while the engine visits a node leaves the tensor saved and warns once. It never reaches
+   the model. Errors in backward do: a written leaf must raise.
 2. The engine of a call is visible to its own thread only, and is reset in a `finally`.
 3. Nodes that were created outside a converted model's call have no record. The engine never reads
    their saved tensors.
@@ -119,8 +125,9 @@ from .versions import (
 _T = TypeVar("_T")
 Reason = str | Callable[..., str]
 
-# Errors of reading a node's saved tensor. If the operation's backward runs, it raises them itself.
-_RAISED_BY_BACKWARD = (
+# Errors of reading a node's saved tensor, which is then left as it is, without a warning.
+_EXPECTED_ERRORS = (
+    # If the operation's backward runs, it raises these itself.
     *("modified by an inplace operation", "second time"),
     # Reading the `grad_fn` of a view whose base was modified in place creates a node.
     "Creating a new autograd node from inside a node creation hook",
@@ -227,7 +234,7 @@ def run_engine(settings: Settings, observer: Observer | None = None) -> Iterator
         yield None
         return
     engine = Engine(settings, observer)
-    source = nodes.creation_hook(_visit) if USE_CREATION_HOOK else nullcontext()
+    source = nodes.creation_hook(_on_node_created) if USE_CREATION_HOOK else nullcontext()
     try:
         _running.engine = engine
         with source:
@@ -239,7 +246,7 @@ def run_engine(settings: Settings, observer: Observer | None = None) -> Iterator
 USE_CREATION_HOOK = nodes.creation_hook is not None
 
 
-def _visit(node: Node) -> None:
+def _on_node_created(node: Node) -> None:
     """Visit a new node with the running engine: the node creation hook."""
     engine = _running.engine
     if engine is not None and engine.is_first_visit(node):
@@ -293,9 +300,9 @@ class Engine:
     def is_first_visit(self, node: Node) -> bool:
         """Whether the creation hook passes this node for the first time.
 
-        A forward that leaves its own creation hook open makes PyTorch pop that hook instead of the
-        engine's. The engine's hook then stays active together with the next call's hook, and every
-        node is passed twice in a row.
+        PyTorch pops creation hooks in stack order. If a model's forward leaves a hook of its own
+        open, PyTorch pops that one instead of the engine's. The engine's hook then stays active
+        together with the hook of the next call, and every node is passed twice in a row.
         """
         number = nodes.sequence_number(node)
         is_first_visit = number is None or number != self._last
@@ -303,7 +310,10 @@ class Engine:
         return is_first_visit
 
     def visit(self, node: Node) -> None:
-        """Replace a new node's saved tensors where possible. Store no reference to the node."""
+        """Replace a new node's saved tensors where possible.
+
+        The engine keeps no reference to the node.
+        """
         try:
             if self.observer is not None:
                 self.observer.created(node)
@@ -313,7 +323,7 @@ class Engine:
             if operation is _CAST and nodes.downcasts_autograd_leaf(node):
                 return  # autocast's copy of a parameter
             with nodes.no_graph():  # a node creation hook must not create nodes
-                self._visit(node, operation)
+                self._replace_saved_tensors(node, operation)
         except Exception as error:
             self.warn_of(error, node)
 
@@ -373,7 +383,7 @@ class Engine:
 
     @_contained
     def record_parameter_versions(self, module: nn.Module) -> None:
-        """Record the versions of a norm's weight and bias, as its node may not save them."""
+        """Record the versions of a norm's weight and bias, because its node may not save them."""
         next_number = nodes.next_sequence_number()
         for parameter in norms.registered_parameters(module):
             if parameter is not None and not parameter.is_inference():
@@ -432,9 +442,7 @@ class Engine:
 
     def warn_of(self, error: Exception, node: Node = None) -> None:
         """Warn of an error inside the engine, at a node if one is given."""
-        if isinstance(error, RuntimeError) and any(
-            text in str(error) for text in _RAISED_BY_BACKWARD
-        ):
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in _EXPECTED_ERRORS):
             return
         where = "" if node is None else f" of {nodes.operation_name(node)}"
         self.settings.warn(
@@ -442,7 +450,7 @@ class Engine:
             f"engine failed: {type(error).__name__}: {error}"
         )
 
-    def _visit(self, node: Node, operation: Operation) -> None:
+    def _replace_saved_tensors(self, node: Node, operation: Operation) -> None:
         self._ordinal += 1
         self._stream = nodes.stream_of(node)
         record = None
@@ -518,12 +526,13 @@ class Engine:
             return self._report_unchanged(node, field, reasons.OTHER_STREAM)
         if not saved._is_view() and nodes.saves_itself(node, field):
             record.take_note(saved)
-        version = saved._version
+        version = saved._version  # at 0 nothing has written to the tensor
         if version != 0 and version != record.version:
             return self._report_unchanged(node, field, reasons.WRITTEN_TO)
         self._set_reason(reasons.output_of, base)
         spec = self._output_spec(producer, index)
         if spec is None or spec.cost > self.settings.max_ops:
+            # A downcast still saves the tensor, in fewer bytes: a spec within max_ops saves more.
             spec = self._downcast_spec(base, record, saved) or spec
         if spec is None:
             record.is_saved = True
@@ -789,9 +798,9 @@ def _alive(references: Iterable[weakref.ref[_T]]) -> Iterator[_T]:
 def record_parameters(node: Node, record: Record, parameters: norms.Parameters) -> None:
     """Record the weight and bias that a norm has read: as its affine, its column affine, or copies.
 
-    - A batch norm's record gets the affine, which is as small as the copies. In eval mode it gets
-      nothing else, and the affine is computed now: a later training call of the norm writes to the
-      running statistics without raising their versions.
+    - A batch norm's record gets the affine, which is as small as the copies. In eval mode the
+      affine is computed now, because a later training call of the norm writes to the running
+      statistics without raising their versions. If it is too large to store, nothing is recorded.
     - A layer or RMS norm's record gets the column affine: copies of weight and bias, which one
       kernel makes.
     - Any other record gets copies.

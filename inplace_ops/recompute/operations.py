@@ -52,7 +52,7 @@ class Output:
         function: The PyTorch operation that ran in forward.
         inputs: The field in which the node saves each input; `UNSAVED` if it does not save it.
         arguments: The arguments after the inputs.
-        bound: Returns the magnitude of the output, given the magnitudes of the inputs.
+        bound: Returns a bound on the magnitude of the output, given those of the inputs.
         cost: The number of operations.
         condition: Returns whether the rule holds for a node.
     """

@@ -2,16 +2,20 @@
 
 A spec is a small tree. Its leaves are tensors that autograd saves anyway, or small copies. Its
 inner nodes are cheap operations. A spec owns its leaves and refers to no node of the autograd
-graph, so another backward may free those nodes.
+graph. So it still computes its tensor after another backward has freed what those nodes saved, and
+it never keeps the graph alive.
 
 NOTE [Exact specs and roundings]
 
 1. If a spec repeats PyTorch's own operations on the tensors that they read, its `rounding` is 0.
    Its value equals the saved tensor bit for bit, and any operation may read it.
-2. One operation recomputes a norm, and PyTorch's kernels may round differently. The value then
-   differs from the saved tensor by at most `rounding * magnitude()`, where the magnitude bounds all
-   intermediate results. Only operations that tolerate such a difference may read the value: those
-   with `reads` in `operations.py`.
+2. This package's kernel recomputes a norm's output, and may round differently from PyTorch's
+   kernels. The value then differs from the saved tensor by at most `rounding * magnitude()`. The
+   magnitude is the scale of the error: for a sum, it adds the magnitudes of the terms, because
+   their rounding errors remain when the terms cancel. Only operations that tolerate such a
+   difference may read the value: those with `reads` in `operations.py`.
+3. If a spec contains several norms, their errors add, but its `rounding` is that of the largest
+   alone. `_NORM_ROUNDINGS` leaves a margin for this.
 """
 
 from __future__ import annotations
@@ -31,7 +35,11 @@ from ..memory import Packed
 from .nodes import WeakMemory, has_storage, no_graph
 from .norms import NormAffine
 
-# A recomputed norm's output differs from PyTorch's by at most this many eps times its magnitude.
+# A recomputed norm's output may differ from PyTorch's by this many eps times its magnitude. The
+# number is chosen with a margin, not proved: on a CPU a single norm, with or without an activation,
+# differs by about one eps. The rest covers the other operations of a spec, whose number `max_ops`
+# limits. If the margin is too small for a spec, the comparison at its first use fails, and the
+# tensor stays saved as PyTorch saves it: see NOTE [First use] in `engine.py`.
 _NORM_ROUNDINGS = 16
 
 
@@ -46,8 +54,11 @@ class Spec(ABC):
     Attributes:
         cost: The number of operations. Views cost nothing.
         rounding: The error of the value over `magnitude()`: see NOTE [Exact specs and roundings].
-        leaf_bytes: The total size of the leaves that operations save anyway.
-        copied_bytes: The total size of the leaves that are copies.
+        leaf_bytes: The total size of the leaves that are not small copies. A leaf counts once for
+            each use, and a `Downcast` counts its stored copy, which `settle` may replace by the
+            larger original. The engine only compares the total with a multiple of the saved
+            tensor's size, for which this estimate is close enough.
+        copied_bytes: The total size of the leaves that are small copies, such as a norm's affine.
     """
 
     __slots__ = ("__weakref__", "copied_bytes", "cost", "leaf_bytes", "rounding")
@@ -58,11 +69,19 @@ class Spec(ABC):
 
     @abstractmethod
     def compute(self) -> Tensor:
-        """Return the tensor. Call this through `Recomputed`, which sets grad mode and autocast."""
+        """Return the tensor.
+
+        Call this through `Recomputed`, which disables grad mode, autocast and function modes.
+        """
 
     @abstractmethod
     def magnitude(self) -> Tensor:
-        """Return a bound on the magnitude of all intermediate results, a scalar in float64."""
+        """Return the scale of the value's error, a scalar in float64.
+
+        The value differs from the saved tensor by at most `rounding * magnitude()`. Intermediate
+        results may be larger, for example the first factor of 1000 * 1e-3: the product scales the
+        factor's error as it scales the factor.
+        """
 
     @abstractmethod
     def leaves(self) -> Iterator[Leaf]:
@@ -70,15 +89,21 @@ class Spec(ABC):
 
 
 class WrittenToError(RuntimeError):
-    """A leaf was modified after its spec was built. Its text is that of PyTorch's own error."""
+    """A leaf was modified after its spec was built.
+
+    The text is PyTorch's own for a modified saved tensor, except that it says "from which a saved
+    tensor is recomputed" where PyTorch names the operation that returned the tensor.
+    """
 
 
 class Leaf(Spec):
-    """A tensor that must be unmodified since the spec was built.
+    """A tensor that a spec starts from, and that must not have been modified since.
 
     Attributes:
         tensor: The detached tensor.
-        version: The tensor's version when the spec was built.
+        version: The tensor's version when the leaf was created. `compute` raises if it has changed.
+            An `Affine` reads its copies without such a check: only specs and records refer to them,
+            and neither writes to them.
         is_copy: Whether the tensor is a copy that only specs and records refer to.
     """
 
@@ -126,7 +151,7 @@ class DowncastMemory:
     drops the copy if the original is still alive when the model's forward has returned.
 
     Attributes:
-        leaf: The memory, as a 1-D tensor.
+        leaf: The memory, as a 1-D tensor: the copy, or after `settle` possibly the original.
     """
 
     __slots__ = ("__weakref__", "_original", "leaf")
@@ -173,7 +198,16 @@ def _without_expansion(shape: Sequence[int], stride: Sequence[int]) -> list[int]
 
 
 class Affine(Spec):
-    """The output of a norm, or of an activation after a norm, recomputed by one kernel."""
+    """The output of a norm, or of an activation after a norm, recomputed by one kernel.
+
+    Attributes:
+        x: The spec of the norm's input.
+        affine: The norm's output as a function of its input. Its tensors are small copies.
+        dtype: The dtype of the norm's output, for `rounding` and for the choice of fused kernels.
+            `compute` does not read it: its result has the dtype of x, which is the same.
+        activation: The activation after the norm; None if there is none.
+        scalars: The activation's arguments after its input, for example LeakyReLU's negative slope.
+    """
 
     __slots__ = ("activation", "affine", "dtype", "scalars", "x")
 
@@ -204,15 +238,16 @@ class Affine(Spec):
         return Affine(self.x, self.affine, self.dtype, activation, scalars)
 
     def magnitude(self) -> Tensor:
-        # Mean and bias may cancel in the affine's shift, while PyTorch's norm adds them one after
-        # the other. So one bound holds for all elements: the largest of their absolute values.
+        # Add the absolute values of all terms: their rounding errors remain when the terms cancel.
+        # shift = bias - mean * scale may be small although its terms are large. So one bound holds
+        # for all elements: the largest |x| covers the mean.
         x = self.x.compute().abs()
         if self.x.rounding:  # terms that x is computed from may have cancelled too
             x = x.clamp(min=self.x.magnitude().to(x.dtype))
         affine, rows = self.affine
         if rows is not None:
             rstd, mean = rows
-            rows = torch.stack([rstd, -mean.abs()])
+            rows = torch.stack([rstd, -mean.abs()])  # x - mean then is |x| + |mean|
         return _largest(_ops.NORMALIZE(x, affine.abs(), rows, _ops.dim_order_of(x)))
 
     def leaves(self) -> Iterator[Leaf]:
@@ -229,7 +264,7 @@ class Call(Spec):
         function: The operation: `function(*inputs, *arguments)`.
         inputs: The specs of the inputs.
         arguments: The arguments after the inputs.
-        bound: Returns the magnitude of the result, given the magnitudes of the inputs.
+        bound: Returns a bound on the magnitude of the result, given the magnitudes of the inputs.
         dtype: The dtype of the result; None if it is the dtype that `function` returns. The two may
             differ because an in-place operation computes in the promoted dtype, and casts to the
             dtype of the tensor that it overwrites.
@@ -362,7 +397,7 @@ class Recomputed(Packed):
 
     def compute(self) -> Tensor:
         """Compute the spec. The result has the strides of the tensor that the spec replaces."""
-        with self._as_in_forward():
+        with self._without_modes():
             value = self.spec.compute()
             if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
                 raise RuntimeError(
@@ -395,7 +430,7 @@ class Recomputed(Packed):
 
         See `difference`.
         """
-        with self._as_in_forward():
+        with self._without_modes():
             saved = saved.detach()
             if torch.equal(value, saved):
                 return None
@@ -407,8 +442,12 @@ class Recomputed(Packed):
             excess = _excess(value, saved, allowed)
             return None if excess is None else f"up to {excess:.3g}"
 
-    def _as_in_forward(self) -> AbstractContextManager[None]:
-        """Disable grad mode, autocast and the caller's function modes in a `with` block."""
+    def _without_modes(self) -> AbstractContextManager[None]:
+        """Disable grad mode, autocast and the caller's function modes in a `with` block.
+
+        Autocast may have been enabled in forward. The spec contains the casts that it inserted, so
+        under autocast the operations would be cast once more.
+        """
         device_type = self.device.type
         if not torch.is_autocast_enabled(device_type):
             return no_graph()

@@ -6,21 +6,27 @@ A spec recomputes an operation's output as the operation returned it. The spec i
 that was modified afterwards, and a write such as `with torch.no_grad(): y.add_(1)` does not change
 the graph. But every such write raises the tensor's version, which all its views share. So the
 engine records, for each operation, the lowest version that its output can have had when the
-operation returned. A tensor that is still at that version is unmodified. A spec passes through an
-operation only if every input that the operation read was at its recorded version:
+operation returned. A tensor that is still at that version is unmodified. If the version was really
+higher, the comparison fails and the tensor stays saved: the bound errs on the safe side. A spec may
+compute an operation's output from its inputs only if every input was at its recorded version when
+the operation read it:
 
 1. The output of an operation that allocates it starts at version 0. The output of an in-place
    operation starts at least one version above its input's. A version never decreases, so 0 is the
    lowest version where nothing else is known.
 2. If the node saves an input, the spec starts from the saved tensor, whose version autograd checks
-   when it is read. An in-place activation saves a clone of the input that it overwrites.
+   when it is read. PyTorch's in-place SiLU, GELU and the like save a clone of the input that they
+   overwrite.
 3. If the node does not save an input (a ReLU, a sum, a cast), the input's version comes from its
-   note: a weak reference to the tensor, in the metadata of the node that produced it. Forward hooks
-   of norms and similar modules, activation modules, and the visit of a node that saves the tensor
-   take the note. If the noted tensor's `grad_fn` is the new node, the new operation has overwritten
-   the tensor. Without a note, the version comes from the saved output of the input's node, if that
-   node saves its output.
-4. A tensor whose version is not proved is saved as PyTorch saves it.
+   note: a weak reference to the tensor, in the record of the node that produced it. Forward hooks
+   of norms (and of modules that may be norms), activation modules, and the visit of a node that
+   saves the tensor take the note. Without a note, the version comes from the saved output of the
+   input's node, if that node saves its output.
+4. If the noted tensor's `grad_fn` is the new node, the new operation is in-place and has
+   overwritten the tensor. Its output is then taken to start one version above its input's recorded
+   version. If another write came before, the tensor's real version is higher, and a later
+   comparison fails.
+5. A tensor whose version is not proved is saved as PyTorch saves it.
 
 A write through `.data`, NumPy or a storage raises no version: see NOTE [First use] in `engine.py`.
 
@@ -58,16 +64,16 @@ class Record:
         inputs_proved: Whether the inputs that the node does not save were unmodified when the
             operation read them.
         copies: Copies of small inputs that are not activations, by field.
-        parameters: Copies of a norm's weight and bias; None if unknown, and of other operations.
+        parameters: Copies of a norm's weight and bias; None for other operations and if unknown.
         column_affine: Copies of the weight and bias of a layer or RMS norm, as its scale and shift;
-            None if unknown, and of other operations.
-        eps: A norm's eps; None if unknown, and of other operations.
-        affine: A norm's affine, once a spec or a fused activation needs it, until the model's
-            forward has returned; None before and after, and of other operations.
+            None for other operations and if unknown.
+        eps: A norm's eps; None for other operations and if unknown.
+        affine: A norm's affine, from the visit of a batch norm, or from the first spec or fused
+            activation that needs it, until the model's forward has returned; otherwise None.
         is_saved: Whether a node or a spec saves the output itself.
         note: A weak reference to the output; None if no note was taken.
-        downcast: A weak reference to a cast's output in the dtype that it was cast from; None if
-            nothing saves the output in that dtype, and of other operations.
+        downcast: A weak reference to a copy of a cast's output in the dtype that it was cast from;
+            None for other operations, and if no consumer needs the copy.
         stream: The CUDA stream that was current when the engine visited the node; None on a CPU.
     """
 
@@ -103,7 +109,8 @@ class Record:
     def has_affine(self) -> bool:
         """Whether this record determines a norm's affine, together with the node's saved tensors.
 
-        Copies of weight and bias alone do not, as the saved statistics may be in 16 bits.
+        Copies of weight and bias alone may not: if the saved statistics are in 16 bits, they are
+        too coarse to compute the affine from.
         """
         return self.affine is not None or self.column_affine is not None
 
@@ -157,7 +164,7 @@ def record_output(node: Node, output: Output, result: str) -> Record:
     base, _ = base_of(*edges[0])
     producer_record = base and record_of(base)
     saved = nodes.saved_tensor(node, result) if result else None
-    if saved is not None and saved._version > 0:  # in place
+    if saved is not None and saved._version > 0:  # an in-place activation that saves its output
         record.version = saved._version
         record.inputs_proved = (
             producer_record is not None and producer_record.version == record.version - 1
@@ -169,6 +176,7 @@ def record_output(node: Node, output: Output, result: str) -> Record:
         if saved is None:
             _prove_input(node, base if index == 0 else base_of(*edges[index])[0], record)
         elif index == 0 and producer_record is not None and _is_clone(saved, edges[0][0]):
+            # An in-place activation that saves a clone of its input.
             record.version = producer_record.version + 1
             record.note = producer_record.note
             _prove_clone(node, saved, record)
@@ -221,7 +229,7 @@ def _prove_clone(node: Node, clone: Tensor, record: Record) -> None:
 
 
 def _prove_input(node: Node, base: Node, record: Record) -> None:
-    """Update a node's record with whether an input that the node does not save was unmodified.
+    """Clear `inputs_proved` if an input that the node does not save may have been modified.
 
     Args:
         node: The node.
