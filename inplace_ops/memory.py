@@ -1,4 +1,4 @@
-"""Measures what autograd saves for backward, in bytes."""
+"""Saved and peak bytes, and `Packed`: the base class of what is saved instead of a tensor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Packed(ABC):
         """Return the tensor that backward reads, ready on the current stream."""
         if self.stream is not None:
             current = current_stream(self.stream.device)
-            if current is not self.stream:
+            if current is not self.stream:  # `current_stream` returns one object for each stream
                 current.wait_stream(self.stream)
                 for tensor in self.tensors():  # else their memory might be reused too early
                     tensor.record_stream(current)

@@ -185,9 +185,10 @@ def stream_of(node: Node) -> torch.cuda.Stream | None:
 
 
 def saved_tensor(node: Node, field: str) -> Tensor | None:
-    """Return a saved tensor; None if there is none, or if reading it would call a hook.
+    """Return a saved tensor; None if there is none, or if it has hooks of other code.
 
-    Only the hook of `inplace_ops.saved_bytes` may be called.
+    Raises:
+        RuntimeError: If a backward has freed the tensor, or if it was modified in place.
     """
     raw = getattr(node, "_raw_saved_" + field)
     if raw.unpack_hook is None or _is_readable(raw):
@@ -227,7 +228,10 @@ def has_hooks(node: Node, field: str) -> bool:
 
 
 def replace(node: Node, field: str, value: Packed) -> None:
-    """Save `value` instead of a tensor, and let backward read `value.unpack()`."""
+    """Save `value` instead of a tensor that `saved_tensor` returns.
+
+    Backward then reads `value.unpack()`.
+    """
     raw = getattr(node, "_raw_saved_" + field)
     if raw.unpack_hook is None:
         raw.register_hooks(lambda _: value, _unpack)
@@ -364,7 +368,10 @@ class WeakMemory:
         self._alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def __call__(self) -> Tensor | None:
-        """Return the memory as a 1-D tensor; None if it was freed, or modified in place."""
+        """Return the memory as a 1-D tensor; None if it was freed, or modified in place.
+
+        From then on this object keeps the memory alive.
+        """
         if self._alias._version != self._version or self._storage.expired():
             return None
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)

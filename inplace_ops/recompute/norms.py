@@ -37,6 +37,7 @@ from .nodes import (
     saved_tensor,
 )
 
+# Modules whose node does not save all that a spec needs. An RMS norm's does.
 MODULES = (
     nn.modules.batchnorm._BatchNorm,
     nn.modules.instancenorm._InstanceNorm,
@@ -299,7 +300,11 @@ def _is_usable(parameter: Tensor | None) -> bool:
 
 
 def can_compute(node: Node) -> bool:
-    """Whether the saved statistics are precise enough for the affine: 16-bit ones are not."""
+    """Whether the affine can be computed from the node's statistics.
+
+    PyTorch may have rounded the statistics of the batch to 16 bits after it used them: these are
+    too coarse. It uses running statistics in the dtype that they have.
+    """
     if reads_running_statistics(node):
         running = (saved_tensor(node, name) for name in ("running_mean", "running_var"))
         return all(statistic is not None and is_plain(statistic) for statistic in running)
