@@ -102,7 +102,7 @@ def test_error_at_any_node_does_not_affect_later_calls(
     """An error at any node leaves tensors saved, while KeyboardInterrupt reaches the caller."""
     model = blocks()
     twin, x = converted_twin(model), images()
-    visit = engine.Engine._visit
+    visit = engine.Engine._replace_saved_tensors
     seen, failing_at = 0, -1
 
     def failing(self: engine.Engine, *args: Any) -> None:
@@ -112,7 +112,7 @@ def test_error_at_any_node_does_not_affect_later_calls(
             raise error
         visit(self, *args)
 
-    monkeypatch.setattr(engine.Engine, "_visit", failing)
+    monkeypatch.setattr(engine.Engine, "_replace_saved_tensors", failing)
     for number in range(1, 8):  # forward makes 7 nodes with a rule
         seen, failing_at = 0, number
         if error is KeyboardInterrupt:

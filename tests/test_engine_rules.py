@@ -1412,7 +1412,7 @@ def test_engine_error_leaves_tensors_saved_and_warns(monkeypatch: pytest.MonkeyP
 
     model, x = Program(lambda m, z: m.conv(m.silu(z)) + m.linear(z).mean()), images()
     twin = converted_twin(model)
-    monkeypatch.setattr(engine.Engine, "_visit", fail)
+    monkeypatch.setattr(engine.Engine, "_replace_saved_tensors", fail)
     with pytest.warns(UserWarning, match="LookupError: of the engine"):
         assert replaced(twin(x)) == []
     assert_same_steps(model, twin, x)  # does not warn again
@@ -1426,7 +1426,7 @@ def test_engine_warning_raised_as_an_error_does_not_reach_the_model(
 
     model, x = Program(lambda m, z: m.conv(m.silu(z))), images()
     twin = converted_twin(model)
-    monkeypatch.setattr(engine.Engine, "_visit", fail)
+    monkeypatch.setattr(engine.Engine, "_replace_saved_tensors", fail)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_same_steps(model, twin, x)
