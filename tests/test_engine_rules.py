@@ -1128,6 +1128,48 @@ def test_in_place_activation_of_an_instance_norm_keeps_views_and_hooks(
     assert_same_steps(model, twin, x, tolerance=0 if dtype is torch.bfloat16 else 1e-5)
 
 
+class ViewOfNorm(nn.Module):
+    """An activation module of a view that has the shape of the norm's output."""
+
+    def __init__(self, norm: nn.Module, activation: nn.Module) -> None:
+        super().__init__()
+        self.first, self.norm, self.act, self.last = (
+            nn.Linear(C, C),
+            norm,
+            activation,
+            nn.Linear(C, C),
+        )
+        for parameter in norm.parameters():
+            nn.init.normal_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.norm(self.first(x))
+        return self.last(self.act(z.view_as(z)))
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["out_of_place", "in_place"])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        partial(nn.LayerNorm, C),
+        partial(nn.LayerNorm, (C, C)),
+        partial(nn.GroupNorm, 2, C),
+        partial(nn.GroupNorm, 2, C, affine=False),
+        partial(nn.BatchNorm2d, C),
+    ],
+    ids=["layer", "layer_2d", "group", "group_not_affine", "batch"],
+)
+def test_activation_of_a_view_of_one_sample_matches_pytorch(
+    norm: Callable[[], nn.Module], inplace: bool
+) -> None:
+    """The view of one sample looks like the output of an instance norm, which is a view too.
+
+    With as many rows as columns, a layer norm's column affine fits the channels by its size.
+    """
+    model = ViewOfNorm(norm(), nn.SiLU(inplace=inplace))
+    assert_same_steps(model, converted_twin(model), torch.randn(1, C, C, C))
+
+
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_view_that_autograd_rejects_is_not_modified(dtype: torch.dtype, samples: int) -> None:

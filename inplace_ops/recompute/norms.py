@@ -109,6 +109,8 @@ def norm_of(z: Tensor) -> Norm | None:
     output = _output_of_instance_norm(z) if z._is_view() else z
     if output is None or kind_of(output.grad_fn) is None:
         return None
+    if output is not z and not is_batch_norm(output.grad_fn):
+        return None  # a view of one sample: only a batch norm's affine is that of an instance norm
     return Norm(output.grad_fn, output)
 
 
