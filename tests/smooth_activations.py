@@ -203,3 +203,10 @@ def dense(dtype: torch.dtype, device: torch.device, minimum: float) -> Tensor:
     lines = [torch.linspace(-end, end, 200_001, dtype=torch.float64) for end in (2, 25, 120, 800)]
     values = [near(minimum, 1, dtype), near(0, 1, dtype), magnitudes, -magnitudes]
     return torch.cat([*values, *(line.to(dtype) for line in lines)]).to(device)
+
+
+def inputs_of(smooth: SmoothActivation, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return all finite values of a 16-bit dtype, and values in all regions of a wider one."""
+    if dtype in HALVES:
+        return all_finite(dtype, device)
+    return dense(dtype, device, smooth.minimum)

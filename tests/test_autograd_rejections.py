@@ -9,23 +9,13 @@ import numpy as np
 import pytest
 import torch
 from activations import ONE_OF_EACH, Activation, activation_id
-from comparison import assert_identical, wording
+from comparison import ViewFunction, assert_identical, wording
 from selection import each
 from torch import Tensor, nn
 
 import inplace_ops
 
 one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
-
-
-class ViewFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
 
 
 def hooked_module_output(x: Tensor) -> Tensor:

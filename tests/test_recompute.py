@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from activations import FLOATS, Activation, activation_id
-from comparison import assert_identical, assert_values
+from comparison import ViewFunction, assert_identical, assert_values
 from norms import (
     NORMS,
     ONE_OF_EACH_NORM,
@@ -312,16 +312,6 @@ def test_version_rises_by_one(
     assert z._version == before + 1
     assert z._base is None or z._base._version == before + 1
     assert_values(activation, z.detach(), expected)
-
-
-class ViewFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, z):
-        return z.view_as(z)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
 
 
 def viewed_without_grad(z: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from smooth_activations import (
     all_finite,
     dense,
     id_of,
+    inputs_of,
     near,
 )
 from torch import Tensor
@@ -223,7 +224,7 @@ def test_left_tail_matches_pytorch_to_underflow(dtype: torch.dtype, device: torc
 def test_derivative_codes_within_documented_error(
     smooth: SmoothActivation, dtype: torch.dtype, bits: int, device: torch.device
 ) -> None:
-    x = all_finite(dtype, device) if dtype in HALVES else dense(dtype, device, smooth.minimum)
+    x = inputs_of(smooth, dtype, device)
     error = largest_error(smooth, x, save="derivative", bits=bits)
     limit = smooth.entry.derivative_error("derivative", dtype, bits)
     # eps / 2 is the rounding of a number below 2. Errors of half a step of the grid do occur.
@@ -273,7 +274,7 @@ def test_default_derivative_bits_are_those_of_the_table(
 def test_values_match_float64(
     host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch.dtype
 ) -> None:
-    x = all_finite(dtype, CPU) if dtype in HALVES else dense(dtype, CPU, smooth.minimum)
+    x = inputs_of(smooth, dtype, CPU)
     # Above the dtype's maximum over 6 Hardswish overflows to inf, as PyTorch's does.
     x = x[x < torch.finfo(dtype).max / 7]
     actual = Numerics(host_numerics, smooth).forward(x)
@@ -304,7 +305,7 @@ def test_errors_within_documented_table(
     If x is exact, they are errors of the float32 formula and of a rounding.
     """
     numerics = Numerics(host_numerics, smooth)
-    x = all_finite(dtype, CPU) if dtype in HALVES else dense(dtype, CPU, smooth.minimum)
+    x = inputs_of(smooth, dtype, CPU)
     for bits in smooth.all_bits(dtype):
         assert numerics.error(x, bits) <= (smooth.error(dtype, bits) or 1e-6)
     assert numerics.error(x, 0) <= (1e-14 if dtype == torch.float64 else 6e-7)
@@ -332,7 +333,7 @@ def test_16_bit_inputs_are_recovered(
 def test_gradients_match_pytorch(
     host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch.dtype
 ) -> None:
-    x = all_finite(dtype, CPU) if dtype in HALVES else dense(dtype, CPU, smooth.minimum)
+    x = inputs_of(smooth, dtype, CPU)
     if smooth.name == "gelu_tanh":
         x = x.clamp(-6e4, 6e4)  # PyTorch's is NaN where x^3 overflows
     expected = gradient(smooth.entry.torch_function, x)

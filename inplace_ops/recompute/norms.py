@@ -109,8 +109,6 @@ def norm_of(z: Tensor) -> Norm | None:
     output = _output_of_instance_norm(z) if z._is_view() else z
     if output is None or kind_of(output.grad_fn) is None:
         return None
-    if output is not z and not is_batch_norm(output.grad_fn):
-        return None  # a view of one sample: only a batch norm's affine is that of an instance norm
     return Norm(output.grad_fn, output)
 
 
@@ -125,7 +123,7 @@ def _output_of_instance_norm(z: Tensor) -> Tensor | None:
         return None
     samples, channels, *sizes = z.shape
     is_whole = base.shape == (1, samples * channels, *sizes) and base.is_contiguous()
-    return base if is_whole else None
+    return base if is_whole and is_batch_norm(base.grad_fn) else None
 
 
 def input_of(norm: Norm) -> Tensor | None:
@@ -317,8 +315,9 @@ def can_compute(node: Node) -> bool:
 
 
 def is_batch_norm(node: Node) -> bool:
-    """Whether the norm is a batch norm."""
-    return _kind_of(node).affine is _batch_norm
+    """Whether a node is a batch norm's."""
+    kind = kind_of(node)
+    return kind is not None and kind.affine is _batch_norm
 
 
 def reads_running_statistics(node: Node) -> bool:
