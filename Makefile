@@ -1,6 +1,6 @@
 # make demo: train on real data and compare memory.
-# make test: build, and run the tests except those marked exhaustive; PYTEST_ADDOPTS="-m ''" runs
-#   the exhaustive tests too.
+# make test: build, and run the tests except those marked slow; PYTEST_ADDOPTS="-m ''" runs
+#   the slow tests too.
 # make tables: write the tables of docs/ from benchmarks/results.
 # make models: convert models of other libraries, and train them next to the originals; an hour.
 # make wheels: build wheels for the CPU and for CUDA, and test them with several versions of Python

@@ -115,7 +115,7 @@ sanitize() {
   fi
   run "$tool" "$limit" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
     "$sanitizer" --tool "$tool" "$@" --error-exitcode 1 \
-    "$python" -m pytest -q -p no:cacheprovider -p no:benchmark tests/test_every_kernel.py
+    "$python" -m pytest -q -p no:cacheprovider -p no:benchmark tests/ops/test_every_kernel.py
 }
 
 capability=""
@@ -137,13 +137,13 @@ sys.exit(sys.argv[1] == "cuda" and not _ops.cuda_version)' "$device" || {
 }
 
 # These files decide whether the kernels are right. The names of their tests contain the device.
-decisive=(tests/test_{smooth_activations,values,every_kernel,cuda}.py)
+decisive=(tests/{ops/test_{smooth_activations,values,every_kernel},cuda/test_cuda}.py)
 workers=()
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # nproc respects these variables
 "$python" -c 'import xdist' 2>/dev/null && workers=(-n "$((cores < 8 ? cores : 8))")
 check numerics 150 "${workers[@]}" -k "[$device or -$device" "${decisive[@]}"
 # The ignored files run nothing on a GPU, and need other libraries to import.
-rest=("${decisive[@]/#/--ignore=}" --ignore=tests/test_{host_kernels,engine_models,models,benchmarks}.py
+rest=("${decisive[@]/#/--ignore=}" --ignore-glob="*/test_"{host_kernels,engine_models,models,benchmarks}.py
   "${workers[@]}" -k "[$device or -$device or test_fuzz.py or test_info.py")
 
 eager=("checkpoint of each block" "convert, max_ops="{1,4,8})

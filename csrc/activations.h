@@ -6,9 +6,9 @@
 // 2. its line in kActivations below;
 // 3. in inplace_ops/: its row in activations.py, its Functions in autograd.py, its function, its
 //    module and their export in __init__.py;
-// 4. for a smooth activation: its reference in tests/smooth_activations.py.
+// 4. for a smooth activation: its reference in tests/_support/smooth_references.py.
 //
-// tests/test_activations.py says what is missing. `make tables` writes the table of errors in
+// tests/ops/test_activations.py says what is missing. `make tables` writes the table of errors in
 // docs/accuracy.md.
 #pragma once
 

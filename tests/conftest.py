@@ -16,10 +16,10 @@ from types import ModuleType
 
 import pytest
 import torch
-from compatibility import Recorder
-from processes import Processes
-from sanitizers import COMPILER, FLAGS, SANITIZE
-from twins import SOURCES, nodes_from
+from _support.compatibility import Recorder
+from _support.processes import Processes
+from _support.sanitizers import COMPILER, FLAGS, SANITIZE
+from _support.twins import SOURCES, nodes_from
 
 from inplace_ops import _ops
 from inplace_ops.recompute import engine
@@ -130,13 +130,13 @@ def seed() -> int:
 
 
 def build(source: str, folder: Path, *flags: str, name: str = "") -> ModuleType:
-    """Compile a C++ file of this folder as a pybind11 module, and import it.
+    """Compile a C++ file of tests/cuda as a pybind11 module, and import it.
 
     The module is called `name`, or like the file.
     """
     import pybind11  # imported here since tests on a GPU do not need it
 
-    path = Path(__file__).with_name(source)
+    path = Path(__file__).parent / "cuda" / source
     name = name or path.stem
     library = folder / f"{name}.so"
     flags = (*flags, f"-DMODULE_NAME={name}")

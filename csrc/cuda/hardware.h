@@ -1,7 +1,7 @@
 // Functions that a GPU computes by hardware instructions. Comments give the largest errors, in
 // units in the last place or relative, from the instructions' descriptions in "PTX ISA". Subnormal
 // arguments and results count as 0, except those of expf and of the conversions. Tests on the host
-// replace this file by tests/emulated_hardware.h, which has errors as large as these.
+// replace this file by tests/cuda/emulated_hardware.h, which has errors as large as these.
 #pragma once
 
 #include <cuda_bf16.h>

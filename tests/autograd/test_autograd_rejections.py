@@ -1,0 +1,223 @@
+"""Rejected calls: tensors that PyTorch rejects too, tensors without a kernel, wrong arguments."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from _support.assertions import ViewFunction, assert_identical, wording
+from _support.cases import ONE_OF_EACH, ActivationCase, activation_id
+from torch import Tensor, nn
+
+import inplace_ops
+
+one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
+
+
+def hooked_module_output(x: Tensor) -> Tensor:
+    module = nn.Identity()
+    module.register_full_backward_hook(lambda module, inputs, outputs: None)
+    return module(x)
+
+
+def view_made_without_grad(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return x[1:]
+
+
+def inference_tensor(x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return x.detach().clone()
+
+
+# By name: a function from a leaf that requires grad to a tensor that PyTorch's in-place
+# operations reject.
+REJECTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "leaf": lambda leaf: leaf,
+    "view_of_leaf": lambda leaf: leaf[1:],
+    "transpose_of_leaf": lambda leaf: leaf.t(),
+    "no_grad_view": lambda leaf: view_made_without_grad(leaf * 1),
+    "split": lambda leaf: (leaf * 1).split(2)[1],
+    "chunk": lambda leaf: (leaf * 1).chunk(2)[0],
+    "unbind": lambda leaf: (leaf * 1).unbind()[2],
+    "view_of_split": lambda leaf: (leaf * 1).split(2)[1][:, 1:],
+    "function_view": lambda leaf: ViewFunction.apply(leaf * 1),
+    "hooked_module": lambda leaf: hooked_module_output(leaf * 1),
+    "expanded": lambda leaf: (leaf * 1)[:1].expand(5, 3),
+    "expanded_without_grad": lambda leaf: leaf.detach().clone()[:, :1].expand(4, 7),
+    "inference_tensor": inference_tensor,
+}
+
+
+@one_of_each
+@pytest.mark.parametrize("case", REJECTED)
+def test_rejects_what_pytorch_rejects(
+    activation: ActivationCase, case: str, device: torch.device
+) -> None:
+    leaf = torch.randn(4, 3, device=device, requires_grad=True)
+    with pytest.raises(RuntimeError) as pytorchs:
+        # relu_'s error: leaky_relu_ with a negative slope and silu_ raise the same messages.
+        torch.relu_(REJECTED[case](leaf.detach().clone().requires_grad_()))
+
+    x = REJECTED[case](leaf)
+    before = x.detach().clone()
+    version = None if x.is_inference() else x._version
+    with pytest.raises(RuntimeError) as ours:
+        activation.call(x)
+
+    assert type(ours.value) is type(pytorchs.value)
+    assert wording(pytorchs.value) in wording(ours.value)
+    assert_identical(x, before, "modified although rejected:")
+    assert x.is_inference() or x._version == version
+
+
+@one_of_each
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize(
+    ("size", "stride"), [((3, 3), (1, 1)), ((2, 4), (3, 1)), ((2, 2, 2), (3, 2, 1)), ((5,), (0,))]
+)
+def test_rejects_overlapping_memory(
+    activation: ActivationCase,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+    device: torch.device,
+) -> None:
+    base = torch.randn(20, device=device, requires_grad=requires_grad) * 1
+    before = base.detach().clone()
+    x = base.as_strided(size, stride)
+    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+        activation.call(x)
+    assert_identical(base, before)
+    assert base._version == 0
+
+
+def quantized(device: torch.device) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated, but not removed yet
+        return torch.quantize_per_tensor(torch.randn(4, 3, device=device), 0.1, 0, torch.qint8)
+
+
+UNSUPPORTED: dict[str, Callable[[torch.device], Tensor]] = {
+    "complex64": lambda device: torch.randn(4, 3, dtype=torch.complex64, device=device),
+    "complex128": lambda device: torch.randn(4, 3, dtype=torch.complex128, device=device),
+    "bool": lambda device: torch.rand(4, 3, device=device) > 0.5,
+    "float8_e4m3fn": lambda device: torch.randn(4, 3, device=device).to(torch.float8_e4m3fn),
+    "qint8": quantized,
+    "sparse_coo": lambda device: torch.randn(4, 3, device=device).to_sparse(),
+}
+
+
+@one_of_each
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_unsupported_tensors_raise_unmodified(
+    activation: ActivationCase, case: str, device: torch.device
+) -> None:
+    x = UNSUPPORTED[case](device)
+
+    def bytes_of(t: Tensor) -> bytes:
+        values = t.coalesce().values() if t.layout == torch.sparse_coo else t
+        return bytes(values.cpu().untyped_storage())
+
+    before, version = bytes_of(x), x._version
+    op = activation.entry.function
+    with pytest.raises((RuntimeError, TypeError), match=rf"\b{op}.*support") as error:
+        activation.call(x)
+    got = {"sparse_coo": "sparse"}.get(case, f"{case}|{str(x.dtype)[6:]}")
+    names = {"complex64": "ComplexFloat", "complex128": "ComplexDouble", "bool": "Bool"}
+    assert any(
+        name.lower() in str(error.value).lower()
+        for name in [*got.split("|"), names.get(case, case)]
+    )
+    assert bytes_of(x) == before
+    assert x._version == version
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_error_names_quantized_and_nested_tensors(device: torch.device) -> None:
+    # The other messages name layout and device, which are supported here.
+    nested = torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)], device=device)
+    for x in (quantized(device), nested):
+        with pytest.raises(NotImplementedError, match=r"strided tensors, neither nested nor quant"):
+            inplace_ops.relu_(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
+@one_of_each
+def test_unsupported_dtypes_that_require_grad_raise_unmodified(
+    activation: ActivationCase, dtype: torch.dtype, device: torch.device
+) -> None:
+    x = torch.randn(4, 3, device=device, requires_grad=True).to(dtype)
+    before, version = x.detach().clone(), x._version
+    with pytest.raises(RuntimeError, match=activation.function):
+        activation.call(x)
+    assert bytes(x.detach().cpu().untyped_storage()) == bytes(before.cpu().untyped_storage())
+    assert x._version == version
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_smooth_activations_and_leaky_relu_reject_integers(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    x = torch.arange(6, dtype=dtype, device=device)
+    calls = [a.call for a in ONE_OF_EACH if not a.entry.takes_integers]
+    assert len(calls) > 5
+    for call in calls:
+        with pytest.raises(RuntimeError, match=f"unsupported dtype {dtype}; ") as raised:
+            call(x)
+        assert str(raised.value).endswith("float64, float32, float16, bfloat16")
+        assert "csrc" not in str(raised.value)
+    assert torch.equal(x, torch.arange(6, dtype=dtype, device=device))
+    assert x._version == 0
+
+
+@pytest.mark.parametrize("wrong", [None, 1.5, [1.0], np.zeros(3)])
+@one_of_each
+def test_non_tensor_raises_type_error(activation: ActivationCase, wrong: object) -> None:
+    with pytest.raises(TypeError, match=r"torch\.Tensor"):
+        activation.call(wrong)
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "message"),
+    [
+        (inplace_ops.relu_, {"save": "input"}, "save must be"),
+        (inplace_ops.relu_, {"save": None}, "save must be"),
+        (inplace_ops.leaky_relu_, {"save": "derivative"}, "save must be"),
+        (
+            inplace_ops.leaky_relu_,
+            {"negative_slope": -0.1, "save": "output"},
+            "negative_slope >= 0",
+        ),
+        (
+            inplace_ops.leaky_relu_,
+            {"negative_slope": np.nan, "save": "output"},
+            "negative_slope >= 0",
+        ),
+        (inplace_ops.silu_, {"save": "mask"}, "save must be"),
+        *(
+            (inplace_ops.silu_, {"bits": bits}, "bits must be")
+            for bits in (0, 2, 5, 7, 9, -1, True, 2.5, "5")
+        ),
+        *(
+            (inplace_ops.silu_, {"save": "derivative", "bits": bits}, "bits must be")
+            for bits in (0, 1, 7, 64)
+        ),
+    ],
+)
+def test_wrong_arguments_raise_value_error(
+    call: Callable[..., Tensor], arguments: dict[str, object], message: str, device: torch.device
+) -> None:
+    x = torch.randn(5, device=device)
+    before = x.clone()
+    with pytest.raises(ValueError, match=message):
+        call(x, **arguments)
+    assert_identical(x, before)
+    assert x._version == 0
+
+
+def test_ops_are_private() -> None:
+    assert not any(name in inplace_ops.__all__ for name in ("_ops", "FORWARD_OPS"))

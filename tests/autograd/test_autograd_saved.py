@@ -1,0 +1,297 @@
+"""Tensors saved for backward: checkpoints, hooks, and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import resource
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from _support.assertions import assert_gradient, assert_values, random_values
+from _support.cases import ONE_OF_EACH, ActivationCase, activation_id
+from _support.layouts import VIEW_PROGRAMS
+from _support.marks import quick
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
+
+
+@one_of_each
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoint_matches_pytorch(
+    activation: ActivationCase, use_reentrant: bool, device: torch.device
+) -> None:
+    leaf = torch.randn(11, device=device, requires_grad=True)
+    y = checkpoint(lambda x: activation.call(x * 2), leaf, use_reentrant=use_reentrant)
+    (y * y.detach()).sum().backward()
+    reference = leaf.detach().clone().requires_grad_()
+    expected = activation.reference(reference * 2)
+    (expected * expected.detach()).sum().backward()
+    assert_values(activation, y, expected)
+    largest = 2 * expected.detach().abs().double()
+    assert_gradient(activation, leaf.grad, reference.grad, largest)
+
+
+@one_of_each
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoint_of_region_that_modifies_its_input_raises(
+    activation: ActivationCase, use_reentrant: bool, device: torch.device
+) -> None:
+    def run(call: Callable[[Tensor], Tensor]) -> None:
+        leaf = torch.randn(11, device=device, requires_grad=True)
+        y = checkpoint(lambda x: call(x) * 2, leaf * 1, use_reentrant=use_reentrant)
+        y.sum().backward()
+
+    with pytest.raises(RuntimeError) as pytorchs:
+        run(torch.relu_)
+    with pytest.raises(RuntimeError) as ours:
+        run(activation.call)
+    assert type(ours.value) is type(pytorchs.value)
+    assert str(ours.value)[:60] == str(pytorchs.value)[:60]
+
+
+@one_of_each
+@pytest.mark.parametrize("hooks", ["numpy", "save_on_cpu"])
+@pytest.mark.parametrize("program", VIEW_PROGRAMS)
+def test_gradients_under_saved_tensors_hooks(
+    activation: ActivationCase, hooks: str, program: str, device: torch.device
+) -> None:
+    to_numpy = saved_tensors_hooks(
+        lambda t: (t.device, t.detach().cpu().numpy().copy()),
+        lambda p: torch.tensor(p[1], device=p[0]),
+    )
+    leaf = torch.randn(4, 3, device=device, requires_grad=True)
+    with to_numpy if hooks == "numpy" else save_on_cpu():
+        y = VIEW_PROGRAMS[program](activation.call, leaf)
+    (actual,) = torch.autograd.grad(y.sum(), leaf)
+    expected = VIEW_PROGRAMS[program](lambda x: x.copy_(activation.reference(x.clone())), leaf)
+    (wanted,) = torch.autograd.grad(expected.sum(), leaf)
+    assert_gradient(activation, actual, wanted, 1.0 + y.numel() * (program == "middle") * 1.5)
+
+
+def saved_before(call: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
+    return call(leaf.tanh())
+
+
+def saved_before_in_part(call: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
+    base = leaf.tanh()
+    call(base[1:3])
+    return base
+
+
+def written_after(call: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
+    return call(leaf.clone()).mul_(2)
+
+
+def written_without_grad(call: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
+    x = leaf.tanh()
+    y = x * 1.5
+    with torch.no_grad():
+        call(x)
+    return y + x
+
+
+def in_a_row(call: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
+    return call(call(leaf.clone()).add_(-0.5)).sigmoid()
+
+
+MUTATIONS = (saved_before, saved_before_in_part, written_after, written_without_grad, in_a_row)
+
+
+@one_of_each
+@pytest.mark.parametrize("program", MUTATIONS)
+def test_gradients_under_allow_mutation_on_saved_tensors(
+    activation: ActivationCase, program: Callable[..., Tensor], device: torch.device
+) -> None:
+    leaf = random_values((4, 30), torch.float32, device).requires_grad_()
+    results = []
+    for call in (activation.call, activation.torch_inplace):
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            y = program(call, leaf)
+            (grad,) = torch.autograd.grad(y, leaf, torch.full_like(y, 0.5))
+        results.append((y.detach(), grad))
+    (actual, actual_grad), (expected, expected_grad) = results
+    assert_values(activation, actual, expected)
+    assert_gradient(activation, actual_grad, expected_grad, 1.0)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 1.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.001)
+
+
+class Token:
+    """An object that weak references can refer to."""
+
+
+class Probe(torch.autograd.Function):
+    """An identity before the activation: its node refers to a token while the graph is alive."""
+
+    @staticmethod
+    def forward(ctx, x, token):
+        ctx.token = token
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+@one_of_each
+@pytest.mark.parametrize("program", VIEW_PROGRAMS)
+@pytest.mark.parametrize("backward", ["none", "once", "retain_graph", "create_graph"])
+def test_graph_is_freed_without_the_garbage_collector(
+    activation: ActivationCase, program: str, backward: str, device: torch.device
+) -> None:
+    if backward == "create_graph" and not activation.is_twice_differentiable:
+        return  # raises, see test_save_derivative_rejects_second_derivative
+    leaf = torch.randn(4, 3, device=device, requires_grad=True)
+
+    def run() -> weakref.ref[Token]:
+        token = Token()
+        y = VIEW_PROGRAMS[program](activation.call, Probe.apply(leaf, token))
+        if backward != "none":
+            create, retain = backward == "create_graph", backward != "once"
+            torch.autograd.grad(y.sum(), leaf, retain_graph=retain, create_graph=create)
+        return weakref.ref(token)
+
+    gc.disable()
+    try:
+        token = run()
+        if device.type == "cuda":  # its backward thread frees the graph after grad has returned
+            wait_until(lambda: token() is None)
+        assert token() is None
+    finally:
+        gc.enable()
+
+
+class Recorder(TorchDispatchMode):
+    """Records the names of the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+WITHOUT_GRAD = {
+    "no_requires_grad": (contextlib.nullcontext, False),
+    "no_grad": (torch.no_grad, True),
+    "inference_mode": (torch.inference_mode, True),
+}
+
+
+@one_of_each
+@pytest.mark.parametrize("mode", WITHOUT_GRAD)
+def test_forward_without_grad_allocates_nothing(
+    activation: ActivationCase, mode: str, device: torch.device
+) -> None:
+    context, requires_grad = WITHOUT_GRAD[mode]
+    x = torch.randn(1000, 100, device=device, requires_grad=requires_grad) * 1
+    node = x.grad_fn
+    with context(), Recorder() as recorder:
+        activation.call(x)
+    assert len(recorder.ops) == 1
+    assert recorder.ops[0].startswith("inplace_ops.")
+    assert x.grad_fn is node
+    with context():
+        assert allocated_bytes(lambda: activation.call(x), device) == 0
+
+
+@one_of_each
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forward_allocates_only_packed_bits(
+    activation: ActivationCase, dtype: torch.dtype, device: torch.device
+) -> None:
+    x = torch.randn(1003, 100, dtype=dtype, device=device, requires_grad=True) * 1
+    groups = (x.numel() + 7) // 8
+    packed = activation.packed_bits[dtype] * groups
+    assert allocated_bytes(lambda: activation.call(x), device) == packed
+
+
+def allocated_bytes(function: Callable[[], object], device: torch.device) -> int:
+    """Return the bytes requested while function runs: allocators may round requests up."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_stats()["requested_bytes.all.allocated"]
+        function()
+        return torch.cuda.memory_stats()["requested_bytes.all.allocated"] - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        function()
+    events = profile.profiler.kineto_results.events()
+    return sum(max(event.nbytes(), 0) for event in events if event.name() == "[memory]")
+
+
+def test_allocated_bytes_counts_an_allocation(device: torch.device) -> None:
+    assert allocated_bytes(lambda: torch.empty(1003, 100, device=device), device) == 401_200
+
+
+@contextlib.contextmanager
+def memory_limit(device: torch.device, more: int) -> Iterator[None]:
+    """Let allocations of more than `more` further bytes fail."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(device).total_memory
+        fraction = (torch.cuda.memory_reserved(device) + more) / total
+        torch.cuda.set_per_process_memory_fraction(fraction)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+    else:
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def without_free_memory(error: Exception) -> str:
+    """Return an out-of-memory message without the free memory, which other processes change."""
+    return str(error).partition(" of which")[0][:100]
+
+
+@pytest.mark.parametrize(
+    "activation",
+    quick(ONE_OF_EACH, [row for row in ONE_OF_EACH if row.function in ("relu", "silu")]),
+    ids=activation_id,
+)
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_out_of_memory_in_backward_raises_pytorchs_error(
+    activation: ActivationCase, create_graph: bool, device: torch.device
+) -> None:
+    if create_graph and not activation.is_twice_differentiable:
+        return
+    leaf = torch.ones(2**24, device=device, requires_grad=True)
+    incoming = torch.ones((), device=device).expand(2**24)
+    y = activation.call(leaf.clone())
+    # No other memory may be freed under the limit. A GPU's backward thread frees its last graph
+    # only when it runs again, so let it run now.
+    small = torch.ones((), device=device, requires_grad=True)
+    torch.autograd.grad(small * 1, small)
+    gc.collect()
+    taken: list[Tensor] = []  # memory freed before, which the limit does not cover
+    with memory_limit(device, 2**25):
+        with pytest.raises(RuntimeError) as pytorchs:
+            taken.extend(torch.empty_like(leaf) for _ in itertools.count())
+        with pytest.raises(RuntimeError) as ours:
+            torch.autograd.grad(y, leaf, incoming, create_graph=create_graph)
+    assert type(ours.value) is type(pytorchs.value)
+    assert without_free_memory(ours.value) == without_free_memory(pytorchs.value)
+    taken.clear()
+    torch.autograd.grad(y, leaf, incoming)  # the graph is unchanged

@@ -1,0 +1,386 @@
+"""torch.func's transforms of the activations, and of networks with them, match PyTorch's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from _support.cases import ACTIVATIONS, SAVE_MODES, ActivationCase, activation_id
+from torch import Tensor, nn
+from torch.func import (
+    functional_call,
+    grad,
+    grad_and_value,
+    hessian,
+    jacfwd,
+    jacrev,
+    jvp,
+    linearize,
+    stack_module_state,
+    vjp,
+    vmap,
+)
+
+all_activations = pytest.mark.parametrize("activation", ACTIVATIONS, ids=activation_id)
+one_of_each = pytest.mark.parametrize("activation", SAVE_MODES, ids=activation_id)
+
+Map = Callable[[Tensor], Tensor]
+
+
+def inner(call: Map) -> Map:
+    """Return a function that modifies an intermediate tensor."""
+    return lambda x: call(x * 1.5) * 2
+
+
+def in_a_view(call: Map) -> Map:
+    """Return a function that modifies a view of a part of an intermediate tensor."""
+
+    def function(x: Tensor) -> Tensor:
+        h = x * 1.5
+        call(h[..., 1:])
+        return h.sin()
+
+    return function
+
+
+def twice(call: Map) -> Map:
+    return lambda x: call(call(x * 1.5) - 0.25)
+
+
+PROGRAMS = {"inner": inner, "in_a_view": in_a_view, "twice": twice}
+
+
+def inplace(reference: Map) -> Map:
+    """Return PyTorch's activation of a clone, copied to the input, whatever PyTorch saves."""
+    return lambda x: x.copy_(reference(x.clone()))
+
+
+def scalar(f: Map) -> Map:
+    return lambda x: (f(x) ** 2).sum()
+
+
+def tangent_of(x: Tensor) -> Tensor:
+    return torch.linspace(-1, 1, x.numel(), dtype=x.dtype, device=x.device).view_as(x)
+
+
+# By name: a transform of a function, evaluated at x of shape (3, 4).
+TRANSFORMS: dict[str, Callable[[Map, Tensor], object]] = {
+    "grad": lambda f, x: grad(scalar(f))(x),
+    "grad_and_value": lambda f, x: grad_and_value(scalar(f))(x),
+    "vjp": lambda f, x: vjp(f, x)[1](tangent_of(x)),
+    "jvp": lambda f, x: jvp(f, (x,), (tangent_of(x),)),
+    "jacrev": lambda f, x: jacrev(f)(x),
+    "jacrev in chunks": lambda f, x: jacrev(f, chunk_size=3)(x),
+    "jacfwd": lambda f, x: jacfwd(f)(x),
+    "hessian": lambda f, x: hessian(scalar(f))(x),
+    "jacrev of jacrev": lambda f, x: jacrev(jacrev(f))(x),
+    "jacrev of jacfwd": lambda f, x: jacrev(jacfwd(f))(x),
+    "grad of grad": lambda f, x: grad(lambda z: grad(scalar(f))(z).sin().sum())(x),
+    "jvp of grad": lambda f, x: jvp(grad(scalar(f)), (x,), (tangent_of(x),)),
+    "vmap": lambda f, x: vmap(f)(x),
+    "vmap in chunks": lambda f, x: vmap(f, chunk_size=2)(x),
+    "vmap of grad": lambda f, x: vmap(grad(scalar(f)))(x),
+    "vmap of jvp": lambda f, x: vmap(lambda z: jvp(f, (z,), (tangent_of(z),)))(x),
+    "vmap of jacrev": lambda f, x: vmap(jacrev(f))(x),
+    "vmap of hessian": lambda f, x: vmap(hessian(scalar(f)))(x),
+    "grad of vmap": lambda f, x: grad(lambda z: vmap(f)(z).square().sum())(x),
+    "jvp of vmap": lambda f, x: jvp(vmap(f), (x,), (tangent_of(x),)),
+    "vmap over columns": lambda f, x: vmap(f, in_dims=-1, out_dims=1)(x),
+}
+
+
+@pytest.mark.parametrize(
+    ("activation", "program"),
+    [
+        (row, program)
+        for row in SAVE_MODES
+        for program in PROGRAMS
+        if program == "inner" or row.name in ("relu-mask", "silu-output-default")
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_match_pytorch(
+    activation: ActivationCase, program: str, transform: str, device: torch.device
+) -> None:
+    x = torch.randn(3, 4, dtype=torch.float64, device=device)
+    before = x.clone()
+    actual = TRANSFORMS[transform](PROGRAMS[program](activation.call), x)
+    expected = TRANSFORMS[transform](PROGRAMS[program](inplace(activation.reference)), x)
+    torch.testing.assert_close(actual, expected)
+    assert torch.equal(x, before)
+
+
+@one_of_each
+def test_nested_forward_mode_raises_pytorchs_error(
+    activation: ActivationCase, device: torch.device
+) -> None:
+    """PyTorch's in-place ops reject the zeros that the inner level makes; ours raise the same."""
+    x = torch.randn(3, device=device)
+    with pytest.raises(RuntimeError) as pytorchs:
+        jacfwd(jacfwd(inner(activation.torch_inplace)))(x)
+    with pytest.raises(RuntimeError) as ours:
+        jacfwd(jacfwd(inner(activation.call)))(x)
+    assert str(ours.value) == str(pytorchs.value)
+
+
+@all_activations
+def test_jacobians_and_hessians_match_pytorch(
+    activation: ActivationCase, device: torch.device
+) -> None:
+    x = torch.randn(6, dtype=torch.float64, device=device)
+    for jacobian in (jacrev, jacfwd):
+        actual = jacobian(inner(activation.call))(x)
+        torch.testing.assert_close(actual, jacobian(inner(activation.reference))(x))
+    actual = hessian(scalar(inner(activation.call)))(x)
+    torch.testing.assert_close(actual, hessian(scalar(inner(activation.reference)))(x))
+
+
+@one_of_each
+@pytest.mark.parametrize("in_dim", [0, 1, 2, -1, -2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_vmap_modifies_its_argument(
+    activation: ActivationCase, in_dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """vmap's argument is modified in place, and its version increases, as with PyTorch's."""
+    x, reference = (torch.randn(2, 3, 4, device=device).to(dtype) for _ in range(2))
+    reference.copy_(x)
+    version = x._version
+    out_dim = 0 if in_dim >= 0 else -1
+    actual = vmap(activation.call, in_dims=in_dim, out_dims=out_dim)(x)
+    expected = vmap(activation.torch_inplace, in_dims=in_dim, out_dims=out_dim)(reference)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(x, reference)
+    assert x._version > version
+
+
+@one_of_each
+def test_nested_vmap_matches_pytorch(activation: ActivationCase, device: torch.device) -> None:
+    x = torch.randn(2, 3, 4, device=device)
+    for outer, middle in ((0, 0), (2, 1), (-1, 0), (1, -1)):
+        actual, expected = (
+            vmap(vmap(inner(f), in_dims=middle), in_dims=outer)(x)
+            for f in (activation.call, activation.reference)
+        )
+        torch.testing.assert_close(actual, expected)
+
+
+@one_of_each
+def test_vmap_over_some_arguments_matches_pytorch(
+    activation: ActivationCase, device: torch.device
+) -> None:
+    x, y = torch.randn(3, 4, device=device), torch.randn(4, device=device)
+
+    def product(f: Map) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda a, b: a * f(b * 2)
+
+    for in_dims in ((0, None), (1, None)):
+        a = x if in_dims[0] == 0 else x.t()
+        actual, expected = (
+            vmap(product(f), in_dims=in_dims)(a, y) for f in (activation.call, activation.reference)
+        )
+        torch.testing.assert_close(actual, expected)
+
+    # A captured tensor is modified once, not once per sample.
+    inside, outside = y.clone(), y.clone()
+    actual = vmap(lambda a: a + activation.call(inside))(x)
+    expected = vmap(lambda a: a + activation.torch_inplace(outside))(x)
+    torch.testing.assert_close((actual, inside), (expected, outside))
+
+
+@one_of_each
+def test_gradients_of_captured_tensors_match_pytorch(
+    activation: ActivationCase, device: torch.device
+) -> None:
+    """A tensor that requires grad, used inside a transform, gets its gradient outside."""
+    weight = torch.randn(4, device=device, requires_grad=True)
+    x = torch.randn(3, 4, device=device)
+    results = []
+    for f in (activation.call, inplace(activation.reference)):
+        y = vmap(lambda row, f=f: f(row * weight))(x)
+        results.append((y, *torch.autograd.grad(y.square().sum(), weight)))
+    torch.testing.assert_close(*results)
+
+
+@one_of_each
+@pytest.mark.parametrize("in_dim", [0, 1, -1])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+def test_vmap_over_ordinary_backward_matches_pytorch(
+    activation: ActivationCase, in_dim: int, layout: str, device: torch.device
+) -> None:
+    """vmap over several incoming gradients of one graph uses the ops' batching rules."""
+    leaf = torch.randn(3, 4, dtype=torch.float64, device=device, requires_grad=True)
+    incoming = torch.randn(3, 4, 5, dtype=torch.float64, device=device).movedim(-1, in_dim)
+    x = leaf * 1.5
+    y = activation.call(x) if layout == "contiguous" else activation.call(x.t()).t()
+
+    def backward(g: Tensor) -> Tensor:
+        return torch.autograd.grad(y, leaf, g, retain_graph=True)[0]
+
+    actual = vmap(backward, in_dims=in_dim)(incoming)
+    y = activation.reference(leaf * 1.5)
+    expected = torch.stack([backward(g) for g in incoming.unbind(in_dim)])
+    torch.testing.assert_close(actual, expected)
+
+
+@one_of_each
+@pytest.mark.filterwarnings(
+    "ignore:Attempted to insert a get_attr Node:UserWarning"
+)  # issued by linearize
+def test_linearize_matches_pytorch(activation: ActivationCase, device: torch.device) -> None:
+    x = torch.randn(3, 4, dtype=torch.float64, device=device)
+    results = []
+    for f in (activation.call, activation.torch_inplace):
+        value, tangents = linearize(inner(f), x)
+        results.append((value, tangents(tangent_of(x))))
+    torch.testing.assert_close(*results)
+
+
+def network(activation: ActivationCase | None, reference: nn.Module | None = None) -> nn.Module:
+    """Return a small convolutional network with `activation`, or else copies of `reference`."""
+    torch.manual_seed(0)
+
+    def act() -> nn.Module:
+        return activation.module() if activation else copy.deepcopy(reference)
+
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3),
+        nn.GroupNorm(2, 4),
+        act(),
+        nn.Conv2d(4, 3, 3),
+        act(),
+        nn.Flatten(),
+        nn.Linear(12, 5),
+        act(),
+        nn.Linear(5, 1),
+    ).double()
+
+
+def networks(activation: ActivationCase, device: torch.device) -> tuple[nn.Module, nn.Module]:
+    parent = next(c for c in type(activation.module()).__mro__ if c.__module__.startswith("torch."))
+    ours = network(activation)
+    slope = getattr(ours[2], "negative_slope", None)
+    theirs = network(None, parent() if slope is None else parent(slope))
+    assert type(theirs[2]) is parent
+    return ours.to(device), theirs.to(device)
+
+
+def tolerance(activation: ActivationCase) -> float:
+    """Return float64's default tolerance, or more if the derivative is inexact."""
+    return max(1e-7, 20 * activation.derivative_error.get(torch.float64, 0.0))
+
+
+@one_of_each
+@pytest.mark.parametrize("in_dim", [0, -1])
+def test_per_sample_gradients_match_ordinary_backward(
+    activation: ActivationCase, in_dim: int, device: torch.device
+) -> None:
+    images = torch.randn(4, 2, 6, 6, dtype=torch.float64, device=device)
+    batch = images.movedim(0, in_dim)
+    gradients = []
+    for model in networks(activation, device):
+        parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+        def loss(parameters: dict[str, Tensor], image: Tensor, model: nn.Module = model) -> Tensor:
+            return functional_call(model, parameters, (image[None],)).square().sum()
+
+        per_sample = vmap(grad(loss), in_dims=(None, in_dim))(parameters, batch)
+        gradients.append(per_sample)
+
+        # They equal those of an ordinary backward, image by image.
+        for i, image in enumerate(images):
+            model.zero_grad()
+            model(image[None]).square().sum().backward()
+            for name, p in model.named_parameters():
+                limit = tolerance(activation)
+                torch.testing.assert_close(per_sample[name][i], p.grad, rtol=limit, atol=limit)
+    torch.testing.assert_close(*gradients, rtol=1e-7, atol=1e-7)
+    assert all(g.shape[0] == 4 for g in gradients[0].values())
+
+
+@one_of_each
+def test_stacked_networks_match_single_networks(
+    activation: ActivationCase, device: torch.device
+) -> None:
+    """Networks stacked by stack_module_state give the single networks' values, and gradients."""
+    x = torch.randn(5, 2, 6, 6, dtype=torch.float64, device=device)
+    results = []
+    for model in networks(activation, device):
+        models = [copy.deepcopy(model) for _ in range(3)]
+        for i, member in enumerate(models):
+            torch.manual_seed(i)
+            with torch.no_grad():
+                for p in member.parameters():
+                    p.copy_(torch.randn(p.shape, dtype=p.dtype) * 0.5)
+        parameters, buffers = stack_module_state(models)
+        base = copy.deepcopy(model).to("meta")
+
+        def one(
+            parameters: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor, base=base
+        ) -> Tensor:
+            return functional_call(base, (parameters, buffers), (x,))
+
+        y = vmap(one, in_dims=(0, 0, None))(parameters, buffers, x)
+        torch.testing.assert_close(y, torch.stack([member(x) for member in models]))
+        gradients = torch.autograd.grad(y.square().sum(), list(parameters.values()))
+        results.append((y, *gradients))
+    torch.testing.assert_close(*results)
+
+
+@one_of_each
+def test_functional_call_matches_pytorch(activation: ActivationCase, device: torch.device) -> None:
+    """functional_call without a transform calls the ops themselves, with other parameters."""
+    x = torch.randn(5, 2, 6, 6, dtype=torch.float64, device=device)
+    results = []
+    for model in networks(activation, device):
+        parameters = {
+            name: (p.detach() * 1.1).requires_grad_() for name, p in model.named_parameters()
+        }
+        y = functional_call(model, parameters, (x,))
+        gradients = torch.autograd.grad(y.square().sum(), list(parameters.values()))
+        results.append((y, *gradients))
+    limit = tolerance(activation)
+    torch.testing.assert_close(*results, rtol=limit, atol=limit)
+
+
+@one_of_each
+def test_hessian_of_network_matches_pytorch(
+    activation: ActivationCase, device: torch.device
+) -> None:
+    x = torch.randn(2, 2, 6, 6, dtype=torch.float64, device=device)
+    hessians = []
+    for model in networks(activation, device):
+        bias = model[-1].bias.detach()
+        weight = model[-3].weight.detach()
+
+        def loss(weight: Tensor, bias: Tensor, model: nn.Module = model) -> Tensor:
+            replaced = {"6.weight": weight, "8.bias": bias}
+            return functional_call(model, replaced, (x,)).square().sum()
+
+        hessians.append(hessian(loss, argnums=(0, 1))(weight, bias))
+    torch.testing.assert_close(*hessians)
+
+
+@one_of_each
+def test_tensor_that_outlives_its_transform_matches_pytorch(
+    activation: ActivationCase, device: torch.device
+) -> None:
+    """A tensor that outlives its transform is still wrapped, and otherwise an ordinary tensor."""
+    x = torch.randn(9, dtype=torch.float64, device=device)
+    factor = torch.randn_like(x, requires_grad=True)
+    leaked: list[Tensor] = []
+
+    def loss(x: Tensor) -> Tensor:
+        leaked.append(x * factor)
+        return leaked[0].sum()
+
+    grad(loss)(x)
+    y = activation.call(leaked[0])
+    assert y is leaked[0]
+    expected = activation.reference(x * factor)
+    limit = tolerance(activation)
+    torch.testing.assert_close(y.detach() + 0, expected.detach(), rtol=limit, atol=limit)
+    gradients = [torch.autograd.grad(z.square().sum(), factor) for z in (y, expected)]
+    torch.testing.assert_close(*gradients, rtol=limit, atol=limit)

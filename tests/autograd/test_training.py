@@ -1,0 +1,518 @@
+"""Training matches PyTorch's activations: autocast, checkpoints, hooks, threads, frameworks."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from _support.assertions import assert_gradient, assert_identical
+from _support.cases import SAVE_MODES, ActivationCase, activation_id
+from torch import Tensor, nn
+from torch.nn.parallel import parallel_apply
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
+
+import inplace_ops
+
+one_of_each = pytest.mark.parametrize("activation", SAVE_MODES, ids=activation_id)
+
+Step = Callable[[nn.Module, Tensor], Tensor]  # from a model and its input to a loss
+
+
+class Reference(nn.Module):
+    """PyTorch's activation, out of place."""
+
+    def __init__(self, activation: ActivationCase) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation.reference(x)
+
+
+def network(activation: Callable[[], nn.Module]) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 8, 3), activation(), nn.GroupNorm(2, 8)),
+        nn.Sequential(nn.Conv2d(8, 4, 3), activation(), nn.Flatten(), nn.Linear(36, 2)),
+    )
+
+
+def twins(activation: ActivationCase, device: torch.device, build: Any = network) -> Any:
+    """Return a network with our activation, and the same network with PyTorch's."""
+    ours = build(activation.module).to(device, torch.float64)
+    pytorchs = build(lambda: Reference(activation)).to(device, torch.float64)
+    pytorchs.load_state_dict(ours.state_dict())
+    return ours, pytorchs
+
+
+def tolerances(activation: ActivationCase) -> dict[str, float]:
+    # In these networks a gradient's error is less than 20 times the derivative's error.
+    return {"rtol": 1e-7, "atol": max(1e-7, 20 * activation.derivative_error.get(torch.float64, 0))}
+
+
+def square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def assert_same_gradients(
+    activation: ActivationCase, device: torch.device, step: Step, build: Any = network
+) -> None:
+    ours, pytorchs = twins(activation, device, build)
+    x = torch.randn(2, 3, 7, 7, dtype=torch.float64, device=device)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    for model, leaf in zip((ours, pytorchs), inputs, strict=True):
+        step(model, leaf).backward()
+    pairs = [*zip(ours.parameters(), pytorchs.parameters(), strict=True), inputs]
+    for mine, reference in pairs:
+        assert reference.grad.any()
+        torch.testing.assert_close(mine.grad, reference.grad, **tolerances(activation))
+
+
+# ---- Mixed precision ----
+
+
+def amp_steps(
+    model: nn.Module, inputs: list[Tensor], dtype: torch.dtype, device: torch.device
+) -> tuple[list[list[Tensor]], list[float]]:
+    """Return the weights and the scale after each step; the third step's loss overflows."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=2)
+    weights, scales = [], []
+    for step, x in enumerate(inputs):
+        with torch.autocast(device.type, dtype):
+            loss = model(x).float().square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss * (float("inf") if step == 2 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        weights.append([p.detach().clone() for p in model.parameters()])
+        scales.append(scaler.get_scale())
+    return weights, scales
+
+
+@one_of_each
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_autocast_and_grad_scaler_match_pytorch(
+    activation: ActivationCase, dtype: torch.dtype, device: torch.device
+) -> None:
+    ours, pytorchs = (model.float() for model in twins(activation, device))
+    before = [p.detach().clone() for p in ours.parameters()]
+    inputs = [torch.randn(4, 3, 7, 7, device=device) for _ in range(6)]
+    weights, scales = amp_steps(ours, inputs, dtype, device)
+    expected, expected_scales = amp_steps(pytorchs, inputs, dtype, device)
+    assert scales == expected_scales
+    assert scales[2] == scales[1] / 2
+    for skipped, same in zip(weights[2], weights[1], strict=True):
+        assert_identical(skipped, same)
+    assert all(p.isfinite().all() for p in weights[-1])
+    if activation.is_exact and device.type == "cpu":  # cuDNN may sum in another order each time
+        for mine, reference in zip(weights[-1], expected[-1], strict=True):
+            assert_identical(mine, reference)
+    # The allowed error, relative to the first step: ten times the derivative's error and eps.
+    error = 10 * (activation.derivative_error.get(dtype, 0.0) + torch.finfo(dtype).eps)
+    for mine, reference, old in zip(weights[0], expected[0], before, strict=True):
+        assert (mine - reference).norm() <= error * (reference - old).norm()
+
+
+@one_of_each
+def test_infinite_gradients_reach_weights_as_in_pytorch(
+    activation: ActivationCase, device: torch.device
+) -> None:
+    ours, pytorchs = twins(activation, device, lambda make: nn.Sequential(nn.Linear(6, 5), make()))
+    x = torch.randn(4, 6, dtype=torch.float64, device=device)
+    incoming = torch.randn(4, 5, dtype=torch.float64, device=device)
+    incoming[0, 0], incoming[1, 1], incoming[2, 2] = float("inf"), float("-inf"), float("nan")
+    for model in (ours, pytorchs):
+        model(x).backward(incoming)
+    for mine, reference in zip(ours.parameters(), pytorchs.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, reference.grad, equal_nan=True)
+
+
+# ---- Recomputation ----
+
+
+CHECKPOINTS: dict[str, Step] = {
+    "reentrant": lambda m, x: m[1](checkpoint(m[0], x, use_reentrant=True)).square().mean(),
+    "not_reentrant": lambda m, x: m[1](checkpoint(m[0], x, use_reentrant=False)).square().mean(),
+    "not_reentrant_all": lambda m, x: checkpoint(m, x, use_reentrant=False).square().mean(),
+    "nested": lambda m, x: (
+        checkpoint(
+            lambda v: checkpoint(
+                m[1], checkpoint(m[0], v, use_reentrant=False), use_reentrant=False
+            ),
+            x,
+            use_reentrant=False,
+        )
+        .square()
+        .mean()
+    ),
+    "sequential": lambda m, x: checkpoint_sequential(m, 2, x, use_reentrant=False).square().mean(),
+}
+
+
+@one_of_each
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_checkpoint_matches_pytorch(
+    activation: ActivationCase, name: str, device: torch.device
+) -> None:
+    assert_same_gradients(activation, device, CHECKPOINTS[name])
+
+
+POLICIES: dict[str, Callable[[str], bool]] = {
+    "none": lambda op: False,
+    "ours": lambda op: op.startswith("inplace_ops"),
+    "ours_and_addmm": lambda op: op.startswith("inplace_ops") or "addmm" in op,
+}
+
+
+def selectively(saves: Callable[[str], bool], model: nn.Module, x: Tensor) -> Tensor:
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if saves(str(op)) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return checkpoint(
+        model,
+        x,
+        use_reentrant=False,
+        context_fn=lambda: create_selective_checkpoint_contexts(policy),
+    )
+
+
+@one_of_each
+@pytest.mark.parametrize("name", POLICIES)
+def test_selective_checkpoint_matches_pytorch(
+    activation: ActivationCase, name: str, device: torch.device
+) -> None:
+    # Whatever the policy says, the ops run again: replaying the value that an op returned would not
+    # repeat its write.
+    assert_same_gradients(
+        activation, device, lambda m, x: selectively(POLICIES[name], m, x).square().mean()
+    )
+
+
+@one_of_each
+def test_selective_checkpoint_of_saved_input_raises(
+    activation: ActivationCase, device: torch.device
+) -> None:
+    ours, _ = twins(activation, device)
+    x = torch.randn(2, 3, 7, 7, dtype=torch.float64, device=device)
+    for model in (
+        ours,
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(inplace=True)).to(ours[0][0].weight),
+    ):
+        y = selectively(lambda op: "convolution" in op, model, x)
+        with pytest.raises(RuntimeError, match="cached during selective activation checkpoint"):
+            y.sum().backward()
+
+
+# ---- Hooks ----
+
+
+@one_of_each
+@pytest.mark.parametrize("used", ["output", "input"])
+def test_tensor_hooks_and_retained_gradients_match_pytorch(
+    activation: ActivationCase, used: str, device: torch.device
+) -> None:
+    """Hooks stay with the value that they were registered on, as with PyTorch's in-place ops."""
+    values = torch.randn(40, dtype=torch.float64, device=device)
+    results = []
+    for call in (activation.call, activation.torch_inplace):
+        seen: dict[str, Tensor] = {}
+        leaf = values.clone().requires_grad_()
+        x = leaf * 1.5
+        x.register_hook(lambda g, seen=seen: seen.update(before=g.clone()))
+        x.retain_grad()
+        y = call(x)
+        y.register_hook(lambda g, seen=seen: seen.update(after=g.clone()))
+        y.register_hook(lambda g: g * 2)
+        y.retain_grad()
+        (y if used == "output" else x).sin().sum().backward()
+        results.append({**seen, "retained": y.grad, "of the input": x.grad, "leaf": leaf.grad})
+    ours, pytorchs = results
+    assert ours.keys() == pytorchs.keys()
+    for name, expected in pytorchs.items():
+        assert_gradient(activation, ours[name], expected, 3.0, name)
+
+
+@one_of_each
+def test_module_hooks_match_pytorch(activation: ActivationCase, device: torch.device) -> None:
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        model[0][1].register_forward_hook(lambda module, inputs, output: output * 1.5)
+        model[1].register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.5,))
+        model[1].register_full_backward_hook(lambda m, grads, outputs: (grads[0] * 3,))
+        return square(model, x)
+
+    assert_same_gradients(activation, device, step)
+
+
+# ---- Second derivatives ----
+
+
+def penalty(critic: nn.Module, x: Tensor) -> Tensor:
+    """Return WGAN-GP's loss: the critic's value and a penalty that pulls its gradient to norm 1."""
+    (gradient,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
+    return critic(x).mean() + 10 * (gradient.flatten(1).norm(dim=1) - 1).square().mean()
+
+
+@one_of_each
+def test_gradient_penalty_matches_pytorch(activation: ActivationCase, device: torch.device) -> None:
+    if activation.is_twice_differentiable:
+        assert_same_gradients(activation, device, penalty)
+        return
+    ours, _ = twins(activation, device)
+    x = torch.randn(2, 3, 7, 7, dtype=torch.float64, device=device, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r'save="derivative".*save="output"'):
+        penalty(ours, x).backward()
+
+
+# ---- Parametrizations, threads, modes ----
+
+
+class Positive(nn.Module):
+    """A parametrization that is an activation itself."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return self.activation(weight * 2)
+
+
+def weight_normed(activation: Callable[[], nn.Module]) -> nn.Module:
+    model = network(activation)
+    parametrizations.weight_norm(model[0][0])
+    parametrizations.spectral_norm(model[1][3])
+    return model
+
+
+def with_a_parametrization(activation: Callable[[], nn.Module]) -> nn.Module:
+    model = network(activation)
+    parametrize.register_parametrization(model[1][0], "weight", Positive(activation()))
+    return model
+
+
+@one_of_each
+@pytest.mark.parametrize("build", [weight_normed, with_a_parametrization])
+def test_parametrizations_match_pytorch(
+    activation: ActivationCase, build: Any, device: torch.device
+) -> None:
+    assert_same_gradients(activation, device, square, build)
+
+
+@one_of_each
+def test_cached_parametrization_matches_pytorch(
+    activation: ActivationCase, device: torch.device
+) -> None:
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        with parametrize.cached():
+            return square(model, x) + square(model, x * 2)
+
+    assert_same_gradients(activation, device, step, with_a_parametrization)
+
+
+@one_of_each
+def test_replicas_in_threads_match_pytorch(
+    activation: ActivationCase, device: torch.device
+) -> None:
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        inputs = [x * (1 + i) for i in range(4)]
+        if device.type == "cuda":
+            outputs = parallel_apply([model] * 4, inputs)
+        else:  # parallel_apply needs an accelerator
+            with ThreadPoolExecutor(4) as pool:
+                outputs = list(pool.map(model, inputs))
+        return torch.stack([output.square().mean() for output in outputs]).sum()
+
+    assert_same_gradients(activation, device, step)
+
+
+@one_of_each
+def test_training_in_threads_matches_pytorch(
+    activation: ActivationCase, device: torch.device
+) -> None:
+    """Several models run forward and backward at the same time."""
+    models = [twins(activation, device) for _ in range(4)]
+    inputs = [torch.randn(8, 3, 7, 7, dtype=torch.float64, device=device) for _ in models]
+
+    def train(i: int) -> None:
+        for model in models[i]:
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                square(model, inputs[i]).backward()
+                optimizer.step()
+
+    threads = [threading.Thread(target=train, args=(i,)) for i in range(len(models))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for ours, pytorchs in models:
+        for mine, reference in zip(ours.parameters(), pytorchs.parameters(), strict=True):
+            torch.testing.assert_close(mine, reference, **tolerances(activation))
+
+
+@pytest.fixture
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@one_of_each
+@pytest.mark.usefixtures("_deterministic")
+def test_deterministic_algorithms_repeat_gradients(
+    activation: ActivationCase, device: torch.device
+) -> None:
+    # Deterministic algorithms fill new memory with NaN and the largest integers.
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    x = torch.randn(3, 1001, device=device)
+    gradients = []
+    for call in (activation.call, activation.call, activation.reference):
+        leaf = x.clone().requires_grad_()
+        call(leaf * 1).sum().backward()
+        gradients.append(leaf.grad)
+    assert_identical(gradients[0], gradients[1])
+    assert_gradient(activation, gradients[0], gradients[2], 1.0)
+
+
+@one_of_each
+def test_anomaly_mode_names_the_forward(activation: ActivationCase, device: torch.device) -> None:
+    with pytest.warns(UserWarning, match="Anomaly Detection"):
+        detector = torch.autograd.detect_anomaly()
+    leaf = torch.rand(9, device=device, requires_grad=True)  # above 0, where ReLU passes a NaN on
+    with detector:
+        y = activation.call(leaf * 1)
+        grad = torch.full_like(y, float("nan"))
+        with (
+            pytest.warns(UserWarning, match=r"(?s)Error detected in .*leaf \* 1"),
+            pytest.raises(RuntimeError, match="returned nan values"),
+        ):
+            y.backward(grad)
+
+
+# ---- CUDA only ----
+
+on_cuda = pytest.mark.parametrize("device", ["cuda"], indirect=True)
+# PyTorch warns if a parameter's gradient comes from another stream, as it does here.
+several_streams = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
+
+
+@one_of_each
+@on_cuda
+@several_streams
+def test_make_graphed_callables_matches_pytorch(
+    activation: ActivationCase, device: torch.device
+) -> None:
+    ours, pytorchs = twins(activation, device)
+    sample = torch.randn(2, 3, 7, 7, dtype=torch.float64, device=device, requires_grad=True)
+    graphed = torch.cuda.make_graphed_callables(copy.deepcopy(ours), (sample,))
+    for _ in range(3):
+        x = torch.randn(2, 3, 7, 7, dtype=torch.float64, device=device)
+        for model in (graphed, pytorchs):
+            model.zero_grad()
+            square(model, x.clone().requires_grad_()).backward()
+        for mine, reference in zip(graphed.parameters(), pytorchs.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, reference.grad, **tolerances(activation))
+
+
+@one_of_each
+@on_cuda
+@several_streams
+def test_stream_for_each_branch_matches_pytorch(
+    activation: ActivationCase, device: torch.device
+) -> None:
+    """Backward runs on forward's streams, to which the packed bits' memory belongs."""
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    x = torch.randn(2**20, device=device)
+    gradients = []
+    for call in (activation.call, activation.reference):
+        leaf = x.clone().requires_grad_()
+        current, outputs = torch.cuda.current_stream(), []
+        for i, stream in enumerate(streams):
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(10_000_000)
+                outputs.append(call(leaf * (i + 1)).sum())
+        for stream, output in zip(streams, outputs, strict=True):
+            current.wait_stream(stream)
+            output.record_stream(current)
+        torch.stack(outputs).sum().backward()
+        gradients.append(leaf.grad)
+    torch.cuda.synchronize()
+    assert_gradient(activation, gradients[0], gradients[1], 6.0)
+
+
+# ---- Frameworks ----
+
+
+@pytest.mark.filterwarnings("default")  # the frameworks issue warnings
+@pytest.mark.parametrize("converts", [False, True], ids=["modules", "convert"])
+@pytest.mark.parametrize("name", ["silu-output-default", "relu-mask"])
+def test_lightning_matches_pytorch(name: str, converts: bool) -> None:
+    lightning = pytest.importorskip("lightning")
+    activation = next(row for row in SAVE_MODES if row.name == name)
+    ours, pytorchs = twins(activation, torch.device("cpu"))
+    if converts:
+        make = activation.entry.torch_module
+        pytorchs = nn.Sequential(
+            nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), make(), nn.Conv2d(16, 4, 3), nn.Flatten()
+        ).double()
+        ours = copy.deepcopy(pytorchs)
+        report = inplace_ops.convert(ours, torch.randn(2, 3, 7, 7, dtype=torch.float64))
+        assert report.saved_bytes_after < report.saved_bytes_before
+
+    class Task(lightning.LightningModule):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, x: Tensor, index: int) -> Tensor:
+            return square(self.model, x)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    examples = [torch.randn(2, 3, 7, 7, dtype=torch.float64) for _ in range(3)]
+    for model in (ours, pytorchs):
+        trainer = lightning.Trainer(
+            max_steps=3,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(Task(model), torch.utils.data.DataLoader(examples, batch_size=None))
+        assert trainer.global_step == 3
+    for mine, reference in zip(ours.parameters(), pytorchs.parameters(), strict=True):
+        torch.testing.assert_close(mine, reference, **tolerances(activation))
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", ["silu-output-default", "relu-mask"])
+def test_accelerate_matches_pytorch(name: str) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    activation = next(row for row in SAVE_MODES if row.name == name)
+    ours, pytorchs = twins(activation, torch.device("cpu"))
+    inputs = [torch.randn(2, 3, 7, 7, dtype=torch.float64) for _ in range(6)]
+    for model in (ours, pytorchs):
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        for x in inputs:
+            with accelerator.accumulate(prepared):
+                accelerator.backward(square(prepared, x))
+                optimizer.step()
+                optimizer.zero_grad()
+    for mine, reference in zip(ours.parameters(), pytorchs.parameters(), strict=True):
+        torch.testing.assert_close(mine, reference, **tolerances(activation))

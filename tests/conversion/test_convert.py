@@ -1,0 +1,874 @@
+"""Test `convert`, `analyze`, `revert` and `reverted`: arguments, examples and reports."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import pickle
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from _support.allocations import largest_allocation, saved_allocation
+from _support.twins import (
+    C,
+    Program,
+    assert_same_steps,
+    replaced,
+)
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import inplace_ops
+from inplace_ops import saved_bytes
+from inplace_ops.conversion.report import Report
+from inplace_ops.conversion.wiring import conversion_of
+from inplace_ops.recompute import specs
+
+pytestmark = pytest.mark.usefixtures("source")
+
+
+def network(width: int = 16) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, padding=1),
+        nn.BatchNorm2d(width),
+        nn.SiLU(),
+        nn.Conv2d(width, width, 3, padding=1),
+        nn.GroupNorm(2, width),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Conv2d(width, 4, 1),
+    )
+
+
+def examples() -> Tensor:
+    return torch.randn(2, 3, 32, 32)
+
+
+def is_converted(model: nn.Module) -> bool:
+    return conversion_of(model) is not None
+
+
+def sum_after_write(z: Tensor) -> Tensor:
+    """Write to a tensor outside autograd, and return a sum of it."""
+    z.detach().add_(1)
+    return z + z
+
+
+def number_of_hooks(model: nn.Module) -> int:
+    modules = list(model.modules())
+    return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in modules)
+
+
+# The report.
+
+
+def test_first_step_with_gradients_fills_in_report() -> None:
+    model, x = network(), examples()
+    report = inplace_ops.convert(model)
+    hooks = number_of_hooks(model)
+    assert isinstance(report, inplace_ops.Report)
+    assert (report.saved_bytes_before, report.replaced, report.remaining) == (None, [], [])
+    assert "first forward pass" in str(report)
+    with torch.no_grad():
+        model(x)
+    assert report.saved_bytes_after is None
+    model(x)
+    assert report.saved_bytes_before is not None
+    assert report.saved_bytes_after is not None
+    assert report.peak_bytes_before is report.peak_bytes_after is None
+    original = network()
+    before, after = (saved_allocation(lambda m=m: m(x)) for m in (original, model))
+    assert report.saved_bytes_before == pytest.approx(before, rel=0.03)
+    assert report.saved_bytes_after == pytest.approx(after, rel=0.03)
+    first = asdict(report)
+    model(torch.cat([x, x]))
+    assert asdict(report) == first
+    assert number_of_hooks(model) == hooks
+
+
+def test_report_of_example_matches_allocated_memory() -> None:
+    model, x = network(), examples()
+    original = copy.deepcopy(model)
+    report = inplace_ops.convert(model, x)
+    before, after = (inplace_ops.saved_bytes(m, x) for m in (original, model))
+    assert (report.saved_bytes_before, report.saved_bytes_after) == (before, after)
+    allocated = [saved_allocation(lambda m=m: m(x)) for m in (original, model)]
+    output = 4 * 2 * 4 * 16 * 16
+    assert before == pytest.approx(allocated[0] - output, rel=0.01)
+    assert after == pytest.approx(allocated[1] - output, rel=0.01)
+    peaks = []
+    for m in (original, model):
+        with largest_allocation() as peak:
+            m(x).square().mean().backward()
+        peaks += peak
+    assert report.peak_bytes_before == pytest.approx(peaks[0], rel=0.1)
+    assert report.peak_bytes_after == pytest.approx(peaks[1], rel=0.1)
+    assert report.peak_bytes_after < report.peak_bytes_before
+    assert_same_steps(original, model, x)
+
+
+def test_report_lists_replaced_and_remaining_tensors() -> None:
+    """Each storage is in one row, so the rows add up to the saved bytes."""
+    report = inplace_ops.convert(network(), examples())
+    size = 4 * 2 * 16 * 32 * 32
+    rows = {(r.producer, r.consumer, r.module, r.bytes, r.how) for r in report.replaced}
+    assert rows == {
+        ("NativeBatchNorm", "SiLU", "2", size, "recomputed"),
+        ("SiLU", "Convolution", "3", size, "recomputed"),
+        ("ReLU", "ReLU", "5", size, "recomputed"),  # pooling saves the same storage
+        ("(no grad_fn)", "MaxPool2DWithIndices", "6", size // 2, "stored as int32"),
+    }
+    assert [r.bytes for r in report.replaced] == sorted([r.bytes for r in report.replaced])[::-1]
+    largest = report.remaining[0]
+    assert (largest.producer, largest.bytes) == ("Convolution", size)
+    assert largest.reason == "too expensive: never recomputed"
+    assert largest.module in ("1", "4")
+    pooled = next(r for r in report.remaining if r.consumer == "Convolution" and r.module == "7")
+    assert pooled.reason == "too expensive: never recomputed"
+    replaced, remaining = (
+        sum(r.bytes for r in rows) for rows in (report.replaced, report.remaining)
+    )
+    assert replaced + remaining == report.saved_bytes_before
+    assert remaining + report.recompute_bytes == report.saved_bytes_after
+
+
+def test_tensor_saved_by_another_consumer_is_listed_as_remaining() -> None:
+    """A convolution recomputes a norm's output, and a sine, which has no rule, saves it."""
+    model = Program(lambda m, z: (m.conv(z), z.sin()))
+    report = inplace_ops.convert(model, torch.randn(8, 3, 16, 16))
+    assert ("NativeBatchNorm", "Sin") in {(r.producer, r.consumer) for r in report.remaining}
+    assert "NativeBatchNorm" not in {r.producer for r in report.replaced}
+    total = sum(r.bytes for r in (*report.replaced, *report.remaining))
+    assert total == report.saved_bytes_before
+
+
+def test_report_names_tensors_above_max_ops() -> None:
+    model = Program(lambda m, z: m.conv(F.softplus(F.silu(z) * m.scale)))
+    model.to(torch.float32)
+    report = inplace_ops.convert(model, torch.randn(8, 3, 16, 16), max_ops=3)
+    reasons = {r.reason for r in report.remaining}
+    assert "takes more than 3 operations: raise max_ops" in reasons
+
+
+@pytest.mark.parametrize(
+    ("compute", "producer", "reason"),
+    [
+        (
+            lambda m, z: m.conv(z + m.other(z)),
+            "Add",
+            "Add does not save its input from Convolution",
+        ),
+        (
+            lambda m, z: m.conv(m.other(z) + m.scale),
+            "Add",
+            "Add does not save its input from Convolution",
+        ),
+        (
+            lambda m, z: m.conv(z + m.scale),
+            "Add",
+            "Add does not save the parameter that it reads",
+        ),
+        (
+            lambda m, z: m.conv(z + torch.ones_like(z)),
+            "Add",
+            "Add does not save an input without a gradient",
+        ),
+        (lambda m, z: m.conv(z.cumsum(1)), "Cumsum", "too expensive: never recomputed"),
+        (lambda m, z: m.conv(z.sin()), "Sin", "no rule for the output of Sin"),
+        (lambda m, z: m.conv(sum_after_write(z)), "Add", "an input of Add was written to"),
+        (lambda m, z: m.other(z).sin(), "Convolution", "no rule for what Sin saves"),
+    ],
+)
+def test_reasons_of_remaining_tensors(
+    compute: Callable[..., Any], producer: str, reason: str
+) -> None:
+    report = inplace_ops.convert(Program(compute), torch.randn(8, 3, 16, 16))
+    assert (producer, reason) in {(r.producer, r.reason) for r in report.remaining}
+
+
+def test_reason_for_autocast_copies_of_weights() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    with torch.autocast("cpu", torch.bfloat16):
+        report = inplace_ops.convert(model, torch.randn(32, 64))
+    copies = [r for r in report.remaining if r.reason == "autocast's copy of a parameter"]
+    assert [r.bytes for r in copies] == [64 * 64 * 2]  # the first layer's input requires no grad
+
+
+def test_report_as_dict_and_as_table() -> None:
+    report = inplace_ops.analyze(network(), examples())
+    loaded = json.loads(json.dumps(report.to_dict()))
+    assert loaded == report.to_dict()
+    assert loaded["saved_bytes_before"] == report.saved_bytes_before
+    assert loaded["remaining"][0]["bytes"] == report.remaining[0].bytes
+    text = str(report)
+    mib = f"{report.saved_bytes_before / 2**20:.3f}"
+    assert f"{mib}" in text.splitlines()[2]
+    assert "peak of forward and backward" in text
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_user_function_that_saves_its_input_is_counted() -> None:
+    class Swish(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x * x.sigmoid()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient
+
+    class Calls(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Swish.apply(x)
+
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), Calls(), nn.AvgPool2d(2))
+    report = inplace_ops.analyze(model, torch.randn(2, 3, 16, 16))
+    (row,) = [r for r in report.remaining if r.consumer == "Swish"]
+    assert (row.producer, row.module, row.bytes) == ("Convolution", "1", 4 * 2 * 8 * 14 * 14)
+    assert report.peak_bytes_after is not None
+    del Swish.backward
+    report = inplace_ops.analyze(model, torch.randn(2, 3, 16, 16))
+    assert row in report.remaining
+    assert report.peak_bytes_after is None
+    with pytest.raises(NotImplementedError):
+        inplace_ops.convert(model, torch.randn(2, 3, 16, 16))
+
+
+def test_report_counts_tensors_behind_full_backward_hooks() -> None:
+    """A full backward hook inserts a Function before its layer, which hides the producer."""
+    model, x = network(), examples()
+    model[3].register_full_backward_hook(lambda *_: None)
+    original = copy.deepcopy(model)
+    report = inplace_ops.convert(model, x)
+    saved = [inplace_ops.saved_bytes(m, x) for m in (original, model)]
+    assert [report.saved_bytes_before, report.saved_bytes_after] == saved
+
+
+def test_pass_under_saved_tensor_hooks_does_not_fill_in_report() -> None:
+    model, x = network(), examples()
+    report = inplace_ops.convert(model)
+    with torch.autograd.graph.save_on_cpu():
+        model(x)
+    assert not report.is_filled
+    model(x)
+    assert report.is_filled
+
+
+def test_report_finds_outputs_in_objects() -> None:
+    class Output:
+        __slots__ = ("value",)
+
+        def __init__(self, value: Tensor) -> None:
+            self.value = value
+
+    class Wraps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network()
+
+        def forward(self, x: Tensor) -> Output:
+            return Output(self.network(x))
+
+    model = Wraps()
+    report = inplace_ops.convert(model)
+    model(examples())
+    assert len(report.replaced) >= 3
+    assert inplace_ops.convert(Wraps(), examples()).saved_bytes_after > 0
+
+
+def test_error_in_report_warns_and_does_not_reach_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise LookupError("error in the report")
+
+    monkeypatch.setattr(Report, "fill", fail)
+    model, x = network(), examples()
+    report = inplace_ops.convert(model)
+    with pytest.warns(UserWarning, match="LookupError"):
+        model(x).sum().backward()
+    assert not report.is_filled
+
+
+def test_peaks_are_none_under_profiler() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        report = inplace_ops.convert(network(), examples())
+    assert report.saved_bytes_after < report.saved_bytes_before
+    assert report.peak_bytes_before is report.peak_bytes_after is None
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize("function", [inplace_ops.convert, inplace_ops.analyze])
+def test_removed_arguments_raise_with_hint(function: Callable[..., Any]) -> None:
+    model, x = network(), examples()
+    for arguments, hint in (
+        ({"optimize": "speed"}, "max_ops"),
+        ({"bits": 1}, r"inplace_ops\.SiLU"),
+        ({"verify": False}, "without example_inputs"),
+        ({"max_opps": 4}, "unexpected keyword argument 'max_opps'"),
+    ):
+        with pytest.raises(TypeError, match=hint):
+            function(model, x, **arguments)
+    assert not is_converted(model)
+
+
+@pytest.mark.parametrize("max_ops", [0, -1, 1.5, "4", True, None])
+def test_invalid_max_ops_raises(max_ops: Any) -> None:
+    with pytest.raises(ValueError, match="max_ops must be a positive integer"):
+        inplace_ops.convert(network(), max_ops=max_ops)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_unconvertible_models_raise() -> None:
+    for wrong in (None, 3, F.silu, torch.ones(2), network):
+        with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module"):
+            inplace_ops.convert(wrong)
+        with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module"):
+            inplace_ops.revert(wrong)
+    with pytest.raises(ValueError, match=r"before torch\.compile"):
+        inplace_ops.convert(torch.compile(network()))
+    with pytest.raises(ValueError, match="scripted"):
+        inplace_ops.convert(torch.jit.script(nn.Linear(2, 2)))
+    for lazy in (nn.LazyLinear(2), nn.LazyBatchNorm2d(affine=False)):
+        with pytest.raises(ValueError, match="uninitialized parameters"):
+            inplace_ops.convert(nn.Sequential(lazy))
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="inference mode"):
+        inplace_ops.convert(network(), examples())
+
+
+def test_converting_twice_returns_same_report() -> None:
+    model, x = network(), examples()
+    report = inplace_ops.convert(model)
+    state = [dict(vars(m)) for m in model.modules()]
+    assert inplace_ops.convert(model) is report
+    assert [dict(vars(m)) for m in model.modules()] == state
+    with pytest.warns(UserWarning, match="max_ops=4, which does not change"):
+        inplace_ops.convert(model, max_ops=8)
+    assert inplace_ops.convert(model, x) is report
+    assert report.saved_bytes_after == inplace_ops.saved_bytes(model, x)
+    assert report.peak_bytes_after is not None
+
+
+def test_failing_example_leaves_report_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = network(), examples()
+    report = inplace_ops.convert(model, x)
+    before, kind = asdict(report), type(model)
+    with pytest.raises(RuntimeError):
+        inplace_ops.convert(model, torch.randn(2, 5, 32, 32))
+    assert asdict(report) == before
+    assert type(model) is kind
+
+
+def test_module_that_rejects_hooks_leaves_model_unchanged() -> None:
+    """If `convert` fails, the model is restored, and its converted part stays converted."""
+
+    class RejectsHooks(nn.BatchNorm2d):
+        def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+            raise LookupError("no hooks")
+
+    part = network()
+    inplace_ops.convert(part, max_ops=2)
+    model = nn.Sequential(part, nn.BatchNorm2d(4), nn.SiLU(), RejectsHooks(4))
+    before = [(type(m), dict(vars(m)), number_of_hooks(m)) for m in model.modules()]
+    with pytest.raises(LookupError, match="no hooks"):
+        inplace_ops.convert(model)
+    after = [(type(m), dict(vars(m)), number_of_hooks(m)) for m in model.modules()]
+    assert [row[::2] for row in after] == [row[::2] for row in before]
+    assert [sorted(row[1]) for row in after] == [sorted(row[1]) for row in before]
+    assert conversion_of(part).settings.max_ops == 2
+
+
+def test_converting_inside_forward_pass_raises() -> None:
+    class Converts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for function in (inplace_ops.convert, inplace_ops.analyze):
+                with pytest.raises(RuntimeError, match="inside the forward pass"):
+                    function(nn.Linear(2, 2), torch.ones(2))
+            return x
+
+    model = nn.Sequential(nn.Linear(2, 2), Converts())
+    inplace_ops.convert(model)
+    model(torch.ones(2))
+
+
+class RenamedSiLU(nn.SiLU):
+    pass
+
+
+class OtherForward(nn.SiLU):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+def test_activations_are_fused_by_their_forward() -> None:
+    """A subclass with the forward of a supported activation is fused, whatever its name."""
+    for activation, is_fused in (
+        (RenamedSiLU(), True),
+        (OtherForward(), False),
+        (nn.Tanh(), False),
+    ):
+        model = nn.Sequential(nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), activation, nn.Conv2d(C, 2, 1))
+        original, x = copy.deepcopy(model), examples()
+        inplace_ops.convert(model)
+        assert ("forward" in vars(model[2])) == is_fused
+        assert_same_steps(original, model, x)
+
+
+@pytest.mark.parametrize("is_class", [True, False], ids=["class", "instance"])
+def test_forward_may_have_any_keyword_names(is_class: bool) -> None:
+    class Keywords(nn.Linear):
+        def forward(self, input: Tensor, *, model: int, forward: int) -> Tensor:
+            return super().forward(input) * model * forward
+
+    model, x = Keywords(64, 64), torch.randn(4, 64)
+    expected = model(x, model=2, forward=3)
+    if not is_class:
+        model.forward = partial(Keywords.forward, model)
+    inplace_ops.convert(model)
+    torch.testing.assert_close(model(x, model=2, forward=3), expected)
+
+
+def test_activation_with_instance_forward_is_unchanged() -> None:
+    model, x = network(), examples()
+    model[2].forward = forward = lambda z: z * 3
+    original = copy.deepcopy(model)
+    inplace_ops.convert(model)
+    assert model[2].forward is forward
+    assert_same_steps(original, model, x)
+    inplace_ops.revert(model)
+    assert model[2].forward is forward
+
+
+def test_encoder_layers_get_no_hooks() -> None:
+    """With a hook on one of its parts an encoder layer leaves its fast path."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    inplace_ops.convert(layer)
+    parts = list(layer.modules())[1:]
+    assert number_of_hooks(nn.ModuleList(parts)) == 0
+
+
+def test_activation_attributes_are_read_at_each_call() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), nn.LeakyReLU(0.1), nn.Conv2d(C, 2, 1)
+    )
+    original, x = copy.deepcopy(model), examples()
+    inplace_ops.convert(model, x)
+    outputs: list[tuple[Tensor, Tensor]] = []
+    model[1].register_forward_hook(lambda m, args, z: outputs.append((z, z.detach().clone())))
+    for inplace, slope in ((False, 0.1), (True, 0.5), (False, -0.3), (True, 0.0)):
+        for m in (model, original):
+            m[2].inplace, m[2].negative_slope = inplace, slope
+        if slope >= 0 or not inplace:
+            assert_same_steps(original, model, x)
+        outputs.clear()
+        model(x)
+        z, copied = outputs[0]
+        assert torch.equal(z, copied) == (not inplace)
+
+
+# Examples.
+
+
+@pytest.mark.parametrize(
+    "inputs", [lambda x: x, lambda x: (x,), lambda x: {"input": x}], ids=["tensor", "tuple", "dict"]
+)
+def test_example_inputs_may_be_tensor_tuple_or_dict(inputs: Callable[[Tensor], Any]) -> None:
+    model, x = network(), examples()
+    assert inplace_ops.convert(model, inputs(x)).saved_bytes_after > 0
+
+
+def test_invalid_example_inputs_raise() -> None:
+    model = network()
+    with pytest.raises(TypeError, match="a tensor, a tuple of arguments or a dict"):
+        inplace_ops.convert(model, [examples()])
+    with pytest.raises(TypeError, match="pass a tuple"):
+        inplace_ops.convert(model, {"image": examples()})
+    assert not is_converted(model)
+
+
+@pytest.mark.parametrize("function", [inplace_ops.convert, inplace_ops.analyze])
+def test_model_error_on_example_is_raised_unchanged(function: Callable[..., Any]) -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise error
+
+    error = LookupError("error of the model")
+    model = nn.Sequential(*network(), Fails())
+    with pytest.raises(LookupError) as raised:
+        function(model, examples())
+    assert raised.value is error
+    assert not is_converted(model)
+    assert type(model) is nn.Sequential
+
+
+class Stateful(nn.Module):
+    """A model whose forward changes all kinds of state that a forward may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(4, 64), nn.BatchNorm1d(64), nn.Dropout(), nn.SiLU(), nn.Linear(64, 4)
+        )
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("observed", torch.empty(0))
+        self.list: list[int] = []
+        self.cache: dict[str, Any] = {"nested": [Counter(), {"tensor": torch.zeros(2)}]}
+        self.generator = torch.Generator()
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps = self.steps + 1
+        self.observed.resize_(4).copy_(x.detach().amax(0))
+        self.layers[1].train(not self.layers[1].training)
+        self.list.append(1)
+        self.cache["x"] = x
+        calls, tensors = self.cache["nested"]
+        calls["forward"] += 1
+        tensors["tensor"] += torch.rand(2, generator=self.generator)
+        tensors["other"] = x
+        self.layers[0].weight.note = self.list
+        self.layers[4].register_forward_hook(lambda m, args, output: None)
+        random.random()
+        np.random.rand()
+        x += 1
+        y = self.layers(x)
+        if self.fails:
+            raise LookupError
+        return y
+
+
+def number_of_user_hooks(module: nn.Module) -> int:
+    return sum(not h.__module__.startswith("inplace_ops") for h in module._forward_hooks.values())
+
+
+def state(model: Stateful, x: Tensor) -> list[Any]:
+    return [
+        {name: value.clone() for name, value in model.state_dict().items()},
+        [p.grad.clone() if p.grad is not None else None for p in model.parameters()],
+        [id(p.grad) for p in model.parameters()],
+        [id(b) for b in model.buffers()],
+        [module.training for module in model.modules()],
+        [number_of_user_hooks(module) for module in model.layers],
+        (list(model.list), list(model.cache), vars(model.layers[0].weight)),
+        [dict(model.cache["nested"][0]), list(model.cache["nested"][1])],
+        model.cache["nested"][1]["tensor"].clone(),
+        model.generator.get_state(),
+        x.clone(),
+        torch.get_rng_state(),
+        random.getstate(),
+        pickle.dumps(np.random.get_state()),
+        torch.is_grad_enabled(),
+    ]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "fails"])
+@pytest.mark.parametrize("function", [inplace_ops.convert, inplace_ops.analyze])
+def test_example_restores_all_state(function: Callable[..., Any], fails: bool) -> None:
+    model, x = Stateful(), torch.randn(8, 4)
+    model(x.clone()).sum().backward()
+    del model.layers[0].weight.note
+    model.list.clear()
+    del model.cache["x"]
+    before = state(model, x)
+    model.fails = fails
+    if fails:
+        with pytest.raises(LookupError):
+            function(model, x)
+    else:
+        function(model, x)
+    after = state(model, x)
+    assert after[2:8] == before[2:8]
+    for a, b in zip(after[:2] + after[8:12], before[:2] + before[8:12], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert after[12:] == before[12:]
+    assert is_converted(model) == (function is inplace_ops.convert and not fails)
+
+
+def test_example_under_autocast_in_eval_mode_and_with_checkpoints() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = network()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = checkpoint(self.layers[:3], x, use_reentrant=True)
+            return checkpoint(self.layers[3:], x, use_reentrant=False)
+
+    x = examples()
+    with torch.autocast("cpu", torch.bfloat16):
+        report = inplace_ops.convert(network(), x)
+    assert report.saved_bytes_after < 0.6 * report.saved_bytes_before
+    assert inplace_ops.convert(network().eval(), x).saved_bytes_after > 0
+    report = inplace_ops.convert(Checkpointed(), x.requires_grad_())
+    assert report.saved_bytes_after <= report.saved_bytes_before
+
+
+def test_forward_that_writes_to_parameter_warns() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network, self.center = network(), nn.Parameter(torch.zeros(4, 1, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.center += 1
+            return self.network(x) + self.center
+
+    with pytest.warns(UserWarning, match="writes to its parameters `center`") as caught:
+        inplace_ops.convert(Writes(), examples())
+    assert len(caught) == 1
+
+
+def test_model_without_gradients_saves_zero_bytes() -> None:
+    frozen = network().requires_grad_(False)
+    report = inplace_ops.convert(frozen, examples())
+    assert (report.saved_bytes_before, report.saved_bytes_after) == (0, 0)
+
+    class ReturnsNone(nn.Module):
+        def forward(self, x: Tensor) -> None:
+            return None
+
+    assert inplace_ops.convert(ReturnsNone(), examples()).saved_bytes_after == 0
+
+
+def test_wrong_recomputed_tensor_raises_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A spec is right at its first use, and wrong when backward unpacks it."""
+    compute = specs.Recomputed.compute
+    computed: set[int] = set()
+
+    def wrong(value: specs.Recomputed) -> Tensor:
+        result = compute(value)
+        if not value.name.startswith("SiLU"):
+            return result
+        if id(value.spec) in computed:
+            return result * 1.001
+        computed.add(id(value.spec))
+        return result
+
+    monkeypatch.setattr(specs.Recomputed, "compute", wrong)
+    model = network()
+    with pytest.raises(inplace_ops.VerificationError, match="SiLU, saved by Convolution in `3`"):
+        inplace_ops.convert(model, examples())
+    assert not is_converted(model)
+    assert type(model) is nn.Sequential
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_wrong_gradient_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All recomputed tensors are right, and the fused activation's backward is wrong."""
+    from inplace_ops.recompute import functions
+
+    right = functions._gradient_of_input
+    monkeypatch.setattr(functions, "_gradient_of_input", lambda ctx, g: right(ctx, g) * 1.01)
+    model = network()
+    with pytest.raises(inplace_ops.VerificationError, match="gradients of the converted model"):
+        inplace_ops.convert(model, examples())
+    assert not is_converted(model)
+
+
+def test_dropout_and_noise_pass_verification() -> None:
+    class Noise(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + random.gauss(0, 1e-3) * torch.randn_like(x)
+
+    model = nn.Sequential(*network()[:5], nn.Dropout(), Noise(), *network()[3:])
+    assert inplace_ops.convert(model, examples()).saved_bytes_after > 0
+
+
+def test_threads_convert_one_at_a_time() -> None:
+    """Runs on an example set the random state, which all threads share."""
+    running: list[int] = []
+    numbers_running: list[int] = []
+
+    class Slow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            running.append(1)
+            time.sleep(0.002)
+            numbers_running.append(len(running))
+            running.pop()
+            return x
+
+    def work() -> None:
+        inplace_ops.convert(nn.Sequential(nn.Linear(4, 4), Slow()), torch.randn(2, 4))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(numbers_running) == {1}
+
+
+# Reverting.
+
+
+def test_reverted_restores_conversion_at_exit() -> None:
+    model, x = network(), examples()
+    report = inplace_ops.convert(model, x)
+    kind, modules = type(model), list(model.modules())
+    with inplace_ops.reverted(model):
+        assert type(model) is nn.Sequential
+        assert replaced(model(x)) == []
+        model[2] = nn.ELU()
+    assert type(model) is kind
+    assert type(model[2]) is nn.ELU
+    model[2] = modules[3]
+    saved = inplace_ops.saved_bytes(model, x)
+    assert saved == pytest.approx(report.saved_bytes_after, rel=1e-4)
+    with pytest.raises(KeyError), inplace_ops.reverted(model):
+        raise KeyError
+    assert is_converted(model)
+    with inplace_ops.reverted(model):
+        inplace_ops.convert(model, max_ops=1)
+    assert conversion_of(model).settings.max_ops == 1
+    with inplace_ops.reverted(nn.Linear(2, 2)):  # nothing to revert
+        pass
+
+
+def test_reverted_restores_conversion_of_part() -> None:
+    part = network()
+    report = inplace_ops.convert(part, max_ops=2)
+    model = nn.Sequential(part)
+    with inplace_ops.reverted(model):
+        assert not is_converted(part)
+    assert conversion_of(part).report is report
+    assert not is_converted(model)
+
+
+def test_analyze_changes_nothing() -> None:
+    model, x = network(), examples()
+    before = [dict(vars(m)) for m in model.modules()]
+    report = inplace_ops.analyze(model, x)
+    assert [dict(vars(m)) for m in model.modules()] == before
+    assert type(model) is nn.Sequential
+    assert report.to_dict() == inplace_ops.convert(model, x).to_dict()
+    assert inplace_ops.analyze(model, x).saved_bytes_after == report.saved_bytes_after
+    assert is_converted(model)
+
+
+class Branches(nn.Module):
+    """A model whose forward is `compute(layers, x)`."""
+
+    def __init__(self, compute: Callable[[nn.ModuleList, Tensor], Any], *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.compute = nn.ModuleList(layers), compute
+
+    def forward(self, x: Tensor) -> Any:
+        return self.compute(self.layers, x)
+
+
+def conv() -> nn.Module:
+    return nn.Conv2d(16, 16, 1)
+
+
+@pytest.mark.parametrize("with_an_example", [True, False])
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(conv(), nn.GroupNorm(4, 16), nn.SiLU(), conv()),
+        nn.Sequential(conv(), nn.GroupNorm(4, 16), conv()),  # its statistics have its own node
+        nn.Sequential(conv(), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 16)),
+        nn.Sequential(nn.MaxPool2d(2), conv(), nn.BatchNorm2d(16), conv()),  # pools the argument
+        Branches(lambda m, x: m[0](x).relu().mean() + m[1](x)[x > 0].sum(), conv(), conv()),
+        Branches(lambda m, x: m[0](x) + m[1](F.silu(m[0](x))).detach(), conv(), conv()),
+    ],
+    ids=["group norm", "group norm alone", "layer norm", "pooling", "index", "dropped branch"],
+)
+def test_rows_of_report_add_up_to_saved_bytes(model: nn.Module, with_an_example: bool) -> None:
+    model = copy.deepcopy(model)
+    x = torch.randn(8, 16, 16, 16, requires_grad=True)
+    before = saved_bytes(model, x)
+    report = inplace_ops.convert(model, *([x] if with_an_example else []))
+    after = saved_bytes(model, x)
+    if not with_an_example:
+        model(x)  # the call in saved_bytes has saved-tensor hooks, and does not fill in the report
+    remaining = sum(r.bytes for r in report.remaining)
+    assert report.saved_bytes_before == before
+    assert sum(r.bytes for r in report.replaced) + remaining == before
+    assert report.saved_bytes_after == after
+    assert remaining + report.recompute_bytes == after
+
+
+def test_report_of_model_after_converted_model_lists_own_rows() -> None:
+    """The report of a discriminator does not list tensors of the converted generator before it."""
+    first, second = (nn.Sequential(conv(), nn.GroupNorm(4, 16), nn.SiLU(), conv()) for _ in "GD")
+    x = torch.randn(8, 16, 16, 16)
+    alone = inplace_ops.convert(copy.deepcopy(second), x)
+    inplace_ops.convert(first)
+    report = inplace_ops.convert(second)
+    second(first(x))
+    assert report.saved_bytes_before == alone.saved_bytes_before
+    assert report.saved_bytes_after == alone.saved_bytes_after
+    assert len(report.replaced) == len(alone.replaced) == 2
+
+
+def peak_of_a_forward(model: nn.Module, x: Tensor) -> int:
+    with torch.enable_grad(), largest_allocation() as peak:
+        y = model(x)
+    del y
+    return peak[0]
+
+
+def test_observation_does_not_keep_dropped_graph_alive() -> None:
+    """A teacher's graph is freed before the student runs."""
+
+    def compute(m: nn.ModuleList, x: Tensor) -> Tensor:
+        target = m[0](x).detach().mean()
+        with torch.no_grad():
+            large = torch.cat([x] * 6).mean()
+        return m[1](x) * target * large
+
+    teacher = nn.Sequential(conv(), nn.BatchNorm2d(16), nn.SiLU(), conv())
+    model = Branches(compute, teacher, conv())
+    x = torch.randn(8, 16, 32, 32)
+    original = copy.deepcopy(model)
+    inplace_ops.convert(model)
+    for m in (original, model):
+        m(x)
+    assert peak_of_a_forward(model, x) <= peak_of_a_forward(original, x)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(16), nn.GroupNorm(4, 16)], ids=["batch", "group"])
+@pytest.mark.parametrize("activation", [nn.SiLU(), nn.Hardswish()], ids=["SiLU", "Hardswish"])
+def test_first_step_of_block_needs_less_peak_memory(norm: nn.Module, activation: nn.Module) -> None:
+    """The comparison at first use computes differences in parts, so it adds little to the peak."""
+    original = nn.Sequential(conv(), copy.deepcopy(norm), copy.deepcopy(activation), conv())
+    x = torch.randn(8, 16, 128, 128)
+    model = copy.deepcopy(original)
+    inplace_ops.convert(model)
+    peaks = []
+    for m in (original, model):
+        with largest_allocation() as peak:
+            m(x).sum().backward()
+        peaks += peak
+    assert peaks[1] < 0.9 * peaks[0]
+
+
+def test_saved_bytes_equal_allocated_memory() -> None:
+    """Under the hooks of `saved_bytes` the engine replaces the same tensors as without."""
+
+    def compute(m: nn.ModuleList, x: Tensor) -> Tensor:
+        for conv1, norm1, conv2, norm2 in zip(*[iter(m)] * 4, strict=True):
+            y = norm2(conv2(F.relu(norm1(conv1(x)), inplace=True)))
+            y += x
+            x = F.relu(y, inplace=True)
+        return x.sum()
+
+    layers = [(conv(), nn.BatchNorm2d(16), conv(), nn.BatchNorm2d(16)) for _ in range(3)]
+    model = Branches(compute, *itertools.chain.from_iterable(layers))
+    x = torch.randn(8, 16, 16, 16)
+    inplace_ops.convert(model, max_ops=16)
+    model(x)
+    assert saved_bytes(model, x) == pytest.approx(saved_allocation(lambda: model(x)), abs=1024)

@@ -1,0 +1,193 @@
+"""Converted networks, most from other libraries, save less and train the same.
+
+The weights are random. The networks are a few of those that the benchmarks measure; `make models`
+runs all of them. Networks whose library is not installed are skipped.
+"""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import inplace_ops
+from inplace_ops import saved_bytes
+from inplace_ops.conversion.library import ModelNotFoundError
+from inplace_ops.conversion.wiring import conversion_of
+
+os.environ.setdefault("YOLO_CONFIG_DIR", tempfile.gettempdir())
+
+pytestmark = pytest.mark.filterwarnings("default")  # the libraries warn
+
+MARGIN = 0.01  # above the committed ratios
+MAX_OPS = 4
+
+# Networks of `networks.py`, with dtype policies.
+COUNTED = [
+    ("EfficientNet-B0", "float32"),
+    ("EfficientNet-B0", "bfloat16"),
+    ("EfficientNet-B0", "CUDA autocast"),
+    ("MobileNetV2", "float32"),
+    ("YOLOv8n", "float32"),
+    ("diffusion U-Net", "float32"),
+    ("diffusion U-Net", "CUDA autocast"),
+    ("nnU-Net-like", "CUDA autocast"),
+    ("ViT-S/16", "CUDA autocast"),
+    ("Llama, 2 layers", "float32"),
+    ("Llama, 2 layers", "bfloat16"),
+    ("Llama, 2 layers", "CUDA autocast"),
+    ("Llama blocks", "CUDA autocast"),
+]
+
+# Entries of `model_zoo.py`.
+TRAINED = [
+    *("timm:resnet10t", "timm:test_efficientnet", "timm:test_convnext", "timm:test_vit"),
+    *("torchvision:mobilenet_v3_small", "torchvision:shufflenet_v2_x0_5"),
+    *("ultralytics:yolov8n.yaml", "ultralytics:yolo11n-seg.yaml"),
+    *("transformers:LlamaForCausalLM", "transformers:BertForMaskedLM"),
+    *("transformers:GPT2LMHeadModel", "transformers:T5ForConditionalGeneration"),
+    *("diffusers:UNet2DConditionModel", "diffusers:FluxTransformer2DModel"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+
+
+@pytest.fixture
+def _one_thread() -> Iterator[None]:
+    """Use one thread, as PyTorch's kernels allocate memory for each thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize(("network", "policy"), COUNTED)
+def test_bytes_of_a_step_do_not_exceed_committed_figures(network: str, policy: str) -> None:
+    """Saved and moved bytes do not exceed the committed figures, and gradients agree.
+
+    The peak does not exceed PyTorch's. Where PyTorch's peak is the committed one, so that its
+    kernels allocate the same memory, the converted peak does not exceed the committed one either.
+    """
+    from bench_bytes import measured
+    from measure import RESULTS, read_csv
+
+    wanted = {"network": network, "policy": policy, "max_ops": str(MAX_OPS)}
+    (committed,) = [
+        row for row in read_csv(RESULTS / "bytes_cpu.csv") if wanted.items() <= row.items()
+    ]
+    try:
+        (row,) = measured(network, policy, [MAX_OPS], "cpu")
+    except ModelNotFoundError as error:
+        pytest.skip(f"could not import {error}")
+    columns = ["saved_ratio", "moved_ratio"]
+    if int(row["peak_torch"]) == int(committed["peak_torch"]):
+        columns.append("peak_ratio")
+    for column in columns:
+        assert float(row[column]) <= float(committed[column]) + MARGIN, column
+    assert float(row["peak_ratio"]) <= 1.0
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_three_training_steps_match_pytorch(name: str) -> None:
+    """Three training steps give the original's gradients, and the first has no higher peak."""
+    pytest.importorskip(name.partition(":")[0])
+    from bench_models import SAME, rows_of
+
+    rows = [row for row, _ in rows_of(name)]
+    assert [row["result"] for row in rows] == [SAME] * len(rows)
+    assert len(rows) >= 2
+
+
+@pytest.mark.parametrize("name", ["timm:efficientnet_b0", "transformers:LlamaForCausalLM"])
+def test_report_of_an_example_equals_measured_bytes(name: str) -> None:
+    """The report equals measured bytes, and only the class of the model itself changes."""
+    pytest.importorskip(name.partition(":")[0])
+    from bench_models import inputs_of
+    from model_zoo import entry_of
+
+    entry = entry_of(name)
+    model = entry.model()
+    types = [type(m) for m in model.modules()]
+    inputs = inputs_of(entry, model)
+    example = (inputs[""],) if "" in inputs else inputs
+    args, kwargs = (example, {}) if isinstance(example, tuple) else ((), example)
+    original = copy.deepcopy(model)
+    report = inplace_ops.convert(model, example)
+    saved = [saved_bytes(m, *args, **kwargs) for m in (original, model)]
+    assert [report.saved_bytes_before, report.saved_bytes_after] == saved
+    assert report.peak_bytes_before is not None
+    assert report.peak_bytes_after is not None
+    assert report.peak_bytes_after < report.peak_bytes_before
+    torch.testing.assert_close(model.state_dict(), original.state_dict(), rtol=0, atol=0)
+    assert [type(m) for m in model.modules()][1:] == types[1:]
+    inplace_ops.revert(model)
+    assert [type(m) for m in model.modules()] == types
+
+
+def test_training_with_ultralytics_matches_pytorch(tmp_path: Path) -> None:
+    """`train` builds a new model, which a callback converts, as documented."""
+    pytest.importorskip("ultralytics")
+    # In a separate process, as `train` sets global flags of PyTorch.
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        pool.apply(train_with_ultralytics, (tmp_path,))
+
+
+def train_with_ultralytics(tmp_path: Path) -> None:
+    import ultralytics
+    from PIL import Image
+
+    for i in range(4):
+        for folder in ("images", "labels"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+        noise = torch.randint(256, (64, 64, 3), dtype=torch.uint8).numpy()
+        Image.fromarray(noise).save(tmp_path / "images" / f"{i}.png")
+        (tmp_path / "labels" / f"{i}.txt").write_text("0 0.5 0.5 0.5 0.5\n")
+    data = tmp_path / "data.yaml"
+    data.write_text(f"path: {tmp_path}\ntrain: images\nval: images\nnames: [thing]\n")
+
+    def is_converted(model: nn.Module) -> bool:
+        return conversion_of(model) is not None
+
+    def average_of(trainer: Any) -> float:
+        return sum(p.double().abs().sum().item() for p in trainer.ema.ema.parameters())
+
+    def trained(name: str, *callbacks: Callable[[Any], Any]) -> tuple[list[float], list[bool]]:
+        """Return the losses and a sum over the averaged model, and which models were converted."""
+        found: list[float] = []
+        conversions: list[bool] = []
+        torch.manual_seed(0)
+        yolo = ultralytics.YOLO("yolov8n.yaml")
+        for callback in callbacks:
+            yolo.add_callback("on_pretrain_routine_end", callback)
+        yolo.add_callback("on_train_batch_end", lambda t: found.append(t.loss.item()))
+        yolo.add_callback("on_train_end", lambda t: found.append(average_of(t)))
+        yolo.add_callback(
+            "on_train_end", lambda t: conversions.extend(map(is_converted, (t.model, t.ema.ema)))
+        )
+        settings = {"imgsz": 64, "batch": 2, "epochs": 2, "device": "cpu", "workers": 0}
+        quiet = {"plots": False, "val": False, "verbose": False, "project": str(tmp_path)}
+        yolo.train(data=str(data), name=name, mosaic=0.0, amp=False, **settings, **quiet)
+        return found, conversions
+
+    expected, conversions = trained("original")
+    assert conversions == [False, False]
+    actual, conversions = trained("converted", lambda t: inplace_ops.convert(t.model.train()))
+    assert conversions == [True, False]
+    assert len(actual) == 5
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=0)
+    # The saved model is the average, which was copied before, and loads without this package.
+    checkpoint = tmp_path / "converted" / "weights" / "last.pt"
+    assert b"inplace_ops" not in checkpoint.read_bytes()
+    assert not is_converted(ultralytics.YOLO(checkpoint).model)

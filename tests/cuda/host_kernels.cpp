@@ -1,0 +1,226 @@
+// Runs the bodies of the CUDA kernels on the host, over a virtual grid, for tests: conftest.py
+// compiles this file, and test_host_kernels.py calls it with the addresses of tensors. Needs
+// neither torch nor a GPU.
+#define INPLACE_OPS_HARDWARE "../tests/cuda/emulated_hardware.h"
+#define INPLACE_OPS_FEW_TILES 1
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "../../csrc/cuda/elementwise.cuh"
+#include "named_activation.h"
+
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(address, size) (void(address), void(size))
+#define ASAN_UNPOISON_MEMORY_REGION(address, size) (void(address), void(size))
+#endif
+
+namespace py = pybind11;
+using namespace inplace_ops;
+
+// One launch: the operands' addresses, output first, and their strides in elements.
+struct Launch {
+  std::vector<uintptr_t> addresses;
+  uintptr_t packed_address;
+  int64_t plane_stride;
+  int planes;
+  std::vector<int64_t> sizes;
+  std::vector<std::vector<int64_t>> strides;
+  // Where the grid begins. A test of elements past 2^31 needs no memory for those before.
+  int64_t first_element;
+  // A norm's affine: scale and shift of the channels, then rstd and mean of the rows, if any, and
+  // the strides of channels and of rows.
+  std::vector<uintptr_t> affine_addresses;
+  std::vector<std::vector<int64_t>> affine_strides;
+};
+
+// Builds a NormAffine as affine_of() in csrc/tensors.h does from tensors.
+template <class C>
+NormAffine<C> affine_of(const Launch& launch) {
+  StridedLayout strided(2);
+  for (size_t d = 0; d < launch.sizes.size(); ++d) {
+    int64_t strides[kMaxOperands] = {};
+    for (size_t k = 0; k < launch.affine_strides.size(); ++k)
+      strides[k] = launch.affine_strides[k][d];
+    strided.add_inner_dim(launch.sizes[d], strides);
+  }
+  if (strided.dims > kMaxAffineDims) throw std::invalid_argument("too many dimensions: affine");
+  NormAffine<C> affine{};
+  affine.strided.dims = strided.dims;
+  affine.strided.operands = 2;
+  affine.strided.elements = strided.elements;
+  for (int d = 0; d < strided.dims; ++d) {
+    affine.strided.sizes[d] = strided.sizes[d];
+    for (int k = 0; k < 2; ++k) affine.strided.strides[k][d] = strided.strides[k][d];
+  }
+  const auto pointer = [&](size_t k) {
+    return reinterpret_cast<const C*>(launch.affine_addresses[k]);
+  };
+  affine.channel_affine = {pointer(0), pointer(1)};
+  if (launch.affine_strides.size() > 1) affine.row_statistics = {pointer(2), pointer(3)};
+  return affine;
+}
+
+struct Path {
+  int access = 0;      // elements of an access, except in the rest at the end
+  std::string layout;  // of a norm's affine, for accesses of several elements
+};
+
+std::string name_of(const AffineLayout& layout) {
+  const char* const names[] = {"planes", "split planes", "channels last"};
+  return std::string(names[layout.kind]) + (layout.is_strided ? ", strided" : "");
+}
+
+template <class Functor>
+Path run(const Functor& functor, const Launch& launch) {
+  using T = typename Functor::Scalar;
+  using Out = typename Functor::Out;
+  if (launch.addresses.size() != Functor::kInputs + 1)
+    throw std::invalid_argument("wrong number of operands");
+  StridedLayout strided(Functor::kInputs + 1);
+  for (size_t d = 0; d < launch.sizes.size(); ++d) {
+    int64_t strides[kMaxOperands] = {};
+    for (int k = 0; k <= Functor::kInputs; ++k) strides[k] = launch.strides[k][d];
+    strided.add_inner_dim(launch.sizes[d], strides);
+  }
+  Operands<Functor> operands{};
+  operands.out = reinterpret_cast<Out*>(launch.addresses[0]);
+  for (int k = 0; k < Functor::kInputs; ++k)
+    operands.in[k] = reinterpret_cast<const T*>(launch.addresses[k + 1]);
+  operands.packed.data = reinterpret_cast<decltype(operands.packed.data)>(launch.packed_address);
+  operands.packed.plane_stride = launch.plane_stride;
+  operands.packed.planes = launch.planes;
+  if constexpr (Functor::kNormalizes) operands.affine = affine_of<opmath_t<T>>(launch);
+
+  Path path;
+  choose_path(strided, operands, [&](auto count, const auto& layout, int64_t begin, int64_t end) {
+    path.access = std::max(path.access, count());
+    if constexpr (std::is_same_v<std::decay_t<decltype(layout)>, RowsOfNormalized>)
+      path.layout = name_of(layout.affine);
+    constexpr int warps = kThreads / kWarpSize;
+    const int64_t skipped = std::max<int64_t>(launch.first_element - begin, 0);
+    const int64_t tiles = tiles_of<count()>(end - begin);
+    for (int64_t tile = skipped / kTileElements<count()>;
+         tile < (tiles + warps - 1) / warps * warps; ++tile)
+      run_warp<count()>(functor, layout, operands, begin, end, tile);
+  });
+  return path;
+}
+
+// Runs the functor if the requested name is its name, or names a cast of its results, as "Normalize
+// to float16" does.
+template <class Functor>
+std::optional<Path> run_if_named(const std::string& name, const std::string& requested,
+                                 const Functor& functor, const Launch& launch) {
+  if (requested == name) return run(functor, launch);
+  if constexpr (std::is_same_v<typename Functor::Scalar, float>) {
+    if (requested == name + " to float16") return run(Cast<Functor, Half>{functor}, launch);
+    if (requested == name + " to bfloat16") return run(Cast<Functor, BFloat16>{functor}, launch);
+  }
+  return std::nullopt;
+}
+
+template <class A>
+Path run_functor(const std::string& functor, const A& activation, const Launch& launch) {
+  using T = typename A::Scalar;
+  const ForwardRecompute<A> recompute{{{{}, activation}}};
+  if (const auto path = run_if_named("Normalize", functor, Normalize<T>{}, launch)) return *path;
+  if (const auto path = run_if_named("ForwardRecompute", functor, recompute, launch)) return *path;
+  if (functor == "BackwardRecompute") return run(BackwardRecompute<A>{{{{}, activation}}}, launch);
+  if (functor == "NormalizeAdd") return run(NormalizeAdd<T>{}, launch);
+  if constexpr (A::kKind == Kind::kPiecewiseLinear) {
+    if (functor == "ForwardRecomputeAdd")
+      return run(ForwardRecomputeAdd<A>{{{{}, {{}, activation}}}}, launch);
+    if (functor == "ForwardMask") return run(ForwardMask<A>{{}, activation}, launch);
+    if (functor == "BackwardMask") return run(BackwardMask<A>{{}, activation}, launch);
+    if (functor == "BackwardMaskOfOutput")
+      return run(BackwardMaskOfOutput<A>{{}, activation}, launch);
+  } else {
+    if (functor == "ForwardOutput") return run(ForwardOutput<A>{{}, activation}, launch);
+    if (functor == "BackwardOutput") return run(BackwardOutput<A>{}, launch);
+    if (functor == "DoubleBackward") return run(DoubleBackward<A>{}, launch);
+    if (functor == "ForwardDerivative") return run(ForwardDerivative<A>{{}, activation}, launch);
+    if (functor == "BackwardDerivative") {
+      const auto grid = DerivativeGrid<opmath_t<T>>::template for_activation<A>(launch.planes);
+      return run(BackwardDerivative<T>{{}, grid}, launch);
+    }
+  }
+  throw std::invalid_argument("unknown functor: " + functor);
+}
+
+std::pair<int, std::string> run_named(
+    const std::string& activation, const std::vector<double>& scalars, const std::string& functor,
+    const std::string& dtype, std::vector<uintptr_t> addresses, uintptr_t packed_address,
+    int64_t plane_stride, int planes, std::vector<int64_t> sizes,
+    std::vector<std::vector<int64_t>> strides, int64_t first_element,
+    std::vector<uintptr_t> affine_addresses, std::vector<std::vector<int64_t>> affine_strides) {
+  const Launch launch{addresses, packed_address, plane_stride,     planes,        sizes,
+                      strides,   first_element,  affine_addresses, affine_strides};
+  Path path;
+  with_activation(activation, dtype, scalars,
+                  [&](const auto& typed) { path = run_functor(functor, typed, launch); });
+  return {path.access, path.layout};
+}
+
+// Returns the quotients and the remainders of the numbers.
+std::pair<std::vector<int64_t>, std::vector<int64_t>> divide(const std::vector<int64_t>& numbers,
+                                                             int64_t divisor) {
+  const IntDivider divider(divisor);
+  std::pair<std::vector<int64_t>, std::vector<int64_t>> results;
+  for (const int64_t number : numbers) {
+    results.first.push_back(divider.div(uint32_t(number)));
+    results.second.push_back(divider.mod(uint32_t(number)));
+  }
+  return results;
+}
+
+// Returns the fraction of the inputs whose outputs are in the tail for BackwardOutput.
+template <class A>
+double tail_fraction_of(const A& activation, int bits, const std::vector<double>& inputs) {
+  using T = typename A::Scalar;
+  int64_t in_tail = 0;
+  if constexpr (A::kKind == Kind::kSmooth && !std::is_same_v<T, double>) {
+    for (const double input : inputs) {
+      const auto x = element_of(store<T>(opmath_t<T>(input)));
+      const Element<T> in[2] = {{}, element_of(store<T>(activation.value(x.value)))};
+      in_tail += BackwardOutput<A>{}.is_in_tail(in, InputCode<A>(bits).encode(x), bits);
+    }
+  }
+  return double(in_tail) / inputs.size();
+}
+
+double tail_fraction(const std::string& activation, const std::string& dtype, int bits,
+                     const std::vector<double>& inputs) {
+  double fraction = 0.0;
+  with_activation(activation, dtype, {},
+                  [&](const auto& typed) { fraction = tail_fraction_of(typed, bits, inputs); });
+  return fraction;
+}
+
+void poison(uintptr_t address, size_t size) {
+  ASAN_POISON_MEMORY_REGION(reinterpret_cast<void*>(address), size);
+}
+
+void unpoison(uintptr_t address, size_t size) {
+  ASAN_UNPOISON_MEMORY_REGION(reinterpret_cast<void*>(address), size);
+}
+
+PYBIND11_MODULE(MODULE_NAME, module) {
+  module.def("run", &run_named);
+  module.def("divide", &divide);
+  module.def("tail_fraction", &tail_fraction);
+  module.def("poison", &poison);
+  module.def("unpoison", &unpoison);
+  py::dict tile;  // from the bytes of an element to the elements of a warp's tile
+  tile[py::int_(sizeof(double))] = kTileElements<kVectorElements<double>>;
+  tile[py::int_(sizeof(float))] = kTileElements<kVectorElements<float>>;
+  tile[py::int_(sizeof(Half))] = kTileElements<kVectorElements<Half>>;
+  module.attr("tile") = tile;
+}

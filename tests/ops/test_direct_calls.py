@@ -1,0 +1,326 @@
+"""The private ops reject invalid arguments, and access no memory out of bounds.
+
+The package itself never passes these arguments. test_under_sanitizers runs this file, and others
+that access memory, under AddressSanitizer and UndefinedBehaviorSanitizer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from _support.assertions import assert_identical
+from _support.cases import FLOATS
+from _support.marks import slow
+from _support.sanitizers import COMPILER, FLAGS, SANITIZE, run_tests, sanitizers
+from test_ops import (
+    OF_EACH_KIND,
+    OPS,
+    SHAPE,
+    arguments_of,
+    has_packed,
+    name_of,
+    names_of,
+    of_each_kind,
+    planes_of,
+)
+from torch import Tensor
+
+import inplace_ops
+from inplace_ops import _ops
+
+ops_with_bits = pytest.mark.parametrize("op", list(filter(has_packed, OF_EACH_KIND)), ids=name_of)
+backward_ops = pytest.mark.parametrize(
+    "op", [op for op in OF_EACH_KIND if op in _ops.BACKWARD_OPS], ids=name_of
+)
+writes_bits = [*_ops.SAVING_OPS, *_ops.FUNCTIONAL_OPS]
+
+
+def is_bits(argument: object) -> bool:
+    return isinstance(argument, Tensor) and argument.dtype == torch.uint8
+
+
+def is_affine(argument: object) -> bool:
+    """Whether an argument is an affine (scale, shift), which has one dimension more than x."""
+    return isinstance(argument, Tensor) and argument.dim() == len(SHAPE) + 1
+
+
+def is_float(argument: object) -> bool:
+    return isinstance(argument, Tensor) and not is_bits(argument) and not is_affine(argument)
+
+
+def with_bits(arguments: list[object], change: Callable[[Tensor], object]) -> list[object]:
+    return [change(a) if is_bits(a) else a for a in arguments]
+
+
+def with_floats(arguments: list[object], change: Callable[[Tensor], Tensor]) -> list[object]:
+    return [change(a) if is_float(a) else a for a in arguments]
+
+
+def with_affine(arguments: list[object], change: Callable[[Tensor], Tensor]) -> list[object]:
+    return [change(a) if is_affine(a) else a for a in arguments]
+
+
+def assert_rejected(op: torch._ops.OpOverload, arguments: list[object], message: str) -> None:
+    tensors = [
+        a
+        for a in arguments
+        if isinstance(a, Tensor) and a.layout == torch.strided and not a.is_meta
+    ]
+    # Compare storages: a copy of an expanded tensor would be as large as its shape.
+    before = [bytes(a.untyped_storage().cpu()) for a in tensors]
+    with pytest.raises(RuntimeError, match=message):
+        op(*arguments)
+    assert [bytes(a.untyped_storage().cpu()) for a in tensors] == before
+
+
+WRONG_BITS: dict[str, tuple[Callable[[Tensor], object], str]] = {
+    "too_short": (lambda bits: bits[:, :-1].contiguous(), "must have shape"),
+    "too_long": (lambda bits: torch.cat([bits, bits], 1), "must have shape"),
+    "empty": (lambda bits: bits[:, :0].contiguous(), "must have shape"),
+    "no_dimensions": (lambda bits: bits[0, 0], "must have shape"),
+    "three_dimensions": (lambda bits: bits[None], "must have shape"),
+    "no_planes": (lambda bits: bits[:0], "cannot save 0 bits per element"),
+    "many_planes": (lambda bits: bits[:1].repeat(1000, 1), "cannot save 1000 bits per element"),
+    "expanded": (lambda bits: bits[:, :1].expand_as(bits), "must be contiguous"),
+    "int8": (lambda bits: bits.view(torch.int8), "must be uint8"),
+    "requires_grad": (lambda bits: bits.float().requires_grad_(), "must be uint8"),
+    "sparse": (lambda bits: bits.to_sparse(), "inplace_ops::.*Sparse"),
+    "meta": (lambda bits: bits.to("meta"), "several devices"),
+    "list": (lambda bits: bits.tolist(), r"Expected a value of type '.*Tensor"),
+}
+
+
+@ops_with_bits
+@pytest.mark.parametrize("wrong", WRONG_BITS)
+def test_wrong_bits_are_rejected(
+    op: torch._ops.OpOverload, wrong: str, device: torch.device
+) -> None:
+    change, message = WRONG_BITS[wrong]
+    assert_rejected(op, with_bits(arguments_of(op, device), change), message)
+
+
+WRONG_ORDERS: dict[str, list[int]] = {
+    "largest": [2**63 - 1, 0, 1, 2],
+    "smallest": [-(2**63), 0, 1, 2],
+    "negative": [-4, -3, -2, -1],
+    "long": list(range(4)) * 1000,
+    "twice": [3, 3, 3, 3],
+}
+
+
+@of_each_kind
+@pytest.mark.parametrize("wrong", WRONG_ORDERS)
+def test_wrong_dim_order_is_rejected(
+    op: torch._ops.OpOverload, wrong: str, device: torch.device
+) -> None:
+    arguments = arguments_of(op, device)
+    arguments[names_of(op).index("dim_order")] = WRONG_ORDERS[wrong]
+    assert_rejected(op, arguments, "dim_order must be a permutation of the 4 dimensions")
+
+
+WRONG_FIRST_TENSOR: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "too_large": (lambda t: torch.cat([t, t]), "must have"),
+    "too_small": (lambda t: t[:1], "must have"),
+    "huge": (lambda t: t[:1, :1, :1, :1].expand(2**30, 2**15, 2**10, 2**7), "must have|more than"),
+    "complex": (lambda t: t.to(torch.complex64), "unsupported dtype|shape, dtype and device"),
+    "bool": (lambda t: t > 0, "unsupported dtype|shape, dtype and device"),
+    "float8": (lambda t: t.to(torch.float8_e4m3fn), "unsupported dtype|shape, dtype and device"),
+    "sparse": (lambda t: t.to_sparse(), "inplace_ops::.*Sparse"),
+    "meta": (lambda t: t.to("meta"), "several devices"),
+}
+
+
+@ops_with_bits
+@pytest.mark.parametrize("wrong", WRONG_FIRST_TENSOR)
+def test_wrong_first_tensor_is_rejected(
+    op: torch._ops.OpOverload, wrong: str, device: torch.device
+) -> None:
+    change, message = WRONG_FIRST_TENSOR[wrong]
+    first, *rest = arguments_of(op, device)
+    assert_rejected(op, [change(first), *rest], message)
+
+
+@backward_ops
+def test_backward_rejects_unsupported_dtypes(
+    op: torch._ops.OpOverload, device: torch.device
+) -> None:
+    for dtype in (torch.int64, torch.int32, torch.complex64, torch.bool):
+        arguments = with_floats(arguments_of(op, device), lambda t, dtype=dtype: t.to(dtype))
+        assert_rejected(op, arguments, "unsupported dtype")
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+def test_relu_ops_reject_integers(dtype: torch.dtype, device: torch.device) -> None:
+    relu, x = _ops.ALL["relu"], torch.ones(9, dtype=dtype, device=device)
+    assert_rejected(relu.save_in_place["mask"], [x, 1, None], "unsupported dtype")
+    assert_rejected(relu.in_place, [x, None], "unsupported dtype")
+
+
+@pytest.mark.parametrize(
+    "op", [_ops.ALL[name].backward["output"] for name in ("relu", "leaky_relu")]
+)
+def test_more_elements_than_memory_raise_out_of_memory(
+    op: torch._ops.OpOverload, device: torch.device
+) -> None:
+    for size in (2**60, 2**63 - 1):
+        huge = torch.ones((), device=device).expand(size)
+        arguments = [huge if is_float(a) else a for a in arguments_of(op, device)]
+        assert_rejected(op, arguments, "out of memory")
+
+
+@pytest.mark.parametrize("op", [op for op in OF_EACH_KIND if op in writes_bits], ids=name_of)
+@pytest.mark.parametrize("count", [-(2**62), -1, 33, 2**62])
+def test_wrong_number_of_bits_is_rejected(
+    op: torch._ops.OpOverload, count: int, device: torch.device
+) -> None:
+    x, _, *rest = arguments_of(op, device)
+    assert_rejected(op, [x, count, *rest], f"cannot save {count} bits per element")
+
+
+STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda t: t.clone(),
+    "transposed": lambda t: t.transpose(0, 3).contiguous().transpose(0, 3),
+    "stepped": lambda t: torch.stack([t, -t], -1)[..., 0],
+    "offset": lambda t: torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape),
+}
+
+
+@of_each_kind
+def test_bits_are_in_dim_order_for_all_strides(
+    op: torch._ops.OpOverload, device: torch.device
+) -> None:
+    """Packed bits are in the order of `dim_order`, whatever the tensors' strides."""
+    arguments = arguments_of(op, device, torch.float64)
+    bits = next((a for a in arguments if is_bits(a)), None)
+    orders = list(itertools.permutations(range(4)))
+
+    def run(order: tuple[int, ...], stride: str) -> tuple[Tensor, Tensor | None]:
+        """Return the values and the packed bits, both in logical order."""
+        permuted = [SHAPE[d] for d in order]
+        back = [order.index(d) for d in range(4)]
+
+        def reorder(packed: Tensor, sizes: list[int] | tuple[int, ...], to: list[int]) -> Tensor:
+            position = torch.arange(8, device=device, dtype=torch.uint8)
+            single = (packed[..., None] >> position & 1).flatten(1).view(-1, *sizes)
+            single = single.permute(0, *(1 + d for d in to)).reshape(len(packed), -1, 8)
+            return (single << position).sum(-1, dtype=torch.uint8)
+
+        given = with_floats(arguments, STRIDES[stride])
+        given = with_bits(given, lambda b: reorder(b, SHAPE, list(order)))
+        given[names_of(op).index("dim_order")] = list(order)
+        result = op(*given)
+        if op in _ops.SAVING_OPS:
+            result = given[0], result
+        elif op in _ops.PLAIN_OPS:
+            result = given[0], None
+        elif isinstance(result, Tensor):
+            return result, None
+        values, written = result
+        return values, None if written is None else reorder(written, permuted, back)
+
+    expected, expected_bits = run(orders[0], "contiguous")
+    assert bits is None or expected_bits is None or not torch.equal(bits, expected_bits)
+    for order in orders:
+        for stride in STRIDES:
+            actual, actual_bits = run(order, stride)
+            if "channel_affine" in names_of(op):  # a product and a sum may be rounded once or twice
+                torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-13)
+            else:
+                assert_identical(actual, expected, f"{order}, {stride}:")
+            if expected_bits is not None:
+                assert torch.equal(actual_bits, expected_bits), (order, stride)
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if "dim_order" in names_of(op)], ids=name_of)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_any_bytes_are_safe(
+    op: torch._ops.OpOverload, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Bytes that no forward writes cause no undefined behavior and no access out of bounds."""
+    for length in (*range(1, 20), 127, 511, 512, 513, 1500):
+
+        def random_bytes(like: Tensor, length: int = length) -> Tensor:
+            count = length * dtype.itemsize
+            return torch.randint(256, (count,), dtype=torch.uint8, device=device).view(dtype)
+
+        def random_bits(like: Tensor, length: int = length) -> Tensor:
+            shape = (planes_of(op, dtype), (length + 7) // 8)
+            return torch.randint(256, shape, dtype=torch.uint8, device=device)
+
+        def random_affine(like: Tensor, length: int = length) -> Tensor:
+            affine_dtype = _ops.affine_dtype(dtype)
+            count = 2 * length * affine_dtype.itemsize
+            values = torch.randint(256, (count,), dtype=torch.uint8, device=device)
+            return values.view(affine_dtype).view(2, length)
+
+        arguments = with_bits(arguments_of(op, device), random_bits)
+        arguments = [planes_of(op, dtype) if type(a) is int else a for a in arguments]
+        result = op(*with_affine(with_floats(arguments, random_bytes), random_affine))
+        values = result[0] if isinstance(result, tuple) else result
+        shape = (planes_of(op, dtype), (length + 7) // 8) if op in _ops.SAVING_OPS else (length,)
+        assert values is None or values.shape == shape
+
+
+def test_each_mask_bit_gives_one_gradient(device: torch.device) -> None:
+    """Backward reads each element's own bit: one bit set gives one gradient."""
+    for length in (1, 7, 8, 9, 511, 513):
+        grad = torch.randn(length, device=device)
+        for index in {0, length // 2, length - 1}:
+            bits = torch.zeros(1, (length + 7) // 8, dtype=torch.uint8, device=device)
+            bits[0, index // 8] = 1 << index % 8
+            result = _ops.ALL["relu"].backward["mask"](grad, bits, None)
+            assert result[index] == grad[index]
+            assert result.count_nonzero() == 1
+
+
+# This file, every layout for one kernel of each kind, and a short fuzz.
+SANITIZED = """
+    test_direct_calls or test_random_programs or test_values_and_gradients and (
+        float32-relu-mask or float64-leaky_relu-2.0-output or bfloat16-silu-output-default
+        or float16-silu-derivative-default
+    )
+"""
+
+
+@slow
+def test_under_sanitizers(tmp_path: Path) -> None:
+    """Run tests in a copy of the package, whose CPU extension is compiled with ASan and UBSan."""
+    if SANITIZE in os.environ:
+        assert Path(inplace_ops.__file__).parent == Path.cwd() / "inplace_ops"
+    preloaded = sanitizers()
+    source = Path(__file__).parents[2] / "csrc"
+    if not source.exists():
+        pytest.skip("needs the sources")
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    package, package_source = tmp_path / "inplace_ops", Path(inplace_ops.__file__).parent
+    shutil.copytree(package_source, package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    command = [COMPILER, "-std=c++17", "-O0", "-shared", "-fPIC", *FLAGS]
+    command += ["-DTORCH_TARGET_VERSION=0x020b000000000000"]
+    for path in (*include_paths(), sysconfig.get_path("include")):
+        command += ["-isystem", path]
+    command += [str(path) for path in (source / "library.cpp", *source.glob("cpu/*.cpp"))]
+    for path in library_paths():
+        command += [f"-L{path}", f"-Wl,-rpath,{path}"]
+    command += ["-lc10", "-ltorch_cpu", "-ltorch", "-o", str(package / "_C.abi3.so")]
+    subprocess.run(command, check=True)
+
+    names = ("test_direct_calls.py", "test_values.py", "test_fuzz.py")
+    files = [str(Path(__file__).with_name(name)) for name in names]
+    run_tests(
+        *("-k", SANITIZED.replace("\n", " ")),
+        *files,
+        folder=tmp_path,
+        preloaded=preloaded,
+        INPLACE_OPS_FUZZ="100",
+        PYTHONPATH=str(tmp_path),
+        CUDA_VISIBLE_DEVICES="",
+    )

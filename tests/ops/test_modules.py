@@ -1,0 +1,291 @@
+"""The modules, and the bytes that models with them save for backward."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from _support.assertions import assert_gradient, assert_identical, assert_values, random_values
+from _support.cases import ACTIVATIONS, ONE_OF_EACH, ActivationCase, activation_id
+from torch import Tensor, nn
+
+import inplace_ops
+from inplace_ops import activations as table
+from inplace_ops import saved_bytes
+
+all_activations = pytest.mark.parametrize("activation", ACTIVATIONS, ids=activation_id)
+
+one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
+
+# By name: our module, and PyTorch's with the same arguments.
+PAIRS: dict[str, tuple[Callable[..., nn.Module], Callable[..., nn.Module]]] = {
+    entry.name: (getattr(inplace_ops, entry.name), entry.torch_module)
+    for entry in table.ACTIVATIONS
+    if entry.torch_inplace is not None
+}
+PAIRS["LeakyReLU-0.3"] = (partial(inplace_ops.LeakyReLU, 0.3), partial(nn.LeakyReLU, 0.3))
+pairs = pytest.mark.parametrize(("ours", "pytorchs"), PAIRS.values(), ids=PAIRS)
+
+
+@pairs
+def test_repr_and_state_match_parent_class(
+    ours: Callable[..., nn.Module], pytorchs: Callable[..., nn.Module]
+) -> None:
+    for inplace in (True, False):
+        mine, parent = ours(inplace=inplace), pytorchs(inplace=inplace)
+        assert isinstance(mine, type(parent))
+        assert repr(mine) == repr(parent)
+        assert mine.state_dict() == parent.state_dict() == {}
+        assert not list(mine.parameters())
+    assert ours().inplace
+
+
+def test_gelu_repr_matches_parent_class_and_adds_inplace() -> None:
+    for approximate in ("none", "tanh"):
+        mine, parent = inplace_ops.GELU(approximate, inplace=False), nn.GELU(approximate)
+        assert isinstance(mine, nn.GELU)
+        assert repr(mine) == repr(parent)
+        assert mine.state_dict() == {}
+    assert repr(inplace_ops.GELU("tanh")) == "GELU(approximate='tanh', inplace=True)"
+    with pytest.raises(ValueError, match='GELU: approximate must be "none" or "tanh"'):
+        inplace_ops.GELU("erf")
+
+
+def test_repr_names_non_default_arguments() -> None:
+    assert repr(inplace_ops.ReLU(save="output")) == "ReLU(inplace=True, save='output')"
+    assert (
+        repr(inplace_ops.LeakyReLU(0.5, save="output"))
+        == "LeakyReLU(negative_slope=0.5, inplace=True, save='output')"
+    )
+    assert (
+        repr(inplace_ops.SiLU(save="derivative", bits=16))
+        == "SiLU(inplace=True, save='derivative', bits=16)"
+    )
+
+
+@all_activations
+def test_modules_and_their_copies_match_reference(
+    activation: ActivationCase, device: torch.device
+) -> None:
+    originals = {"new": activation.module()}
+    originals["deepcopy"] = copy.deepcopy(originals["new"])
+    originals["pickle"] = pickle.loads(pickle.dumps(originals["new"]))
+    for name, module in originals.items():
+        leaf = random_values((3, 50), torch.float32, device).requires_grad_()
+        x = leaf.clone()
+        y = module(x)
+        assert y is x, name
+        expected = activation.reference(leaf)
+        assert_values(activation, y, expected)
+        incoming = 2 * torch.rand_like(leaf) - 1
+        (actual,) = torch.autograd.grad(y, leaf, incoming)
+        (wanted,) = torch.autograd.grad(expected, leaf, incoming)
+        assert_gradient(activation, actual, wanted, 1.0, name)
+        assert repr(module) == repr(originals["new"])
+        assert type(module) is type(originals["new"])
+
+
+@all_activations
+def test_out_of_place_equals_pytorch(activation: ActivationCase, device: torch.device) -> None:
+    module = activation.module(inplace=False)
+    leaf = random_values((3, 50), torch.float32, device).requires_grad_()
+    before = leaf.detach().clone()
+    y = module(leaf)
+    expected = activation.reference(leaf)
+    assert_identical(y, expected)
+    assert_identical(leaf, before)
+    (actual,) = torch.autograd.grad(y.square().sum(), leaf)
+    (wanted,) = torch.autograd.grad(expected.square().sum(), leaf)
+    assert_identical(actual, wanted)
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        (inplace_ops.ReLU, {"save": "derivative"}),
+        (inplace_ops.LeakyReLU, {"save": "bits"}),
+        (inplace_ops.LeakyReLU, {"negative_slope": -1.0, "save": "output"}),
+        (inplace_ops.SiLU, {"save": "mask"}),
+        (inplace_ops.SiLU, {"bits": 9}),
+        (inplace_ops.GELU, {"save": "mask"}),
+        (inplace_ops.ReLU6, {"save": "derivative"}),
+        (inplace_ops.Mish, {"bits": 5}),
+        (inplace_ops.SiLU, {"bits": 0}),
+        (inplace_ops.SiLU, {"save": "derivative", "bits": 4}),
+    ],
+)
+def test_wrong_arguments_raise_value_error(
+    module: type[nn.Module], arguments: dict[str, object]
+) -> None:
+    with pytest.raises(ValueError, match=r"save must|bits must|negative_slope >= 0"):
+        module(**arguments)
+
+
+def network(activation: Callable[[], nn.Module], device: torch.device) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), activation(), nn.BatchNorm2d(8), activation(), nn.Conv2d(8, 4, 3)
+    ).to(device)
+
+
+@all_activations
+def test_gradients_of_network_match_pytorch(
+    activation: ActivationCase, device: torch.device
+) -> None:
+    ours = network(activation.module, device).double()
+
+    class Reference(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return activation.reference(x)
+
+    pytorchs = network(Reference, device).double()
+    pytorchs.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 3, 9, 9, dtype=torch.float64, device=device)
+    for model in (ours, pytorchs):
+        model(x).square().mean().backward()
+    # The error of the derivative's grid times the network's sensitivity, which is below 1 at these
+    # sizes.
+    atol = max(1e-7, 20 * activation.derivative_error.get(torch.float64, 0.0))
+    for mine, reference in zip(ours.parameters(), pytorchs.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-7, atol=atol)
+
+
+@all_activations
+def test_fx_trace_matches_reference(activation: ActivationCase, device: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(5, 7), activation.module(), nn.Linear(7, 2)).to(device).double()
+    traced = torch.fx.symbolic_trace(model)
+    assert type(traced.get_submodule("1")) is type(model[1])
+    x = torch.randn(4, 5, dtype=torch.float64, device=device)
+    expected = model[2](activation.reference(model[0](x)))
+    actual = traced(x)
+    torch.testing.assert_close(actual, expected)
+    wanted = torch.autograd.grad(expected.sum(), model[0].weight)
+    torch.testing.assert_close(
+        torch.autograd.grad(actual.sum(), model[0].weight),
+        wanted,
+        rtol=1e-7,
+        atol=max(1e-7, 20 * activation.derivative_error.get(torch.float64, 0.0)),
+    )
+
+
+@all_activations
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+def test_saved_bytes_of_an_activation(
+    activation: ActivationCase, dtype: torch.dtype, device: torch.device
+) -> None:
+    leaf = torch.randn(3, 1000, dtype=dtype, device=device, requires_grad=True)
+    output = leaf.numel() * leaf.element_size() if activation.saves_output else 0
+    packed = activation.packed_bits[dtype] * leaf.numel() // 8
+    # mean() saves nothing, so the output is saved only if the activation itself saves it.
+    assert saved_bytes(lambda x: activation.call(x.clone()).mean(), leaf) == output + packed
+
+
+@one_of_each
+def test_nothing_is_saved_without_grad(activation: ActivationCase, device: torch.device) -> None:
+    leaf = torch.randn(3, 1000, device=device, requires_grad=True)
+    with torch.no_grad():
+        assert saved_bytes(lambda x: activation.call(x.clone()), leaf) == 0
+    assert saved_bytes(lambda x: activation.call(x.clone()), leaf.detach()) == 0
+
+
+@one_of_each
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_saved_bytes_between_convolutions(
+    activation: ActivationCase, dtype: torch.dtype, device: torch.device
+) -> None:
+    first = nn.Conv2d(3, 8, 3, padding=1).to(device, dtype)
+    second = nn.Conv2d(8, 3, 3, padding=1).to(device, dtype)
+    x = torch.randn(2, 3, 8, 8, dtype=dtype, device=device)
+    elements = 2 * 8 * 8 * 8
+
+    def between(middle: Callable[[Tensor], Tensor]) -> int:
+        return saved_bytes(lambda x: second(middle(first(x))), x)
+
+    without = between(lambda h: h)
+    assert without == elements * dtype.itemsize  # the second convolution's input
+    extra = activation.packed_bits[dtype] * elements // 8
+    assert between(activation.call) == without + extra
+    # For comparison PyTorch's in-place forms: ReLU adds nothing, SiLU adds a clone of the input.
+    clone = elements * dtype.itemsize if activation.entry.torch_saves == "input" else 0
+    if activation.entry.allows_output(*activation.scalars):
+        assert between(activation.torch_inplace) == without + clone
+
+
+def test_saved_bytes_per_element(device: torch.device) -> None:
+    n = 8000
+
+    def per_element(call: Callable[[Tensor], Tensor], dtype: torch.dtype) -> float:
+        leaf = torch.randn(n, dtype=dtype, device=device, requires_grad=True)
+        saved = saved_bytes(lambda x: torch.sum(call(x.clone())), leaf)
+        return saved / n
+
+    silu = inplace_ops.silu_
+    assert per_element(inplace_ops.relu_, torch.float32) == 1 / 8
+    assert per_element(inplace_ops.leaky_relu_, torch.bfloat16) == 1 / 8
+    for dtype, default in ((torch.float32, 0.75), (torch.bfloat16, 0.625), (torch.float16, 0.875)):
+        assert per_element(silu, dtype) == dtype.itemsize + default
+        assert per_element(lambda x: silu(x, bits=1), dtype) == dtype.itemsize + 1 / 8
+    assert per_element(lambda x: silu(x, save="derivative"), torch.float32) == 2
+    assert per_element(lambda x: silu(x, save="derivative"), torch.bfloat16) == 1
+    assert per_element(torch.nn.functional.silu, torch.float32) == 4
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_saved_bytes_of_transformer_mlp(approximate: str, device: torch.device) -> None:
+    """A linear, GELU, linear block: PyTorch saves GELU's input and output, 4 bytes per element."""
+    hidden, tokens = 256, 64
+    first = nn.Linear(64, hidden).to(device, torch.bfloat16)
+    second = nn.Linear(hidden, 64).to(device, torch.bfloat16)
+    x = torch.randn(tokens, 64, dtype=torch.bfloat16, device=device)
+
+    def saved_per_element(activation: nn.Module) -> float:
+        return saved_bytes(lambda x: second(activation(first(x))), x) / (hidden * tokens)
+
+    assert saved_per_element(nn.GELU(approximate)) == 4
+    assert saved_per_element(inplace_ops.GELU(approximate)) == 2.625
+    assert saved_per_element(inplace_ops.GELU(approximate, bits=1)) == 2.125
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(100))
+        self.register_buffer("scale", torch.ones(100))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.scale
+
+
+def test_saved_bytes_excludes_parameters_buffers_and_inputs() -> None:
+    x = torch.randn(100, requires_grad=True)
+    other = torch.randn(100, requires_grad=True)
+    linear = nn.Linear(100, 10)
+    assert saved_bytes(linear, x) == 0
+    assert saved_bytes(lambda value: linear(value), x) == 0  # parameters of any module
+    assert saved_bytes(torch.mul, x, other) == 0
+    assert saved_bytes(torch.mul, x, other=other) == 0
+    assert saved_bytes(lambda pair: pair[0]["a"] * pair[1], ({"a": x}, other)) == 0
+    assert saved_bytes(Scale(), x) == 0
+    assert saved_bytes(torch.exp, x) == 400
+    assert saved_bytes(torch.exp, torch.randn(100)) == 0
+
+
+def test_saved_bytes_counts_whole_storages_once() -> None:
+    x = torch.randn(10, requires_grad=True)
+    wide = torch.randn(1000)
+    assert saved_bytes(lambda v: v * wide[:10], x) == 4000
+    assert saved_bytes(lambda v: v * wide[:10] + v * wide[10:20] + v * wide[:10], x) == 4000
+    assert saved_bytes(lambda v: v.exp().sin().detach(), x) == 0
+    # exp saves its output and sin its input, the same tensor; cos saves another one.
+    assert saved_bytes(lambda v: v.exp().sin().cos(), x) == 80
+
+
+def test_saved_bytes_with_sparse_tensor_and_lazy_module() -> None:
+    lazy = nn.LazyLinear(3)
+    x = torch.zeros(1000).index_fill(0, torch.arange(10), 1.0).to_sparse().requires_grad_()
+    indices_and_values = 10 * 8 + 10 * 4
+    assert saved_bytes(lambda t: (t * 1).relu(), x) == indices_and_values
+    assert lazy.has_uninitialized_params()

@@ -1,0 +1,262 @@
+"""PyTorch's OpInfo entries for the activations, applied to our activations.
+
+Needs `expecttest`, which torch.testing._internal imports; without it this file is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from _support.assertions import assert_gradient, assert_identical, assert_values, unsigned_zeros
+from _support.cases import FLOATS, ONE_OF_EACH, ActivationCase, activation_id
+from _support.marks import slow
+from torch import Tensor
+
+import inplace_ops
+
+if TYPE_CHECKING:
+    from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+op_db = pytest.importorskip("torch.testing._internal.common_methods_invocations").op_db
+NAMES = {f"nn.functional.{activation.function}" for activation in ONE_OF_EACH}
+ENTRIES = {
+    (op.name.removeprefix("nn.functional."), op.variant_test_name): op
+    for op in op_db
+    if op.name in NAMES
+}
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+REJECTED = (torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2)
+
+pytestmark = slow
+one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
+all_floats = pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: str(dtype)[6:])
+
+
+def name_of(activation: ActivationCase) -> str:
+    return activation.function
+
+
+def entry_of(activation: ActivationCase) -> OpInfo:
+    return ENTRIES[name_of(activation), ""]
+
+
+def of_variant(activation: ActivationCase, found: Iterable[SampleInput]) -> Iterator[SampleInput]:
+    """Yield the samples of an activation's variant: the entry of gelu has samples of both."""
+    for sample in found:
+        assert not sample.args
+        if {**activation.entry.variant, **sample.kwargs} == activation.entry.variant:
+            yield sample
+
+
+def samples(
+    activation: ActivationCase, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[Tensor, tuple[int, ...], tuple[int, ...], int]]:
+    """Yield each reference input: its storage as a flat tensor, and the view's size and strides."""
+    for sample in of_variant(
+        activation, entry_of(activation).reference_inputs(device, dtype, requires_grad=False)
+    ):
+        for x in (sample.input, sample.noncontiguous().input):
+            if dtype == torch.float32 or x.numel() < 20_000:
+                elements = x.untyped_storage().size() // x.element_size()
+                storage = x.as_strided((elements,), (1,), 0).clone()
+                yield storage, tuple(x.shape), x.stride(), x.storage_offset()
+
+
+def overlaps(view: tuple[tuple[int, ...], tuple[int, ...], int], elements: int) -> bool:
+    indices = torch.arange(elements).as_strided(*view)
+    return indices.unique().numel() < indices.numel()
+
+
+def test_opinfo_has_only_known_entries() -> None:
+    # So far PyTorch has no other variants, and error inputs only for gelu.
+    names = {name_of(activation) for activation in ONE_OF_EACH}
+    assert set(ENTRIES) == {*((name, "") for name in names), ("silu", "complex")}
+    errors = {name for (name, _), entry in ENTRIES.items() if entry.error_inputs_func}
+    assert errors == {"gelu"}
+
+
+def test_error_inputs_raise_value_error(device: torch.device) -> None:
+    for error in ENTRIES["gelu", ""].error_inputs(device):
+        sample = error.sample_input
+        x = sample.input.clone()
+        with pytest.raises(ValueError, match='approximate must be "none" or "tanh"'):
+            inplace_ops.gelu_(x, *sample.args, **sample.kwargs)
+        assert torch.equal(x, sample.input)
+
+
+@one_of_each
+def test_supported_dtypes_match_pytorch(activation: ActivationCase, device: torch.device) -> None:
+    """PyTorch's dtypes are supported except complex ones; tensors of others stay unmodified."""
+    entry = entry_of(activation)
+    supported = entry.dtypesIfCUDA if device.type == "cuda" else entry.dtypes
+    takes_integers = activation.entry.takes_integers
+    assert supported == {*FLOATS, *(INTEGERS if takes_integers else ())}
+    for dtype in (*INTEGERS, *REJECTED):
+        x = torch.tensor([-2.0, 0.0, 3.0], device=device).abs().to(dtype)
+        before, version = bytes(x.cpu().untyped_storage()), x._version
+        if dtype in supported:
+            assert torch.equal(activation.call(x), entry.op(x.clone()))
+        else:
+            with pytest.raises(RuntimeError, match=rf"{name_of(activation)}\w*_: unsupported"):
+                activation.call(x)
+            assert (bytes(x.cpu().untyped_storage()), x._version) == (before, version)
+
+
+def test_complex_silu_is_rejected(device: torch.device) -> None:
+    entry = ENTRIES["silu", "complex"]
+    silu = next(row for row in ONE_OF_EACH if name_of(row) == "silu")
+    for dtype in entry.dtypes:
+        for sample in entry.sample_inputs(device, dtype, requires_grad=True):
+            x = sample.input.clone()
+            with pytest.raises(RuntimeError, match="silu_: unsupported dtype torch"):
+                silu.call(x)
+            assert torch.equal(x, sample.input)
+            assert x._version == 0
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=lambda dtype: str(dtype)[6:])
+def test_integers_match_pytorch(dtype: torch.dtype, device: torch.device) -> None:
+    for activation in (row for row in ONE_OF_EACH if row.entry.takes_integers):
+        for storage, *view in samples(activation, dtype, device):
+            if not overlaps(view, storage.numel()):
+                x = storage.clone().as_strided(*view)
+                expected = entry_of(activation).op(x.clone())
+                assert torch.equal(activation.call(x), expected)
+
+
+@one_of_each
+@all_floats
+def test_values_and_gradients_match_pytorch(
+    activation: ActivationCase, dtype: torch.dtype, device: torch.device
+) -> None:
+    op = activation.reference
+    seen = 0
+    for storage, *view in samples(activation, dtype, device):
+        leaf = storage.requires_grad_()
+        x = leaf.clone().as_strided(*view)
+        if overlaps(view, storage.numel()):
+            with pytest.raises(RuntimeError, match="more than one element of the written-to"):
+                activation.call(x)
+            assert_identical(x.detach(), leaf.detach().as_strided(*view))
+            continue
+        assert x.stride() == view[1]
+        y = activation.call(x)
+        assert y is x
+        expected = op(leaf.clone().as_strided(*view))
+        assert_values(activation, y, expected)
+        for incoming in (torch.ones_like(y), 2 * torch.rand_like(y) - 1):
+            (actual,) = torch.autograd.grad(y, leaf, incoming, retain_graph=True)
+            (wanted,) = torch.autograd.grad(expected, leaf, incoming, retain_graph=True)
+            if activation.nan_gradient is not None:
+                actual, wanted = (g.masked_fill(leaf.isnan(), 0.0) for g in (actual, wanted))
+            assert_gradient(activation, unsigned_zeros(actual), unsigned_zeros(wanted), 1.0)
+        seen += 1
+    assert seen >= 8
+
+
+def double_inputs(activation: ActivationCase, device: torch.device) -> list[Tensor]:
+    inputs = []
+    entry = entry_of(activation)
+    for sample in of_variant(
+        activation, entry.sample_inputs(device, torch.float64, requires_grad=True)
+    ):
+        if sample.input.numel() <= 100:
+            inputs += [sample.input, sample.noncontiguous().input]
+    return inputs
+
+
+@one_of_each
+def test_gradcheck(activation: ActivationCase, device: torch.device) -> None:
+    def function(x: Tensor) -> Tensor:
+        return activation.call(x * 1)
+
+    tolerance = max(1e-5, 4 * activation.derivative_error.get(torch.float64, 0.0))
+    for x in double_inputs(activation, device):
+        assert torch.autograd.gradcheck(
+            function,
+            x,
+            atol=tolerance,
+            check_undefined_grad=True,
+            check_batched_grad=True,
+            check_forward_ad=True,
+            check_batched_forward_grad=True,
+            fast_mode=False,
+        )
+
+
+@one_of_each
+def test_gradgradcheck(activation: ActivationCase, device: torch.device) -> None:
+    def function(x: Tensor) -> Tensor:
+        return activation.call(x * 1)
+
+    for x in double_inputs(activation, device):
+        if x.numel() > 25:
+            continue
+        if activation.is_twice_differentiable:
+            assert torch.autograd.gradgradcheck(
+                function,
+                x,
+                gen_non_contig_grad_outputs=True,
+                check_undefined_grad=True,
+                check_batched_grad=True,
+                check_fwd_over_rev=True,
+                check_rev_over_rev=True,
+                fast_mode=False,
+            )
+        elif x.numel():
+            with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+                torch.autograd.gradgradcheck(function, x)
+
+
+@one_of_each
+def test_derivatives_match_pytorch(activation: ActivationCase, device: torch.device) -> None:
+    """First and second derivatives equal PyTorch's, in reverse mode and in forward mode."""
+    op = activation.reference
+    for x in double_inputs(activation, device):
+        direction = torch.randn_like(x)
+
+        def derivatives(f, x: Tensor = x, direction: Tensor = direction) -> list[Tensor]:
+            def gradient(z: Tensor) -> Tensor:
+                return torch.func.vjp(lambda t: f(t * 1.5), z)[1](direction)[0]
+
+            return [
+                *torch.func.jvp(lambda t: f(t * 1.5), (x.detach(),), (direction,)),
+                gradient(x.detach()),
+                torch.func.jvp(gradient, (x.detach(),), (direction,))[1],
+            ]
+
+        for actual, expected in zip(derivatives(activation.call), derivatives(op), strict=True):
+            torch.testing.assert_close(actual, expected)
+
+        if activation.is_twice_differentiable:
+            second = []
+            for f in (activation.call, op):
+                (first,) = torch.autograd.grad(f(x * 1.5).sum(), x, create_graph=True)
+                is_differentiable = first.requires_grad
+                second.append(
+                    torch.autograd.grad(first, x, direction, allow_unused=True)[0]
+                    if is_differentiable
+                    else None
+                )
+            actual, expected = (torch.zeros_like(x) if s is None else s for s in second)
+            torch.testing.assert_close(actual, expected)
+
+
+@one_of_each
+@all_floats
+@pytest.mark.parametrize("in_dim", [0, -1])
+def test_vmap_matches_pytorch(
+    activation: ActivationCase, dtype: torch.dtype, in_dim: int, device: torch.device
+) -> None:
+    found = entry_of(activation).sample_inputs(device, dtype, requires_grad=False)
+    for sample in of_variant(activation, found):
+        x = sample.input
+        batch = torch.stack([x, -x, x * 0.5], in_dim)
+        expected = torch.stack([activation.reference(b) for b in batch.unbind(in_dim)])
+        assert_values(activation, torch.vmap(activation.call, in_dim)(batch.clone()), expected)
+        # The batch itself is modified in place.
+        torch.vmap(activation.call, in_dim)(batch)
+        assert_values(activation, batch.movedim(in_dim, 0), expected)

@@ -1,0 +1,513 @@
+"""Gradients from the output and a few bits: all 16-bit inputs, and dense inputs of other dtypes.
+
+The first tests call the ops. Tests with `host_numerics` call the kernels' mathematics directly, as
+the host computes it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import partial
+from types import ModuleType
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from _support.assertions import assert_identical, gradient, patterns
+from _support.cases import FLOATS
+from _support.smooth_references import (
+    CPU,
+    HALVES,
+    SMOOTH_ACTIVATIONS,
+    Numerics,
+    SmoothActivation,
+    all_finite,
+    dense,
+    id_of,
+    inputs_of,
+    near,
+)
+from torch import Tensor
+
+from inplace_ops import silu_
+
+SILU = SMOOTH_ACTIVATIONS[0]
+MINIMUM = SILU.minimum
+silu_dense = partial(dense, minimum=MINIMUM)
+derivative = SILU.derivative
+all_smooth = pytest.mark.parametrize(
+    "smooth", SMOOTH_ACTIVATIONS, ids=[smooth.name for smooth in SMOOTH_ACTIVATIONS]
+)
+with_all_bits = pytest.mark.parametrize("which", [0, 1, 2], ids=["one", "default", "eight"])
+
+
+def bits_of(smooth: SmoothActivation, dtype: torch.dtype, which: int) -> tuple[int | None, int]:
+    """Return the `bits` argument, and the number of bits that this argument saves."""
+    bits = (1, None, 8)[which]
+    return bits, bits or smooth.default_bits(dtype)
+
+
+def largest_error(smooth: SmoothActivation, x: Tensor, **arguments: object) -> float:
+    actual = gradient(partial(smooth.call, **arguments), x).double()
+    error = (actual - smooth.derivative(x.double())).abs().max().item()
+    assert error == error
+    return error
+
+
+def rounding(smooth: SmoothActivation, x: Tensor) -> float:
+    """Return the largest error of rounding the derivative to x's dtype."""
+    exact = smooth.derivative(x.double())
+    return (exact.to(x.dtype).double() - exact).abs().max().item()
+
+
+@all_smooth
+@with_all_bits
+@pytest.mark.parametrize("dtype", HALVES, ids=id_of)
+def test_every_16_bit_value_within_documented_error(
+    smooth: SmoothActivation, dtype: torch.dtype, which: int, device: torch.device
+) -> None:
+    x = all_finite(dtype, device)
+    bits, num_bits = bits_of(smooth, dtype, which)
+    limit = smooth.error(dtype, num_bits) or 1.001 * rounding(smooth, x)
+    assert largest_error(smooth, x, bits=bits) <= limit
+
+
+@all_smooth
+@pytest.mark.parametrize("dtype", HALVES, ids=id_of)
+def test_default_bits_match_pytorchs_gradient(
+    smooth: SmoothActivation, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Gradients are within one unit in the last place of PyTorch's, or within 2e-6.
+
+    SiLU's are within one unit or 3e-7, and nearly all of them equal PyTorch's bit for bit.
+    """
+    x = all_finite(dtype, device)
+    x = x[x.abs() < 1e15]  # PyTorch's tanh form of GELU is NaN from 2^64 on
+    for scale in (1, 4):
+        if scale > 1:
+            # Below this input the output is subnormal, and some inputs are not recovered.
+            x = x[x > smooth.recovered_above[dtype]]
+        incoming = scale * (torch.ones_like(x) if scale == 1 else 2 * torch.rand_like(x) - 1)
+        actual = gradient(smooth.call, x, incoming)
+        expected = gradient(smooth.entry.torch_function, x, incoming)
+        units = (patterns(actual).int() - patterns(expected).int()).abs()
+        if smooth is SILU:
+            units[(actual == 0) & (expected == 0)] = 0
+            assert int((units > 0).sum()) * 500 < x.numel()
+        # Near its zero the derivative's rounding in float32 is more than a unit of float16.
+        arithmetic = 3e-7 if smooth is SILU else 2e-6
+        units[(actual.double() - expected.double()).abs() <= arithmetic * scale] = 0
+        assert units.max() <= 1
+        torch.testing.assert_close(actual, expected)
+
+
+def recovered_ratio(x: Tensor, bits: int) -> Tensor:
+    """Return silu'' / silu' at the x that backward recovers, computed by the op."""
+    ops = SILU.entry.ops
+    y = x.clone()
+    packed = ops.save_in_place["output"](y, bits, None)
+    ones = torch.ones_like(y)
+    assert ops.double_backward is not None
+    return ops.double_backward(ones, ones, y, packed, None)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=id_of)
+def test_default_bits_recover_the_input(dtype: torch.dtype, device: torch.device) -> None:
+    # The ratio distinguishes an x from its neighbors everywhere except far to the right, and best
+    # near the minimum, where float32 arithmetic gives silu' an absolute error of 2e-7.
+    x = all_finite(dtype, device)
+    # Below these inputs the bits do not distinguish all inputs that share an output, which is
+    # subnormal or 0.
+    x = x[x > (-20.125 if dtype == torch.float16 else -89)]
+    exact = x.double()
+    s = torch.sigmoid(exact)
+    first = s * (1 + exact * (1 - s))
+    ratio = s * (1 - s) * (2 + exact * (1 - 2 * s)) / first
+    actual = recovered_ratio(x, SILU.default_bits(dtype)).double()
+    error = (actual - ratio).abs()
+    relative = torch.where(exact < -2, 1e-5, 2e-7 / first.abs().clamp(max=1))
+    limit = (torch.finfo(dtype).eps / 2 + relative) * ratio.abs() + 1e-6
+    assert (error <= limit).all()
+
+
+@all_smooth
+@with_all_bits
+def test_every_float32_around_minimum_within_documented_error(
+    smooth: SmoothActivation, which: int, device: torch.device
+) -> None:
+    ends = torch.tensor([abs(smooth.minimum) - 0.15, abs(smooth.minimum) + 0.15]).view(torch.int32)
+    x = -torch.arange(*ends.tolist(), dtype=torch.int32).view(torch.float32).to(device)
+    bits, num_bits = bits_of(smooth, torch.float32, which)
+    assert largest_error(smooth, x, bits=bits) <= smooth.error(torch.float32, num_bits)
+
+
+@all_smooth
+@with_all_bits
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=id_of)
+def test_dense_samples_within_documented_error(
+    smooth: SmoothActivation, dtype: torch.dtype, which: int, device: torch.device
+) -> None:
+    x = dense(dtype, device, smooth.minimum)
+    bits, num_bits = bits_of(smooth, dtype, which)
+    assert largest_error(smooth, x, bits=bits) <= smooth.error(dtype, num_bits)
+    if num_bits >= smooth.default_bits(dtype):
+        x = x[x.abs() < 1e15]
+        actual = gradient(partial(smooth.call, bits=bits), x)
+        torch.testing.assert_close(actual, gradient(smooth.entry.torch_function, x))
+
+
+@all_smooth
+def test_default_bits_of_float32_match_pytorch_near_minimum(
+    smooth: SmoothActivation, device: torch.device
+) -> None:
+    x = torch.cat([near(smooth.minimum, widest, torch.float32) for widest in (1e-2, 1)]).to(device)
+    torch.testing.assert_close(gradient(smooth.call, x), gradient(smooth.entry.torch_function, x))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+def test_gradient_matches_lambert_w(dtype: torch.dtype, left: bool, device: torch.device) -> None:
+    # The reference inverts the outputs, x = y + W(y exp(-y)), and does not use the inputs.
+    special = pytest.importorskip("scipy.special")
+    x = (torch.linspace(-9, -1.5, 500) if left else torch.linspace(-1, 8, 500)).to(dtype).to(device)
+    y = silu_(x.clone()).cpu()
+    exact = y.double().numpy()
+    inverse = exact + special.lambertw(exact * np.exp(-exact), -1 if left else 0).real
+    inverse[exact == 0] = 0.0  # for zeros of either sign
+    expected = derivative(torch.from_numpy(inverse))
+    actual = gradient(partial(silu_, bits=1), x).cpu().double()
+    # 16-bit kernels fit the derivative to 3.5e-4, and the gradient is rounded to the dtype.
+    limit = {
+        torch.float64: 1e-13,
+        torch.float32: 2e-6,
+        torch.float16: 8.5e-4,
+        torch.bfloat16: 4.6e-3,
+    }
+    # Where SiLU is flat the rounding of y moves the inverse: inputs are 0.2 away from the minimum.
+    assert (actual - expected).abs().max() <= limit[dtype]
+
+
+def test_float64_gradient_matches_mpmath(device: torch.device) -> None:
+    with mpmath.workdps(40):
+        points = [-700.5, -87.25, -40.0, -5.5, MINIMUM - 1e-5, MINIMUM + 1e-4, -1.25, -1e-300, 0.0]
+        points += [1e-12, 0.75, 3.0, 36.5, 700.0]
+        x = torch.tensor(points, dtype=torch.float64, device=device)
+        expected = []
+        for point in points:
+            s = 1 / (1 + mpmath.exp(-mpmath.mpf(point)))
+            expected.append(float(s * (1 + mpmath.mpf(point) * (1 - s))))
+    actual = gradient(silu_, x).cpu()
+    assert (actual - torch.tensor(expected, dtype=torch.float64)).abs().max() <= 5e-11
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+def test_left_tail_matches_pytorch_to_underflow(dtype: torch.dtype, device: torch.device) -> None:
+    end = {torch.float16: -20.0, torch.bfloat16: -88.0, torch.float32: -87.0, torch.float64: -700.0}
+    x = torch.linspace(end[dtype], -3, 5000, dtype=torch.float64).to(dtype).to(device)
+    actual = gradient(silu_, x).double()
+    expected = derivative(x)
+    torch.testing.assert_close(actual.to(dtype), gradient(F.silu, x))
+    if dtype != torch.float32:
+        # x is exact: the relative error is the dtype's, except where the result is subnormal.
+        relative = 1e-12 if dtype == torch.float64 else torch.finfo(dtype).eps
+        limit = relative * expected.abs() + torch.finfo(dtype).smallest_normal * 1e-3
+        assert ((actual - expected).abs() <= limit).all()
+
+
+@all_smooth
+@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+@pytest.mark.parametrize("bits", [8, 16, 32])
+def test_derivative_codes_within_documented_error(
+    smooth: SmoothActivation, dtype: torch.dtype, bits: int, device: torch.device
+) -> None:
+    x = inputs_of(smooth, dtype, device)
+    error = largest_error(smooth, x, save="derivative", bits=bits)
+    limit = smooth.entry.derivative_error("derivative", dtype, bits)
+    # eps / 2 is the rounding of a number below 2. Errors of half a step of the grid do occur.
+    assert error <= limit * (1 + 1e-5) + torch.finfo(dtype).eps / 2
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+@pytest.mark.parametrize("bits", [None, 8, 16, 32])
+def test_derivative_codes_of_zero_one_and_nan_are_exact(
+    dtype: torch.dtype, bits: int | None, device: torch.device
+) -> None:
+    x = torch.tensor([-900.0, 900.0, torch.nan, -torch.inf, torch.inf], dtype=dtype, device=device)
+    actual = gradient(partial(silu_, save="derivative", bits=bits), x)
+    # PyTorch's gradient at +inf is NaN, from inf * 0.
+    expected = torch.tensor([0, 1, torch.nan, torch.nan, torch.nan], dtype=dtype, device=device)
+    assert_identical(actual + 0.0, expected)
+    torch.testing.assert_close(actual, gradient(F.silu, x), rtol=0, atol=0, equal_nan=True)
+
+
+def test_derivative_codes_are_the_nearest(device: torch.device) -> None:
+    # With 8 bits every value is the nearest point of a grid with steps of 1/212.
+    x = silu_dense(torch.float64, device)
+    actual = gradient(partial(silu_, save="derivative", bits=8), x) * 212
+    torch.testing.assert_close(actual, actual.round(), rtol=0, atol=1e-12)
+    exact = derivative(x) * 212
+    nearest = exact.round()
+    is_clear = (exact - exact.floor() - 0.5).abs() > 1e-6
+    assert torch.equal(actual.round()[is_clear], nearest[is_clear])
+    assert nearest.min() >= -21
+    assert nearest.max() <= 233
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+def test_default_derivative_bits_are_those_of_the_table(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    x = silu_dense(dtype, device).clamp(-1000, 1000)
+    given = gradient(partial(silu_, save="derivative"), x)
+    asked = gradient(
+        partial(silu_, save="derivative", bits=SILU.entry.default_bits("derivative", dtype)), x
+    )
+    assert_identical(given, asked)
+
+
+@all_smooth
+@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+def test_values_match_float64(
+    host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch.dtype
+) -> None:
+    x = inputs_of(smooth, dtype, CPU)
+    # Above the dtype's maximum over 6 Hardswish overflows to inf, as PyTorch's does.
+    x = x[x < torch.finfo(dtype).max / 7]
+    actual = Numerics(host_numerics, smooth).forward(x)
+    torch.testing.assert_close(actual, smooth.exact(x.double()).to(dtype))
+    assert torch.equal(actual.signbit(), x.signbit())
+
+
+@all_smooth
+def test_values_in_left_tail_match_float64(
+    host_numerics: ModuleType, smooth: SmoothActivation
+) -> None:
+    """Values in the left tail have a small relative error until they underflow."""
+    for dtype, limit in ((torch.float64, 1e-11), (torch.float32, 2e-5)):
+        x = torch.linspace(-80, -1, 100_001, dtype=torch.float64).to(dtype)
+        exact = smooth.exact(x.double())
+        x = x[exact < -1e-35]
+        error = Numerics(host_numerics, smooth).forward(x).double() / exact[exact < -1e-35] - 1
+        assert error.abs().max() <= limit
+
+
+@all_smooth
+@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+def test_errors_within_documented_table(
+    host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch.dtype
+) -> None:
+    """Errors of the derivative are within the documented table.
+
+    If x is exact, they are errors of the float32 formula and of a rounding.
+    """
+    numerics = Numerics(host_numerics, smooth)
+    x = inputs_of(smooth, dtype, CPU)
+    for bits in smooth.all_bits(dtype):
+        assert numerics.error(x, bits) <= (smooth.error(dtype, bits) or 1e-6)
+    assert numerics.error(x, 0) <= (1e-14 if dtype == torch.float64 else 6e-7)
+
+
+@all_smooth
+@pytest.mark.parametrize("dtype", HALVES, ids=id_of)
+def test_16_bit_inputs_are_recovered(
+    host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch.dtype
+) -> None:
+    numerics = Numerics(host_numerics, smooth)
+    x = all_finite(dtype, CPU)
+    x = x[(x > smooth.recovered_above[dtype]) & (x < 20)]
+    for bits in (smooth.default_bits(dtype), 8):
+        recovered, slope = numerics.recover(x, bits)
+        assert torch.equal(recovered, x.float())
+        expected = smooth.derivative(x.double()).to(dtype)
+        units = (patterns(slope.to(dtype)).int() - patterns(expected).int()).abs()
+        units[(slope.double() - smooth.derivative(x.double())).abs() <= 2e-6] = 0
+        assert units.max() <= 1
+
+
+@all_smooth
+@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+def test_gradients_match_pytorch(
+    host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch.dtype
+) -> None:
+    x = inputs_of(smooth, dtype, CPU)
+    if smooth.name == "gelu_tanh":
+        x = x.clamp(-6e4, 6e4)  # PyTorch's is NaN where x^3 overflows
+    expected = gradient(smooth.entry.torch_function, x)
+    for bits in (0, smooth.default_bits(dtype), 8):
+        actual = Numerics(host_numerics, smooth).points(x, bits)[1]
+        torch.testing.assert_close(actual.to(dtype), expected)
+
+
+@all_smooth
+@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+def test_edges_match_pytorch(
+    host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch.dtype
+) -> None:
+    """Edges give what PyTorch gives for one element; Hardswish's gradient at NaN is NaN."""
+    numerics = Numerics(host_numerics, smooth)
+    largest = torch.finfo(dtype).max
+    edges = [torch.inf, -torch.inf, torch.nan, 0.0, -0.0, largest, -largest, 1e4, -1e4]
+    for edge in [*edges, 3.0, -3.0] if smooth.name == "hardswish" else edges:
+        x = torch.tensor([edge], dtype=dtype)
+        assert_identical(numerics.forward(x), smooth.entry.torch_function(x), f"value at {edge}")
+        expected = (
+            gradient(smooth.entry.torch_function, x) if abs(edge) != largest else x.sign().clamp(0)
+        )
+        expected = expected if edge == edge else x
+        for bits in (0, *smooth.all_bits(dtype)):
+            slope = numerics.points(x, bits)[1].to(dtype) + 0.0
+            torch.testing.assert_close(slope, expected, equal_nan=True)
+
+
+@all_smooth
+@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+def test_second_derivative_matches_differences(
+    host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch.dtype
+) -> None:
+    """Second derivatives match differences of the first derivatives."""
+    x = torch.linspace(-8, 8, 4001, dtype=torch.float64).to(dtype)
+    x = x[(x.double().abs() - 3).abs() > 0.01] if smooth.name == "hardswish" else x
+    step = 1e-5
+    first = [smooth.derivative(x.double() + side) for side in (-step, step)]
+    expected = (first[1] - first[0]) / (2 * step)
+    _, _, second = Numerics(host_numerics, smooth).points(x, 8)
+    assert (second.double() - expected).abs().max() <= (5e-6 if dtype != torch.float64 else 1e-8)
+
+
+@all_smooth
+def test_range_of_derivative(host_numerics: ModuleType, smooth: SmoothActivation) -> None:
+    lowest, highest, minimum, value = host_numerics.properties(smooth.name)
+    x = torch.linspace(-3 + 1e-6, 3 - 1e-6, 1_000_001, dtype=torch.float64)
+    slopes = smooth.derivative(x)
+    assert slopes.min().item() == pytest.approx(lowest, abs=1e-6)
+    assert slopes.max().item() == pytest.approx(highest, abs=1e-6)
+    assert lowest <= slopes.min() + 1e-15
+    assert highest >= slopes.max() - 1e-15
+    assert minimum == smooth.minimum
+    assert smooth.exact(torch.tensor(minimum, dtype=torch.float64)).item() == pytest.approx(value)
+
+
+@all_smooth
+def test_float64_inputs_are_recovered(host_numerics: ModuleType, smooth: SmoothActivation) -> None:
+    """The inverse has a relative error of at most 1e-12 in the left tail and on the right.
+
+    Inputs within 0.01 of the minimum are not compared.
+    """
+    x = torch.cat(
+        [torch.linspace(-30, 30, 20_001), near(smooth.minimum, 1, torch.float64)]
+    ).double()
+    if smooth.name == "hardswish":
+        x = x[x > -3]
+    x = x[smooth.exact(x).abs() > 1e-280]
+    recovered = Numerics(host_numerics, smooth).recover(x, 1)[0]
+    away = ((x - smooth.minimum).abs() > 1e-2) & (x < 20)
+    assert ((recovered - x) / x)[away & (x != 0)].abs().max() <= 1e-12
+
+
+@all_smooth
+def test_16_bit_fit_of_derivative(host_numerics: ModuleType, smooth: SmoothActivation) -> None:
+    """Away from the minimum the branch suffices for the derivative at the exact inverse of y."""
+    x = all_finite(torch.float16, CPU)
+    x = x[(x > max(-4.0, smooth.recovered_above[torch.float16])) & (x < 20)]
+    x = x[(x - smooth.minimum).abs() > 0.2]
+    y = smooth.exact(x.double()).half()
+    inverse = x.double()
+    for _ in range(8):  # steps of Newton's method
+        inverse -= (smooth.exact(inverse) - y.double()) / smooth.derivative(inverse)
+    _, slope = Numerics(host_numerics, smooth).recover(x, 1, y)
+    assert (slope.double() - smooth.derivative(inverse)).abs().max() <= 4.1e-4
+
+
+@all_smooth
+def test_float32_fit_of_derivative(host_numerics: ModuleType, smooth: SmoothActivation) -> None:
+    """The derivative is right at the recovered input, for which the fit gives the gate."""
+    x = torch.linspace(-2.2, 2.6, 100_001)
+    for bits in smooth.all_bits(torch.float32):
+        found, slope = Numerics(host_numerics, smooth).recover(x, bits)
+        assert (slope.double() - smooth.derivative(found.double())).abs().max() <= 6e-7
+
+
+# Tests of each kind, which run again in a process that uses another instruction set.
+CHECKS = [
+    f"{test}[{parameters}]"
+    for test, parameters in [
+        (
+            "test_smooth_activations.py::test_every_16_bit_value_within_documented_error",
+            "cpu-float16-one-silu",
+        ),
+        (
+            "test_smooth_activations.py::test_every_16_bit_value_within_documented_error",
+            "cpu-bfloat16-default-gelu",
+        ),
+        (
+            "test_smooth_activations.py::test_default_bits_match_pytorchs_gradient",
+            "cpu-float16-silu",
+        ),
+        (
+            "test_smooth_activations.py::test_default_bits_match_pytorchs_gradient",
+            "cpu-bfloat16-hardswish",
+        ),
+        (
+            "test_smooth_activations.py::test_every_float32_around_minimum_within_documented_error",
+            "cpu-default-gelu_tanh",
+        ),
+        (
+            "test_smooth_activations.py::test_dense_samples_within_documented_error",
+            "cpu-float32-one-silu",
+        ),
+        (
+            "test_smooth_activations.py::test_dense_samples_within_documented_error",
+            "cpu-float32-eight-mish",
+        ),
+        (
+            "test_smooth_activations.py::test_dense_samples_within_documented_error",
+            "cpu-float64-one-gelu",
+        ),
+        ("test_smooth_activations.py::test_left_tail_matches_pytorch_to_underflow", "cpu-float32"),
+        (
+            "test_smooth_activations.py::test_derivative_codes_within_documented_error",
+            "cpu-8-float16-silu",
+        ),
+        (
+            "test_smooth_activations.py::test_derivative_codes_within_documented_error",
+            "cpu-16-float32-silu",
+        ),
+    ]
+]
+
+
+CHECKS += [
+    f"test_values.py::{test}"
+    for test in (
+        "test_gradients_at_every_length_match_pytorch",
+        "test_every_16_bit_value_is_rounded_as_in_pytorch",
+        "test_nan_payload_is_preserved",
+        "test_edge_values",
+        "test_edge_gradients",
+    )
+]
+CHECKS += [
+    f"test_ops.py::{test}"
+    for test in (
+        "test_all_kernels_normalize_to_the_same_bits",
+        "test_unused_bits_are_zero",
+        "test_relu_mask_is_one_bit_per_element",
+    )
+]
+
+
+@pytest.mark.parametrize("instruction_set", ["baseline", "avx2"])
+def test_checks_pass_with_other_instruction_sets(instruction_set: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", *CHECKS],
+        cwd=os.path.dirname(__file__),
+        env={**os.environ, "INPLACE_OPS_CPU": instruction_set, "PYTEST_ADDOPTS": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr
+    assert "passed" in result.stdout

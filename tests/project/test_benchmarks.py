@@ -1,0 +1,178 @@
+"""The benchmarks' tools: CUDA's autocast emulated on a CPU, moved bytes, compared gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import inplace_ops
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+
+
+def test_emulated_operations_have_cuda_autocast_kernels() -> None:
+    """CUDA's autocast has a kernel for each emulated operation, and from 2.12 for excluded ones."""
+    from policies import CAST_INPUTS, POLICIES, SET_DTYPE, has_autocast_kernel
+
+    excluded = POLICIES["CUDA autocast, torch 2.11"].excluded
+    listed = {*CAST_INPUTS, *SET_DTYPE} - set(excluded)
+    assert [name for name in sorted(listed) if not has_autocast_kernel(name, "CUDA")] == []
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    assert {has_autocast_kernel(name, "CUDA") for name in excluded} == {version >= (2, 12)}
+
+
+def layer_norm(x: Tensor) -> Tensor:
+    return F.layer_norm(x, (8,))
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (8,))
+
+
+def softmax(x: Tensor) -> Tensor:
+    return x.softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("compute", "policy", "dtype"),
+    [
+        (layer_norm, "CUDA autocast", torch.float32),
+        (rms_norm, "CUDA autocast", torch.float32),
+        (rms_norm, "CUDA autocast, torch 2.11", torch.bfloat16),
+        (softmax, "CUDA autocast", torch.float32),
+        (torch.rsqrt, "CUDA autocast", torch.float32),
+        (F.gelu, "CUDA autocast", torch.bfloat16),
+        (layer_norm, "bfloat16", torch.bfloat16),
+    ],
+)
+def test_emulation_gives_cuda_autocast_dtypes(
+    compute: Callable[[Tensor], Tensor], policy: str, dtype: torch.dtype
+) -> None:
+    """An operation's output has the dtype that CUDA's autocast gives it, and the right values."""
+    from policies import POLICIES, autocast, emulation
+
+    x = torch.rand(4, 8, dtype=torch.bfloat16) + 0.5
+    with emulation(POLICIES[policy], "cpu"), autocast(POLICIES[policy], "cpu"):
+        y = compute(x)
+    assert y.dtype is dtype
+    torch.testing.assert_close(y.double(), compute(x.double()), rtol=1e-2, atol=1e-2)
+
+
+def test_emulation_ends_with_its_context() -> None:
+    """After the emulation autocast has the CPU's own kernels again."""
+    from policies import POLICIES, emulation, has_autocast_kernel
+
+    with emulation(POLICIES["CUDA autocast"], "cpu"):
+        assert has_autocast_kernel("layer_norm", "CPU")
+    assert not has_autocast_kernel("layer_norm", "CPU")
+
+
+KIB = 1024
+
+
+@pytest.mark.parametrize(
+    ("compute", "expected"),
+    [
+        (lambda x: x + x, 12),  # reads both, writes one
+        (lambda x: x.add_(1.0), 8),
+        (lambda x: x.copy_(x.clone()), 16),  # two copies, each reads one and writes one
+        (lambda x: x.view(-1).t(), 0),
+        (lambda x: x.new_empty(256), 0),
+        (lambda x: x.new_zeros(1024).expand(8, 1024) + 1.0, 4 + 4 + 32),
+        (lambda x: x[:256].relu(), 2),
+    ],
+)
+def test_moved_bytes_of_operations(compute: Callable[[Tensor], Tensor], expected: int) -> None:
+    """Operations on a tensor of 4 KiB move `expected` KiB."""
+    from bench_bytes import MovedBytes
+
+    x = torch.randn(1024)
+    with MovedBytes() as moved:
+        compute(x)
+    assert moved.count == expected * KIB
+
+
+def test_moved_bytes_of_backward() -> None:
+    """A linear layer's backward reads input and gradient, and writes the weight's gradient."""
+    from bench_bytes import MovedBytes
+
+    x, layer = torch.randn(64, 32), nn.Linear(32, 16, bias=False)
+    y = layer(x)
+    with MovedBytes() as moved:
+        torch.autograd.grad(y, layer.weight, torch.ones_like(y))
+    assert moved.count == 4 * (64 * 16 + 64 * 32 + 32 * 16 + 64 * 16)  # the last: ones_like
+
+
+def small_network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.SiLU(), nn.Conv2d(16, 8, 3), nn.BatchNorm2d(8)
+    )
+
+
+def scale_gradient(factor: float) -> Callable[[nn.Module], None]:
+    """Return a function that scales the gradient of the first norm's bias alone."""
+
+    def tamper(model: nn.Module) -> None:
+        model.get_parameter("1.bias").register_hook(lambda g: factor * g)
+
+    return tamper
+
+
+def freeze_weight(model: nn.Module) -> None:
+    model.get_parameter("4.weight").requires_grad_(False)
+
+
+def shift_buffer(model: nn.Module) -> None:
+    model.get_buffer("1.running_mean").add_(0.1)
+
+
+def break_forward(model: nn.Module) -> None:
+    model[2].register_forward_hook(lambda *_: torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("policy", "tamper", "message"),
+    [
+        ("float32", lambda model: None, None),
+        ("CUDA autocast", lambda model: None, None),
+        ("float32", scale_gradient(1.001), "off by"),
+        ("CUDA autocast", scale_gradient(1.2), "off by"),
+        ("float32", freeze_weight, "only one side has"),
+        ("float32", shift_buffer, "buffers differ"),
+        ("float32", break_forward, "fails only when converted"),
+    ],
+)
+def test_wrong_training_of_converted_model_is_reported(
+    policy: str,
+    tamper: Callable[[nn.Module], None],
+    message: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from bench_models import Case, WrongGradientError, trained
+
+    inputs = {"": torch.randn(8, 3, 16, 16)}
+    convert = inplace_ops.convert
+
+    def tampered(model: nn.Module, **arguments: int) -> inplace_ops.Report:
+        report = convert(model, **arguments)
+        tamper(model)
+        return report
+
+    monkeypatch.setattr(inplace_ops, "convert", tampered)
+    case = Case(policy, "contiguous")
+    if message is None:
+        outcome = trained(small_network(), inputs, case)
+        assert outcome.report.saved_bytes_after < outcome.report.saved_bytes_before
+        assert outcome.peak_over_torch < 1.0
+    else:
+        with pytest.raises(WrongGradientError, match=message):
+            trained(small_network(), inputs, case)

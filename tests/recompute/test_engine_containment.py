@@ -1,0 +1,622 @@
+"""The engine does not affect other models, other hooks or later calls after an error."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from _support.twins import (
+    SOURCES,
+    C,
+    Program,
+    assert_same_steps,
+    converted_twin,
+    images,
+    no_warnings,
+    recomputed,
+    replaced,
+    step_of,
+)
+from torch import Tensor, nn
+
+import inplace_ops
+from inplace_ops.recompute import engine, nodes
+from inplace_ops.recompute.engine import running_engine
+
+pytestmark = pytest.mark.usefixtures("source", "_small_tensors_too")
+
+
+def blocks() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), nn.SiLU()),
+        nn.Sequential(nn.Conv2d(C, C, 3), nn.GroupNorm(2, C), nn.ReLU(inplace=True)),
+        nn.Conv2d(C, 2, 1),
+    )
+
+
+class Wait(nn.Module):
+    """Signal the start of forward, and return once `may_end` is set."""
+
+    def __init__(self, runs: threading.Event, may_end: threading.Event) -> None:
+        super().__init__()
+        self.runs, self.may_end = runs, may_end
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs.set()
+        assert self.may_end.wait(60)
+        return x
+
+
+def assert_switched_off() -> None:
+    """Assert that the engine ignores operations of this thread."""
+    assert engine.running_engine() is None
+    y = F.silu(nn.Conv2d(3, C, 1)(images()))
+    output = nn.Conv2d(C, 2, 1)(y)
+    assert replaced(output) == []
+    assert nodes.is_python_function(type(y.grad_fn)) or "inplace_ops" not in y.grad_fn.metadata
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, SystemExit])
+def test_error_in_any_module_does_not_affect_later_calls(error: type[BaseException]) -> None:
+    """An error in a module's forward or hooks does not affect the next call."""
+    model = blocks()
+    twin, x = converted_twin(model), images()
+    step_of(twin, x)
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    for name, module in twin.named_modules():
+        for register in ("register_forward_pre_hook", "register_forward_hook"):
+            handle = getattr(module, register)(fail)
+            with pytest.raises(error):
+                twin(x)
+            handle.remove()
+            assert_switched_off()
+        if not list(module.children()):
+            forward = vars(module).get("forward")
+            module.forward = fail
+            with pytest.raises(error):
+                twin(x)
+            del module.forward
+            if forward is not None:
+                module.forward = forward
+            assert_switched_off()
+        assert name is not None
+    assert_same_steps(model, twin, x)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, LookupError])
+@pytest.mark.filterwarnings("ignore:inplace_ops:UserWarning")
+def test_error_at_any_node_does_not_affect_later_calls(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error at any node leaves tensors saved, while KeyboardInterrupt reaches the caller."""
+    model = blocks()
+    twin, x = converted_twin(model), images()
+    visit = engine.Engine._replace_saved_tensors
+    seen, failing_at = 0, -1
+
+    def failing(self: engine.Engine, *args: Any) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == failing_at:
+            raise error
+        visit(self, *args)
+
+    monkeypatch.setattr(engine.Engine, "_replace_saved_tensors", failing)
+    for number in range(1, 8):  # forward makes 7 nodes with a rule
+        seen, failing_at = 0, number
+        if error is KeyboardInterrupt:
+            with pytest.raises(KeyboardInterrupt):
+                twin(x)
+        else:
+            twin(x)
+        assert_switched_off()
+    failing_at = -1
+    assert_same_steps(model, twin, x)
+
+
+@pytest.mark.parametrize("part", ["tree_leaves", "take_note", "base_of", "record_of"])
+def test_error_in_engine_function_warns_once(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error while the engine receives a module's input or output warns once."""
+
+    def fail(*_: Any) -> None:
+        raise LookupError(part)
+
+    class Containers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = blocks()
+
+        def forward(self, inputs: dict[str, Any]) -> dict[str, Any]:
+            return {"output": self.blocks(inputs["x"])}
+
+    model, inputs = Containers(), {"x": images()}
+    twin = converted_twin(model)
+    monkeypatch.setattr(engine, part, fail)
+    if part == "tree_leaves" and engine.USE_CREATION_HOOK:
+        outputs = [twin(inputs), model(inputs)]
+    else:
+        with pytest.warns(UserWarning, match=f"failed: LookupError: {part}"):
+            outputs = [twin(inputs)]
+        outputs += [twin(inputs), model(inputs)]
+    assert_switched_off()
+    *gradients, expected = [
+        torch.autograd.grad(o["output"].square().sum(), list(m.parameters()))
+        for o, m in zip(outputs, [*[twin] * (len(outputs) - 1), model], strict=True)
+    ]
+    for actual in gradients:
+        torch.testing.assert_close(actual, expected)
+
+
+def test_user_function_named_recompute_function_is_ignored() -> None:
+    class RecomputeFunction(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * 2
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.last = blocks(), nn.Conv2d(2, 3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(RecomputeFunction.apply(self.blocks(x)))
+
+    model, x = Model(), images()
+    twin = converted_twin(model)
+    with no_warnings():
+        assert_same_steps(model, twin, x)
+
+
+def test_output_with_unreadable_grad_fn_is_ignored() -> None:
+    """PyTorch raises when `grad_fn` is read of one of several views with a modified base."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            first, _ = y.unbind(0)
+            self.y = y.mul_(2)
+            return first
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part, self.linear = Part(), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.part(x).detach()
+            return self.linear(self.part.y) * first.mean()
+
+    model, x = Model(), torch.randn(2, 8, 64)
+    twin = converted_twin(model)
+    with no_warnings():
+        assert_same_steps(model, twin, x)
+
+
+def test_argument_that_contains_itself_is_ignored() -> None:
+    """The engine does not search an argument that contains itself for tensors."""
+
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = blocks()
+
+        def forward(self, state: dict[str, Any]) -> Tensor:
+            return self.blocks(state["x"])
+
+    state: dict[str, Any] = {"x": images()}
+    state["self"] = state
+    model = Loop()
+    twin = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        inplace_ops.convert(twin)
+        torch.testing.assert_close(twin(state), model(state))
+
+
+def test_interrupted_backward_does_not_affect_later_steps() -> None:
+    model = blocks()
+    twin, x = converted_twin(model), images()
+    for m in (model, twin):
+        output = m(x)
+        output.register_hook(lambda gradient: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            output.sum().backward()
+    assert_same_steps(model, twin, x)
+
+
+def test_nested_and_alternating_conversions_match_pytorch() -> None:
+    """Nested conversions enter the engine once, with the settings of the outer one."""
+    inner = blocks()[0]
+    model = nn.Sequential(inner, *blocks()[1:])
+    twin, x = copy.deepcopy(model), images()
+    inplace_ops.convert(twin[0], max_ops=1)
+    inner_only = recomputed(twin(x))
+    inplace_ops.convert(twin, max_ops=20)
+    assert len(recomputed(twin(x))) > len(inner_only)
+    assert_same_steps(model, twin, x)
+    other = converted_twin(model)
+    for _ in range(2):
+        assert_same_steps(model, twin, x, steps=1)
+        assert_same_steps(model, other, x, steps=1)
+    with inplace_ops.reverted(twin):
+        assert replaced(twin(x)) == []
+    inplace_ops.revert(twin)
+    assert type(twin) is type(twin[0]) is nn.Sequential
+    assert_switched_off()
+
+
+def test_model_that_calls_itself_matches_pytorch() -> None:
+    class Twice(Program):
+        def __init__(self) -> None:
+            super().__init__(lambda m, z: m.conv(m.silu(z)))
+
+        def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+            y = super().forward(x)
+            return y if depth == 0 else y + self(x * 0.5, depth - 1)
+
+    model = Twice()
+    assert_same_steps(model, converted_twin(model), images())
+
+
+def test_forward_inside_a_backward_hook_matches_pytorch() -> None:
+    model = blocks().eval()
+    twin, x = converted_twin(model), images()
+    found = []
+    for m in (model, twin):
+        m.zero_grad()
+        output = m(x)
+        output.register_hook(lambda gradient, m=m: gradient + m(x).detach())
+        output.sum().backward()
+        found.append([p.grad for p in m.parameters()])
+    for actual, expected in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_model_in_another_thread_is_not_affected(source: str) -> None:
+    """A converted model in one thread does not affect another model in a second thread."""
+    entered, left = threading.Event(), threading.Event()
+
+    twin = blocks()
+    twin.append(Wait(entered, left))
+    inplace_ops.convert(twin)
+    other, found = blocks(), []
+    thread = threading.Thread(target=lambda: found.append(twin(images())))
+    thread.start()
+    assert entered.wait(60)
+    output = other(images())
+    left.set()
+    thread.join()
+    assert replaced(output) == []
+    assert len(recomputed(found[0])) >= 2
+
+
+@pytest.mark.skipif("hook" not in SOURCES, reason="needs torch 2.14")
+@pytest.mark.parametrize("where", ["around", "inside", "around and inside", "closed after"])
+def test_node_creation_hooks_of_the_user_see_every_node(where: str, source: str) -> None:
+    """Hooks of the user see the same nodes of the model before and after conversion."""
+    seen: list[str] = []
+
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = blocks()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.blocks[0](x)
+            if where == "closed after":
+                hook.__enter__()
+                return self.blocks[1:](x)
+            with hook if "inside" in where else contextlib.nullcontext():
+                return self.blocks[1:](x)
+
+    hook = torch.autograd.graph.node_creation_hook(lambda node: seen.append(node.name()))
+    outer = torch.autograd.graph.node_creation_hook(lambda node: seen.append(node.name()))
+    model = Inside()
+    twin, x = converted_twin(model), images()
+    counts = []
+    for m in (model, twin, twin):
+        seen.clear()
+        with outer if "around" in where else contextlib.nullcontext():
+            output = m(x)
+            if where == "closed after":
+                hook.__exit__()
+        (output * 2).sum()
+        counts.append(seen.count("ConvolutionBackward0"))
+        assert len(recomputed(output)) == 0 or m is twin
+    assert counts[0] == counts[1] == counts[2] > 0
+    assert_switched_off()
+
+
+@pytest.mark.skipif("hook" not in SOURCES, reason="needs torch 2.14")
+def test_node_creation_hook_left_open_visits_nodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch pops the user's hook in place of the engine's, and each node is visited once."""
+    hook = torch.autograd.graph.node_creation_hook(lambda node: None)
+
+    def compute(m: Program, z: Tensor) -> Tensor:
+        if m.step == 1:
+            hook.__enter__()
+        return m.conv(m.silu(z))
+
+    model = Program(compute)
+    twin, x = converted_twin(model), images()
+    twin(x)
+    seen: list[str] = []
+    visit = engine.Engine.visit
+    monkeypatch.setattr(
+        engine.Engine, "visit", lambda self, node: (seen.append(node.name()), visit(self, node))
+    )
+    try:
+        assert_same_steps(model, twin, x)
+        seen.clear()
+        twin(x)
+    finally:
+        hook.__exit__()
+        hook.__exit__()
+    assert seen.count("ConvolutionBackward0") == 2
+
+
+@pytest.mark.parametrize("source", ["walk"], indirect=True)
+def test_argument_with_a_graph_of_another_thread_is_not_modified() -> None:
+    """The argument's nodes have sequence numbers in the model's range, and stay unmodified."""
+    outer = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.SiLU())
+    twin, x = converted_twin(Program(lambda m, z: m.conv(m.silu(z)))), images()
+    found: list[Tensor] = []
+
+    def run(number: int) -> None:
+        while nodes.next_sequence_number() < number + 4:
+            torch.ones(2, requires_grad=True) * 2
+        found.append(nn.functional.silu(outer(x)))
+
+    thread = threading.Thread(target=run, args=(nodes.next_sequence_number(),))
+    thread.start()
+    thread.join()
+    output = twin(found[0])
+    assert len(recomputed(output)) >= 1
+    assert found[0].grad_fn._raw_saved_self.unpack_hook is None
+    assert not any("inplace_ops" in str(key) for key in found[0].grad_fn.metadata)
+
+
+def test_running_engine_is_thread_local() -> None:
+    inside, seen = threading.Event(), threading.Event()
+
+    twin = blocks()
+    twin.append(Wait(inside, seen))
+    inplace_ops.convert(twin)
+    thread = threading.Thread(target=twin, args=(images(),))
+    thread.start()
+    assert inside.wait(60)
+    engine_of_this_thread = running_engine()
+    seen.set()
+    thread.join()
+    assert engine_of_this_thread is None
+
+
+def test_attribute_with_a_graph_of_another_thread_is_not_modified() -> None:
+    """The graph comes from another thread with its own sequence numbers, and is not an argument."""
+
+    class WithAttribute(Program):
+        def __init__(self) -> None:
+            super().__init__(lambda m, z: m.conv(m.silu(z) + m.value))
+            self.value: Any = None
+
+    model = WithAttribute()
+    twin, x = converted_twin(model), images()
+    outer = nn.Sequential(nn.Conv2d(3, C, 3, padding=1), nn.BatchNorm2d(C), nn.SiLU())
+
+    def run() -> None:
+        for _ in range(200):
+            torch.ones(2, requires_grad=True) * 2
+        model.value = outer(x)
+        twin.value = outer(x)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    output = twin(x)
+    assert not any("inplace_ops" in str(key) for key in twin.value.grad_fn.metadata)
+    assert twin.value.grad_fn._raw_saved_self.unpack_hook is None
+    output.sum().backward()
+
+
+# Tools that copy, wrap or modify a model.
+
+
+def test_replica_runs_its_own_parameters() -> None:
+    """A replica, as DataParallel makes for each device, runs its own parameters."""
+    model = blocks()
+    twin, x = converted_twin(model), images()
+    twin(x)
+    replica = twin._replicate_for_data_parallel()
+    for name, child in list(replica._modules.items()):
+        replica._modules[name] = copy.deepcopy(child)
+    with torch.no_grad():
+        replica[2].weight.zero_()
+        replica[2].bias.fill_(3.0)
+    output = replica(x)
+    assert (output == 3.0).all()
+    assert len(recomputed(output)) >= 2
+
+
+def test_direct_call_of_forward_is_converted() -> None:
+    """A direct call of `forward`, as in Lightning, runs the engine."""
+    model = blocks()
+    twin, x = converted_twin(model), images()
+    assert len(recomputed(twin.forward(x))) == len(recomputed(twin(x))) >= 2
+    called = inplace_ops.saved_bytes(lambda t: twin(t), x)
+    assert inplace_ops.saved_bytes(twin.forward, x) == called
+
+
+DUPLICATES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "average": lambda m: torch.optim.swa_utils.AveragedModel(m).module,
+}
+
+
+@pytest.mark.parametrize("duplicate", DUPLICATES)
+def test_copies_are_converted_and_revert_independently(duplicate: str) -> None:
+    model = blocks()
+    twin, x = converted_twin(model), images()
+    other = DUPLICATES[duplicate](twin)
+    assert type(other) is type(twin)
+    assert list(other.state_dict()) == list(model.state_dict())
+    assert len(recomputed(other(x))) == len(recomputed(twin(x))) >= 2
+    if duplicate != "copy":
+        assert_same_steps(model, other, x)
+    inplace_ops.revert(other)
+    assert type(other) is nn.Sequential
+    assert replaced(other(x)) == []
+    assert isinstance(twin, nn.Sequential)
+    if duplicate != "copy":  # a shallow copy shares its modules
+        assert len(recomputed(twin(x))) >= 2
+
+
+def test_class_with_its_own_reduce_is_pickled() -> None:
+    other = pickle.loads(pickle.dumps(converted_twin(ReducesItself())))
+    assert type(other) is ReducesItself
+
+
+class ReducesItself(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+
+    def __reduce__(self) -> Any:
+        return ReducesItself, ()
+
+
+def test_parametrizations_can_be_added_and_removed_after_conversion() -> None:
+    class Scaled(nn.Linear):
+        pass
+
+    twin, x = Scaled(8, 8), torch.randn(4, 8)
+    inplace_ops.convert(twin)
+    nn.utils.parametrizations.weight_norm(twin)
+    twin(x).sum().backward()
+    inplace_ops.revert(twin)
+    twin(x).sum().backward()
+    nn.utils.parametrize.remove_parametrizations(twin, "weight")
+    twin(x).sum().backward()
+    assert isinstance(twin, Scaled)
+    inplace_ops.revert(twin)
+    assert type(twin) is Scaled
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from torch.ao.quantization
+@pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max:UserWarning")
+def test_tools_that_check_module_types_work() -> None:
+    """Conversion does not change the classes of a model's submodules."""
+    model = nn.Sequential(nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), nn.ReLU(), nn.Conv2d(C, 2, 1))
+    twin, x = converted_twin(model), images()
+    assert [type(m) for m in twin.children()] == [type(m) for m in model.children()]
+    fused = torch.ao.quantization.fuse_modules_qat(copy.deepcopy(twin), [["0", "1", "2"]])
+    assert isinstance(fused[0], torch.ao.nn.intrinsic.ConvBnReLU2d)
+    fused(x).sum().backward()
+    fused = torch.ao.quantization.fuse_modules(copy.deepcopy(twin).eval(), [["0", "1", "2"]])
+    torch.testing.assert_close(fused(x), copy.deepcopy(twin).eval()(x), rtol=1e-4, atol=1e-4)
+    synchronized = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(twin))
+    assert type(synchronized[1]) is nn.SyncBatchNorm
+    synchronized.eval()(x).sum().backward()
+    traced = torch.fx.symbolic_trace(twin)
+    traced(x).sum().backward()
+    inplace_ops.convert(traced)
+    assert len(recomputed(traced(x))) >= 1
+    assert [node.op for node in traced.graph.nodes].count("call_module") == 4
+
+
+def test_modules_replaced_after_conversion_match_pytorch() -> None:
+    model = blocks()
+    twin, x = converted_twin(model), images()
+    for m in (model, twin):
+        torch.manual_seed(0)
+        m[0][1] = nn.GroupNorm(3, C)
+        m[1][1] = nn.Identity()
+        m[1][2] = nn.LeakyReLU(0.3)
+    assert_same_steps(model, twin, x)
+    assert len(recomputed(twin(x))) >= 1
+
+
+def test_forward_set_on_the_instance_still_runs() -> None:
+    """A `forward` set on the instance before conversion, as by some wrappers, still runs."""
+    model = blocks()
+    twin, x, calls = copy.deepcopy(model), images(), []
+    original = twin.forward
+
+    def wrapped(x: Tensor) -> Tensor:
+        calls.append(1)
+        return original(x)
+
+    twin.forward = wrapped
+    inplace_ops.convert(twin)
+    assert len(recomputed(twin(x))) >= 2
+    assert calls == [1]
+    assert_same_steps(model, twin, x)
+    inplace_ops.revert(twin)
+    assert vars(twin)["forward"] is wrapped
+    assert replaced(twin(x)) == []
+
+
+def test_converted_model_has_no_hooks_itself() -> None:
+    """`torch.cuda.make_graphed_callables` rejects a module that has hooks."""
+    model = blocks()
+    inplace_ops.convert(model)
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_hooks_and_attributes_of_the_user_are_preserved() -> None:
+    """Hooks of the user run in their order, with the user's own modules."""
+    twin, x = blocks(), images()
+    names = {module: name for name, module in twin.named_modules()}
+    seen: list[str] = []
+    for module in twin.modules():
+        module.register_forward_hook(lambda m, args, output: seen.append(names[m]))
+    twin[0].note = "mine"
+    modules, parameters = list(twin.modules()), list(twin.parameters())
+    twin(x)
+    expected = list(seen)
+    inplace_ops.convert(twin)
+    assert all(a is b for a, b in zip(modules, twin.modules(), strict=True))
+    assert all(a is b for a, b in zip(parameters, twin.parameters(), strict=True))
+    assert not any(vars(parameter) for parameter in parameters)
+    seen.clear()
+    twin(x)
+    assert seen == expected
+    assert twin[0].note == "mine"
+    inplace_ops.revert(twin)
+    seen.clear()
+    twin(x)
+    assert seen == expected
+
+
+def test_revert_restores_all_attributes_and_hooks() -> None:
+    model = blocks()
+    twin = copy.deepcopy(model)
+    before = [set(vars(module)) for module in twin.modules()]
+    inplace_ops.convert(twin)
+    twin(images()).sum().backward()
+    inplace_ops.revert(twin)
+    assert [set(vars(module)) for module in twin.modules()] == before
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in twin.modules())
+    assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
+    inplace_ops.revert(twin)
+    assert repr(twin) == repr(model)

@@ -1,0 +1,334 @@
+"""Fused calls: one kernel equals the composition of its operations bit for bit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from _support.twins import (
+    SOURCES,
+    Step,
+    assert_same_step,
+    converted_twin,
+    nodes_from,
+    recomputed,
+    step_of,
+)
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from inplace_ops.recompute import fusions
+from inplace_ops.recompute.specs import Call, Spec
+
+pytestmark = pytest.mark.usefixtures("_small_tensors_too")
+
+HIDDEN = 24
+
+
+class Recorder(TorchDispatchMode):
+    """Count the ops that run, and separately those that cast their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        cast = " and cast" if (kwargs or {}).get("dtype") and op.namespace == "inplace_ops" else ""
+        self.ops[op.overloadpacket._qualified_op_name + cast] += 1
+        return op(*args, **(kwargs or {}))
+
+
+class LlamaBlock(nn.Module):
+    """The feed-forward half of a block, in float32 except for its matrix products.
+
+    On a CPU the norm is a layer norm, as PyTorch has no RMS norm kernel for it.
+    """
+
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(HIDDEN, HIDDEN), norm(HIDDEN)
+        self.gate, self.up = nn.Linear(HIDDEN, 40, bias=False), nn.Linear(HIDDEN, 40, bias=False)
+        self.down = nn.Linear(40, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with torch.autocast(x.device.type, torch.bfloat16):
+            z = self.norm(x)
+            return x + self.down(F.silu(self.gate(z)) * self.up(z))
+
+
+class UNetBlock(nn.Module):
+    """A float32 group norm and an activation, then a convolution under autocast."""
+
+    def __init__(
+        self, act: nn.Module, dtype: torch.dtype = torch.bfloat16, upcasts: bool = False
+    ) -> None:
+        super().__init__()
+        self.first, self.norm, self.act = nn.Conv2d(3, 8, 1), nn.GroupNorm(2, 8), act
+        self.conv, self.dtype, self.upcasts = nn.Conv2d(8, 8, 3), dtype, upcasts
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", self.dtype, enabled=self.upcasts):
+            x = self.first(x)
+        z = self.act(self.norm(x.float()))
+        with torch.autocast("cpu", self.dtype):
+            return self.conv(z)
+
+
+class ResidualBlock(nn.Module):
+    """Convolutions and norms, whose output `join` combines with the input before a convolution."""
+
+    def __init__(
+        self,
+        join: Callable[[Any, Tensor, Tensor], Tensor],
+        has_downsample: bool = False,
+        norm: Callable[[int], nn.Module] = nn.BatchNorm2d,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3)
+        self.conv1, self.norm1 = nn.Conv2d(8, 8, 3, padding=1, bias=False), norm(8)
+        self.conv2, self.norm2 = nn.Conv2d(8, 8, 3, padding=1, bias=False), norm(8)
+        self.relu, self.last = nn.ReLU(inplace=True), nn.Conv2d(8, 4, 3)
+        self.downsample = nn.Sequential()
+        if has_downsample:
+            self.downsample = nn.Sequential(nn.Conv2d(8, 8, 1, bias=False), norm(8))
+        self.join, self.dtype = join, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
+            x = self.relu(self.first(x))
+            z = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x)))))
+            return self.last(self.join(self, z, self.downsample(x)))
+
+
+def torchvision_join(m: Any, z: Tensor, identity: Tensor) -> Tensor:
+    z += identity
+    return m.relu(z)
+
+
+def tokens(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(2, 9, HIDDEN, dtype=dtype)
+
+
+def images(channels: int = 3) -> Tensor:
+    return torch.randn(2, channels, 7, 5)
+
+
+Case = tuple[Callable[[], nn.Module], Callable[[], Tensor], dict[str, int]]
+
+# A model, its input, and by op how many more run in backward than with composed calls.
+CASTS: dict[str, Case] = {
+    "llama": (  # the gate and the up projection each cast the norm's output
+        LlamaBlock,
+        tokens,
+        {"inplace_ops::normalize": -2, "aten::_to_copy": -2, "inplace_ops::normalize and cast": 2},
+    ),
+    **{
+        f"group norm, {act}, {dtype}".replace("torch.", ""): (
+            lambda act=act, dtype=dtype: UNetBlock(getattr(nn, act)(), dtype),
+            images,
+            {
+                f"inplace_ops::{name}_recompute": -1,
+                "aten::_to_copy": -1,
+                f"inplace_ops::{name}_recompute and cast": 1,
+            },
+        )
+        for act, name in (("SiLU", "silu"), ("ReLU", "relu"), ("GELU", "gelu"))
+        for dtype in (torch.bfloat16, torch.float16)
+    },
+}
+
+
+# How a residual block combines a norm's output and its input.
+SUM, RELU_OF_SUM = "inplace_ops::normalize_add", "inplace_ops::normalize_add_relu"
+FUSED_SUM = {SUM: 1, "inplace_ops::normalize": -1, "aten::add": -1}
+# The activation also saves its input, so the sum is recomputed twice.
+TWO_FUSED_SUMS = {op: 2 * count for op, count in FUSED_SUM.items()}
+FUSED_RELU_OF_SUM = {
+    RELU_OF_SUM: 2,
+    "inplace_ops::normalize": -2,
+    "aten::add": -2,
+    "aten::relu": -2,
+}
+
+JOINS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], dict[str, int]]] = {
+    "torchvision's": (torchvision_join, FUSED_RELU_OF_SUM),
+    "relu": (lambda m, z, x: m.relu(z + x), FUSED_RELU_OF_SUM),
+    "relu, swapped": (lambda m, z, x: m.relu(x + z), FUSED_RELU_OF_SUM),
+    "sum": (lambda m, z, x: z + x, FUSED_SUM),
+    "sum, swapped": (lambda m, z, x: x + z, FUSED_SUM),
+    "other activation": (lambda m, z, x: F.leaky_relu(z + x, 0.3), TWO_FUSED_SUMS),
+    "view": (lambda m, z, x: F.silu((z + x).transpose(2, 3)), TWO_FUSED_SUMS),
+    "alpha": (lambda m, z, x: m.relu(torch.add(x, z, alpha=0.5)), {}),
+    "view of the norm": (lambda m, z, x: m.relu(z.transpose(2, 3) + x.transpose(2, 3)), {}),
+    "difference": (lambda m, z, x: m.relu(x - z), {}),
+}
+
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "batch": nn.BatchNorm2d,
+    "group": lambda channels: nn.GroupNorm(2, channels),
+    "instance": lambda channels: nn.InstanceNorm2d(channels, affine=True),
+}
+
+
+def calls_of(spec: Spec) -> Iterator[Call]:
+    """Return all calls in a spec."""
+    if isinstance(spec, Call):
+        yield spec
+        for part in spec.inputs:
+            yield from calls_of(part)
+
+
+def composed(function: Any, inputs: Any, arguments: Any) -> type[Call]:
+    return Call
+
+
+def assert_fused(
+    case: Case,
+    source: str,
+    monkeypatch: pytest.MonkeyPatch,
+    channels_last: bool = False,
+    tolerance: float = 0,
+) -> None:
+    """Assert that fused calls give the step of composed calls, with other ops in backward."""
+    make, example, difference = case
+    model, x = make(), example()
+    if channels_last:
+        model, x = model.to(memory_format=torch.channels_last), x
+        x = x.contiguous(memory_format=torch.channels_last)
+    steps: list[Step] = []
+    ops: list[Counter[str]] = []
+    with nodes_from(source):
+        for is_fused in (True, False):
+            if not is_fused:
+                monkeypatch.setattr(fusions, "_call_class_of", composed)
+                monkeypatch.setattr(fusions, "_ACTIVATIONS", {})
+            twin = converted_twin(model, max_ops=4)
+            twin(x).sum().backward()  # the first use compares values
+            specs = [spec for value in recomputed(twin(x)) for spec in calls_of(value.spec)]
+            are_fused = any(type(spec).compute is not Call.compute for spec in specs)
+            assert are_fused == (is_fused and bool(difference))
+            output = twin(x)
+            with Recorder() as recorder:
+                output.sum().backward()
+            ops.append(recorder.ops)
+            steps.append(step_of(twin, x))
+    assert_same_step(*steps, tolerance)
+    more = {op: ops[0][op] - ops[1][op] for op in {*ops[0], *ops[1]}}
+    assert {op: count for op, count in more.items() if count} == difference
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("case", CASTS)
+def test_cast_of_a_norm_is_fused(case: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_fused(CASTS[case], source, monkeypatch)
+
+
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_cast_of_an_rms_norm_on_a_gpu_is_fused(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = LlamaBlock(nn.RMSNorm).to(device), tokens().to(device)
+    steps = []
+    for is_fused in (True, False):
+        if not is_fused:
+            monkeypatch.setattr(fusions, "_call_class_of", composed)
+        twin = converted_twin(model, max_ops=4)
+        twin(x).sum().backward()
+        specs = [spec for value in recomputed(twin(x)) for spec in calls_of(value.spec)]
+        assert any(isinstance(spec, fusions.CastOfAffine) for spec in specs) == is_fused
+        steps.append(step_of(twin, x))
+    assert_same_step(*steps, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("join", JOINS)
+def test_residual_sums_equal_their_composition(
+    join: str,
+    dtype: torch.dtype,
+    channels_last: bool,
+    source: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    function, difference = JOINS[join]
+    case = (lambda: ResidualBlock(function, dtype=dtype), images, difference)
+    assert_fused(case, source, monkeypatch, channels_last)
+
+
+@pytest.mark.parametrize("has_downsample", [False, True], ids=["identity", "downsample"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_residual_sum_is_fused_with_one_norm(
+    norm: str, has_downsample: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum is fused with its norm; with a downsampling branch, with one of its two norms."""
+    difference = {} if norm == "instance" else FUSED_RELU_OF_SUM  # it returns a view
+    case = (
+        lambda: ResidualBlock(torchvision_join, has_downsample, NORMS[norm]),
+        images,
+        difference,
+    )
+    assert_fused(case, SOURCES[0], monkeypatch)
+
+
+ADDENDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "broadcast": lambda m, x: x[:, :1],
+    "broadcast in all": lambda m, x: x.mean(),
+    "larger": lambda m, x: torch.stack([x, x]),
+    "promoted": lambda m, x: x.double(),
+    "parameter": lambda m, x: m.conv1.weight[:, 0, :1, :1],
+}
+
+
+@pytest.mark.parametrize("addend", ADDENDS)
+def test_sums_that_are_not_fused_are_exact(addend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum that broadcasts or promotes is composed of PyTorch's operations, and exact."""
+
+    def join(m: Any, z: Tensor, x: Tensor) -> Tensor:
+        y = m.relu(z + ADDENDS[addend](m, x)).float()
+        return y.flatten(0, -4)
+
+    steps = []
+    model, x = ResidualBlock(join), images()
+    for is_fused in (True, False):
+        if not is_fused:
+            monkeypatch.setattr(fusions, "_call_class_of", composed)
+        steps.append(step_of(converted_twin(model), x))
+    assert_same_step(*steps, tolerance=0)
+
+
+# Modules after a norm whose input is cast from 16 bits, so that their forward is not fused: by the
+# name of the op, the module and whether the op gives PyTorch's values.
+ACTIVATIONS: dict[str, tuple[nn.Module, bool]] = {
+    "relu": (nn.ReLU(), True),
+    "leaky_relu": (nn.LeakyReLU(0.3), True),
+    "silu": (nn.SiLU(), False),
+    "hardswish": (nn.Hardswish(), False),
+    "mish": (nn.Mish(), False),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activation_and_cast_of_an_upcast_norm_are_fused(
+    name: str, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One op computes the norm, the activation and the cast."""
+    act, is_exact = ACTIVATIONS[name]
+    difference = {
+        f"inplace_ops::{name}_recompute and cast": 1,
+        "inplace_ops::normalize": -1,
+        f"aten::{name}": -1,
+        "aten::_to_copy": -1,
+    }
+    if name == "relu":  # ReLU also saves its float32 output
+        difference |= {"inplace_ops::normalize": -2, "aten::relu": -2}
+        difference["inplace_ops::relu_recompute"] = 1
+    case = (lambda: UNetBlock(act, upcasts=True), images, difference)
+    assert_fused(case, source, monkeypatch, tolerance=0 if is_exact else 1e-3)

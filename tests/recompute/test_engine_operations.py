@@ -1,0 +1,564 @@
+"""Every line of the operation table: what it recomputes, and that gradients are PyTorch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from _support.allocations import saved_allocation
+from _support.twins import (
+    SOURCES,
+    C,
+    Program,
+    assert_same_steps,
+    converted_twin,
+    images,
+    no_warnings,
+    nodes_from,
+    recomputed,
+    replaced,
+)
+from torch import Tensor, nn
+
+from inplace_ops import saved_bytes
+from inplace_ops.recompute import engine, operations
+from inplace_ops.recompute.rewrites import Mask, Shape
+
+pytestmark = pytest.mark.usefixtures("_small_tensors_too")
+
+
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "batch": nn.BatchNorm2d,
+    "group": lambda c: nn.GroupNorm(2, c, eps=1e-3),
+    "instance": lambda c: nn.InstanceNorm2d(c, affine=True),
+    "layer": lambda c: nn.LayerNorm(8, eps=1e-2),
+}
+
+# By node type: an operation on a norm's output, whose result a convolution saves.
+OUTPUTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "SiluBackward0": lambda m, z: F.silu(z),
+    "GeluBackward0": lambda m, z: F.gelu(z, approximate="tanh"),
+    "HardswishBackward0": lambda m, z: F.hardswish(z),
+    "MishBackward0": lambda m, z: F.mish(z),
+    "LeakyReluBackward0": lambda m, z: F.leaky_relu(z, 0.3),
+    "HardtanhBackward0": lambda m, z: F.hardtanh(z, -0.4, 0.7),
+    "HardsigmoidBackward0": lambda m, z: F.hardsigmoid(z),
+    "SoftplusBackward0": lambda m, z: F.softplus(z, 2.0, 1.5),
+    "EluBackward0": lambda m, z: F.elu(z, 0.7),
+    "GluBackward0": lambda m, z: F.glu(torch.cat([z, z], 1), 1),
+    "ReluBackward0": lambda m, z: F.relu(z),
+    "LeakyReluBackward1": lambda m, z: F.leaky_relu(z, 0.3, inplace=True),
+    "SigmoidBackward0": lambda m, z: z.sigmoid(),
+    "TanhBackward0": lambda m, z: z.tanh(),
+    "MulBackward0": lambda m, z: z * m.scale,
+    "AddBackward0": lambda m, z: torch.add(z, m.silu(z), alpha=0.4),
+    "SubBackward0": lambda m, z: torch.sub(m.silu(z), z, alpha=0.4),
+    "CatBackward0": lambda m, z: torch.cat([z, m.silu(z)], -3)[:, 3 : 3 + C],
+    "StackBackward0": lambda m, z: torch.stack([z, m.silu(z)], -4)[1],
+    "ToCopyBackward0": lambda m, z: z.to(torch.bfloat16),
+    "CloneBackward0": lambda m, z: z.clone(),
+    "NormBackward": lambda m, z: z,
+}
+IN_PLACE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "silu": lambda m, z: F.silu(z, inplace=True),
+    "hardswish": lambda m, z: F.hardswish(z, inplace=True),
+    "mish": lambda m, z: F.mish(z, inplace=True),
+    "relu6": lambda m, z: F.relu6(z, inplace=True),
+    "relu": lambda m, z: F.relu_(z),
+    "sigmoid": lambda m, z: z.sigmoid_(),
+    "tanh": lambda m, z: z.tanh_(),
+    "add": lambda m, z: z.add_(m.act(m.norm(m.other(z.detach().clone())))),
+    "subtract": lambda m, z: m.silu(z).sub_(z),
+    "multiply": lambda m, z: z.mul_(m.scale),
+    "two_in_a_row": lambda m, z: F.relu_(z.add_(m.scale)),
+}
+
+
+def norm_operations() -> set[str]:
+    return {name for name in operations.OPERATIONS if "Norm" in name}
+
+
+def test_every_output_rule_has_a_test() -> None:
+    """Norms are tested by `NORMS`, and fused activations after a norm in other tests."""
+    with_outputs = {name for name, o in operations.OPERATIONS.items() if o.output is not None}
+    tested = norm_operations() | set(OUTPUTS) | {"RecomputeFunctionBackward"}
+    assert with_outputs <= tested
+
+
+def in_a_view(norm: str) -> bool:
+    """Whether the norm returns a view, so that CopySlices hides in-place operations on it."""
+    return norm == "instance"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("operation", OUTPUTS)
+def test_output_is_recomputed(operation: str, norm: str, source: str) -> None:
+    model = Program(lambda m, z: m.convolved(OUTPUTS[operation](m, z)), NORMS[norm])
+    twin, x = converted_twin(model), images()
+    with nodes_from(source):
+        twin = converted_twin(model)
+        output = twin(x)
+        # Without the hook, functional code is seen late, and only saved inputs can be proved.
+        if source == "hook" and not (operation == "LeakyReluBackward1" and in_a_view(norm)):
+            assert output.grad_fn._raw_saved_input.unpack_hook is not None
+        assert_same_steps(model, twin, x)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("operation", IN_PLACE)
+def test_in_place_output_is_recomputed(operation: str, norm: str, source: str) -> None:
+    model, x = Program(lambda m, z: m.convolved(IN_PLACE[operation](m, z)), NORMS[norm]), images()
+    with nodes_from(source):
+        twin = converted_twin(model)
+        output = twin(x)
+        # In "two_in_a_row" ReLU saves its output, which has the memory that the convolution reads.
+        if source == "hook" and not in_a_view(norm) and operation != "two_in_a_row":
+            assert output.grad_fn._raw_saved_input.unpack_hook is not None
+        assert_same_steps(model, twin, x)
+
+
+# By node type: a view of a norm's output of shape (2, C, 8, 8).
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "AliasBackward0": lambda z: torch.ops.aten.alias(z),
+    "AsStridedBackward0": lambda z: z.view(1, 2 * C, 8, 8).as_strided(
+        (2, C, 4, 16), (C * 64, 64, 16, 1), 0
+    ),
+    "ExpandBackward0": lambda z: z.unsqueeze(1).expand(-1, 3, -1, -1, -1)[:, 2],
+    "PermuteBackward0": lambda z: z.permute(0, -3, 3, 2),
+    "ReshapeAliasBackward0": lambda z: torch.ops.aten._reshape_alias(
+        z, (2, C, 4, 16), (C * 64, 64, 16, 1)
+    ),
+    "SelectBackward0": lambda z: z.unsqueeze(-1).select(-1, -1),
+    "SliceBackward0": lambda z: z[:, :, 1:-1:2],
+    "SplitBackward0": lambda z: z.split(3, -1)[1],
+    "SplitWithSizesBackward0": lambda z: z.split((3, 1, 4), -2)[2],
+    "SqueezeBackward0": lambda z: z.unsqueeze(2).squeeze(),
+    "SqueezeBackward1": lambda z: z.unsqueeze(-1).squeeze(-1),
+    "SqueezeBackward2": lambda z: z.unsqueeze(1).unsqueeze(-1).squeeze((1, -1)),
+    "TBackward0": lambda z: z.flatten(1).t().reshape(8, C, 8, 2),
+    "TransposeBackward0": lambda z: z.transpose(-1, -2),
+    "UnbindBackward0": lambda z: z.unsqueeze(1).unbind(1)[0],
+    "UnsafeViewBackward0": lambda z: torch.ops.aten._unsafe_view(z, (2, C, 4, 16)),
+    "UnsqueezeBackward0": lambda z: z.unsqueeze(-4)[0],
+    "ViewBackward0": lambda z: z.view(2, C, 4, -1),
+}
+
+
+VIEWS_OF_CONTIGUOUS = ("AsStrided", "ReshapeAlias", "T", "UnsafeView", "View")
+
+
+def test_every_view_has_a_test() -> None:
+    assert set(operations.VIEWS) == set(VIEWS)
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["", "channels_last"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_are_replayed(view: str, channels_last: bool) -> None:
+    """A replayed view has the strides of the saved tensor, on which kernels may depend."""
+
+    def compute(m: Any, z: Tensor) -> Tensor:
+        v = VIEWS[view](F.silu(z))
+        seen.append(v.detach().clone())
+        strides.append(v.stride())
+        return (v * m.scale.mean()).double()
+
+    seen: list[Tensor] = []
+    strides: list[tuple[int, ...]] = []
+    model, x = Program(compute), images()
+    if channels_last:
+        if view.removesuffix("Backward0") in VIEWS_OF_CONTIGUOUS:
+            pytest.skip("a view of a contiguous tensor")
+        model, x = (
+            model.to(memory_format=torch.channels_last),
+            x.contiguous(memory_format=torch.channels_last),
+        )
+    twin = converted_twin(model)
+    product = twin(x).grad_fn.next_functions[0][0]
+    assert product._raw_saved_self.unpack_hook is not None
+    torch.testing.assert_close(product._saved_self, seen[0], rtol=1e-5, atol=1e-5)
+    assert product._saved_self.stride() == strides[0]
+    assert_same_steps(model, twin, x)
+
+
+# By node type: a consumer of a norm's output of shape (2, C, 8, 8).
+WEIGHT = torch.randn(16, 16, 16)
+CONSUMERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "ConvolutionBackward0": lambda m, z: m.conv(z),
+    "AddmmBackward0": lambda m, z: m.linear(z),
+    "MmBackward0": lambda m, z: z.flatten(1) @ m.weight.view(-1, 8)[: C * 64],
+    "BmmBackward0": lambda m, z: z.flatten(0, 1) @ m.weight[:12, :8, :8],
+    "BaddbmmBackward0": lambda m, z: torch.baddbmm(
+        z.new_zeros(12, 8, 8), z.flatten(0, 1), m.weight[:12, :8, :8]
+    ),
+    "AddbmmBackward0": lambda m, z: torch.addbmm(
+        z.new_zeros(8, 8), z.flatten(0, 1), m.weight[:12, :8, :8]
+    ),
+    "AddmvBackward0": lambda m, z: torch.addmv(
+        z.new_zeros(2), z.flatten(1), m.weight.flatten()[: C * 64]
+    ),
+    "MvBackward0": lambda m, z: z.flatten(1) @ m.weight.flatten()[: C * 64],
+    "DotBackward0": lambda m, z: z.flatten() @ m.weight.flatten()[: 2 * C * 64],
+    "TrilinearBackward0": lambda m, z: F.bilinear(z, z.detach() * 0.5, m.weight[:, :8, :8]),
+    "ScaledDotProductFlashAttentionForCpuBackward0": lambda m, z: F.scaled_dot_product_attention(
+        z, z, z
+    ),
+    "GridSampler2DBackward0": lambda m, z: F.grid_sample(
+        z, m.weight[:2, :, :2, None].transpose(2, 3).tanh(), align_corners=False
+    ),
+    "GridSampler3DBackward0": lambda m, z: F.grid_sample(
+        z[:, :, None], m.weight[:2, :8, None, None, :3].tanh(), align_corners=False
+    ),
+    "AddcmulBackward0": lambda m, z: torch.addcmul(z.new_zeros(()), z, m.weight[0, :8, :8]),
+    "DivBackward0": lambda m, z: z / (2 + m.weight[0, :8, :8].cos()),
+    "PowBackward0": lambda m, z: z.pow(2),
+    "MulBackward0": lambda m, z: z * m.weight[0, :8, :8],
+    "PreluKernelBackward0": lambda m, z: F.prelu(z, m.weight[0, 0, :C]),
+    "SiluBackward0": lambda m, z: F.silu(z),
+    "GeluBackward0": lambda m, z: F.gelu(z),
+    "HardswishBackward0": lambda m, z: F.hardswish(z),
+    "MishBackward0": lambda m, z: F.mish(z),
+    "LeakyReluBackward0": lambda m, z: F.leaky_relu(z),
+    "HardtanhBackward0": lambda m, z: F.relu6(z),
+    "HardsigmoidBackward0": lambda m, z: F.hardsigmoid(z),
+    "SoftplusBackward0": lambda m, z: F.softplus(z),
+    "EluBackward0": lambda m, z: F.elu(z),
+    "GluBackward0": lambda m, z: F.glu(z, 1),
+}
+NOT_TESTED_HERE = {
+    "LinearBackward0",  # for nested tensors, and on other devices
+    "CudnnGridSamplerBackward0",
+    *(name for name in operations.OPERATIONS if "Attention" in name and "ForCpu" not in name),
+}
+
+
+def test_every_consumer_has_a_test() -> None:
+    consumers = {name for name, o in operations.OPERATIONS.items() if o.reads}
+    assert consumers <= set(CONSUMERS) | NOT_TESTED_HERE | norm_operations()
+
+
+ATTENTIONS = {name for name in operations.OPERATIONS if "Attention" in name}
+
+
+@pytest.mark.parametrize("name", sorted(ATTENTIONS))
+def test_attention_node_saves_its_output(name: str) -> None:
+    assert hasattr(getattr(torch._C._functions, name), "_raw_saved_output")
+    assert operations.OPERATIONS[name].saved_output == "output"
+
+
+class Attention(nn.Module):
+    """Attention that concatenates its heads, which copies its output."""
+
+    def __init__(self, after: Callable[[Tensor], Any] = lambda y: None) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.after = after
+
+    def attended(self, x: Tensor) -> Tensor:
+        """Map (samples, tokens, 16) to (samples, 2, tokens, 8)."""
+        heads = self.first(x).unflatten(2, (3, 2, 8)).permute(2, 0, 3, 1, 4).contiguous()
+        return F.scaled_dot_product_attention(*heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (samples, tokens, 16) to the same shape."""
+        y = self.attended(x)
+        self.after(y)
+        return self.last(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_copy_of_attention_output_is_recomputed_from_the_saved_output(source: str) -> None:
+    """The input of the next layer is a copy of the output that attention saves itself."""
+    model, x = Attention(), torch.randn(2, 60, 16)
+    with nodes_from(source):
+        twin = converted_twin(model)
+        names = [value.name for value in recomputed(twin(x))]
+        assert any(name.endswith("saved by Addmm") for name in names), names
+        before, after = saved_bytes(model, x), saved_bytes(twin, x)
+        assert after <= before - x.nbytes
+        assert_same_steps(model, twin, x, tolerance=0)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_modified_attention_output_raises_in_backward(source: str) -> None:
+    """PyTorch raises in backward, and so does a converted model."""
+    for after in (lambda y: y.mul_(2), lambda y: y.detach().mul_(2)):
+        with nodes_from(source):
+            for model in (Attention(after), converted_twin(Attention(after))):
+                output = model(torch.randn(2, 60, 16))
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    output.sum().backward()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_attention_output_modified_after_its_copy_matches_pytorch(source: str) -> None:
+    """If backward does not reach attention, gradients are right and nothing warns."""
+
+    class Model(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.attended(x)
+            z = F.silu(y.transpose(1, 2).flatten(2))
+            with torch.no_grad():
+                y.mul_(2)
+            return self.last(z)
+
+    model, x = Model(), torch.randn(2, 60, 16)
+    with nodes_from(source), no_warnings():
+        twin = converted_twin(model)
+        for _ in range(2):
+            actual, expected = (
+                torch.autograd.grad(m(x).square().sum(), m.last.weight)[0] for m in (twin, model)
+            )
+            torch.testing.assert_close(actual, expected)
+
+
+class WithWeight(Program):
+    def __init__(self, compute: Callable[[Any, Tensor], Any], **options: Any) -> None:
+        super().__init__(compute, **options)
+        self.weight = nn.Parameter(WEIGHT.clone())
+
+
+@pytest.mark.parametrize("norm", ["batch", "instance"])
+@pytest.mark.parametrize("consumer", CONSUMERS)
+def test_consumer_recomputes_a_norms_output(consumer: str, norm: str) -> None:
+    model, x = WithWeight(CONSUMERS[consumer], norm=NORMS[norm]), images()
+    twin = converted_twin(model)
+    names = [value.name for value in recomputed(twin(x))]
+    assert any(name.endswith(f"saved by {consumer.rpartition('Backward')[0]}") for name in names)
+    assert_same_steps(model, twin, x)
+
+
+# Operations whose backward compares saved values for equality, so that one wrong bit matters.
+COMPARE: dict[str, Callable[[Tensor], Tensor]] = {
+    "amax": lambda z: z.amax((2, 3)),
+    "min": lambda z: z.min(),
+    "norm": lambda z: z.norm(torch.inf),
+    "dist": lambda z: torch.dist(z, torch.zeros_like(z), torch.inf),
+    "cdist": lambda z: torch.cdist(z.flatten(2), torch.zeros_like(z).flatten(2), torch.inf),
+}
+
+
+@pytest.mark.parametrize("compare", COMPARE)
+def test_operations_that_compare_values_save_them(compare: str) -> None:
+    model = Program(lambda m, z: COMPARE[compare](z), NORMS["layer"])
+    twin, x = converted_twin(model), images()
+    assert recomputed(twin(x)) == []
+    assert_same_steps(model, twin, x)
+
+
+POOLS: dict[str, Callable[[Tensor], Any]] = {
+    "AvgPool2DBackward0": lambda y: F.avg_pool2d(y, 3, 2, 1),
+    "AvgPool3DBackward0": lambda y: F.avg_pool3d(y, 2),
+    "AdaptiveAvgPool2DBackward0": lambda y: F.adaptive_avg_pool2d(y, 3),
+    "AdaptiveAvgPool3DBackward0": lambda y: F.adaptive_avg_pool3d(y, 3),
+    "MaxPool2DWithIndicesBackward0": lambda y: F.max_pool2d(y, 3, 2, 1),
+    "MaxPool3DWithIndicesBackward0": lambda y: F.max_pool3d(y, 2),
+    "AdaptiveMaxPool2DBackward0": lambda y: F.adaptive_max_pool2d(y, 3),
+    "AdaptiveMaxPool3DBackward0": lambda y: F.adaptive_max_pool3d(y, 3),
+    "ReflectionPad1DBackward0": lambda y: F.pad(y[0], (1, 1), "reflect"),
+    "ReflectionPad2DBackward0": lambda y: F.pad(y, (1, 1, 1, 1), "reflect"),
+    "ReflectionPad3DBackward0": lambda y: F.pad(y[None], (1, 1, 1, 1, 1, 1), "reflect"),
+    "ReplicationPad1DBackward0": lambda y: F.pad(y[0], (1, 1), "replicate"),
+    "ReplicationPad2DBackward0": lambda y: F.pad(y, (1, 1, 1, 1), "replicate"),
+    "ReplicationPad3DBackward0": lambda y: F.pad(y[None], (1, 1, 1, 1, 1, 1), "replicate"),
+}
+
+
+def test_every_shape_only_operation_has_a_test() -> None:
+    assert set(POOLS) == {name for name, o in operations.OPERATIONS.items() if o.shape_only}
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["", "channels_last"])
+@pytest.mark.parametrize("pool", POOLS)
+def test_pooling_and_padding_save_only_the_shape(
+    pool: str, channels_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradients and their strides do not depend on the values of the placeholder."""
+    unpack = Shape.unpack
+    monkeypatch.setattr(Shape, "unpack", lambda shape: unpack(shape).fill_(torch.nan))
+    if channels_last and pool == "MaxPool3DWithIndicesBackward0":
+        pytest.skip("PyTorch's max_pool3d rejects a 4-dimensional channels_last tensor")
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    model, x = Program(lambda m, z: POOLS[pool](m.other(z))), images()
+    model, x = model.to(memory_format=layout), x.contiguous(memory_format=layout)
+    twin = converted_twin(model)
+    output = twin(x)
+    assert Shape in map(type, replaced(output))
+    assert any(value.dtype is torch.int64 for value in recomputed(output)) == ("Max" in pool)
+    assert_same_steps(model, twin, x, tolerance=0)
+    strides = []
+    for m in (model, twin):
+        y = m.other(m.first(x))
+        with engine.run_engine(engine.Settings()) if m is twin else torch.enable_grad():
+            pooled = POOLS[pool](y)
+        (gradient,) = torch.autograd.grad(pooled.sum(), y)
+        strides.append(gradient.stride())
+    assert strides[0] == strides[1]
+
+
+INDEX_USERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "nothing": lambda pooled, indices: pooled,
+    "the caller": lambda pooled, indices: (pooled, indices),
+    "an unpooling": lambda pooled, indices: F.max_unpool2d(pooled, indices, 2),
+}
+
+
+@pytest.mark.parametrize("index_user", INDEX_USERS)
+def test_unused_pooling_indices_are_stored_in_32_bits(index_user: str) -> None:
+    """Pooling indices are stored in 32 bits unless something else uses them."""
+
+    def compute(m: Any, z: Tensor) -> Any:
+        return INDEX_USERS[index_user](*F.max_pool2d(m.other(z), 2, return_indices=True))
+
+    model, x = Program(compute), images()
+    twin = converted_twin(model)
+    output = twin(x)
+    (indices,) = [value for value in recomputed(output) if value.dtype is torch.int64]
+    (stored,) = indices.tensors()
+    assert stored.dtype is (torch.int32 if index_user == "nothing" else torch.int64)
+    assert indices.unpack().dtype is torch.int64
+    assert saved_bytes(twin, x) <= saved_bytes(model, x)
+    assert saved_allocation(lambda: twin(x)) <= saved_allocation(lambda: model(x))
+    assert_same_steps(model, twin, x, tolerance=0)
+
+
+MASKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "relu_": F.relu_,
+    "leaky_relu": lambda z: F.leaky_relu(z, 0.2),
+    "leaky_relu_": lambda z: F.leaky_relu(z, 0.2, inplace=True),
+    "leaky_relu_negative": lambda z: F.leaky_relu(z, -0.2),
+}
+VALUE_FREE_CONSUMERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "sum": lambda m, y: y + m.scale,
+    "difference": lambda m, y: m.scale - y,
+    "cat": lambda m, y: torch.cat([y, y], 1),
+    "mean": lambda m, y: y.mean((2, 3)),
+    "total": lambda m, y: y.sum(),
+    "pool": lambda m, y: F.avg_pool2d(y, 2),
+    "view": lambda m, y: y.flatten(1).mean(1),
+    "interpolation": lambda m, y: F.interpolate(y, scale_factor=2.0),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("consumer", VALUE_FREE_CONSUMERS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_activation_before_a_value_free_consumer_saves_one_bit(
+    mask: str, consumer: str, dtype: torch.dtype, source: str
+) -> None:
+    """One bit is enough if no consumer reads values, also for NaN, infinities and signed zeros."""
+
+    def compute(m: Any, z: Tensor) -> Tensor:
+        special = z.new_tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-45, -1.0])
+        y = m.other(z)
+        with torch.no_grad():
+            y.view(-1)[: len(special)] = special
+        return VALUE_FREE_CONSUMERS[consumer](m, MASKS[mask](y))
+
+    model, x = Program(compute, dtype=dtype), images(dtype)
+    with nodes_from(source):
+        twin = converted_twin(model)
+        (value,) = [v for v in replaced(twin(x)) if isinstance(v, Mask)]
+        assert value.bits.nbytes == 2 * C * 64 // 8
+        assert_same_steps(model, twin, x, tolerance=0)
+
+
+def test_output_that_is_saved_anyway_is_not_packed() -> None:
+    """A convolution saves the activation's output before the sum, so packing would gain nothing."""
+
+    def compute(m: Any, z: Tensor) -> Tensor:
+        y = F.relu(m.other(z))
+        return m.conv(y).mean() + (y + m.scale).mean()
+
+    model, x = Program(compute), images()
+    twin = converted_twin(model)
+    assert not any(isinstance(value, Mask) for value in replaced(twin(x)))
+    assert_same_steps(model, twin, x, tolerance=0)
+
+
+@pytest.mark.skipif(
+    "hook" not in SOURCES, reason="without the hook, nodes are seen too late to be proved"
+)
+def test_saved_output_is_a_spec_leaf() -> None:
+    """The saved output of a ReLU with an unknown input is the leaf of later specs."""
+
+    def compute(m: Any, z: Tensor) -> Tensor:
+        y = F.relu(m.other(z))
+        a = m.other(y)
+        return m.conv(torch.cat([y, m.silu(a)], 1)[:, 2 : 2 + C])
+
+    model, x = Program(compute), images()
+    twin = converted_twin(model)
+    assert "Cat, saved by Convolution" in [value.name for value in recomputed(twin(x))]
+    assert_same_steps(model, twin, x, tolerance=0)
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float64),
+    ],
+    ids=str,
+)
+def test_widening_cast_is_stored_in_its_source_dtype(
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> None:
+    """All operations that save the cast tensor or a view of it share one narrow copy."""
+    narrow, wide = dtypes
+
+    def compute(m: Any, z: Tensor) -> Tensor:
+        y = m.other(z).to(narrow).to(wide)
+        mean = (y * y.pow(2).mean((2, 3), keepdim=True)).mean()
+        return mean + (y.transpose(2, 3) * m.scale.to(wide)).mean()
+
+    model, x = Program(compute), images()
+    twin = converted_twin(model)
+    casts = [value for value in recomputed(twin(x)) if value.name.startswith("ToCopy")]
+    specs = [value.spec for value in casts if value.shape.numel() == 2 * C * 64]  # not the scale
+    stored = [leaf.tensor for spec in specs for leaf in spec.leaves()]
+    assert [tensor.dtype for tensor in stored] == [narrow] * 3
+    assert len({tensor.untyped_storage().data_ptr() for tensor in stored}) == 1
+    assert_same_steps(model, twin, x, tolerance=0)
+
+
+def _stored_in_the_model(m: Any, h: Tensor) -> Tensor:
+    m.stored = h.detach()
+    return h * m.scale
+
+
+SAVERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "after": lambda m, h: h * torch.rsqrt(h.var(1, keepdim=True) + 1e-6),
+    "before": lambda m, h: h.cos() * h,
+    "of a view": lambda m, h: h.transpose(2, 3).cos() * h.transpose(2, 3),
+    "of an alias": _stored_in_the_model,
+    "expanded": lambda m, h: h[:, :, None].expand(-1, -1, 8, -1, -1) * m.scale[..., None],
+    "overlapping": lambda m, h: (
+        (h[:, 1:] * m.scale[:, 1:]).sum()
+        + (h[:, :-1] * 2 * m.scale[:, 1:]).sum()
+        + h[:, 2:] * m.scale[:, 2:]
+    ),
+}
+
+
+@pytest.mark.parametrize("saver", SAVERS)
+def test_cast_that_something_else_saves_needs_no_extra_memory(saver: str) -> None:
+    """A narrower copy would add memory if the tensor itself stays alive."""
+
+    def compute(m: Any, z: Tensor) -> Tensor:
+        return SAVERS[saver](m, m.other(z).float()).sum()
+
+    model, x = Program(compute, dtype=torch.bfloat16), images(torch.bfloat16)
+    twin = converted_twin(model)
+    assert_same_steps(model, twin, x, tolerance=0)
+    assert saved_bytes(twin, x) <= saved_bytes(model, x)
+    for m in (model, twin):
+        m.stored = None
+    assert saved_allocation(lambda: twin(x)) <= saved_allocation(lambda: model(x))
