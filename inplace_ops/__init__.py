@@ -6,6 +6,7 @@ tensors in backward that PyTorch would save.
 
 from importlib import metadata as _metadata
 
+from . import functional, modules
 from . import torch_compile as torch_compile  # registers the ops' implementations in compiled code
 from .conversion import (
     Remaining,
@@ -17,9 +18,9 @@ from .conversion import (
     revert,
     reverted,
 )
-from .functional import gelu_, hardswish_, leaky_relu_, mish_, relu6_, relu_, silu_
+from .functional import *  # noqa: F403
 from .memory import saved_bytes
-from .modules import GELU, Hardswish, LeakyReLU, Mish, ReLU, ReLU6, SiLU
+from .modules import *  # noqa: F403
 
 try:
     __version__ = _metadata.version("inplace_ops")
@@ -27,27 +28,15 @@ except _metadata.PackageNotFoundError:  # on PYTHONPATH, but not installed
     __version__ = "0+unknown"
 
 __all__ = [
-    "GELU",
-    "Hardswish",
-    "LeakyReLU",
-    "Mish",
-    "ReLU",
-    "ReLU6",
     "Remaining",
     "Replaced",
     "Report",
-    "SiLU",
     "VerificationError",
     "analyze",
     "convert",
-    "gelu_",
-    "hardswish_",
-    "leaky_relu_",
-    "mish_",
-    "relu6_",
-    "relu_",
     "revert",
     "reverted",
     "saved_bytes",
-    "silu_",
 ]
+__all__ += functional.__all__
+__all__ += modules.__all__

@@ -7,7 +7,7 @@ knowledge: `inplace_ops.autograd` wraps the ops in Functions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -135,8 +135,8 @@ def dim_order_of(x: Tensor) -> DimOrder:
 
 def dense_strides(shape: Sequence[int], dim_order: DimOrder) -> tuple[int, ...]:
     """Return the strides of a dense tensor in `dim_order`, such as a backward op's result."""
-    strides = [1] * len(shape)
-    stride = 1
+    strides: list[Any] = [1] * len(shape)  # int or SymInt
+    stride: Any = 1
     for d in reversed(dim_order or range(len(shape))):
         strides[d] = stride
         stride = stride * torch.sym_max(shape[d], 1)

@@ -32,8 +32,9 @@ class Activation:
         torch_module: PyTorch's module. This package's module has the same name.
         torch_function: PyTorch's out-of-place function of the input and the scalar arguments.
         torch_inplace: PyTorch's in-place function; None if there is none.
-        torch_saves: What PyTorch's function saves for backward: its output or its input. If it
-            saves its input, its in-place variant saves a clone of it.
+        torch_backward: PyTorch's backward as a function of the incoming gradient, the output and
+            the scalar arguments, if PyTorch's in-place function saves its output. None if it saves
+            a clone of its input.
         ops: The compiled ops.
         aten: The name in torch.ops.aten of the operation that PyTorch's function calls, and its
             first scalar arguments; empty if the operation has the function's name.
@@ -53,8 +54,8 @@ class Activation:
     torch_module: type[nn.Module]
     torch_function: Callable[..., Tensor]
     torch_inplace: Callable[..., Tensor] | None
-    torch_saves: Literal["input", "output"]
     ops: _ops.Ops
+    torch_backward: Callable[..., Tensor] | None = None
     aten: tuple[object, ...] = ()
     variant: Mapping[str, str] = field(default_factory=dict)
     scalars: tuple[str, ...] = ()
@@ -72,6 +73,11 @@ class Activation:
     def name(self) -> str:
         """The name of PyTorch's module and of this package's."""
         return self.torch_module.__name__
+
+    @property
+    def torch_saves_output(self) -> bool:
+        """Whether PyTorch's in-place function saves its output, and not a clone of its input."""
+        return self.torch_backward is not None
 
     @property
     def is_piecewise_linear(self) -> bool:
@@ -110,35 +116,41 @@ class Activation:
 
 
 RELU = Activation(
-    "relu_", nn.ReLU, F.relu, F.relu_, "output", _ops.ALL["relu"], takes_integers=True
+    function="relu_",
+    torch_module=nn.ReLU,
+    torch_function=F.relu,
+    torch_inplace=F.relu_,
+    ops=_ops.ALL["relu"],
+    torch_backward=lambda grad, output: torch.ops.aten.threshold_backward(grad, output, 0),
+    takes_integers=True,
 )
 LEAKY_RELU = Activation(
-    "leaky_relu_",
-    nn.LeakyReLU,
-    F.leaky_relu,
-    F.leaky_relu_,
-    "output",
-    _ops.ALL["leaky_relu"],
+    function="leaky_relu_",
+    torch_module=nn.LeakyReLU,
+    torch_function=F.leaky_relu,
+    torch_inplace=F.leaky_relu_,
+    ops=_ops.ALL["leaky_relu"],
+    torch_backward=lambda grad, output, slope: torch.ops.aten.leaky_relu_backward(
+        grad, output, slope, True
+    ),
     scalars=("negative_slope",),
     allows_output=lambda negative_slope: negative_slope >= 0,
 )
 RELU6 = Activation(
-    "relu6_",
-    nn.ReLU6,
-    F.relu6,
-    lambda x: F.relu6(x, inplace=True),
-    "input",
-    _ops.ALL["relu6"],
+    function="relu6_",
+    torch_module=nn.ReLU6,
+    torch_function=F.relu6,
+    torch_inplace=lambda x: F.relu6(x, inplace=True),
+    ops=_ops.ALL["relu6"],
     aten=("hardtanh", 0, 6),
     takes_integers=True,
 )
 SILU = Activation(
-    "silu_",
-    nn.SiLU,
-    F.silu,
-    lambda x: F.silu(x, inplace=True),
-    "input",
-    _ops.ALL["silu"],
+    function="silu_",
+    torch_module=nn.SiLU,
+    torch_function=F.silu,
+    torch_inplace=lambda x: F.silu(x, inplace=True),
+    ops=_ops.ALL["silu"],
     output_errors={
         torch.float64: {1: 5e-9, 8: 8e-11},
         torch.float32: {1: 4.5e-5, 6: 3.5e-6, 8: 1.9e-6},
@@ -148,12 +160,11 @@ SILU = Activation(
 )
 
 GELU = Activation(
-    "gelu_",
-    nn.GELU,
-    F.gelu,
-    None,
-    "input",
-    _ops.ALL["gelu"],
+    function="gelu_",
+    torch_module=nn.GELU,
+    torch_function=F.gelu,
+    torch_inplace=None,
+    ops=_ops.ALL["gelu"],
     variant={"approximate": "none"},
     arithmetic_error=2e-6,
     output_errors={
@@ -164,12 +175,11 @@ GELU = Activation(
     },
 )
 GELU_TANH = Activation(
-    "gelu_",
-    nn.GELU,
-    partial(F.gelu, approximate="tanh"),
-    None,
-    "input",
-    _ops.ALL["gelu_tanh"],
+    function="gelu_",
+    torch_module=nn.GELU,
+    torch_function=partial(F.gelu, approximate="tanh"),
+    torch_inplace=None,
+    ops=_ops.ALL["gelu_tanh"],
     variant={"approximate": "tanh"},
     arithmetic_error=2e-6,  # the formula suffers from cancellation for negative inputs
     output_errors={
@@ -180,12 +190,11 @@ GELU_TANH = Activation(
     },
 )
 HARDSWISH = Activation(
-    "hardswish_",
-    nn.Hardswish,
-    F.hardswish,
-    lambda x: F.hardswish(x, inplace=True),
-    "input",
-    _ops.ALL["hardswish"],
+    function="hardswish_",
+    torch_module=nn.Hardswish,
+    torch_function=F.hardswish,
+    torch_inplace=lambda x: F.hardswish(x, inplace=True),
+    ops=_ops.ALL["hardswish"],
     output_errors={
         torch.float64: {1: 5e-9, 8: 8e-11},
         torch.float32: {1: 6.6e-5, 6: 5.2e-6, 8: 1.6e-6},
@@ -194,12 +203,11 @@ HARDSWISH = Activation(
     },
 )
 MISH = Activation(
-    "mish_",
-    nn.Mish,
-    F.mish,
-    lambda x: F.mish(x, inplace=True),
-    "input",
-    _ops.ALL["mish"],
+    function="mish_",
+    torch_module=nn.Mish,
+    torch_function=F.mish,
+    torch_inplace=lambda x: F.mish(x, inplace=True),
+    ops=_ops.ALL["mish"],
     output_errors={
         torch.float64: {1: 5e-9, 8: 8e-11},
         torch.float32: {1: 6.5e-5, 6: 4.5e-6, 8: 2.4e-6},

@@ -41,7 +41,7 @@ as a node of the graph, and from CopySlices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -51,18 +51,7 @@ from torch.autograd import Function, forward_ad
 from . import _ops
 from ._ops import DimOrder, OpArgs
 from ._torch_private import running_node, running_pass
-from .activations import (
-    GELU,
-    GELU_TANH,
-    HARDSWISH,
-    LEAKY_RELU,
-    MISH,
-    RELU,
-    RELU6,
-    SILU,
-    Activation,
-    Save,
-)
+from .activations import ACTIVATIONS, LEAKY_RELU, RELU, SILU, Activation, Save
 
 
 def run_backward(
@@ -384,106 +373,28 @@ class DerivativeFunction(_InPlaceFunction):
         )
 
 
-class ReLUFunction(MaskFunction):
-    """ReLU, max(x, 0): the gradient is grad where x > 0, and 0 where x <= 0."""
+def _functions_of(activation: Activation) -> Iterator[type[_InPlaceFunction]]:
+    """Yield a Function for each way in which an activation saves tensors.
 
-    activation = RELU
-
-
-class LeakyReLUFunction(MaskFunction):
-    """LeakyReLU: the gradient is grad where x > 0, and negative_slope * grad elsewhere.
-
-    Without a mask, the sign of x is read from the output, which requires negative_slope >= 0.
+    save="recompute" needs none. Autograd shows a Function's name as the name of its nodes.
     """
-
-    activation = LEAKY_RELU
-
-
-class ReLU6Function(MaskFunction):
-    """ReLU6, min(max(x, 0), 6): the gradient is grad where 0 < x < 6, and 0 at other numbers."""
-
-    activation = RELU6
-
-
-class SiLUFunction(OutputFunction):
-    """SiLU, x * sigmoid(x): the gradient is grad * silu'(x), with x recovered from the output."""
-
-    activation = SILU
-
-
-class SiLUDerivativeFunction(DerivativeFunction):
-    """SiLU, x * sigmoid(x): the gradient is grad times the saved silu'(x)."""
-
-    activation = SILU
-
-
-class GELUFunction(OutputFunction):
-    """GELU, x * Phi(x): the gradient is grad * gelu'(x), with x recovered from the output."""
-
-    activation = GELU
-
-
-class GELUDerivativeFunction(DerivativeFunction):
-    """GELU, x * Phi(x): the gradient is grad times the saved gelu'(x)."""
-
-    activation = GELU
-
-
-class GELUTanhFunction(OutputFunction):
-    """GELU's tanh form: the gradient is grad * gelu'(x), with x recovered from the output."""
-
-    activation = GELU_TANH
-
-
-class GELUTanhDerivativeFunction(DerivativeFunction):
-    """GELU's tanh form: the gradient is grad times the saved gelu'(x)."""
-
-    activation = GELU_TANH
-
-
-class HardswishFunction(OutputFunction):
-    """Hardswish, x * clamp(x + 3, 0, 6) / 6: the gradient is grad * f'(x), with x recovered."""
-
-    activation = HARDSWISH
-
-
-class HardswishDerivativeFunction(DerivativeFunction):
-    """Hardswish, x * clamp(x + 3, 0, 6) / 6: the gradient is grad times the saved f'(x)."""
-
-    activation = HARDSWISH
-
-
-class MishFunction(OutputFunction):
-    """Mish, x * tanh(log(1 + exp(x))): the gradient is grad * mish'(x), with x recovered."""
-
-    activation = MISH
-
-
-class MishDerivativeFunction(DerivativeFunction):
-    """Mish, x * tanh(log(1 + exp(x))): the gradient is grad times the saved mish'(x)."""
-
-    activation = MISH
+    bases: dict[str, type[_InPlaceFunction]] = {"Function": MaskFunction}
+    if not activation.is_piecewise_linear:
+        bases = {"Function": OutputFunction, "DerivativeFunction": DerivativeFunction}
+    for suffix, base in bases.items():
+        attributes = {"__doc__": base.__doc__, "__module__": __name__, "activation": activation}
+        yield type(f"{activation.name}{suffix}", (base,), attributes)
 
 
 FUNCTIONS: Mapping[tuple[Activation, Save], type[_InPlaceFunction]] = {
-    (function.activation, save): function
-    for function in (
-        ReLUFunction,
-        LeakyReLUFunction,
-        ReLU6Function,
-        SiLUFunction,
-        SiLUDerivativeFunction,
-        GELUFunction,
-        GELUDerivativeFunction,
-        GELUTanhFunction,
-        GELUTanhDerivativeFunction,
-        HardswishFunction,
-        HardswishDerivativeFunction,
-        MishFunction,
-        MishDerivativeFunction,
-    )
+    (activation, save): function
+    for activation in ACTIVATIONS
+    for function in _functions_of(activation)
     for save in function.save_modes
 }
+ReLUFunction = FUNCTIONS[RELU, "mask"]
+LeakyReLUFunction = FUNCTIONS[LEAKY_RELU, "mask"]
+SiLUFunction = FUNCTIONS[SILU, "output"]
 
 
 class Applied(NamedTuple):

@@ -26,6 +26,8 @@ from .activations import (
 )
 from .dispatch import dispatch
 
+__all__ = ["gelu_", "hardswish_", "leaky_relu_", "mish_", "relu6_", "relu_", "silu_"]
+
 
 def relu_(input: Tensor, *, save: MaskSave = "mask") -> Tensor:
     """Replace `input` by max(input, 0) and return `input` itself.

@@ -13,9 +13,11 @@ from torch.jit import is_scripting  # type: ignore[attr-defined]
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from . import activations, functional
-from .activations import Activation, MaskSave, OutputSave, Save, check_bits, check_save
+from .activations import Activation, MaskSave, OutputSave, check_bits, check_save
 from .dispatch import dispatch
 from .functional import check_approximate, check_leaky_relu
+
+__all__ = ["GELU", "Hardswish", "LeakyReLU", "Mish", "ReLU", "ReLU6", "SiLU"]
 
 
 def _is_traced(input: Tensor) -> bool:
@@ -49,9 +51,12 @@ class _InPlaceModule(nn.Module):
     With save="recompute" and an input that is not a norm's output, the function raises. A module
     uses its default save mode instead, because the layers before a module may change during the
     life of a model.
+
+    Attributes:
+        _row: The activation's row in the table of activations; of GELU the default form's.
     """
 
-    default_save: ClassVar[Save]
+    _row: ClassVar[Activation]
     if TYPE_CHECKING:
         inplace: bool
         save: Any
@@ -81,14 +86,14 @@ class _InPlaceModule(nn.Module):
 
     def _activation(self) -> Activation:
         """Return the activation that this module computes."""
-        raise NotImplementedError
+        return self._row
 
     def _after_norm(self, input: Tensor) -> Tensor:
         """Apply the in-place activation with save="recompute", after a norm or not."""
         activation = self._activation()
         scalars = tuple([getattr(self, name) for name in activation.scalars])
         bits = vars(self).get("bits")  # nn.Module.__getattr__ is slow for a missing attribute
-        arguments: Any = (activation, input, "recompute", bits, scalars, self.default_save)
+        arguments: Any = (activation, input, "recompute", bits, scalars, activation.save_modes[0])
         # True for subclasses, and under a mode such as that of torch.set_default_device.
         if has_torch_function_unary(input):
             return handle_torch_function(dispatch, (input,), *arguments)
@@ -98,14 +103,36 @@ class _InPlaceModule(nn.Module):
         """Return the parent's arguments, and `save` and `bits` if they are not the defaults."""
         save, bits = vars(self)["save"], vars(self).get("bits")
         parts = [super().extra_repr()]
-        if save != self.default_save:
+        if save != self._row.save_modes[0]:
             parts.append(f"save={save!r}")
         if bits is not None:
             parts.append(f"bits={bits}")
         return ", ".join(filter(None, parts))
 
 
-class ReLU(_InPlaceModule, nn.ReLU):
+class _MaskModule(_InPlaceModule):
+    """Base class of the piecewise-linear modules without scalar arguments."""
+
+    def __init__(self, inplace: bool = True, *, save: MaskSave = "mask") -> None:
+        check_save(self._row, save)
+        super().__init__(inplace)
+        self.save = save
+
+
+class _OutputModule(_InPlaceModule):
+    """Base class of the smooth modules without further arguments."""
+
+    def __init__(
+        self, inplace: bool = True, *, save: OutputSave = "output", bits: int | None = None
+    ) -> None:
+        check_save(self._row, save)
+        check_bits(self._row.name, save, bits)
+        super().__init__(inplace)
+        self.save = save
+        self.bits = bits
+
+
+class ReLU(_MaskModule, nn.ReLU):
     """`torch.nn.ReLU` that overwrites its input and saves one bit per element for backward.
 
     Args:
@@ -115,15 +142,7 @@ class ReLU(_InPlaceModule, nn.ReLU):
     Shape: any. The output is the input itself.
     """
 
-    default_save = "mask"
-
-    def __init__(self, inplace: bool = True, *, save: MaskSave = "mask") -> None:
-        check_save(activations.RELU, save)
-        super().__init__(inplace)
-        self.save = save
-
-    def _activation(self) -> Activation:
-        return activations.RELU
+    _row = activations.RELU
 
     def _torch(self, input: Tensor, inplace: bool) -> Tensor:
         return F.relu(input, inplace)
@@ -143,7 +162,7 @@ class LeakyReLU(_InPlaceModule, nn.LeakyReLU):
     Shape: any. The output is the input itself.
     """
 
-    default_save = "mask"
+    _row = activations.LEAKY_RELU
 
     def __init__(
         self, negative_slope: float = 0.01, inplace: bool = True, *, save: MaskSave = "mask"
@@ -152,9 +171,6 @@ class LeakyReLU(_InPlaceModule, nn.LeakyReLU):
         super().__init__(negative_slope, inplace)
         self.save = save
 
-    def _activation(self) -> Activation:
-        return activations.LEAKY_RELU
-
     def _torch(self, input: Tensor, inplace: bool) -> Tensor:
         return F.leaky_relu(input, self.negative_slope, inplace)
 
@@ -162,7 +178,7 @@ class LeakyReLU(_InPlaceModule, nn.LeakyReLU):
         return functional.leaky_relu_(input, self.negative_slope, save=self.save)
 
 
-class ReLU6(_InPlaceModule, nn.ReLU6):
+class ReLU6(_MaskModule, nn.ReLU6):
     """`torch.nn.ReLU6` that overwrites its input and saves one bit per element for backward.
 
     Args:
@@ -172,15 +188,7 @@ class ReLU6(_InPlaceModule, nn.ReLU6):
     Shape: any. The output is the input itself.
     """
 
-    default_save = "mask"
-
-    def __init__(self, inplace: bool = True, *, save: MaskSave = "mask") -> None:
-        check_save(activations.RELU6, save)
-        super().__init__(inplace)
-        self.save = save
-
-    def _activation(self) -> Activation:
-        return activations.RELU6
+    _row = activations.RELU6
 
     def _torch(self, input: Tensor, inplace: bool) -> Tensor:
         return F.relu6(input, inplace)
@@ -189,7 +197,7 @@ class ReLU6(_InPlaceModule, nn.ReLU6):
         return functional.relu6_(input, save=self.save)
 
 
-class SiLU(_InPlaceModule, nn.SiLU):
+class SiLU(_OutputModule, nn.SiLU):
     """`torch.nn.SiLU` that overwrites its input and saves its output and a few bits per element.
 
     Args:
@@ -200,19 +208,7 @@ class SiLU(_InPlaceModule, nn.SiLU):
     Shape: any. The output is the input itself.
     """
 
-    default_save = "output"
-
-    def __init__(
-        self, inplace: bool = True, *, save: OutputSave = "output", bits: int | None = None
-    ) -> None:
-        check_save(activations.SILU, save)
-        check_bits("SiLU", save, bits)
-        super().__init__(inplace)
-        self.save = save
-        self.bits = bits
-
-    def _activation(self) -> Activation:
-        return activations.SILU
+    _row = activations.SILU
 
     def _torch(self, input: Tensor, inplace: bool) -> Tensor:
         return F.silu(input, inplace)
@@ -234,7 +230,7 @@ class GELU(_InPlaceModule, nn.GELU):
     """
 
     __constants__ = ["approximate", "inplace"]  # noqa: RUF012  # for torch.jit.script
-    default_save = "output"
+    _row = activations.GELU
 
     def __init__(
         self,
@@ -268,7 +264,7 @@ class GELU(_InPlaceModule, nn.GELU):
         return ", ".join([first, *(["inplace=True"] if self.inplace else []), *others])
 
 
-class Hardswish(_InPlaceModule, nn.Hardswish):
+class Hardswish(_OutputModule, nn.Hardswish):
     """`torch.nn.Hardswish` that overwrites its input, saves its output and a few bits per element.
 
     Args:
@@ -279,19 +275,7 @@ class Hardswish(_InPlaceModule, nn.Hardswish):
     Shape: any. The output is the input itself.
     """
 
-    default_save = "output"
-
-    def __init__(
-        self, inplace: bool = True, *, save: OutputSave = "output", bits: int | None = None
-    ) -> None:
-        check_save(activations.HARDSWISH, save)
-        check_bits("Hardswish", save, bits)
-        super().__init__(inplace)
-        self.save = save
-        self.bits = bits
-
-    def _activation(self) -> Activation:
-        return activations.HARDSWISH
+    _row = activations.HARDSWISH
 
     def _torch(self, input: Tensor, inplace: bool) -> Tensor:
         return F.hardswish(input, inplace)
@@ -300,7 +284,7 @@ class Hardswish(_InPlaceModule, nn.Hardswish):
         return functional.hardswish_(input, save=self.save, bits=self.bits)
 
 
-class Mish(_InPlaceModule, nn.Mish):
+class Mish(_OutputModule, nn.Mish):
     """`torch.nn.Mish` that overwrites its input and saves its output and a few bits per element.
 
     Args:
@@ -311,19 +295,7 @@ class Mish(_InPlaceModule, nn.Mish):
     Shape: any. The output is the input itself.
     """
 
-    default_save = "output"
-
-    def __init__(
-        self, inplace: bool = True, *, save: OutputSave = "output", bits: int | None = None
-    ) -> None:
-        check_save(activations.MISH, save)
-        check_bits("Mish", save, bits)
-        super().__init__(inplace)
-        self.save = save
-        self.bits = bits
-
-    def _activation(self) -> Activation:
-        return activations.MISH
+    _row = activations.MISH
 
     def _torch(self, input: Tensor, inplace: bool) -> Tensor:
         return F.mish(input, inplace)

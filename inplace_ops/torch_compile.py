@@ -19,7 +19,6 @@ With save="recompute" or an activation memory budget, the first case too is PyTo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cmp_to_key, partial
 from typing import Any
 
@@ -29,7 +28,7 @@ from torch.autograd import Function
 
 from ._ops import DimOrder, OpArgs
 from ._torch_private import has_activation_memory_budget
-from .activations import ACTIVATIONS, LEAKY_RELU, RELU, Activation, Save
+from .activations import ACTIVATIONS, Activation, Save
 from .autograd import FUNCTIONS
 from .dispatch import decomposed, dispatch, needs_grad
 
@@ -86,16 +85,8 @@ class _TracedTorchReLU(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        backward = _BACKWARD_FROM_OUTPUT[ctx.activation]
+        backward = ctx.activation.torch_backward
         return backward(grad, *ctx.saved_tensors, *ctx.arguments), None, None
-
-
-_BACKWARD_FROM_OUTPUT: dict[Activation, Callable[..., Tensor]] = {
-    RELU: lambda grad, output: torch.ops.aten.threshold_backward(grad, output, 0),
-    LEAKY_RELU: lambda grad, output, slope: torch.ops.aten.leaky_relu_backward(
-        grad, output, slope, True
-    ),
-}
 
 
 def _output(x: Tensor, function: Any, bits: int, op_args: OpArgs) -> tuple[Tensor, Tensor | None]:
@@ -149,7 +140,7 @@ def _traced(
 
 def _torch_saves_only_output(activation: Activation, arguments: tuple[Any, ...]) -> bool:
     """Whether PyTorch's in-place activation saves only its output."""
-    return activation.torch_saves == "output" and activation.allows_output(*arguments)
+    return activation.torch_saves_output and activation.allows_output(*arguments)
 
 
 def _save_mode(

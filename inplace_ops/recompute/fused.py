@@ -98,8 +98,8 @@ def _fused(engine: Engine, module: nn.Module, forward: Forward, z: Tensor) -> Te
             x, affine = x.detach().view(z.shape), _with_samples(affine, z)
         y = _apply(activation, scalars, forward, z, x, affine, in_place=False)
     if engine.observer is not None:
-        saves_output = activation.torch_saves == "output"
-        engine.observer.fused(y.grad_fn if saves_output else norm.node, y.grad_fn, y)
+        producer = y.grad_fn if activation.torch_saves_output else norm.node
+        engine.observer.fused(producer, y.grad_fn, y)
     return z if y is norm.output else y
 
 

@@ -41,7 +41,6 @@ def test_functions_and_modules_have_the_same_defaults(activation: Activation) ->
         parameters = inspect.signature(target).parameters
         assert parameters["save"].default == activation.save_modes[0]
         assert ("bits" in parameters) == (not activation.is_piecewise_linear)
-    assert module.default_save == activation.save_modes[0]
     assert issubclass(module, activation.torch_module)
 
 

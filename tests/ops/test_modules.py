@@ -209,7 +209,7 @@ def test_saved_bytes_between_convolutions(
     extra = activation.packed_bits[dtype] * elements // 8
     assert between(activation.call) == without + extra
     # For comparison PyTorch's in-place forms: ReLU adds nothing, SiLU adds a clone of the input.
-    clone = elements * dtype.itemsize if activation.entry.torch_saves == "input" else 0
+    clone = elements * dtype.itemsize if not activation.entry.torch_saves_output else 0
     if activation.entry.allows_output(*activation.scalars):
         assert between(activation.torch_inplace) == without + clone
 

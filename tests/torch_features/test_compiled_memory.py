@@ -146,7 +146,7 @@ def test_saves_output_and_packed_bits_after_convolution(
     """
     bits = activation.default_bits(activation.save_modes[0], torch.float32)
     call, _ = ours(activation)["module"]
-    expected = 4 if activation.torch_saves == "output" else 4 + bits / 8
+    expected = 4 if activation.torch_saves_output else 4 + bits / 8
     assert saved_per_element(backend, device, "no_norm", call) == expected
 
 

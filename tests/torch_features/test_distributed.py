@@ -54,7 +54,7 @@ def pytorchs_inplace(activation: ActivationCase) -> Callable[[Tensor], Tensor]:
 
     Before torch 2.12 silu_ has none.
     """
-    if activation.entry.torch_saves == "input" and torch.__version__ < "2.12":
+    if not activation.entry.torch_saves_output and torch.__version__ < "2.12":
         return lambda x: x.copy_(activation.reference(x.clone()))
     return activation.torch_inplace
 
