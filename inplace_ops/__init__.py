@@ -6,8 +6,11 @@ tensors in backward that PyTorch would save.
 
 from importlib import metadata as _metadata
 
-from . import functional, modules
-from . import torch_compile as torch_compile  # registers the ops' implementations in compiled code
+from . import (
+    functional,
+    modules,
+    torch_compile as torch_compile,  # registers the ops' implementations in compiled code
+)
 from .conversion import (
     Remaining,
     Replaced,

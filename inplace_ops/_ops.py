@@ -11,10 +11,15 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-from ._torch_private import OpOverload
+from ._torch_private import (
+    OpOverload,
+    check,
+    is_functorch_wrapped_tensor,
+    is_legacy_batchedtensor,
+    op_name,
+)
 
 try:
     from . import _C
@@ -184,7 +189,7 @@ def check_dtype(op: str, x: Tensor) -> None:
 
 def _check_devices(*arguments: object) -> None:
     devices = {a.device for a in arguments if isinstance(a, Tensor)}
-    torch._check(len(devices) == 1, lambda: f"tensors on several devices: {devices}")
+    check(len(devices) == 1, lambda: f"tensors on several devices: {devices}")
 
 
 def _empty_in_order(x: Tensor, dim_order: DimOrder, dtype: torch.dtype | None = None) -> Tensor:
@@ -193,7 +198,7 @@ def _empty_in_order(x: Tensor, dim_order: DimOrder, dtype: torch.dtype | None = 
 
 def _name_of(op: Op) -> str:
     """Return the activation's name as in the kernels' errors; GELU's tanh form has its own."""
-    return op._opname.partition("_save_")[0].removesuffix("_") + "_"
+    return op_name(op).partition("_save_")[0].removesuffix("_") + "_"
 
 
 def _recomputing_fake(
@@ -205,7 +210,7 @@ def _recomputing_fake(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     _check_devices(x, channel_affine, row_statistics)
-    torch._check(
+    check(
         dtype in (None, x.dtype) or (x.dtype is torch.float32 and dtype in CAST_DTYPES),
         lambda: f"dtype must be the dtype of x, or float16 or bfloat16 if x is float32: {dtype}",
     )
@@ -220,7 +225,7 @@ def _sum_fake(
     dim_order: DimOrder,
 ) -> Tensor:
     _check_devices(x, channel_affine, row_statistics, addend)
-    torch._check(
+    check(
         x.shape == addend.shape and x.dtype == addend.dtype,
         lambda: "x and addend must have one shape and dtype",
     )

@@ -1,15 +1,32 @@
 """PyTorch's private APIs that this package uses, and why no public API suffices.
 
-`dispatch.py` is an exception: to save time it calls directly what every call of an activation
-needs.
+No other module uses a private name of PyTorch, with three exceptions:
+
+- What every call reads, where a function would cost time: `_version`, `_base` and `_is_view` of
+  tensors, and `_current_level` of `torch.autograd.forward_ad`.
+- `_saved_*` and `_raw_saved_*` of autograd's nodes, in `recompute/nodes.py`. PyTorch documents them
+  in its notes on autograd.
+- The names of node types in the tables of rules, in `recompute/operations.py` and
+  `recompute/norms.py`: there a name is next to what the engine knows of the operation.
+
+Checked on torch 2.11, 2.13, 2.14 and 2.15. `tests/project/test_torch_private.py` has a check for
+each name of this module, so that its failures list what a new version of torch has changed.
 """
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+# Tensors inside of torch.func's transforms, and gradients under `is_grads_batched=True`.
+from torch._C._functorch import (
+    is_functorch_wrapped_tensor as is_functorch_wrapped_tensor,
+    is_legacy_batchedtensor as is_legacy_batchedtensor,
+    unwrap_if_dead as unwrap_if_dead,
+)
 
 # The type of an op: `torch.ops` offers only the instances.
 from torch._ops import OpOverload as OpOverload
@@ -20,8 +37,152 @@ from torch.utils._python_dispatch import (
 )
 
 # These support the containers that libraries register, for example for the outputs of models.
-from torch.utils._pytree import tree_leaves as tree_leaves
-from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_leaves as tree_leaves, tree_map as tree_map
+
+# What sees an operation in addition to autograd: no public function tells. torch.jit.trace's state
+# is None unless it runs.
+are_functorch_transforms_active = torch._C._are_functorch_transforms_active
+jit_tracing_state = torch._C._get_tracing_state
+
+# `torch.no_grad` takes twice as long as these two.
+set_grad_enabled = torch._C._set_grad_enabled
+DisableTorchFunction = torch._C.DisableTorchFunction
+
+# Raises in a fake kernel; with a symbolic condition it adds a guard.
+check = torch._check
+
+# The base classes of batch and instance norms of all dimensions.
+BatchNorm = nn.modules.batchnorm._BatchNorm
+InstanceNorm = nn.modules.instancenorm._InstanceNorm
+
+Node = Any  # torch.autograd.graph.Node lacks the attributes of its subclasses
+
+# Names of node types without a rule of their own. Autograd makes a CopySlices node for the base of
+# a view that an operation modifies.
+ACCUMULATE_GRAD = "AccumulateGrad"
+CLONE = "CloneBackward0"
+COPY_SLICES = "CopySlices"
+REPEAT = "RepeatBackward0"
+TO_COPY = "ToCopyBackward0"
+# The grad_fn of a traced graph's input that requires grad; "NoneType" is that of another input.
+GRAPH_INPUTS = frozenset({"NoneType", ACCUMULATE_GRAD, "Error"})
+# Operations whose outputs torch.compile does not recompute, and views of them.
+NOT_RECOMPUTED = frozenset(
+    f"{name}Backward0" for name in ("Addbmm", "Addmm", "Baddbmm", "Bmm", "Convolution", "Mm")
+)
+TRACED_VIEWS = frozenset(
+    f"{name}Backward0"
+    for name in ("Alias", "Permute", "ReshapeAlias", "Transpose", "UnsafeView", "View")
+)
+
+
+# Autograd's nodes.
+
+
+def is_named(node: Node, name: str) -> bool:
+    """Whether a node has the type of this name. The types themselves have no public names."""
+    return type(node).__name__ == name
+
+
+def function_of(node_type: type) -> type | None:
+    """Return the `torch.autograd.Function` of a node type; None of PyTorch's own node types."""
+    return getattr(node_type, "_forward_cls", None)
+
+
+def output_shape(node: Node, index: int) -> torch.Size:
+    """Return the shape of one of the operation's outputs."""
+    return torch.Size(node._input_metadata[index].shape)
+
+
+def output_dtype(node: Node, index: int) -> torch.dtype:
+    """Return the dtype of one of the operation's outputs."""
+    return node._input_metadata[index].dtype
+
+
+def output_device(node: Node, index: int) -> torch.device:
+    """Return the device of one of the operation's outputs."""
+    return node._input_metadata[index].device
+
+
+def sequence_number(node: Node) -> int | None:
+    """Return autograd's sequence number of a node; None of an AccumulateGrad node.
+
+    Each thread numbers its nodes in the order of their creation.
+    """
+    number = node._sequence_nr()
+    return None if number == _LEAF_SEQUENCE_NUMBER else number
+
+
+_LEAF_SEQUENCE_NUMBER = 2**64 - 1  # the sequence number of every AccumulateGrad
+
+
+def next_sequence_number() -> int:
+    """Return the sequence number of the next node that this thread creates."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def running_node() -> Node:
+    """Return the autograd node whose backward is running; None outside of backward."""
+    return torch._C._current_autograd_node()
+
+
+def running_pass() -> int:
+    """Return the id of the backward pass that is running. Every pass has another id."""
+    return torch._C._current_graph_task_id()
+
+
+def default_saved_tensor_hooks() -> Any:
+    """Return the pack and unpack hooks for all tensors that are saved now, or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def creation_meta(view: Tensor) -> str:
+    """Return how a view was made; "DEFAULT" if autograd allows it to be modified.
+
+    No public function returns this: an in-place operation only raises.
+    """
+    return torch._C._autograd._get_creation_meta(view).name
+
+
+# Tensors and memory.
+
+
+def dispatch_keys(tensor: Tensor) -> int:
+    """Return the set of a tensor's dispatch keys, as a number."""
+    return torch._C._dispatch_keys(tensor).raw_repr()
+
+
+def has_torch_dispatch(tensor: Tensor) -> bool:
+    """Whether the tensor's type has a `__torch_dispatch__`, which sees every operation."""
+    return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
+def is_functional_or_zero(tensor: Tensor) -> bool:
+    """Whether functionalization has wrapped the tensor, or it is a zero without memory."""
+    return torch._is_functional_tensor(tensor) or tensor._is_zerotensor()
+
+
+def elements_share_memory(tensor: Tensor) -> bool:
+    """Whether elements certainly share memory, as after `expand`; in-place ops check this too."""
+    return torch._debug_has_internal_overlap(tensor) == 1
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Return an id that all Python objects of one storage share.
+
+    `data_ptr` is not an id: it is 0 for every empty storage.
+    """
+    return storage._cdata
+
+
+def storage_of_weak_reference(cdata: int) -> torch.UntypedStorage:
+    """Return the storage that a StorageWeakRef refers to, which must not have been freed."""
+    return torch.UntypedStorage._new_with_weak_ptr(cdata)
+
+
+def coo_tensors(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a sparse tensor's indices and values. The public methods raise if not coalesced."""
+    return tensor._indices(), tensor._values()
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
@@ -43,17 +204,34 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 _streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
 
-def storage_id(storage: torch.UntypedStorage) -> int:
-    """Return an id that all Python objects of one storage share.
+# Compilers, tracers, profilers.
 
-    `data_ptr` is not an id: it is 0 for every empty storage.
+
+def is_exporting() -> bool:
+    """Whether torch.export traces.
+
+    Before torch 2.13 the public function returns True for everything that Dynamo traces.
     """
-    return storage._cdata
+    return torch.compiler._is_exporting_flag
 
 
-def elements_share_memory(tensor: Tensor) -> bool:
-    """Whether elements certainly share memory, as after `expand`; in-place ops check this too."""
-    return torch._debug_has_internal_overlap(tensor) == 1
+def is_transformed() -> bool:
+    """Whether operations run under a tracer, a compiler or a `torch.func` transform."""
+    return (
+        are_functorch_transforms_active()
+        or torch.compiler._is_compiling_flag
+        or jit_tracing_state() is not None
+    )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module was compiled, by `torch.compile(module)` or `module.compile()`."""
+    return is_optimized_module(module) or module._compiled_call_impl is not None
+
+
+def is_optimized_module(module: nn.Module) -> bool:
+    """Whether a module is the result of `torch.compile(module)`."""
+    return isinstance(module, torch._dynamo.OptimizedModule)
 
 
 def has_activation_memory_budget() -> bool:
@@ -61,19 +239,39 @@ def has_activation_memory_budget() -> bool:
     return torch._functorch.config.activation_memory_budget < 1
 
 
-def creation_meta(view: Tensor) -> str:
-    """Return how a view was made; "DEFAULT" if autograd allows it to be modified.
-
-    No public function returns this: an in-place operation only raises.
-    """
-    return torch._C._autograd._get_creation_meta(view).name
+def profiler_is_running() -> bool:
+    """Whether PyTorch's profiler is running: another one cannot be started."""
+    return torch._C._autograd._profiler_enabled()
 
 
-def running_node() -> Any:
-    """Return the autograd node whose backward is running; None outside of backward."""
-    return torch._C._current_autograd_node()
+def op_name(op: OpOverload) -> str:
+    """Return an op's name without namespace and overload."""
+    return op._opname
 
 
-def running_pass() -> int:
-    """Return the id of the backward pass that is running. Every pass has another id."""
-    return torch._C._current_graph_task_id()
+# Modules: the public methods return copies, or run a module's own `__getattr__`.
+
+
+def own_parameters(module: nn.Module) -> MutableMapping[str, nn.Parameter | None]:
+    """Return a module's own parameters, without running parametrizations."""
+    return module._parameters
+
+
+def has_children(module: nn.Module) -> bool:
+    """Whether a module has modules inside."""
+    return bool(module._modules)
+
+
+def forward_hooks(module: nn.Module) -> MutableMapping[int, Any]:
+    """Return a module's forward hooks, in the order in which they run."""
+    return module._forward_hooks
+
+
+def forward_pre_hooks(module: nn.Module) -> MutableMapping[int, Any]:
+    """Return a module's forward pre-hooks, in the order in which they run."""
+    return module._forward_pre_hooks
+
+
+def has_global_forward_hooks() -> bool:
+    """Whether hooks run before each module's own forward hooks."""
+    return bool(torch.nn.modules.module._global_forward_hooks)

@@ -50,7 +50,13 @@ from torch.autograd import Function, forward_ad
 
 from . import _ops
 from ._ops import DimOrder, OpArgs
-from ._torch_private import running_node, running_pass
+from ._torch_private import (
+    COPY_SLICES,
+    is_legacy_batchedtensor,
+    is_named,
+    running_node,
+    running_pass,
+)
 from .activations import ACTIVATIONS, LEAKY_RELU, RELU, SILU, Activation, Save
 
 
@@ -91,7 +97,7 @@ def _run_transformed(
     def run(grad: Tensor) -> Tensor:
         return differentiable(grad, op, *saved) if is_grad_enabled() else op(grad, *saved)
 
-    if is_grad_enabled() and torch._C._functorch.is_legacy_batchedtensor(grad):
+    if is_grad_enabled() and is_legacy_batchedtensor(grad):
         raise RuntimeError(
             "with is_grads_batched=True (torch.autograd.functional.jacobian's vectorize=True) and "
             "create_graph=True PyTorch loses the second derivative of every autograd.Function: use "
@@ -237,7 +243,7 @@ class _SliceSavedTensors:
 
 
 def _is_in_copy_slices() -> bool:
-    return type(running_node()).__name__ == "CopySlices"
+    return is_named(running_node(), COPY_SLICES)
 
 
 def _saved_tensors(ctx: Any) -> tuple[Tensor, ...]:

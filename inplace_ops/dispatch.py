@@ -30,14 +30,19 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._C import _are_functorch_transforms_active, _get_tracing_state
-from torch._C._functorch import is_functorch_wrapped_tensor, unwrap_if_dead
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
 from . import _ops
-from ._torch_private import creation_meta
+from ._torch_private import (
+    are_functorch_transforms_active,
+    creation_meta,
+    is_exporting,
+    is_functorch_wrapped_tensor,
+    jit_tracing_state,
+    unwrap_if_dead,
+)
 from .activations import Activation, Save
 from .autograd import APPLY, FUNCTIONS
 from .recompute.functions import recomputed_activation
@@ -75,8 +80,8 @@ def dispatch(
     if is_compiling():
         return _compiled(activation, input, save, bits, arguments)
     if (
-        _are_functorch_transforms_active()
-        or _get_tracing_state() is not None  # torch.jit.trace
+        are_functorch_transforms_active()
+        or jit_tracing_state() is not None
         or input.is_neg()
         or (forward_ad._current_level >= 0 and forward_ad.unpack_dual(input).tangent is not None)
     ):
@@ -140,11 +145,10 @@ def _compiled(
     activation: Activation, input: Tensor, save: Save, bits: int | None, arguments: tuple[Any, ...]
 ) -> Tensor:
     if (
-        torch._C._are_functorch_transforms_active()
+        are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or _is_dtensor(input)
-        # Before torch 2.13 is_exporting() returns True for everything that Dynamo traces.
-        or torch.compiler._is_exporting_flag
+        or is_exporting()
     ):
         return decomposed(activation, input, arguments)
     _ops.check_dtype(activation.function, input)

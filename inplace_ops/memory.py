@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ._torch_private import current_stream, is_traceable_wrapper_subclass, storage_id, tree_leaves
+from ._torch_private import (
+    coo_tensors,
+    current_stream,
+    is_traceable_wrapper_subclass,
+    profiler_is_running,
+    storage_id,
+    tree_leaves,
+)
 
 
 class Packed(ABC):
@@ -108,7 +115,7 @@ def peak_bytes(fn: Callable[[], object]) -> int | None:
 
     Return None if PyTorch's profiler, which counts the bytes, is already running.
     """
-    if torch._C._autograd._profiler_enabled():
+    if profiler_is_running():
         return None
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         fn()
@@ -164,7 +171,7 @@ def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
 
 def _storages_of_plain(tensor: Tensor) -> list[torch.UntypedStorage]:
     if tensor.layout == torch.sparse_coo:
-        return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
+        return [part.untyped_storage() for part in coo_tensors(tensor)]
     if tensor.layout != torch.strided:
         raise NotImplementedError(f"saved_bytes: cannot measure a tensor of layout {tensor.layout}")
     return [tensor.untyped_storage()]

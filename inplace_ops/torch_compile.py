@@ -27,7 +27,14 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ._ops import DimOrder, OpArgs
-from ._torch_private import has_activation_memory_budget
+from ._torch_private import (
+    CLONE,
+    GRAPH_INPUTS,
+    NOT_RECOMPUTED,
+    TRACED_VIEWS,
+    has_activation_memory_budget,
+    is_named,
+)
 from .activations import ACTIVATIONS, Activation, Save
 from .autograd import FUNCTIONS
 from .dispatch import decomposed, dispatch, needs_grad
@@ -170,26 +177,16 @@ def _is_graph_input(x: Tensor) -> bool:
     node = whole.grad_fn
     for _ in range(whole._version):  # skip the in-place ops: each has the tensor as first input
         node = node.next_functions[0][0] if node and node.next_functions else None
-    while type(node).__name__ == "CloneBackward0":
+    while is_named(node, CLONE):
         node = node.next_functions[0][0]
-    return type(node).__name__ in ("NoneType", "AccumulateGrad", "Error")
-
-
-# Operations whose outputs the compiler does not recompute, and views.
-_MATMULS = frozenset(
-    f"{name}Backward0" for name in ("Addbmm", "Addmm", "Baddbmm", "Bmm", "Convolution", "Mm")
-)
-_VIEWS = frozenset(
-    f"{name}Backward0"
-    for name in ("Alias", "Permute", "ReshapeAlias", "Transpose", "UnsafeView", "View")
-)
+    return type(node).__name__ in GRAPH_INPUTS
 
 
 def _is_matmul_output(input: Tensor) -> bool:
     node = input.grad_fn
-    while type(node).__name__ in _VIEWS:
+    while type(node).__name__ in TRACED_VIEWS:
         node = node.next_functions[0][0]  # type: ignore[union-attr]
-    return type(node).__name__ in _MATMULS
+    return type(node).__name__ in NOT_RECOMPUTED
 
 
 def _may_overlap(x: Tensor) -> bool:

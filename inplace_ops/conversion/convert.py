@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from .._torch_private import is_optimized_module
 from ..recompute.engine import MAX_OPS, Settings, running_engine
 from .example import Example, Inputs, warn_of_written_parameters
 from .report import Report
@@ -127,7 +128,7 @@ def _check_arguments(name: str, model: Any, max_ops: Any, removed: dict[str, Any
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if isinstance(max_ops, bool) or not isinstance(max_ops, int) or max_ops < 1:
         raise ValueError(f"max_ops must be a positive integer, got {max_ops!r}")
-    if isinstance(model, torch._dynamo.OptimizedModule):
+    if is_optimized_module(model):
         raise ValueError(
             "the model is compiled: convert it before torch.compile, or convert the module that "
             "was passed to torch.compile (the compiler decides itself what its code recomputes)"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .._torch_private import storage_id
+from .._torch_private import DisableTorchFunction, is_compiled, storage_id
 from ..memory import Packed
 from ..recompute import nodes, reasons
 from ..recompute.engine import MIN_BYTES, Observer, running_engine
@@ -138,7 +138,7 @@ class Observation(Observer):
             output: The value that forward returned.
             inputs: The arguments of forward, whose tensors do not count.
         """
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             graph = self._graph_of(output)
             if graph:
                 self._fill(report, graph, inputs)
@@ -213,8 +213,7 @@ def _reason(info: _NodeInfo, node: Node, field: str, saved: Tensor, base: Node |
 
 def _eager_modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the paths and modules of a model, except compiled and scripted modules."""
-    is_compiled = isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl
-    if is_compiled or isinstance(model, torch.jit.ScriptModule):
+    if is_compiled(model) or isinstance(model, torch.jit.ScriptModule):
         return
     yield path, model
     for name, child in model.named_children():

@@ -45,8 +45,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..recompute import engine as engine_module
-from ..recompute import norms
+from .._torch_private import (
+    forward_hooks,
+    forward_pre_hooks,
+    has_children,
+    has_global_forward_hooks,
+)
+from ..recompute import engine as engine_module, norms
 from ..recompute.engine import Settings, run_engine, running_engine
 from ..recompute.fused import activation_forward
 from ..recompute.nodes import saved_tensor_hooks_are_active
@@ -203,12 +208,12 @@ def _may_be_a_norm(module: nn.Module) -> bool:
     if isinstance(module, (*norms.MODULES, nn.RMSNorm)):
         return True
     is_external = not type(module).__module__.startswith("torch.nn.")
-    return is_external and not module._modules and activation_of(module) is None
+    return is_external and not has_children(module) and activation_of(module) is None
 
 
 def _attachments_of(module: nn.Module) -> set[str]:
     """Return the attachments that a module has."""
-    hooks = module._forward_hooks.values()
+    hooks = forward_hooks(module).values()
     attachments = {
         name
         for name, hook in ((_NORM_HOOKS, _norm_hook), (_WALK_HOOK, _walk_hook))
@@ -250,7 +255,7 @@ def _is_partial_of(forward: Any, function: Callable[..., Any]) -> bool:
 def detach(model: nn.Module) -> None:
     """Undo `attach` in the model and in all of its parts."""
     for module in _unscripted(model):
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for hooks in (forward_pre_hooks(module), forward_hooks(module)):
             for key in [key for key, hook in hooks.items() if hook in _HOOKS]:
                 del hooks[key]
         forward: Any = vars(module).get("forward")
@@ -398,9 +403,9 @@ def _norm_hook(module: nn.Module, args: Any, output: Any) -> None:
 
 def _norm_hook_runs_first(module: nn.Module) -> bool:
     """Whether `_norm_hook` is the first of the module's forward hooks."""
-    if torch.nn.modules.module._global_forward_hooks:
+    if has_global_forward_hooks():
         return False
-    return next(iter(module._forward_hooks.values()), None) is _norm_hook
+    return next(iter(forward_hooks(module).values()), None) is _norm_hook
 
 
 def _walk_hook(module: nn.Module, args: Any, output: Any) -> None:

@@ -95,7 +95,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _ops
-from .._torch_private import storage_id, tree_leaves
+from .._torch_private import TO_COPY, is_named, storage_id, tree_leaves
 from ..memory import Packed
 from . import functions, nodes, norms, reasons
 from .fusions import call_of
@@ -137,7 +137,7 @@ _EXPECTED_ERRORS = (
 MIN_BYTES = 4096  # smaller tensors are saved as PyTorch saves them
 MAX_OPS = 4
 _LEAF_FACTOR = 4  # see NOTE [Leaves]
-_CAST = OPERATIONS["ToCopyBackward0"]
+_CAST = OPERATIONS[TO_COPY]
 _MAX_SPEC_KEYS = 2**16
 
 
@@ -777,7 +777,7 @@ class Engine:
         None if the operation is not a cast, the cast is not lossless, or its output may have been
         modified. All consumers of the output share the memory of one copy.
         """
-        if type(node).__name__ != "ToCopyBackward0" or saved._version != 0:
+        if not is_named(node, TO_COPY) or saved._version != 0:
             return None
         source = nodes.output_dtype(*nodes.producer(node, 0))
         if not _is_lossless(source, saved.dtype):

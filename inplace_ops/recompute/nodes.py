@@ -1,8 +1,7 @@
-"""Access to autograd's nodes: every private attribute that the recompute engine reads.
+"""Access to autograd's nodes and to the tensors that they save.
 
 PyTorch documents `_saved_*`, `_raw_saved_*`, `metadata` and `next_functions` in its notes on
-autograd. All other attributes are private. Checked on torch 2.11, 2.13, 2.14 and 2.15. The names of
-the node types are in `operations.py`, the table of operations.
+autograd. All other attributes are private, and `_torch_private.py` reads them.
 
 NOTE [Look before reading a saved tensor]
 
@@ -26,32 +25,45 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import _disabled_torch_dispatch_impl
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import _ops, _torch_private
+from .._torch_private import (
+    ACCUMULATE_GRAD,
+    TO_COPY,
+    DisableTorchFunction,
+    Node as Node,
+    default_saved_tensor_hooks,
+    dispatch_keys,
+    function_of as function_of,
+    has_torch_dispatch,
+    is_functional_or_zero,
+    is_functorch_wrapped_tensor,
+    is_named,
+    is_transformed as is_transformed,
+    next_sequence_number as next_sequence_number,
+    output_device as output_device,
+    output_dtype as output_dtype,
+    output_shape as output_shape,
+    sequence_number as sequence_number,
+    set_grad_enabled,
+    storage_of_weak_reference,
+)
 from ..memory import Measured, Packed, unpack_measured
 
 _T = TypeVar("_T")
-Node = Any  # torch.autograd.graph.Node lacks the attributes of its subclasses
 
 # None before torch 2.14.
 creation_hook: Any = getattr(torch.autograd.graph, "node_creation_hook", None)
 
 _PACKAGE = __name__.partition(".")[0] + "."
-_LEAF_SEQUENCE_NUMBER = 2**64 - 1  # the sequence number of every AccumulateGrad
 
 
 def is_python_function(node_type: type) -> bool:
     """Whether nodes of the type belong to a `torch.autograd.Function`."""
     return issubclass(node_type, BackwardCFunction)
-
-
-def function_of(node_type: type) -> type | None:
-    """Return the `torch.autograd.Function` of a node type; None of PyTorch's own node types."""
-    return getattr(node_type, "_forward_cls", None)
 
 
 class ByType(dict[type, _T | None]):
@@ -97,15 +109,15 @@ class no_graph:  # named like torch.no_grad
     __slots__ = ("_function", "_was_enabled")
 
     def __enter__(self) -> None:
-        self._function = torch._C.DisableTorchFunction()
+        self._function = DisableTorchFunction()
         self._function.__enter__()
         self._was_enabled = torch.is_grad_enabled()
         if self._was_enabled:
-            torch._C._set_grad_enabled(False)
+            set_grad_enabled(False)
 
     def __exit__(self, *error: Any) -> None:
         if self._was_enabled:
-            torch._C._set_grad_enabled(True)
+            set_grad_enabled(True)
         self._function.__exit__(*error)
 
 
@@ -121,7 +133,7 @@ def producers(node: Node) -> tuple[tuple[Node, int], ...]:
 
 def autograd_leaf_of(node: Node) -> Tensor | None:
     """Return the tensor of an AccumulateGrad node; None of other nodes."""
-    return node.variable if type(node).__name__ == "AccumulateGrad" else None
+    return node.variable if is_named(node, ACCUMULATE_GRAD) else None
 
 
 def is_cast_of_autograd_leaf(node: Node) -> bool:
@@ -136,7 +148,7 @@ def downcasts_autograd_leaf(node: Node) -> bool:
 
 
 def _cast_autograd_leaf(node: Node) -> Tensor | None:
-    if type(node).__name__ != "ToCopyBackward0":
+    if not is_named(node, TO_COPY):
         return None
     source, _ = producer(node, 0)
     return None if source is None else autograd_leaf_of(source)
@@ -154,24 +166,9 @@ def _signed(value: Any) -> Any:
     return value - 2**64 if type(value) is int and value >= 2**63 else value
 
 
-def output_shape(node: Node, index: int) -> torch.Size:
-    """Return the shape of one of the operation's outputs."""
-    return torch.Size(node._input_metadata[index].shape)
-
-
-def output_dtype(node: Node, index: int) -> torch.dtype:
-    """Return the dtype of one of the operation's outputs."""
-    return node._input_metadata[index].dtype
-
-
 def output_bytes(node: Node, index: int) -> int:
     """Return the size of one of the operation's outputs."""
     return output_shape(node, index).numel() * output_dtype(node, index).itemsize
-
-
-def output_device(node: Node, index: int) -> torch.device:
-    """Return the device of one of the operation's outputs."""
-    return node._input_metadata[index].device
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
@@ -292,20 +289,6 @@ def packed_values(node: Node) -> Iterator[Packed]:
                     yield value
 
 
-def sequence_number(node: Node) -> int | None:
-    """Return autograd's sequence number of a node; None of an AccumulateGrad node.
-
-    Each thread numbers its nodes in the order of their creation.
-    """
-    number = node._sequence_nr()
-    return None if number == _LEAF_SEQUENCE_NUMBER else number
-
-
-def next_sequence_number() -> int:
-    """Return the sequence number of the next node that this thread creates."""
-    return torch._C._autograd._get_sequence_nr()
-
-
 def is_plain(tensor: Tensor) -> bool:
     """Whether the engine may compute with a tensor: it is strided, and memory has all its values.
 
@@ -313,7 +296,7 @@ def is_plain(tensor: Tensor) -> bool:
     tensors of tracers, functorch and functionalization are not. Each of these has its own dispatch
     key, so all tensors of one type with the same set of dispatch keys have the same answer.
     """
-    type_and_keys = type(tensor), torch._C._dispatch_keys(tensor).raw_repr()
+    type_and_keys = type(tensor), dispatch_keys(tensor)
     plain = _is_plain.get(type_and_keys)
     if plain is None:
         plain = _is_plain[type_and_keys] = _looks_plain(tensor)
@@ -325,15 +308,14 @@ _is_plain: dict[tuple[type, int], bool] = {}
 
 def _looks_plain(tensor: Tensor) -> bool:
     return (
-        type(tensor).__torch_dispatch__ is _disabled_torch_dispatch_impl
+        not has_torch_dispatch(tensor)
         and tensor.layout is torch.strided
         and not tensor.is_nested
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        and not torch._is_functional_tensor(tensor)
+        and not is_functorch_wrapped_tensor(tensor)
+        and not is_functional_or_zero(tensor)
         and not tensor.is_meta
         and not tensor.is_neg()
         and not tensor.is_conj()
-        and not tensor._is_zerotensor()
     )
 
 
@@ -347,7 +329,7 @@ def saved_tensor_hooks_are_active() -> bool:
 
     The hooks of `inplace_ops.saved_bytes` do not count.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = default_saved_tensor_hooks()
     return hooks is not None and hooks[1] is not unpack_measured
 
 
@@ -374,7 +356,7 @@ class WeakMemory:
         """
         if self._alias._version != self._version or self._storage.expired():
             return None
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        storage = storage_of_weak_reference(self._storage.cdata)
         vector = self._alias.new_empty(0)
         size = storage.nbytes() // vector.itemsize
         self._alias.data = vector.set_(storage, 0, (size,), (1,))
@@ -385,12 +367,3 @@ def has_tangent(tensor: Tensor) -> bool:
     """Whether the tensor has a tangent in forward-mode AD."""
     level = forward_ad._current_level
     return level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
-
-
-def is_transformed() -> bool:
-    """Whether operations run under a tracer, a compiler or a `torch.func` transform."""
-    return (
-        torch._C._are_functorch_transforms_active()
-        or torch.compiler._is_compiling_flag
-        or torch._C._get_tracing_state() is not None
-    )

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _ops
+from .._torch_private import REPEAT, BatchNorm, InstanceNorm, is_named, own_parameters
 from .nodes import (
     ByType,
     Node,
@@ -39,8 +40,8 @@ from .nodes import (
 
 # Modules whose node does not save all that a spec needs. An RMS norm's does.
 MODULES = (
-    nn.modules.batchnorm._BatchNorm,
-    nn.modules.instancenorm._InstanceNorm,
+    BatchNorm,
+    InstanceNorm,
     nn.GroupNorm,
     nn.LayerNorm,
 )
@@ -204,7 +205,7 @@ def _repeated_parameters_of(node: Node) -> Parameters | None:
     not show (docs/compatibility.md says so).
     """
     repeats = [producer(node, index)[0] for index in (1, 2)]
-    if any(type(repeat).__name__ != "RepeatBackward0" for repeat in repeats):
+    if any(not is_named(repeat, REPEAT) for repeat in repeats):
         return None
     weight, bias = (autograd_leaf_of(producer(repeat, 0)[0]) for repeat in repeats)
     repeated = saved_tensor(node, "weight")
@@ -222,7 +223,8 @@ def registered_parameters(module: nn.Module) -> Parameters:
 
     This does not read `module.bias`, which would run a parametrization once more.
     """
-    return Parameters(module._parameters.get("weight"), module._parameters.get("bias"))
+    parameters = own_parameters(module)
+    return Parameters(parameters.get("weight"), parameters.get("bias"))
 
 
 # The attributes of a norm module that determine which weight and bias its operation reads.
@@ -277,12 +279,12 @@ def parameters_of_module(node: Node, module: nn.Module) -> Parameters | None:
     """
     if node_determines_bias(node):
         return parameters_of(node)
-    parameters = module._parameters
+    parameters = own_parameters(module)
     if not {"weight", "bias"} <= parameters.keys():
         return None
     weight, bias = parameters["weight"], parameters["bias"]
     saved = saved_tensor(node, "weight")
-    is_repeated = isinstance(module, nn.modules.instancenorm._InstanceNorm)
+    is_repeated = isinstance(module, InstanceNorm)
     if (saved is None) != (weight is None) or (saved is not weight and not is_repeated):
         return None
     if any(type(parameter) not in (nn.Parameter, type(None)) for parameter in (weight, bias)):
@@ -322,7 +324,7 @@ def is_batch_norm(node: Node) -> bool:
 
 def reads_running_statistics(node: Node) -> bool:
     """Whether the norm is a batch norm in eval mode."""
-    return is_batch_norm(node) and not node._saved_training
+    return is_batch_norm(node) and not argument(node, "training")
 
 
 def affine_of(node: Node, parameters: Parameters) -> NormAffine:

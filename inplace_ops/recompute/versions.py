@@ -46,6 +46,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
+from .._torch_private import CLONE, is_named
 from . import nodes
 from .nodes import Node
 from .norms import NormAffine, Parameters
@@ -207,7 +208,7 @@ def cloned_input(node: Node) -> Tensor | None:
 def _is_clone(saved: Tensor, producer: Node) -> bool:
     """Whether a node saves a clone of the input that the node `producer` produced."""
     saved_producer = saved.grad_fn
-    return saved_producer is not producer and type(saved_producer).__name__ == "CloneBackward0"
+    return saved_producer is not producer and is_named(saved_producer, CLONE)
 
 
 def _prove_clone(node: Node, clone: Tensor, record: Record) -> None:

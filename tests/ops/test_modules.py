@@ -14,8 +14,7 @@ from _support.cases import ACTIVATIONS, ONE_OF_EACH, ActivationCase, activation_
 from torch import Tensor, nn
 
 import inplace_ops
-from inplace_ops import activations as table
-from inplace_ops import saved_bytes
+from inplace_ops import activations as table, saved_bytes
 
 all_activations = pytest.mark.parametrize("activation", ACTIVATIONS, ids=activation_id)
 

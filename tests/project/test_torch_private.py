@@ -1,0 +1,508 @@
+"""PyTorch's private names: each still means what the package assumes, and one module has them.
+
+After an update of torch, the ids of the failing cases list what changed.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import save_on_cpu
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.two_tensor import TwoTensor
+
+import inplace_ops
+from inplace_ops import _torch_private as private
+from inplace_ops.recompute import nodes
+from inplace_ops.recompute.norms import NORMS
+from inplace_ops.recompute.operations import OPERATIONS, VIEWS
+
+PACKAGE = Path(inplace_ops.__file__).parent
+CHECKS: dict[str, Callable[[], None]] = {}  # by the names of `_torch_private.py`
+
+
+def checks(*names: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Register a check of these names of `_torch_private.py`."""
+
+    def register(check: Callable[[], None]) -> Callable[[], None]:
+        CHECKS.update(dict.fromkeys(names, check))
+        return check
+
+    return register
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(shape, requires_grad=True)
+
+
+def recorded_by_hook(read: Callable[[], Any]) -> Any:
+    """Return what `read` returns inside of a backward."""
+    found = []
+    y = leaf(2).sin()
+    y.register_hook(lambda grad: found.append(read()))
+    y.sum().backward()
+    return found[0]
+
+
+def both_states(active: Any, is_active: Callable[[], bool]) -> None:
+    """Check that `is_active` is true under the context manager `active`, and only there."""
+    assert not is_active()
+    with active:
+        assert is_active()
+    assert not is_active()
+
+
+def during_vmap(read: Callable[[Tensor], Any]) -> Any:
+    found = []
+
+    def inner(x: Tensor) -> Tensor:
+        found.append((x, read(x)))
+        return x.sin()
+
+    torch.vmap(inner)(torch.randn(3, 2))
+    return found[0]
+
+
+def traced(read: Callable[[], Any]) -> Any:
+    found = []
+
+    def program(x: Tensor) -> Tensor:
+        found.append(read())
+        return x.sin()
+
+    torch.jit.trace(program, torch.randn(2), check_trace=False)
+    return found[0]
+
+
+@checks("are_functorch_transforms_active", "is_functorch_wrapped_tensor", "unwrap_if_dead")
+def check_functorch() -> None:
+    found = []
+
+    def inner(x: Tensor) -> Tensor:
+        found.append(x)
+        assert private.are_functorch_transforms_active()
+        return x.sin().sum()
+
+    x = torch.randn(2)
+    torch.func.grad(inner)(x)
+    assert not private.are_functorch_transforms_active()
+    assert private.is_functorch_wrapped_tensor(found[0])
+    unwrapped = private.unwrap_if_dead(found[0])
+    assert not private.is_functorch_wrapped_tensor(unwrapped)
+    assert torch.equal(unwrapped, x)
+
+
+@checks("is_legacy_batchedtensor")
+def check_legacy_batched() -> None:
+    found = []
+
+    class Identity(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            found.append(private.is_legacy_batchedtensor(grad))
+            return grad
+
+    x = leaf(2)
+    torch.autograd.grad(Identity.apply(x), x, torch.eye(2), is_grads_batched=True)
+    assert found == [True]
+    assert not private.is_legacy_batchedtensor(x)
+
+
+@checks("set_grad_enabled")
+def check_set_grad_enabled() -> None:
+    private.set_grad_enabled(False)
+    try:
+        assert not torch.is_grad_enabled()
+    finally:
+        private.set_grad_enabled(True)
+
+
+@checks("DisableTorchFunction")
+def check_disable_torch_function() -> None:
+    class Subclass(Tensor):
+        pass
+
+    x = torch.randn(2).as_subclass(Subclass)
+    with private.DisableTorchFunction(), torch.device("meta"):
+        assert type(x + 1) is Tensor
+        assert torch.ones(1).device.type == "cpu"  # a mode has no effect either
+
+
+@checks("OpOverload", "op_name")
+def check_op_overload() -> None:
+    assert isinstance(torch.ops.aten.sin.default, private.OpOverload)
+    assert private.op_name(torch.ops.aten.sin.default) == "sin"
+
+
+@checks("check")
+def check_check() -> None:
+    private.check(True, lambda: "unused")
+    with pytest.raises(RuntimeError, match="the message"):
+        private.check(False, lambda: "the message")
+
+
+@checks("tree_leaves", "tree_map")
+def check_trees() -> None:
+    tree = {"a": [1, (2,)], "b": 3}
+    assert private.tree_leaves(tree) == [1, 2, 3]
+    assert private.tree_map(lambda leaf: -leaf, tree) == {"a": [-1, (-2,)], "b": -3}
+
+
+@checks("is_named", "ACCUMULATE_GRAD", "CLONE", "COPY_SLICES", "REPEAT", "TO_COPY")
+def check_node_names() -> None:
+    x = leaf(4)
+    base = leaf(4).clone()
+    base[1:].mul_(2)
+    cases = {
+        private.CLONE: x.clone(),
+        private.COPY_SLICES: base,
+        private.REPEAT: x.repeat(2),
+        private.TO_COPY: x.double(),
+    }
+    for name, y in cases.items():
+        assert private.is_named(y.grad_fn, name)
+    assert private.is_named(x.clone().grad_fn.next_functions[0][0], private.ACCUMULATE_GRAD)
+
+
+@checks("GRAPH_INPUTS")
+def check_graph_inputs() -> None:
+    """An input of a traced graph has one of these grad_fns, and another tensor has not."""
+    names = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        return module.forward
+
+    from functorch.compile import aot_function, nop
+
+    def program(x: Tensor, y: Tensor) -> Tensor:
+        names.append([type(t.grad_fn).__name__ for t in (x, y, x.sin())])
+        return x.sin() + y
+
+    aot_function(program, nop)(leaf(2), torch.randn(2))
+    for of_leaf, of_constant, of_result in names:
+        assert {of_leaf, of_constant} <= private.GRAPH_INPUTS
+        assert of_result not in private.GRAPH_INPUTS
+    assert names
+
+
+@checks("function_of")
+def check_function_of() -> None:
+    class Identity(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+    assert private.function_of(type(Identity.apply(leaf(2)).grad_fn)) is Identity
+    assert private.function_of(type(leaf(2).sin().grad_fn)) is None
+
+
+@checks("output_shape", "output_dtype", "output_device")
+def check_output_metadata() -> None:
+    first, second = leaf(4, 3).double().split([1, 3])
+    for index, y in enumerate((first, second)):
+        assert private.output_shape(y.grad_fn, index) == y.shape
+        assert private.output_dtype(y.grad_fn, index) == torch.float64
+        assert private.output_device(y.grad_fn, index) == torch.device("cpu")
+
+
+@checks("sequence_number", "next_sequence_number")
+def check_sequence_numbers() -> None:
+    number = private.next_sequence_number()
+    y = leaf(2).sin()
+    assert private.sequence_number(y.grad_fn) == number
+    assert private.next_sequence_number() == number + 1
+    assert private.sequence_number(y.grad_fn.next_functions[0][0]) is None
+
+
+@checks("running_node")
+def check_running_node() -> None:
+    assert private.running_node() is None
+    node = recorded_by_hook(private.running_node)
+    assert type(node).__name__ == "SinBackward0"
+
+
+@checks("running_pass")
+def check_running_pass() -> None:
+    passes = [recorded_by_hook(private.running_pass) for _ in range(2)]
+    assert passes[0] != passes[1]
+    assert private.running_pass() not in passes
+
+
+@checks("creation_meta")
+def check_creation_meta() -> None:
+    x = leaf(4).clone()
+    assert private.creation_meta(x[1:]) == "DEFAULT"
+    assert private.creation_meta(x.unbind()[0]) != "DEFAULT"
+
+
+@checks("dispatch_keys")
+def check_dispatch_keys() -> None:
+    x = torch.randn(2)
+    assert private.dispatch_keys(x) == private.dispatch_keys(torch.randn(3))
+    assert private.dispatch_keys(x) != private.dispatch_keys(torch.empty(2, device="meta"))
+    _, keys = during_vmap(private.dispatch_keys)
+    assert keys != private.dispatch_keys(x)
+
+
+@checks("has_torch_dispatch")
+def check_torch_dispatch() -> None:
+    x = torch.randn(2)
+    assert private.has_torch_dispatch(TwoTensor(x, x))
+    assert not private.has_torch_dispatch(x)
+    assert not private.has_torch_dispatch(nn.Parameter(x))
+
+
+@checks("is_traceable_wrapper_subclass")
+def check_flattened_subclass() -> None:
+    x = torch.randn(2)
+    assert private.is_traceable_wrapper_subclass(TwoTensor(x, x))
+    assert not private.is_traceable_wrapper_subclass(x)
+
+
+@checks("is_functional_or_zero")
+def check_functional_or_zero() -> None:
+    x = torch.randn(2)
+    assert not private.is_functional_or_zero(x)
+    assert private.is_functional_or_zero(torch._efficientzerotensor(2))
+    assert private.is_functional_or_zero(torch._to_functional_tensor(x))
+
+
+@checks("elements_share_memory")
+def check_internal_overlap() -> None:
+    assert private.elements_share_memory(torch.randn(1, 3).expand(2, 3))
+    assert not private.elements_share_memory(torch.randn(2, 3))
+
+
+@checks("storage_id", "storage_of_weak_reference")
+def check_storages() -> None:
+    x = torch.randn(2)
+    same, other = x[1:].untyped_storage(), torch.randn(2).untyped_storage()
+    storage = x.untyped_storage()
+    assert private.storage_id(storage) == private.storage_id(same) != private.storage_id(other)
+    again = private.storage_of_weak_reference(StorageWeakRef(storage).cdata)
+    assert again.data_ptr() == storage.data_ptr()
+
+
+@checks("coo_tensors")
+def check_coo_tensors() -> None:
+    sparse = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,), check_invariants=True)
+    indices, values = private.coo_tensors(sparse)
+    assert indices.tolist() == [[0, 0]]
+    assert values.tolist() == [1.0, 2.0]
+
+
+@checks("current_stream")
+def check_current_stream() -> None:
+    if not torch.cuda.is_available():
+        assert hasattr(torch._C, "_cuda_getCurrentStream") or torch.version.cuda is None
+        return
+    device = torch.device("cuda", torch.cuda.current_device())
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        assert private.current_stream(device) == stream
+        assert private.current_stream(device) is private.current_stream(device)
+
+
+@checks("is_exporting")
+def check_exporting() -> None:
+    found = []
+
+    class Program(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            found.append(private.is_exporting())
+            return x.sin()
+
+    torch.export.export(Program(), (torch.randn(2),), strict=False)
+    assert found
+    assert all(found)
+    assert not private.is_exporting()
+
+
+@checks("is_transformed")
+def check_transformed() -> None:
+    assert not private.is_transformed()
+    assert during_vmap(lambda x: private.is_transformed())[1]
+    assert traced(private.is_transformed)
+
+
+@checks("is_compiled", "is_optimized_module")
+def check_compiled_modules() -> None:
+    plain, optimized = nn.Linear(2, 2), torch.compile(nn.Linear(2, 2), backend="eager")
+    compiled = copy.deepcopy(plain)
+    compiled.compile(backend="eager")
+    assert [private.is_compiled(m) for m in (plain, optimized, compiled)] == [False, True, True]
+    assert private.is_optimized_module(optimized)
+    assert not private.is_optimized_module(compiled)
+
+
+@checks("has_activation_memory_budget")
+def check_activation_memory_budget() -> None:
+    import torch._functorch.config as config
+
+    both_states(config.patch(activation_memory_budget=0.5), private.has_activation_memory_budget)
+
+
+@checks("forward_hooks", "forward_pre_hooks", "has_children", "own_parameters")
+def check_module_state() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    hook = module.register_forward_hook(lambda *_: None)
+    pre_hook = module.register_forward_pre_hook(lambda *_: None)
+    assert list(private.forward_hooks(module)) == [hook.id]
+    assert list(private.forward_pre_hooks(module)) == [pre_hook.id]
+    assert private.has_children(module)
+    assert not private.has_children(module[0])
+    assert private.own_parameters(module[0])["bias"] is module[0].bias
+
+
+@checks("has_global_forward_hooks")
+def check_global_hooks() -> None:
+    assert not private.has_global_forward_hooks()
+    with nn.modules.module.register_module_forward_hook(lambda *_: None):
+        assert private.has_global_forward_hooks()
+
+
+@checks("BatchNorm", "InstanceNorm")
+def check_norm_modules() -> None:
+    assert isinstance(nn.BatchNorm2d(2), private.BatchNorm)
+    assert isinstance(nn.SyncBatchNorm(2), private.BatchNorm)
+    assert isinstance(nn.InstanceNorm3d(2), private.InstanceNorm)
+    assert not isinstance(nn.InstanceNorm3d(2), private.BatchNorm)
+
+
+@checks("NOT_RECOMPUTED", "TRACED_VIEWS")
+def check_names_exist() -> None:
+    for name in private.NOT_RECOMPUTED | private.TRACED_VIEWS:
+        assert hasattr(torch._C._functions, name), name
+
+
+@checks("jit_tracing_state")
+def check_jit_tracing_state() -> None:
+    assert traced(private.jit_tracing_state) is not None
+    assert private.jit_tracing_state() is None
+
+
+@checks("default_saved_tensor_hooks")
+def check_saved_tensor_hooks() -> None:
+    both_states(save_on_cpu(), lambda: private.default_saved_tensor_hooks() is not None)
+
+
+@checks("profiler_is_running")
+def check_profiler() -> None:
+    both_states(torch.autograd.profiler.profile(), private.profiler_is_running)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:FutureWarning")
+def test_private_name_means_what_the_package_assumes(name: str) -> None:
+    CHECKS[name]()
+
+
+def test_every_private_name_has_a_check() -> None:
+    imported = {"Any", "MutableMapping", "Node", "Tensor", "annotations", "nn", "torch"}
+    names = {name for name in vars(private) if not name.startswith("_")} - imported
+    assert names == set(CHECKS)
+
+
+def test_tensor_attributes_that_are_read_in_place() -> None:
+    x = leaf(4).clone()
+    view = x[1:]
+    assert (x._version, x._is_view(), x._base) == (0, False, None)
+    assert view._is_view()
+    assert view._base is x
+    view.mul_(2)
+    assert x._version == 1
+    assert forward_ad._current_level == -1
+    with forward_ad.dual_level():
+        assert forward_ad._current_level == 0
+
+
+def test_saved_tensors_can_be_read_and_replaced() -> None:
+    x = leaf(4)
+    y = x.sin()
+    assert y.grad_fn._saved_self is x
+    raw = y.grad_fn._raw_saved_self
+    assert raw.unpack_hook is None
+    raw.register_hooks(lambda saved: 2, lambda two: x.detach() * 0 + two)
+    assert raw.data == 2
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(gradient, torch.full_like(x, 2).cos())
+
+
+# Node types that older versions of torch do not have, and the first version that has them.
+ADDED: dict[str, str] = {}
+
+
+@pytest.mark.parametrize("table", [OPERATIONS, VIEWS, NORMS], ids=["OPERATIONS", "VIEWS", "NORMS"])
+def test_names_of_node_types_exist(table: dict[str, object]) -> None:
+    """The message lists the names that this torch does not have."""
+    own = {"RecomputeFunctionBackward"}
+    missing = [n for n in table if n not in own and not hasattr(torch._C._functions, n)]
+    assert [name for name in missing if torch.__version__ >= ADDED.get(name, "")] == []
+
+
+def private_names(path: Path) -> Iterator[str]:
+    """Yield the private names of other code that a file uses, and the node types that it names."""
+    tree = ast.parse(path.read_text())
+    own = {"self", "cls"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            of_own = isinstance(node.value, ast.Name) and node.value.id in own
+            if not node.attr.endswith("__") and not of_own:
+                yield node.attr
+        elif isinstance(node, ast.ImportFrom) and not node.level and "torch" in str(node.module):
+            names = [*str(node.module).split("."), *(alias.name for alias in node.names)]
+            yield from (name for name in names if name.startswith("_") and name != "__future__")
+        elif isinstance(node, ast.Constant) and node.value in NODE_TYPES:
+            yield node.value
+
+
+NODE_TYPES = {*dir(torch._C._functions), private.ACCUMULATE_GRAD, private.COPY_SLICES}
+TABLES = {"_torch_private.py", "recompute/operations.py", "recompute/norms.py"}
+READ_IN_PLACE = {"_version", "_base", "_is_view", "_current_level"}
+
+
+def test_one_module_has_the_private_names() -> None:
+    """Also the names of node types, except those of the tables of rules."""
+    own = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                own.add(node.name)
+            elif isinstance(node, ast.Name):
+                own.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                own.add(node.attr)
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        name = path.relative_to(PACKAGE).as_posix()
+        if name == "_torch_private.py":
+            continue
+        for used in private_names(path):
+            is_saved = used.startswith(("_saved_", "_raw_saved_")) and name == "recompute/nodes.py"
+            is_rule = used in NODE_TYPES and name in TABLES
+            if not (used in own or used in READ_IN_PLACE or is_saved or is_rule):
+                found.append(f"{name}: {used}")
+    assert found == []
+
+
+def test_engine_reads_saved_tensors_of_every_kind() -> None:
+    """The accessors of nodes.py agree with PyTorch's own on a few nodes."""
+    x, weight = leaf(2, 3, 4, 4), leaf(5, 3, 1, 1)
+    node = F.conv2d(x, weight, padding=(1, 2)).grad_fn
+    assert nodes.saved_tensor(node, "input") is x
+    assert nodes.argument(node, "padding") == (1, 2)
+    assert nodes.operation_name(node) == "Convolution"
+    assert nodes.argument(x[..., -1].grad_fn, "index") == -1
