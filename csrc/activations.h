@@ -1,15 +1,7 @@
 // The list of activations, from which ops, schemas, registrations and default bits are generated.
 //
-// To add an activation, add
-//
-// 1. its entry, a file in csrc/activations/: activations/entry.h says what an entry must define;
-// 2. its line in kActivations below;
-// 3. in inplace_ops/: its row in activations.py, its Functions in autograd.py, its function, its
-//    module and their export in __init__.py;
-// 4. for a smooth activation: its reference in tests/_support/smooth_references.py.
-//
-// tests/ops/test_activations.py says what is missing. `make tables` writes the table of errors in
-// docs/accuracy.md.
+// docs/adding_an_activation.md lists the steps to add one. `make tables` writes the table of errors
+// in docs/accuracy.md.
 #pragma once
 
 #include <tuple>

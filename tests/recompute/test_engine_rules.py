@@ -31,8 +31,7 @@ from _support.twins import (
 from torch import Tensor, nn
 
 import inplace_ops
-from inplace_ops import memory as package_memory
-from inplace_ops import saved_bytes
+from inplace_ops import memory as package_memory, saved_bytes
 from inplace_ops.conversion.wiring import conversion_of
 from inplace_ops.recompute import engine, nodes
 from inplace_ops.recompute.norms import NormAffine, norm_of, source_of
