@@ -70,3 +70,27 @@ def test_derivative_grid_errors_match_documentation(
         error = activation.derivative_error("derivative", torch.float64, bits)
         assert f"{error:.1e}" == expected
         assert 0.9 * limit <= error <= limit
+
+
+def written(number: float) -> str:
+    """Return a number as the documentation writes it: 3.5e-6."""
+    return f"{number:g}".replace("e-0", "e-")
+
+
+@pytest.mark.parametrize(
+    "activation", [SILU, GELU, GELU_TANH, HARDSWISH, MISH], ids=lambda a: a.ops.name
+)
+def test_documented_bits_and_errors_are_those_of_the_table(activation: Activation) -> None:
+    own = " ".join(str(getattr(inplace_ops, activation.function).__doc__).split())
+    general = " ".join(str(inplace_ops.silu_.__doc__).split())
+    bits = {dtype: activation.default_bits("output", dtype) for dtype in FLOATS}
+    if activation is HARDSWISH:
+        assert f'None with "output" is {bits[torch.float16]} in float16' in own
+        bits[torch.float16] = SILU.default_bits("output", torch.float16)
+    f64, f32, f16, b16 = bits.values()
+    assert f"{f64} in float64, {f32} in float32, {f16} in float16 and {b16} in bfloat16" in general
+    f64, f32, f16, b16 = (activation.default_bits("derivative", dtype) for dtype in FLOATS)
+    assert f16 == b16
+    assert f"{f16} in float16 and bfloat16, {f32} in float32 and {f64} in float64" in general
+    error = activation.output_errors[torch.float32][bits[torch.float32]]
+    assert f"{written(error)} in float32" in own
