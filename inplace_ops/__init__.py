@@ -7,20 +7,12 @@ tensors in backward that PyTorch would save.
 from importlib import metadata as _metadata
 
 from . import (
+    conversion,
     functional,
     modules,
     torch_compile as torch_compile,  # registers the ops' implementations in compiled code
 )
-from .conversion import (
-    Remaining,
-    Replaced,
-    Report,
-    VerificationError,
-    analyze,
-    convert,
-    revert,
-    reverted,
-)
+from .conversion import *  # noqa: F403
 from .functional import *  # noqa: F403
 from .memory import saved_bytes
 from .modules import *  # noqa: F403
@@ -30,16 +22,7 @@ try:
 except _metadata.PackageNotFoundError:  # on PYTHONPATH, but not installed
     __version__ = "0+unknown"
 
-__all__ = [
-    "Remaining",
-    "Replaced",
-    "Report",
-    "VerificationError",
-    "analyze",
-    "convert",
-    "revert",
-    "reverted",
-    "saved_bytes",
-]
+__all__ = ["saved_bytes"]
+__all__ += conversion.__all__
 __all__ += functional.__all__
 __all__ += modules.__all__
