@@ -298,7 +298,8 @@ def check_storages() -> None:
 
 @checks("coo_tensors")
 def check_coo_tensors() -> None:
-    sparse = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,), check_invariants=True)
+    with torch.sparse.check_sparse_tensor_invariants():
+        sparse = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,))
     indices, values = private.coo_tensors(sparse)
     assert indices.tolist() == [[0, 0]]
     assert values.tolist() == [1.0, 2.0]
@@ -405,7 +406,7 @@ def check_profiler() -> None:
 
 
 @pytest.mark.parametrize("name", CHECKS)
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
 def test_private_name_means_what_the_package_assumes(name: str) -> None:
     CHECKS[name]()
 
