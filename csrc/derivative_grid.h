@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "number_formats.h"
+#include "dtypes.h"
 
 namespace inplace_ops {
 

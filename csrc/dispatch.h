@@ -5,7 +5,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
-#include "number_formats.h"
+#include "dtypes.h"
 
 namespace inplace_ops {
 

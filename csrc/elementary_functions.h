@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "number_formats.h"
+#include "dtypes.h"
 
 namespace inplace_ops {
 

@@ -21,10 +21,10 @@
 #include <utility>
 
 #include "activations/entry.h"
+#include "bit_planes.h"
 #include "derivative_grid.h"
 #include "inverse.h"
 #include "norm_affine.h"
-#include "packed_bits.h"
 
 namespace inplace_ops {
 

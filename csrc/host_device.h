@@ -1,15 +1,16 @@
 // Attributes and bit operations for code that compiles for the host and for a device. Includes
 // neither torch nor, on the host, CUDA.
 //
-// INPLACE_OPS_HARDWARE names a header of functions that a GPU has instructions for: cuda/hardware.h
-// on a GPU, and its emulation in tests on the host. Other host code leaves it undefined.
+// INPLACE_OPS_HARDWARE names a header of functions that a GPU has instructions for:
+// cuda/intrinsics.h on a GPU, and its emulation in tests on the host. Other host code leaves it
+// undefined.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
 #ifdef __CUDA_ARCH__
-#define INPLACE_OPS_HARDWARE "cuda/hardware.h"
+#define INPLACE_OPS_HARDWARE "cuda/intrinsics.h"
 #endif
 #ifdef INPLACE_OPS_HARDWARE
 #include INPLACE_OPS_HARDWARE

@@ -10,8 +10,8 @@
 #include <optional>
 #include <vector>
 
+#include "bit_planes.h"
 #include "norm_affine.h"
-#include "packed_bits.h"
 #include "strided_layout.h"
 
 namespace inplace_ops {

@@ -26,7 +26,7 @@
 //   what ../inverse.h needs to invert value().
 #pragma once
 
-#include "../number_formats.h"
+#include "../dtypes.h"
 
 namespace inplace_ops {
 

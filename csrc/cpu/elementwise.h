@@ -15,7 +15,7 @@
 
 #include "../functors.h"
 #include "../strided_layout.h"
-#include "instructions.h"
+#include "simd.h"
 
 namespace inplace_ops {
 

@@ -33,7 +33,7 @@
 // elements.
 //
 // ../functors.h defines Operands, FastBits (the numbers of bits with a vectorized path) and
-// SplitsRegions (core and tail region). ../packed_bits.h defines kGroup: eight elements, which
+// SplitsRegions (core and tail region). ../bit_planes.h defines kGroup: eight elements, which
 // share a byte of each bit plane.
 //
 // The kernel bodies take their indices as arguments and compile for the host too, where tests run
@@ -44,8 +44,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "../bit_planes.h"
 #include "../functors.h"
-#include "../packed_bits.h"
 #include "../strided_layout.h"
 #include "affine_layout.h"
 

@@ -1,6 +1,6 @@
-// Emulates csrc/cuda/hardware.h on the host: each function returns its exact value plus the largest
-// error that the PTX ISA allows (9.1, sections 9.7.3.13, 15, 20 and 21), or a multiple of it.
-// Subnormals count as 0, as with .ftz.
+// Emulates csrc/cuda/intrinsics.h on the host: each function returns its exact value plus the
+// largest error that the PTX ISA allows (9.1, sections 9.7.3.13, 15, 20 and 21), or a multiple of
+// it. Subnormals count as 0, as with .ftz.
 #pragma once
 
 #include <cmath>

@@ -7,8 +7,8 @@
 #include <immintrin.h>
 #endif
 
-#include "../number_formats.h"
-#include "../packed_bits.h"
+#include "../bit_planes.h"
+#include "../dtypes.h"
 
 namespace inplace_ops {
 

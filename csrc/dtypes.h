@@ -1,4 +1,5 @@
-// The storage formats double, float, Half and BFloat16, and the type that each is computed in.
+// The storage formats of the dtypes float64, float32, float16 and bfloat16, which are double,
+// float, Half and BFloat16, and the type that each is computed in.
 #pragma once
 
 #include <type_traits>
