@@ -15,71 +15,13 @@
 
 #include "../functors.h"
 #include "../strided_layout.h"
+#include "block.h"
 #include "simd.h"
+#include "strided_io.h"
 
 namespace inplace_ops {
 
-constexpr int kBlock = 512;  // elements; the block's buffers stay in the L1 cache
-constexpr int kVector = 16;  // elements of the widest vector
 constexpr int64_t kGrainBlocks = 32768 / kBlock;  // PyTorch's grain size of elementwise kernels
-
-// Splits the elements first to first + count - 1 into spans along the innermost dimension. Calls
-// visit(position, length, offsets) for each span: its position relative to `first`, and the offsets
-// of its first element in each operand.
-template <int max_operands, int max_dims, class Visit>
-void for_each_span(const StridedLayoutOf<max_operands, max_dims>& strided, int64_t first,
-                   int64_t count, const Visit& visit) {
-  const int inner = strided.dims - 1;
-  const auto& sizes = strided.sizes;
-  const auto& strides = strided.strides;
-  int64_t offsets[max_operands] = {};
-  if (inner < 0) return visit(int64_t(0), count, offsets);
-  int64_t index[max_dims], remaining = first;
-  for (int d = inner; d >= 0; --d) {
-    index[d] = d > 0 ? remaining % sizes[d] : remaining;
-    remaining /= sizes[d];
-    for (int k = 0; k < strided.operands; ++k) offsets[k] += index[d] * strides[k][d];
-  }
-  for (int64_t position = 0; position < count;) {
-    const int64_t length = std::min(count - position, sizes[inner] - index[inner]);
-    visit(position, length, offsets);
-    position += length;
-    index[inner] += length;
-    for (int k = 0; k < strided.operands; ++k) offsets[k] += length * strides[k][inner];
-    for (int d = inner; d > 0 && index[d] == sizes[d]; --d) {
-      index[d] = 0;
-      ++index[d - 1];
-      for (int k = 0; k < strided.operands; ++k)
-        offsets[k] += strides[k][d - 1] - sizes[d] * strides[k][d];
-    }
-  }
-}
-
-template <int max_operands, int max_dims>
-int64_t innermost_stride(const StridedLayoutOf<max_operands, max_dims>& strided, int operand) {
-  return strided.dims > 0 ? strided.strides[operand][strided.dims - 1] : 1;
-}
-
-template <class T, int max_operands, int max_dims>
-NO_INLINE void gather(T* buffer, const T* data,
-                      const StridedLayoutOf<max_operands, max_dims>& strided, int operand,
-                      int64_t first, int64_t count) {
-  const int64_t stride = innermost_stride(strided, operand);
-  for_each_span(strided, first, count, [&](int64_t position, int64_t length, auto& offsets) {
-    const T* const from = data + offsets[operand];
-    for (int64_t i = 0; i < length; ++i) buffer[position + i] = from[i * stride];
-  });
-}
-
-template <class T>
-NO_INLINE void scatter(T* data, const T* buffer, const StridedLayout& strided, int64_t first,
-                       int64_t count) {
-  const int64_t stride = innermost_stride(strided, 0);
-  for_each_span(strided, first, count, [&](int64_t position, int64_t length, auto& offsets) {
-    T* const to = data + offsets[0];
-    for (int64_t i = 0; i < length; ++i) to[i * stride] = buffer[position + i];
-  });
-}
 
 // The affine of a block's elements, as a list of spans. If is_uniform, all elements of a span have
 // the same mean, scale and shift, and the pointers point to one number. Otherwise they point to one
@@ -140,57 +82,6 @@ class BlockAffine {
  private:
   C mean_[kBlock], scale_[kBlock], shift_[kBlock];
 };
-
-// Whether values are converted a block at a time, before and after the loop over the elements. This
-// is for halves in float arithmetic: the compiler does not generate their instructions in loops.
-// Values of all other formats are converted in the loop.
-template <class T, class C = opmath_t<T>>
-constexpr bool kConvertsHalf = std::is_same_v<T, Half> && !std::is_same_v<C, Half>;
-
-// The elements of a block of an input.
-template <class T, class C = opmath_t<T>>
-struct BlockInput {
-  const T* stored;
-  const opmath_t<T>* values;  // if kConvertsHalf
-
-  HOST_DEVICE Element<T> operator[](int64_t i) const {
-    if constexpr (kConvertsHalf<T, C>) return {stored[i], values[i]};
-    return element_of(stored[i]);
-  }
-};
-
-template <class Functor>
-using BlockInputOf = BlockInput<typename Functor::Scalar, typename Functor::C>;
-
-template <class Functor>
-using BlockInputs = const BlockInputOf<Functor> (&)[Functor::kInputs];
-
-template <class T, class C, int inputs>
-HOST_DEVICE void load_elements(Element<T> (&element)[inputs], const BlockInput<T, C> (&in)[inputs],
-                               int64_t i) {
-  for (int k = 0; k < inputs; ++k) element[k] = in[k][i];
-}
-
-// The type of results of format T in the loop: float if they are converted to half after the loop.
-template <class T, class C = opmath_t<T>>
-using result_t = std::conditional_t<kConvertsHalf<T, C>, opmath_t<T>, T>;
-
-template <class Functor>
-using functor_result_t = result_t<typename Functor::Out, typename Functor::C>;
-
-template <class T, class C>
-HOST_DEVICE result_t<T, C> to_result(C value) {
-  if constexpr (kConvertsHalf<T, C>)
-    return value;
-  else
-    return store<T>(value);
-}
-
-// The type of codes in the loop. It is as wide as the arithmetic: with a narrower type the compiler
-// works on several vectors at once and runs out of registers. The codes of masks are narrow, since
-// their loop does little more than store them.
-template <class Functor>
-using code_t = std::conditional_t<Functor::accepts_bits(8), uint32_t, uint8_t>;
 
 // Recomputes a block of a norm's output z from its input x. z may overwrite x. For halves, `values`
 // receives z in float, not yet rounded. For other formats `values` is z itself.
