@@ -2,8 +2,8 @@
 //
 // The loop that calls the functor converts what it loads and stores, except halves in float
 // arithmetic: the compiler does not generate the instructions that convert halves. So a block of
-// halves is converted to float before the loop (BlockInput), and results are converted back after it
-// (result_t), by functions of simd.h.
+// halves is converted to float before the loop (BlockInput), and results are converted back after
+// it (result_t), by functions of simd.h.
 #pragma once
 
 #include <cstdint>

@@ -1,9 +1,9 @@
 // Copies elements of a strided tensor to and from a contiguous buffer.
 //
-// A loop vectorizes only over neighboring elements, so functors run over buffers. To find the offset
-// of each element by itself would take a division for each dimension. Instead, for_each_span()
-// divides once, for the first element, and then steps through the dimensions like an odometer: along
-// the innermost dimension offsets are a stride apart.
+// A loop vectorizes only over neighboring elements, so functors run over buffers. To find the
+// offset of each element by itself would take a division for each dimension. Instead,
+// for_each_span() divides once, for the first element, and then steps through the dimensions like
+// an odometer: along the innermost dimension offsets are a stride apart.
 #pragma once
 
 #include <algorithm>
