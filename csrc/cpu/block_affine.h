@@ -1,7 +1,7 @@
 // Recomputes a block of a norm's output from the norm's input.
 //
-// Each element has a scale and a shift, and after a layer norm a mean and an rstd (norm_affine.h). A
-// loop that looked them up by offset would not vectorize. BlockAffine looks up those of a block
+// Each element has a scale and a shift, and after a layer norm a mean and an rstd (norm_affine.h).
+// A loop that looked them up by offset would not vectorize. BlockAffine looks up those of a block
 // before the loop, in the cheapest way that the layout allows:
 //
 // - In NCHW neighboring elements have the same scale: a number for each span.

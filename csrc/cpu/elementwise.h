@@ -15,6 +15,7 @@
 
 #include "../functors.h"
 #include "../strided_layout.h"
+#include "bit_plane_io.h"
 #include "block.h"
 #include "block_affine.h"
 #include "simd.h"
@@ -136,45 +137,6 @@ HOST_DEVICE void compute_by_region(const Functor functor, result_t<T>* out, Bloc
     }
   }
   for (int i = 0; i < num_tail; ++i) out[indices[i]] = results[i];
-}
-
-// pack() and unpack() convert between a block's codes and its bit planes, eight planes at a time.
-// Narrow codes are bytes already.
-template <class Instructions>
-HOST_DEVICE void pack(const uint8_t (&codes)[kBlock], const PackedBits<uint8_t>& packed,
-                      int64_t first_group, int groups, int low = 0) {
-  for (int plane = low; plane < packed.planes && plane < low + 8; ++plane)
-    Instructions::pack(&packed.at(plane, first_group), codes, plane - low, groups);
-}
-
-template <class Instructions>
-HOST_DEVICE void pack(const uint32_t (&codes)[kBlock], const PackedBits<uint8_t>& packed,
-                      int64_t first_group, int groups) {
-  for (int low = 0; low < packed.planes; low += 8) {
-    uint8_t bytes[kBlock];
-    for (int i = 0; i < kBlock; ++i) bytes[i] = uint8_t(codes[i] >> low);
-    pack<Instructions>(bytes, packed, first_group, groups, low);
-  }
-}
-
-template <class Instructions>
-HOST_DEVICE void unpack(uint8_t (&codes)[kBlock], const PackedBits<const uint8_t>& packed,
-                        int64_t first_group, int groups, int low = 0) {
-  memset(codes, 0, kBlock);
-  for (int plane = low; plane < packed.planes && plane < low + 8; ++plane)
-    Instructions::unpack(codes, &packed.at(plane, first_group), plane - low, groups);
-}
-
-template <class Instructions>
-HOST_DEVICE void unpack(uint32_t (&codes)[kBlock], const PackedBits<const uint8_t>& packed,
-                        int64_t first_group, int groups) {
-  uint8_t bytes[kBlock];
-  unpack<Instructions>(bytes, packed, first_group, groups);
-  for (int i = 0; i < kBlock; ++i) codes[i] = bytes[i];
-  for (int low = 8; low < packed.planes; low += 8) {
-    unpack<Instructions>(bytes, packed, first_group, groups, low);
-    for (int i = 0; i < kBlock; ++i) codes[i] |= uint32_t(bytes[i]) << low;
-  }
 }
 
 template <class Instructions, class Functor>
