@@ -5,21 +5,18 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#ifdef __x86_64__
-#include <cpuid.h>
-#endif
-
 #include <algorithm>
-#include <cstdlib>
-#include <string_view>
+#include <cstdint>
 
 #include "../functors.h"
 #include "../strided_layout.h"
 #include "bit_plane_io.h"
 #include "block.h"
 #include "block_affine.h"
+#include "instruction_sets.h"
 #include "simd.h"
 #include "strided_io.h"
+#include "tail_region.h"
 
 namespace inplace_ops {
 
@@ -54,89 +51,6 @@ HOST_DEVICE void compute_without_codes(const Functor functor,
     uint32_t code;
     out[i] = to_result<Out>(functor(element, code, 1));
   }
-}
-
-// The functions that are compiled for an instruction set: INPLACE_OPS_COMPILE_FOR defines them.
-template <class Instructions>
-struct CompiledFor;
-
-// The loop over a block with the functor's code for the core region. A functor with kSplitsCore has
-// two loops, one per step: the processor overlaps several iterations of a short loop, and waits
-// less for square roots and divisions.
-template <class Functor, class T = typename Functor::Scalar>
-HOST_DEVICE void compute_core(const Functor functor, result_t<T>* out, BlockInputs<Functor> in,
-                              const code_t<Functor>* codes, int bits, int count) {
-  Element<T> element[Functor::kInputs];
-  if constexpr (Functor::kSplitsCore) {
-    float x[kBlock];
-#pragma GCC ivdep
-    for (int i = 0; i < count; ++i) {
-      load_elements(element, in, i);
-      x[i] = functor.core_input(element, codes[i], bits);
-    }
-#pragma GCC ivdep
-    for (int i = 0; i < count; ++i) {
-      load_elements(element, in, i);
-      out[i] = to_result<T>(functor.core_from_input(element, x[i]));
-    }
-  } else {
-#pragma GCC ivdep
-    for (int i = 0; i < count; ++i) {
-      load_elements(element, in, i);
-      out[i] = to_result<T>(functor.core(element, codes[i], bits));
-    }
-  }
-}
-
-// The loops over a block of a functor with kSplitsRegions. The elements of the tail region are
-// collected first and computed separately, so that no vector runs the code of both regions.
-template <class Instructions, class Functor, class T = typename Functor::Scalar>
-HOST_DEVICE void compute_by_region(const Functor functor, result_t<T>* out, BlockInputs<Functor> in,
-                                   const code_t<Functor>* codes, int bits, int count) {
-  uint8_t is_in_tail[kBlock] = {};
-  for (int i = 0; i < count; ++i) {
-    Element<T> element[Functor::kInputs];
-    load_elements(element, in, i);
-    is_in_tail[i] = functor.is_in_tail(element, codes[i], bits);
-  }
-
-  int num_tail = 0;
-  int indices[kBlock];
-  for (int first = 0; first < count; first += 8) {
-    uint64_t any;
-    memcpy(&any, is_in_tail + first, sizeof(any));
-    if (any == 0) continue;
-    for (int i = first; i < first + 8; ++i) {
-      indices[num_tail] = i;  // overwritten unless it is in the tail
-      num_tail += is_in_tail[i];
-    }
-  }
-  // Pad the last vector: a part of a vector would cost as much as many whole ones.
-  int padded = num_tail;
-  while (padded % kVector != 0) indices[padded++] = indices[0];
-  T stored[Functor::kInputs][kBlock];
-  opmath_t<T> values[Functor::kInputs][kConvertsHalf<T> ? kBlock : 1];
-  BlockInput<T> tail_in[Functor::kInputs];
-  code_t<Functor> tail_codes[kBlock];
-  for (int k = 0; k < Functor::kInputs; ++k) {
-    for (int i = 0; i < padded; ++i) stored[k][i] = in[k].stored[indices[i]];
-    if constexpr (kConvertsHalf<T>)
-      CompiledFor<Instructions>::half_to_float(values[k], stored[k], padded);
-    tail_in[k] = {stored[k], values[k]};
-  }
-  for (int i = 0; i < padded; ++i) tail_codes[i] = codes[indices[i]];
-
-  compute_core(functor, out, in, codes, bits, count);
-
-  result_t<T> results[kBlock];
-  for (int first = 0; first < padded; first += kVector) {
-    for (int i = first; i < first + kVector; ++i) {
-      Element<T> element[Functor::kInputs];
-      load_elements(element, tail_in, i);
-      results[i] = to_result<T>(functor.tail(element, tail_codes[i], bits));
-    }
-  }
-  for (int i = 0; i < num_tail; ++i) out[indices[i]] = results[i];
 }
 
 template <class Instructions, class Functor>
@@ -258,31 +172,6 @@ INPLACE_OPS_COMPILE_FOR(Avx512,
                         __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c"))))
 #endif
 #undef INPLACE_OPS_COMPILE_FOR
-
-enum class InstructionSet { kBaseline, kAvx2, kAvx512 };
-
-// Returns the best instruction set that the processor supports. To test the others,
-// INPLACE_OPS_CPU=baseline or avx2 limits it.
-inline InstructionSet instruction_set() {
-#ifdef __x86_64__
-  static const InstructionSet result = [] {
-    const char* variable = std::getenv("INPLACE_OPS_CPU");
-    const std::string_view limit = variable ? variable : "";
-    unsigned eax, ebx, ecx, edx;  // __builtin_cpu_supports knows F16C only since g++ 11
-    const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
-    if (limit == "baseline" || !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
-        !has_f16c)
-      return InstructionSet::kBaseline;
-    if (limit == "avx2" || !__builtin_cpu_supports("avx512bw") ||
-        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
-      return InstructionSet::kAvx2;
-    return InstructionSet::kAvx512;
-  }();
-  return result;
-#else
-  return InstructionSet::kBaseline;
-#endif
-}
 
 struct Cpu {
   template <class C>
