@@ -1,6 +1,6 @@
 // The functors: the arithmetic of one element. There is one functor for each direction and save
 // mode. Most are templates over an activation. Others need only the storage format, as Identity
-// does, or wrap another functor, as Normalizing, Add and Cast do. cpu/elementwise.h and
+// does, or wrap another functor, as Normalizing, Add and Cast do. cpu/block_loop.h and
 // cuda/elementwise.cuh run a functor over tensors (Operands). For each element they
 //
 // 1. load the inputs, and the element's `code` from the packed bits if kPackedBits is kRead;
@@ -162,7 +162,7 @@ struct BackwardOutput : Elementwise<T, 2, PackedBitsUse::kRead, 1, Activation::k
   }
 
   // core() in two steps: x, and then the gradient. The CPU runs each step in a loop of its own,
-  // which is faster (compute_core() in cpu/elementwise.h). In the 16-bit formats x is all that the
+  // which is faster (compute_core() in cpu/tail_region.h). In the 16-bit formats x is all that the
   // second step needs of the first. In float it also needs the point at the estimate.
   static constexpr bool kSplitsCore = sizeof(T) == 2;
   HOST_DEVICE float core_input(const Element<T> (&in)[2], uint32_t code, int bits) const {

@@ -1,5 +1,5 @@
 #include "../registration.h"
-#include "elementwise.h"
+#include "block_loop.h"
 
 STABLE_TORCH_LIBRARY_IMPL(inplace_ops, CPU, m) {
   inplace_ops::register_all_recompute<inplace_ops::Cpu>(m);

@@ -1,6 +1,16 @@
-// Runs a functor over tensors on the CPU, in parallel over blocks of elements. Each block is a loop
-// that the compiler vectorizes. The loops are compiled for several instruction sets, one of which
-// is chosen at run time.
+// Runs a functor over tensors on the CPU, in parallel over blocks of elements.
+//
+// The buffers of a block stay in the L1 cache. So what the compiler cannot vectorize together with
+// the functor has a pass of its own over the block. For each block run_blocks()
+//
+// 1. gathers strided inputs (strided_io.h), and converts halves to float (simd.h);
+// 2. recomputes the output of a norm (block_affine.h), or unpacks the codes (bit_plane_io.h);
+// 3. calls the functor for each element, in a loop that the compiler vectorizes: compute(), or the
+//    loops of tail_region.h;
+// 4. packs the codes, converts results to half, and scatters them.
+//
+// All of this is compiled for several instruction sets (instruction_sets.h), of which Cpu::run()
+// takes one.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
