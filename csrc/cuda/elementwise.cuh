@@ -37,7 +37,7 @@
 // share a byte of each bit plane.
 //
 // The kernel bodies take their indices as arguments and compile for the host too, where tests run
-// them: Lanes stores the state of one lane on a GPU, and of a whole warp on the host.
+// them (warp.cuh).
 #pragma once
 
 #include <optional>
@@ -48,6 +48,7 @@
 #include "../functors.h"
 #include "../strided_layout.h"
 #include "affine_layout.h"
+#include "warp.cuh"
 
 namespace inplace_ops {
 
@@ -62,7 +63,6 @@ namespace inplace_ops {
 
 // The fastest of 128, 256 and 512 threads a block on an H200: see benchmarks/tune_cuda.py.
 constexpr int kThreads = 128;
-constexpr int kWarpSize = 32;
 constexpr int kAccesses = INPLACE_OPS_ACCESSES;
 constexpr int kVectorBytes = 16;
 
@@ -146,49 +146,6 @@ HOST_DEVICE std::enable_if_t<sizeof(T[count]) == sizeof(Vector)> store_vector(
   *reinterpret_cast<Vector*>(data) = vector;
 #endif
 }
-
-// The steps of a warp: work that each lane does by itself, and words that lanes exchange.
-template <class State>
-class Lanes {
- public:
-#ifdef __CUDA_ARCH__
-  template <class Work>
-  __device__ __forceinline__ void each(const Work& work) {
-    work(state_, threadIdx.x % kWarpSize);
-  }
-  // Lanes 2i and 2i + 1 exchange the word.
-  __device__ __forceinline__ void swap_neighbors(uint32_t State::* word) {
-    state_.*word = __shfl_xor_sync(0xffffffffu, state_.*word, 1);
-  }
-  // Bit i is the lowest bit of lane i's word.
-  __device__ __forceinline__ uint32_t vote(uint32_t State::* word) {
-    return __ballot_sync(0xffffffffu, state_.*word & 1u);
-  }
-
- private:
-  State state_;
-#else
-  template <class Work>
-  void each(const Work& work) {
-    for (unsigned lane = 0; lane < kWarpSize; ++lane) work(states_[lane], lane);
-  }
-  void swap_neighbors(uint32_t State::* word) {
-    for (int lane = 0; lane < kWarpSize; lane += 2) {
-      const uint32_t given = states_[lane].*word;
-      states_[lane].*word = states_[lane + 1].*word;
-      states_[lane + 1].*word = given;
-    }
-  }
-  uint32_t vote(uint32_t State::* word) {
-    uint32_t votes = 0;
-    for (int lane = 0; lane < kWarpSize; ++lane) votes |= (states_[lane].*word & 1u) << lane;
-    return votes;
-  }
-
- private:
-  State states_[kWarpSize];
-#endif
-};
 
 // The state of a lane: its part of a tile, in accesses of `count` elements.
 template <class Functor, int count>
