@@ -48,14 +48,10 @@
 #include "../functors.h"
 #include "../strided_layout.h"
 #include "affine_layout.h"
+#include "tile.cuh"
 #include "warp.cuh"
 
 namespace inplace_ops {
-
-#ifndef INPLACE_OPS_ACCESSES  // benchmarks/tune_cuda.py sets other values, and INPLACE_OPS_LOAD
-#define INPLACE_OPS_ACCESSES 2
-#define INPLACE_OPS_STORE "st.global"
-#endif
 
 #ifndef INPLACE_OPS_FEW_TILES  // tests set it to 1, so that small tensors take both paths
 #define INPLACE_OPS_FEW_TILES 128
@@ -63,9 +59,6 @@ namespace inplace_ops {
 
 // The fastest of 128, 256 and 512 threads a block on an H200: see benchmarks/tune_cuda.py.
 constexpr int kThreads = 128;
-constexpr int kAccesses = INPLACE_OPS_ACCESSES;
-constexpr int kVectorBytes = 16;
-
 // The layout of dense tensors: an element's offset is its index.
 struct Dense {
   template <int count>
@@ -93,92 +86,6 @@ struct Rows {
 struct RowsOfNormalized : Rows {
   AffineLayout affine;
 };
-
-// Elements of a vector access: 16 bytes, or one double.
-template <class T>
-constexpr int kVectorElements = sizeof(T) == 8 ? 1 : kVectorBytes / sizeof(T);
-
-struct alignas(kVectorBytes) Vector {
-  uint32_t a, b, c, d;
-};
-
-template <class T, int count>
-HOST_DEVICE void load_vector(T (&values)[count], const T* data) {
-  static_assert(sizeof(values) == sizeof(Vector));
-#if defined(__CUDA_ARCH__) && defined(INPLACE_OPS_LOAD)  // not by default: it costs registers
-  Vector vector;
-  asm volatile(INPLACE_OPS_LOAD ".v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(vector.a), "=r"(vector.b), "=r"(vector.c), "=r"(vector.d)
-               : "l"(__cvta_generic_to_global(data)));
-#else
-  const Vector vector = *reinterpret_cast<const Vector*>(data);
-#endif
-  memcpy(values, &vector, sizeof(vector));
-}
-
-// Stores 8 bytes: results that are cast to half the width.
-template <class T, int count>
-HOST_DEVICE std::enable_if_t<sizeof(T[count]) == sizeof(uint64_t)> store_vector(
-    T* data, const T (&values)[count]) {
-  uint32_t words[2];
-  memcpy(words, values, sizeof(words));
-#ifdef __CUDA_ARCH__
-  asm volatile(INPLACE_OPS_STORE ".v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(data)),
-               "r"(words[0]), "r"(words[1])
-               : "memory");
-#else
-  memcpy(data, words, sizeof(words));
-#endif
-}
-
-template <class T, int count>
-HOST_DEVICE std::enable_if_t<sizeof(T[count]) == sizeof(Vector)> store_vector(
-    T* data, const T (&values)[count]) {
-  Vector vector;
-  memcpy(&vector, values, sizeof(vector));
-#ifdef __CUDA_ARCH__
-  // nvcc 13.0 compiles an assignment to four stores of four bytes.
-  asm volatile(INPLACE_OPS_STORE
-               ".v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(data)),
-               "r"(vector.a), "r"(vector.b), "r"(vector.c), "r"(vector.d)
-               : "memory");
-#else
-  *reinterpret_cast<Vector*>(data) = vector;
-#endif
-}
-
-// The state of a lane: its part of a tile, in accesses of `count` elements.
-template <class Functor, int count>
-struct LaneState {
-  using T = typename Functor::Scalar;
-  T in[Functor::kInputs][kAccesses][count];
-  typename Functor::Out out[kAccesses][count];
-  int64_t out_offset[kAccesses];
-  uint32_t codes[kAccesses][count];
-  uint32_t own, word;  // in TileBits: the word that the lane uses itself, and the one it exchanges
-};
-
-template <int count>
-constexpr int kTileElements = kWarpSize * kAccesses * count;
-
-// A tile begins at a multiple of kGroup and has kTileElements elements. With accesses of one
-// element the last tile may have fewer.
-struct Tile {
-  int64_t first;
-  int elements;
-
-  // The group of the element at an index in the tile. The divisions are unsigned, as they take
-  // fewer instructions than signed ones.
-  HOST_DEVICE int64_t group(unsigned index) const {
-    return uint64_t(first) / kGroup + index / kGroup;
-  }
-};
-
-// The index in the tile of the first element of a lane's access.
-template <int count>
-HOST_DEVICE int index_in_tile(int access, unsigned lane) {
-  return (access * kWarpSize + lane) * count;
-}
 
 // Writes the codes of a tile to the bit planes, and reads them. The number of planes is a
 // compile-time constant, except for accesses of one element.
@@ -509,11 +416,6 @@ HOST_DEVICE void run_tile(const Functor& functor, const Layout& layout,
   });
   if constexpr (Functor::kPackedBits == PackedBitsUse::kWritten)
     TileBits<count>::template write<planes>(lanes, packed, tile);
-}
-
-template <int count>
-inline int64_t tiles_of(int64_t elements) {
-  return (elements + kTileElements<count> - 1) / kTileElements<count>;
 }
 
 // Runs a tile with the version of run_tile that is compiled for this number of bit planes. The last
