@@ -48,6 +48,7 @@
 #include "../functors.h"
 #include "../strided_layout.h"
 #include "affine_layout.h"
+#include "bit_plane_io.cuh"
 #include "tile.cuh"
 #include "warp.cuh"
 
@@ -85,139 +86,6 @@ struct Rows {
 // Kernels after a norm are bound by memory, so one kernel serves dense tensors and rows.
 struct RowsOfNormalized : Rows {
   AffineLayout affine;
-};
-
-// Writes the codes of a tile to the bit planes, and reads them. The number of planes is a
-// compile-time constant, except for accesses of one element.
-template <int count>
-struct TileBits;
-
-// The eight elements of an access share a byte of each plane.
-template <>
-struct TileBits<8> {
-  template <int planes, class Functor>
-  HOST_DEVICE static void write(Lanes<LaneState<Functor, 8>>& lanes,
-                                const PackedBits<uint8_t>& packed, const Tile& tile) {
-    lanes.each([&](auto& my, unsigned lane) {
-      UNROLL
-      for (int a = 0; a < kAccesses; ++a) {
-        UNROLL
-        for (int low = 0; low < planes; low += 8)
-          store_planes<planes>(
-              packed, low, tile.group(index_in_tile<8>(a, lane)),
-              {word_of_four<planes>(my.codes[a], low), word_of_four<planes>(my.codes[a] + 4, low)});
-      }
-    });
-  }
-
-  template <int planes, class Functor>
-  HOST_DEVICE static void read(Lanes<LaneState<Functor, 8>>& lanes,
-                               const PackedBits<const uint8_t>& packed, const Tile& tile) {
-    lanes.each([&](auto& my, unsigned lane) {
-      UNROLL
-      for (int a = 0; a < kAccesses; ++a) {
-        UNROLL
-        for (int low = 0; low < planes; low += 8) {
-          const int64_t group = tile.group(index_in_tile<8>(a, lane));
-          const TwoWords words = load_planes<planes>(packed, low, group);
-          add_word_of_four<planes>(my.codes[a], words.first, low);
-          add_word_of_four<planes>(my.codes[a] + 4, words.second, low);
-        }
-      }
-    });
-  }
-};
-
-// A byte belongs to two neighboring lanes, with four elements each. Of every two accesses the even
-// lane handles the bytes of the first and the odd lane the bytes of the second, and the lanes
-// exchange the words that this requires. So kAccesses must be even for formats of 32 bits.
-template <>
-struct TileBits<4> {
-  // The first element of the group that a lane handles.
-  HOST_DEVICE static int index(int access, unsigned lane) {
-    return index_in_tile<4>(access + lane % 2, lane - lane % 2);
-  }
-
-  template <int planes, class Functor>
-  HOST_DEVICE static void write(Lanes<LaneState<Functor, 4>>& lanes,
-                                const PackedBits<uint8_t>& packed, const Tile& tile) {
-    UNROLL
-    for (int a = 0; a < kAccesses; a += 2) {
-      UNROLL
-      for (int low = 0; low < planes; low += 8) {
-        lanes.each([&](auto& my, unsigned lane) {
-          const uint32_t first = word_of_four<planes>(my.codes[a], low);
-          const uint32_t second = word_of_four<planes>(my.codes[a + 1], low);
-          my.own = lane % 2 ? second : first;
-          my.word = lane % 2 ? first : second;
-        });
-        lanes.swap_neighbors(&LaneState<Functor, 4>::word);
-        lanes.each([&](auto& my, unsigned lane) {
-          const TwoWords words = lane % 2 ? TwoWords{my.word, my.own} : TwoWords{my.own, my.word};
-          store_planes<planes>(packed, low, tile.group(index(a, lane)), words);
-        });
-      }
-    }
-  }
-
-  template <int planes, class Functor>
-  HOST_DEVICE static void read(Lanes<LaneState<Functor, 4>>& lanes,
-                               const PackedBits<const uint8_t>& packed, const Tile& tile) {
-    UNROLL
-    for (int a = 0; a < kAccesses; a += 2) {
-      UNROLL
-      for (int low = 0; low < planes; low += 8) {
-        lanes.each([&](auto& my, unsigned lane) {
-          const TwoWords words = load_planes<planes>(packed, low, tile.group(index(a, lane)));
-          my.own = lane % 2 ? words.second : words.first;
-          my.word = lane % 2 ? words.first : words.second;
-        });
-        lanes.swap_neighbors(&LaneState<Functor, 4>::word);
-        lanes.each([&](auto& my, unsigned lane) {
-          add_word_of_four<planes>(my.codes[a], lane % 2 ? my.word : my.own, low);
-          add_word_of_four<planes>(my.codes[a + 1], lane % 2 ? my.own : my.word, low);
-        });
-      }
-    }
-  }
-};
-
-// The lanes of a warp, with one element each, form four bytes of a plane by a vote.
-template <>
-struct TileBits<1> {
-  template <int, class Functor>
-  HOST_DEVICE static void write(Lanes<LaneState<Functor, 1>>& lanes,
-                                const PackedBits<uint8_t>& packed, const Tile& tile) {
-    UNROLL
-    for (int a = 0; a < kAccesses; ++a) {
-      NO_UNROLL
-      for (int plane = 0; plane < packed.planes; ++plane) {
-        lanes.each([&](auto& my, int) { my.word = my.codes[a][0] >> plane; });
-        const uint32_t votes = lanes.vote(&LaneState<Functor, 1>::word);
-        lanes.each([&](auto&, unsigned lane) {
-          const int index = index_in_tile<1>(a, lane * kGroup);
-          if (lane < kWarpSize / kGroup && index < tile.elements)
-            packed.at(plane, tile.group(index)) = uint8_t(votes >> (lane * kGroup));
-        });
-      }
-    }
-  }
-
-  template <int, class Functor>
-  HOST_DEVICE static void read(Lanes<LaneState<Functor, 1>>& lanes,
-                               const PackedBits<const uint8_t>& packed, const Tile& tile) {
-    lanes.each([&](auto& my, unsigned lane) {
-      UNROLL
-      for (int a = 0; a < kAccesses; ++a) {
-        const int index = smaller(index_in_tile<1>(a, lane), tile.elements - 1);
-        NO_UNROLL
-        for (int plane = 0; plane < packed.planes; ++plane) {
-          const uint32_t byte = packed.at(plane, tile.group(index));
-          my.codes[a][0] |= ((byte >> (index % kGroup)) & 1u) << plane;
-        }
-      }
-    });
-  }
 };
 
 // The arithmetic of one access. Where a functor splits regions, core() runs on all elements, and
