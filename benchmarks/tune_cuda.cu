@@ -15,6 +15,7 @@
 
 #include "../csrc/activations.h"
 #include "../csrc/cuda/elementwise.cuh"
+#include "../csrc/cuda/path_choice.cuh"
 
 #define CHECK(call) check(call, #call, __LINE__)
 

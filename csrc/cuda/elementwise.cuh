@@ -5,7 +5,7 @@
 // arithmetic, so that all of them are in flight at once.
 //
 // Where possible an access has 16 bytes: mostly in whole tiles of tensors that are aligned, and
-// dense or rows of a larger tensor. Elsewhere it has one element. choose_path() has the exact
+// dense or rows of a larger tensor. Elsewhere it has one element. path_choice.cuh has the exact
 // conditions. Results that are cast to half the width are stored 8 bytes at a time.
 //
 // Bandwidth. Every byte moves once. Bytes moved per element of s bytes with k saved bits:
@@ -53,40 +53,6 @@
 #include "warp.cuh"
 
 namespace inplace_ops {
-
-#ifndef INPLACE_OPS_FEW_TILES  // tests set it to 1, so that small tensors take both paths
-#define INPLACE_OPS_FEW_TILES 128
-#endif
-
-// The fastest of 128, 256 and 512 threads a block on an H200: see benchmarks/tune_cuda.py.
-constexpr int kThreads = 128;
-// The layout of dense tensors: an element's offset is its index.
-struct Dense {
-  template <int count>
-  HOST_DEVICE void get_offsets(uint64_t element, int64_t (&offsets)[count]) const {
-    for (int k = 0; k < count; ++k) offsets[k] = element;
-  }
-};
-
-// The layout of tensors whose rows are a whole number of accesses, with a gap between rows that may
-// differ between operands. Some of the channels of a larger tensor have this layout, such as the
-// gradient of an input of torch.cat. Any other tensor has a StridedLayout and accesses of one
-// element.
-struct Rows {
-  IntDivider size;  // divides by the elements of a row; dense tensors have one row, always row 0
-  int32_t gaps[kMaxOperands] = {};
-
-  template <int count>
-  HOST_DEVICE void get_offsets(uint64_t element, int64_t (&offsets)[count]) const {
-    const int32_t row = size.div(uint32_t(element));
-    for (int k = 0; k < count; ++k) offsets[k] = element + int64_t(row) * gaps[k];
-  }
-};
-
-// Kernels after a norm are bound by memory, so one kernel serves dense tensors and rows.
-struct RowsOfNormalized : Rows {
-  AffineLayout affine;
-};
 
 // The arithmetic of one access. Where a functor splits regions, core() runs on all elements, and
 // tail() then overwrites the results of those in the tail. These are rare, and one branch for all
@@ -313,82 +279,6 @@ HOST_DEVICE void run_warp(const Functor& functor, const Layout& layout,
   if (first >= end) return;
   const int elements = smaller(end - first, int64_t(kTileElements<count>));
   run_version<count>(Versions{}, functor, layout, operands, Tile{first, elements});
-}
-
-// Returns the rows if the operands are dense or in rows that are a whole number of accesses of
-// `count` elements, otherwise nullopt.
-template <int count>
-std::optional<Rows> rows_of(const StridedLayout& strided) {
-  Rows rows;
-  if (strided.is_dense()) return rows;
-  if (strided.dims != 2 || strided.elements > INT32_MAX) return std::nullopt;
-  const int64_t size = strided.sizes[1];
-  if (size % count != 0) return std::nullopt;
-  rows.size = IntDivider(size);
-  for (int k = 0; k < strided.operands; ++k) {
-    const int64_t gap = strided.strides[k][0] - size;
-    if (strided.strides[k][1] != 1 || gap % count != 0 || gap != int32_t(gap)) return std::nullopt;
-    rows.gaps[k] = int32_t(gap);
-  }
-  return rows;
-}
-
-// Calls launch(layout) with the layout for accesses of several elements, if the operands have one:
-//   - dense tensors;
-//   - Rows, if the functor has kVectorizesRows or kNormalizes;
-//   - in addition, after a norm, an AffineLayout.
-// Otherwise does not call it.
-template <class Functor, class Launch>
-void with_vector_layout(const StridedLayout& strided, const Operands<Functor>& operands,
-                        const Launch& launch) {
-  constexpr int count = kVectorElements<typename Functor::Scalar>;
-  if constexpr (Functor::kNormalizes) {
-    const auto rows = rows_of<count>(strided);
-    const auto affine = affine_layout<count>(operands.affine, kVectorBytes);
-    if (rows && affine) launch(RowsOfNormalized{*rows, *affine});
-  } else if (strided.is_dense()) {
-    launch(Dense{});
-  } else if constexpr (Functor::kVectorizesRows) {
-    if (const auto rows = rows_of<count>(strided)) launch(*rows);
-  }
-}
-
-// Whether the operands are aligned to a vector, and there is a version for their number of bits.
-template <class Functor, int... planes>
-bool can_vectorize(const Operands<Functor>& operands, std::integer_sequence<int, planes...>) {
-  uintptr_t addresses = reinterpret_cast<uintptr_t>(operands.out);
-  for (const auto* in : operands.in) addresses |= reinterpret_cast<uintptr_t>(in);
-  return addresses % kVectorBytes == 0 && ((operands.packed.planes == planes) || ...);
-}
-
-// With fewer whole tiles than this, a second launch for the remaining elements would cost more than
-// accesses of one element to all elements.
-constexpr int kFewTiles = INPLACE_OPS_FEW_TILES;
-
-// Calls launch(count, layout, begin, end) with the elements of an access and the layout to use from
-// `begin` to `end`. Whole tiles have vector accesses. Accesses have one element, with any layout,
-//   - where the format is double,
-//   - where the operands are not aligned, or their number of bits is not in FastBits,
-//   - where they have no layout for vector accesses (with_vector_layout()),
-//   - where there are fewer than kFewTiles whole tiles and a rest, and
-//   - in the rest at the end, which is less than a tile.
-template <class Functor, class Launch>
-void choose_path(const StridedLayout& strided, const Operands<Functor>& operands,
-                 const Launch& launch) {
-  constexpr int vector = kVectorElements<typename Functor::Scalar>;
-  const int64_t elements = strided.elements;
-  int64_t begin = 0;
-  if constexpr (vector > 1) {
-    constexpr int tile = kTileElements<vector>;
-    const bool is_worth_it = elements % tile == 0 || elements / tile >= kFewTiles;
-    if (is_worth_it && can_vectorize(operands, typename Functor::FastBits{})) {
-      with_vector_layout(strided, operands, [&](const auto& layout) {
-        begin = elements / tile * tile;
-        launch(std::integral_constant<int, vector>{}, layout, int64_t(0), begin);
-      });
-    }
-  }
-  if (begin < elements) launch(std::integral_constant<int, 1>{}, strided, begin, elements);
 }
 
 }  // namespace inplace_ops

@@ -9,6 +9,8 @@
 
 #include "../registration.h"
 #include "elementwise.cuh"
+#include "path_choice.cuh"
+#include "warp.cuh"
 
 // Lets a kernel index a parameter without a copy in local memory. Requires compute capability 7.0.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 700

@@ -2,7 +2,6 @@
 // compiles this file, and test_host_kernels.py calls it with the addresses of tensors. Needs
 // neither torch nor a GPU.
 #define INPLACE_OPS_HARDWARE "../tests/cuda/emulated_hardware.h"
-#define INPLACE_OPS_FEW_TILES 1
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -13,6 +12,7 @@
 #include <vector>
 
 #include "../../csrc/cuda/elementwise.cuh"
+#include "../../csrc/cuda/path_choice.cuh"
 #include "named_activation.h"
 
 #ifdef __SANITIZE_ADDRESS__
@@ -100,7 +100,8 @@ Path run(const Functor& functor, const Launch& launch) {
   if constexpr (Functor::kNormalizes) operands.affine = affine_of<opmath_t<T>>(launch);
 
   Path path;
-  choose_path(strided, operands, [&](auto count, const auto& layout, int64_t begin, int64_t end) {
+  const int64_t few_tiles = 1;  // small tensors take both paths
+  const auto launch_tiles = [&](auto count, const auto& layout, int64_t begin, int64_t end) {
     path.access = std::max(path.access, count());
     if constexpr (std::is_same_v<std::decay_t<decltype(layout)>, RowsOfNormalized>)
       path.layout = name_of(layout.affine);
@@ -110,7 +111,8 @@ Path run(const Functor& functor, const Launch& launch) {
     for (int64_t tile = skipped / kTileElements<count()>;
          tile < (tiles + warps - 1) / warps * warps; ++tile)
       run_warp<count()>(functor, layout, operands, begin, end, tile);
-  });
+  };
+  choose_path(strided, operands, launch_tiles, few_tiles);
   return path;
 }
 
