@@ -34,19 +34,17 @@
 //
 // ../functors.h defines Operands, FastBits (the numbers of bits with a vectorized path) and
 // SplitsRegions (core and tail region). ../bit_planes.h defines kGroup: eight elements, which
-// share a byte of each bit plane.
+// share a byte of each bit plane. tile.cuh has loads and stores, bit_plane_io.cuh those of codes.
 //
 // The kernel bodies take their indices as arguments and compile for the host too, where tests run
 // them (warp.cuh).
 #pragma once
 
-#include <optional>
+#include <cstdint>
 #include <type_traits>
 #include <utility>
 
-#include "../bit_planes.h"
 #include "../functors.h"
-#include "../strided_layout.h"
 #include "affine_layout.h"
 #include "bit_plane_io.cuh"
 #include "tile.cuh"

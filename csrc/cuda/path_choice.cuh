@@ -1,8 +1,9 @@
 // Chooses the accesses and the layout with which kernels run over an op's operands.
 //
-// Accesses of 16 bytes need elements that are neighbors in memory, in every operand, and the offset
-// of the first one in few instructions. The general StridedLayout gives neither. So the host looks
-// for a layout below that both gives, once for each launch, and the kernels are compiled for each.
+// An access of 16 bytes needs elements that are neighbors in memory, in every operand, and the
+// offset of the first of them in few instructions. A StridedLayout offers neither. So before each
+// launch the host looks for a layout that offers both: dense tensors, or rows. Kernels are compiled
+// for each of these layouts and, with accesses of one element, for StridedLayout.
 #pragma once
 
 #include <cstdint>

@@ -1,9 +1,8 @@
 // A warp's tile: the elements of each lane, and how a lane loads and stores them.
 //
-// An access of 16 bytes takes as long as one of 2 or 4 bytes, so a lane accesses as many
-// neighboring elements at once as fit (kVectorElements). A lane makes kAccesses accesses. Between
-// two of them lie those of the other lanes, so that the lanes of a warp together access neighboring
-// memory.
+// A lane makes kAccesses accesses to a tensor, of 16 bytes where possible (elementwise.cuh).
+// Neighboring lanes access neighboring memory: between two accesses of a lane lie those of all
+// other lanes.
 #pragma once
 
 #include <cstdint>
