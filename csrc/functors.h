@@ -46,13 +46,9 @@ struct Elementwise {
   // dense tensors. Backward functors set it: a gradient is often a slice of a larger tensor's
   // channels. Functors with kNormalizes support rows in any case.
   static constexpr bool kVectorizesRows = false;
+  // Whether the functor splits its work by region: is_in_tail() decides between core() and tail().
+  static constexpr bool kSplitsRegions = false;
 };
-
-// Whether a functor splits its work by region: is_in_tail() decides between core() and tail().
-template <class Functor, class = void>
-struct SplitsRegions : std::false_type {};
-template <class Functor>
-struct SplitsRegions<Functor, std::enable_if_t<Functor::kSplitsRegions>> : std::true_type {};
 
 struct NoAffine {};
 

@@ -121,7 +121,7 @@ HOST_DEVICE void run_blocks(const Functor& functor, const StridedLayout& strided
       const int groups = int(plane_bytes(count));
       if constexpr (!writes_bits)
         CompiledFor<Instructions>::unpack(codes, operands.packed, first_group, groups);
-      if constexpr (SplitsRegions<Functor>::value) {
+      if constexpr (Functor::kSplitsRegions) {
         compute_by_region<Instructions>(functor, results, in, codes, bits, count);
       } else if (writes_bits && bits == 0) {
         compute_without_codes<Out>(functor, results, in, count);

@@ -33,7 +33,7 @@
 // elements.
 //
 // ../functors.h defines Operands, FastBits (the numbers of bits with a vectorized path) and
-// SplitsRegions (core and tail region). ../bit_planes.h defines kGroup: eight elements, which
+// kSplitsRegions (core and tail region). ../bit_planes.h defines kGroup: eight elements, which
 // share a byte of each bit plane. tile.cuh has loads and stores, bit_plane_io.cuh those of codes.
 //
 // The kernel bodies take their indices as arguments and compile for the host too, where tests run
@@ -66,14 +66,14 @@ HOST_DEVICE void compute(const Functor& functor, LaneState<Functor, count>& my, 
     UNROLL
     for (int k = 0; k < Functor::kInputs; ++k) elements[i][k] = element_of(my.in[k][access][i]);
     uint32_t& code = my.codes[access][i];
-    if constexpr (SplitsRegions<Functor>::value) {
+    if constexpr (Functor::kSplitsRegions) {
       my.out[access][i] = store<T>(functor.core(elements[i], code, bits));
       any_in_tail |= functor.is_in_tail(elements[i], code, bits);
     } else {
       my.out[access][i] = store<T>(functor(elements[i], code, bits));
     }
   }
-  if constexpr (SplitsRegions<Functor>::value) {
+  if constexpr (Functor::kSplitsRegions) {
     if (!any_in_tail) return;
     uint32_t in_tail = 0;
     UNROLL
