@@ -320,6 +320,15 @@ struct NormalizeAdd : Normalizing<Add<Identity<T>>> {};
 template <class Activation, class T = typename Activation::Scalar>
 struct ForwardRecomputeAdd : Normalizing<Add<Value<Activation>>> {};
 
+// Returns a functor that has an activation as its member. The outer braces initialize base classes.
+template <class Functor, class Activation>
+Functor functor_of(const Activation& activation) {
+  if constexpr (Functor::kNormalizes)
+    return {{{{}, activation}}};  // derives from Normalizing<Value> or Normalizing<Gradient>
+  else
+    return {{}, activation};
+}
+
 // A functor over float whose results are rounded to a 16-bit format, as a cast rounds them.
 template <class Functor, class Format>
 struct Cast : Functor {

@@ -172,16 +172,23 @@ template <class Device, template <class> class Activation, class... Arguments>
 struct Ops<Device, Activation, Types<Arguments...>> {
   static constexpr const char* kName = Activation<float>::kName;
 
+  // Returns a function that makes the functor over a storage format, as run_for_dtype() takes it.
+  template <template <class, class> class Functor>
+  static auto maker_of(Arguments... arguments) {
+    return [=](auto scalar) {
+      using T = decltype(scalar);
+      using A = Activation<T>;
+      return functor_of<Functor<A, T>>(A{arguments...});
+    };
+  }
+
   // In the functions below, Forward is the forward functor of a save mode. Without packed bits it
   // saves nothing.
 
   template <template <class, class> class Forward>
   static void forward(const Tensor& out, const Tensor& x, const Tensor* packed,
                       const DimOrder& dim_order, Arguments... arguments) {
-    run_for_dtype<Device>(kName, out, {&x}, packed, dim_order, [&](auto scalar) {
-      using A = Activation<decltype(scalar)>;
-      return Forward<A, decltype(scalar)>{{}, A{arguments...}};
-    });
+    run_for_dtype<Device>(kName, out, {&x}, packed, dim_order, maker_of<Forward>(arguments...));
   }
 
   template <template <class, class> class Forward>
@@ -231,37 +238,27 @@ struct Ops<Device, Activation, Types<Arguments...>> {
   static Tensor recompute(Tensor x, Tensor channel_affine, std::optional<Tensor> row_statistics,
                           DimOrder dim_order, Arguments... arguments, OptionalDtype dtype) {
     const AffineTensors affine{&channel_affine, row_statistics ? &*row_statistics : nullptr};
-    return transform_normalized<Device>(kName, x, affine, dim_order, dtype, [&](auto scalar) {
-      using A = Activation<decltype(scalar)>;
-      return ForwardRecompute<A>{{{{}, A{arguments...}}}};
-    });
+    return transform_normalized<Device>(kName, x, affine, dim_order, dtype,
+                                        maker_of<ForwardRecompute>(arguments...));
   }
 
   static Tensor backward_recompute(Tensor grad, Tensor x, Tensor channel_affine,
                                    std::optional<Tensor> row_statistics, DimOrder dim_order,
                                    Arguments... arguments) {
     const AffineTensors affine{&channel_affine, row_statistics ? &*row_statistics : nullptr};
-    const auto make = [&](auto scalar) {
-      using A = Activation<decltype(scalar)>;
-      return BackwardRecompute<A>{{{{}, A{arguments...}}}};
-    };
-    return differentiate({&grad, &x}, nullptr, dim_order, make, &affine);
+    return differentiate({&grad, &x}, nullptr, dim_order, maker_of<BackwardRecompute>(arguments...),
+                         &affine);
   }
 
   static Tensor backward_mask(Tensor grad, Tensor packed, DimOrder dim_order,
                               Arguments... arguments) {
-    return differentiate({&grad}, &packed, dim_order, [&](auto scalar) {
-      using A = Activation<decltype(scalar)>;
-      return BackwardMask<A>{{}, A{arguments...}};
-    });
+    return differentiate({&grad}, &packed, dim_order, maker_of<BackwardMask>(arguments...));
   }
 
   static Tensor backward_mask_of_output(Tensor grad, Tensor output, DimOrder dim_order,
                                         Arguments... arguments) {
-    return differentiate({&grad, &output}, nullptr, dim_order, [&](auto scalar) {
-      using A = Activation<decltype(scalar)>;
-      return BackwardMaskOfOutput<A>{{}, A{arguments...}};
-    });
+    return differentiate({&grad, &output}, nullptr, dim_order,
+                         maker_of<BackwardMaskOfOutput>(arguments...));
   }
 
   static Tensor backward_output(Tensor grad, Tensor output, Tensor packed, DimOrder dim_order) {
