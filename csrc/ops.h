@@ -133,14 +133,16 @@ Tensor normalize(Tensor x, Tensor channel_affine, std::optional<Tensor> row_stat
                                       [](auto scalar) { return Normalize<decltype(scalar)>{}; });
 }
 
-// Applies the functor make(T{}) to an addend and a norm's input x. Returns a new tensor.
-template <class Device, class MakeFunctor>
-Tensor transform_normalized_sum(const char* op, const Tensor& x, const AffineTensors& affine,
-                                const Tensor& addend, const DimOrder& dim_order,
-                                const MakeFunctor& make) {
+// Applies the functor to an addend and a norm's input x. Returns a new tensor.
+template <class Device, template <class> class Functor>
+Tensor transform_normalized_sum(const char* op, const Tensor& x, const Tensor& channel_affine,
+                                const std::optional<Tensor>& row_statistics, const Tensor& addend,
+                                const DimOrder& dim_order) {
+  const AffineTensors affine{&channel_affine, row_statistics ? &*row_statistics : nullptr};
   check_order(op, dim_order, x.dim());
   check_same(op, addend, x);
   const Tensor out = empty_in_order(x, dim_order);
+  const auto make = [](auto scalar) { return Functor<decltype(scalar)>{}; };
   run_for_dtype<Device>(op, out, {&addend, &x}, nullptr, dim_order, make, &affine);
   return out;
 }
@@ -149,20 +151,19 @@ Tensor transform_normalized_sum(const char* op, const Tensor& x, const AffineTen
 template <class Device>
 Tensor normalize_add(Tensor x, Tensor channel_affine, std::optional<Tensor> row_statistics,
                      Tensor addend, DimOrder dim_order) {
-  const AffineTensors affine{&channel_affine, row_statistics ? &*row_statistics : nullptr};
-  return transform_normalized_sum<Device>(
-      "normalize_add", x, affine, addend, dim_order,
-      [](auto scalar) { return NormalizeAdd<decltype(scalar)>{}; });
+  return transform_normalized_sum<Device, NormalizeAdd>("normalize_add", x, channel_affine,
+                                                        row_statistics, addend, dim_order);
 }
 
-// Returns the ReLU of the sum of a norm's output and an addend.
+template <class T>
+using NormalizeAddReLU = ForwardRecomputeAdd<ReLU<T>>;
+
+// Returns the ReLU of that sum.
 template <class Device>
 Tensor normalize_add_relu(Tensor x, Tensor channel_affine, std::optional<Tensor> row_statistics,
                           Tensor addend, DimOrder dim_order) {
-  const AffineTensors affine{&channel_affine, row_statistics ? &*row_statistics : nullptr};
-  return transform_normalized_sum<Device>(
-      "normalize_add_relu", x, affine, addend, dim_order,
-      [](auto scalar) { return ForwardRecomputeAdd<ReLU<decltype(scalar)>>{}; });
+  return transform_normalized_sum<Device, NormalizeAddReLU>("normalize_add_relu", x, channel_affine,
+                                                            row_statistics, addend, dim_order);
 }
 
 template <class Device, template <class> class Activation, class Arguments>
