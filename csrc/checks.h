@@ -5,60 +5,47 @@
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "tensors.h"
 
 namespace inplace_ops {
 
-// Searches for two elements of a tensor that share an address: for a nonzero d with |d_i| < size_i
-// and sum d_i stride_i = 0. It goes from the largest stride to the smallest, and skips sums that
-// the smaller strides cannot cancel. A layout that takes more than a million steps counts as free
-// of overlap.
-class OverlapSearch {
- public:
-  explicit OverlapSearch(const Tensor& tensor) {
-    for (int64_t d = 0; d < tensor.dim(); ++d)
-      if (tensor.size(d) > 1) dims_.push_back({tensor.stride(d), tensor.size(d) - 1});
-    std::sort(dims_.rbegin(), dims_.rend());
-    reach_.resize(dims_.size() + 1);
-    for (size_t i = dims_.size(); i-- > 0;)
-      reach_[i] = reach_[i + 1] + dims_[i].stride * dims_[i].largest;
+// Whether two elements of a tensor share an address. PyTorch's own check finds only strides of 0,
+// as after expand(). It accepts other overlaps, which as_strided() and unfold() make, and then
+// applies an in-place op to some elements more than once.
+inline bool elements_overlap(const Tensor& x) {
+  std::vector<std::pair<int64_t, int64_t>> dims;  // strides and sizes, smallest stride first
+  for (int64_t d = 0; d < x.dim(); ++d)
+    if (x.size(d) > 1) dims.emplace_back(x.stride(d), x.size(d));
+  std::sort(dims.begin(), dims.end());
+  if (dims.front().first == 0) return true;
+  // Elements cannot overlap if every stride exceeds the largest offset in the dimensions of smaller
+  // strides. All slices and permutations of a contiguous tensor meet this.
+  int64_t largest_offset = 0;
+  bool may_overlap = false;
+  for (const auto& [stride, size] : dims) {
+    may_overlap |= stride <= largest_offset;
+    largest_offset += stride * (size - 1);
   }
-
-  bool found() { return search(0, 0, false); }
-
- private:
-  struct Dim {
-    int64_t stride, largest;  // the largest difference of two indices
-    bool operator<(const Dim& other) const { return stride < other.stride; }
-  };
-
-  bool search(size_t i, int64_t sum, bool is_nonzero) {
-    if (--steps_left_ < 0) return false;
-    if (i == dims_.size()) return is_nonzero && sum == 0;
-    const auto [stride, largest] = dims_[i];
-    if (stride == 0) return true;
-    // |sum + d stride| must not exceed what the remaining dimensions reach. By symmetry the first
-    // nonzero difference can be positive.
-    const int64_t low = std::max(is_nonzero ? -largest : 0, ceil_div(-reach_[i + 1] - sum, stride));
-    const int64_t high = std::min(largest, floor_div(reach_[i + 1] - sum, stride));
-    for (int64_t d = low; d <= high && steps_left_ > 0; ++d)
-      if (search(i + 1, sum + d * stride, is_nonzero || d != 0)) return true;
-    return false;
+  if (!may_overlap) return false;
+  // Elsewhere, look for an offset that occurs twice.
+  const StridedLayout strided = strided_layout_of(std::nullopt, {&x});
+  std::vector<bool> is_taken(largest_offset + 1);
+  for (int64_t i = 0; i < strided.elements; ++i) {
+    int64_t offset[1];
+    strided.get_offsets(i, offset);
+    if (is_taken[offset[0]]) return true;
+    is_taken[offset[0]] = true;
   }
-
-  static int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b < 0); }
-  static int64_t ceil_div(int64_t a, int64_t b) { return -floor_div(-a, b); }
-
-  std::vector<Dim> dims_;
-  std::vector<int64_t> reach_;  // largest sum of the dimensions from i on
-  int64_t steps_left_ = 1'000'000;
-};
+  return false;
+}
 
 inline void check_writable(const char* op, const Tensor& x) {
   if (x.numel() < 2 || x.is_contiguous()) return;
-  STD_TORCH_CHECK(!OverlapSearch(x).found(), op,
+  STD_TORCH_CHECK(!elements_overlap(x), op,
                   "_: unsupported operation: more than one element of the written-to tensor refers "
                   "to a single memory location. Please clone() the tensor before performing the "
                   "operation.");

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 
@@ -93,6 +94,26 @@ def test_rejects_overlapping_memory(
         activation.call(x)
     assert_identical(base, before)
     assert base._version == 0
+
+
+def test_rejects_exactly_the_layouts_that_overlap(device: torch.device) -> None:
+    """Some layouts interleave dimensions without overlap, as sizes (3, 2) with strides (2, 3)."""
+    interleaved = 0
+    for dims in (2, 3):
+        for size in itertools.product((2, 3), repeat=dims):
+            for stride in itertools.product(range(1, 7), repeat=dims):
+                values = torch.arange(-20.0, 20.0, device=device)
+                x = values.as_strided(size, stride)
+                if x.unique().numel() < x.numel():
+                    with pytest.raises(RuntimeError, match="more than one element of the written"):
+                        inplace_ops.relu_(x)
+                    continue
+                expected = x.relu()
+                assert torch.equal(inplace_ops.relu_(x), expected), (size, stride)
+                ordered = sorted(zip(stride, size, strict=True))
+                reach = itertools.accumulate(s * (n - 1) for s, n in ordered)
+                interleaved += any(s <= r for (s, _), r in zip(ordered[1:], reach, strict=False))
+    assert interleaved > 0
 
 
 def quantized(device: torch.device) -> Tensor:
