@@ -7,6 +7,7 @@ the host computes it.
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from functools import partial
@@ -511,3 +512,23 @@ def test_checks_pass_with_other_instruction_sets(instruction_set: str) -> None:
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr
     assert "passed" in result.stdout
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="one instruction set")
+def test_unknown_instruction_set_raises() -> None:
+    code = """
+import torch, inplace_ops
+x = torch.tensor([-1.0, 1.0])
+try:
+    inplace_ops.relu_(x)
+except RuntimeError as error:
+    print(x.tolist(), error)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "INPLACE_OPS_CPU": "avx"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.stdout.startswith("[-1.0, 1.0]"), result.stderr
+    assert "INPLACE_OPS_CPU must be baseline, avx2 or avx512, not avx" in result.stdout
