@@ -1,5 +1,5 @@
-// Attributes and bit operations for code that compiles for the host and for a device. Includes
-// neither torch nor, on the host, CUDA.
+// Attributes, bit operations, minimum and maximum for code that compiles for the host and for a
+// device. Includes neither torch nor, on the host, CUDA.
 //
 // INPLACE_OPS_HARDWARE names a header of functions that a GPU has instructions for:
 // cuda/intrinsics.h on a GPU, and its emulation in tests on the host. Other host code leaves it
@@ -72,6 +72,17 @@ HOST_DEVICE uint32_t byte_of(uint32_t word, int i) {
 #else
   return (word >> (8 * i)) & 0xffu;
 #endif
+}
+
+// Return the larger and the smaller of two numbers, and b if one of them is NaN.
+template <class C>
+HOST_DEVICE C larger(C a, C b) {
+  return a > b ? a : b;
+}
+
+template <class C>
+HOST_DEVICE C smaller(C a, C b) {
+  return a < b ? a : b;
 }
 
 }  // namespace inplace_ops

@@ -74,16 +74,6 @@ enum class Region { kAny, kCore, kTail };
 // part of Hardswish. The derivative at this x is 0.
 constexpr float kUnderflowed = -1e4f;
 
-template <class C>
-HOST_DEVICE C larger(C a, C b) {
-  return a > b ? a : b;
-}
-
-template <class C>
-HOST_DEVICE C smaller(C a, C b) {
-  return a < b ? a : b;
-}
-
 // Shifted left by 13, the magnitude bits of a finite half, also of a subnormal one, are the
 // magnitude bits of the float that is 2^112 times smaller. So InputCode decodes halves in patterns
 // of float.

@@ -12,7 +12,6 @@
 #include <cstring>
 
 #include "../bit_planes.h"
-#include "../elementary_functions.h"
 #include "../host_device.h"
 #include "tile.cuh"
 #include "warp.cuh"
