@@ -1,7 +1,6 @@
 // The list of activations, from which ops, schemas, registrations and default bits are generated.
-//
-// docs/adding_an_activation.md lists the steps to add one. `make tables` writes the table of errors
-// in docs/accuracy.md.
+// activations/entry.h says what an activation must define, and docs/adding_an_activation.md has the
+// steps to add one.
 #pragma once
 
 #include <tuple>
