@@ -1,8 +1,8 @@
 // A warp's tile: the elements of each lane, and how a lane loads and stores them.
 //
 // A lane makes kAccesses accesses to a tensor, of 16 bytes where possible (elementwise.cuh).
-// Neighboring lanes access neighboring memory: between two accesses of a lane lie those of all
-// other lanes.
+// Neighboring lanes access neighboring memory: those of all other lanes come between two accesses
+// of a lane.
 #pragma once
 
 #include <cstdint>
