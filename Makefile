@@ -1,7 +1,8 @@
-# make demo: train on real data and compare memory.
+# make demo: train a small network in PyTorch, with in-place modules and converted, and compare.
+#   Builds for this machine's GPU alone, if it has one.
 # make test: build, and run the tests except those marked slow; PYTEST_ADDOPTS="-m ''" runs
 #   the slow tests too.
-# make tables: write the tables of docs/ from benchmarks/results.
+# make tables: write the tables of the documentation from benchmarks/results.
 # make models: convert models of other libraries, and train them next to the originals; an hour.
 # make wheels: build wheels for the CPU and for CUDA, and test them with several versions of Python
 #   and torch.
@@ -17,18 +18,24 @@ TORCH ?= torch>=2.11
 PARALLEL := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
+# Three stamps: torch and the tools to build; all that tests, lint and benchmarks need; and a build
+# that suffices for the demo on this machine. Where all is installed, the demo uses that.
+TORCH_INSTALLED := $(VENV)/.torch
 INSTALLED := $(VENV)/.installed
+DEMO_INSTALLED := $(VENV)/.demo
+# Without --no-compile pip compiles all of torch's Python files, of which the demo imports a part.
+INSTALL := $(VENV)/bin/pip install --no-compile
 
 .PHONY: demo test models wheels tables lint format clean
 
-demo: $(INSTALLED)
-	$(VENV)/bin/python benchmarks/demo.py
+demo: $(or $(wildcard $(INSTALLED)),$(DEMO_INSTALLED))
+	$(VENV)/bin/python examples/demo.py
 
 test: $(INSTALLED)
 	OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/pytest $(PARALLEL)
 
 tables: $(INSTALLED)
-	$(VENV)/bin/python benchmarks/tables.py
+	$(VENV)/bin/python benchmarks/report.py
 
 models: $(INSTALLED)
 	$(VENV)/bin/pip install -q -e '.[models]' --no-build-isolation
@@ -38,7 +45,7 @@ wheels:
 	PYTHON=$(PYTHON) .ci/wheels
 
 lint: $(INSTALLED)
-	$(VENV)/bin/python benchmarks/tables.py --check
+	$(VENV)/bin/python benchmarks/report.py --check
 	$(VENV)/bin/python .ci/glossary.py
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -50,12 +57,23 @@ format: $(INSTALLED)
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i $$(find csrc tests benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.cu*')
 
-$(INSTALLED): $(SOURCES)
+$(TORCH_INSTALLED):
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install $(if $(findstring index-url,$(TORCH)),$(TORCH),'$(TORCH)')
-	$(VENV)/bin/pip install 'setuptools>=77' ninja numpy
-	$(VENV)/bin/pip install --no-build-isolation -e '.[test,demo,lint]'
+	$(INSTALL) $(if $(findstring index-url,$(TORCH)),$(TORCH),'$(TORCH)')
+	$(INSTALL) 'setuptools>=77' ninja numpy
+	touch $@
+
+$(INSTALLED): $(TORCH_INSTALLED) $(SOURCES)
+	$(INSTALL) --no-build-isolation -e '.[test,demo,lint]'
+	touch $@
+
+# The environment decides what is built, if it says so: see docs/building.md.
+$(DEMO_INSTALLED): $(TORCH_INSTALLED) $(SOURCES)
+	if [ -z "$$FORCE_CPU$$FORCE_CUDA$$TORCH_CUDA_ARCH_LIST" ]; then \
+	  if $(VENV)/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
+	  then export TORCH_CUDA_ARCH_LIST=native; else export FORCE_CPU=1; fi; \
+	fi; $(INSTALL) --no-build-isolation -e '.[demo]'
 	touch $@
 
 clean:
-	rm -rf build dist *.egg-info inplace_ops/*.so $(INSTALLED)
+	rm -rf build dist *.egg-info inplace_ops/*.so $(INSTALLED) $(DEMO_INSTALLED)

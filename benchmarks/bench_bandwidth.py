@@ -1,58 +1,115 @@
 """Measure the bandwidth of the kernels as a share of the device's copy bandwidth.
 
-By op, direction, dtype and size. The baseline is a device-to-device copy of a tensor of the same
-size; its bytes are those read plus those written. A kernel's bytes are the least that it must move
-(variants.py). Each repetition times the copy and the kernels in turn, and the share is taken
-within the repetition. The copy restores the input of the forward that follows, and backward reads
-what that forward saved.
+activations: the kernels of the in-place activations, by op, direction, dtype and size. A kernel's
+bytes are the least that it must move (variants.py). The copy restores the input of the forward that
+follows, and backward reads what that forward saved.
 
-A timing covers many launches, each with its own tensors: 512 MiB of each tensor or, for small
-tensors, 512 launches. On CUDA it is one replay of a graph, so that the time includes neither Python
-nor launches from the host, and the L2 cache is evicted first. On the CPU it is a loop. Below about
-1 MiB the launch determines the time, not the memory.
+norms: the kernels that run after a norm, by layout and size. Backward of a converted model
+recomputes a norm's output from the norm's input, then the activation, and computes the gradient
+through both. How a kernel finds each element's scale and shift depends on the layout: one plane per
+channel (a plane of 7 x 7 ends inside an access of 16 bytes), channels innermost, or rows of a layer
+norm. A strided gradient is half of the channels of a larger tensor, as in the backward of
+torch.cat. A kernel's bytes are each tensor that it reads or writes, once, without the norm's
+statistics.
 
-The results of the launches that are timed are first compared with PyTorch's. A case that fails is
-reported and not timed; the others still run, and the exit status is 1.
+The baseline is a device-to-device copy of a tensor of the same size; its bytes are those read plus
+those written. Each repetition times the copy and the kernels in turn, and the share is taken within
+the repetition. A timing covers many launches, each with its own tensors: 512 MiB of each tensor or,
+for small tensors, 512 launches. On CUDA it is one replay of a graph, so that the time includes
+neither Python nor launches from the host, and the L2 cache is evicted first. On the CPU it is a
+loop. Below about 1 MiB the launch determines the time, not the memory.
+
+The results of the launches are first compared with PyTorch's. A case that fails is reported and not
+timed; the others still run, and the exit status is 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
-from measure import (
+from common import (
     MIB,
-    RESULTS,
     Clock,
     Failures,
+    Key,
+    Row,
+    add_options,
+    in_turn,
     machine,
     quartiles,
     recorded,
-    table,
-    written_to,
+    time_columns,
+    write_results,
 )
-from variants import VARIANTS, Variant
-from verification import check
+from torch import Tensor
+from variants import ENTRIES, OP_VARIANTS, SCALARS, OpVariant, check
+
+from inplace_ops import _ops
+from inplace_ops.activations import Activation
 
 # Large sizes first, as a time limit must not cut them off.
-SIZES = {"cuda": [2**i for i in (32, 30, 28, 26, 22, 18, 14, 10)], "cpu": [2**24, 2**18, 2**12]}
+SIZES = {
+    "activations": {
+        "cuda": [2**i for i in (32, 30, 28, 26, 22, 18, 14, 10)],
+        "cpu": [2**24, 2**12],
+    },
+    "norms": {"cuda": [2**30, 2**28, 2**26], "cpu": [2**20]},
+}
 # Bytes of each tensor over all launches, at most; on CUDA larger than any L2 cache.
-ROTATED = {"cuda": 512 * MIB, "cpu": 16 * MIB}
+ROTATED = {"cuda": 512 * MIB, "cpu": MIB}
 MOST_LAUNCHES = 512
 CHUNK = 2**26  # elements compared at a time
-Key = TypeVar("Key")
+
+
+def launches_of(size: int, device: str) -> int:
+    """Return the number of launches in a timing, for tensors of this many bytes."""
+    return max(1, min(MOST_LAUNCHES, ROTATED[device] // size))
+
+
+def times_of(
+    runs: Mapping[Key, Callable[[], Any]], launches: int, repetitions: int, clock: Clock
+) -> dict[Key, list[float]]:
+    """Return the times of the runs, in order, in microseconds per launch."""
+
+    def timed(run: Callable[[], Any]) -> float:
+        return clock.time(run)[0] / launches
+
+    timings = {key: partial(timed, run) for key, run in runs.items()}
+    return in_turn(timings, repetitions, warm_ups=2, is_shuffled=False)
+
+
+def rate_columns(
+    times: list[float], moved: float, copies: list[float], copied: int
+) -> dict[str, str]:
+    """Return a row's columns of bytes per second: of the kernel, of the copy, and their ratio.
+
+    Args:
+        times: Times of the kernel, in microseconds.
+        moved: Bytes that the kernel moves.
+        copies: Times of the copy, in microseconds, from the same repetitions.
+        copied: Bytes that the copy moves.
+    """
+    pairs = zip(times, copies, strict=True)
+    shares = quartiles([moved / copied * copy / time for time, copy in pairs])
+    return {
+        "gigabytes_per_second": f"{moved / quartiles(times)[1] / 1e3:.2f}",
+        "copy_gigabytes_per_second": f"{copied / quartiles(copies)[1] / 1e3:.2f}",
+        "share_of_copy": f"{shares[1]:.3f}",
+        "share_first_quartile": f"{shares[0]:.3f}",
+        "share_third_quartile": f"{shares[2]:.3f}",
+    }
 
 
 class Buffers:
-    """Tensors of one size and dtype; each launch has its own."""
+    """The tensors of the activations' kernels, of one size and dtype; each launch has its own."""
 
     def __init__(self, size: int, dtype: torch.dtype, device: str) -> None:
-        self.launches = max(1, min(MOST_LAUNCHES, ROTATED[device] // size))
+        self.launches = launches_of(size, device)
         shape = (self.launches, size // dtype.itemsize)
         self.input = torch.randn(shape, dtype=dtype, device=device)
         self.grad = torch.randn(shape, dtype=dtype, device=device)
@@ -63,7 +120,7 @@ class Buffers:
 
 
 def time_case(
-    activation: str, variant: Variant, buffers: Buffers, repetitions: int, clock: Clock
+    activation: str, variant: OpVariant, buffers: Buffers, repetitions: int, clock: Clock
 ) -> dict[str, list[float]]:
     """Verify, then return the times of copy, forward and backward in microseconds per launch."""
     assert variant.kernels is not None
@@ -93,44 +150,9 @@ def time_case(
     return times_of(runs, buffers.launches, repetitions, clock)
 
 
-def times_of(
-    runs: Mapping[Key, Callable[[], Any]], launches: int, repetitions: int, clock: Clock
-) -> dict[Key, list[float]]:
-    """Return the times of the runs, in microseconds per launch; repetitions take them in turn."""
-    times: dict[Key, list[float]] = {key: [] for key in runs}
-    for repetition in range(repetitions + 2):
-        for key, run in runs.items():
-            time, _ = clock.time(run)
-            if repetition >= 2:  # the first two warm up
-                times[key].append(time / launches)
-    return times
-
-
-def rate_columns(
-    times: list[float], moved: float, copies: list[float], copied: int
-) -> dict[str, str]:
-    """Return a row's columns of bytes per second: of the kernel, of the copy, and their ratio.
-
-    Args:
-        times: Times of the kernel, in microseconds.
-        moved: Bytes that the kernel moves.
-        copies: Times of the copy, in microseconds, from the same repetitions.
-        copied: Bytes that the copy moves.
-    """
-    pairs = zip(times, copies, strict=True)
-    shares = quartiles([moved / copied * copy / time for time, copy in pairs])
-    return {
-        "gigabytes_per_second": f"{moved / quartiles(times)[1] / 1e3:.2f}",
-        "copy_gigabytes_per_second": f"{copied / quartiles(copies)[1] / 1e3:.2f}",
-        "share_of_copy": f"{shares[1]:.3f}",
-        "share_first_quartile": f"{shares[0]:.3f}",
-        "share_third_quartile": f"{shares[2]:.3f}",
-    }
-
-
 def measure(
-    activation: str, variant: Variant, buffers: Buffers, repetitions: int, clock: Clock
-) -> list[dict[str, Any]]:
+    activation: str, variant: OpVariant, buffers: Buffers, repetitions: int, clock: Clock
+) -> list[Row]:
     """Return the rows of one variant: forward and backward."""
     times = time_case(activation, variant, buffers, repetitions, clock)
     dtype, elements = buffers.x.dtype, buffers.x.size(1)
@@ -138,7 +160,6 @@ def measure(
     rows = []
     for direction in ("forward", "backward"):
         moved = variant.bytes_moved(direction, dtype, elements)
-        first, median, third = quartiles(times[direction])
         rows.append(
             {
                 "activation": activation,
@@ -148,9 +169,7 @@ def measure(
                 "bytes": elements * dtype.itemsize,
                 "launches": buffers.launches,
                 "method": "graph replay" if clock.device == "cuda" else "loop",
-                "median_us": f"{median:.3f}",
-                "first_quartile_us": f"{first:.3f}",
-                "third_quartile_us": f"{third:.3f}",
+                **time_columns(times[direction], "us", decimals=3),
                 **rate_columns(times[direction], moved, times["copy"], copied),
                 **machine(clock.device),
             }
@@ -158,60 +177,263 @@ def measure(
     return rows
 
 
-def measure_size(
+def activation_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
+    """Yield the rows of all activations and variants, by size and dtype."""
+    clock = Clock(arguments.device)
+    for size, name in itertools.product(arguments.sizes, arguments.dtypes):
+        dtype = getattr(torch, name)
+        if arguments.device == "cuda":
+            torch.cuda.empty_cache()
+            # Three tensors, bits, the result, a comparison.
+            if 6 * max(size, ROTATED["cuda"]) > torch.cuda.mem_get_info()[0]:
+                print(f"{dtype}, {size} bytes: does not fit", flush=True)
+                continue
+        buffers = Buffers(size, dtype, arguments.device)
+        for activation, variants in OP_VARIANTS.items():
+            for variant in variants:
+                if variant.kernels:
+                    with failures.recorded(f"{activation}, {variant.name}, {dtype}, {size} bytes"):
+                        yield from measure(
+                            activation, variant, buffers, arguments.repetitions, clock
+                        )
+        del buffers
+        print(f"{dtype}, {size / MIB:g} MiB: verified and timed", flush=True)
+
+
+MEASURED = ("ReLU", "LeakyReLU", "SiLU", "GELU none")
+FORWARD, SUM, BACKWARD = "recompute", "recompute of a residual sum", "backward"
+
+
+class Layout(NamedTuple):
+    """Shape and memory format of a norm's input.
+
+    Attributes:
+        sample: The shape of a sample, channels first; for a layer norm, of a row.
+        memory_format: The memory format of the input.
+        has_rows: Whether each row has its own statistics, as in a layer norm.
+    """
+
+    sample: tuple[int, ...]
+    memory_format: torch.memory_format = torch.contiguous_format
+    has_rows: bool = False
+
+
+LAYOUTS = {
+    "NCHW, 64 x 56 x 56": Layout((64, 56, 56)),
+    "NCHW, 256 x 14 x 14": Layout((256, 14, 14)),
+    "NCHW, 512 x 7 x 7": Layout((512, 7, 7)),
+    "channels_last, 64 x 56 x 56": Layout((64, 56, 56), torch.channels_last),
+    "channels_last, 256 x 14 x 14": Layout((256, 14, 14), torch.channels_last),
+    "rows of 384": Layout((384,), has_rows=True),
+}
+
+
+class NormBuffers:
+    """A norm's affine, inputs and gradients; each launch has its own."""
+
+    def __init__(self, layout: Layout, size: int, dtype: torch.dtype, device: str) -> None:
+        one = torch.empty(layout.sample).numel() * dtype.itemsize
+        shape = (max(1, size // one), *layout.sample)
+        self.launches = launches_of(size, device)
+        self.size, self.bytes = size, shape[0] * one
+
+        def empty(shape: tuple[int, ...], size: int) -> Tensor:
+            memory = torch.empty(size, dtype=torch.uint8, device=device).view(dtype)
+            strides = torch.empty(shape, device="meta").to(**format_of(shape)).stride()
+            return memory.as_strided(shape, strides)
+
+        def format_of(shape: tuple[int, ...]) -> dict[str, torch.memory_format]:
+            return {"memory_format": layout.memory_format} if len(shape) == 4 else {}
+
+        self.x = [empty(shape, size) for _ in range(self.launches)]
+        self.grad = [empty(shape, size) for _ in range(self.launches)]
+        double = (shape[0], 2 * shape[1], *shape[2:])
+        self.strided = [
+            empty(double, 2 * size).narrow(1, 0, shape[1]) for _ in range(self.launches)
+        ]
+        # Copies the whole allocations: CUDA copies more slowly if the number of bytes is not a
+        # multiple of a large number.
+        pairs = zip(map(_all_memory, self.x), map(_all_memory, self.grad), strict=True)
+        self.copy = recorded([partial(x.copy_, grad) for x, grad in pairs], device)
+        wide = {"dtype": _ops.affine_dtype(dtype), "device": device}
+        ones = (1,) * (len(shape) - 2)
+        self.affine = 1.5 + steps((2, 1, shape[1], *ones), 1, 0.5, **wide)
+        self.rows = 1.5 + steps((2, shape[0], 1), 1, 0.5, **wide) if layout.has_rows else None
+        self.order = _ops.dim_order_of(self.x[0])
+
+    def exact(self) -> None:
+        """Fill inputs and gradients with numbers whose sums and products are exact."""
+        for tensor in self.x:
+            tensor.copy_(steps(tensor.shape, 8, 0.25, device=tensor.device))
+        for tensor in (*self.grad, *self.strided):
+            tensor.copy_(steps(tensor.shape, 1, 1.0, device=tensor.device))
+
+    def random(self) -> None:
+        """Fill inputs and gradients with random numbers."""
+        for tensor in (*self.x, *self.grad, *self.strided):
+            tensor.normal_()
+
+    def normalized(self, x: Tensor) -> Tensor:
+        """Return the norm's output, in the input's dtype."""
+        wide = x.to(self.affine.dtype)
+        if self.rows is not None:
+            wide = (wide - self.rows[1]) * self.rows[0]
+        return (wide * self.affine[0] + self.affine[1]).to(x.dtype)
+
+
+def _all_memory(x: Tensor) -> Tensor:
+    memory = x.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(memory)
+
+
+def steps(shape: tuple[int, ...], count: int, size: float, **options: Any) -> Tensor:
+    """Return random multiples of `size`, from -count to count times `size`."""
+    return size * torch.randint(-count, count + 1, shape, **options)
+
+
+class Case(NamedTuple):
+    """A kernel: its launches, the number of tensors that each moves, and the expected results."""
+
+    calls: list[Callable[[], Tensor]]
+    tensors: int
+    expected: Callable[[int], Tensor]
+
+
+def cases_of(buffers: NormBuffers) -> dict[tuple[str, str], Case]:
+    """Return the kernels, by activation and by what they compute."""
+    norm = (buffers.affine, buffers.rows, buffers.order)
+
+    def normalized(i: int) -> Tensor:
+        return buffers.normalized(buffers.x[i])
+
+    cases = {
+        ("none", FORWARD): Case(
+            [partial(_ops.NORMALIZE, x, *norm) for x in buffers.x], 2, normalized
+        )
+    }
+    affine, rows, order = norm
+    pairs = list(zip(buffers.x, buffers.grad, strict=True))
+
+    def total(i: int) -> Tensor:
+        return normalized(i) + buffers.grad[i]
+
+    for name, op, expected in (
+        ("none", _ops.NORMALIZE_ADD, total),
+        ("ReLU", _ops.NORMALIZE_ADD_RELU, lambda i: torch.relu(total(i))),
+    ):
+        calls = [partial(op, x, affine, rows, addend, order) for x, addend in pairs]
+        cases[name, SUM] = Case(calls, 3, expected)
+    for name in MEASURED:
+        entry = ENTRIES[name]
+        scalars = {scalar: SCALARS[scalar] for scalar in entry.scalars}
+        arguments = (*norm, *scalars.values())
+        function = partial(entry.torch_function, **scalars)
+        forward = [partial(entry.ops.recompute, x, *arguments) for x in buffers.x]
+        cases[name, FORWARD] = Case(forward, 2, lambda i, f=function: f(normalized(i)))
+        for kind, grads in {
+            BACKWARD: buffers.grad,
+            f"{BACKWARD}, strided gradient": buffers.strided,
+        }.items():
+            cases[name, kind] = _backward(entry, buffers, grads, arguments, function)
+    return cases
+
+
+def _backward(
+    entry: Activation,
+    buffers: NormBuffers,
+    grads: list[Tensor],
+    arguments: tuple[Any, ...],
+    function: Callable[[Tensor], Tensor],
+) -> Case:
+    op = entry.ops.backward["recompute"]
+    pairs = list(zip(grads, buffers.x, strict=True))
+
+    def expected(i: int) -> Tensor:
+        grad, x = pairs[i]
+        z = buffers.normalized(x).requires_grad_()
+        return torch.autograd.grad(function(z), z, grad)[0]
+
+    return Case([partial(op, grad, x, *arguments) for grad, x in pairs], 3, expected)
+
+
+def measure_layout(
+    name: str,
     size: int,
     dtype: torch.dtype,
     repetitions: int,
     clock: Clock,
     failures: Failures,
-) -> list[dict[str, Any]]:
-    """Return the rows of all variants at one size and dtype; none if they do not fit the device."""
-    if clock.device == "cuda":
-        torch.cuda.empty_cache()
-        needed = 6 * max(size, ROTATED["cuda"])  # three tensors, bits, the result, a comparison
-        if needed > torch.cuda.mem_get_info()[0]:
-            print(f"{dtype}, {size} bytes: does not fit", flush=True)
-            return []
-    buffers = Buffers(size, dtype, clock.device)
+) -> list[Row]:
+    """Return the rows of all kernels at one layout, size and dtype."""
+    buffers = NormBuffers(LAYOUTS[name], size, dtype, clock.device)
+    runs, cases = {("copy", "copy"): buffers.copy}, cases_of(buffers)
+    for key, case in cases.items():
+        with failures.recorded(f"{', '.join(key)}, {name}, {dtype}, {size} bytes"):
+            run = recorded(case.calls, clock.device)
+            buffers.exact()
+            for i, result in enumerate(run()):
+                torch.testing.assert_close(result, case.expected(i))
+            runs[key] = run
+    buffers.random()
+    times = times_of(runs, buffers.launches, repetitions, clock)
+    copies = times.pop(("copy", "copy"))
     rows = []
-    for activation, variants in VARIANTS.items():
-        for variant in variants:
-            if variant.kernels:
-                with failures.recorded(f"{activation}, {variant.name}, {dtype}, {size} bytes"):
-                    rows += measure(activation, variant, buffers, repetitions, clock)
-    print(f"{dtype}, {size} bytes: {len(rows)} rows verified and timed", flush=True)
+    for (activation, kind), kernel_times in times.items():
+        moved = cases[activation, kind].tensors * buffers.bytes
+        rows.append(
+            {
+                "activation": activation,
+                "kernel": kind,
+                "layout": name,
+                "dtype": str(dtype).removeprefix("torch."),
+                "bytes": size,
+                "launches": buffers.launches,
+                "median_us": f"{quartiles(kernel_times)[1]:.3f}",
+                **rate_columns(kernel_times, moved, copies, copied=2 * buffers.size),
+                **machine(clock.device),
+            }
+        )
+    print(f"{name}, {dtype}, {size / MIB:g} MiB: {len(rows)} verified and timed", flush=True)
     return rows
 
 
-def main() -> None:
-    """Verify and measure all cases, write the CSV, print the rows of the largest size."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
-    parser.add_argument("--sizes", type=int, nargs="+", help="bytes of a tensor")
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16"])
-    parser.add_argument("--repetitions", type=int, default=21)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+def norm_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
+    """Yield the rows of all kernels, by size, dtype and layout."""
     clock = Clock(arguments.device)
+    for size, dtype, name in itertools.product(
+        arguments.sizes, arguments.dtypes, arguments.layouts
+    ):
+        yield from measure_layout(
+            name, size, getattr(torch, dtype), arguments.repetitions, clock, failures
+        )
+        if arguments.device == "cuda":
+            torch.cuda.empty_cache()
 
-    failures = Failures()
-    cases = itertools.product(arguments.sizes or SIZES[arguments.device], arguments.dtypes)
-    with written_to(arguments.out or RESULTS / f"bandwidth_{arguments.device}.csv") as rows:
-        for size, dtype in cases:
-            rows += measure_size(
-                size, getattr(torch, dtype), arguments.repetitions, clock, failures
-            )
 
-    columns = ["activation", "variant", "direction", "dtype", "bytes", "median_us"]
-    columns += ["copy_gigabytes_per_second", "share_of_copy"]
-    columns += ["share_first_quartile", "share_third_quartile"]
-    largest = max((row["bytes"] for row in rows), default=0)
-    shown = [row for row in rows if row["bytes"] == largest]
-    print(table([columns, *([str(row[c]) for c in columns] for row in shown)]))
-    failures.exit()
+# By command: the name of the result file, and what yields its rows.
+COMMANDS = {"activations": ("bandwidth", activation_rows), "norms": ("norms", norm_rows)}
+
+
+def main() -> None:
+    """Verify and measure all cases, write the CSV, print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for command, repetitions, dtypes in (
+        ("activations", 21, ["float32", "bfloat16", "float16"]),
+        ("norms", 15, ["float32", "bfloat16"]),
+    ):
+        options = commands.add_parser(command)
+        add_options(options, repetitions)
+        options.add_argument("--sizes", type=int, nargs="+", help="bytes of a tensor")
+        options.add_argument("--dtypes", nargs="+", default=dtypes)
+        if command == "norms":
+            options.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    arguments = parser.parse_args()
+    arguments.sizes = arguments.sizes or SIZES[arguments.command][arguments.device]
+    name, rows_of = COMMANDS[arguments.command]
+    write_results(name, partial(rows_of, arguments), None, arguments)
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from baselines import MEMORY_FORMATS, differentiable
-from measure import RESULTS, machine, memory_of, quartiles, table, written_to
+from common import RESULTS, Row, machine, memory_of, quartiles, table, write_csv
 from model_zoo import LIBRARIES, Entry, entry_of, names_of
+from networks import MEMORY_FORMATS, differentiable
 from policies import POLICIES, Policy, autocast, emulation
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -260,7 +260,7 @@ class Remains(NamedTuple):
 
 
 Remaining = dict[Remains, int]  # bytes
-Rows = list[tuple[dict[str, Any], Remaining]]
+Rows = list[tuple[Row, Remaining]]
 
 
 def rows_of(name: str, only: Case | None = None) -> Rows:
@@ -366,7 +366,7 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
 
 
-def kinds(found: Iterable[tuple[Case, Remaining]]) -> list[dict[str, Any]]:
+def kinds(found: Iterable[tuple[Case, Remaining]]) -> list[Row]:
     """Return the kinds of tensors that remain saved, by policy, the largest mean share first."""
     shares: dict[tuple[str, Remains], list[float]] = defaultdict(list)
     models: dict[str, int] = defaultdict(int)
@@ -397,7 +397,7 @@ SHOWN_KINDS = 20  # of each policy
 CHUNK = 8  # models in one process; its end frees what libraries leave behind
 
 
-def all_rows(names: Sequence[str], processes: int) -> Iterator[tuple[dict[str, Any], Remaining]]:
+def all_rows(names: Sequence[str], processes: int) -> Iterator[tuple[Row, Remaining]]:
     """Yield the rows of all models, from several processes at a time."""
     chunks = [names[i : i + CHUNK] for i in range(0, len(names), CHUNK)]
     with ThreadPoolExecutor(processes) as threads:
@@ -443,23 +443,27 @@ def main() -> None:
     names = arguments.models or [
         name for library in arguments.libraries for name in names_of(library)
     ]
+    rows: list[Row] = []
     found: list[tuple[Case, Remaining]] = []
-    with written_to(arguments.out) as rows:
+    try:
         for row, remaining in all_rows(names, arguments.processes):
             print(*list(row.values())[:12], sep=", ", flush=True)
             rows.append(row)
             found.append((Case(row["policy"], row["memory_format"]), remaining))
-        rows.sort(key=lambda row: names.index(row["model"]))
-    remaining_path = arguments.out.with_name(arguments.out.name.replace("models", "remaining"))
-    with written_to(remaining_path) as remaining_rows:
-        all_kinds = kinds(found)
-        for policy in POLICIES:
-            own = [row for row in all_kinds if row["policy"] == policy]
-            remaining_rows += [row | machine("cpu") for row in own[:SHOWN_KINDS]]
+    finally:  # at the end: a changed file would mark the commit of the other rows as modified
+        write_csv(arguments.out, sorted(rows, key=lambda row: names.index(row["model"])))
+    all_kinds = kinds(found)
+    shown = [
+        row | machine("cpu")
+        for policy in POLICIES
+        for row in [row for row in all_kinds if row["policy"] == policy][:SHOWN_KINDS]
+    ]
+    write_csv(arguments.out.with_name(arguments.out.name.replace("models", "remaining")), shown)
+    rows.sort(key=lambda row: names.index(row["model"]))
     summarize(rows)
 
 
-def summarize(rows: list[dict[str, Any]]) -> None:
+def summarize(rows: list[Row]) -> None:
     """Print quartiles of the ratios, and the cases that failed."""
     lines = [["case", "models", "ratio: best", "quartiles", "worst", "first peak: worst"]]
     for case in CASES:

@@ -1,21 +1,35 @@
-"""Training of whole networks next to the baselines: memory, step time, and the largest batch.
+"""Training steps of whole networks: memory, time and bytes, next to the baselines.
 
-The variants are PyTorch out of place and in place, `torch.compile` without and with a memory
-budget, a checkpoint of each block, and `convert` with several `max_ops`, each in several dtype
-policies. All variants start from the same weights. Before anything is measured, outputs and
-gradients are compared with those of PyTorch out of place. A variant that differs by more than
-`verify` allows is printed and left out, and the exit status is 1.
+Each command measures networks in several variants, for example PyTorch in place, compiled, with
+checkpoints, and converted. All variants of a network start from the same weights, and before
+anything is measured, outputs and gradients are compared with PyTorch's: see `verify`. A variant
+that fails is printed and left out, and the exit status is 1. Steps of all variants are timed in
+turn, and each is compared with "torch in place" of the same repetition.
 
-saved: bytes that are allocated when forward has returned, outputs included. peak: the most bytes
-allocated at one time during a step of forward, loss and backward, gradients included. Neither
-counts the parameters and the input.
+train: saved and peak bytes, the time of a step, and on CUDA the largest batch. saved: bytes that
+are allocated when forward has returned, outputs included. peak: the most bytes allocated at one
+time during a step of forward, loss and backward, gradients included. Neither counts the parameters
+and the input. Where CUDA's autocast is emulated on a CPU, steps are not timed. --graphs captures
+each step in a CUDA graph and times its replay, which leaves out the host's time. --fill-gib
+verifies a small batch, and measures the batch for which PyTorch in place allocates that much.
+--largest-batch searches the largest batch whose step fits into a limit on all that PyTorch
+allocates. It does not time steps, so that several networks can be searched at once.
 
-The steps of all variants are timed in turn, and each is compared with "torch in place" of the same
-repetition. Where CUDA's autocast is emulated on a CPU, steps are not timed. --graphs captures each
-step in a CUDA graph and times its replay, which leaves out the host's time. --fill-gib verifies a
-small batch, and measures the batch for which PyTorch in place allocates that much. --largest-batch,
-on CUDA, searches the largest batch whose step fits into a limit on all that PyTorch allocates. It
-does not time steps, so that several networks can be searched at once.
+bytes: saved, peak and moved bytes of a step, as it is and converted with several `max_ops`. saved:
+what `inplace_ops.saved_bytes` counts, without parameters, buffers and the input. moved: the bytes
+that all operations of a step read and write, where each operation counts each of its tensors once.
+All three follow from the shapes, except that the peak includes memory of PyTorch's kernels, on a
+CPU for each thread. Under autocast the weights of convolutions and linear layers are in bfloat16
+from the start, so that activations are counted and copies of weights are not.
+
+steps: the Python cost of each activation and consumer, in networks that are bound by the host: a
+ResNet-18 at batch 1 for images of 32 x 32, and 40 blocks of convolution, batch norm and activation
+on tensors of 256 elements. PyTorch's in-place activations are compared with this package's modules
+by default, with save="recompute", and with `convert`.
+
+blocks: the tensors that a block of convolution, norm and activation saves, in units of its output:
+the difference between a longer and a shorter chain of blocks, over their number. And the time of
+the longer chain.
 """
 
 from __future__ import annotations
@@ -23,68 +37,113 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-from collections.abc import Callable
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from baselines import (
+from common import (
     IN_PLACE,
-    MEMORY_FORMATS,
-    OUT_OF_PLACE,
-    VARIANTS,
-    Variant,
-    backward,
-    differentiable,
-    eager,
-)
-from measure import (
     MIB,
-    RESULTS,
+    OUT_OF_PLACE,
     Clock,
     Failures,
+    MovedBytes,
+    Row,
+    add_options,
+    exact_convolutions,
+    in_turn,
+    largest_batch,
     machine,
     memory_of,
+    quartiles,
+    ratio_columns,
+    ratio_quartiles,
     recorded,
-    table,
     time_columns,
-    times_in_turn,
-    write_csv,
-    written_to,
+    write_results,
 )
-from networks import NETWORKS, rows_of_networks
+from networks import (
+    MEMORY_FORMATS,
+    NETWORKS,
+    backward,
+    chain,
+    differentiable,
+    resnet18,
+    rows_of_networks,
+)
 from policies import POLICIES, Policy, autocast, emulation, of_dtype
 from torch import Tensor, nn
-from verification import exact_convolutions
+from variants import (
+    CHECKPOINTS,
+    MAX_OPS,
+    NETWORK_VARIANTS,
+    NetworkVariant,
+    network_variant,
+    out_of_place,
+)
 
-TIMED = {name: network for name, network in NETWORKS.items() if network.blocks}
+import inplace_ops
 
+FLOAT32 = POLICIES["float32"]
 Tensors = dict[str, Tensor]
 Results = dict[str, Tensors]  # a step's outputs and gradients, by name
 
 
-def forward(variant: Variant, x: Tensor, policy: Policy) -> Any:
-    """Return the outputs."""
-    with autocast(policy, x.device.type):
-        return variant.run(x)
+class Step(NamedTuple):
+    """A training step of a variant."""
+
+    variant: NetworkVariant
+    x: Tensor
+    policy: Policy = FLOAT32
+
+    def forward(self) -> Any:
+        """Return the outputs."""
+        with autocast(self.policy, self.x.device.type):
+            return self.variant.run(self.x)
+
+    def run(self) -> Any:
+        """Run forward, loss and backward, and return the outputs."""
+        outputs = self.forward()
+        backward(outputs)
+        return outputs
+
+    def reset(self) -> None:
+        """Set gradients to None, as backward would add to them."""
+        self.variant.model.zero_grad()
+
+    def results(self) -> Results:
+        """Return the outputs and gradients, always with the same random numbers."""
+        torch.manual_seed(0)
+        outputs = differentiable(self.run())
+        parameters = self.variant.model.named_parameters()
+        gradients = {name: p.grad for name, p in parameters if p.grad is not None}
+        self.reset()
+        return {
+            "outputs": {str(i): t.detach() for i, t in enumerate(outputs)},
+            "gradients": gradients,
+        }
+
+    def memory(self) -> Memory:
+        """Return the bytes that forward saves, and the peak."""
+        saved = memory_of(self.forward, self.x.device.type)[1]
+        peak = memory_of(self.run, self.x.device.type)[0]
+        self.reset()
+        return Memory(saved, peak)
+
+    def timed(self, clock: Clock, run: Any = None) -> float:
+        """Return the milliseconds of a step, or of `run`, which is its CUDA graph."""
+        milliseconds = clock.time(run or self.run)[0] / 1e3
+        self.reset()
+        return milliseconds
 
 
-def step(variant: Variant, x: Tensor, policy: Policy) -> Any:
-    """Run forward, loss and backward, and return the outputs."""
-    outputs = forward(variant, x, policy)
-    backward(outputs)
-    return outputs
+class Memory(NamedTuple):
+    """Bytes that a step saves for backward, and the most that it allocates at one time."""
 
-
-def results(variant: Variant, x: Tensor, policy: Policy) -> Results:
-    """Return the outputs and gradients of a step."""
-    torch.manual_seed(0)
-    outputs = differentiable(step(variant, x, policy))
-    parameters = variant.model.named_parameters()
-    gradients = {name: p.grad for name, p in parameters if p.grad is not None}
-    variant.model.zero_grad()
-    return {"outputs": {str(i): t.detach() for i, t in enumerate(outputs)}, "gradients": gradients}
+    saved: int
+    peak: int
 
 
 class Distance(NamedTuple):
@@ -117,7 +176,7 @@ def distance(actual: Tensors, expected: Tensors, zero: set[str]) -> Distance:
 
 
 class Expected(NamedTuple):
-    """The results of PyTorch out of place, and their accuracy.
+    """PyTorch's results, and their accuracy.
 
     Attributes:
         results: Outputs and gradients.
@@ -131,19 +190,22 @@ class Expected(NamedTuple):
     zero: set[str]
 
 
-def expected_of(variant: Variant, x: Tensor, policy: Policy) -> Expected:
-    """Return the results to compare with."""
-    found = results(variant, x, policy)
-    double = copy.deepcopy(variant.model).double()
-    exact = results(eager(double), x.double(), POLICIES["float32"])
+def expected_of(step: Step) -> Expected:
+    """Return PyTorch's results, to compare those of other variants with."""
+    model, x = copy.deepcopy(step.variant.model).double(), step.x
+    double = Step(
+        NetworkVariant("float64", model, model), x.double() if x.is_floating_point() else x
+    )
+    with exact_convolutions():
+        found, exact = step.results(), double.results()
     tops = {name: t.abs().max().item() for name, t in exact["gradients"].items()}
     zero = {name for name, top in tops.items() if top < 1e-9 * max(tops.values())}
     rounding = {part: distance(found[part], exact[part], zero) for part in found}
     return Expected(found, rounding, zero)
 
 
-def verify(actual: Results, expected: Expected, policy: Policy) -> Distance:
-    """Raise if outputs or gradients are too far from the expected; return the gradients' distance.
+def verify(step: Step, expected: Expected) -> float:
+    """Raise if outputs or gradients are too far from PyTorch's; return the gradients' distance.
 
     The limit has three parts:
 
@@ -156,7 +218,9 @@ def verify(actual: Results, expected: Expected, policy: Policy) -> Distance:
        PyTorch adds them block by block and compiled code in a row, which rounds by a thousand times
        eps, and by more where values cancel.
     """
-    documented, sums = (1.6e-5 if policy.is_float32 else 4e-3), 1e-3
+    documented, sums = (1.6e-5 if step.policy.is_float32 else 4e-3), 1e-3
+    with exact_convolutions():
+        actual = step.results()
     for part, rounding in expected.rounding.items():
         off = distance(actual[part], expected.results[part], expected.zero)
         limit = 2 * rounding.overall + documented
@@ -166,64 +230,22 @@ def verify(actual: Results, expected: Expected, policy: Policy) -> Distance:
             limit = 4 * rounding.largest[name] + documented + sums
             if not largest <= limit:
                 raise AssertionError(f"{part}, {name} off by {largest:.1e}; allowed: {limit:.1e}")
-    return off
+    return off.overall
 
 
-def largest_batch(run: Callable[[int], Any], first: int, limit: int) -> int:
-    """Return the largest batch, to a 32nd, for which `run` allocates at most `limit` bytes."""
-    total = torch.cuda.get_device_properties().total_memory
-    torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
-    try:
-        low, high = 0, first
-        while _fits(run, high):
-            low, high = high, 2 * high
-        while high - low > max(1, high // 32):
-            middle = (low + high) // 2
-            low, high = (middle, high) if _fits(run, middle) else (low, middle)
-        return low
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+TIMED = {name: network for name, network in NETWORKS.items() if network.blocks}
 
 
-def _fits(run: Callable[[int], Any], batch: int) -> bool:
-    try:
-        run(batch)
-        fits = True
-    except RuntimeError as error:
-        # Where no workspace fits into memory, cuDNN finds no engine.
-        if "out of memory" not in str(error) and "unable to find an engine" not in str(error):
-            raise
-        fits = False
-    torch.cuda.empty_cache()
-    return fits
-
-
-def memory_of_step(variant: Variant, x: Tensor, policy: Policy) -> tuple[int, int]:
-    """Return the bytes that forward saves, and the peak of a step."""
-    saved = memory_of(partial(forward, variant, x, policy), x.device.type)[1]
-    peak = memory_of(partial(step, variant, x, policy), x.device.type)[0]
-    variant.model.zero_grad()
-    return saved, peak
-
-
-def before_capture(model: nn.Module) -> None:
-    """Reset gradients, which backward would add to, and free graphs, which would end a capture."""
-    model.zero_grad()
-    gc.collect()
-
-
-def measured(
+def train(
     name: str, policy_name: str, arguments: argparse.Namespace, failures: Failures
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Return the rows of a network in one policy, for the variants that pass."""
     device, policy, network = arguments.device, POLICIES[policy_name], TIMED[name]
-    torch.manual_seed(0)
-    model = network.build()
     shape = network.small if arguments.quick else getattr(network, device)
     if shape is None:
         return []
-    shape = (arguments.batch or shape[0], *shape[1:])
+    torch.manual_seed(0)
+    model = network.build()
     if not any(type(module).__name__ in network.blocks for module in model.modules()):
         raise ValueError(
             f"{name} has no blocks of these classes to checkpoint: {', '.join(network.blocks)}"
@@ -234,56 +256,34 @@ def measured(
         x = of_dtype(network.input((batch, *shape[1:]), device), policy)
         return x.to(memory_format=memory_format) if x.dim() == 4 else x
 
-    x = input_of(shape[0])
+    x = input_of(arguments.batch or shape[0])
     model.train().to(device, policy.weights, memory_format=memory_format)
     torch._dynamo.reset()  # Dynamo stops compiling at a limit of recompilations
 
-    variants, off, memory = {}, {}, {}
+    steps: dict[str, Step] = {}
+    off: dict[str, float] = {}
+    memory: dict[str, Memory] = {}
     with emulation(policy, device):
-        with exact_convolutions():
-            expected = expected_of(VARIANTS[OUT_OF_PLACE](model, ()), x, policy)
+        expected = expected_of(Step(network_variant(OUT_OF_PLACE, model), x, policy))
         for label in dict.fromkeys([IN_PLACE, *arguments.variants]):
             with failures.recorded(f"{name}, {policy_name}, {label}"):
-                variant = VARIANTS[label](model, network.blocks)
-                with exact_convolutions():
-                    off[label] = verify(results(variant, x, policy), expected, policy)
-                variants[label], memory[label] = variant, memory_of_step(variant, x, policy)
-                print(
-                    f"{name}, {policy_name}, {label}: off by {off[label].overall:.1e}", flush=True
-                )
-        if IN_PLACE not in variants:
+                step = Step(network_variant(label, model, network.blocks), x, policy)
+                off[label] = verify(step, expected)
+                memory[label] = step.memory()
+                steps[label] = step
+                print(f"{name}, {policy_name}, {label}: off by {off[label]:.1e}", flush=True)
+        if IN_PLACE not in steps:
             return []
         if arguments.fill_gib:
-            x = input_of(int(arguments.fill_gib * 1024 * MIB / memory[IN_PLACE][1] * shape[0]))
-            memory = {
-                label: memory_of_step(variant, x, policy) for label, variant in variants.items()
-            }
-        times: dict[str, list[float]] = {}
-        is_emulated = device == "cpu" and policy.autocast
-        if not is_emulated and not arguments.largest_batch:
-            steps: dict[str, Callable[[], Any]] = {
-                label: partial(step, variant, x, policy) for label, variant in variants.items()
-            }
-            if arguments.graphs:
-                steps = {
-                    label: recorded([run], device, partial(before_capture, variants[label].model))
-                    for label, run in steps.items()
-                }
-            times = times_in_turn(
-                steps,
-                arguments.repetitions,
-                Clock(device),
-                after=lambda label: variants[label].model.zero_grad(),
-            )
-        batches: dict[str, int] = {}
-        for label, variant in variants.items() if arguments.largest_batch else ():
-
-            def run(batch: int, variant: Variant = variant) -> None:
-                step(variant, input_of(batch), policy)
-                variant.model.zero_grad()
-
-            limit = int(arguments.largest_batch * 1024 * MIB)
-            batches[label] = largest_batch(run, shape[0], limit)
+            x = input_of(int(arguments.fill_gib * 1024 * MIB / memory[IN_PLACE].peak * len(x)))
+            steps = {label: step._replace(x=x) for label, step in steps.items()}
+            memory = {label: step.memory() for label, step in steps.items()}
+        batches = dict.fromkeys(steps, "")
+        times = None
+        if arguments.largest_batch:
+            batches = {label: _largest_batch(s, input_of, arguments) for label, s in steps.items()}
+        elif not (device == "cpu" and policy.autocast):  # the time of the emulation means nothing
+            times = _times(steps, arguments)
     return [
         {
             "network": name,
@@ -292,29 +292,59 @@ def measured(
             "variant": label,
             "source": "measured",
             "launched": "from a CUDA graph" if arguments.graphs else "one by one",
-            "input": " x ".join(map(str, x.shape)),
-            **memory_columns(memory[label], memory[IN_PLACE]),
-            **(time_columns(times[label], times[IN_PLACE]) if times else NOT_TIMED),
+            "input": _dimensions(x.shape),
+            **_memory_columns(memory[label], memory[IN_PLACE]),
+            **_step_columns(times, label),
             "memory_limit_gib": arguments.largest_batch or "",
-            "largest_batch": batches.get(label, ""),
-            "gradients_differ_by": f"{off[label].overall:.1e}",
+            "largest_batch": batches[label],
+            "gradients_differ_by": f"{off[label]:.1e}",
             "torch_differs_from_float64_by": f"{expected.rounding['gradients'].overall:.1e}",
             **machine(device),
         }
-        for label in variants
+        for label in steps
     ]
 
 
-NOT_TIMED = dict.fromkeys(time_columns([1.0, 1.0], [1.0, 1.0]), "")
+def _times(steps: Mapping[str, Step], arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Return the milliseconds of all repetitions, by variant."""
+    clock = Clock(arguments.device)
+    runs: dict[str, Any] = {label: step.run for label, step in steps.items()}
+    if arguments.graphs:
+        for label, step in steps.items():
+            runs[label] = recorded([step.run], arguments.device, partial(_before_capture, step))
+    timed = {label: partial(step.timed, clock, runs[label]) for label, step in steps.items()}
+    return in_turn(timed, arguments.repetitions)
 
 
-def memory_columns(variant: tuple[int, int], in_place: tuple[int, int]) -> dict[str, str]:
-    """Return a row's columns of saved and peak MiB, and of both over PyTorch in place."""
+def _before_capture(step: Step) -> None:
+    step.reset()
+    gc.collect()  # frees graphs of autograd, which would end the capture
+
+
+def _largest_batch(step: Step, input_of: Any, arguments: argparse.Namespace) -> str:
+    def run(batch: int) -> None:
+        step._replace(x=input_of(batch)).run()
+        step.reset()
+
+    return str(largest_batch(run, len(step.x), int(arguments.largest_batch * 1024 * MIB)))
+
+
+def _step_columns(times: Mapping[str, list[float]] | None, label: str) -> dict[str, str]:
+    if times:
+        return time_columns(times[label], "ms") | ratio_columns(times[label], times[IN_PLACE])
+    return dict.fromkeys(time_columns([1.0, 1.0], "ms") | ratio_columns([1.0, 1.0], [1.0, 1.0]), "")
+
+
+def _memory_columns(own: Memory, in_place: Memory) -> dict[str, str]:
     columns = {}
-    for kind, mine, theirs in zip(("saved", "peak"), variant, in_place, strict=True):
+    for kind, mine, theirs in zip(Memory._fields, own, in_place, strict=True):
         columns[f"{kind}_mib"] = f"{mine / MIB:.2f}"
         columns[f"{kind}_over_torch_in_place"] = f"{mine / theirs:.3f}"
     return columns
+
+
+def _dimensions(shape: Iterable[int]) -> str:
+    return " x ".join(map(str, shape))
 
 
 # Rota Bulò, Porzi, Kontschieder, CVPR 2018, arXiv 1712.02616: the abstract, and the figure of a
@@ -336,67 +366,270 @@ PUBLISHED = [
 SOURCE = "published in 2018: research.mapillary.com/publication/cvpr18a"
 
 
-def main() -> None:
-    """Verify, measure, print the table, write the CSV."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
-    parser.add_argument("--networks", nargs="+", choices=TIMED, default=list(TIMED))
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="default: all")
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=["float32"])
-    parser.add_argument("--memory-format", choices=MEMORY_FORMATS, default="contiguous")
-    parser.add_argument("--batch", type=int, help="default: 32 on a GPU, 4 on the CPU")
-    parser.add_argument(
-        "--graphs", action="store_true", help="on CUDA: time the replay of CUDA graphs"
+def train_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
+    """Yield the rows of all networks, and figures that others have published."""
+    measure = partial(train, arguments=arguments, failures=failures)
+    row: Row = {}
+    for row in rows_of_networks(arguments.networks, arguments.policies, measure, failures):
+        yield row
+    if row and not (arguments.fill_gib or arguments.largest_batch or arguments.graphs):
+        for published in PUBLISHED:
+            yield dict.fromkeys(row, "") | published | {"source": SOURCE}
+
+
+def count(name: str, policy_name: str, max_ops: Sequence[int], device: str) -> list[Row]:
+    """Return the rows of a network's bytes in one policy, one for each `max_ops`."""
+    network, policy = NETWORKS[name], POLICIES[policy_name]
+    torch.manual_seed(0)
+    model = network.build().to(device).train().to(policy.weights)
+    x = of_dtype(network.input(network.small, device), policy)
+    if policy.autocast:
+        for module in model.modules():
+            if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
+                module.to(torch.bfloat16)
+    rows = []
+    with emulation(policy, device):
+        original = Step(network_variant(IN_PLACE, model), x, policy)
+        expected, before = expected_of(original), _bytes_of(original)
+        for number in max_ops:
+            step = Step(network_variant(f"convert, max_ops={number}", model), x, policy)
+            off, after = verify(step, expected), _bytes_of(step)
+            row: Row = {"network": name, "policy": policy_name, "max_ops": number}
+            row["input"] = _dimensions(x.shape)
+            for kind, theirs in before.items():
+                ours = after[kind]
+                row |= {
+                    f"{kind}_torch": theirs,
+                    kind: ours,
+                    f"{kind}_ratio": f"{ours / theirs:.3f}",
+                }
+            rows.append(row | {"gradients_differ_by": f"{off:.1e}"} | machine(device))
+    return rows
+
+
+def _bytes_of(step: Step) -> dict[str, int]:
+    """Return the bytes that a step saves, allocates at most, and reads and writes."""
+    device = step.x.device.type
+    with autocast(step.policy, device):
+        saved = inplace_ops.saved_bytes(step.variant.model, step.x)
+    peak = memory_of(step.run, device)[0]
+    step.reset()
+    with MovedBytes() as moved:
+        step.run()
+    step.reset()
+    return {"saved": saved, "peak": peak, "moved": moved.count}
+
+
+def bytes_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
+    """Yield the rows of all networks."""
+    measure = partial(count, max_ops=arguments.max_ops, device=arguments.device)
+    yield from rows_of_networks(arguments.networks, arguments.policies, measure, failures)
+
+
+class HostBound(NamedTuple):
+    """A network whose steps are bound by the host."""
+
+    build: Any  # from a function that makes an activation
+    activations: int
+    shape: tuple[int, ...]
+    activation: str
+
+
+HOST_BOUND = {
+    "ResNet-18": HostBound(resnet18, 17, (1, 3, 32, 32), "ReLU"),
+    **{
+        f"40 blocks, {name}": HostBound(
+            partial(chain, blocks=40, channels=8), 40, (2, 8, 4, 4), name
+        )
+        for name in ("ReLU", "SiLU")
+    },
+}
+
+
+def _by_activation(network: HostBound, device: str) -> dict[str, Step]:
+    """Return a step for each kind of activation, with the same weights and input."""
+    theirs, ours = getattr(nn, network.activation), getattr(inplace_ops, network.activation)
+    makers = {
+        IN_PLACE: partial(theirs, inplace=True),
+        "modules": ours,
+        "modules, recompute": partial(ours, save="recompute"),
+        "convert": theirs,
+    }
+    models = {label: network.build(make).to(device) for label, make in makers.items()}
+    for model in models.values():
+        model.load_state_dict(models[IN_PLACE].state_dict())
+    inplace_ops.convert(models["convert"])
+    x = torch.randn(network.shape, device=device)
+    return {label: Step(NetworkVariant(label, m, m), x) for label, m in models.items()}
+
+
+def steps_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
+    """Yield the rows of the networks that are bound by the host."""
+    torch.manual_seed(0)
+    for name, network in HOST_BOUND.items():
+        with failures.recorded(name):
+            steps = _by_activation(network, arguments.device)
+            expected = expected_of(steps[IN_PLACE])
+            for step in steps.values():
+                verify(step, expected)
+            halves = {label: partial(_halves, step) for label, step in steps.items()}
+            times = in_turn(halves, arguments.repetitions, warm_ups=3)
+            for label in steps:
+                yield _steps_row(name, label, times) | machine(arguments.device)
+
+
+def _halves(step: Step) -> tuple[float, float]:
+    """Return the seconds of forward and of backward, which allocates new gradients."""
+    step.reset()
+    if step.x.is_cuda:
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    outputs = step.forward()
+    middle = time.perf_counter()
+    backward(outputs)
+    return middle - begin, time.perf_counter() - middle
+
+
+def _steps_row(name: str, label: str, times: Mapping[str, list[tuple[float, float]]]) -> Row:
+    ours, theirs = ([sum(pair) for pair in times[key]] for key in (label, IN_PLACE))
+    extra = {}
+    for i, half in enumerate(("forward", "backward")):
+        pairs = zip(times[label], times[IN_PLACE], strict=True)
+        median = quartiles([mine[i] - other[i] for mine, other in pairs])[1]
+        extra[f"{half}_us_per_activation"] = f"{median * 1e6 / HOST_BOUND[name].activations:.1f}"
+    row = {"network": name, "variant": label, "step_ms": f"{quartiles(ours)[1] * 1e3:.2f}"}
+    return row | ratio_columns(ours, theirs) | extra
+
+
+SHORT, LONG = 2, 6  # blocks
+# By name: a variant of a network.
+BLOCK_VARIANTS = {
+    OUT_OF_PLACE: OUT_OF_PLACE,
+    IN_PLACE: IN_PLACE,
+    "inplace_ops.convert": "convert, max_ops=4",
+    CHECKPOINTS: CHECKPOINTS,
+    **{name: name for name in NETWORK_VARIANTS if "compile" in name},
+}
+
+
+def blocks_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
+    """Yield the rows of blocks with ReLU and with SiLU."""
+    device, size = arguments.device, arguments.size
+    x = torch.randn(arguments.batch, arguments.channels, size, size, device=device)
+    for name in ("ReLU", "SiLU"):
+        torch._dynamo.reset()  # Dynamo stops compiling at a limit of recompilations
+        chains = [_chain(name, blocks, x) for blocks in (SHORT, LONG)]
+        expected = expected_of(Step(network_variant(OUT_OF_PLACE, chains[1]), x))
+        steps, saved, off = {}, {}, {}
+        for label in BLOCK_VARIANTS:
+            with failures.recorded(f"{name}, {label}"):
+                short, step = (Step(_block_variant(label, model), x) for model in chains)
+                short.forward()  # compiles, and allocates what only a first call needs
+                off[label] = verify(step, expected)
+                more = step.memory().saved - short.memory().saved
+                saved[label] = more / (LONG - SHORT) / x.nbytes
+                steps[label] = step
+        if IN_PLACE not in steps:
+            continue
+        clock = Clock(device)
+        timed = {label: partial(step.timed, clock) for label, step in steps.items()}
+        times = in_turn(timed, arguments.repetitions)
+        for label, own in times.items():
+            first, ratio, third = ratio_quartiles(own, times[IN_PLACE])
+            yield {
+                "activation": name,
+                "variant": label,
+                "input": _dimensions(x.shape),
+                "tensors saved": f"{saved[label]:.2f}",
+                "ms a block": f"{quartiles(own)[1] / LONG:.2f}",
+                "time over torch in place": f"{ratio:.2f}",
+                "quartiles": f"{first:.2f} to {third:.2f}",
+                "gradient off by": f"{off[label]:.0e}",
+                **machine(device),
+            }
+
+
+def _chain(activation: str, blocks: int, x: Tensor) -> nn.Sequential:
+    """Return a chain that ends in a convolution, which consumes the last activation's output."""
+    torch.manual_seed(0)
+    channels = x.shape[1]
+    make = partial(getattr(nn, activation), inplace=True)
+    last = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+    return nn.Sequential(*chain(make, blocks, channels), last).to(x.device)
+
+
+def _block_variant(label: str, model: nn.Module) -> NetworkVariant:
+    """Return a variant of the chain; all except PyTorch in place start out of place."""
+    model = model if label == IN_PLACE else out_of_place(copy.deepcopy(model))
+    return network_variant(BLOCK_VARIANTS[label], model, ["ConvNormAct"])
+
+
+def parse() -> argparse.Namespace:
+    """Return the arguments of a command, with its name."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--fill-gib",
-        type=float,
-        help="measure the batch for which PyTorch in place allocates this much",
+    commands = parser.add_subparsers(dest="command", required=True)
+    training = commands.add_parser("train")
+    add_options(training, repetitions=9)
+    training.add_argument("--networks", nargs="+", choices=TIMED, default=list(TIMED))
+    training.add_argument("--variants", nargs="+", choices=NETWORK_VARIANTS, help="default: all")
+    training.add_argument("--policies", nargs="+", choices=POLICIES, default=["float32"])
+    training.add_argument("--memory-format", choices=MEMORY_FORMATS, default="contiguous")
+    training.add_argument("--batch", type=int, help="default: 32 on a GPU, 4 on the CPU")
+    training.add_argument("--graphs", action="store_true", help="time the replay of CUDA graphs")
+    training.add_argument(
+        "--fill-gib", type=float, help="the batch for which PyTorch in place allocates this much"
     )
-    parser.add_argument(
-        "--largest-batch",
-        type=float,
-        metavar="GIB",
-        help="on CUDA: search the largest batch whose step fits",
+    training.add_argument(
+        "--largest-batch", type=float, metavar="GIB", help="search the largest batch that fits"
     )
-    parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="a smoke test: small inputs, three repetitions, nothing compiled",
+    training.add_argument(
+        "--quick", action="store_true", help="a smoke test: small inputs, nothing compiled"
     )
-    parser.add_argument("--out", type=Path)
+
+    counting = commands.add_parser("bytes")
+    add_options(counting, repetitions=1, threads=1)
+    counting.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    counting.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES)[:3])
+    counting.add_argument("--max-ops", nargs="+", type=int, choices=MAX_OPS, default=MAX_OPS)
+
+    add_options(commands.add_parser("steps"), repetitions=61, threads=1)
+
+    blocks = commands.add_parser("blocks")
+    add_options(blocks, repetitions=15)
+    blocks.add_argument("--batch", type=int, default=16)
+    blocks.add_argument("--channels", type=int, default=64)
+    blocks.add_argument("--size", type=int, default=56, help="the images' height and width")
+
     arguments = parser.parse_args()
-    if arguments.quick:
-        if not arguments.out:
+    if arguments.command == "train":
+        if arguments.quick and not arguments.out:
             parser.error("--quick measures no results to publish: name a file with --out")
-        arguments.repetitions = 3
-    if arguments.largest_batch and arguments.device != "cuda":
-        parser.error("--largest-batch needs --device cuda")
-    if arguments.graphs and arguments.device != "cuda":
-        parser.error("--graphs needs --device cuda")
-    arguments.variants = arguments.variants or [
-        label for label in VARIANTS if not (arguments.quick and "compile" in label)
-    ]
-    torch.set_num_threads(arguments.threads)
-    failures = Failures()
+        if (arguments.graphs or arguments.largest_batch) and arguments.device != "cuda":
+            parser.error("--graphs and --largest-batch need --device cuda")
+        arguments.variants = arguments.variants or [
+            name for name in NETWORK_VARIANTS if not (arguments.quick and "compile" in name)
+        ]
+    return arguments
 
-    path = arguments.out or RESULTS / f"networks_{arguments.device}.csv"
-    with written_to(path) as rows:
-        measure = partial(measured, arguments=arguments, failures=failures)
-        for row in rows_of_networks(arguments.networks, arguments.policies, measure, failures):
-            rows.append(row)
-            write_csv(path, rows)  # now: after a time limit, a step may outlast the grace period
-        if rows and not (arguments.fill_gib or arguments.largest_batch or arguments.graphs):
-            rows += [dict.fromkeys(rows[0], "") | row | {"source": SOURCE} for row in PUBLISHED]
 
-    columns = ["network", "policy", "variant", "saved_mib", "peak_mib", "peak_over_torch_in_place"]
-    columns += ["median_ms", "ratio_to_torch_in_place", "ratio_first_quartile"]
-    columns += ["ratio_third_quartile", "largest_batch", "gradients_differ_by"]
-    print(table([columns, *([str(row[c]) for c in columns] for row in rows)]))
-    failures.exit()
+# By command: the name of the result file, what yields its rows, and the columns to print.
+SHOWN = "network policy variant saved_mib peak_mib peak_over_torch_in_place median_ms"
+SHOWN += " ratio_to_torch_in_place ratio_first_quartile ratio_third_quartile largest_batch"
+COMMANDS = {
+    "train": ("networks", train_rows, [*SHOWN.split(), "gradients_differ_by"]),
+    "bytes": ("bytes", bytes_rows, None),
+    "steps": ("steps", steps_rows, None),
+    "blocks": ("blocks", blocks_rows, None),
+}
+
+
+def main() -> None:
+    """Verify, measure, write the CSV, print the table."""
+    arguments = parse()
+    name, rows_of, columns = COMMANDS[arguments.command]
+    write_results(name, partial(rows_of, arguments), columns, arguments)
 
 
 if __name__ == "__main__":

@@ -25,19 +25,30 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from demo import digits
-from measure import RESULTS, machine, table, written_to
-from paired import BASELINE, CASE, cases, lines, paired
+from common import (
+    CASE,
+    IN_PLACE,
+    RESULTS,
+    Row,
+    exact_convolutions,
+    machine,
+    paired,
+    paired_cases,
+    paired_lines,
+    table,
+    write_csv,
+)
+from networks import InvertedResidual, MakeActivation, ResidualBlock, classifier
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from verification import exact_convolutions
 
 import inplace_ops
 
@@ -47,96 +58,36 @@ BATCH = 64
 TEST_IMAGES = 517  # leaves 20 batches to train on
 SETTLED = 0.01  # the largest change of the training loss in the last quarter of the epochs
 
-MakeActivation = Callable[[], nn.Module]
+WIDTHS = [(8, 8, 1), (8, 16, 2), (16, 16, 1)]
 
 
-class Residual(nn.Module):
-    """Two convolutions and a shortcut, added in place (He et al., 2016)."""
+class Network(NamedTuple):
+    """A network to train.
 
-    def __init__(self, inputs: int, outputs: int, stride: int, activation: MakeActivation) -> None:
-        super().__init__()
-        self.residual = nn.Sequential(
-            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(outputs),
-            activation(),
-            nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False),
-            nn.BatchNorm2d(outputs),
-        )
-        self.shortcut = nn.Sequential()
-        if inputs != outputs:
-            convolution = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
-            self.shortcut = nn.Sequential(convolution, nn.BatchNorm2d(outputs))
-        self.activation = activation()
+    Attributes:
+        build: Makes it from a function that makes an activation.
+        theirs: PyTorch's activation.
+        ours: Functions that make this package's, by save mode.
+    """
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the block."""
-        y = self.residual(x)
-        y += self.shortcut(x)
-        return self.activation(y)
+    build: Callable[[MakeActivation], nn.Module]
+    theirs: type[nn.Module]
+    ours: dict[str, MakeActivation]
 
 
-class SqueezeExcitation(nn.Module):
-    """Scales each channel by a factor that a small network computes from all channels' means."""
-
-    def __init__(self, channels: int, squeezed: int, activation: MakeActivation) -> None:
-        super().__init__()
-        self.scale = nn.Sequential(
-            nn.AdaptiveAvgPool2d(1),
-            nn.Conv2d(channels, squeezed, 1),
-            activation(),
-            nn.Conv2d(squeezed, channels, 1),
-            nn.Sigmoid(),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the block."""
-        return x * self.scale(x)
-
-
-class InvertedResidual(nn.Module):
-    """EfficientNet's block: expansion, depthwise convolution, projection (Tan, Le, 2019)."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int, activation: MakeActivation) -> None:
-        super().__init__()
-        wide = 4 * inputs
-        self.residual = nn.Sequential(
-            nn.Conv2d(inputs, wide, 1, bias=False),
-            nn.BatchNorm2d(wide),
-            activation(),
-            nn.Conv2d(wide, wide, 3, stride, 1, groups=wide, bias=False),
-            nn.BatchNorm2d(wide),
-            activation(),
-            SqueezeExcitation(wide, inputs // 4, activation),
-            nn.Conv2d(wide, outputs, 1, bias=False),
-            nn.BatchNorm2d(outputs),
-        )
-        self.has_shortcut = inputs == outputs
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the block."""
-        y = self.residual(x)
-        if self.has_shortcut:
-            y += x
-        return y
-
-
-def network(block: Callable[..., nn.Module], last: int, activation: MakeActivation) -> nn.Module:
-    """Return a network for images (batch, 1, 8, 8) and ten classes; `last` is its last width."""
-    stem = [nn.Conv2d(1, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), activation()]
-    widths = [(8, 8, 1), (8, 16, 2), (16, 16, 1)]
-    blocks = [block(*arguments, activation) for arguments in widths]
-    end = []
-    if last != 16:
-        end = [nn.Conv2d(16, last, 1, bias=False), nn.BatchNorm2d(last), activation()]
-    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(last, 10)]
-    return nn.Sequential(*stem, *blocks, *end, *head)
-
-
-# By name: the function that builds the network, PyTorch's activation, and ours by save mode.
-NETWORKS: dict[str, tuple[Callable[..., nn.Module], type[nn.Module], dict[str, MakeActivation]]] = {
-    "residual, ReLU": (partial(network, Residual, 16), nn.ReLU, {"mask": inplace_ops.ReLU}),
-    "EfficientNet-like, SiLU": (
-        partial(network, InvertedResidual, 64),
+NETWORKS = {
+    "residual, ReLU": Network(
+        partial(
+            classifier,
+            block=partial(ResidualBlock, adds_in_place=True),
+            widths=WIDTHS,
+            channels=1,
+        ),
+        nn.ReLU,
+        {"mask": inplace_ops.ReLU},
+    ),
+    "EfficientNet-like, SiLU": Network(
+        partial(classifier, block=InvertedResidual, widths=WIDTHS, channels=1, last=64),
         nn.SiLU,
         {
             "output": inplace_ops.SiLU,
@@ -166,9 +117,10 @@ class Case:
 
     def build(self, seed: int) -> nn.Module:
         """Return the network with its initial weights."""
-        make, theirs, ours = NETWORKS[self.network]
+        network = NETWORKS[self.network]
         torch.manual_seed(seed)
-        model = make(ours.get(self.variant, partial(theirs, inplace=True))).to(self.device)
+        in_place = partial(network.theirs, inplace=True)
+        model = network.build(network.ours.get(self.variant, in_place)).to(self.device)
         if self.variant == OFF:
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -178,13 +130,24 @@ class Case:
         return model
 
 
+def digits(device: str) -> tuple[Tensor, ...]:
+    """Return images (N, 1, 8, 8) from 0 to 1 and labels (N,), for training and for testing."""
+    bunch = load_digits()
+    images = torch.tensor(bunch.images, dtype=torch.float32)[:, None] / 16
+    labels = torch.tensor(bunch.target, dtype=torch.int64)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    test, training = order[:TEST_IMAGES], order[TEST_IMAGES:]
+    chosen = (images[training], labels[training], images[test], labels[test])
+    return tuple(tensor.to(device) for tensor in chosen)
+
+
 def all_cases(precisions: list[str], device: str) -> list[Case]:
     """Return all cases that are compared."""
     return [
-        Case(network, precision, variant, device)
-        for network, (*_, ours) in NETWORKS.items()
+        Case(name, precision, variant, device)
+        for name, network in NETWORKS.items()
         for precision in precisions
-        for variant in (BASELINE, OFF, *ours, CONVERT)
+        for variant in (IN_PLACE, OFF, *network.ours, CONVERT)
     ]
 
 
@@ -208,7 +171,7 @@ def first_step(case: Case, images: Tensor, labels: Tensor) -> tuple[int, Tensor]
     return saved, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def verify(compared: list[Case], images: Tensor, labels: Tensor) -> dict[Case, dict[str, Any]]:
+def verify(compared: list[Case], images: Tensor, labels: Tensor) -> dict[Case, Row]:
     """Return each case's saved bytes, and its first gradient's relative difference from PyTorch's.
 
     Raises:
@@ -219,8 +182,8 @@ def verify(compared: list[Case], images: Tensor, labels: Tensor) -> dict[Case, d
     columns = {}
     for case in compared:
         saved, gradient = steps[case]
-        pytorchs_saved, pytorchs_gradient = steps[replace(case, variant=BASELINE)]
-        is_pytorchs = case.variant in (BASELINE, OFF)
+        pytorchs_saved, pytorchs_gradient = steps[replace(case, variant=IN_PLACE)]
+        is_pytorchs = case.variant in (IN_PLACE, OFF)
         assert (saved == pytorchs_saved) == is_pytorchs, f"{case} saves {saved} bytes"
         off_by = ((gradient - pytorchs_gradient).norm() / pytorchs_gradient.norm()).item()
         assert off_by <= PRECISIONS[case.precision][1], f"{case}: gradient off by {off_by:.1e}"
@@ -228,11 +191,11 @@ def verify(compared: list[Case], images: Tensor, labels: Tensor) -> dict[Case, d
     return columns
 
 
-def train(run: tuple[Case, int, int]) -> dict[str, Any]:
+def train(run: tuple[Case, int, int]) -> Row:
     """Train a case from a seed for some epochs, and return the row of the run."""
     case, seed, epochs = run
     torch.backends.cudnn.deterministic = True
-    images, labels, test_images, test_labels = digits(case.device, TEST_IMAGES)
+    images, labels, test_images, test_labels = digits(case.device)
     model = case.build(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
     steps = epochs * len(images) // BATCH
@@ -270,16 +233,30 @@ def train(run: tuple[Case, int, int]) -> dict[str, Any]:
     }
 
 
-def is_settled(row: dict[str, Any]) -> bool:
+def trained(
+    runs: Sequence[tuple[Case, int, int]], verified: dict[Case, Row], processes: int
+) -> Iterator[Row]:
+    """Yield the rows of all runs, from several processes with one thread each."""
+    context = torch.multiprocessing.get_context("spawn")
+    with context.Pool(processes, torch.set_num_threads, (1,)) as pool:
+        for number, (run, row) in enumerate(zip(runs, pool.imap(train, runs), strict=True), 1):
+            print(f"{number} of {len(runs)}:", *list(row.values())[:7], flush=True)
+            case, *_ = run
+            yield row | verified[case] | machine(case.device)
+        pool.close()
+        pool.join()
+
+
+def is_settled(row: Row) -> bool:
     """Whether the training loss has changed little in the last quarter of the epochs."""
     losses = [float(loss) for loss in row["training_losses"].split()]
     return abs(losses[-1] - losses[3 * len(losses) // 4 - 1]) <= SETTLED
 
 
-def changed(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
+def changed(rows: list[Row]) -> dict[str, list[str]]:
     """Return, by variant, the networks, precisions and columns that leave PyTorch's spread."""
     found: dict[str, list[str]] = {}
-    for case in cases(rows):
+    for case in paired_cases(rows):
         for column in ("test_accuracy", "test_loss"):
             if not paired(rows, column, case).is_unchanged:
                 where = f"{case['network']}, {case['precision']}: {column}"
@@ -301,22 +278,15 @@ def main() -> None:
     begin = time.monotonic()
     torch.set_num_threads(1)
     compared = all_cases(arguments.precisions, arguments.device)
-    images, labels, *_ = digits(arguments.device, TEST_IMAGES)
+    images, labels, *_ = digits(arguments.device)
     verified = verify(compared, images[:BATCH], labels[:BATCH])
 
     runs = [(case, seed, arguments.epochs) for case in compared for seed in range(arguments.seeds)]
-    out = arguments.out or RESULTS / f"training_{arguments.device}.csv"
-    pool = torch.multiprocessing.get_context("spawn").Pool(
-        arguments.processes, torch.set_num_threads, (1,)
+    rows = write_csv(
+        arguments.out or RESULTS / f"training_{arguments.device}.csv",
+        trained(runs, verified, arguments.processes),
     )
-    with written_to(out) as rows, pool:
-        for (case, *_), row in zip(runs, pool.imap(train, runs), strict=True):
-            rows.append(row | verified[case] | machine(arguments.device))
-            print(f"{len(rows)} of {len(runs)}:", *list(row.values())[:7], flush=True)
-        pool.close()
-        pool.join()
-
-    print(f"\n{table(lines(rows))}\n\n{(time.monotonic() - begin) / 60:.1f} minutes")
+    print(f"\n{table(paired_lines(rows))}\n\n{(time.monotonic() - begin) / 60:.1f} minutes")
     wrong = [
         ", ".join(str(row[key]) for key in (*CASE, "seed")) + ": has not converged"
         for row in rows

@@ -98,10 +98,11 @@ check() {
     -W ignore::DeprecationWarning -W ignore::FutureWarning --continue-on-collection-errors "$@"
 }
 
+# bench PART LIMIT SCRIPT COMMAND OPTIONS...: runs a command of benchmarks/bench_SCRIPT.py.
 bench() {
-  local part=$1 limit=$2 script=$3
-  shift 3
-  run "$part" "$limit" "$python" "benchmarks/bench_$script.py" --device "$device" \
+  local part=$1 limit=$2 script=$3 command=$4
+  shift 4
+  run "$part" "$limit" "$python" "benchmarks/bench_$script.py" "$command" --device "$device" \
     --out "$out/${part}_$device.csv" "$@"
 }
 
@@ -149,38 +150,41 @@ rest=("${decisive[@]/#/--ignore=}" --ignore-glob="*/test_"{host_kernels,engine_m
 eager=("checkpoint of each block" "convert, max_ops="{1,4,8})
 if [ "$device" = cuda ]; then
   check tests 280 "${rest[@]}"
-  sanitizer=$("$python" benchmarks/toolkit.py compute-sanitizer)
+  sanitizer=$("$python" benchmarks/tune_cuda.py --find compute-sanitizer)
   sanitize memcheck 110 --report-api-errors no # PyTorch probes with calls that may fail
   sanitize initcheck 110
-  bench bandwidth 160 bandwidth
-  bench norms 100 norms
-  bench activations 180 activations --compile --elements $((2 ** 26)) $((2 ** 16)) \
+  bench bandwidth 160 bandwidth activations
+  bench norms 100 bandwidth norms
+  bench activations 180 ops time --compile --elements $((2 ** 26)) $((2 ** 16)) \
     --dtypes float32 bfloat16
-  bench host 60 host
-  bench steps 60 steps
-  bench memory 60 memory
-  bench bytes 120 bytes --policies float32 "CUDA autocast" --max-ops 4
+  bench host 60 ops host
+  bench steps 60 networks steps
+  bench memory 60 ops memory
+  bench bytes 120 networks bytes --policies float32 "CUDA autocast" --max-ops 4
   autocast=(--policies "CUDA autocast" --memory-format channels_last --batch 8)
-  bench networks 200 networks "${autocast[@]}" --variants "${eager[@]}" --repetitions 31
-  bench graphs 200 networks "${autocast[@]}" --variants "convert, max_ops="{1,4} --graphs
+  bench networks 200 networks train "${autocast[@]}" --variants "${eager[@]}" --repetitions 31
+  bench graphs 200 networks train "${autocast[@]}" --variants "convert, max_ops="{1,4} --graphs
   # Half of the memory of an H100 with 80 GB.
-  bench filled 280 networks "${autocast[@]}" --variants "${eager[@]}" --fill-gib 39 --repetitions 7
-  bench batches 280 networks "${autocast[@]}" --variants "${eager[@]}" --largest-batch 8
-  bench baselines 580 networks "${autocast[@]}" --fill-gib 10
+  bench filled 280 networks train "${autocast[@]}" --variants "${eager[@]}" --fill-gib 39 \
+    --repetitions 7
+  bench batches 280 networks train "${autocast[@]}" --variants "${eager[@]}" --largest-batch 8
+  bench baselines 580 networks train "${autocast[@]}" --fill-gib 10
   run tuning 180 "$python" benchmarks/tune_cuda.py --arch "sm_${capability/./}" \
     --out "$out/tuning_cuda.csv"
 else # limits here only end what hangs
   check tests 600 "${rest[@]}"
   for part in memcheck initcheck; do skip "$part" "it is of CUDA kernels"; done
-  bench bandwidth 300 bandwidth --sizes $((2 ** 20)) $((2 ** 12)) --repetitions 3
-  bench norms 300 norms --repetitions 3 --layouts "NCHW, 512 x 7 x 7" "rows of 384"
-  bench activations 300 activations --compile --elements 65536 --dtypes float32 --repetitions 3
-  bench host 300 host --repetitions 3
-  bench steps 300 steps --repetitions 3
-  bench memory 300 memory --size 1000
-  bench bytes 300 bytes --networks EfficientNet-B0 "Llama blocks" --max-ops 4
-  bench networks 300 networks --quick --networks EfficientNet-B0 "Llama blocks" \
-    --policies float32 bfloat16 "CUDA autocast"
+  bench bandwidth 300 bandwidth activations --sizes $((2 ** 16)) --repetitions 2
+  bench norms 300 bandwidth norms --sizes $((2 ** 16)) --repetitions 2 \
+    --layouts "NCHW, 512 x 7 x 7" "rows of 384"
+  bench activations 300 ops time --elements 4096 --dtypes bfloat16 --repetitions 2 \
+    --activations SiLU --compile
+  bench host 300 ops host --repetitions 2
+  bench steps 300 networks steps --repetitions 2
+  bench memory 300 ops memory --size 256
+  bench bytes 300 networks bytes --networks "Llama blocks" --max-ops 4
+  bench networks 300 networks train --quick --networks "Llama blocks" --repetitions 2 \
+    --policies float32 "CUDA autocast"
   for part in graphs filled batches; do skip "$part" "it needs a GPU"; done
   skip tuning "it is of CUDA kernels"
 fi
@@ -200,7 +204,7 @@ is_wanted summary || exit $failed
     [ ! -e "$log" ] || tail -n 1 "$log" | sed 's/,/ | /g; s/^/| /; s/$/ |/'
   done
   echo
-  "$python" benchmarks/tables.py --print "$out"
+  "$python" benchmarks/report.py --print "$out"
 } >"$out/summary.md" 2>&1 || failed=1
 echo
 cat "$out/summary.md"

@@ -1,4 +1,7 @@
-"""Networks for bench_bytes.py and bench_networks.py."""
+"""The networks that the benchmarks train, and the blocks that they are built from.
+
+bench_models.py trains many more models of other libraries: model_zoo.py lists them.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,409 @@ from functools import partial
 from typing import Any
 
 import torch
-from llama_blocks import LlamaBlocks
-from measure import Failures
+import torch.nn.functional as F
+from common import Failures, Row
 from torch import Tensor, nn
-from unets import DiffusionUNet, SegmentationUNet
-from yolo_like import YoloLike
+from torch.utils._pytree import tree_leaves
 
 from inplace_ops.conversion.library import ModelNotFoundError, load
 
+MakeActivation = Callable[[], nn.Module]
+SILU_IN_PLACE = partial(nn.SiLU, inplace=True)
+MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 VOCABULARY = 1000
-LLAMA: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 2}
-LLAMA |= {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
+
+
+class ConvNormAct(nn.Sequential):
+    """Convolution, norm and activation."""
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        kernel: int = 1,
+        stride: int = 1,
+        activation: MakeActivation = SILU_IN_PLACE,
+        norm: Callable[[int], nn.Module] = nn.BatchNorm2d,
+    ) -> None:
+        super().__init__(
+            nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False),
+            norm(outputs),
+            activation(),
+        )
+
+
+def chain(activation: MakeActivation, blocks: int, channels: int) -> nn.Sequential:
+    """Return blocks of a 3 x 3 convolution, batch norm and activation."""
+    each = (ConvNormAct(channels, channels, 3, activation=activation) for _ in range(blocks))
+    return nn.Sequential(*each)
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions and a shortcut (He et al., "Deep Residual Learning", 2016)."""
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        stride: int,
+        activation: MakeActivation,
+        adds_in_place: bool = False,
+    ) -> None:
+        super().__init__()
+        self.residual = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+            activation(),
+            nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        self.shortcut = nn.Sequential()
+        if inputs != outputs:
+            convolution = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(convolution, nn.BatchNorm2d(outputs))
+        self.activation = activation()
+        self.adds_in_place = adds_in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, inputs, H, W) to (N, outputs, H / stride, W / stride)."""
+        y, shortcut = self.residual(x), self.shortcut(x)
+        if self.adds_in_place:
+            y += shortcut
+        else:
+            y = y + shortcut
+        return self.activation(y)
+
+
+class SqueezeExcitation(nn.Module):
+    """Scales each channel by a factor that a small network computes from all channels' means."""
+
+    def __init__(self, channels: int, squeezed: int, activation: MakeActivation) -> None:
+        super().__init__()
+        self.scale = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1),
+            nn.Conv2d(channels, squeezed, 1),
+            activation(),
+            nn.Conv2d(squeezed, channels, 1),
+            nn.Sigmoid(),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, channels, H, W) to the same shape."""
+        return x * self.scale(x)
+
+
+class InvertedResidual(nn.Module):
+    """EfficientNet's block: expansion, depthwise convolution, projection (Tan, Le, 2019)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, activation: MakeActivation) -> None:
+        super().__init__()
+        wide = 4 * inputs
+        self.residual = nn.Sequential(
+            nn.Conv2d(inputs, wide, 1, bias=False),
+            nn.BatchNorm2d(wide),
+            activation(),
+            nn.Conv2d(wide, wide, 3, stride, 1, groups=wide, bias=False),
+            nn.BatchNorm2d(wide),
+            activation(),
+            SqueezeExcitation(wide, inputs // 4, activation),
+            nn.Conv2d(wide, outputs, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        self.has_shortcut = inputs == outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, inputs, H, W) to (N, outputs, H / stride, W / stride)."""
+        y = self.residual(x)
+        if self.has_shortcut:
+            y += x
+        return y
+
+
+def classifier(
+    activation: MakeActivation,
+    block: Callable[..., nn.Module],
+    widths: Sequence[tuple[int, int, int]],
+    channels: int = 3,
+    last: int | None = None,
+) -> nn.Module:
+    """Return a network for small images and ten classes.
+
+    Args:
+        activation: Makes an activation.
+        block: Makes a block from its inputs, outputs, stride and activation.
+        widths: Inputs, outputs and stride of each block.
+        channels: The images' channels.
+        last: The channels of a last 1 x 1 convolution, if there is one.
+    """
+    layers: list[nn.Module] = [ConvNormAct(channels, widths[0][0], 3, activation=activation)]
+    layers += [block(*width, activation) for width in widths]
+    outputs = widths[-1][1]
+    if last:
+        layers.append(ConvNormAct(outputs, last, activation=activation))
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(last or outputs, 10)]
+    return nn.Sequential(*layers, *head)
+
+
+def resnet18(activation: MakeActivation) -> nn.Module:
+    """Return a ResNet-18 for images of 32 x 32, as in section 4.2 of the paper.
+
+    Its first convolution is 3 x 3, and there is no pooling after it.
+    """
+    widths = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
+    widths += [(128, 256, 2), (256, 256, 1), (256, 512, 2), (512, 512, 1)]
+    return classifier(activation, ResidualBlock, widths)
+
+
+class Bottleneck(nn.Module):
+    """Two 3 x 3 convolutions, in the backbone with a shortcut."""
+
+    def __init__(self, channels: int, shortcut: bool) -> None:
+        super().__init__()
+        self.convs = nn.Sequential(
+            ConvNormAct(channels, channels, 3), ConvNormAct(channels, channels, 3)
+        )
+        self.shortcut = shortcut
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, channels, height, width) to the same shape."""
+        return x + self.convs(x) if self.shortcut else self.convs(x)
+
+
+class C2f(nn.Module):
+    """Bottlenecks on half of the channels, with all intermediate results concatenated."""
+
+    def __init__(self, inputs: int, outputs: int, depth: int, shortcut: bool = False) -> None:
+        super().__init__()
+        half = outputs // 2
+        self.first = ConvNormAct(inputs, outputs)
+        self.bottlenecks = nn.ModuleList(Bottleneck(half, shortcut) for _ in range(depth))
+        self.last = ConvNormAct((2 + depth) * half, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, inputs, height, width) to (batch, outputs, height, width)."""
+        parts = [*self.first(x).chunk(2, 1)]
+        for bottleneck in self.bottlenecks:
+            parts.append(bottleneck(parts[-1]))
+        return self.last(torch.cat(parts, 1))
+
+
+class SPPF(nn.Module):
+    """Spatial pyramid pooling: three poolings in a row, concatenated."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first = ConvNormAct(channels, channels // 2)
+        self.last = ConvNormAct(channels * 2, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, channels, height, width) to the same shape."""
+        parts = [self.first(x)]
+        for _ in range(3):
+            parts.append(F.max_pool2d(parts[-1], 5, 1, 2))
+        return self.last(torch.cat(parts, 1))
+
+
+class YoloLike(nn.Module):
+    """A detector like YOLO: backbone, top-down neck, and a head at strides 8, 16 and 32."""
+
+    def __init__(self, width: int = 32, outputs: int = 84) -> None:
+        super().__init__()
+        w = [width * 2**i for i in range(5)]
+        self.stem = ConvNormAct(3, w[0], 3, 2)
+        self.stages = nn.ModuleList(
+            nn.Sequential(
+                ConvNormAct(w[i], w[i + 1], 3, 2), C2f(w[i + 1], w[i + 1], depth, shortcut=True)
+            )
+            for i, depth in enumerate((1, 2, 2, 1))
+        )
+        self.pooling = SPPF(w[4])
+        self.neck16 = C2f(w[4] + w[3], w[3], 1)
+        self.neck8 = C2f(w[3] + w[2], w[2], 1)
+        self.heads = nn.ModuleList(
+            nn.Sequential(ConvNormAct(c, c, 3), nn.Conv2d(c, outputs, 1)) for c in w[2:]
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map (batch, 3, height, width) to (batch, outputs, positions of all strides)."""
+        x = self.stages[0](self.stem(images))
+        x8 = self.stages[1](x)
+        x16 = self.stages[2](x8)
+        x32 = self.pooling(self.stages[3](x16))
+        x16 = self.neck16(torch.cat([F.interpolate(x32, scale_factor=2.0), x16], 1))
+        x8 = self.neck8(torch.cat([F.interpolate(x16, scale_factor=2.0), x8], 1))
+        maps = [head(x) for head, x in zip(self.heads, (x8, x16, x32), strict=True)]
+        return torch.cat([m.flatten(2) for m in maps], 2)
+
+
+class TwoConvolutions(nn.Sequential):
+    """Two convolutions, each followed by InstanceNorm and LeakyReLU."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        activation = partial(nn.LeakyReLU, 0.01, inplace=True)
+        norm = partial(nn.InstanceNorm2d, affine=True)
+        super().__init__(
+            ConvNormAct(inputs, outputs, 3, stride, activation, norm),
+            ConvNormAct(outputs, outputs, 3, 1, activation, norm),
+        )
+
+
+class TimedResidual(nn.Module):
+    """GroupNorm, SiLU and convolution, twice, with a time embedding between, and a shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, embedding: int = 64) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.GroupNorm(8, inputs), nn.GroupNorm(8, outputs)
+        self.act1, self.act2, self.act3 = nn.SiLU(), nn.SiLU(), nn.SiLU()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1)
+        self.time = nn.Linear(embedding, outputs)
+        self.shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        """Map (N, inputs, H, W) and (N, embedding) to (N, outputs, H, W)."""
+        h = self.conv1(self.act1(self.norm1(x)))
+        h = h + self.time(self.act2(time))[:, :, None, None]
+        return self.conv2(self.act3(self.norm2(h))) + self.shortcut(x)
+
+
+class TwoTimedResiduals(nn.Module):
+    """Two residual blocks."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.first, self.second = TimedResidual(inputs, outputs), TimedResidual(outputs, outputs)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        """Map (N, inputs, H, W) and (N, embedding) to (N, outputs, H, W)."""
+        return self.second(self.first(x, time), time)
+
+
+class SegmentationUNet(nn.Module):
+    """A U-Net like nnU-Net's: InstanceNorm, LeakyReLU; strided down, transposed convolutions up."""
+
+    def __init__(self, width: int = 32, levels: int = 4) -> None:
+        super().__init__()
+        widths = [width * 2**level for level in range(levels)]
+        strides = [1] + [2] * (levels - 1)
+        self.down = nn.ModuleList(map(TwoConvolutions, [3, *widths], widths, strides))
+        pairs = list(zip(widths[:0:-1], widths[-2::-1], strict=True))
+        self.up = nn.ModuleList(nn.ConvTranspose2d(a, b, 2, 2, bias=False) for a, b in pairs)
+        self.join = nn.ModuleList(TwoConvolutions(2 * b, b, 1) for _, b in pairs)
+        self.head = nn.Conv2d(width, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, 3, H, W) to the same shape; H and W are multiples of 2^(levels - 1)."""
+        skips: list[Tensor] = []
+        for down in self.down:
+            x = down(x)
+            skips.append(x)
+        skips.pop()
+        for up, join in zip(self.up, self.join, strict=True):
+            x = join(torch.cat([up(x), skips.pop()], 1))
+        return self.head(x)
+
+
+class DiffusionUNet(nn.Module):
+    """A U-Net as in diffusion models: residual blocks of GroupNorm and SiLU."""
+
+    def __init__(self, width: int = 32, levels: int = 3) -> None:
+        super().__init__()
+        widths = [width * 2**level for level in range(levels)]
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.embed = nn.Sequential(nn.Linear(16, 64), nn.SiLU(), nn.Linear(64, 64))
+        self.down = nn.ModuleList(map(TwoTimedResiduals, [width, *widths], widths))
+        self.smaller = nn.ModuleList(nn.Conv2d(c, c, 3, 2, padding=1) for c in widths[:-1])
+        self.middle = TwoTimedResiduals(widths[-1], widths[-1])
+        pairs = list(zip(widths[:0:-1], widths[-2::-1], strict=True))
+        self.larger = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in pairs)
+        self.up = nn.ModuleList(TwoTimedResiduals(2 * b, b) for _, b in pairs)
+        self.norm, self.act = nn.GroupNorm(8, width), nn.SiLU()
+        self.head = nn.Conv2d(width, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, 3, H, W) to the same shape, at one time; H, W are multiples of 2^(levels - 1)."""
+        time = self.embed(x.new_ones(len(x), 16))
+        x = self.stem(x)
+        skips: list[Tensor] = []
+        for i, block in enumerate(self.down):
+            x = block(x, time)
+            if i < len(self.smaller):
+                skips.append(x)
+                x = self.smaller[i](x)
+        x = self.middle(x, time)
+        for larger, block in zip(self.larger, self.up, strict=True):
+            x = larger(F.interpolate(x, scale_factor=2.0))
+            x = block(torch.cat([x, skips.pop()], 1), time)
+        return self.head(self.act(self.norm(x)))
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Apply rotary embeddings to queries or keys of shape (N, heads, tokens, width)."""
+    half = x.shape[-1] // 2
+    steps = torch.arange(half, device=x.device, dtype=torch.float32) / half
+    positions = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)
+    angles = torch.outer(positions, 10000.0**-steps)
+    cosine, sine = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query, self.key, self.value, self.output = (
+            nn.Linear(width, width, bias=False) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, tokens, width) to the same shape."""
+        query, key, value = (
+            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        x = F.scaled_dot_product_attention(rotated(query), rotated(key), value, is_causal=True)
+        return self.output(x.transpose(1, 2).flatten(-2))
+
+
+class SwiGLU(nn.Module):
+    """SiLU of one projection times another projection, projected back."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+        self.act = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, tokens, width) to the same shape."""
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and SwiGLU, each after a norm and with a shortcut."""
+
+    def __init__(self, width: int, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.attention, self.mlp = Attention(width, heads), SwiGLU(width, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, tokens, width) to the same shape."""
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class LlamaBlocks(nn.Sequential):
+    """Decoder layers like Llama's, without embedding and head."""
+
+    def __init__(
+        self, width: int = 512, hidden: int = 1376, heads: int = 8, layers: int = 4
+    ) -> None:
+        super().__init__(*(DecoderLayer(width, hidden, heads) for _ in range(layers)))
 
 
 @dataclass(frozen=True)
@@ -59,6 +454,9 @@ def resnet50() -> nn.Module:
     return network
 
 
+LLAMA: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 2}
+LLAMA |= {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
+
 NETWORKS = {
     "EfficientNet-B0": Network(
         partial(load, "timm:efficientnet_b0"),
@@ -94,14 +492,14 @@ NETWORKS = {
         small=(2, 3, 64, 64),
         cpu=(4, 3, 112, 112),
         cuda=(32, 3, 128, 128),
-        blocks=("_Residual",),
+        blocks=("TimedResidual",),
     ),
     "nnU-Net-like": Network(
         SegmentationUNet,
         small=(2, 3, 96, 96),
         cpu=(4, 3, 112, 112),
         cuda=(32, 3, 256, 256),
-        blocks=("_Twice",),
+        blocks=("TwoConvolutions",),
     ),
     "ViT-S/16": Network(
         partial(load, "timm:vit_small_patch16_224"),
@@ -129,16 +527,27 @@ NETWORKS = {
 def rows_of_networks(
     names: Iterable[str],
     policies: Sequence[str],
-    measure: Callable[[str, str], list[dict[str, Any]]],
+    measure: Callable[[str, str], list[Row]],
     failures: Failures,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """Yield the rows of each network in each policy; skip networks whose library is missing."""
     for name in names:
         for policy in policies:
-            rows: list[dict[str, Any]] = []
+            rows: list[Row] = []
             with failures.recorded(f"{name}, {policy}"):
                 try:
                     rows = measure(name, policy)
                 except ModelNotFoundError as error:
                     print(f"{name}: skipped: {error}", flush=True)
             yield from rows
+
+
+def differentiable(outputs: Any) -> list[Tensor]:
+    """Return the tensors among a model's outputs that require grad."""
+    return [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
+
+
+def backward(outputs: Any) -> None:
+    """Run backward from the mean square of each output, computed in float32 or wider."""
+    wide = [t.to(torch.promote_types(t.dtype, torch.float32)) for t in differentiable(outputs)]
+    torch.autograd.backward([t.square().mean() for t in wide])

@@ -1,13 +1,25 @@
-"""Variants of each activation that the benchmarks compare: PyTorch's, and ours by save mode."""
+"""What is compared: variants of an activation, and of a whole network.
+
+An activation runs out of place and in place in PyTorch, and in each save mode of this package. A
+network runs as it is, out of place, compiled, with checkpoints, and converted. PyTorch's variants
+are the baselines. `check` and `verify` compare an activation's values and gradients with PyTorch's
+before it is timed; bench_networks.py does the same for networks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch._functorch.config
+import torch._inductor
+from common import IN_PLACE, OUT_OF_PLACE
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import inplace_ops
 from inplace_ops.activations import ACTIVATIONS, Activation, Save
@@ -42,13 +54,24 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Variant:
+    """One of several ways to compute the same activation or network.
+
+    Attributes:
+        name: The name in tables and result files.
+        run: Computes the output.
+    """
+
+    name: str
+    run: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class OpVariant(Variant):
     """A variant of an activation, and the memory traffic of its training step.
 
     Packed bits are written once and read once.
 
     Attributes:
-        name: The variant's name.
-        run: The activation.
         forward_tensors: The number of whole tensors that forward reads or writes.
         backward_tensors: The number of whole tensors that backward reads or writes: three if it
             reads the gradient and the output (or input) and writes a gradient, two if it does not
@@ -56,8 +79,6 @@ class Variant:
         kernels: The ops of one of our variants; None for PyTorch's.
     """
 
-    name: str
-    run: Callable[[Tensor], Tensor]
     forward_tensors: int = 2
     backward_tensors: int = 3
     kernels: Kernels | None = None
@@ -75,25 +96,25 @@ class Variant:
         return phases[phase] * elements
 
 
-def _variants(entry: Activation) -> list[Variant]:
+def _op_variants(entry: Activation) -> list[OpVariant]:
     scalars = {name: SCALARS[name] for name in entry.scalars}
 
-    def ours(name: str, save: Save, bits: int | None = None) -> Variant:
+    def ours(name: str, save: Save, bits: int | None = None) -> OpVariant:
         chosen = {} if bits is None else {"bits": bits}
         function = getattr(inplace_ops, entry.function)
-        return Variant(
+        return OpVariant(
             name,
             partial(function, **entry.variant, **scalars, save=save, **chosen),
             backward_tensors=3 if save == "output" else 2,
             kernels=Kernels(entry, save, bits, tuple(scalars.values())),
         )
 
-    found = [Variant("torch out of place", partial(entry.torch_function, **scalars))]
+    found = [OpVariant(OUT_OF_PLACE, partial(entry.torch_function, **scalars))]
     if entry.torch_inplace:
         # Where backward needs the input, PyTorch clones it.
         forward_tensors = 4 if entry.torch_saves == "input" else 2
         in_place = partial(entry.torch_inplace, **scalars)
-        found.append(Variant("torch in place", in_place, forward_tensors=forward_tensors))
+        found.append(OpVariant(IN_PLACE, in_place, forward_tensors=forward_tensors))
     for save in entry.save_modes:
         found.append(ours(save, save))
         if save == "output" and not entry.is_piecewise_linear:
@@ -103,9 +124,119 @@ def _variants(entry: Activation) -> list[Variant]:
 
 ENTRIES = {" ".join([entry.name, *entry.variant.values()]): entry for entry in ACTIVATIONS}
 # PyTorch out of place comes first: it is the reference.
-VARIANTS = {name: _variants(entry) for name, entry in ENTRIES.items()}
+OP_VARIANTS = {name: _op_variants(entry) for name, entry in ENTRIES.items()}
 
 
-def baseline(variants: list[Variant]) -> Variant:
+def baseline(variants: list[OpVariant]) -> OpVariant:
     """Return the denominator of the ratios: PyTorch in place if there is one, else out of place."""
-    return next((v for v in variants if v.name == "torch in place"), variants[0])
+    return next((v for v in variants if v.name == IN_PLACE), variants[0])
+
+
+def _derivative_error(variant: OpVariant, dtype: torch.dtype) -> float | None:
+    """Return the documented error if torch.testing's default tolerances do not cover it."""
+    kernels = variant.kernels
+    if kernels is None:
+        return None
+    return kernels.entry.derivative_error(kernels.save, dtype, kernels.bits_of(dtype))
+
+
+def check(
+    activation: str, variant: OpVariant, x: Tensor, grad: Tensor, value: Tensor, gradient: Tensor
+) -> None:
+    """Raise unless value and gradient are PyTorch's.
+
+    They must be equal for a piecewise-linear activation, and within the documented errors for a
+    smooth one. These errors are for a unit gradient: `grad` is 1 or -1 everywhere.
+    """
+    leaf = x.detach().clone().requires_grad_()
+    expected_value = OP_VARIANTS[activation][0].run(leaf)
+    (expected_gradient,) = torch.autograd.grad(expected_value, leaf, grad)
+    tolerance = {"rtol": 0.0, "atol": 0.0} if ENTRIES[activation].is_piecewise_linear else {}
+    torch.testing.assert_close(value, expected_value.detach(), **tolerance)
+    error = _derivative_error(variant, x.dtype)
+    if error is not None:
+        # Both sides add the rounding of their arithmetic.
+        arithmetic = torch.finfo(torch.promote_types(x.dtype, torch.float32))
+        tolerance = {"rtol": torch.finfo(x.dtype).eps, "atol": error + 4 * arithmetic.eps}
+    torch.testing.assert_close(gradient, expected_gradient, **tolerance)
+
+
+def verify(activation: str, variant: OpVariant, x: Tensor) -> None:
+    """Run the variant on x, forward and backward, and check value and gradient."""
+    grad = torch.randn_like(x).sign()
+    leaf = x.clone().requires_grad_()
+    output = variant.run(leaf.clone())
+    (gradient,) = torch.autograd.grad(output, leaf, grad)
+    check(activation, variant, x, grad, output.detach(), gradient)
+
+
+_MODULES = tuple(entry.torch_module for entry in ACTIVATIONS)
+
+
+@dataclass(frozen=True)
+class NetworkVariant(Variant):
+    """A variant of a whole network.
+
+    Attributes:
+        model: The network, which has the parameters.
+    """
+
+    model: nn.Module
+
+
+def out_of_place(model: nn.Module, blocks: Collection[str] = ()) -> nn.Module:
+    """Set all of PyTorch's activations out of place, and return the model."""
+    for module in model.modules():
+        if isinstance(module, _MODULES):
+            module.inplace = False
+    return model
+
+
+def checkpointed(model: nn.Module, blocks: Collection[str]) -> nn.Module:
+    """Checkpoint each module whose class has one of these names, and return the model."""
+    for child in model.children():
+        if type(child).__name__ in blocks:
+            child.forward = partial(checkpoint, child.forward, use_reentrant=False)
+        else:
+            checkpointed(child, blocks)
+    return model
+
+
+def compiled(model: nn.Module, blocks: Collection[str], budget: float) -> Callable[..., Any]:
+    """Return the model compiled with this `activation_memory_budget`.
+
+    Activations are out of place: the compiler decides what to write in place. Each call makes a new
+    backend: models of one class with the same backend share compiled code.
+    """
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            return torch._inductor.compile(graph, inputs)
+
+    return torch.compile(out_of_place(model), backend=backend)
+
+
+def converted(model: nn.Module, blocks: Collection[str], max_ops: int) -> nn.Module:
+    """Convert the model, and return it."""
+    inplace_ops.convert(model, max_ops=max_ops)
+    return model
+
+
+CHECKPOINTS = "checkpoint of each block"
+MAX_OPS = (1, 4, 8, 16)
+# By name: changes a model in training mode, whose blocks have these class names, and returns what
+# runs it.
+NETWORK_VARIANTS: dict[str, Callable[[nn.Module, Collection[str]], Callable[..., Any]]] = {
+    OUT_OF_PLACE: out_of_place,
+    IN_PLACE: lambda model, blocks: model,  # as its author wrote it
+    "torch.compile": partial(compiled, budget=1.0),
+    "torch.compile, memory budget 0.5": partial(compiled, budget=0.5),
+    CHECKPOINTS: checkpointed,
+    **{f"convert, max_ops={n}": partial(converted, max_ops=n) for n in MAX_OPS},
+}
+
+
+def network_variant(name: str, model: nn.Module, blocks: Collection[str] = ()) -> NetworkVariant:
+    """Return a variant of a copy of the model; `blocks` are the class names of its blocks."""
+    own = copy.deepcopy(model)
+    return NetworkVariant(name, NETWORK_VARIANTS[name](own, blocks), own)

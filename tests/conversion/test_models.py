@@ -80,15 +80,15 @@ def test_bytes_of_a_step_do_not_exceed_committed_figures(network: str, policy: s
     The peak does not exceed PyTorch's. Where PyTorch's peak is the committed one, so that its
     kernels allocate the same memory, the converted peak does not exceed the committed one either.
     """
-    from bench_bytes import measured
-    from measure import RESULTS, read_csv
+    from bench_networks import count
+    from common import RESULTS, read_csv
 
     wanted = {"network": network, "policy": policy, "max_ops": str(MAX_OPS)}
     (committed,) = [
         row for row in read_csv(RESULTS / "bytes_cpu.csv") if wanted.items() <= row.items()
     ]
     try:
-        (row,) = measured(network, policy, [MAX_OPS], "cpu")
+        (row,) = count(network, policy, [MAX_OPS], "cpu")
     except ModelNotFoundError as error:
         pytest.skip(f"could not import {error}")
     columns = ["saved_ratio", "moved_ratio"]

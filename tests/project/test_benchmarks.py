@@ -92,7 +92,7 @@ KIB = 1024
 )
 def test_moved_bytes_of_operations(compute: Callable[[Tensor], Tensor], expected: int) -> None:
     """Operations on a tensor of 4 KiB move `expected` KiB."""
-    from bench_bytes import MovedBytes
+    from common import MovedBytes
 
     x = torch.randn(1024)
     with MovedBytes() as moved:
@@ -102,7 +102,7 @@ def test_moved_bytes_of_operations(compute: Callable[[Tensor], Tensor], expected
 
 def test_moved_bytes_of_backward() -> None:
     """A linear layer's backward reads input and gradient, and writes the weight's gradient."""
-    from bench_bytes import MovedBytes
+    from common import MovedBytes
 
     x, layer = torch.randn(64, 32), nn.Linear(32, 16, bias=False)
     y = layer(x)

@@ -18,6 +18,7 @@ os.environ.setdefault("YOLO_CONFIG_DIR", tempfile.gettempdir())
 
 PROJECT = Path(__file__).parents[2]
 PAGES = [PROJECT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
+PAGES.append(PROJECT / "benchmarks" / "results" / "README.md")
 PAGES += sorted((PROJECT / "docs").glob("*.md"))
 PAGES = [
     page for page in PAGES if page.exists()
@@ -55,6 +56,8 @@ COMMANDS = [
     for line in block.splitlines()
     if line.strip() and not line.startswith("#")
 ]
+INLINE = r"`((?:python )?benchmarks/\w+\.(?:py|sh)[^`]*)`"
+COMMANDS += [command for page in PAGES for command in re.findall(INLINE, page.read_text())]
 
 
 @pytest.mark.parametrize("command", dict.fromkeys(COMMANDS))
@@ -75,6 +78,11 @@ def test_shell_commands_are_valid(command: str) -> None:
         files = [word for word in words if re.search(r"\.(py|sh|md)$", word)]
         assert files or words[0] in {"pip", "git", "pytest", "cp", "tail", "grep", ".ci/run"}
         assert all((PROJECT / file).exists() for file in files)
+        if files and files[0].startswith("benchmarks/"):  # its commands, parts and options exist
+            text = "".join((PROJECT / f).read_text() for f in (files[0], "benchmarks/common.py"))
+            given = words[words.index(files[0]) + 1 :]
+            known = set(re.findall(r"[\w-]+", text))
+            assert {word for word in given if re.fullmatch("[a-z-]+", word)} <= known
 
 
 BYTES = PROJECT / "benchmarks" / "results" / "bytes_cpu.csv"

@@ -1,4 +1,4 @@
-"""Write the tables of the documentation from the result files.
+"""Write the tables of the documentation from the result files, and draw its pictures.
 
 A page has the tables between `<!-- results: NAME -->` and `<!-- end -->`. NAME is one of
 
@@ -8,8 +8,8 @@ A page has the tables between `<!-- results: NAME -->` and `<!-- end -->`. NAME 
 - "compatibility": the table of tests/compatibility.csv;
 - "errors": the documented errors of the activations.
 
-`--check` writes nothing, and fails if the tables are not up to date. `--print FOLDER` prints the
-tables of the result files in that folder, for all devices.
+`--pictures` draws the pictures first. `--check` writes nothing, and fails if the tables are not up
+to date. `--print FOLDER` prints the tables of the result files in that folder, for all devices.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import paired
 import torch
-from measure import RESULTS, quartiles, read_csv
+from common import RESULTS, paired_lines, quartiles, read_csv
 
 from inplace_ops.activations import ACTIVATIONS
 
 PROJECT = Path(__file__).parent.parent
-PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
+PAGES = [PROJECT / "README.md", RESULTS / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
 COMPATIBILITY = PROJECT / "tests" / "compatibility.csv"
 Rows = list[dict[str, str]]
 OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -334,7 +333,7 @@ def _memory_and_time(row: dict[str, str]) -> str:
 
 def training(rows: Rows) -> str:
     """Test accuracy and loss, by save mode."""
-    header, *body = paired.lines(rows)
+    header, *body = paired_lines(rows)
     return markdown(header, body)
 
 
@@ -347,7 +346,6 @@ TABLES: Drawings = {
     "steps": steps,
     "memory": memory,
     "blocks": blocks,
-    # Results of bench_networks.py with other options.
     "graphs": networks,
     "filled": networks,
     "batches": networks,
@@ -360,12 +358,24 @@ ALONE: Drawings = {
     "remaining": remaining,
     "training": training,
 }
-SCRIPTS = {  # the scripts whose result files have another name
+# The commands that measure each kind of result.
+COMMANDS = {
+    "bandwidth": "bench_bandwidth.py activations",
+    "norms": "bench_bandwidth.py norms",
+    "activations": "bench_ops.py time",
+    "host": "bench_ops.py host",
+    "memory": "bench_ops.py memory",
+    "steps": "bench_networks.py steps",
+    "blocks": "bench_networks.py blocks",
+    "bytes": "bench_networks.py bytes",
+    "networks": "bench_networks.py train",
+    "graphs": "bench_networks.py train --graphs",
+    "filled": "bench_networks.py train --fill-gib",
+    "batches": "bench_networks.py train --largest-batch",
+    "baselines": "bench_networks.py train --variants",
+    "models": "bench_models.py",
     "remaining": "bench_models.py",
-    "graphs": "bench_networks.py --graphs",
-    "filled": "bench_networks.py --fill-gib",
-    "batches": "bench_networks.py --largest-batch",
-    "baselines": "bench_networks.py --variants",
+    "training": "bench_training.py",
 }
 
 
@@ -378,9 +388,9 @@ def captioned(path: Path, draw: Callable[[Rows], str]) -> str:
     if device == "cuda":
         where += [f"driver {row['driver']}", f"CUDA {row['cuda']}"]
     where += [f"torch {row['torch']}", f"Python {row['python']}", row["date"]]
-    where += [f"commit {row['commit']}"] if "commit" in row else []
-    script = SCRIPTS.get(kind, f"bench_{kind}.py")
-    return f"`{script}`, {', '.join(where)}:\n\n{draw(rows)}"
+    commits = [commit for commit in values(rows, "commit") if commit]
+    where.append(f"{'commit' if len(commits) == 1 else 'commits'} {', '.join(commits)}")
+    return f"`{COMMANDS[kind]}`, {', '.join(where)}:\n\n{draw(rows)}"
 
 
 def tables(folder: Path, device: str, kinds: Drawings) -> str:
@@ -450,6 +460,7 @@ def block(name: str) -> str:
 def main() -> None:
     """Rewrite the pages, check them, or print the tables of a folder."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pictures", action="store_true")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--print", type=Path, metavar="FOLDER")
     arguments = parser.parse_args()
@@ -462,6 +473,10 @@ def main() -> None:
         )
         return
 
+    if arguments.pictures:
+        import pictures  # needs matplotlib, which the tables do not
+
+        pictures.draw_all(RESULTS)
     for page in PAGES:
         text = page.read_text()
         updated = re.sub(

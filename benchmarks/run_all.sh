@@ -2,7 +2,7 @@
 # Measures all CPU results of benchmarks/results, on one machine and at one commit, plots them and
 # writes the tables of docs/.
 #
-#   benchmarks/cpu_results.sh [PART...]
+#   benchmarks/run_all.sh [PART...]
 #
 # Parts, all by default: activations blocks bytes host memory models networks steps training. On two
 # calm cores, with nothing else running, models and networks take an hour each, training takes 18
@@ -23,25 +23,25 @@ python=${PYTHON:-python3}
 export OMP_NUM_THREADS=2
 out=$(mktemp -d) # not results/: changed files there would mark the rows' commit as modified
 
+# bench PART SCRIPT OPTIONS...: runs benchmarks/bench_SCRIPT.py.
 bench() {
-  local part=$1
-  shift
+  local part=$1 script=$2
+  shift 2
   [[ $wanted == *" $part "* ]] || return 0
   echo "== $part, $(date +%H:%M)"
-  "$python" "benchmarks/bench_$part.py" --out "$out/${part}_cpu.csv" "$@"
+  "$python" "benchmarks/bench_$script.py" "$@" --out "$out/${part}_cpu.csv"
 }
 
-bench activations --device cpu
-bench blocks --device cpu
-bench bytes --device cpu
-bench host --device cpu --threads 1
-bench memory --device cpu
-bench models
-bench networks --device cpu --policies float32 bfloat16 "CUDA autocast"
-bench steps --device cpu
-bench training --device cpu
+bench activations ops time --device cpu
+bench blocks networks blocks --device cpu
+bench bytes networks bytes --device cpu
+bench host ops host --device cpu --threads 1
+bench memory ops memory --device cpu
+bench models models
+bench networks networks train --device cpu --policies float32 bfloat16 "CUDA autocast"
+bench steps networks steps --device cpu
+bench training training --device cpu
 
 mv "$out"/*.csv benchmarks/results/
 rmdir "$out"
-"$python" benchmarks/plot.py
-"$python" benchmarks/tables.py
+"$python" benchmarks/report.py --pictures

@@ -1,0 +1,327 @@
+"""Draw the pictures of the documentation from the result files: `report.py --pictures`.
+
+Each is next to its result file, under the same name.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+
+import matplotlib
+from common import IN_PLACE, read_csv
+from PIL import Image
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt  # the backend is chosen first
+
+Rows = list[dict[str, str]]
+MARKERS = "osD^vP*X"
+COLORS = 256  # of a picture: a palette makes the file a third as large
+
+
+def values(rows: Rows, column: str) -> list[str]:
+    """Return the values of a column, each once, in order."""
+    return list(dict.fromkeys(row[column] for row in rows))
+
+
+def panels(
+    count: int, width: float, height: float, columns: int = 4, **options: object
+) -> tuple[plt.Figure, list[plt.Axes]]:
+    """Return a figure and `count` panels of this size in inches."""
+    columns = min(columns, count)
+    lines = -(-count // columns)
+    size = (width * columns, height * lines)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=size, squeeze=False, layout="constrained", **options
+    )
+    for axis in axes.flat[:count]:
+        axis.grid(alpha=0.3)
+    for axis in axes.flat[count:]:
+        axis.axis("off")
+    return figure, list(axes.flat[:count])
+
+
+def save(figure: plt.Figure, path: Path, row: dict[str, str]) -> None:
+    """Write the figure next to its result file, titled with where and when it was measured."""
+    figure.suptitle(f"{row['device']}, torch {row['torch']}, {row['date']}", fontsize=9)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=100)
+    plt.close(figure)
+    out = path.with_suffix(".png")
+    Image.open(buffer).convert("RGB").quantize(COLORS).save(out, optimize=True)
+    print(out)
+
+
+def draw_activations(path: Path) -> None:
+    """Draw the time of forward and backward over PyTorch in place, by size, in float32."""
+    rows = [r for r in read_csv(path) if (r["phase"], r["dtype"]) == ("both", "float32")]
+    activations = values(rows, "activation")
+    figure, axes = panels(len(activations), 3.2, 2.7, sharex=True)
+    for axis, activation in zip(axes, activations, strict=True):
+        case = [row for row in rows if row["activation"] == activation]
+        for variant in values(case, "variant"):
+            points = [row for row in case if row["variant"] == variant]
+            sizes = [int(row["elements"]) for row in points]
+            low, ratios, high = (
+                [float(row[f"ratio_{column}"]) for row in points]
+                for column in ("first_quartile", "to_torch_in_place", "third_quartile")
+            )
+            (drawn,) = axis.plot(sizes, ratios, "o-", label=variant, markersize=3)
+            axis.fill_between(sizes, low, high, alpha=0.2, color=drawn.get_color())
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log", base=2)
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.set_title(f"{activation}, float32", fontsize=9)
+        axis.legend(fontsize=7)
+    for axis in axes[-4:]:
+        axis.set_xlabel("elements", fontsize=8)
+    for axis in axes[::4]:
+        axis.set_ylabel("time over PyTorch in place", fontsize=8)
+    save(figure, path, rows[0])
+
+
+def draw_bandwidth(path: Path) -> None:
+    """Draw each kernel's lowest share of the copy bandwidth among large sizes, by dtype."""
+    rows = [row for row in read_csv(path) if int(row["bytes"]) >= 64 * 2**20]
+    variants = list(dict.fromkeys((row["activation"], row["variant"]) for row in rows))
+    names = [", ".join(variant) for variant in variants]
+    directions = values(rows, "direction")
+    figure, axes = panels(len(directions), 4.5, 0.22 * len(names) + 0.8, sharey=True)
+    for axis, direction in zip(axes, directions, strict=True):
+        for dtype, marker in zip(values(rows, "dtype"), MARKERS, strict=False):
+            shares = [
+                min(
+                    float(row["share_of_copy"])
+                    for row in rows
+                    if (row["activation"], row["variant"]) == variant
+                    and (row["direction"], row["dtype"]) == (direction, dtype)
+                )
+                for variant in variants
+            ]
+            axis.plot(shares, names, marker, label=dtype, alpha=0.8)
+        axis.axvline(1, color="gray", linewidth=1)
+        axis.set_title(direction, fontsize=9)
+        axis.set_xlabel("lowest share of the bandwidth of a copy, from 64 MiB on", fontsize=8)
+        axis.tick_params(labelsize=8)
+    axes[0].invert_yaxis()
+    axes[0].legend(fontsize=8)
+    save(figure, path, rows[0])
+
+
+def draw_memory(path: Path) -> None:
+    """Draw the MiB allocated after an activation's forward, without and with a gradient."""
+    rows = read_csv(path)
+    labels = [f"{row['activation']}, {row['variant']}" for row in rows]
+    figure, (axis,) = panels(1, 8, 0.24 * len(rows) + 1)
+    for shift, key in ((-0.2, "MiB after forward, no grad"), (0.2, "MiB after forward, with grad")):
+        positions = [i + shift for i in range(len(rows))]
+        bars = axis.barh(positions, [float(row[key]) for row in rows], height=0.4, label=key)
+        axis.bar_label(bars, fontsize=6, padding=2)
+    axis.set_yticks(range(len(rows)), labels, fontsize=7)
+    axis.invert_yaxis()
+    axis.set_xlabel(f"MiB, float32 {rows[0]['size']}", fontsize=8)
+    axis.legend(loc="lower right", fontsize=8)
+    save(figure, path, rows[0])
+
+
+def draw_blocks(path: Path) -> None:
+    """Draw the tensors that a block of convolution, norm and activation saves, and its time."""
+    rows = read_csv(path)
+    activations, variants = values(rows, "activation"), values(rows, "variant")
+    figure, (axis,) = panels(1, 8, 0.5 * len(variants) + 1)
+    height = 0.8 / len(activations)
+    for i, activation in enumerate(activations):
+        own = [row for row in rows if row["activation"] == activation]
+        positions = [j + height * (i - (len(activations) - 1) / 2) for j in range(len(variants))]
+        saved = [float(row["tensors saved"]) for row in own]
+        bars = axis.barh(positions, saved, height=0.9 * height, label=activation)
+        times = [
+            f"{row['tensors saved']}; {row['time over torch in place']} of the time" for row in own
+        ]
+        axis.bar_label(bars, times, fontsize=7, padding=2)
+    axis.set_yticks(range(len(variants)), variants, fontsize=8)
+    axis.invert_yaxis()
+    axis.margins(x=0.25)
+    axis.set_xlabel("tensors that a block of convolution, norm and activation saves", fontsize=8)
+    axis.legend(loc="lower right", fontsize=8)
+    save(figure, path, rows[0])
+
+
+def draw_bytes(path: Path) -> None:
+    """Draw saved, peak and moved bytes of a step over PyTorch's: a line for each network."""
+    rows = [row for row in read_csv(path) if row["max_ops"] == "4"]
+    networks = values(rows, "network")
+    figure, axes = panels(3, 3.5, 0.25 * len(networks) + 1.1, sharey=True)
+    for axis, kind in zip(axes, ("saved", "peak", "moved"), strict=True):
+        for policy, marker in zip(values(rows, "policy"), MARKERS, strict=False):
+            own = [row for row in rows if row["policy"] == policy]
+            ratios = [float(row[f"{kind}_ratio"]) for row in own]
+            axis.plot(ratios, values(own, "network"), marker, label=policy, alpha=0.8)
+        axis.axvline(1, color="gray", linewidth=1)
+        axis.set_xlabel(f"{kind} bytes of a step, over PyTorch's", fontsize=8)
+        axis.tick_params(labelsize=8)
+    axes[0].invert_yaxis()
+    axes[0].legend(fontsize=8)
+    save(figure, path, rows[0])
+
+
+CASE = ("float32", "contiguous")
+
+
+def draw_models(path: Path) -> None:
+    """Draw saved bytes of models over PyTorch's, in float32: a dot for each model."""
+    every = read_csv(path)
+    rows = [row for row in every if (row["policy"], row["memory_format"]) == CASE and row["ratio"]]
+    for row in rows:
+        row["library"] = row["model"].partition(":")[0]
+    libraries = values(rows, "library")
+    figure, (axis,) = panels(1, 8, 0.4 * len(libraries) + 1.1)
+    for i, library in enumerate(libraries):
+        ratios = sorted(float(row["ratio"]) for row in rows if row["library"] == library)
+        heights = [i + 0.1 * (j % 7 - 3) for j in range(len(ratios))]  # so that dots overlap less
+        axis.plot(ratios, heights, "o", markersize=4, alpha=0.6)
+    counts = [sum(row["library"] == library for row in rows) for library in libraries]
+    names = [f"{name}: {count}" for name, count in zip(libraries, counts, strict=True)]
+    axis.set_yticks(range(len(libraries)), names, fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.05)
+    axis.set_xlabel(f"saved bytes of a model, over PyTorch's; {', '.join(CASE)}", fontsize=8)
+    save(figure, path, rows[0])
+
+
+def draw_training(path: Path) -> None:
+    """Draw losses over epochs: the mean over the seeds, and the band from lowest to highest."""
+    rows = read_csv(path)
+    columns = {"training_losses": "training loss", "test_losses": "test loss"}
+    cases = list(dict.fromkeys((row["network"], row["precision"]) for row in rows))
+    figure, axes = panels(
+        len(columns) * len(cases), 3.6, 2.7, columns=len(cases), sharex=True, sharey="row"
+    )
+    for i, axis in enumerate(axes):
+        column, case = list(columns)[i // len(cases)], cases[i % len(cases)]
+        runs = [row for row in rows if (row["network"], row["precision"]) == case]
+        for j, variant in enumerate(values(runs, "variant")):
+            own = [row for row in runs if row["variant"] == variant]
+            by_epoch = list(zip(*([float(x) for x in r[column].split()] for r in own), strict=True))
+            epochs = range(1, len(by_epoch) + 1)
+            # Each line is thinner than the one below it, so that equal lines stay visible.
+            axis.plot(epochs, [*map(mean, by_epoch)], label=variant, linewidth=5 - 0.8 * j)
+            axis.fill_between(epochs, [*map(min, by_epoch)], [*map(max, by_epoch)], alpha=0.1)
+        axis.set_yscale("log")
+        axis.set_title(", ".join(case), fontsize=8)
+        axis.set_ylabel(columns[column], fontsize=8)
+        if i < len(cases):
+            axis.legend(fontsize=6)
+    seeds = len(values(rows, "seed"))
+    for axis in axes[-len(cases) :]:
+        axis.set_xlabel(f"epoch; mean of {seeds} seeds, band from lowest to highest", fontsize=7)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    save(figure, path, rows[0])
+
+
+# The variants of networks that pictures show, and their colors.
+SHOWN = {
+    "torch.compile": "C1",
+    "torch.compile, memory budget 0.5": "C2",
+    "checkpoint of each block": "C3",
+    "convert, max_ops=1": "C9",
+    "convert, max_ops=4": "C0",
+}
+
+
+def draw_networks(path: Path) -> None:
+    """Draw a step's peak against its time, over PyTorch in place: a panel for each policy.
+
+    The picture shows the peak because it decides what fits into memory. Saved bytes would mislead:
+    checkpoints save little, but allocate in backward what they recompute. On CUDA there are panels
+    for CUDA graphs and for large batches too.
+    """
+    sources = [path.with_name(path.name.replace("networks", k)) for k in ("graphs", "filled")]
+    cases: dict[str, Rows] = {}
+    for source in [path, *(source for source in sources if source.exists())]:
+        rows = [row for row in read_csv(source) if row["source"] == "measured" and row["median_ms"]]
+        for policy in values(rows, "policy"):
+            own = [row for row in rows if row["policy"] == policy]
+            cases[f"{policy}, {_batches(own)}, launched {own[0]['launched']}"] = own
+    every = [row for own in cases.values() for row in own]
+    networks = dict(zip(sorted(values(every, "network")), MARKERS, strict=False))
+    variants = {name: color for name, color in SHOWN.items() if name in values(every, "variant")}
+    figure, axes = panels(len(cases), 4.4, 3.8, sharey=True)
+    for axis, (title, own) in zip(axes, cases.items(), strict=True):
+        for row in own:
+            if row["variant"] in variants:
+                axis.plot(
+                    float(row["ratio_to_torch_in_place"]),
+                    float(row["peak_over_torch_in_place"]),
+                    networks[row["network"]],
+                    color=variants[row["variant"]],
+                    alpha=0.85,
+                )
+        axis.plot(1, 1, "k+", markersize=12)
+        axis.set_title(title, fontsize=8)
+        axis.set_ylim(0, 1.1)
+        axis.set_xlabel("time of a step, over PyTorch in place (+)", fontsize=8)
+    axes[0].set_ylabel("peak of a step, over PyTorch in place", fontsize=8)
+    looks = [("o", color, name) for name, color in variants.items()]
+    looks += [(marker, "gray", network) for network, marker in networks.items()]
+    handles = [
+        matplotlib.lines.Line2D([], [], marker=marker, ls="", color=color, label=label)
+        for marker, color, label in looks
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
+    save(figure, path, every[0])
+
+
+def _batches(rows: Rows) -> str:
+    """Return the batch, or the memory of PyTorch in place if the batches differ."""
+    batches = {row["input"].partition(" ")[0] for row in rows}
+    if len(batches) == 1:
+        return f"batch {batches.pop()}"
+    peaks = [float(row["peak_mib"]) / 1024 for row in rows if row["variant"] == IN_PLACE]
+    return f"{min(peaks):.0f} to {max(peaks):.0f} GiB"
+
+
+def draw_batches(path: Path) -> None:
+    """Draw the largest batch over PyTorch's in the same memory: bars for each network."""
+    rows = read_csv(path)
+    networks = values(rows, "network")
+    variants = [variant for variant in values(rows, "variant") if variant in SHOWN]
+    figure, (axis,) = panels(1, 8, 0.45 * len(networks) + 1.1)
+    for i, variant in enumerate(variants):
+        ratios = []
+        for network in networks:
+            own = {r["variant"]: int(r["largest_batch"]) for r in rows if r["network"] == network}
+            ratios.append(own[variant] / own[IN_PLACE])
+        positions = [j + 0.4 * (i - (len(variants) - 1) / 2) for j in range(len(networks))]
+        bars = axis.barh(positions, ratios, height=0.36, label=variant)
+        axis.bar_label(bars, fmt="%.2f", fontsize=7, padding=2)
+    axis.axvline(1, color="gray", linewidth=1)
+    axis.set_yticks(range(len(networks)), networks, fontsize=8)
+    axis.invert_yaxis()
+    limit = rows[0]["memory_limit_gib"]
+    axis.set_xlabel(f"largest batch in {limit} GiB, over that of PyTorch in place", fontsize=8)
+    axis.legend(fontsize=8)
+    save(figure, path, rows[0])
+
+
+PICTURES: dict[str, Callable[[Path], None]] = {
+    "activations": draw_activations,
+    "bandwidth": draw_bandwidth,
+    "batches": draw_batches,
+    "blocks": draw_blocks,
+    "bytes": draw_bytes,
+    "memory": draw_memory,
+    "models": draw_models,
+    "networks": draw_networks,
+    "training": draw_training,
+}
+
+
+def draw_all(folder: Path) -> None:
+    """Draw the pictures of all result files in a folder."""
+    for kind, draw in PICTURES.items():
+        for path in sorted(folder.glob(f"{kind}_*.csv")):
+            draw(path)
