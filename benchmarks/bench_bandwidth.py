@@ -47,7 +47,7 @@ from common import (
     write_results,
 )
 from torch import Tensor
-from variants import ENTRIES, OP_VARIANTS, SCALARS, OpVariant, check
+from variants import ENTRIES, OP_VARIANTS, SCALARS, OpVariant, check_op
 
 from inplace_ops import _ops
 from inplace_ops.activations import Activation
@@ -143,7 +143,7 @@ def time_case(
     gradient = results[0] if len(results) == 1 else torch.stack(results)
     tensors = (buffers.input, buffers.grad, buffers.x, gradient)
     for chunks in zip(*(tensor.flatten().split(CHUNK) for tensor in tensors), strict=True):
-        check(activation, variant, *chunks)
+        check_op(activation, variant, *chunks)
     del results, gradient, tensors, chunks
     buffers.grad.normal_()
 

@@ -2,7 +2,7 @@
 
 Each command measures networks in several variants, for example PyTorch in place, compiled, with
 checkpoints, and converted. All variants of a network start from the same weights, and before
-anything is measured, outputs and gradients are compared with PyTorch's: see `verify`. A variant
+anything is measured, outputs and gradients are compared with PyTorch's: `verify_step`. A variant
 that fails is printed and left out, and the exit status is 1. Steps of all variants are timed in
 turn, and each is compared with "torch in place" of the same repetition.
 
@@ -38,7 +38,7 @@ import argparse
 import copy
 import gc
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -52,7 +52,6 @@ from common import (
     MovedBytes,
     Row,
     add_options,
-    exact_convolutions,
     in_turn,
     largest_batch,
     machine,
@@ -67,171 +66,28 @@ from common import (
 from networks import (
     MEMORY_FORMATS,
     NETWORKS,
+    MakeActivation,
     backward,
     chain,
-    differentiable,
     resnet18,
     rows_of_networks,
 )
-from policies import POLICIES, Policy, autocast, emulation, of_dtype
+from policies import POLICIES, autocast, emulation, of_dtype
 from torch import Tensor, nn
 from variants import (
     CHECKPOINTS,
     MAX_OPS,
     NETWORK_VARIANTS,
+    Memory,
     NetworkVariant,
+    Step,
+    expected_of,
     network_variant,
     out_of_place,
+    verify_step,
 )
 
 import inplace_ops
-
-FLOAT32 = POLICIES["float32"]
-Tensors = dict[str, Tensor]
-Results = dict[str, Tensors]  # a step's outputs and gradients, by name
-
-
-class Step(NamedTuple):
-    """A training step of a variant."""
-
-    variant: NetworkVariant
-    x: Tensor
-    policy: Policy = FLOAT32
-
-    def forward(self) -> Any:
-        """Return the outputs."""
-        with autocast(self.policy, self.x.device.type):
-            return self.variant.run(self.x)
-
-    def run(self) -> Any:
-        """Run forward, loss and backward, and return the outputs."""
-        outputs = self.forward()
-        backward(outputs)
-        return outputs
-
-    def reset(self) -> None:
-        """Set gradients to None, as backward would add to them."""
-        self.variant.model.zero_grad()
-
-    def results(self) -> Results:
-        """Return the outputs and gradients, always with the same random numbers."""
-        torch.manual_seed(0)
-        outputs = differentiable(self.run())
-        parameters = self.variant.model.named_parameters()
-        gradients = {name: p.grad for name, p in parameters if p.grad is not None}
-        self.reset()
-        return {
-            "outputs": {str(i): t.detach() for i, t in enumerate(outputs)},
-            "gradients": gradients,
-        }
-
-    def memory(self) -> Memory:
-        """Return the bytes that forward saves, and the peak."""
-        saved = memory_of(self.forward, self.x.device.type)[1]
-        peak = memory_of(self.run, self.x.device.type)[0]
-        self.reset()
-        return Memory(saved, peak)
-
-    def timed(self, clock: Clock, run: Any = None) -> float:
-        """Return the milliseconds of a step, or of `run`, which is its CUDA graph."""
-        milliseconds = clock.time(run or self.run)[0] / 1e3
-        self.reset()
-        return milliseconds
-
-
-class Memory(NamedTuple):
-    """Bytes that a step saves for backward, and the most that it allocates at one time."""
-
-    saved: int
-    peak: int
-
-
-class Distance(NamedTuple):
-    """The distance of tensors from the expected ones.
-
-    Attributes:
-        overall: The norm of all differences together over the norm of all expected tensors.
-        largest: For each tensor, its largest difference over the largest expected value.
-    """
-
-    overall: float
-    largest: dict[str, float]
-
-
-def distance(actual: Tensors, expected: Tensors, zero: set[str]) -> Distance:
-    """Return the distance of tensors with the same names; names in `zero` count overall only."""
-    if actual.keys() != expected.keys():
-        raise AssertionError(f"only one side has {actual.keys() ^ expected.keys()}")
-    difference = {name: actual[name].double() - t.double() for name, t in expected.items()}
-    squares, expected_squares = (
-        sum(t.double().square().sum() for t in tensors.values())
-        for tensors in (difference, expected)
-    )
-    largest = {
-        name: (difference[name].abs().max() / t.abs().max()).item()
-        for name, t in expected.items()
-        if name not in zero
-    }
-    return Distance((squares / expected_squares).sqrt().item(), largest)
-
-
-class Expected(NamedTuple):
-    """PyTorch's results, and their accuracy.
-
-    Attributes:
-        results: Outputs and gradients.
-        rounding: Their distances from the same in float64.
-        zero: Names of gradients that are nothing but rounding, for example the gradient of a norm's
-            bias before a convolution and another norm.
-    """
-
-    results: Results
-    rounding: dict[str, Distance]
-    zero: set[str]
-
-
-def expected_of(step: Step) -> Expected:
-    """Return PyTorch's results, to compare those of other variants with."""
-    model, x = copy.deepcopy(step.variant.model).double(), step.x
-    double = Step(
-        NetworkVariant("float64", model, model), x.double() if x.is_floating_point() else x
-    )
-    with exact_convolutions():
-        found, exact = step.results(), double.results()
-    tops = {name: t.abs().max().item() for name, t in exact["gradients"].items()}
-    zero = {name for name, top in tops.items() if top < 1e-9 * max(tops.values())}
-    rounding = {part: distance(found[part], exact[part], zero) for part in found}
-    return Expected(found, rounding, zero)
-
-
-def verify(step: Step, expected: Expected) -> float:
-    """Raise if outputs or gradients are too far from PyTorch's; return the gradients' distance.
-
-    The limit has three parts:
-
-    1. Rounding. Both sides round equally often, but in another order. So all tensors together may
-       differ by twice PyTorch's own rounding, and a single tensor, where one value decides, by four
-       times PyTorch's rounding of that tensor.
-    2. The largest documented error of a derivative with default bits: 1.6e-5 in float32 and 4e-3 in
-       bfloat16.
-    3. For a single tensor, the order of sums. A norm's gradients add up to a million values.
-       PyTorch adds them block by block and compiled code in a row, which rounds by a thousand times
-       eps, and by more where values cancel.
-    """
-    documented, sums = (1.6e-5 if step.policy.is_float32 else 4e-3), 1e-3
-    with exact_convolutions():
-        actual = step.results()
-    for part, rounding in expected.rounding.items():
-        off = distance(actual[part], expected.results[part], expected.zero)
-        limit = 2 * rounding.overall + documented
-        if not off.overall <= limit:
-            raise AssertionError(f"{part} off by {off.overall:.1e}; allowed: {limit:.1e}")
-        for name, largest in off.largest.items():
-            limit = 4 * rounding.largest[name] + documented + sums
-            if not largest <= limit:
-                raise AssertionError(f"{part}, {name} off by {largest:.1e}; allowed: {limit:.1e}")
-    return off.overall
-
 
 TIMED = {name: network for name, network in NETWORKS.items() if network.blocks}
 
@@ -268,7 +124,7 @@ def train(
         for label in dict.fromkeys([IN_PLACE, *arguments.variants]):
             with failures.recorded(f"{name}, {policy_name}, {label}"):
                 step = Step(network_variant(label, model, network.blocks), x, policy)
-                off[label] = verify(step, expected)
+                off[label] = verify_step(step, expected)
                 memory[label] = step.memory()
                 steps[label] = step
                 print(f"{name}, {policy_name}, {label}: off by {off[label]:.1e}", flush=True)
@@ -308,7 +164,7 @@ def train(
 def _times(steps: Mapping[str, Step], arguments: argparse.Namespace) -> dict[str, list[float]]:
     """Return the milliseconds of all repetitions, by variant."""
     clock = Clock(arguments.device)
-    runs: dict[str, Any] = {label: step.run for label, step in steps.items()}
+    runs: dict[str, Callable[[], Any]] = {label: step.run for label, step in steps.items()}
     if arguments.graphs:
         for label, step in steps.items():
             runs[label] = recorded([step.run], arguments.device, partial(_before_capture, step))
@@ -321,7 +177,9 @@ def _before_capture(step: Step) -> None:
     gc.collect()  # frees graphs of autograd, which would end the capture
 
 
-def _largest_batch(step: Step, input_of: Any, arguments: argparse.Namespace) -> str:
+def _largest_batch(
+    step: Step, input_of: Callable[[int], Tensor], arguments: argparse.Namespace
+) -> str:
     def run(batch: int) -> None:
         step._replace(x=input_of(batch)).run()
         step.reset()
@@ -393,16 +251,12 @@ def count(name: str, policy_name: str, max_ops: Sequence[int], device: str) -> l
         expected, before = expected_of(original), _bytes_of(original)
         for number in max_ops:
             step = Step(network_variant(f"convert, max_ops={number}", model), x, policy)
-            off, after = verify(step, expected), _bytes_of(step)
+            off, after = verify_step(step, expected), _bytes_of(step)
             row: Row = {"network": name, "policy": policy_name, "max_ops": number}
             row["input"] = _dimensions(x.shape)
-            for kind, theirs in before.items():
-                ours = after[kind]
-                row |= {
-                    f"{kind}_torch": theirs,
-                    kind: ours,
-                    f"{kind}_ratio": f"{ours / theirs:.3f}",
-                }
+            for kind, ours in after.items():
+                row[f"{kind}_torch"], row[kind] = before[kind], ours
+                row[f"{kind}_ratio"] = f"{ours / before[kind]:.3f}"
             rows.append(row | {"gradients_differ_by": f"{off:.1e}"} | machine(device))
     return rows
 
@@ -429,7 +283,7 @@ def bytes_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Ro
 class HostBound(NamedTuple):
     """A network whose steps are bound by the host."""
 
-    build: Any  # from a function that makes an activation
+    build: Callable[[MakeActivation], nn.Module]
     activations: int
     shape: tuple[int, ...]
     activation: str
@@ -471,7 +325,7 @@ def steps_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Ro
             steps = _by_activation(network, arguments.device)
             expected = expected_of(steps[IN_PLACE])
             for step in steps.values():
-                verify(step, expected)
+                verify_step(step, expected)
             halves = {label: partial(_halves, step) for label, step in steps.items()}
             times = in_turn(halves, arguments.repetitions, warm_ups=3)
             for label in steps:
@@ -515,6 +369,7 @@ BLOCK_VARIANTS = {
 def blocks_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
     """Yield the rows of blocks with ReLU and with SiLU."""
     device, size = arguments.device, arguments.size
+    clock = Clock(device)
     x = torch.randn(arguments.batch, arguments.channels, size, size, device=device)
     for name in ("ReLU", "SiLU"):
         torch._dynamo.reset()  # Dynamo stops compiling at a limit of recompilations
@@ -525,13 +380,12 @@ def blocks_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[R
             with failures.recorded(f"{name}, {label}"):
                 short, step = (Step(_block_variant(label, model), x) for model in chains)
                 short.forward()  # compiles, and allocates what only a first call needs
-                off[label] = verify(step, expected)
+                off[label] = verify_step(step, expected)
                 more = step.memory().saved - short.memory().saved
                 saved[label] = more / (LONG - SHORT) / x.nbytes
                 steps[label] = step
         if IN_PLACE not in steps:
             continue
-        clock = Clock(device)
         timed = {label: partial(step.timed, clock) for label, step in steps.items()}
         times = in_turn(timed, arguments.repetitions)
         for label, own in times.items():

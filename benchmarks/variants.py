@@ -2,8 +2,8 @@
 
 An activation runs out of place and in place in PyTorch, and in each save mode of this package. A
 network runs as it is, out of place, compiled, with checkpoints, and converted. PyTorch's variants
-are the baselines. `check` and `verify` compare an activation's values and gradients with PyTorch's
-before it is timed; bench_networks.py does the same for networks.
+are the baselines. Before a variant is measured, `verify_op` or `verify_step` compares its results
+with PyTorch's.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import copy
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._functorch.config
 import torch._inductor
-from common import IN_PLACE, OUT_OF_PLACE
+from common import IN_PLACE, OUT_OF_PLACE, Clock, exact_convolutions, memory_of
+from networks import backward, differentiable
+from policies import POLICIES, Policy, autocast
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -140,7 +142,7 @@ def _derivative_error(variant: OpVariant, dtype: torch.dtype) -> float | None:
     return kernels.entry.derivative_error(kernels.save, dtype, kernels.bits_of(dtype))
 
 
-def check(
+def check_op(
     activation: str, variant: OpVariant, x: Tensor, grad: Tensor, value: Tensor, gradient: Tensor
 ) -> None:
     """Raise unless value and gradient are PyTorch's.
@@ -161,13 +163,13 @@ def check(
     torch.testing.assert_close(gradient, expected_gradient, **tolerance)
 
 
-def verify(activation: str, variant: OpVariant, x: Tensor) -> None:
+def verify_op(activation: str, variant: OpVariant, x: Tensor) -> None:
     """Run the variant on x, forward and backward, and check value and gradient."""
     grad = torch.randn_like(x).sign()
     leaf = x.clone().requires_grad_()
     output = variant.run(leaf.clone())
     (gradient,) = torch.autograd.grad(output, leaf, grad)
-    check(activation, variant, x, grad, output.detach(), gradient)
+    check_op(activation, variant, x, grad, output.detach(), gradient)
 
 
 _MODULES = tuple(entry.torch_module for entry in ACTIVATIONS)
@@ -240,3 +242,150 @@ def network_variant(name: str, model: nn.Module, blocks: Collection[str] = ()) -
     """Return a variant of a copy of the model; `blocks` are the class names of its blocks."""
     own = copy.deepcopy(model)
     return NetworkVariant(name, NETWORK_VARIANTS[name](own, blocks), own)
+
+
+FLOAT32 = POLICIES["float32"]
+Tensors = dict[str, Tensor]
+Results = dict[str, Tensors]  # a step's outputs and gradients, by name
+
+
+class Step(NamedTuple):
+    """A training step of a variant."""
+
+    variant: NetworkVariant
+    x: Tensor
+    policy: Policy = FLOAT32
+
+    def forward(self) -> Any:
+        """Return the outputs."""
+        with autocast(self.policy, self.x.device.type):
+            return self.variant.run(self.x)
+
+    def run(self) -> Any:
+        """Run forward, loss and backward, and return the outputs."""
+        outputs = self.forward()
+        backward(outputs)
+        return outputs
+
+    def reset(self) -> None:
+        """Set gradients to None, as backward would add to them."""
+        self.variant.model.zero_grad()
+
+    def results(self) -> Results:
+        """Return the outputs and gradients, always with the same random numbers."""
+        torch.manual_seed(0)
+        outputs = differentiable(self.run())
+        parameters = self.variant.model.named_parameters()
+        gradients = {name: p.grad for name, p in parameters if p.grad is not None}
+        self.reset()
+        return {
+            "outputs": {str(i): t.detach() for i, t in enumerate(outputs)},
+            "gradients": gradients,
+        }
+
+    def memory(self) -> Memory:
+        """Return the bytes that forward saves, and the peak."""
+        saved = memory_of(self.forward, self.x.device.type)[1]
+        peak = memory_of(self.run, self.x.device.type)[0]
+        self.reset()
+        return Memory(saved, peak)
+
+    def timed(self, clock: Clock, run: Callable[[], Any] | None = None) -> float:
+        """Return the milliseconds of a step, or of `run`, which is its CUDA graph."""
+        milliseconds = clock.time(run or self.run)[0] / 1e3
+        self.reset()
+        return milliseconds
+
+
+class Memory(NamedTuple):
+    """Bytes that a step saves for backward, and the most that it allocates at one time."""
+
+    saved: int
+    peak: int
+
+
+class Distance(NamedTuple):
+    """The distance of tensors from the expected ones.
+
+    Attributes:
+        overall: The norm of all differences together over the norm of all expected tensors.
+        largest: For each tensor, its largest difference over the largest expected value.
+    """
+
+    overall: float
+    largest: dict[str, float]
+
+
+def distance(actual: Tensors, expected: Tensors, zero: set[str]) -> Distance:
+    """Return the distance of tensors with the same names; names in `zero` count overall only."""
+    if actual.keys() != expected.keys():
+        raise AssertionError(f"only one side has {actual.keys() ^ expected.keys()}")
+    difference = {name: actual[name].double() - t.double() for name, t in expected.items()}
+    squares, expected_squares = (
+        sum(t.double().square().sum() for t in tensors.values())
+        for tensors in (difference, expected)
+    )
+    largest = {
+        name: (difference[name].abs().max() / t.abs().max()).item()
+        for name, t in expected.items()
+        if name not in zero
+    }
+    return Distance((squares / expected_squares).sqrt().item(), largest)
+
+
+class Expected(NamedTuple):
+    """PyTorch's results, and their accuracy.
+
+    Attributes:
+        results: Outputs and gradients.
+        rounding: Their distances from the same in float64.
+        zero: Names of gradients that are nothing but rounding, for example the gradient of a norm's
+            bias before a convolution and another norm.
+    """
+
+    results: Results
+    rounding: dict[str, Distance]
+    zero: set[str]
+
+
+def expected_of(step: Step) -> Expected:
+    """Return PyTorch's results, to compare those of other variants with."""
+    model, x = copy.deepcopy(step.variant.model).double(), step.x
+    double = Step(
+        NetworkVariant("float64", model, model), x.double() if x.is_floating_point() else x
+    )
+    with exact_convolutions():
+        found, exact = step.results(), double.results()
+    tops = {name: t.abs().max().item() for name, t in exact["gradients"].items()}
+    zero = {name for name, top in tops.items() if top < 1e-9 * max(tops.values())}
+    rounding = {part: distance(found[part], exact[part], zero) for part in found}
+    return Expected(found, rounding, zero)
+
+
+def verify_step(step: Step, expected: Expected) -> float:
+    """Raise if a step's results are too far from PyTorch's; return the gradients' distance.
+
+    The limit has three parts:
+
+    1. Rounding. Both sides round equally often, but in another order. So all tensors together may
+       differ by twice PyTorch's own rounding, and a single tensor, where one value decides, by four
+       times PyTorch's rounding of that tensor.
+    2. The largest documented error of a derivative with default bits: 1.6e-5 in float32 and 4e-3 in
+       bfloat16.
+    3. For a single tensor, the order of sums. A norm's gradients add up to a million values.
+       PyTorch adds them block by block and compiled code in a row, which rounds by a thousand times
+       eps, and by more where values cancel.
+    """
+    documented, sums = (1.6e-5 if step.policy.is_float32 else 4e-3), 1e-3
+    with exact_convolutions():
+        actual = step.results()
+    for part, rounding in expected.rounding.items():
+        off = distance(actual[part], expected.results[part], expected.zero)
+        limit = 2 * rounding.overall + documented
+        if not off.overall <= limit:
+            raise AssertionError(f"{part} off by {off.overall:.1e}; allowed: {limit:.1e}")
+        for name, largest in off.largest.items():
+            limit = 4 * rounding.largest[name] + documented + sums
+            if not largest <= limit:
+                raise AssertionError(f"{part}, {name} off by {largest:.1e}; allowed: {limit:.1e}")
+    return off.overall
