@@ -155,8 +155,8 @@ FLOORS: dict[Variant, Sequence[str]] = {
 def host_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
     """Yield the rows of all activations, and of Python alone."""
     x = torch.randn(ELEMENTS, device=arguments.device)
-    for activation, variants in OP_VARIANTS.items():
-        passed = passing(activation, variants, x, failures)
+    for activation in arguments.activations:
+        passed = passing(activation, OP_VARIANTS[activation], x, failures)
         yield from _host_times(activation, dict.fromkeys(passed, PHASES), arguments)
     yield from _host_times("Python alone", FLOORS, arguments)
 
@@ -211,8 +211,9 @@ def memory_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[R
         x = torch.randn(size, size, device=device, requires_grad=requires_grad)
         return x.clone() if requires_grad else x  # autograd forbids modifying a leaf
 
-    for activation, variants in OP_VARIANTS.items():
-        for variant in passing(activation, variants, torch.randn(64, device=device), failures):
+    for activation in arguments.activations:
+        x = torch.randn(64, device=device)
+        for variant in passing(activation, OP_VARIANTS[activation], x, failures):
             row = {"activation": activation, "variant": variant.name, "size": f"{size} x {size}"}
             for suffix, requires_grad in (("no grad", False), ("with grad", True)):
                 peak, allocated = memory_of(partial(variant.run, fresh(requires_grad)), device)
@@ -238,13 +239,14 @@ def main() -> None:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     options = {command: commands.add_parser(command) for command in COMMANDS}
+    names = list(OP_VARIANTS)
     for each in options.values():
         add_options(each, repetitions=21)
+        each.add_argument("--activations", nargs="+", choices=names, default=names)
     sizes = [2**12, 2**16, 2**20, 2**24]
     timed = options["time"]
     timed.add_argument("--elements", type=int, nargs="+", default=sizes)
     timed.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16"])
-    timed.add_argument("--activations", nargs="+", choices=OP_VARIANTS, default=list(OP_VARIANTS))
     timed.add_argument("--compile", action="store_true", help="time torch.compile too")
     options["memory"].add_argument("--size", type=int, default=10000, help="rows and columns")
     arguments = parser.parse_args()

@@ -175,16 +175,16 @@ else # limits here only end what hangs
   check tests 600 "${rest[@]}"
   for part in memcheck initcheck; do skip "$part" "it is of CUDA kernels"; done
   bench bandwidth 300 bandwidth activations --sizes $((2 ** 16)) --repetitions 2
-  bench norms 300 bandwidth norms --sizes $((2 ** 16)) --repetitions 2 \
+  bench norms 300 bandwidth norms --sizes $((2 ** 17)) --repetitions 2 \
     --layouts "NCHW, 512 x 7 x 7" "rows of 384"
   bench activations 300 ops time --elements 4096 --dtypes bfloat16 --repetitions 2 \
     --activations SiLU --compile
   bench host 300 ops host --repetitions 2
   bench steps 300 networks steps --repetitions 2
-  bench memory 300 ops memory --size 256
-  bench bytes 300 networks bytes --networks "Llama blocks" --max-ops 4
+  bench memory 300 ops memory --size 256 --activations ReLU SiLU
+  bench bytes 300 networks bytes --networks "Llama blocks" --policies "CUDA autocast" --max-ops 4
   bench networks 300 networks train --quick --networks "Llama blocks" --repetitions 2 \
-    --policies float32 "CUDA autocast"
+    --policies float32 "CUDA autocast" --variants "checkpoint of each block" "convert, max_ops=4"
   for part in graphs filled batches; do skip "$part" "it needs a GPU"; done
   skip tuning "it is of CUDA kernels"
 fi
