@@ -398,6 +398,11 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def values(rows: Sequence[Row], column: str) -> list[str]:
+    """Return the values of a column, each once, in order."""
+    return list(dict.fromkeys(row[column] for row in rows))
+
+
 def table(rows: list[list[str]]) -> str:
     """Return rows of text in aligned columns, the first row as header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -467,9 +472,9 @@ def paired_cases(rows: Sequence[Row]) -> list[dict[str, str]]:
 
 def paired_lines(rows: Sequence[Row]) -> list[list[str]]:
     """Return a table of saved bytes, gradients, test accuracy and loss; the header comes first."""
-    seeds = len({row["seed"] for row in rows})
+    seeds = len(values(rows, "seed"))
     header = [f"{rows[0]['epochs']} epochs, {seeds} seeds (difference from {IN_PLACE})"]
-    for precision in dict.fromkeys(row["precision"] for row in rows):
+    for precision in values(rows, "precision"):
         columns = ("saved over PyTorch's", "gradient off by", "test accuracy, %", "test loss")
         header += [f"{column}, {precision}" for column in columns]
     body: dict[str, list[str]] = {}

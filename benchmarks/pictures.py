@@ -11,20 +11,15 @@ from pathlib import Path
 from statistics import mean
 
 import matplotlib
-from common import IN_PLACE, read_csv
+from common import IN_PLACE, Row, read_csv, values
 from PIL import Image
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt  # the backend is chosen first
 
-Rows = list[dict[str, str]]
+Rows = list[Row]
 MARKERS = "osD^vP*X"
 COLORS = 256  # of a picture: a palette makes the file a third as large
-
-
-def values(rows: Rows, column: str) -> list[str]:
-    """Return the values of a column, each once, in order."""
-    return list(dict.fromkeys(row[column] for row in rows))
 
 
 def panels(
@@ -44,7 +39,7 @@ def panels(
     return figure, list(axes.flat[:count])
 
 
-def save(figure: plt.Figure, path: Path, row: dict[str, str]) -> None:
+def save(figure: plt.Figure, path: Path, row: Row) -> None:
     """Write the figure next to its result file, titled with where and when it was measured."""
     figure.suptitle(f"{row['device']}, torch {row['torch']}, {row['date']}", fontsize=9)
     buffer = io.BytesIO()

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from common import RESULTS, paired_lines, quartiles, read_csv
+from common import RESULTS, paired_lines, quartiles, read_csv, values
 
 from inplace_ops.activations import ACTIVATIONS
 
@@ -37,11 +37,6 @@ def markdown(header: list[str], body: list[list[str]]) -> str:
     """Return a table in Markdown."""
     lines = [header, ["---"] * len(header), *body]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def values(rows: Rows, column: str) -> list[str]:
-    """Return the values of a column, each once, in order."""
-    return list(dict.fromkeys(row[column] for row in rows))
 
 
 def find(rows: Rows, column: str, **wanted: str) -> str:
