@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from inplace_ops import __main__ as command_line
 from inplace_ops.conversion.library import ModelNotFoundError, load
 
-
-def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "inplace_ops", "analyze", *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
+Analyze = Callable[..., str]
 
 
 @pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def analyze(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Analyze:
+    """Run `python -m inplace_ops analyze` in this process, and return what it prints.
+
+    test_info.py runs the command line in a process of its own.
+    """
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["inplace_ops", "analyze", *arguments])
+        assert command_line.main() == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a function that builds a model, in a library that is not part of PyTorch."""
     code = """
 from torch import nn
 
@@ -27,21 +42,30 @@ def small(width=8):
                          nn.Conv2d(width, 4, 3))
 """
     (tmp_path / "own_models.py").write_text(code)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    return "own_models:small"
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "own_models:small"
+    sys.modules.pop("own_models", None)
 
 
-def test_analyze_prints_report(library: str) -> None:
-    result = analyze(library, "--input", "2,3,32,32", "--set", "width=16", "--max-ops", "2")
-    assert result.returncode == 0, result.stderr
-    assert "saved for backward" in result.stdout
-    assert "SiLU" in result.stdout
+def test_report_names_saved_tensors(library: str, analyze: Analyze) -> None:
+    output = analyze(library, "--input", "2,3,32,32")
+    assert "saved for backward" in output
+    assert "SiLU" in output
 
 
-def test_analyze_prints_json(library: str) -> None:
-    result = analyze(library, "--input", "2,3,32,32", "--json", "--eval")
-    report = json.loads(result.stdout)
+def report_of(analyze: Analyze, library: str, *arguments: str) -> dict[str, Any]:
+    return json.loads(analyze(library, "--input", "2,3,32,32", "--json", *arguments))
+
+
+def test_options_change_the_report(library: str, analyze: Analyze) -> None:
+    report = report_of(analyze, library)
     assert report["saved_bytes_after"] < report["saved_bytes_before"]
+    twice = report_of(analyze, library, "--set", "width=16")
+    assert twice["saved_bytes_before"] > 1.9 * report["saved_bytes_before"]
+    cheap = report_of(analyze, library, "--max-ops", "1")
+    assert cheap["saved_bytes_after"] > report["saved_bytes_after"]
+    fixed = report_of(analyze, library, "--eval")
+    assert fixed["saved_bytes_before"] < report["saved_bytes_before"]  # no statistics of the batch
 
 
 @pytest.mark.parametrize(
@@ -54,11 +78,18 @@ def test_analyze_prints_json(library: str) -> None:
         (("torch:ones", "--input", "1", "--optimize", "speed"), "unrecognized arguments"),
         (("torch:ones",), "--input"),
     ],
+    ids=["no_name", "no_library", "unknown_name", "no_value", "unknown_option", "no_input"],
 )
-def test_invalid_analyze_arguments_exit_with_error(arguments: tuple[str, ...], error: str) -> None:
-    result = analyze(*arguments)
-    assert result.returncode == 2
-    assert error in result.stderr
+def test_invalid_arguments_exit_with_error(
+    arguments: tuple[str, ...],
+    error: str,
+    analyze: Analyze,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        analyze(*arguments)
+    assert raised.value.code == 2
+    assert error in capsys.readouterr().err
 
 
 def test_load_builds_models_of_libraries() -> None:

@@ -6,46 +6,63 @@ import re
 import subprocess
 import sys
 
+import pytest
 import torch
 
 import inplace_ops
+from inplace_ops import __main__ as command_line
 from inplace_ops import _ops
 from inplace_ops.activations import ACTIVATIONS
 
 
-def test_info_checks_every_op() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "inplace_ops", "info"], capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert inplace_ops.__version__ in result.stdout
-    assert torch.__version__ in result.stdout
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["inplace_ops", *arguments])
+    return command_line.main()
+
+
+def test_info_checks_every_op(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "info") == 0
+    output = capsys.readouterr().out
+    assert inplace_ops.__version__ in output
+    assert torch.__version__ in output
     cuda = f"yes, CUDA {_ops.cuda_version}" if _ops.cuda_version else f"no ({_ops.no_cuda})"
-    assert re.search(rf"(?m)^CUDA kernels: +{re.escape(cuda)}", result.stdout)
+    assert re.search(rf"(?m)^CUDA kernels: +{re.escape(cuda)}", output)
     devices = ["cpu"]
     if torch.cuda.is_available() and _ops.cuda_version is not None:
         devices.append("cuda")
     for device in devices:
         for op in (activation.function for activation in ACTIVATIONS):
             line = rf"(?m)^.*\b{op}.*\b{device}\b.*\bok\b"
-            assert re.search(line, result.stdout), f"{op} on {device}:\n{result.stdout}"
+            assert re.search(line, output), f"{op} on {device}:\n{output}"
 
 
-def test_reason_of_missing_cuda_kernels_on_a_cuda_torch() -> None:
+def test_failed_check_sets_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command_line, "_self_check", lambda *_: "FAILED: values differ")
+    assert run(monkeypatch, "info") == 1
+    assert "FAILED: values differ" in capsys.readouterr().out
+
+
+def test_module_runs_without_cuda_kernels_on_a_cuda_torch() -> None:
     code = """
-import sys, torch
+import runpy, sys, torch
 torch.version.cuda = "13.0"
 sys.modules["inplace_ops._C_cuda"] = None  # importing it fails, as if the file did not exist
-from inplace_ops import _ops
-print(_ops.cuda_version, _ops.no_cuda, sep=", ")
+sys.argv = ["inplace_ops", "info"]
+runpy.run_module("inplace_ops", run_name="__main__")  # python -m inplace_ops info
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.stdout == "None, inplace_ops is built without them\n", result.stderr
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"CUDA kernels: +no \(inplace_ops is built without them\)", result.stdout)
 
 
-def test_unknown_command_exits_with_error() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "inplace_ops", "nonsense"], capture_output=True, text=True
-    )
-    assert result.returncode != 0
-    assert "nonsense" in result.stderr
+def test_unknown_command_exits_with_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        run(monkeypatch, "nonsense")
+    assert error.value.code == 2
+    assert "nonsense" in capsys.readouterr().err
