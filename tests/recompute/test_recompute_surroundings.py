@@ -49,6 +49,9 @@ pytestmark = pytest.mark.usefixtures("_one_thread")
 each_activation = pytest.mark.parametrize("activation", ROWS, ids=activation_id)
 both_kinds = pytest.mark.parametrize("activation", [PIECEWISE, SMOOTH], ids=["piecewise", "smooth"])
 one_of_each_norm = pytest.mark.parametrize("name", ONE_OF_EACH_NORM)
+in_train_and_eval = pytest.mark.parametrize(
+    ("training", "activation"), [(True, SMOOTH), (False, PIECEWISE)], ids=["train", "eval"]
+)
 
 
 def norm_and_input(name: str, device: torch.device) -> tuple[nn.Module, Tensor]:
@@ -83,7 +86,7 @@ def test_missing_gradient_stays_none(
 
 
 @one_of_each_norm
-@each_activation
+@both_kinds
 def test_norm_in_a_checkpoint_runs_twice(
     name: str, activation: ActivationCase, device: torch.device
 ) -> None:
@@ -105,7 +108,7 @@ def test_norm_in_a_checkpoint_runs_twice(
 
 
 @one_of_each_norm
-@each_activation
+@both_kinds
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_norm_and_activation_in_a_checkpoint_match_pytorch(
     name: str, activation: ActivationCase, use_reentrant: bool, device: torch.device
@@ -148,16 +151,15 @@ HOOKS: dict[str, Callable[[], Any]] = {
 
 
 @one_of_each_norm
-@both_kinds
 @pytest.mark.parametrize("hooks", HOOKS)
 @pytest.mark.parametrize("around", ["norm", "activation", "both"])
 def test_saved_tensors_hooks_match_pytorch(
-    name: str, activation: ActivationCase, hooks: str, around: str, device: torch.device
+    name: str, hooks: str, around: str, device: torch.device
 ) -> None:
     module, x = norm_and_input(name, device)
     counting = Counting(module)
     found, recomputed = [], []
-    for call in (recompute(activation), activation.reference):
+    for call in (recompute(SMOOTH), SMOOTH.reference):
         norm = copy.deepcopy(counting)
         with HOOKS[hooks]() if around != "activation" else nullcontext():
             z = norm(x)
@@ -199,9 +201,8 @@ FROZEN: dict[str, Callable[[nn.Module, Tensor], object]] = {
 
 
 @one_of_each_norm
-@both_kinds
+@in_train_and_eval
 @pytest.mark.parametrize("frozen", FROZEN)
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_frozen_parameters_match_pytorch(
     name: str, activation: ActivationCase, frozen: str, training: bool, device: torch.device
 ) -> None:
@@ -345,8 +346,7 @@ NOT_SEEN = pytest.mark.xfail(
         for case in CHANGES
     ],
 )
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@both_kinds
+@in_train_and_eval
 def test_tensor_changed_before_backward_matches_pytorch(
     name: str,
     changed: str,
@@ -394,7 +394,7 @@ def test_freed_graph_of_the_norm_raises_in_backward(
 
 
 @one_of_each_norm
-@each_activation
+@both_kinds
 def test_repeated_backward_matches_pytorch(
     name: str, activation: ActivationCase, device: torch.device
 ) -> None:
@@ -438,7 +438,7 @@ def test_second_backward_frees_the_norms_input(
 
 
 @one_of_each_norm
-@each_activation
+@both_kinds
 def test_batched_gradients_match_pytorch(
     name: str, activation: ActivationCase, device: torch.device
 ) -> None:
@@ -467,7 +467,7 @@ TRANSFORMS: dict[str, Callable[[Call, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@each_activation
+@both_kinds
 def test_functorch_transforms_match_pytorch(
     transform: str, activation: ActivationCase, device: torch.device
 ) -> None:
@@ -489,22 +489,26 @@ def _fresh_dynamo() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.usefixtures("_fresh_dynamo")
-@one_of_each_norm
-@both_kinds
+@pytest.mark.parametrize(
+    ("name", "activation", "is_module"),
+    [
+        ("batch_2d", SMOOTH, True),
+        ("group", PIECEWISE, True),
+        ("instance_1d", SMOOTH, False),
+        ("layer", PIECEWISE, False),
+    ],
+    ids=["batch-module", "group-module", "instance-function", "layer-function"],
+)
 def test_compiled_functions_match_pytorch(
-    name: str, activation: ActivationCase, device: torch.device
+    name: str, activation: ActivationCase, is_module: bool, device: torch.device
 ) -> None:
-    module, x = norm_and_input(name, device)
-    calls = {"function": recompute(activation), "module": activation.module(save="recompute")}
-    for call in calls.values():
-        norm = copy.deepcopy(module)
-        compiled = torch.compile(
-            lambda x, c=call, n=norm: c(n(x)) * 2, backend="aot_eager", fullgraph=True
-        )
-        actual = torch.autograd.grad(loss_of(compiled(x)), (x, *norm.parameters()))
-        expected = gradients(lambda z: activation.reference(z) * 2, copy.deepcopy(module), x)
-        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
-        torch._dynamo.reset()
+    norm, x = norm_and_input(name, device)
+    other = copy.deepcopy(norm)
+    call = activation.module(save="recompute") if is_module else recompute(activation)
+    compiled = torch.compile(lambda x: call(norm(x)) * 2, backend="aot_eager", fullgraph=True)
+    actual = torch.autograd.grad(loss_of(compiled(x)), (x, *norm.parameters()))
+    expected = gradients(lambda z: activation.reference(z) * 2, other, x)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 @slow
@@ -647,7 +651,7 @@ def empty_like(x: Tensor) -> Tensor:
     return x.detach()[:0].clone().requires_grad_()
 
 
-@each_activation
+@both_kinds
 def test_threads_match_pytorch(activation: ActivationCase, device: torch.device) -> None:
     """Each thread runs its own norm and a shared one in eval mode, whose statistics are fixed."""
     shared, _ = norm_and_input("batch_2d", device)
