@@ -102,6 +102,14 @@ def _small_tensors_too(monkeypatch: pytest.MonkeyPatch, _one_thread: None) -> No
     monkeypatch.setattr(engine, "MIN_BYTES", 1)
 
 
+@pytest.fixture
+def _deterministic_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let two runs of a model have equal gradients, and do not round products to TF32's 10 bits."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 @pytest.fixture(scope="module", params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
 def processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
     """Two processes, on the CPU or with one GPU each."""

@@ -73,7 +73,9 @@ class Processes:
         self._processes, self._connections = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # The server imports these once, and all processes of all pools are forks of it.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed.fsdp"])
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
         for rank in range(self.world_size):

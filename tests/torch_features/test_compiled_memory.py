@@ -90,8 +90,6 @@ def ours(activation: Activation) -> dict[str, tuple[Call, bool]]:
     function = getattr(inplace_ops, activation.function)
     return {
         "module": (module(**variant), True),
-        "module, discarded": (module(**variant), False),
-        "function": (lambda x: function(x, **variant), True),
         "function, discarded": (lambda x: function(x, **variant), False),
         "recompute": (module(**variant, save="recompute"), True),
         "second choice": (module(**variant, save=activation.save_modes[1]), True),
@@ -100,7 +98,10 @@ def ours(activation: Activation) -> dict[str, tuple[Call, bool]]:
 
 @pytest.mark.parametrize(
     ("norm", "budget"),
-    [("batch_norm", 1), ("no_norm", 1), ("group_norm", 1), ("batch_norm", 0.5), ("no_norm", 0.5)],
+    [
+        *(("batch_norm", 1), ("no_norm", 1), ("no_norm", 0.5)),
+        *(pytest.param(*case, marks=slow) for case in (("group_norm", 1), ("batch_norm", 0.5))),
+    ],
 )
 @pytest.mark.parametrize("activation", quick(ACTIVATIONS, SOME, release), ids=lambda a: a.ops.name)
 def test_saves_no_more_than_pytorch(
@@ -158,9 +159,8 @@ def test_saves_no_more_without_a_consumer_that_saves_the_output(
     backend = "aot_eager_decomp_partition"
     save = "mask" if activation.is_piecewise_linear else "derivative"
     call = getattr(inplace_ops, activation.name)(**activation.variant, save=save)
-    for norm in ("batch_norm", "no_norm"):
-        least = min(
-            saved_per_element(backend, device, norm, c, consumer="mean")
-            for c in pytorchs(activation)
-        )
-        assert saved_per_element(backend, device, norm, call, consumer="mean") <= least, norm
+    least = min(
+        saved_per_element(backend, device, "no_norm", c, consumer="mean")
+        for c in pytorchs(activation)
+    )
+    assert saved_per_element(backend, device, "no_norm", call, consumer="mean") <= least

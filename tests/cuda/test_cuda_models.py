@@ -1,0 +1,759 @@
+"""Converted models on a GPU: gradients, threads, streams, CUDA graphs, memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from _support.gpu import (
+    BFLOAT,
+    CONTIGUOUS,
+    DOUBLE,
+    FLOAT,
+    HALF,
+    each_backend,
+    in_both_formats,
+    on_a_gpu,
+    only,
+)
+from _support.norm_cases import rounding
+from _support.twins import (
+    Step,
+    assert_same_step,
+    no_warnings,
+    random_like,
+    recomputed,
+    step_of,
+)
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
+
+import inplace_ops
+from inplace_ops.conversion.report import Report
+from inplace_ops.recompute import norms
+from inplace_ops.recompute.specs import Recomputed
+
+pytestmark = on_a_gpu
+
+
+class Network(NamedTuple):
+    """A model, the shape of its input, and the modules that save less after conversion."""
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    saving: tuple[str, ...]
+
+
+class Residual(nn.Module):
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.conv1, self.norm1 = nn.Conv2d(16, 16, 3, padding=1, bias=False), norm(16)
+        self.conv2, self.norm2 = nn.Conv2d(16, 16, 3, padding=1, bias=False), norm(16)
+        self.act1, self.act2 = nn.ReLU(), nn.ReLU()
+        self.last = nn.Conv2d(16, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        y = self.norm2(self.conv2(self.act1(self.norm1(self.conv1(x)))))
+        return self.last(self.act2(x + y))
+
+
+class SqueezeExcitation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.act = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.SiLU()
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.down, self.up = nn.Conv2d(16, 4, 1), nn.Conv2d(4, 16, 1)
+        self.inner, self.gate = nn.SiLU(), nn.Sigmoid()
+        self.last = nn.Conv2d(16, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.norm(self.stem(x)))
+        scale = self.gate(self.up(self.inner(self.down(self.pool(x)))))
+        return self.last(x * scale)
+
+
+class GatedMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.act = nn.Linear(32, 64), nn.RMSNorm(64), nn.SiLU()
+        self.gate, self.up = nn.Linear(64, 128, bias=False), nn.Linear(64, 128, bias=False)
+        self.down = nn.Linear(128, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        z = self.norm(x)
+        return x + self.down(self.act(self.gate(z)) * self.up(z))
+
+
+class Attention(nn.Module):
+    """Attention as in ViTs, with norms before the linear layer and of queries and keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(32, 128), nn.LayerNorm(128)
+        self.qkv, self.out = nn.Linear(128, 3 * 128), nn.Linear(128, 128)
+        self.norm_of_queries, self.norm_of_keys = nn.LayerNorm(64), nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        qkv = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 64)).permute(2, 0, 3, 1, 4)
+        query, key, value = qkv.unbind(0)
+        query, key = self.norm_of_queries(query), self.norm_of_keys(key)
+        y = F.scaled_dot_product_attention(query, key, value)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+def stack(
+    norm: Callable[[int], nn.Module] = nn.BatchNorm2d,
+    activation: Callable[[], nn.Module] = nn.SiLU,
+    width: int = 16,
+    depth: int = 2,
+) -> nn.Sequential:
+    """Return convolutions, each except the last followed by a norm and an activation."""
+    layers: list[nn.Module] = []
+    for index in range(depth):
+        channels = width if index else 3
+        layers += [nn.Conv2d(channels, width, 3, padding=1, bias=False), norm(width), activation()]
+    return nn.Sequential(*layers, nn.Conv2d(width, 8, 3, padding=1))
+
+
+def groups(channels: int) -> nn.Module:
+    return nn.GroupNorm(4, channels)
+
+
+def instances(channels: int) -> nn.Module:
+    return nn.InstanceNorm2d(channels, affine=True)
+
+
+PICTURES = (4, 3, 16, 16)
+NETWORKS: dict[str, Network] = {
+    "batch_silu": Network(stack, PICTURES, ("3", "6")),
+    "batch_relu": Network(lambda: stack(activation=nn.ReLU), PICTURES, ("2", "5")),
+    "batch_relu_in_place": Network(
+        lambda: stack(activation=lambda: nn.ReLU(inplace=True)), PICTURES, ("2", "5")
+    ),
+    "group_silu": Network(lambda: stack(groups), PICTURES, ("3", "6")),
+    "instance_leaky_relu": Network(
+        lambda: stack(instances, lambda: nn.LeakyReLU(inplace=True)), PICTURES, ("2", "5")
+    ),
+    "residual": Network(Residual, PICTURES, ("act1",)),
+    "squeeze_excitation": Network(SqueezeExcitation, PICTURES, ("last",)),
+    "layer_gelu": Network(
+        lambda: nn.Sequential(
+            nn.Linear(32, 128), nn.LayerNorm(128), nn.GELU(), nn.Linear(128, 128), nn.Tanh()
+        ),
+        (4, 32, 32),
+        ("3",),
+    ),
+    "gated_mlp": Network(GatedMLP, (4, 32, 32), ("down",)),
+    "attention": Network(Attention, (2, 64, 32), ("qkv",)),
+}
+each_network = pytest.mark.parametrize("name", NETWORKS)
+each_network_in_both_formats = in_both_formats({name: n.shape for name, n in NETWORKS.items()})
+
+
+def network_and_input(
+    name: str, device: torch.device, dtype: torch.dtype = FLOAT
+) -> tuple[nn.Module, Tensor]:
+    network = NETWORKS[name]
+    model = network.make().to(device, dtype)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, (*norms.MODULES, nn.RMSNorm)) and module.weight is not None:
+                module.weight.uniform_(0.5, 1.5)
+    return model, torch.randn(network.shape, device=device, dtype=dtype)
+
+
+def assert_saves_less(name: str, report: Report) -> None:
+    rows = [(row.producer, row.consumer, row.module, row.how) for row in report.replaced]
+    remaining = [(r.producer, r.consumer, r.module, r.reason) for r in report.remaining]
+    missing = set(NETWORKS[name].saving) - {row.module for row in report.replaced}
+    assert not missing, f"{missing} save no less: replaced {rows}, remaining {remaining}"
+    assert report.saved_bytes_before is not None
+    assert report.saved_bytes_after is not None
+    assert report.saved_bytes_after < report.saved_bytes_before, rows
+
+
+def assert_gradients(name: str, tolerance: float, device: torch.device, **options: Any) -> None:
+    """Compare two steps of a converted model with the original's, and check the report."""
+    dtype = options.get("dtype", FLOAT)
+    model, x = network_and_input(name, device, dtype)
+    if x.dim() == 4:
+        memory_format = options.get("memory_format", CONTIGUOUS)
+        model, x = model.to(memory_format=memory_format), x.to(memory_format=memory_format)
+    autocast = options.get("autocast")
+    twin = copy.deepcopy(model)
+    with no_warnings("inplace_ops"):
+        report = inplace_ops.convert(twin)
+        for _ in range(2):
+            actual, expected = (_step(module, x, autocast) for module in (twin, model))
+            if autocast is None and dtype.itemsize > 2:
+                assert_same_step(actual, expected, tolerance)
+            else:
+                distance = distance_of(actual, expected)
+                assert distance <= tolerance, f"gradients differ by {distance:.3g} of their norm"
+    assert_saves_less(name, report)
+
+
+def _step(model: nn.Module, x: Tensor, autocast: torch.dtype | None) -> Step:
+    class UnderAutocast(nn.Module):
+        """Runs forward under autocast, so that backward runs outside of it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast(x.device.type, autocast, enabled=autocast is not None):
+                return self.inner(x)
+
+    return step_of(UnderAutocast(), x)
+
+
+def distance_of(actual: Step, expected: Step) -> float:
+    """Return the norm of the difference of all gradients over their norm."""
+    total = difference = 0.0
+    for name, value in expected.items():
+        if value is None or name.startswith(("output", "buffer")):
+            continue
+        other = actual[name]
+        assert other is not None, name
+        assert other.isfinite().all(), f"{name} is not finite"
+        total += float(value.double().square().sum())
+        difference += float((other.double() - value.double()).square().sum())
+    assert total > 0
+    return (difference / total) ** 0.5
+
+
+@each_network
+def test_gradients_in_float64(name: str, device: torch.device) -> None:
+    assert_gradients(name, 1e-9, device, dtype=DOUBLE)
+
+
+@each_network_in_both_formats
+def test_gradients_in_float32(
+    name: str, memory_format: torch.memory_format, device: torch.device
+) -> None:
+    """The tolerance is above rounding, and far below the error of a wrong gradient.
+
+    It is relative to the norms of the gradients.
+    """
+    assert_gradients(name, 1e-4, device, memory_format=memory_format)
+
+
+@each_network_in_both_formats
+@pytest.mark.parametrize("autocast", [BFLOAT, HALF])
+def test_gradients_under_autocast(
+    name: str, autocast: torch.dtype, memory_format: torch.memory_format, device: torch.device
+) -> None:
+    assert_gradients(name, 2e-2, device, autocast=autocast, memory_format=memory_format)
+
+
+@each_network
+def test_gradients_in_bfloat16(name: str, device: torch.device) -> None:
+    """Parameters are bfloat16 too, so the statistics of a group norm have 16 bits."""
+    assert_gradients(name, 4e-2, device, dtype=BFLOAT)
+
+
+@each_network
+def test_convert_with_an_example(name: str, device: torch.device) -> None:
+    """`convert` verifies all recomputed tensors, and `saved_bytes` measures the saving."""
+    model, x = network_and_input(name, device)
+    before = inplace_ops.saved_bytes(model, x)
+    report = inplace_ops.convert(model, x)
+    assert_saves_less(name, report)
+    assert inplace_ops.saved_bytes(model, x) < before
+
+
+@each_backend
+def test_attention_of_recomputed_queries(backend: SDPBackend, device: torch.device) -> None:
+    """Unpacking restores the strides, on which the attention kernels depend."""
+    model, x = network_and_input("attention", device)
+    twin = copy.deepcopy(model)
+    report = inplace_ops.convert(twin)
+    with only(backend), no_warnings("inplace_ops"):
+        for _ in range(2):
+            actual, expected = (_step(module, x, BFLOAT) for module in (twin, model))
+    assert distance_of(actual, expected) <= 2e-2
+    rows = [(row.producer, row.consumer) for row in report.replaced]
+    assert any(consumer.startswith("ScaledDotProduct") for _, consumer in rows), rows
+
+
+# The recomputed tensor of each consumer, compared with the norm's output itself.
+
+VALUES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "batch": (lambda: nn.BatchNorm2d(16), PICTURES),
+    "batch_not_affine": (lambda: nn.BatchNorm2d(16, affine=False), PICTURES),
+    "instance": (lambda: instances(16), PICTURES),
+    "group": (lambda: groups(16), PICTURES),
+    "group_not_affine": (lambda: nn.GroupNorm(4, 16, affine=False), PICTURES),
+    "layer": (lambda: nn.LayerNorm(64), (4, 32, 32)),
+    "layer_no_bias": (lambda: nn.LayerNorm(64, bias=False), (4, 32, 32)),
+    "layer_not_affine": (lambda: nn.LayerNorm(64, elementwise_affine=False), (4, 32, 32)),
+}
+
+
+class Policy(NamedTuple):
+    weights: torch.dtype = FLOAT
+    autocast: torch.dtype | None = None
+
+
+POLICIES = {
+    "float32": Policy(),
+    "float64": Policy(weights=DOUBLE),
+    "bfloat16": Policy(weights=BFLOAT),
+    "autocast_bfloat16": Policy(autocast=BFLOAT),
+    "autocast_float16": Policy(autocast=HALF),
+}
+
+
+@in_both_formats({name: shape for name, (_, shape) in VALUES.items()})
+@pytest.mark.parametrize("policy", POLICIES)
+def test_recomputed_input_of_the_next_layer(
+    name: str, policy: str, memory_format: torch.memory_format, device: torch.device
+) -> None:
+    make, shape = VALUES[name]
+    weights, autocast = POLICIES[policy]
+    layers = [nn.Linear(32, 64), make(), nn.Linear(64, 64)]
+    if len(shape) == 4:
+        layers = [nn.Conv2d(3, 16, 3, padding=1), make(), nn.Conv2d(16, 16, 3, padding=1)]
+    model = nn.Sequential(*layers).to(device, weights)
+    x = torch.randn(shape, device=device, dtype=weights)
+    if x.dim() == 4:
+        model, x = model.to(memory_format=memory_format), x.to(memory_format=memory_format)
+    seen: list[Tensor] = []
+    with no_warnings("inplace_ops"):
+        report = inplace_ops.convert(model)
+        model[1].register_forward_hook(lambda *call: seen.append(call[-1].detach()))
+        with torch.autocast(device.type, autocast, enabled=autocast is not None):
+            y = model(x)
+    # Only the last layer's input: a cast before the norm may replace the norm's own saved input.
+    values = [value for value in recomputed(y) if "Norm" not in value.consumer]
+    reasons = [(r.producer, r.consumer, r.module, r.reason) for r in report.remaining]
+    assert values, f"nothing is recomputed after {seen[0].dtype}: {reasons}"
+    (z,) = seen
+    for value in values:
+        expected = z.to(value.dtype).reshape(value.shape)  # a linear layer reads rows
+        unpacked = value.unpack()
+        assert unpacked.stride() == value.stride
+        difference = value.difference_of(unpacked, expected)
+        assert difference is None, f"{value.name}: {difference}"
+        # An independent bound: some roundings of the largest terms, and one of the dtype.
+        terms = float(z.double().abs().max()) + 4
+        eps = torch.finfo(DOUBLE if weights is DOUBLE else FLOAT).eps
+        allowed = 32 * eps * terms + 2 * rounding(expected.double().abs(), value.dtype)
+        excess = (unpacked.double() - expected.double()).abs() - allowed
+        assert not (excess > 0).any(), f"{value.name}: {float(excess.max()):.3g} above a rounding"
+
+
+# Backward on the device's autograd thread, and forward in several threads.
+
+
+def trained(model: nn.Module, inputs: list[Tensor], backward: Callable[[Tensor], None]) -> Step:
+    """Train one step for each input; return parameters and buffers."""
+    for x in inputs:
+        model.zero_grad()
+        y = model(x)
+        backward((y * random_like(y).to(y.dtype)).mean())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter -= 0.1 * parameter.grad
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def batches(name: str, device: torch.device, count: int = 3) -> list[Tensor]:
+    return [torch.randn(NETWORKS[name].shape, device=device, dtype=DOUBLE) for _ in range(count)]
+
+
+def in_a_thread(run: Callable[[], Any]) -> Any:
+    """Call a function in a new thread; return its result or raise its exception."""
+    found: list[Any] = []
+    errors: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            found.append(run())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "the thread hangs"
+    if errors:
+        raise errors[0]
+    return found[0]
+
+
+def test_unpacking_runs_on_the_devices_thread(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backward under autocast, which the device's thread inherits from its caller, works too."""
+    threads: list[int] = []
+    compute = Recomputed.compute
+
+    def recording(value: Recomputed) -> Tensor:
+        threads.append(threading.get_ident())
+        return compute(value)
+
+    model, x = network_and_input("batch_silu", device)
+    inplace_ops.convert(model)
+    y = model(x)
+    monkeypatch.setattr(Recomputed, "compute", recording)
+    with torch.autocast(device.type, BFLOAT):
+        y.square().sum().backward()
+    assert threads, "nothing was unpacked"
+    assert threading.get_ident() not in threads
+
+
+@each_network
+def test_three_steps(name: str, device: torch.device) -> None:
+    model, _ = network_and_input(name, device, DOUBLE)
+    twin, inputs = copy.deepcopy(model), batches(name, device)
+    inplace_ops.convert(twin)
+    expected = trained(model, inputs, lambda loss: loss.backward())
+    assert_same_step(trained(twin, inputs, lambda loss: loss.backward()), expected, 1e-8)
+
+
+@pytest.mark.parametrize("name", ["batch_silu", "attention"])
+def test_backward_in_another_thread(name: str, device: torch.device) -> None:
+    model, _ = network_and_input(name, device, DOUBLE)
+    twin, inputs = copy.deepcopy(model), batches(name, device)
+    inplace_ops.convert(twin)
+    expected = trained(model, inputs, lambda loss: loss.backward())
+    actual = trained(twin, inputs, lambda loss: in_a_thread(loss.backward))
+    assert_same_step(actual, expected, 1e-8)
+
+
+def test_two_threads_on_two_streams(device: torch.device) -> None:
+    names = ("batch_silu", "attention")
+    models = [network_and_input(name, device, DOUBLE)[0] for name in names]
+    twins, inputs = copy.deepcopy(models), [batches(name, device) for name in names]
+    expected = [
+        trained(model, xs, lambda loss: loss.backward())
+        for model, xs in zip(models, inputs, strict=True)
+    ]
+    results: dict[int, Step] = {}
+    errors: list[BaseException] = []
+    start = threading.Barrier(2)
+    torch.cuda.synchronize()
+
+    def train(index: int) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                start.wait(60)
+                for _ in range(3):
+                    twins[index].load_state_dict(models_before[index])
+                    results[index] = trained(twins[index], inputs[index], torch.Tensor.backward)
+                torch.cuda.current_stream().synchronize()
+        except BaseException as error:
+            errors.append(error)
+            start.abort()
+
+    models_before = [copy.deepcopy(twin.state_dict()) for twin in twins]
+    for twin in twins:
+        inplace_ops.convert(twin)
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=train, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    if errors:
+        raise errors[0]
+    for index in range(2):
+        assert_same_step(results[index], expected[index], 1e-8)
+
+
+# Streams.
+
+LONG = 50_000_000  # GPU cycles, about 30 ms: without a wait, another stream's work runs earlier
+
+
+@pytest.mark.parametrize("name", ["batch_silu", "group_silu", "attention"])
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "first_use"])
+def test_forward_on_a_side_stream(name: str, warm: bool, device: torch.device) -> None:
+    """Forward runs on a side stream, and backward is called on the default one.
+
+    At first use the comparisons wait for the side stream.
+    """
+    model, x = network_and_input(name, device, DOUBLE)
+    twin = copy.deepcopy(model)
+    report = inplace_ops.convert(twin)
+    parameters = {module: [*module.parameters()] for module in (model, twin)}
+    weight = random_like(model(x))
+    expected = torch.autograd.grad((model(x) * weight).sum(), parameters[model])
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    if warm:
+        with torch.cuda.stream(side):
+            twin(x)
+        torch.cuda.synchronize()
+    late = torch.zeros_like(x)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LONG)
+        late.copy_(x)  # a kernel that reads it too early reads zeros
+        loss = (twin(late) * weight).sum()
+    gradients = torch.autograd.grad(loss, parameters[twin])
+    del loss
+    torch.cuda.synchronize()
+    assert report.replaced
+    torch.testing.assert_close(gradients, expected, rtol=1e-7, atol=1e-7)
+
+
+def test_memory_read_by_a_side_stream_is_not_reused_early(device: torch.device) -> None:
+    """The allocator reuses a leaf's memory only after the side stream has recomputed from it."""
+    model, x = network_and_input("batch_silu", device)
+    x = torch.randn(16, 3, 64, 64, device=device)
+    inplace_ops.convert(model)
+    y = model(x)
+    values = recomputed(y)
+    assert values, "nothing is recomputed"
+    expected = [value.compute() for value in values]
+    sizes = {tensor.numel() for value in values for tensor in value.tensors()}
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LONG)
+        actual = [value.unpack() for value in values]
+    del y, values
+    gc.collect()
+    # Without record_stream the allocator would now reuse memory that the side stream still reads.
+    overwritten = [torch.full((size,), 7.0, device=device) for size in sizes for _ in range(8)]
+    torch.cuda.synchronize()
+    for index, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
+        assert torch.equal(mine, theirs), f"value {index} of {len(expected)} was overwritten"
+    del overwritten
+
+
+def test_unpacking_on_another_stream_waits(device: torch.device) -> None:
+    """Unpacking waits for the stream of forward, on which its leaves may not be ready."""
+    model, x = network_and_input("batch_silu", device)
+    inplace_ops.convert(model)
+    expected = [value.compute() for value in recomputed(model(x))]
+    side, late = torch.cuda.Stream(), torch.zeros_like(x)
+    torch.cuda.synchronize()
+    model(late)  # load kernels, and let the allocator reserve memory
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    late.copy_(x)
+    y = model(late)
+    values = recomputed(y)
+    with torch.cuda.stream(side):
+        actual = [value.unpack() for value in values]
+    torch.cuda.synchronize()
+    assert len(actual) == len(expected)
+    for mine, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+# CUDA graphs.
+
+
+@pytest.mark.parametrize("autocast", [None, BFLOAT], ids=["float64", "autocast"])
+@pytest.mark.parametrize("name", ["batch_silu", "group_silu", "gated_mlp", "attention"])
+def test_cuda_graph_of_a_training_step(
+    name: str, autocast: torch.dtype | None, device: torch.device
+) -> None:
+    """Capture forward, loss, backward and the optimizer's step. The warm-up is the first use."""
+    dtype = DOUBLE if autocast is None else FLOAT
+    original, x = network_and_input(name, device, dtype)
+    inputs = [torch.randn_like(x) for _ in range(3)]
+    model = copy.deepcopy(original)
+    report = inplace_ops.convert(model)
+    state = copy.deepcopy(original.state_dict())
+    static, target = x.clone(), random_like(original(x)).to(dtype)
+    original.load_state_dict(state)
+
+    def step(module: nn.Module, x: Tensor) -> Tensor:
+        parameters = [*module.parameters()]
+        # Without autocast's cache: a graph would not recompute the cached copies.
+        with torch.autocast(
+            device.type, autocast, enabled=autocast is not None, cache_enabled=False
+        ):
+            y = module(x)
+        loss = F.mse_loss(y.to(dtype), target)
+        loss.backward()
+        with torch.no_grad():
+            torch._foreach_add_(parameters, [p.grad for p in parameters], alpha=-0.05)
+        return loss.detach()
+
+    def without_gradients(module: nn.Module) -> None:
+        for parameter in module.parameters():
+            parameter.grad = None
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            without_gradients(model)
+            step(model, static)
+    torch.cuda.current_stream().wait_stream(side)
+    without_gradients(model)
+    gc.collect()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step(model, static)
+    with torch.no_grad():
+        model.load_state_dict(state)  # the warm-up has trained the model
+    assert report.replaced, [(row.producer, row.reason) for row in report.remaining]
+    for x in inputs:
+        without_gradients(original)
+        expected = step(original, x)
+        static.copy_(x)
+        graph.replay()
+        tolerance = 1e-7 if autocast is None else 5e-2
+        torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
+    moved = difference = 0.0
+    for key, value in original.state_dict().items():
+        mine = model.state_dict()[key].double()
+        if autocast is None:
+            torch.testing.assert_close(mine, value.double(), rtol=1e-7, atol=1e-7)
+        moved += float((value.double() - state[key].double()).square().sum())
+        difference += float((mine - value.double()).square().sum())
+    assert moved > 0
+    assert difference <= 0.05**2 * moved, f"off by {difference**0.5:.3g} of {moved**0.5:.3g}"
+
+
+# No synchronization with the GPU.
+
+
+@contextmanager
+def no_synchronization() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns that it does not detect every synchronization
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("autocast", [None, BFLOAT], ids=["float32", "autocast"])
+@each_network
+def test_no_synchronization_after_first_use(
+    name: str, autocast: torch.dtype | None, device: torch.device
+) -> None:
+    """Once the model has run, neither forward nor backward synchronizes."""
+    original, x = network_and_input(name, device)
+    twin = copy.deepcopy(original)
+    inplace_ops.convert(twin)
+
+    def step(model: nn.Module) -> None:
+        with torch.autocast(device.type, autocast, enabled=autocast is not None):
+            loss = model(x).float().square().mean()
+        loss.backward()
+
+    for model in (original, twin):
+        step(model)
+        step(model)
+        torch.cuda.synchronize()
+        what = "PyTorch's own model" if model is original else "the converted model"
+        try:
+            with no_synchronization():
+                step(model)
+        except RuntimeError as error:
+            if model is original:
+                pytest.skip(f"{what} synchronizes: {error}")
+            raise AssertionError(f"{what} synchronizes: {error}") from error
+
+
+# Memory.
+
+
+def big_stack(device: torch.device) -> tuple[nn.Module, Tensor]:
+    """Return a model whose activations have 8 MiB each, and its input."""
+    return stack(width=32, depth=4).to(device), torch.randn(16, 3, 64, 64, device=device)
+
+
+def test_allocated_memory(device: torch.device) -> None:
+    """The report's saved bytes agree with the allocator's."""
+    model, x = big_stack(device)
+    twin = copy.deepcopy(model)
+    report = inplace_ops.convert(twin, x)
+    assert report.saved_bytes_before is not None
+    assert report.saved_bytes_after is not None
+    allocated = []
+    for module in (model, twin):
+        for _ in range(2):  # workspaces are allocated once
+            module(x).sum().backward()
+        gc.collect()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        y = module(x)
+        torch.cuda.synchronize()
+        allocated.append(torch.cuda.memory_allocated() - before)
+        del y
+    expected = report.saved_bytes_before - report.saved_bytes_after
+    assert expected > 0.5 * report.saved_bytes_before, report
+    reduction = allocated[0] - allocated[1]
+    assert abs(reduction - expected) <= 0.1 * expected, (
+        f"{allocated[0]} bytes before, {allocated[1]} after: {reduction} less, "
+        f"where the report says {expected}"
+    )
+
+
+def test_peak_of_the_first_step(device: torch.device) -> None:
+    """The first step, with all comparisons, has no higher peak than the original model's."""
+    model, x = big_stack(device)
+    twin = copy.deepcopy(model)
+
+    def peak(module: nn.Module) -> int:
+        module.zero_grad()
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        module(x).sum().backward()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    for module in (model, twin):  # workspaces are allocated once
+        module(x).sum().backward()
+    original = peak(model)
+    inplace_ops.convert(twin)
+    first, second = peak(twin), peak(twin)
+    found = f"{original} bytes, converted {first} in the first step and {second} in the second"
+    assert first <= original, found
+    assert second < 0.8 * original, found
+
+
+# Loss scaling.
+
+
+@pytest.mark.parametrize("name", ["batch_silu", "residual", "attention"])
+def test_gradient_scaler(name: str, device: torch.device) -> None:
+    original, x = network_and_input(name, device)
+    twin = copy.deepcopy(original)
+    report = inplace_ops.convert(twin)
+    target = random_like(copy.deepcopy(original)(x)).float()
+    losses: list[list[float]] = []
+    for model in (original, twin):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        scaler = torch.amp.GradScaler(device.type, init_scale=256.0)
+        losses.append([])
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast(device.type, HALF):
+                loss = F.mse_loss(model(x).float(), target)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            losses[-1].append(float(loss.detach()))
+        assert scaler.get_scale() == 256.0, "gradients overflowed"
+    assert report.replaced
+    assert losses[0][2] != losses[0][0], losses
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2), losses
