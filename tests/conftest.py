@@ -17,6 +17,7 @@ from types import ModuleType
 import pytest
 import torch
 from _support.compatibility import Recorder
+from _support.engine_norms import fused_rms_norm
 from _support.processes import Processes
 from _support.sanitizers import COMPILER, FLAGS, SANITIZE
 from _support.twins import SOURCES, nodes_from
@@ -108,6 +109,13 @@ def _deterministic_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+@pytest.fixture
+def _fused_rms_norm() -> Iterator[None]:
+    """Run an RMS norm as one node, as PyTorch does on a GPU."""
+    with fused_rms_norm():
+        yield
 
 
 @pytest.fixture(scope="module", params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
