@@ -73,6 +73,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: RANKS.get(item.path.name, len(RANKS)))
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    if isinstance(val, (torch.dtype, torch.layout, torch.memory_format)):
+        return str(val).removeprefix("torch.")
+    return None
+
+
 @pytest.fixture(params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
 def device(request: pytest.FixtureRequest) -> torch.device:
     if request.param == "cuda" and _ops.cuda_version is None:

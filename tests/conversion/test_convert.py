@@ -161,38 +161,42 @@ def test_report_names_tensors_above_max_ops() -> None:
     assert "takes more than 3 operations: raise max_ops" in reasons
 
 
-@pytest.mark.parametrize(
-    ("compute", "producer", "reason"),
-    [
-        (
-            lambda m, z: m.conv(z + m.other(z)),
-            "Add",
-            "Add does not save its input from Convolution",
-        ),
-        (
-            lambda m, z: m.conv(m.other(z) + m.scale),
-            "Add",
-            "Add does not save its input from Convolution",
-        ),
-        (
-            lambda m, z: m.conv(z + m.scale),
-            "Add",
-            "Add does not save the parameter that it reads",
-        ),
-        (
-            lambda m, z: m.conv(z + torch.ones_like(z)),
-            "Add",
-            "Add does not save an input without a gradient",
-        ),
-        (lambda m, z: m.conv(z.cumsum(1)), "Cumsum", "too expensive: never recomputed"),
-        (lambda m, z: m.conv(z.sin()), "Sin", "no rule for the output of Sin"),
-        (lambda m, z: m.conv(sum_after_write(z)), "Add", "an input of Add was written to"),
-        (lambda m, z: m.other(z).sin(), "Convolution", "no rule for what Sin saves"),
-    ],
-)
-def test_reasons_of_remaining_tensors(
-    compute: Callable[..., Any], producer: str, reason: str
-) -> None:
+# A model, the operation that computes a tensor that stays saved, and the reported reason.
+REASONS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str, str]] = {
+    "unsaved_first_input": (
+        lambda m, z: m.conv(m.other(z) + m.scale),
+        "Add",
+        "Add does not save its input from Convolution",
+    ),
+    "unsaved_second_input": (
+        lambda m, z: m.conv(z + m.other(z)),
+        "Add",
+        "Add does not save its input from Convolution",
+    ),
+    "unsaved_parameter": (
+        lambda m, z: m.conv(z + m.scale),
+        "Add",
+        "Add does not save the parameter that it reads",
+    ),
+    "unsaved_constant": (
+        lambda m, z: m.conv(z + torch.ones_like(z)),
+        "Add",
+        "Add does not save an input without a gradient",
+    ),
+    "expensive": (lambda m, z: m.conv(z.cumsum(1)), "Cumsum", "too expensive: never recomputed"),
+    "no_output_rule": (lambda m, z: m.conv(z.sin()), "Sin", "no rule for the output of Sin"),
+    "written": (lambda m, z: m.conv(sum_after_write(z)), "Add", "an input of Add was written to"),
+    "not_read_recomputed": (
+        lambda m, z: m.other(z).sin(),
+        "Convolution",
+        "no rule for what Sin saves",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_reasons_of_remaining_tensors(case: str) -> None:
+    compute, producer, reason = REASONS[case]
     report = inplace_ops.convert(Program(compute), torch.randn(8, 3, 16, 16))
     assert (producer, reason) in {(r.producer, r.reason) for r in report.remaining}
 

@@ -32,10 +32,14 @@ from inplace_ops.recompute.specs import Affine
 
 pytestmark = pytest.mark.usefixtures("source", "_small_tensors_too", "_fused_rms_norm")
 
+each_in_place_activation = pytest.mark.parametrize(
+    "activation", [partial(nn.LeakyReLU, 0.1), nn.Hardswish], ids=["leaky_relu", "hardswish"]
+)
+
 NORMS_OF_CONSTANT_ROWS = norms() | {
-    "group not affine": nn.GroupNorm(2, C, affine=False),
-    "instance not affine": nn.InstanceNorm2d(C),
-    "layer not affine": nn.LayerNorm(8, elementwise_affine=False),
+    "group_not_affine": nn.GroupNorm(2, C, affine=False),
+    "instance_not_affine": nn.InstanceNorm2d(C),
+    "layer_not_affine": nn.LayerNorm(8, elementwise_affine=False),
 }
 
 
@@ -96,7 +100,7 @@ def test_frozen_norm_parameters_come_from_the_module(
     ],
     ids=["group", "batch", "instance"],
 )
-@pytest.mark.parametrize("given", ["weight and frozen bias", "frozen bias", "nothing"])
+@pytest.mark.parametrize("given", ["weight_and_frozen_bias", "frozen_bias", "nothing"])
 def test_unknown_bias_prevents_recomputation(function: Callable[..., Tensor], given: str) -> None:
     """A norm called as a function has no edge for its bias if the bias is frozen or absent."""
 
@@ -467,7 +471,7 @@ def test_missing_gradient_stays_none(norm: str, activation: Callable[[], nn.Modu
     assert twin.first.weight.grad is None
 
 
-@pytest.mark.parametrize("activation", [partial(nn.LeakyReLU, 0.1), nn.Hardswish])
+@each_in_place_activation
 def test_in_place_activation_after_an_instance_norm_is_recomputed(
     activation: Callable[..., nn.Module],
 ) -> None:
@@ -479,7 +483,7 @@ def test_in_place_activation_after_an_instance_norm_is_recomputed(
     assert_same_steps(model, twin, x)
 
 
-@pytest.mark.parametrize("activation", [partial(nn.LeakyReLU, 0.1), nn.Hardswish])
+@each_in_place_activation
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_in_place_activation_of_an_instance_norm_keeps_views_and_hooks(
