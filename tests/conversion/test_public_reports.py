@@ -1,9 +1,9 @@
 """Bugs that users reported of other packages, each as a test of its general case.
 
-Tests elsewhere cover other reports: attributes that are set after the conversion, direct calls of
-`forward`, reports that promise too much (`test_convert.py`); hooks that look modules up
-(`test_engine_containment.py`); parameters whose memory is freed (`test_engine_rules.py`);
-subclasses of tensors (`test_engine_surroundings.py`).
+Tests elsewhere cover other reports: attributes that are set after the conversion
+(`test_convert.py`); reports that promise too much (`test_convert_report.py`); direct calls of
+`forward`, hooks that look modules up (`test_engine_containment.py`); parameters whose memory is
+freed (`test_engine_rules.py`); subclasses of tensors (`test_engine_surroundings.py`).
 """
 
 from __future__ import annotations

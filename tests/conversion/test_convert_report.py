@@ -1,0 +1,387 @@
+"""The report of `convert` and `analyze`, and the memory that it promises."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from _support.allocations import largest_allocation, saved_allocation
+from _support.networks import examples, network, number_of_hooks
+from _support.twins import (
+    Program,
+    assert_same_steps,
+)
+from torch import Tensor, nn
+
+import inplace_ops
+from inplace_ops import saved_bytes
+from inplace_ops.conversion.report import Report
+
+pytestmark = pytest.mark.usefixtures("source")
+
+
+def sum_after_write(z: Tensor) -> Tensor:
+    """Write to a tensor outside autograd, and return a sum of it."""
+    z.detach().add_(1)
+    return z + z
+
+
+def test_first_step_with_gradients_fills_in_report() -> None:
+    model, x = network(), examples()
+    report = inplace_ops.convert(model)
+    hooks = number_of_hooks(model)
+    assert isinstance(report, inplace_ops.Report)
+    assert (report.saved_bytes_before, report.replaced, report.remaining) == (None, [], [])
+    assert "first forward pass" in str(report)
+    with torch.no_grad():
+        model(x)
+    assert report.saved_bytes_after is None
+    model(x)
+    assert report.saved_bytes_before is not None
+    assert report.saved_bytes_after is not None
+    assert report.peak_bytes_before is report.peak_bytes_after is None
+    original = network()
+    before, after = (saved_allocation(lambda m=m: m(x)) for m in (original, model))
+    assert report.saved_bytes_before == pytest.approx(before, rel=0.03)
+    assert report.saved_bytes_after == pytest.approx(after, rel=0.03)
+    first = asdict(report)
+    model(torch.cat([x, x]))
+    assert asdict(report) == first
+    assert number_of_hooks(model) == hooks
+
+
+def test_report_of_example_matches_allocated_memory() -> None:
+    model, x = network(), examples()
+    original = copy.deepcopy(model)
+    report = inplace_ops.convert(model, x)
+    before, after = (inplace_ops.saved_bytes(m, x) for m in (original, model))
+    assert (report.saved_bytes_before, report.saved_bytes_after) == (before, after)
+    allocated = [saved_allocation(lambda m=m: m(x)) for m in (original, model)]
+    output = 4 * 2 * 4 * 16 * 16
+    assert before == pytest.approx(allocated[0] - output, rel=0.01)
+    assert after == pytest.approx(allocated[1] - output, rel=0.01)
+    peaks = []
+    for m in (original, model):
+        with largest_allocation() as peak:
+            m(x).square().mean().backward()
+        peaks += peak
+    assert report.peak_bytes_before == pytest.approx(peaks[0], rel=0.1)
+    assert report.peak_bytes_after == pytest.approx(peaks[1], rel=0.1)
+    assert report.peak_bytes_after < report.peak_bytes_before
+    assert_same_steps(original, model, x)
+
+
+def test_report_lists_replaced_and_remaining_tensors() -> None:
+    """Each storage is in one row, so the rows add up to the saved bytes."""
+    report = inplace_ops.convert(network(), examples())
+    size = 4 * 2 * 16 * 32 * 32
+    rows = {(r.producer, r.consumer, r.module, r.bytes, r.how) for r in report.replaced}
+    assert rows == {
+        ("NativeBatchNorm", "SiLU", "2", size, "recomputed"),
+        ("SiLU", "Convolution", "3", size, "recomputed"),
+        ("ReLU", "ReLU", "5", size, "recomputed"),  # pooling saves the same storage
+        ("(no grad_fn)", "MaxPool2DWithIndices", "6", size // 2, "stored as int32"),
+    }
+    assert [r.bytes for r in report.replaced] == sorted([r.bytes for r in report.replaced])[::-1]
+    largest = report.remaining[0]
+    assert (largest.producer, largest.bytes) == ("Convolution", size)
+    assert largest.reason == "too expensive: never recomputed"
+    assert largest.module in ("1", "4")
+    pooled = next(r for r in report.remaining if r.consumer == "Convolution" and r.module == "7")
+    assert pooled.reason == "too expensive: never recomputed"
+    replaced, remaining = (
+        sum(r.bytes for r in rows) for rows in (report.replaced, report.remaining)
+    )
+    assert replaced + remaining == report.saved_bytes_before
+    assert remaining + report.recompute_bytes == report.saved_bytes_after
+
+
+def test_tensor_saved_by_another_consumer_is_listed_as_remaining() -> None:
+    """A convolution recomputes a norm's output, and a sine, which has no rule, saves it."""
+    model = Program(lambda m, z: (m.conv(z), z.sin()))
+    report = inplace_ops.convert(model, torch.randn(8, 3, 16, 16))
+    assert ("NativeBatchNorm", "Sin") in {(r.producer, r.consumer) for r in report.remaining}
+    assert "NativeBatchNorm" not in {r.producer for r in report.replaced}
+    total = sum(r.bytes for r in (*report.replaced, *report.remaining))
+    assert total == report.saved_bytes_before
+
+
+def test_report_names_tensors_above_max_ops() -> None:
+    model = Program(lambda m, z: m.conv(F.softplus(F.silu(z) * m.scale)))
+    model.to(torch.float32)
+    report = inplace_ops.convert(model, torch.randn(8, 3, 16, 16), max_ops=3)
+    reasons = {r.reason for r in report.remaining}
+    assert "takes more than 3 operations: raise max_ops" in reasons
+
+
+# A model, the operation that computes a tensor that stays saved, and the reported reason.
+REASONS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str, str]] = {
+    "unsaved_first_input": (
+        lambda m, z: m.conv(m.other(z) + m.scale),
+        "Add",
+        "Add does not save its input from Convolution",
+    ),
+    "unsaved_second_input": (
+        lambda m, z: m.conv(z + m.other(z)),
+        "Add",
+        "Add does not save its input from Convolution",
+    ),
+    "unsaved_parameter": (
+        lambda m, z: m.conv(z + m.scale),
+        "Add",
+        "Add does not save the parameter that it reads",
+    ),
+    "unsaved_constant": (
+        lambda m, z: m.conv(z + torch.ones_like(z)),
+        "Add",
+        "Add does not save an input without a gradient",
+    ),
+    "expensive": (lambda m, z: m.conv(z.cumsum(1)), "Cumsum", "too expensive: never recomputed"),
+    "no_output_rule": (lambda m, z: m.conv(z.sin()), "Sin", "no rule for the output of Sin"),
+    "written": (lambda m, z: m.conv(sum_after_write(z)), "Add", "an input of Add was written to"),
+    "not_read_recomputed": (
+        lambda m, z: m.other(z).sin(),
+        "Convolution",
+        "no rule for what Sin saves",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_reasons_of_remaining_tensors(case: str) -> None:
+    compute, producer, reason = REASONS[case]
+    report = inplace_ops.convert(Program(compute), torch.randn(8, 3, 16, 16))
+    assert (producer, reason) in {(r.producer, r.reason) for r in report.remaining}
+
+
+def test_reason_for_autocast_copies_of_weights() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    with torch.autocast("cpu", torch.bfloat16):
+        report = inplace_ops.convert(model, torch.randn(32, 64))
+    copies = [r for r in report.remaining if r.reason == "autocast's copy of a parameter"]
+    assert [r.bytes for r in copies] == [64 * 64 * 2]  # the first layer's input requires no grad
+
+
+def test_report_as_dict_and_as_table() -> None:
+    report = inplace_ops.analyze(network(), examples())
+    loaded = json.loads(json.dumps(report.to_dict()))
+    assert loaded == report.to_dict()
+    assert loaded["saved_bytes_before"] == report.saved_bytes_before
+    assert loaded["remaining"][0]["bytes"] == report.remaining[0].bytes
+    text = str(report)
+    mib = f"{report.saved_bytes_before / 2**20:.3f}"
+    assert f"{mib}" in text.splitlines()[2]
+    assert "peak of forward and backward" in text
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_user_function_that_saves_its_input_is_counted() -> None:
+    class Swish(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x * x.sigmoid()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient
+
+    class Calls(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Swish.apply(x)
+
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), Calls(), nn.AvgPool2d(2))
+    report = inplace_ops.analyze(model, torch.randn(2, 3, 16, 16))
+    (row,) = [r for r in report.remaining if r.consumer == "Swish"]
+    assert (row.producer, row.module, row.bytes) == ("Convolution", "1", 4 * 2 * 8 * 14 * 14)
+    assert report.peak_bytes_after is not None
+    del Swish.backward
+    report = inplace_ops.analyze(model, torch.randn(2, 3, 16, 16))
+    assert row in report.remaining
+    assert report.peak_bytes_after is None
+    with pytest.raises(NotImplementedError):
+        inplace_ops.convert(model, torch.randn(2, 3, 16, 16))
+
+
+def test_report_counts_tensors_behind_full_backward_hooks() -> None:
+    """A full backward hook inserts a Function before its layer, which hides the producer."""
+    model, x = network(), examples()
+    model[3].register_full_backward_hook(lambda *_: None)
+    original = copy.deepcopy(model)
+    report = inplace_ops.convert(model, x)
+    saved = [inplace_ops.saved_bytes(m, x) for m in (original, model)]
+    assert [report.saved_bytes_before, report.saved_bytes_after] == saved
+
+
+def test_pass_under_saved_tensor_hooks_does_not_fill_in_report() -> None:
+    model, x = network(), examples()
+    report = inplace_ops.convert(model)
+    with torch.autograd.graph.save_on_cpu():
+        model(x)
+    assert not report.is_filled
+    model(x)
+    assert report.is_filled
+
+
+def test_report_finds_outputs_in_objects() -> None:
+    class Output:
+        __slots__ = ("value",)
+
+        def __init__(self, value: Tensor) -> None:
+            self.value = value
+
+    class Wraps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network()
+
+        def forward(self, x: Tensor) -> Output:
+            return Output(self.network(x))
+
+    model = Wraps()
+    report = inplace_ops.convert(model)
+    model(examples())
+    assert len(report.replaced) >= 3
+    assert inplace_ops.convert(Wraps(), examples()).saved_bytes_after > 0
+
+
+def test_error_in_report_warns_and_does_not_reach_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise LookupError("error in the report")
+
+    monkeypatch.setattr(Report, "fill", fail)
+    model, x = network(), examples()
+    report = inplace_ops.convert(model)
+    with pytest.warns(UserWarning, match="LookupError"):
+        model(x).sum().backward()
+    assert not report.is_filled
+
+
+def test_peaks_are_none_under_profiler() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        report = inplace_ops.convert(network(), examples())
+    assert report.saved_bytes_after < report.saved_bytes_before
+    assert report.peak_bytes_before is report.peak_bytes_after is None
+
+
+class Branches(nn.Module):
+    """A model whose forward is `compute(layers, x)`."""
+
+    def __init__(self, compute: Callable[[nn.ModuleList, Tensor], Any], *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.compute = nn.ModuleList(layers), compute
+
+    def forward(self, x: Tensor) -> Any:
+        return self.compute(self.layers, x)
+
+
+def conv() -> nn.Module:
+    return nn.Conv2d(16, 16, 1)
+
+
+@pytest.mark.parametrize("with_an_example", [True, False])
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(conv(), nn.GroupNorm(4, 16), nn.SiLU(), conv()),
+        nn.Sequential(conv(), nn.GroupNorm(4, 16), conv()),  # its statistics have its own node
+        nn.Sequential(conv(), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 16)),
+        nn.Sequential(nn.MaxPool2d(2), conv(), nn.BatchNorm2d(16), conv()),  # pools the argument
+        Branches(lambda m, x: m[0](x).relu().mean() + m[1](x)[x > 0].sum(), conv(), conv()),
+        Branches(lambda m, x: m[0](x) + m[1](F.silu(m[0](x))).detach(), conv(), conv()),
+    ],
+    ids=["group norm", "group norm alone", "layer norm", "pooling", "index", "dropped branch"],
+)
+def test_rows_of_report_add_up_to_saved_bytes(model: nn.Module, with_an_example: bool) -> None:
+    model = copy.deepcopy(model)
+    x = torch.randn(8, 16, 16, 16, requires_grad=True)
+    before = saved_bytes(model, x)
+    report = inplace_ops.convert(model, *([x] if with_an_example else []))
+    after = saved_bytes(model, x)
+    if not with_an_example:
+        model(x)  # the call in saved_bytes has saved-tensor hooks, and does not fill in the report
+    remaining = sum(r.bytes for r in report.remaining)
+    assert report.saved_bytes_before == before
+    assert sum(r.bytes for r in report.replaced) + remaining == before
+    assert report.saved_bytes_after == after
+    assert remaining + report.recompute_bytes == after
+
+
+def test_report_of_model_after_converted_model_lists_own_rows() -> None:
+    """The report of a discriminator does not list tensors of the converted generator before it."""
+    first, second = (nn.Sequential(conv(), nn.GroupNorm(4, 16), nn.SiLU(), conv()) for _ in "GD")
+    x = torch.randn(8, 16, 16, 16)
+    alone = inplace_ops.convert(copy.deepcopy(second), x)
+    inplace_ops.convert(first)
+    report = inplace_ops.convert(second)
+    second(first(x))
+    assert report.saved_bytes_before == alone.saved_bytes_before
+    assert report.saved_bytes_after == alone.saved_bytes_after
+    assert len(report.replaced) == len(alone.replaced) == 2
+
+
+def peak_of_a_forward(model: nn.Module, x: Tensor) -> int:
+    with torch.enable_grad(), largest_allocation() as peak:
+        y = model(x)
+    del y
+    return peak[0]
+
+
+def test_observation_does_not_keep_dropped_graph_alive() -> None:
+    """A teacher's graph is freed before the student runs."""
+
+    def compute(m: nn.ModuleList, x: Tensor) -> Tensor:
+        target = m[0](x).detach().mean()
+        with torch.no_grad():
+            large = torch.cat([x] * 6).mean()
+        return m[1](x) * target * large
+
+    teacher = nn.Sequential(conv(), nn.BatchNorm2d(16), nn.SiLU(), conv())
+    model = Branches(compute, teacher, conv())
+    x = torch.randn(8, 16, 32, 32)
+    original = copy.deepcopy(model)
+    inplace_ops.convert(model)
+    for m in (original, model):
+        m(x)
+    assert peak_of_a_forward(model, x) <= peak_of_a_forward(original, x)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(16), nn.GroupNorm(4, 16)], ids=["batch", "group"])
+@pytest.mark.parametrize("activation", [nn.SiLU(), nn.Hardswish()], ids=["SiLU", "Hardswish"])
+def test_first_step_of_block_needs_less_peak_memory(norm: nn.Module, activation: nn.Module) -> None:
+    """The comparison at first use computes differences in parts, so it adds little to the peak."""
+    original = nn.Sequential(conv(), copy.deepcopy(norm), copy.deepcopy(activation), conv())
+    x = torch.randn(8, 16, 128, 128)
+    model = copy.deepcopy(original)
+    inplace_ops.convert(model)
+    peaks = []
+    for m in (original, model):
+        with largest_allocation() as peak:
+            m(x).sum().backward()
+        peaks += peak
+    assert peaks[1] < 0.9 * peaks[0]
+
+
+def test_saved_bytes_equal_allocated_memory() -> None:
+    """Under the hooks of `saved_bytes` the engine replaces the same tensors as without."""
+
+    def compute(m: nn.ModuleList, x: Tensor) -> Tensor:
+        for conv1, norm1, conv2, norm2 in zip(*[iter(m)] * 4, strict=True):
+            y = norm2(conv2(F.relu(norm1(conv1(x)), inplace=True)))
+            y += x
+            x = F.relu(y, inplace=True)
+        return x.sum()
+
+    layers = [(conv(), nn.BatchNorm2d(16), conv(), nn.BatchNorm2d(16)) for _ in range(3)]
+    model = Branches(compute, *itertools.chain.from_iterable(layers))
+    x = torch.randn(8, 16, 16, 16)
+    inplace_ops.convert(model, max_ops=16)
+    model(x)
+    assert saved_bytes(model, x) == pytest.approx(saved_allocation(lambda: model(x)), abs=1024)
