@@ -58,9 +58,9 @@ def needs_gpu(item: pytest.Item) -> bool:
 
 # The slowest files come first, so that with several workers none of them starts last.
 SLOWEST_FIRST = """
-    engine_writes smooth_activations compile compiled_memory host_kernels device_numerics
-    direct_calls models values ops engine_surroundings analyze_command distributed
-    engine_distributed tracing opinfo engine_models
+    smooth_activations compile host_kernels device_numerics recompute_surroundings recompute
+    compiled_memory direct_calls models values ops engine_surroundings distributed
+    engine_distributed tracing opinfo engine_models engine_writes analyze_command
 """
 RANKS = {f"test_{name}.py": rank for rank, name in enumerate(SLOWEST_FIRST.split())}
 

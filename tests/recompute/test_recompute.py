@@ -165,7 +165,7 @@ def both_kinds_after(names: Iterable[str], every_kind_after: str) -> pytest.Mark
     return pytest.mark.parametrize(
         ("name", "activation"),
         [
-            pytest.param(name, row, id=f"{name}-{row.function}")
+            pytest.param(name, row, id=f"{name}-{row.name}")
             for name, row in pairs
             if name == every_kind_after or row in (PIECEWISE, SMOOTH)
         ],
