@@ -109,6 +109,12 @@ def _small_tensors_too(monkeypatch: pytest.MonkeyPatch, _one_thread: None) -> No
     monkeypatch.setattr(engine, "MIN_BYTES", 1)
 
 
+@pytest.fixture(scope="session")
+def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of Inductor's compiled code, which is empty when the tests start."""
+    return tmp_path_factory.mktemp("inductor")
+
+
 @pytest.fixture
 def _deterministic_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let two runs of a model have equal gradients, and do not round products to TF32's 10 bits."""

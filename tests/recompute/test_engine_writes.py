@@ -190,15 +190,11 @@ def outcomes(case: Case, is_converted: bool, seed: int) -> Iterator[Outcome]:
             yield str(error)
 
 
-def converted_outcomes(case: Case, source: str, seed: int) -> list[Outcome]:
-    with nodes_from(source):
-        return list(outcomes(case, True, seed))
-
-
 def check(case: Case, seed: int) -> None:
     wanted = list(outcomes(case, False, seed))
     for source in SOURCES:
-        found = converted_outcomes(case, source, seed)
+        with nodes_from(source):
+            found = list(outcomes(case, True, seed))
         for step, (expected, actual) in enumerate(zip(wanted, found, strict=True), 1):
             if isinstance(actual, str):
                 assert isinstance(expected, str), actual

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -515,11 +516,11 @@ def test_compiled_functions_match_pytorch(
 @pytest.mark.filterwarnings("ignore")  # from Inductor's imports
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_compiled_by_inductor_matches_pytorch(
-    device: torch.device, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, inductor_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device.type == "cpu" and shutil.which("g++") is None:
         pytest.skip("Inductor needs g++ on the CPU")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(inductor_cache))
     module, x = norm_and_input("batch_2d", device)
     other = copy.deepcopy(module)
     compiled = torch.compile(

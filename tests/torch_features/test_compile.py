@@ -215,19 +215,14 @@ def test_full_graph_matches_reference(
 ignores_warnings = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("inductor")
-
-
 @pytest.fixture
 def inductor(
-    device: torch.device, cache: Path, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, inductor_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Any]:
-    """torch.compile with Inductor, whose cache is empty when the tests start."""
+    """torch.compile with Inductor."""
     if device.type == "cpu" and shutil.which("g++") is None:
         pytest.skip("Inductor needs g++ on the CPU")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(inductor_cache))
     return partial(torch.compile, backend="inductor", fullgraph=True)
 
 
