@@ -236,12 +236,12 @@ def distance_of(actual: Step, expected: Step) -> float:
 
 
 @each_network
-def test_gradients_in_float64(name: str, device: torch.device) -> None:
+def test_float64_gradients_match_pytorch(name: str, device: torch.device) -> None:
     assert_gradients(name, 1e-9, device, dtype=DOUBLE)
 
 
 @each_network_in_both_formats
-def test_gradients_in_float32(
+def test_float32_gradients_match_pytorch(
     name: str, memory_format: torch.memory_format, device: torch.device
 ) -> None:
     """The tolerance is above rounding, and far below the error of a wrong gradient.
@@ -253,20 +253,20 @@ def test_gradients_in_float32(
 
 @each_network_in_both_formats
 @pytest.mark.parametrize("autocast", [BFLOAT, HALF])
-def test_gradients_under_autocast(
+def test_gradients_under_autocast_match_pytorch(
     name: str, autocast: torch.dtype, memory_format: torch.memory_format, device: torch.device
 ) -> None:
     assert_gradients(name, 2e-2, device, autocast=autocast, memory_format=memory_format)
 
 
 @each_network
-def test_gradients_in_bfloat16(name: str, device: torch.device) -> None:
+def test_bfloat16_gradients_match_pytorch(name: str, device: torch.device) -> None:
     """Parameters are bfloat16 too, so the statistics of a group norm have 16 bits."""
     assert_gradients(name, 4e-2, device, dtype=BFLOAT)
 
 
 @each_network
-def test_convert_with_an_example(name: str, device: torch.device) -> None:
+def test_example_measures_the_saving(name: str, device: torch.device) -> None:
     """`convert` verifies all recomputed tensors, and `saved_bytes` measures the saving."""
     model, x = network_and_input(name, device)
     before = inplace_ops.saved_bytes(model, x)
@@ -276,7 +276,9 @@ def test_convert_with_an_example(name: str, device: torch.device) -> None:
 
 
 @each_backend
-def test_attention_of_recomputed_queries(backend: SDPBackend, device: torch.device) -> None:
+def test_attention_of_recomputed_queries_matches_pytorch(
+    backend: SDPBackend, device: torch.device
+) -> None:
     """Unpacking restores the strides, on which the attention kernels depend."""
     model, x = network_and_input("attention", device)
     twin = copy.deepcopy(model)
@@ -319,7 +321,7 @@ POLICIES = {
 
 @in_both_formats({name: shape for name, (_, shape) in VALUES.items()})
 @pytest.mark.parametrize("policy", POLICIES)
-def test_recomputed_input_of_the_next_layer(
+def test_recomputed_input_of_the_next_layer_is_within_a_rounding(
     name: str, policy: str, memory_format: torch.memory_format, device: torch.device
 ) -> None:
     make, shape = VALUES[name]
@@ -418,7 +420,7 @@ def test_unpacking_runs_on_the_devices_thread(
 
 
 @each_network
-def test_three_steps(name: str, device: torch.device) -> None:
+def test_three_training_steps_match_pytorch(name: str, device: torch.device) -> None:
     model, _ = network_and_input(name, device, DOUBLE)
     twin, inputs = copy.deepcopy(model), batches(name, device)
     inplace_ops.convert(twin)
@@ -427,7 +429,7 @@ def test_three_steps(name: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("name", ["batch_silu", "attention"])
-def test_backward_in_another_thread(name: str, device: torch.device) -> None:
+def test_backward_in_another_thread_matches_pytorch(name: str, device: torch.device) -> None:
     model, _ = network_and_input(name, device, DOUBLE)
     twin, inputs = copy.deepcopy(model), batches(name, device)
     inplace_ops.convert(twin)
@@ -436,7 +438,7 @@ def test_backward_in_another_thread(name: str, device: torch.device) -> None:
     assert_same_step(actual, expected, 1e-8)
 
 
-def test_two_threads_on_two_streams(device: torch.device) -> None:
+def test_two_threads_on_two_streams_match_pytorch(device: torch.device) -> None:
     names = ("batch_silu", "attention")
     models = [network_and_input(name, device, DOUBLE)[0] for name in names]
     twins, inputs = copy.deepcopy(models), [batches(name, device) for name in names]
@@ -484,7 +486,9 @@ LONG = 50_000_000  # GPU cycles, about 30 ms: without a wait, another stream's w
 
 @pytest.mark.parametrize("name", ["batch_silu", "group_silu", "attention"])
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "first_use"])
-def test_forward_on_a_side_stream(name: str, warm: bool, device: torch.device) -> None:
+def test_forward_on_a_side_stream_matches_pytorch(
+    name: str, warm: bool, device: torch.device
+) -> None:
     """Forward runs on a side stream, and backward is called on the default one.
 
     At first use the comparisons wait for the side stream.
@@ -565,7 +569,7 @@ def test_unpacking_on_another_stream_waits(device: torch.device) -> None:
 
 @pytest.mark.parametrize("autocast", [None, BFLOAT], ids=["float64", "autocast"])
 @pytest.mark.parametrize("name", ["batch_silu", "group_silu", "gated_mlp", "attention"])
-def test_cuda_graph_of_a_training_step(
+def test_cuda_graph_of_a_training_step_matches_pytorch(
     name: str, autocast: torch.dtype | None, device: torch.device
 ) -> None:
     """Capture forward, loss, backward and the optimizer's step. The warm-up is the first use."""
@@ -679,7 +683,7 @@ def big_stack(device: torch.device) -> tuple[nn.Module, Tensor]:
     return stack(width=32, depth=4).to(device), torch.randn(16, 3, 64, 64, device=device)
 
 
-def test_allocated_memory(device: torch.device) -> None:
+def test_report_agrees_with_allocated_memory(device: torch.device) -> None:
     """The report's saved bytes agree with the allocator's."""
     model, x = big_stack(device)
     twin = copy.deepcopy(model)
@@ -706,7 +710,7 @@ def test_allocated_memory(device: torch.device) -> None:
     )
 
 
-def test_peak_of_the_first_step(device: torch.device) -> None:
+def test_first_step_has_no_higher_peak(device: torch.device) -> None:
     """The first step, with all comparisons, has no higher peak than the original model's."""
     model, x = big_stack(device)
     twin = copy.deepcopy(model)
@@ -735,7 +739,7 @@ def test_peak_of_the_first_step(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("name", ["batch_silu", "residual", "attention"])
-def test_gradient_scaler(name: str, device: torch.device) -> None:
+def test_losses_with_a_gradient_scaler_match_pytorch(name: str, device: torch.device) -> None:
     original, x = network_and_input(name, device)
     twin = copy.deepcopy(original)
     report = inplace_ops.convert(twin)

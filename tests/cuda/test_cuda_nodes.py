@@ -183,7 +183,7 @@ each_batch_norm = pytest.mark.parametrize("name", BATCH_NORMS)
 
 
 @each_case
-def test_node_name(name: str, device: torch.device) -> None:
+def test_engine_knows_the_node_of_every_norm(name: str, device: torch.device) -> None:
     case = CASES[name]
     _, _, z = case.run(device)
     found = type(node_of(z)).__name__
@@ -192,7 +192,7 @@ def test_node_name(name: str, device: torch.device) -> None:
 
 
 @each_case
-def test_saved_tensors_of_a_node(name: str, device: torch.device) -> None:
+def test_node_saves_its_input_and_weight_themselves(name: str, device: torch.device) -> None:
     """The saved tensors that the engine reads exist, and have no hooks."""
     module, x, z = CASES[name].run(device)
     node = node_of(z)
@@ -216,26 +216,26 @@ def test_saved_tensors_of_a_node(name: str, device: torch.device) -> None:
 
 
 @each_batch_norm
-def test_arguments_of_a_batch_norm(name: str, device: torch.device) -> None:
+def test_batch_norm_node_has_training_and_eps(name: str, device: torch.device) -> None:
     _, _, z = CASES[name].run(device)
     assert nodes.argument(node_of(z), "training") is True
     assert norms._batch_norm_eps(node_of(z)) == 1e-3
 
 
-def test_arguments_of_a_group_norm(device: torch.device) -> None:
+def test_group_norm_node_has_its_sizes(device: torch.device) -> None:
     _, _, z = CASES["group"].run(device)
     found = {name: nodes.argument(node_of(z), name) for name in ("N", "C", "HxW", "group")}
     assert found == {"N": 4, "C": 16, "HxW": 144, "group": 4}
 
 
-def test_arguments_of_a_layer_norm(device: torch.device) -> None:
+def test_layer_norm_node_has_its_shape_and_bias(device: torch.device) -> None:
     _, _, z = CASES["layer"].run(device)
     assert nodes.argument(node_of(z), "normalized_shape") == (64,)
     assert hasattr(type(node_of(z)), "_saved_bias")
 
 
 @each_case
-def test_edges(name: str, device: torch.device) -> None:
+def test_edges_lead_to_input_weight_and_bias(name: str, device: torch.device) -> None:
     """The edge of the input comes first, then those of weight and bias."""
     module, x, z = CASES[name].run(device)
     node = node_of(z)
@@ -257,7 +257,7 @@ def test_edges(name: str, device: torch.device) -> None:
 
 
 @each_case
-def test_metadata_of_the_output(name: str, device: torch.device) -> None:
+def test_node_has_the_metadata_of_its_output(name: str, device: torch.device) -> None:
     _, _, z = CASES[name].run(device)
     node, output = node_of(z), z if z._base is None else z._base
     assert nodes.output_shape(node, 0) == output.shape
@@ -266,7 +266,9 @@ def test_metadata_of_the_output(name: str, device: torch.device) -> None:
 
 
 @each_case
-def test_dtype_of_statistics(name: str, device: torch.device) -> None:
+def test_only_statistics_above_16_bits_determine_the_affine(
+    name: str, device: torch.device
+) -> None:
     case = CASES[name]
     _, _, z = case.run(device)
     node = node_of(z)
@@ -276,7 +278,9 @@ def test_dtype_of_statistics(name: str, device: torch.device) -> None:
 
 
 @each_case
-def test_shape_of_statistics(name: str, device: torch.device) -> None:
+def test_statistics_have_one_value_for_each_row_group_or_channel(
+    name: str, device: torch.device
+) -> None:
     case = CASES[name]
     _, _, z = case.run(device)
     node = node_of(z)
@@ -292,7 +296,9 @@ def test_shape_of_statistics(name: str, device: torch.device) -> None:
 
 
 @each_case_in_both_formats
-def test_statistics(name: str, memory_format: torch.memory_format, device: torch.device) -> None:
+def test_statistics_are_mean_and_inverse_deviation(
+    name: str, memory_format: torch.memory_format, device: torch.device
+) -> None:
     """The saved statistics are the mean and one over the standard deviation."""
     case = CASES[name]
     module, x, z = case.run(device, memory_format)
@@ -313,7 +319,7 @@ def test_statistics(name: str, memory_format: torch.memory_format, device: torch
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if len(CASES[name].shape) == 4])
-def test_channels_last(name: str, device: torch.device) -> None:
+def test_only_batch_norms_preserve_channels_last(name: str, device: torch.device) -> None:
     """A batch norm preserves channels_last; group and instance norms return contiguous outputs."""
     _, x, z = CASES[name].run(device, CHANNELS_LAST)
     saved = node_of(z)._saved_input
@@ -349,7 +355,7 @@ def recompute_output(node: Any, z: Tensor, parameters: norms.Parameters) -> tupl
 
 @each_case_in_both_formats
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_recomputed_output(
+def test_recomputed_output_is_within_a_rounding(
     name: str, training: bool, memory_format: torch.memory_format, device: torch.device
 ) -> None:
     """The recomputed output is within the engine's bound; bit-exact if statistics have 16 bits."""
@@ -365,7 +371,9 @@ def test_recomputed_output(
 
 
 @each_batch_norm
-def test_batch_norm_in_eval_mode(name: str, device: torch.device) -> None:
+def test_eval_batch_norm_saves_the_running_statistics_themselves(
+    name: str, device: torch.device
+) -> None:
     """The node saves the running statistics themselves, not copies."""
     case = CASES[name]
     module, _, z = case.run(device, training=False)
@@ -388,7 +396,9 @@ def test_batch_norm_in_eval_mode(name: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("affine", [True, False], ids=["affine", "not_affine"])
 @pytest.mark.parametrize("dtype", [FLOAT, HALF, BFLOAT])
-def test_rms_norm(dtype: torch.dtype, affine: bool, device: torch.device) -> None:
+def test_rms_norm_output_is_recomputed_from_its_node(
+    dtype: torch.dtype, affine: bool, device: torch.device
+) -> None:
     """RMSNorm has one node, which saves what its output is recomputed from."""
     module = nn.RMSNorm(64, eps=1e-3, elementwise_affine=affine).to(device, dtype)
     if affine:
@@ -422,7 +432,7 @@ def test_linear_after_rms_norm_saves_a_spec(dtype: torch.dtype, device: torch.de
 
 
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT])
-def test_rms_norm_under_autocast(dtype: torch.dtype, device: torch.device) -> None:
+def test_autocast_runs_an_rms_norm_as_one_node(dtype: torch.dtype, device: torch.device) -> None:
     """From torch 2.12 on autocast runs RMS norms in float32, as one node; before, as many nodes.
 
     Before, the input has 16 bits and the weight is float32, and their promoted dtype applies.
@@ -443,7 +453,9 @@ def test_rms_norm_under_autocast(dtype: torch.dtype, device: torch.device) -> No
 
 
 @each_backend
-def test_attention_node(backend: SDPBackend, device: torch.device) -> None:
+def test_attention_saves_query_key_and_value_themselves(
+    backend: SDPBackend, device: torch.device
+) -> None:
     """The node saves query, key and value themselves, not copies."""
     inputs = {
         field: torch.randn(2, 4, 64, 64, device=device, dtype=BFLOAT, requires_grad=True) * 1
