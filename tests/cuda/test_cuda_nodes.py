@@ -193,7 +193,7 @@ def test_engine_knows_the_node_of_every_norm(name: str, device: torch.device) ->
 
 @each_case
 def test_node_saves_its_input_and_weight_themselves(name: str, device: torch.device) -> None:
-    """The saved tensors that the engine reads exist, and have no hooks."""
+    """The saved tensors that the engine reads have no hooks."""
     module, x, z = CASES[name].run(device)
     node = node_of(z)
     assert nodes.saved_tensor(node, "result1") is not None, dir(node)
@@ -299,7 +299,6 @@ def test_statistics_have_one_value_for_each_row_group_or_channel(
 def test_statistics_are_mean_and_inverse_deviation(
     name: str, memory_format: torch.memory_format, device: torch.device
 ) -> None:
-    """The saved statistics are the mean and one over the standard deviation."""
     case = CASES[name]
     module, x, z = case.run(device, memory_format)
     node = node_of(z)
@@ -374,7 +373,6 @@ def test_recomputed_output_is_within_a_rounding(
 def test_eval_batch_norm_saves_the_running_statistics_themselves(
     name: str, device: torch.device
 ) -> None:
-    """The node saves the running statistics themselves, not copies."""
     case = CASES[name]
     module, _, z = case.run(device, training=False)
     node = node_of(z)
@@ -456,7 +454,6 @@ def test_autocast_runs_an_rms_norm_as_one_node(dtype: torch.dtype, device: torch
 def test_attention_saves_query_key_and_value_themselves(
     backend: SDPBackend, device: torch.device
 ) -> None:
-    """The node saves query, key and value themselves, not copies."""
     inputs = {
         field: torch.randn(2, 4, 64, 64, device=device, dtype=BFLOAT, requires_grad=True) * 1
         for field in ("query", "key", "value")
