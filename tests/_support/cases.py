@@ -160,5 +160,17 @@ ONE_OF_EACH = SAVE_MODES + tuple(
 )
 
 
+# A row for each kind of autograd Function and for what it saves: bits, its output, both, or the
+# derivative. For tests that depend on no activation's formula and no scalar argument.
+ONE_OF_EACH_FUNCTION = tuple(
+    row
+    for row in SAVE_MODES
+    if row.name in ("relu-mask", "relu-output", "silu-output-default", "silu-derivative-default")
+)
+
+# A row for each function of the input and the scalars, for tests in which nothing is saved.
+ONE_OF_EACH_FORWARD = tuple({(row.entry, row.scalars): row for row in ACTIVATIONS}.values())
+
+
 def activation_id(activation: ActivationCase) -> str:
     return activation.name

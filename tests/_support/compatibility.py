@@ -29,6 +29,7 @@ ROWS = {
         "test_ops",
         "test_smooth_activations",
         "test_every",
+        "test_examples",
     ),
     "autograd, modules": ("test_autograd", "test_modules", "test_recompute"),
     "PyTorch's OpInfo samples, gradcheck": ("test_opinfo",),

@@ -6,7 +6,7 @@ except those that are also marked `release`.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -22,4 +22,19 @@ def quick(values: Iterable[Any], always: Container[Any], marks: Any = slow) -> l
         if value in always
         else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks)
         for value in values
+    ]
+
+
+def in_turn(
+    rows: Iterable[Any], columns: Iterable[Any], others: Sequence[Any]
+) -> list[tuple[Any, Any, Any]]:
+    """Return each pair of a row and a column, with the other values in turn.
+
+    Every two values of different axes occur together, if no axis is shorter than `others`.
+    """
+    columns = list(columns)
+    return [
+        (row, column, others[(i + j) % len(others)])
+        for i, row in enumerate(rows)
+        for j, column in enumerate(columns)
     ]
