@@ -174,3 +174,8 @@ ONE_OF_EACH_FORWARD = tuple({(row.entry, row.scalars): row for row in ACTIVATION
 
 def activation_id(activation: ActivationCase) -> str:
     return activation.name
+
+
+def call_id(function: Callable[..., object], arguments: Mapping[str, object]) -> str:
+    given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    return f"{function.__name__}({given})"

@@ -14,7 +14,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _support.assertions import Severed, assert_gradient, gradient, random_values
-from _support.cases import ACTIVATIONS, ONE_OF_EACH, SAVE_MODES, ActivationCase, activation_id
+from _support.cases import (
+    ACTIVATIONS,
+    ONE_OF_EACH,
+    ONE_OF_EACH_FUNCTION,
+    SAVE_MODES,
+    ActivationCase,
+    activation_id,
+)
 from _support.layouts import VIEW_PROGRAMS
 from _support.marks import quick
 from torch import Tensor
@@ -24,9 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import inplace_ops
 from inplace_ops import _ops
 
-all_activations = pytest.mark.parametrize("activation", ACTIVATIONS, ids=activation_id)
 one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
-BY_NAME = {row.name: row for row in ACTIVATIONS}
+each_function = pytest.mark.parametrize("activation", ONE_OF_EACH_FUNCTION, ids=activation_id)
 
 
 def away_from_zero(shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -38,8 +44,8 @@ def away_from_zero(shape: tuple[int, ...], device: torch.device) -> Tensor:
 @pytest.mark.parametrize(
     ("activation", "program"),
     quick(
-        itertools.product(ACTIVATIONS, VIEW_PROGRAMS),
-        [*((row, "whole") for row in ACTIVATIONS), *itertools.product(SAVE_MODES, VIEW_PROGRAMS)],
+        itertools.product(ONE_OF_EACH, VIEW_PROGRAMS),
+        [*((row, "whole") for row in ONE_OF_EACH), *itertools.product(SAVE_MODES, VIEW_PROGRAMS)],
     ),
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
@@ -57,7 +63,7 @@ def test_gradcheck(activation: ActivationCase, program: str, device: torch.devic
         assert torch.autograd.gradgradcheck(function, x, check_batched_grad=True)
 
 
-@all_activations
+@one_of_each
 def test_batched_gradients_raise_with_create_graph(
     activation: ActivationCase, device: torch.device
 ) -> None:
@@ -153,8 +159,8 @@ def second_derivative_in_another_thread(
     return in_another_thread(lambda: torch.autograd.grad(first.square().sum(), x))[0]
 
 
-TWICE_DIFFERENTIABLE = [row for row in ONE_OF_EACH if row.is_twice_differentiable]
-SAVING_OUTPUTS = [row for row in ONE_OF_EACH if row.saves_output]
+TWICE_DIFFERENTIABLE = [row for row in ONE_OF_EACH_FUNCTION if row.is_twice_differentiable]
+SAVING_OUTPUTS = [row for row in ONE_OF_EACH_FUNCTION if row.saves_output]
 
 
 @pytest.mark.parametrize("activation", TWICE_DIFFERENTIABLE, ids=activation_id)
@@ -203,10 +209,11 @@ def test_write_to_slice_before_second_derivative_raises(
 
 
 @pytest.mark.parametrize(
-    "name", [row.name for row in ACTIVATIONS if not row.is_twice_differentiable]
+    "activation", [row for row in ACTIVATIONS if not row.is_twice_differentiable], ids=activation_id
 )
-def test_save_derivative_rejects_second_derivative(name: str, device: torch.device) -> None:
-    activation = BY_NAME[name]
+def test_save_derivative_rejects_second_derivative(
+    activation: ActivationCase, device: torch.device
+) -> None:
     leaf = torch.randn(50, dtype=torch.float64, device=device, requires_grad=True)
     y = activation.call(leaf.clone())
     for loss in (y.square().sum(), y.sum()):  # with and without a graph of the incoming gradient
@@ -215,7 +222,9 @@ def test_save_derivative_rejects_second_derivative(name: str, device: torch.devi
         torch.autograd.grad(loss, leaf, retain_graph=True)
 
 
-@pytest.mark.parametrize("call", [inplace_ops.relu_, inplace_ops.leaky_relu_])
+@pytest.mark.parametrize(
+    "call", [inplace_ops.relu_, inplace_ops.leaky_relu_], ids=lambda call: call.__name__
+)
 def test_second_derivative_is_zero_or_none(
     call: Callable[..., Tensor], device: torch.device
 ) -> None:
@@ -250,7 +259,7 @@ def test_third_derivative_of_silu_raises(
         torch.autograd.grad(second[0].sum(), leaf)
 
 
-@one_of_each
+@each_function
 def test_backward_twice_needs_retain_graph(
     activation: ActivationCase, device: torch.device
 ) -> None:
@@ -264,7 +273,7 @@ def test_backward_twice_needs_retain_graph(
         y.sum().backward()
 
 
-@one_of_each
+@each_function
 def test_undefined_gradient_stays_none(activation: ActivationCase, device: torch.device) -> None:
     """The leaf's gradient is None: an optimizer skips None, but applies weight decay to zeros."""
     leaf = torch.randn(4, 3, device=device, requires_grad=True)
@@ -272,7 +281,7 @@ def test_undefined_gradient_stays_none(activation: ActivationCase, device: torch
     assert leaf.grad is None
 
 
-@one_of_each
+@each_function
 def test_backward_in_several_threads(activation: ActivationCase, device: torch.device) -> None:
     inputs = [torch.randn(70_000, device=device) for _ in range(4)]
     expected = [gradient(activation.reference, x) for x in inputs]
@@ -291,7 +300,7 @@ def test_backward_in_several_threads(activation: ActivationCase, device: torch.d
         assert_gradient(activation, results[i], wanted, 1.0)
 
 
-@one_of_each
+@each_function
 @pytest.mark.parametrize("program", VIEW_PROGRAMS)
 def test_gradients_in_anomaly_mode(
     activation: ActivationCase, program: str, device: torch.device
@@ -347,7 +356,7 @@ class Strides(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@one_of_each
+@each_function
 def test_gradient_of_other_memory_format_is_copied(
     activation: ActivationCase, device: torch.device
 ) -> None:

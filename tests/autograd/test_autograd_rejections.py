@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from collections.abc import Callable
 
@@ -10,11 +11,18 @@ import numpy as np
 import pytest
 import torch
 from _support.assertions import ViewFunction, assert_identical, wording
-from _support.cases import ONE_OF_EACH, ActivationCase, activation_id
+from _support.cases import (
+    ONE_OF_EACH,
+    ONE_OF_EACH_FUNCTION,
+    ActivationCase,
+    activation_id,
+    call_id,
+)
 from torch import Tensor, nn
 
 import inplace_ops
 
+each_function = pytest.mark.parametrize("activation", ONE_OF_EACH_FUNCTION, ids=activation_id)
 one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
 
 
@@ -53,7 +61,7 @@ REJECTED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@one_of_each
+@each_function
 @pytest.mark.parametrize("case", REJECTED)
 def test_rejects_what_pytorch_rejects(
     activation: ActivationCase, case: str, device: torch.device
@@ -75,7 +83,7 @@ def test_rejects_what_pytorch_rejects(
     assert x.is_inference() or x._version == version
 
 
-@one_of_each
+@each_function
 @pytest.mark.parametrize("requires_grad", [True, False])
 @pytest.mark.parametrize(
     ("size", "stride"), [((3, 3), (1, 1)), ((2, 4), (3, 1)), ((2, 2, 2), (3, 2, 1)), ((5,), (0,))]
@@ -132,7 +140,7 @@ UNSUPPORTED: dict[str, Callable[[torch.device], Tensor]] = {
 }
 
 
-@one_of_each
+@each_function
 @pytest.mark.parametrize("case", UNSUPPORTED)
 def test_unsupported_tensors_raise_unmodified(
     activation: ActivationCase, case: str, device: torch.device
@@ -195,39 +203,39 @@ def test_smooth_activations_and_leaky_relu_reject_integers(
     assert x._version == 0
 
 
-@pytest.mark.parametrize("wrong", [None, 1.5, [1.0], np.zeros(3)])
-@one_of_each
+@pytest.mark.parametrize("wrong", [None, 1.5, [1.0], np.zeros(3)], ids=repr)
+@each_function
 def test_non_tensor_raises_type_error(activation: ActivationCase, wrong: object) -> None:
     with pytest.raises(TypeError, match=r"torch\.Tensor"):
         activation.call(wrong)
 
 
+WRONG_ARGUMENTS: list[tuple[Callable[..., Tensor], dict[str, object], str]] = [
+    (inplace_ops.relu_, {"save": "input"}, "save must be"),
+    (inplace_ops.relu_, {"save": None}, "save must be"),
+    (inplace_ops.leaky_relu_, {"save": "derivative"}, "save must be"),
+    (inplace_ops.leaky_relu_, {"negative_slope": -0.1, "save": "output"}, "negative_slope >= 0"),
+    (
+        inplace_ops.leaky_relu_,
+        {"negative_slope": math.nan, "save": "output"},
+        "negative_slope >= 0",
+    ),
+    (inplace_ops.silu_, {"save": "mask"}, "save must be"),
+    *(
+        (inplace_ops.silu_, {"bits": bits}, "bits must be")
+        for bits in (0, 2, 5, 7, 9, -1, True, 2.5, "5")
+    ),
+    *(
+        (inplace_ops.silu_, {"save": "derivative", "bits": bits}, "bits must be")
+        for bits in (0, 1, 7, 64)
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("call", "arguments", "message"),
-    [
-        (inplace_ops.relu_, {"save": "input"}, "save must be"),
-        (inplace_ops.relu_, {"save": None}, "save must be"),
-        (inplace_ops.leaky_relu_, {"save": "derivative"}, "save must be"),
-        (
-            inplace_ops.leaky_relu_,
-            {"negative_slope": -0.1, "save": "output"},
-            "negative_slope >= 0",
-        ),
-        (
-            inplace_ops.leaky_relu_,
-            {"negative_slope": np.nan, "save": "output"},
-            "negative_slope >= 0",
-        ),
-        (inplace_ops.silu_, {"save": "mask"}, "save must be"),
-        *(
-            (inplace_ops.silu_, {"bits": bits}, "bits must be")
-            for bits in (0, 2, 5, 7, 9, -1, True, 2.5, "5")
-        ),
-        *(
-            (inplace_ops.silu_, {"save": "derivative", "bits": bits}, "bits must be")
-            for bits in (0, 1, 7, 64)
-        ),
-    ],
+    WRONG_ARGUMENTS,
+    ids=[call_id(call, arguments) for call, arguments, _ in WRONG_ARGUMENTS],
 )
 def test_wrong_arguments_raise_value_error(
     call: Callable[..., Tensor], arguments: dict[str, object], message: str, device: torch.device

@@ -1,4 +1,4 @@
-"""Tensors saved for backward: checkpoints, hooks, and memory."""
+"""Tensors saved for backward: hooks, the life of the graph, and memory."""
 
 from __future__ import annotations
 
@@ -14,34 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 from _support.assertions import assert_gradient, assert_values, random_values
-from _support.cases import ONE_OF_EACH, ActivationCase, activation_id
+from _support.cases import ONE_OF_EACH_FUNCTION, ActivationCase, activation_id
 from _support.layouts import VIEW_PROGRAMS
-from _support.marks import quick
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
+each_function = pytest.mark.parametrize("activation", ONE_OF_EACH_FUNCTION, ids=activation_id)
 
 
-@one_of_each
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpoint_matches_pytorch(
-    activation: ActivationCase, use_reentrant: bool, device: torch.device
-) -> None:
-    leaf = torch.randn(11, device=device, requires_grad=True)
-    y = checkpoint(lambda x: activation.call(x * 2), leaf, use_reentrant=use_reentrant)
-    (y * y.detach()).sum().backward()
-    reference = leaf.detach().clone().requires_grad_()
-    expected = activation.reference(reference * 2)
-    (expected * expected.detach()).sum().backward()
-    assert_values(activation, y, expected)
-    largest = 2 * expected.detach().abs().double()
-    assert_gradient(activation, leaf.grad, reference.grad, largest)
-
-
-@one_of_each
+@each_function
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoint_of_region_that_modifies_its_input_raises(
     activation: ActivationCase, use_reentrant: bool, device: torch.device
@@ -59,7 +42,7 @@ def test_checkpoint_of_region_that_modifies_its_input_raises(
     assert str(ours.value)[:60] == str(pytorchs.value)[:60]
 
 
-@one_of_each
+@each_function
 @pytest.mark.parametrize("hooks", ["numpy", "save_on_cpu"])
 @pytest.mark.parametrize("program", VIEW_PROGRAMS)
 def test_gradients_under_saved_tensors_hooks(
@@ -107,8 +90,8 @@ def in_a_row(call: Callable[[Tensor], Tensor], leaf: Tensor) -> Tensor:
 MUTATIONS = (saved_before, saved_before_in_part, written_after, written_without_grad, in_a_row)
 
 
-@one_of_each
-@pytest.mark.parametrize("program", MUTATIONS)
+@each_function
+@pytest.mark.parametrize("program", MUTATIONS, ids=lambda program: program.__name__)
 def test_gradients_under_allow_mutation_on_saved_tensors(
     activation: ActivationCase, program: Callable[..., Tensor], device: torch.device
 ) -> None:
@@ -147,7 +130,7 @@ class Probe(torch.autograd.Function):
         return grad, None
 
 
-@one_of_each
+@each_function
 @pytest.mark.parametrize("program", VIEW_PROGRAMS)
 @pytest.mark.parametrize("backward", ["none", "once", "retain_graph", "create_graph"])
 def test_graph_is_freed_without_the_garbage_collector(
@@ -194,7 +177,7 @@ WITHOUT_GRAD = {
 }
 
 
-@one_of_each
+@each_function
 @pytest.mark.parametrize("mode", WITHOUT_GRAD)
 def test_forward_without_grad_allocates_nothing(
     activation: ActivationCase, mode: str, device: torch.device
@@ -211,7 +194,7 @@ def test_forward_without_grad_allocates_nothing(
         assert allocated_bytes(lambda: activation.call(x), device) == 0
 
 
-@one_of_each
+@each_function
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_forward_allocates_only_packed_bits(
     activation: ActivationCase, dtype: torch.dtype, device: torch.device
@@ -266,11 +249,7 @@ def without_free_memory(error: Exception) -> str:
     return str(error).partition(" of which")[0][:100]
 
 
-@pytest.mark.parametrize(
-    "activation",
-    quick(ONE_OF_EACH, [row for row in ONE_OF_EACH if row.function in ("relu", "silu")]),
-    ids=activation_id,
-)
+@each_function
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_out_of_memory_in_backward_raises_pytorchs_error(
     activation: ActivationCase, create_graph: bool, device: torch.device

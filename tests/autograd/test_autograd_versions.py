@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from _support.assertions import assert_gradient, assert_identical, assert_values, gradient
-from _support.cases import ONE_OF_EACH, ActivationCase, activation_id
+from _support.cases import ONE_OF_EACH_FUNCTION, ActivationCase, activation_id
 from torch import Tensor
 
-one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
+each_function = pytest.mark.parametrize("activation", ONE_OF_EACH_FUNCTION, ids=activation_id)
 
 MODES = {
     "grad": contextlib.nullcontext,
@@ -20,7 +20,7 @@ MODES = {
 }
 
 
-@one_of_each
+@each_function
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_version_increases_by_one(
@@ -39,7 +39,7 @@ def test_version_increases_by_one(
     assert empty._version == 1
 
 
-@one_of_each
+@each_function
 def test_inference_tensor_is_modified_in_inference_mode(
     activation: ActivationCase, device: torch.device
 ) -> None:
@@ -50,7 +50,7 @@ def test_inference_tensor_is_modified_in_inference_mode(
         assert_values(activation, x, expected)
 
 
-@one_of_each
+@each_function
 @pytest.mark.parametrize("earlier", [torch.exp, torch.sigmoid, torch.tanh])
 def test_backward_raises_if_earlier_op_saved_the_input(
     activation: ActivationCase, earlier: Callable[[Tensor], Tensor], device: torch.device
@@ -70,7 +70,7 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-@one_of_each
+@each_function
 @pytest.mark.parametrize("write", WRITES)
 def test_later_write_raises_if_output_is_saved(
     activation: ActivationCase, write: str, device: torch.device
@@ -92,7 +92,7 @@ def test_later_write_raises_if_output_is_saved(
     assert_gradient(activation, leaf.grad, reference.grad, 3.0)
 
 
-@one_of_each
+@each_function
 def test_later_write_through_base_raises_if_output_is_saved(
     activation: ActivationCase, device: torch.device
 ) -> None:
@@ -110,7 +110,7 @@ def test_later_write_through_base_raises_if_output_is_saved(
     assert not leaf.grad[:2].any()
 
 
-@one_of_each
+@each_function
 def test_detached_tensors_share_storage_and_clones_do_not(
     activation: ActivationCase, device: torch.device
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from _support.assertions import assert_gradient, assert_identical
-from _support.cases import SAVE_MODES, ActivationCase, activation_id
+from _support.cases import ONE_OF_EACH_FUNCTION, ActivationCase, activation_id
 from torch import Tensor, nn
 from torch.nn.parallel import parallel_apply
 from torch.nn.utils import parametrizations, parametrize
@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
 
 import inplace_ops
 
-one_of_each = pytest.mark.parametrize("activation", SAVE_MODES, ids=activation_id)
+each_function = pytest.mark.parametrize("activation", ONE_OF_EACH_FUNCTION, ids=activation_id)
 
 Step = Callable[[nn.Module, Tensor], Tensor]  # from a model and its input to a loss
 
@@ -100,7 +100,7 @@ def amp_steps(
     return weights, scales
 
 
-@one_of_each
+@each_function
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_autocast_and_grad_scaler_match_pytorch(
     activation: ActivationCase, dtype: torch.dtype, device: torch.device
@@ -124,7 +124,7 @@ def test_autocast_and_grad_scaler_match_pytorch(
         assert (mine - reference).norm() <= error * (reference - old).norm()
 
 
-@one_of_each
+@each_function
 def test_infinite_gradients_reach_weights_as_in_pytorch(
     activation: ActivationCase, device: torch.device
 ) -> None:
@@ -160,7 +160,7 @@ CHECKPOINTS: dict[str, Step] = {
 }
 
 
-@one_of_each
+@each_function
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_checkpoint_matches_pytorch(
     activation: ActivationCase, name: str, device: torch.device
@@ -187,7 +187,7 @@ def selectively(saves: Callable[[str], bool], model: nn.Module, x: Tensor) -> Te
     )
 
 
-@one_of_each
+@each_function
 @pytest.mark.parametrize("name", POLICIES)
 def test_selective_checkpoint_matches_pytorch(
     activation: ActivationCase, name: str, device: torch.device
@@ -199,7 +199,7 @@ def test_selective_checkpoint_matches_pytorch(
     )
 
 
-@one_of_each
+@each_function
 def test_selective_checkpoint_of_saved_input_raises(
     activation: ActivationCase, device: torch.device
 ) -> None:
@@ -217,7 +217,7 @@ def test_selective_checkpoint_of_saved_input_raises(
 # ---- Hooks ----
 
 
-@one_of_each
+@each_function
 @pytest.mark.parametrize("used", ["output", "input"])
 def test_tensor_hooks_and_retained_gradients_match_pytorch(
     activation: ActivationCase, used: str, device: torch.device
@@ -243,7 +243,7 @@ def test_tensor_hooks_and_retained_gradients_match_pytorch(
         assert_gradient(activation, ours[name], expected, 3.0, name)
 
 
-@one_of_each
+@each_function
 def test_module_hooks_match_pytorch(activation: ActivationCase, device: torch.device) -> None:
     def step(model: nn.Module, x: Tensor) -> Tensor:
         model[0][1].register_forward_hook(lambda module, inputs, output: output * 1.5)
@@ -263,7 +263,7 @@ def penalty(critic: nn.Module, x: Tensor) -> Tensor:
     return critic(x).mean() + 10 * (gradient.flatten(1).norm(dim=1) - 1).square().mean()
 
 
-@one_of_each
+@each_function
 def test_gradient_penalty_matches_pytorch(activation: ActivationCase, device: torch.device) -> None:
     if activation.is_twice_differentiable:
         assert_same_gradients(activation, device, penalty)
@@ -301,7 +301,7 @@ def with_a_parametrization(activation: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-@one_of_each
+@each_function
 @pytest.mark.parametrize("build", [weight_normed, with_a_parametrization])
 def test_parametrizations_match_pytorch(
     activation: ActivationCase, build: Any, device: torch.device
@@ -309,7 +309,7 @@ def test_parametrizations_match_pytorch(
     assert_same_gradients(activation, device, square, build)
 
 
-@one_of_each
+@each_function
 def test_cached_parametrization_matches_pytorch(
     activation: ActivationCase, device: torch.device
 ) -> None:
@@ -320,7 +320,7 @@ def test_cached_parametrization_matches_pytorch(
     assert_same_gradients(activation, device, step, with_a_parametrization)
 
 
-@one_of_each
+@each_function
 def test_replicas_in_threads_match_pytorch(
     activation: ActivationCase, device: torch.device
 ) -> None:
@@ -336,7 +336,7 @@ def test_replicas_in_threads_match_pytorch(
     assert_same_gradients(activation, device, step)
 
 
-@one_of_each
+@each_function
 def test_training_in_threads_matches_pytorch(
     activation: ActivationCase, device: torch.device
 ) -> None:
@@ -369,7 +369,7 @@ def _deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@one_of_each
+@each_function
 @pytest.mark.usefixtures("_deterministic")
 def test_deterministic_algorithms_repeat_gradients(
     activation: ActivationCase, device: torch.device
@@ -386,7 +386,7 @@ def test_deterministic_algorithms_repeat_gradients(
     assert_gradient(activation, gradients[0], gradients[2], 1.0)
 
 
-@one_of_each
+@each_function
 def test_anomaly_mode_names_the_forward(activation: ActivationCase, device: torch.device) -> None:
     with pytest.warns(UserWarning, match="Anomaly Detection"):
         detector = torch.autograd.detect_anomaly()
@@ -408,7 +408,7 @@ on_cuda = pytest.mark.parametrize("device", ["cuda"], indirect=True)
 several_streams = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 
 
-@one_of_each
+@each_function
 @on_cuda
 @several_streams
 def test_make_graphed_callables_matches_pytorch(
@@ -426,7 +426,7 @@ def test_make_graphed_callables_matches_pytorch(
             torch.testing.assert_close(mine.grad, reference.grad, **tolerances(activation))
 
 
-@one_of_each
+@each_function
 @on_cuda
 @several_streams
 def test_stream_for_each_branch_matches_pytorch(
@@ -461,7 +461,7 @@ def test_stream_for_each_branch_matches_pytorch(
 @pytest.mark.parametrize("name", ["silu-output-default", "relu-mask"])
 def test_lightning_matches_pytorch(name: str, converts: bool) -> None:
     lightning = pytest.importorskip("lightning")
-    activation = next(row for row in SAVE_MODES if row.name == name)
+    activation = next(row for row in ONE_OF_EACH_FUNCTION if row.name == name)
     ours, pytorchs = twins(activation, torch.device("cpu"))
     if converts:
         make = activation.entry.torch_module
@@ -503,7 +503,7 @@ def test_lightning_matches_pytorch(name: str, converts: bool) -> None:
 @pytest.mark.parametrize("name", ["silu-output-default", "relu-mask"])
 def test_accelerate_matches_pytorch(name: str) -> None:
     accelerate = pytest.importorskip("accelerate")
-    activation = next(row for row in SAVE_MODES if row.name == name)
+    activation = next(row for row in ONE_OF_EACH_FUNCTION if row.name == name)
     ours, pytorchs = twins(activation, torch.device("cpu"))
     inputs = [torch.randn(2, 3, 7, 7, dtype=torch.float64) for _ in range(6)]
     for model in (ours, pytorchs):

@@ -10,7 +10,15 @@ from functools import partial
 import pytest
 import torch
 from _support.assertions import assert_gradient, assert_identical, assert_values, random_values
-from _support.cases import ACTIVATIONS, ONE_OF_EACH, ActivationCase, activation_id
+from _support.cases import (
+    ACTIVATIONS,
+    ONE_OF_EACH,
+    ONE_OF_EACH_FORWARD,
+    ONE_OF_EACH_FUNCTION,
+    ActivationCase,
+    activation_id,
+    call_id,
+)
 from torch import Tensor, nn
 
 import inplace_ops
@@ -88,7 +96,7 @@ def test_modules_and_their_copies_match_reference(
         assert type(module) is type(originals["new"])
 
 
-@all_activations
+@pytest.mark.parametrize("activation", ONE_OF_EACH_FORWARD, ids=activation_id)
 def test_out_of_place_equals_pytorch(activation: ActivationCase, device: torch.device) -> None:
     module = activation.module(inplace=False)
     leaf = random_values((3, 50), torch.float32, device).requires_grad_()
@@ -102,20 +110,22 @@ def test_out_of_place_equals_pytorch(activation: ActivationCase, device: torch.d
     assert_identical(actual, wanted)
 
 
+WRONG_ARGUMENTS: list[tuple[type[nn.Module], dict[str, object]]] = [
+    (inplace_ops.ReLU, {"save": "derivative"}),
+    (inplace_ops.LeakyReLU, {"save": "bits"}),
+    (inplace_ops.LeakyReLU, {"negative_slope": -1.0, "save": "output"}),
+    (inplace_ops.SiLU, {"save": "mask"}),
+    (inplace_ops.SiLU, {"bits": 9}),
+    (inplace_ops.GELU, {"save": "mask"}),
+    (inplace_ops.ReLU6, {"save": "derivative"}),
+    (inplace_ops.Mish, {"bits": 5}),
+    (inplace_ops.SiLU, {"bits": 0}),
+    (inplace_ops.SiLU, {"save": "derivative", "bits": 4}),
+]
+
+
 @pytest.mark.parametrize(
-    ("module", "arguments"),
-    [
-        (inplace_ops.ReLU, {"save": "derivative"}),
-        (inplace_ops.LeakyReLU, {"save": "bits"}),
-        (inplace_ops.LeakyReLU, {"negative_slope": -1.0, "save": "output"}),
-        (inplace_ops.SiLU, {"save": "mask"}),
-        (inplace_ops.SiLU, {"bits": 9}),
-        (inplace_ops.GELU, {"save": "mask"}),
-        (inplace_ops.ReLU6, {"save": "derivative"}),
-        (inplace_ops.Mish, {"bits": 5}),
-        (inplace_ops.SiLU, {"bits": 0}),
-        (inplace_ops.SiLU, {"save": "derivative", "bits": 4}),
-    ],
+    ("module", "arguments"), WRONG_ARGUMENTS, ids=[call_id(*wrong) for wrong in WRONG_ARGUMENTS]
 )
 def test_wrong_arguments_raise_value_error(
     module: type[nn.Module], arguments: dict[str, object]
@@ -130,7 +140,7 @@ def network(activation: Callable[[], nn.Module], device: torch.device) -> nn.Seq
     ).to(device)
 
 
-@all_activations
+@pytest.mark.parametrize("activation", ONE_OF_EACH_FUNCTION, ids=activation_id)
 def test_gradients_of_network_match_pytorch(
     activation: ActivationCase, device: torch.device
 ) -> None:
@@ -152,7 +162,7 @@ def test_gradients_of_network_match_pytorch(
         torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-7, atol=atol)
 
 
-@all_activations
+@one_of_each
 def test_fx_trace_matches_reference(activation: ActivationCase, device: torch.device) -> None:
     model = nn.Sequential(nn.Linear(5, 7), activation.module(), nn.Linear(7, 2)).to(device).double()
     traced = torch.fx.symbolic_trace(model)

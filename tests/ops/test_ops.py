@@ -1,145 +1,29 @@
-"""The private ops, called directly."""
+"""What the private ops compute, called directly. test_direct_calls.py has calls they reject."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from _support.assertions import assert_gradient, assert_identical, assert_values
 from _support.cases import FLOATS, SCALARS
-from _support.marks import quick
+from _support.marks import in_turn, quick
 from _support.norm_cases import PIECEWISE, ROWS, normalized
+from _support.op_calls import (
+    LAYOUTS,
+    OF_EACH_KIND,
+    OPS,
+    SHAPE,
+    arguments_of,
+    name_of,
+    names_of,
+    planes_of,
+    scale_shift_of,
+)
 from torch import Tensor
 
 from inplace_ops import _ops
-
-SHAPE = (2, 3, 5, 4)
-LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], list[int] | None]] = {
-    "contiguous": (lambda t: t, None),
-    "channels_last": (lambda t: t.contiguous(memory_format=torch.channels_last), [0, 2, 3, 1]),
-    "transposed": (lambda t: t.transpose(0, 3), [3, 1, 2, 0]),
-    "logical_order": (lambda t: t.transpose(1, 2), None),
-}
-
-OPS = (
-    *_ops.PLAIN_OPS,
-    *_ops.SAVING_OPS,
-    *_ops.FUNCTIONAL_OPS,
-    _ops.NORM_AFFINE,
-    *_ops.RECOMPUTING_OPS,
-    *_ops.SUM_OPS,
-    *_ops.BACKWARD_OPS,
-)
-
-
-def name_of(op: torch._ops.OpOverload) -> str:
-    return op.name().removeprefix("inplace_ops::")
-
-
-def names_of(op: torch._ops.OpOverload) -> list[str]:
-    """Return the names of the op's parameters."""
-    return [parameter.name for parameter in op._schema.arguments]
-
-
-def activation_and_save_of(op: torch._ops.OpOverload) -> tuple[str | None, str | None]:
-    """Return the name of the op's activation, and the save mode of what it writes or reads."""
-    if op in (_ops.NORM_AFFINE, _ops.NORMALIZE, *_ops.SUM_OPS):
-        return None, None
-    for activation, ops in _ops.ALL.items():
-        for by_save in (ops.save_in_place, ops.save_out_of_place, ops.backward):
-            for save, other in by_save.items():
-                if other is op:
-                    return activation, save
-        if ops.double_backward is op:
-            return activation, "output"
-        if op in (ops.in_place, ops.recompute):
-            return activation, None
-    raise AssertionError(op)
-
-
-def planes_of(op: torch._ops.OpOverload, dtype: torch.dtype = torch.float32) -> int:
-    """Return the default number of bit planes that the op writes or reads, or 0 without bits."""
-    activation, save = activation_and_save_of(op)
-    return _ops.ALL[activation].default_bits[save][dtype] if save not in (None, "recompute") else 0
-
-
-# The ops of relu, of leaky_relu with its scalar, and of silu: ops.h has one template for all.
-OF_EACH_KIND = [
-    op for op in OPS if activation_and_save_of(op)[0] in (None, "relu", "leaky_relu", "silu")
-]
-NORMALIZING = [op for op in OF_EACH_KIND if "channel_affine" in names_of(op)]
-
-all_ops = pytest.mark.parametrize("op", OPS, ids=name_of)
-of_each_kind = pytest.mark.parametrize(
-    "op", [op for op in OF_EACH_KIND if "dim_order" in names_of(op)], ids=name_of
-)
-
-
-FLOATING = ("x", "grad", "grad_grad", "output", "addend")  # tensors of one shape and dtype
-
-# Their sizes for two samples with six channels in two groups.
-STATISTICS = {"rstd": 4, "mean": 4, "weight": 6, "bias": 6}
-
-
-def scale_shift_of(x: Tensor, *dims: int) -> Tensor:
-    """Return a random affine (or row statistics) whose values differ along `dims` of x."""
-    shape = [size if d in dims else 1 for d, size in enumerate(x.shape)]
-    return torch.randn(2, *shape, dtype=_ops.affine_dtype(x.dtype), device=x.device)
-
-
-def arguments_of(
-    op: torch._ops.OpOverload,
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
-    layout: str = "contiguous",
-) -> list[object]:
-    """Return arguments as the package itself passes them, by the names in the op's schema."""
-    arrange, dim_order = LAYOUTS[layout]
-    planes = planes_of(op, dtype)
-    arguments: list[object] = []
-    for parameter in op._schema.arguments:
-        if parameter.name in FLOATING:
-            arguments.append(arrange(torch.randn(SHAPE, device=device).to(dtype)))
-        elif parameter.name == "packed":
-            packed = _ops.empty_bits(arguments[0], planes).random_()
-            if activation_and_save_of(op)[1] == "derivative":
-                packed[-1] = 255  # no code is 0, the code of NaN
-            arguments.append(packed)
-        elif parameter.name == "bits":
-            arguments.append(planes)
-        elif parameter.name == "channel_affine":
-            arguments.append(scale_shift_of(arguments[0], 1))
-        elif parameter.name in STATISTICS:
-            arguments.append(torch.randn(STATISTICS[parameter.name], device=device))
-        elif parameter.name in ("shape", "channels_per_group"):
-            arguments.append([2, 2, 6] if parameter.name == "shape" else 3)
-        elif parameter.name == "row_statistics":  # only layer norms have them
-            arguments.append(None if layout == "channels_last" else scale_shift_of(arguments[0], 0))
-        elif parameter.name == "dim_order":
-            arguments.append(dim_order)
-        elif not parameter.kwarg_only:
-            arguments.append(SCALARS[parameter.name])
-    names = names_of(op)
-    if {"output", "packed"} <= set(names) and device.type != "meta":
-        # Not every pair of an output and a code belongs to an input: let forward write them.
-        output, packed = (arguments[names.index(name)] for name in ("output", "packed"))
-        saving = _ops.ALL[activation_and_save_of(op)[0]].save_in_place["output"]
-        arguments[names.index("packed")] = saving(output, planes, dim_order)
-    return arguments
-
-
-def floats_of(op: torch._ops.OpOverload) -> int:
-    """Return the number of tensor arguments that share a shape and a dtype."""
-    return sum(name in FLOATING for name in names_of(op))
-
-
-def has_packed(op: torch._ops.OpOverload) -> bool:
-    return "packed" in names_of(op)
-
-
-saving_ops = pytest.mark.parametrize("op", [*_ops.SAVING_OPS, *_ops.FUNCTIONAL_OPS], ids=name_of)
 
 
 def test_every_op_is_listed() -> None:
@@ -162,8 +46,7 @@ def test_every_op_is_listed() -> None:
     ids=lambda value: value if isinstance(value, str) else name_of(value),
 )
 def test_opcheck(op: torch._ops.OpOverload, layout: str, device: torch.device) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        torch.library.opcheck(op, tuple(arguments_of(op, device, dtype, layout)))
+    torch.library.opcheck(op, tuple(arguments_of(op, device, torch.bfloat16, layout)))
 
 
 @pytest.mark.parametrize("activation", _ops.ALL)
@@ -185,153 +68,16 @@ def test_functional_ops_equal_in_place_ops(
         assert_identical(x, expected)
 
 
-WRONG_BITS: dict[str, Callable[[Tensor], Tensor]] = {
-    "too_short": lambda bits: bits[:, :-1].contiguous(),
-    "too_long": lambda bits: torch.cat([bits, bits], 1),
-    "one_dimension": lambda bits: bits.flatten(),
-    "int32": lambda bits: bits.int(),
-    "bool": lambda bits: bits.bool(),
-    "strided": lambda bits: torch.cat([bits, bits], 1)[:, ::2],
-    "no_planes": lambda bits: bits[:0],
-    "33_planes": lambda bits: bits[:1].repeat(33, 1),
-    "meta": lambda bits: bits.to("meta"),
-}
-
-
-def assert_rejected(op: torch._ops.OpOverload, arguments: list[object]) -> None:
-    tensors = [a for a in arguments if isinstance(a, Tensor) and not a.is_meta]
-    before = [t.clone() for t in tensors]
-    with pytest.raises(RuntimeError):
-        op(*arguments)
-    for tensor, old in zip(tensors, before, strict=True):
-        assert_identical(tensor, old, "modified although rejected:")
-
-
-@pytest.mark.parametrize("wrong", WRONG_BITS)
-@pytest.mark.parametrize("op", list(filter(has_packed, OF_EACH_KIND)), ids=name_of)
-def test_wrong_bits_are_rejected(
-    op: torch._ops.OpOverload, wrong: str, device: torch.device
-) -> None:
-    arguments = arguments_of(op, device)
-    index = next(
-        i for i, a in enumerate(arguments) if isinstance(a, Tensor) and a.dtype == torch.uint8
-    )
-    arguments[index] = WRONG_BITS[wrong](arguments[index])
-    assert_rejected(op, arguments)
-
-
-@of_each_kind
-@pytest.mark.parametrize(
-    "order", [[0], [0, 1, 2], [0, 1, 2, 3, 4], [0, 1, 2, 2], [1, 2, 3, 4], [0, 1, 2, -1]]
-)
-def test_wrong_dim_order_is_rejected(
-    op: torch._ops.OpOverload, order: list[int], device: torch.device
-) -> None:
-    arguments = arguments_of(op, device)
-    arguments[names_of(op).index("dim_order")] = order
-    assert_rejected(op, arguments)
-
-
-WRONG_FLOATS: dict[str, Callable[[Tensor], Tensor]] = {
-    "shape": lambda t: t[1:],
-    "dimensions": lambda t: t.flatten(),
-    "dtype": lambda t: t.double(),
-    "meta": lambda t: t.to("meta"),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG_FLOATS)
-@pytest.mark.parametrize("op", [op for op in OF_EACH_KIND if floats_of(op) > 1], ids=name_of)
-def test_tensors_of_other_shape_or_dtype_are_rejected(
-    op: torch._ops.OpOverload, wrong: str, device: torch.device
-) -> None:
-    indices = [index for index, name in enumerate(names_of(op)) if name in FLOATING]
-    for index in indices[1:]:
-        arguments = arguments_of(op, device)
-        arguments[index] = WRONG_FLOATS[wrong](arguments[index])
-        assert_rejected(op, arguments)
-
-
-WRONG_AFFINES: dict[str, Callable[[Tensor], Tensor]] = {
-    "one": lambda affine: affine[:1],
-    "three": lambda affine: torch.cat([affine, affine[:1]]),
-    "dimensions": lambda affine: affine.flatten(1),
-    "too_few": lambda affine: torch.cat([affine] * 3, 3)[:, :, :2],
-    "too_many": lambda affine: torch.cat([affine] * 7, 2),
-    "elsewhere": lambda affine: torch.cat([affine] * 2, 4),
-    "wide": lambda affine: affine.double(),
-    "narrow": lambda affine: affine.half(),
-    "integers": lambda affine: affine.int(),
-    "meta": lambda affine: affine.to("meta"),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG_AFFINES)
-@pytest.mark.parametrize("op", NORMALIZING, ids=name_of)
-def test_wrong_affine_is_rejected(
-    op: torch._ops.OpOverload, wrong: str, device: torch.device
-) -> None:
-    for name in ("channel_affine", "row_statistics"):
-        arguments = arguments_of(op, device)
-        index = names_of(op).index(name)
-        arguments[index] = WRONG_AFFINES[wrong](arguments[index])
-        assert_rejected(op, arguments)
-
-
-@pytest.mark.parametrize("op", NORMALIZING, ids=name_of)
-def test_float32_affine_of_float64_is_rejected(
-    op: torch._ops.OpOverload, device: torch.device
-) -> None:
-    arguments = arguments_of(op, device, torch.float64)
-    op(*arguments)
-    index = names_of(op).index("channel_affine")
-    arguments[index] = arguments[index].float()
-    assert_rejected(op, arguments)
-
-
-@pytest.mark.parametrize("op", NORMALIZING, ids=name_of)
-def test_affine_that_differs_in_many_dimensions_is_rejected(
-    op: torch._ops.OpOverload, device: torch.device
-) -> None:
-    names = names_of(op)
-    for dims, is_supported in (((0, 2), True), ((0, 2, 4), False)):
-        x = torch.randn(2, 3, 2, 3, 2, device=device)
-        arguments = arguments_of(op, device)
-        for index, name in enumerate(names):
-            if name in ("x", "grad", "addend"):
-                arguments[index] = x
-        arguments[names.index("channel_affine")] = scale_shift_of(x, *dims)
-        arguments[names.index("row_statistics")] = None
-        if is_supported:
-            assert op(*arguments).shape == x.shape
-        else:
-            assert_rejected(op, arguments)
-
-
-@saving_ops
-@pytest.mark.parametrize("planes", [-1, 0, 1, 2, 7, 9, 12, 33])
-def test_wrong_number_of_planes_is_rejected(
-    op: torch._ops.OpOverload, planes: int, device: torch.device
-) -> None:
-    activation, save = activation_and_save_of(op)
-    default = _ops.ALL[activation].default_bits["output"][torch.float32]
-    accepted = {"mask": (1,), "output": (1, default, 8), "derivative": (8, 16, 32)}
-    if planes not in accepted[save]:
-        x, _, *rest = arguments_of(op, device)
-        assert_rejected(op, [x, planes, *rest])
-
-
-@saving_ops
+@pytest.mark.parametrize("op", _ops.SAVING_OPS, ids=name_of)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_unused_bits_are_zero(
     op: torch._ops.OpOverload, dtype: torch.dtype, device: torch.device
 ) -> None:
     planes = planes_of(op, dtype)
     rest = arguments_of(op, device)[2:]
-    for length in (*range(42), 511, 512, 513, 1029):
+    for length in (*range(18), 31, 33, 511, 512, 513, 1029):
         x = torch.randn(length, device=device).to(dtype) - 1
-        result = op(x.clone(), planes, *rest)
-        bits = result[1] if isinstance(result, tuple) else result
+        bits = op(x, planes, *rest)
         assert bits.shape == (planes, (length + 7) // 8)
         if length % 8:
             assert not (bits[:, -1] >> (length % 8)).any()
@@ -348,19 +94,18 @@ def test_relu_mask_is_one_bit_per_element(device: torch.device) -> None:
     assert torch.equal(unpacked, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("given", ["1111", "1110", "1101", "1100", "1011", "1000", "0011", "0010"])
+# Whether rstd, mean, weight and bias are given.
+GIVEN = ["1111", "1110", "1101", "1100", "1011", "1000", "0011", "0010"]
+GROUPS = [(1, 5, 1), (3, 12, 4), (2, 3, 1)]  # samples, channels, channels per group
+
+
 @pytest.mark.parametrize(
-    ("samples", "channels", "channels_per_group"), [(1, 5, 1), (3, 12, 4), (2, 3, 1)]
+    ("given", "sizes", "dtype"), in_turn(GIVEN, GROUPS, (torch.float64, torch.float32)), ids=str
 )
 def test_norm_affine_matches_float64(
-    samples: int,
-    channels: int,
-    channels_per_group: int,
-    given: str,
-    dtype: torch.dtype,
-    device: torch.device,
+    given: str, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
+    samples, channels, channels_per_group = sizes
     groups = samples * channels // channels_per_group
     rstd, mean, weight, bias = (
         torch.randn(count, dtype=dtype, device=device) if is_given == "1" else None
@@ -386,43 +131,6 @@ def test_norm_affine_matches_float64(
     assert ((affine[1, ..., 0].double() - (added - product)).abs() <= error).all()
 
 
-WRONG_STATISTICS: dict[str, tuple[str, Callable[[Any], object]]] = {
-    "too_few": ("rstd", lambda t: t[1:]),
-    "too_many": ("mean", lambda t: torch.cat([t, t])),
-    "weights": ("weight", lambda t: t[:5]),
-    "biases": ("bias", lambda t: t[:0]),
-    "dtype": ("weight", lambda t: t.double()),
-    "half": ("bias", lambda t: t.half()),
-    "strided": ("mean", lambda t: torch.cat([t, t])[::2]),
-    "meta": ("bias", lambda t: t.to("meta")),
-    "none": ("channels_per_group", lambda _: 0),
-    "negative": ("channels_per_group", lambda _: -3),
-    "unequal": ("channels_per_group", lambda _: 5),
-    "shape": ("shape", lambda _: [2, 2, 7]),
-    "one_part": ("shape", lambda _: [1, 2, 6]),
-    "three_parts": ("shape", lambda _: [3, 2, 6]),
-    "no_shape": ("shape", lambda _: []),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG_STATISTICS)
-def test_wrong_statistics_are_rejected(wrong: str, device: torch.device) -> None:
-    name, change = WRONG_STATISTICS[wrong]
-    arguments = arguments_of(_ops.NORM_AFFINE, device)
-    index = names_of(_ops.NORM_AFFINE).index(name)
-    arguments[index] = change(arguments[index])
-    assert_rejected(_ops.NORM_AFFINE, arguments)
-
-
-def test_half_statistics_are_rejected(device: torch.device) -> None:
-    halves = [
-        argument.half() if isinstance(argument, Tensor) else argument
-        for argument in arguments_of(_ops.NORM_AFFINE, device)
-    ]
-    assert_rejected(_ops.NORM_AFFINE, halves)
-    assert_rejected(_ops.NORM_AFFINE, [None] * 4 + halves[4:])
-
-
 # By name: the dimensions of x along which the channel affine and the row statistics differ.
 DIFFERING: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
     "none": ((), None),
@@ -436,9 +144,9 @@ DIFFERING: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("differing", DIFFERING)
+@pytest.mark.parametrize(
+    ("differing", "layout", "dtype"), in_turn(DIFFERING, LAYOUTS, FLOATS), ids=str
+)
 def test_ops_after_norm_match_reference(
     differing: str, layout: str, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -465,16 +173,17 @@ def test_ops_after_norm_match_reference(
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("differing", DIFFERING)
+@pytest.mark.parametrize("differing", ["batch_norm", "group_norm", "layer_norm", "odd"])
 def test_all_kernels_normalize_to_the_same_bits(
     differing: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     """All kernels normalize an element to the same bits.
 
-    There are enough elements that one of them becomes another 16-bit number if one kernel rounds a
-    sum once and another kernel twice.
+    In 16 bits there are enough elements that one of them becomes another number if one kernel
+    rounds a sum once and another kernel twice.
     """
-    x, grad = (3 * torch.randn(3, 5, 360, 131, device=device).to(dtype) for _ in range(2))
+    rows = 360 if dtype.itemsize == 2 else 36
+    x, grad = (3 * torch.randn(3, 5, rows, 131, device=device).to(dtype) for _ in range(2))
     channel_dims, row_dims = DIFFERING[differing]
     row_statistics = None if row_dims is None else scale_shift_of(x, *row_dims)
     affine = (scale_shift_of(x, *channel_dims), row_statistics, None)
@@ -490,9 +199,11 @@ def test_all_kernels_normalize_to_the_same_bits(
         assert torch.equal(gradient, expected), row.name
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("channel_dims", [(), (1,), (0, 1), (2,), (0, 2)], ids=str)
-@pytest.mark.parametrize("row_dims", [None, (0,), (0, 1), (0, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("channel_dims", "row_dims", "dtype"),
+    in_turn([(), (1,), (0, 1), (2,), (0, 2)], [None, (0,), (0, 1), (0, 2)], FLOATS),
+    ids=str,
+)
 def test_affine_may_change_at_any_element(
     channel_dims: tuple[int, ...],
     row_dims: tuple[int, ...] | None,
@@ -524,9 +235,11 @@ def with_special_values(x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("dtype", _ops.CAST_DTYPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("op", CASTING, ids=name_of)
+@pytest.mark.parametrize(
+    ("op", "layout", "dtype"),
+    in_turn(CASTING, LAYOUTS, _ops.CAST_DTYPES),
+    ids=lambda value: name_of(value) if value in CASTING else str(value),
+)
 def test_op_with_dtype_equals_cast_of_result(
     op: torch._ops.OpOverload, layout: str, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -547,22 +260,6 @@ def test_op_with_dtype_equals_cast_of_result(
                 assert actual.stride() == expected.stride()
 
 
-@pytest.mark.parametrize("op", CASTING, ids=name_of)
-def test_unsupported_casts_are_rejected(op: torch._ops.OpOverload, device: torch.device) -> None:
-    for dtype in FLOATS:
-        arguments = arguments_of(op, device, dtype)
-        on_meta = [a.to("meta") if isinstance(a, Tensor) else a for a in arguments]
-        for target in (*FLOATS, torch.int32, torch.complex64):
-            is_cast = dtype == torch.float32 and target in _ops.CAST_DTYPES
-            if is_cast or target == dtype:
-                assert op(*arguments, dtype=target).dtype == target
-                assert op(*on_meta, dtype=target).dtype == target
-                continue
-            for given in (arguments, on_meta):
-                with pytest.raises(RuntimeError, match="float16 or bfloat16"):
-                    op(*given, dtype=target)
-
-
 ADDENDS: dict[str, Callable[[Tensor], Tensor]] = {
     "like x": lambda t: t,
     "contiguous": lambda t: t.contiguous(),
@@ -574,9 +271,7 @@ ADDENDS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("addend", ADDENDS)
+@pytest.mark.parametrize(("addend", "layout", "dtype"), in_turn(ADDENDS, LAYOUTS, FLOATS), ids=str)
 def test_sum_ops_equal_pytorch(
     addend: str, layout: str, dtype: torch.dtype, device: torch.device
 ) -> None:
