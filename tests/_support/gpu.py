@@ -1,7 +1,9 @@
-"""What the tests of the recompute engine on a GPU share: dtypes, memory formats, backends."""
+"""What tests on a GPU share: dtypes, memory formats, backends, memory, synchronization."""
 
 from __future__ import annotations
 
+import gc
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,3 +53,42 @@ def only(backend: SDPBackend) -> Iterator[None]:
             if "No available kernel" in str(error) or "No viable backend" in str(error):
                 pytest.skip(f"{backend.name}: {error}")
             raise
+
+
+@contextmanager
+def no_synchronization() -> Iterator[None]:
+    """Let operations that wait for the GPU raise, as far as PyTorch detects them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns that it does not detect every synchronization
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def requested_bytes() -> int:
+    """Return the bytes that are now allocated, as requested, without the allocator's rounding."""
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]
+
+
+def free_earlier_tensors(device: torch.device) -> None:
+    """Free what earlier tests have left, before two readings of the allocated memory.
+
+    Otherwise it may be freed between the readings:
+
+    - garbage, by the garbage collector;
+    - the graph of the last backward, by autograd's thread for the device: that thread may keep it
+      until it runs again, and frees it after backward has returned;
+    - memory that was used on another stream, by the allocator's next call after that stream has
+      finished.
+    """
+    gc.collect()
+    small = torch.ones((), device=device, requires_grad=True)
+    torch.autograd.grad(small * 1, small)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # the allocator frees what was used on other streams
+    before = None
+    while before != requested_bytes():  # until autograd's thread is idle
+        before = requested_bytes()
+        time.sleep(0.02)

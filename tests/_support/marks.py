@@ -10,6 +10,7 @@ from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 slow = pytest.mark.slow
 release = (slow, pytest.mark.release)
@@ -38,3 +39,11 @@ def in_turn(
         for i, row in enumerate(rows)
         for j, column in enumerate(columns)
     ]
+
+
+def readable_id(value: Any) -> str:
+    """Return a parameter's part of a test's ID: the name of a row, of an op or of a dtype."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    name = getattr(value, "name", value)
+    return str(name() if callable(name) else name).removeprefix("inplace_ops::")

@@ -23,7 +23,7 @@ from _support.cases import (
     activation_id,
 )
 from _support.layouts import VIEW_PROGRAMS
-from _support.marks import quick
+from _support.marks import quick, readable_id
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -85,7 +85,7 @@ def test_batched_gradients_raise_with_create_graph(
         torch.autograd.grad(y, leaf, rows, is_grads_batched=True, create_graph=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=readable_id)
 def test_second_derivative_at_hardswish_minimum(dtype: torch.dtype, device: torch.device) -> None:
     x = torch.full((9,), -1.5, dtype=dtype, device=device, requires_grad=True)
     (first,) = torch.autograd.grad(inplace_ops.hardswish_(x * 1).sum(), x, create_graph=True)

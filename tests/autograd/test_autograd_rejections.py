@@ -18,6 +18,7 @@ from _support.cases import (
     activation_id,
     call_id,
 )
+from _support.marks import readable_id
 from torch import Tensor, nn
 
 import inplace_ops
@@ -174,7 +175,7 @@ def test_error_names_quantized_and_nested_tensors(device: torch.device) -> None:
             inplace_ops.relu_(x)
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn], ids=readable_id)
 @one_of_each
 def test_unsupported_dtypes_that_require_grad_raise_unmodified(
     activation: ActivationCase, dtype: torch.dtype, device: torch.device
@@ -187,7 +188,9 @@ def test_unsupported_dtypes_that_require_grad_raise_unmodified(
     assert x._version == version
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=readable_id
+)
 def test_smooth_activations_and_leaky_relu_reject_integers(
     dtype: torch.dtype, device: torch.device
 ) -> None:

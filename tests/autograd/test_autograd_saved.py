@@ -16,6 +16,7 @@ import torch
 from _support.assertions import assert_gradient, assert_values, random_values
 from _support.cases import ONE_OF_EACH_FUNCTION, ActivationCase, activation_id
 from _support.layouts import VIEW_PROGRAMS
+from _support.marks import readable_id
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -195,7 +196,7 @@ def test_forward_without_grad_allocates_nothing(
 
 
 @each_function
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=readable_id)
 def test_forward_allocates_only_packed_bits(
     activation: ActivationCase, dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -14,7 +14,7 @@ from _support.cases import (
     ActivationCase,
     activation_id,
 )
-from _support.marks import in_turn
+from _support.marks import in_turn, readable_id
 from torch import Tensor, nn
 from torch.func import (
     functional_call,
@@ -150,7 +150,7 @@ def test_hessian_matches_pytorch(activation: ActivationCase, device: torch.devic
 @pytest.mark.parametrize(
     ("activation", "in_dim", "dtype"),
     in_turn(TRANSFORMED, [0, 1, 2, -1, -2], (torch.float32, torch.bfloat16)),
-    ids=lambda value: value.name if isinstance(value, ActivationCase) else str(value),
+    ids=readable_id,
 )
 def test_vmap_modifies_its_argument(
     activation: ActivationCase, in_dim: int, dtype: torch.dtype, device: torch.device

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from _support.assertions import assert_gradient, assert_values
 from _support.cases import ONE_OF_EACH, ActivationCase, activation_id
+from _support.gpu import free_earlier_tensors, no_synchronization, requested_bytes
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -19,20 +19,6 @@ from inplace_ops.recompute.reasons import OTHER_STREAM
 
 pytestmark = pytest.mark.parametrize("device", ["cuda"], indirect=True)
 one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
-
-
-@pytest.fixture
-def _no_synchronization(device: torch.device) -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns that it does not detect every synchronization
-        torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
-
-
-def requested_bytes() -> int:
-    """Return the bytes that are now allocated, as requested, without the allocator's rounding."""
-    return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
 
 @one_of_each
@@ -86,19 +72,20 @@ def test_kernels_run_on_the_current_stream(
 
 
 @one_of_each
-@pytest.mark.usefixtures("_no_synchronization")
 def test_no_synchronization_and_few_allocations(
     activation: ActivationCase, device: torch.device
 ) -> None:
     leaf = torch.randn(2**20, device=device, requires_grad=True)
     y = leaf * 1
-    gc.collect()  # garbage freed between the measurements would be subtracted
-    before = requested_bytes()
-    activation.call(y)
-    assert requested_bytes() - before == activation.packed_bits[torch.float32] * 2**20 // 8
     grad = torch.ones_like(y)
+    free_earlier_tensors(device)
     before = requested_bytes()
-    gradient = torch.autograd.grad(y, leaf, grad)
+    with no_synchronization():
+        activation.call(y)
+    assert requested_bytes() - before == activation.packed_bits[torch.float32] * 2**20 // 8
+    before = requested_bytes()
+    with no_synchronization():
+        gradient = torch.autograd.grad(y, leaf, grad)
     assert requested_bytes() - before <= gradient[0].nbytes
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,6 +19,7 @@ from _support.gpu import (
     HALF,
     each_backend,
     in_both_formats,
+    no_synchronization,
     on_a_gpu,
     only,
 )
@@ -633,17 +632,6 @@ def test_cuda_graph_of_a_training_step_matches_pytorch(
 
 
 # No synchronization with the GPU.
-
-
-@contextmanager
-def no_synchronization() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns that it does not detect every synchronization
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("autocast", [None, BFLOAT], ids=["float32", "autocast"])

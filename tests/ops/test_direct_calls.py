@@ -19,7 +19,7 @@ import pytest
 import torch
 from _support.assertions import assert_identical
 from _support.cases import FLOATS
-from _support.marks import quick, slow
+from _support.marks import quick, readable_id, slow
 from _support.op_calls import (
     FLOATING,
     NORMALIZING,
@@ -158,7 +158,7 @@ def test_backward_rejects_unsupported_dtypes(
         assert_rejected(op, arguments, "unsupported dtype")
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8], ids=readable_id)
 def test_relu_ops_reject_integers(dtype: torch.dtype, device: torch.device) -> None:
     relu, x = _ops.ALL["relu"], torch.ones(9, dtype=dtype, device=device)
     assert_rejected(relu.save_in_place["mask"], [x, 1, None], "unsupported dtype")
@@ -166,7 +166,7 @@ def test_relu_ops_reject_integers(dtype: torch.dtype, device: torch.device) -> N
 
 
 @pytest.mark.parametrize(
-    "op", [_ops.ALL[name].backward["output"] for name in ("relu", "leaky_relu")]
+    "op", [_ops.ALL[name].backward["output"] for name in ("relu", "leaky_relu")], ids=name_of
 )
 def test_more_elements_than_memory_raise_out_of_memory(
     op: torch._ops.OpOverload, device: torch.device
@@ -302,7 +302,7 @@ def test_half_statistics_are_rejected(device: torch.device) -> None:
         for argument in arguments_of(_ops.NORM_AFFINE, device)
     ]
     assert_rejected(_ops.NORM_AFFINE, halves, "must be float32 or float64")
-    assert_rejected(_ops.NORM_AFFINE, [None] * 4 + halves[4:], "")
+    assert_rejected(_ops.NORM_AFFINE, [None] * 4 + halves[4:], ".")
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def test_bits_are_in_dim_order_for_all_strides(
         itertools.product((op for op in OPS if "dim_order" in names_of(op)), FLOATS),
         [(op, FLOATS[i % len(FLOATS)]) for i, op in enumerate(OPS)],
     ),
-    ids=lambda value: str(value)[6:] if value in FLOATS else name_of(value),
+    ids=readable_id,
 )
 def test_any_bytes_are_safe(
     op: torch._ops.OpOverload, dtype: torch.dtype, device: torch.device

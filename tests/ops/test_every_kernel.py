@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 from _support.cases import FLOATS, SCALARS
+from _support.marks import readable_id
 from torch import Tensor
 
 from inplace_ops import _ops
@@ -69,7 +70,7 @@ def run_all(
 
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=readable_id)
 def test_every_kernel(dtype: torch.dtype, layout: str, device: torch.device) -> None:
     arrange, order = LAYOUTS[layout]
     values = 3 * torch.randn(2**16 + 26, dtype=torch.float64)
@@ -138,7 +139,7 @@ def run_normalized(
 
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 @pytest.mark.parametrize("layout", NORMALIZED)
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=readable_id)
 def test_every_kernel_after_a_norm(dtype: torch.dtype, layout: str, device: torch.device) -> None:
     shape, channels, rows = NORMALIZED[layout]
     x = steps(*shape, count=8, size=0.25).to(dtype)
@@ -152,7 +153,7 @@ def test_every_kernel_after_a_norm(dtype: torch.dtype, layout: str, device: torc
 
 
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=readable_id)
 def test_affine_of_a_norm(dtype: torch.dtype, device: torch.device) -> None:
     statistics = [torch.randn(count, dtype=dtype) for count in (100, 100, 300, 300)]
     shape, channels_per_group = [2, 2, 300], 6

@@ -1,6 +1,6 @@
 """Random programs of in-place and view operations behave as with PyTorch's activations.
 
-INPLACE_OPS_FUZZ=N runs N examples instead of 500, and prints their coverage. A failure is printed
+INPLACE_OPS_FUZZ=N runs N examples instead of 200, and prints their coverage. A failure is printed
 as a Case: add it to REGRESSIONS.
 """
 
@@ -508,7 +508,7 @@ def count(case: Case, outcome: Outcome) -> None:
 
 
 @hypothesis.settings(
-    max_examples=int(os.environ.get(LONG, 500)),
+    max_examples=int(os.environ.get(LONG, 200)),
     deadline=None,
     derandomize=LONG not in os.environ,  # a short run is reproducible
     database=None,
@@ -573,6 +573,6 @@ REGRESSIONS = (
 )
 
 
-@pytest.mark.parametrize("case", REGRESSIONS, ids=str)
+@pytest.mark.parametrize("case", REGRESSIONS, ids=lambda case: "-".join(case.program))
 def test_regressions(case: Case) -> None:
     check(case)

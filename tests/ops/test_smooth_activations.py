@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _support.assertions import assert_identical, gradient, patterns
-from _support.cases import FLOATS
+from _support.cases import FLOATS, SAVE_MODES
 from _support.smooth_references import (
     CPU,
     HALVES,
@@ -434,70 +434,33 @@ def test_float32_fit_of_derivative(host_numerics: ModuleType, smooth: SmoothActi
 
 # Tests of each kind, which run again in a process that uses another instruction set.
 CHECKS = [
-    f"{test}[{parameters}]"
+    f"test_smooth_activations.py::test_{test}[cpu-{parameters}]"
     for test, parameters in [
-        (
-            "test_smooth_activations.py::test_every_16_bit_value_within_documented_error",
-            "cpu-float16-one-silu",
-        ),
-        (
-            "test_smooth_activations.py::test_every_16_bit_value_within_documented_error",
-            "cpu-bfloat16-default-gelu",
-        ),
-        (
-            "test_smooth_activations.py::test_default_bits_match_pytorchs_gradient",
-            "cpu-float16-silu",
-        ),
-        (
-            "test_smooth_activations.py::test_default_bits_match_pytorchs_gradient",
-            "cpu-bfloat16-hardswish",
-        ),
-        (
-            "test_smooth_activations.py::test_every_float32_around_minimum_within_documented_error",
-            "cpu-default-gelu_tanh",
-        ),
-        (
-            "test_smooth_activations.py::test_dense_samples_within_documented_error",
-            "cpu-float32-one-silu",
-        ),
-        (
-            "test_smooth_activations.py::test_dense_samples_within_documented_error",
-            "cpu-float32-eight-mish",
-        ),
-        (
-            "test_smooth_activations.py::test_dense_samples_within_documented_error",
-            "cpu-float64-one-gelu",
-        ),
-        ("test_smooth_activations.py::test_left_tail_matches_pytorch_to_underflow", "cpu-float32"),
-        (
-            "test_smooth_activations.py::test_derivative_codes_within_documented_error",
-            "cpu-8-float16-silu",
-        ),
-        (
-            "test_smooth_activations.py::test_derivative_codes_within_documented_error",
-            "cpu-16-float32-silu",
-        ),
+        ("every_16_bit_value_within_documented_error", "float16-one-silu"),
+        ("every_16_bit_value_within_documented_error", "bfloat16-default-gelu"),
+        ("default_bits_match_pytorchs_gradient", "float16-silu"),
+        ("default_bits_match_pytorchs_gradient", "bfloat16-hardswish"),
+        ("every_float32_around_minimum_within_documented_error", "default-gelu_tanh"),
+        ("dense_samples_within_documented_error", "float32-one-silu"),
+        ("dense_samples_within_documented_error", "float32-eight-mish"),
+        ("dense_samples_within_documented_error", "float64-one-gelu"),
+        ("left_tail_matches_pytorch_to_underflow", "float32"),
+        ("derivative_codes_within_documented_error", "8-float16-silu"),
+        ("derivative_codes_within_documented_error", "16-float32-silu"),
     ]
 ]
-
-
 CHECKS += [
-    f"test_values.py::{test}"
-    for test in (
-        "test_gradients_at_every_length_match_pytorch",
-        "test_every_16_bit_value_is_rounded_as_in_pytorch",
-        "test_nan_payload_is_preserved",
-        "test_edge_values",
-        "test_edge_gradients",
-    )
+    f"test_values.py::test_{test}[cpu-{id_of(dtype)}-{activation.name}]"
+    for test in ("gradients_at_every_length_match_pytorch", "edge_values", "edge_gradients")
+    for dtype in FLOATS
+    for activation in SAVE_MODES
 ]
 CHECKS += [
-    f"test_ops.py::{test}"
-    for test in (
-        "test_all_kernels_normalize_to_the_same_bits",
-        "test_unused_bits_are_zero",
-        "test_relu_mask_is_one_bit_per_element",
-    )
+    "test_values.py::test_every_16_bit_value_is_rounded_as_in_pytorch",
+    "test_values.py::test_nan_payload_is_preserved",
+    "test_ops.py::test_all_kernels_normalize_to_the_same_bits",
+    "test_ops.py::test_unused_bits_are_zero",
+    "test_ops.py::test_relu_mask_is_one_bit_per_element",
 ]
 
 

@@ -27,7 +27,7 @@ from _support.cases import (
     activation_id,
 )
 from _support.layouts import GRADIENTS, LAYOUTS, random_view
-from _support.marks import in_turn, quick, slow
+from _support.marks import in_turn, quick, readable_id, slow
 from torch import Tensor
 from torch.testing._comparison import default_tolerances
 
@@ -46,14 +46,10 @@ COMBINATIONS = [
 EVERY_COMBINATION = dict.fromkeys([*COMBINATIONS, *itertools.product(LAYOUTS, FLOATS, SAVE_MODES)])
 
 
-def id_of(value: str | torch.dtype | ActivationCase) -> str:
-    return value.name if isinstance(value, ActivationCase) else str(value).removeprefix("torch.")
-
-
 @pytest.mark.parametrize(
     ("layout", "dtype", "activation"),
     quick(EVERY_COMBINATION, set(COMBINATIONS)),
-    ids=id_of,
+    ids=readable_id,
 )
 def test_values_and_gradients(
     layout: str, dtype: torch.dtype, activation: ActivationCase, device: torch.device
@@ -344,7 +340,9 @@ def test_lazily_negated_input_matches_pytorch(
 
 
 @pytest.mark.parametrize("function", ["relu", "relu6"])
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=readable_id
+)
 def test_integers_match_pytorch(dtype: torch.dtype, function: str, device: torch.device) -> None:
     """PyTorch's own in-place activation overwrites them, also a strided view."""
     info = torch.iinfo(dtype)

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import inplace_ops
-from inplace_ops import __main__ as command_line
-from inplace_ops import _ops
+from inplace_ops import __main__ as command_line, _ops
 from inplace_ops.activations import ACTIVATIONS
 
 

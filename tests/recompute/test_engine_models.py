@@ -13,8 +13,7 @@ from _support.allocations import largest_allocation
 from _support.behavior import assert_same_behavior, behavior
 from _support.twins import SOURCES, converted_twin, nodes_from
 from _support.unsafe_writes import ACTIVATIONS, ACTIVATIONS_OF, PATTERNS, WIDTH, Network
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
