@@ -183,7 +183,10 @@ def build(source: str, folder: Path, *flags: str, name: str = "") -> ModuleType:
 
 @pytest.fixture(scope="session")
 def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    return build("host_kernels.cpp", tmp_path_factory.mktemp("host_kernels"))
+    # Without optimization, functions that are always inlined take longer to compile and to run.
+    return build(
+        "host_kernels.cpp", tmp_path_factory.mktemp("host_kernels"), "-DHOST_DEVICE=inline"
+    )
 
 
 @pytest.fixture(scope="session")
