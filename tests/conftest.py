@@ -182,11 +182,19 @@ def build(source: str, folder: Path, *flags: str, name: str = "") -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    # Without optimization, functions that are always inlined take longer to compile and to run.
-    return build(
-        "host_kernels.cpp", tmp_path_factory.mktemp("host_kernels"), "-DHOST_DEVICE=inline"
-    )
+def built_host_kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModuleType]:
+    """Return a function that compiles host_kernels.cpp, for "some" or for "all" activations."""
+
+    @functools.cache
+    def built(activations: str) -> ModuleType:
+        # Without optimization, functions that are always inlined take longer to compile and to run.
+        flags = ["-DHOST_DEVICE=inline"]
+        if activations == "some":
+            flags.append("-DINPLACE_OPS_SOME_ACTIVATIONS")
+        name = f"host_kernels_{activations}"
+        return build("host_kernels.cpp", tmp_path_factory.mktemp(name), *flags, name=name)
+
+    return built
 
 
 @pytest.fixture(scope="session")

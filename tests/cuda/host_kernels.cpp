@@ -183,29 +183,6 @@ std::pair<std::vector<int64_t>, std::vector<int64_t>> divide(const std::vector<i
   return results;
 }
 
-// Returns the fraction of the inputs whose outputs are in the tail for BackwardOutput.
-template <class A>
-double tail_fraction_of(const A& activation, int bits, const std::vector<double>& inputs) {
-  using T = typename A::Scalar;
-  int64_t in_tail = 0;
-  if constexpr (A::kKind == Kind::kSmooth && !std::is_same_v<T, double>) {
-    for (const double input : inputs) {
-      const auto x = element_of(store<T>(opmath_t<T>(input)));
-      const Element<T> in[2] = {{}, element_of(store<T>(activation.value(x.value)))};
-      in_tail += BackwardOutput<A>{}.is_in_tail(in, InputCode<A>(bits).encode(x), bits);
-    }
-  }
-  return double(in_tail) / inputs.size();
-}
-
-double tail_fraction(const std::string& activation, const std::string& dtype, int bits,
-                     const std::vector<double>& inputs) {
-  double fraction = 0.0;
-  with_activation(activation, dtype, {},
-                  [&](const auto& typed) { fraction = tail_fraction_of(typed, bits, inputs); });
-  return fraction;
-}
-
 void poison(uintptr_t address, size_t size) {
   ASAN_POISON_MEMORY_REGION(reinterpret_cast<void*>(address), size);
 }
@@ -217,7 +194,6 @@ void unpoison(uintptr_t address, size_t size) {
 PYBIND11_MODULE(MODULE_NAME, module) {
   module.def("run", &run_named);
   module.def("divide", &divide);
-  module.def("tail_fraction", &tail_fraction);
   module.def("poison", &poison);
   module.def("unpoison", &unpoison);
   py::dict tile;  // from the bytes of an element to the elements of a warp's tile

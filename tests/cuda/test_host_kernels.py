@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -110,10 +110,25 @@ CASES = [
     for bits in bits_of(entry, save, dtype)
 ]
 SMOOTH_ACTIVATIONS = [case for case in CASES if not case.entry.is_piecewise_linear]
-all_cases = pytest.mark.parametrize("case", CASES, ids=case_id)
-some_cases = pytest.mark.parametrize(
-    "case", [case for case in CASES if case.entry in SOME], ids=case_id
-)
+
+
+def parametrize(cases: Iterable[Case]) -> pytest.MarkDecorator:
+    """Parametrize by case; those of activations that are not in SOME are slow."""
+    parameters = [case if case.entry in SOME else pytest.param(case, marks=slow) for case in cases]
+    return pytest.mark.parametrize("case", parameters, ids=case_id)
+
+
+all_cases = parametrize(CASES)
+some_cases = parametrize(case for case in CASES if case.entry in SOME)
+
+
+@pytest.fixture
+def host_kernels(
+    request: pytest.FixtureRequest, built_host_kernels: Callable[[str], ModuleType]
+) -> ModuleType:
+    """host_kernels.cpp, compiled for SOME activations, or for all if the test's case needs them."""
+    case = getattr(request.node, "callspec", None) and request.node.callspec.params.get("case")
+    return built_host_kernels("some" if case is None or case.entry in SOME else "all")
 
 
 class Buffer:
@@ -353,14 +368,10 @@ def test_rows_with_gaps(host_kernels: ModuleType, case: Case) -> None:
 
 
 # With fewer bits the recovered x is not exact enough.
-@pytest.mark.parametrize(
-    "case",
-    [
-        case
-        for case in SMOOTH_ACTIVATIONS
-        if case.save == "output" and case.bits >= case.entry.default_bits("output", case.dtype)
-    ],
-    ids=case_id,
+@parametrize(
+    case
+    for case in SMOOTH_ACTIVATIONS
+    if case.save == "output" and case.bits >= case.entry.default_bits("output", case.dtype)
 )
 def test_double_backward(host_kernels: ModuleType, case: Case) -> None:
     dtype, shape = case.dtype, [2 * host_kernels.tile[case.dtype.itemsize] + 43]
@@ -384,7 +395,7 @@ def test_double_backward(host_kernels: ModuleType, case: Case) -> None:
     assert (distance <= scale.abs() * error + 1e-7).all()
 
 
-@pytest.mark.parametrize("case", SMOOTH_ACTIVATIONS, ids=case_id)
+@parametrize(SMOOTH_ACTIVATIONS)
 def test_nonfinite_inputs(host_kernels: ModuleType, case: Case) -> None:
     """NaNs have all bits set, as a GPU writes them: the recovered x must not wrap to a number."""
     x = torch.tensor([torch.nan, torch.inf, -torch.inf] * 8, dtype=case.dtype)
@@ -404,12 +415,10 @@ def test_nonfinite_inputs(host_kernels: ModuleType, case: Case) -> None:
 
 
 NORMALIZED = [Case(entry, "recompute", 0, dtype) for entry in TESTED for dtype in FLOATS]
-every_normalized = pytest.mark.parametrize("case", NORMALIZED, ids=case_id)
-some_normalized = pytest.mark.parametrize(
-    "case", [case for case in NORMALIZED if case.entry in SOME], ids=case_id
-)
+every_normalized = parametrize(NORMALIZED)
+some_normalized = parametrize(case for case in NORMALIZED if case.entry in SOME)
 OF_EACH_DTYPE = [case for case in NORMALIZED if case.entry is LEAKY_RELU]
-each_dtype = pytest.mark.parametrize("case", OF_EACH_DTYPE, ids=case_id)
+each_dtype = parametrize(OF_EACH_DTYPE)
 Dims = tuple[int, ...]
 
 
@@ -725,9 +734,7 @@ def test_infinite_gradients_after_a_norm(host_kernels: ModuleType, case: Case) -
     torch.testing.assert_close(result.tensor.double(), expected, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in NORMALIZED if not case.entry.is_piecewise_linear], ids=case_id
-)
+@parametrize(case for case in NORMALIZED if not case.entry.is_piecewise_linear)
 def test_nonfinite_inputs_after_a_norm(host_kernels: ModuleType, case: Case) -> None:
     x = torch.tensor([torch.nan, torch.inf, -torch.inf] * 99, dtype=case.dtype)
     inputs, result, incoming = (Operand(case.dtype, x.shape, [1]) for _ in range(3))

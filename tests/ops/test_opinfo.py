@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from _support.assertions import assert_gradient, assert_identical, assert_values, unsigned_zeros
-from _support.cases import FLOATS, ONE_OF_EACH, ActivationCase, activation_id
+from _support.cases import (
+    FLOATS,
+    ONE_OF_EACH,
+    ONE_OF_EACH_FUNCTION,
+    ActivationCase,
+    activation_id,
+)
 from _support.marks import slow
 from torch import Tensor
 
@@ -32,6 +38,7 @@ REJECTED = (torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, 
 
 pytestmark = slow
 one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
+each_function = pytest.mark.parametrize("activation", ONE_OF_EACH_FUNCTION, ids=activation_id)
 # Transforms call PyTorch's activation, whatever the save mode.
 each_entry = pytest.mark.parametrize(
     "activation",
@@ -174,7 +181,7 @@ def double_inputs(activation: ActivationCase, device: torch.device) -> list[Tens
     return inputs
 
 
-@one_of_each
+@each_function
 def test_gradcheck(activation: ActivationCase, device: torch.device) -> None:
     def function(x: Tensor) -> Tensor:
         return activation.call(x * 1)
@@ -193,7 +200,7 @@ def test_gradcheck(activation: ActivationCase, device: torch.device) -> None:
         )
 
 
-@one_of_each
+@each_function
 def test_gradgradcheck(activation: ActivationCase, device: torch.device) -> None:
     def function(x: Tensor) -> Tensor:
         return activation.call(x * 1)
@@ -217,7 +224,7 @@ def test_gradgradcheck(activation: ActivationCase, device: torch.device) -> None
                 torch.autograd.gradgradcheck(function, x)
 
 
-@one_of_each
+@each_function
 def test_derivatives_match_pytorch(activation: ActivationCase, device: torch.device) -> None:
     """First and second derivatives equal PyTorch's, in reverse mode and in forward mode."""
     op = activation.reference
