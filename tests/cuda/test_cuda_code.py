@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from _support.marks import readable_id
 
 import inplace_ops
 from inplace_ops import _ops
@@ -296,7 +297,8 @@ def cases() -> list[Case]:
 
 CASES = cases()
 on_each_architecture = pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# The code of both architectures is compiled from one PTX: on sm_80 a few activations suffice.
+CASES_OF_SM_80 = [case for case in CASES if case.activation in (ANY, "leaky_relu", "silu")]
 
 
 @functools.cache
@@ -534,9 +536,12 @@ def test_loads_in_flight_suffice_for_the_bandwidth(architecture: str) -> None:
         assert threads * loads >= BYTES_IN_FLIGHT, kernel
 
 
-@on_each_architecture
-@each_case
-def test_whole_tile_makes_only_expected_accesses(case: Case, architecture: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "case"),
+    [("sm_90", case) for case in CASES] + [("sm_80", case) for case in CASES_OF_SM_80],
+    ids=readable_id,
+)
+def test_whole_tile_makes_only_expected_accesses(architecture: str, case: Case) -> None:
     """The path for a whole tile has the expected global loads and stores: number and width.
 
     It has no accesses to local memory, and no calls.
