@@ -87,6 +87,7 @@ def arguments_of(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     layout: str = "contiguous",
+    shape: tuple[int, ...] = SHAPE,
 ) -> list[object]:
     """Return arguments as the package itself passes them, by the names in the op's schema."""
     arrange, dim_order = LAYOUTS[layout]
@@ -94,7 +95,7 @@ def arguments_of(
     arguments: list[object] = []
     for parameter in op._schema.arguments:
         if parameter.name in FLOATING:
-            arguments.append(arrange(torch.randn(SHAPE, device=device).to(dtype)))
+            arguments.append(arrange(torch.randn(shape, device=device).to(dtype)))
         elif parameter.name == "packed":
             packed = _ops.empty_bits(arguments[0], planes).random_()
             if activation_and_save_of(op)[1] == "derivative":

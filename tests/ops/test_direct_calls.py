@@ -208,6 +208,9 @@ def test_tensors_of_other_shape_or_dtype_are_rejected(
         arguments = arguments_of(op, device)
         arguments[index] = WRONG_FLOATS[wrong](arguments[index])
         assert_rejected(op, arguments, "shape, dtype and device|several devices")
+        if op in _ops.SUM_OPS and wrong != "meta":
+            on_meta = [a.to("meta") if isinstance(a, Tensor) else a for a in arguments]
+            assert_rejected(op, on_meta, "must have one shape and dtype")
 
 
 WRONG_AFFINE = "channel_affine and row_statistics|several devices"

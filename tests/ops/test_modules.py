@@ -188,8 +188,9 @@ def test_saved_bytes_of_an_activation(
     leaf = torch.randn(3, 1000, dtype=dtype, device=device, requires_grad=True)
     output = leaf.numel() * leaf.element_size() if activation.saves_output else 0
     packed = activation.packed_bits[dtype] * leaf.numel() // 8
-    # mean() saves nothing, so the output is saved only if the activation itself saves it.
-    assert saved_bytes(lambda x: activation.call(x.clone()).mean(), leaf) == output + packed
+    for call in (activation.call, activation.module()):
+        # mean() saves nothing, so the output is saved only if the activation itself saves it.
+        assert saved_bytes(lambda x, call=call: call(x.clone()).mean(), leaf) == output + packed
 
 
 @one_of_each
