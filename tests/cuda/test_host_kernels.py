@@ -351,6 +351,7 @@ def check_rows_with_gaps(
         (columns, (0, 2 * count, 2 * count), True),
         (columns, (count, 1, 0), False),
         (columns, (0, count, 3), False),
+        (columns + 1, (count, count, 2 * count), False),
         (columns + 1, (count, count, count - 1), False),
     ):
         strides = [(size + gap, 1) for gap in gaps]
