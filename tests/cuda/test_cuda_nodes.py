@@ -296,7 +296,7 @@ def test_statistics_have_one_value_for_each_row_group_or_channel(
 
 
 @each_case_in_both_formats
-def test_statistics_are_mean_and_inverse_deviation(
+def test_statistics_are_mean_and_rstd(
     name: str, memory_format: torch.memory_format, device: torch.device
 ) -> None:
     case = CASES[name]

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
-import subprocess
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ import pytest
 import torch
 from _support.assertions import assert_identical
 from _support.cases import FLOATS
+from _support.extension import PROJECT, build_cpu_extension, copy_package
 from _support.marks import quick, readable_id, slow
 from _support.op_calls import (
     FLOATING,
@@ -34,7 +32,7 @@ from _support.op_calls import (
     planes_of,
     scale_shift_of,
 )
-from _support.sanitizers import COMPILER, FLAGS, SANITIZE, run_tests, sanitizers
+from _support.sanitizers import FLAGS, SANITIZE, run_tests, sanitizers
 from torch import Tensor
 
 import inplace_ops
@@ -443,22 +441,11 @@ def test_under_sanitizers(tmp_path: Path) -> None:
     if SANITIZE in os.environ:
         assert Path(inplace_ops.__file__).parent == Path.cwd() / "inplace_ops"
     preloaded = sanitizers()
-    source = Path(__file__).parents[2] / "csrc"
+    source = PROJECT / "csrc"
     if not source.exists():
         pytest.skip("needs the sources")
-    from torch.utils.cpp_extension import include_paths, library_paths
-
-    package, package_source = tmp_path / "inplace_ops", Path(inplace_ops.__file__).parent
-    shutil.copytree(package_source, package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    command = [COMPILER, "-std=c++17", "-O0", "-shared", "-fPIC", *FLAGS]
-    command += ["-DTORCH_TARGET_VERSION=0x020b000000000000"]
-    for path in (*include_paths(), sysconfig.get_path("include")):
-        command += ["-isystem", path]
-    command += [str(path) for path in (source / "library.cpp", *source.glob("cpu/*.cpp"))]
-    for path in library_paths():
-        command += [f"-L{path}", f"-Wl,-rpath,{path}"]
-    command += ["-lc10", "-ltorch_cpu", "-ltorch", "-o", str(package / "_C.abi3.so")]
-    subprocess.run(command, check=True)
+    package = copy_package(Path(inplace_ops.__file__).parent, tmp_path)
+    build_cpu_extension(source, package, *FLAGS)
 
     names = ("test_direct_calls.py", "test_values.py", "test_fuzz.py")
     files = [str(Path(__file__).with_name(name)) for name in names]
