@@ -46,13 +46,14 @@ HOST_DEVICE float saturate(float x) {
 #endif
 }
 
-// Returns exp(x) in float. On the host, x = n ln 2 + r, and exp(r) is a Chebyshev fit on
+// Returns exp(x) in float. On the host, x = n ln 2 + r, and exp(r) is a minimax fit on
 // |r| <= ln(2) / 2. The largest error is 1.5 ulp. Subnormal results are 0.
 HOST_DEVICE float exp_of(float x) {
 #ifdef INPLACE_OPS_HARDWARE
   return hardware::exp(x);
 #else
-  constexpr float c[] = {0.5f, 0.1666657685f, 0.04166655444f, 0.008363202972f, 0.001392621347f};
+  // tools/fit_inverse.py: exp
+  constexpr float c[] = {0.49999994f, 0.16666523f, 0.041668292f, 0.008368532f, 0.0013818296f};
   constexpr float round_to_int = 12582912.0f;  // 1.5 * 2^23
   const float shifted = x * 1.44269504f + round_to_int;
   const uint32_t n = bit_cast<uint32_t>(shifted) - bit_cast<uint32_t>(round_to_int);
@@ -81,9 +82,9 @@ HOST_DEVICE float approx_log(float x) {
 #ifdef INPLACE_OPS_HARDWARE
   return hardware::log2(x) * 0.693147181f;
 #else
-  constexpr float c[] = {0.3333333118f,  -0.2499999696f, 0.2000071575f,
-                         -0.1666780232f, 0.1424905765f,  -0.1242568733f,
-                         0.1168541992f,  -0.1147973385f, 0.06971611471f};
+  // tools/fit_inverse.py: log
+  constexpr float c[] = {0.33333313f,   -0.2500001f,  0.20002072f,   -0.1666799f, 0.14220363f,
+                         -0.124062076f, 0.118834704f, -0.116701916f, 0.06749554f};
   const uint32_t pattern = bit_cast<uint32_t>(x);  // unsigned: the sums below wrap if x is negative
   // x = 2^n (1 + f), 1 + f in [sqrt(1/2), sqrt(2))
   const int32_t n = int32_t(pattern - 0x3f3504f3u) >> 23;

@@ -38,6 +38,9 @@
 //
 // In the tail region, the rest of the domain, each activation has another estimate.
 //
+// tools/fit_inverse.py makes the fits and the constants. A comment with its name and that of the
+// numbers marks each array.
+//
 // An activation's entry A (activations/*.h) has the formulas and fits. With T the storage format
 // and C = opmath_t<T>, it defines
 //

@@ -87,13 +87,15 @@ struct GELU : GELUBase<GELU<T>, T> {
     const float t = approx_reciprocal(1.0f + 0.325f * magnitude);
     float ratio;
     if constexpr (sizeof(T) == 2) {
-      constexpr float c[] = {0.129656151f,  0.129672304f,  0.115501061f,  0.0935324654f,
-                             0.0259994678f, 0.0853795484f, -0.113573715f, 0.0338330045f};
+      // tools/fit_inverse.py: gelu.mills.16
+      constexpr float c[] = {0.1296886f,  0.12913297f, 0.11907153f,  0.081251904f,
+                             0.04986533f, 0.05899051f, -0.09810295f, 0.03010231f};
       ratio = t * polynomial(c, t);
     } else {
-      constexpr float c[] = {0.12965624f,   0.129656941f,    0.115954056f,  0.0884521753f,
-                             0.0542171672f, -0.00180616253f, 0.0433624014f, -0.129656389f,
-                             0.091301091f,  -0.0211375356f};
+      // tools/fit_inverse.py: gelu.mills.32
+      constexpr float c[] = {0.12964503f,  0.12991041f,  0.11353519f,  0.10121455f,
+                             0.013119178f, 0.082214445f, -0.06608949f, -0.041711308f,
+                             0.051602077f, -0.013440093f};
       ratio = t * polynomial(c, t);
     }
     const float below = e * ratio;
@@ -125,7 +127,8 @@ struct GELU : GELUBase<GELU<T>, T> {
   HOST_DEVICE static C value(C x) {
     const C value = x * point(x).gate;
     if constexpr (sizeof(T) == 2) return value;
-    constexpr C c[] = {C(0.21574699615702345), C(0.12942832766351733), C(-0.004549919899667772)};
+    // tools/fit_inverse.py: gelu.value
+    constexpr C c[] = {C(0.21574699615702345), C(0.12942832766351733), C(-0.004549919099667772)};
     return value_near_minimum<GELU>(x, c, value);
   }
 
@@ -141,22 +144,24 @@ struct GELU : GELUBase<GELU<T>, T> {
   static constexpr double kLowestX = -37.5;
 
   // Minimax fits, in ascending powers. Their errors are, in
-  // - 16 bits (divided or multiplied by kPatternScale): at most 0.6% of x, and 3e-4 for
-  //   |x - x_min| < 0.2. Elsewhere they change the derivative by at most 2e-4, and for inputs from
-  //   N(0, 1) these changes add up to 0;
-  // - float: at most 0.5% of x. Around the minimum they change the derivative by at most 4e-7.
+  // - 16 bits (divided or multiplied by kPatternScale): at most 0.5% of x, and 3e-4 for
+  //   |x - x_min| < 0.2. They change the derivative by at most 1.6e-4, and for inputs from N(0, 1)
+  //   by less than 1e-8 on average;
+  // - float: at most 0.4% of x. Around the minimum they change the derivative by at most 3e-7.
 
   // Returns the gate as a polynomial in signed_root.
   HOST_DEVICE static float gate_fit(float root) {
     if constexpr (sizeof(T) == 2) {
       constexpr float scale = 1.0f / kPatternScale<T>;
-      constexpr float c[] = {scale * 0.226018429f,  scale * 1.22165871f, scale * 0.17926836f,
-                             scale * -0.194086984f, scale * -1.1362431f, scale * 0.699624717f};
+      // tools/fit_inverse.py: gelu.gate.16
+      constexpr float c[] = {scale * 0.22601849f,  scale * 1.2216526f,  scale * 0.17934726f,
+                             scale * -0.19435078f, scale * -1.1359546f, scale * 0.6995422f};
       return polynomial(c, root);
     } else {
-      constexpr float c[] = {0.595097482f, 1.17982531f,  -0.417321295f, -0.975559056f,
-                             -0.66989857f, 0.868455827f, 6.52997017f,   0.0975300968f,
-                             -20.1099205f, -5.87435913f, 26.8010864f};
+      // tools/fit_inverse.py: gelu.gate.32
+      constexpr float c[] = {0.59488964f, 1.1782671f, -0.41224355f, -0.9076962f,
+                             -0.5724514f, 0.3540801f, 5.239841f,    1.3071747f,
+                             -15.556183f, -6.542026f, 21.649971f};
       return polynomial(c, root - 0.3f);
     }
   }
@@ -164,19 +169,22 @@ struct GELU : GELUBase<GELU<T>, T> {
   // Returns x on the left as a polynomial in v.
   HOST_DEVICE static float left_estimate(float v) {
     constexpr float scale = kPatternScale<T>;
-    constexpr float c[] = {scale * -0.751497805f, scale * -0.891546488f,   scale * -0.222721845f,
-                           scale * 0.0525299348f, scale * -0.00597023172f, scale * 0.000251983758f};
+    // tools/fit_inverse.py: gelu.left.16
+    constexpr float c[] = {scale * -0.75149727f, scale * -0.8915832f,   scale * -0.22252864f,
+                           scale * 0.052357722f, scale * -0.005928019f, scale * 0.00024904034f};
     return polynomial(c, v);
   }
 
   // Returns 1 / |x| as a polynomial in w = 1 / (v + 2) - 0.234375, for x < -1.9.
   HOST_DEVICE static float reciprocal_estimate(float w) {
-    constexpr float c[] = {0.290630817f, 2.04722548f,  4.94145012f, 7.6779232f,
-                           4.10023975f,  -10.3376017f, -18.8686924f};
+    // tools/fit_inverse.py: gelu.tail
+    constexpr float c[] = {0.2906308f, 2.0472255f,  4.9414606f, 7.6779943f,
+                           4.0993857f, -10.346663f, -18.889183f};
     return polynomial(c, w);
   }
 
   HOST_DEVICE static double inverse(double y, bool left) {
+    // tools/fit_inverse.py: gelu.inverse
     constexpr double series[] = {kMinimumX,           2.1529186559712192,  -1.390304180188793,
                                  2.349787534087325,   -3.9107846087024516, 7.343514648211575,
                                  -14.369409413840508, 29.154667467586965,  -60.61556930221705,
@@ -245,6 +253,7 @@ struct GELUTanh : GELUBase<GELUTanh<T>, T> {
   HOST_DEVICE static C value(C x) {
     const C value = x * point(x).gate;
     if constexpr (sizeof(T) == 2) return value;
+    // tools/fit_inverse.py: gelu_tanh.value
     constexpr C c[] = {C(0.21520004551242924), C(0.12917281537859632), C(-0.003945713380462007)};
     return value_near_minimum<GELUTanh>(x, c, value);
   }
@@ -263,22 +272,24 @@ struct GELUTanh : GELUBase<GELUTanh<T>, T> {
   static constexpr double kLowestX = -20.6;
 
   // Minimax fits, in ascending powers. Their errors are, in
-  // - 16 bits (divided or multiplied by kPatternScale): at most 0.6% of x, and 3e-4 for
-  //   |x - x_min| < 0.2. Elsewhere they change the derivative by at most 2e-4, and for inputs from
-  //   N(0, 1) these changes add up to 0;
-  // - float: at most 0.5% of x. Around the minimum they change the derivative by at most 4e-7.
+  // - 16 bits (divided or multiplied by kPatternScale): at most 0.5% of x, and 3e-4 for
+  //   |x - x_min| < 0.2. They change the derivative by at most 1.6e-4, and for inputs from N(0, 1)
+  //   by less than 1e-8 on average;
+  // - float: at most 0.4% of x. Around the minimum they change the derivative by at most 3e-7.
 
   // Returns the gate as a polynomial in signed_root.
   HOST_DEVICE static float gate_fit(float root) {
     if constexpr (sizeof(T) == 2) {
       constexpr float scale = 1.0f / kPatternScale<T>;
-      constexpr float c[] = {scale * 0.225911707f,  scale * 1.22123349f,  scale * 0.187798828f,
-                             scale * -0.226591244f, scale * -1.09238589f, scale * 0.680427074f};
+      // tools/fit_inverse.py: gelu_tanh.gate.16
+      constexpr float c[] = {scale * 0.22591169f,  scale * 1.2212355f, scale * 0.18775806f,
+                             scale * -0.22642505f, scale * -1.092648f, scale * 0.68057144f};
       return polynomial(c, root);
     } else {
-      constexpr float c[] = {0.595046103f,  1.17972982f,  -0.419191837f, -0.972491145f,
-                             -0.645161152f, 0.850956798f, 6.38530588f,   0.0892590955f,
-                             -19.6187763f,  -5.74822807f, 26.1371155f};
+      // tools/fit_inverse.py: gelu_tanh.gate.32
+      constexpr float c[] = {0.59484094f,  1.1781892f,  -0.4142143f, -0.90560627f,
+                             -0.54853684f, 0.34600395f, 5.1140556f,  1.271644f,
+                             -15.143311f,  -6.3953123f, 21.081524f};
       return polynomial(c, root - 0.3f);
     }
   }
@@ -286,19 +297,22 @@ struct GELUTanh : GELUBase<GELUTanh<T>, T> {
   // Returns x on the left as a polynomial in v.
   HOST_DEVICE static float left_estimate(float v) {
     constexpr float scale = kPatternScale<T>;
-    constexpr float c[] = {scale * -0.7522102f,   scale * -0.88961643f,    scale * -0.238936812f,
-                           scale * 0.0681210309f, scale * -0.00734747853f, scale * 0.000283151865f};
+    // tools/fit_inverse.py: gelu_tanh.left.16
+    constexpr float c[] = {scale * -0.75224274f, scale * -0.8893085f,  scale * -0.24012245f,
+                           scale * 0.06904872f,  scale * -0.00755049f, scale * 0.00029610362f};
     return polynomial(c, v);
   }
 
   // Returns 1 / |x| as a polynomial in w = 1 / (v + 2) - 0.234375, for x < -1.9.
   HOST_DEVICE static float reciprocal_estimate(float w) {
-    constexpr float c[] = {0.296372712f, 1.94057369f, 5.4534359f, 8.9122839f,
-                           -13.8807611f, -28.137949f, 324.65744f, 1246.45239f};
+    // tools/fit_inverse.py: gelu_tanh.tail
+    constexpr float c[] = {0.2963727f, 1.9405738f, 5.4534297f, 8.9121275f,
+                           -13.8787f,  -28.10819f, 324.50116f, 1244.7853f};
     return polynomial(c, w);
   }
 
   HOST_DEVICE static double inverse(double y, bool left) {
+    // tools/fit_inverse.py: gelu_tanh.inverse
     constexpr double series[] = {kMinimumX,           2.155652839847732,  -1.3946216792082275,
                                  2.3474930110650605,  -3.882985943299949, 7.250881506215288,
                                  -14.118830664989263, 28.52769290571453,  -59.09836351828019,

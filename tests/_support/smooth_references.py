@@ -97,7 +97,7 @@ def _hardswish_derivative(x: Tensor) -> Tensor:
 SMOOTH_ACTIVATIONS = (
     SmoothActivation(
         SILU,
-        -1.2784645427610738,
+        -1.2784645427610737,
         lambda x: x * torch.sigmoid(x),
         silu_derivative,
         {torch.float16: -20.125, torch.bfloat16: -89.0},
