@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from selection import exhaustive
-from smooth_activations import CPU, HALVES, all_finite
+from _support.marks import slow
+from _support.smooth_references import CPU, HALVES, all_finite
 from torch import Tensor
 
-PROJECT = Path(__file__).parents[1]
+PROJECT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def test_committed_numbers_are_right(name: str) -> None:
     assert main(["--check", "--only", name]) == 0
 
 
-@exhaustive
+@slow
 def test_all_committed_numbers_are_right() -> None:
     from fit_inverse import main
 
