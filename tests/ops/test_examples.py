@@ -6,7 +6,7 @@ the comments next to it. Each example calls
 - an op of `inplace_ops._ops`, which overwrites its argument and returns the packed bits;
 - the public function, whose autograd node saves those bits, and whose gradient is PyTorch's.
 
-Packed bits (csrc/packed_bits.h): k bits per element of a tensor, in k bit planes, as a uint8 tensor
+Packed bits (csrc/bit_planes.h): k bits per element of a tensor, in k bit planes, as a uint8 tensor
 of shape (k, ceil(elements / 8)). Byte g of plane i has bit i of the elements 8g to 8g + 7. A binary
 literal reads from right to left: its last digit belongs to element 8g. Unused bits are 0.
 """
