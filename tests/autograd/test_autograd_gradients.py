@@ -25,6 +25,7 @@ from _support.cases import (
 from _support.layouts import VIEW_PROGRAMS
 from _support.marks import quick, readable_id
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,6 +40,25 @@ def away_from_zero(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Return float64 values away from the kink at 0, where finite differences are wrong."""
     sign = torch.where(torch.rand(shape, device=device) < 0.5, -1.0, 1.0)
     return ((0.1 + 3 * torch.rand(shape, device=device)) * sign).double().requires_grad_()
+
+
+@each_function
+def test_backward_passes_on_forward_mode_tangents(
+    activation: ActivationCase, device: torch.device
+) -> None:
+    """Backward is linear: its tangent is backward of the incoming gradient's tangent."""
+    leaf = torch.randn(9, dtype=torch.float64, device=device, requires_grad=True)
+    incoming, tangent = (torch.rand(9, dtype=torch.float64, device=device) for _ in range(2))
+    y = activation.call(leaf.clone())
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(incoming, tangent)
+        (actual,) = map(forward_ad.unpack_dual, torch.autograd.grad(y, leaf, dual))
+        assert_gradient(
+            activation, actual.primal, gradient(activation.reference, leaf, incoming), 1.0
+        )
+        assert_gradient(
+            activation, actual.tangent, gradient(activation.reference, leaf, tangent), 1.0
+        )
 
 
 @pytest.mark.parametrize(
