@@ -95,12 +95,6 @@ class Activation:
         """
         return 0 if save == "recompute" else self.ops.default_bits[save].get(dtype, 8)
 
-    def is_exact(self, save: Save, dtype: torch.dtype, bits: int) -> bool:
-        """Whether backward computes the derivative from the exact input."""
-        if save == "output":
-            return self.is_piecewise_linear or self.output_errors.get(dtype, {}).get(bits) == 0
-        return save in ("mask", "recompute")
-
     def derivative_error(self, save: Save, dtype: torch.dtype, bits: int) -> float | None:
         """Return the largest absolute error of the derivative, or None.
 
