@@ -388,8 +388,14 @@ def test_argument_with_a_graph_of_another_thread_is_not_modified() -> None:
     outer = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.SiLU())
     twin, x = converted_twin(Program(lambda m, z: m.conv(m.silu(z)))), images()
 
-    given = in_a_thread(lambda: F.silu(outer(x)))
-    output = in_a_thread(lambda: twin(given))
+    given = in_a_thread(lambda: F.silu(outer(x)))  # made by nodes 0 to 3
+
+    def call() -> Tensor:
+        for _ in range(3):
+            torch.ones(2, requires_grad=True) * 2
+        return twin(given)  # creates nodes from 3 on
+
+    output = in_a_thread(call)
     assert len(recomputed(output)) >= 1
     assert given.grad_fn._raw_saved_self.unpack_hook is None
     assert not any("inplace_ops" in str(key) for key in given.grad_fn.metadata)

@@ -56,7 +56,7 @@ OUTPUTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "MulBackward0": lambda m, z: z * m.scale,
     "AddBackward0": lambda m, z: torch.add(z, m.silu(z), alpha=0.4),
     "SubBackward0": lambda m, z: torch.sub(m.silu(z), z, alpha=0.4),
-    "CatBackward0": lambda m, z: torch.cat([z, m.silu(z)], -3)[:, 3 : 3 + C],
+    "CatBackward0": lambda m, z: torch.cat([z, m.silu(z)], -2)[:, :, 4:12],
     "StackBackward0": lambda m, z: torch.stack([z, m.silu(z)], -4)[1],
     "ToCopyBackward0": lambda m, z: z.to(torch.bfloat16),
     "CloneBackward0": lambda m, z: z.clone(),
