@@ -28,7 +28,7 @@ INSTALL := $(VENV)/bin/pip install --no-compile
 
 .PHONY: demo test models wheels tables lint format clean
 
-demo: $(or $(wildcard $(INSTALLED)),$(DEMO_INSTALLED))
+demo: $(DEMO_INSTALLED)
 	$(VENV)/bin/python examples/demo.py
 
 test: $(INSTALLED)
@@ -69,6 +69,7 @@ $(INSTALLED): $(TORCH_INSTALLED) $(SOURCES)
 
 # The environment decides what is built, if it says so: see docs/building.md.
 $(DEMO_INSTALLED): $(TORCH_INSTALLED) $(SOURCES)
+	if [ -e $(INSTALLED) ]; then $(MAKE) $(INSTALLED); exit; fi; \
 	if [ -z "$$FORCE_CPU$$FORCE_CUDA$$TORCH_CUDA_ARCH_LIST" ]; then \
 	  if $(VENV)/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
 	  then export TORCH_CUDA_ARCH_LIST=native; else export FORCE_CPU=1; fi; \
@@ -76,4 +77,4 @@ $(DEMO_INSTALLED): $(TORCH_INSTALLED) $(SOURCES)
 	touch $@
 
 clean:
-	rm -rf build dist *.egg-info inplace_ops/*.so $(INSTALLED) $(DEMO_INSTALLED)
+	rm -rf build dist *.egg-info inplace_ops/*.so $(TORCH_INSTALLED) $(INSTALLED) $(DEMO_INSTALLED)

@@ -31,6 +31,7 @@ inline bool elements_overlap(const Tensor& x) {
     largest_offset += stride * (size - 1);
   }
   if (!may_overlap) return false;
+  if (x.numel() > largest_offset + 1) return true;  // more elements than addresses
   // Elsewhere, look for an offset that occurs twice.
   const StridedLayout strided = strided_layout_of(std::nullopt, {&x});
   std::vector<bool> is_taken(largest_offset + 1);

@@ -51,6 +51,9 @@ DisableTorchFunction = torch._C.DisableTorchFunction
 # Raises in a fake kernel; with a symbolic condition it adds a guard.
 check = torch._check
 
+# The set of a tensor's dispatch keys, of which `raw_repr()` is a number.
+dispatch_keys = torch._C._dispatch_keys
+
 # The base classes of batch and instance norms of all dimensions.
 BatchNorm = nn.modules.batchnorm._BatchNorm
 InstanceNorm = nn.modules.instancenorm._InstanceNorm
@@ -147,18 +150,13 @@ def creation_meta(view: Tensor) -> str:
 # Tensors and memory.
 
 
-def dispatch_keys(tensor: Tensor) -> int:
-    """Return the set of a tensor's dispatch keys, as a number."""
-    return torch._C._dispatch_keys(tensor).raw_repr()
-
-
 def has_torch_dispatch(tensor: Tensor) -> bool:
     """Whether the tensor's type has a `__torch_dispatch__`, which sees every operation."""
     return type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
 def is_functional_or_zero(tensor: Tensor) -> bool:
-    """Whether functionalization has wrapped the tensor, or it is a zero without memory."""
+    """Whether the tensor is wrapped by functionalization, or is a ZeroTensor."""
     return torch._is_functional_tensor(tensor) or tensor._is_zerotensor()
 
 
@@ -273,5 +271,5 @@ def forward_pre_hooks(module: nn.Module) -> MutableMapping[int, Any]:
 
 
 def has_global_forward_hooks() -> bool:
-    """Whether hooks run before each module's own forward hooks."""
+    """Whether forward hooks of all modules are registered; they run before a module's own."""
     return bool(torch.nn.modules.module._global_forward_hooks)

@@ -34,7 +34,7 @@ class Activation:
         torch_inplace: PyTorch's in-place function; None if there is none.
         torch_backward: PyTorch's backward as a function of the incoming gradient, the output and
             the scalar arguments, if PyTorch's in-place function saves its output. None if it saves
-            a clone of its input.
+            a clone of its input, and if there is none.
         ops: The compiled ops.
         aten: The name in torch.ops.aten of the operation that PyTorch's function calls, and its
             first scalar arguments; empty if the operation has the function's name.

@@ -57,7 +57,7 @@ from ._torch_private import (
     running_node,
     running_pass,
 )
-from .activations import ACTIVATIONS, LEAKY_RELU, RELU, SILU, Activation, Save
+from .activations import ACTIVATIONS, Activation, Save
 
 
 def run_backward(
@@ -389,7 +389,8 @@ def _functions_of(activation: Activation) -> Iterator[type[_InPlaceFunction]]:
         bases = {"Function": OutputFunction, "DerivativeFunction": DerivativeFunction}
     for suffix, base in bases.items():
         attributes = {"__doc__": base.__doc__, "__module__": __name__, "activation": activation}
-        yield type(f"{activation.name}{suffix}", (base,), attributes)
+        variant = "".join(v.capitalize() for v in activation.variant.values() if v != "none")
+        yield type(f"{activation.name}{variant}{suffix}", (base,), attributes)
 
 
 FUNCTIONS: Mapping[tuple[Activation, Save], type[_InPlaceFunction]] = {
@@ -398,9 +399,8 @@ FUNCTIONS: Mapping[tuple[Activation, Save], type[_InPlaceFunction]] = {
     for function in _functions_of(activation)
     for save in function.save_modes
 }
-ReLUFunction = FUNCTIONS[RELU, "mask"]
-LeakyReLUFunction = FUNCTIONS[LEAKY_RELU, "mask"]
-SiLUFunction = FUNCTIONS[SILU, "output"]
+# ReLUFunction, LeakyReLUFunction, SiLUFunction and the others: pickle finds a class by its name.
+globals().update({function.__name__: function for function in FUNCTIONS.values()})
 
 
 class Applied(NamedTuple):

@@ -53,10 +53,10 @@ class _InPlaceModule(nn.Module):
     life of a model.
 
     Attributes:
-        _row: The activation's row in the table of activations; of GELU the default form's.
+        _default_activation: The activation, from the table; of GELU its default form.
     """
 
-    _row: ClassVar[Activation]
+    _default_activation: ClassVar[Activation]
     if TYPE_CHECKING:
         inplace: bool
         save: Any
@@ -86,7 +86,7 @@ class _InPlaceModule(nn.Module):
 
     def _activation(self) -> Activation:
         """Return the activation that this module computes."""
-        return self._row
+        return self._default_activation
 
     def _after_norm(self, input: Tensor) -> Tensor:
         """Apply the in-place activation with save="recompute", after a norm or not."""
@@ -103,7 +103,7 @@ class _InPlaceModule(nn.Module):
         """Return the parent's arguments, and `save` and `bits` if they are not the defaults."""
         save, bits = vars(self)["save"], vars(self).get("bits")
         parts = [super().extra_repr()]
-        if save != self._row.save_modes[0]:
+        if save != self._default_activation.save_modes[0]:
             parts.append(f"save={save!r}")
         if bits is not None:
             parts.append(f"bits={bits}")
@@ -114,7 +114,7 @@ class _MaskModule(_InPlaceModule):
     """Base class of the piecewise-linear modules without scalar arguments."""
 
     def __init__(self, inplace: bool = True, *, save: MaskSave = "mask") -> None:
-        check_save(self._row, save)
+        check_save(self._default_activation, save)
         super().__init__(inplace)
         self.save = save
 
@@ -125,8 +125,8 @@ class _OutputModule(_InPlaceModule):
     def __init__(
         self, inplace: bool = True, *, save: OutputSave = "output", bits: int | None = None
     ) -> None:
-        check_save(self._row, save)
-        check_bits(self._row.name, save, bits)
+        check_save(self._default_activation, save)
+        check_bits(self._default_activation.name, save, bits)
         super().__init__(inplace)
         self.save = save
         self.bits = bits
@@ -142,7 +142,7 @@ class ReLU(_MaskModule, nn.ReLU):
     Shape: any. The output is the input itself.
     """
 
-    _row = activations.RELU
+    _default_activation = activations.RELU
 
     def _torch(self, input: Tensor, inplace: bool) -> Tensor:
         return F.relu(input, inplace)
@@ -162,7 +162,7 @@ class LeakyReLU(_InPlaceModule, nn.LeakyReLU):
     Shape: any. The output is the input itself.
     """
 
-    _row = activations.LEAKY_RELU
+    _default_activation = activations.LEAKY_RELU
 
     def __init__(
         self, negative_slope: float = 0.01, inplace: bool = True, *, save: MaskSave = "mask"
@@ -188,7 +188,7 @@ class ReLU6(_MaskModule, nn.ReLU6):
     Shape: any. The output is the input itself.
     """
 
-    _row = activations.RELU6
+    _default_activation = activations.RELU6
 
     def _torch(self, input: Tensor, inplace: bool) -> Tensor:
         return F.relu6(input, inplace)
@@ -208,7 +208,7 @@ class SiLU(_OutputModule, nn.SiLU):
     Shape: any. The output is the input itself.
     """
 
-    _row = activations.SILU
+    _default_activation = activations.SILU
 
     def _torch(self, input: Tensor, inplace: bool) -> Tensor:
         return F.silu(input, inplace)
@@ -230,7 +230,7 @@ class GELU(_InPlaceModule, nn.GELU):
     """
 
     __constants__ = ["approximate", "inplace"]  # noqa: RUF012  # for torch.jit.script
-    _row = activations.GELU
+    _default_activation = activations.GELU
 
     def __init__(
         self,
@@ -275,7 +275,7 @@ class Hardswish(_OutputModule, nn.Hardswish):
     Shape: any. The output is the input itself.
     """
 
-    _row = activations.HARDSWISH
+    _default_activation = activations.HARDSWISH
 
     def _torch(self, input: Tensor, inplace: bool) -> Tensor:
         return F.hardswish(input, inplace)
@@ -295,7 +295,7 @@ class Mish(_OutputModule, nn.Mish):
     Shape: any. The output is the input itself.
     """
 
-    _row = activations.MISH
+    _default_activation = activations.MISH
 
     def _torch(self, input: Tensor, inplace: bool) -> Tensor:
         return F.mish(input, inplace)

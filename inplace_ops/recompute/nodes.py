@@ -133,7 +133,7 @@ def producers(node: Node) -> tuple[tuple[Node, int], ...]:
 
 def autograd_leaf_of(node: Node) -> Tensor | None:
     """Return the tensor of an AccumulateGrad node; None of other nodes."""
-    return node.variable if is_named(node, ACCUMULATE_GRAD) else None
+    return node.variable if type(node).__name__ == ACCUMULATE_GRAD else None
 
 
 def is_cast_of_autograd_leaf(node: Node) -> bool:
@@ -296,7 +296,7 @@ def is_plain(tensor: Tensor) -> bool:
     tensors of tracers, functorch and functionalization are not. Each of these has its own dispatch
     key, so all tensors of one type with the same set of dispatch keys have the same answer.
     """
-    type_and_keys = type(tensor), dispatch_keys(tensor)
+    type_and_keys = type(tensor), dispatch_keys(tensor).raw_repr()
     plain = _is_plain.get(type_and_keys)
     if plain is None:
         plain = _is_plain[type_and_keys] = _looks_plain(tensor)
