@@ -115,7 +115,7 @@ def _op_variants(entry: Activation) -> list[OpVariant]:
     found = [OpVariant(OUT_OF_PLACE, partial(entry.torch_function, **scalars))]
     if entry.torch_inplace:
         # Where backward needs the input, PyTorch clones it.
-        forward_tensors = 4 if entry.torch_saves == "input" else 2
+        forward_tensors = 2 if entry.torch_saves_output else 4
         in_place = partial(entry.torch_inplace, **scalars)
         found.append(OpVariant(IN_PLACE, in_place, forward_tensors=forward_tensors))
     for save in entry.save_modes:
