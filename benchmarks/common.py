@@ -237,12 +237,10 @@ def exact_convolutions() -> Iterator[None]:
     TF32 has 10 bits of mantissa. With it, a difference in the last bit before a convolution is a
     thousand times as large after it. Steps are timed with TF32, PyTorch's default.
     """
-    allowed = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    try:
+    cudnn = torch.backends.cudnn
+    kept = {name: getattr(cudnn, name) for name in ("enabled", "benchmark", "deterministic")}
+    with cudnn.flags(**kept, allow_tf32=False):
         yield
-    finally:
-        torch.backends.cudnn.allow_tf32 = allowed
 
 
 class Clock:

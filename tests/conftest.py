@@ -116,11 +116,10 @@ def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def _deterministic_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+def _deterministic_cudnn() -> Iterator[None]:
     """Let two runs of a model have equal gradients, and do not round products to TF32's 10 bits."""
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+        yield
 
 
 @pytest.fixture

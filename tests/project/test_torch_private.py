@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.testing._internal.two_tensor import TwoTensor
 
 import inplace_ops
 from inplace_ops import _torch_private as private
@@ -42,6 +41,25 @@ def checks(*names: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
 
 def leaf(*shape: int) -> Tensor:
     return torch.randn(shape, requires_grad=True)
+
+
+class Wrapper(Tensor):
+    """A tensor that consists of another one, and sees every operation."""
+
+    @staticmethod
+    def __new__(cls, part: Tensor) -> Wrapper:
+        return Tensor._make_wrapper_subclass(cls, part.shape, dtype=part.dtype)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["part"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, *arguments: Any) -> Any:
+        raise NotImplementedError
+
+    @staticmethod
+    def __tensor_unflatten__(*arguments: Any) -> Tensor:
+        raise NotImplementedError
 
 
 def recorded_by_hook(read: Callable[[], Any]) -> Any:
@@ -260,7 +278,7 @@ def check_dispatch_keys() -> None:
 @checks("has_torch_dispatch")
 def check_torch_dispatch() -> None:
     x = torch.randn(2)
-    assert private.has_torch_dispatch(TwoTensor(x, x))
+    assert private.has_torch_dispatch(Wrapper(x))
     assert not private.has_torch_dispatch(x)
     assert not private.has_torch_dispatch(nn.Parameter(x))
 
@@ -268,7 +286,7 @@ def check_torch_dispatch() -> None:
 @checks("is_traceable_wrapper_subclass")
 def check_flattened_subclass() -> None:
     x = torch.randn(2)
-    assert private.is_traceable_wrapper_subclass(TwoTensor(x, x))
+    assert private.is_traceable_wrapper_subclass(Wrapper(x))
     assert not private.is_traceable_wrapper_subclass(x)
 
 
