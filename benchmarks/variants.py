@@ -339,7 +339,9 @@ class Expected(NamedTuple):
 
     Attributes:
         results: Outputs and gradients.
-        rounding: Their distances from the same in float64.
+        rounding: How far rounding moves them: the largest distance from the same in float64, and
+            with weights off by a rounding. A deep network amplifies roundings, so that a single
+            distance may be small by luck.
         zero: Names of gradients that are nothing but rounding, for example the gradient of a norm's
             bias before a convolution and another norm.
     """
@@ -355,12 +357,30 @@ def expected_of(step: Step) -> Expected:
     double = Step(
         NetworkVariant("float64", model, model), x.double() if x.is_floating_point() else x
     )
+    perturbed = [_perturbed(step, seed) for seed in range(2)]
     with exact_convolutions():
-        found, exact = step.results(), double.results()
+        found, exact, *others = (s.results() for s in (step, double, *perturbed))
     tops = {name: t.abs().max().item() for name, t in exact["gradients"].items()}
     zero = {name for name, top in tops.items() if top < 1e-9 * max(tops.values())}
-    rounding = {part: distance(found[part], exact[part], zero) for part in found}
+    rounding = {}
+    for part, results in found.items():
+        overall, largest = zip(
+            *(distance(results, other[part], zero) for other in (exact, *others)), strict=True
+        )
+        largest = {name: max(of[name] for of in largest) for name in largest[0]}
+        rounding[part] = Distance(max(overall), largest)
     return Expected(found, rounding, zero)
+
+
+def _perturbed(step: Step, seed: int) -> Step:
+    """Return a step whose float32 weights are off by a rounding."""
+    model, generator = copy.deepcopy(step.variant.model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dtype is torch.float32:
+                signs = torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1
+                weight.mul_(1 + 2**-23 * signs.to(weight.device))
+    return step._replace(variant=NetworkVariant("perturbed", model, model))
 
 
 def verify_step(step: Step, expected: Expected, at_most: float = math.inf) -> float:
