@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -179,3 +180,8 @@ def activation_id(activation: ActivationCase) -> str:
 def call_id(function: Callable[..., object], arguments: Mapping[str, object]) -> str:
     given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     return f"{function.__name__}({given})"
+
+
+all_activations = pytest.mark.parametrize("activation", ACTIVATIONS, ids=activation_id)
+one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
+all_floats = pytest.mark.parametrize("dtype", FLOATS)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from _support.cases import ONE_OF_EACH, ActivationCase
+from _support.cases import ONE_OF_EACH, ActivationCase, activation_id
 
 Call = Callable[[Tensor], Tensor]
 
@@ -197,3 +198,8 @@ def rounding(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a bound of the error of rounding a value to a dtype, subnormal values included."""
     finfo = torch.finfo(dtype)
     return 0.501 * finfo.eps * value.abs().clamp(min=finfo.smallest_normal)
+
+
+each_activation = pytest.mark.parametrize("activation", ROWS, ids=activation_id)
+both_kinds = pytest.mark.parametrize("activation", [PIECEWISE, SMOOTH], ids=["piecewise", "smooth"])
+one_of_each_norm = pytest.mark.parametrize("name", ONE_OF_EACH_NORM)

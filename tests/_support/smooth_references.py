@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -210,3 +211,9 @@ def inputs_of(smooth: SmoothActivation, dtype: torch.dtype, device: torch.device
     if dtype in HALVES:
         return all_finite(dtype, device)
     return dense(dtype, device, smooth.minimum)
+
+
+SILU = SMOOTH_ACTIVATIONS[0]
+all_smooth = pytest.mark.parametrize(
+    "smooth", SMOOTH_ACTIVATIONS, ids=[smooth.name for smooth in SMOOTH_ACTIVATIONS]
+)

@@ -21,6 +21,7 @@ from _support.cases import (
     SAVE_MODES,
     ActivationCase,
     activation_id,
+    one_of_each,
 )
 from _support.layouts import VIEW_PROGRAMS
 from _support.marks import quick, readable_id
@@ -32,7 +33,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import inplace_ops
 from inplace_ops import _ops
 
-one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
 each_function = pytest.mark.parametrize("activation", ONE_OF_EACH_FUNCTION, ids=activation_id)
 
 

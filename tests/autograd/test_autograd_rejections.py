@@ -17,6 +17,7 @@ from _support.cases import (
     ActivationCase,
     activation_id,
     call_id,
+    one_of_each,
 )
 from _support.marks import readable_id
 from torch import Tensor, nn
@@ -24,7 +25,6 @@ from torch import Tensor, nn
 import inplace_ops
 
 each_function = pytest.mark.parametrize("activation", ONE_OF_EACH_FUNCTION, ids=activation_id)
-one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
 
 
 def hooked_module_output(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from _support.assertions import assert_gradient, assert_values
-from _support.cases import ONE_OF_EACH, ActivationCase, activation_id
+from _support.cases import ActivationCase, one_of_each
 from _support.gpu import free_earlier_tensors, no_synchronization, requested_bytes
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -18,7 +18,6 @@ import inplace_ops
 from inplace_ops.recompute.reasons import OTHER_STREAM
 
 pytestmark = pytest.mark.parametrize("device", ["cuda"], indirect=True)
-one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
 
 
 @one_of_each

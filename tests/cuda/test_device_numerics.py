@@ -23,6 +23,7 @@ from _support.marks import slow
 from _support.smooth_references import (
     CPU,
     HALVES,
+    SILU,
     SMOOTH_ACTIVATIONS,
     Numerics,
     SmoothActivation,
@@ -32,12 +33,8 @@ from _support.smooth_references import (
 )
 from torch import Tensor
 
-SILU = SMOOTH_ACTIVATIONS[0]
-all_smooth = pytest.mark.parametrize(
-    "smooth", SMOOTH_ACTIVATIONS, ids=[smooth.name for smooth in SMOOTH_ACTIVATIONS]
-)
-all_dtypes = pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=id_of)
-halves = pytest.mark.parametrize("dtype", HALVES, ids=id_of)
+all_dtypes = pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+halves = pytest.mark.parametrize("dtype", HALVES)
 
 
 class Errors(NamedTuple):

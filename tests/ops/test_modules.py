@@ -11,22 +11,18 @@ import pytest
 import torch
 from _support.assertions import assert_gradient, assert_identical, assert_values, random_values
 from _support.cases import (
-    ACTIVATIONS,
-    ONE_OF_EACH,
     ONE_OF_EACH_FORWARD,
     ONE_OF_EACH_FUNCTION,
     ActivationCase,
     activation_id,
+    all_activations,
     call_id,
+    one_of_each,
 )
 from torch import Tensor, nn
 
 import inplace_ops
 from inplace_ops import activations as table, saved_bytes
-
-all_activations = pytest.mark.parametrize("activation", ACTIVATIONS, ids=activation_id)
-
-one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
 
 # By name: our module, and PyTorch's with the same arguments.
 PAIRS: dict[str, tuple[Callable[..., nn.Module], Callable[..., nn.Module]]] = {

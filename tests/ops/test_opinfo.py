@@ -17,6 +17,8 @@ from _support.cases import (
     ONE_OF_EACH_FUNCTION,
     ActivationCase,
     activation_id,
+    all_floats,
+    one_of_each,
 )
 from _support.marks import slow
 from torch import Tensor
@@ -37,7 +39,6 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 REJECTED = (torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2)
 
 pytestmark = slow
-one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
 each_function = pytest.mark.parametrize("activation", ONE_OF_EACH_FUNCTION, ids=activation_id)
 # Transforms call PyTorch's activation, whatever the save mode.
 each_entry = pytest.mark.parametrize(
@@ -45,7 +46,6 @@ each_entry = pytest.mark.parametrize(
     list({row.entry: row for row in ONE_OF_EACH}.values()),
     ids=lambda row: row.entry.ops.name,
 )
-all_floats = pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: str(dtype)[6:])
 
 
 def name_of(activation: ActivationCase) -> str:

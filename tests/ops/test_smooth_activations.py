@@ -23,10 +23,11 @@ from _support.cases import FLOATS, SAVE_MODES
 from _support.smooth_references import (
     CPU,
     HALVES,
-    SMOOTH_ACTIVATIONS,
+    SILU,
     Numerics,
     SmoothActivation,
     all_finite,
+    all_smooth,
     dense,
     id_of,
     inputs_of,
@@ -36,13 +37,9 @@ from torch import Tensor
 
 from inplace_ops import silu_
 
-SILU = SMOOTH_ACTIVATIONS[0]
 MINIMUM = SILU.minimum
 silu_dense = partial(dense, minimum=MINIMUM)
 derivative = SILU.derivative
-all_smooth = pytest.mark.parametrize(
-    "smooth", SMOOTH_ACTIVATIONS, ids=[smooth.name for smooth in SMOOTH_ACTIVATIONS]
-)
 with_all_bits = pytest.mark.parametrize("which", [0, 1, 2], ids=["one", "default", "eight"])
 
 
@@ -67,7 +64,7 @@ def rounding(smooth: SmoothActivation, x: Tensor) -> float:
 
 @all_smooth
 @with_all_bits
-@pytest.mark.parametrize("dtype", HALVES, ids=id_of)
+@pytest.mark.parametrize("dtype", HALVES)
 def test_every_16_bit_value_within_documented_error(
     smooth: SmoothActivation, dtype: torch.dtype, which: int, device: torch.device
 ) -> None:
@@ -78,7 +75,7 @@ def test_every_16_bit_value_within_documented_error(
 
 
 @all_smooth
-@pytest.mark.parametrize("dtype", HALVES, ids=id_of)
+@pytest.mark.parametrize("dtype", HALVES)
 def test_default_bits_match_pytorchs_gradient(
     smooth: SmoothActivation, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -116,7 +113,7 @@ def recovered_ratio(x: Tensor, bits: int) -> Tensor:
     return ops.double_backward(ones, ones, y, packed, None)
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=id_of)
+@pytest.mark.parametrize("dtype", HALVES)
 def test_default_bits_recover_the_input(dtype: torch.dtype, device: torch.device) -> None:
     # The ratio distinguishes an x from its neighbors everywhere except far to the right, and best
     # near the minimum, where float32 arithmetic gives silu' an absolute error of 2e-7.
@@ -148,7 +145,7 @@ def test_every_float32_around_minimum_within_documented_error(
 
 @all_smooth
 @with_all_bits
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=id_of)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_dense_samples_within_documented_error(
     smooth: SmoothActivation, dtype: torch.dtype, which: int, device: torch.device
 ) -> None:
@@ -169,7 +166,7 @@ def test_default_bits_of_float32_match_pytorch_near_minimum(
     torch.testing.assert_close(gradient(smooth.call, x), gradient(smooth.entry.torch_function, x))
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 def test_gradient_matches_lambert_w(dtype: torch.dtype, left: bool, device: torch.device) -> None:
     # The reference inverts the outputs, x = y + W(y exp(-y)), and does not use the inputs.
@@ -205,7 +202,7 @@ def test_float64_gradient_matches_mpmath(device: torch.device) -> None:
     assert (actual - torch.tensor(expected, dtype=torch.float64)).abs().max() <= 5e-11
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_left_tail_matches_pytorch_to_underflow(dtype: torch.dtype, device: torch.device) -> None:
     end = {torch.float16: -20.0, torch.bfloat16: -88.0, torch.float32: -87.0, torch.float64: -700.0}
     x = torch.linspace(end[dtype], -3, 5000, dtype=torch.float64).to(dtype).to(device)
@@ -220,7 +217,7 @@ def test_left_tail_matches_pytorch_to_underflow(dtype: torch.dtype, device: torc
 
 
 @all_smooth
-@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("bits", [8, 16, 32])
 def test_derivative_codes_within_documented_error(
     smooth: SmoothActivation, dtype: torch.dtype, bits: int, device: torch.device
@@ -232,7 +229,7 @@ def test_derivative_codes_within_documented_error(
     assert error <= limit * (1 + 1e-5) + torch.finfo(dtype).eps / 2
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("bits", [None, 8, 16, 32])
 def test_derivative_codes_of_zero_one_and_nan_are_exact(
     dtype: torch.dtype, bits: int | None, device: torch.device
@@ -258,7 +255,7 @@ def test_derivative_codes_are_the_nearest(device: torch.device) -> None:
     assert nearest.max() <= 233
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_default_derivative_bits_are_those_of_the_table(
     dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -271,7 +268,7 @@ def test_default_derivative_bits_are_those_of_the_table(
 
 
 @all_smooth
-@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_values_match_float64(
     host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch.dtype
 ) -> None:
@@ -297,7 +294,7 @@ def test_values_in_left_tail_match_float64(
 
 
 @all_smooth
-@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_errors_within_documented_table(
     host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch.dtype
 ) -> None:
@@ -313,7 +310,7 @@ def test_errors_within_documented_table(
 
 
 @all_smooth
-@pytest.mark.parametrize("dtype", HALVES, ids=id_of)
+@pytest.mark.parametrize("dtype", HALVES)
 def test_16_bit_inputs_are_recovered(
     host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch.dtype
 ) -> None:
@@ -330,7 +327,7 @@ def test_16_bit_inputs_are_recovered(
 
 
 @all_smooth
-@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_gradients_match_pytorch(
     host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch.dtype
 ) -> None:
@@ -344,7 +341,7 @@ def test_gradients_match_pytorch(
 
 
 @all_smooth
-@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_edges_match_pytorch(
     host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch.dtype
 ) -> None:
@@ -365,7 +362,7 @@ def test_edges_match_pytorch(
 
 
 @all_smooth
-@pytest.mark.parametrize("dtype", FLOATS, ids=id_of)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_second_derivative_matches_differences(
     host_numerics: ModuleType, smooth: SmoothActivation, dtype: torch.dtype
 ) -> None:

@@ -25,6 +25,9 @@ from _support.cases import (
     SAVE_MODES,
     ActivationCase,
     activation_id,
+    all_activations,
+    all_floats,
+    one_of_each,
 )
 from _support.layouts import GRADIENTS, LAYOUTS, random_view
 from _support.marks import in_turn, quick, readable_id, slow
@@ -33,10 +36,7 @@ from torch.testing._comparison import default_tolerances
 
 import inplace_ops
 
-all_activations = pytest.mark.parametrize("activation", ACTIVATIONS, ids=activation_id)
-one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
 one_of_each_forward = pytest.mark.parametrize("activation", ONE_OF_EACH_FORWARD, ids=activation_id)
-all_floats = pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: str(dtype)[6:])
 
 # Each activation in each layout, with the dtypes in turn; and all combinations for SAVE_MODES.
 COMBINATIONS = [

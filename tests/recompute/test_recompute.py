@@ -14,16 +14,18 @@ from _support.assertions import ViewFunction, assert_identical, assert_values
 from _support.cases import ActivationCase, activation_id
 from _support.norm_cases import (
     NORMS,
-    ONE_OF_EACH_NORM,
     PIECEWISE,
     ROWS,
     SMOOTH,
     Call,
     Norm,
     assert_same_gradients,
+    both_kinds,
+    each_activation,
     exactly,
     is_recomputed,
     node_of,
+    one_of_each_norm,
     recompute,
     rounding,
 )
@@ -36,10 +38,7 @@ from inplace_ops import _ops, saved_bytes
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
-each_activation = pytest.mark.parametrize("activation", ROWS, ids=activation_id)
-both_kinds = pytest.mark.parametrize("activation", [PIECEWISE, SMOOTH], ids=["piecewise", "smooth"])
 each_norm = pytest.mark.parametrize("name", NORMS)
-one_of_each_norm = pytest.mark.parametrize("name", ONE_OF_EACH_NORM)
 
 
 def derivative(activation: ActivationCase, z: Tensor) -> Tensor:

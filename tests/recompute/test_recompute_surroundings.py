@@ -17,21 +17,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _support.assertions import Severed, wording
-from _support.cases import ActivationCase, activation_id
+from _support.cases import ActivationCase
 from _support.marks import slow
 from _support.norm_cases import (
     NORMS,
-    ONE_OF_EACH_NORM,
     PIECEWISE,
-    ROWS,
     SMOOTH,
     Call,
     assert_same_gradients,
+    both_kinds,
+    each_activation,
     exactly,
     gradients,
     is_recomputed,
     loss_of,
     node_of,
+    one_of_each_norm,
     recompute,
 )
 from torch import Tensor, nn
@@ -47,9 +48,6 @@ from inplace_ops import saved_bytes
 
 pytestmark = pytest.mark.usefixtures("_one_thread")
 
-each_activation = pytest.mark.parametrize("activation", ROWS, ids=activation_id)
-both_kinds = pytest.mark.parametrize("activation", [PIECEWISE, SMOOTH], ids=["piecewise", "smooth"])
-one_of_each_norm = pytest.mark.parametrize("name", ONE_OF_EACH_NORM)
 in_train_and_eval = pytest.mark.parametrize(
     ("training", "activation"), [(True, SMOOTH), (False, PIECEWISE)], ids=["train", "eval"]
 )

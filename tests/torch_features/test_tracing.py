@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from _support.assertions import assert_gradient, assert_values
-from _support.cases import ONE_OF_EACH, ActivationCase, activation_id
+from _support.cases import ONE_OF_EACH, ActivationCase, activation_id, one_of_each
 from _support.marks import quick, release, slow
 from torch import Tensor, nn
 
@@ -23,7 +23,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning"),
 ]
 
-one_of_each = pytest.mark.parametrize("activation", ONE_OF_EACH, ids=activation_id)
 SOME = [
     row
     for row in ONE_OF_EACH
