@@ -13,7 +13,8 @@ and the input. Where CUDA's autocast is emulated on a CPU, steps are not timed. 
 each step in a CUDA graph and times its replay, which leaves out the host's time. --fill-gib
 verifies a small batch, and measures the batch for which PyTorch in place allocates that much.
 --largest-batch searches the largest batch whose step fits into a limit on all that PyTorch
-allocates. It does not time steps, so that several networks can be searched at once.
+allocates. It does not time steps, so that several networks can be searched at once. --turns lets
+several processes verify and compile at once, and time their steps one after another.
 
 bytes: saved, peak and moved bytes of a step, as it is and converted with several `max_ops`. saved:
 what `inplace_ops.saved_bytes` counts, without parameters, buffers and the input. moved: the bytes
@@ -36,10 +37,14 @@ from __future__ import annotations
 
 import argparse
 import copy
+import fcntl
 import gc
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -135,11 +140,12 @@ def train(
             steps = {label: step._replace(x=x) for label, step in steps.items()}
             memory = {label: step.memory() for label, step in steps.items()}
         batches = dict.fromkeys(steps, "")
-        times = None
+        times: dict[str, list[float]] = {}
         if arguments.largest_batch:
             batches = {label: _largest_batch(s, input_of, arguments) for label, s in steps.items()}
         elif not (device == "cpu" and policy.autocast):  # the time of the emulation means nothing
-            times = _times(steps, arguments)
+            with _turn(arguments):
+                times = _times(name, steps, arguments, failures)
     return [
         {
             "network": name,
@@ -161,14 +167,38 @@ def train(
     ]
 
 
-def _times(steps: Mapping[str, Step], arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Return the milliseconds of all repetitions, by variant."""
+@contextmanager
+def _turn(arguments: argparse.Namespace) -> Iterator[None]:
+    """Wait until all processes are ready to time steps, and until no other one times any."""
+    if arguments.turns is None:
+        yield
+        return
+    folder, processes = Path(arguments.turns[0]), int(arguments.turns[1])
+    if arguments.device == "cuda":
+        torch.cuda.empty_cache()  # leaves the memory to the process whose turn it is
+    (folder / str(os.getpid())).touch()
+    while len(list(folder.iterdir())) < processes:
+        time.sleep(0.1)
+    lock = os.open(folder, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def _times(
+    name: str, steps: Mapping[str, Step], arguments: argparse.Namespace, failures: Failures
+) -> dict[str, list[float]]:
+    """Return the milliseconds of all repetitions, by variant, without those that fail to run."""
     clock = Clock(arguments.device)
-    runs: dict[str, Callable[[], Any]] = {label: step.run for label, step in steps.items()}
-    if arguments.graphs:
-        for label, step in steps.items():
-            runs[label] = recorded([step.run], arguments.device, partial(_before_capture, step))
-    timed = {label: partial(step.timed, clock, runs[label]) for label, step in steps.items()}
+    timed = {}
+    for label, step in steps.items():
+        with failures.recorded(f"{name}, {label}"):
+            run: Callable[[], Any] = step.run
+            if arguments.graphs:
+                run = recorded([run], arguments.device, partial(_before_capture, step))
+            timed[label] = partial(step.timed, clock, run)
     return in_turn(timed, arguments.repetitions)
 
 
@@ -187,8 +217,8 @@ def _largest_batch(
     return str(largest_batch(run, len(step.x), int(arguments.largest_batch * 1024 * MIB)))
 
 
-def _step_columns(times: Mapping[str, list[float]] | None, label: str) -> dict[str, str]:
-    if times:
+def _step_columns(times: Mapping[str, list[float]], label: str) -> dict[str, str]:
+    if label in times and IN_PLACE in times:
         return time_columns(times[label], "ms") | ratio_columns(times[label], times[IN_PLACE])
     return dict.fromkeys(time_columns([1.0, 1.0], "ms") | ratio_columns([1.0, 1.0], [1.0, 1.0]), "")
 
@@ -443,6 +473,12 @@ def parse() -> argparse.Namespace:
     )
     training.add_argument(
         "--largest-batch", type=float, metavar="GIB", help="search the largest batch that fits"
+    )
+    training.add_argument(
+        "--turns",
+        nargs=2,
+        metavar=("FOLDER", "N"),
+        help="time steps when N processes have put a file into FOLDER, one process at a time",
     )
     training.add_argument(
         "--quick", action="store_true", help="a smoke test: small inputs, nothing compiled"
