@@ -160,6 +160,7 @@ class _CheckedRecomputed(Recomputed):
         self, packed: Recomputed, saved: Tensor, description: str, differences: list[str]
     ) -> None:
         super().__init__(packed.spec, saved, packed.producer, packed.consumer)
+        self.reader = packed.reader
         self.saved, self.description, self.differences = saved.clone(), description, differences
 
     def compute(self) -> Tensor:

@@ -572,6 +572,7 @@ class Engine:
         if not self.is_verified(lambda: value, saved, type(node), field, type(base), spec.cost):
             self._report_unchanged(node, field, reasons.DIFFERENT)
             return False
+        value.share(self._ordinal)
         self._save_packed(node, field, saved, value)
         return True
 
@@ -666,8 +667,9 @@ class Engine:
             if not view.condition(node):
                 return None
             spec = self._output_spec(*nodes.producer(node, 0))
-            arguments = _arguments(node, index, view.arguments)
-            return spec and Call(view.function, (spec,), arguments, cost=0)
+            return spec and call_of(
+                view.function, (spec,), _arguments(node, index, view.arguments), 0
+            )
         operation = OPERATION_OF[type(node)]
         record = None if operation is None else record_of(node)
         if operation is None or record is None or record.stream is not self._stream:
@@ -691,12 +693,22 @@ class Engine:
     ) -> Spec | None:
         """Return the spec that computes an operation's output from its inputs; None if impossible.
 
-        Unlike `_output_spec`, this does not read an output that the node itself saves.
+        Unlike `_output_spec`, this does not read an output that the node itself saves. All
+        consumers get the same spec: see NOTE [Shared values] in `specs.py`.
         """
-        output = operation.output
         if not record.inputs_proved or index != 0:
             self._set_reason(reasons.unproved_input, node)
             return None
+        spec = record.spec() if record.spec is not None else None
+        if spec is None or not spec.is_current():
+            spec = self._new_spec_from_inputs(node, operation, record)
+            record.spec = None if spec is None else weakref.ref(spec)
+        return spec
+
+    def _new_spec_from_inputs(
+        self, node: Node, operation: Operation, record: Record
+    ) -> Spec | None:
+        output = operation.output
         if output == "norm":
             return self._norm_spec(node, record)
         if output == "activation after a norm":
@@ -717,10 +729,10 @@ class Engine:
         return call_of(
             output.function,
             inputs,
-            _arguments(node, index, output.arguments),
+            _arguments(node, 0, output.arguments),
             output.cost,
             output.bound,
-            nodes.output_dtype(node, index),
+            nodes.output_dtype(node, 0),
         )
 
     def _input_spec(

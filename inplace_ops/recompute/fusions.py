@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import _ops
 from ..activations import ACTIVATIONS
 from .operations import add
-from .specs import Affine, Call, Spec
+from .specs import Affine, Call, Computed, Spec
 
 _ACTIVATIONS = {activation.torch_function: activation for activation in ACTIVATIONS}
 
@@ -26,7 +26,20 @@ _ACTIVATIONS = {activation.torch_function: activation for activation in ACTIVATI
 def call_of(
     function: Callable[..., Tensor], inputs: Sequence[Spec], arguments: Sequence[Any], *rest: Any
 ) -> Spec:
-    """Return the spec of `function(*inputs, *arguments)`, fused if there is a kernel for it."""
+    """Return the spec of `function(*inputs, *arguments)`, fused if there is a kernel for it.
+
+    Equal calls of one input have the same spec, for example autocast's casts of a tensor for
+    several consumers: see NOTE [Shared values] in `specs.py`.
+    """
+    if len(inputs) == 1 and isinstance(inputs[0], Computed):
+        key = (function, *arguments, *rest)
+        return inputs[0].derived(key, lambda: _new_call(function, inputs, arguments, *rest))
+    return _new_call(function, inputs, arguments, *rest)
+
+
+def _new_call(
+    function: Callable[..., Tensor], inputs: Sequence[Spec], arguments: Sequence[Any], *rest: Any
+) -> Computed:
     activation = _ACTIVATIONS.get(function)
     if activation and len(arguments) == len(activation.scalars) and _is_norm(inputs[0]):
         return inputs[0].activated(activation, arguments)
@@ -59,10 +72,10 @@ class CastOfAffine(Call):
 
     __slots__ = ()
 
-    def compute(self) -> Tensor:
+    def compute(self, reader: int | None) -> Tensor:
         (affine,), (dtype,) = self.inputs, self.arguments
         assert isinstance(affine, Affine)
-        return affine.of(affine.x.compute(), dtype)
+        return affine.of(affine.x.value(reader), dtype)
 
 
 class SumWithNorm(Call):
@@ -74,19 +87,22 @@ class SumWithNorm(Call):
 
     __slots__ = ()
 
-    def compute(self) -> Tensor:
-        return self.of_sum(_ops.NORMALIZE_ADD, lambda total: total)
+    def compute(self, reader: int | None) -> Tensor:
+        return self.of_sum(reader, _ops.NORMALIZE_ADD, lambda total: total)
 
-    def of_sum(self, op: _ops.Op, function: Callable[[Tensor], Tensor]) -> Tensor:
+    def of_sum(
+        self, reader: int | None, op: _ops.Op, function: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         """Return a function of the sum, in one kernel if the tensors match.
 
         Args:
+            reader: The argument of `compute`.
             op: Computes norm, sum and function in one kernel.
             function: Computes the function of a sum that PyTorch's addition has computed.
         """
         norm, other = self.inputs if _is_norm(self.inputs[0]) else self.inputs[::-1]
         assert isinstance(norm, Affine)
-        x, addend = norm.x.compute(), other.compute()
+        x, addend = norm.x.value(reader), other.value(reader)
         if (x.shape, x.dtype, x.device) != (addend.shape, addend.dtype, addend.device):
             return function(self.of(norm.of(x), addend))
         return op(x, *norm.affine, addend, _ops.dim_order_of(x))
@@ -97,7 +113,7 @@ class ReLUOfSum(Call):
 
     __slots__ = ()
 
-    def compute(self) -> Tensor:
+    def compute(self, reader: int | None) -> Tensor:
         (total,) = self.inputs
         assert isinstance(total, SumWithNorm)
-        return total.of_sum(_ops.NORMALIZE_ADD_RELU, self.function)
+        return total.of_sum(reader, _ops.NORMALIZE_ADD_RELU, self.function)

@@ -16,20 +16,36 @@ NOTE [Exact specs and roundings]
    difference may read the value: those with `reads` in `operations.py`.
 3. If a spec contains several norms, their errors add, but its `rounding` is that of the largest
    alone. `_NORM_ROUNDINGS` leaves a margin for this.
+
+NOTE [Shared values]
+
+Several consumers may read one recomputed value, for example the projections to queries, keys and
+values. Backward often runs them one after another, and need not compute the value for each.
+
+1. Every consumer has an ordinal, and backward runs them in the reverse order. When a spec is saved
+   for a consumer, `add_reader` records the ordinal in the spec and in all specs inside.
+2. A spec keeps its value if the next consumer that needs it is at most `_SHARING_DISTANCE` nodes
+   away. A value that is kept longer would add to the peak memory.
+3. A spec inside another keeps its value only if it takes at least two operations: this value is
+   alive while the consumer runs, in addition to the one that the consumer reads.
+4. A kept value is used only in the backward pass that has computed it. If its next consumer does
+   not run in that pass, the value lives as long as the spec.
 """
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _ops
+from .._torch_private import running_pass
 from ..activations import Activation
 from ..memory import Packed
 from .nodes import WeakMemory, has_storage, no_graph
@@ -41,6 +57,8 @@ from .norms import NormAffine
 # limits. If the margin is too small for a spec, the comparison at its first use fails, and the
 # tensor stays saved as PyTorch saves it: see NOTE [First use] in `engine.py`.
 _NORM_ROUNDINGS = 16
+
+_SHARING_DISTANCE, _MIN_COST_INSIDE = 4, 2  # see NOTE [Shared values]
 
 
 @cache
@@ -68,10 +86,22 @@ class Spec(ABC):
     copied_bytes: int
 
     @abstractmethod
-    def compute(self) -> Tensor:
+    def value(self, reader: int | None = None) -> Tensor:
         """Return the tensor.
 
         Call this through `Recomputed`, which disables grad mode, autocast and function modes.
+
+        Args:
+            reader: The ordinal of the consumer whose backward needs the value; None outside of
+                backward.
+        """
+
+    @abstractmethod
+    def add_reader(self, ordinal: int) -> None:
+        """Record that a consumer saves this spec, or one that contains it.
+
+        Args:
+            ordinal: The consumer's ordinal, not less than those that were added before.
         """
 
     @abstractmethod
@@ -86,6 +116,22 @@ class Spec(ABC):
     @abstractmethod
     def leaves(self) -> Iterator[Leaf]:
         """Return the leaves of the spec."""
+
+    def is_current(self) -> bool:
+        """Whether no leaf was modified."""
+        return all(leaf.tensor._version == leaf.version for leaf in self.leaves())
+
+
+class _Kept(NamedTuple):
+    """A value that a spec keeps for its next consumer.
+
+    Attributes:
+        value: The value.
+        running_pass: The backward pass that has computed it.
+    """
+
+    value: Tensor
+    running_pass: int
 
 
 class WrittenToError(RuntimeError):
@@ -117,7 +163,7 @@ class Leaf(Spec):
         size = tensor.nbytes
         self.leaf_bytes, self.copied_bytes = (0, size) if is_copy else (size, 0)
 
-    def compute(self) -> Tensor:
+    def value(self, reader: int | None = None) -> Tensor:
         tensor = self.tensor
         if tensor._version != self.version:
             raise WrittenToError(
@@ -136,11 +182,64 @@ class Leaf(Spec):
             )
         return tensor
 
+    def add_reader(self, ordinal: int) -> None:
+        pass
+
     def magnitude(self) -> Tensor:
         return _largest(self.tensor)
 
     def leaves(self) -> Iterator[Leaf]:
         yield self
+
+
+class Computed(Spec):
+    """A spec that computes its tensor, and may keep it: see NOTE [Shared values]."""
+
+    __slots__ = ("_derived", "_keeps_for", "_kept", "_last_reader")
+
+    def __init__(self) -> None:
+        self._kept: _Kept | None = None
+        self._keeps_for: set[int] = set()  # the ordinals of readers
+        self._last_reader: int | None = None
+        self._derived: dict[Hashable, weakref.ref[Computed]] = {}
+
+    def derived(self, key: Hashable, make: Callable[[], Computed]) -> Computed:
+        """Return the spec with this key that is computed from this one alone; make it if needed."""
+        reference = self._derived.get(key)
+        spec = reference() if reference is not None else None
+        if spec is None:
+            spec = make()
+            self._derived[key] = weakref.ref(spec)
+        return spec
+
+    def value(self, reader: int | None = None) -> Tensor:
+        kept, self._kept = self._kept, None
+        keeps = reader in self._keeps_for
+        if kept is not None and kept.running_pass == running_pass():
+            value = kept.value
+        else:
+            # The specs inside keep nothing for readers that will not compute this spec.
+            value = self.compute(None if keeps else reader)
+        if keeps:
+            self._kept = _Kept(value, running_pass())
+        return value
+
+    def add_reader(self, ordinal: int) -> None:
+        last = self._last_reader
+        if last is not None and 0 < ordinal - last <= _SHARING_DISTANCE:
+            self._keeps_for.add(ordinal)
+        self._last_reader = ordinal
+        for spec in self.inner():
+            if spec.cost >= _MIN_COST_INSIDE:
+                spec.add_reader(ordinal)
+
+    @abstractmethod
+    def compute(self, reader: int | None) -> Tensor:
+        """Compute the tensor for `value`."""
+
+    @abstractmethod
+    def inner(self) -> Iterable[Spec]:
+        """Return the specs that the tensor is computed from."""
 
 
 class DowncastMemory:
@@ -168,22 +267,26 @@ class DowncastMemory:
             self.leaf = Leaf(original)
 
 
-class Downcast(Spec):
+class Downcast(Computed):
     """A tensor, or a view of one, whose memory is stored in a smaller dtype."""
 
     __slots__ = ("dtype", "memory", "offset", "shape", "stride")
 
     def __init__(self, memory: DowncastMemory, saved: Tensor) -> None:
+        super().__init__()
         self.memory, self.dtype = memory, saved.dtype
         self.shape, self.stride, self.offset = saved.shape, saved.stride(), saved.storage_offset()
         self.cost, self.rounding = 1, 0.0
         self.leaf_bytes, self.copied_bytes = memory.leaf.leaf_bytes, 0
 
-    def compute(self) -> Tensor:
+    def compute(self, reader: int | None) -> Tensor:
         # Cast the tensor that this one was expanded from, and expand the result.
         unexpanded = _without_expansion(self.shape, self.stride)
-        stored = self.memory.leaf.compute().as_strided(unexpanded, self.stride, self.offset)
+        stored = self.memory.leaf.value().as_strided(unexpanded, self.stride, self.offset)
         return stored.to(self.dtype).expand(self.shape)
+
+    def inner(self) -> Iterable[Spec]:
+        return ()
 
     def magnitude(self) -> Tensor:
         return self.memory.leaf.magnitude()
@@ -197,7 +300,7 @@ def _without_expansion(shape: Sequence[int], stride: Sequence[int]) -> list[int]
     return [1 if step == 0 else size for size, step in zip(shape, stride, strict=True)]
 
 
-class Affine(Spec):
+class Affine(Computed):
     """The output of a norm, or of an activation after a norm, recomputed by one kernel.
 
     Attributes:
@@ -219,14 +322,18 @@ class Affine(Spec):
         activation: Activation | None = None,
         scalars: Sequence[float] = (),
     ) -> None:
+        super().__init__()
         self.x, self.affine, self.activation, self.scalars = x, affine, activation, scalars
         self.dtype = dtype
         self.cost = x.cost + (1 if activation is None else 2)
         self.rounding = max(x.rounding, _NORM_ROUNDINGS * _eps(dtype))
         self.leaf_bytes, self.copied_bytes = x.leaf_bytes, x.copied_bytes + affine.nbytes
 
-    def compute(self) -> Tensor:
-        return self.of(self.x.compute())
+    def compute(self, reader: int | None) -> Tensor:
+        return self.of(self.x.value(reader))
+
+    def inner(self) -> Iterable[Spec]:
+        return (self.x,)
 
     def of(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the output for the norm's input x, cast to a dtype if one is given."""
@@ -241,7 +348,7 @@ class Affine(Spec):
         # Add the absolute values of all terms: their rounding errors remain when the terms cancel.
         # shift = bias - mean * scale may be small although its terms are large. So one bound holds
         # for all elements: the largest |x| covers the mean.
-        x = self.x.compute().abs()
+        x = self.x.value().abs()
         if self.x.rounding:  # terms that x is computed from may have cancelled too
             x = x.clamp(min=self.x.magnitude().to(x.dtype))
         affine, rows = self.affine
@@ -257,7 +364,7 @@ class Affine(Spec):
                 yield Leaf(tensor, is_copy=True)
 
 
-class Call(Spec):
+class Call(Computed):
     """The result of a PyTorch operation or view, applied to other specs' values and to arguments.
 
     Attributes:
@@ -281,6 +388,7 @@ class Call(Spec):
         bound: Callable[[list[Tensor]], Tensor] = lambda inputs: largest(inputs),
         dtype: torch.dtype | None = None,
     ) -> None:
+        super().__init__()
         self.function, self.inputs, self.arguments, self.bound = function, inputs, arguments, bound
         self.dtype = dtype
         self.cost = sum(spec.cost for spec in inputs) + cost
@@ -290,8 +398,11 @@ class Call(Spec):
         if dtype is not None and self.rounding:  # a cast rounds once more
             self.rounding = max(self.rounding, 2 * _eps(dtype))
 
-    def compute(self) -> Tensor:
-        return self.of(*(spec.compute() for spec in self.inputs))
+    def compute(self, reader: int | None) -> Tensor:
+        return self.of(*(spec.value(reader) for spec in self.inputs))
+
+    def inner(self) -> Iterable[Spec]:
+        return self.inputs
 
     def of(self, *inputs: Tensor) -> Tensor:
         """Return the result for given values of the inputs."""
@@ -379,12 +490,14 @@ class Recomputed(Packed):
     Attributes:
         producer: The name of the operation whose output the tensor is.
         consumer: The name of the operation that saves the tensor.
+        reader: The consumer's ordinal; None if the value is not shared.
     """
 
-    __slots__ = ("consumer", "device", "dtype", "producer", "shape", "spec", "stride")
+    __slots__ = ("consumer", "device", "dtype", "producer", "reader", "shape", "spec", "stride")
 
     def __init__(self, spec: Spec, like: Tensor, producer: str, consumer: str) -> None:
         self.spec, self.producer, self.consumer = spec, producer, consumer
+        self.reader: int | None = None
         self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
         self.stride = like.stride()
         if isinstance(spec, Downcast):
@@ -395,10 +508,15 @@ class Recomputed(Packed):
         """The names of the producer and the consumer, for a message."""
         return f"{self.producer}, saved by {self.consumer}"
 
+    def share(self, reader: int) -> None:
+        """Share the value with other consumers that are near: see NOTE [Shared values]."""
+        self.reader = reader
+        self.spec.add_reader(reader)
+
     def compute(self) -> Tensor:
         """Compute the spec. The result has the strides of the tensor that the spec replaces."""
         with self._without_modes():
-            value = self.spec.compute()
+            value = self.spec.value(self.reader)
             if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
                 raise RuntimeError(
                     f"the output of {self.name} was recomputed as a {value.dtype} tensor of shape "

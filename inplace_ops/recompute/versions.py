@@ -51,7 +51,7 @@ from . import nodes
 from .nodes import Node
 from .norms import NormAffine, Parameters
 from .operations import OPERATION_OF, Output, base_of
-from .specs import DowncastMemory
+from .specs import DowncastMemory, Spec
 
 _KEY = "inplace_ops"
 COPY_LIMIT = 64 * 1024  # bytes: see NOTE [Leaves] in `engine.py`
@@ -75,6 +75,8 @@ class Record:
         note: A weak reference to the output; None if no note was taken.
         downcast: A weak reference to a copy of a cast's output in the dtype that it was cast from;
             None for other operations, and if no consumer needs the copy.
+        spec: A weak reference to the spec that computes the output from the inputs; None if none
+            was made.
         stream: The CUDA stream that was current when the engine visited the node; None on a CPU.
     """
 
@@ -89,6 +91,7 @@ class Record:
         "is_saved",
         "note",
         "parameters",
+        "spec",
         "stream",
         "version",
     )
@@ -104,6 +107,7 @@ class Record:
         self.is_saved = False
         self.note: TensorWeakRef | None = None
         self.downcast: weakref.ref[DowncastMemory] | None = None
+        self.spec: weakref.ref[Spec] | None = None
         self.stream: torch.cuda.Stream | None = None
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import inplace_ops
@@ -78,6 +80,19 @@ def converted_twin(model: nn.Module, max_ops: int = 20) -> Any:
     twin = copy.deepcopy(model)
     inplace_ops.convert(twin, max_ops=max_ops)
     return twin
+
+
+class OpCounter(TorchDispatchMode):
+    """Count the ops that run, and separately those of this package that cast their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        cast = " and cast" if (kwargs or {}).get("dtype") and op.namespace == "inplace_ops" else ""
+        self.ops[op.overloadpacket._qualified_op_name + cast] += 1
+        return op(*args, **(kwargs or {}))
 
 
 Step = dict[str, Tensor | None]

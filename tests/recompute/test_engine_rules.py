@@ -481,9 +481,9 @@ def test_magnitude_bounds_a_norm_of_cancelled_terms() -> None:
         return Affine(spec, NormAffine(affine, None), torch.float32)
 
     first = scaled(Leaf(torch.randn(2, C, 8, 8)), 1.0)
-    others = Leaf(first.compute() * -(1 - 2.0**-8))
+    others = Leaf(first.value() * -(1 - 2.0**-8))
     second = scaled(Call(torch.add, (first, others), bound=total), 2.0**8)
-    assert second.compute().abs().max() < 2 * first.magnitude()
+    assert second.value().abs().max() < 2 * first.magnitude()
     assert second.magnitude() > 2**8 * first.magnitude()
 
 

@@ -1,0 +1,227 @@
+"""Shared values: consumers that are near each other read one recomputed value.
+
+See NOTE [Shared values] in `specs.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from _support.twins import (
+    SOURCES,
+    OpCounter,
+    assert_same_steps,
+    converted_twin,
+    nodes_from,
+    recomputed,
+)
+from torch import Tensor, nn
+
+from inplace_ops.recompute import specs
+
+pytestmark = pytest.mark.usefixtures("_small_tensors_too")
+
+N = 12
+NORM, RELU_OF_NORM = "inplace_ops::normalize", "inplace_ops::relu_recompute"
+RELU_OF_SUM = "inplace_ops::normalize_add_relu"
+
+
+class Layers(nn.Module):
+    """A linear layer and a norm, then `compute(self, z)`, which may use more layers."""
+
+    def __init__(self, compute: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.norm, self.relu = nn.Linear(N, N), nn.LayerNorm(N), nn.ReLU()
+        self.q, self.k, self.v, self.o = (nn.Linear(N, N) for _ in range(4))
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(self, self.norm(self.first(x)))
+
+
+def projections(m: Layers, z: Tensor) -> Tensor:
+    return m.q(z) * torch.tanh(m.k(z)) + m.v(z)
+
+
+def projections_in_bfloat16(m: Layers, z: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):  # casts z for each of them
+        return projections(m, z).float()
+
+
+def residual(m: Layers, z: Tensor) -> Tensor:
+    branch = m.norm(m.q(z))
+    return m.k(m.relu(branch + z))  # ReLU saves its output
+
+
+def gated(m: Layers, z: Tensor) -> Tensor:
+    y = m.relu(z)  # saved by the product, and read by what the last layer saves
+    return m.o(y * torch.sigmoid(m.q(z)))
+
+
+def far_apart(m: Layers, z: Tensor) -> Tensor:
+    y = m.q(z)
+    for _ in range(specs._SHARING_DISTANCE + 1):
+        y = m.relu(y + 0.5)
+    return y + m.k(z)
+
+
+def squared(m: Layers, z: Tensor) -> Tensor:
+    return m.q(z * z)
+
+
+# By name: a program, an op, and how often backward runs it with sharing and without.
+PROGRAMS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str, int, int]] = {
+    "projections": (projections, NORM, 1, 3),
+    "casts": (projections_in_bfloat16, f"{NORM} and cast", 1, 3),
+    "ReLU of a sum": (residual, RELU_OF_SUM, 1, 2),
+    "product and its factor": (gated, RELU_OF_NORM, 1, 2),
+    "far apart": (far_apart, NORM, 2, 2),
+}
+
+
+def tokens() -> Tensor:
+    return torch.randn(3, 5, N)
+
+
+def count_of(model: nn.Module, x: Tensor, op: str) -> int:
+    """Return how often backward runs an op, after the first use of all specs."""
+    model(x)
+    output = model(x)
+    with OpCounter() as counted:
+        output.sum().backward()
+    return counted.ops[op]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_near_consumers_share_a_value(
+    name: str, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute, op, shared, alone = PROGRAMS[name]
+    model, x = Layers(compute), tokens()
+    with nodes_from(source):
+        twin = converted_twin(model)
+        assert count_of(twin, x, op) == shared
+        assert_same_steps(model, twin, x, steps=3)
+        monkeypatch.setattr(specs, "_SHARING_DISTANCE", 0)
+        assert count_of(converted_twin(model), x, op) == alone
+
+
+def kept(output: Tensor) -> list[Tensor]:
+    """Return the values that the specs in the graph of an output keep."""
+    found: list[Tensor] = []
+    pending: list[Any] = [value.spec for value in recomputed(output)]
+    while pending:
+        spec = pending.pop()
+        if isinstance(spec, specs.Computed):
+            found += [] if spec._kept is None else [spec._kept.value]
+            pending += spec.inner()
+    return found
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_value_is_kept_after_backward(name: str) -> None:
+    twin, x = converted_twin(Layers(PROGRAMS[name][0])), tokens()
+    twin(x)
+    output = twin(x)
+    assert not kept(output)  # the comparison at the first use keeps none
+    output.sum().backward(retain_graph=True)
+    assert not kept(output)
+
+
+def test_a_value_of_another_backward_pass_is_not_used() -> None:
+    """The value that a partial backward has kept is not read by the next one."""
+    twin, x = converted_twin(Layers(projections)), tokens()
+    twin(x)
+    output = twin(x)
+    torch.autograd.grad(output.sum(), twin.v.weight, retain_graph=True)
+    (left,) = {id(value): value for value in kept(output)}.values()
+    expected = torch.autograd.grad(output.sum(), twin.q.weight, retain_graph=True)
+    left.fill_(torch.nan)
+    actual = torch.autograd.grad(output.sum(), twin.q.weight)
+    assert torch.equal(actual[0], expected[0])
+
+
+def test_a_kept_value_is_freed_with_the_graph() -> None:
+    twin, x = converted_twin(Layers(projections)), tokens()
+    twin(x)
+    output = twin(x)
+    torch.autograd.grad(output.sum(), twin.v.weight, retain_graph=True)
+    references = [weakref.ref(value) for value in kept(output)]
+    assert references
+    del output
+    gc.collect()
+    assert all(reference() is None for reference in references)
+
+
+def test_a_spec_is_not_reused_after_a_write_to_a_leaf() -> None:
+    """Else the gradient of a consumer that was added after the write would raise."""
+
+    def write_between(m: Any, z: Tensor) -> Tensor:
+        y = m.q(z)
+        if m.writes:
+            with torch.no_grad():
+                m.h.mul_(2)
+        return y + m.k(z)
+
+    model, x = Layers(write_between), tokens()
+    twin = converted_twin(model)
+    gradients = []
+    for m in (model, twin):
+        m.first.register_forward_hook(lambda *call, m=m: setattr(m, "h", call[-1]))
+        m.writes = False
+        m(x)  # the first use of the specs
+        m.writes = True
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            m(x).sum().backward()
+        gradients += torch.autograd.grad(m(x).sum(), m.k.weight)
+    assert torch.equal(*gradients)
+
+
+def test_second_derivatives_share_values() -> None:
+    model, x = Layers(projections).double(), tokens().double()
+    twin = converted_twin(model)
+    twin(x)
+    gradients = []
+    for each in (model, twin):
+        leaf = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(each(leaf).sin().sum(), leaf, create_graph=True)
+        gradients.append(torch.autograd.grad(first.square().sum(), [leaf, *each.k.parameters()]))
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_one_consumer_that_reads_a_value_twice() -> None:
+    model, x = Layers(squared), tokens()
+    assert_same_steps(model, converted_twin(model), x, steps=3)
+    twin = converted_twin(model)
+    twin(x)
+    output = twin(x)
+    output.sum().backward(retain_graph=True)
+    assert not kept(output)
+
+
+def test_equal_calls_of_one_input_share_a_spec() -> None:
+    """Views and casts of a norm's output for several consumers have one spec each."""
+    twin, x = converted_twin(Layers(projections_in_bfloat16)), tokens()
+    twin(x)
+    saved = [value.spec for value in recomputed(twin(x)) if value.consumer == "Addmm"]
+    assert len(saved) == 3
+    assert len(set(map(id, saved))) == 1
+
+
+@pytest.mark.parametrize("compute", [F.silu, torch.tanh])
+def test_different_calls_of_one_input_have_their_own_specs(
+    compute: Callable[[Tensor], Tensor],
+) -> None:
+    def program(m: Layers, z: Tensor) -> Tensor:
+        return m.q(compute(z)) + m.k(torch.sigmoid(z)) + m.v(z)
+
+    model, x = Layers(program), tokens()
+    assert_same_steps(model, converted_twin(model), x, steps=3)
