@@ -15,7 +15,8 @@ each name of this module, so that its failures list what a new version of torch 
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import operator
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -107,21 +108,15 @@ def output_device(node: Node, index: int) -> torch.device:
     return node._input_metadata[index].device
 
 
-def sequence_number(node: Node) -> int | None:
-    """Return autograd's sequence number of a node; None of an AccumulateGrad node.
+# Return autograd's sequence number of a node. Each thread numbers its nodes in the order of their
+# creation.
+sequence_number: Callable[[Node], int] = operator.methodcaller("_sequence_nr")
 
-    Each thread numbers its nodes in the order of their creation.
-    """
-    number = node._sequence_nr()
-    return None if number == _LEAF_SEQUENCE_NUMBER else number
+LEAF_SEQUENCE_NUMBER = 2**64 - 1  # that of every AccumulateGrad node
 
 
-_LEAF_SEQUENCE_NUMBER = 2**64 - 1  # the sequence number of every AccumulateGrad
-
-
-def next_sequence_number() -> int:
-    """Return the sequence number of the next node that this thread creates."""
-    return torch._C._autograd._get_sequence_nr()
+# Return the sequence number of the next node that this thread creates.
+next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 def running_node() -> Node:

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .._torch_private import DisableTorchFunction, is_compiled, storage_id
+from .._torch_private import (
+    LEAF_SEQUENCE_NUMBER,
+    DisableTorchFunction,
+    is_compiled,
+    storage_id,
+)
 from ..memory import Packed
 from ..recompute import nodes, reasons
 from ..recompute.engine import MIN_BYTES, Observer, running_engine
@@ -195,7 +200,8 @@ class Observation(Observer):
         while pending:
             node = pending.pop()
             if node is not None and node not in numbers and self._info_of(node) is not None:
-                numbers[node] = nodes.sequence_number(node) or 0
+                number = nodes.sequence_number(node)
+                numbers[node] = 0 if number == LEAF_SEQUENCE_NUMBER else number
                 pending += [producer for producer, _ in nodes.producers(node)]
         return sorted(numbers, key=numbers.__getitem__)
 

@@ -95,7 +95,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _ops
-from .._torch_private import TO_COPY, is_named, storage_id, tree_leaves
+from .._torch_private import LEAF_SEQUENCE_NUMBER, TO_COPY, is_named, storage_id, tree_leaves
 from ..memory import Packed
 from . import functions, nodes, norms, reasons
 from .fusions import call_of
@@ -305,7 +305,7 @@ class Engine:
         together with the hook of the next call, and every node is passed twice in a row.
         """
         number = nodes.sequence_number(node)
-        is_first_visit = number is None or number != self._last
+        is_first_visit = number != self._last or number == LEAF_SEQUENCE_NUMBER
         self._last = number
         return is_first_visit
 
@@ -327,26 +327,24 @@ class Engine:
         except Exception as error:
             self.warn_of(error, node)
 
+    @_contained
     def walk(self, value: Any) -> None:
         """Visit the new nodes that tensors in `value` depend on.
 
         See NOTE [Where nodes come from].
         """
-        if not USE_CREATION_HOOK and torch.is_grad_enabled():
-            self._walk(value)
-
-    @_contained
-    def _walk(self, value: Any) -> None:
+        if USE_CREATION_HOOK or not torch.is_grad_enabled():
+            return
         tensors = [value] if isinstance(value, Tensor) else tree_leaves(value)
         pending = [t.grad_fn for t in tensors if isinstance(t, Tensor)]
         if len(pending) == 1 and (pending[0] is None or was_visited(pending[0])):
             return  # usually the output of an inner module
-        end = nodes.next_sequence_number()
+        first, end = self._first, nodes.next_sequence_number()
         new_nodes: dict[Node, float] = {}
         while pending:
             node = pending.pop()
-            number = None if node is None else nodes.sequence_number(node)
-            if number is None or not self._first <= number < end:
+            # An AccumulateGrad node has the largest number.
+            if node is None or not first <= (number := nodes.sequence_number(node)) < end:
                 continue
             if node in new_nodes or node in self._inputs or was_visited(node):
                 continue
@@ -434,7 +432,7 @@ class Engine:
             if parameter is None:
                 continue
             recorded = self._parameter_versions.get(id(parameter))
-            if recorded is None or number is None or number < recorded.next_number:
+            if recorded is None or number < recorded.next_number:
                 return False
             if parameter.is_inference() or parameter._version != recorded.version:
                 return False
@@ -630,7 +628,7 @@ class Engine:
         """Save a packed value in a field of a node, instead of the tensor `saved`."""
         if self.observer is not None:
             value = self.observer.replaced(node, field, saved, value)
-        value.stream = self._stream
+        value.stream = self._stream if saved.is_cuda else None
         nodes.replace(node, field, value)
 
     def _replace_by_mask(self, node: Node, index: int) -> None:

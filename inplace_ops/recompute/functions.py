@@ -32,7 +32,7 @@ class RecomputeFunction(Function):
     in place, z's connection to the graph is lost.
 
     1. So the Function has a second output, the anchor, and saves it: a tensor of z's shape that is
-       -0.0 everywhere, expanded from one element of memory.
+       -0.0 everywhere, expanded from one element that all anchors share.
     2. `z + anchor` has the values of z. Backward passes the gradient of the anchor on to z
        unchanged.
     3. A piecewise-linear activation needs no anchor, as its second derivative is 0.
@@ -69,10 +69,19 @@ class RecomputeFunction(Function):
 
 
 def _anchor(z: Tensor) -> Tensor:
-    anchor = z.new_empty_strided(z.shape, (0,) * z.dim())
-    if z.numel() > 0:
-        anchor.as_strided((), ()).fill_(-0.0)
-    return anchor
+    key = z.dtype, z.device
+    element = _ANCHORS.get(key)
+    if element is None:
+        # A copy from the CPU has ended when `to` returns, so that the element is ready on every
+        # stream. It cannot be captured in a CUDA graph, which would write the element at replays.
+        if z.is_cuda and torch.cuda.is_current_stream_capturing():
+            return z.new_full((), -0.0).expand(z.shape)
+        with torch.inference_mode(False):
+            element = _ANCHORS[key] = torch.tensor(-0.0, dtype=z.dtype).to(z.device)
+    return element.expand(z.shape)
+
+
+_ANCHORS: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # the element of all anchors
 
 
 class Source(NamedTuple):

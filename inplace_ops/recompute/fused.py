@@ -71,7 +71,7 @@ def _fused(engine: Engine, module: nn.Module, forward: Forward, z: Tensor) -> Te
     record = None if norm is None else record_of(norm.node)
     if norm is None or record is None:
         return None
-    if record.stream is not nodes.current_stream(z.device):
+    if record.stream is not nodes.stream_of(norm.node):
         return None
     call = activation_of(module)
     if call is None or not _ops.has_kernel(z):

@@ -18,9 +18,10 @@ statistics twice. So every function here checks `node._raw_saved_x.unpack_hook` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -126,9 +127,8 @@ def producer(node: Node, index: int) -> tuple[Node, int]:
     return node.next_functions[index]
 
 
-def producers(node: Node) -> tuple[tuple[Node, int], ...]:
-    """Return the node that produced each input of an operation, and the index of its output."""
-    return node.next_functions
+# Return the node that produced each input of an operation, and the index of its output.
+producers: Callable[[Node], tuple[tuple[Node, int], ...]] = attrgetter("next_functions")
 
 
 def autograd_leaf_of(node: Node) -> Tensor | None:
@@ -177,8 +177,20 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 def stream_of(node: Node) -> torch.cuda.Stream | None:
-    """Return the current CUDA stream of an operation's device; None of other devices."""
-    return current_stream(output_device(node, 0))
+    """Return the CUDA stream on which an operation runs; None of other devices.
+
+    Where there is one GPU, return its current stream of all operations, also of those on the CPU:
+    reading a node's device takes longer.
+    """
+    if not torch.cuda.is_initialized():
+        return None
+    return current_stream(_only_gpu() or output_device(node, 0))
+
+
+@cache
+def _only_gpu() -> torch.device | None:
+    """Return the GPU if there is only one."""
+    return torch.device("cuda", 0) if torch.cuda.device_count() == 1 else None
 
 
 def saved_tensor(node: Node, field: str) -> Tensor | None:

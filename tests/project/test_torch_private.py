@@ -236,13 +236,14 @@ def check_output_metadata() -> None:
         assert private.output_device(y.grad_fn, index) == torch.device("cpu")
 
 
-@checks("sequence_number", "next_sequence_number")
+@checks("sequence_number", "next_sequence_number", "LEAF_SEQUENCE_NUMBER")
 def check_sequence_numbers() -> None:
     number = private.next_sequence_number()
     y = leaf(2).sin()
     assert private.sequence_number(y.grad_fn) == number
     assert private.next_sequence_number() == number + 1
-    assert private.sequence_number(y.grad_fn.next_functions[0][0]) is None
+    parameter, _ = y.grad_fn.next_functions[0]
+    assert private.sequence_number(parameter) == private.LEAF_SEQUENCE_NUMBER
 
 
 @checks("running_node")
@@ -430,7 +431,8 @@ def test_private_name_means_what_the_package_assumes(name: str) -> None:
 
 
 def test_every_private_name_has_a_check() -> None:
-    imported = {"Any", "MutableMapping", "Node", "Tensor", "annotations", "nn", "torch"}
+    imported = {"Any", "Callable", "MutableMapping", "Node", "Tensor"}
+    imported |= {"annotations", "nn", "operator", "torch"}
     names = {name for name in vars(private) if not name.startswith("_")} - imported
     assert names == set(CHECKS)
 

@@ -832,6 +832,8 @@ def test_tensors_of_another_stream_stay_saved_and_unpack_synchronizes(
     monkeypatch.setattr(nodes, "stream_of", lambda node: current)
     monkeypatch.setattr(package_memory, "current_stream", lambda device: current)
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: recorded.append(stream))
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     class Branches(Program):
         def forward(self, x: Tensor) -> tuple[Tensor, ...]:
