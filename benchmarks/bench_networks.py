@@ -13,8 +13,8 @@ and the input. Where CUDA's autocast is emulated on a CPU, steps are not timed. 
 each step in a CUDA graph and times its replay, which leaves out the host's time. --fill-gib
 verifies a small batch, and measures the batch for which PyTorch in place allocates that much.
 --largest-batch searches the largest batch whose step fits into a limit on all that PyTorch
-allocates. It does not time steps, so that several networks can be searched at once. --turns lets
-several processes verify and compile at once, and time their steps one after another.
+allocates. --at-once runs a process for each network: all of them verify, compile and search at
+once, and time their steps one after another.
 
 bytes: saved, peak and moved bytes of a step, as it is and converted with several `max_ops`. saved:
 what `inplace_ops.saved_bytes` counts, without parameters, buffers and the input. moved: the bytes
@@ -40,6 +40,10 @@ import copy
 import fcntl
 import gc
 import os
+import re
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -64,6 +68,7 @@ from common import (
     quartiles,
     ratio_columns,
     ratio_quartiles,
+    read_csv,
     recorded,
     time_columns,
     write_results,
@@ -138,13 +143,19 @@ def train(
         if arguments.fill_gib:
             x = input_of(int(arguments.fill_gib * 1024 * MIB / memory[IN_PLACE].peak * len(x)))
             steps = {label: step._replace(x=x) for label, step in steps.items()}
-            memory = {label: step.memory() for label, step in steps.items()}
+            for label, step in steps.items():
+                if "compile" in label:  # it compiles again for another batch
+                    step.run()
+                    step.reset()
         batches = dict.fromkeys(steps, "")
         times: dict[str, list[float]] = {}
-        if arguments.largest_batch:
-            batches = {label: _largest_batch(s, input_of, arguments) for label, s in steps.items()}
-        elif not (device == "cpu" and policy.autocast):  # the time of the emulation means nothing
-            with _turn(arguments):
+        with _turn(name, arguments):
+            if arguments.fill_gib:
+                memory = {label: step.memory() for label, step in steps.items()}
+            if arguments.largest_batch:
+                for label, step in steps.items():
+                    batches[label] = _largest_batch(step, input_of, arguments)
+            elif not (device == "cpu" and policy.autocast):  # the emulation's time means nothing
                 times = _times(name, steps, arguments, failures)
     return [
         {
@@ -168,15 +179,18 @@ def train(
 
 
 @contextmanager
-def _turn(arguments: argparse.Namespace) -> Iterator[None]:
-    """Wait until all processes are ready to time steps, and until no other one times any."""
-    if arguments.turns is None:
+def _turn(name: str, arguments: argparse.Namespace) -> Iterator[None]:
+    """Wait until all processes are ready to measure, and until no other one does.
+
+    A search of the largest batch does not wait: it does not measure time.
+    """
+    if arguments.turns is None or arguments.largest_batch:
         yield
         return
     folder, processes = Path(arguments.turns[0]), int(arguments.turns[1])
     if arguments.device == "cuda":
         torch.cuda.empty_cache()  # leaves the memory to the process whose turn it is
-    (folder / str(os.getpid())).touch()
+    (folder / _file_name(name)).touch()
     while len(list(folder.iterdir())) < processes:
         time.sleep(0.1)
     lock = os.open(folder, os.O_RDONLY)
@@ -185,6 +199,10 @@ def _turn(arguments: argparse.Namespace) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
+
+
+def _file_name(network: str) -> str:
+    return re.sub(r"\W", "_", network)
 
 
 def _times(
@@ -254,13 +272,46 @@ PUBLISHED = [
 SOURCE = "published in 2018: research.mapillary.com/publication/cvpr18a"
 
 
+def _rows_of_processes(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
+    """Yield the rows of all networks, each measured in its own process, as the processes end."""
+    options = [option for option in sys.argv[1:] if option != "--at-once"]
+    with tempfile.TemporaryDirectory() as folder:
+        turns = Path(folder, "turns")
+        turns.mkdir()
+        running: dict[str, subprocess.Popen[bytes]] = {}
+        for name in arguments.networks:
+            command = [sys.executable, __file__, *options, "--networks", name]
+            command += ["--out", f"{folder}/{_file_name(name)}.csv"]
+            command += ["--turns", str(turns), str(len(arguments.networks))]
+            running[name] = subprocess.Popen(command)
+        try:
+            while running:
+                time.sleep(0.1)
+                for name in [
+                    name for name, process in running.items() if process.poll() is not None
+                ]:
+                    if running.pop(name).returncode:
+                        failures.cases.append(name)
+                    (turns / _file_name(name)).touch()  # others need not wait for this process
+                    path = Path(folder, f"{_file_name(name)}.csv")
+                    yield from read_csv(path) if path.exists() else ()
+        finally:
+            for process in running.values():
+                process.terminate()
+
+
 def train_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
     """Yield the rows of all networks, and figures that others have published."""
     measure = partial(train, arguments=arguments, failures=failures)
+    rows = rows_of_networks(arguments.networks, arguments.policies, measure, failures)
+    if arguments.at_once:
+        rows = _rows_of_processes(arguments, failures)
     row: Row = {}
-    for row in rows_of_networks(arguments.networks, arguments.policies, measure, failures):
+    for row in rows:
         yield row
-    if row and not (arguments.fill_gib or arguments.largest_batch or arguments.graphs):
+    if row and not (
+        arguments.fill_gib or arguments.largest_batch or arguments.graphs or arguments.turns
+    ):
         for published in PUBLISHED:
             yield dict.fromkeys(row, "") | published | {"source": SOURCE}
 
@@ -475,10 +526,13 @@ def parse() -> argparse.Namespace:
         "--largest-batch", type=float, metavar="GIB", help="search the largest batch that fits"
     )
     training.add_argument(
+        "--at-once", action="store_true", help="prepare all networks at once, in processes"
+    )
+    training.add_argument(
         "--turns",
         nargs=2,
         metavar=("FOLDER", "N"),
-        help="time steps when N processes have put a file into FOLDER, one process at a time",
+        help="measure when FOLDER has N files, one process at a time; --at-once sets this",
     )
     training.add_argument(
         "--quick", action="store_true", help="a smoke test: small inputs, nothing compiled"

@@ -32,7 +32,7 @@ def call_of(
     several consumers: see NOTE [Shared values] in `specs.py`.
     """
     if len(inputs) == 1 and isinstance(inputs[0], Computed):
-        key = (function, *arguments, *rest)
+        key = (function, repr(arguments), *rest)  # 0.0 and -0.0 are equal
         return inputs[0].derived(key, lambda: _new_call(function, inputs, arguments, *rest))
     return _new_call(function, inputs, arguments, *rest)
 

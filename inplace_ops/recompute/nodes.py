@@ -177,10 +177,10 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 def stream_of(node: Node) -> torch.cuda.Stream | None:
-    """Return the CUDA stream on which an operation runs; None of other devices.
+    """Return the current CUDA stream of an operation's device; None of other devices.
 
-    Where there is one GPU, return its current stream of all operations, also of those on the CPU:
-    reading a node's device takes longer.
+    Where there is only one GPU, operations on the CPU also get its stream, because reading a node's
+    device takes long.
     """
     if not torch.cuda.is_initialized():
         return None

@@ -216,12 +216,28 @@ def test_equal_calls_of_one_input_share_a_spec() -> None:
     assert len(set(map(id, saved))) == 1
 
 
-@pytest.mark.parametrize("compute", [F.silu, torch.tanh])
-def test_different_calls_of_one_input_have_their_own_specs(
-    compute: Callable[[Tensor], Tensor],
-) -> None:
-    def program(m: Layers, z: Tensor) -> Tensor:
-        return m.q(compute(z)) + m.k(torch.sigmoid(z)) + m.v(z)
+SLOPES = (0.0, -0.0, 0.5)
+
+
+def test_different_calls_of_one_input_have_their_own_specs() -> None:
+    def program(m: Any, z: Tensor) -> Tensor:
+        slopes = [m.q(F.leaky_relu(z, slope)) for slope in SLOPES]
+        return sum(slopes) + m.k(z[..., :6].repeat(1, 1, 2)) + m.v(torch.sigmoid(z))
 
     model, x = Layers(program), tokens()
-    assert_same_steps(model, converted_twin(model), x, steps=3)
+    twin = converted_twin(model)
+    assert_same_steps(model, twin, x, steps=3)
+    slopes = {repr(spec.scalars) for spec in activations_of(twin(x))}
+    assert slopes == {repr([slope]) for slope in SLOPES}
+
+
+def activations_of(output: Tensor) -> list[specs.Affine]:
+    """Return the specs of activations after a norm in the graph of an output."""
+    found: list[specs.Affine] = []
+    pending: list[Any] = [value.spec for value in recomputed(output)]
+    while pending:
+        spec = pending.pop()
+        if isinstance(spec, specs.Affine) and spec.activation is not None:
+            found.append(spec)
+        pending += spec.inner() if isinstance(spec, specs.Computed) else ()
+    return found
