@@ -125,8 +125,14 @@ def running_node() -> Node:
 
 
 def running_pass() -> int:
-    """Return the id of the backward pass that is running. Every pass has another id."""
+    """Return the id of the backward pass that is running; `NO_PASS` outside of backward.
+
+    Every pass has another id.
+    """
     return torch._C._current_graph_task_id()
+
+
+NO_PASS = -1
 
 
 def default_saved_tensor_hooks() -> Any:

@@ -84,6 +84,7 @@ NOTE [Containment]
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import warnings
 import weakref
@@ -110,7 +111,7 @@ from .operations import (
     base_of,
 )
 from .rewrites import Mask, Shape
-from .specs import Affine, Call, Downcast, DowncastMemory, Leaf, Recomputed, Spec
+from .specs import Affine, Call, Downcast, DowncastMemory, Leaf, Recomputed, Spec, ViewCall
 from .versions import (
     COPY_LIMIT,
     Record,
@@ -139,6 +140,8 @@ MAX_OPS = 4
 _LEAF_FACTOR = 4  # see NOTE [Leaves]
 _CAST = OPERATIONS[TO_COPY]
 _MAX_SPEC_KEYS = 2**16
+_MAX_NODES = 2**32  # of one forward pass
+_engines = itertools.count()
 
 
 class SpecKey(NamedTuple):
@@ -288,6 +291,7 @@ class Engine:
         self.observer = observer
         self._last: int | None = None  # the sequence number of the last node
         self._ordinal = 0
+        self._first_reader = next(_engines) * _MAX_NODES  # see NOTE [Shared values] in `specs.py`
         self._stream: Any = None  # the CUDA stream of the node that is being visited
         self._reason: Reason = ""  # why there is no spec
         self._parameter_versions: dict[int, _ParameterVersion] = {}
@@ -566,11 +570,13 @@ class Engine:
         if spec.leaf_bytes > _LEAF_FACTOR * size:
             self._report_unchanged(node, field, reasons.MUCH_LARGER)
             return False
-        value = Recomputed(spec, saved, nodes.operation_name(base), nodes.operation_name(node))
+        reader = self._first_reader + self._ordinal
+        names = nodes.operation_name(base), nodes.operation_name(node)
+        value = Recomputed(spec, saved, *names, reader)
         if not self.is_verified(lambda: value, saved, type(node), field, type(base), spec.cost):
             self._report_unchanged(node, field, reasons.DIFFERENT)
             return False
-        value.share(self._ordinal)
+        spec.add_reader(reader)
         self._save_packed(node, field, saved, value)
         return True
 
@@ -665,9 +671,9 @@ class Engine:
             if not view.condition(node):
                 return None
             spec = self._output_spec(*nodes.producer(node, 0))
-            return spec and call_of(
-                view.function, (spec,), _arguments(node, index, view.arguments), 0
-            )
+            if spec is None:
+                return None
+            return ViewCall(view.function, (spec,), *_arguments(node, index, view.arguments))
         operation = OPERATION_OF[type(node)]
         record = None if operation is None else record_of(node)
         if operation is None or record is None or record.stream is not self._stream:
@@ -778,7 +784,7 @@ class Engine:
             return None
         replaced = nodes.packed(node, "input")
         if isinstance(replaced, Recomputed):  # a norm's rounding depends on its input's strides
-            x = Call(replaced.in_layout, (x,), cost=0)
+            x = ViewCall(replaced.in_layout, (x,))
         return Call(rerun, (x,))
 
     def _downcast_spec(self, node: Node, record: Record, saved: Tensor) -> Spec | None:

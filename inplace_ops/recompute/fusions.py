@@ -8,7 +8,7 @@ fused kernel and PyTorch round differently. The rounding of the norm's output co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -18,33 +18,38 @@ from torch import Tensor
 from .. import _ops
 from ..activations import ACTIVATIONS
 from .operations import add
-from .specs import Affine, Call, Computed, Spec
+from .specs import Affine, Call, Computed, Spec, ViewCall
 
 _ACTIVATIONS = {activation.torch_function: activation for activation in ACTIVATIONS}
 
 
 def call_of(
-    function: Callable[..., Tensor], inputs: Sequence[Spec], arguments: Sequence[Any], *rest: Any
+    function: Callable[..., Tensor],
+    inputs: Sequence[Spec],
+    arguments: Sequence[Any],
+    cost: int,
+    bound: Callable[[list[Tensor]], Tensor],
+    dtype: torch.dtype,
 ) -> Spec:
     """Return the spec of `function(*inputs, *arguments)`, fused if there is a kernel for it.
 
     Equal calls of one input have the same spec, for example autocast's casts of a tensor for
-    several consumers: see NOTE [Shared values] in `specs.py`.
+    several consumers: see NOTE [Shared values] in `specs.py`. The arguments are those of `Call`.
     """
+
+    def make() -> Computed:
+        activation = _ACTIVATIONS.get(function)
+        if activation and len(arguments) == len(activation.scalars) and _is_norm(inputs[0]):
+            return inputs[0].activated(activation, arguments)
+        if cost == 0:
+            return ViewCall(function, inputs, *arguments)
+        call_class = _call_class_of(function, inputs, arguments)
+        return call_class(function, inputs, arguments, cost, bound, dtype)
+
     if len(inputs) == 1 and isinstance(inputs[0], Computed):
-        key = (function, repr(arguments), *rest)  # 0.0 and -0.0 are equal
-        return inputs[0].derived(key, lambda: _new_call(function, inputs, arguments, *rest))
-    return _new_call(function, inputs, arguments, *rest)
-
-
-def _new_call(
-    function: Callable[..., Tensor], inputs: Sequence[Spec], arguments: Sequence[Any], *rest: Any
-) -> Computed:
-    activation = _ACTIVATIONS.get(function)
-    if activation and len(arguments) == len(activation.scalars) and _is_norm(inputs[0]):
-        return inputs[0].activated(activation, arguments)
-    call_class = _call_class_of(function, inputs, arguments)
-    return call_class(function, inputs, arguments, *rest)
+        # `repr` tells 0.0 from -0.0. The function determines cost and bound.
+        return inputs[0].derived((function, repr(arguments), dtype), make)
+    return make()
 
 
 def _call_class_of(
@@ -72,10 +77,18 @@ class CastOfAffine(Call):
 
     __slots__ = ()
 
-    def compute(self, reader: int | None) -> Tensor:
-        (affine,), (dtype,) = self.inputs, self.arguments
+    @property
+    def _affine(self) -> Affine:
+        (affine,) = self.inputs
         assert isinstance(affine, Affine)
-        return affine.of(affine.x.value(reader), dtype)
+        return affine
+
+    def inner(self) -> Iterable[Spec]:
+        return self._affine.inner()
+
+    def compute(self, reader: int | None) -> Tensor:
+        (dtype,) = self.arguments
+        return self._affine.of(self._affine.x.value(reader), dtype)
 
 
 class SumWithNorm(Call):
@@ -86,6 +99,15 @@ class SumWithNorm(Call):
     """
 
     __slots__ = ()
+
+    def inner(self) -> Iterable[Spec]:
+        norm, other = self._norm_and_other()
+        return norm.x, other
+
+    def _norm_and_other(self) -> tuple[Affine, Spec]:
+        norm, other = self.inputs if _is_norm(self.inputs[0]) else self.inputs[::-1]
+        assert isinstance(norm, Affine)
+        return norm, other
 
     def compute(self, reader: int | None) -> Tensor:
         return self.of_sum(reader, _ops.NORMALIZE_ADD, lambda total: total)
@@ -100,8 +122,7 @@ class SumWithNorm(Call):
             op: Computes norm, sum and function in one kernel.
             function: Computes the function of a sum that PyTorch's addition has computed.
         """
-        norm, other = self.inputs if _is_norm(self.inputs[0]) else self.inputs[::-1]
-        assert isinstance(norm, Affine)
+        norm, other = self._norm_and_other()
         x, addend = norm.x.value(reader), other.value(reader)
         if (x.shape, x.dtype, x.device) != (addend.shape, addend.dtype, addend.device):
             return function(self.of(norm.of(x), addend))
@@ -113,7 +134,14 @@ class ReLUOfSum(Call):
 
     __slots__ = ()
 
-    def compute(self, reader: int | None) -> Tensor:
+    @property
+    def _total(self) -> SumWithNorm:
         (total,) = self.inputs
         assert isinstance(total, SumWithNorm)
-        return total.of_sum(reader, _ops.NORMALIZE_ADD_RELU, self.function)
+        return total
+
+    def inner(self) -> Iterable[Spec]:
+        return self._total.inner()
+
+    def compute(self, reader: int | None) -> Tensor:
+        return self._total.of_sum(reader, _ops.NORMALIZE_ADD_RELU, self.function)

@@ -22,18 +22,23 @@ NOTE [Shared values]
 Several consumers may read one recomputed value, for example the projections to queries, keys and
 values. Backward often runs them one after another, and need not compute the value for each.
 
-1. Every consumer has an ordinal, and backward runs them in the reverse order. When a spec is saved
-   for a consumer, `add_reader` records the ordinal in the spec and in all specs inside.
-2. A spec keeps its value if the next consumer that needs it is at most `_SHARING_DISTANCE` nodes
-   away. A value that is kept longer would add to the peak memory.
+1. Each consumer of a spec has a reader number. The numbers grow with time, also from one forward
+   pass to the next, and backward runs the consumers in the reverse order. Before torch 2.14 this
+   holds only approximately, because the engine visits nodes late: some values are then computed
+   again, or dropped late.
+2. When a spec is saved for a consumer, `add_reader` records the reader in the spec and in the specs
+   whose values it reads. A spec keeps its value if the next reader is at most `_SHARING_DISTANCE`
+   nodes with a rule away: a value that is kept for long would add to the peak memory.
 3. A spec inside another keeps its value only if it takes at least two operations: this value is
    alive while the consumer runs, in addition to the one that the consumer reads.
-4. A kept value is used only in the backward pass that has computed it. If its next consumer does
-   not run in that pass, the value lives as long as the spec.
+4. A view keeps nothing, but the spec that it is a view of does.
+5. A kept value is dropped when the backward pass reads a spec for an earlier reader than the one
+   that the value was kept for, which then does not run. No other backward pass uses the value.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -45,7 +50,7 @@ import torch
 from torch import Tensor
 
 from .. import _ops
-from .._torch_private import running_pass
+from .._torch_private import NO_PASS, running_pass
 from ..activations import Activation
 from ..memory import Packed
 from .nodes import WeakMemory, has_storage, no_graph
@@ -92,17 +97,13 @@ class Spec(ABC):
         Call this through `Recomputed`, which disables grad mode, autocast and function modes.
 
         Args:
-            reader: The ordinal of the consumer whose backward needs the value; None outside of
-                backward.
+            reader: The reader number of the consumer whose backward needs the value: see NOTE
+                [Shared values]. None if there is none.
         """
 
     @abstractmethod
-    def add_reader(self, ordinal: int) -> None:
-        """Record that a consumer saves this spec, or one that contains it.
-
-        Args:
-            ordinal: The consumer's ordinal, not less than those that were added before.
-        """
+    def add_reader(self, reader: int) -> None:
+        """Record that a consumer saves this spec, or one that computes it."""
 
     @abstractmethod
     def magnitude(self) -> Tensor:
@@ -117,21 +118,9 @@ class Spec(ABC):
     def leaves(self) -> Iterator[Leaf]:
         """Return the leaves of the spec."""
 
+    @abstractmethod
     def is_current(self) -> bool:
         """Whether no leaf was modified."""
-        return all(leaf.tensor._version == leaf.version for leaf in self.leaves())
-
-
-class _Kept(NamedTuple):
-    """A value that a spec keeps for its next consumer.
-
-    Attributes:
-        value: The value.
-        running_pass: The backward pass that has computed it.
-    """
-
-    value: Tensor
-    running_pass: int
 
 
 class WrittenToError(RuntimeError):
@@ -147,7 +136,7 @@ class Leaf(Spec):
 
     Attributes:
         tensor: The detached tensor.
-        version: The tensor's version when the leaf was created. `compute` raises if it has changed.
+        version: The tensor's version when the leaf was created. `value` raises if it has changed.
             An `Affine` reads its copies without such a check: only specs and records refer to them,
             and neither writes to them.
         is_copy: Whether the tensor is a copy that only specs and records refer to.
@@ -182,8 +171,11 @@ class Leaf(Spec):
             )
         return tensor
 
-    def add_reader(self, ordinal: int) -> None:
+    def add_reader(self, reader: int) -> None:
         pass
+
+    def is_current(self) -> bool:
+        return self.tensor._version == self.version
 
     def magnitude(self) -> Tensor:
         return _largest(self.tensor)
@@ -192,15 +184,29 @@ class Leaf(Spec):
         yield self
 
 
+class _Kept(NamedTuple):
+    """A value that a spec keeps.
+
+    Attributes:
+        value: The value.
+        running_pass: The backward pass that has computed it.
+        reader: The reader that it is kept for.
+    """
+
+    value: Tensor
+    running_pass: int
+    reader: int
+
+
 class Computed(Spec):
     """A spec that computes its tensor, and may keep it: see NOTE [Shared values]."""
 
-    __slots__ = ("_derived", "_keeps_for", "_kept", "_last_reader")
+    __slots__ = ("_derived", "_kept", "_last_reader", "_next_reader")
 
     def __init__(self) -> None:
         self._kept: _Kept | None = None
-        self._keeps_for: set[int] = set()  # the ordinals of readers
         self._last_reader: int | None = None
+        self._next_reader: dict[int, int] = {}  # by reader: the one after it, if it is near
         self._derived: dict[Hashable, weakref.ref[Computed]] = {}
 
     def derived(self, key: Hashable, make: Callable[[], Computed]) -> Computed:
@@ -214,24 +220,35 @@ class Computed(Spec):
 
     def value(self, reader: int | None = None) -> Tensor:
         kept, self._kept = self._kept, None
-        keeps = reader in self._keeps_for
+        following = None if reader is None else self._next_reader.get(reader)
         if kept is not None and kept.running_pass == running_pass():
             value = kept.value
         else:
-            # The specs inside keep nothing for readers that will not compute this spec.
-            value = self.compute(None if keeps else reader)
-        if keeps:
-            self._kept = _Kept(value, running_pass())
+            # If this spec keeps its value, the following reader does not read the specs inside.
+            value = self.compute(reader if following is None else None)
+        if following is not None and running_pass() != NO_PASS:
+            self._kept = _Kept(value, running_pass(), following)
+            _keeping.specs.append(weakref.ref(self))
         return value
 
-    def add_reader(self, ordinal: int) -> None:
+    def add_reader(self, reader: int) -> None:
         last = self._last_reader
-        if last is not None and 0 < ordinal - last <= _SHARING_DISTANCE:
-            self._keeps_for.add(ordinal)
-        self._last_reader = ordinal
+        if last is not None and 0 < reader - last <= _SHARING_DISTANCE:
+            self._next_reader[reader] = last
+        self._last_reader = reader
         for spec in self.inner():
             if spec.cost >= _MIN_COST_INSIDE:
-                spec.add_reader(ordinal)
+                spec.add_reader(reader)
+
+    def drops(self, reader: int) -> bool:
+        """Drop the kept value if backward has passed its reader. Return whether none is kept."""
+        kept = self._kept
+        if kept is not None and (kept.running_pass != running_pass() or kept.reader > reader):
+            self._kept = kept = None
+        return kept is None
+
+    def is_current(self) -> bool:
+        return all(spec.is_current() for spec in self.inner())
 
     @abstractmethod
     def compute(self, reader: int | None) -> Tensor:
@@ -239,7 +256,27 @@ class Computed(Spec):
 
     @abstractmethod
     def inner(self) -> Iterable[Spec]:
-        """Return the specs that the tensor is computed from."""
+        """Return the specs whose values `compute` reads."""
+
+
+class _Keeping(threading.local):
+    """The specs that keep a value for a reader of a backward pass in this thread."""
+
+    def __init__(self) -> None:
+        self.specs: list[weakref.ref[Computed]] = []
+
+    def drop_passed(self, reader: int) -> None:
+        """Drop the values that no reader from this one on needs."""
+        if self.specs:
+            found = ((reference, reference()) for reference in self.specs)
+            self.specs = [
+                reference
+                for reference, spec in found
+                if spec is not None and not spec.drops(reader)
+            ]
+
+
+_keeping = _Keeping()
 
 
 class DowncastMemory:
@@ -286,7 +323,7 @@ class Downcast(Computed):
         return stored.to(self.dtype).expand(self.shape)
 
     def inner(self) -> Iterable[Spec]:
-        return ()
+        return (self.memory.leaf,)
 
     def magnitude(self) -> Tensor:
         return self.memory.leaf.magnitude()
@@ -417,6 +454,24 @@ class Call(Computed):
             yield from spec.leaves()
 
 
+class ViewCall(Call):
+    """A view of another spec's value, or another call that costs nothing."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, function: Callable[..., Tensor], inputs: Sequence[Spec], *arguments: Any
+    ) -> None:
+        super().__init__(function, inputs, arguments, cost=0)
+
+    def value(self, reader: int | None = None) -> Tensor:
+        return self.compute(reader)
+
+    def add_reader(self, reader: int) -> None:
+        (spec,) = self.inputs
+        spec.add_reader(reader)
+
+
 def _largest(tensor: Tensor) -> Tensor:
     """Return the largest finite magnitude in a tensor, a scalar in float64."""
     if tensor.numel() == 0:
@@ -490,14 +545,15 @@ class Recomputed(Packed):
     Attributes:
         producer: The name of the operation whose output the tensor is.
         consumer: The name of the operation that saves the tensor.
-        reader: The consumer's ordinal; None if the value is not shared.
+        reader: The consumer's reader number: see NOTE [Shared values]. None if it has none.
     """
 
     __slots__ = ("consumer", "device", "dtype", "producer", "reader", "shape", "spec", "stride")
 
-    def __init__(self, spec: Spec, like: Tensor, producer: str, consumer: str) -> None:
-        self.spec, self.producer, self.consumer = spec, producer, consumer
-        self.reader: int | None = None
+    def __init__(
+        self, spec: Spec, like: Tensor, producer: str, consumer: str, reader: int | None = None
+    ) -> None:
+        self.spec, self.producer, self.consumer, self.reader = spec, producer, consumer, reader
         self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
         self.stride = like.stride()
         if isinstance(spec, Downcast):
@@ -508,13 +564,10 @@ class Recomputed(Packed):
         """The names of the producer and the consumer, for a message."""
         return f"{self.producer}, saved by {self.consumer}"
 
-    def share(self, reader: int) -> None:
-        """Share the value with other consumers that are near: see NOTE [Shared values]."""
-        self.reader = reader
-        self.spec.add_reader(reader)
-
     def compute(self) -> Tensor:
         """Compute the spec. The result has the strides of the tensor that the spec replaces."""
+        if self.reader is not None:
+            _keeping.drop_passed(self.reader)
         with self._without_modes():
             value = self.spec.value(self.reader)
             if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):

@@ -253,11 +253,12 @@ def check_running_node() -> None:
     assert type(node).__name__ == "SinBackward0"
 
 
-@checks("running_pass")
+@checks("running_pass", "NO_PASS")
 def check_running_pass() -> None:
     passes = [recorded_by_hook(private.running_pass) for _ in range(2)]
     assert passes[0] != passes[1]
-    assert private.running_pass() not in passes
+    assert private.NO_PASS not in passes
+    assert private.running_pass() == private.NO_PASS
 
 
 @checks("creation_meta")

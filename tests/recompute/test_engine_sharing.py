@@ -19,10 +19,12 @@ from _support.twins import (
     assert_same_steps,
     converted_twin,
     nodes_from,
+    nodes_of,
     recomputed,
 )
 from torch import Tensor, nn
 
+import inplace_ops
 from inplace_ops.recompute import specs
 
 pytestmark = pytest.mark.usefixtures("_small_tensors_too")
@@ -75,6 +77,20 @@ def squared(m: Layers, z: Tensor) -> Tensor:
     return m.q(z * z)
 
 
+def chunks(m: Layers, z: Tensor) -> Tensor:
+    """Views of one value, two of which the same consumers read."""
+    first, second = (part.repeat(1, 1, 2) for part in z.chunk(2, -1))
+    return m.q(first) * m.k(second) + m.v(z)
+
+
+def cast_and_float32(m: Layers, z: Tensor) -> Tensor:
+    """A cast, which one kernel computes with all that it depends on, and a float32 product."""
+    y = m.relu(z)
+    with torch.autocast("cpu", torch.bfloat16):
+        projected = m.k(y).float()
+    return projected + y * torch.sigmoid(projected)
+
+
 # By name: a program, an op, and how often backward runs it with sharing and without.
 PROGRAMS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str, int, int]] = {
     "projections": (projections, NORM, 1, 3),
@@ -113,7 +129,7 @@ def test_near_consumers_share_a_value(
         assert count_of(converted_twin(model), x, op) == alone
 
 
-def kept(output: Tensor) -> list[Tensor]:
+def kept(output: Any) -> list[Tensor]:
     """Return the values that the specs in the graph of an output keep."""
     found: list[Tensor] = []
     pending: list[Any] = [value.spec for value in recomputed(output)]
@@ -122,12 +138,12 @@ def kept(output: Tensor) -> list[Tensor]:
         if isinstance(spec, specs.Computed):
             found += [] if spec._kept is None else [spec._kept.value]
             pending += spec.inner()
-    return found
+    return list({id(value): value for value in found}.values())
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_no_value_is_kept_after_backward(name: str) -> None:
-    twin, x = converted_twin(Layers(PROGRAMS[name][0])), tokens()
+@pytest.mark.parametrize("compute", [*(c for c, *_ in PROGRAMS.values()), chunks, cast_and_float32])
+def test_no_value_is_kept_after_backward(compute: Callable[[Any, Tensor], Tensor]) -> None:
+    twin, x = converted_twin(Layers(compute)), tokens()
     twin(x)
     output = twin(x)
     assert not kept(output)  # the comparison at the first use keeps none
@@ -141,7 +157,7 @@ def test_a_value_of_another_backward_pass_is_not_used() -> None:
     twin(x)
     output = twin(x)
     torch.autograd.grad(output.sum(), twin.v.weight, retain_graph=True)
-    (left,) = {id(value): value for value in kept(output)}.values()
+    (left,) = kept(output)
     expected = torch.autograd.grad(output.sum(), twin.q.weight, retain_graph=True)
     left.fill_(torch.nan)
     actual = torch.autograd.grad(output.sum(), twin.q.weight)
@@ -207,13 +223,69 @@ def test_one_consumer_that_reads_a_value_twice() -> None:
     assert not kept(output)
 
 
+def test_a_value_is_dropped_when_backward_has_passed_its_reader() -> None:
+    """The heads of these blocks do not run in this backward pass."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Layers(lambda m, z: m.relu(z)) for _ in range(4))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+            heads = []
+            for block in self.blocks:
+                x = block(x)
+                heads.append(block.q(x))
+            return x, heads
+
+    twin, x = converted_twin(Heads()), tokens()
+    twin(x)
+    output, heads = twin(x)
+    for each in reversed(heads):
+        torch.autograd.grad(each.sum(), next(twin.parameters()), retain_graph=True)
+        assert len(kept(output)) <= 1
+    output.sum().backward()
+    assert len(kept(heads)) <= 1
+
+
+def test_consumers_of_different_calls_share_nothing() -> None:
+    """Two blocks are converted on their own, and the second one reads what the first one reads."""
+    first, second, x = Layers(projections), nn.Sequential(nn.Linear(N, N)), tokens()
+    inplace_ops.convert(first)
+    inplace_ops.convert(second)
+    outputs: list[Tensor] = []
+    first.norm.register_forward_hook(lambda *call: outputs.append(call[-1]))
+    for _ in range(2):
+        outputs.clear()
+        y = first(x)
+        y = y + second(outputs[0])
+    later = [value for value in recomputed(y) if value.consumer == "Addmm"]
+    numbers = sorted(value.reader for value in later if value.reader is not None)
+    assert len(numbers) == 4
+    assert numbers[-1] - numbers[-2] > specs._SHARING_DISTANCE
+    y.sum().backward(retain_graph=True)
+    assert not kept(y)
+
+
+def test_reading_a_saved_tensor_outside_of_backward_keeps_nothing() -> None:
+    twin, x = converted_twin(Layers(projections)), tokens()
+    twin(x)
+    output = twin(x)
+    readers = [node for node in nodes_of(output) if hasattr(node, "_saved_mat1")]
+    assert len(readers) >= 3
+    for node in readers:
+        assert node._saved_mat1 is not None
+        assert not kept(output)
+
+
 def test_equal_calls_of_one_input_share_a_spec() -> None:
-    """Views and casts of a norm's output for several consumers have one spec each."""
+    """Casts of a norm's output for several consumers have one spec, which each reads as a view."""
     twin, x = converted_twin(Layers(projections_in_bfloat16)), tokens()
     twin(x)
-    saved = [value.spec for value in recomputed(twin(x)) if value.consumer == "Addmm"]
-    assert len(saved) == 3
-    assert len(set(map(id, saved))) == 1
+    views = [value.spec for value in recomputed(twin(x)) if value.consumer == "Addmm"]
+    assert len(views) == 3
+    casts = {id(spec) for view in views for spec in view.inner()}  # type: ignore[attr-defined]
+    assert len(casts) == 1
 
 
 SLOPES = (0.0, -0.0, 0.5)
