@@ -234,10 +234,11 @@ def draw_networks(path: Path) -> None:
     checkpoints save little, but allocate in backward what they recompute. On CUDA there are panels
     for CUDA graphs and for large batches too.
     """
-    sources = [path.with_name(path.name.replace("networks", k)) for k in ("graphs", "filled")]
     cases: dict[str, Rows] = {}
-    for source in [path, *(source for source in sources if source.exists())]:
-        rows = [row for row in read_csv(source) if row["source"] == "measured" and row["median_ms"]]
+    for kinds in (("networks",), ("graphs", "baselines"), ("filled",)):
+        sources = [path.with_name(path.name.replace("networks", kind)) for kind in kinds]
+        every = [row for source in sources if source.exists() for row in read_csv(source)]
+        rows = [row for row in every if row["source"] == "measured" and row["median_ms"]]
         for policy in values(rows, "policy"):
             own = [row for row in rows if row["policy"] == policy]
             cases[f"{policy}, {_batches(own)}, launched {own[0]['launched']}"] = own

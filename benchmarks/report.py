@@ -4,7 +4,7 @@ A page has the tables between `<!-- results: NAME -->` and `<!-- end -->`. NAME 
 
 - a device: the tables of results/*_DEVICE.csv, without the kinds in `ALONE`;
 - a kind in `ALONE`: the tables of that kind for all devices;
-- "saved": the README's selection of "bytes";
+- "gpu": the README's summary of "filled" and "batches" on a GPU;
 - "compatibility": the table of tests/compatibility.csv;
 - "errors": the documented errors of the activations.
 
@@ -268,24 +268,30 @@ def bytes_of_a_step(rows: Rows) -> str:
     return markdown(header, body)
 
 
-# The networks and the `max_ops` that the README shows.
-SHOWN_NETWORKS = (
-    *("EfficientNet-B0", "MobileNetV2", "YOLOv8n", "diffusion U-Net", "Llama, 2 layers"),
-    *("ViT-S/16", "ResNet-50"),
-)
-SHOWN_MAX_OPS = "4"
-
-
-def saved(rows: Rows) -> str:
-    """Saved bytes relative to PyTorch's, for some networks by dtype policy."""
-    policies = values(rows, "policy")
+def gpu(filled: Rows, batches: Rows) -> str:
+    """Memory, time and the largest batch of converted networks on a GPU."""
     body = []
-    for network in SHOWN_NETWORKS:
-        own = [r for r in rows if (r["network"], r["max_ops"]) == (network, SHOWN_MAX_OPS)]
-        ratios = [float(find(own, "saved_ratio", policy=policy)) for policy in policies]
-        body.append([f"{network}, {own[0]['input']}", *(f"{ratio:.2f}" for ratio in ratios)])
-    title = "bytes saved for backward, relative to PyTorch's (lower is better)"
-    return markdown([title, *policies], body)
+    for row in filled:
+        if row["variant"] == "convert, max_ops=4":
+            line = [f"{row['network']}, {row['input']}"]
+            line += [
+                f"{float(row[column]):.2f}"
+                for column in (
+                    "saved_over_torch_in_place",
+                    "peak_over_torch_in_place",
+                    "ratio_to_torch_in_place",
+                )
+            ]
+            ours, theirs = (
+                int(find(batches, "largest_batch", network=row["network"], variant=variant))
+                for variant in (row["variant"], "torch in place")
+            )
+            body.append([*line, f"{ours / theirs:.2f}"])
+    device = filled[0]["device"].removeprefix("NVIDIA ")
+    header = [f"`convert` on an {device}, relative to PyTorch in place", "saved for backward"]
+    limit = float(batches[0]["memory_limit_gib"])
+    header += ["peak memory", "time of a step", f"largest batch in {limit:g} GiB"]
+    return markdown(header, body)
 
 
 def networks(rows: Rows) -> str:
@@ -442,8 +448,8 @@ def block(name: str) -> str:
     """Return the text of a page's block of that name."""
     if name == "errors":
         return errors()
-    if name == "saved":
-        return saved(read_csv(RESULTS / "bytes_cpu.csv"))
+    if name == "gpu":
+        return gpu(*(read_csv(RESULTS / f"{kind}_cuda.csv") for kind in ("filled", "batches")))
     if name == "compatibility":
         return compatibility(read_csv(COMPATIBILITY))
     if name in ALONE:
