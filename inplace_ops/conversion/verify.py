@@ -159,7 +159,7 @@ class _CheckedRecomputed(Recomputed):
     def __init__(
         self, packed: Recomputed, saved: Tensor, description: str, differences: list[str]
     ) -> None:
-        super().__init__(packed.spec, saved, packed.producer, packed.consumer, packed.reader)
+        super().__init__(packed.spec, saved, packed.producer, packed.consumer, packed.number)
         self.saved, self.description, self.differences = saved.clone(), description, differences
 
     def compute(self) -> Tensor:

@@ -291,7 +291,7 @@ class Engine:
         self.observer = observer
         self._last: int | None = None  # the sequence number of the last node
         self._ordinal = 0
-        self._first_reader = next(_engines) * _MAX_NODES  # see NOTE [Shared values] in `specs.py`
+        self._first_number = next(_engines) * _MAX_NODES  # see NOTE [Shared values] in `specs.py`
         self._stream: Any = None  # the CUDA stream of the node that is being visited
         self._reason: Reason = ""  # why there is no spec
         self._parameter_versions: dict[int, _ParameterVersion] = {}
@@ -570,13 +570,13 @@ class Engine:
         if spec.leaf_bytes > _LEAF_FACTOR * size:
             self._report_unchanged(node, field, reasons.MUCH_LARGER)
             return False
-        reader = self._first_reader + self._ordinal
+        number = self._first_number + self._ordinal
         names = nodes.operation_name(base), nodes.operation_name(node)
-        value = Recomputed(spec, saved, *names, reader)
+        value = Recomputed(spec, saved, *names, number)
         if not self.is_verified(lambda: value, saved, type(node), field, type(base), spec.cost):
             self._report_unchanged(node, field, reasons.DIFFERENT)
             return False
-        spec.add_reader(reader)
+        spec.add_consumer(number)
         self._save_packed(node, field, saved, value)
         return True
 

@@ -86,9 +86,9 @@ class CastOfAffine(Call):
     def inner(self) -> Iterable[Spec]:
         return self._affine.inner()
 
-    def compute(self, reader: int | None) -> Tensor:
+    def compute(self, consumer: int | None) -> Tensor:
         (dtype,) = self.arguments
-        return self._affine.of(self._affine.x.value(reader), dtype)
+        return self._affine.of(self._affine.x.value(consumer), dtype)
 
 
 class SumWithNorm(Call):
@@ -109,21 +109,21 @@ class SumWithNorm(Call):
         assert isinstance(norm, Affine)
         return norm, other
 
-    def compute(self, reader: int | None) -> Tensor:
-        return self.of_sum(reader, _ops.NORMALIZE_ADD, lambda total: total)
+    def compute(self, consumer: int | None) -> Tensor:
+        return self.of_sum(consumer, _ops.NORMALIZE_ADD, lambda total: total)
 
     def of_sum(
-        self, reader: int | None, op: _ops.Op, function: Callable[[Tensor], Tensor]
+        self, consumer: int | None, op: _ops.Op, function: Callable[[Tensor], Tensor]
     ) -> Tensor:
         """Return a function of the sum, in one kernel if the tensors match.
 
         Args:
-            reader: The argument of `compute`.
+            consumer: The argument of `compute`.
             op: Computes norm, sum and function in one kernel.
             function: Computes the function of a sum that PyTorch's addition has computed.
         """
         norm, other = self._norm_and_other()
-        x, addend = norm.x.value(reader), other.value(reader)
+        x, addend = norm.x.value(consumer), other.value(consumer)
         if (x.shape, x.dtype, x.device) != (addend.shape, addend.dtype, addend.device):
             return function(self.of(norm.of(x), addend))
         return op(x, *norm.affine, addend, _ops.dim_order_of(x))
@@ -143,5 +143,5 @@ class ReLUOfSum(Call):
     def inner(self) -> Iterable[Spec]:
         return self._total.inner()
 
-    def compute(self, reader: int | None) -> Tensor:
-        return self._total.of_sum(reader, _ops.NORMALIZE_ADD_RELU, self.function)
+    def compute(self, consumer: int | None) -> Tensor:
+        return self._total.of_sum(consumer, _ops.NORMALIZE_ADD_RELU, self.function)

@@ -22,18 +22,17 @@ NOTE [Shared values]
 Several consumers may read one recomputed value, for example the projections to queries, keys and
 values. Backward often runs them one after another, and need not compute the value for each.
 
-1. Each consumer of a spec has a reader number. The numbers grow with time, also from one forward
-   pass to the next, and backward runs the consumers in the reverse order. Before torch 2.14 this
-   holds only approximately, because the engine visits nodes late: some values are then computed
-   again, or dropped late.
-2. When a spec is saved for a consumer, `add_reader` records the reader in the spec and in the specs
-   whose values it reads. A spec keeps its value if the next reader is at most `_SHARING_DISTANCE`
-   nodes with a rule away: a value that is kept for long would add to the peak memory.
+1. Each consumer of a spec has a number. The numbers grow with time, also from one forward pass to
+   the next, and backward runs the consumers in the reverse order. Before torch 2.14 this holds only
+   approximately, because the engine visits nodes late: fewer values are then shared.
+2. When a spec is saved for a consumer, `add_consumer` tells the spec, and the specs whose values it
+   reads. A spec keeps its value if the next consumer is at most `_SHARING_DISTANCE` nodes with a
+   rule away: a value that is kept for long would add to the peak memory.
 3. A spec inside another keeps its value only if it takes at least two operations: this value is
    alive while the consumer runs, in addition to the one that the consumer reads.
 4. A view keeps nothing, but the spec that it is a view of does.
-5. A kept value is dropped when the backward pass reads a spec for an earlier reader than the one
-   that the value was kept for, which then does not run. No other backward pass uses the value.
+5. A kept value is dropped when backward reaches a consumer that comes after the one that the value
+   was kept for, which then does not run. No other backward pass uses the value.
 """
 
 from __future__ import annotations
@@ -91,18 +90,18 @@ class Spec(ABC):
     copied_bytes: int
 
     @abstractmethod
-    def value(self, reader: int | None = None) -> Tensor:
+    def value(self, consumer: int | None = None) -> Tensor:
         """Return the tensor.
 
         Call this through `Recomputed`, which disables grad mode, autocast and function modes.
 
         Args:
-            reader: The reader number of the consumer whose backward needs the value: see NOTE
-                [Shared values]. None if there is none.
+            consumer: The number of the consumer whose backward needs the value: see NOTE [Shared
+                values]. None if there is none.
         """
 
     @abstractmethod
-    def add_reader(self, reader: int) -> None:
+    def add_consumer(self, consumer: int) -> None:
         """Record that a consumer saves this spec, or one that computes it."""
 
     @abstractmethod
@@ -152,7 +151,7 @@ class Leaf(Spec):
         size = tensor.nbytes
         self.leaf_bytes, self.copied_bytes = (0, size) if is_copy else (size, 0)
 
-    def value(self, reader: int | None = None) -> Tensor:
+    def value(self, consumer: int | None = None) -> Tensor:
         tensor = self.tensor
         if tensor._version != self.version:
             raise WrittenToError(
@@ -171,7 +170,7 @@ class Leaf(Spec):
             )
         return tensor
 
-    def add_reader(self, reader: int) -> None:
+    def add_consumer(self, consumer: int) -> None:
         pass
 
     def is_current(self) -> bool:
@@ -190,23 +189,23 @@ class _Kept(NamedTuple):
     Attributes:
         value: The value.
         running_pass: The backward pass that has computed it.
-        reader: The reader that it is kept for.
+        consumer: The consumer that it is kept for.
     """
 
     value: Tensor
     running_pass: int
-    reader: int
+    consumer: int
 
 
 class Computed(Spec):
     """A spec that computes its tensor, and may keep it: see NOTE [Shared values]."""
 
-    __slots__ = ("_derived", "_kept", "_last_reader", "_next_reader")
+    __slots__ = ("_derived", "_kept", "_last_consumer", "_next_consumer")
 
     def __init__(self) -> None:
         self._kept: _Kept | None = None
-        self._last_reader: int | None = None
-        self._next_reader: dict[int, int] = {}  # by reader: the one after it, if it is near
+        self._last_consumer: int | None = None
+        self._next_consumer: dict[int, int] = {}  # by consumer: the one after it, if it is near
         self._derived: dict[Hashable, weakref.ref[Computed]] = {}
 
     def derived(self, key: Hashable, make: Callable[[], Computed]) -> Computed:
@@ -218,32 +217,32 @@ class Computed(Spec):
             self._derived[key] = weakref.ref(spec)
         return spec
 
-    def value(self, reader: int | None = None) -> Tensor:
+    def value(self, consumer: int | None = None) -> Tensor:
         kept, self._kept = self._kept, None
-        following = None if reader is None else self._next_reader.get(reader)
+        following = None if consumer is None else self._next_consumer.get(consumer)
         if kept is not None and kept.running_pass == running_pass():
             value = kept.value
         else:
-            # If this spec keeps its value, the following reader does not read the specs inside.
-            value = self.compute(reader if following is None else None)
+            # If this spec keeps its value, the following consumer does not read the specs inside.
+            value = self.compute(consumer if following is None else None)
         if following is not None and running_pass() != NO_PASS:
             self._kept = _Kept(value, running_pass(), following)
             _keeping.specs.append(weakref.ref(self))
         return value
 
-    def add_reader(self, reader: int) -> None:
-        last = self._last_reader
-        if last is not None and 0 < reader - last <= _SHARING_DISTANCE:
-            self._next_reader[reader] = last
-        self._last_reader = reader
+    def add_consumer(self, consumer: int) -> None:
+        last = self._last_consumer
+        if last is not None and 0 < consumer - last <= _SHARING_DISTANCE:
+            self._next_consumer[consumer] = last
+        self._last_consumer = consumer
         for spec in self.inner():
             if spec.cost >= _MIN_COST_INSIDE:
-                spec.add_reader(reader)
+                spec.add_consumer(consumer)
 
-    def drops(self, reader: int) -> bool:
-        """Drop the kept value if backward has passed its reader. Return whether none is kept."""
+    def drops(self, consumer: int) -> bool:
+        """Drop the kept value if backward has passed its consumer. Return whether none is kept."""
         kept = self._kept
-        if kept is not None and (kept.running_pass != running_pass() or kept.reader > reader):
+        if kept is not None and (kept.running_pass != running_pass() or kept.consumer > consumer):
             self._kept = kept = None
         return kept is None
 
@@ -251,7 +250,7 @@ class Computed(Spec):
         return all(spec.is_current() for spec in self.inner())
 
     @abstractmethod
-    def compute(self, reader: int | None) -> Tensor:
+    def compute(self, consumer: int | None) -> Tensor:
         """Compute the tensor for `value`."""
 
     @abstractmethod
@@ -260,19 +259,19 @@ class Computed(Spec):
 
 
 class _Keeping(threading.local):
-    """The specs that keep a value for a reader of a backward pass in this thread."""
+    """The specs that keep a value for a consumer of a backward pass in this thread."""
 
     def __init__(self) -> None:
         self.specs: list[weakref.ref[Computed]] = []
 
-    def drop_passed(self, reader: int) -> None:
-        """Drop the values that no reader from this one on needs."""
+    def drop_passed(self, consumer: int) -> None:
+        """Drop the values that no consumer from this one on needs."""
         if self.specs:
             found = ((reference, reference()) for reference in self.specs)
             self.specs = [
                 reference
                 for reference, spec in found
-                if spec is not None and not spec.drops(reader)
+                if spec is not None and not spec.drops(consumer)
             ]
 
 
@@ -316,7 +315,7 @@ class Downcast(Computed):
         self.cost, self.rounding = 1, 0.0
         self.leaf_bytes, self.copied_bytes = memory.leaf.leaf_bytes, 0
 
-    def compute(self, reader: int | None) -> Tensor:
+    def compute(self, consumer: int | None) -> Tensor:
         # Cast the tensor that this one was expanded from, and expand the result.
         unexpanded = _without_expansion(self.shape, self.stride)
         stored = self.memory.leaf.value().as_strided(unexpanded, self.stride, self.offset)
@@ -366,8 +365,8 @@ class Affine(Computed):
         self.rounding = max(x.rounding, _NORM_ROUNDINGS * _eps(dtype))
         self.leaf_bytes, self.copied_bytes = x.leaf_bytes, x.copied_bytes + affine.nbytes
 
-    def compute(self, reader: int | None) -> Tensor:
-        return self.of(self.x.value(reader))
+    def compute(self, consumer: int | None) -> Tensor:
+        return self.of(self.x.value(consumer))
 
     def inner(self) -> Iterable[Spec]:
         return (self.x,)
@@ -435,8 +434,8 @@ class Call(Computed):
         if dtype is not None and self.rounding:  # a cast rounds once more
             self.rounding = max(self.rounding, 2 * _eps(dtype))
 
-    def compute(self, reader: int | None) -> Tensor:
-        return self.of(*(spec.value(reader) for spec in self.inputs))
+    def compute(self, consumer: int | None) -> Tensor:
+        return self.of(*(spec.value(consumer) for spec in self.inputs))
 
     def inner(self) -> Iterable[Spec]:
         return self.inputs
@@ -464,12 +463,12 @@ class ViewCall(Call):
     ) -> None:
         super().__init__(function, inputs, arguments, cost=0)
 
-    def value(self, reader: int | None = None) -> Tensor:
-        return self.compute(reader)
+    def value(self, consumer: int | None = None) -> Tensor:
+        return self.compute(consumer)
 
-    def add_reader(self, reader: int) -> None:
+    def add_consumer(self, consumer: int) -> None:
         (spec,) = self.inputs
-        spec.add_reader(reader)
+        spec.add_consumer(consumer)
 
 
 def _largest(tensor: Tensor) -> Tensor:
@@ -545,15 +544,15 @@ class Recomputed(Packed):
     Attributes:
         producer: The name of the operation whose output the tensor is.
         consumer: The name of the operation that saves the tensor.
-        reader: The consumer's reader number: see NOTE [Shared values]. None if it has none.
+        number: The consumer's number: see NOTE [Shared values]. None if it has none.
     """
 
-    __slots__ = ("consumer", "device", "dtype", "producer", "reader", "shape", "spec", "stride")
+    __slots__ = ("consumer", "device", "dtype", "number", "producer", "shape", "spec", "stride")
 
     def __init__(
-        self, spec: Spec, like: Tensor, producer: str, consumer: str, reader: int | None = None
+        self, spec: Spec, like: Tensor, producer: str, consumer: str, number: int | None = None
     ) -> None:
-        self.spec, self.producer, self.consumer, self.reader = spec, producer, consumer, reader
+        self.spec, self.producer, self.consumer, self.number = spec, producer, consumer, number
         self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
         self.stride = like.stride()
         if isinstance(spec, Downcast):
@@ -566,10 +565,10 @@ class Recomputed(Packed):
 
     def compute(self) -> Tensor:
         """Compute the spec. The result has the strides of the tensor that the spec replaces."""
-        if self.reader is not None:
-            _keeping.drop_passed(self.reader)
+        if self.number is not None:
+            _keeping.drop_passed(self.number)
         with self._without_modes():
-            value = self.spec.value(self.reader)
+            value = self.spec.value(self.number)
             if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
                 raise RuntimeError(
                     f"the output of {self.name} was recomputed as a {value.dtype} tensor of shape "

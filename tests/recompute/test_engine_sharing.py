@@ -223,7 +223,7 @@ def test_one_consumer_that_reads_a_value_twice() -> None:
     assert not kept(output)
 
 
-def test_a_value_is_dropped_when_backward_has_passed_its_reader() -> None:
+def test_a_value_is_dropped_when_backward_has_passed_its_consumer() -> None:
     """The heads of these blocks do not run in this backward pass."""
 
     class Heads(nn.Module):
@@ -260,7 +260,7 @@ def test_consumers_of_different_calls_share_nothing() -> None:
         y = first(x)
         y = y + second(outputs[0])
     later = [value for value in recomputed(y) if value.consumer == "Addmm"]
-    numbers = sorted(value.reader for value in later if value.reader is not None)
+    numbers = sorted(value.number for value in later if value.number is not None)
     assert len(numbers) == 4
     assert numbers[-1] - numbers[-2] > specs._SHARING_DISTANCE
     y.sum().backward(retain_graph=True)
@@ -271,9 +271,9 @@ def test_reading_a_saved_tensor_outside_of_backward_keeps_nothing() -> None:
     twin, x = converted_twin(Layers(projections)), tokens()
     twin(x)
     output = twin(x)
-    readers = [node for node in nodes_of(output) if hasattr(node, "_saved_mat1")]
-    assert len(readers) >= 3
-    for node in readers:
+    consumers = [node for node in nodes_of(output) if hasattr(node, "_saved_mat1")]
+    assert len(consumers) >= 3
+    for node in consumers:
         assert node._saved_mat1 is not None
         assert not kept(output)
 
