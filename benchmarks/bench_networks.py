@@ -13,8 +13,8 @@ and the input. Where CUDA's autocast is emulated on a CPU, steps are not timed. 
 each step in a CUDA graph and times its replay, which leaves out the host's time. --fill-gib
 verifies a small batch, and measures the batch for which PyTorch in place allocates that much.
 --largest-batch searches the largest batch whose step fits into a limit on all that PyTorch
-allocates. --at-once runs a process for each network: all of them verify, compile and search at
-once, and time their steps one after another.
+allocates. --at-once runs a process for each network, in one policy: all of them verify, compile and
+search at once, and time their steps one after another.
 
 bytes: saved, peak and moved bytes of a step, as it is and converted with several `max_ops`. saved:
 what `inplace_ops.saved_bytes` counts, without parameters, buffers and the input. moved: the bytes
@@ -558,6 +558,8 @@ def parse() -> argparse.Namespace:
             parser.error("--quick measures no results to publish: name a file with --out")
         if (arguments.graphs or arguments.largest_batch) and arguments.device != "cuda":
             parser.error("--graphs and --largest-batch need --device cuda")
+        if arguments.at_once and len(arguments.policies) > 1:
+            parser.error("--at-once times one policy: others would be prepared meanwhile")
         arguments.variants = arguments.variants or [
             name for name in NETWORK_VARIANTS if not (arguments.quick and "compile" in name)
         ]

@@ -185,8 +185,8 @@ else # limits here only end what hangs
   bench steps 300 networks steps --repetitions 2
   bench memory 300 ops memory --size 256 --activations ReLU SiLU
   bench bytes 300 networks bytes --networks "Llama blocks" --policies "CUDA autocast" --max-ops 4
-  bench networks 300 networks train --quick --networks "Llama blocks" --repetitions 2 \
-    --policies float32 "CUDA autocast" --variants "checkpoint of each block" "convert, max_ops=4"
+  bench networks 300 networks train --quick --networks "Llama blocks" nnU-Net-like --at-once \
+    --variants "checkpoint of each block" "convert, max_ops=4" --repetitions 2
   for part in graphs filled batches; do skip "$part" "it needs a GPU"; done
   skip tuning "it is of CUDA kernels"
 fi
