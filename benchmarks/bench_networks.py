@@ -302,10 +302,11 @@ def _rows_of_processes(arguments: argparse.Namespace, failures: Failures) -> Ite
 
 def train_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
     """Yield the rows of all networks, and figures that others have published."""
-    measure = partial(train, arguments=arguments, failures=failures)
-    rows = rows_of_networks(arguments.networks, arguments.policies, measure, failures)
     if arguments.at_once:
         rows = _rows_of_processes(arguments, failures)
+    else:
+        measure = partial(train, arguments=arguments, failures=failures)
+        rows = rows_of_networks(arguments.networks, arguments.policies, measure, failures)
     row: Row = {}
     for row in rows:
         yield row

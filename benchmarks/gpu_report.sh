@@ -161,16 +161,21 @@ if [ "$device" = cuda ]; then
   bench steps 60 networks steps
   bench memory 60 ops memory
   bench bytes 120 networks bytes --policies float32 "CUDA autocast" --max-ops 4
-  autocast=(--policies "CUDA autocast" --memory-format channels_last --batch 8 --at-once)
-  bench networks 200 networks train "${autocast[@]}" --variants "${eager[@]}" --repetitions 31
-  bench graphs 200 networks train "${autocast[@]}" --variants "convert, max_ops="{1,4} --graphs
+  autocast=(--policies "CUDA autocast" --memory-format channels_last --at-once)
+  bench networks 200 networks train "${autocast[@]}" --batch 8 --variants "${eager[@]}" \
+    --repetitions 31
+  # Where memory is filled, --batch is the one that is verified.
+  bench graphs 200 networks train "${autocast[@]}" --batch 4 --variants "convert, max_ops="{1,4,8} \
+    --graphs --fill-gib 6 --repetitions 15
   # Half of the memory of an H100 with 80 GB.
-  bench filled 280 networks train "${autocast[@]}" --variants "${eager[@]}" --fill-gib 39 \
-    --repetitions 7
-  bench batches 280 networks train "${autocast[@]}" --variants "${eager[@]}" --largest-batch 8
+  bench filled 280 networks train "${autocast[@]}" --batch 4 --variants "${eager[@]}" \
+    --fill-gib 39 --repetitions 7
+  bench batches 280 networks train "${autocast[@]}" --batch 8 --variants "${eager[@]}" \
+    --largest-batch 8
   # Replays of CUDA graphs leave out the host's time. A checkpoint cannot be captured.
-  bench baselines 580 networks train "${autocast[@]}" --fill-gib 6 --graphs --variants \
-    "torch.compile" "torch.compile, memory budget 0.5" "convert, max_ops="{1,4}
+  bench baselines 580 networks train "${autocast[@]}" --batch 8 --variants "torch.compile" \
+    "torch.compile, memory budget 0.5" "convert, max_ops="{1,4} --graphs --fill-gib 6 \
+    --repetitions 15
   run tuning 180 "$python" benchmarks/tune_cuda.py --arch "sm_${capability/./}" \
     --out "$out/tuning_cuda.csv"
 else # limits here only end what hangs

@@ -601,7 +601,7 @@ class Engine:
         verified = self.settings.verified
         is_verified = verified.get(key)
         if is_verified is None:
-            if saved.is_cuda and torch.cuda.is_current_stream_capturing():
+            if nodes.is_being_captured(saved):
                 return False
             value = make_recomputed()
             difference = value.difference(saved)
@@ -712,6 +712,7 @@ class Engine:
     def _new_spec_from_inputs(
         self, node: Node, operation: Operation, record: Record
     ) -> Spec | None:
+        """Return a new spec for `_spec_from_inputs`."""
         output = operation.output
         if output == "norm":
             return self._norm_spec(node, record)

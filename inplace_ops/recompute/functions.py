@@ -13,7 +13,7 @@ from .. import _ops
 from .._ops import OpArgs
 from ..activations import Activation
 from ..autograd import run_backward
-from .nodes import function_of
+from .nodes import function_of, is_being_captured
 from .norms import NormAffine
 from .specs import Affine, Leaf, Spec
 
@@ -74,7 +74,7 @@ def _anchor(z: Tensor) -> Tensor:
     if element is None:
         # A copy from the CPU has ended when `to` returns, so that the element is ready on every
         # stream. It cannot be captured in a CUDA graph, which would write the element at replays.
-        if z.is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_being_captured(z):
             return z.new_full((), -0.0).expand(z.shape)
         with torch.inference_mode(False):
             element = _ANCHORS[key] = torch.tensor(-0.0, dtype=z.dtype).to(z.device)

@@ -30,12 +30,13 @@ from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .. import _ops, _torch_private
+from .. import _ops
 from .._torch_private import (
     ACCUMULATE_GRAD,
     TO_COPY,
     DisableTorchFunction,
     Node as Node,
+    current_stream,
     default_saved_tensor_hooks,
     dispatch_keys,
     function_of as function_of,
@@ -171,11 +172,6 @@ def output_bytes(node: Node, index: int) -> int:
     return output_shape(node, index).numel() * output_dtype(node, index).itemsize
 
 
-def current_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return the current CUDA stream of a device; None of other devices."""
-    return _torch_private.current_stream(device) if device.type == "cuda" else None
-
-
 def stream_of(node: Node) -> torch.cuda.Stream | None:
     """Return the current CUDA stream of an operation's device; None of other devices.
 
@@ -184,13 +180,19 @@ def stream_of(node: Node) -> torch.cuda.Stream | None:
     """
     if not torch.cuda.is_initialized():
         return None
-    return current_stream(_only_gpu() or output_device(node, 0))
+    device = _only_gpu() or output_device(node, 0)
+    return current_stream(device) if device.type == "cuda" else None
 
 
 @cache
 def _only_gpu() -> torch.device | None:
     """Return the GPU if there is only one."""
     return torch.device("cuda", 0) if torch.cuda.device_count() == 1 else None
+
+
+def is_being_captured(tensor: Tensor) -> bool:
+    """Whether a CUDA graph captures operations on the tensor."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def saved_tensor(node: Node, field: str) -> Tensor | None:

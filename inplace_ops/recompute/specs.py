@@ -153,7 +153,7 @@ class Leaf(Spec):
 
     def value(self, consumer: int | None = None) -> Tensor:
         tensor = self.tensor
-        if tensor._version != self.version:
+        if not self.is_current():
             raise WrittenToError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: [{tensor.type()} {list(tensor.shape)}], from which a saved "

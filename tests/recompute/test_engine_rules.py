@@ -828,7 +828,6 @@ def test_tensors_of_another_stream_stay_saved_and_unpack_synchronizes(
     main, side = Stream(), Stream()
     current = main
     recorded: list[Stream] = []
-    monkeypatch.setattr(nodes, "current_stream", lambda device: current)
     monkeypatch.setattr(nodes, "stream_of", lambda node: current)
     monkeypatch.setattr(package_memory, "current_stream", lambda device: current)
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: recorded.append(stream))

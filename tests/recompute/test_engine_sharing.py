@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -129,16 +129,20 @@ def test_near_consumers_share_a_value(
         assert count_of(converted_twin(model), x, op) == alone
 
 
-def kept(output: Any) -> list[Tensor]:
-    """Return the values that the specs in the graph of an output keep."""
-    found: list[Tensor] = []
+def specs_in(output: Any) -> Iterator[specs.Computed]:
+    """Return the specs in the graph of an output, and the specs inside them, except leaves."""
     pending: list[Any] = [value.spec for value in recomputed(output)]
     while pending:
         spec = pending.pop()
         if isinstance(spec, specs.Computed):
-            found += [] if spec._kept is None else [spec._kept.value]
+            yield spec
             pending += spec.inner()
-    return list({id(value): value for value in found}.values())
+
+
+def kept(output: Any) -> list[Tensor]:
+    """Return the values that the specs in the graph of an output keep."""
+    values = (spec._kept.value for spec in specs_in(output) if spec._kept is not None)
+    return list({id(value): value for value in values}.values())
 
 
 @pytest.mark.parametrize("compute", [*(c for c, *_ in PROGRAMS.values()), chunks, cast_and_float32])
@@ -299,17 +303,6 @@ def test_different_calls_of_one_input_have_their_own_specs() -> None:
     model, x = Layers(program), tokens()
     twin = converted_twin(model)
     assert_same_steps(model, twin, x, steps=3)
-    slopes = {repr(spec.scalars) for spec in activations_of(twin(x))}
+    affines = [spec for spec in specs_in(twin(x)) if isinstance(spec, specs.Affine)]
+    slopes = {repr(spec.scalars) for spec in affines if spec.activation is not None}
     assert slopes == {repr([slope]) for slope in SLOPES}
-
-
-def activations_of(output: Tensor) -> list[specs.Affine]:
-    """Return the specs of activations after a norm in the graph of an output."""
-    found: list[specs.Affine] = []
-    pending: list[Any] = [value.spec for value in recomputed(output)]
-    while pending:
-        spec = pending.pop()
-        if isinstance(spec, specs.Affine) and spec.activation is not None:
-            found.append(spec)
-        pending += spec.inner() if isinstance(spec, specs.Computed) else ()
-    return found
