@@ -64,10 +64,15 @@ Node = Any  # torch.autograd.graph.Node lacks the attributes of its subclasses
 # Names of node types without a rule of their own. Autograd makes a CopySlices node for the base of
 # a view that an operation modifies.
 ACCUMULATE_GRAD = "AccumulateGrad"
+ADD = "AddBackward0"
+CAT = "CatBackward0"
 CLONE = "CloneBackward0"
 COPY_SLICES = "CopySlices"
 REPEAT = "RepeatBackward0"
+SUB = "SubBackward0"
+SYNC_BATCH_NORM = "SyncBatchNormBackward"
 TO_COPY = "ToCopyBackward0"
+UNSAFE_VIEW = "UnsafeViewBackward0"
 # The grad_fn of a traced graph's input that requires grad; "NoneType" is that of another input.
 GRAPH_INPUTS = frozenset({"NoneType", ACCUMULATE_GRAD, "Error"})
 # Operations whose outputs torch.compile does not recompute, and views of them.
@@ -201,6 +206,20 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 _streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
+
+
+def remove_function_mode(mode: torch.overrides.TorchFunctionMode) -> None:
+    """Remove a function mode that is active in this thread, even if others were entered after it.
+
+    Leaving a mode removes the one that was entered last, whichever it is.
+    """
+    if mode not in torch.overrides._get_current_function_mode_stack():
+        return
+    later = []
+    while (last := torch.overrides._pop_mode()) is not mode:
+        later.append(last)
+    for each in reversed(later):
+        torch.overrides._push_mode(each)
 
 
 # Compilers, tracers, profilers.

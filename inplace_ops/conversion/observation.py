@@ -23,7 +23,6 @@ from ..recompute.engine import MIN_BYTES, Observer, running_engine
 from ..recompute.functions import is_fused
 from ..recompute.nodes import Node
 from ..recompute.operations import base_of
-from ..recompute.specs import Recomputed
 from .example import tensors_in
 from .report import Remaining, Replaced, Report
 
@@ -63,6 +62,7 @@ class Observation(Observer):
         self.model = model
         self._key = f"inplace_ops: observation {next(_observation_ids)}"
         self._replaced: list[Replaced] = []
+        self._without_producer: dict[int, int] = {}  # by row: the storage of a mask or of indices
         self._path = [""]
 
     @contextmanager
@@ -106,18 +106,17 @@ class Observation(Observer):
 
     def fused(self, producer: Node, node: Node, saved: Tensor) -> None:
         self.created(node)  # an engine that walks over nodes sees this node only later
-        self._add_row(producer, 0, node, saved, Recomputed.how)
+        self._add_row(producer, 0, node, saved, Packed.how)
 
     def _add_row(self, producer: Node, index: int, node: Node, saved: Tensor, how: str) -> None:
         """Add a row for a replaced tensor, unless its memory has one.
 
-        Tensors that this pass did not compute, arguments and parameters, get no row.
+        Tensors of other passes and parameters get no row.
         """
         base, index = base_of(producer, index)
         base_info = None if base is None else self._info_of(base)
         consumer = self._info_of(node)
-        is_indices = base is None and not saved.is_floating_point()  # indices have no producer
-        if consumer is None or (base_info is None and not is_indices):
+        if consumer is None or (base_info is None and base is not None):
             return
         row = None if base_info is None else base_info.output_rows.get(index)
         if row is None:
@@ -128,6 +127,8 @@ class Observation(Observer):
             self._replaced.append(Replaced(name, nodes.operation_name(node), path, size, how))
             if base_info is not None:
                 base_info.output_rows[index] = row
+            else:
+                self._without_producer[row] = storage_id(saved.untyped_storage())
         consumer.consumed_rows.append(row)
 
     def unchanged(self, node: Node, field: str, reason: str) -> None:
@@ -153,6 +154,7 @@ class Observation(Observer):
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             counted.update(storage_id(t.untyped_storage()) for t in _plain_tensors(tensor))
         rows = {row for node in graph for row in self._info_of(node).consumed_rows}  # type: ignore[union-attr]
+        rows -= {row for row, storage in self._without_producer.items() if storage in counted}
         remaining: list[Remaining] = []
         added_bytes = 0  # saved to recompute from
         for node in graph:

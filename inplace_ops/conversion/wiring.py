@@ -17,10 +17,12 @@ and nothing else:
    activation gets only the activation's `forward`, and never runs the engine: it has one node.
 4. A norm, or a module without inner modules that is not PyTorch's and so may be a norm, gets a
    forward pre-hook and a forward hook. They record the versions of its weight and bias, and take a
-   note of its output.
+   note of its output. In a module that is not PyTorch's they may also take notes of the tensors
+   inside: see `recompute/notes.py`.
 5. An activation without a `forward` attribute gets one: see `recompute/fused.py`.
-6. Before torch 2.14 every other module that may create nodes gets a forward hook that walks over
-   them: see NOTE [Where nodes come from] in `recompute/engine.py`. For the model itself
+6. Any other module that is not PyTorch's, pooling and `nn.Identity` get a forward hook that takes a
+   note of the output. Before torch 2.14 all other modules that may create nodes get it, and it
+   walks over them: see NOTE [Where nodes come from] in `recompute/engine.py`. For the model itself
    `Conversion.run` does this.
 7. Parameters, buffers, the tree of modules, and the classes of all other modules do not change.
    Scripted modules do not change at all.
@@ -136,7 +138,7 @@ def attach(model: nn.Module, conversion: Conversion) -> None:
         for module in _unscripted(model):
             attachments = _attachments_for(module)
             if module is model:  # `Conversion.run` walks
-                attachments.discard(_WALK_HOOK)
+                attachments.discard(_OUTPUT_HOOK)
             _add_attachments(
                 module, attachments & {_FORWARD} if module in without_hooks else attachments
             )
@@ -180,12 +182,12 @@ class _Snapshot:
                 _attach_conversion(module, conversion)
 
 
-# Modules that return their input, or the output of an inner module.
-_WITHOUT_NODES = (nn.Identity, nn.Sequential)
+# Modules of PyTorch whose output often is concatenated or added, which saves neither.
+_NOTED = (nn.Identity, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool2d, nn.AvgPool3d)
 
-# The attachments of a module: see 4 (norms), 6 (the walk) and 5 (activations) of NOTE [What convert
+# The attachments of a module: see 4 (norms), 6 (outputs) and 5 (activations) of NOTE [What convert
 # attaches].
-_NORM_HOOKS, _WALK_HOOK, _FORWARD = "norm hooks", "walk hook", "forward"
+_NORM_HOOKS, _OUTPUT_HOOK, _FORWARD = "norm hooks", "output hook", "forward"
 
 
 def _attachments_for(module: nn.Module) -> set[str]:
@@ -195,9 +197,18 @@ def _attachments_for(module: nn.Module) -> set[str]:
         attachments.add(_FORWARD)  # this forward walks too
     if _may_be_a_norm(module):
         attachments.add(_NORM_HOOKS)
-    elif not (engine_module.USE_CREATION_HOOK or attachments or type(module) in _WITHOUT_NODES):
-        attachments.add(_WALK_HOOK)
+    elif not attachments and type(module) is not nn.Sequential and _needs_output_hook(module):
+        attachments.add(_OUTPUT_HOOK)
     return attachments
+
+
+def _needs_output_hook(module: nn.Module) -> bool:
+    walks = not engine_module.USE_CREATION_HOOK
+    return walks or isinstance(module, _NOTED) or not _is_pytorchs(module)
+
+
+def _is_pytorchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")
 
 
 def _may_be_a_norm(module: nn.Module) -> bool:
@@ -207,8 +218,11 @@ def _may_be_a_norm(module: nn.Module) -> bool:
     """
     if isinstance(module, (*norms.MODULES, nn.RMSNorm)):
         return True
-    is_external = not type(module).__module__.startswith("torch.nn.")
-    return is_external and not has_children(module) and activation_of(module) is None
+    return _is_leaf_of_others(module) and activation_of(module) is None
+
+
+def _is_leaf_of_others(module: nn.Module) -> bool:
+    return not _is_pytorchs(module) and not has_children(module)
 
 
 def _attachments_of(module: nn.Module) -> set[str]:
@@ -216,7 +230,7 @@ def _attachments_of(module: nn.Module) -> set[str]:
     hooks = forward_hooks(module).values()
     attachments = {
         name
-        for name, hook in ((_NORM_HOOKS, _norm_hook), (_WALK_HOOK, _walk_hook))
+        for name, hook in ((_NORM_HOOKS, _norm_hook), (_OUTPUT_HOOK, _output_hook))
         if hook in hooks
     }
     if _is_partial_of(vars(module).get("forward"), activation_forward):
@@ -231,10 +245,11 @@ def _add_attachments(module: nn.Module, attachments: set[str]) -> None:
     """
     missing = attachments - _attachments_of(module)
     if _NORM_HOOKS in missing:
-        module.register_forward_pre_hook(_norm_pre_hook)
-        module.register_forward_hook(_norm_hook, prepend=True)
-    if _WALK_HOOK in missing:
-        module.register_forward_hook(_walk_hook, prepend=True)
+        is_leaf = _is_leaf_of_others(module)
+        module.register_forward_pre_hook(_leaf_pre_hook if is_leaf else _norm_pre_hook)
+        module.register_forward_hook(_norm_hook, prepend=True, always_call=is_leaf)
+    if _OUTPUT_HOOK in missing:
+        module.register_forward_hook(_output_hook, prepend=True)
     if _FORWARD in missing:
         _set_forward(module, partial(activation_forward, module))
 
@@ -393,10 +408,19 @@ def _norm_pre_hook(module: nn.Module, args: Any) -> None:
         engine.record_parameter_versions(module)
 
 
-def _norm_hook(module: nn.Module, args: Any, output: Any) -> None:
-    """Note the output of a norm after its forward."""
+def _leaf_pre_hook(module: nn.Module, args: Any) -> None:
+    """Take notes inside a module that may be a norm, in addition."""
     engine = running_engine()
     if engine is not None:
+        engine.record_parameter_versions(module)
+        engine.begin_notes(module, args)
+
+
+def _norm_hook(module: nn.Module, args: Any, output: Any) -> None:
+    """Note the output of a norm after its forward, or after an exception in it."""
+    engine = running_engine()
+    if engine is not None:
+        engine.end_notes(module)
         engine.walk(output)
         engine.note_module_output(module, output, _norm_hook_runs_first(module))
 
@@ -408,11 +432,12 @@ def _norm_hook_runs_first(module: nn.Module) -> bool:
     return next(iter(forward_hooks(module).values()), None) is _norm_hook
 
 
-def _walk_hook(module: nn.Module, args: Any, output: Any) -> None:
-    """Walk over the new nodes of a module's output, before torch 2.14."""
+def _output_hook(module: nn.Module, args: Any, output: Any) -> None:
+    """Walk over the new nodes of a module's output, before torch 2.14, and note the output."""
     engine = running_engine()
     if engine is not None:
         engine.walk(output)
+        engine.note(output)
 
 
-_HOOKS = (_norm_pre_hook, _norm_hook, _walk_hook)
+_HOOKS = (_norm_pre_hook, _leaf_pre_hook, _norm_hook, _output_hook)

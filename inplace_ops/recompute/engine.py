@@ -15,7 +15,9 @@ nothing and replaces no operation.
 
 - `operations.py` is the table of PyTorch's operations: all that the engine knows about them.
 - `versions.py` proves that a tensor was not modified between its producer and its consumer.
+- `notes.py` takes notes for these proofs inside modules.
 - `specs.py` computes recompute specs.
+- `concatenations.py` lets specs of concatenations share copies of parts.
 - `rewrites.py` stores saved tensors that have no spec in fewer bytes, without loss.
 
 NOTE [Where nodes come from]
@@ -35,8 +37,8 @@ NOTE [Leaves]
 A spec leaf is a tensor that a spec is computed from.
 
 1. A leaf that an operation computed is not copied: that operation, or one that reads the leaf,
-   saves it anyway. The engine reads it from the saved field, detaches it, stores its version, and
-   compares the version in backward.
+   saves it anyway. The engine reads it from the saved field, or from a note of a tensor that some
+   consumer saves. It detaches the leaf, stores its version, and compares the version in backward.
 2. Other leaves (parameters, buffers, constants) are copied when their operation's node is visited.
    FSDP2 frees a parameter's memory when its module's forward returns, and reading the parameter
    later crashes. An optimizer may write to a parameter through `.data`. A leaf that is larger than
@@ -96,12 +98,15 @@ import torch
 from torch import Tensor, nn
 
 from .. import _ops
-from .._torch_private import LEAF_SEQUENCE_NUMBER, TO_COPY, is_named, storage_id, tree_leaves
+from .._torch_private import CAT, LEAF_SEQUENCE_NUMBER, TO_COPY, storage_id, tree_leaves
 from ..memory import Packed
 from . import functions, nodes, norms, reasons
+from .concatenations import specs_of_parts
 from .fusions import call_of
 from .nodes import Node
+from .notes import Noting, gains_from_notes
 from .operations import (
+    NEEDS_NO_RECORD,
     OPERATION_OF,
     OPERATIONS,
     VIEW_OF,
@@ -110,16 +115,28 @@ from .operations import (
     Output,
     base_of,
 )
-from .rewrites import Mask, Shape
-from .specs import Affine, Call, Downcast, DowncastMemory, Leaf, Recomputed, Spec, ViewCall
+from .rewrites import Bits, Mask, Memories, Shape
+from .specs import (
+    Affine,
+    Call,
+    Downcast,
+    Leaf,
+    Recomputed,
+    Spec,
+    ViewCall,
+    largest,
+)
 from .versions import (
     COPY_LIMIT,
     Record,
     attach_record,
     cloned_input,
+    ensure_record,
+    prove_late,
     record_of,
     record_output,
-    take_note,
+    saved_output_of,
+    take_note_of_alias,
     was_visited,
 )
 
@@ -138,7 +155,7 @@ _EXPECTED_ERRORS = (
 MIN_BYTES = 4096  # smaller tensors are saved as PyTorch saves them
 MAX_OPS = 4
 _LEAF_FACTOR = 4  # see NOTE [Leaves]
-_CAST = OPERATIONS[TO_COPY]
+_CAST, _CONCATENATION = OPERATIONS[TO_COPY], OPERATIONS[CAT]
 _MAX_SPEC_KEYS = 2**16
 _MAX_NODES = 2**32  # of one forward pass
 _engines = itertools.count()
@@ -243,6 +260,7 @@ def run_engine(settings: Settings, observer: Observer | None = None) -> Iterator
         with source:
             yield engine
     finally:
+        engine.finish_notes()
         _running.engine = None
 
 
@@ -296,10 +314,11 @@ class Engine:
         self._reason: Reason = ""  # why there is no spec
         self._parameter_versions: dict[int, _ParameterVersion] = {}
         self._copying: list[weakref.ref[Record]] = []  # records that own copies, or may get them
-        self._downcasts: list[weakref.ref[DowncastMemory]] = []
+        self._memories = Memories()
         # The walk over nodes stops at nodes older than `_first`, and at `_inputs`.
         self._first = nodes.next_sequence_number()
         self._inputs: set[Node] = set()
+        self._noting = Noting(self._note_result)
 
     def is_first_visit(self, node: Node) -> bool:
         """Whether the creation hook passes this node for the first time.
@@ -322,8 +341,13 @@ class Engine:
             if self.observer is not None:
                 self.observer.created(node)
             operation = OPERATION_OF[type(node)]
-            if operation is None or nodes.is_transformed():
+            if operation is None:
+                if NEEDS_NO_RECORD[type(node)] is None:
+                    attach_record(node, None)
                 return
+            if nodes.is_transformed():
+                return
+            attach_record(node, None)
             if operation is _CAST and nodes.downcasts_autograd_leaf(node):
                 return  # autocast's copy of a parameter
             with nodes.no_graph():  # a node creation hook must not create nodes
@@ -374,14 +398,47 @@ class Engine:
         for record in _alive(self._copying):
             record.free_copies()
         with nodes.no_graph():
-            for memory in _alive(self._downcasts):
-                memory.settle()
+            self._memories.settle()
+
+    def finish_notes(self) -> None:
+        """Take no more notes inside modules: the model's forward has ended."""
+        self._noting.end_all()
 
     @_contained
     def note(self, tensor: Any) -> None:
         """Take a note of an operation's output: see NOTE [Versions are proved] in `versions.py`."""
         if type(tensor) is Tensor and tensor.grad_fn is not None:
-            take_note(tensor)
+            self._take_note(tensor)
+
+    def _take_note(self, tensor: Tensor) -> Record | None:
+        """Take a note, and return the operation's record; None if the engine has not visited it."""
+        node, index = base_of(tensor.grad_fn, tensor.output_nr)
+        if node is None or index != 0 or not was_visited(node):
+            return None
+        record = ensure_record(node, nodes.stream_of(node))
+        record.take_note(tensor)
+        return record
+
+    @_contained
+    def begin_notes(self, module: nn.Module, args: Any) -> None:
+        """Take notes of the tensors inside a module from now on, if the module gains from it."""
+        if gains_from_notes(module, args):
+            self._noting.begin(module)
+
+    @_contained
+    def end_notes(self, module: nn.Module) -> None:
+        """Take no more notes inside a module."""
+        self._noting.end(module)
+
+    @_contained
+    def _note_result(self, result: Tensor, number: float | None) -> None:
+        """Take a note of a function's result, and of the number that it has added or subtracted."""
+        self.walk(result)
+        if result.grad_fn is None:
+            return
+        record = self._take_note(result)
+        if record is not None and number is not None:
+            record.number = torch.tensor(number, dtype=torch.double)
 
     @_contained
     def record_parameter_versions(self, module: nn.Module) -> None:
@@ -465,6 +522,9 @@ class Engine:
                     self._copying.append(weakref.ref(record))
         for field in operation.reads:
             self._replace_input(node, field)
+        for field in operation.reads_exact:
+            if nodes.saves_one_tensor(node, field):
+                self._replace_input(node, field, exact=True)
         if record is not None and operation.result:
             self._replace_result(node, operation, record)
         if operation.shape_only:
@@ -474,9 +534,11 @@ class Engine:
         if operation.indices:
             saved = self._rewritable(node, operation.indices)
             if saved is not None and saved.untyped_storage().nbytes() == saved.nbytes:
-                spec = Downcast(self._downcast_memory(saved, torch.int32), saved)
+                spec = Downcast(self._memories.downcast(saved, torch.int32), saved)
                 name = ("indices", nodes.operation_name(node))
                 self._save_packed(node, operation.indices, saved, Recomputed(spec, saved, *name))
+        if operation.saved_mask:
+            self._replace_mask(node, operation.saved_mask)
         if operation.reads_no_values:
             for producer, index in nodes.producers(node):
                 self._replace_by_mask(*base_of(producer, index))
@@ -511,36 +573,51 @@ class Engine:
                     record.copies[field] = saved.detach().clone()
         return record
 
-    def _replace_input(self, node: Node, field: str) -> None:
-        """Replace an input that a node saves by a spec, if there is one."""
+    def _replace_input(self, node: Node, field: str, exact: bool = False) -> None:
+        """Replace an input that a node saves by a spec, if there is one.
+
+        Args:
+            node: The node.
+            field: The field of the saved input.
+            exact: Whether the spec must be exact.
+        """
         saved = nodes.saved_tensor(node, field)
         producer = None if saved is None else saved.grad_fn
-        if saved is None or producer is None or saved.nbytes < MIN_BYTES:
+        if saved is None or producer in (None, node) or saved.nbytes < MIN_BYTES:
             return
         index = saved.output_nr
-        base, _ = base_of(producer, index)
-        record = base and record_of(base)
-        if not record:
+        base, base_index = base_of(producer, index)
+        if base is None or not was_visited(base):  # for example a parameter
             return self._report_unchanged(node, field, reasons.output_of, base)
         if not nodes.is_plain(saved):
             return self._report_unchanged(node, field, reasons.NOT_PLAIN)
+        record = ensure_record(base, self._stream)
         if record.stream is not self._stream:
             return self._report_unchanged(node, field, reasons.OTHER_STREAM)
-        if not saved._is_view() and nodes.saves_itself(node, field):
-            record.take_note(saved)
+        if base_index == 0:
+            if saved_output_of(base, record) is not None:  # an earlier consumer saves it
+                return self._report_unchanged(node, field, reasons.SAVED_ANYWAY)
+            if nodes.saves_itself(node, field) and not record.has_note():
+                record.take_note(saved if saved._base is None else saved._base)
         version = saved._version  # at 0 nothing has written to the tensor
         if version != 0 and version != record.version:
             return self._report_unchanged(node, field, reasons.WRITTEN_TO)
         self._set_reason(reasons.output_of, base)
         spec = self._output_spec(producer, index)
         if spec is None or spec.cost > self.settings.max_ops:
-            # A downcast still saves the tensor, in fewer bytes: a spec within max_ops saves more.
-            spec = self._downcast_spec(base, record, saved) or spec
+            # This still saves the tensor, in fewer bytes: a spec within max_ops saves more.
+            lasting = nodes.lasting(node, field, saved)
+            spec = self._smaller_spec(base, record, saved, lasting) or spec
+        if spec is not None and exact and spec.rounding:
+            spec = None
+            self._set_reason(reasons.inexact, node)
         if spec is None:
-            record.is_saved = True
-            return self._report_unchanged(node, field, self._reason)
-        if not self._replace_by_spec(node, field, saved, spec, base):
-            record.is_saved = True
+            self._report_unchanged(node, field, self._reason)
+        elif self._replace_by_spec(node, field, saved, spec, base):
+            return
+        record.is_saved = True
+        if base_index == 0 and not nodes.saves_itself(node, field):
+            take_note_of_alias(record, saved, nodes.lasting(node, field, saved))
 
     def _replace_result(self, node: Node, operation: Operation, record: Record) -> None:
         """Replace the operation's own saved output by a spec, if there is one."""
@@ -625,10 +702,15 @@ class Engine:
             return None
         return saved
 
-    def _downcast_memory(self, saved: Tensor, dtype: torch.dtype) -> DowncastMemory:
-        memory = DowncastMemory(saved, dtype)
-        self._downcasts.append(weakref.ref(memory))
-        return memory
+    def _replace_mask(self, node: Node, field: str) -> None:
+        """Replace a saved mask by one bit per element."""
+        saved = self._rewritable(node, field)
+        memory = None if saved is None else self._memories.bits(saved)
+        if saved is None or memory is None or memory.size > _LEAF_FACTOR * saved.numel():
+            return
+        value = Recomputed(Bits(memory, saved), saved, "mask", nodes.operation_name(node))
+        if self.is_verified(lambda: value, saved, type(node), field, "mask"):
+            self._save_packed(node, field, saved, value)
 
     def _save_packed(self, node: Node, field: str, saved: Tensor, value: Packed) -> None:
         """Save a packed value in a field of a node, instead of the tensor `saved`."""
@@ -674,9 +756,14 @@ class Engine:
             if spec is None:
                 return None
             return ViewCall(view.function, (spec,), *_arguments(node, index, view.arguments))
+        record = record_of(node)
+        if record is None or record.stream is not self._stream:
+            return None
+        saved = saved_output_of(node, record) if index == 0 else None
+        if saved is not None and nodes.is_plain(saved) and nodes.has_storage(saved):
+            return Leaf(saved)
         operation = OPERATION_OF[type(node)]
-        record = None if operation is None else record_of(node)
-        if operation is None or record is None or record.stream is not self._stream:
+        if operation is None:
             return None
         if operation.result:
             packed = nodes.packed(node, operation.result)
@@ -700,13 +787,16 @@ class Engine:
         Unlike `_output_spec`, this does not read an output that the node itself saves. All
         consumers get the same spec: see NOTE [Shared values] in `specs.py`.
         """
-        if not record.inputs_proved or index != 0:
-            self._set_reason(reasons.unproved_input, node)
+        if operation.output is None or index != 0:
             return None
         spec = record.spec() if record.spec is not None else None
-        if spec is None or not spec.is_current():
-            spec = self._new_spec_from_inputs(node, operation, record)
-            record.spec = None if spec is None else weakref.ref(spec)
+        if spec is not None and spec.is_current():
+            return spec
+        if record.unproved and not prove_late(node, record):
+            self._set_reason(reasons.unproved_input, node)
+            return None
+        spec = self._new_spec_from_inputs(node, operation, record)
+        record.spec = None if spec is None else weakref.ref(spec)
         return spec
 
     def _new_spec_from_inputs(
@@ -731,14 +821,7 @@ class Engine:
                 self._set_reason(reasons.too_many, self.settings.max_ops)
                 return None
             inputs.append(spec)
-        return call_of(
-            output.function,
-            inputs,
-            _arguments(node, 0, output.arguments),
-            output.cost,
-            output.bound,
-            nodes.output_dtype(node, 0),
-        )
+        return self._call_spec(node, output, inputs)
 
     def _input_spec(
         self, node: Node, position: int, field: str | None, record: Record
@@ -767,7 +850,9 @@ class Engine:
                 return Leaf(saved) if usable and nodes.has_storage(saved) else None
         producer, index = nodes.producer(node, position)
         self._set_reason(reasons.unsaved_input, node, producer, index)
-        return None if producer is None else self._output_spec(producer, index)
+        if producer is None:
+            return None if record.number is None else Leaf(record.number, is_copy=True)
+        return self._output_spec(producer, index)
 
     def _norm_spec(self, node: Node, record: Record) -> Spec | None:
         """Return the spec of a norm's output; None if there is none."""
@@ -788,13 +873,53 @@ class Engine:
             x = ViewCall(replaced.in_layout, (x,))
         return Call(rerun, (x,))
 
+    def _smaller_spec(
+        self, node: Node, record: Record, saved: Tensor, lasting: Tensor
+    ) -> Spec | None:
+        """Return a spec that stores the output of a cast or concatenation in fewer bytes.
+
+        Return None if there is none.
+
+        Args:
+            node: The operation's node.
+            record: Its record.
+            saved: Its output, or a view of it.
+            lasting: `saved`, or an alias, that lives as long as the tensor is saved.
+        """
+        operation = OPERATION_OF[type(node)]
+        if operation is _CAST:
+            return self._downcast_spec(node, record, saved)
+        is_whole = saved.grad_fn is node and not saved._is_view()
+        if operation is not _CONCATENATION or not is_whole:
+            return None
+        parts = specs_of_parts(node, lasting, self._output_spec, self._stream)
+        output = operation.output
+        assert isinstance(output, Output)
+        spec = None if parts is None else self._call_spec(node, output, parts)
+        record.spec = None if spec is None else weakref.ref(spec)
+        return spec
+
+    def _call_spec(self, node: Node, output: Output, inputs: list[Spec]) -> Spec | None:
+        """Return the spec of an operation's output, given those of its inputs; None if inexact."""
+        if output.bound is None and any(spec.rounding for spec in inputs):
+            self._set_reason(reasons.amplified_rounding, node)
+            return None
+        return call_of(
+            output.function,
+            inputs,
+            _arguments(node, 0, output.arguments),
+            output.cost,
+            output.bound or largest,
+            nodes.output_dtype(node, 0),
+        )
+
     def _downcast_spec(self, node: Node, record: Record, saved: Tensor) -> Spec | None:
         """Return a spec that stores a cast's output in the smaller dtype that it was cast from.
 
-        None if the operation is not a cast, the cast is not lossless, or its output may have been
-        modified. All consumers of the output share the memory of one copy.
+        None if the cast is not lossless, or its output may have been modified. All consumers of the
+        output share the memory of one copy.
         """
-        if not is_named(node, TO_COPY) or saved._version != 0:
+        if saved._version != 0:
             return None
         source = nodes.output_dtype(*nodes.producer(node, 0))
         if not _is_lossless(source, saved.dtype):
@@ -803,7 +928,7 @@ class Engine:
             return None
         memory = record.downcast() if record.downcast is not None else None
         if memory is None:
-            memory = self._downcast_memory(saved, source)
+            memory = self._memories.downcast(saved, source)
             record.downcast = weakref.ref(memory)
         return Downcast(memory, saved)
 

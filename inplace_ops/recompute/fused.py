@@ -44,10 +44,19 @@ def activation_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     y = _fused(engine, module, forward, z)
     if y is None:
         engine.note(z)
-        y = _unfused(module, forward, z)
+        y = _unfused(module, partial(_with_notes, engine, module), z)
     engine.walk(y)
     engine.note(y)
     return y
+
+
+def _with_notes(engine: Engine, module: nn.Module, z: Tensor) -> Tensor:
+    """Run the class's own forward, and take notes inside it if that lets the engine save less."""
+    engine.begin_notes(module, (z,))
+    try:
+        return type(module).forward(module, z)
+    finally:
+        engine.end_notes(module)
 
 
 def _is_ordinary(z: Any) -> bool:

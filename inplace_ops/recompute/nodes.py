@@ -18,10 +18,11 @@ statistics twice. So every function here checks `node._raw_saved_x.unpack_hook` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from operator import attrgetter
+from types import NoneType
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .. import _ops
 from .._torch_private import (
     ACCUMULATE_GRAD,
+    SYNC_BATCH_NORM,
     TO_COPY,
     DisableTorchFunction,
     Node as Node,
@@ -60,7 +62,10 @@ _T = TypeVar("_T")
 # None before torch 2.14.
 creation_hook: Any = getattr(torch.autograd.graph, "node_creation_hook", None)
 
-_PACKAGE = __name__.partition(".")[0] + "."
+_KNOWN = (__name__.partition(".")[0] + ".", "torch.nn.")  # modules with Functions in the tables
+
+# By the node types of PyTorch's own Functions: the fields of the tensors that they save.
+_FUNCTION_FIELDS = {SYNC_BATCH_NORM: ("input", "weight", "result1", "result2", "count")}
 
 
 def is_python_function(node_type: type) -> bool:
@@ -71,18 +76,25 @@ def is_python_function(node_type: type) -> bool:
 class ByType(dict[type, _T | None]):
     """A table with an entry for each node type, `table[type(node)]`, made from one by type names.
 
-    The entry is None for types that are not in the table, and for all Functions of users, whatever
-    their names.
+    The entry is None for all Functions of users, whatever their names. For other types that are not
+    in the table it is what `default` returns for the type.
     """
 
-    def __init__(self, by_name: Mapping[str, _T]) -> None:
-        self._by_name = by_name
+    def __init__(
+        self,
+        by_name: Mapping[str, _T],
+        default: Callable[[type], _T | None] = lambda node_type: None,
+    ) -> None:
+        self._by_name, self._default = by_name, default
 
     def __missing__(self, node_type: type) -> _T | None:
         function = function_of(node_type)
-        if function is not None and not function.__module__.startswith(_PACKAGE):
+        if function is not None and not function.__module__.startswith(_KNOWN):
             return None  # not stored: programs create and delete such types
-        entry = self[node_type] = self._by_name.get(node_type.__name__)
+        entry = self._by_name.get(node_type.__name__)
+        if entry is None and function is None:
+            entry = self._default(node_type)
+        self[node_type] = entry
         return entry
 
 
@@ -124,8 +136,12 @@ class no_graph:  # named like torch.no_grad
 
 
 def producer(node: Node, index: int) -> tuple[Node, int]:
-    """Return the node that produced input `index` of an operation, and the index of its output."""
-    return node.next_functions[index]
+    """Return the node that produced input `index` of an operation, and the index of its output.
+
+    The node is None if the input has no gradient, or is not a tensor.
+    """
+    edges = node.next_functions
+    return edges[index] if index < len(edges) else (None, 0)
 
 
 # Return the node that produced each input of an operation, and the index of its output.
@@ -201,20 +217,55 @@ def saved_tensor(node: Node, field: str) -> Tensor | None:
     Raises:
         RuntimeError: If a backward has freed the tensor, or if it was modified in place.
     """
-    raw = getattr(node, "_raw_saved_" + field)
+    raw = _raw(node, field)
     if raw.unpack_hook is None or _is_readable(raw):
-        return getattr(node, "_saved_" + field)
+        return _read(node, field)
     return None
+
+
+def _raw(node: Node, field: str) -> Any:
+    """Return the handle of a saved tensor."""
+    raw = getattr(node, "_raw_saved_" + field, _MISSING)
+    if raw is _MISSING:
+        return node._raw_saved_tensors[_FUNCTION_FIELDS[type(node).__name__].index(field)]
+    return raw
+
+
+_MISSING = object()
+
+
+def _read(node: Node, field: str) -> Any:
+    """Return a saved tensor that has no hooks of other code."""
+    saved = getattr(node, "_saved_" + field, _MISSING)
+    if saved is not _MISSING:
+        return saved
+    index = _FUNCTION_FIELDS[type(node).__name__].index(field)
+    if all(map(_is_readable, node._raw_saved_tensors)):  # this read compares versions
+        return node.saved_tensors[index]
+    value = node._raw_saved_tensors[index].data
+    return value.value if isinstance(value, Measured) else value
 
 
 def saves_itself(node: Node, field: str) -> bool:
     """Whether `saved_tensor` returns the saved tensor itself, and not an alias made by a hook."""
-    return getattr(node, "_raw_saved_" + field).unpack_hook is None
+    return _raw(node, field).unpack_hook is None
+
+
+def lasting(node: Node, field: str, saved: Tensor) -> Tensor:
+    """Return the saved tensor, or the detached alias that `saved_bytes` saves instead.
+
+    The result lives as long as the node saves it. Each read of an alias makes another tensor.
+    """
+    raw = _raw(node, field)
+    return saved if raw.unpack_hook is None else raw.data.value
 
 
 def packed(node: Node, field: str) -> Packed | None:
     """Return the packed value that `replace` saved instead of a tensor; None if it did not."""
-    raw = getattr(node, "_raw_saved_" + field)
+    return _packed_of(_raw(node, field))
+
+
+def _packed_of(raw: Any) -> Packed | None:
     if raw.unpack_hook is None:
         return None
     value = raw.data
@@ -234,8 +285,23 @@ def saved_is_contiguous(node: Node, field: str) -> bool:
 
 def has_hooks(node: Node, field: str) -> bool:
     """Whether a saved tensor has hooks other than those of `saved_bytes`: also the engine's."""
-    raw = getattr(node, "_raw_saved_" + field)
+    raw = _raw(node, field)
     return raw.unpack_hook is not None and not _is_readable(raw)
+
+
+def _fields_of(node: Node) -> tuple[str, ...]:
+    node_type: Any = type(node)
+    return tensor_fields(node_type)
+
+
+def saves_one_tensor(node: Node, field: str) -> bool:
+    """Whether a field is of a single tensor, which may be None: IndexBackward0 saves a list."""
+    return not isinstance(_raw(node, field), (tuple, NoneType))
+
+
+def saves_tensor(node: Node, field: str) -> bool:
+    """Whether a field has a tensor, or what was saved instead of it."""
+    return _raw(node, field).unpack_hook is not None or _read(node, field) is not None
 
 
 def replace(node: Node, field: str, value: Packed) -> None:
@@ -243,7 +309,7 @@ def replace(node: Node, field: str, value: Packed) -> None:
 
     Backward then reads `value.unpack()`.
     """
-    raw = getattr(node, "_raw_saved_" + field)
+    raw = _raw(node, field)
     if raw.unpack_hook is None:
         raw.register_hooks(lambda _: value, _unpack)
     else:
@@ -259,14 +325,9 @@ def _is_readable(raw: Any) -> bool:
     return hook is None or (hook is unpack_measured and isinstance(raw.data.value, Tensor))
 
 
-def tensor_fields(node: Node) -> tuple[str, ...]:
-    """Return the names of the fields in which a node of PyTorch's own saves tensors."""
-    node_type: Any = type(node)
-    return _tensor_fields(node_type)
-
-
 @cache
-def _tensor_fields(node_type: type) -> tuple[str, ...]:
+def tensor_fields(node_type: Hashable) -> tuple[str, ...]:
+    """Return the names of the fields in which nodes of a type of PyTorch's own save tensors."""
     prefix = "_raw_saved_"
     return tuple(name.removeprefix(prefix) for name in dir(node_type) if name.startswith(prefix))
 
@@ -278,8 +339,13 @@ def readable_tensors(node: Node) -> Iterator[tuple[str, Tensor]]:
             if all(map(_is_readable, node._raw_saved_tensors)):
                 saved = node.saved_tensors
                 yield from ((str(i), t) for i, t in enumerate(saved) if t is not None)
+            else:
+                for field in _FUNCTION_FIELDS.get(type(node).__name__, ()):
+                    tensor = saved_tensor(node, field)
+                    if tensor is not None:
+                        yield field, tensor
         return
-    for field in tensor_fields(node):
+    for field in _fields_of(node):
         with suppress(RuntimeError):
             raw = getattr(node, "_raw_saved_" + field)
             if isinstance(raw, tuple):  # such as the indices of IndexBackward0
@@ -294,8 +360,11 @@ def readable_tensors(node: Node) -> Iterator[tuple[str, Tensor]]:
 
 def packed_values(node: Node) -> Iterator[Packed]:
     """Return the packed values that `replace` saved instead of a node's tensors."""
-    if not is_python_function(type(node)):
-        for field in tensor_fields(node):
+    if is_python_function(type(node)):
+        with suppress(RuntimeError):  # freed
+            yield from filter(None, map(_packed_of, node._raw_saved_tensors))
+    else:
+        for field in _fields_of(node):
             raw = getattr(node, "_raw_saved_" + field)
             if raw is not None and not isinstance(raw, tuple):
                 value = packed(node, field)
@@ -362,6 +431,11 @@ class WeakMemory:
         # version counter.
         self._alias = tensor.detach()
         self._alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether this is the memory of a tensor that was not modified since."""
+        is_same = self._storage.cdata == StorageWeakRef(tensor.untyped_storage()).cdata
+        return is_same and self._version == tensor._version and not self._storage.expired()
 
     def __call__(self) -> Tensor | None:
         """Return the memory as a 1-D tensor; None if it was freed, or modified in place.

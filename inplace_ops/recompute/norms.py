@@ -21,7 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from .. import _ops
-from .._torch_private import REPEAT, BatchNorm, InstanceNorm, is_named, own_parameters
+from .._torch_private import (
+    REPEAT,
+    SYNC_BATCH_NORM,
+    BatchNorm,
+    InstanceNorm,
+    is_named,
+    own_parameters,
+)
 from .nodes import (
     ByType,
     Node,
@@ -38,8 +45,9 @@ from .nodes import (
     saved_tensor,
 )
 
-# Modules whose node does not save all that a spec needs. An RMS norm's does.
+# Modules whose node does not save all that a spec needs. An RMS norm's does. Subclasses come first.
 MODULES = (
+    nn.SyncBatchNorm,
     BatchNorm,
     InstanceNorm,
     nn.GroupNorm,
@@ -403,6 +411,13 @@ def _batch_norm(node: Node, parameters: Parameters) -> NormAffine:
     return NormAffine(_scale_shift(dtype, _shape_of_channels(node), rstd, mean, parameters), None)
 
 
+def _sync_batch_norm(node: Node, parameters: Parameters) -> NormAffine:
+    mean, rstd = saved_tensor(node, "result1"), saved_tensor(node, "result2")
+    assert mean is not None
+    shape = _shape_of_channels(node)
+    return NormAffine(_scale_shift(mean.dtype, shape, rstd, mean, parameters), None)
+
+
 def _batch_norm_eps(node: Node) -> float:
     return argument(node, "eps" if type(node).__name__.startswith("Native") else "epsilon")
 
@@ -530,6 +545,8 @@ class NormKind:
 NORMS: Mapping[str, NormKind] = {
     "NativeBatchNormBackward0": NormKind(_batch_norm, "hidden", _rerun_batch_norm),
     "CudnnBatchNormBackward0": NormKind(_batch_norm, "hidden", _rerun_batch_norm),
+    # A Function. Its statistics are those of all processes.
+    SYNC_BATCH_NORM: NormKind(_sync_batch_norm, "hidden"),
     "NativeGroupNormBackward0": NormKind(_group_norm, "hidden", _rerun_group_norm),
     "NativeLayerNormBackward0": NormKind(
         _row_norm, "saved", _rerun_layer_norm, _statistics_of_layer_norm

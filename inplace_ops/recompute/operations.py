@@ -12,9 +12,12 @@ Each entry maps the name of a node type to an `Operation`, with these fields:
 - `mask`: The activation, if backward reads only one bit per element of the saved tensor.
 - `shape_only`: The field of a saved input, if backward reads only its shape, strides and dtype.
 - `indices`: The field of saved indices that fit into 32 bits.
+- `saved_mask`: The field of a saved mask: booleans, or the noise of a dropout on a CPU.
+- `reads_exact`: The fields of saved inputs that backward may read recomputed, if the spec is exact.
 - `reads_no_values`: Whether backward reads no value of any input.
 
-To add an operation, add an entry. Checked against torch 2.11, 2.13, 2.14 and 2.15.
+PyTorch's other operations have an entry that consists of `reads_exact`. To add an operation, add an
+entry. Checked against torch 2.11, 2.13, 2.14 and 2.15.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _ops
+from .._torch_private import ACCUMULATE_GRAD
 from ..activations import LEAKY_RELU, RELU, Activation
 from . import nodes
 from .nodes import Node
@@ -52,7 +56,8 @@ class Output:
         function: The PyTorch operation that ran in forward.
         inputs: The field in which the node saves each input; `UNSAVED` if it does not save it.
         arguments: The arguments after the inputs.
-        bound: Returns a bound on the magnitude of the output, given those of the inputs.
+        bound: Returns a bound on the magnitude of the output, given those of the inputs. None if
+            there is no bound, for example for a quotient: the inputs must then be exact.
         cost: The number of operations.
         condition: Returns whether the rule holds for a node.
     """
@@ -60,7 +65,7 @@ class Output:
     function: Callable[..., Tensor]
     inputs: tuple[str | None, ...]
     arguments: tuple[Argument, ...] = ()
-    bound: Bound = largest
+    bound: Bound | None = largest
     cost: int = 1
     condition: Callable[[Node], bool] = lambda node: True
 
@@ -76,7 +81,9 @@ class Operation:
     mask: Activation | None = None
     shape_only: str = ""
     indices: str = ""
+    saved_mask: str = ""
     reads_no_values: bool = False
+    reads_exact: tuple[str, ...] = ()
 
     @cached_property
     def saves_first_input(self) -> bool:
@@ -107,14 +114,20 @@ class View:
 
 
 def _from_input(
-    function: Callable[..., Tensor], *arguments: Argument, bound: Bound = largest, **known: Any
+    function: Callable[..., Tensor],
+    *arguments: Argument,
+    bound: Bound | None = largest,
+    **known: Any,
 ) -> Operation:
     """Return the entry of an activation that saves its input."""
     return Operation(Output(function, ("self",), arguments, bound), reads=("self",), **known)
 
 
 def _from_result(
-    function: Callable[..., Tensor], *arguments: Argument, bound: Bound = largest, **known: Any
+    function: Callable[..., Tensor],
+    *arguments: Argument,
+    bound: Bound | None = largest,
+    **known: Any,
 ) -> Operation:
     """Return the entry of an activation that saves its output."""
     return Operation(Output(function, (UNSAVED,), arguments, bound), result="result", **known)
@@ -126,6 +139,10 @@ def _reads(*fields: str) -> Operation:
 
 def _attention() -> Operation:
     return Operation(reads=("query", "key", "value"), saved_output="output")
+
+
+def _saved(field: str) -> Operation:
+    return Operation(saved_output=field)
 
 
 def _shape(indices: str = "") -> Operation:
@@ -171,6 +188,10 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
+def _pads_of(node: Node) -> tuple[int, ...]:
+    return nodes.argument(node, "pad")
+
+
 def _is_on_one_device(node: Node) -> bool:
     producer, index = nodes.producer(node, 0)
     return nodes.output_device(node, 0) == nodes.output_device(producer, index)
@@ -197,15 +218,36 @@ OPERATIONS: Mapping[str, Operation] = {
     "LeakyReluBackward1": _from_result(F.leaky_relu, "negative_slope", mask=LEAKY_RELU),
     "SigmoidBackward0": _from_result(torch.sigmoid, bound=largest_or_one),
     "TanhBackward0": _from_result(torch.tanh),
+    "ExpBackward0": _from_result(torch.exp, bound=None),
+    "SoftmaxBackward0": _saved("result"),
+    "SafeSoftmaxBackward0": _saved("result"),
+    "LogSoftmaxBackward0": _saved("result"),
     # Arithmetic.
     "MulBackward0": Operation(
-        Output(torch.mul, ("self", "other"), bound=product), reads=("self", "other")
+        Output(torch.mul, ("self", "other"), bound=product),
+        reads=("self", "other"),
+        saved_mask="other",
     ),
+    # Whether it scales its output depends on an argument that the node does not show.
+    "NativeDropoutBackward0": Operation(saved_mask="result1"),
     "AddBackward0": _sum(add),
     "SubBackward0": _sum(_subtract),
-    "DivBackward0": _reads("self", "other"),
-    "PowBackward0": _reads("self"),
+    "NegBackward0": Operation(Output(torch.neg, (UNSAVED,)), reads_no_values=True),
+    "DivBackward0": Operation(
+        Output(torch.div, ("self", "other"), bound=None), reads=("self", "other")
+    ),
+    "PowBackward0": _from_input(torch.pow, "exponent", bound=None),
+    "RsqrtBackward0": _from_result(torch.rsqrt, bound=None),
+    "SqrtBackward0": _from_result(torch.sqrt, bound=None),
+    "ReciprocalBackward0": _from_result(torch.reciprocal, bound=None),
+    "SinBackward0": _from_input(torch.sin),
+    "CosBackward0": _from_input(torch.cos, bound=largest_or_one),
+    "ErfBackward0": _from_input(torch.erf),
+    "AbsBackward0": _from_input(torch.abs),
     "AddcmulBackward0": _reads("tensor1", "tensor2"),
+    # Selections.
+    "MaskedFillBackward0": Operation(saved_mask="mask"),
+    "WhereBackward0": Operation(saved_mask="condition"),
     # Copies.
     "CatBackward0": _concatenation(_cat),
     "StackBackward0": _concatenation(_stack),
@@ -218,6 +260,12 @@ OPERATIONS: Mapping[str, Operation] = {
         )
     ),
     "CloneBackward0": Operation(Output(_same, (UNSAVED,), cost=0)),
+    "RepeatBackward0": Operation(Output(Tensor.repeat, (UNSAVED,), ("repeats",))),
+    "RollBackward0": Operation(Output(torch.roll, (UNSAVED,), ("shifts", "dims"))),
+    # What it pads with is not saved.
+    "ConstantPadNdBackward0": Operation(
+        Output(F.pad, (UNSAVED,), ("pad",), condition=lambda node: not any(_pads_of(node)))
+    ),
     # Convolutions, matrix products, attention.
     "ConvolutionBackward0": _reads("input"),
     "AddmmBackward0": _reads("mat1", "mat2"),
@@ -263,9 +311,6 @@ OPERATIONS: Mapping[str, Operation] = {
     "UpsampleNearest3DBackward0": _NO_VALUES,
     "UpsampleTrilinear3DBackward0": _NO_VALUES,
 }
-
-
-OPERATION_OF = nodes.ByType(OPERATIONS)  # by node type
 
 
 def _index(node: Node, index: int) -> int:
@@ -343,6 +388,19 @@ VIEWS: Mapping[str, View] = {
 VIEW_OF = nodes.ByType(VIEWS)  # by node type
 
 
+def _unknown(node_type: type) -> Operation | None:
+    """Return the entry of an operation of PyTorch that is not in the table: see its top."""
+    fields = nodes.tensor_fields(node_type)
+    return Operation(reads_exact=fields) if fields and node_type.__name__ not in VIEWS else None
+
+
+OPERATION_OF = nodes.ByType(OPERATIONS, _unknown)  # by node type
+
+
+# By node type: whether an operation never gets a record. The bases of views do.
+NEEDS_NO_RECORD = nodes.ByType(dict.fromkeys([*VIEWS, ACCUMULATE_GRAD], True))
+
+
 def base_of(node: Node, index: int) -> tuple[Node, int]:
     """Return the node that produced the base of an output, and the index of the node's output.
 
@@ -351,3 +409,12 @@ def base_of(node: Node, index: int) -> tuple[Node, int]:
     while node is not None and VIEW_OF[type(node)] is not None:
         node, index = node.next_functions[0]
     return node, index
+
+
+def reshapes_only(node: Node) -> bool:
+    """Whether the output of a node is not a view, or only reshapes its base."""
+    while (view := VIEW_OF[type(node)]) is not None:
+        if view is not _RESHAPE:
+            return False
+        node, _ = nodes.producer(node, 0)
+    return True

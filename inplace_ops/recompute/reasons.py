@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from . import nodes
 from .nodes import Node
-from .operations import base_of
+from .operations import OPERATION_OF, base_of
 from .versions import record_of
 
 # Prefixes of the names of operations that are never recomputed: matrix products, convolutions,
 # attention, reductions, random numbers and the like.
 _EXPENSIVE = (
     *("Convolution", "Addmm", "Mm", "Bmm", "Baddbmm", "Addbmm", "Addmv", "Mv", "Linear"),
+    *("GroupedMm", "Einsum"),
     *("ScaledDotProduct", "EfficientAttention", "FlashAttention", "NativeMultiHeadAttention"),
     *("Trilinear", "GridSampler", "NativeDropout", "Bernoulli", "Softmax", "LogSoftmax"),
     *("Mean", "Sum", "Var", "Std", "MaxPool", "AvgPool", "AdaptiveAvgPool", "AdaptiveMaxPool"),
@@ -23,7 +24,7 @@ SMALL = "smaller than 4 KiB"
 NOT_PLAIN = "not a plain tensor"
 OTHER_STREAM = "made on another CUDA stream"
 WRITTEN_TO = "may have been written to since it was made"
-SAVED_ANYWAY = "its producer saves the same memory"
+SAVED_ANYWAY = "another operation saves the same memory"
 AS_LARGE = "the copies needed to recompute it are as large"
 MUCH_LARGER = "the tensors needed to recompute it are much larger"
 DIFFERENT = "its recomputed value differed at the first use"
@@ -42,6 +43,11 @@ def output_of(node: Node) -> str:
 def saved_by(node: Node) -> str:
     """Return the reason for a tensor that an operation saves in a field without a rule."""
     return f"no rule for what {nodes.operation_name(node)} saves"
+
+
+def inexact(node: Node) -> str:
+    """Return the reason for a tensor with an inexact spec, saved by an operation without a rule."""
+    return f"no rule for {nodes.operation_name(node)}, which may need exact values"
 
 
 def too_many(max_ops: int) -> str:
@@ -69,7 +75,7 @@ def unsaved_input(node: Node, producer: Node, index: int = 0) -> str:
 def unproved_input(node: Node) -> str:
     """Return the reason for the output of an operation whose inputs are not proved unmodified."""
     bases = [base_of(producer, index)[0] for producer, index in nodes.producers(node)]
-    unknown = [base for base in bases if base is None or record_of(base) is None]
+    unknown = [base for base in bases if not _is_available(base)]
     if unknown:  # prefer an operation's output to a parameter, and the last one: f(x) in x + f(x)
         return unsaved_input(node, max(reversed(unknown), key=_is_an_operation))
     name = nodes.operation_name(node)
@@ -83,8 +89,22 @@ def unproved_input(node: Node) -> str:
     return f"{name} does not save its inputs"
 
 
+def _is_available(node: Node) -> bool:
+    """Whether an operation's output is saved, or has an output rule."""
+    record = None if node is None else record_of(node)
+    if record is None:
+        return False
+    operation = OPERATION_OF[type(node)]
+    return record.is_saved or (operation is not None and operation.output is not None)
+
+
 def _is_an_operation(node: Node) -> bool:
     return node is not None and nodes.autograd_leaf_of(node) is None
+
+
+def amplified_rounding(node: Node) -> str:
+    """Return the reason for the output of an operation whose inputs would have to be exact."""
+    return f"{nodes.operation_name(node)} may amplify the rounding of a recomputed norm"
 
 
 def hidden_input(node: Node) -> str:

@@ -2,6 +2,8 @@
 
 - ReLU and LeakyReLU: one bit per element, if nothing else saves the activation's output.
 - Pooling and padding: the input's shape, strides and dtype, as backward does not read its values.
+- Masks: one bit per element. `Bits` is a spec, because the output of a dropout is recomputed from
+  its mask.
 
 `Downcast` in `specs.py` is a spec for two more: the indices of max pooling, in 32 instead of 64
 bits, and a tensor that was cast from a smaller dtype.
@@ -9,15 +11,18 @@ bits, and a tensor that was cast from a smaller dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from .. import _ops
-from ..activations import Activation
+from ..activations import RELU, Activation
 from ..memory import Packed
+from .nodes import WeakMemory
+from .specs import Computed, DowncastMemory, Leaf, Spec
 
 
 class Mask(Packed):
@@ -63,3 +68,139 @@ class Shape(Packed):
 
     def tensors(self) -> Iterator[Tensor]:
         yield from ()
+
+
+class BitMemory:
+    """The memory of a tensor of two values, 0 and another, stored as one bit per element.
+
+    See `DowncastMemory` in `specs.py`, which this class resembles.
+
+    Attributes:
+        size: The number of elements.
+        leaf: The packed bits, or after `settle` possibly the original memory, as 1-D tensors.
+        value: The other value: 1 for booleans.
+    """
+
+    __slots__ = ("__weakref__", "_is_packed", "_original", "dtype", "leaf", "size", "value")
+
+    def __init__(self, tensor: Tensor, value: float = 1.0) -> None:
+        vector = _memory_of(tensor)
+        self.dtype, self.value, self.size = tensor.dtype, value, vector.numel()
+        if tensor.dtype is torch.bool:
+            vector = vector.to(torch.bfloat16)
+        _, bits = RELU.ops.save_out_of_place["mask"](vector, 1, None)
+        self.leaf, self._is_packed = Leaf(bits), True
+        self._original = WeakMemory(tensor)
+
+    def settle(self) -> None:
+        """Use the original's memory instead of the bits, if the original is still alive."""
+        original = self._original()
+        if original is not None:
+            self.leaf, self._is_packed = Leaf(original), False
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether this is the memory of the tensor, which was not modified since."""
+        return self._original.is_of(tensor)
+
+    def vector(self) -> Tensor:
+        """Return the whole memory as a 1-D tensor."""
+        stored = self.leaf.value()
+        if not self._is_packed:
+            return stored
+        dtype = torch.bfloat16 if self.dtype is torch.bool else self.dtype
+        values = torch.full((), self.value, dtype=dtype, device=stored.device)
+        vector = RELU.ops.backward["mask"](values.expand(self.size), stored, None)
+        return vector.to(self.dtype)
+
+
+class Bits(Computed):
+    """A mask, or a view of one, whose memory is stored as one bit per element."""
+
+    __slots__ = ("memory", "offset", "shape", "stride")
+
+    def __init__(self, memory: BitMemory, saved: Tensor) -> None:
+        super().__init__()
+        self.memory = memory
+        self.shape, self.stride, self.offset = saved.shape, saved.stride(), saved.storage_offset()
+        self.cost, self.rounding = 1, 0.0
+        self.leaf_bytes, self.copied_bytes = memory.leaf.leaf_bytes, 0
+
+    @property
+    def how(self) -> str:
+        return Mask.how
+
+    def compute(self, consumer: int | None) -> Tensor:
+        return self.memory.vector().as_strided(self.shape, self.stride, self.offset)
+
+    def inner(self) -> Iterable[Spec]:
+        return (self.memory.leaf,)
+
+    def magnitude(self) -> Tensor:
+        device = self.memory.leaf.tensor.device
+        return torch.tensor(self.memory.value, dtype=torch.double, device=device)
+
+    def leaves(self) -> Iterator[Leaf]:
+        yield self.memory.leaf
+
+
+def noise_value(saved: Tensor) -> float | None:
+    """Return the value of a dropout's noise that is not 0; None if the tensor has other values.
+
+    On a CPU a dropout multiplies by noise whose elements are 0 or 1 / (1 - p). This function
+    compares all elements.
+    """
+    value = float(saved.amax())
+    integer = {8: torch.int64, 4: torch.int32, 2: torch.int16}[saved.itemsize]
+    zero, other = torch.tensor([0.0, value], dtype=saved.dtype).view(integer)
+    patterns = saved.detach().view(integer)
+    is_noise = value > 0 and bool(((patterns == zero) | (patterns == other)).all())
+    return value if is_noise else None
+
+
+class Memories:
+    """The memory of saved tensors that one forward pass stores in fewer bytes."""
+
+    def __init__(self) -> None:
+        self._references: list[weakref.ref[DowncastMemory | BitMemory]] = []
+
+    def downcast(self, saved: Tensor, dtype: torch.dtype) -> DowncastMemory:
+        """Return a copy of a tensor's memory in a smaller dtype."""
+        memory = DowncastMemory(saved, dtype)
+        self._references.append(weakref.ref(memory))
+        return memory
+
+    def bits(self, saved: Tensor) -> BitMemory | None:
+        """Return the bits of a mask's memory, which several nodes may save.
+
+        Return None if the tensor is not a mask, or no kernel packs it.
+        """
+        if saved.requires_grad:
+            return None
+        if saved.dtype is torch.bool:
+            value = 1.0 if _ops.has_kernel(saved.new_empty(0, dtype=torch.bfloat16)) else None
+        else:
+            # Only a CPU's dropout saves noise: it was written to twice. On a GPU the comparison
+            # would synchronize.
+            is_noise = saved._version == 2 and saved.device.type == "cpu" and not saved._is_view()
+            value = noise_value(saved) if is_noise and _ops.has_kernel(saved) else None
+        if value is None:
+            return None
+        for memory in self._alive():
+            if isinstance(memory, BitMemory) and memory.is_of(saved):
+                return memory
+        memory = BitMemory(saved, value)
+        self._references.append(weakref.ref(memory))
+        return memory
+
+    def settle(self) -> None:
+        """Use the original memory where it is still alive. Called after the model's forward."""
+        for memory in self._alive():
+            memory.settle()
+
+    def _alive(self) -> Iterator[DowncastMemory | BitMemory]:
+        return (m for reference in self._references if (m := reference()) is not None)
+
+
+def _memory_of(tensor: Tensor) -> Tensor:
+    size = tensor.untyped_storage().nbytes() // tensor.itemsize
+    return tensor.detach().as_strided((size,), (1,), 0)

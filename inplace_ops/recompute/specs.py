@@ -74,6 +74,7 @@ class Spec(ABC):
     """A recompute spec: computes a saved tensor from its leaves.
 
     Attributes:
+        how: What is done instead of saving the tensor, for the report.
         cost: The number of operations. Views cost nothing.
         rounding: The error of the value over `magnitude()`: see NOTE [Exact specs and roundings].
         leaf_bytes: The total size of the leaves that are not small copies. A leaf counts once for
@@ -88,6 +89,10 @@ class Spec(ABC):
     rounding: float
     leaf_bytes: int
     copied_bytes: int
+
+    @property
+    def how(self) -> str:
+        return Packed.how
 
     @abstractmethod
     def value(self, consumer: int | None = None) -> Tensor:
@@ -314,6 +319,10 @@ class Downcast(Computed):
         self.shape, self.stride, self.offset = saved.shape, saved.stride(), saved.storage_offset()
         self.cost, self.rounding = 1, 0.0
         self.leaf_bytes, self.copied_bytes = memory.leaf.leaf_bytes, 0
+
+    @property
+    def how(self) -> str:
+        return f"stored as {self.memory.leaf.tensor.dtype}".replace("torch.", "")
 
     def compute(self, consumer: int | None) -> Tensor:
         # Cast the tensor that this one was expanded from, and expand the result.
@@ -555,8 +564,10 @@ class Recomputed(Packed):
         self.spec, self.producer, self.consumer, self.number = spec, producer, consumer, number
         self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
         self.stride = like.stride()
-        if isinstance(spec, Downcast):
-            self.how = f"stored as {spec.memory.leaf.tensor.dtype}".replace("torch.", "")
+
+    @property
+    def how(self) -> str:  # type: ignore[override]
+        return self.spec.how
 
     @property
     def name(self) -> str:
@@ -604,6 +615,8 @@ class Recomputed(Packed):
             saved = saved.detach()
             if torch.equal(value, saved):
                 return None
+            if saved.dtype is torch.bool:
+                return "in some elements"
             rounding = self.spec.rounding
             # `magnitude` takes memory to compute. The value's own magnitude is a lower bound of it.
             if rounding and _excess(value, saved, rounding * _largest_of_chunks(value)) is None:

@@ -26,7 +26,10 @@ the operation read it:
    overwritten the tensor. Its output is then taken to start one version above its input's recorded
    version. If another write came before, the tensor's real version is higher, and a later
    comparison fails.
-5. A tensor whose version is not proved is saved as PyTorch saves it.
+5. A note may come after the operation has read its input, for example when a later operation saves
+   the same tensor. Because versions never decrease, a tensor that is still at its recorded version
+   was at it when the operation read it.
+6. A tensor whose version is not proved is saved as PyTorch saves it.
 
 A write through `.data`, NumPy or a storage raises no version: see NOTE [First use] in `engine.py`.
 
@@ -41,20 +44,34 @@ A node's metadata lives as long as the node, and longer than the node's saved te
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from .._torch_private import CLONE, is_named
+from .._torch_private import CLONE, UNSAFE_VIEW, is_named
 from . import nodes
 from .nodes import Node
 from .norms import NormAffine, Parameters
-from .operations import OPERATION_OF, Output, base_of
-from .specs import DowncastMemory, Spec
+from .operations import OPERATION_OF, Output, base_of, reshapes_only
+from .specs import DowncastMemory, Leaf, Spec
 
 _KEY = "inplace_ops"
 COPY_LIMIT = 64 * 1024  # bytes: see NOTE [Leaves] in `engine.py`
+
+
+class CopyOfOutput(NamedTuple):
+    """A copy of an operation's output: see NOTE [Shared parts] in `concatenations.py`.
+
+    Attributes:
+        leaf: Returns a leaf with the values, or None if no spec and no node keeps them.
+        number: The sequence number of the concatenation that has read the output.
+    """
+
+    leaf: Callable[[], Leaf | None]
+    number: int
 
 
 class Record:
@@ -62,17 +79,20 @@ class Record:
 
     Attributes:
         version: The lowest version that the output can have had when the operation returned.
-        inputs_proved: Whether the inputs that the node does not save were unmodified when the
-            operation read them.
+        unproved: The positions of inputs that the node does not save, and that are not proved to
+            have been unmodified when the operation read them.
         copies: Copies of small inputs that are not activations, by field.
+        copies_of_output: By the output's index: a copy of the output, in or from a concatenation.
         parameters: Copies of a norm's weight and bias; None for other operations and if unknown.
         column_affine: Copies of the weight and bias of a layer or RMS norm, as its scale and shift;
             None for other operations and if unknown.
         eps: A norm's eps; None for other operations and if unknown.
         affine: A norm's affine, from the visit of a batch norm, or from the first spec or fused
             activation that needs it, until the model's forward has returned; otherwise None.
-        is_saved: Whether a node or a spec saves the output itself.
+        is_saved: Whether a node or a spec saves the output itself, or a view of it.
         note: A weak reference to the output; None if no note was taken.
+        number: The number that a sum or difference adds or subtracts, a scalar; None if unknown,
+            and for other operations.
         downcast: A weak reference to a copy of a cast's output in the dtype that it was cast from;
             None for other operations, and if no consumer needs the copy.
         spec: A weak reference to the spec that computes the output from the inputs; None if none
@@ -85,27 +105,31 @@ class Record:
         "affine",
         "column_affine",
         "copies",
+        "copies_of_output",
         "downcast",
         "eps",
-        "inputs_proved",
         "is_saved",
         "note",
+        "number",
         "parameters",
         "spec",
         "stream",
+        "unproved",
         "version",
     )
 
     def __init__(self, version: int = 0) -> None:
         self.version = version
-        self.inputs_proved = True
+        self.unproved: set[int] = set()
         self.copies: dict[str, Tensor] = {}
+        self.copies_of_output: dict[int, CopyOfOutput] = {}
         self.parameters: Parameters | None = None
         self.column_affine: Tensor | None = None
         self.eps: float | None = None
         self.affine: NormAffine | None = None
         self.is_saved = False
         self.note: TensorWeakRef | None = None
+        self.number: Tensor | None = None
         self.downcast: weakref.ref[DowncastMemory] | None = None
         self.spec: weakref.ref[Spec] | None = None
         self.stream: torch.cuda.Stream | None = None
@@ -122,6 +146,10 @@ class Record:
     def take_note(self, tensor: Tensor) -> None:
         """Store a weak reference to the operation's output."""
         self.note = TensorWeakRef(tensor)
+
+    def has_note(self) -> bool:
+        """Whether the tensor of the note is alive."""
+        return self.note is not None and self.note() is not None
 
     def free_copies(self) -> None:
         """Drop all copies. Specs that were built from them own them."""
@@ -147,12 +175,71 @@ def was_visited(node: Node) -> bool:
     return _KEY in node.metadata
 
 
-def take_note(tensor: Tensor) -> None:
-    """Take a note of an operation's output, for the proofs of operations that read it next."""
-    node, _ = base_of(tensor.grad_fn, tensor.output_nr)
-    record = node and record_of(node)
-    if record is not None:
-        record.take_note(tensor)
+def ensure_record(node: Node, stream: torch.cuda.Stream | None) -> Record:
+    """Return the record of a node that the engine has visited, a new one if it has none.
+
+    Operations without an output rule get a record only when a consumer saves their output, or when
+    a note of it is taken.
+
+    Args:
+        node: The node.
+        stream: The stream on which the output is read, for a new record.
+    """
+    record = record_of(node)
+    if record is None:
+        record = Record()
+        record.stream = stream
+        attach_record(node, record)
+    return record
+
+
+def take_note_of_alias(record: Record, saved: Tensor, alias: Tensor) -> None:
+    """Take a note of an operation's output that a consumer saves, or saves a view of.
+
+    While `saved_bytes` counts, a consumer saves a detached alias, which does not lead to the tensor
+    that it is a view of. A note is taken only of an output itself, or of a reshape of it.
+
+    Args:
+        record: The record of the operation.
+        saved: The saved tensor.
+        alias: The alias that is saved instead.
+    """
+    if reshapes_only(saved.grad_fn):
+        record.take_note(alias)
+
+
+def is_unmodified(node: Node, index: int) -> bool:
+    """Whether an operation's output, or the tensor that it is a view of, is proved unmodified."""
+    base, base_index = base_of(node, index)
+    record = record_of(base) if base is not None and base_index == 0 else None
+    if record is None:
+        return False
+    tensor = record.note() if record.note is not None else None
+    if tensor is None:
+        tensor = _saved_output(base)
+    return tensor is not None and tensor._version in (0, record.version)
+
+
+def saved_output_of(node: Node, record: Record) -> Tensor | None:
+    """Return the operation's unmodified output if a consumer saves it, or a view of it."""
+    tensor = record.note() if record.is_saved and record.note is not None else None
+    if tensor is None or tensor._version not in (0, record.version):
+        return None
+    if tensor.grad_fn is None:  # an alias: see `take_note_of_alias`
+        shape = nodes.output_shape(node, 0)
+        if tensor.shape == shape:
+            return tensor
+        return tensor.view(shape) if tensor.is_contiguous() else None
+    tensor = tensor if tensor._base is None else tensor._base
+    if tensor.output_nr != 0:
+        return None
+    if tensor.grad_fn is node:
+        return tensor
+    if is_named(tensor.grad_fn, UNSAFE_VIEW) and tensor.is_contiguous():
+        producer, index = nodes.producer(tensor.grad_fn, 0)
+        if producer is node and index == 0:
+            return tensor.detach().view(nodes.output_shape(node, 0))
+    return None
 
 
 def record_output(node: Node, output: Output, result: str) -> Record:
@@ -166,26 +253,35 @@ def record_output(node: Node, output: Output, result: str) -> Record:
         result: The field under which the node saves its output; "" if it does not.
     """
     record, edges = Record(), nodes.producers(node)
-    base, _ = base_of(*edges[0])
-    producer_record = base and record_of(base)
+    base, base_index = base_of(*edges[0])
+    producer_record = record_of(base) if base is not None and base_index == 0 else None
     saved = nodes.saved_tensor(node, result) if result else None
     if saved is not None and saved._version > 0:  # an in-place activation that saves its output
         record.version = saved._version
-        record.inputs_proved = (
-            producer_record is not None and producer_record.version == record.version - 1
-        )
+        if producer_record is None or producer_record.version != record.version - 1:
+            record.unproved.add(0)
         record.note = producer_record.note if producer_record else None
         return record
     for index, field in enumerate(output.inputs or (None,) * len(edges)):
         saved = None if field is None else nodes.saved_tensor(node, field)
         if saved is None:
-            _prove_input(node, base if index == 0 else base_of(*edges[index])[0], record)
+            _prove_input(node, index, record)
         elif index == 0 and producer_record is not None and _is_clone(saved, edges[0][0]):
             # An in-place activation that saves a clone of its input.
             record.version = producer_record.version + 1
             record.note = producer_record.note
             _prove_clone(node, saved, record)
     return record
+
+
+def prove_late(node: Node, record: Record) -> bool:
+    """Prove the inputs with notes that were taken since: see 5 of NOTE [Versions are proved].
+
+    Return whether all inputs are proved.
+    """
+    edges = nodes.producers(node)
+    record.unproved = {index for index in record.unproved if not is_unmodified(*edges[index])}
+    return not record.unproved
 
 
 def _saved_output(node: Node) -> Tensor | None:
@@ -229,29 +325,27 @@ def _prove_clone(node: Node, clone: Tensor, record: Record) -> None:
     # The `grad_fn` of a view whose base was modified is created when it is read, and a node
     # creation hook must not create nodes. The base's `grad_fn` exists already.
     base = tensor if tensor._base is None else tensor._base
-    if base.grad_fn is node:
-        clone_record.inputs_proved |= base._version == record.version
+    if base.grad_fn is node and base._version == record.version:
+        clone_record.unproved.clear()
 
 
-def _prove_input(node: Node, base: Node, record: Record) -> None:
-    """Clear `inputs_proved` if an input that the node does not save may have been modified.
-
-    Args:
-        node: The node.
-        base: The node that produced the input, or the tensor that the input is a view of.
-        record: The record of `node`.
-    """
-    producer_record = base and record_of(base)
+def _prove_input(node: Node, position: int, record: Record) -> None:
+    """Prove an input that the node does not save, or add its position to `record.unproved`."""
+    producer, index = nodes.producer(node, position)
+    if producer is None:  # without a gradient: no spec reads it, unless it is a known number
+        return
+    base, base_index = base_of(producer, index)
+    producer_record = record_of(base) if base_index == 0 else None
     if producer_record is None:
-        record.inputs_proved = False
+        record.unproved.add(position)
         return
     tensor = producer_record.note() if producer_record.note is not None else None
     if tensor is None:
         tensor = _saved_output(base)
     if tensor is None:
-        record.inputs_proved = False
+        record.unproved.add(position)
     elif not tensor._is_view() and tensor.grad_fn is node:  # in place
         record.version = producer_record.version + 1
         record.note = producer_record.note
     elif tensor._version != 0 and tensor._version != producer_record.version:
-        record.inputs_proved = False
+        record.unproved.add(position)

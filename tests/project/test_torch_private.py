@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -179,20 +180,33 @@ def check_trees() -> None:
     assert private.tree_map(lambda leaf: -leaf, tree) == {"a": [-1, (-2,)], "b": -3}
 
 
-@checks("is_named", "ACCUMULATE_GRAD", "CLONE", "COPY_SLICES", "REPEAT", "TO_COPY")
+@checks("is_named", "ACCUMULATE_GRAD", "COPY_SLICES")
+@checks("ADD", "CAT", "CLONE", "REPEAT", "SUB", "TO_COPY", "UNSAFE_VIEW")
 def check_node_names() -> None:
     x = leaf(4)
     base = leaf(4).clone()
     base[1:].mul_(2)
     cases = {
+        private.ADD: x + 1,
+        private.CAT: torch.cat([x, x]),
         private.CLONE: x.clone(),
         private.COPY_SLICES: base,
         private.REPEAT: x.repeat(2),
+        private.SUB: x - 1,
         private.TO_COPY: x.double(),
+        private.UNSAFE_VIEW: torch.ops.aten._unsafe_view(x.clone(), (2, 2)),
     }
     for name, y in cases.items():
         assert private.is_named(y.grad_fn, name)
     assert private.is_named(x.clone().grad_fn.next_functions[0][0], private.ACCUMULATE_GRAD)
+
+
+@checks("SYNC_BATCH_NORM")
+def check_sync_batch_norm() -> None:
+    """`recompute/nodes.py` knows in which order this Function saves its tensors."""
+    function = torch.nn.modules._functions.SyncBatchNorm
+    assert function._backward_cls.__name__ == private.SYNC_BATCH_NORM
+    assert "save_for_backward(input, weight, mean, invstd, count" in inspect.getsource(function)
 
 
 @checks("GRAPH_INPUTS")
@@ -323,6 +337,21 @@ def check_coo_tensors() -> None:
     indices, values = private.coo_tensors(sparse)
     assert indices.tolist() == [[0, 0]]
     assert values.tolist() == [1.0, 2.0]
+
+
+@checks("remove_function_mode")
+def check_function_modes() -> None:
+    class Mode(torch.overrides.TorchFunctionMode):
+        pass
+
+    first, second = Mode(), Mode()
+    with first, second:
+        private.remove_function_mode(first)
+        assert torch.overrides._get_current_function_mode_stack() == [second]
+        private.remove_function_mode(first)
+        assert torch.overrides._get_current_function_mode_stack() == [second]
+        torch.overrides._push_mode(first)  # for the `with` statement to leave
+    assert torch.overrides._get_current_function_mode_stack() == []
 
 
 @checks("current_stream")
@@ -470,8 +499,8 @@ ADDED: dict[str, str] = {}
 @pytest.mark.parametrize("table", [OPERATIONS, VIEWS, NORMS], ids=["OPERATIONS", "VIEWS", "NORMS"])
 def test_names_of_node_types_exist(table: dict[str, object]) -> None:
     """The message lists the names that this torch does not have."""
-    own = {"RecomputeFunctionBackward"}
-    missing = [n for n in table if n not in own and not hasattr(torch._C._functions, n)]
+    functions = {"RecomputeFunctionBackward", private.SYNC_BATCH_NORM}  # not C++ nodes
+    missing = [n for n in table if n not in functions and not hasattr(torch._C._functions, n)]
     assert [name for name in missing if torch.__version__ >= ADDED.get(name, "")] == []
 
 

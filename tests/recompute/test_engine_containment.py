@@ -124,7 +124,7 @@ def test_error_at_any_node_does_not_affect_later_calls(
     assert_same_steps(model, twin, x)
 
 
-@pytest.mark.parametrize("part", ["tree_leaves", "take_note", "base_of", "record_of"])
+@pytest.mark.parametrize("part", ["tree_leaves", "ensure_record", "base_of", "record_of"])
 def test_error_in_engine_function_warns_once(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error while the engine receives a module's input or output warns once."""
 

@@ -60,6 +60,14 @@ OUTPUTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "StackBackward0": lambda m, z: torch.stack([z, m.silu(z)], -4)[1],
     "ToCopyBackward0": lambda m, z: z.to(torch.bfloat16),
     "CloneBackward0": lambda m, z: z.clone(),
+    "NegBackward0": lambda m, z: -z,
+    "SinBackward0": lambda m, z: z.sin(),
+    "CosBackward0": lambda m, z: z.cos(),
+    "ErfBackward0": lambda m, z: z.erf(),
+    "AbsBackward0": lambda m, z: z.abs(),
+    "RepeatBackward0": lambda m, z: z.repeat(2, 1, 1, 1)[1:],
+    "RollBackward0": lambda m, z: z.roll((3, -2), (2, 3)),
+    "ConstantPadNdBackward0": lambda m, z: F.pad(z, (0, 0, 0, 0)),
     "NormBackward": lambda m, z: z,
 }
 IN_PLACE: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -77,6 +85,18 @@ IN_PLACE: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+# By node type: an operation on values between 0 and 1, whose result a convolution saves. It may
+# amplify roundings.
+EXACT_OUTPUTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "ExpBackward0": lambda m, y: y.exp(),
+    "SqrtBackward0": lambda m, y: y.sqrt(),
+    "RsqrtBackward0": lambda m, y: y.rsqrt(),
+    "ReciprocalBackward0": lambda m, y: y.reciprocal(),
+    "DivBackward0": lambda m, y: y / m.scale,
+    "PowBackward0": lambda m, y: y.pow(3),
+}
+
+
 def norm_operations() -> set[str]:
     return {name for name in operations.OPERATIONS if "Norm" in name}
 
@@ -84,8 +104,14 @@ def norm_operations() -> set[str]:
 def test_every_output_rule_has_a_test() -> None:
     """Norms are tested by `NORMS`, and fused activations after a norm in other tests."""
     with_outputs = {name for name, o in operations.OPERATIONS.items() if o.output is not None}
-    tested = norm_operations() | set(OUTPUTS) | {"RecomputeFunctionBackward"}
+    tested = norm_operations() | set(OUTPUTS) | set(EXACT_OUTPUTS) | {"RecomputeFunctionBackward"}
     assert with_outputs <= tested
+    without_bound = {
+        name
+        for name, o in operations.OPERATIONS.items()
+        if isinstance(o.output, operations.Output) and o.output.bound is None
+    }
+    assert without_bound == set(EXACT_OUTPUTS)
 
 
 def in_a_view(norm: str) -> bool:
@@ -111,6 +137,29 @@ def test_output_is_recomputed(operation: str, norm: str, source: str) -> None:
         if source == "hook" and not (operation == "LeakyReluBackward1" and in_a_view(norm)):
             assert output.grad_fn._raw_saved_input.unpack_hook is not None
         assert_same_steps(model, twin, x)
+
+
+@pytest.mark.parametrize("operation", EXACT_OUTPUTS)
+def test_output_without_bound_is_recomputed_from_exact_values_only(operation: str) -> None:
+    compute = EXACT_OUTPUTS[operation]
+    exact = Program(lambda m, z: m.convolved(compute(m, m.other(z).sigmoid())))
+    inexact = Program(lambda m, z: m.convolved(compute(m, z.sigmoid())))
+    for model in (exact, inexact):
+        twin, x = converted_twin(model), images()
+        output = twin(x)
+        is_replaced = output.grad_fn._raw_saved_input.unpack_hook is not None
+        assert is_replaced == (model is exact)
+        assert_same_steps(model, twin, x)
+    double = converted_twin(exact.double())
+    assert_same_steps(exact, double, images(torch.double))
+
+
+def test_padding_with_unknown_values_stays_saved() -> None:
+    model = Program(lambda m, z: m.convolved(F.pad(z, (0, 1), value=3.0)))
+    twin, x = converted_twin(model), images()
+    output = twin(x)
+    assert output.grad_fn._raw_saved_input.unpack_hook is None
+    assert_same_steps(model, twin, x)
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -232,6 +281,10 @@ CONSUMERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "SoftplusBackward0": lambda m, z: F.softplus(z),
     "EluBackward0": lambda m, z: F.elu(z),
     "GluBackward0": lambda m, z: F.glu(z, 1),
+    "SinBackward0": lambda m, z: z.sin(),
+    "CosBackward0": lambda m, z: z.cos(),
+    "ErfBackward0": lambda m, z: z.erf(),
+    "AbsBackward0": lambda m, z: z.abs(),
 }
 NOT_TESTED_HERE = {
     "LinearBackward0",  # for nested tensors, and on other devices

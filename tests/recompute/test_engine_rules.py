@@ -838,7 +838,7 @@ def test_tensors_of_another_stream_stay_saved_and_unpack_synchronizes(
         def forward(self, x: Tensor) -> tuple[Tensor, ...]:
             nonlocal current
             first = self.first(x)
-            z, relu = self.norm(first), first.relu()
+            z, relu = self.norm(first), self.first(x).relu()
             y = self.silu(z)
             current = side
             pooled, _ = F.max_pool2d(relu, 2, return_indices=True)

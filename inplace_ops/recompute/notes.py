@@ -1,0 +1,110 @@
+"""Notes of tensors inside a module, which no module hook sees.
+
+`hidden * rstd` in an RMS norm's own code, followed by a cast, is a temporary tensor: no node saves
+it, and no module returns it. Without a note of it, nothing proves that it was unmodified when the
+cast read it: see NOTE [Versions are proved] in `versions.py`. So while such a module runs, a
+`TorchFunctionMode` takes a note of each tensor that a function returns. Each call costs a
+microsecond or two, so only modules that gain from it run with the mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .._torch_private import ADD, SUB, is_named, remove_function_mode
+
+_NARROW = (torch.float16, torch.bfloat16)
+
+# The names of functions that add or subtract two operands. Each makes a new node.
+_SUM_FUNCTIONS = frozenset(
+    (
+        *("add", "add_", "sub", "sub_", "subtract", "subtract_"),
+        *("__add__", "__radd__", "__iadd__", "__sub__", "__isub__"),
+    )
+)
+
+
+def gains_from_notes(module: nn.Module, args: Any) -> bool:
+    """Whether notes inside a module without inner modules let the engine save less.
+
+    - PyTorch's modules call a single function: they do not gain.
+    - A module without parameters, such as an activation, gains: its temporary tensors need not be
+      saved.
+    - A module with parameters, such as a norm, saves most of them for the parameters' gradients
+      anyway. It gains only if it computes with casts of 16-bit inputs.
+    """
+    if not torch.is_grad_enabled() or type(module).__module__.startswith("torch.nn."):
+        return False
+    inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
+    if any(arg.dtype in _NARROW for arg in inputs):
+        return True
+    return bool(inputs) and next(module.parameters(recurse=False), None) is None
+
+
+def number_of(function: Callable[..., Any], args: Any, result: Tensor) -> float | None:
+    """Return the number that a function has added or subtracted; None for other functions.
+
+    The node of the result does not save it.
+    """
+    if getattr(function, "__name__", "") not in _SUM_FUNCTIONS or len(args) != 2:
+        return None
+    if not (is_named(result.grad_fn, ADD) or is_named(result.grad_fn, SUB)):
+        return None
+    numbers = [arg for arg in args if type(arg) in (int, float)]
+    # A larger integer may round otherwise as a float64, in which the number is recorded.
+    is_usable = len(numbers) == 1 and (type(numbers[0]) is float or abs(numbers[0]) <= 2**53)
+    return numbers[0] if is_usable else None
+
+
+class NotingMode(TorchFunctionMode):
+    """Calls `note(result, number)` for each plain tensor that a function returns.
+
+    `number` is that of `number_of`.
+    """
+
+    def __init__(self, note: Callable[[Tensor, float | None], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if type(result) is Tensor and not torch.compiler.is_dynamo_compiling():
+            self._note(result, number_of(func, args, result))
+        return result
+
+
+class Noting:
+    """The modules that take notes in a forward pass, and their mode.
+
+    A module may call itself, so one mode serves all modules that run.
+    """
+
+    def __init__(self, note: Callable[[Tensor, float | None], None]) -> None:
+        self._mode = NotingMode(note)
+        self._modules: list[nn.Module] = []
+
+    def begin(self, module: nn.Module) -> None:
+        """Take notes until this module ends."""
+        if not self._modules:
+            self._mode.__enter__()
+        self._modules.append(module)
+
+    def end(self, module: nn.Module) -> None:
+        """Take no more notes, if this module is the one that began."""
+        if self._modules and self._modules[-1] is module:
+            self._modules.pop()
+            if not self._modules:
+                remove_function_mode(self._mode)
+
+    def end_all(self) -> None:
+        """Take no more notes, also if an exception has left a module."""
+        if self._modules:
+            self._modules.clear()
+            remove_function_mode(self._mode)

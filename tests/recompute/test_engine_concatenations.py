@@ -1,0 +1,215 @@
+"""Concatenations whose parts several saved tensors share: see NOTE [Shared parts]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from _support.allocations import saved_allocation
+from _support.twins import (
+    Program,
+    assert_same_steps,
+    converted_twin,
+    images,
+    no_warnings,
+    recomputed,
+)
+from torch import Tensor, nn
+
+import inplace_ops
+
+pytestmark = pytest.mark.usefixtures("_small_tensors_too")
+
+Write = Callable[[list[Tensor]], object]
+WIDTH, GROWTH = 16, 8
+
+
+class Layer(nn.Module):
+    """A layer of a DenseNet: a norm, an activation and a convolution of all parts."""
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.norm, self.act = nn.BatchNorm2d(inputs), nn.ReLU()
+        self.conv = nn.Conv2d(inputs, GROWTH, 3, padding=1)
+
+    def forward(self, parts: list[Tensor]) -> Tensor:
+        return self.conv(self.act(self.norm(torch.cat(parts, 1))))
+
+
+class DenseBlock(nn.Module):
+    """Layers that each read the outputs of all layers before; `write` may modify them between."""
+
+    def __init__(self, depth: int, write: Write = lambda parts: None) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, WIDTH, 3, padding=1)
+        self.layers = nn.ModuleList(Layer(WIDTH + i * GROWTH) for i in range(depth))
+        self.pool, self.write, self.step = nn.AvgPool2d(2), write, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        parts = [self.pool(self.first(x))]
+        for layer in self.layers:
+            parts.append(layer(parts))
+            self.write(parts)
+        return torch.cat(parts, 1).double()
+
+
+def test_memory_of_a_dense_block_is_linear_in_its_depth() -> None:
+    """Each part is saved once, and nothing else: the convolutions save no input of their own."""
+    x = torch.randn(4, 3, 32, 32)
+    pixels = 4 * 16 * 16 * 4  # bytes of one channel after pooling
+    with no_warnings():
+        saved = {}
+        for depth in (3, 6):
+            twin = converted_twin(DenseBlock(depth), max_ops=4)
+            saved[depth] = saved_allocation(lambda twin=twin: twin(x))
+            assert saved[depth] == pytest.approx(inplace_ops.saved_bytes(twin, x), abs=2**20)
+        outputs = {depth: 2 * (WIDTH + depth * GROWTH) * pixels for depth in saved}  # in float64
+        more = (saved[6] - outputs[6]) - (saved[3] - outputs[3])
+        assert 3 * GROWTH * pixels <= more <= 1.1 * 3 * GROWTH * pixels
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dense_block_matches_pytorch(
+    dtype: torch.dtype, memory_format: torch.memory_format
+) -> None:
+    model = DenseBlock(4).to(dtype, memory_format=memory_format)
+    x = torch.randn(2, 3, 8, 8, dtype=dtype).to(memory_format=memory_format)
+    assert_same_steps(
+        model, converted_twin(model), x, tolerance=1e-5 if dtype == torch.float32 else 0
+    )
+
+
+def _no_grad(parts: list[Tensor]) -> None:
+    with torch.no_grad():
+        parts[1].mul_(2)
+
+
+WRITES: dict[str, Write] = {
+    "no_grad": _no_grad,
+    "detached": lambda parts: parts[1].detach().add_(1),
+    "first_part": lambda parts: parts[0].detach().add_(1),
+    "view": lambda parts: parts[1].detach().view(-1)[:7].zero_(),
+    "with_grad": lambda parts: parts[-1].mul_(0.5),
+}
+
+
+@pytest.mark.parametrize("begin", [1, 2])
+@pytest.mark.parametrize("write", WRITES)
+def test_part_written_to_between_concatenations_matches_pytorch(write: str, begin: int) -> None:
+    """A later concatenation has other values of the part: they may not share a copy."""
+
+    def later(parts: list[Tensor], model: DenseBlock) -> None:
+        if model.step >= begin:
+            WRITES[write](parts)
+
+    model = DenseBlock(4)
+    model.write = lambda parts: later(parts, model)
+    twin = converted_twin(model)
+    twin.write = lambda parts: later(parts, twin)
+    assert_same_steps(model, twin, images(), steps=3)
+
+
+class Joins(nn.Module):
+    """Concatenates a saved and an unsaved tensor twice; `join` makes the second concatenation."""
+
+    def __init__(self, join: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.down = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norm, self.same = nn.GroupNorm(2, 16), nn.Identity()
+        self.conv, self.shortcut = nn.Conv2d(16, 8, 3, padding=1), nn.LazyConv2d(8, 1)
+        self.join = join
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.first(x)
+        b = self.same(self.down(a))
+        y = self.conv(self.norm(torch.cat([a, b], 1)))
+        joined = self.join(a, b)
+        self.kept = [joined.detach()]
+        return y + self.shortcut(joined)
+
+
+# How the second concatenation is made, and how many of its channels are saved for it.
+JOINS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
+    "plain": (lambda a, b: torch.cat([a, b], 1), 0),
+    "negative_dim": (lambda a, b: torch.cat([b, a], -3), 0),
+    "one_part": (lambda a, b: torch.cat([b], 1), 0),
+    "the_same_twice": (lambda a, b: torch.cat([a, b, b], 1), 0),
+    "empty_part": (lambda a, b: torch.cat([b[:, :0], a], 1), 0),
+    "new_part": (lambda a, b: torch.cat([b, b * 1.5], 1), 8),
+    "constant": (lambda a, b: torch.cat([b, b.detach() * 2], 1), 8),
+    "two_constants": (lambda a, b: torch.cat([b, *(b.detach() * 2).chunk(2, 1)], 1), 16),
+    "chunks": (lambda a, b: torch.cat([*b.chunk(2, 1), *a.chunk(2, 1)], 1), 16),
+    "cast": (lambda a, b: torch.cat([a, b.bfloat16()], 1), 16),
+    "small_part": (lambda a, b: torch.cat([a, a.mean(1, keepdim=True)], 1), 1),
+}
+
+
+@pytest.mark.parametrize("join", JOINS)
+def test_second_concatenation_is_computed_from_shared_parts(join: str) -> None:
+    compute, channels = JOINS[join]
+    x = torch.randn(4, 3, 16, 16)
+    model = Joins(compute)
+    model(x)
+    with no_warnings():
+        twin = converted_twin(model, max_ops=4)
+        assert_same_steps(model, twin, x)
+        twin(x)
+        joined, pixels = twin.kept[0], 4 * 16 * 16 * 4
+        saved = inplace_ops.saved_bytes(model, x) - inplace_ops.saved_bytes(twin, x)
+    # The norm's output is never saved; its scale and shift are.
+    assert saved == pytest.approx(16 * pixels + joined.nbytes - channels * pixels, abs=1024)
+
+
+def test_concatenation_written_to_after_it_was_saved_matches_pytorch() -> None:
+    """A copy has the values that the consumer saved."""
+    model, x = Joins(JOINS["new_part"][0]), images()
+    model(x)
+    twin = converted_twin(model)
+    output = twin(x)
+    assert any(spec.producer == "Cat" for spec in recomputed(output))
+    twin.kept[0].zero_()
+    parameters = [twin.shortcut.weight, model.shortcut.weight]
+    actual, expected = (
+        torch.autograd.grad(y.square().sum(), parameter)
+        for y, parameter in zip((output, model(x)), parameters, strict=True)
+    )
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("begin", [1, 3])
+def test_copy_of_a_part_that_was_written_to_is_not_used_for_earlier_values(begin: int) -> None:
+    """The first concatenation is saved last, after the part was written to and read again."""
+
+    def compute(m: Any, z: Tensor) -> Tensor:
+        a, b, c = m.act(m.other(z)), m.other(z).sigmoid(), m.other(z).tanh()
+        first = torch.cat([a, b], 1)
+        if m.step >= begin:
+            with torch.no_grad():
+                a.add_(1)
+        second = torch.cat([a, c], 1)
+        return (F.silu(second) * F.silu(first)).double()
+
+    model, x = Program(compute, activation=nn.Identity), images()
+    assert_same_steps(model, converted_twin(model), x, steps=4)
+
+
+def test_two_losses_with_separate_backwards_match_pytorch() -> None:
+    model, x = DenseBlock(3), images()
+    twin = converted_twin(model)
+    gradients = []
+    for network in (twin, model):
+        parts = [network.pool(network.first(x))]
+        del parts
+        network.zero_grad()
+        output = network(x)
+        output[:, :4].sum().backward(retain_graph=True)
+        output[:, 4:].square().sum().backward()
+        gradients.append([p.grad for p in network.parameters()])
+    for actual, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,191 @@
+"""Masks are saved as one bit per element, and dropouts are recomputed from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from _support.allocations import saved_allocation
+from _support.twins import (
+    Program,
+    assert_same_steps,
+    converted_twin,
+    images,
+    no_warnings,
+    nodes_of,
+    replaced,
+)
+from torch import Tensor, nn
+
+import inplace_ops
+from inplace_ops.recompute import nodes
+from inplace_ops.recompute.rewrites import Bits, noise_value
+from inplace_ops.recompute.specs import Recomputed
+
+pytestmark = pytest.mark.usefixtures("_small_tensors_too")
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def masks(output: Any) -> list[Bits]:
+    """Return the masks that are saved as bits in the graph of an output."""
+    found = (value.spec for value in replaced(output) if isinstance(value, Recomputed))
+    return [spec for spec in found if isinstance(spec, Bits)]
+
+
+DROPOUTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "dropout": lambda m, z: F.dropout(z, 0.4),
+    "in_place": lambda m, z: F.dropout(z.clone(), 0.1, inplace=True),
+    "channels": lambda m, z: F.dropout2d(z, 0.4),
+    "all": lambda m, z: F.dropout(z, 1.0),
+    "none": lambda m, z: F.dropout(z, 0.0),
+    "native": lambda m, z: torch.native_dropout(z, 0.3, True)[0],
+    "alpha": lambda m, z: F.alpha_dropout(z, 0.3),
+    "masked_fill": lambda m, z: z.masked_fill(z > 0, 0.5),
+    "where": lambda m, z: torch.where(z > 0, z, m.scale),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dropout", DROPOUTS)
+def test_dropout_matches_pytorch_bit_for_bit(dropout: str, dtype: torch.dtype) -> None:
+    """With the same random numbers; a convolution saves the dropout's output."""
+    model = Program(lambda m, z: m.convolved(DROPOUTS[dropout](m, m.other(z))), dtype=dtype)
+    model.norm = nn.Identity()
+    x = images(dtype)
+    with no_warnings():
+        assert_same_steps(model, converted_twin(model), x, tolerance=0)
+
+
+@pytest.mark.parametrize("dropout", ["dropout", "in_place", "native", "masked_fill", "where"])
+def test_masks_are_saved_as_bits(dropout: str) -> None:
+    twin = converted_twin(Program(lambda m, z: DROPOUTS[dropout](m, z)))
+    (spec,) = masks(twin(images()))
+    elements = 2 * 6 * 8 * 8
+    assert spec.memory.leaf.tensor.nbytes * 8 == elements
+
+
+def test_dropout_of_a_saved_tensor_is_recomputed() -> None:
+    """A transformer's attention: only the softmax and the bits stay saved."""
+
+    class Weights(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights = F.dropout(self.linear(x).softmax(-1), 0.2)
+            return weights @ weights.new_ones(64, 8).requires_grad_()
+
+    model, x = Weights(), torch.randn(64, 32)
+    twin = converted_twin(model)
+    assert_same_steps(model, twin, x, tolerance=0)
+    size = 64 * 64 * 4
+    assert inplace_ops.saved_bytes(model, x) == pytest.approx(3 * size, abs=64 * 8 * 4)
+    assert inplace_ops.saved_bytes(twin, x) == pytest.approx(size + size / 32, abs=64 * 8 * 4)
+
+
+def test_report_counts_masks() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64))
+    report = inplace_ops.convert(model)
+    model(torch.randn(64, 64))
+    (mask,) = [row for row in report.replaced if row.how == "1 bit per element"]
+    assert (mask.consumer, mask.bytes) == ("Mul", 64 * 64 * 4)
+
+
+class Attention(nn.Module):
+    """Layers that fill scores in the same mask, which is an argument or computed from one."""
+
+    def __init__(self, layers: int, is_argument: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(layers))
+        self.is_argument = is_argument
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if not self.is_argument:
+            mask = mask.logical_not()
+        for layer in self.layers:
+            x = layer(x).masked_fill(mask, 0.0)
+        return x
+
+
+@pytest.mark.parametrize("is_argument", [False, True])
+def test_mask_of_several_layers_is_stored_once(is_argument: bool) -> None:
+    """A mask that the caller keeps alive is not stored a second time."""
+    model = Attention(6, is_argument)
+    x, mask = torch.randn(256, 64), torch.rand(256, 64) > 0.5
+    twin = converted_twin(model)
+    saved = [saved_allocation(lambda m=m: m(x, mask)) for m in (model, twin)]
+    bits = 256 * 64 / 8
+    assert saved[0] - saved[1] == pytest.approx(0 if is_argument else 7 * bits, abs=256)
+    output = twin(x, mask)
+    assert len({id(spec.memory) for spec in masks(output)}) == 1
+    expected = torch.autograd.grad(model(x, mask).square().sum(), [*model.parameters()])
+    actual = torch.autograd.grad(output.square().sum(), [*twin.parameters()])
+    assert all(map(torch.equal, actual, expected))
+
+
+def test_write_to_a_mask_of_the_caller_raises_as_in_pytorch() -> None:
+    model = Attention(2, is_argument=True)
+    x, mask = torch.randn(256, 64), torch.rand(256, 64) > 0.5
+    for network in (model, converted_twin(model)):
+        output = network(x, mask)
+        mask.logical_not_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
+def test_view_of_a_mask_is_restored() -> None:
+    def compute(m: Any, z: Tensor) -> Tensor:
+        mask = (z.detach() > 0).transpose(2, 3)[:, 1:2].expand(-1, 6, -1, -1)
+        return z.masked_fill(mask, 2.0)
+
+    model, x = Program(compute), images()
+    twin = converted_twin(model)
+    output = twin(x)
+    assert len(masks(output)) == 1
+    saved = output.grad_fn._saved_mask
+    expected = model(x).grad_fn._saved_mask
+    assert torch.equal(saved, expected)
+    assert saved.stride() == expected.stride()
+    assert_same_steps(model, twin, x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_noise_is_told_from_other_factors(dtype: torch.dtype) -> None:
+    noise = torch.tensor([0.0, 1.25, 1.25, 0.0], dtype=dtype)
+    assert noise_value(noise) == 1.25
+    others = [[0.0, 1.25, 1.5], [-0.0, 1.25], [0.0, float("nan")], [0.0, 0.0], [0.0, -1.25]]
+    others += [[1.25, -1.25], [0.0, 5e-8, 1.0]]
+    assert [noise_value(torch.tensor(other, dtype=dtype)) for other in others] == [None] * 7
+    assert noise_value(torch.tensor([0.0, float("inf")], dtype=dtype)) == float("inf")
+
+
+@pytest.mark.parametrize("writes", [0, 1, 2, 3])
+def test_other_factor_without_gradient_is_right(writes: int) -> None:
+    """The version 2 of a dropout's noise is a hint alone: the values decide."""
+
+    def compute(m: Any, z: Tensor) -> Tensor:
+        factor = torch.rand(z.shape).round()
+        for _ in range(writes):
+            factor.mul_(m.step).add_(0.0 if m.step < 3 else 0.5)
+        return m.conv(m.silu(z) * factor)
+
+    model, x = Program(compute), images()
+    assert_same_steps(model, converted_twin(model), x, steps=4)
+
+
+def test_noise_of_an_infinite_value_is_restored() -> None:
+    def compute(m: Any, z: Tensor) -> Tensor:
+        noise = torch.zeros(z.shape)
+        noise.bernoulli_(0.5).div_(0.0).nan_to_num_(nan=0.0, posinf=float("inf"))
+        return z * noise.sub_(0.0)
+
+    model, x = Program(compute), images()
+    twin = converted_twin(model)
+    output = twin(x)
+    (node,) = [n for n in nodes_of(output) if n.name() == "MulBackward0"]
+    assert not nodes.has_hooks(node, "other")  # three writes
