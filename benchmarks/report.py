@@ -6,7 +6,8 @@ A page has the tables between `<!-- results: NAME -->` and `<!-- end -->`. NAME 
 - a kind in `ALONE`: the tables of that kind for all devices;
 - "gpu": the README's summary of "filled" and "batches" on a GPU;
 - "compatibility": the table of tests/compatibility.csv;
-- "errors": the documented errors of the activations.
+- "errors": the documented errors of the activations;
+- "rules": the recompute engine's table of operations.
 
 `--pictures` draws the pictures first. `--check` writes nothing, and fails if the tables are not up
 to date. `--print FOLDER` prints the tables of the result files in that folder, for all devices.
@@ -17,13 +18,14 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 from common import RESULTS, paired_lines, quartiles, read_csv, values
 
 from inplace_ops.activations import ACTIVATIONS
+from inplace_ops.recompute.operations import OPERATIONS, VIEWS, Operation, Output
 
 PROJECT = Path(__file__).parent.parent
 PAGES = [PROJECT / "README.md", RESULTS / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
@@ -319,6 +321,26 @@ def networks(rows: Rows) -> str:
     return f"{table}\n\nFigures of {names} that were not measured here, but {source}.\n\n{others}"
 
 
+def peaks(rows: Rows) -> str:
+    """Saved and peak bytes relative to PyTorch in place, by network, dtype policy and variant."""
+    others = [variant for variant in values(rows, "variant") if variant != "torch in place"]
+    header = ["network", "dtypes", "torch in place: saved, peak MiB"]
+    header += [f"{variant}: saved, peak" for variant in others]
+    body = []
+    for (name, shape, policy), own in grouped(rows, "network", "input", "policy").items():
+        wanted = {"variant": "torch in place"}
+        mib = [find(own, f"{kind}_mib", **wanted) for kind in ("saved", "peak")]
+        cells = [f"{name}, {shape}", policy, ", ".join(mib)]
+        for variant in others:
+            ratios = [
+                find(own, f"{kind}_over_torch_in_place", variant=variant)
+                for kind in ("saved", "peak")
+            ]
+            cells.append(", ".join(ratios) if "-" not in ratios else "-")
+        body.append(cells)
+    return markdown(header, body)
+
+
 def _memory_and_time(row: dict[str, str]) -> str:
     """Return MiB and ms of PyTorch in place, and ratios to them for other variants."""
     if row["variant"] == "torch in place":
@@ -355,6 +377,7 @@ TABLES: Drawings = {
 ALONE: Drawings = {
     "bytes": bytes_of_a_step,
     "networks": networks,
+    "peaks": peaks,
     "models": models,
     "remaining": remaining,
     "training": training,
@@ -371,6 +394,7 @@ COMMANDS = {
     "bytes": "bench_networks.py bytes",
     "networks": "bench_networks.py train",
     "graphs": "bench_networks.py train --graphs",
+    "peaks": "bench_networks.py train --memory-only",
     "filled": "bench_networks.py train --fill-gib",
     "batches": "bench_networks.py train --largest-batch",
     "baselines": "bench_networks.py train --variants",
@@ -444,10 +468,63 @@ def errors() -> str:
     return markdown(header, body)
 
 
+def rules() -> str:
+    """Return the tables of what the engine does with the tensors that each operation saves."""
+    header = ["operations", "inputs read recomputed", "else saved", "output recomputed from"]
+    names: dict[tuple[str, ...], list[str]] = {}  # by what is done
+    for name, entry in OPERATIONS.items():
+        names.setdefault((_code(entry.reads), _stored(entry), _output(entry)), []).append(name)
+    body = [[_code(_operations(own)), *cells] for cells, own in names.items()]
+    return f"{markdown(header, body)}\n\nViews, which cost nothing: {_code(_operations(VIEWS))}."
+
+
+def _operations(node_types: Iterable[str]) -> Iterable[str]:
+    """Return the names of operations as reports print them."""
+    return dict.fromkeys(re.sub(r"Backward\d*$", "", name) for name in node_types)
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _stored(entry: Operation) -> str:
+    """Return what is done with the tensors that an operation saves besides its inputs."""
+    mask = entry.mask is not None
+    cells = {
+        entry.result: "recomputed" + (", or 1 bit per element" if mask else ""),
+        entry.activation_field if mask and not entry.result else "": "or 1 bit per element",
+        entry.shape_only: "only its shape",
+        entry.indices: "32 bits",
+        entry.saved_mask: "1 bit per element of a mask",
+    }
+    texts = [f"`{field}`: {text}" for field, text in cells.items() if field]
+    if entry.reads_no_values and not entry.shape_only and entry.output is None:
+        texts.append("nothing: a ReLU or LeakyReLU before it saves 1 bit per element")
+    return "; ".join(texts)
+
+
+def _output(entry: Operation) -> str:
+    """Return what an operation's output is recomputed from."""
+    output = entry.output
+    if output is None:
+        return f"its saved `{entry.saved_output}`" if entry.saved_output else ""
+    if output == "norm":
+        return "`input`, scale and shift"
+    if output == "activation after a norm":
+        return "the norm's `input`, scale and shift"
+    assert isinstance(output, Output)
+    unsaved = "its input" if output.inputs.count(None) == 1 else "its inputs"
+    sources = [f"`{field}`" if field else unsaved for field in output.inputs or (None,)]
+    text = " and ".join(dict.fromkeys(sources))
+    return text if output.bound is not None else f"{text}, if exact"
+
+
 def block(name: str) -> str:
     """Return the text of a page's block of that name."""
     if name == "errors":
         return errors()
+    if name == "rules":
+        return rules()
     if name == "gpu":
         return gpu(*(read_csv(RESULTS / f"{kind}_cuda.csv") for kind in ("filled", "batches")))
     if name == "compatibility":
