@@ -14,7 +14,7 @@ each step in a CUDA graph and times its replay, which leaves out the host's time
 verifies a small batch, and measures the batch for which PyTorch in place allocates that much.
 --largest-batch searches the largest batch whose step fits into a limit on all that PyTorch
 allocates. --at-once runs a process for each network, in one policy: all of them verify, compile and
-search at once, and time their steps one after another.
+search at once, and time their steps one after another. --memory-only times nothing.
 
 bytes: saved, peak and moved bytes of a step, as it is and converted with several `max_ops`. saved:
 what `inplace_ops.saved_bytes` counts, without parameters, buffers and the input. moved: the bytes
@@ -155,7 +155,8 @@ def train(
             if arguments.largest_batch:
                 for label, step in steps.items():
                     batches[label] = _largest_batch(step, input_of, arguments)
-            elif not (device == "cpu" and policy.autocast):  # the emulation's time means nothing
+            elif not (arguments.memory_only or (device == "cpu" and policy.autocast)):
+                # The time of an emulation means nothing.
                 times = _times(name, steps, arguments, failures)
     return [
         {
@@ -311,7 +312,11 @@ def train_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Ro
     for row in rows:
         yield row
     if row and not (
-        arguments.fill_gib or arguments.largest_batch or arguments.graphs or arguments.turns
+        arguments.fill_gib
+        or arguments.largest_batch
+        or arguments.graphs
+        or arguments.turns
+        or arguments.memory_only
     ):
         for published in PUBLISHED:
             yield dict.fromkeys(row, "") | published | {"source": SOURCE}
@@ -519,6 +524,7 @@ def parse() -> argparse.Namespace:
     training.add_argument("--policies", nargs="+", choices=POLICIES, default=["float32"])
     training.add_argument("--memory-format", choices=MEMORY_FORMATS, default="contiguous")
     training.add_argument("--batch", type=int, help="default: 32 on a GPU, 4 on the CPU")
+    training.add_argument("--memory-only", action="store_true", help="time nothing")
     training.add_argument("--graphs", action="store_true", help="time the replay of CUDA graphs")
     training.add_argument(
         "--fill-gib", type=float, help="the batch for which PyTorch in place allocates this much"
@@ -582,6 +588,8 @@ def main() -> None:
     """Verify, measure, write the CSV, print the table."""
     arguments = parse()
     name, rows_of, columns = COMMANDS[arguments.command]
+    if arguments.command == "train" and arguments.memory_only:
+        name = "peaks"
     write_results(name, partial(rows_of, arguments), columns, arguments)
 
 

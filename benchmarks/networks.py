@@ -5,6 +5,7 @@ bench_models.py trains many more models of other libraries: model_zoo.py lists t
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -416,6 +417,99 @@ class LlamaBlocks(nn.Sequential):
         super().__init__(*(DecoderLayer(width, hidden, heads) for _ in range(layers)))
 
 
+class ResidualDenseBlock(nn.Module):
+    """Five convolutions that each read the outputs of all before (Wang et al., "ESRGAN", 2018)."""
+
+    def __init__(self, width: int, growth: int) -> None:
+        super().__init__()
+        outputs = [growth] * 4 + [width]
+        self.convs = nn.ModuleList(
+            nn.Conv2d(width + i * growth, n, 3, padding=1) for i, n in enumerate(outputs)
+        )
+        self.act = nn.LeakyReLU(0.2, inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, width, H, W) to the same shape."""
+        parts = [x]
+        for conv in self.convs[:-1]:
+            parts.append(self.act(conv(torch.cat(parts, 1) if len(parts) > 1 else x)))
+        return x + 0.2 * self.convs[-1](torch.cat(parts, 1))
+
+
+class DenseBlocks(nn.Sequential):
+    """The body of ESRGAN's generator: residual dense blocks after a convolution."""
+
+    def __init__(self, width: int = 64, growth: int = 32, blocks: int = 6) -> None:
+        dense = (ResidualDenseBlock(width, growth) for _ in range(blocks))
+        super().__init__(nn.Conv2d(3, width, 3, padding=1), *dense)
+
+
+class Called(nn.Module):
+    """Calls a model with the arguments that a function makes from the input."""
+
+    def __init__(self, model: nn.Module, arguments: Callable[[Tensor], dict[str, Any]]) -> None:
+        super().__init__()
+        self.model, self.arguments = model, arguments
+
+    def forward(self, x: Tensor) -> Any:
+        """Return what the model returns."""
+        return self.model(**self.arguments(x))
+
+
+def _diffusion_arguments(x: Tensor, **own: Any) -> dict[str, Any]:
+    return {"timestep": torch.arange(len(x), device=x.device), **own, "return_dict": False}
+
+
+def dit() -> nn.Module:
+    """Return a diffusion transformer (adaLN-Zero), for 4 channels of 32 x 32."""
+    size = {"num_attention_heads": 6, "attention_head_dim": 64, "num_layers": 4, "sample_size": 32}
+    model = load("diffusers:DiTTransformer2DModel", {**size, "in_channels": 4})
+    return Called(
+        model,
+        lambda x: _diffusion_arguments(
+            x, hidden_states=x, class_labels=torch.arange(len(x), device=x.device)
+        ),
+    )
+
+
+def conditional_unet() -> nn.Module:
+    """Return diffusers' U-Net with cross-attention, for 4 channels of 32 x 32."""
+    down, up = ["CrossAttnDownBlock2D"] * 2, ["CrossAttnUpBlock2D"] * 2
+    blocks = {
+        "down_block_types": (*down, "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", *up),
+        "block_out_channels": (64, 128, 256),
+        "layers_per_block": 2,
+    }
+    attention = {"cross_attention_dim": 128, "attention_head_dim": 8, "norm_num_groups": 16}
+    model = load("diffusers:UNet2DConditionModel", {**blocks, **attention, "sample_size": 32})
+    return Called(
+        model,
+        lambda x: _diffusion_arguments(
+            x, sample=x, encoder_hidden_states=x.new_ones(len(x), 16, 128)
+        ),
+    )
+
+
+def lora() -> nn.Module:
+    """Return a Llama whose weights are frozen, with low-rank updates in all linear layers."""
+    model = load("transformers:LlamaForCausalLM", LLAMA)
+    try:
+        peft = importlib.import_module("peft")
+    except ImportError as error:
+        raise ModelNotFoundError(f"peft: {error}") from error
+    config = peft.LoraConfig(r=8, lora_alpha=16, lora_dropout=0.05, target_modules="all-linear")
+    return peft.get_peft_model(model, config)
+
+
+def t5() -> nn.Module:
+    """Return a T5 with GEGLU, whose encoder and decoder read the same tokens."""
+    size = {"d_model": 512, "d_kv": 64, "d_ff": 1792, "num_layers": 2, "num_heads": 8}
+    more = {"vocab_size": VOCABULARY, "feed_forward_proj": "gated-gelu"}
+    model = load("transformers:T5ForConditionalGeneration", {**size, **more})
+    return Called(model, lambda x: {"input_ids": x, "decoder_input_ids": x, "use_cache": False})
+
+
 @dataclass(frozen=True)
 class Network:
     """A network, and the shapes of its input; a shape of two dimensions is a batch of tokens.
@@ -456,6 +550,13 @@ def resnet50() -> nn.Module:
 
 LLAMA: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 2}
 LLAMA |= {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
+# In float64, the reference, grouped matrix products are missing: each expert has its own.
+MIXTRAL = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}
+MIXTRAL |= {"experts_implementation": "eager"}
+BERT = {**LLAMA, "intermediate_size": 2048}
+del BERT["num_key_value_heads"]
+GPT2 = {"n_embd": 512, "n_layer": 2, "n_head": 8, "vocab_size": VOCABULARY}
+GPT2 |= {"bos_token_id": 0, "eos_token_id": 0}
 
 NETWORKS = {
     "EfficientNet-B0": Network(
@@ -486,7 +587,13 @@ NETWORKS = {
         cuda=(32, 3, 640, 640),
         blocks=("ConvNormAct", "C2f", "SPPF"),
     ),
-    "DenseNet-121": Network(partial(load, "torchvision:densenet121"), small=(2, 3, 128, 128)),
+    "DenseNet-121": Network(
+        partial(load, "torchvision:densenet121"),
+        small=(2, 3, 128, 128),
+        cpu=(4, 3, 224, 224),
+        blocks=("_DenseBlock", "_Transition"),
+    ),
+    "ESRGAN blocks": Network(DenseBlocks, small=(1, 3, 64, 64)),
     "diffusion U-Net": Network(
         DiffusionUNet,
         small=(2, 3, 64, 64),
@@ -508,12 +615,32 @@ NETWORKS = {
         cuda=(32, 3, 224, 224),
         blocks=("Block",),
     ),
-    "ConvNeXt-T": Network(partial(load, "timm:convnext_tiny"), small=(2, 3, 128, 128)),
+    "ConvNeXt-T": Network(
+        partial(load, "timm:convnext_tiny"),
+        small=(2, 3, 128, 128),
+        cpu=(4, 3, 224, 224),
+        blocks=("ConvNeXtBlock",),
+    ),
     "Swin-T": Network(partial(load, "timm:swin_tiny_patch4_window7_224"), small=(2, 3, 224, 224)),
     "SqueezeNet 1.1": Network(partial(load, "torchvision:squeezenet1_1"), small=(2, 3, 128, 128)),
     "Llama, 2 layers": Network(
-        partial(load, "transformers:LlamaForCausalLM", LLAMA), small=(4, 256)
+        partial(load, "transformers:LlamaForCausalLM", LLAMA),
+        small=(4, 256),
+        cpu=(8, 256),
+        blocks=("LlamaDecoderLayer",),
     ),
+    "Llama, LoRA": Network(lora, small=(4, 256)),
+    "Qwen2, 2 layers": Network(
+        partial(load, "transformers:Qwen2ForCausalLM", LLAMA), small=(4, 256)
+    ),
+    "Mixtral, 2 layers": Network(
+        partial(load, "transformers:MixtralForCausalLM", MIXTRAL), small=(4, 256)
+    ),
+    "T5, 2 layers": Network(t5, small=(4, 256)),
+    "GPT-2, 2 layers": Network(partial(load, "transformers:GPT2LMHeadModel", GPT2), small=(4, 256)),
+    "BERT, 2 layers": Network(partial(load, "transformers:BertForMaskedLM", BERT), small=(4, 256)),
+    "DiT, 4 layers": Network(dit, small=(4, 4, 32, 32)),
+    "conditional U-Net": Network(conditional_unet, small=(2, 4, 32, 32)),
     "Llama blocks": Network(
         LlamaBlocks,
         small=(2, 64, 512),

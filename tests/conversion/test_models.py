@@ -37,12 +37,16 @@ COUNTED = [
     ("EfficientNet-B0", "CUDA autocast"),
     ("MobileNetV2", "float32"),
     ("YOLOv8n", "float32"),
+    ("DenseNet-121", "float32"),
+    ("ESRGAN blocks", "float32"),
     ("diffusion U-Net", "CUDA autocast"),
     ("nnU-Net-like", "CUDA autocast"),
     ("ViT-S/16", "CUDA autocast"),
     ("Llama, 2 layers", "bfloat16"),
     ("Llama, 2 layers", "CUDA autocast"),
     ("Llama blocks", "CUDA autocast"),
+    ("GPT-2, 2 layers", "float32"),
+    ("BERT, 2 layers", "CUDA autocast"),
 ]
 
 # Entries of `model_zoo.py`.
