@@ -231,8 +231,6 @@ def saved_output_of(node: Node, record: Record) -> Tensor | None:
             return tensor
         return tensor.view(shape) if tensor.is_contiguous() else None
     tensor = tensor if tensor._base is None else tensor._base
-    if tensor.output_nr != 0:
-        return None
     if tensor.grad_fn is node:
         return tensor
     if is_named(tensor.grad_fn, UNSAFE_VIEW) and tensor.is_contiguous():

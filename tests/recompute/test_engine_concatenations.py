@@ -199,6 +199,35 @@ def test_copy_of_a_part_that_was_written_to_is_not_used_for_earlier_values(begin
     assert_same_steps(model, converted_twin(model), x, steps=4)
 
 
+class TwoOutputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
+        return first * 2 + second * 3
+
+
+@pytest.mark.parametrize("begin", [1, 3])
+@pytest.mark.parametrize("written", [0, 1])
+def test_outputs_of_one_operation_are_told_apart(written: int, begin: int) -> None:
+    """A note of one output proves nothing of another one."""
+
+    def compute(m: Any, z: Tensor) -> Tensor:
+        outputs = TwoOutputs.apply(m.other(z))
+        kept = [m.act(output) for output in outputs]  # the module's hook takes notes
+        first = F.silu(torch.cat(kept, 1))
+        if m.step >= begin:
+            kept[written].detach().mul_(1.5)
+        second = F.silu(torch.cat(kept[::-1], 1))
+        third = F.silu(torch.cat([*kept, first], 1))
+        return first.double() * second + third[:, :12]
+
+    model, x = Program(compute), images()
+    assert_same_steps(model, converted_twin(model), x, steps=4)
+
+
 def test_two_losses_with_separate_backwards_match_pytorch() -> None:
     model, x = DenseBlock(3), images()
     twin = converted_twin(model)

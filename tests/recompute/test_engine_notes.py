@@ -154,6 +154,10 @@ SUMS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "tensor": lambda t, n: t + torch.tensor(n),
     "double_tensor": lambda t, n: t + torch.tensor(n, dtype=torch.double),
     "large": lambda t, n: t + (1e30 * n + 1e-3),
+    # In the first step the number, or the constant, equals the dimension.
+    "then_a_view": lambda t, n: (t + (n - 0.25)).unsqueeze(0)[0],
+    "constant_then_a_view": lambda t, n: (t + torch.full_like(t, n - 0.25)).unsqueeze(0)[0],
+    "then_flattened": lambda t, n: (t.flatten() - (n - 0.25)).flatten(0).view_as(t),
 }
 
 
@@ -215,18 +219,38 @@ def test_error_inside_a_module_leaves_no_mode(error: type[BaseException]) -> Non
     assert_same_steps(fresh, converted_twin(fresh), x, tolerance=0)
 
 
+class Recording(TorchFunctionMode):
+    """Records the names of the functions that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(getattr(func, "__name__", func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_mode_of_a_module_that_calls_itself_stays_active() -> None:
+    """The end of the inner call removes neither the user's mode nor the outer call's."""
+
+    class Calling(nn.Module):
+        def forward(self, x: Tensor, depth: int = 1) -> Tensor:
+            if depth == 0:
+                return x * 2.0
+            with Recording() as mode:
+                active = torch._C._len_torch_function_stack()
+                x = self(x, depth - 1)
+                assert torch._C._len_torch_function_stack() == active
+                x = 0.5 + torch.tanh(x)
+            assert "tanh" in mode.seen
+            return x * x.sigmoid()
+
+    model, x = mlp(Calling()), torch.randn(4, 32)
+    assert_same_steps(model, converted_twin(model), x, tolerance=0)
+
+
 def test_user_mode_sees_the_same_calls() -> None:
-    class Recording(TorchFunctionMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen: list[Any] = []
-
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            self.seen.append(getattr(func, "__name__", func))
-            return func(*args, **(kwargs or {}))
-
     model, x = mlp(NewGELU()), torch.randn(4, 32)
     seen = []
     for network in (model, converted_twin(model)):
