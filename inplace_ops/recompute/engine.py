@@ -583,14 +583,16 @@ class Engine:
         """
         saved = nodes.saved_tensor(node, field)
         producer = None if saved is None else saved.grad_fn
-        if saved is None or producer in (None, node) or saved.nbytes < MIN_BYTES:
+        if saved is None or producer in (None, node):
+            return
+        if not nodes.is_plain(saved):
+            return self._report_unchanged(node, field, reasons.NOT_PLAIN)
+        if saved.nbytes < MIN_BYTES:
             return
         index = saved.output_nr
         base, base_index = base_of(producer, index)
         if base is None or not was_visited(base):  # for example a parameter
             return self._report_unchanged(node, field, reasons.output_of, base)
-        if not nodes.is_plain(saved):
-            return self._report_unchanged(node, field, reasons.NOT_PLAIN)
         record = ensure_record(base, self._stream)
         if record.stream is not self._stream:
             return self._report_unchanged(node, field, reasons.OTHER_STREAM)
@@ -698,7 +700,7 @@ class Engine:
     def _rewritable(self, node: Node, field: str) -> Tensor | None:
         """Return a saved tensor if the engine may replace it: it is plain and not small."""
         saved = nodes.saved_tensor(node, field)
-        if saved is None or saved.nbytes < MIN_BYTES or not nodes.is_plain(saved):
+        if saved is None or not nodes.is_plain(saved) or saved.nbytes < MIN_BYTES:
             return None
         return saved
 

@@ -539,7 +539,7 @@ def _excess(value: Tensor, saved: Tensor, allowed: float) -> float | None:
     """
     excess = None
     for mine, other in zip(_chunks(value), _chunks(saved), strict=True):
-        difference = torch.sub(mine, other).abs_()
+        difference = torch.sub(mine, other).abs()
         wrong = ~(difference <= allowed)
         wrong &= ~((mine == other) | (mine.isnan() & other.isnan()))
         if wrong.any():

@@ -154,6 +154,42 @@ def test_output_without_bound_is_recomputed_from_exact_values_only(operation: st
     assert_same_steps(exact, double, images(torch.double))
 
 
+# Operations without an entry, on an exact value whose input is saved.
+WITHOUT_ENTRY: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "atan": lambda m, y: y.atan(),
+    "logaddexp": lambda m, y: torch.logaddexp(y, y * 2),
+    "cumprod": lambda m, y: y.cumprod(1),
+    "scatter": lambda m, y: y.scatter_reduce(1, (y > 0).long(), y, "prod"),
+    "norm": lambda m, y: torch.linalg.vector_norm(y, dim=1),
+    "inverse": lambda m, y: torch.linalg.inv(y + 9 * torch.eye(8, dtype=y.dtype)),
+    "fft": lambda m, y: torch.view_as_real(torch.fft.fft2(y).sin()),
+    "complex_in_place": lambda m, y: torch.view_as_real(
+        torch.complex(y, y).mul_(2.0).div_(1.5 + 0.5j).sin()
+    ),
+    "sparse": lambda m, y: (y.flatten(1).to_sparse() * 2.0).to_dense(),
+    "transposed": lambda m, y: y.transpose(2, 3).atan(),
+    "expanded": lambda m, y: y[:, :1].expand(-1, 6, -1, -1).atan(),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("operation", WITHOUT_ENTRY)
+def test_operation_without_an_entry_reads_exact_values(operation: str, source: str) -> None:
+    compute = WITHOUT_ENTRY[operation]
+    model = Program(lambda m, z: compute(m, m.silu(m.other(z))), dtype=torch.double)
+    model.norm = nn.Identity()
+    x = images(torch.double)
+    with nodes_from(source), no_warnings():
+        assert_same_steps(model, converted_twin(model), x, tolerance=0)
+
+
+def test_exact_value_of_an_operation_without_an_entry_is_recomputed() -> None:
+    model = Program(lambda m, z: m.silu(m.other(z)).atan())
+    twin, x = converted_twin(model), images()
+    output = twin(x)
+    assert output.grad_fn._raw_saved_self.unpack_hook is not None
+
+
 def test_padding_with_unknown_values_stays_saved() -> None:
     model = Program(lambda m, z: m.convolved(F.pad(z, (0, 1), value=3.0)))
     twin, x = converted_twin(model), images()
