@@ -570,7 +570,7 @@ class Engine:
             if field is not None and saved is not None and not _is_activation(saved):
                 usable = nodes.is_plain(saved) and nodes.has_storage(saved)
                 if usable and saved.nbytes <= min(COPY_LIMIT, nodes.output_bytes(node, 0) - 1):
-                    record.copies[field] = saved.detach().clone()
+                    record.copies[field] = _copy_of(saved)
         return record
 
     def _replace_input(self, node: Node, field: str, exact: bool = False) -> None:
@@ -973,6 +973,17 @@ def affine_of(node: Node, record: Record) -> norms.NormAffine | None:
     elif record.parameters is not None and norms.can_compute(node):
         record.affine = norms.affine_of(node, record.parameters)
     return record.affine
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    """Return a copy of a small tensor.
+
+    The tensor may be a number that autograd has saved. Under a dispatch mode operations receive it
+    as a Python number, which they cannot copy.
+    """
+    if tensor.dim() == 0 and tensor.is_cpu:
+        return tensor.new_tensor(tensor.tolist())
+    return tensor.detach().clone()
 
 
 def _share_memory(tensor: Tensor, other: Tensor) -> bool:

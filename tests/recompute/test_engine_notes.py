@@ -11,12 +11,14 @@ import torch
 import torch.nn.functional as F
 from _support.twins import (
     SOURCES,
+    OpCounter,
     Program,
     assert_same_steps,
     converted_twin,
     images,
     no_warnings,
     nodes_from,
+    recomputed,
 )
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -167,6 +169,14 @@ def test_sum_with_a_number_matches_pytorch(sums: str, dtype: torch.dtype) -> Non
     model, x = mlp(Sums(SUMS[sums])).to(dtype), torch.randn(64, 32, dtype=dtype)
     with no_warnings():
         assert_same_steps(model, converted_twin(model), x, steps=3, tolerance=0)
+
+
+def test_product_with_a_number_is_recomputed_under_a_dispatch_mode() -> None:
+    """The mode passes on the number that the product saves as a float, not as a tensor."""
+    twin = converted_twin(Program(lambda m, z: m.conv(m.silu(m.other(z)) * 0.2)))
+    with OpCounter(), no_warnings():
+        output = twin(images())
+    assert "Mul" in {spec.producer for spec in recomputed(output)}
 
 
 def test_sum_with_a_number_is_recomputed() -> None:
