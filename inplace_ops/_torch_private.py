@@ -208,6 +208,11 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 _streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
 
+def are_function_modes_active() -> bool:
+    """Whether `TorchFunctionMode`s see this thread's calls."""
+    return torch._C._len_torch_function_stack() > 0
+
+
 def remove_function_mode(mode: torch.overrides.TorchFunctionMode) -> None:
     """Remove a function mode that is active in this thread, even if others were entered after it.
 

@@ -95,7 +95,7 @@ def specs_of_parts(
         return None
     for position, part in enumerate(parts):
         if specs[position] is None:
-            leaf = Leaf(part.of(saved, dim).clone())
+            leaf = _leaf(part.of(saved, dim).clone())
             _offer(part, CopyOfOutput(weakref.ref(leaf), number), saved.dtype, stream)
             specs[position] = leaf
     return [spec for spec in specs if spec is not None]
@@ -157,4 +157,10 @@ def _slice(part: _Part, saved: TensorWeakRef, dim: int, version: int) -> Leaf | 
     tensor = saved()
     if tensor is None or tensor._version != version:
         return None
-    return Leaf(part.of(tensor, dim))
+    return _leaf(part.of(tensor, dim))
+
+
+def _leaf(copy: Tensor) -> Leaf:
+    leaf = Leaf(copy)
+    leaf.keeps_strides = False  # the part may have had others
+    return leaf

@@ -50,7 +50,8 @@ A spec leaf is a tensor that a spec is computed from.
    and none whose copies are as large as it.
 4. A write to a leaf after the spec was built raises in backward. PyTorch raises too in most cases,
    because the operation that saved the leaf raises. It does not if that operation's backward does
-   not run, for example if only the gradients of the consumer's own parameters are computed.
+   not run, for example if only the gradients of the consumer's own parameters are computed. If that
+   operation's graph is gone when the spec is built, the tensor is not used as a leaf.
 5. Copies, and the affines of norms, are computed on the current CUDA stream, and are ready on that
    stream alone. A tensor that is read on another stream than its operation's is saved as PyTorch
    saves it.
@@ -122,6 +123,7 @@ from .specs import (
     Downcast,
     Leaf,
     Recomputed,
+    Restrided,
     Spec,
     ViewCall,
     largest,
@@ -422,7 +424,7 @@ class Engine:
     @_contained
     def begin_notes(self, module: nn.Module, args: Any) -> None:
         """Take notes of the tensors inside a module from now on, if the module gains from it."""
-        if gains_from_notes(module, args):
+        if self._noting.is_active or gains_from_notes(module, args):
             self._noting.begin(module)
 
     @_contained
@@ -617,7 +619,7 @@ class Engine:
             self._report_unchanged(node, field, self._reason)
         elif self._replace_by_spec(node, field, saved, spec, base):
             return
-        record.is_saved = True
+        record.mark_saved_by(node)
         if base_index == 0 and not nodes.saves_itself(node, field):
             take_note_of_alias(record, saved, nodes.lasting(node, field, saved))
 
@@ -770,7 +772,7 @@ class Engine:
         if operation.result:
             packed = nodes.packed(node, operation.result)
             if isinstance(packed, Recomputed):
-                return packed.spec
+                return _spec_of(packed)
             saved = nodes.saved_tensor(node, operation.result)
             if saved is None or not nodes.is_plain(saved):
                 return None
@@ -840,7 +842,7 @@ class Engine:
         if field is not None:
             packed = nodes.packed(node, field)
             if packed is not None:
-                return packed.spec if isinstance(packed, Recomputed) else None
+                return _spec_of(packed)
             if nodes.has_hooks(node, field):
                 return None
             copy = record.copies.get(field)
@@ -872,7 +874,7 @@ class Engine:
             return None
         replaced = nodes.packed(node, "input")
         if isinstance(replaced, Recomputed):  # a norm's rounding depends on its input's strides
-            x = ViewCall(replaced.in_layout, (x,))
+            x = Restrided(replaced)
         return Call(rerun, (x,))
 
     def _smaller_spec(
@@ -903,8 +905,13 @@ class Engine:
 
     def _call_spec(self, node: Node, output: Output, inputs: list[Spec]) -> Spec | None:
         """Return the spec of an operation's output, given those of its inputs; None if inexact."""
-        if output.bound is None and any(spec.rounding for spec in inputs):
+        is_exact = not any(spec.rounding for spec in inputs)
+        if output.bound is None and not is_exact:
             self._set_reason(reasons.amplified_rounding, node)
+            return None
+        keeps_strides = all(spec.keeps_strides for spec in inputs)
+        if is_exact and output.rounds_by_strides and not keeps_strides:
+            self._set_reason(reasons.unknown_strides, node)
             return None
         return call_of(
             output.function,
@@ -973,6 +980,15 @@ def affine_of(node: Node, record: Record) -> norms.NormAffine | None:
     elif record.parameters is not None and norms.can_compute(node):
         record.affine = norms.affine_of(node, record.parameters)
     return record.affine
+
+
+def _spec_of(packed: Packed) -> Spec | None:
+    """Return the spec of a saved tensor, as an input of another spec; None if it has none."""
+    if not isinstance(packed, Recomputed):
+        return None
+    spec = packed.spec
+    # A norm's own kernels round anyway, and fuse better with the spec itself.
+    return spec if spec.keeps_strides or spec.rounding else Restrided(packed)
 
 
 def _copy_of(tensor: Tensor) -> Tensor:

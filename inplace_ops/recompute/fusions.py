@@ -17,8 +17,8 @@ from torch import Tensor
 
 from .. import _ops
 from ..activations import ACTIVATIONS
-from .operations import add
-from .specs import Affine, Call, Computed, Spec, ViewCall
+from .operations import add, same
+from .specs import Affine, Call, Computed, CopyOf, Spec, ViewCall
 
 _ACTIVATIONS = {activation.torch_function: activation for activation in ACTIVATIONS}
 
@@ -41,6 +41,8 @@ def call_of(
         activation = _ACTIVATIONS.get(function)
         if activation and len(arguments) == len(activation.scalars) and _is_norm(inputs[0]):
             return inputs[0].activated(activation, arguments)
+        if function is same:
+            return CopyOf(inputs[0])
         if cost == 0:
             return ViewCall(function, inputs, *arguments)
         call_class = _call_class_of(function, inputs, arguments)

@@ -16,17 +16,22 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .._torch_private import ADD, SUB, is_named, remove_function_mode
+from .._torch_private import (
+    ADD,
+    SUB,
+    are_function_modes_active,
+    is_named,
+    remove_function_mode,
+)
 
 _NARROW = (torch.float16, torch.bfloat16)
 
-# The names of functions that add or subtract two operands. Each makes a new node.
-_SUM_FUNCTIONS = frozenset(
-    (
-        *("add", "add_", "sub", "sub_", "subtract", "subtract_"),
-        *("__add__", "__radd__", "__iadd__", "__sub__", "__isub__"),
-    )
-)
+# Functions that add or subtract two operands. Each makes a new node.
+_SUM_FUNCTIONS = {
+    *(torch.add, torch.sub, torch.subtract),
+    *(Tensor.add, Tensor.add_, Tensor.sub, Tensor.sub_, Tensor.subtract, Tensor.subtract_),
+    *(Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, Tensor.__sub__, Tensor.__isub__),
+}
 
 
 def gains_from_notes(module: nn.Module, args: Any) -> bool:
@@ -40,6 +45,8 @@ def gains_from_notes(module: nn.Module, args: Any) -> bool:
     """
     if not torch.is_grad_enabled() or type(module).__module__.startswith("torch.nn."):
         return False
+    if are_function_modes_active():  # another mode may change the arguments that ours has seen
+        return False
     inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
     if any(arg.dtype in _NARROW for arg in inputs):
         return True
@@ -51,7 +58,7 @@ def number_of(function: Callable[..., Any], args: Any, result: Tensor) -> float 
 
     The node of the result does not save it.
     """
-    if getattr(function, "__name__", "") not in _SUM_FUNCTIONS or len(args) != 2:
+    if function not in _SUM_FUNCTIONS or len(args) != 2:
         return None
     if not (is_named(result.grad_fn, ADD) or is_named(result.grad_fn, SUB)):
         return None
@@ -89,6 +96,11 @@ class Noting:
     def __init__(self, note: Callable[[Tensor, float | None], None]) -> None:
         self._mode = NotingMode(note)
         self._modules: list[nn.Module] = []
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a module takes notes."""
+        return bool(self._modules)
 
     def begin(self, module: nn.Module) -> None:
         """Take notes until this module ends."""

@@ -59,6 +59,7 @@ class Output:
         bound: Returns a bound on the magnitude of the output, given those of the inputs. None if
             there is no bound, for example for a quotient: the inputs must then be exact.
         cost: The number of operations.
+        rounds_by_strides: Whether PyTorch's kernels round differently for inputs of other strides.
         condition: Returns whether the rule holds for a node.
     """
 
@@ -67,6 +68,7 @@ class Output:
     arguments: tuple[Argument, ...] = ()
     bound: Bound | None = largest
     cost: int = 1
+    rounds_by_strides: bool = False
     condition: Callable[[Node], bool] = lambda node: True
 
 
@@ -120,7 +122,10 @@ def _from_input(
     **known: Any,
 ) -> Operation:
     """Return the entry of an activation that saves its input."""
-    return Operation(Output(function, ("self",), arguments, bound), reads=("self",), **known)
+    output = Output(
+        function, ("self",), arguments, bound, rounds_by_strides=function not in _ROUNDED_CORRECTLY
+    )
+    return Operation(output, reads=("self",), **known)
 
 
 def _from_result(
@@ -130,7 +135,14 @@ def _from_result(
     **known: Any,
 ) -> Operation:
     """Return the entry of an activation that saves its output."""
-    return Operation(Output(function, (UNSAVED,), arguments, bound), result="result", **known)
+    output = Output(
+        function, (UNSAVED,), arguments, bound, rounds_by_strides=function not in _ROUNDED_CORRECTLY
+    )
+    return Operation(output, result="result", **known)
+
+
+# Functions of one tensor whose values do not depend on the kernel that computes them.
+_ROUNDED_CORRECTLY = (F.relu, F.leaky_relu, F.hardtanh, torch.abs, torch.sqrt, torch.reciprocal)
 
 
 def _reads(*fields: str) -> Operation:
@@ -184,7 +196,8 @@ def _gelu(x: Tensor, approximate: str) -> Tensor:
     return F.gelu(x, approximate=approximate)
 
 
-def _same(x: Tensor) -> Tensor:
+def same(x: Tensor) -> Tensor:
+    """Return x: a copy has its values."""
     return x
 
 
@@ -259,7 +272,7 @@ OPERATIONS: Mapping[str, Operation] = {
             condition=_is_on_one_device,
         )
     ),
-    "CloneBackward0": Operation(Output(_same, (UNSAVED,), cost=0)),
+    "CloneBackward0": Operation(Output(same, (UNSAVED,), cost=0)),
     "RepeatBackward0": Operation(Output(Tensor.repeat, (UNSAVED,), ("repeats",))),
     "RollBackward0": Operation(Output(torch.roll, (UNSAVED,), ("shifts", "dims"))),
     # What it pads with is not saved.
@@ -361,7 +374,7 @@ _RESHAPE = View(Tensor.reshape, (nodes.output_shape,))
 
 # Use `reshape` where forward used a view: the recomputed input may have other strides.
 VIEWS: Mapping[str, View] = {
-    "AliasBackward0": View(_same),
+    "AliasBackward0": View(same),
     # Autograd regenerates the node of a view whose base was modified in place, for example of an
     # instance norm's output that an activation has overwritten.
     "AsStridedBackward0": View(Tensor.reshape, ("size",), _reshapes),

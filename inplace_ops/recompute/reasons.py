@@ -107,6 +107,11 @@ def amplified_rounding(node: Node) -> str:
     return f"{nodes.operation_name(node)} may amplify the rounding of a recomputed norm"
 
 
+def unknown_strides(node: Node) -> str:
+    """Return the reason for the output of an operation whose input's strides are not known."""
+    return f"{nodes.operation_name(node)} rounds by strides, and a copy hides those of its input"
+
+
 def hidden_input(node: Node) -> str:
     """Return the reason for the output of an operation whose saved input the engine does not read.
 

@@ -8,7 +8,10 @@ it never keeps the graph alive.
 NOTE [Exact specs and roundings]
 
 1. If a spec repeats PyTorch's own operations on the tensors that they read, its `rounding` is 0.
-   Its value equals the saved tensor bit for bit, and any operation may read it.
+   Its value equals the saved tensor bit for bit, and any operation may read it. PyTorch's kernels
+   of exp, SiLU and the like round differently for other strides. Where an input of such an
+   operation may have other strides than in forward (`keeps_strides`), they are restored. If they
+   are not known, the result stays saved.
 2. This package's kernel recomputes a norm's output, and may round differently from PyTorch's
    kernels. The value then differs from the saved tensor by at most `rounding * magnitude()`. The
    magnitude is the scale of the error: for a sum, it adds the magnitudes of the terms, because
@@ -82,13 +85,17 @@ class Spec(ABC):
             larger original. The engine only compares the total with a multiple of the saved
             tensor's size, for which this estimate is close enough.
         copied_bytes: The total size of the leaves that are small copies, such as a norm's affine.
+        keeps_strides: Whether the value certainly has the strides that the tensor had in forward.
     """
 
-    __slots__ = ("__weakref__", "copied_bytes", "cost", "leaf_bytes", "rounding")
+    __slots__ = (
+        *("__weakref__", "copied_bytes", "cost", "keeps_strides", "leaf_bytes", "rounding"),
+    )
     cost: int
     rounding: float
     leaf_bytes: int
     copied_bytes: int
+    keeps_strides: bool
 
     @property
     def how(self) -> str:
@@ -152,7 +159,7 @@ class Leaf(Spec):
         self.tensor = tensor.detach()
         self.version = tensor._version
         self.is_copy = is_copy
-        self.cost, self.rounding = 0, 0.0
+        self.cost, self.rounding, self.keeps_strides = 0, 0.0, True
         size = tensor.nbytes
         self.leaf_bytes, self.copied_bytes = (0, size) if is_copy else (size, 0)
 
@@ -318,6 +325,7 @@ class Downcast(Computed):
         self.memory, self.dtype = memory, saved.dtype
         self.shape, self.stride, self.offset = saved.shape, saved.stride(), saved.storage_offset()
         self.cost, self.rounding = 1, 0.0
+        self.keeps_strides = False  # a cast of a strided view is contiguous
         self.leaf_bytes, self.copied_bytes = memory.leaf.leaf_bytes, 0
 
     @property
@@ -372,6 +380,7 @@ class Affine(Computed):
         self.dtype = dtype
         self.cost = x.cost + (1 if activation is None else 2)
         self.rounding = max(x.rounding, _NORM_ROUNDINGS * _eps(dtype))
+        self.keeps_strides = x.keeps_strides
         self.leaf_bytes, self.copied_bytes = x.leaf_bytes, x.copied_bytes + affine.nbytes
 
     def compute(self, consumer: int | None) -> Tensor:
@@ -438,6 +447,7 @@ class Call(Computed):
         self.dtype = dtype
         self.cost = sum(spec.cost for spec in inputs) + cost
         self.rounding = max(spec.rounding for spec in inputs)
+        self.keeps_strides = all(spec.keeps_strides for spec in inputs)
         self.leaf_bytes = sum(spec.leaf_bytes for spec in inputs)
         self.copied_bytes = sum(spec.copied_bytes for spec in inputs)
         if dtype is not None and self.rounding:  # a cast rounds once more
@@ -478,6 +488,26 @@ class ViewCall(Call):
     def add_consumer(self, consumer: int) -> None:
         (spec,) = self.inputs
         spec.add_consumer(consumer)
+
+
+class Restrided(ViewCall):
+    """Another spec's value with the strides that the tensor had in forward."""
+
+    __slots__ = ()
+
+    def __init__(self, saved: Recomputed) -> None:
+        super().__init__(saved.in_layout, (saved.spec,))
+        self.keeps_strides = True
+
+
+class CopyOf(ViewCall):
+    """Another spec's value instead of a copy of it, which may have had other strides."""
+
+    __slots__ = ()
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(lambda x: x, (spec,))
+        self.keeps_strides = False
 
 
 def _largest(tensor: Tensor) -> Tensor:

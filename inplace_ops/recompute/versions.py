@@ -58,8 +58,14 @@ from .norms import NormAffine, Parameters
 from .operations import OPERATION_OF, Output, base_of, reshapes_only
 from .specs import DowncastMemory, Leaf, Spec
 
-_KEY = "inplace_ops"
+_KEY, _SAVER_KEY = "inplace_ops", "inplace_ops: saver"
 COPY_LIMIT = 64 * 1024  # bytes: see NOTE [Leaves] in `engine.py`
+
+
+class _Saver:
+    """Lives in the metadata of a node: a weak reference to it tells whether the node is alive."""
+
+    __slots__ = ("__weakref__",)
 
 
 class CopyOfOutput(NamedTuple):
@@ -90,6 +96,8 @@ class Record:
         affine: A norm's affine, from the visit of a batch norm, or from the first spec or fused
             activation that needs it, until the model's forward has returned; otherwise None.
         is_saved: Whether a node or a spec saves the output itself, or a view of it.
+        saver: A weak reference to an object that lives as long as the last node that saves the
+            output or a view of it; None if no consumer saves it.
         note: A weak reference to the output; None if no note was taken.
         number: The number that a sum or difference adds or subtracts, a scalar; None if unknown,
             and for other operations.
@@ -112,6 +120,7 @@ class Record:
         "note",
         "number",
         "parameters",
+        "saver",
         "spec",
         "stream",
         "unproved",
@@ -128,6 +137,7 @@ class Record:
         self.eps: float | None = None
         self.affine: NormAffine | None = None
         self.is_saved = False
+        self.saver: weakref.ref[_Saver] | None = None
         self.note: TensorWeakRef | None = None
         self.number: Tensor | None = None
         self.downcast: weakref.ref[DowncastMemory] | None = None
@@ -150,6 +160,11 @@ class Record:
     def has_note(self) -> bool:
         """Whether the tensor of the note is alive."""
         return self.note is not None and self.note() is not None
+
+    def mark_saved_by(self, node: Node) -> None:
+        """Record that a consumer's node saves the output, or a view of it."""
+        saver = node.metadata.setdefault(_SAVER_KEY, _Saver())
+        self.is_saved, self.saver = True, weakref.ref(saver)
 
     def free_copies(self) -> None:
         """Drop all copies. Specs that were built from them own them."""
@@ -221,8 +236,10 @@ def is_unmodified(node: Node, index: int) -> bool:
 
 
 def saved_output_of(node: Node, record: Record) -> Tensor | None:
-    """Return the operation's unmodified output if a consumer saves it, or a view of it."""
-    tensor = record.note() if record.is_saved and record.note is not None else None
+    """Return the operation's unmodified output if a live consumer saves it, or a view of it."""
+    if record.saver is None or record.saver() is None or record.note is None:
+        return None
+    tensor = record.note()
     if tensor is None or tensor._version not in (0, record.version):
         return None
     if tensor.grad_fn is None:  # an alias: see `take_note_of_alias`

@@ -141,6 +141,8 @@ def test_write_to_a_mask_of_the_caller_raises_as_in_pytorch() -> None:
 
 
 def test_write_through_data_between_two_uses_of_a_mask_is_detected() -> None:
+    """Before torch 2.14 the engine sees the mask after the write, as PyTorch does."""
+
     class Changing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -154,7 +156,9 @@ def test_write_through_data_between_two_uses_of_a_mask_is_detected() -> None:
 
     model, x = Changing(), torch.randn(32, 8)
     twin = converted_twin(model)
-    with pytest.warns(UserWarning, match="differs from the saved tensor"):
+    is_seen = nodes.creation_hook is not None
+    warns = pytest.warns(UserWarning, match="differs from the saved tensor")
+    with warns if is_seen else no_warnings():
         output = twin(x)
     (actual,) = torch.autograd.grad(output.sum(), twin.second.bias)
     (expected,) = torch.autograd.grad(model(x).sum(), model.second.bias)

@@ -173,7 +173,7 @@ def test_sum_with_a_number_matches_pytorch(sums: str, dtype: torch.dtype) -> Non
 
 def test_product_with_a_number_is_recomputed_under_a_dispatch_mode() -> None:
     """The mode passes on the number that the product saves as a float, not as a tensor."""
-    twin = converted_twin(Program(lambda m, z: m.conv(m.silu(m.other(z)) * 0.2)))
+    twin = converted_twin(Program(lambda m, z: m.conv(m.other(z).sigmoid() * 0.2)))
     with OpCounter(), no_warnings():
         output = twin(images())
     assert "Mul" in {spec.producer for spec in recomputed(output)}
@@ -258,6 +258,42 @@ def test_mode_of_a_module_that_calls_itself_stays_active() -> None:
 
     model, x = mlp(Calling()), torch.randn(4, 32)
     assert_same_steps(model, converted_twin(model), x, tolerance=0)
+
+
+def test_number_that_a_user_mode_changes_is_not_recorded() -> None:
+    """The mode adds another number from the second step on."""
+
+    class Changing(TorchFunctionMode):
+        number = 0.5
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is Tensor.add and args[1:] == (0.5,):
+                args = args[0], self.number
+            return func(*args, **(kwargs or {}))
+
+    model, x = mlp(Sums(lambda t, n: t + 0.5)), torch.randn(64, 32)
+    twin = converted_twin(model)
+    for step in range(3):
+        with Changing() as mode:
+            mode.number = 0.5 * (step + 1)
+            assert_same_steps(model, twin, x, steps=1, tolerance=0)
+
+
+def test_tensor_that_only_a_dropped_graph_saves_is_not_a_leaf() -> None:
+    """As in PyTorch, the tensor may be modified when the graph of the probe is gone."""
+
+    def compute(m: Any, z: Tensor) -> Tensor:
+        y = m.other(z)
+        y.square().mean().item()  # a probe
+        w = F.relu(y)
+        with torch.no_grad():
+            y.mul_(1.5)
+        return m.conv(m.other(w)) + y.mean()
+
+    model, x = Program(compute), images()
+    assert_same_steps(model, converted_twin(model), x)
 
 
 def test_user_mode_sees_the_same_calls() -> None:
