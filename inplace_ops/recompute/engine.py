@@ -709,8 +709,10 @@ class Engine:
     def _replace_mask(self, node: Node, field: str) -> None:
         """Replace a saved mask by one bit per element."""
         saved = self._rewritable(node, field)
-        memory = None if saved is None else self._memories.bits(saved)
-        if saved is None or memory is None or memory.size > _LEAF_FACTOR * saved.numel():
+        if saved is None or saved.untyped_storage().nbytes() > _LEAF_FACTOR * saved.nbytes:
+            return
+        memory = self._memories.bits(saved)
+        if memory is None:
             return
         value = Recomputed(Bits(memory, saved), saved, "mask", nodes.operation_name(node))
         if self.is_verified(lambda: value, saved, type(node), field, "mask"):

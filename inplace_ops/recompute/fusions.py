@@ -42,7 +42,7 @@ def call_of(
         if activation and len(arguments) == len(activation.scalars) and _is_norm(inputs[0]):
             return inputs[0].activated(activation, arguments)
         if function is same:
-            return CopyOf(inputs[0])
+            return CopyOf(function, inputs[0])
         if cost == 0:
             return ViewCall(function, inputs, *arguments)
         call_class = _call_class_of(function, inputs, arguments)

@@ -89,7 +89,12 @@ class Spec(ABC):
     """
 
     __slots__ = (
-        *("__weakref__", "copied_bytes", "cost", "keeps_strides", "leaf_bytes", "rounding"),
+        "__weakref__",
+        "copied_bytes",
+        "cost",
+        "keeps_strides",
+        "leaf_bytes",
+        "rounding",
     )
     cost: int
     rounding: float
@@ -501,12 +506,12 @@ class Restrided(ViewCall):
 
 
 class CopyOf(ViewCall):
-    """Another spec's value instead of a copy of it, which may have had other strides."""
+    """Another spec's value, of which forward made a copy, maybe with other strides."""
 
     __slots__ = ()
 
-    def __init__(self, spec: Spec) -> None:
-        super().__init__(lambda x: x, (spec,))
+    def __init__(self, function: Callable[..., Tensor], spec: Spec) -> None:
+        super().__init__(function, (spec,))
         self.keeps_strides = False
 
 
