@@ -45,6 +45,11 @@ _BY_NAME: Mapping[str, Activation] = {
 _BASES = {activation.torch_module for activation in ACTIVATIONS}
 
 
+def is_pytorchs(module: nn.Module) -> bool:
+    """Whether a module's class is one of PyTorch's layers."""
+    return type(module).__module__.startswith("torch.nn.")
+
+
 class ActivationCall(NamedTuple):
     """An activation with its scalar arguments."""
 

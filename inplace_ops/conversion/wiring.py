@@ -57,7 +57,7 @@ from ..recompute import engine as engine_module, norms
 from ..recompute.engine import Settings, run_engine, running_engine
 from ..recompute.fused import activation_forward
 from ..recompute.nodes import saved_tensor_hooks_are_active
-from ..supported import activation_of
+from ..supported import activation_of, is_pytorchs
 from .observation import Observation
 from .report import Report
 
@@ -204,11 +204,7 @@ def _attachments_for(module: nn.Module) -> set[str]:
 
 def _needs_output_hook(module: nn.Module) -> bool:
     walks = not engine_module.USE_CREATION_HOOK
-    return walks or isinstance(module, _NOTED) or not _is_pytorchs(module)
-
-
-def _is_pytorchs(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.")
+    return walks or isinstance(module, _NOTED) or not is_pytorchs(module)
 
 
 def _may_be_a_norm(module: nn.Module) -> bool:
@@ -222,7 +218,7 @@ def _may_be_a_norm(module: nn.Module) -> bool:
 
 
 def _is_leaf_of_others(module: nn.Module) -> bool:
-    return not _is_pytorchs(module) and not has_children(module)
+    return not is_pytorchs(module) and not has_children(module)
 
 
 def _attachments_of(module: nn.Module) -> set[str]:

@@ -400,18 +400,15 @@ def _shape_of_channels(node: Node, samples: int = 1) -> tuple[int, ...]:
 
 def _batch_norm(node: Node, parameters: Parameters) -> NormAffine:
     if not reads_running_statistics(node):
-        mean, rstd = saved_tensor(node, "result1"), saved_tensor(node, "result2")
-        assert mean is not None
-        dtype = mean.dtype
-    else:
-        mean, variance = saved_tensor(node, "running_mean"), saved_tensor(node, "running_var")
-        assert variance is not None
-        dtype = _ops.affine_dtype(output_dtype(node, 0))
-        rstd = torch.rsqrt(variance.to(dtype) + _batch_norm_eps(node))
+        return _training_batch_norm(node, parameters)
+    mean, variance = saved_tensor(node, "running_mean"), saved_tensor(node, "running_var")
+    assert variance is not None
+    dtype = _ops.affine_dtype(output_dtype(node, 0))
+    rstd = torch.rsqrt(variance.to(dtype) + _batch_norm_eps(node))
     return NormAffine(_scale_shift(dtype, _shape_of_channels(node), rstd, mean, parameters), None)
 
 
-def _sync_batch_norm(node: Node, parameters: Parameters) -> NormAffine:
+def _training_batch_norm(node: Node, parameters: Parameters) -> NormAffine:
     mean, rstd = saved_tensor(node, "result1"), saved_tensor(node, "result2")
     assert mean is not None
     shape = _shape_of_channels(node)
@@ -546,7 +543,7 @@ NORMS: Mapping[str, NormKind] = {
     "NativeBatchNormBackward0": NormKind(_batch_norm, "hidden", _rerun_batch_norm),
     "CudnnBatchNormBackward0": NormKind(_batch_norm, "hidden", _rerun_batch_norm),
     # A Function. Its statistics are those of all processes.
-    SYNC_BATCH_NORM: NormKind(_sync_batch_norm, "hidden"),
+    SYNC_BATCH_NORM: NormKind(_training_batch_norm, "hidden"),
     "NativeGroupNormBackward0": NormKind(_group_norm, "hidden", _rerun_group_norm),
     "NativeLayerNormBackward0": NormKind(
         _row_norm, "saved", _rerun_layer_norm, _statistics_of_layer_norm

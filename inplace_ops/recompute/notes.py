@@ -23,6 +23,7 @@ from .._torch_private import (
     is_named,
     remove_function_mode,
 )
+from ..supported import is_pytorchs
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -43,7 +44,7 @@ def gains_from_notes(module: nn.Module, args: Any) -> bool:
     - A module with parameters, such as a norm, saves most of them for the parameters' gradients
       anyway. It gains only if it computes with casts of 16-bit inputs.
     """
-    if not torch.is_grad_enabled() or type(module).__module__.startswith("torch.nn."):
+    if not torch.is_grad_enabled() or is_pytorchs(module):
         return False
     if are_function_modes_active():  # another mode may change the arguments that ours has seen
         return False

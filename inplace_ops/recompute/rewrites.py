@@ -21,8 +21,7 @@ from torch import Tensor
 from .. import _ops
 from ..activations import RELU, Activation
 from ..memory import Packed
-from .nodes import WeakMemory
-from .specs import Computed, DowncastMemory, Leaf, Spec
+from .specs import Computed, DowncastMemory, Leaf, Spec, StoredMemory, memory_of
 
 
 class Mask(Packed):
@@ -70,33 +69,24 @@ class Shape(Packed):
         yield from ()
 
 
-class BitMemory:
+class BitMemory(StoredMemory):
     """The memory of a tensor of two values, 0 and another, stored as one bit per element.
 
-    See `DowncastMemory` in `specs.py`, which this class resembles.
-
     Attributes:
+        dtype: The dtype of the tensor.
         size: The number of elements.
-        leaf: The packed bits, or after `settle` possibly the original memory, as 1-D tensors.
         value: The other value: 1 for booleans.
     """
 
-    __slots__ = ("__weakref__", "_is_packed", "_original", "dtype", "leaf", "size", "value")
+    __slots__ = ("dtype", "size", "value")
 
     def __init__(self, tensor: Tensor, value: float = 1.0) -> None:
-        vector = _memory_of(tensor)
+        vector = memory_of(tensor)
         self.dtype, self.value, self.size = tensor.dtype, value, vector.numel()
         if tensor.dtype is torch.bool:
             vector = vector.to(torch.bfloat16)
         _, bits = RELU.ops.save_out_of_place["mask"](vector, 1, None)
-        self.leaf, self._is_packed = Leaf(bits), True
-        self._original = WeakMemory(tensor)
-
-    def settle(self) -> None:
-        """Use the original's memory instead of the bits, if the original is still alive."""
-        original = self._original()
-        if original is not None:
-            self.leaf, self._is_packed = Leaf(original), False
+        super().__init__(tensor, bits)
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether this is the memory of the tensor, which was not modified since."""
@@ -105,7 +95,7 @@ class BitMemory:
     def vector(self) -> Tensor:
         """Return the whole memory as a 1-D tensor."""
         stored = self.leaf.value()
-        if not self._is_packed:
+        if stored.dtype is self.dtype:  # the original
             return stored
         dtype = torch.bfloat16 if self.dtype is torch.bool else self.dtype
         values = torch.full((), self.value, dtype=dtype, device=stored.device)
@@ -161,7 +151,7 @@ class Memories:
     """The memory of saved tensors that one forward pass stores in fewer bytes."""
 
     def __init__(self) -> None:
-        self._references: list[weakref.ref[DowncastMemory | BitMemory]] = []
+        self._references: list[weakref.ref[StoredMemory]] = []
 
     def downcast(self, saved: Tensor, dtype: torch.dtype) -> DowncastMemory:
         """Return a copy of a tensor's memory in a smaller dtype."""
@@ -197,10 +187,5 @@ class Memories:
         for memory in self._alive():
             memory.settle()
 
-    def _alive(self) -> Iterator[DowncastMemory | BitMemory]:
+    def _alive(self) -> Iterator[StoredMemory]:
         return (m for reference in self._references if (m := reference()) is not None)
-
-
-def _memory_of(tensor: Tensor) -> Tensor:
-    size = tensor.untyped_storage().nbytes() // tensor.itemsize
-    return tensor.detach().as_strided((size,), (1,), 0)

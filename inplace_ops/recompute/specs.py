@@ -295,8 +295,8 @@ class _Keeping(threading.local):
 _keeping = _Keeping()
 
 
-class DowncastMemory:
-    """A tensor's memory, stored in a smaller dtype that represents all of its values.
+class StoredMemory:
+    """A tensor's memory, stored in fewer bytes that represent all of its values.
 
     The original tensor may stay alive nevertheless, because the caller or an operation without a
     rule refers to it. The copy stored here would then add memory instead of saving it. So `settle`
@@ -308,16 +308,29 @@ class DowncastMemory:
 
     __slots__ = ("__weakref__", "_original", "leaf")
 
-    def __init__(self, tensor: Tensor, dtype: torch.dtype) -> None:
-        size = tensor.untyped_storage().nbytes() // tensor.itemsize
-        self.leaf = Leaf(tensor.detach().as_strided((size,), (1,), 0).to(dtype))
-        self._original = WeakMemory(tensor)
+    def __init__(self, tensor: Tensor, stored: Tensor) -> None:
+        self.leaf, self._original = Leaf(stored), WeakMemory(tensor)
 
     def settle(self) -> None:
         """Use the original's memory instead of the copy, if the original is still alive."""
         original = self._original()
         if original is not None:
             self.leaf = Leaf(original)
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's whole memory as a detached 1-D tensor."""
+    size = tensor.untyped_storage().nbytes() // tensor.itemsize
+    return tensor.detach().as_strided((size,), (1,), 0)
+
+
+class DowncastMemory(StoredMemory):
+    """A tensor's memory, stored in a smaller dtype."""
+
+    __slots__ = ()
+
+    def __init__(self, tensor: Tensor, dtype: torch.dtype) -> None:
+        super().__init__(tensor, memory_of(tensor).to(dtype))
 
 
 class Downcast(Computed):

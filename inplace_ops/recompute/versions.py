@@ -225,14 +225,21 @@ def take_note_of_alias(record: Record, saved: Tensor, alias: Tensor) -> None:
 
 def is_unmodified(node: Node, index: int) -> bool:
     """Whether an operation's output, or the tensor that it is a view of, is proved unmodified."""
+    base, record = _producer_of(node, index)
+    tensor = None if record is None else _known_output(base, record)
+    return record is not None and tensor is not None and tensor._version in (0, record.version)
+
+
+def _producer_of(node: Node, index: int) -> tuple[Node, Record | None]:
+    """Return the node that produced the base of an output, and the record of the base."""
     base, base_index = base_of(node, index)
-    record = record_of(base) if base is not None and base_index == 0 else None
-    if record is None:
-        return False
+    return base, record_of(base) if base is not None and base_index == 0 else None
+
+
+def _known_output(node: Node, record: Record) -> Tensor | None:
+    """Return an operation's output if its note or its node leads to it; else None."""
     tensor = record.note() if record.note is not None else None
-    if tensor is None:
-        tensor = _saved_output(base)
-    return tensor is not None and tensor._version in (0, record.version)
+    return _saved_output(node) if tensor is None else tensor
 
 
 def saved_output_of(node: Node, record: Record) -> Tensor | None:
@@ -268,8 +275,7 @@ def record_output(node: Node, output: Output, result: str) -> Record:
         result: The field under which the node saves its output; "" if it does not.
     """
     record, edges = Record(), nodes.producers(node)
-    base, base_index = base_of(*edges[0])
-    producer_record = record_of(base) if base is not None and base_index == 0 else None
+    _, producer_record = _producer_of(*edges[0])
     saved = nodes.saved_tensor(node, result) if result else None
     if saved is not None and saved._version > 0:  # an in-place activation that saves its output
         record.version = saved._version
@@ -349,18 +355,12 @@ def _prove_input(node: Node, position: int, record: Record) -> None:
     producer, index = nodes.producer(node, position)
     if producer is None:  # without a gradient: no spec reads it, unless it is a known number
         return
-    base, base_index = base_of(producer, index)
-    producer_record = record_of(base) if base_index == 0 else None
-    if producer_record is None:
-        record.unproved.add(position)
-        return
-    tensor = producer_record.note() if producer_record.note is not None else None
-    if tensor is None:
-        tensor = _saved_output(base)
-    if tensor is None:
+    base, producer_record = _producer_of(producer, index)
+    tensor = None if producer_record is None else _known_output(base, producer_record)
+    if producer_record is None or tensor is None:
         record.unproved.add(position)
     elif not tensor._is_view() and tensor.grad_fn is node:  # in place
         record.version = producer_record.version + 1
         record.note = producer_record.note
-    elif tensor._version != 0 and tensor._version != producer_record.version:
+    elif tensor._version not in (0, producer_record.version):
         record.unproved.add(position)

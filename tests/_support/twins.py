@@ -71,6 +71,18 @@ class Program(nn.Module):
         return nn.functional.conv2d(y, self.conv.weight.to(y.dtype), padding=1)
 
 
+class TwoOutputs(torch.autograd.Function):
+    """Two outputs of one node."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
+        return first * 2 + second * 3
+
+
 def images(dtype: torch.dtype = torch.float32, samples: int = 2) -> Tensor:
     return torch.randn(samples, 3, 8, 8, dtype=dtype)
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from _support.allocations import saved_allocation
 from _support.twins import (
     Program,
+    TwoOutputs,
     assert_same_steps,
     converted_twin,
     images,
@@ -199,16 +200,6 @@ def test_copy_of_a_part_that_was_written_to_is_not_used_for_earlier_values(begin
     assert_same_steps(model, converted_twin(model), x, steps=4)
 
 
-class TwoOutputs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x * 2, x * 3
-
-    @staticmethod
-    def backward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
-        return first * 2 + second * 3
-
-
 @pytest.mark.parametrize("begin", [1, 3])
 @pytest.mark.parametrize("written", [0, 1])
 def test_outputs_of_one_operation_are_told_apart(written: int, begin: int) -> None:
@@ -233,8 +224,6 @@ def test_two_losses_with_separate_backwards_match_pytorch() -> None:
     twin = converted_twin(model)
     gradients = []
     for network in (twin, model):
-        parts = [network.pool(network.first(x))]
-        del parts
         network.zero_grad()
         output = network(x)
         output[:, :4].sum().backward(retain_graph=True)

@@ -13,6 +13,7 @@ from _support.twins import (
     SOURCES,
     OpCounter,
     Program,
+    TwoOutputs,
     assert_same_steps,
     converted_twin,
     images,
@@ -320,16 +321,6 @@ def test_output_that_a_norm_saves_is_a_leaf() -> None:
     assert_same_steps(model, twin, x)
     saved = inplace_ops.saved_bytes(model, x) - inplace_ops.saved_bytes(twin, x)
     assert saved == pytest.approx(16 * 6 * 8 * 8 * 4, abs=256)
-
-
-class TwoOutputs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x * 2, x * 3
-
-    @staticmethod
-    def backward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
-        return first * 2 + second * 3
 
 
 OUTPUTS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
