@@ -117,6 +117,7 @@ def peak_bytes(fn: Callable[[], object]) -> int | None:
     """
     if profiler_is_running():
         return None
+    gc.collect()  # garbage that is freed during the call would be subtracted
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         fn()
     allocated = peak = 0
