@@ -510,6 +510,26 @@ def test_as_strided_of_changed_strides_matches_pytorch() -> None:
     assert_same_steps(model, twin, x.contiguous(memory_format=torch.channels_last))
 
 
+def test_view_of_an_autograd_leaf_by_an_unknown_operation_matches_pytorch() -> None:
+    """Here `unfold` transposes a leaf: the leaf has the elements of the view in another order."""
+
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.unfold(0, 8, 1)
+            return self.first(y) + self.second(y.neg())
+
+    model = Views()
+    twin = converted_twin(model)
+    with no_warnings():
+        # A leaf of zeros equals its transpose at the first use of the spec.
+        for x in (torch.zeros(8, 8), torch.randn(8, 8)):
+            assert_same_step(step_of(twin, x), step_of(model, x), tolerance=0)
+
+
 def test_transposed_view_of_an_overwritten_tensor_matches_pytorch() -> None:
     """PyTorch regenerates the view by `as_strided`, which does not determine the element order.
 
