@@ -53,10 +53,6 @@ class _Part(NamedTuple):
     start: int
     length: int
 
-    def of(self, concatenation: Tensor, dim: int) -> Tensor:
-        """Return the part as a view of the concatenation."""
-        return concatenation.detach().narrow(dim, self.start, self.length)
-
 
 def specs_of_parts(
     node: Node,
@@ -90,12 +86,14 @@ def specs_of_parts(
     copied = sum(part.length for part, spec in zip(parts, specs, strict=True) if spec is None)
     if not shares_a_part and _SMALL_COPIES * copied > saved.shape[dim]:
         for part in parts:
-            slice_of = partial(_slice, part, TensorWeakRef(saved), dim, saved._version)
+            # The record must not refer to a node: see NOTE [Metadata outlives backward].
+            where = dim, part.start, part.length
+            slice_of = partial(_slice, TensorWeakRef(saved), saved._version, *where)
             _offer(part, CopyOfOutput(slice_of, number), saved.dtype, stream)
         return None
     for position, part in enumerate(parts):
         if specs[position] is None:
-            leaf = _leaf(part.of(saved, dim).clone())
+            leaf = _leaf(saved.detach().narrow(dim, part.start, part.length).clone())
             _offer(part, CopyOfOutput(weakref.ref(leaf), number), saved.dtype, stream)
             specs[position] = leaf
     return [spec for spec in specs if spec is not None]
@@ -153,11 +151,11 @@ def _offer(
         record.copies_of_output[index] = copy
 
 
-def _slice(part: _Part, saved: TensorWeakRef, dim: int, version: int) -> Leaf | None:
+def _slice(saved: TensorWeakRef, version: int, dim: int, start: int, length: int) -> Leaf | None:
     tensor = saved()
     if tensor is None or tensor._version != version:
         return None
-    return _leaf(part.of(tensor, dim))
+    return _leaf(tensor.detach().narrow(dim, start, length))
 
 
 def _leaf(copy: Tensor) -> Leaf:

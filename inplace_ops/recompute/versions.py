@@ -39,6 +39,8 @@ A node's metadata lives as long as the node, and longer than the node's saved te
 
 1. A record refers to large tensors only weakly.
 2. A record refers to copies only until the model's forward has returned.
+3. A record refers to no node. A node's metadata would then refer to the node, by a cycle through
+   C++ that Python's garbage collector does not see, and the graph would stay alive forever.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from _support.twins import (
 from torch import Tensor, nn
 
 import inplace_ops
+from inplace_ops.recompute.versions import Record
 
 pytestmark = pytest.mark.usefixtures("_small_tensors_too")
 
@@ -231,3 +233,30 @@ def test_two_losses_with_separate_backwards_match_pytorch() -> None:
         gradients.append([p.grad for p in network.parameters()])
     for actual, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+LEAKS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "large_parts": lambda m, z: torch.cat([m.other(z), m.other(z)]),
+    "slices_of_one_tensor": lambda m, y: torch.cat([m.other(y)[:1], m.other(y)[1:]]),
+    "small_part": lambda m, z: torch.cat([z, z, z, z, m.other(z)]),
+    "shared_part": lambda m, z: m.act(torch.cat([y := m.other(z), z])) + torch.cat([y, z.sin()]),
+}
+
+
+@pytest.mark.parametrize("runs_backward", [False, True])
+@pytest.mark.parametrize("program", LEAKS)
+def test_graph_of_a_concatenation_is_freed(program: str, runs_backward: bool) -> None:
+    """A record that referred to its node would keep the graph alive forever."""
+    twin = converted_twin(Program(lambda m, z: m.conv(LEAKS[program](m, z))))
+    before = number_of_records()
+    for _ in range(3):
+        output = twin(images())
+        if runs_backward:
+            output.sum().backward()
+        del output
+    assert number_of_records() == before
+
+
+def number_of_records() -> int:
+    gc.collect()
+    return sum(type(obj) is Record for obj in gc.get_objects())
