@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import inplace_ops
 from inplace_ops.memory import Packed
 from inplace_ops.recompute import engine, nodes
 from inplace_ops.recompute.specs import Recomputed
+from inplace_ops.recompute.versions import Record
 
 # How the engine receives autograd nodes: see NOTE [Where nodes come from] in `engine.py`.
 SOURCES = ["hook", "walk"] if nodes.creation_hook is not None else ["walk"]
@@ -176,6 +178,12 @@ def nodes_of(output: Any) -> list[Any]:
             found[node] = None
             pending += [producer for producer, _ in node.next_functions]
     return list(found)
+
+
+def number_of_records() -> int:
+    """Return how many records of operations are alive: those of graphs that are alive."""
+    gc.collect()
+    return sum(type(obj) is Record for obj in gc.get_objects())
 
 
 def replaced(output: Any) -> list[Packed]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +16,12 @@ from _support.twins import (
     converted_twin,
     images,
     no_warnings,
+    number_of_records,
     recomputed,
 )
 from torch import Tensor, nn
 
 import inplace_ops
-from inplace_ops.recompute.versions import Record
 
 pytestmark = pytest.mark.usefixtures("_small_tensors_too")
 
@@ -255,8 +254,3 @@ def test_graph_of_a_concatenation_is_freed(program: str, runs_backward: bool) ->
             output.sum().backward()
         del output
     assert number_of_records() == before
-
-
-def number_of_records() -> int:
-    gc.collect()
-    return sum(type(obj) is Record for obj in gc.get_objects())
