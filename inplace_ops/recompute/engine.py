@@ -601,10 +601,10 @@ class Engine:
         if base_index == 0:
             if saved_output_of(base, record) is not None:  # an earlier consumer saves it
                 return self._report_unchanged(node, field, reasons.SAVED_ANYWAY)
-            output = saved if saved._base is None else saved._base
-            is_view_of_leaf = output.grad_fn is None  # by an operation that is not in the table
-            if nodes.saves_itself(node, field) and not (record.has_note() or is_view_of_leaf):
-                record.take_note(output)
+            if nodes.saves_itself(node, field) and not record.has_note():
+                output = saved if saved._base is None else saved._base
+                if output.grad_fn is not None:  # else the base is an autograd leaf
+                    record.take_note(output)
         version = saved._version  # at 0 nothing has written to the tensor
         if version != 0 and version != record.version:
             return self._report_unchanged(node, field, reasons.WRITTEN_TO)
