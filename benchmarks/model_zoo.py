@@ -1,6 +1,7 @@
 """Models of other libraries, with random weights and inputs, for bench_models.py.
 
-- timm: the two smallest models of each family, by parameters times pixels.
+- timm: the two smallest models of each family, by parameters times pixels, that have at most 200
+  million parameters.
 - torchvision: the two smallest of each family of classifiers, and the smallest of each family of
   segmentation, detection, video and optical flow, by parameters.
 - Ultralytics: the smallest of each family and task.
@@ -20,6 +21,7 @@ from torch import nn
 from inplace_ops.conversion.library import load
 
 VOCABULARY = 128
+MOST_PARAMETERS = 200_000_000  # three copies of a model train at once, in each of two processes
 # Image sizes to try, the smallest first: some models need a larger one, some exactly one.
 SIDES = (96, 128, 224, 256, 384)
 
@@ -82,14 +84,18 @@ def _timm_names() -> Iterator[str]:
     """Yield the names of timm's models; takes minutes, since it builds all of them on meta."""
     library = importlib.import_module("timm")
 
+    def parameters(name: str) -> int:
+        with torch.device("meta"):
+            return sum(p.numel() for p in library.create_model(name).parameters())
+
     def size(name: str) -> int:
         _, height, width = library.get_pretrained_cfg(name).input_size
-        with torch.device("meta"):
-            parameters = library.create_model(name).parameters()
-        return height * width * sum(p.numel() for p in parameters)
+        return height * width * parameters(name)
 
     for family in library.list_modules():
-        yield from _smallest(size, library.list_models(module=family), 2)
+        for name in _smallest(size, library.list_models(module=family), 2):
+            if parameters(name) <= MOST_PARAMETERS:
+                yield name
 
 
 def _timm_entry(name: str) -> Entry:
