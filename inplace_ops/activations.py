@@ -39,6 +39,8 @@ class Activation:
         aten: The name in torch.ops.aten of the operation that PyTorch's function calls, and its
             first scalar arguments; empty if the operation has the function's name.
         variant: The keyword arguments of the function and the module that select this activation.
+        constants: The attributes of PyTorch's module that must have these values, because its
+            forward reads them and the ops do not.
         scalars: The names of the scalar arguments, which are attributes of the module too.
         allows_output: Whether backward can be computed from the output, given the scalars.
         takes_integers: Whether PyTorch's function supports integers; it is then called for them.
@@ -58,6 +60,7 @@ class Activation:
     torch_backward: Callable[..., Tensor] | None = None
     aten: tuple[object, ...] = ()
     variant: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, float] = field(default_factory=dict)
     scalars: tuple[str, ...] = ()
     allows_output: Callable[..., bool] = lambda: True
     takes_integers: bool = False
@@ -137,6 +140,7 @@ RELU6 = Activation(
     torch_inplace=lambda x: F.relu6(x, inplace=True),
     ops=_ops.ALL["relu6"],
     aten=("hardtanh", 0, 6),
+    constants={"min_val": 0.0, "max_val": 6.0},
     takes_integers=True,
 )
 SILU = Activation(

@@ -66,8 +66,10 @@ def activation_of(module: nn.Module) -> ActivationCall | None:
     cls: Any = type(module)
     candidates = _candidates(cls)
     for activation in candidates:
-        variant = activation.variant.items() if len(candidates) > 1 else ()
-        if all(getattr(module, name) == value for name, value in variant):
+        required: dict[str, object] = dict(activation.constants)
+        if len(candidates) > 1:
+            required |= activation.variant
+        if all(getattr(module, name) == value for name, value in required.items()):
             scalars = tuple(getattr(module, name) for name in activation.scalars)
             is_supported = all(isinstance(s, Real) for s in scalars)
             return ActivationCall(activation, scalars) if is_supported else None

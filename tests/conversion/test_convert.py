@@ -148,6 +148,26 @@ def test_activations_are_fused_by_their_forward() -> None:
         assert_same_steps(original, model, x)
 
 
+class ReLU1(nn.ReLU6):
+    """Clamps to [0, 1], by the forward of ReLU6."""
+
+    def __init__(self, inplace: bool = False) -> None:
+        nn.Hardtanh.__init__(self, 0.0, 1.0, inplace)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_relu6_with_other_bounds_matches_pytorch(inplace: bool) -> None:
+    """Its forward reads the bounds from attributes."""
+    model = nn.Sequential(nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), ReLU1(inplace))
+    twin, x = copy.deepcopy(model), examples()
+    inplace_ops.convert(twin)
+    assert_same_steps(model, twin, x)
+    for bounds in ((0.0, 6.0), (-1.0, 6.0), (0.0, 2.0)):
+        for m in (model, twin):
+            m[2].min_val, m[2].max_val = bounds
+        assert_same_steps(model, twin, x)
+
+
 @pytest.mark.parametrize("is_class", [True, False], ids=["class", "instance"])
 def test_forward_may_have_any_keyword_names(is_class: bool) -> None:
     class Keywords(nn.Linear):
