@@ -40,10 +40,10 @@ A spec leaf is a tensor that a spec is computed from.
    saves it anyway. The engine reads it from the saved field, or from a note of a tensor that some
    consumer saves. It detaches the leaf, stores its version, and compares the version in backward.
 2. Other leaves (parameters, buffers, constants) are copied when their operation's node is visited.
-   FSDP2 frees a parameter's memory when its module's forward returns, and reading the parameter
-   later crashes. An optimizer may write to a parameter through `.data`. A leaf that is larger than
-   64 KiB, or not smaller than the operation's output, is not copied, and there is then no spec.
-   When the model's forward has returned, only specs own copies.
+   So are views of them. FSDP2 frees a parameter's memory when its module's forward returns, and
+   reading the parameter later crashes. A fused optimizer writes to a parameter without raising its
+   version. A leaf that is larger than 64 KiB, or not smaller than the operation's output, is not
+   copied, and there is then no spec. When the model's forward has returned, only specs own copies.
 3. A spec keeps its leaves alive until the consumer's backward, even if the operation that saved
    them runs its own backward earlier, for example with two losses. So the engine builds no spec
    whose leaves are more than four times as large as the saved tensor (a slice of something large),
@@ -1011,11 +1011,21 @@ def _share_memory(tensor: Tensor, other: Tensor) -> bool:
 
 
 def _is_activation(saved: Tensor) -> bool:
-    """Whether an operation computed the tensor: it is not a parameter, buffer or constant."""
-    if saved.grad_fn is None:
+    """Whether an operation computed the tensor: it is not a parameter, buffer or constant.
+
+    Nor is it a view of one.
+    """
+    base = saved._base
+    if saved.grad_fn is None or (base is not None and base.grad_fn is None):
         return False
     node, _ = base_of(saved.grad_fn, saved.output_nr)
-    return node is not None and nodes.autograd_leaf_of(node) is None
+    if node is None or nodes.autograd_leaf_of(node) is not None:
+        return False
+    if not nodes.is_python_function(type(node)):
+        return True
+    # `parameter.detach()`, returned by the forward of an autograd Function, has no base.
+    leaves = (nodes.autograd_leaf_of(producer) for producer, _ in nodes.producers(node))
+    return not any(leaf is not None and _share_memory(leaf, saved) for leaf in leaves)
 
 
 def _is_lossless(source: torch.dtype, target: torch.dtype) -> bool:

@@ -165,6 +165,53 @@ def test_large_parameter_is_not_a_spec_leaf() -> None:
     assert_same_steps(model, twin, x)
 
 
+class Detached(torch.autograd.Function):
+    """Returns its input, which has the input's memory and is not a view of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+@pytest.mark.parametrize(
+    "alias",
+    [
+        lambda w: w.view(-1).unfold(0, 1, 1)[:, 0].view_as(w),
+        lambda w: torch.view_as_real(torch.view_as_complex(w.view(32, 32, 2))).view_as(w),
+        Detached.apply,
+    ],
+    ids=["unfold", "view_as_real", "function"],
+)
+def test_alias_of_a_parameter_is_not_a_spec_leaf(alias: Callable[[Tensor], Tensor]) -> None:
+    """A fused optimizer writes to a parameter between forward and backward."""
+
+    class Aliased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+            self.other, self.weight = nn.Linear(64, 64), nn.Parameter(torch.randn(32, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight, y = alias(self.weight), self.first(x)
+            return self.last((y.sigmoid() * weight).sigmoid()) + self.other(y.tanh() * weight)
+
+    model, x = Aliased(), torch.randn(32, 64)
+    twin = converted_twin(model)
+    gradients = []
+    for m in (model, twin):
+        loss = m(x).square().sum()
+        version = m.weight._version
+        m.weight.grad = torch.ones_like(m.weight)
+        torch.optim.SGD([m.weight], lr=1, fused=True).step()
+        assert m.weight._version == version
+        gradients.append(torch.autograd.grad(loss, [m.last.weight, m.other.weight]))
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
 def test_norm_with_large_parameters_is_not_recomputed() -> None:
     size = COPY_LIMIT // 4 + 4
     model = nn.Sequential(nn.Linear(4, size), nn.LayerNorm(size), nn.Linear(size, 4))
