@@ -466,8 +466,8 @@ class Engine:
         if not isinstance(output, Tensor) or output.grad_fn is None:
             return
         with nodes.no_graph():
-            node, _ = base_of(output.grad_fn, output.output_nr)
-            record = record_of(node) if node is not None else None
+            node, index = base_of(output.grad_fn, output.output_nr)
+            record = record_of(node) if node is not None and index == 0 else None
             if record is None:
                 return
             if not record.has_affine and norms.kind_of(node) is not None:

@@ -348,6 +348,39 @@ def test_other_outputs_of_an_operation_are_told_apart(name: str, source: str) ->
 
 
 @pytest.mark.parametrize("source", SOURCES)
+def test_module_that_returns_another_output_matches_pytorch(source: str) -> None:
+    """The module keeps tensors that read the first output. In the first step both are equal."""
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, second = torch.unsafe_chunk(x, 2, -1)
+            self.scaled, self.pair = self.weight * first, torch.cat([first, first], -1)
+            return second
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.halves, self.last = nn.Linear(32, 64), Halves(), nn.Linear(64, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            second = self.halves(self.first(x))
+            return self.last(self.halves.pair) + second + self.halves.scaled
+
+    model, x = Network(), torch.randn(64, 32)
+    weight, bias = model.first.weight.data, model.first.bias.data
+    weight[32:], bias[32:] = weight[:32], bias[:32]
+    twin = converted_twin(model)
+    with nodes_from(source), no_warnings():
+        assert_same_steps(model, twin, x, tolerance=0)
+        weight[32:] *= -1.5
+        assert_same_steps(model, twin, x, tolerance=0)
+
+
+@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("begin", [1, 3])
 def test_write_between_two_reads_matches_pytorch(begin: int, source: str) -> None:
     """The second consumer saves the tensor at a version that the first one has not read."""
