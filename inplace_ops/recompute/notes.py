@@ -69,13 +69,18 @@ def number_of(function: Callable[..., Any], args: Any, result: Tensor) -> float 
     return numbers[0] if is_usable else None
 
 
-class NotingMode(TorchFunctionMode):
-    """Calls `note(result, number)` for each plain tensor that a function returns.
+# Takes a note of a function's result, given also the function and its arguments. Must not raise.
+Note = Callable[[Tensor, Callable[..., Any], Any], None]
 
-    `number` is that of `number_of`.
+
+class NotingMode(TorchFunctionMode):
+    """Takes a note of each plain tensor that a function returns while grad mode is enabled.
+
+    Without grad mode a function makes no node. The tensor that it returns may have one: a tensor
+    that it has written to, or a view of a tensor.
     """
 
-    def __init__(self, note: Callable[[Tensor, float | None], None]) -> None:
+    def __init__(self, note: Note) -> None:
         super().__init__()
         self._note = note
 
@@ -83,19 +88,25 @@ class NotingMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if type(result) is Tensor and not torch.compiler.is_dynamo_compiling():
-            self._note(result, number_of(func, args, result))
+        if (
+            type(result) is Tensor
+            and torch.is_grad_enabled()
+            and not torch.compiler.is_dynamo_compiling()
+        ):
+            self._note(result, func, args)
         return result
 
 
 class Noting:
     """The modules that take notes in a forward pass, and their mode.
 
-    A module may call itself, so one mode serves all modules that run.
+    A module may call itself, so one mode serves all modules that run. The mode refers to the
+    engine, by `note`, so it exists only while they run: a reference cycle would keep alive all that
+    the engine refers to.
     """
 
-    def __init__(self, note: Callable[[Tensor, float | None], None]) -> None:
-        self._mode = NotingMode(note)
+    def __init__(self) -> None:
+        self._mode: NotingMode | None = None
         self._modules: list[nn.Module] = []
 
     @property
@@ -103,9 +114,10 @@ class Noting:
         """Whether a module takes notes."""
         return bool(self._modules)
 
-    def begin(self, module: nn.Module) -> None:
+    def begin(self, module: nn.Module, note: Note) -> None:
         """Take notes until this module ends."""
-        if not self._modules:
+        if self._mode is None:
+            self._mode = NotingMode(note)
             self._mode.__enter__()
         self._modules.append(module)
 
@@ -114,10 +126,11 @@ class Noting:
         if self._modules and self._modules[-1] is module:
             self._modules.pop()
             if not self._modules:
-                remove_function_mode(self._mode)
+                self.end_all()
 
     def end_all(self) -> None:
         """Take no more notes, also if an exception has left a module."""
-        if self._modules:
-            self._modules.clear()
+        self._modules.clear()
+        if self._mode is not None:
             remove_function_mode(self._mode)
+            self._mode = None

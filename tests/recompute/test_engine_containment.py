@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import pickle
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -413,6 +415,31 @@ def test_running_engine_is_thread_local() -> None:
     seen.set()
     thread.join()
     assert engine_of_this_thread is None
+
+
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_engine_is_freed_when_forward_ends(error: type[Exception] | None) -> None:
+    """It refers to nodes of the arguments, so a reference cycle would keep their graph alive."""
+
+    class Activation(nn.Module):  # it takes notes
+        def forward(self, x: Tensor) -> Tensor:
+            engines.append(weakref.ref(running_engine()))
+            y = x.tanh() * 2
+            if error is not None:
+                raise error
+            return y
+
+    engines: list[weakref.ref[Any]] = []
+    twin = converted_twin(nn.Sequential(nn.Conv2d(3, C, 1), nn.BatchNorm2d(C), Activation()))
+    x = images().requires_grad_() * 2
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError):
+            twin(x)
+        assert engines[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_attribute_with_a_graph_of_another_thread_is_not_modified() -> None:

@@ -187,6 +187,55 @@ def test_sum_with_a_number_is_recomputed() -> None:
     assert inplace_ops.saved_bytes(converted_twin(model, 4), x) == pytest.approx(2 * size, abs=100)
 
 
+@pytest.mark.parametrize("source", SOURCES)
+def test_number_that_is_added_without_a_gradient_is_not_recorded(source: str) -> None:
+    """The write changes y, but neither its node nor the negative. The number grows in each step."""
+
+    class Writes(nn.Module):
+        step = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.step += 1
+            y = x.sigmoid() + 1.0
+            negative = -y
+            with torch.no_grad():
+                y.add_(float(self.step))
+            return negative
+
+    model, x = mlp(Writes()), torch.randn(64, 32)
+    with nodes_from(source), no_warnings():
+        assert_same_steps(model, converted_twin(model), x, steps=3, tolerance=0)
+
+
+def _add_to_a_slice(y: Tensor) -> None:
+    y[:, 1:] += 1.0
+
+
+VIEW_WRITES: dict[str, Callable[[Tensor], object]] = {
+    "slice": _add_to_a_slice,
+    "transposed": lambda y: y.t().sub_(1.0),
+    "chunk": lambda y: y.chunk(2)[0].add_(1.0),
+    "unbind": lambda y: y.unbind()[0].mul_(2.0),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("write", VIEW_WRITES)
+def test_write_to_a_view_without_a_gradient_matches_pytorch(write: str, source: str) -> None:
+    """Reading the `grad_fn` of such a view raises."""
+
+    class Writes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2.0
+            with torch.no_grad():
+                VIEW_WRITES[write](y)
+            return y.tanh() * 3.0
+
+    model, x = mlp(Writes()), torch.randn(64, 32)
+    with nodes_from(source), no_warnings():
+        assert_same_steps(model, converted_twin(model), x, tolerance=0)
+
+
 class Raising(nn.Module):
     """Raises in the middle of its forward, in its first call."""
 
