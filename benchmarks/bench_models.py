@@ -74,34 +74,42 @@ class WrongGradientError(AssertionError):
     """The converted model trains differently from the original."""
 
 
+class NoiseError(ArithmeticError):
+    """The original's gradients have no correct digit, so they cannot be compared."""
+
+
 class Limits(NamedTuple):
     """Allowed distances of gradients from the original's, over the norm of all gradients.
 
     In float32: for all gradients together 1e-5; for one tensor 1e-4 of its own norm plus 1e-6 of
     the norm of all. Under autocast the limits depend on how far the original's gradients under
     autocast are from its gradients in float32: for all together half of that distance, at least
-    1e-5 and at most 5e-2; for one tensor that tensor's distance plus 1e-3.
+    1e-5 and at most 5e-2; for one tensor that tensor's distance plus 1e-3. If that distance is
+    larger than the norm of all gradients, gradients over a limit are not wrong but noise.
 
     Attributes:
         overall: The limit for all gradients together.
         tensors: The limit for each tensor, by name.
+        rounding: The distance of the original's gradients from those in float32.
     """
 
     overall: float
     tensors: dict[str, float]
+    rounding: float
 
 
 def limits_in_float32(norms: dict[str, float]) -> Limits:
     """Return the limits in float32, for gradients of these norms."""
     total = norm_of(norms)
-    return Limits(1e-5, {name: 1e-4 * norm / total + 1e-6 for name, norm in norms.items()})
+    return Limits(1e-5, {name: 1e-4 * norm / total + 1e-6 for name, norm in norms.items()}, 0.0)
 
 
 def limits_under_autocast(norms: dict[str, float], rounding: dict[str, float]) -> Limits:
     """Return the limits under autocast, from the gradients' distances to those in float32."""
     total = norm_of(norms)
-    overall = min(max(1e-5, norm_of(rounding) / total / 2), 5e-2)
-    return Limits(overall, {name: off / total + 1e-3 for name, off in rounding.items()})
+    distance = norm_of(rounding) / total
+    overall = min(max(1e-5, distance / 2), 5e-2)
+    return Limits(overall, {name: off / total + 1e-3 for name, off in rounding.items()}, distance)
 
 
 class Outcome(NamedTuple):
@@ -172,7 +180,12 @@ def gradients_of(model: nn.Module) -> Gradients:
 
 
 def trained(model: nn.Module, inputs: Inputs, case: Case) -> Outcome:
-    """Train a converted copy next to the model; raise WrongGradientError if the two differ."""
+    """Train a converted copy next to the model.
+
+    Raises:
+        WrongGradientError: If the two differ.
+        ArithmeticError: If the original's gradients are zero, not finite or noise.
+    """
     policy = POLICIES[case.policy]
     original = model.to(memory_format=MEMORY_FORMATS[case.memory_format])
     converted, exact = copy.deepcopy(original), copy.deepcopy(original)
@@ -229,6 +242,11 @@ def compare(off: dict[str, float], total: float, limits: Limits) -> float:
     """Return the distance of all gradients over their norm `total`; raise if it is over a limit."""
     overall = norm_of(off) / total
     if not overall <= limits.overall:
+        if limits.rounding > 1:
+            raise NoiseError(
+                f"off by {overall:.1e}, but autocast itself changes the gradients by "
+                f"{limits.rounding:.1e} times their norm"
+            )
         raise WrongGradientError(f"off by {overall:.1e}, allowed: {limits.overall:.1e}")
     for name, distance in off.items():
         if not distance / total <= limits.tensors.get(name, 0.0):

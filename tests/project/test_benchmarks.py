@@ -176,3 +176,11 @@ def test_wrong_training_of_converted_model_is_reported(
     else:
         with pytest.raises(WrongGradientError, match=message):
             trained(small_network(), inputs, case)
+
+
+def test_gradients_that_rounding_alone_determines_are_reported_as_noise() -> None:
+    from bench_models import Limits, NoiseError, WrongGradientError, compare
+
+    for rounding, error in ((0.9, WrongGradientError), (1.1, NoiseError)):
+        with pytest.raises(error, match=r"off by 1\.0e-01"):
+            compare({"weight": 0.2}, 2.0, Limits(0.05, {"weight": 1.0}, rounding))
