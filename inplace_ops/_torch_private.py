@@ -33,6 +33,7 @@ from torch._C._functorch import (
 from torch._ops import OpOverload as OpOverload
 
 # Whether a tensor subclass has `__tensor_flatten__`, which names the tensors it consists of.
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
 )
@@ -208,9 +209,12 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 _streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
 
-def are_function_modes_active() -> bool:
-    """Whether `TorchFunctionMode`s see this thread's calls."""
-    return torch._C._len_torch_function_stack() > 0
+def function_modes() -> list[torch.overrides.TorchFunctionMode]:
+    """Return the modes that see this thread's calls, except that of a default device."""
+    if torch._C._len_torch_function_stack() == 0:
+        return []
+    modes = torch.overrides._get_current_function_mode_stack()
+    return [mode for mode in modes if not isinstance(mode, DeviceContext)]
 
 
 def remove_function_mode(mode: torch.overrides.TorchFunctionMode) -> None:

@@ -78,6 +78,11 @@ class Activation:
         return self.torch_module.__name__
 
     @property
+    def torch_name(self) -> str:
+        """The name in torch.nn.functional of the function that PyTorch's module calls."""
+        return str(self.aten[0]) if self.aten else self.function.removesuffix("_")
+
+    @property
     def torch_saves_output(self) -> bool:
         """Whether PyTorch's in-place function saves its output, and not a clone of its input."""
         return self.torch_backward is not None

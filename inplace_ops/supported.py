@@ -7,6 +7,7 @@ from functools import cache
 from numbers import Real
 from typing import Any, NamedTuple
 
+import torch.nn.functional as F
 from torch import nn
 
 from .activations import ACTIVATIONS, GELU, GELU_TANH, HARDSWISH, MISH, SILU, Activation
@@ -35,7 +36,6 @@ _BY_NAME: Mapping[str, Activation] = {
     "timm.layers.activations.Mish": MISH,
     "timm.layers.activations.Swish": SILU,
     "transformers.activations.FastGELUActivation": GELU_TANH,
-    "transformers.activations.GELUActivation": GELU,
     "transformers.activations.GELUTanh": GELU_TANH,
     "transformers.activations.MishActivation": MISH,
     "transformers.activations.NewGELUActivation": GELU_TANH,
@@ -43,6 +43,10 @@ _BY_NAME: Mapping[str, Activation] = {
 }
 
 _BASES = {activation.torch_module for activation in ACTIVATIONS}
+
+# PyTorch's own, to recognize that a tool has replaced one, for example to modify gradients.
+_FORWARDS = {base: base.forward for base in _BASES}
+_FUNCTIONS = {activation: getattr(F, activation.torch_name) for activation in ACTIVATIONS}
 
 
 def is_pytorchs(module: nn.Module) -> bool:
@@ -60,8 +64,8 @@ class ActivationCall(NamedTuple):
 def activation_of(module: nn.Module) -> ActivationCall | None:
     """Return the activation that a module computes, and the current values of its scalar arguments.
 
-    Return None if the activation is not one of this package's, or if a scalar argument is not a
-    plain number.
+    Return None if the activation is not one of this package's, if a scalar argument is not a plain
+    number, or if PyTorch's module or function is replaced.
     """
     cls: Any = type(module)
     candidates = _candidates(cls)
@@ -71,9 +75,15 @@ def activation_of(module: nn.Module) -> ActivationCall | None:
             required |= activation.variant
         if all(getattr(module, name) == value for name, value in required.items()):
             scalars = tuple(getattr(module, name) for name in activation.scalars)
-            is_supported = all(isinstance(s, Real) for s in scalars)
+            is_supported = all(isinstance(s, Real) for s in scalars) and _is_original(activation)
             return ActivationCall(activation, scalars) if is_supported else None
     return None
+
+
+def _is_original(activation: Activation) -> bool:
+    base = activation.torch_module
+    is_original = base.forward is _FORWARDS[base]
+    return is_original and getattr(F, activation.torch_name) is _FUNCTIONS[activation]
 
 
 @cache

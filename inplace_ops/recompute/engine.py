@@ -99,13 +99,21 @@ import torch
 from torch import Tensor, nn
 
 from .. import _ops
-from .._torch_private import CAT, LEAF_SEQUENCE_NUMBER, TO_COPY, storage_id, tree_leaves
+from .._torch_private import (
+    CAT,
+    LEAF_SEQUENCE_NUMBER,
+    NO_PASS,
+    TO_COPY,
+    running_pass,
+    storage_id,
+    tree_leaves,
+)
 from ..memory import Packed
 from . import functions, nodes, norms, reasons
 from .concatenations import specs_of_parts
 from .fusions import call_of
 from .nodes import Node
-from .notes import Noting, gains_from_notes, number_of
+from .notes import Noting, gains_from_notes, is_user_mode_active, number_of
 from .operations import (
     NEEDS_NO_RECORD,
     OPERATION_OF,
@@ -479,7 +487,8 @@ class Engine:
     def _record_norm_module(
         self, module: nn.Module, node: Node, record: Record, output: Tensor, is_first_hook: bool
     ) -> None:
-        if not is_first_hook or not norms.runs_pytorchs_forward(module):
+        is_known = norms.runs_pytorchs_forward(module) and not is_user_mode_active()
+        if not is_first_hook or not is_known:
             if record.eps is None:
                 record.eps = norms.eps_confirmed_by_output(output, node, record.parameters, module)
             return

@@ -27,6 +27,7 @@ from . import nodes, norms
 from .engine import Engine, affine_of, running_engine
 from .functions import Forward, recomputed_activation
 from .norms import NormAffine
+from .notes import is_user_mode_active
 from .specs import Affine, Leaf, Recomputed
 from .versions import record_of
 
@@ -74,11 +75,12 @@ def _is_ordinary(z: Any) -> bool:
 def _fused(engine: Engine, module: nn.Module, forward: Forward, z: Tensor) -> Tensor | None:
     """Return the activation of z, fused with the norm whose output z is.
 
-    Return None if z is not a norm's output, or the kernels do not support it.
+    Return None if z is not a norm's output, the kernels do not support it, or a function mode may
+    change the activation.
     """
     norm = norms.norm_of(z)
     record = None if norm is None else record_of(norm.node)
-    if norm is None or record is None:
+    if norm is None or record is None or is_user_mode_active():
         return None
     if record.stream is not nodes.stream_of(norm.node):
         return None

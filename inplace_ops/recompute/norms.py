@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import _ops
@@ -238,6 +239,10 @@ def registered_parameters(module: nn.Module) -> Parameters:
 # The attributes of a norm module that determine which weight and bias its operation reads.
 _DECIDING = ("forward", "_handle_no_batch_input", "_apply_instance_norm", "__getattr__")
 
+# PyTorch's own, to recognize that a tool has replaced one.
+_METHODS = {base: tuple(getattr(base, name, None) for name in _DECIDING) for base in MODULES}
+_FUNCTIONS = (F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm)
+
 
 def runs_pytorchs_forward(module: nn.Module) -> bool:
     """Whether a norm module runs PyTorch's forward on its registered parameters.
@@ -249,7 +254,12 @@ def runs_pytorchs_forward(module: nn.Module) -> bool:
     original = next((base for base in MODULES if issubclass(cls, base)), None)
     if original is None or cls.__getattribute__ is not object.__getattribute__:
         return False
-    if any(getattr(cls, name, None) is not getattr(original, name, None) for name in _DECIDING):
+    if any(
+        getattr(cls, name, None) is not method
+        for name, method in zip(_DECIDING, _METHODS[original], strict=True)
+    ):
+        return False
+    if (F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm) != _FUNCTIONS:
         return False
     shadows = {"weight", "bias", *_DECIDING} & vars(module).keys()
     return not shadows and not hasattr(cls, "weight") and not hasattr(cls, "bias")

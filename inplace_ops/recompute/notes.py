@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from .._torch_private import (
     ADD,
     SUB,
-    are_function_modes_active,
+    function_modes,
     is_named,
     remove_function_mode,
 )
@@ -46,7 +46,7 @@ def gains_from_notes(module: nn.Module, args: Any) -> bool:
     """
     if not torch.is_grad_enabled() or is_pytorchs(module):
         return False
-    if are_function_modes_active():  # another mode may change the arguments that ours has seen
+    if function_modes():  # another mode may change the arguments that ours has seen
         return False
     inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
     if any(arg.dtype in _NARROW for arg in inputs):
@@ -95,6 +95,11 @@ class NotingMode(TorchFunctionMode):
         ):
             self._note(result, func, args)
         return result
+
+
+def is_user_mode_active() -> bool:
+    """Whether a function mode is active that may change what PyTorch's modules compute."""
+    return any(not isinstance(mode, NotingMode) for mode in function_modes())
 
 
 class Noting:

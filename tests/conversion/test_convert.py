@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import random
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from _support.networks import examples, is_converted, network, number_of_hooks
 from _support.twins import C, assert_same_steps, replaced
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import inplace_ops
@@ -165,6 +167,71 @@ def test_relu6_with_other_bounds_matches_pytorch(inplace: bool) -> None:
     for bounds in ((0.0, 6.0), (-1.0, 6.0), (0.0, 2.0)):
         for m in (model, twin):
             m[2].min_val, m[2].max_val = bounds
+        assert_same_steps(model, twin, x)
+
+
+class GuidedReLU(torch.autograd.Function):
+    """ReLU, whose backward passes on positive gradients only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clamp(min=0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad.clamp(min=0) * (x > 0)
+
+
+class GuidedMode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return GuidedReLU.apply(args[0]) if func is F.relu else func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("by", ["function", "forward", "mode"])
+def test_replaced_activation_matches_pytorch(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tools that explain a model's output replace ReLU, whose values stay the same."""
+    model = nn.Sequential(nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), nn.ReLU(), nn.Conv2d(C, 2, 1))
+    twin, x = copy.deepcopy(model), examples()
+    inplace_ops.convert(twin)
+    if by == "function":
+        monkeypatch.setattr(F, "relu", lambda x, inplace=False: GuidedReLU.apply(x))
+    elif by == "forward":
+        monkeypatch.setattr(nn.ReLU, "forward", lambda self, x: GuidedReLU.apply(x))
+    with GuidedMode() if by == "mode" else contextlib.nullcontext():
+        assert_same_steps(model, twin, x)
+
+
+class ShiftingMode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is F.batch_norm:
+            kwargs["bias"] = kwargs["bias"] + 0.5
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("by", ["function", "forward", "mode"])
+def test_replaced_norm_matches_pytorch(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph does not show a frozen bias. It is replaced after the first step."""
+    batch_norm = F.batch_norm
+
+    def shifted(x, mean, var, weight, bias, *args, **kwargs):
+        return batch_norm(x, mean, var, weight, bias + 0.5, *args, **kwargs)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return shifted(x, self.running_mean, self.running_var, self.weight, self.bias, True)
+
+    model = nn.Sequential(nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), nn.SiLU(), nn.Conv2d(C, 2, 1))
+    model[1].bias.requires_grad_(False)
+    twin, x = copy.deepcopy(model), examples()
+    inplace_ops.convert(twin)
+    assert_same_steps(model, twin, x)
+    if by == "function":
+        monkeypatch.setattr(F, "batch_norm", shifted)
+    elif by == "forward":
+        monkeypatch.setattr(nn.modules.batchnorm._BatchNorm, "forward", forward)
+    with ShiftingMode() if by == "mode" else contextlib.nullcontext():
         assert_same_steps(model, twin, x)
 
 

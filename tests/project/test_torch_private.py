@@ -339,15 +339,16 @@ def check_coo_tensors() -> None:
     assert values.tolist() == [1.0, 2.0]
 
 
-@checks("are_function_modes_active", "remove_function_mode")
+@checks("function_modes", "remove_function_mode", "DeviceContext")
 def check_function_modes() -> None:
     class Mode(torch.overrides.TorchFunctionMode):
         pass
 
-    first, second = Mode(), Mode()
-    assert not private.are_function_modes_active()
+    first, second, device = Mode(), Mode(), torch.device("cpu")
+    assert private.function_modes() == []
+    with device, first, second:
+        assert private.function_modes() == [first, second]
     with first, second:
-        assert private.are_function_modes_active()
         private.remove_function_mode(first)
         assert torch.overrides._get_current_function_mode_stack() == [second]
         private.remove_function_mode(first)
