@@ -611,7 +611,9 @@ class Engine:
         if base_index == 0:
             if saved_output_of(base, record) is not None:  # an earlier consumer saves it
                 return self._report_unchanged(node, field, reasons.SAVED_ANYWAY)
-            if nodes.saves_itself(node, field) and not record.has_note():
+            # In backward an operation reads what hooks have unpacked, which may be a copy.
+            in_forward = running_pass() == NO_PASS
+            if in_forward and nodes.saves_itself(node, field) and not record.has_note():
                 output = saved if saved._base is None else saved._base
                 if output.grad_fn is not None:  # else the base is an autograd leaf
                     record.take_note(output)
@@ -631,9 +633,10 @@ class Engine:
             self._report_unchanged(node, field, self._reason)
         elif self._replace_by_spec(node, field, saved, spec, base):
             return
-        record.mark_saved_by(node)
-        if base_index == 0 and not nodes.saves_itself(node, field):
-            take_note_of_alias(record, saved, nodes.lasting(node, field, saved))
+        if base_index == 0:
+            record.mark_saved_by(node)
+            if not nodes.saves_itself(node, field):
+                take_note_of_alias(record, saved, nodes.lasting(node, field, saved))
 
     def _replace_result(self, node: Node, operation: Operation, record: Record) -> None:
         """Replace the operation's own saved output by a spec, if there is one."""
@@ -927,7 +930,7 @@ class Engine:
         if is_exact and output.rounds_by_strides and not keeps_strides:
             self._set_reason(reasons.unknown_strides, node)
             return None
-        return call_of(
+        spec = call_of(
             output.function,
             inputs,
             _arguments(node, 0, output.arguments),
@@ -935,6 +938,8 @@ class Engine:
             output.bound or largest,
             nodes.output_dtype(node, 0),
         )
+        spec.keeps_strides &= output.keeps_strides(node)
+        return spec
 
     def _downcast_spec(self, node: Node, record: Record, saved: Tensor) -> Spec | None:
         """Return a spec that stores a cast's output in the smaller dtype that it was cast from.
@@ -1034,8 +1039,21 @@ def _is_activation(saved: Tensor) -> bool:
     if not nodes.is_python_function(type(node)):
         return True
     # `parameter.detach()`, returned by the forward of an autograd Function, has no base.
-    leaves = (nodes.autograd_leaf_of(producer) for producer, _ in nodes.producers(node))
-    return not any(leaf is not None and _share_memory(leaf, saved) for leaf in leaves)
+    return not _is_alias_of_leaf(saved, node)
+
+
+def _is_alias_of_leaf(tensor: Tensor, node: Node) -> bool:
+    """Whether a Function's output shares memory with an autograd leaf that the Function reads."""
+    for producer, index in nodes.producers(node):
+        base, _ = base_of(producer, index)
+        if base is None:
+            continue
+        leaf = nodes.autograd_leaf_of(base)
+        if leaf is not None and _share_memory(leaf, tensor):
+            return True
+        if nodes.is_python_function(type(base)) and _is_alias_of_leaf(tensor, base):
+            return True
+    return False
 
 
 def _is_lossless(source: torch.dtype, target: torch.dtype) -> bool:

@@ -61,12 +61,17 @@ def number_of(function: Callable[..., Any], args: Any, result: Tensor) -> float 
     """
     if function not in _SUM_FUNCTIONS or len(args) != 2:
         return None
-    if not (is_named(result.grad_fn, ADD) or is_named(result.grad_fn, SUB)):
+    node: Any = result.grad_fn
+    if not (is_named(node, ADD) or is_named(node, SUB)):
         return None
+    if sum(producer is None for producer, _ in node.next_functions) != 1:
+        return None  # the tensor has no gradient either: the node does not tell the two apart
     numbers = [arg for arg in args if type(arg) in (int, float)]
+    if len(numbers) != 1 or not any(type(arg) in (Tensor, nn.Parameter) for arg in args):
+        return None  # a subclass of Tensor may have changed the number
     # A larger integer may round otherwise as a float64, in which the number is recorded.
-    is_usable = len(numbers) == 1 and (type(numbers[0]) is float or abs(numbers[0]) <= 2**53)
-    return numbers[0] if is_usable else None
+    is_exact = type(numbers[0]) is float or abs(numbers[0]) <= 2**53
+    return numbers[0] if is_exact else None
 
 
 # Takes a note of a function's result, given also the function and its arguments. Must not raise.

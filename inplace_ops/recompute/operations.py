@@ -60,6 +60,7 @@ class Output:
             there is no bound, for example for a quotient: the inputs must then be exact.
         cost: The number of operations.
         rounds_by_strides: Whether PyTorch's kernels round differently for inputs of other strides.
+        keeps_strides: Returns whether a node's output has the strides that `function` gives it.
         condition: Returns whether the rule holds for a node.
     """
 
@@ -69,6 +70,7 @@ class Output:
     bound: Bound | None = largest
     cost: int = 1
     rounds_by_strides: bool = False
+    keeps_strides: Callable[[Node], bool] = lambda node: True
     condition: Callable[[Node], bool] = lambda node: True
 
 
@@ -205,9 +207,16 @@ def _pads_of(node: Node) -> tuple[int, ...]:
     return nodes.argument(node, "pad")
 
 
-def _is_on_one_device(node: Node) -> bool:
+def _keeps_memory_format(node: Node) -> bool:
+    """Whether a cast has no memory format. The node does not show that argument of `Tensor.to`."""
+    return len(nodes.output_shape(node, 0) or ()) not in (4, 5)
+
+
+def _is_cast(node: Node) -> bool:
+    """Whether a copy has another dtype, and is on the same device."""
     producer, index = nodes.producer(node, 0)
-    return nodes.output_device(node, 0) == nodes.output_device(producer, index)
+    has_other_dtype = nodes.output_dtype(node, 0) is not nodes.output_dtype(producer, index)
+    return has_other_dtype and nodes.output_device(node, 0) == nodes.output_device(producer, index)
 
 
 OPERATIONS: Mapping[str, Operation] = {
@@ -269,7 +278,8 @@ OPERATIONS: Mapping[str, Operation] = {
             Tensor.to,
             (UNSAVED,),
             (nodes.output_dtype,),
-            condition=_is_on_one_device,
+            keeps_strides=_keeps_memory_format,
+            condition=_is_cast,
         )
     ),
     "CloneBackward0": Operation(Output(same, (UNSAVED,), cost=0)),

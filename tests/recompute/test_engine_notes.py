@@ -207,6 +207,51 @@ def test_number_that_is_added_without_a_gradient_is_not_recorded(source: str) ->
         assert_same_steps(model, converted_twin(model), x, steps=3, tolerance=0)
 
 
+@pytest.mark.parametrize("source", SOURCES)
+def test_number_and_a_view_without_a_gradient_are_told_apart(source: str) -> None:
+    """Neither has a producer. In the first step the view holds the number."""
+
+    class Views(nn.Module):
+        value = torch.ones(1, requires_grad=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.value * 1.0
+            with torch.no_grad():
+                view = y.view(1, 1)
+            return (view + 1.0).expand(64, 64) * x.sigmoid()
+
+    model, x = mlp(Views()), torch.randn(64, 32)
+    twin = converted_twin(model)
+    with nodes_from(source), no_warnings():
+        for value in (1.0, 2.0):
+            Views.value = torch.full((1,), value, requires_grad=True)
+            assert_same_steps(model, twin, x, steps=1, tolerance=0)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_number_that_a_subclass_changes_is_not_recorded(source: str) -> None:
+    class Scales(Tensor):
+        factor = 1.0
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            with torch._C.DisableTorchFunctionSubclass():
+                if func in (Tensor.add, Tensor.__add__):
+                    return args[0].as_subclass(Tensor) + args[1] * cls.factor
+                return func(*args, **(kwargs or {}))
+
+    class Sum(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.silu(x) * (x.as_subclass(Scales) + 2.0)
+
+    model, x = mlp(Sum()), torch.randn(64, 32)
+    twin = converted_twin(model)
+    with nodes_from(source), no_warnings():
+        for factor in (1.0, 3.0):
+            Scales.factor = factor
+            assert_same_steps(model, twin, x, steps=1, tolerance=0)
+
+
 def _add_to_a_slice(y: Tensor) -> None:
     y[:, 1:] += 1.0
 
@@ -427,6 +472,52 @@ def test_module_that_returns_another_output_matches_pytorch(source: str) -> None
         assert_same_steps(model, twin, x, tolerance=0)
         weight[32:] *= -1.5
         assert_same_steps(model, twin, x, tolerance=0)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    ("outputs", "size"),
+    [(TwoOutputs.apply, 64), (lambda h: torch.unsafe_chunk(h, 2, -1), 32)],
+    ids=["function", "unsafe_chunk"],
+)
+def test_first_output_may_be_written_to_if_only_the_second_is_saved(
+    outputs: Callable[[Tensor], tuple[Tensor, ...]], size: int, source: str
+) -> None:
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.noted = nn.Linear(32, 64), nn.Identity()
+            self.second, self.third = nn.Linear(size, 8), nn.Linear(size, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, second = outputs(self.first(x))
+            first = self.noted(first)
+            total = self.second(second) + self.third(F.relu(first))
+            with torch.no_grad():
+                first.zero_()
+            return total
+
+    model, x = Network(), torch.randn(64, 32)
+    with nodes_from(source), no_warnings():
+        assert_same_steps(model, converted_twin(model), x, tolerance=0)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_tensor_that_a_hook_unpacks_is_not_noted_as_the_output(source: str) -> None:
+    """It is a copy with a version of its own. In the first step the write changes nothing."""
+
+    def compute(m: Any, z: Tensor) -> Tensor:
+        y = m.other(z)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
+            energy = (y * y).square().sum()
+        (force,) = torch.autograd.grad(energy, y, create_graph=True)
+        with torch.no_grad():
+            y.add_(m.step - 1)
+        return m.conv(F.relu(y) + force)
+
+    model, x = Program(compute), images()
+    with nodes_from(source), no_warnings():
+        assert_same_steps(model, converted_twin(model), x, steps=3)
 
 
 @pytest.mark.parametrize("source", SOURCES)
