@@ -103,7 +103,7 @@ def _timm_entry(name: str) -> Entry:
     config = importlib.import_module("timm").get_pretrained_cfg(name)
     channels, _, own = config.input_size
     sides = [own] if config.fixed_input_size else SIDES
-    if own > SIDES[-1]:  # segmentation models, which would take hours
+    if config.fixed_input_size and own > SIDES[-1]:  # segmentation models, which would take hours
         return Entry(f"timm:{name}", images([224], channels=channels), {"img_size": 224})
     return Entry(f"timm:{name}", images(sides, channels=channels))
 
