@@ -74,6 +74,8 @@ SUB = "SubBackward0"
 SYNC_BATCH_NORM = "SyncBatchNormBackward"
 TO_COPY = "ToCopyBackward0"
 UNSAFE_VIEW = "UnsafeViewBackward0"
+# Their outputs share the input's memory, and are not views of it.
+UNSAFE_SPLITS = frozenset({"UnsafeSplitBackward0", "UnsafeSplitWithSizesBackward0"})
 # The grad_fn of a traced graph's input that requires grad; "NoneType" is that of another input.
 GRAPH_INPUTS = frozenset({"NoneType", ACCUMULATE_GRAD, "Error"})
 # Operations whose outputs torch.compile does not recompute, and views of them.

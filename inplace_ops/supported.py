@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from numbers import Real
 from typing import Any, NamedTuple
@@ -68,16 +68,23 @@ def activation_of(module: nn.Module) -> ActivationCall | None:
     number, or if PyTorch's module or function is replaced.
     """
     cls: Any = type(module)
-    candidates = _candidates(cls)
+    candidates, forward = _candidates(cls)
     for activation in candidates:
-        required: dict[str, object] = dict(activation.constants)
-        if len(candidates) > 1:
-            required |= activation.variant
-        if all(getattr(module, name) == value for name, value in required.items()):
-            scalars = tuple(getattr(module, name) for name in activation.scalars)
-            is_supported = all(isinstance(s, Real) for s in scalars) and _is_original(activation)
-            return ActivationCall(activation, scalars) if is_supported else None
+        if not _has_attributes(module, activation, with_variant=len(candidates) > 1):
+            continue
+        scalars = tuple(getattr(module, name) for name in activation.scalars)
+        is_supported = all(isinstance(s, Real) for s in scalars)
+        is_original = cls.forward is forward and _is_original(activation)
+        return ActivationCall(activation, scalars) if is_supported and is_original else None
     return None
+
+
+def _has_attributes(module: nn.Module, activation: Activation, with_variant: bool) -> bool:
+    numbers = ((getattr(module, name, None), n) for name, n in activation.constants.items())
+    if not all(isinstance(value, Real) and value == number for value, number in numbers):
+        return False
+    variant = activation.variant.items() if with_variant else ()
+    return all(getattr(module, name) == value for name, value in variant)
 
 
 def _is_original(activation: Activation) -> bool:
@@ -86,13 +93,21 @@ def _is_original(activation: Activation) -> bool:
     return is_original and getattr(F, activation.torch_name) is _FUNCTIONS[activation]
 
 
+class _Candidates(NamedTuple):
+    """The activations that a class may compute, and its forward."""
+
+    activations: tuple[Activation, ...]
+    forward: Callable[..., Any]
+
+
 @cache
-def _candidates(cls: type[nn.Module]) -> tuple[Activation, ...]:
+def _candidates(cls: type[nn.Module]) -> _Candidates:
     known = _BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}")
     if known is not None:
-        return (known,)
+        return _Candidates((known,), cls.forward)
     base = _base_of(cls)
-    return tuple(activation for activation in ACTIVATIONS if activation.torch_module is base)
+    activations = (activation for activation in ACTIVATIONS if activation.torch_module is base)
+    return _Candidates(tuple(activations), cls.forward)
 
 
 def _base_of(cls: type[nn.Module]) -> type[nn.Module]:

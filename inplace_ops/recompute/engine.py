@@ -104,6 +104,7 @@ from .._torch_private import (
     LEAF_SEQUENCE_NUMBER,
     NO_PASS,
     TO_COPY,
+    UNSAFE_SPLITS,
     running_pass,
     storage_id,
     tree_leaves,
@@ -168,6 +169,7 @@ _LEAF_FACTOR = 4  # see NOTE [Leaves]
 _CAST, _CONCATENATION = OPERATIONS[TO_COPY], OPERATIONS[CAT]
 _MAX_SPEC_KEYS = 2**16
 _MAX_NODES = 2**32  # of one forward pass
+_MAX_ALIASES = 64  # nodes that `_shares_memory_with_leaf` visits
 _engines = itertools.count()
 
 
@@ -1036,23 +1038,39 @@ def _is_activation(saved: Tensor) -> bool:
     node, _ = base_of(saved.grad_fn, saved.output_nr)
     if node is None or nodes.autograd_leaf_of(node) is not None:
         return False
-    if not nodes.is_python_function(type(node)):
-        return True
-    # `parameter.detach()`, returned by the forward of an autograd Function, has no base.
-    return not _is_alias_of_leaf(saved, node)
+    return not (_may_return_alias(node) and _shares_memory_with_leaf(saved, node))
 
 
-def _is_alias_of_leaf(tensor: Tensor, node: Node) -> bool:
-    """Whether a Function's output shares memory with an autograd leaf that the Function reads."""
-    for producer, index in nodes.producers(node):
-        base, _ = base_of(producer, index)
-        if base is None:
+def _may_return_alias(node: Node) -> bool:
+    """Whether an operation may return an alias of an input that is not a view of it.
+
+    An unsafe split does, and the forward of an autograd Function may, for example `x.detach()`.
+    """
+    return nodes.is_python_function(type(node)) or type(node).__name__ in UNSAFE_SPLITS
+
+
+def _shares_memory_with_leaf(tensor: Tensor, node: Node) -> bool:
+    """Whether an operation's output may share memory with an autograd leaf that it depends on.
+
+    Other operations in between allocate their output. After many nodes the answer is True.
+    """
+    pending = [node]
+    seen: set[Node] = set()
+    while pending:
+        current = pending.pop()
+        if current in seen:
             continue
-        leaf = nodes.autograd_leaf_of(base)
-        if leaf is not None and _share_memory(leaf, tensor):
+        if len(seen) == _MAX_ALIASES:
             return True
-        if nodes.is_python_function(type(base)) and _is_alias_of_leaf(tensor, base):
-            return True
+        seen.add(current)
+        for producer, index in nodes.producers(current):
+            base, _ = base_of(producer, index)
+            leaf = None if base is None else nodes.autograd_leaf_of(base)
+            if leaf is not None:
+                if nodes.is_plain(leaf) and _share_memory(leaf, tensor):
+                    return True
+            elif base is not None and _may_return_alias(base):
+                pending.append(base)
     return False
 
 

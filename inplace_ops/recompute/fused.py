@@ -127,13 +127,14 @@ def _unfused(module: nn.Module, forward: Forward, z: Tensor) -> Tensor:
 
     If the activation runs in place after an instance norm, run it on the base of the view z: in
     place on the view, autograd would create a CopySlices node, which hides the activation's saved
-    tensors.
+    tensors. Not so if a function mode may return another tensor.
     """
     call, norm = activation_of(module), norms.norm_of(z)
     if (
         call is None
         or norm is None
         or norm.output is z
+        or is_user_mode_active()
         or not _is_in_place(module, call.activation)
     ):
         return forward(z)

@@ -189,17 +189,41 @@ class GuidedMode(TorchFunctionMode):
         return GuidedReLU.apply(args[0]) if func is F.relu else func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("by", ["function", "forward", "mode"])
+class RenamedReLU(nn.ReLU):
+    pass
+
+
+@pytest.mark.parametrize("by", ["function", "forward", "mode", "forward of a subclass"])
 def test_replaced_activation_matches_pytorch(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tools that explain a model's output replace ReLU, whose values stay the same."""
-    model = nn.Sequential(nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), nn.ReLU(), nn.Conv2d(C, 2, 1))
+    activation = RenamedReLU() if by == "forward of a subclass" else nn.ReLU()
+    model = nn.Sequential(nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), activation, nn.Conv2d(C, 2, 1))
     twin, x = copy.deepcopy(model), examples()
     inplace_ops.convert(twin)
+    assert_same_steps(model, twin, x)
     if by == "function":
         monkeypatch.setattr(F, "relu", lambda x, inplace=False: GuidedReLU.apply(x))
     elif by == "forward":
         monkeypatch.setattr(nn.ReLU, "forward", lambda self, x: GuidedReLU.apply(x))
+    elif by == "forward of a subclass":
+        monkeypatch.setattr(RenamedReLU, "forward", lambda self, x: GuidedReLU.apply(x))
     with GuidedMode() if by == "mode" else contextlib.nullcontext():
+        assert_same_steps(model, twin, x)
+
+
+class DoublingMode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is F.relu else result
+
+
+def test_mode_that_returns_another_tensor_than_in_place_matches_pytorch() -> None:
+    layers = [nn.Conv2d(3, C, 3), nn.InstanceNorm2d(C, affine=True), nn.ReLU(inplace=True)]
+    model, x = nn.Sequential(*layers, nn.Conv2d(C, 2, 1)), examples()
+    twin = copy.deepcopy(model)
+    inplace_ops.convert(twin)
+    assert_same_steps(model, twin, x)
+    with DoublingMode():
         assert_same_steps(model, twin, x)
 
 

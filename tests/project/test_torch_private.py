@@ -201,6 +201,16 @@ def check_node_names() -> None:
     assert private.is_named(x.clone().grad_fn.next_functions[0][0], private.ACCUMULATE_GRAD)
 
 
+@checks("UNSAFE_SPLITS")
+def check_unsafe_splits() -> None:
+    x = leaf(4)
+    outputs = torch.unsafe_chunk(x, 2)[0], torch.unsafe_split_with_sizes(x, [1, 3])[0]
+    assert {type(y.grad_fn).__name__ for y in outputs} == private.UNSAFE_SPLITS
+    for y in outputs:
+        assert y._base is None
+        assert y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
 @checks("SYNC_BATCH_NORM")
 def check_sync_batch_norm() -> None:
     """`recompute/nodes.py` knows in which order this Function saves its tensors."""

@@ -184,8 +184,11 @@ class Detached(torch.autograd.Function):
         lambda w: w.view(-1).unfold(0, 1, 1)[:, 0].view_as(w),
         lambda w: torch.view_as_real(torch.view_as_complex(w.view(32, 32, 2))).view_as(w),
         Detached.apply,
+        lambda w: Detached.apply(Detached.apply(w.t())).t(),
+        lambda w: torch.cat([Detached.apply(w), w])[:32],
+        lambda w: torch.unsafe_chunk(w, 1)[0],
     ],
-    ids=["unfold", "view_as_real", "function"],
+    ids=["unfold", "view_as_real", "function", "functions", "copy", "unsafe_chunk"],
 )
 def test_alias_of_a_parameter_is_not_a_spec_leaf(alias: Callable[[Tensor], Tensor]) -> None:
     """A fused optimizer writes to a parameter between forward and backward."""
@@ -211,6 +214,49 @@ def test_alias_of_a_parameter_is_not_a_spec_leaf(alias: Callable[[Tensor], Tenso
         assert m.weight._version == version
         gradients.append(torch.autograd.grad(loss, [m.last.weight, m.other.weight]))
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+class Swapped(torch.autograd.Function):
+    """Returns the sum and the difference of two tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x + y, x - y
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        return first + second, first - second
+
+
+@pytest.mark.parametrize("length", [4, 60])
+def test_search_for_aliases_visits_each_function_once(length: int) -> None:
+    """There are 2 ** length paths. A Function may also read a leaf without a storage."""
+
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, sparse: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+            return gradient * 2, None
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x, y = self.linear(x), Reads.apply(x, sparse)
+            for _ in range(length):
+                x, y = Swapped.apply(x / 2, y)
+                x, y = Swapped.apply(x, y)
+            return (x * torch.sigmoid(y)).tanh()
+
+    sparse = torch.eye(4).to_sparse().requires_grad_()
+    model, x = Network(), torch.randn(32, 64)
+    with no_warnings():
+        assert_same_steps(model, converted_twin(model), x, tolerance=0)
 
 
 def test_norm_with_large_parameters_is_not_recomputed() -> None:
