@@ -208,7 +208,7 @@ def _pads_of(node: Node) -> tuple[int, ...]:
 
 
 def _keeps_memory_format(node: Node) -> bool:
-    """Whether a cast has no memory format. The node does not show that argument of `Tensor.to`."""
+    """Whether the shape has no channels_last format, to which a cast may change it unseen."""
     return len(nodes.output_shape(node, 0) or ()) not in (4, 5)
 
 
