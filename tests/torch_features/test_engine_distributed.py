@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import inplace_ops
-from inplace_ops.recompute import engine
+from inplace_ops.recompute import engine, norms
 
 SAMPLES = 4  # per process
 
@@ -435,6 +435,9 @@ def sync_batch_norm(affine: bool, source: str) -> None:
             for name, function in ON_A_CPU.items():
                 library.impl(name, function, "CPU")
         p.setattr(nn.SyncBatchNorm, "forward", _synchronized)
+        # The engine knows this forward as PyTorch's own.
+        methods = norms._METHODS[nn.SyncBatchNorm]
+        p.setitem(norms._METHODS, nn.SyncBatchNorm, (_synchronized, *methods[1:]))
         _check_sync_batch_norm(affine, source)
 
 
