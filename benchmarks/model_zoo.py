@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -84,6 +85,7 @@ def _timm_names() -> Iterator[str]:
     """Yield the names of timm's models; takes minutes, since it builds all of them on meta."""
     library = importlib.import_module("timm")
 
+    @cache
     def parameters(name: str) -> int:
         with torch.device("meta"):
             return sum(p.numel() for p in library.create_model(name).parameters())

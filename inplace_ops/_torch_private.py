@@ -32,8 +32,10 @@ from torch._C._functorch import (
 # The type of an op: `torch.ops` offers only the instances.
 from torch._ops import OpOverload as OpOverload
 
-# Whether a tensor subclass has `__tensor_flatten__`, which names the tensors it consists of.
+# The function mode of a default device.
 from torch.utils._device import DeviceContext
+
+# Whether a tensor subclass has `__tensor_flatten__`, which names the tensors it consists of.
 from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
 )

@@ -489,8 +489,8 @@ class Engine:
     def _record_norm_module(
         self, module: nn.Module, node: Node, record: Record, output: Tensor, is_first_hook: bool
     ) -> None:
-        is_known = norms.runs_pytorchs_forward(module) and not is_user_mode_active()
-        if not is_first_hook or not is_known:
+        may_differ = not is_first_hook or is_user_mode_active()
+        if may_differ or not norms.runs_pytorchs_forward(module):
             if record.eps is None:
                 record.eps = norms.eps_confirmed_by_output(output, node, record.parameters, module)
             return

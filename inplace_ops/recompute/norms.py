@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -239,9 +239,17 @@ def registered_parameters(module: nn.Module) -> Parameters:
 # The attributes of a norm module that determine which weight and bias its operation reads.
 _DECIDING = ("forward", "_handle_no_batch_input", "_apply_instance_norm", "__getattr__")
 
+
+def _methods_of(cls: type) -> tuple[Any, ...]:
+    return tuple(getattr(cls, name, None) for name in _DECIDING)
+
+
+def _functions() -> tuple[Any, ...]:
+    return F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm
+
+
 # PyTorch's own, to recognize that a tool has replaced one.
-_METHODS = {base: tuple(getattr(base, name, None) for name in _DECIDING) for base in MODULES}
-_FUNCTIONS = (F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm)
+_METHODS, _FUNCTIONS = {base: _methods_of(base) for base in MODULES}, _functions()
 
 
 def runs_pytorchs_forward(module: nn.Module) -> bool:
@@ -254,12 +262,7 @@ def runs_pytorchs_forward(module: nn.Module) -> bool:
     original = next((base for base in MODULES if issubclass(cls, base)), None)
     if original is None or cls.__getattribute__ is not object.__getattribute__:
         return False
-    if any(
-        getattr(cls, name, None) is not method
-        for name, method in zip(_DECIDING, _METHODS[original], strict=True)
-    ):
-        return False
-    if (F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm) != _FUNCTIONS:
+    if _methods_of(cls) != _METHODS[original] or _functions() != _FUNCTIONS:
         return False
     shadows = {"weight", "bias", *_DECIDING} & vars(module).keys()
     return not shadows and not hasattr(cls, "weight") and not hasattr(cls, "bias")

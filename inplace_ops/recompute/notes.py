@@ -46,7 +46,7 @@ def gains_from_notes(module: nn.Module, args: Any) -> bool:
     """
     if not torch.is_grad_enabled() or is_pytorchs(module):
         return False
-    if function_modes():  # another mode may change the arguments that ours has seen
+    if is_user_mode_active():  # it may change the arguments that our mode has seen
         return False
     inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
     if any(arg.dtype in _NARROW for arg in inputs):
@@ -103,7 +103,7 @@ class NotingMode(TorchFunctionMode):
 
 
 def is_user_mode_active() -> bool:
-    """Whether a function mode is active that may change what PyTorch's modules compute."""
+    """Whether a function mode of the user is active, which may change what functions compute."""
     return any(not isinstance(mode, NotingMode) for mode in function_modes())
 
 

@@ -216,7 +216,7 @@ def test_alias_of_a_parameter_is_not_a_spec_leaf(alias: Callable[[Tensor], Tenso
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
 
-class Swapped(torch.autograd.Function):
+class SumAndDifference(torch.autograd.Function):
     """Returns the sum and the difference of two tensors."""
 
     @staticmethod
@@ -249,8 +249,8 @@ def test_search_for_aliases_visits_each_function_once(length: int) -> None:
         def forward(self, x: Tensor) -> Tensor:
             x, y = self.linear(x), Reads.apply(x, sparse)
             for _ in range(length):
-                x, y = Swapped.apply(x / 2, y)
-                x, y = Swapped.apply(x, y)
+                x, y = SumAndDifference.apply(x / 2, y)
+                x, y = SumAndDifference.apply(x, y)
             return (x * torch.sigmoid(y)).tanh()
 
     sparse = torch.eye(4).to_sparse().requires_grad_()
