@@ -494,7 +494,7 @@ def _stored(entry: Operation) -> str:
         entry.result: "recomputed" + (", or 1 bit per element" if mask else ""),
         entry.activation_field if mask and not entry.result else "": "or 1 bit per element",
         entry.shape_only: "only its shape",
-        entry.indices: "32 bits",
+        entry.indices: "16 or 32 bits",
         entry.saved_mask: "1 bit per element of a mask",
     }
     texts = [f"`{field}`: {text}" for field, text in cells.items() if field]

@@ -88,6 +88,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import threading
 import warnings
 import weakref
@@ -541,16 +542,12 @@ class Engine:
                 self._replace_input(node, field, exact=True)
         if record is not None and operation.result:
             self._replace_result(node, operation, record)
+        if operation.indices:
+            self._replace_indices(node, operation)
         if operation.shape_only:
             saved = self._rewritable(node, operation.shape_only)
             if saved is not None:
                 self._save_packed(node, operation.shape_only, saved, Shape(saved))
-        if operation.indices:
-            saved = self._rewritable(node, operation.indices)
-            if saved is not None and saved.untyped_storage().nbytes() == saved.nbytes:
-                spec = Downcast(self._memories.downcast(saved, torch.int32), saved)
-                name = ("indices", nodes.operation_name(node))
-                self._save_packed(node, operation.indices, saved, Recomputed(spec, saved, *name))
         if operation.saved_mask:
             self._replace_mask(node, operation.saved_mask)
         if operation.reads_no_values:
@@ -734,6 +731,18 @@ class Engine:
         value = Recomputed(Bits(memory, saved), saved, "mask", nodes.operation_name(node))
         if self.is_verified(lambda: value, saved, type(node), field, "mask"):
             self._save_packed(node, field, saved, value)
+
+    def _replace_indices(self, node: Node, operation: Operation) -> None:
+        """Replace the indices of max pooling by a copy in a smaller dtype."""
+        saved = self._rewritable(node, operation.indices)
+        if saved is None or saved.untyped_storage().nbytes() != saved.nbytes:
+            return
+        pooled = nodes.saved_tensor(node, operation.shape_only)
+        is_short = pooled is not None and math.prod(pooled.shape[-operation.pooled_dims :]) <= 2**15
+        memory = self._memories.downcast(saved, torch.int16 if is_short else torch.int32)
+        name = ("indices", nodes.operation_name(node))
+        value = Recomputed(Downcast(memory, saved), saved, *name)
+        self._save_packed(node, operation.indices, saved, value)
 
     def _save_packed(self, node: Node, field: str, saved: Tensor, value: Packed) -> None:
         """Save a packed value in a field of a node, instead of the tensor `saved`."""

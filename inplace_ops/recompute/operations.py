@@ -11,7 +11,8 @@ Each entry maps the name of a node type to an `Operation`, with these fields:
   recomputed.
 - `mask`: The activation, if backward reads only one bit per element of the saved tensor.
 - `shape_only`: The field of a saved input, if backward reads only its shape, strides and dtype.
-- `indices`: The field of saved indices that fit into 32 bits.
+- `indices`: The field of saved indices into a pooling's input, which fit into 32 bits.
+- `pooled_dims`: The number of dimensions that such an index counts.
 - `saved_mask`: The field of a saved mask: booleans, or the noise of a dropout on a CPU.
 - `reads_exact`: The fields of saved inputs that backward may read recomputed, if the spec is exact.
 - `reads_no_values`: Whether backward reads no value of any input.
@@ -85,6 +86,7 @@ class Operation:
     mask: Activation | None = None
     shape_only: str = ""
     indices: str = ""
+    pooled_dims: int = 0
     saved_mask: str = ""
     reads_no_values: bool = False
     reads_exact: tuple[str, ...] = ()
@@ -159,8 +161,14 @@ def _saved(field: str) -> Operation:
     return Operation(saved_output=field)
 
 
-def _shape(indices: str = "") -> Operation:
-    return Operation(shape_only="self", indices=indices, reads_no_values=True)
+def _shape() -> Operation:
+    return Operation(shape_only="self", reads_no_values=True)
+
+
+def _max_pooling(pooled_dims: int) -> Operation:
+    return Operation(
+        shape_only="self", indices="result1", pooled_dims=pooled_dims, reads_no_values=True
+    )
 
 
 def _sum(function: Callable[..., Tensor]) -> Operation:
@@ -314,10 +322,10 @@ OPERATIONS: Mapping[str, Operation] = {
     "AvgPool3DBackward0": _shape(),
     "AdaptiveAvgPool2DBackward0": _shape(),
     "AdaptiveAvgPool3DBackward0": _shape(),
-    "MaxPool2DWithIndicesBackward0": _shape("result1"),
-    "MaxPool3DWithIndicesBackward0": _shape("result1"),
-    "AdaptiveMaxPool2DBackward0": _shape("result1"),
-    "AdaptiveMaxPool3DBackward0": _shape("result1"),
+    "MaxPool2DWithIndicesBackward0": _max_pooling(2),
+    "MaxPool3DWithIndicesBackward0": _max_pooling(3),
+    "AdaptiveMaxPool2DBackward0": _max_pooling(2),
+    "AdaptiveMaxPool3DBackward0": _max_pooling(3),
     "ReflectionPad1DBackward0": _shape(),
     "ReflectionPad2DBackward0": _shape(),
     "ReflectionPad3DBackward0": _shape(),

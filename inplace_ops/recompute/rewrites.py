@@ -5,8 +5,8 @@
 - Masks: one bit per element. `Bits` is a spec, because the output of a dropout is recomputed from
   its mask.
 
-`Downcast` in `specs.py` is a spec for two more: the indices of max pooling, in 32 instead of 64
-bits, and a tensor that was cast from a smaller dtype.
+`Downcast` in `specs.py` is a spec for two more: the indices of max pooling, in 16 or 32 instead of
+64 bits, and a tensor that was cast from a smaller dtype.
 """
 
 from __future__ import annotations

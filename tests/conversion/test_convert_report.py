@@ -87,7 +87,7 @@ def test_report_lists_replaced_and_remaining_tensors() -> None:
         ("NativeBatchNorm", "SiLU", "2", size, "recomputed"),
         ("SiLU", "Convolution", "3", size, "recomputed"),
         ("ReLU", "ReLU", "5", size, "recomputed"),  # pooling saves the same storage
-        ("(no grad_fn)", "MaxPool2DWithIndices", "6", size // 2, "stored as int32"),
+        ("(no grad_fn)", "MaxPool2DWithIndices", "6", size // 2, "stored as int16"),
     }
     assert [r.bytes for r in report.replaced] == sorted([r.bytes for r in report.replaced])[::-1]
     largest = report.remaining[0]

@@ -551,8 +551,8 @@ INDEX_USERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("index_user", INDEX_USERS)
-def test_unused_pooling_indices_are_stored_in_32_bits(index_user: str) -> None:
-    """Pooling indices are stored in 32 bits unless something else uses them."""
+def test_unused_pooling_indices_are_stored_in_fewer_bits(index_user: str) -> None:
+    """Pooling indices are stored in fewer bits unless something else uses them."""
 
     def compute(m: Any, z: Tensor) -> Any:
         return INDEX_USERS[index_user](*F.max_pool2d(m.other(z), 2, return_indices=True))
@@ -562,10 +562,47 @@ def test_unused_pooling_indices_are_stored_in_32_bits(index_user: str) -> None:
     output = twin(x)
     (indices,) = [value for value in recomputed(output) if value.dtype is torch.int64]
     (stored,) = indices.tensors()
-    assert stored.dtype is (torch.int32 if index_user == "nothing" else torch.int64)
+    assert stored.dtype is (torch.int16 if index_user == "nothing" else torch.int64)
     assert indices.unpack().dtype is torch.int64
     assert saved_bytes(twin, x) <= saved_bytes(model, x)
     assert saved_allocation(lambda: twin(x)) <= saved_allocation(lambda: model(x))
+    assert_same_steps(model, twin, x, tolerance=0)
+
+
+POOLINGS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...], torch.dtype]] = {
+    "2-D, 2^15": (lambda x: F.max_pool2d(x, 2), (128, 256), torch.int16),
+    "2-D, above 2^15": (lambda x: F.max_pool2d(x, 2), (128, 258), torch.int32),
+    "3-D, 2^15": (lambda x: F.max_pool3d(x, 2), (8, 64, 64), torch.int16),
+    "3-D, above 2^15": (lambda x: F.max_pool3d(x, 2), (8, 64, 66), torch.int32),
+    "adaptive 2-D, 2^15": (lambda x: F.adaptive_max_pool2d(x, 64), (128, 256), torch.int16),
+    "adaptive 3-D, 2^15": (lambda x: F.adaptive_max_pool3d(x, 8), (8, 64, 64), torch.int16),
+}
+
+
+class Pooling(nn.Module):
+    """A pooling of a scaled input."""
+
+    def __init__(self, pool: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.pool, self.scale = pool, nn.Parameter(torch.rand(()) + 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pool(x * self.scale)
+
+
+@pytest.mark.parametrize("is_batched", [True, False], ids=["batched", "one sample"])
+@pytest.mark.parametrize("name", POOLINGS)
+def test_largest_index_of_a_pooling_fits(name: str, is_batched: bool) -> None:
+    """The dtype of stored indices is the smallest that has the index of the plane's last element."""
+    pool, sizes, dtype = POOLINGS[name]
+    model = Pooling(pool)
+    x = torch.randn(2, 2, *sizes) if is_batched else torch.randn(2, *sizes)
+    x.view(*x.shape[: -len(sizes)], -1)[..., -1] = 10.0  # the largest of its window
+    twin = converted_twin(model)
+    (indices,) = [value for value in recomputed(twin(x)) if value.dtype is torch.int64]
+    (stored,) = indices.tensors()
+    assert stored.dtype is dtype
+    assert indices.unpack().amax() == torch.tensor(sizes).prod() - 1
     assert_same_steps(model, twin, x, tolerance=0)
 
 
