@@ -13,8 +13,9 @@ and the input. Where CUDA's autocast is emulated on a CPU, steps are not timed. 
 each step in a CUDA graph and times its replay, which leaves out the host's time. --fill-gib
 verifies a small batch, and measures the batch for which PyTorch in place allocates that much.
 --largest-batch searches the largest batch whose step fits into a limit on all that PyTorch
-allocates. --at-once runs a process for each network, in one policy: all of them verify, compile and
-search at once, and time their steps one after another. --memory-only times nothing.
+allocates. --profile measures the device time of each operation of a step, with PyTorch's profiler,
+and --memory-only no time at all. --at-once runs a process for each network, in one policy: all of
+them verify, compile and search at once, and time their steps one after another.
 
 bytes: saved, peak and moved bytes of a step, as it is and converted with several `max_ops`. saved:
 what `inplace_ops.saved_bytes` counts, without parameters, buffers and the input. moved: the bytes
@@ -84,6 +85,8 @@ from networks import (
 )
 from policies import POLICIES, autocast, emulation, of_dtype
 from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
 from variants import (
     CHECKPOINTS,
     MAX_OPS,
@@ -155,6 +158,8 @@ def train(
             if arguments.largest_batch:
                 for label, step in steps.items():
                     batches[label] = _largest_batch(step, input_of, arguments)
+            elif arguments.profile:
+                return _profiles(name, policy_name, steps, arguments)
             elif not (arguments.memory_only or (device == "cpu" and policy.autocast)):
                 # The time of an emulation means nothing.
                 times = _times(name, steps, arguments, failures)
@@ -176,6 +181,44 @@ def train(
             **machine(device),
         }
         for label in steps
+    ]
+
+
+def _profiles(
+    name: str, policy_name: str, steps: Mapping[str, Step], arguments: argparse.Namespace
+) -> list[Row]:
+    """Return the rows of a network's profiles: one for each operation of each variant."""
+    case: Row = {"network": name, "policy": policy_name, "memory_format": arguments.memory_format}
+    return [
+        case
+        | {"variant": label, "input": _dimensions(step.x.shape)}
+        | operation
+        | machine(arguments.device)
+        for label, step in steps.items()
+        for operation in _operations(step, arguments.repetitions)
+    ]
+
+
+def _operations(step: Step, repetitions: int) -> list[Row]:
+    """Return calls and device time of each operation of a step, the longest time first."""
+    step.run()
+    step.reset()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if step.x.is_cuda else [])]
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(repetitions):
+            step.run()
+            step.reset()
+    times = {
+        (event.key, event.count): (
+            event.self_device_time_total if step.x.is_cuda else event.self_cpu_time_total
+        )
+        for event in profiler.key_averages()
+        if event.device_type == DeviceType.CPU  # others are kernels
+    }
+    return [
+        {"operation": name, "calls": count // repetitions, "ms": f"{us / repetitions / 1e3:.3f}"}
+        for (name, count), us in sorted(times.items(), key=lambda item: -item[1])
+        if us and count >= repetitions
     ]
 
 
@@ -317,6 +360,7 @@ def train_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Ro
         or arguments.graphs
         or arguments.turns
         or arguments.memory_only
+        or arguments.profile
     ):
         for published in PUBLISHED:
             yield dict.fromkeys(row, "") | published | {"source": SOURCE}
@@ -525,6 +569,7 @@ def parse() -> argparse.Namespace:
     training.add_argument("--memory-format", choices=MEMORY_FORMATS, default="contiguous")
     training.add_argument("--batch", type=int, help="default: 32 on a GPU, 4 on the CPU")
     training.add_argument("--memory-only", action="store_true", help="time nothing")
+    training.add_argument("--profile", action="store_true", help="measure each operation's time")
     training.add_argument("--graphs", action="store_true", help="time the replay of CUDA graphs")
     training.add_argument(
         "--fill-gib", type=float, help="the batch for which PyTorch in place allocates this much"
@@ -590,6 +635,8 @@ def main() -> None:
     name, rows_of, columns = COMMANDS[arguments.command]
     if arguments.command == "train" and arguments.memory_only:
         name = "peaks"
+    if arguments.command == "train" and arguments.profile:
+        name, columns = "profile", ["network", "variant", "operation", "calls", "ms"]
     write_results(name, partial(rows_of, arguments), columns, arguments)
 
 

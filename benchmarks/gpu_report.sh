@@ -4,8 +4,8 @@
 #   benchmarks/gpu_report.sh OUT [--device cpu] [PART...]
 #
 # Parts, all by default, in this order: build numerics tests memcheck initcheck bandwidth norms
-# activations host steps memory bytes networks graphs filled batches tuning summary. The part
-# baselines runs only if it is named. Each part has a time limit. If a part fails or reaches its
+# activations host steps memory bytes networks graphs filled profile batches tuning summary. The
+# part baselines runs only if it is named. Each part has a time limit. If a part fails or reaches its
 # limit, the rows that it has measured are written, the next part runs, and the exit status is 1.
 #
 # Each part writes OUT/PART_DEVICE.log, whose last line says how it ended. Parts that measure also
@@ -30,7 +30,7 @@ cd "$(dirname "$0")/.." || exit
 
 device=cuda
 known="build numerics tests memcheck initcheck bandwidth norms activations host steps memory bytes"
-known+=" networks graphs filled batches tuning summary"
+known+=" networks graphs filled profile batches tuning summary"
 optional=baselines
 wanted=""
 while [ $# -gt 0 ]; do
@@ -170,6 +170,8 @@ if [ "$device" = cuda ]; then
   # Half of the memory of an H100 with 80 GB.
   bench filled 280 networks train "${autocast[@]}" --batch 4 --variants "${eager[@]}" \
     --fill-gib 39 --repetitions 7
+  bench profile 200 networks train "${autocast[@]}" --batch 4 --variants "convert, max_ops=4" \
+    --fill-gib 12 --repetitions 3 --profile
   bench batches 280 networks train "${autocast[@]}" --batch 8 --variants "${eager[@]}" \
     --largest-batch 8
   # Replays of CUDA graphs leave out the host's time. A checkpoint cannot be captured.
@@ -192,6 +194,8 @@ else # limits here only end what hangs
   bench bytes 300 networks bytes --networks "Llama blocks" --policies "CUDA autocast" --max-ops 4
   bench networks 300 networks train --quick --networks "Llama blocks" nnU-Net-like --at-once \
     --variants "checkpoint of each block" "convert, max_ops=4" --repetitions 2
+  bench profile 300 networks train --quick --networks nnU-Net-like --profile \
+    --variants "convert, max_ops=4" --repetitions 2
   for part in graphs filled batches; do skip "$part" "it needs a GPU"; done
   skip tuning "it is of CUDA kernels"
 fi

@@ -354,6 +354,40 @@ def _memory_and_time(row: dict[str, str]) -> str:
     return ", ".join(cells)
 
 
+def profile(rows: Rows) -> str:
+    """Device time by operation, of the operations that take the most time or change the most."""
+    ours, theirs = values(rows, "variant")[1], values(rows, "variant")[0]
+    body = []
+    for (network, size), own in grouped(rows, "network", "input").items():
+        times = {
+            name: [
+                sum(float(row["ms"]) for row in of if row["variant"] == variant)
+                for variant in (theirs, ours)
+            ]
+            for (name,), of in grouped(own, "operation").items()
+        }
+        total = [sum(column) for column in zip(*times.values(), strict=True)]
+        shown = {
+            name: pair
+            for name, pair in times.items()
+            if max(pair) >= 0.05 * total[0] or abs(pair[1] - pair[0]) >= 0.003 * total[0]
+        }
+        for name, pair in {"all": total, **shown}.items():
+            cells = [f"{time:.2f}" for time in pair]
+            cells.append(
+                f"{pair[1] - pair[0]:+.2f}" if name != "all" else f"{pair[1] / pair[0]:.3f} x"
+            )
+            body.append(
+                [
+                    f"{network}, {size}" if name == "all" else "",
+                    name if name == "all" else f"`{name}`",
+                    *cells,
+                ]
+            )
+    header = ["network", "operation", f"{theirs}, ms", f"{ours}, ms", "difference, ms"]
+    return markdown(header, body)
+
+
 def training(rows: Rows) -> str:
     """Test accuracy and loss, by save mode."""
     header, *body = paired_lines(rows)
@@ -373,6 +407,7 @@ TABLES: Drawings = {
     "filled": networks,
     "batches": networks,
     "baselines": networks,
+    "profile": profile,
 }
 ALONE: Drawings = {
     "bytes": bytes_of_a_step,
@@ -398,6 +433,7 @@ COMMANDS = {
     "filled": "bench_networks.py train --fill-gib",
     "batches": "bench_networks.py train --largest-batch",
     "baselines": "bench_networks.py train --variants",
+    "profile": "bench_networks.py train --profile",
     "models": "bench_models.py",
     "remaining": "bench_models.py",
     "training": "bench_training.py",

@@ -34,8 +34,9 @@ struct Grid {
   bool strides;  // a grid-stride loop with as many blocks as are resident, or one tile a warp
   int threads;
 };
-constexpr Grid kGrids[] = {{"simple", false, 128}, {"simple", false, 256}, {"simple", false, 512},
-                           {"stride", true, 128},  {"stride", true, 256},  {"stride", true, 512}};
+constexpr Grid kGrids[] = {{"simple", false, 32},  {"simple", false, 64},  {"simple", false, 128},
+                           {"simple", false, 256}, {"simple", false, 512}, {"stride", true, 128},
+                           {"stride", true, 256},  {"stride", true, 512}};
 
 cudaDeviceProp device;
 cudaStream_t stream;
@@ -163,6 +164,8 @@ auto function_of(bool strides) {
 
 template <class Functor>
 auto function_of(const Grid& grid) {
+  if (grid.threads == 32) return function_of<32, Functor>(grid.strides);
+  if (grid.threads == 64) return function_of<64, Functor>(grid.strides);
   if (grid.threads == 128) return function_of<128, Functor>(grid.strides);
   if (grid.threads == 256) return function_of<256, Functor>(grid.strides);
   return function_of<512, Functor>(grid.strides);
