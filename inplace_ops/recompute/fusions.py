@@ -17,8 +17,13 @@ from torch import Tensor
 
 from .. import _ops
 from ..activations import ACTIVATIONS
+from .norms import NormAffine
 from .operations import add, same
 from .specs import Affine, Call, Computed, CopyOf, Spec, ViewCall
+
+# On an H200 PyTorch multiplies each channel by a factor at a third of the memory's bandwidth. From
+# this size on, a kernel after three small ones that prepare the factors is faster.
+_LEAST_SCALED_BYTES = 2**24
 
 _ACTIVATIONS = {activation.torch_function: activation for activation in ACTIVATIONS}
 
@@ -63,6 +68,8 @@ def _call_class_of(
         return SumWithNorm
     if function is F.relu and isinstance(inputs[0], SumWithNorm):
         return ReLUOfSum
+    if function is torch.mul:
+        return Product
     return Call
 
 
@@ -147,3 +154,48 @@ class ReLUOfSum(Call):
 
     def compute(self, consumer: int | None) -> Tensor:
         return self._total.of_sum(consumer, _ops.NORMALIZE_ADD_RELU, self.function)
+
+
+class Product(Call):
+    """The product of two tensors, of which one may have a single factor for each channel."""
+
+    __slots__ = ()
+
+    least_kept = 1
+
+    def of(self, *inputs: Tensor) -> Tensor:
+        value = multiply(*inputs)
+        return value if self.dtype in (None, value.dtype) else value.to(self.dtype)
+
+
+def multiply(x: Tensor, y: Tensor) -> Tensor:
+    """Return `x * y`, by a kernel of norms where PyTorch's kernel would be slow."""
+    for tensor, factors in ((x, y), (y, x)):
+        if _is_scaled_slowly(tensor) and _are_factors(factors, tensor):
+            return _ops.NORMALIZE(tensor, *_scaling(factors), _ops.dim_order_of(tensor))
+    return torch.mul(x, y)
+
+
+def _is_scaled_slowly(x: Tensor) -> bool:
+    return x.is_cuda and x.nbytes >= _LEAST_SCALED_BYTES
+
+
+def _are_factors(factors: Tensor, x: Tensor) -> bool:
+    """Whether a tensor has a factor for each channel of x, and PyTorch's product x's strides."""
+    shape = x.shape
+    has_channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return (
+        x.dim() > 2
+        and factors.shape == (shape[0], shape[1], *(1 for _ in shape[2:]))
+        and (factors.dtype, factors.device) == (x.dtype, x.device)
+        and factors.is_contiguous()
+        and (x.is_contiguous() or has_channels_last)
+        and _ops.has_kernel(x)
+    )
+
+
+def _scaling(factors: Tensor) -> NormAffine:
+    """Return the affine x * factor + -0.0, which has the value of the product bit for bit."""
+    scale = factors.reshape(-1).to(_ops.affine_dtype(factors.dtype))
+    shape = (2, *factors.shape)
+    return NormAffine(_ops.NORM_AFFINE(None, None, scale, scale.new_full((1,), -0.0), shape, 1), None)

@@ -32,7 +32,8 @@ values. Backward often runs them one after another, and need not compute the val
    reads. A spec keeps its value if the next consumer is at most `_SHARING_DISTANCE` nodes with a
    rule away: a value that is kept for long would add to the peak memory.
 3. A spec inside another keeps its value only if it takes at least two operations: this value is
-   alive while the consumer runs, in addition to the one that the consumer reads.
+   alive while the consumer runs, in addition to the one that the consumer reads. A factor of a
+   product always keeps its value: the product's own backward reads it next.
 4. A view keeps nothing, but the spec that it is a view of does.
 5. A kept value is dropped when backward reaches a consumer that comes after the one that the value
    was kept for, which then does not run. No other backward pass uses the value.
@@ -65,7 +66,7 @@ from .norms import NormAffine
 # tensor stays saved as PyTorch saves it: see NOTE [First use] in `engine.py`.
 _NORM_ROUNDINGS = 16
 
-_SHARING_DISTANCE, _MIN_COST_INSIDE = 4, 2  # see NOTE [Shared values]
+_SHARING_DISTANCE = 4  # see NOTE [Shared values]
 
 
 @cache
@@ -215,7 +216,13 @@ class _Kept(NamedTuple):
 
 
 class Computed(Spec):
-    """A spec that computes its tensor, and may keep it: see NOTE [Shared values]."""
+    """A spec that computes its tensor, and may keep it: see NOTE [Shared values].
+
+    Attributes:
+        least_kept: The least cost of a spec inside that keeps its value.
+    """
+
+    least_kept = 2
 
     __slots__ = ("_derived", "_kept", "_last_consumer", "_next_consumer")
 
@@ -253,7 +260,7 @@ class Computed(Spec):
             self._next_consumer[consumer] = last
         self._last_consumer = consumer
         for spec in self.inner():
-            if spec.cost >= _MIN_COST_INSIDE:
+            if spec.cost >= self.least_kept:
                 spec.add_consumer(consumer)
 
     def drops(self, consumer: int) -> bool:

@@ -173,7 +173,7 @@ def calls_of(spec: Spec) -> Iterator[Call]:
 
 
 def composed(function: Any, inputs: Any, arguments: Any) -> type[Call]:
-    return Call
+    return fusions.Product if function is torch.mul else Call
 
 
 def assert_fused(
@@ -327,3 +327,95 @@ def test_activation_and_cast_of_an_upcast_norm_are_fused(
         difference |= {"inplace_ops::normalize": -1, "inplace_ops::relu_recompute": 1}
     case = (lambda: UNetBlock(act, upcasts=True), images, difference)
     assert_fused(case, source, monkeypatch, tolerance=0 if is_exact else 1e-3)
+
+
+# The products of a tensor with one factor for each channel.
+
+
+class SqueezeExcitation(nn.Module):
+    """A convolution and a norm whose output is scaled channel by channel, then a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.act = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.SiLU()
+        self.factors, self.last = nn.Conv2d(16, 16, 1), nn.Conv2d(16, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.norm(self.first(x)))
+        return self.last(torch.sigmoid(self.factors(y.mean((2, 3), keepdim=True))) * y)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_scaled_channels_run_one_kernel(
+    memory_format: torch.memory_format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where PyTorch's broadcasted product is slow, a kernel of norms computes it."""
+    model = SqueezeExcitation().to(memory_format=memory_format)
+    x = images().to(memory_format=memory_format)
+    composed, fused = (converted_twin(model) for _ in range(2))
+    for twin in (composed, fused):
+        twin(x)  # checks the recomputed values
+
+    def ops_and_step(twin: nn.Module) -> tuple[Counter[str], Step]:
+        with OpCounter() as counter:
+            step = step_of(twin, x)
+        return counter.ops, step
+
+    before, expected = ops_and_step(composed)
+    monkeypatch.setattr(fusions, "_is_scaled_slowly", lambda x: True)
+    after, step = ops_and_step(fused)
+    assert_same_step(step, expected, tolerance=0)
+    assert after["inplace_ops::normalize"] == before["inplace_ops::normalize"] + 1
+    assert after["aten::mul"] == before["aten::mul"] - 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 16, 7, 5), (1, 5, 4, 8), (2, 3, 11), (2, 3, 4, 2, 3)])
+def test_scaled_channels_equal_the_product(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values, signs of zero, NaN and strides are those of `torch.mul`, in both orders."""
+    monkeypatch.setattr(fusions, "_is_scaled_slowly", lambda x: True)
+    special = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, torch.finfo(dtype).max]
+    special += [torch.finfo(dtype).tiny, torch.finfo(dtype).smallest_normal * 2.0**-5]
+    values = torch.tensor(special, dtype=dtype)
+    x, factors = torch.randn(shape).to(dtype), torch.randn(*shape[:2], *(1 for _ in shape[2:]))
+    factors = factors.to(dtype)
+    for tensor in (x, factors):
+        picked = torch.rand(tensor.shape) < 0.3
+        tensor[picked] = values[torch.randint(len(values), (int(picked.sum()),))]
+    formats = [x, x.to(memory_format=torch.channels_last)] if x.dim() == 4 else [x]
+    for tensor in formats:
+        for inputs in ((tensor, factors), (factors, tensor)):
+            with OpCounter() as counter:
+                value = fusions.multiply(*inputs)
+            assert counter.ops["inplace_ops::normalize"] == 1
+            expected = torch.mul(*inputs)
+            assert value.stride() == expected.stride()
+            torch.testing.assert_close(value, expected, rtol=0, atol=0, equal_nan=True)
+            is_number = ~expected.isnan()
+            assert torch.equal(value.signbit()[is_number], expected.signbit()[is_number])
+
+
+def test_other_products_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other shapes, dtypes and strides, for which the kernel's result could differ."""
+    monkeypatch.setattr(fusions, "_is_scaled_slowly", lambda x: True)
+    x, factors = torch.randn(4, 4, 6, 6), torch.randn(4, 4, 1, 1)
+    others = [
+        (x, factors.double()),
+        (x, factors[:1]),
+        (x, factors[:, :1]),
+        (x, factors.transpose(0, 1)),
+        (x.transpose(0, 1), factors),
+        (x[..., ::2], factors),
+        (x, x),
+        (x[:, :, 0, 0], factors[:, :, 0, 0]),
+        (x.to(torch.int32), factors.to(torch.int32)),
+    ]
+    for inputs in others:
+        with OpCounter() as counter:
+            value = fusions.multiply(*inputs)
+        expected = torch.mul(*inputs)
+        assert counter.ops["inplace_ops::normalize"] == 0
+        assert (value.dtype, value.stride()) == (expected.dtype, expected.stride())
+        assert torch.equal(value, expected)

@@ -66,6 +66,10 @@ def gated(m: Layers, z: Tensor) -> Tensor:
     return m.o(y * torch.sigmoid(m.q(z)))
 
 
+def swiglu(m: Layers, z: Tensor) -> Tensor:
+    return m.o(F.silu(m.q(z)) * m.k(z))
+
+
 def far_apart(m: Layers, z: Tensor) -> Tensor:
     y = m.q(z)
     for _ in range(specs._SHARING_DISTANCE + 1):
@@ -97,6 +101,7 @@ PROGRAMS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str, int, int]] = {
     "casts": (projections_in_bfloat16, f"{NORM} and cast", 1, 3),
     "ReLU of a sum": (residual, RELU_OF_SUM, 1, 2),
     "product and its factor": (gated, RELU_OF_NORM, 1, 2),
+    "product and its factor of one operation": (swiglu, "aten::silu", 1, 2),
     "far apart": (far_apart, NORM, 2, 2),
 }
 
