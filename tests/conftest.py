@@ -197,6 +197,13 @@ def built_host_kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
 
 
 @pytest.fixture(scope="session")
+def recorder(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """host_kernels.cpp, compiled to record the launches of all kernels instead of running them."""
+    flags = ["-DHOST_DEVICE=inline", "-DINPLACE_OPS_RECORD"]
+    return build("host_kernels.cpp", tmp_path_factory.mktemp("recorder"), *flags, name="recorder")
+
+
+@pytest.fixture(scope="session")
 def device_numerics(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModuleType]:
     """Return a function that compiles device_numerics.cpp.
 

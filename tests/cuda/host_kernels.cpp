@@ -1,15 +1,21 @@
 // Runs the bodies of the CUDA kernels on the host, over a virtual grid, for tests: conftest.py
 // compiles this file, and test_host_kernels.py calls it with the addresses of tensors. Needs
-// neither torch nor a GPU.
+// neither torch nor a GPU. With INPLACE_OPS_RECORD nothing runs: run() records the launches, for
+// tests that execute the compiled kernels.
 #define INPLACE_OPS_HARDWARE "../tests/cuda/emulated_hardware.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cfenv>
+#include <cmath>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <typeinfo>
 #include <vector>
+
+#include <cxxabi.h>
 
 #include "../../csrc/cuda/elementwise.cuh"
 #include "../../csrc/cuda/path_choice.cuh"
@@ -78,6 +84,47 @@ std::string name_of(const AffineLayout& layout) {
   return std::string(names[layout.kind]) + (layout.is_strided ? ", strided" : "");
 }
 
+// Returns the template arguments in a mangled name, such as "<4, Functor, Layout>".
+std::string template_arguments(const std::string& mangled) {
+  int status = 0;
+  char* const demangled = abi::__cxa_demangle(mangled.c_str(), nullptr, nullptr, &status);
+  if (!demangled) throw std::invalid_argument("not a mangled name: " + mangled);
+  const std::string name = demangled;
+  free(demangled);
+  const size_t begin = name.find('<', name.find("run_warps"));
+  size_t end = begin;
+  for (int depth = 0; end < name.size(); ++end) {
+    depth += (name[end] == '<') - (name[end] == '>');
+    if (depth == 0) break;
+  }
+  return name.substr(begin, end + 1 - begin);
+}
+
+// A launch of the kernel run_warps() in kernels.cu, for the warps that have tiles.
+struct Recorded {
+  std::string template_arguments;
+  std::vector<std::string> parameters;  // the bytes of each
+  int64_t first_warp, last_warp;
+  int warps_of_a_block;
+};
+std::vector<Recorded> recorded;
+
+template <int count, class Functor, class Layout>
+struct run_warps {};
+
+template <int count, class Functor, class Layout>
+void record(const Functor& functor, const Layout& layout, const Operands<Functor>& operands,
+            int64_t begin, int64_t end, int64_t first_warp, int64_t last_warp) {
+  const auto bytes = [](const auto& parameter) {
+    return std::string(reinterpret_cast<const char*>(&parameter), sizeof(parameter));
+  };
+  recorded.push_back({template_arguments(typeid(run_warps<count, Functor, Layout>).name()),
+                      {bytes(functor), bytes(layout), bytes(operands), bytes(begin), bytes(end)},
+                      first_warp,
+                      last_warp,
+                      kThreads / kWarpSize});
+}
+
 template <class Functor>
 Path run(const Functor& functor, const Launch& launch) {
   using T = typename Functor::Scalar;
@@ -108,9 +155,14 @@ Path run(const Functor& functor, const Launch& launch) {
     constexpr int warps = kThreads / kWarpSize;
     const int64_t skipped = std::max<int64_t>(launch.first_element - begin, 0);
     const int64_t tiles = tiles_of<count()>(end - begin);
-    for (int64_t tile = skipped / kTileElements<count()>;
-         tile < (tiles + warps - 1) / warps * warps; ++tile)
+    const int64_t first = skipped / kTileElements<count()>;
+    const int64_t last = (tiles + warps - 1) / warps * warps;
+#ifdef INPLACE_OPS_RECORD
+    record<count()>(functor, layout, operands, begin, end, first, last);
+#else
+    for (int64_t tile = first; tile < last; ++tile)
       run_warp<count()>(functor, layout, operands, begin, end, tile);
+#endif
   };
   choose_path(strided, operands, launch_tiles, few_tiles);
   return path;
@@ -183,6 +235,16 @@ std::pair<std::vector<int64_t>, std::vector<int64_t>> divide(const std::vector<i
   return results;
 }
 
+// Computes x * y + z in each element, rounded once: to nearest, or down.
+template <class C>
+void fma(uintptr_t x, uintptr_t y, uintptr_t z, uintptr_t result, size_t count, bool rounds_down) {
+  const auto in = [](uintptr_t address) { return reinterpret_cast<const C*>(address); };
+  std::fesetround(rounds_down ? FE_DOWNWARD : FE_TONEAREST);
+  for (size_t i = 0; i < count; ++i)
+    reinterpret_cast<C*>(result)[i] = std::fma(in(x)[i], in(y)[i], in(z)[i]);
+  std::fesetround(FE_TONEAREST);
+}
+
 void poison(uintptr_t address, size_t size) {
   ASAN_POISON_MEMORY_REGION(reinterpret_cast<void*>(address), size);
 }
@@ -194,6 +256,20 @@ void unpoison(uintptr_t address, size_t size) {
 PYBIND11_MODULE(MODULE_NAME, module) {
   module.def("run", &run_named);
   module.def("divide", &divide);
+  module.def("template_arguments", &template_arguments);
+  module.def("fma_float", &fma<float>);
+  module.def("fma_double", &fma<double>);
+  module.def("recorded", [] { return std::exchange(recorded, {}); });
+  py::class_<Recorded>(module, "Recorded")
+      .def_readonly("template_arguments", &Recorded::template_arguments)
+      .def_property_readonly("parameters",
+                             [](const Recorded& launch) {
+                               return std::vector<py::bytes>(launch.parameters.begin(),
+                                                             launch.parameters.end());
+                             })
+      .def_readonly("first_warp", &Recorded::first_warp)
+      .def_readonly("last_warp", &Recorded::last_warp)
+      .def_readonly("warps_of_a_block", &Recorded::warps_of_a_block);
   module.def("poison", &poison);
   module.def("unpoison", &unpoison);
   py::dict tile;  // from the bytes of an element to the elements of a warp's tile

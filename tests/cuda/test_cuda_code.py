@@ -1,28 +1,19 @@
-"""Check the machine code of the CUDA kernels in their disassembly, without a GPU.
-
-Needs the CUDA extension, and cuobjdump with nvdisasm: from a CUDA toolkit, from NVIDIA's packages
-nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm, or from Triton.
-"""
+"""Check the machine code of the CUDA kernels in their disassembly, without a GPU."""
 
 from __future__ import annotations
 
 import functools
-import os
 import re
-import shutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
 import pytest
 import torch
+from _support.cuobjdump import cuobjdump, skip_module_without_it
 from _support.marks import readable_id
 
-import inplace_ops
 from inplace_ops import _ops
 from inplace_ops.activations import ACTIVATIONS
 
@@ -139,28 +130,7 @@ AFFINE_LOADS = {
 }
 
 
-def find_cuobjdump() -> str | None:
-    folders = [os.environ.get("PATH", "")]
-    for path in map(Path, sys.path):
-        folders += map(str, path.glob("nvidia/*/bin"))
-        folders.append(str(path / "triton/backends/nvidia/bin"))
-    return shutil.which("cuobjdump", path=os.pathsep.join(folders))
-
-
-CUOBJDUMP = find_cuobjdump()
-LIBRARY = next(Path(inplace_ops.__file__).parent.glob("_C_cuda*.so"), None)
-if LIBRARY is None:
-    pytest.skip("the CUDA extension is not built", allow_module_level=True)
-if CUOBJDUMP is None:
-    pytest.skip("cuobjdump is not installed", allow_module_level=True)
-
-
-def cuobjdump(*arguments: str) -> str:
-    command = [str(CUOBJDUMP), *arguments, str(LIBRARY)]
-    path = os.path.dirname(str(CUOBJDUMP)) + os.pathsep + os.environ.get("PATH", "")
-    return subprocess.run(
-        command, capture_output=True, text=True, check=True, env={**os.environ, "PATH": path}
-    ).stdout
+skip_module_without_it()
 
 
 class Key(NamedTuple):

@@ -593,7 +593,7 @@ class Pooling(nn.Module):
 @pytest.mark.parametrize("is_batched", [True, False], ids=["batched", "one sample"])
 @pytest.mark.parametrize("name", POOLINGS)
 def test_largest_index_of_a_pooling_fits(name: str, is_batched: bool) -> None:
-    """The dtype of stored indices is the smallest that has the index of the plane's last element."""
+    """The dtype of stored indices is the smallest that has the index of the last element."""
     pool, sizes, dtype = POOLINGS[name]
     model = Pooling(pool)
     x = torch.randn(2, 2, *sizes) if is_batched else torch.randn(2, *sizes)

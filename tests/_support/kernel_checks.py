@@ -1,0 +1,435 @@
+"""Checks of the kernels' results: buffers between guards, and comparisons with PyTorch in float64.
+
+`Kernels` runs a kernel: its body on the host (`test_host_kernels.py`), or the code that nvcc made
+of it (`test_compiled_kernels.py`). Every buffer is between guards. They have a known pattern, which
+reveals writes.
+
+Formulas and accuracies are those of the activations' entries in `inplace_ops.activations`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from inplace_ops.activations import ACTIVATIONS, GELU_TANH, LEAKY_RELU, SILU, Activation
+
+from .cases import FLOATS
+from .norm_cases import normalized, rounding
+from .sanitizers import SANITIZE
+
+GUARD = 64  # bytes before and after each buffer
+GUARD_BYTE = 0xA5
+# With save="output" the sign of the output must determine the sign of the input.
+SCALARS = {"negative_slope": {"mask": -0.25, "output": 0.5, "recompute": -0.25}}
+ROUNDING = {
+    torch.float64: 4e-16,
+    torch.float32: 3e-7,
+    torch.float16: 6e-4,
+    torch.bfloat16: 4.5e-3,
+}
+# The error of computing the derivative, which 16-bit formats compute in float.
+FORMULA = {torch.float64: 4e-15, torch.float32: 6e-7, torch.float16: 6e-7, torch.bfloat16: 6e-7}
+
+
+class Case(NamedTuple):
+    entry: Activation
+    save: str
+    bits: int
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        """The activation's name in csrc/activations."""
+        return self.entry.ops.name
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        return {name: SCALARS[name][self.save] for name in self.entry.scalars}
+
+    @property
+    def plain(self) -> str:
+        """The functor of a forward that saves nothing."""
+        return "ForwardMask" if self.entry.is_piecewise_linear else "ForwardOutput"
+
+    @property
+    def forward(self) -> str:
+        return "ForwardDerivative" if self.save == "derivative" else self.plain
+
+    @property
+    def backward(self) -> str:
+        if self.entry.is_piecewise_linear:
+            return "BackwardMask" if self.save == "mask" else "BackwardMaskOfOutput"
+        return "BackwardOutput" if self.save == "output" else "BackwardDerivative"
+
+    @property
+    def derivative_error(self) -> float:
+        if self.entry.is_piecewise_linear:
+            return 0.0
+        if self.save == "recompute":
+            return FORMULA[self.dtype]
+        if self.save == "output":
+            return self.entry.output_errors[self.dtype][self.bits] + FORMULA[self.dtype]
+        return 0.5 / self.entry.ops.derivative_steps[self.bits] + FORMULA[self.dtype]
+
+
+def case_id(case: Case) -> str:
+    return f"{case.name}-{case.save}-{case.bits}-{case.dtype}".replace("torch.", "")
+
+
+def bits_of(entry: Activation, save: str, dtype: torch.dtype) -> list[int]:
+    default = entry.default_bits(save, dtype)
+    if entry.is_piecewise_linear:
+        return [default]
+    return [8, 16, 32] if save == "derivative" else sorted({1, default, 8})
+
+
+# For tests of alignments and remainders, which do not depend on the activation: one with a scalar
+# argument, and a smooth one. For tests of the path that a launch takes one suffices.
+SOME = (LEAKY_RELU, SILU)
+TESTED = SOME if SANITIZE in os.environ else ACTIVATIONS
+
+CASES = [
+    Case(entry, save, bits, dtype)
+    for entry in TESTED
+    for save in entry.save_modes
+    for dtype in FLOATS
+    for bits in bits_of(entry, save, dtype)
+]
+SMOOTH_ACTIVATIONS = [case for case in CASES if not case.entry.is_piecewise_linear]
+# With fewer bits the recovered x is not exact enough for a second derivative.
+DOUBLE_BACKWARD = [
+    case
+    for case in SMOOTH_ACTIVATIONS
+    if case.save == "output" and case.bits >= case.entry.default_bits("output", case.dtype)
+]
+NORMALIZED = [Case(entry, "recompute", 0, dtype) for entry in TESTED for dtype in FLOATS]
+
+
+class Kernels(Protocol):
+    """Runs kernels on tensors of the host: see `host_kernels.cpp`.
+
+    Attributes:
+        tile: By the bytes of an element: the elements of a warp's tile.
+    """
+
+    tile: dict[int, int]
+
+    def run(self, *args: object) -> tuple[int, str]:
+        """Run a kernel over a virtual grid, and return its path: see `LaunchPath`."""
+
+    def poison(self, address: int, size: int) -> None:
+        """Forbid accesses to a guard."""
+
+    def unpoison(self, address: int, size: int) -> None:
+        """Allow them again."""
+
+
+class Buffer:
+    """Bytes between guards, beginning `offset` bytes after a multiple of 64."""
+
+    def __init__(self, size: int, offset: int = 0) -> None:
+        self.memory = torch.full((size + offset + 2 * GUARD,), GUARD_BYTE, dtype=torch.uint8)
+        assert self.memory.data_ptr() % 64 == 0
+        start = GUARD + offset
+        self.address = self.memory.data_ptr() + start  # the data_ptr() of an empty tensor is 0
+        self.data = self.memory[start : start + size]
+        self.guards = [self.memory[:start], self.memory[start + size :]]
+
+    def guards_are_intact(self) -> bool:
+        return all((guard == GUARD_BYTE).all() for guard in self.guards)
+
+
+class Operand(Buffer):
+    """A tensor in a buffer. The gaps that its strides leave between elements are guarded too."""
+
+    def __init__(
+        self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int = 0
+    ) -> None:
+        last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        elements = last + 1 if math.prod(shape) else 0
+        super().__init__(elements * dtype.itemsize, offset)
+        typed = self.data.view(dtype)
+        self.tensor = typed.as_strided(shape, strides, typed.storage_offset())
+        self.is_gap = torch.ones(elements, dtype=torch.bool)
+        self.is_gap.as_strided(shape, strides).fill_(False)
+
+    def guards_are_intact(self) -> bool:
+        gaps = self.data.view(-1, self.tensor.dtype.itemsize)[self.is_gap]
+        return super().guards_are_intact() and bool((gaps == GUARD_BYTE).all())
+
+
+class LaunchPath(NamedTuple):
+    access: int  # elements of an access, except in the rest at the end
+    layout: str  # of a norm's affine, for accesses of several elements
+
+
+def launch(
+    kernels: Kernels,
+    case: Case,
+    functor: str,
+    operands: Sequence[Operand],
+    packed: Buffer | None = None,
+    first_row: int = 0,
+    affine: Sequence[Operand] = (),
+) -> LaunchPath:
+    """Run a kernel over a virtual grid, and check the guards of all buffers.
+
+    The grid begins at `first_row`: the operands have no memory for earlier rows. Operands of one
+    dimension have rows of one element. The affine has size 1 in dimensions in which it does not
+    differ.
+    """
+    bits = case.bits if packed else 0
+    packed = packed or Buffer(0)
+    rows, *row = operands[0].tensor.shape
+    first_element = first_row * math.prod(row)
+    affine_strides = [
+        [stride if size > 1 else 0 for size, stride in zip(*layout, strict=True)]
+        for layout in ((part.tensor.shape, part.tensor.stride()) for part in affine)
+    ]
+    buffers = {id(buffer): buffer for buffer in (*operands, packed, *affine)}.values()
+    guards = [guard for buffer in buffers for guard in buffer.guards]
+    for guard in guards:
+        kernels.poison(guard.data_ptr(), guard.numel())
+    path = kernels.run(
+        case.name,
+        list(case.scalars.values()),
+        functor,
+        str(case.dtype).removeprefix("torch."),
+        [
+            operand.address - first_row * operand.tensor.stride(0) * operand.tensor.dtype.itemsize
+            for operand in operands
+        ],
+        packed.address - first_element // 8,
+        packed.data.numel() // bits if bits else 0,
+        bits,
+        [first_row + rows, *row],
+        [operand.tensor.stride() for operand in operands],
+        first_element,
+        [
+            part.address - first_row * strides[0] * part.tensor.dtype.itemsize
+            for part, strides in zip(affine, affine_strides, strict=True)
+        ],
+        affine_strides[::2],
+    )
+    for guard in guards:
+        kernels.unpoison(guard.data_ptr(), guard.numel())
+    for buffer in buffers:
+        assert buffer.guards_are_intact()
+    return LaunchPath(*path)
+
+
+def derivatives(case: Case, x: Tensor, order: int) -> list[Tensor]:
+    """Return PyTorch's activation and its derivatives up to an order, in float64."""
+    leaf = x.double().requires_grad_()
+    results = [case.entry.torch_function(leaf, **case.scalars)]
+    for _ in range(order):
+        results += torch.autograd.grad(results[-1].sum(), leaf, create_graph=True)
+    return [result.detach() for result in results]
+
+
+def normal(dtype: torch.dtype, shape: Sequence[int], std: float = 1.0) -> Tensor:
+    return (std * torch.randn(shape, dtype=torch.float64)).to(dtype)
+
+
+def check_round_trip(
+    kernels: Kernels,
+    case: Case,
+    shape: Sequence[int],
+    strides: Sequence[Sequence[int]] = ((1,),) * 3,
+    offsets: Sequence[int] = (0, 0, 0, 0),
+    first_row: int = 0,
+) -> int:
+    """Compare forward and backward with PyTorch; return the elements of an access of backward.
+
+    Args:
+        kernels: Runs the kernels.
+        case: The activation, save mode, bits and dtype.
+        shape: The shape of all tensors.
+        strides: Those of values, gradient and incoming gradient.
+        offsets: Bytes by which values, gradient, incoming gradient and bits are misaligned.
+        first_row: The row at which the virtual grid begins.
+    """
+    dtype, count = case.dtype, math.prod(shape)
+    x, grad = normal(dtype, shape, 3.0), normal(dtype, shape)
+    values, result, incoming = (
+        Operand(dtype, shape, stride, offset)
+        for stride, offset in zip(strides, offsets[:3], strict=True)
+    )
+    packed = Buffer(case.bits * -(-count // 8), offsets[3]) if case.bits else None
+
+    values.tensor.copy_(x)
+    incoming.tensor.copy_(grad)
+    launch(kernels, case, case.forward, [values, values], packed, first_row)
+    y = values.tensor.clone()
+    saved = [values] if case.save == "output" else []
+    operands = [result, incoming, *saved]
+    backward = launch(kernels, case, case.backward, operands, packed, first_row)
+    assert torch.equal(values.tensor, y)
+    assert torch.equal(incoming.tensor, grad)
+    if packed and count % 8:
+        assert not (packed.data.view(case.bits, -1)[:, -1] >> count % 8).any()
+
+    expected, derivative = derivatives(case, x, 1)
+    gradient = grad.double() * derivative
+    if case.entry.is_piecewise_linear:
+        assert torch.equal(y, expected.to(dtype))
+        assert torch.equal(result.tensor, gradient.to(dtype))
+    else:
+        rounding = ROUNDING[dtype]
+        torch.testing.assert_close(y.double(), expected, rtol=8 * rounding, atol=1e-7)
+        tolerance = grad.double().abs() * (case.derivative_error + 2 * rounding) + 1e-7
+        assert ((result.tensor.double() - gradient).abs() <= tolerance).all()
+
+    values.tensor.copy_(x)
+    launch(kernels, case, case.plain, [result, values], first_row=first_row)
+    assert torch.equal(result.tensor, y)
+    assert torch.equal(values.tensor, x)
+    return backward.access
+
+
+def check_double_backward(kernels: Kernels, case: Case) -> None:
+    """Compare the term of the second derivative with PyTorch."""
+    dtype, shape = case.dtype, [2 * kernels.tile[case.dtype.itemsize] + 43]
+    x = normal(dtype, shape, 3.0)
+    _, first, second = derivatives(case, x, 2)
+    x = torch.where((second / first).abs() < 2.5, x, 1.0)  # away from f' = 0
+    _, first, second = derivatives(case, x, 2)
+    ratio = second / first
+
+    values, grad_grad, grad, result = (Operand(dtype, shape, [1]) for _ in range(4))
+    packed = Buffer(case.bits * -(-shape[0] // 8))
+    values.tensor.copy_(x)
+    launch(kernels, case, case.forward, [values, values], packed)
+    for operand in (grad_grad, grad):
+        operand.tensor.copy_(normal(dtype, shape))
+    launch(kernels, case, "DoubleBackward", [result, grad_grad, grad, values], packed)
+    scale = grad_grad.tensor.double() * grad.tensor.double()
+    # The error of x is at most 3e-6 here, and the ratio's derivative at most 4 + ratio^2.
+    error = 2 * ROUNDING[dtype] * ratio.abs() + 3e-6 * (4 + ratio.square())
+    distance = (result.tensor.double() - scale * ratio).abs()
+    assert (distance <= scale.abs() * error + 1e-7).all()
+
+
+Dims = tuple[int, ...]
+
+
+def dense(shape: Sequence[int]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def random_scale_shift(
+    case: Case, shape: Sequence[int], dims: Dims, offset: int, gap: int
+) -> Operand:
+    """Return random numbers that differ in `dims` of the shape, with `gap` between samples."""
+    dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
+    sizes = [size if d in dims else 1 for d, size in enumerate(shape)]
+    sample, *strides = dense(sizes)
+    result = Operand(dtype, sizes, [sample + gap, *strides], offset)
+    result.tensor.copy_(normal(dtype, sizes))
+    return result
+
+
+def check_normalized(
+    kernels: Kernels,
+    case: Case,
+    shape: Sequence[int],
+    channels: Dims,
+    rows: Dims | None = None,
+    *,
+    strides: Sequence[Sequence[int]] | None = None,
+    offsets: Sequence[int] = (0,) * 7,
+    gap: int = 0,
+    first_row: int = 0,
+    of_sums: bool = True,
+) -> LaunchPath:
+    """Compare a norm's output, the activation and its gradient with PyTorch.
+
+    Returns the slowest path.
+
+    Args:
+        kernels: Runs the kernels.
+        case: The activation and dtype.
+        shape: The shape of the norm's input.
+        channels: The dimensions in which the channels' scale and shift differ.
+        rows: The dimensions in which the rows' rstd and mean differ; None without row statistics.
+        strides: Those of input, incoming gradient and result; dense by default.
+        offsets: Bytes by which input, incoming gradient, result, scale, shift, rstd and mean are
+            misaligned.
+        gap: Elements between the affines of two samples.
+        first_row: The row at which the virtual grid begins.
+        of_sums: Whether to check a piecewise-linear activation of a sum. Compiled is only ReLU's.
+    """
+    dtype = case.dtype
+    x, grad = normal(dtype, shape), normal(dtype, shape)
+    inputs, incoming, result = (
+        Operand(dtype, shape, stride, offset)
+        for stride, offset in zip(strides or [dense(shape)] * 3, offsets[:3], strict=True)
+    )
+    inputs.tensor.copy_(x)
+    incoming.tensor.copy_(grad)
+    dims_of_parts = [channels] * 2 if rows is None else [channels] * 2 + [rows] * 2
+    affine = [
+        random_scale_shift(case, shape, dims, offset, gap)
+        for dims, offset in zip(dims_of_parts, offsets[3:], strict=False)
+    ]
+    parts = [part.tensor.clone() for part in affine]
+
+    def run(functor: str, *operands: Operand, result: Operand = result) -> Tensor:
+        result.tensor.fill_(torch.nan)
+        paths.append(launch(kernels, case, functor, [result, *operands], None, first_row, affine))
+        return result.tensor.clone()
+
+    paths: list[LaunchPath] = []
+    z = run("Normalize", inputs)
+    y = run("ForwardRecompute", inputs)
+    actual = run("BackwardRecompute", incoming, inputs)
+    for target in (torch.float16, torch.bfloat16) if dtype == torch.float32 else ():
+        narrow = Operand(target, shape, result.tensor.stride(), offsets[2])
+        suffix = f" to {target}".replace("torch.", "")
+        assert torch.equal(run("Normalize" + suffix, inputs, result=narrow), z.to(target))
+        assert torch.equal(run("ForwardRecompute" + suffix, inputs, result=narrow), y.to(target))
+    total = torch.add(z, grad)
+    assert torch.equal(run("NormalizeAdd", incoming, inputs), total)
+    if case.entry.is_piecewise_linear and of_sums:
+        value, _ = derivatives(case, total, 1)
+        assert torch.equal(run("ForwardRecomputeAdd", incoming, inputs), value.to(dtype))
+    for operand, original in zip([inputs, incoming, *affine], [x, grad, *parts], strict=True):
+        assert torch.equal(operand.tensor, original)
+
+    of_rows = None if rows is None else torch.stack(parts[2:])
+    expected, error = normalized(x, torch.stack(parts[:2]), of_rows)
+    assert ((z.double() - expected).abs() <= error).all()
+    value, derivative = derivatives(case, z, 1)
+    gradient = grad.double() * derivative
+    if case.entry.is_piecewise_linear:
+        assert torch.equal(y, value.to(dtype))
+        assert torch.equal(actual, gradient.to(dtype))
+    else:
+        compute = ROUNDING[parts[0].dtype]
+        error = rounding(value, dtype) + 8 * compute * value.abs() + FORMULA[dtype]
+        assert ((y.double() - value).abs() <= error).all()
+        error_of_derivative = FORMULA[dtype] + 2 * compute
+        if case.entry is GELU_TANH:
+            # Its derivative has the term z / 2 (1 - tanh(u)^2) u', whose difference has an absolute
+            # error, in PyTorch too: 4.9e-15 in float64 at z = -7. Here z exceeds 4, unlike x.
+            slope = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * z.double() ** 2)
+            error_of_derivative = error_of_derivative + compute * z.double().abs() * slope
+        error = rounding(gradient, dtype) + grad.double().abs() * error_of_derivative
+        assert ((actual.double() - gradient).abs() <= error).all()
+    return min(paths)
+
+
+def vector(case: Case) -> int:
+    """Return the elements of the widest access."""
+    return 1 if case.dtype == torch.float64 else 16 // case.dtype.itemsize
+
+
+def samples_of(kernels: Kernels, case: Case, sample: int) -> int:
+    """Return how many samples of `sample` elements are larger than a tile."""
+    return kernels.tile[case.dtype.itemsize] // sample + 2

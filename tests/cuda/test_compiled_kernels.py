@@ -1,0 +1,276 @@
+"""Execute the compiled CUDA kernels without a GPU, and compare their results with PyTorch.
+
+The PTX that nvcc has made of each kernel runs in an interpreter (`_support/ptx.py`), which also
+checks every access to memory. The host's part is real: `host_kernels.cpp` chooses the path, and
+records kernel and parameters of each launch. Needs a CUDA extension that is built with PTX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from _support.cuobjdump import cuobjdump, skip_module_without_it
+from _support.kernel_checks import (
+    CASES,
+    DOUBLE_BACKWARD,
+    NORMALIZED,
+    SOME,
+    Case,
+    case_id,
+    check_double_backward,
+    check_normalized,
+    check_round_trip,
+    dense,
+    samples_of,
+    vector,
+)
+from _support.ptx import ExecutionError, Grid, Instruction, Launch, Memory, Region, parse
+
+from inplace_ops.activations import LEAKY_RELU, RELU
+
+skip_module_without_it()
+PTX = parse(cuobjdump("-ptx"))
+if not PTX:
+    pytest.skip("the CUDA extension is built without PTX", allow_module_level=True)
+
+SOME_CASES = [case for case in CASES if case.entry in SOME]
+SOME_NORMALIZED = [case for case in NORMALIZED if case.entry in SOME]
+
+
+class CompiledKernels:
+    """Executes the compiled kernels: `Kernels` in `_support/kernel_checks.py`.
+
+    Attributes:
+        tile: By the bytes of an element: the elements of a warp's tile.
+        kernels: The kernels, by their template arguments.
+        executed: The template arguments of the kernels that have run.
+    """
+
+    def __init__(self, recorder: ModuleType) -> None:
+        self.tile: dict[int, int] = recorder.tile
+        self.kernels = {
+            recorder.template_arguments(name): kernel
+            for name, kernel in PTX.items()
+            if "run_warps" in name
+        }
+        self.executed: set[str] = set()
+        self._recorder = recorder
+        self._guards: list[tuple[int, int]] = []
+
+    def poison(self, address: int, size: int) -> None:
+        """Remember a guard: those before and after a buffer follow each other."""
+        self._guards.append((address, size))
+
+    def unpoison(self, address: int, size: int) -> None:
+        """Forget all guards."""
+        self._guards.clear()
+
+    def run(self, *arguments: Any) -> tuple[int, str]:
+        """Run a kernel, and return its path."""
+        functor, addresses, planes = arguments[2], arguments[4], arguments[7]
+        path = self._recorder.run(*arguments)
+        launches = self._recorder.recorded()
+        regions = list(self._regions(functor, addresses, planes))
+        self._guards.clear()
+        memory = Memory(regions)
+        for launch in launches:
+            self.executed.add(launch.template_arguments)
+            kernel = self.kernels[launch.template_arguments]
+            grid = Grid(launch.first_warp, launch.last_warp, launch.warps_of_a_block)
+            Launch(kernel, launch.parameters, grid, memory, self._fma).run()
+        for region in regions:
+            if region.is_written and not region.is_read:
+                assert planes or region.stored.any()
+        return path
+
+    def _regions(self, functor: str, addresses: list[int], planes: int) -> Iterator[Region]:
+        """Return the memory of the operands, the packed bits and the affine, in this order."""
+        operands = len(set(addresses))  # in place the first input is the output
+        pairs = zip(self._guards[::2], self._guards[1::2], strict=True)
+        for i, ((before, size), (after, _)) in enumerate(pairs):
+            is_read, is_written = True, False
+            if i == 0:
+                is_read, is_written = addresses[0] in addresses[1:], True
+            elif i == operands and planes:
+                is_written = functor.startswith("Forward")
+                is_read = not is_written
+            yield Region(before + size, after - before - size, is_read, is_written)
+
+    def _fma(self, x: Any, y: Any, z: Any, rounds_down: bool) -> Any:
+        inputs = [np.ascontiguousarray(array) for array in (x, y, z)]
+        result = np.empty_like(inputs[0])
+        is_float = result.dtype.itemsize == 4
+        fma = self._recorder.fma_float if is_float else self._recorder.fma_double
+        fma(*(array.ctypes.data for array in (*inputs, result)), len(result), rounds_down)
+        return result
+
+
+@pytest.fixture(scope="module")
+def shared_kernels(recorder: ModuleType) -> CompiledKernels:
+    return CompiledKernels(recorder)
+
+
+@pytest.fixture
+def kernels(shared_kernels: CompiledKernels) -> Iterator[CompiledKernels]:
+    yield shared_kernels
+    shared_kernels.unpoison(0, 0)  # a test that failed leaves guards
+
+
+def rows_with_gaps(kernels: CompiledKernels, case: Case) -> dict[str, Any]:
+    """Return a shape and strides for which backward has accesses of several elements."""
+    count = vector(case)
+    columns = 4 * count
+    strides = [(columns + gap * count, 1) for gap in (1, 0, 5)]
+    return {"shape": [samples_of(kernels, case, columns), columns], "strides": strides}
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_every_kernel(kernels: CompiledKernels, case: Case) -> None:
+    """Whole tiles, and the rest at the end; dense, and rows with gaps."""
+    check_round_trip(kernels, case, [2 * kernels.tile[case.dtype.itemsize] + 43])
+    check_round_trip(kernels, case, **rows_with_gaps(kernels, case))
+    if case in DOUBLE_BACKWARD:
+        check_double_backward(kernels, case)
+
+
+@pytest.mark.parametrize("case", NORMALIZED, ids=case_id)
+def test_every_kernel_after_a_norm(kernels: CompiledKernels, case: Case) -> None:
+    """Planes, planes that end inside accesses, channels_last, and rows."""
+    of_sums = case.entry is RELU
+    for shape, channels, rows in (
+        ([samples_of(kernels, case, 5 * 64), 5, 64], (1,), None),
+        ([samples_of(kernels, case, 5 * 49), 5, 49], (1,), None),
+        ([3, 49, 16], (2,), None),
+        ([3, 49, 16], (0, 2), None),
+        ([49, 16], (1,), (0,)),
+        ([1], (), None),
+    ):
+        check_normalized(kernels, case, shape, channels, rows, of_sums=of_sums)
+
+
+def test_every_compiled_kernel_was_executed(
+    kernels: CompiledKernels, request: pytest.FixtureRequest
+) -> None:
+    """The tests above have executed all kernels of the extension."""
+    wanted = len(CASES) + len(NORMALIZED)
+    ran = [item for item in request.session.items if item.name.startswith("test_every_kernel")]
+    if len(ran) < wanted:
+        pytest.skip("only some of the tests above ran")
+    assert kernels.executed == kernels.kernels.keys()
+
+
+@pytest.mark.parametrize("case", SOME_CASES, ids=case_id)
+def test_alignments_strides_and_large_indices(kernels: CompiledKernels, case: Case) -> None:
+    size, tile = case.dtype.itemsize, kernels.tile[case.dtype.itemsize]
+    for moved in range(4):  # values, gradient, incoming gradient, bits
+        offsets = [0, 0, 0, 0]
+        offsets[moved] = 1 if moved == 3 else size
+        check_round_trip(kernels, case, [tile + 37], offsets=offsets)
+    for start in (0, 2**31, 2**32):
+        check_round_trip(kernels, case, [2 * tile + 101], first_row=start)
+        strides = [(24, 2), (13, 1), (2, 80)]
+        check_round_trip(kernels, case, [40, 8], strides, first_row=start // 8)
+    for count in (1, 9, tile - 1, tile, 8 * tile):
+        check_round_trip(kernels, case, [count])
+
+
+@pytest.mark.parametrize("case", SOME_NORMALIZED, ids=case_id)
+def test_large_indices_after_a_norm(kernels: CompiledKernels, case: Case) -> None:
+    tile = kernels.tile[case.dtype.itemsize]
+    for channels, size in (((1,), 43), ((0, 1), 43), ((2,), 40), ((0, 2), 40)):
+        shape = [samples_of(kernels, case, 3 * size), 3, size]
+        rows = (0,) if 2 in channels else None
+        for start in (2**31, 2**32):
+            first_row = (start // (3 * size) // tile + 1) * tile  # a tile begins there
+            check_normalized(
+                kernels, case, shape, channels, rows, first_row=first_row, of_sums=False
+            )
+    strides = [dense([40, 16])] * 2 + [(17, 1)]
+    check_normalized(kernels, case, [40, 16], (1,), (0,), strides=strides, of_sums=False)
+
+
+# A change of one instruction: returns the changed one, or None of other instructions.
+Mutation = Callable[[Instruction], Instruction | None]
+
+
+def operand(code: str, index: int, change: Callable[[str], str]) -> Mutation:
+    """Change an operand of an instruction whose name and modifiers begin with `code`."""
+
+    def mutation(instruction: Instruction) -> Instruction | None:
+        if not instruction.code.startswith(code):
+            return None
+        operands = list(instruction.operands)
+        operands[index] = change(operands[index])
+        return instruction._replace(operands=tuple(operands))
+
+    return mutation
+
+
+def modifiers(code: str, *changed: str) -> Mutation:
+    """Change the modifiers of an instruction whose name and modifiers begin with `code`."""
+
+    def mutation(instruction: Instruction) -> Instruction | None:
+        return (
+            instruction._replace(modifiers=changed) if instruction.code.startswith(code) else None
+        )
+
+    return mutation
+
+
+def swapped(instruction: Instruction) -> Instruction | None:
+    """Exchange what a selection selects."""
+    if not instruction.code.startswith("selp.f32"):
+        return None
+    target, x, y, condition = instruction.operands
+    return instruction._replace(operands=(target, y, x, condition))
+
+
+def farther(size: int) -> Callable[[str], str]:
+    """Return what adds a number of bytes to an address."""
+
+    def change(address: str) -> str:
+        base, _, offset = address.strip("[]").partition("+")
+        return f"[{base}+{int(offset or 0) + size}]"
+
+    return change
+
+
+# By name: a change of a forward kernel, and what the check of the kernel says about
+# it; None if it finds wrong values.
+MUTATIONS: dict[str, tuple[Mutation, str | None]] = {
+    "a load 16 bytes farther": (operand("ld.global.v4", 1, farther(16)), None),
+    "a load a tile farther": (operand("ld.global.v4", 1, farther(1024)), "bounds"),
+    "a store 4 bytes farther": (operand("st.global.v4", 0, farther(4)), "not aligned"),
+    "a store 16 bytes farther": (operand("st.global.v4", 0, farther(16)), "twice"),
+    "a byte of a bit plane": (operand("st.global.u8", 0, farther(1)), "twice|bounds"),
+    "tiles up to the end": (modifiers("setp.ge.s64", "gt", "s64"), "bounds"),
+    "two warps for a tile": (operand("shr.u32", 2, lambda shift: "6"), "twice"),
+    "another neighbor's codes": (operand("shfl.sync", 2, lambda distance: "2"), None),
+    "the other value": (swapped, None),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_changed_code_is_detected(recorder: ModuleType, name: str) -> None:
+    """The checks find a change of one instruction of a kernel."""
+    mutation, error = MUTATIONS[name]
+    kernels = CompiledKernels(recorder)
+    case = Case(LEAKY_RELU, "mask", 1, torch.float32)
+    shape = [2 * kernels.tile[4] + 43]
+    check_round_trip(kernels, case, shape)
+    arguments = next(
+        name for name in kernels.executed if name.startswith("<4, inplace_ops::ForwardMask")
+    )
+    kernel = kernels.kernels[arguments]
+    code = [mutation(instruction) for instruction in kernel.code]
+    index = next(i for i, instruction in enumerate(code) if instruction is not None)
+    changed = (*kernel.code[:index], code[index], *kernel.code[index + 1 :])
+    kernels.kernels[arguments] = dataclasses.replace(kernel, code=changed)
+    with pytest.raises((ExecutionError, AssertionError), match=error):
+        check_round_trip(kernels, case, shape)
