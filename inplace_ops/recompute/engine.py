@@ -333,6 +333,11 @@ class Engine:
         self._inputs: set[Node] = set()
         self._noting = Noting()
 
+    @property
+    def next_number(self) -> int:
+        """The number of the next consumer: see NOTE [Shared values] in `specs.py`."""
+        return self._first_number + self._ordinal + 1
+
     def is_first_visit(self, node: Node) -> bool:
         """Whether the creation hook passes this node for the first time.
 
@@ -1014,11 +1019,7 @@ def affine_of(node: Node, record: Record) -> norms.NormAffine | None:
 
 def _spec_of(packed: Packed) -> Spec | None:
     """Return the spec of a saved tensor, as an input of another spec; None if it has none."""
-    if not isinstance(packed, Recomputed):
-        return None
-    spec = packed.spec
-    # A norm's own kernels round anyway, and fuse better with the spec itself.
-    return spec if spec.keeps_strides or spec.rounding else Restrided(packed)
+    return packed.as_input if isinstance(packed, Recomputed) else None
 
 
 def _copy_of(tensor: Tensor) -> Tensor:

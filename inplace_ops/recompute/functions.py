@@ -13,9 +13,10 @@ from .. import _ops
 from .._ops import OpArgs
 from ..activations import Activation
 from ..autograd import run_backward
+from . import nodes
 from .nodes import function_of, is_being_captured
 from .norms import NormAffine
-from .specs import Affine, Leaf, Spec
+from .specs import Affine, Leaf, Recomputed, Spec
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -119,11 +120,18 @@ def is_fused(node: Any) -> bool:
     return function_of(type(node)) is RecomputeFunction
 
 
-def output_spec(node: Any) -> Spec:
-    """Return the spec of the output of a RecomputeFunction's node."""
-    x, channel_affine, row_statistics, _ = node.saved_tensors
-    affine = NormAffine(channel_affine, row_statistics)
-    return Affine(Leaf(x), affine, x.dtype, node.activation, node.op_args.scalars)
+def output_spec(node: Any) -> Spec | None:
+    """Return the spec of the output of a RecomputeFunction's node; None if there is none."""
+    packed, saved = nodes.packed(node, "x"), nodes.saved_tensor(node, "x")
+    channel_affine = nodes.saved_tensor(node, "channel_affine")
+    x: Spec | None = packed.as_input if isinstance(packed, Recomputed) else None
+    if saved is not None:
+        x = Leaf(saved)
+    if x is None or channel_affine is None:
+        return None
+    affine = NormAffine(channel_affine, nodes.saved_tensor(node, "row_statistics"))
+    dtype = nodes.output_dtype(node, 0)
+    return Affine(x, affine, dtype, node.activation, node.op_args.scalars)
 
 
 _apply_recompute = super(Function, RecomputeFunction).apply
@@ -131,7 +139,7 @@ _apply_recompute = super(Function, RecomputeFunction).apply
 
 def recomputed_activation(
     z: Tensor,
-    x: Tensor,
+    x: Tensor | Recomputed,
     affine: NormAffine,
     activation: Activation,
     op_args: OpArgs,
@@ -141,13 +149,17 @@ def recomputed_activation(
 
     Args:
         z: The norm's output.
-        x: The norm's input, in z's shape.
+        x: The norm's input, in z's shape, or what the norm saves instead of it.
         affine: The norm's affine.
         activation: The activation.
         op_args: The last arguments of the activation's ops, for z.
         forward: Computes the activation of z. To run in place it returns z itself, and must not
             raise z's version.
     """
+    source = Source(x.detach() if isinstance(x, Tensor) else z.new_empty(0), affine)
     # Skip the part of `Function.apply` that serves functorch's transforms: this never runs in one.
-    result = _apply_recompute(z, Source(x.detach(), affine), activation, op_args, forward)
-    return result if activation.is_piecewise_linear else result[0]
+    result = _apply_recompute(z, source, activation, op_args, forward)
+    y: Tensor = result if activation.is_piecewise_linear else result[0]
+    if isinstance(x, Recomputed):
+        nodes.replace(y.grad_fn, "x", x)
+    return y

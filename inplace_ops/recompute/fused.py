@@ -6,6 +6,10 @@ write and read. `RecomputeFunction` computes the gradient from the norm's input 
 does not change. The class's own forward still computes the values. At each call the module's
 attributes decide whether it runs in place.
 
+A norm may save a spec instead of its input, for example after a cast or a concatenation. The
+Function then saves the same spec, and the input is recomputed once for both (NOTE [Shared values] in
+`specs.py`).
+
 The class's own forward runs alone if no norm precedes the activation, or the kernels do not support
 the tensor (nested and sparse tensors, subclasses, other dtypes), and under checkpoints, tracers,
 compilers and `torch.func`.
@@ -88,24 +92,29 @@ def _fused(engine: Engine, module: nn.Module, forward: Forward, z: Tensor) -> Te
     if call is None or not _ops.has_kernel(z):
         return None
     activation, scalars = call
+    is_in_place = _is_in_place(module, activation)
     try:
-        x = norms.input_of(norm)
-        if x is None:
+        x = _input_of(engine, norm)
+        if x is None or (isinstance(x, Recomputed) and norm.output is not z and not is_in_place):
             return None
         with nodes.no_graph():
             affine = affine_of(norm.node, record)
             if affine is None or _AFFINE_FACTOR * affine.nbytes > z.nbytes:
                 return None
             make_recomputed = partial(_recomputed_output, norm, x, affine, activation)
-            if not engine.is_verified(make_recomputed, norm.output, activation.name):
+            context = activation.name, type(x)
+            if not engine.is_verified(make_recomputed, norm.output, *context):
                 return None
     except RuntimeError:  # freed or modified: the norm's own backward raises
         return None
-    if _is_in_place(module, activation):
+    if isinstance(x, Recomputed):
+        x = x.for_consumer(activation.name, engine.next_number)
+    if is_in_place:
         check_inplace_allowed(z)
         y = _apply(activation, scalars, forward, norm.output, x, affine, in_place=True)
     else:
         if norm.output is not z:  # an instance norm's output, of which z is a view
+            assert isinstance(x, Tensor)
             x, affine = x.detach().view(z.shape), _with_samples(affine, z)
         y = _apply(activation, scalars, forward, z, x, affine, in_place=False)
     if engine.observer is not None:
@@ -114,11 +123,25 @@ def _fused(engine: Engine, module: nn.Module, forward: Forward, z: Tensor) -> Te
     return z if y is norm.output else y
 
 
+def _input_of(engine: Engine, norm: norms.Norm) -> Tensor | Recomputed | None:
+    """Return a norm's input, or what the norm saves instead of it, to recompute its output from.
+
+    Return None if there is neither, or if the output would take more than `max_ops` operations.
+    """
+    x = norms.input_of(norm)
+    packed = None if x is not None else nodes.packed(norm.node, "input")
+    if not isinstance(packed, Recomputed) or packed.spec.cost >= engine.settings.max_ops:
+        return x
+    z = norm.output
+    return packed if (packed.shape, packed.dtype) == (z.shape, z.dtype) else None
+
+
 def _recomputed_output(
-    norm: norms.Norm, x: Tensor, affine: NormAffine, activation: Activation
+    norm: norms.Norm, x: Tensor | Recomputed, affine: NormAffine, activation: Activation
 ) -> Recomputed:
     """Return the spec of the norm's output, as the activation's backward recomputes it."""
-    spec = Affine(Leaf(x), affine, x.dtype)
+    leaf = Leaf(x) if isinstance(x, Tensor) else x.as_input
+    spec = Affine(leaf, affine, x.dtype)
     return Recomputed(spec, norm.output, nodes.operation_name(norm.node), activation.name)
 
 
@@ -153,7 +176,7 @@ def _apply(
     scalars: tuple[float, ...],
     forward: Forward,
     z: Tensor,
-    x: Tensor,
+    x: Tensor | Recomputed,
     affine: NormAffine,
     in_place: bool,
 ) -> Tensor:

@@ -198,4 +198,6 @@ def _scaling(factors: Tensor) -> NormAffine:
     """Return the affine x * factor + -0.0, which has the value of the product bit for bit."""
     scale = factors.reshape(-1).to(_ops.affine_dtype(factors.dtype))
     shape = (2, *factors.shape)
-    return NormAffine(_ops.NORM_AFFINE(None, None, scale, scale.new_full((1,), -0.0), shape, 1), None)
+    return NormAffine(
+        _ops.NORM_AFFINE(None, None, scale, scale.new_full((1,), -0.0), shape, 1), None
+    )

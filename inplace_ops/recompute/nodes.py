@@ -64,8 +64,11 @@ creation_hook: Any = getattr(torch.autograd.graph, "node_creation_hook", None)
 
 _KNOWN = (__name__.partition(".")[0] + ".", "torch.nn.")  # modules with Functions in the tables
 
-# By the node types of PyTorch's own Functions: the fields of the tensors that they save.
-_FUNCTION_FIELDS = {SYNC_BATCH_NORM: ("input", "weight", "result1", "result2", "count")}
+# By the node types of PyTorch's and this package's Functions: fields of the tensors that they save.
+_FUNCTION_FIELDS = {
+    SYNC_BATCH_NORM: ("input", "weight", "result1", "result2", "count"),
+    "RecomputeFunctionBackward": ("x", "channel_affine", "row_statistics", "anchor"),
+}
 
 
 def is_python_function(node_type: type) -> bool:

@@ -41,6 +41,7 @@ values. Backward often runs them one after another, and need not compute the val
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -628,6 +629,20 @@ class Recomputed(Packed):
     def name(self) -> str:
         """The names of the producer and the consumer, for a message."""
         return f"{self.producer}, saved by {self.consumer}"
+
+    @property
+    def as_input(self) -> Spec:
+        """The spec of the saved tensor, as an input of another spec."""
+        # A norm's own kernels round anyway, and fuse better with the spec itself.
+        is_free = self.spec.keeps_strides or self.spec.rounding
+        return self.spec if is_free else Restrided(self)
+
+    def for_consumer(self, consumer: str, number: int) -> Recomputed:
+        """Return the same for another operation that saves the tensor, with its number."""
+        other = copy.copy(self)
+        other.consumer, other.number = consumer, number
+        other.spec.add_consumer(number)
+        return other
 
     def compute(self) -> Tensor:
         """Compute the spec. The result has the strides of the tensor that the spec replaces."""

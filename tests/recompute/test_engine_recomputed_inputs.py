@@ -1,0 +1,210 @@
+"""Activations after a norm whose input is recomputed too: the input of a cast, or a concatenation.
+
+Backward of the fused activation then reads what the norm saves instead of its input.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from _support.allocations import saved_allocation
+from _support.twins import (
+    OpCounter,
+    assert_same_step,
+    assert_same_steps,
+    converted_twin,
+    nodes_of,
+    step_of,
+)
+from torch import Tensor, nn
+
+import inplace_ops
+from inplace_ops import saved_bytes
+from inplace_ops.recompute import functions, nodes
+from inplace_ops.recompute.specs import Recomputed
+
+pytestmark = pytest.mark.usefixtures("_small_tensors_too")
+
+C = 8
+
+
+class Upcast(nn.Module):
+    """16-bit convolutions, and between them a float32 norm and an activation, as under autocast."""
+
+    def __init__(self, norm: nn.Module, act: nn.Module) -> None:
+        super().__init__()
+        self.first, self.norm, self.act = nn.Conv2d(3, C, 3, padding=1), norm, act
+        self.last = nn.Conv2d(C, 4, 3)
+        self.dtype = torch.bfloat16
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", self.dtype):
+            x = self.first(x)
+        z = self.norm(x.float())
+        with torch.autocast("cpu", self.dtype):
+            return self.last(self.act(z)).float()
+
+
+class Layer(nn.Module):
+    """A concatenation, a norm, an activation and a convolution."""
+
+    def __init__(self, inputs: int, norm: nn.Module, act: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.act, self.conv = norm, act, nn.Conv2d(inputs, C, 3, padding=1)
+
+    def forward(self, parts: list[Tensor]) -> Tensor:
+        return self.conv(self.act(self.norm(torch.cat(parts, 1))))
+
+
+class Dense(nn.Module):
+    """Layers that read the concatenation of all outputs before, as in a DenseNet."""
+
+    def __init__(self, norm: Callable[[int], nn.Module], act: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, C, 3, padding=1), norm(C), act())
+        sizes = [C * (i + 1) for i in range(4)]
+        self.layers = nn.ModuleList(Layer(size, norm(size), act()) for size in sizes)
+        self.writes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [self.first(x)]
+        for layer in self.layers:
+            parts.append(layer(parts))
+        if self.writes:
+            with torch.no_grad():
+                parts[1].mul_(2)
+        return torch.cat(parts, 1)
+
+
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "batch": nn.BatchNorm2d,
+    "group": lambda c: nn.GroupNorm(2, c),
+    "group without parameters": lambda c: nn.GroupNorm(2, c, affine=False),
+    "instance": lambda c: nn.InstanceNorm2d(c, affine=True),
+}
+ACTIVATIONS: dict[str, Callable[[bool], nn.Module]] = {
+    "relu": lambda inplace: nn.ReLU(inplace),
+    "leaky_relu": lambda inplace: nn.LeakyReLU(0.2, inplace),
+    "silu": lambda inplace: nn.SiLU(inplace),
+    "gelu": lambda inplace: nn.GELU(),
+    "mish": lambda inplace: nn.Mish(inplace),
+}
+MODELS: dict[str, Callable[[Callable[[int], nn.Module], Callable[[], nn.Module]], nn.Module]] = {
+    "upcast": lambda norm, act: Upcast(norm(C), act()),
+    "dense": Dense,
+}
+
+
+def images() -> Tensor:
+    return torch.randn(2, 3, 9, 7)
+
+
+def recomputed_inputs(output: Tensor) -> list[Recomputed]:
+    """Return what the fused activations in the graph of an output save instead of x."""
+    fused = [node for node in nodes_of(output) if functions.is_fused(node)]
+    packed = [nodes.packed(node, "x") for node in fused]
+    return [value for value in packed if isinstance(value, Recomputed)]
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["out of place", "in place"])
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_are_pytorchs(
+    model: str, norm: str, act: str, inplace: bool, source: str
+) -> None:
+    original = MODELS[model](NORMS[norm], lambda: ACTIVATIONS[act](inplace))
+    twin, x = converted_twin(original), images()
+    assert_same_steps(original, twin, x, tolerance=1e-2 if model == "upcast" else 1e-5)
+    if source == "hook" and norm != "instance":
+        assert recomputed_inputs(twin(x))
+    assert saved_bytes(twin, x) < saved_bytes(original, x)
+    assert saved_allocation(lambda: twin(x)) < saved_allocation(lambda: original(x))
+
+
+def upcast(act: Callable[[], nn.Module] = nn.SiLU) -> nn.Module:
+    return Upcast(nn.GroupNorm(2, C), act())
+
+
+def test_norm_and_activation_share_the_input() -> None:
+    """Both read one recomputed value, and the norm's output is not recomputed for backward."""
+    twin, x = converted_twin(upcast()), images()
+    twin(x)
+    output = twin(x)
+    with OpCounter() as counted:
+        output.sum().backward()
+    assert counted.ops["inplace_ops::silu_backward_recompute"] == 1
+    assert counted.ops["inplace_ops::normalize"] == 0
+    assert counted.ops["aten::silu_backward"] == 0
+
+
+def test_few_operations_leave_the_activation_unfused() -> None:
+    """The norm's output then takes more than `max_ops` operations to recompute."""
+    model, x = upcast(), images()
+    for max_ops, count in ((1, 0), (2, 1)):
+        twin = converted_twin(model, max_ops)
+        assert_same_steps(model, twin, x, tolerance=1e-2)
+        fused = [node for node in nodes_of(twin(x)) if functions.is_fused(node)]
+        assert len(fused) == count
+
+
+def test_second_derivatives(source: str) -> None:
+    model = Dense(nn.BatchNorm2d, nn.SiLU).double()
+    twin, x = converted_twin(model), images().double().requires_grad_()
+    results = []
+    for m in (model, twin):
+        (gradient,) = torch.autograd.grad(m(x).square().sum(), x, create_graph=True)
+        results.append(torch.autograd.grad(gradient.square().sum(), list(m.parameters())[2:4]))
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_backward_twice() -> None:
+    model, x = upcast(), images()
+    twin = converted_twin(model)
+    step_of(twin, x)
+    results = []
+    for m in (model, twin):
+        m.zero_grad()
+        output = m(x).square().sum()
+        output.backward(retain_graph=True)
+        output.backward()
+        results.append({name: p.grad for name, p in m.named_parameters()})
+    assert_same_step(*results, tolerance=1e-2)
+
+
+def test_memory_is_freed_by_backward() -> None:
+    """The graph frees what the activation saves, although its output is alive."""
+    twin, x = converted_twin(upcast()), images()
+    twin(x)
+    output = twin(x)
+    (packed,) = recomputed_inputs(output)
+    references = [weakref.ref(tensor.untyped_storage()) for tensor in packed.tensors()]
+    assert references
+    del packed
+    output.sum().backward()
+    gc.collect()
+    assert all(reference() is None for reference in references)
+
+
+def test_write_to_a_part_of_a_concatenation() -> None:
+    """The concatenation is recomputed from copies of its parts, which the write does not change."""
+    model: Any = Dense(nn.BatchNorm2d, nn.ReLU)
+    twin, x = converted_twin(model), images()
+    assert recomputed_inputs(twin(x))
+    for m in (model, twin):
+        m.writes = True
+    assert_same_steps(model, twin, x)
+
+
+def test_report_counts_the_recomputed_input_once() -> None:
+    model, x = Dense(nn.BatchNorm2d, nn.ReLU), images()
+    before = saved_bytes(model, x)
+    report = inplace_ops.convert(model, x)
+    assert report.saved_bytes_before == before
+    assert report.saved_bytes_after == saved_bytes(model, x)
