@@ -7,8 +7,8 @@ does not change. The class's own forward still computes the values. At each call
 attributes decide whether it runs in place.
 
 A norm may save a spec instead of its input, for example after a cast or a concatenation. The
-Function then saves the same spec, and the input is recomputed once for both (NOTE [Shared values] in
-`specs.py`).
+Function then saves the same spec. The input is recomputed once for both: see NOTE [Shared values]
+in `specs.py`.
 
 The class's own forward runs alone if no norm precedes the activation, or the kernels do not support
 the tensor (nested and sparse tensors, subclasses, other dtypes), and under checkpoints, tracers,
