@@ -389,6 +389,23 @@ def test_scaled_channels_equal_the_product(
             assert torch.equal(value.signbit()[is_number], expected.signbit()[is_number])
 
 
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("size", [7, 56])
+def test_large_scaled_channels_on_a_gpu_equal_the_product(
+    size: int, memory_format: torch.memory_format, dtype: torch.dtype, device: torch.device
+) -> None:
+    batch = fusions._LEAST_SCALED_BYTES // (96 * size * size * dtype.itemsize) + 1
+    x = torch.randn(batch, 96, size, size, device=device).to(dtype, memory_format=memory_format)
+    factors = torch.rand(batch, 96, 1, 1, device=device).to(dtype)
+    with OpCounter() as counter:
+        value = fusions.multiply(x, factors)
+    assert counter.ops["inplace_ops::normalize"] == 1
+    assert value.stride() == x.stride()
+    assert torch.equal(value, torch.mul(x, factors))
+
+
 def test_other_products_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other shapes, dtypes and strides, for which the kernel's result could differ."""
     monkeypatch.setattr(fusions, "_is_scaled_slowly", lambda x: True)

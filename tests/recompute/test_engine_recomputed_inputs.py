@@ -40,13 +40,13 @@ class Upcast(nn.Module):
         super().__init__()
         self.first, self.norm, self.act = nn.Conv2d(3, C, 3, padding=1), norm, act
         self.last = nn.Conv2d(C, 4, 3)
-        self.dtype = torch.bfloat16
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", self.dtype):
+        device = x.device.type
+        with torch.autocast(device, torch.bfloat16):
             x = self.first(x)
         z = self.norm(x.float())
-        with torch.autocast("cpu", self.dtype):
+        with torch.autocast(device, torch.bfloat16):
             return self.last(self.act(z)).float()
 
 
@@ -125,6 +125,20 @@ def test_gradients_are_pytorchs(
         assert recomputed_inputs(twin(x))
     assert saved_bytes(twin, x) < saved_bytes(original, x)
     assert saved_allocation(lambda: twin(x)) < saved_allocation(lambda: original(x))
+
+
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_on_a_gpu_are_pytorchs(
+    model: str, norm: str, memory_format: torch.memory_format, device: torch.device
+) -> None:
+    original = MODELS[model](NORMS[norm], nn.SiLU).to(device, memory_format=memory_format)
+    x = images().to(device, memory_format=memory_format)
+    twin = converted_twin(original)
+    with torch.backends.cudnn.flags(deterministic=True, allow_tf32=False):
+        assert_same_steps(original, twin, x, tolerance=1e-2 if model == "upcast" else 1e-4)
 
 
 def upcast(act: Callable[[], nn.Module] = nn.SiLU) -> nn.Module:
