@@ -58,7 +58,8 @@ def needs_gpu(item: pytest.Item) -> bool:
 
 # The slowest files come first, so that with several workers none of them starts last.
 SLOWEST_FIRST = """
-    smooth_activations compile host_kernels device_numerics recompute_surroundings recompute
+    smooth_activations compile compiled_kernels host_kernels device_numerics recompute_surroundings
+    recompute
     compiled_memory direct_calls models values ops engine_surroundings distributed
     engine_distributed tracing opinfo engine_models engine_writes analyze_command
 """

@@ -743,7 +743,8 @@ class Engine:
         if saved is None or saved.untyped_storage().nbytes() != saved.nbytes:
             return
         pooled = nodes.saved_tensor(node, operation.shape_only)
-        is_short = pooled is not None and math.prod(pooled.shape[-operation.pooled_dims :]) <= 2**15
+        # Where a window lies outside of the plane, PyTorch's index may too.
+        is_short = pooled is not None and math.prod(pooled.shape[-operation.pooled_dims :]) <= 2**14
         memory = self._memories.downcast(saved, torch.int16 if is_short else torch.int32)
         name = ("indices", nodes.operation_name(node))
         value = Recomputed(Downcast(memory, saved), saved, *name)

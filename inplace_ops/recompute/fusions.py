@@ -159,9 +159,9 @@ class ReLUOfSum(Call):
 class Product(Call):
     """The product of two tensors, of which one may have a single factor for each channel."""
 
-    __slots__ = ()
+    keeps_cheap = True
 
-    least_kept = 1
+    __slots__ = ()
 
     def of(self, *inputs: Tensor) -> Tensor:
         value = multiply(*inputs)
@@ -181,7 +181,10 @@ def _is_scaled_slowly(x: Tensor) -> bool:
 
 
 def _are_factors(factors: Tensor, x: Tensor) -> bool:
-    """Whether a tensor has a factor for each channel of x, and PyTorch's product x's strides."""
+    """Whether a tensor has a factor for each channel of x.
+
+    PyTorch's product then has the strides of x, except in dimensions of size 1.
+    """
     shape = x.shape
     has_channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
     return (

@@ -32,11 +32,12 @@ values. Backward often runs them one after another, and need not compute the val
    reads. A spec keeps its value if the next consumer is at most `_SHARING_DISTANCE` nodes with a
    rule away: a value that is kept for long would add to the peak memory.
 3. A spec inside another keeps its value only if it takes at least two operations: this value is
-   alive while the consumer runs, in addition to the one that the consumer reads. A factor of a
-   product always keeps its value: the product's own backward reads it next.
+   alive while the consumer runs, in addition to the one that the consumer reads. With one operation
+   it is kept if the very next consumer reads it: the product's own backward a factor, or a norm its
+   input.
 4. A view keeps nothing, but the spec that it is a view of does.
 5. A kept value is dropped when backward reaches a consumer that comes after the one that the value
-   was kept for, which then does not run. No other backward pass uses the value.
+   was kept for, which then does not run, or with the graph. No other backward pass uses the value.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ from .norms import NormAffine
 # tensor stays saved as PyTorch saves it: see NOTE [First use] in `engine.py`.
 _NORM_ROUNDINGS = 16
 
-_SHARING_DISTANCE = 4  # see NOTE [Shared values]
+_SHARING_DISTANCE, _MIN_COST_INSIDE = 4, 2  # see NOTE [Shared values]
 
 
 @cache
@@ -120,8 +121,13 @@ class Spec(ABC):
         """
 
     @abstractmethod
-    def add_consumer(self, consumer: int) -> None:
-        """Record that a consumer saves this spec, or one that computes it."""
+    def add_consumer(self, consumer: int, distance: int | None = None) -> None:
+        """Record that a consumer saves this spec, or one that computes it.
+
+        Args:
+            consumer: The consumer's number.
+            distance: How near the next consumer must be, at most `_SHARING_DISTANCE`, the default.
+        """
 
     @abstractmethod
     def magnitude(self) -> Tensor:
@@ -189,7 +195,7 @@ class Leaf(Spec):
             )
         return tensor
 
-    def add_consumer(self, consumer: int) -> None:
+    def add_consumer(self, consumer: int, distance: int | None = None) -> None:
         pass
 
     def is_current(self) -> bool:
@@ -220,10 +226,10 @@ class Computed(Spec):
     """A spec that computes its tensor, and may keep it: see NOTE [Shared values].
 
     Attributes:
-        least_kept: The least cost of a spec inside that keeps its value.
+        keeps_cheap: Whether a spec inside that takes one operation may keep its value.
     """
 
-    least_kept = 2
+    keeps_cheap = False
 
     __slots__ = ("_derived", "_kept", "_last_consumer", "_next_consumer")
 
@@ -255,14 +261,17 @@ class Computed(Spec):
             _keeping.specs.append(weakref.ref(self))
         return value
 
-    def add_consumer(self, consumer: int) -> None:
+    def add_consumer(self, consumer: int, distance: int | None = None) -> None:
         last = self._last_consumer
-        if last is not None and 0 < consumer - last <= _SHARING_DISTANCE:
+        farthest = _SHARING_DISTANCE if distance is None else min(distance, _SHARING_DISTANCE)
+        if last is not None and 0 < consumer - last <= farthest:
             self._next_consumer[consumer] = last
         self._last_consumer = consumer
         for spec in self.inner():
-            if spec.cost >= self.least_kept:
-                spec.add_consumer(consumer)
+            if spec.cost >= _MIN_COST_INSIDE:
+                spec.add_consumer(consumer, distance)
+            elif self.keeps_cheap:
+                spec.add_consumer(consumer, distance=1)
 
     def drops(self, consumer: int) -> bool:
         """Drop the kept value if backward has passed its consumer. Return whether none is kept."""
@@ -391,6 +400,8 @@ class Affine(Computed):
         scalars: The activation's arguments after its input, for example LeakyReLU's negative slope.
     """
 
+    keeps_cheap = True
+
     __slots__ = ("activation", "affine", "dtype", "scalars", "x")
 
     def __init__(
@@ -511,9 +522,9 @@ class ViewCall(Call):
     def value(self, consumer: int | None = None) -> Tensor:
         return self.compute(consumer)
 
-    def add_consumer(self, consumer: int) -> None:
+    def add_consumer(self, consumer: int, distance: int | None = None) -> None:
         (spec,) = self.inputs
-        spec.add_consumer(consumer)
+        spec.add_consumer(consumer, distance)
 
 
 class Restrided(ViewCall):
@@ -710,6 +721,9 @@ class Recomputed(Packed):
         """Return the value with the strides of the saved tensor, on which kernels may depend."""
         if value.stride() == self.stride:
             return value
+        strides = zip(self.shape, value.stride(), self.stride, strict=True)
+        if all(mine == other for size, mine, other in strides if size > 1):
+            return value.as_strided(self.shape, self.stride)
         # Copy the tensor that the saved one was expanded from, and expand the result.
         unexpanded = _without_expansion(self.shape, self.stride)
         result = value.new_empty_strided(unexpanded, self.stride)

@@ -9,10 +9,13 @@ The memory is that of this process. A launch may access the regions that it is g
 access is checked: for bounds and alignment, for reads of what only the launch itself has written,
 and for two writes to one byte.
 
-Supported are the instructions that the kernels of this package consist of. Their names, operands
-and results are those of NVIDIA's PTX ISA 9.0. Approximations (`ex2.approx`, ...) return the exact
-value, rounded; `tests/cuda/emulated_hardware.h` emulates their errors. ptxas may still fuse a `mul`
-and an `add` without a rounding modifier; here both round.
+Supported are the forms of instructions that the kernels of this package consist of (`_FORMS`).
+Their names, operands and results are those of NVIDIA's PTX ISA 9.0. Machine code may round
+otherwise:
+
+- Approximations (`ex2.approx`, ...) return the exact value, rounded, while
+  `tests/cuda/emulated_hardware.h` emulates their errors.
+- ptxas may fuse a `mul` and an `add` without a rounding modifier. Here both round.
 """
 
 from __future__ import annotations
@@ -59,10 +62,11 @@ class Instruction(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """A kernel's parameter, and its offset in the memory of all parameters."""
+    """A kernel's parameter, with its bytes in the memory of all parameters."""
 
     name: str
     offset: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,41 @@ _INSTRUCTION = re.compile(r"(?:@(!?)(%\w+)\s+)?([a-z]\w*)((?:\.\w+)*)\s*(.*)")
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
 
 
+# By instruction: the forms that are supported, as a pattern of all modifiers.
+_INTEGER = r"[su](16|32|64)"
+_FORMS: dict[str, str] = {
+    **dict.fromkeys(("add", "sub"), rf"{_INTEGER}|(rn\.)?f(32|64)"),
+    **dict.fromkeys(("and", "or", "xor", "not"), r"pred|b(16|32|64)"),
+    **dict.fromkeys(("min", "max"), rf"{_INTEGER}|f(32|64)"),
+    **dict.fromkeys(("neg", "abs"), r"s(32|64)|f(32|64)"),
+    "mul": rf"(lo|wide)\.{_INTEGER}|(rn\.)?f(32|64)",
+    "mad": rf"lo\.{_INTEGER}",
+    "fma": r"r[nm]\.f(32|64)",
+    "div": rf"{_INTEGER}|rn\.f(32|64)",
+    "rem": _INTEGER,
+    "ex2": r"approx\.ftz\.f32",
+    "lg2": r"approx\.ftz\.f32",
+    "rcp": r"approx\.ftz\.f(32|64)|rn\.f(32|64)",
+    "sqrt": r"approx\.ftz\.f32|rn\.f(32|64)",
+    "shl": r"b(16|32|64)",
+    "shr": rf"b(16|32|64)|{_INTEGER}",
+    "setp": rf"(eq|ne|lt|le|gt|ge)\.({_INTEGER}|b(16|32|64))|((eq|ne|lt|le|gt|ge)u?|nan)\.f(32|64)",
+    "selp": rf"{_INTEGER}|[bf](16|32|64)",
+    "mov": rf"pred|{_INTEGER}|[bf](16|32|64)",
+    "cvta": r"to\.global\.u64",
+    "cvt": rf"{_INTEGER}\.{_INTEGER}|rn\.b?f16\.f32|rn\.bf16x2\.f32|f32\.f16|f64\.f32|rn\.f32\.f64"
+    r"|rn\.f(32|64)\.[su]32|rzi\.u32\.f(32|64)|sat\.f32\.f32",
+    "bfi": "b32",
+    "prmt": "b32",
+    "ld": r"(param|global)(\.v[24])?\.[bsuf](8|16|32|64)",
+    "st": r"global(\.v[24])?\.[bsuf](8|16|32|64)",
+    "vote": r"sync\.ballot\.b32",
+    "shfl": r"sync\.bfly\.b32",
+    "bra": r"(uni)?",
+    "ret": "",
+}
+
+
 def parse(text: str) -> dict[str, Kernel]:
     """Return the kernels in a PTX file, by name."""
     return {found[1]: _kernel(*found.groups()) for found in _ENTRY.finditer(text)}
@@ -104,8 +143,8 @@ def _kernel(name: str, parameters: str, body: str) -> Kernel:
         size = int(bits) // 8
         alignment = int(align or size)
         offset = -(-offset // alignment) * alignment
-        placed.append(Parameter(parameter, offset))
-        offset += size * int(count or 1)
+        placed.append(Parameter(parameter, offset, size * int(count or 1)))
+        offset += placed[-1].size
     code: list[Instruction] = []
     labels: dict[str, int] = {}
     registers: dict[str, np.dtype[Any]] = {}
@@ -117,7 +156,10 @@ def _kernel(name: str, parameters: str, body: str) -> Kernel:
             labels[statement[:-1]] = len(code)
         elif statement.endswith((";", ";}")) and not statement.startswith("."):
             # Inline assembly may be in braces.
-            code.append(_instruction(statement.removeprefix("{").partition(";")[0].strip()))
+            instruction, _, rest = statement.removeprefix("{").partition(";")
+            if rest.strip() not in ("", "}"):
+                raise ValueError(f"several instructions: {statement}")
+            code.append(_instruction(instruction.strip()))
     return Kernel(name, tuple(placed), tuple(code), labels, registers)
 
 
@@ -126,6 +168,8 @@ def _instruction(statement: str) -> Instruction:
     if found is None:
         raise ValueError(f"not an instruction: {statement}")
     negation, predicate, name, modifiers, operands = found.groups()
+    if name not in _FORMS or not re.fullmatch(_FORMS[name], modifiers[1:]):
+        raise NotImplementedError(statement)
     return Instruction(
         predicate or "",
         bool(negation),
@@ -152,11 +196,16 @@ class Region:
     is_written: bool
     bytes: Array = field(init=False)
     stored: Array = field(init=False)  # which bytes the launch has written
+    readers: Array = field(init=False)  # the warp that has read each byte, or _NOBODY
 
     def __post_init__(self) -> None:
         pointer = (ctypes.c_uint8 * self.size).from_address(self.start)
         self.bytes = np.ctypeslib.as_array(pointer)
         self.stored = np.zeros(self.size, dtype=bool)
+        self.readers = np.full(self.size, _NOBODY, dtype=np.int64)
+
+
+_NOBODY = -1
 
 
 class Memory:
@@ -165,16 +214,21 @@ class Memory:
     def __init__(self, regions: Iterable[Region]) -> None:
         self.regions = [region for region in regions if region.size]
 
-    def load(self, addresses: Array, dtype: np.dtype[Any], count: int) -> Array:
-        """Return `count` neighboring numbers at each address."""
+    def load(self, addresses: Array, dtype: np.dtype[Any], count: int, warps: Array) -> Array:
+        """Return `count` neighboring numbers at each address, which the lane of a warp reads."""
         region, offsets = self._find(addresses, dtype.itemsize * count)
         if not region.is_read:
             raise ExecutionError("reads memory that was not initialized")
         if region.stored[offsets].any():
-            raise ExecutionError("reads memory that it has overwritten")
+            raise ExecutionError("reads memory that was overwritten")
+        if region.is_written:
+            readers = region.readers[offsets]
+            if ((readers != _NOBODY) & (readers != warps[:, None])).any():
+                raise ExecutionError("two warps read memory that the launch overwrites")
+            region.readers[offsets] = warps[:, None]
         return np.ascontiguousarray(region.bytes[offsets]).view(dtype)
 
-    def store(self, addresses: Array, values: Array) -> None:
+    def store(self, addresses: Array, values: Array, warps: Array) -> None:
         """Write the numbers of each row of `values` to the row's address."""
         data = np.ascontiguousarray(values).view(np.uint8)
         region, offsets = self._find(addresses, data.shape[1])
@@ -182,6 +236,9 @@ class Memory:
             raise ExecutionError("writes to an input")
         if region.stored[offsets].any() or len(np.unique(offsets)) != offsets.size:
             raise ExecutionError("writes twice to one address")
+        readers = region.readers[offsets]
+        if ((readers != _NOBODY) & (readers != warps[:, None])).any():
+            raise ExecutionError("overwrites what another warp reads")
         region.stored[offsets] = True
         region.bytes[offsets] = data
 
@@ -218,16 +275,17 @@ class Launch:
         self.kernel, self.memory, self.fma = kernel, memory, fma
         warps = np.arange(grid.first, grid.last, dtype=np.uint64).repeat(WARP)
         lanes = np.tile(np.arange(WARP, dtype=np.uint64), grid.last - grid.first)
-        self.count = len(lanes)
+        self.count, self.warps = len(lanes), warps.astype(np.int64)
         blocks = warps // np.uint64(grid.warps)
         threads = warps % np.uint64(grid.warps) * np.uint64(WARP) + lanes
         self.special = {"%ctaid.x": blocks.astype("u4"), "%tid.x": threads.astype("u4")}
         self.symbols = {p.name: np.uint64(_PARAMETER_SPACE + p.offset) for p in kernel.parameters}
-        size = kernel.parameters[-1].offset + len(parameters[-1])
-        self.parameters = np.zeros(size, dtype=np.uint8)
-        for parameter, data in zip(kernel.parameters, parameters, strict=True):
-            end = parameter.offset + len(data)
-            self.parameters[parameter.offset : end] = np.frombuffer(data, np.uint8)
+        last = kernel.parameters[-1]
+        self.parameters = np.zeros(last.offset + last.size, dtype=np.uint8)
+        for (name, offset, size), data in zip(kernel.parameters, parameters, strict=True):
+            if len(data) != size:
+                raise ValueError(f"{name} has {size} bytes, not {len(data)}")
+            self.parameters[offset : offset + size] = np.frombuffer(data, np.uint8)
         self.values: dict[str, Array] = {}
         self.active: Any = slice(None)  # the lanes that run: an index of the arrays
 
@@ -295,20 +353,25 @@ class Launch:
             self.values[operand] = values
         else:
             # Another register may share the array.
-            copy = self._register(operand).copy()
-            copy[self.active] = values
-            self.values[operand] = copy
+            old = self.values.get(operand)
+            new = self._unwritten(operand) if old is None else old.copy()
+            new[self.active] = values
+            self.values[operand] = new
 
     def _register(self, name: str) -> Array:
         """Return a register in all lanes. Where it was not written it has a pattern of its own.
 
         A kernel may read such a register, and not use the value: `selp` reads both of its inputs.
         """
-        if name not in self.values:
-            dtype = self._dtype_of(name)
-            pattern = np.full(self.count * dtype.itemsize, 0xA5, dtype=np.uint8)
-            self.values[name] = pattern.view(dtype)
-        return self.values[name]
+        if name not in self.values and self._dtype_of(name).kind == "b":
+            raise ExecutionError(f"{name} was not written")
+        return self.values[name] if name in self.values else self._unwritten(name)
+
+    def _unwritten(self, name: str) -> Array:
+        dtype = self._dtype_of(name)
+        if dtype.kind == "b":
+            return np.zeros(self.count, dtype=dtype)
+        return np.full(self.count * dtype.itemsize, 0xA5, dtype=np.uint8).view(dtype)
 
     def _dtype_of(self, register: str) -> np.dtype[Any]:
         return self.kernel.registers[register.rstrip("0123456789")]
@@ -322,8 +385,10 @@ class Launch:
         base, _, offset = operand.strip("[]").partition("+")
         return self.read(base, "u64") + np.uint64(int(offset or 0) % 2**64)
 
-    def check_convergence(self) -> None:
-        """Raise unless all lanes of each warp run that have any running lane."""
+    def check_convergence(self, members: str) -> None:
+        """Raise unless whole warps run, and all of their lanes are members."""
+        if (self.read(members, "u32") != 2**WARP - 1).any():
+            raise ExecutionError("not all lanes of a warp are members")
         if not isinstance(self.active, slice):
             _, counts = np.unique(self.active // WARP, return_counts=True)
             if (counts != WARP).any():
@@ -338,8 +403,7 @@ def _number(text: str, dtype: np.dtype[Any]) -> Any:
     """Return a number of the code: 0f and 0d begin the pattern of a float."""
     if text[:2] in ("0f", "0d"):
         size = 4 if text[1] == "f" else 8
-        pattern = np.array(int(text[2:], 16), dtype=f"u{size}")
-        return pattern.view(f"f{size}").astype(dtype)
+        return np.array(int(text[2:], 16), dtype=f"u{size}").view(dtype)
     bits = 8 * dtype.itemsize
     return np.array(int(text, 0) % 2**bits, dtype=f"u{dtype.itemsize}").view(dtype)
 
@@ -378,7 +442,7 @@ def _least(x: Array, y: Array) -> Array:
     """Return the minimum: a number rather than NaN, and -0 rather than 0."""
     if x.dtype.kind != "f":
         return np.minimum(x, y)
-    return np.where((x == y) & np.signbit(x), x, np.fmin(y, x))
+    return np.where(x == y, np.where(np.signbit(x), x, y), np.fmin(x, y))
 
 
 def _truncated_division(x: Array, y: Array) -> tuple[Array, Array]:
@@ -424,8 +488,6 @@ def _multiply(launch: Launch, instruction: Instruction) -> None:
     if "wide" in instruction.modifiers:
         wide = f"{x.dtype.kind}{2 * x.dtype.itemsize}"
         x, y = x.astype(wide), y.astype(wide)
-    elif x.dtype.kind != "f" and "lo" not in instruction.modifiers:
-        raise NotImplementedError(instruction)
     launch.write(target, x * y)
 
 
@@ -549,7 +611,7 @@ def _convert(launch: Launch, instruction: Instruction) -> None:
     elif to == "f16":
         result = np.where(np.isnan(x), np.uint16(0x7FFF), x.astype("f2").view("u2"))
     elif "sat" in modifiers:
-        result = np.where(np.isnan(x), x.dtype.type(0), np.clip(x, 0, 1))
+        result = np.where(x > 0, np.minimum(x, x.dtype.type(1)), x.dtype.type(0))
     elif x.dtype.kind == "f" and to.startswith("u"):
         top = 2.0 ** int(to[1:]) - 1
         finite = np.where(np.isnan(x), 0, np.clip(np.trunc(x.astype("f8")), 0, top))
@@ -569,11 +631,12 @@ def _bfloat16(x: Array) -> Array:
 @_executes("bfi")
 def _insert_bits(launch: Launch, instruction: Instruction) -> None:
     target, *inputs = instruction.operands
-    source, base, position, length = (launch.read(operand, "u32") for operand in inputs)
-    mask = ((np.uint64(1) << length.astype("u8")) - np.uint64(1) << position.astype("u8")).astype(
-        "u4"
-    )
-    launch.write(target, base & ~mask | source << position & mask)
+    source, base, *numbers = (launch.read(operand, "u32") for operand in inputs)
+    position, length = (number.astype("u8") & np.uint64(255) for number in numbers)
+    ones = _shift(np.ones_like(length), length, is_left=True) - np.uint64(1)
+    mask = _shift(ones, position, is_left=True)
+    inserted = _shift(source.astype("u8"), position, is_left=True)
+    launch.write(target, (base & ~mask | inserted & mask).astype("u4"))
 
 
 @_executes("prmt")
@@ -601,7 +664,7 @@ def _load(launch: Launch, instruction: Instruction) -> None:
         data = launch.parameters[offsets[:, None] + np.arange(dtype.itemsize * count)]
         loaded = np.ascontiguousarray(data).view(dtype)
     else:
-        loaded = launch.memory.load(addresses, dtype, count)
+        loaded = launch.memory.load(addresses, dtype, count, launch.warps[launch.active])
     registers = target.strip("{} ").replace(" ", "").split(",")
     for register, column in zip(registers, loaded.T, strict=True):
         launch.write(register, np.ascontiguousarray(column))
@@ -612,13 +675,14 @@ def _store(launch: Launch, instruction: Instruction) -> None:
     address, source = instruction.operands
     registers = source.strip("{} ").replace(" ", "").split(",")
     columns = [launch.read(register, instruction.modifiers[-1]) for register in registers]
-    launch.memory.store(launch.addresses(address), np.stack(columns, 1))
+    warps = launch.warps[launch.active]
+    launch.memory.store(launch.addresses(address), np.stack(columns, 1), warps)
 
 
 @_executes("vote")
 def _vote(launch: Launch, instruction: Instruction) -> None:
-    target, condition, _ = instruction.operands
-    launch.check_convergence()
+    target, condition, members = instruction.operands
+    launch.check_convergence(members)
     votes = launch.read(condition, "pred").reshape(-1, WARP).astype("u4")
     ballot = (votes << np.arange(WARP, dtype="u4")).sum(1, dtype="u4")
     launch.write(target, ballot.repeat(WARP))
@@ -626,12 +690,13 @@ def _vote(launch: Launch, instruction: Instruction) -> None:
 
 @_executes("shfl")
 def _shuffle(launch: Launch, instruction: Instruction) -> None:
-    targets, source, distance, *_ = instruction.operands
-    if "bfly" not in instruction.modifiers:
-        raise NotImplementedError(instruction)
-    launch.check_convergence()
+    targets, source, distance, clamp, members = instruction.operands
+    launch.check_convergence(members)
+    distances = launch.read(distance, "u32")
+    if (launch.read(clamp, "u32") != WARP - 1).any() or (distances != distances[0]).any():
+        raise ExecutionError("the lanes do not exchange values within the whole warp")
     values = launch.read(source, "b32").reshape(-1, WARP)
-    partners = np.arange(WARP) ^ int(launch.read(distance, "u32")[0])
+    partners = np.arange(WARP) ^ int(distances[0])
     target, _, is_valid = targets.partition("|")
     launch.write(target, np.ascontiguousarray(values[:, partners]).reshape(-1))
     launch.write(is_valid, np.ones(values.size, dtype=bool))
