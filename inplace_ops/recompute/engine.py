@@ -743,7 +743,7 @@ class Engine:
         if saved is None or saved.untyped_storage().nbytes() != saved.nbytes:
             return
         pooled = nodes.saved_tensor(node, operation.shape_only)
-        # Where a window lies outside of the plane, PyTorch's index may too.
+        # Where a window is outside of the plane, PyTorch's index may be too.
         is_short = pooled is not None and math.prod(pooled.shape[-operation.pooled_dims :]) <= 2**14
         memory = self._memories.downcast(saved, torch.int16 if is_short else torch.int32)
         name = ("indices", nodes.operation_name(node))

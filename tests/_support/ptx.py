@@ -196,16 +196,16 @@ class Region:
     is_written: bool
     bytes: Array = field(init=False)
     stored: Array = field(init=False)  # which bytes the launch has written
-    readers: Array = field(init=False)  # the warp that has read each byte, or _NOBODY
+    read_by: Array = field(init=False)  # the warp that has read each byte, or _NO_WARP
 
     def __post_init__(self) -> None:
         pointer = (ctypes.c_uint8 * self.size).from_address(self.start)
         self.bytes = np.ctypeslib.as_array(pointer)
         self.stored = np.zeros(self.size, dtype=bool)
-        self.readers = np.full(self.size, _NOBODY, dtype=np.int64)
+        self.read_by = np.full(self.size, _NO_WARP, dtype=np.int64)
 
 
-_NOBODY = -1
+_NO_WARP = -1
 
 
 class Memory:
@@ -222,10 +222,10 @@ class Memory:
         if region.stored[offsets].any():
             raise ExecutionError("reads memory that was overwritten")
         if region.is_written:
-            readers = region.readers[offsets]
-            if ((readers != _NOBODY) & (readers != warps[:, None])).any():
+            found = region.read_by[offsets]
+            if ((found != _NO_WARP) & (found != warps[:, None])).any():
                 raise ExecutionError("two warps read memory that the launch overwrites")
-            region.readers[offsets] = warps[:, None]
+            region.read_by[offsets] = warps[:, None]
         return np.ascontiguousarray(region.bytes[offsets]).view(dtype)
 
     def store(self, addresses: Array, values: Array, warps: Array) -> None:
@@ -236,8 +236,8 @@ class Memory:
             raise ExecutionError("writes to an input")
         if region.stored[offsets].any() or len(np.unique(offsets)) != offsets.size:
             raise ExecutionError("writes twice to one address")
-        readers = region.readers[offsets]
-        if ((readers != _NOBODY) & (readers != warps[:, None])).any():
+        found = region.read_by[offsets]
+        if ((found != _NO_WARP) & (found != warps[:, None])).any():
             raise ExecutionError("overwrites what another warp reads")
         region.stored[offsets] = True
         region.bytes[offsets] = data
