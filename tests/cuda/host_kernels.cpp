@@ -260,7 +260,7 @@ PYBIND11_MODULE(MODULE_NAME, module) {
   module.def("fma_float", &fma<float>);
   module.def("fma_double", &fma<double>);
   module.def("recorded", [] { return std::exchange(recorded, {}); });
-  py::class_<Recorded>(module, "Recorded")
+  py::class_<Recorded>(module, "Recorded", py::module_local())  // several modules are imported
       .def_readonly("template_arguments", &Recorded::template_arguments)
       .def_property_readonly("parameters",
                              [](const Recorded& launch) {
