@@ -52,7 +52,7 @@ class RecomputeFunction(Function):
         is_in_place = y is z
         if is_in_place:
             ctx.mark_dirty(z)
-        ctx.activation, ctx.op_args = activation, op_args
+        ctx.activation, ctx.op_args, ctx.saves_spec = activation, op_args, False
         ctx.output_version = z._version + 1 if is_in_place else 0
         ctx.set_materialize_grads(False)
         anchor = None if activation.is_piecewise_linear else _anchor(z)
@@ -120,18 +120,19 @@ def is_fused(node: Any) -> bool:
     return function_of(type(node)) is RecomputeFunction
 
 
-def output_spec(node: Any) -> Spec | None:
-    """Return the spec of the output of a RecomputeFunction's node; None if there is none."""
-    packed, saved = nodes.packed(node, "x"), nodes.saved_tensor(node, "x")
-    channel_affine = nodes.saved_tensor(node, "channel_affine")
-    x: Spec | None = packed.as_input if isinstance(packed, Recomputed) else None
-    if saved is not None:
-        x = Leaf(saved)
-    if x is None or channel_affine is None:
-        return None
-    affine = NormAffine(channel_affine, nodes.saved_tensor(node, "row_statistics"))
-    dtype = nodes.output_dtype(node, 0)
-    return Affine(x, affine, dtype, node.activation, node.op_args.scalars)
+def output_spec(node: Any) -> Spec:
+    """Return the spec of the output of a RecomputeFunction's node."""
+    x: Spec
+    affine: Any
+    if node.saves_spec:
+        packed = nodes.packed(node, "x")
+        assert isinstance(packed, Recomputed)
+        x, dtype = packed.as_input, packed.dtype
+        affine = [nodes.saved_tensor(node, field) for field in ("channel_affine", "row_statistics")]
+    else:
+        saved, *affine, _ = node.saved_tensors
+        x, dtype = Leaf(saved), saved.dtype
+    return Affine(x, NormAffine(*affine), dtype, node.activation, node.op_args.scalars)
 
 
 _apply_recompute = super(Function, RecomputeFunction).apply
@@ -161,5 +162,7 @@ def recomputed_activation(
     result = _apply_recompute(z, source, activation, op_args, forward)
     y: Tensor = result if activation.is_piecewise_linear else result[0]
     if isinstance(x, Recomputed):
-        nodes.replace(y.grad_fn, "x", x)
+        node: Any = y.grad_fn
+        nodes.replace(node, "x", x)
+        node.saves_spec = True
     return y

@@ -200,7 +200,6 @@ def _are_factors(factors: Tensor, x: Tensor) -> bool:
 def _scaling(factors: Tensor) -> NormAffine:
     """Return the affine x * factor + -0.0, which has the value of the product bit for bit."""
     scale = factors.reshape(-1).to(_ops.affine_dtype(factors.dtype))
-    shape = (2, *factors.shape)
-    return NormAffine(
-        _ops.NORM_AFFINE(None, None, scale, scale.new_full((1,), -0.0), shape, 1), None
-    )
+    shift = scale.new_full((1,), -0.0)
+    affine = _ops.NORM_AFFINE(None, None, scale, shift, (2, *factors.shape), 1)
+    return NormAffine(affine, None)

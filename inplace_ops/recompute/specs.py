@@ -270,7 +270,7 @@ class Computed(Spec):
         for spec in self.inner():
             if spec.cost >= _MIN_COST_INSIDE:
                 spec.add_consumer(consumer, distance)
-            elif self.keeps_cheap:
+            elif self.keeps_cheap and spec.cost:
                 spec.add_consumer(consumer, distance=1)
 
     def drops(self, consumer: int) -> bool:
