@@ -49,6 +49,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -208,17 +209,18 @@ def _operations(step: Step, repetitions: int) -> list[Row]:
         for _ in range(repetitions):
             step.run()
             step.reset()
-    times = {
-        (event.key, event.count): (
-            event.self_device_time_total if step.x.is_cuda else event.self_cpu_time_total
-        )
-        for event in profiler.key_averages()
-        if event.device_type == DeviceType.CPU  # others are kernels
-    }
+    own_time = "self_device_time_total" if step.x.is_cuda else "self_cpu_time_total"
+    # Events of devices are kernels.
+    events = [event for event in profiler.key_averages() if event.device_type == DeviceType.CPU]
+    events.sort(key=attrgetter(own_time), reverse=True)
     return [
-        {"operation": name, "calls": count // repetitions, "ms": f"{us / repetitions / 1e3:.3f}"}
-        for (name, count), us in sorted(times.items(), key=lambda item: -item[1])
-        if us and count >= repetitions
+        {
+            "operation": event.key,
+            "calls": event.count // repetitions,
+            "ms": f"{getattr(event, own_time) / repetitions / 1e3:.3f}",
+        }
+        for event in events
+        if getattr(event, own_time) and event.count >= repetitions
     ]
 
 

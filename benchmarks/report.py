@@ -356,7 +356,7 @@ def _memory_and_time(row: dict[str, str]) -> str:
 
 def profile(rows: Rows) -> str:
     """Device time by operation, of the operations that take the most time or change the most."""
-    ours, theirs = values(rows, "variant")[1], values(rows, "variant")[0]
+    theirs, ours = values(rows, "variant")[:2]
     body = []
     for (network, size), own in grouped(rows, "network", "input").items():
         times = {
@@ -366,24 +366,14 @@ def profile(rows: Rows) -> str:
             ]
             for (name,), of in grouped(own, "operation").items()
         }
-        total = [sum(column) for column in zip(*times.values(), strict=True)]
-        shown = {
-            name: pair
-            for name, pair in times.items()
-            if max(pair) >= 0.05 * total[0] or abs(pair[1] - pair[0]) >= 0.003 * total[0]
-        }
-        for name, pair in {"all": total, **shown}.items():
-            cells = [f"{time:.2f}" for time in pair]
-            cells.append(
-                f"{pair[1] - pair[0]:+.2f}" if name != "all" else f"{pair[1] / pair[0]:.3f} x"
-            )
-            body.append(
-                [
-                    f"{network}, {size}" if name == "all" else "",
-                    name if name == "all" else f"`{name}`",
-                    *cells,
-                ]
-            )
+        before, after = (sum(column) for column in zip(*times.values(), strict=True))
+        total = [f"{before:.2f}", f"{after:.2f}", f"{after / before:.3f} x"]
+        body.append([f"{network}, {size}", "all", *total])
+        body += [
+            ["", f"`{name}`", f"{old:.2f}", f"{new:.2f}", f"{new - old:+.2f}"]
+            for name, (old, new) in times.items()
+            if max(old, new) >= 0.05 * before or abs(new - old) >= 0.003 * before
+        ]
     header = ["network", "operation", f"{theirs}, ms", f"{ours}, ms", "difference, ms"]
     return markdown(header, body)
 

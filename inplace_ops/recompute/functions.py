@@ -124,7 +124,7 @@ def output_spec(node: Any) -> Spec:
     """Return the spec of the output of a RecomputeFunction's node."""
     x: Spec
     affine: Any
-    if node.saves_spec:
+    if node.saves_spec:  # faster to ask than what the node saves
         packed = nodes.packed(node, "x")
         assert isinstance(packed, Recomputed)
         x, dtype = packed.as_input, packed.dtype

@@ -6,8 +6,8 @@ position that all of them reach. An instruction that exchanges values in a warp 
 have met.
 
 The memory is that of this process. A launch may access the regions that it is given, and every
-access is checked: for bounds and alignment, for reads of what only the launch itself has written,
-and for two writes to one byte.
+access is checked: for bounds and alignment, for reads of what the launch has written, for two
+writes to one byte, and for writes to what another warp reads.
 
 Supported are the forms of instructions that the kernels of this package consist of (`_FORMS`).
 Their names, operands and results are those of NVIDIA's PTX ISA 9.0. Machine code may round
@@ -296,7 +296,7 @@ class Launch:
         with np.errstate(all="ignore"):
             while (at := int(position.min())) < end:
                 here = position == at
-                following = np.sort(np.unique(position))
+                following = np.unique(position)  # sorted
                 limit = int(following[1]) if len(following) > 1 else end
                 # Until other lanes are met or a branch is taken, the same lanes run.
                 while at < limit:
@@ -341,6 +341,12 @@ class Launch:
         if dtype.itemsize == values.dtype.itemsize:
             return values.view(dtype)
         return values.view(f"u{values.dtype.itemsize}").astype(dtype)  # the lowest bits
+
+    def inputs(self, instruction: Instruction) -> list[Array]:
+        """Return the values of all operands after the first, as the instruction's type."""
+        return [
+            self.read(operand, instruction.modifiers[-1]) for operand in instruction.operands[1:]
+        ]
 
     def write(self, operand: str, values: Array) -> None:
         """Set a register in the active lanes."""
@@ -408,6 +414,11 @@ def _number(text: str, dtype: np.dtype[Any]) -> Any:
     return np.array(int(text, 0) % 2**bits, dtype=f"u{dtype.itemsize}").view(dtype)
 
 
+def _registers(operand: str) -> list[str]:
+    """Return the registers of an operand: one, or several in braces."""
+    return [register.strip() for register in operand.strip("{}").split(",")]
+
+
 # Instructions.
 
 Execute = Callable[[Launch, Instruction], None]
@@ -463,42 +474,32 @@ _BINARY: dict[str, Callable[[Array, Array], Array]] = {
     "xor": lambda x, y: x ^ y,
     "min": _least,
     "max": lambda x, y: -_least(-x, -y) if x.dtype.kind == "f" else np.maximum(x, y),
+    "div": lambda x, y: x / y if x.dtype.kind == "f" else _truncated_division(x, y)[0],
     "rem": lambda x, y: _truncated_division(x, y)[1],
 }
 
 
 @_executes(*_BINARY)
 def _binary(launch: Launch, instruction: Instruction) -> None:
-    target, *inputs = instruction.operands
-    x, y = (launch.read(operand, instruction.modifiers[-1]) for operand in inputs)
-    launch.write(target, _BINARY[instruction.name](x, y))
-
-
-@_executes("div")
-def _divide(launch: Launch, instruction: Instruction) -> None:
-    target, *inputs = instruction.operands
-    x, y = (launch.read(operand, instruction.modifiers[-1]) for operand in inputs)
-    launch.write(target, x / y if x.dtype.kind == "f" else _truncated_division(x, y)[0])
+    result = _BINARY[instruction.name](*launch.inputs(instruction))
+    launch.write(instruction.operands[0], result)
 
 
 @_executes("mul")
 def _multiply(launch: Launch, instruction: Instruction) -> None:
-    target, *inputs = instruction.operands
-    x, y = (launch.read(operand, instruction.modifiers[-1]) for operand in inputs)
+    x, y = launch.inputs(instruction)
     if "wide" in instruction.modifiers:
         wide = f"{x.dtype.kind}{2 * x.dtype.itemsize}"
         x, y = x.astype(wide), y.astype(wide)
-    launch.write(target, x * y)
+    launch.write(instruction.operands[0], x * y)
 
 
 @_executes("mad", "fma")
 def _multiply_add(launch: Launch, instruction: Instruction) -> None:
-    target, *inputs = instruction.operands
-    x, y, z = (launch.read(operand, instruction.modifiers[-1]) for operand in inputs)
-    if instruction.name == "mad":
-        launch.write(target, x * y + z)
-    else:
-        launch.write(target, launch.fma(x, y, z, "rm" in instruction.modifiers))
+    x, y, z = launch.inputs(instruction)
+    is_fused = instruction.name == "fma"
+    result = launch.fma(x, y, z, "rm" in instruction.modifiers) if is_fused else x * y + z
+    launch.write(instruction.operands[0], result)
 
 
 _APPROXIMATED: dict[str, Callable[[Array], Array]] = {
@@ -511,8 +512,7 @@ _APPROXIMATED: dict[str, Callable[[Array], Array]] = {
 
 @_executes(*_APPROXIMATED)
 def _function(launch: Launch, instruction: Instruction) -> None:
-    target, operand = instruction.operands
-    x = launch.read(operand, instruction.modifiers[-1])
+    (target, _), (x,) = instruction.operands, launch.inputs(instruction)
     function = _APPROXIMATED[instruction.name]
     if "approx" not in instruction.modifiers:
         return launch.write(target, function(x))
@@ -526,8 +526,7 @@ def _function(launch: Launch, instruction: Instruction) -> None:
 
 @_executes("neg", "abs", "not")
 def _unary(launch: Launch, instruction: Instruction) -> None:
-    target, operand = instruction.operands
-    x = launch.read(operand, instruction.modifiers[-1])
+    (target, _), (x,) = instruction.operands, launch.inputs(instruction)
     function = {"neg": np.negative, "abs": np.abs, "not": np.invert}[instruction.name]
     launch.write(target, function(x))
 
@@ -551,9 +550,8 @@ _COMPARISONS: dict[str, Callable[[Array, Array], Array]] = {
 
 @_executes("setp")
 def _compare(launch: Launch, instruction: Instruction) -> None:
-    comparison, kind = instruction.modifiers
-    target, *inputs = instruction.operands
-    x, y = (launch.read(operand, kind) for operand in inputs)
+    comparison, target = instruction.modifiers[0], instruction.operands[0]
+    x, y = launch.inputs(instruction)
     is_nan = np.isnan(x) | np.isnan(y) if x.dtype.kind == "f" else np.zeros(len(x), dtype=bool)
     if comparison == "nan":
         return launch.write(target, is_nan)
@@ -575,13 +573,13 @@ def _move(launch: Launch, instruction: Instruction) -> None:
     target, source = instruction.operands
     kind = instruction.modifiers[0]
     if target.startswith("{"):  # the first has the lowest bits
-        registers = target.strip("{} ").replace(" ", "").split(",")
+        registers = _registers(target)
         parts = np.ascontiguousarray(launch.read(source, kind))
         parts = parts.view(f"u{parts.dtype.itemsize // len(registers)}").reshape(len(parts), -1)
         for register, part in zip(registers, parts.T, strict=True):
             launch.write(register, np.ascontiguousarray(part))
     elif source.startswith("{"):
-        registers = source.strip("{} ").replace(" ", "").split(",")
+        registers = _registers(source)
         part = f"b{int(kind[1:]) // len(registers)}"
         columns = np.stack([launch.read(register, part) for register in registers], 1)
         launch.write(target, np.ascontiguousarray(columns).view(_dtype(kind))[:, 0])
@@ -665,7 +663,7 @@ def _load(launch: Launch, instruction: Instruction) -> None:
         loaded = np.ascontiguousarray(data).view(dtype)
     else:
         loaded = launch.memory.load(addresses, dtype, count, launch.warps[launch.active])
-    registers = target.strip("{} ").replace(" ", "").split(",")
+    registers = _registers(target)
     for register, column in zip(registers, loaded.T, strict=True):
         launch.write(register, np.ascontiguousarray(column))
 
@@ -673,7 +671,7 @@ def _load(launch: Launch, instruction: Instruction) -> None:
 @_executes("st")
 def _store(launch: Launch, instruction: Instruction) -> None:
     address, source = instruction.operands
-    registers = source.strip("{} ").replace(" ", "").split(",")
+    registers = _registers(source)
     columns = [launch.read(register, instruction.modifiers[-1]) for register in registers]
     warps = launch.warps[launch.active]
     launch.memory.store(launch.addresses(address), np.stack(columns, 1), warps)

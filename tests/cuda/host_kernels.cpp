@@ -9,10 +9,12 @@
 
 #include <cfenv>
 #include <cmath>
+#include <cstdlib>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <typeinfo>
+#include <utility>
 #include <vector>
 
 #include <cxxabi.h>

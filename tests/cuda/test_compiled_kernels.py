@@ -191,10 +191,7 @@ def special_inputs(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
 def assert_alike(actual: Tensor, expected: Tensor) -> None:
     """Assert that NaN and infinities are in the same places, and other numbers nearly equal."""
     assert torch.equal(actual.isnan(), expected.isnan())
-    # The rounding of a factor of up to 10.
-    error = 16 * max(
-        ROUNDING[actual.dtype], ROUNDING[torch.promote_types(actual.dtype, torch.float32)]
-    )
+    error = 16 * ROUNDING[actual.dtype]
     torch.testing.assert_close(actual, expected, rtol=error, atol=10 * error, equal_nan=True)
 
 
