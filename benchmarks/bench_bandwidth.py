@@ -6,10 +6,11 @@ follows, and backward reads what that forward saved.
 
 norms: the kernels that run after a norm, by layout and size. Backward of a converted model
 recomputes a norm's output from the norm's input, then the activation, and computes the gradient
-through both. How a kernel finds each element's scale and shift depends on the layout: one plane per
-channel (a plane of 7 x 7 ends inside an access of 16 bytes), channels innermost, or rows of a layer
-norm. A strided gradient is half of the channels of a larger tensor, as in the backward of
-torch.cat. A kernel's bytes are each tensor that it reads or writes, once, without the norm's
+through both. "in float32" casts a 16-bit input to float32 before, and the result back, as around a
+norm under autocast. How a kernel finds each element's scale and shift depends on the layout: one
+plane per channel (a plane of 7 x 7 ends inside an access of 16 bytes), channels innermost, or rows
+of a layer norm. A strided gradient is half of the channels of a larger tensor, as in the backward
+of torch.cat. A kernel's bytes are each tensor that it reads or writes, once, without the norm's
 statistics.
 
 The baseline is a device-to-device copy of a tensor of the same size; its bytes are those read plus
@@ -58,7 +59,7 @@ SIZES = {
         "cuda": [2**i for i in (32, 30, 28, 26, 22, 18, 14, 10)],
         "cpu": [2**24, 2**12],
     },
-    "norms": {"cuda": [2**30, 2**28, 2**26], "cpu": [2**20]},
+    "norms": {"cuda": [2**30, 2**28, 2**26], "cpu": [2**24]},
 }
 # Bytes of each tensor over all launches, at most; on CUDA larger than any L2 cache.
 ROTATED = {"cuda": 512 * MIB, "cpu": MIB}
@@ -202,6 +203,7 @@ def activation_rows(arguments: argparse.Namespace, failures: Failures) -> Iterat
 
 MEASURED = ("ReLU", "LeakyReLU", "SiLU", "GELU none")
 FORWARD, SUM, BACKWARD = "recompute", "recompute of a residual sum", "backward"
+IN_FLOAT32 = "recompute in float32"
 
 
 class Layout(NamedTuple):
@@ -273,12 +275,12 @@ class NormBuffers:
         for tensor in (*self.x, *self.grad, *self.strided):
             tensor.normal_()
 
-    def normalized(self, x: Tensor) -> Tensor:
-        """Return the norm's output, in the input's dtype."""
+    def normalized(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the norm's output, by default in the input's dtype."""
         wide = x.to(self.affine.dtype)
         if self.rows is not None:
             wide = (wide - self.rows[1]) * self.rows[0]
-        return (wide * self.affine[0] + self.affine[1]).to(x.dtype)
+        return (wide * self.affine[0] + self.affine[1]).to(dtype or x.dtype)
 
 
 def _all_memory(x: Tensor) -> Tensor:
@@ -330,12 +332,20 @@ def cases_of(buffers: NormBuffers) -> dict[tuple[str, str], Case]:
         function = partial(entry.torch_function, **scalars)
         forward = [partial(entry.ops.recompute, x, *arguments) for x in buffers.x]
         cases[name, FORWARD] = Case(forward, 2, lambda i, f=function: f(normalized(i)))
+        if buffers.x[0].dtype in _ops.CAST_DTYPES:
+            in_float32 = [partial(call, in_float32=True) for call in forward]
+            cases[name, IN_FLOAT32] = Case(in_float32, 2, partial(_in_float32, buffers, function))
         for kind, grads in {
             BACKWARD: buffers.grad,
             f"{BACKWARD}, strided gradient": buffers.strided,
         }.items():
             cases[name, kind] = _backward(entry, buffers, grads, arguments, function)
     return cases
+
+
+def _in_float32(buffers: NormBuffers, function: Callable[[Tensor], Tensor], i: int) -> Tensor:
+    x = buffers.x[i]
+    return function(buffers.normalized(x, torch.float32)).to(x.dtype)
 
 
 def _backward(

@@ -132,9 +132,9 @@ def norms(rows: Rows) -> str:
             for dtype in dtypes:
                 wanted = {"activation": activation, "kernel": kernel}
                 wanted |= {"layout": layout, "dtype": dtype}
-                own = [row for row in rows if wanted.items() <= row.items()]
-                shares.append(min(float(row["share_of_copy"]) for row in own))
-            line.append(", ".join(f"{share:.2f}" for share in shares))
+                own = [float(r["share_of_copy"]) for r in rows if wanted.items() <= r.items()]
+                shares.append(f"{min(own):.2f}" if own else "-")
+            line.append(", ".join(shares))
         body.append(line)
     copies = [float(row["copy_gigabytes_per_second"]) for row in rows]
     sizes = sorted({int(row["bytes"]) / 2**20 for row in rows})

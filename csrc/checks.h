@@ -60,11 +60,14 @@ inline void check_same(const char* op, const Tensor& tensor, const Tensor& other
                   op, "_: the tensors must have the same shape, dtype and device");
 }
 
-inline void check_cast(const char* op, const Tensor& x, torch::headeronly::ScalarType dtype) {
+inline void check_result_dtype(const char* op, const Tensor& x, torch::headeronly::ScalarType dtype,
+                               bool in_float32) {
   using torch::headeronly::ScalarType;
-  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float &&
-                      (dtype == ScalarType::Half || dtype == ScalarType::BFloat16),
-                  op, "_: dtype must be the dtype of x, or float16 or bfloat16 if x is float32");
+  const bool has_16_bits = dtype == ScalarType::Half || dtype == ScalarType::BFloat16;
+  const bool is_cast = x.scalar_type() == ScalarType::Float && has_16_bits;
+  STD_TORCH_CHECK(dtype == x.scalar_type() || (is_cast && !in_float32), op,
+                  "_: dtype must be the dtype of x, or float16 or bfloat16 if x is float32");
+  STD_TORCH_CHECK(has_16_bits || !in_float32, op, "_: in_float32 requires float16 or bfloat16");
 }
 
 inline void check_order(const char* op, const DimOrder& dim_order, int64_t dims) {

@@ -148,6 +148,15 @@ HOST_DEVICE Element<T> element_of(T stored) {
   return {stored, load(stored)};
 }
 
+// Returns the element that a cast to T of a stored number has.
+template <class T, class In>
+HOST_DEVICE Element<T> cast_element(In stored) {
+  if constexpr (std::is_same_v<T, In>)
+    return element_of(stored);
+  else
+    return element_of(T(load(stored)));
+}
+
 // Returns the element that results from storing a value. A GPU rounds to bfloat16 without leaving
 // float, which takes fewer instructions.
 template <class T>

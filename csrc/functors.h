@@ -3,7 +3,8 @@
 // does, or wrap another functor, as Normalizing, Add and Cast do. cpu/block_loop.h and
 // cuda/elementwise.cuh run a functor over tensors (Operands). For each element they
 //
-// 1. load the inputs, and the element's `code` from the packed bits if kPackedBits is kRead;
+// 1. load the inputs, stored in the format In, and the element's `code` from the packed bits if
+//    kPackedBits is kRead;
 // 2. call the functor, which computes in the type C;
 // 3. round the result to the format Out and store it to `out`, and store `code` to the packed bits
 //    if kPackedBits is kWritten.
@@ -36,6 +37,7 @@ enum class PackedBitsUse { kNone, kWritten, kRead };
 template <class T, int inputs, PackedBitsUse use, int... fast_bits>
 struct Elementwise {
   using Scalar = T;
+  using In = T;
   using Out = T;
   using C = opmath_t<T>;
   using FastBits = std::integer_sequence<int, fast_bits...>;
@@ -58,7 +60,7 @@ struct Operands {
   using T = typename Functor::Scalar;
   static constexpr bool kWritesBits = Functor::kPackedBits == PackedBitsUse::kWritten;
   typename Functor::Out* out;
-  const T* in[Functor::kInputs];
+  const typename Functor::In* in[Functor::kInputs];
   PackedBits<std::conditional_t<kWritesBits, uint8_t, const uint8_t>> packed;
   std::conditional_t<Functor::kNormalizes, NormAffine<opmath_t<T>>, NoAffine> affine;
 };
@@ -256,8 +258,10 @@ struct Normalizing : Inner {
 
 template <class T>
 struct Identity : Elementwise<T, 1, PackedBitsUse::kNone, 0> {
-  HOST_DEVICE auto operator()(const Element<T> (&in)[1], uint32_t&, int) const {
-    return in[0].value;
+  using C = comparison_t<T>;  // a CPU copies what is stored, without rounding it again
+
+  HOST_DEVICE C operator()(const Element<T> (&in)[1], uint32_t&, int) const {
+    return in[0].template as<C>();
   }
 };
 
@@ -302,6 +306,13 @@ struct ForwardRecompute : Normalizing<Value<Activation>> {};
 template <class Activation, class T = typename Activation::Scalar>
 struct BackwardRecompute : Normalizing<Gradient<Activation>> {};
 
+template <class T>
+struct Sum : Elementwise<T, 2, PackedBitsUse::kNone, 0> {
+  HOST_DEVICE auto operator()(const Element<T> (&in)[2], uint32_t&, int) const {
+    return in[0].value + in[1].value;  // rounded when it is stored
+  }
+};
+
 // Applies a functor of one input to the sum of two inputs, rounded as torch.add rounds it.
 template <class Inner, class T = typename Inner::Scalar>
 struct Add : Elementwise<T, 2, PackedBitsUse::kNone, 0> {
@@ -315,7 +326,7 @@ struct Add : Elementwise<T, 2, PackedBitsUse::kNone, 0> {
 
 // Returns the sum of an addend and z.
 template <class T>
-struct NormalizeAdd : Normalizing<Add<Identity<T>>> {};
+struct NormalizeAdd : Normalizing<Sum<T>> {};
 
 template <class Activation, class T = typename Activation::Scalar>
 struct ForwardRecomputeAdd : Normalizing<Add<Value<Activation>>> {};
@@ -335,6 +346,13 @@ struct Cast : Functor {
   using Out = Format;
   static_assert(std::is_same_v<typename Functor::C, opmath_t<Format>> &&
                 std::is_same_v<typename Functor::C, typename Functor::Scalar>);
+};
+
+// A functor over float whose inputs are casts of 16-bit numbers, and whose results are rounded to
+// their format: a norm that autocast runs in float32, between two operations in 16 bits.
+template <class Functor, class Format>
+struct InFloat32 : Cast<Functor, Format> {
+  using In = Format;
 };
 
 }  // namespace inplace_ops

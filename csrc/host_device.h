@@ -17,6 +17,7 @@
 #endif
 
 #define NO_INLINE __attribute__((noinline))
+#define ALWAYS_INLINE __attribute__((always_inline))  // of a lambda
 #ifdef __CUDACC__
 #define HOST_DEVICE __host__ __device__ __forceinline__
 #define UNROLL _Pragma("unroll")

@@ -35,7 +35,7 @@ void run_functor(const char* op, const Functor& functor, const Tensor& out,
   if (strided.elements == 0) return;
   data.out = static_cast<typename Functor::Out*>(out.mutable_data_ptr());
   for (int k = 0; k < Functor::kInputs; ++k)
-    data.in[k] = static_cast<const T*>(in[k]->const_data_ptr());
+    data.in[k] = static_cast<const typename Functor::In*>(in[k]->const_data_ptr());
   Device::run(functor, strided, data, out.get_device_index());
 }
 
@@ -100,36 +100,43 @@ Tensor norm_affine(std::optional<Tensor> rstd, std::optional<Tensor> mean,
 }
 
 // Applies the functor make(T{}) to a norm's input x. Returns a new tensor of x's dtype, or of
-// `dtype`: float16 or bfloat16 if x is float32.
+// `dtype`: float16 or bfloat16 if x is float32. If in_float32, x is a 16-bit tensor, and the
+// functor make(float{}) computes from x cast to float32.
 template <class Device, class MakeFunctor>
 Tensor transform_normalized(const char* op, const Tensor& x, const AffineTensors& affine,
-                            const DimOrder& dim_order, OptionalDtype dtype,
+                            const DimOrder& dim_order, OptionalDtype dtype, bool in_float32,
                             const MakeFunctor& make) {
   check_order(op, dim_order, x.dim());
-  if (!dtype || *dtype == x.scalar_type()) {
+  const auto result = dtype.value_or(x.scalar_type());
+  check_result_dtype(op, x, result, in_float32);
+  if (result == x.scalar_type() && !in_float32) {
     const Tensor out = empty_in_order(x, dim_order);
     run_for_dtype<Device>(op, out, {&x}, nullptr, dim_order, make, &affine);
     return out;
   }
-  check_cast(op, x, *dtype);
-  const auto functor = make(float{});
-  const auto cast = [&](auto scalar, int32_t format) {
+  const auto run = [&](auto scalar, int32_t format) {
+    using Functor = decltype(make(float{}));
+    using Format = decltype(scalar);
     const Tensor out = empty_in_order(x, dim_order, format);
-    const Cast<std::remove_const_t<decltype(functor)>, decltype(scalar)> casting{functor};
-    run_functor<Device>(op, casting, out, {&x}, nullptr, dim_order, &affine);
+    const auto run_as = [&](const auto& functor) {
+      run_functor<Device>(op, functor, out, {&x}, nullptr, dim_order, &affine);
+    };
+    if (in_float32)
+      run_as(InFloat32<Functor, Format>{{make(float{})}});
+    else
+      run_as(Cast<Functor, Format>{make(float{})});
     return out;
   };
-  if (*dtype == torch::headeronly::ScalarType::Half)
-    return cast(Half{}, aoti_torch_dtype_float16());
-  return cast(BFloat16{}, aoti_torch_dtype_bfloat16());
+  if (result == torch::headeronly::ScalarType::Half) return run(Half{}, aoti_torch_dtype_float16());
+  return run(BFloat16{}, aoti_torch_dtype_bfloat16());
 }
 
 // Returns a norm's output, recomputed from the norm's input.
 template <class Device>
 Tensor normalize(Tensor x, Tensor channel_affine, std::optional<Tensor> row_statistics,
-                 DimOrder dim_order, OptionalDtype dtype) {
+                 DimOrder dim_order, OptionalDtype dtype, bool in_float32) {
   const AffineTensors affine{&channel_affine, row_statistics ? &*row_statistics : nullptr};
-  return transform_normalized<Device>("normalize", x, affine, dim_order, dtype,
+  return transform_normalized<Device>("normalize", x, affine, dim_order, dtype, in_float32,
                                       [](auto scalar) { return Normalize<decltype(scalar)>{}; });
 }
 
@@ -237,9 +244,10 @@ struct Ops<Device, Activation, Types<Arguments...>> {
   }
 
   static Tensor recompute(Tensor x, Tensor channel_affine, std::optional<Tensor> row_statistics,
-                          DimOrder dim_order, Arguments... arguments, OptionalDtype dtype) {
+                          DimOrder dim_order, Arguments... arguments, OptionalDtype dtype,
+                          bool in_float32) {
     const AffineTensors affine{&channel_affine, row_statistics ? &*row_statistics : nullptr};
-    return transform_normalized<Device>(kName, x, affine, dim_order, dtype,
+    return transform_normalized<Device>(kName, x, affine, dim_order, dtype, in_float32,
                                         maker_of<ForwardRecompute>(arguments...));
   }
 

@@ -29,12 +29,14 @@
 // The ops of norms:
 //   norm_affine(rstd, mean, weight, bias, shape, channels_per_group)
 //                                                the norm's channel affine
-//   normalize(x, affine, dtype)                  the norm's output
+//   normalize(x, affine, dtype, in_float32)      the norm's output
 //   normalize_add(x, affine, addend)             the sum of the norm's output and an addend
 //   normalize_add_relu(x, affine, addend)        the ReLU of that sum
 //
-// `dtype` casts the result. After the arguments above, all ops except norm_affine and the traced
-// ones take dim_order. The ops of an activation take its scalar arguments last, before a dtype.
+// `dtype` casts the result, from float32. With `in_float32` x and the result have 16 bits, and what
+// is between them is computed in float32. After the arguments above, all ops except norm_affine and
+// the traced ones take dim_order. The ops of an activation take its scalar arguments last, before a
+// dtype.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -48,7 +50,7 @@ namespace inplace_ops {
 using Library = torch::stable::detail::StableLibrary;
 
 constexpr const char* kNormalizedSchema = "Tensor x, Tensor channel_affine, Tensor? row_statistics";
-constexpr const char* kCastSchema = ", *, ScalarType? dtype=None) -> Tensor";
+constexpr const char* kCastSchema = ", *, ScalarType? dtype=None, bool in_float32=False) -> Tensor";
 
 // Defines the in-place and the out-of-place op of a save mode.
 inline void define_save_ops(Library& m, const std::string& op, const std::string& op_args) {

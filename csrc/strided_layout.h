@@ -39,7 +39,17 @@ struct StridedLayoutOf {
   bool is_dense() const {
     if (dims > 1) return false;
     for (int k = 0; k < operands; ++k)
-      if (dims == 1 && strides[k][0] != 1) return false;
+      if (!is_dense(k)) return false;
+    return true;
+  }
+
+  // Whether an operand's elements are neighbors in memory, in iteration order.
+  bool is_dense(int operand) const {
+    int64_t stride = 1;
+    for (int d = dims - 1; d >= 0; --d) {
+      if (strides[operand][d] != stride) return false;
+      stride *= sizes[d];
+    }
     return true;
   }
 

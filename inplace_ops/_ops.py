@@ -76,7 +76,8 @@ class Ops:
         traced: The activation in the graph of compiled code: see `torch_compile.py`.
         backward: Computes the gradient from the incoming one and the saved tensors; by save mode.
         recompute: Computes the activation from a norm's input and affine: see `NormAffine`. With
-            `dtype` it casts a float32 result to that dtype.
+            `dtype` it casts a float32 result to that dtype. With `in_float32` it casts a 16-bit
+            input to float32 first, and the result back.
         double_backward: Computes the term of the second derivative; None if that is zero.
     """
 
@@ -108,7 +109,7 @@ NORMALIZE: Op = torch.ops.inplace_ops.normalize.default  # a norm's output, like
 NORMALIZE_ADD: Op = torch.ops.inplace_ops.normalize_add.default  # a norm's output plus a tensor
 NORMALIZE_ADD_RELU: Op = torch.ops.inplace_ops.normalize_add_relu.default  # ReLU of the sum
 DTYPES = tuple(ALL["relu"].default_bits["mask"])
-CAST_DTYPES = (torch.float16, torch.bfloat16)  # an op can cast a float32 result to these
+CAST_DTYPES = (torch.float16, torch.bfloat16)  # an op can cast float32 to these, and from them
 
 # The ops of all activations: in place without and with packed bits, out of place with packed bits,
 # sums, from a norm's input, and backward.
@@ -208,11 +209,16 @@ def _recomputing_fake(
     dim_order: DimOrder,
     *arguments: float,
     dtype: torch.dtype | None = None,
+    in_float32: bool = False,
 ) -> Tensor:
     _check_devices(x, channel_affine, row_statistics)
+    is_cast = x.dtype is torch.float32 and dtype in CAST_DTYPES and not in_float32
     check(
-        dtype in (None, x.dtype) or (x.dtype is torch.float32 and dtype in CAST_DTYPES),
+        dtype in (None, x.dtype) or is_cast,
         lambda: f"dtype must be the dtype of x, or float16 or bfloat16 if x is float32: {dtype}",
+    )
+    check(
+        x.dtype in CAST_DTYPES or not in_float32, lambda: "in_float32 requires float16 or bfloat16"
     )
     return _empty_in_order(x, dim_order, dtype)
 

@@ -30,6 +30,10 @@ struct BlockInput {
     if constexpr (kConvertsHalf<T, C>) return {stored[i], values[i]};
     return element_of(stored[i]);
   }
+
+  HOST_DEVICE BlockInput from(int64_t i) const {
+    return {stored + i, kConvertsHalf<T, C> ? values + i : nullptr};
+  }
 };
 
 template <class Functor>

@@ -68,29 +68,33 @@ HOST_DEVICE void run_blocks(const Functor& functor, const StridedLayout& strided
                             const Operands<Functor>& operands, int64_t first_block,
                             int64_t last_block) {
   using T = typename Functor::Scalar;
+  using In = typename Functor::In;
   using Out = typename Functor::Out;
-  constexpr bool converts_inputs = kConvertsHalf<T, typename Functor::C>;
+  constexpr bool converts_inputs = kConvertsHalf<In, typename Functor::C>;
   constexpr bool converts_results = kConvertsHalf<Out, typename Functor::C>;
   constexpr bool writes_bits = Operands<Functor>::kWritesBits;
-  const bool is_dense = strided.is_dense();
+  bool is_dense[Functor::kInputs + 1];
+  for (int k = 0; k <= Functor::kInputs; ++k) is_dense[k] = strided.is_dense(k);
   const int bits = operands.packed.planes;
-  T buffers[Functor::kInputs][kBlock];
-  opmath_t<T> as_float[Functor::kInputs][kConvertsHalf<T> ? kBlock : 1];
+  In gathered[Functor::kInputs][kBlock];
+  opmath_t<In> as_float[Functor::kInputs][kConvertsHalf<In> ? kBlock : 1];
+  T z[Functor::kNormalizes ? kBlock : 1];
   Out out_buffer[kBlock];
   opmath_t<Out> float_results[converts_results && !converts_inputs ? kBlock : 1];
   for (int64_t block = first_block; block < last_block; ++block) {
     const int64_t first = block * kBlock;
     const int count = int(std::min<int64_t>(kBlock, strided.elements - first));
 
+    const In* stored[Functor::kInputs];
     BlockInputOf<Functor> in[Functor::kInputs];
     for (int k = 0; k < Functor::kInputs; ++k) {
-      if (!is_dense) gather(buffers[k], operands.in[k], strided, k + 1, first, count);
-      in[k].stored = is_dense ? operands.in[k] + first : buffers[k];
-      in[k].values = as_float[k];
+      if (!is_dense[k + 1]) gather(gathered[k], operands.in[k], strided, k + 1, first, count);
+      stored[k] = is_dense[k + 1] ? operands.in[k] + first : gathered[k];
       if constexpr (converts_inputs)
-        CompiledFor<Instructions>::half_to_float(as_float[k], in[k].stored, count);
+        CompiledFor<Instructions>::half_to_float(as_float[k], stored[k], count);
+      if constexpr (std::is_same_v<In, T>) in[k] = {stored[k], as_float[k]};
     }
-    Out* const out = is_dense ? operands.out + first : out_buffer;
+    Out* const out = is_dense[0] ? operands.out + first : out_buffer;
     functor_result_t<Functor>* results;
     if constexpr (converts_inputs)
       results = as_float[0];
@@ -101,17 +105,16 @@ HOST_DEVICE void run_blocks(const Functor& functor, const StridedLayout& strided
 
     if constexpr (Functor::kNormalizes) {
       constexpr int last = Functor::kInputs - 1;
-      T* const z = buffers[last];
-      const BlockInput<T> x{in[last].stored, as_float[last]};
+      const BlockInput<In> x{stored[last], as_float[last]};
+      if constexpr (kConvertsHalf<In> && !converts_inputs)
+        CompiledFor<Instructions>::half_to_float(as_float[last], x.stored, count);
       if constexpr (kConvertsHalf<T>) {
-        if (!converts_inputs)
-          CompiledFor<Instructions>::half_to_float(as_float[last], x.stored, count);
         CompiledFor<Instructions>::normalize(z, as_float[last], x, operands.affine, first, count);
         if (converts_inputs) CompiledFor<Instructions>::half_to_float(as_float[last], z, count);
       } else {
         CompiledFor<Instructions>::normalize(z, z, x, operands.affine, first, count);
       }
-      in[last].stored = z;
+      in[last] = {z, as_float[last]};
       compute_without_codes<Out>(functor.inner(), results, in, count);
     } else if constexpr (Functor::kPackedBits == PackedBitsUse::kNone) {
       compute_without_codes<Out>(functor, results, in, count);
@@ -134,46 +137,46 @@ HOST_DEVICE void run_blocks(const Functor& functor, const StridedLayout& strided
       }
     }
     if constexpr (converts_results) CompiledFor<Instructions>::float_to_half(out, results, count);
-    if (!is_dense) scatter(operands.out, out, strided, first, count);
+    if (!is_dense[0]) scatter(operands.out, out, strided, first, count);
   }
 }
 
 // Defines the functions of CompiledFor<Instructions>. `attributes` compiles them, and everything
 // that is inlined into them, for that instruction set. They are run_blocks(), and the parts of it
 // that are the same for all functors and therefore compile once.
-#define INPLACE_OPS_COMPILE_FOR(Instructions, attributes)                                         \
-  template <>                                                                                     \
-  struct CompiledFor<Instructions> {                                                              \
-    template <class Functor>                                                                      \
-    attributes static void run_blocks(const Functor& functor, const StridedLayout& strided,       \
-                                      const Operands<Functor>& operands, int64_t first,           \
-                                      int64_t last) {                                             \
-      inplace_ops::run_blocks<Instructions>(functor, strided, operands, first, last);             \
-    }                                                                                             \
-    NO_INLINE attributes static void half_to_float(float* to, const Half* from, int count) {      \
-      Instructions::half_to_float(to, from, count);                                               \
-    }                                                                                             \
-    NO_INLINE attributes static void float_to_half(Half* to, const float* from, int count) {      \
-      Instructions::float_to_half(to, from, count);                                               \
-    }                                                                                             \
-    template <class T>                                                                            \
-    NO_INLINE attributes static void normalize(T* z, result_t<T>* values, const BlockInput<T>& x, \
-                                               const NormAffine<opmath_t<T>>& affine,             \
-                                               int64_t first, int count) {                        \
-      inplace_ops::normalize<Instructions>(z, values, x, affine, first, count);                   \
-    }                                                                                             \
-    template <class Code>                                                                         \
-    NO_INLINE attributes static void pack(const Code (&codes)[kBlock],                            \
-                                          const PackedBits<uint8_t>& packed, int64_t first_group, \
-                                          int groups) {                                           \
-      inplace_ops::pack<Instructions>(codes, packed, first_group, groups);                        \
-    }                                                                                             \
-    template <class Code>                                                                         \
-    NO_INLINE attributes static void unpack(Code (&codes)[kBlock],                                \
-                                            const PackedBits<const uint8_t>& packed,              \
-                                            int64_t first_group, int groups) {                    \
-      inplace_ops::unpack<Instructions>(codes, packed, first_group, groups);                      \
-    }                                                                                             \
+#define INPLACE_OPS_COMPILE_FOR(Instructions, attributes)                                          \
+  template <>                                                                                      \
+  struct CompiledFor<Instructions> {                                                               \
+    template <class Functor>                                                                       \
+    attributes static void run_blocks(const Functor& functor, const StridedLayout& strided,        \
+                                      const Operands<Functor>& operands, int64_t first,            \
+                                      int64_t last) {                                              \
+      inplace_ops::run_blocks<Instructions>(functor, strided, operands, first, last);              \
+    }                                                                                              \
+    NO_INLINE attributes static void half_to_float(float* to, const Half* from, int count) {       \
+      Instructions::half_to_float(to, from, count);                                                \
+    }                                                                                              \
+    NO_INLINE attributes static void float_to_half(Half* to, const float* from, int count) {       \
+      Instructions::float_to_half(to, from, count);                                                \
+    }                                                                                              \
+    template <class T, class In>                                                                   \
+    NO_INLINE attributes static void normalize(T* z, result_t<T>* values, const BlockInput<In>& x, \
+                                               const NormAffine<opmath_t<T>>& affine,              \
+                                               int64_t first, int count) {                         \
+      inplace_ops::normalize<Instructions>(z, values, x, affine, first, count);                    \
+    }                                                                                              \
+    template <class Code>                                                                          \
+    NO_INLINE attributes static void pack(const Code (&codes)[kBlock],                             \
+                                          const PackedBits<uint8_t>& packed, int64_t first_group,  \
+                                          int groups) {                                            \
+      inplace_ops::pack<Instructions>(codes, packed, first_group, groups);                         \
+    }                                                                                              \
+    template <class Code>                                                                          \
+    NO_INLINE attributes static void unpack(Code (&codes)[kBlock],                                 \
+                                            const PackedBits<const uint8_t>& packed,               \
+                                            int64_t first_group, int groups) {                     \
+      inplace_ops::unpack<Instructions>(codes, packed, first_group, groups);                       \
+    }                                                                                              \
   };
 INPLACE_OPS_COMPILE_FOR(Portable, )
 #ifdef __x86_64__

@@ -17,8 +17,8 @@ namespace inplace_ops {
 // visit(position, length, offsets) for each span: its position relative to `first`, and the offsets
 // of its first element in each operand.
 template <int max_operands, int max_dims, class Visit>
-void for_each_span(const StridedLayoutOf<max_operands, max_dims>& strided, int64_t first,
-                   int64_t count, const Visit& visit) {
+HOST_DEVICE void for_each_span(const StridedLayoutOf<max_operands, max_dims>& strided,
+                               int64_t first, int64_t count, const Visit& visit) {
   const int inner = strided.dims - 1;
   const auto& sizes = strided.sizes;
   const auto& strides = strided.strides;
@@ -57,7 +57,12 @@ NO_INLINE void gather(T* buffer, const T* data,
   const int64_t stride = innermost_stride(strided, operand);
   for_each_span(strided, first, count, [&](int64_t position, int64_t length, auto& offsets) {
     const T* const from = data + offsets[operand];
-    for (int64_t i = 0; i < length; ++i) buffer[position + i] = from[i * stride];
+    T* const to = buffer + position;
+    if (stride == 1) {
+      std::copy(from, from + length, to);
+    } else {
+      for (int64_t i = 0; i < length; ++i) to[i] = from[i * stride];
+    }
   });
 }
 
@@ -66,8 +71,13 @@ NO_INLINE void scatter(T* data, const T* buffer, const StridedLayout& strided, i
                        int64_t count) {
   const int64_t stride = innermost_stride(strided, 0);
   for_each_span(strided, first, count, [&](int64_t position, int64_t length, auto& offsets) {
+    const T* const from = buffer + position;
     T* const to = data + offsets[0];
-    for (int64_t i = 0; i < length; ++i) to[i * stride] = buffer[position + i];
+    if (stride == 1) {
+      std::copy(from, from + length, to);
+    } else {
+      for (int64_t i = 0; i < length; ++i) to[i * stride] = from[i];
+    }
   });
 }
 

@@ -111,7 +111,8 @@ HOST_DEVICE void compute_normalized(const Functor& functor, LaneState<Functor, c
   UNROLL
   for (int i = 0; i < count; ++i) {
     UNROLL
-    for (int k = 0; k < Functor::kInputs; ++k) elements[i][k] = element_of(my.in[k][access][i]);
+    for (int k = 0; k < Functor::kInputs; ++k)
+      elements[i][k] = cast_element<T>(my.in[k][access][i]);
   }
   if (has_rows) {
     UNROLL
@@ -191,6 +192,7 @@ template <int count, int planes, class Functor, class Layout>
 HOST_DEVICE void run_tile(const Functor& functor, const Layout& layout,
                           const Operands<Functor>& operands, const Tile& tile) {
   using T = typename Functor::Scalar;
+  using In = typename Functor::In;
   auto packed = operands.packed;
   if constexpr (count > 1) packed.planes = planes;
   const int bits = packed.planes > 0 ? packed.planes : 1;  // without planes the codes are not used
@@ -208,7 +210,7 @@ HOST_DEVICE void run_tile(const Functor& functor, const Layout& layout,
         if constexpr (count > 1)
           load_vector(my.in[k][a], operands.in[k] + offsets[k + 1]);
         else
-          my.in[k][a][0] = is_in_tile(index) ? operands.in[k][offsets[k + 1]] : T{};
+          my.in[k][a][0] = is_in_tile(index) ? operands.in[k][offsets[k + 1]] : In{};
       }
       UNROLL
       for (int i = 0; i < count; ++i) my.codes[a][i] = 0;  // TileBits::read() sets bits in them

@@ -75,7 +75,7 @@ std::optional<Rows> rows_of(const StridedLayout& strided) {
 template <class Functor, class Launch>
 void with_vector_layout(const StridedLayout& strided, const Operands<Functor>& operands,
                         const Launch& launch) {
-  constexpr int count = kVectorElements<typename Functor::Scalar>;
+  constexpr int count = kVectorElements<typename Functor::In>;
   if constexpr (Functor::kNormalizes) {
     const auto rows = rows_of<count>(strided);
     const auto affine = affine_layout<count>(operands.affine, kVectorBytes);
@@ -110,7 +110,7 @@ constexpr int kFewTiles = 128;
 template <class Functor, class Launch>
 void choose_path(const StridedLayout& strided, const Operands<Functor>& operands,
                  const Launch& launch, int64_t few_tiles = kFewTiles) {
-  constexpr int vector = kVectorElements<typename Functor::Scalar>;
+  constexpr int vector = kVectorElements<typename Functor::In>;
   const int64_t elements = strided.elements;
   int64_t begin = 0;
   if constexpr (vector > 1) {

@@ -82,8 +82,7 @@ HOST_DEVICE std::enable_if_t<sizeof(T[count]) == sizeof(Vector)> store_vector(
 // The state of a lane: its part of a tile, in accesses of `count` elements.
 template <class Functor, int count>
 struct LaneState {
-  using T = typename Functor::Scalar;
-  T in[Functor::kInputs][kAccesses][count];
+  typename Functor::In in[Functor::kInputs][kAccesses][count];
   typename Functor::Out out[kAccesses][count];
   int64_t out_offset[kAccesses];
   uint32_t codes[kAccesses][count];

@@ -346,7 +346,7 @@ def check_normalized(
     offsets: Sequence[int] = (0,) * 7,
     gap: int = 0,
     first_row: int = 0,
-    of_sums: bool = True,
+    is_first: bool = True,
 ) -> LaunchPath:
     """Compare a norm's output, the activation and its gradient with PyTorch.
 
@@ -363,7 +363,8 @@ def check_normalized(
             misaligned.
         gap: Elements between the affines of two samples.
         first_row: The row at which the virtual grid begins.
-        of_sums: Whether to check a piecewise-linear activation of a sum. Compiled is only ReLU's.
+        is_first: Whether to check the functors that do not depend on the activation too, and a
+            piecewise-linear activation of a sum. Compiled is only ReLU's.
     """
     dtype = case.dtype
     x, grad = normal(dtype, shape), normal(dtype, shape)
@@ -380,7 +381,9 @@ def check_normalized(
     ]
     parts = [part.tensor.clone() for part in affine]
 
-    def run(functor: str, *operands: Operand, result: Operand = result) -> Tensor:
+    def run(
+        functor: str, *operands: Operand, result: Operand = result, case: Case = case
+    ) -> Tensor:
         result.tensor.fill_(torch.nan)
         paths.append(launch(kernels, case, functor, [result, *operands], None, first_row, affine))
         return result.tensor.clone()
@@ -392,13 +395,25 @@ def check_normalized(
     for target in (torch.float16, torch.bfloat16) if dtype == torch.float32 else ():
         narrow = Operand(target, shape, result.tensor.stride(), offsets[2])
         suffix = f" to {target}".replace("torch.", "")
-        assert torch.equal(run("Normalize" + suffix, inputs, result=narrow), z.to(target))
+        if is_first:
+            assert torch.equal(run("Normalize" + suffix, inputs, result=narrow), z.to(target))
         assert torch.equal(run("ForwardRecompute" + suffix, inputs, result=narrow), y.to(target))
-    total = torch.add(z, grad)
-    assert torch.equal(run("NormalizeAdd", incoming, inputs), total)
-    if case.entry.is_piecewise_linear and of_sums:
-        value, _ = derivatives(case, total, 1)
-        assert torch.equal(run("ForwardRecomputeAdd", incoming, inputs), value.to(dtype))
+    if dtype in (torch.float16, torch.bfloat16):
+        # In float32 between casts: the same as on a tensor that was cast before.
+        in_float32, name = case._replace(dtype=torch.float32), str(dtype).removeprefix("torch.")
+        cast, narrow = (Operand(t, shape, dense(shape)) for t in (torch.float32, dtype))
+        cast.tensor.copy_(x)
+        for functor in ("Normalize", "ForwardRecompute") if is_first else ("ForwardRecompute",):
+            tensors = [narrow, cast]
+            launch(kernels, in_float32, f"{functor} to {name}", tensors, None, first_row, affine)
+            from_16_bits = run(f"{functor} from {name}", inputs, case=in_float32)
+            assert torch.equal(from_16_bits, narrow.tensor)
+    if is_first:
+        total = torch.add(z, grad)
+        assert torch.equal(run("NormalizeAdd", incoming, inputs), total)
+        if case.entry.is_piecewise_linear:
+            value, _ = derivatives(case, total, 1)
+            assert torch.equal(run("ForwardRecomputeAdd", incoming, inputs), value.to(dtype))
     for operand, original in zip([inputs, incoming, *affine], [x, grad, *parts], strict=True):
         assert torch.equal(operand.tensor, original)
 

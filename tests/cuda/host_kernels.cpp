@@ -142,7 +142,7 @@ Path run(const Functor& functor, const Launch& launch) {
   Operands<Functor> operands{};
   operands.out = reinterpret_cast<Out*>(launch.addresses[0]);
   for (int k = 0; k < Functor::kInputs; ++k)
-    operands.in[k] = reinterpret_cast<const T*>(launch.addresses[k + 1]);
+    operands.in[k] = reinterpret_cast<const typename Functor::In*>(launch.addresses[k + 1]);
   operands.packed.data = reinterpret_cast<decltype(operands.packed.data)>(launch.packed_address);
   operands.packed.plane_stride = launch.plane_stride;
   operands.packed.planes = launch.planes;
@@ -171,7 +171,7 @@ Path run(const Functor& functor, const Launch& launch) {
 }
 
 // Runs the functor if the requested name is its name, or names a cast of its results, as "Normalize
-// to float16" does.
+// to float16" does, or of its inputs and results, as "Normalize from float16" does.
 template <class Functor>
 std::optional<Path> run_if_named(const std::string& name, const std::string& requested,
                                  const Functor& functor, const Launch& launch) {
@@ -179,6 +179,10 @@ std::optional<Path> run_if_named(const std::string& name, const std::string& req
   if constexpr (std::is_same_v<typename Functor::Scalar, float>) {
     if (requested == name + " to float16") return run(Cast<Functor, Half>{functor}, launch);
     if (requested == name + " to bfloat16") return run(Cast<Functor, BFloat16>{functor}, launch);
+    if (requested == name + " from float16")
+      return run(InFloat32<Functor, Half>{{functor}}, launch);
+    if (requested == name + " from bfloat16")
+      return run(InFloat32<Functor, BFloat16>{{functor}}, launch);
   }
   return std::nullopt;
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -97,7 +98,8 @@ class CompiledKernels:
             grid = Grid(recorded.first_warp, recorded.last_warp, recorded.warps_of_a_block)
             Launch(kernel, recorded.parameters, grid, memory, self._fma).run()
         output, *others = regions
-        of_output: torch.dtype = getattr(torch, functor.partition(" to ")[2] or dtype)
+        *_, of_result = re.split(" to | from ", functor)
+        of_output: torch.dtype = getattr(torch, dtype if of_result == functor else of_result)
         assert output.stored.sum() == (math.prod(sizes) - first_element) * of_output.itemsize
         assert all(region.stored.all() for region in others if region.is_written)
         return path
@@ -156,7 +158,7 @@ def test_every_kernel(kernels: CompiledKernels, case: Case) -> None:
 @pytest.mark.parametrize("case", NORMALIZED, ids=case_id)
 def test_every_kernel_after_a_norm(kernels: CompiledKernels, case: Case) -> None:
     """Planes, planes that end inside accesses, channels_last, and rows."""
-    of_sums = case.entry is RELU
+    is_first = case.entry is RELU
     for shape, channels, rows in (
         ([samples_of(kernels, case, 5 * 64), 5, 64], (1,), None),
         ([samples_of(kernels, case, 5 * 49), 5, 49], (1,), None),
@@ -165,7 +167,7 @@ def test_every_kernel_after_a_norm(kernels: CompiledKernels, case: Case) -> None
         ([49, 16], (1,), (0,)),
         ([1], (), None),
     ):
-        check_normalized(kernels, case, shape, channels, rows, of_sums=of_sums)
+        check_normalized(kernels, case, shape, channels, rows, is_first=is_first)
     kernels.checked.add(case)
 
 
@@ -258,10 +260,10 @@ def test_large_indices_after_a_norm(kernels: CompiledKernels, case: Case) -> Non
         for start in (2**31, 2**32):
             first_row = (start // (3 * size) // tile + 1) * tile  # a tile begins there
             check_normalized(
-                kernels, case, shape, channels, rows, first_row=first_row, of_sums=False
+                kernels, case, shape, channels, rows, first_row=first_row, is_first=False
             )
     strides = [dense([40, 16])] * 2 + [(17, 1)]
-    check_normalized(kernels, case, [40, 16], (1,), (0,), strides=strides, of_sums=False)
+    check_normalized(kernels, case, [40, 16], (1,), (0,), strides=strides, is_first=False)
 
 
 # A change of one instruction: returns the changed one, or None of other instructions.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -108,7 +109,7 @@ NORMALIZED = {
     "mish": {"planes": 0.74, "split_planes": 0.93, "channels_last": 0.78, "layer_norm": 0.87},
 }
 
-SLOTS_OF_A_CAST = 2  # per element
+SLOTS_OF_A_CAST = 2  # per element, in each direction
 
 
 class AffineLoads(NamedTuple):
@@ -139,6 +140,7 @@ class Key(NamedTuple):
     activation: str
     functor: str
     scalar: str
+    input: str
     out: str
 
 
@@ -149,6 +151,7 @@ class Kernel(NamedTuple):
     activation: str
     functor: str
     scalar: str
+    input: str  # the format of the inputs
     out: str  # the format of the results
     count: int  # elements per access
     registers: int  # per thread
@@ -156,7 +159,7 @@ class Kernel(NamedTuple):
 
     @property
     def key(self) -> Key:
-        return Key(self.activation, self.functor, self.scalar, self.out)
+        return Key(self.activation, self.functor, self.scalar, self.input, self.out)
 
 
 class Case(NamedTuple):
@@ -168,14 +171,18 @@ class Case(NamedTuple):
     bits: int  # per element: planes of the packed bits
     layout: str = ""  # after a norm: a key of AFFINE_LOADS
     cast: str = ""  # the format to which the results are cast, if any
+    casts_inputs: bool = False  # whether the inputs are cast from this format
 
     @property
     def name(self) -> str:
-        return "-".join(str(part) for part in self if part != "")
+        parts = [str(part) for part in self[:-1] if part != ""]
+        return "-".join([*parts, "in_float32"] if self.casts_inputs else parts)
 
     @property
     def key(self) -> Key:
-        return Key(self.activation, self.functor, self.scalar, self.cast or self.scalar)
+        out = self.cast or self.scalar
+        formats = self.scalar, out if self.casts_inputs else self.scalar, out
+        return Key(self.activation, self.functor, *formats)
 
     @property
     def inputs(self) -> int:
@@ -186,8 +193,8 @@ class Case(NamedTuple):
         return DTYPES[self.key.out].itemsize
 
     @property
-    def size(self) -> int:
-        return DTYPES[self.scalar].itemsize
+    def size(self) -> int:  # of an element of the inputs
+        return DTYPES[self.key.input].itemsize
 
     @property
     def elements(self) -> int:  # per lane
@@ -204,10 +211,10 @@ class Case(NamedTuple):
 
     @property
     def slots(self) -> float:  # issue slots per element in the time that its bytes take
-        return self.slots_of(self.out_size)
+        return self.slots_of(self.size, self.out_size)
 
-    def slots_of(self, out_size: int) -> float:
-        return SLOTS_PER_BYTE * (self.size * self.inputs + out_size + self.bits / 8)
+    def slots_of(self, size: int, out_size: int) -> float:
+        return SLOTS_PER_BYTE * (size * self.inputs + out_size + self.bits / 8)
 
     @property
     def store(self) -> str:
@@ -223,7 +230,9 @@ class Case(NamedTuple):
             name = self.functor if self.functor in NORMALIZED else self.activation
             budget = NORMALIZED[name][self.layout]
             if self.cast:  # the same arithmetic for fewer bytes
-                budget = (budget * self.slots_of(self.size) + SLOTS_OF_A_CAST) / self.slots
+                size = DTYPES[self.scalar].itemsize
+                casts = 2 if self.casts_inputs else 1
+                budget = (budget * self.slots_of(size, size) + casts * SLOTS_OF_A_CAST) / self.slots
             return Budget(budget)
         is_smooth = self.activation == ANY or _ops.ALL[self.activation].double_backward is not None
         return BUDGETS.get(self.activation, SMOOTH if is_smooth else MASKS)
@@ -249,9 +258,11 @@ def cases() -> list[Case]:
                 for functor in ("Normalize", "NormalizeAdd"):
                     found[Case(ANY, functor, scalar, 0, layout)] = None
                 found[Case("relu", "ForwardRecomputeAdd", scalar, 0, layout)] = None
-                for cast in ("Half", "BFloat16") if scalar == "float" else ():
-                    found[Case(name, "ForwardRecompute", scalar, 0, layout, cast)] = None
-                    found[Case(ANY, "Normalize", scalar, 0, layout, cast)] = None
+                casts = ("Half", "BFloat16") if scalar == "float" else ()
+                for cast, in_float32 in itertools.product(casts, (False, True)):
+                    casting = scalar, 0, layout, cast, in_float32
+                    found[Case(name, "ForwardRecompute", *casting)] = None
+                    found[Case(ANY, "Normalize", *casting)] = None
             if entry.is_piecewise_linear:
                 bits = {"ForwardMask": (0, 1), "BackwardMask": (1,), "BackwardMaskOfOutput": (0,)}
             else:
@@ -279,8 +290,8 @@ def kernels(architecture: str) -> list[Kernel]:
     # functor BackwardOutput<SiLU<float>, float>, and the layout Rows.
     name = r"NS_\d+([A-Z][A-Za-z0-9]*?)"
     mangled = (
-        rf"Function (\S*run_warpsILi(\d)E(NS_4CastI)?{name}I(?:{name}I)?(?:{name}E|([fd])E)\S*):"
-        r"\s+REG:(\d+) STACK:(\d+)"
+        rf"Function (\S*run_warpsILi(\d)E(NS_(?:4Cast|9InFloat32)I)?{name}I(?:{name}I)?"
+        rf"(?:{name}E|([fd])E)\S*):\s+REG:(\d+) STACK:(\d+)"
     )
     entries = {name.replace("_", ""): name for name in _ops.ALL}
 
@@ -294,7 +305,8 @@ def kernels(architecture: str) -> list[Kernel]:
         op_name = entries[activation.lower()] if activation else ANY
         scalar = named or {"f": "float", "d": "double"}[builtin]
         out = out_format(name, scalar, bool(cast))
-        found.append(Kernel(name, op_name, functor, scalar, out, int(count), *map(int, numbers)))
+        formats = scalar, out if "InFloat32" in cast else scalar, out
+        found.append(Kernel(name, op_name, functor, *formats, int(count), *map(int, numbers)))
     if not found:
         pytest.skip(f"not built for {architecture}")
     assert len(found) == usage.count("run_warps")

@@ -324,6 +324,25 @@ def test_unsupported_casts_are_rejected(op: torch._ops.OpOverload, device: torch
                     op(*given, dtype=target)
 
 
+@pytest.mark.parametrize(
+    "op", [op for op in _ops.RECOMPUTING_OPS if op in OF_EACH_KIND], ids=name_of
+)
+def test_in_float32_is_rejected_without_16_bits(
+    op: torch._ops.OpOverload, device: torch.device
+) -> None:
+    for dtype in FLOATS:
+        arguments = arguments_of(op, device, dtype)
+        on_meta = [a.to("meta") if isinstance(a, Tensor) else a for a in arguments]
+        for given in (arguments, on_meta):
+            if dtype in _ops.CAST_DTYPES:
+                assert op(*given, in_float32=True).dtype == dtype
+                with pytest.raises(RuntimeError, match="dtype must be the dtype of x"):
+                    op(*given, dtype=torch.float32, in_float32=True)
+            else:
+                with pytest.raises(RuntimeError, match="in_float32 requires float16 or bfloat16"):
+                    op(*given, in_float32=True)
+
+
 STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda t: t.clone(),
     "transposed": lambda t: t.transpose(0, 3).contiguous().transpose(0, 3),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -124,14 +125,18 @@ def run_normalized(
     )
     x, grad = x.to(device), grad.to(device)
     strided = torch.cat([grad, grad], 1).narrow(1, 0, grad.size(1))
-    casts = (None, *_ops.CAST_DTYPES) if x.dtype == torch.float32 else (None,)
-    results = [_ops.NORMALIZE(x, *norm, dtype=cast) for cast in casts]
+    casts: list[dict[str, Any]] = [{}]
+    if x.dtype == torch.float32:
+        casts += [{"dtype": dtype} for dtype in _ops.CAST_DTYPES]
+    if x.dtype in _ops.CAST_DTYPES:
+        casts.append({"in_float32": True})
+    results = [_ops.NORMALIZE(x, *norm, **cast) for cast in casts]
     for addend in (grad, strided):
         results += [op(x, *norm[:2], addend, None) for op in _ops.SUM_OPS]
     for activation in ACTIVATIONS:
         ops = activation.ops
         scalars = [SCALARS[name] for name in activation.scalars]
-        results += [ops.recompute(x, *norm, *scalars, dtype=cast) for cast in casts]
+        results += [ops.recompute(x, *norm, *scalars, **cast) for cast in casts]
         for gradient in (grad, strided):
             results.append(ops.backward["recompute"](gradient, x, *norm, *scalars))
     return results

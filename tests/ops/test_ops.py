@@ -264,6 +264,31 @@ def test_op_with_dtype_equals_cast_of_result(
                 assert actual.stride() == expected.stride()
 
 
+@pytest.mark.parametrize(
+    ("op", "layout", "dtype"),
+    in_turn(CASTING, LAYOUTS, _ops.CAST_DTYPES),
+    ids=readable_id,
+)
+def test_op_in_float32_equals_casts_around_it(
+    op: torch._ops.OpOverload, layout: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """An op with `in_float32` casts x to float32 before, and its result back."""
+    arrange, dim_order = LAYOUTS[layout]
+    scalars = [SCALARS[a.name] for a in op._schema.arguments[4:] if not a.kwarg_only]
+    for shape in ((3, 5, 12, 13), (2, 16, 24, 33), (1, 1, 1, 1), (2, 0, 3, 4)):
+        x = arrange(with_special_values(3 * torch.randn(shape, device=device)).to(dtype))
+        for affine in (
+            (scale_shift_of(x, 1), None),
+            (scale_shift_of(x, 3), scale_shift_of(x, 0, 1, 2)),
+        ):
+            for strided in (x, torch.stack([x, x], -1)[..., 1]):
+                arguments = (*affine, dim_order, *scalars)
+                expected = op(strided.float(), *arguments, dtype=dtype)
+                actual = op(strided, *arguments, in_float32=True)
+                assert_identical(actual, expected)
+                assert actual.stride() == expected.stride()
+
+
 ADDENDS: dict[str, Callable[[Tensor], Tensor]] = {
     "like x": lambda t: t,
     "contiguous": lambda t: t.contiguous(),
