@@ -19,7 +19,7 @@ from .. import _ops
 from ..activations import ACTIVATIONS
 from .norms import NormAffine
 from .operations import add, same
-from .specs import Affine, Call, Computed, CopyOf, Spec, ViewCall
+from .specs import Affine, Call, Computed, CopyOf, Downcast, Leaf, Restrided, Spec, ViewCall
 
 # On an H200 PyTorch multiplies each channel by a factor at a third of the memory's bandwidth. From
 # this size on, a kernel after three small ones that prepare the factors is faster.
@@ -82,7 +82,10 @@ def _is_norm(spec: Spec) -> TypeGuard[Affine]:
 
 
 class CastOfAffine(Call):
-    """The float32 output of a norm, or of an activation after a norm, cast to 16 bits."""
+    """The float32 output of a norm, or of an activation after a norm, cast to 16 bits.
+
+    Autocast casts the norm's input to float32 before. The kernel then reads the 16-bit tensor.
+    """
 
     __slots__ = ()
 
@@ -97,7 +100,22 @@ class CastOfAffine(Call):
 
     def compute(self, consumer: int | None) -> Tensor:
         (dtype,) = self.arguments
-        return self._affine.of(self._affine.x.value(consumer), dtype)
+        x = _before_cast(self._affine.x)
+        if x is not None and x.dtype is dtype:
+            return self._affine.of(x, in_float32=True)
+        return self._affine.of(self._affine.x.value(consumer), dtype=dtype)
+
+
+def _before_cast(spec: Spec) -> Tensor | None:
+    """Return the tensor that a spec casts to float32; None if it takes another operation."""
+    if isinstance(spec, Restrided):
+        x = _before_cast(spec.inputs[0])
+        return None if x is None else spec.of(x)
+    if isinstance(spec, Downcast):
+        return spec.before_cast()
+    if isinstance(spec, Call) and spec.function is Tensor.to and isinstance(spec.inputs[0], Leaf):
+        return spec.inputs[0].value()
+    return None
 
 
 class SumWithNorm(Call):

@@ -370,8 +370,14 @@ class Downcast(Computed):
     def compute(self, consumer: int | None) -> Tensor:
         # Cast the tensor that this one was expanded from, and expand the result.
         unexpanded = _without_expansion(self.shape, self.stride)
-        stored = self.memory.leaf.value().as_strided(unexpanded, self.stride, self.offset)
-        return stored.to(self.dtype).expand(self.shape)
+        return self._stored(unexpanded).to(self.dtype).expand(self.shape)
+
+    def before_cast(self) -> Tensor:
+        """Return the tensor as it is stored."""
+        return self._stored(self.shape)
+
+    def _stored(self, shape: Sequence[int]) -> Tensor:
+        return self.memory.leaf.value().as_strided(shape, self.stride, self.offset)
 
     def inner(self) -> Iterable[Spec]:
         return (self.memory.leaf,)
@@ -426,10 +432,10 @@ class Affine(Computed):
     def inner(self) -> Iterable[Spec]:
         return (self.x,)
 
-    def of(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the output for the norm's input x, cast to a dtype if one is given."""
+    def of(self, x: Tensor, **casts: Any) -> Tensor:
+        """Return the output for the norm's input x. `casts` are keyword arguments of the op."""
         op = _ops.NORMALIZE if self.activation is None else self.activation.ops.recompute
-        return op(x, *self.affine, _ops.dim_order_of(x), *self.scalars, dtype=dtype)
+        return op(x, *self.affine, _ops.dim_order_of(x), *self.scalars, **casts)
 
     def activated(self, activation: Activation, scalars: Sequence[float]) -> Affine:
         """Return the spec of an activation's output, where this spec is the activation's input."""

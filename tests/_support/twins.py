@@ -97,15 +97,18 @@ def converted_twin(model: nn.Module, max_ops: int = 20) -> Any:
 
 
 class OpCounter(TorchDispatchMode):
-    """Count the ops that run, and separately those of this package that cast their results."""
+    """Count the ops that run, and separately those of this package that cast."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ops: Counter[str] = Counter()
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        cast = " and cast" if (kwargs or {}).get("dtype") and op.namespace == "inplace_ops" else ""
-        self.ops[op.overloadpacket._qualified_op_name + cast] += 1
+        name, casts = op.overloadpacket._qualified_op_name, kwargs or {}
+        if op.namespace == "inplace_ops":
+            name += " and cast" if casts.get("dtype") else ""
+            name += " in float32" if casts.get("in_float32") else ""
+        self.ops[name] += 1
         return op(*args, **(kwargs or {}))
 
 

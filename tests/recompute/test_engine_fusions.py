@@ -313,12 +313,37 @@ ACTIVATIONS: dict[str, tuple[nn.Module, bool]] = {
 def test_activation_and_cast_of_an_upcast_norm_are_fused(
     name: str, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One op computes the norm, the activation and the cast."""
+    """One op computes the cast to float32, the norm, the activation and the cast back."""
     act, is_exact = ACTIVATIONS[name]
     recompute = f"inplace_ops::{name}_recompute"
-    difference = {recompute: -1, "aten::_to_copy": -1, f"{recompute} and cast": 1}
+    difference = {recompute: -1, "aten::_to_copy": -2, "aten::expand": -1}
+    difference[f"{recompute} in float32"] = 1
     case = (lambda: UNetBlock(act, upcasts=True), images, difference)
     assert_fused(case, source, monkeypatch, tolerance=0 if is_exact else 1e-3)
+
+
+class UNetBlockWithShortcut(UNetBlock):
+    """A block of which another convolution has saved the 16-bit input before."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.SiLU(), upcasts=True)
+        self.shortcut = nn.Conv2d(8, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", self.dtype):
+            x = self.first(x)
+            shortcut = self.shortcut(x)
+            return shortcut + self.conv(self.act(self.norm(x.float())))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_cast_of_a_norm_reads_a_tensor_that_is_saved_anyway(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    difference = {"inplace_ops::silu_recompute": -1, "inplace_ops::silu_recompute in float32": 1}
+    difference["aten::_to_copy"] = -2
+    case = (UNetBlockWithShortcut, images, difference)
+    assert_fused(case, source, monkeypatch, tolerance=1e-3)
 
 
 # The products of a tensor with one factor for each channel.
