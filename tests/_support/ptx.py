@@ -119,7 +119,7 @@ _FORMS: dict[str, str] = {
     "selp": rf"{_INTEGER}|[bf](16|32|64)",
     "mov": rf"pred|{_INTEGER}|[bf](16|32|64)",
     "cvta": r"to\.global\.u64",
-    "cvt": rf"{_INTEGER}\.{_INTEGER}|rn\.b?f16\.f32|rn\.bf16x2\.f32|f32\.f16|f64\.f32|rn\.f32\.f64"
+    "cvt": rf"{_INTEGER}\.{_INTEGER}|rn\.b?f16\.f32|rn\.b?f16x2\.f32|f32\.f16|f64\.f32|rn\.f32\.f64"
     r"|rn\.f(32|64)\.[su]32|rzi\.u32\.f(32|64)|sat\.f32\.f32",
     "bfi": "b32",
     "prmt": "b32",
@@ -154,7 +154,7 @@ def _kernel(name: str, parameters: str, body: str) -> Kernel:
             registers[declared[2]] = np.dtype(_REGISTERS[declared[1]])
         elif statement.endswith(":"):
             labels[statement[:-1]] = len(code)
-        elif statement.endswith((";", ";}")) and not statement.startswith("."):
+        elif statement.removesuffix("}").rstrip().endswith(";") and not statement.startswith("."):
             # Inline assembly may be in braces.
             instruction, _, rest = statement.removeprefix("{").partition(";")
             if rest.strip() not in ("", "}"):
@@ -598,8 +598,9 @@ def _convert(launch: Launch, instruction: Instruction) -> None:
     *modifiers, to, source = instruction.modifiers
     target, *inputs = instruction.operands
     values = [launch.read(operand, source.replace("f16", "b16")) for operand in inputs]
-    if to == "bf16x2":  # the first has the upper bits
-        upper, lower = (_bfloat16(value).astype("u4") for value in values)
+    if to.endswith("x2"):  # the first has the upper bits
+        convert = {"f16x2": _half, "bf16x2": _bfloat16}[to]
+        upper, lower = (convert(value).astype("u4") for value in values)
         return launch.write(target, upper << 16 | lower)
     (x,) = values
     if source == "f16":
@@ -607,7 +608,7 @@ def _convert(launch: Launch, instruction: Instruction) -> None:
     if to == "bf16":
         result = _bfloat16(x)
     elif to == "f16":
-        result = np.where(np.isnan(x), np.uint16(0x7FFF), x.astype("f2").view("u2"))
+        result = _half(x)
     elif "sat" in modifiers:
         result = np.where(x > 0, np.minimum(x, x.dtype.type(1)), x.dtype.type(0))
     elif x.dtype.kind == "f" and to.startswith("u"):
@@ -617,6 +618,11 @@ def _convert(launch: Launch, instruction: Instruction) -> None:
     else:
         result = x.astype(_dtype(to))
     launch.write(target, result)
+
+
+def _half(x: Array) -> Array:
+    """Return the patterns of floats that are rounded to float16."""
+    return np.where(np.isnan(x), np.uint16(0x7FFF), x.astype("f2").view("u2"))
 
 
 def _bfloat16(x: Array) -> Array:
