@@ -19,7 +19,7 @@ from .. import _ops
 from ..activations import ACTIVATIONS
 from .norms import NormAffine
 from .operations import add, same
-from .specs import Affine, Call, Computed, CopyOf, Downcast, Leaf, Restrided, Spec, ViewCall
+from .specs import Affine, Call, Computed, CopyOf, Downcast, Leaf, Spec, ViewCall
 
 # On an H200 PyTorch multiplies each channel by a factor at a third of the memory's bandwidth. From
 # this size on, a kernel after three small ones that prepare the factors is faster.
@@ -107,8 +107,11 @@ class CastOfAffine(Call):
 
 
 def _before_cast(spec: Spec) -> Tensor | None:
-    """Return the tensor that a spec casts to float32; None if it takes another operation."""
-    if isinstance(spec, Restrided):
+    """Return the tensor that a spec casts to float32, or the same view of it as the spec.
+
+    Return None if the spec takes another operation.
+    """
+    if isinstance(spec, ViewCall):
         x = _before_cast(spec.inputs[0])
         return None if x is None else spec.of(x)
     if isinstance(spec, Downcast):
