@@ -148,15 +148,6 @@ HOST_DEVICE Element<T> element_of(T stored) {
   return {stored, load(stored)};
 }
 
-// Returns the element that a cast to T of a stored number has.
-template <class T, class In>
-HOST_DEVICE Element<T> cast_element(In stored) {
-  if constexpr (std::is_same_v<T, In>)
-    return element_of(stored);
-  else
-    return element_of(T(load(stored)));
-}
-
 // Returns the element that results from storing a value. A GPU rounds to bfloat16 without leaving
 // float, which takes fewer instructions.
 template <class T>
@@ -168,6 +159,76 @@ HOST_DEVICE Element<T> rounded_element(opmath_t<T> value) {
   }
 #endif
   return element_of(store<T>(value));
+}
+
+// Returns the patterns of both numbers in the storage format, `low` in the lower half.
+template <class T>
+HOST_DEVICE uint32_t store_pair(float low, float high) {
+#ifdef INPLACE_OPS_HARDWARE
+  if constexpr (std::is_same_v<T, Half>)
+    return hardware::to_halves(low, high);
+  else
+    return hardware::to_bfloat16s(low, high);
+#else
+  return store<T>(low).pattern | uint32_t(store<T>(high).pattern) << 16;
+#endif
+}
+
+// The functions below convert all elements of an array. A GPU converts two neighboring 16-bit
+// elements in fewer instructions than one at a time.
+
+// Loads elements of the format In, and casts them to T.
+template <class T, class In, int count>
+HOST_DEVICE void load_all(const In (&stored)[count], Element<T> (&elements)[count]) {
+  opmath_t<In> values[count];
+  if constexpr (std::is_same_v<In, BFloat16> && count % 2 == 0) {
+    UNROLL
+    for (int i = 0; i < count; i += 2) {
+      uint32_t pair;
+      memcpy(&pair, &stored[i], sizeof(pair));
+      values[i] = bit_cast<float>(pair << 16);
+      values[i + 1] = bit_cast<float>(pair & 0xffff0000u);
+    }
+  } else {
+    UNROLL
+    for (int i = 0; i < count; ++i) values[i] = load(stored[i]);
+  }
+  UNROLL
+  for (int i = 0; i < count; ++i) {
+    if constexpr (std::is_same_v<T, In>)
+      elements[i] = {stored[i], values[i]};
+    else
+      elements[i] = {values[i], values[i]};
+  }
+}
+
+template <class T, int count, class Value>
+HOST_DEVICE void store_all(const Value (&values)[count], T (&stored)[count]) {
+  if constexpr (sizeof(T) == 2 && std::is_same_v<Value, float> && count % 2 == 0) {
+    UNROLL
+    for (int i = 0; i < count; i += 2) {
+      const uint32_t pair = store_pair<T>(values[i], values[i + 1]);
+      memcpy(&stored[i], &pair, sizeof(pair));
+    }
+  } else {
+    UNROLL
+    for (int i = 0; i < count; ++i) stored[i] = store<T>(values[i]);
+  }
+}
+
+// Returns the elements that result from storing the values. Rounding to bfloat16 within float takes
+// fewer instructions than a pair.
+template <class T, int count>
+HOST_DEVICE void rounded_elements(const opmath_t<T> (&values)[count],
+                                  Element<T> (&elements)[count]) {
+  if constexpr (std::is_same_v<T, Half>) {
+    T stored[count];
+    store_all(values, stored);
+    load_all(stored, elements);
+  } else {
+    UNROLL
+    for (int i = 0; i < count; ++i) elements[i] = rounded_element<T>(values[i]);
+  }
 }
 
 }  // namespace inplace_ops

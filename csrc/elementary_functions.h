@@ -68,13 +68,18 @@ HOST_DEVICE float exp_of(float x) {
 // The approx_ functions are for values that are rounded to 16 bits or corrected afterwards. On a
 // GPU they are off by a few units in the last place, and take one or two instructions without a
 // slow path.
-HOST_DEVICE float approx_exp(float x) {
+
+// exp(x) is approx_power(kNatural * x): a power of 2 on a GPU, and of e on the host. Where x has a
+// constant factor, their product is one constant, and kNatural takes no instruction.
 #ifdef INPLACE_OPS_HARDWARE
-  return hardware::exp2(x * 1.44269504f);
+constexpr float kNatural = 1.44269504f;
+HOST_DEVICE float approx_power(float x) { return hardware::exp2(x); }
 #else
-  return exp_of(x);
+constexpr float kNatural = 1.0f;
+HOST_DEVICE float approx_power(float x) { return exp_of(x); }
 #endif
-}
+
+HOST_DEVICE float approx_exp(float x) { return approx_power(kNatural * x); }
 
 // Returns ln(x) of a positive normal float. On the host 0 and positive subnormals give about -88,
 // and negative arguments give finite numbers without meaning.
@@ -104,6 +109,23 @@ HOST_DEVICE float approx_reciprocal(float x) {
 }
 
 HOST_DEVICE double approx_reciprocal(double x) { return 1.0 / x; }
+
+HOST_DEVICE double quotient(double x, double y) { return x / y; }
+
+// Returns x / y, for y >= 1. On a GPU it is exact to half a unit and a little, as the estimate is
+// corrected by the remainder. It takes no branch, unlike the compiler's division. The factors of
+// 1/4 keep the reciprocal a normal number for every finite y.
+HOST_DEVICE float quotient(float x, float y) {
+#ifdef INPLACE_OPS_HARDWARE
+  const float quarter = 0.25f * y, dividend = 0.25f * x;
+  const float reciprocal = hardware::reciprocal(quarter);
+  const float estimate = dividend * reciprocal;
+  const float remainder = fmaf(-quarter, estimate, dividend);  // NaN if x or y is infinite
+  return remainder == remainder ? fmaf(remainder, reciprocal, estimate) : estimate;
+#else
+  return x / y;
+#endif
+}
 
 HOST_DEVICE float approx_sqrt(float x) {
 #ifdef INPLACE_OPS_HARDWARE

@@ -229,31 +229,23 @@ struct BackwardDerivative : Elementwise<T, 1, PackedBitsUse::kRead, kDerivativeB
 //
 //   z = (x - mean) * rstd * scale + shift
 //
-// The last input is x. The loop that runs the functor has already subtracted the mean from it, and
-// has multiplied the scale by rstd.
+// The last input is x.
 
-template <class T>
-HOST_DEVICE opmath_t<T> apply_affine(opmath_t<T> centered, ScaleAndShift<opmath_t<T>> scale_shift) {
+// Returns z from x - mean, and the scale times rstd.
+template <class C>
+HOST_DEVICE C apply_affine(C centered, ScaleAndShift<C> scale_shift) {
   return centered * scale_shift.scale + scale_shift.shift;
 }
 
-// Applies the functor Inner to z. In place of a code it takes the scale and shift of the element:
-// Inner has no packed bits, and is called with 1 as the number of bits. A CPU does not call this
-// functor: it recomputes z in another loop, and runs inner() on z.
+// Applies the functor Inner, which has no packed bits, to z. The loop that runs the functor
+// computes z, and passes it to inner() as the last input.
 template <class Inner, class T = typename Inner::Scalar>
 struct Normalizing : Inner {
   static constexpr bool kNormalizes = true;
+  // Whether z is rounded to T first, as the norm rounds its output.
+  static constexpr bool kRoundsNormalized = true;
 
   HOST_DEVICE const Inner& inner() const { return *this; }
-
-  HOST_DEVICE auto operator()(Element<T> (&in)[Inner::kInputs],
-                              ScaleAndShift<opmath_t<T>> scale_shift) const {
-    auto& last = in[Inner::kInputs - 1];
-    last = rounded_element<T>(
-        apply_affine<T>(last.value, scale_shift));  // as the norm rounds its output
-    uint32_t no_code = 0;
-    return inner()(in, no_code, 1);
-  }
 };
 
 template <class T>
@@ -294,14 +286,11 @@ struct Gradient : Elementwise<T, 2, PackedBitsUse::kNone, 0> {
 
 template <class T>
 struct Normalize : Normalizing<Identity<T>> {
-  HOST_DEVICE auto operator()(const Element<T> (&in)[1],
-                              ScaleAndShift<opmath_t<T>> scale_shift) const {
-    return apply_affine<T>(in[0].value, scale_shift);  // rounded when it is stored
-  }
+  static constexpr bool kRoundsNormalized = false;  // rounded when it is stored
 };
 
 template <class Activation, class T = typename Activation::Scalar>
-struct ForwardRecompute : Normalizing<Value<Activation>> {};
+struct ForwardRecompute : Normalizing<Value<Activation, T>> {};
 
 template <class Activation, class T = typename Activation::Scalar>
 struct BackwardRecompute : Normalizing<Gradient<Activation>> {};
@@ -339,6 +328,11 @@ Functor functor_of(const Activation& activation) {
   else
     return {{}, activation};
 }
+
+// The activation in a functor over T whose results are rounded to the format Out. The code of a
+// smooth activation over a 16-bit format is exact enough, and takes fewer instructions.
+template <template <class> class Activation, class T, class Out>
+using ActivationFor = Activation<std::conditional_t<Activation<T>::kKind == Kind::kSmooth, Out, T>>;
 
 // A functor over float whose results are rounded to a 16-bit format, as a cast rounds them.
 template <class Functor, class Format>

@@ -99,9 +99,9 @@ Tensor norm_affine(std::optional<Tensor> rstd, std::optional<Tensor> mean,
   return affine;
 }
 
-// Applies the functor make(T{}) to a norm's input x. Returns a new tensor of x's dtype, or of
-// `dtype`: float16 or bfloat16 if x is float32. If in_float32, x is a 16-bit tensor, and the
-// functor make(float{}) computes from x cast to float32.
+// Applies the functor make(T{}, Out{}), which computes in T and returns Out, to a norm's input x.
+// Returns a new tensor of x's dtype, or of `dtype`: float16 or bfloat16 if x is float32. If
+// in_float32, x is a 16-bit tensor, and the functor computes from x cast to float32.
 template <class Device, class MakeFunctor>
 Tensor transform_normalized(const char* op, const Tensor& x, const AffineTensors& affine,
                             const DimOrder& dim_order, OptionalDtype dtype, bool in_float32,
@@ -111,20 +111,22 @@ Tensor transform_normalized(const char* op, const Tensor& x, const AffineTensors
   check_result_dtype(op, x, result, in_float32);
   if (result == x.scalar_type() && !in_float32) {
     const Tensor out = empty_in_order(x, dim_order);
-    run_for_dtype<Device>(op, out, {&x}, nullptr, dim_order, make, &affine);
+    const auto make_plain = [&](auto scalar) { return make(scalar, scalar); };
+    run_for_dtype<Device>(op, out, {&x}, nullptr, dim_order, make_plain, &affine);
     return out;
   }
-  const auto run = [&](auto scalar, int32_t format) {
-    using Functor = decltype(make(float{}));
-    using Format = decltype(scalar);
-    const Tensor out = empty_in_order(x, dim_order, format);
-    const auto run_as = [&](const auto& functor) {
-      run_functor<Device>(op, functor, out, {&x}, nullptr, dim_order, &affine);
+  const auto run = [&](auto format, int32_t dtype) {
+    using Format = decltype(format);
+    const Tensor out = empty_in_order(x, dim_order, dtype);
+    const auto functor = make(float{}, format);
+    using Functor = std::remove_const_t<decltype(functor)>;
+    const auto run_as = [&](const auto& casting) {
+      run_functor<Device>(op, casting, out, {&x}, nullptr, dim_order, &affine);
     };
     if (in_float32)
-      run_as(InFloat32<Functor, Format>{{make(float{})}});
+      run_as(InFloat32<Functor, Format>{{functor}});
     else
-      run_as(Cast<Functor, Format>{make(float{})});
+      run_as(Cast<Functor, Format>{functor});
     return out;
   };
   if (result == torch::headeronly::ScalarType::Half) return run(Half{}, aoti_torch_dtype_float16());
@@ -136,8 +138,8 @@ template <class Device>
 Tensor normalize(Tensor x, Tensor channel_affine, std::optional<Tensor> row_statistics,
                  DimOrder dim_order, OptionalDtype dtype, bool in_float32) {
   const AffineTensors affine{&channel_affine, row_statistics ? &*row_statistics : nullptr};
-  return transform_normalized<Device>("normalize", x, affine, dim_order, dtype, in_float32,
-                                      [](auto scalar) { return Normalize<decltype(scalar)>{}; });
+  const auto make = [](auto scalar, auto) { return Normalize<decltype(scalar)>{}; };
+  return transform_normalized<Device>("normalize", x, affine, dim_order, dtype, in_float32, make);
 }
 
 // Applies the functor to an addend and a norm's input x. Returns a new tensor.
@@ -247,8 +249,12 @@ struct Ops<Device, Activation, Types<Arguments...>> {
                           DimOrder dim_order, Arguments... arguments, OptionalDtype dtype,
                           bool in_float32) {
     const AffineTensors affine{&channel_affine, row_statistics ? &*row_statistics : nullptr};
-    return transform_normalized<Device>(kName, x, affine, dim_order, dtype, in_float32,
-                                        maker_of<ForwardRecompute>(arguments...));
+    const auto make = [=](auto scalar, auto out) {
+      using T = decltype(scalar);
+      using A = ActivationFor<Activation, T, decltype(out)>;
+      return functor_of<ForwardRecompute<A, T>>(A{arguments...});
+    };
+    return transform_normalized<Device>(kName, x, affine, dim_order, dtype, in_float32, make);
   }
 
   static Tensor backward_recompute(Tensor grad, Tensor x, Tensor channel_affine,

@@ -277,12 +277,12 @@ def mills(x: Number) -> Number:
 
 def mills_variable(x: Number) -> Number:
     """Return t of csrc/activations/gelu.h."""
-    return 1 / (1 + mpf(float(np.float32(0.325))) * x)
+    return 1 / (1 + mpf(float(np.float32(0.26))) * x)
 
 
 EXP = Target(lambda r: (mp.expm1(r) - r) / r**2, lambda r: r**2)
 LOG = Target(lambda f: (mp.log1p(f) - f + f**2 / 2) / f**3, lambda f: f**3)
-MILLS = Target(lambda x: mills(x) / mills_variable(x), mills_variable)
+MILLS = Target(mills, lambda x: 1)
 
 
 def output(x: str) -> Callable[[Activation], Number]:
@@ -331,7 +331,7 @@ def fits() -> list[Fit]:
         function_fit("exp", 5, mp.exp, mpf, EXP, 4e-9, -half, half),
         function_fit("log", 9, mp.log1p, mpf, LOG, 1e-9, math.expm1(-half), math.expm1(half)),
         function_fit("gelu.mills.16", 8, mills, mills_variable, MILLS, 5e-7, 0.0, 14.0),
-        function_fit("gelu.mills.32", 10, mills, mills_variable, MILLS, 2e-8, 0.0, 14.0),
+        function_fit("gelu.mills.32", 10, mills, mills_variable, MILLS, 1e-8, 0.0, 14.0),
         gate_16(SILU, 5.75, 8, -4.5, relative=0.008, near_minimum=5e-4, derivative=3.2e-4),
         gate_32(SILU, 5.75, 16, near, low=-4.5, relative=0.008, newton=7.5e-8),
         tail(SILU, depth_root, 10, limit=1.1e-6, low=-90.0, high=-4.4),

@@ -82,28 +82,27 @@ struct GELU : GELUBase<GELU<T>, T> {
   }
 
   // Returns the point from e = exp(-x^2 / 2). Phi(-|x|) is e times Mills' ratio, divided by
-  // sqrt(2 pi): the quotient is a fit.
+  // sqrt(2 pi): the quotient is a fit for |x| <= 14. Beyond, e is 0.
   HOST_DEVICE static Point point_of(float x, float magnitude, float e) {
-    const float t = approx_reciprocal(1.0f + 0.325f * magnitude);
+    const float t = approx_reciprocal(1.0f + 0.26f * magnitude);
     float ratio;
     if constexpr (sizeof(T) == 2) {
       // tools/fit_inverse.py: gelu.mills.16
-      constexpr float c[] = {0.1296886f,  0.12913297f, 0.11907153f,  0.081251904f,
-                             0.04986533f, 0.05899051f, -0.09810295f, 0.03010231f};
-      ratio = t * polynomial(c, t);
+      constexpr float c[] = {3.5741195e-05f, 0.102938674f, 0.11097216f, 0.0602119f,
+                             0.19221702f,    -0.13547829f, 0.24634457f, -0.07724194f};
+      ratio = polynomial(c, t);
     } else {
       // tools/fit_inverse.py: gelu.mills.32
-      constexpr float c[] = {0.12964503f,  0.12991041f,  0.11353519f,  0.10121455f,
-                             0.013119178f, 0.082214445f, -0.06608949f, -0.041711308f,
-                             0.051602077f, -0.013440093f};
-      ratio = t * polynomial(c, t);
+      constexpr float c[] = {-7.167853e-06f, 0.10390664f,  0.101715095f, 0.10948344f,  0.031201355f,
+                             0.20013066f,    -0.20082872f, 0.29099652f,  -0.17052528f, 0.03392746f};
+      ratio = polynomial(c, t);
     }
     const float below = e * ratio;
     return {x, select(x < 0.0f, below, 1.0f - below), 0.398942280f * e};
   }
 
   HOST_DEVICE static Point core_point(float x) {
-    return point_of(x, fabsf(x), approx_exp(-0.5f * x * x));
+    return point_of(x, fabsf(x), approx_power(-0.5f * kNatural * (x * x)));
   }
 
   HOST_DEVICE static Point point(C x) {
@@ -112,15 +111,26 @@ struct GELU : GELUBase<GELU<T>, T> {
     } else if constexpr (sizeof(T) == 2) {
       return core_point(x);
     } else {
-      // Computes exp(-x^2 / 2) without the rounding error of x^2 (Cody, "Rational Chebyshev
-      // approximations for the error function", 1969). `high`, x to 8 binary places, has an exact
-      // square, and the rest of x^2 is small.
+      // Computes exp(-x^2 / 2) without the rounding error of x^2.
       const float magnitude = smaller(fabsf(x), 20.0f);
+#ifdef INPLACE_OPS_HARDWARE
+      // With s = -x^2 / 2 and n = s log2(e), both rounded, exp(-x^2 / 2) is 2^n exp(rest), where
+      // the rest, s - n ln(2) and the rounding error of s, is small. fmaf() is exact where its
+      // terms cancel.
+      const float half = -0.5f * magnitude, s = half * magnitude, n = s * 1.44269504f;
+      const float rest =
+          fmaf(n, 1.90465421e-9f, fmaf(n, -0.693147182f, s)) + fmaf(half, magnitude, -s);
+      const float e = hardware::exp2(n);
+      return point_of(x, magnitude, fmaf(e, rest, e));
+#else
+      // Cody, "Rational Chebyshev approximations for the error function", 1969: `high`, x to 8
+      // binary places, has an exact square, and the rest of x^2 is small.
       constexpr float to_places = 49152.0f;
       const float high = (magnitude + to_places) - to_places;
       const float rest = 0.5f * (magnitude - high) * (magnitude + high);
       const float correction = 1.0f - rest * (1.0f - rest * (0.5f - rest * 0.166666667f));
       return point_of(x, magnitude, exp_of(-0.5f * high * high) * correction);
+#endif
     }
   }
 
@@ -221,8 +231,9 @@ struct GELUTanh : GELUBase<GELUTanh<T>, T> {
            point.gate * point.complement * point.x * argument_second_derivative(point.x);
   }
 
-  HOST_DEVICE static C argument(C x) {
-    return x * (C(1.5957691216057308) + C(0.0713548162726009) * (x * x));
+  // Returns the argument times `scale`, a constant.
+  HOST_DEVICE static C argument(C x, C scale = C(1)) {
+    return x * (scale * C(1.5957691216057308) + scale * C(0.0713548162726009) * (x * x));
   }
   HOST_DEVICE static C argument_derivative(C x) {
     return C(1.5957691216057308) + C(0.2140644488178007) * (x * x);
@@ -230,7 +241,7 @@ struct GELUTanh : GELUBase<GELUTanh<T>, T> {
   HOST_DEVICE static C argument_second_derivative(C x) { return C(0.4281288976356015) * x; }
 
   HOST_DEVICE static Point core_point(float x) {
-    const float e = approx_exp(-argument(x)), s = approx_reciprocal(1.0f + e);
+    const float e = approx_power(argument(x, -kNatural)), s = approx_reciprocal(1.0f + e);
     return {x, s, smaller(e * s, 1.0f), argument_derivative(x)};  // 1 where e is infinite
   }
 
@@ -240,7 +251,7 @@ struct GELUTanh : GELUBase<GELUTanh<T>, T> {
 #ifdef INPLACE_OPS_HARDWARE
     if constexpr (sizeof(T) == 2) {
       // A quarter of the denominator, as in SiLU.
-      const float quarter = hardware::exp2(argument(x) * -1.44269504f - 2.0f);
+      const float quarter = approx_power(argument(x, -kNatural) - 2.0f);
       const float reciprocal = approx_reciprocal(quarter + 0.25f);
       return {x, 0.25f * reciprocal, smaller(quarter * reciprocal, 1.0f),
               argument_derivative(limited)};

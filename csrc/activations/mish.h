@@ -44,10 +44,10 @@ struct Mish : SmoothActivation {
   }
 
   // From x = 20 on, or 40 in double, the gate is 1, and x * gate_derivative is negligible next to
-  // it: the point at 20 or 40 serves for all larger x. At infinity, x - x makes it NaN.
+  // it: the point at 20 or 40 serves for all larger x. At infinity and NaN, x - x makes it NaN.
   HOST_DEVICE static Point point(C x) {
     constexpr C end = sizeof(T) == 8 ? C(40) : C(20);
-    const C limited = x > end ? end : x;
+    const C limited = smaller(x, end);
     Point point = sizeof(T) == 2 ? core_point(limited) : point_of(limited, exp_of(limited));
     point.x += x - x;
     return point;

@@ -52,7 +52,7 @@ struct SiLU : SmoothActivation {
 
   HOST_DEVICE static C value(C x) {
     if constexpr (sizeof(T) == 2) return x * point(x).gate;
-    const C value = x / (C(1) + exp_of(-x));
+    const C value = quotient(x, C(1) + exp_of(-x));
     // tools/fit_inverse.py: silu.value
     constexpr C c[] = {C(0.10890585285990005), C(0.04888293233231563)};
     return value_near_minimum<SiLU>(x, c, value);

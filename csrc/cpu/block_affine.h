@@ -5,9 +5,8 @@
 // each span of neighboring elements, in the cheapest way that the layout allows:
 //
 // - In NCHW the elements of a span have one scale.
-// - In channels_last they have the scales of neighboring channels, which are neighbors in the
-// affine
-//   itself. After a layer norm a span is part of a row, and has the row's mean and rstd.
+// - In channels_last the scales of a span are neighbors in the affine itself. After a layer norm a
+//   span is part of a row, and has the row's mean and rstd.
 // - Otherwise the loop reads numbers that were gathered for each element.
 #pragma once
 
@@ -43,16 +42,16 @@ HOST_DEVICE void normalize(T* z, result_t<T>* values, const BlockInput<In>& x,
       const ScaleAndShift<C> scale_shift{*scale * row.rstd, *shift};
 #pragma GCC ivdep
       for (int64_t i = 0; i < length; ++i)
-        out[i] = to_result<T>(apply_affine<T>(in[i].value - row.mean, scale_shift));
+        out[i] = to_result<T>(apply_affine(in[i].value - row.mean, scale_shift));
     } else if (has_rows) {
 #pragma GCC ivdep
       for (int64_t i = 0; i < length; ++i)
         out[i] =
-            to_result<T>(apply_affine<T>(in[i].value - row.mean, {scale[i] * row.rstd, shift[i]}));
+            to_result<T>(apply_affine(in[i].value - row.mean, {scale[i] * row.rstd, shift[i]}));
     } else {
 #pragma GCC ivdep
       for (int64_t i = 0; i < length; ++i)
-        out[i] = to_result<T>(apply_affine<T>(in[i].value, {scale[i], shift[i]}));
+        out[i] = to_result<T>(apply_affine(in[i].value, {scale[i], shift[i]}));
     }
   };
   if (has_long_spans && (stride == 0 || stride == 1)) {
@@ -70,8 +69,7 @@ HOST_DEVICE void normalize(T* z, result_t<T>* values, const BlockInput<In>& x,
     }
 #pragma GCC ivdep
     for (int i = 0; i < count; ++i)
-      values[i] =
-          to_result<T>(apply_affine<T>(x[i].value - mean[i], {scale[i] * rstd[i], shift[i]}));
+      values[i] = to_result<T>(apply_affine(x[i].value - mean[i], {scale[i] * rstd[i], shift[i]}));
   }
   if constexpr (kConvertsHalf<T>) Instructions::float_to_half(z, values, count);
 }

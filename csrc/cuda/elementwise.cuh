@@ -99,31 +99,40 @@ HOST_DEVICE void compute(const Functor& functor, LaneState<Functor, count>& my, 
   }
 }
 
-// The arithmetic of one access after a norm, z = (x - mean) * rstd * scale + shift. `scale_shift`
-// has the scale and shift of each element's channel. With row statistics (has_rows) the scale is
-// multiplied by the row's rstd, and the row's mean is subtracted from x, the last input.
-template <class Functor, int count, class C>
+// The arithmetic of one access after a norm. normalized(i, x) returns z, the norm's output, for
+// element i of the access, whose last input is x.
+template <class Functor, int count, class Normalized>
 HOST_DEVICE void compute_normalized(const Functor& functor, LaneState<Functor, count>& my,
-                                    int access, ScaleAndShift<C> (&scale_shift)[count],
-                                    bool has_rows = false, RowStatistics<C> row = {}) {
+                                    int access, const Normalized& normalized) {
   using T = typename Functor::Scalar;
-  Element<T> elements[count][Functor::kInputs];
+  constexpr int inputs = Functor::kInputs;
+  Element<T> in[inputs][count];
   UNROLL
-  for (int i = 0; i < count; ++i) {
-    UNROLL
-    for (int k = 0; k < Functor::kInputs; ++k)
-      elements[i][k] = cast_element<T>(my.in[k][access][i]);
-  }
-  if (has_rows) {
+  for (int k = 0; k < inputs; ++k) load_all(my.in[k][access], in[k]);
+  opmath_t<T> z[count];
+  UNROLL
+  for (int i = 0; i < count; ++i) z[i] = normalized(i, in[inputs - 1][i].value);
+  if constexpr (Functor::kRoundsNormalized) {
+    rounded_elements(z, in[inputs - 1]);
+    typename Functor::C results[count];
+    uint32_t no_code = 0;
     UNROLL
     for (int i = 0; i < count; ++i) {
-      scale_shift[i].scale *= row.rstd;
-      elements[i][Functor::kInputs - 1].value -= row.mean;
+      Element<T> element[inputs];
+      UNROLL
+      for (int k = 0; k < inputs; ++k) element[k] = in[k][i];
+      results[i] = functor.inner()(element, no_code, 1);
     }
+    store_all(results, my.out[access]);
+  } else {
+    store_all(z, my.out[access]);
   }
-  UNROLL
-  for (int i = 0; i < count; ++i)
-    my.out[access][i] = store<typename Functor::Out>(functor(elements[i], scale_shift[i]));
+}
+
+// With row statistics the row's mean is subtracted first, and the scale is multiplied by its rstd.
+template <class C>
+HOST_DEVICE C apply_affine(C x, ScaleAndShift<C> channel, RowStatistics<C> row) {
+  return apply_affine(x - row.mean, {channel.scale * row.rstd, channel.shift});
 }
 
 // The arithmetic of all accesses of a lane in a whole tile; `first` is the lane's first element.
@@ -133,18 +142,14 @@ template <class Functor, int count, class C>
 HOST_DEVICE void compute_all_normalized(const Functor& functor, LaneState<Functor, count>& my,
                                         const AffineLayout& layout, const NormAffine<C>& affine,
                                         uint32_t first) {
-  ScaleAndShift<C> scale_shift[count];
   if (layout.kind == AffineLayout::kPlanes) {
     ScaleAndShift<C> channel[kAccesses];
     UNROLL
     for (int a = 0; a < kAccesses; ++a)
       channel[a] = affine.channel(layout.channel(first + index_in_tile<count>(a, 0)));
     UNROLL
-    for (int a = 0; a < kAccesses; ++a) {
-      UNROLL
-      for (int i = 0; i < count; ++i) scale_shift[i] = channel[a];
-      compute_normalized(functor, my, a, scale_shift);
-    }
+    for (int a = 0; a < kAccesses; ++a)
+      compute_normalized(functor, my, a, [&](int, C x) { return apply_affine(x, channel[a]); });
   } else if (layout.kind == AffineLayout::kSplitPlanes) {
     ScaleAndShift<C> channel[kAccesses], next[kAccesses];
     uint32_t remaining[kAccesses];
@@ -157,9 +162,12 @@ HOST_DEVICE void compute_all_normalized(const Functor& functor, LaneState<Functo
     }
     UNROLL
     for (int a = 0; a < kAccesses; ++a) {
-      UNROLL
-      for (uint32_t i = 0; i < count; ++i) scale_shift[i] = i < remaining[a] ? channel[a] : next[a];
-      compute_normalized(functor, my, a, scale_shift);
+      // A selection of z takes fewer instructions than one of scale and shift: the second product
+      // is computed under a predicate.
+      compute_normalized(functor, my, a, [&](uint32_t i, C x) {
+        const C z = apply_affine(x, channel[a]), next_z = apply_affine(x, next[a]);
+        return i == 0 || i < remaining[a] ? z : next_z;
+      });
     }
   } else {
     const auto compute_columns = [&](auto has_rows) {
@@ -174,9 +182,12 @@ HOST_DEVICE void compute_all_normalized(const Functor& functor, LaneState<Functo
           load_vector(reinterpret_cast<C(&)[4]>(shift[i]),
                       affine.channel_affine.shift + at.channel + i);
         }
-        UNROLL
-        for (int i = 0; i < count; ++i) scale_shift[i] = {scale[i], shift[i]};
-        compute_normalized(functor, my, a, scale_shift, has_rows(), affine.row(at.row));
+        RowStatistics<C> row{};
+        if constexpr (has_rows()) row = affine.row(at.row);
+        compute_normalized(functor, my, a, [&](int i, C x) {
+          const ScaleAndShift<C> channel{scale[i], shift[i]};
+          return has_rows() ? apply_affine(x, channel, row) : apply_affine(x, channel);
+        });
       }
     };
     if (affine.has_rows())
@@ -202,14 +213,17 @@ HOST_DEVICE void run_tile(const Functor& functor, const Layout& layout,
     UNROLL
     for (int a = 0; a < kAccesses; ++a) {
       const int index = index_in_tile<count>(a, lane);
-      int64_t offsets[Functor::kInputs + 1] = {};
-      if (is_in_tile(index)) layout.get_offsets(uint64_t(tile.first + index), offsets);
-      my.out_offset[a] = offsets[0];
-      UNROLL
-      for (int k = 0; k < Functor::kInputs; ++k) {
-        if constexpr (count > 1)
-          load_vector(my.in[k][a], operands.in[k] + offsets[k + 1]);
-        else
+      if constexpr (count > 1) {
+        my.out_address[a] = layout.address(operands.out, 0, tile.first + index);
+        UNROLL
+        for (int k = 0; k < Functor::kInputs; ++k)
+          load_vector(my.in[k][a], layout.address(operands.in[k], k + 1, tile.first + index));
+      } else {
+        int64_t offsets[Functor::kInputs + 1] = {};
+        if (is_in_tile(index)) layout.get_offsets(uint64_t(tile.first + index), offsets);
+        my.out_address[a] = operands.out + offsets[0];
+        UNROLL
+        for (int k = 0; k < Functor::kInputs; ++k)
           my.in[k][a][0] = is_in_tile(index) ? operands.in[k][offsets[k + 1]] : In{};
       }
       UNROLL
@@ -234,15 +248,18 @@ HOST_DEVICE void run_tile(const Functor& functor, const Layout& layout,
           const auto& affine = operands.affine;
           int64_t offsets[2];
           affine.strided.get_offsets(uint64_t(tile.first + index), offsets);
-          ScaleAndShift<opmath_t<T>> scale_shift[1] = {affine.channel(offsets[0])};
-          compute_normalized(functor, my, a, scale_shift, affine.has_rows(),
-                             affine.row(offsets[1]));
+          // A choice between two affines would keep the compiler from computing them by fma, which
+          // accesses of several elements use.
+          const auto channel = affine.channel(offsets[0]);
+          const auto row = affine.row(offsets[1]);
+          compute_normalized(functor, my, a,
+                             [&](int, opmath_t<T> x) { return apply_affine(x, channel, row); });
         }
       }
       if constexpr (count > 1) {
-        store_vector(operands.out + my.out_offset[a], my.out[a]);
+        store_vector(my.out_address[a], my.out[a]);
       } else if (is_in_tile(index)) {
-        operands.out[my.out_offset[a]] = my.out[a][0];
+        *my.out_address[a] = my.out[a][0];
       } else {
         my.codes[a][0] = 0;  // past the end: the unused bits of a plane are 0
       }

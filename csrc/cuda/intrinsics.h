@@ -8,6 +8,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <cstring>
 
 namespace inplace_ops::hardware {
 
@@ -59,6 +60,20 @@ __device__ __forceinline__ uint16_t to_half(float x) {
 }
 __device__ __forceinline__ uint16_t to_bfloat16(float x) {
   return __bfloat16_as_ushort(__float2bfloat16_rn(x));
+}
+
+// Two conversions by one instruction. `low` goes to the lower half of the word.
+__device__ __forceinline__ uint32_t to_halves(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  uint32_t word;
+  memcpy(&word, &pair, sizeof(word));
+  return word;
+}
+__device__ __forceinline__ uint32_t to_bfloat16s(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  uint32_t word;
+  memcpy(&word, &pair, sizeof(word));
+  return word;
 }
 
 // The bfloat16 nearest to x, as a float. The instruction converts two numbers; the other one, in

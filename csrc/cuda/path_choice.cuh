@@ -21,11 +21,12 @@ namespace inplace_ops {
 // The fastest of 128, 256 and 512 threads a block on an H200: see benchmarks/tune_cuda.py.
 constexpr int kThreads = 128;
 
-// The layout of dense tensors: an element's offset is its index.
+// The layout of dense tensors: an element's offset is its index. The layouts of vector accesses
+// return the address of an element of an operand, the output or input `operand - 1`.
 struct Dense {
-  template <int count>
-  HOST_DEVICE void get_offsets(uint64_t element, int64_t (&offsets)[count]) const {
-    for (int k = 0; k < count; ++k) offsets[k] = element;
+  template <class T>
+  HOST_DEVICE T* address(T* data, int, uint64_t element) const {
+    return data + element;
   }
 };
 
@@ -35,12 +36,16 @@ struct Dense {
 // element.
 struct Rows {
   IntDivider size;  // divides by the elements of a row; dense tensors have one row, always row 0
-  int32_t gaps[kMaxOperands] = {};
+  int32_t gap_bytes[kMaxOperands] = {};
 
-  template <int count>
-  HOST_DEVICE void get_offsets(uint64_t element, int64_t (&offsets)[count]) const {
-    const int32_t row = size.div(uint32_t(element));
-    for (int k = 0; k < count; ++k) offsets[k] = element + int64_t(row) * gaps[k];
+  // 32 bits suffice for the index: with gaps there are less than 2^31 elements, and after a norm
+  // less than 2^32 (affine_layout()). The gap is in bytes so that a GPU adds each of the two
+  // products to the address by one instruction.
+  template <class T>
+  HOST_DEVICE T* address(T* data, int operand, uint32_t element) const {
+    using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
+    const int64_t gaps = int64_t(int32_t(size.div(element))) * gap_bytes[operand];
+    return reinterpret_cast<T*>(reinterpret_cast<Byte*>(data + element) + gaps);
   }
 };
 
@@ -49,10 +54,12 @@ struct RowsOfNormalized : Rows {
   AffineLayout affine;
 };
 
-// Returns the rows if the operands are dense or in rows that are a whole number of accesses of
-// `count` elements, otherwise nullopt.
-template <int count>
+// Returns the rows if the operands are dense or in rows that are a whole number of vector accesses,
+// otherwise nullopt.
+template <class Functor>
 std::optional<Rows> rows_of(const StridedLayout& strided) {
+  constexpr int count = kVectorElements<typename Functor::In>;
+  constexpr int64_t sizes[] = {sizeof(typename Functor::Out), sizeof(typename Functor::In)};
   Rows rows;
   if (strided.is_dense()) return rows;
   if (strided.dims != 2 || strided.elements > INT32_MAX) return std::nullopt;
@@ -61,8 +68,10 @@ std::optional<Rows> rows_of(const StridedLayout& strided) {
   rows.size = IntDivider(size);
   for (int k = 0; k < strided.operands; ++k) {
     const int64_t gap = strided.strides[k][0] - size;
-    if (strided.strides[k][1] != 1 || gap % count != 0 || gap != int32_t(gap)) return std::nullopt;
-    rows.gaps[k] = int32_t(gap);
+    const int64_t bytes = gap * sizes[k > 0];
+    if (strided.strides[k][1] != 1 || gap % count != 0 || bytes != int32_t(bytes))
+      return std::nullopt;
+    rows.gap_bytes[k] = int32_t(bytes);
   }
   return rows;
 }
@@ -77,13 +86,13 @@ void with_vector_layout(const StridedLayout& strided, const Operands<Functor>& o
                         const Launch& launch) {
   constexpr int count = kVectorElements<typename Functor::In>;
   if constexpr (Functor::kNormalizes) {
-    const auto rows = rows_of<count>(strided);
+    const auto rows = rows_of<Functor>(strided);
     const auto affine = affine_layout<count>(operands.affine, kVectorBytes);
     if (rows && affine) launch(RowsOfNormalized{*rows, *affine});
   } else if (strided.is_dense()) {
     launch(Dense{});
   } else if constexpr (Functor::kVectorizesRows) {
-    if (const auto rows = rows_of<count>(strided)) launch(*rows);
+    if (const auto rows = rows_of<Functor>(strided)) launch(*rows);
   }
 }
 

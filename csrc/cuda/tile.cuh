@@ -84,7 +84,7 @@ template <class Functor, int count>
 struct LaneState {
   typename Functor::In in[Functor::kInputs][kAccesses][count];
   typename Functor::Out out[kAccesses][count];
-  int64_t out_offset[kAccesses];
+  typename Functor::Out* out_address[kAccesses];
   uint32_t codes[kAccesses][count];
   uint32_t own, word;  // in TileBits: the word that the lane uses itself, and the one it exchanges
 };

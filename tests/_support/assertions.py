@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.testing._comparison import default_tolerances
 
 from _support.cases import ActivationCase
+from _support.norm_cases import rounding
+from inplace_ops.activations import Activation
 
 PATTERN = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
@@ -36,6 +38,22 @@ def assert_identical(actual: Tensor, expected: Tensor, message: str = "") -> Non
             f"{message} {int(different.sum())} of {different.numel()} differ: "
             f"{actual[different][:5].tolist()} instead of {expected[different][:5].tolist()}"
         )
+
+
+def assert_is_cast(actual: Tensor, expected: Tensor, entry: Activation) -> None:
+    """Assert that a tensor in 16 bits is a cast of an activation's output in float32.
+
+    A smooth activation computes the output that it casts less exactly: a result next to a tie may
+    be rounded to the other side.
+    """
+    cast = expected.to(actual.dtype)
+    if entry.is_piecewise_linear:
+        return assert_identical(actual, cast)
+    assert torch.equal(actual.isnan(), cast.isnan())
+    magnitude = expected.double().abs()
+    error = rounding(expected.double(), actual.dtype) + 5e-6 * (magnitude + 1)
+    is_near = (actual.double() - expected.double()).abs() <= error
+    assert (is_near | (actual == cast) | actual.isnan()).all()
 
 
 def assert_values(activation: ActivationCase, actual: Tensor, expected: Tensor) -> None:

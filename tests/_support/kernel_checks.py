@@ -19,6 +19,7 @@ from torch import Tensor
 
 from inplace_ops.activations import ACTIVATIONS, GELU_TANH, LEAKY_RELU, SILU, Activation
 
+from .assertions import assert_is_cast
 from .cases import FLOATS
 from .norm_cases import normalized, rounding
 from .sanitizers import SANITIZE
@@ -397,17 +398,19 @@ def check_normalized(
         suffix = f" to {target}".replace("torch.", "")
         if is_first:
             assert torch.equal(run("Normalize" + suffix, inputs, result=narrow), z.to(target))
-        assert torch.equal(run("ForwardRecompute" + suffix, inputs, result=narrow), y.to(target))
+        assert_is_cast(run("ForwardRecompute" + suffix, inputs, result=narrow), y, case.entry)
     if dtype in (torch.float16, torch.bfloat16):
-        # In float32 between casts: the same as on a tensor that was cast before.
-        in_float32, name = case._replace(dtype=torch.float32), str(dtype).removeprefix("torch.")
-        cast, narrow = (Operand(t, shape, dense(shape)) for t in (torch.float32, dtype))
+        # In float32 between two casts: like a kernel over float32, between PyTorch's casts.
+        in_float32, suffix = case._replace(dtype=torch.float32), f" from {dtype}"
+        cast, wide = (Operand(torch.float32, shape, dense(shape)) for _ in range(2))
         cast.tensor.copy_(x)
         for functor in ("Normalize", "ForwardRecompute") if is_first else ("ForwardRecompute",):
-            tensors = [narrow, cast]
-            launch(kernels, in_float32, f"{functor} to {name}", tensors, None, first_row, affine)
-            from_16_bits = run(f"{functor} from {name}", inputs, case=in_float32)
-            assert torch.equal(from_16_bits, narrow.tensor)
+            launch(kernels, in_float32, functor, [wide, cast], None, first_row, affine)
+            narrow = run(functor + suffix.replace("torch.", ""), inputs, case=in_float32)
+            if functor == "Normalize":
+                assert torch.equal(narrow, wide.tensor.to(dtype))
+            else:
+                assert_is_cast(narrow, wide.tensor, case.entry)
     if is_first:
         total = torch.add(z, grad)
         assert torch.equal(run("NormalizeAdd", incoming, inputs), total)

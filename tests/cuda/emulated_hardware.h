@@ -110,6 +110,13 @@ inline uint16_t to_bfloat16(float x) {
   return uint16_t(below + up);
 }
 
+inline uint32_t to_halves(float low, float high) {
+  return to_half(low) | uint32_t(to_half(high)) << 16;
+}
+inline uint32_t to_bfloat16s(float low, float high) {
+  return to_bfloat16(low) | uint32_t(to_bfloat16(high)) << 16;
+}
+
 inline float round_to_bfloat16(float x) {
   return pattern_cast<float>(uint32_t(to_bfloat16(x)) << 16);
 }

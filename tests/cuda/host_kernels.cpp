@@ -170,29 +170,47 @@ Path run(const Functor& functor, const Launch& launch) {
   return path;
 }
 
-// Runs the functor if the requested name is its name, or names a cast of its results, as "Normalize
-// to float16" does, or of its inputs and results, as "Normalize from float16" does.
-template <class Functor>
+// Runs the functor make(T{}) if the requested name is its name. Runs make(Format{}) if it names a
+// cast of the results, as "Normalize to float16" does, or of inputs and results, as "Normalize from
+// float16" does.
+template <class T, class MakeFunctor>
 std::optional<Path> run_if_named(const std::string& name, const std::string& requested,
-                                 const Functor& functor, const Launch& launch) {
-  if (requested == name) return run(functor, launch);
-  if constexpr (std::is_same_v<typename Functor::Scalar, float>) {
-    if (requested == name + " to float16") return run(Cast<Functor, Half>{functor}, launch);
-    if (requested == name + " to bfloat16") return run(Cast<Functor, BFloat16>{functor}, launch);
-    if (requested == name + " from float16")
-      return run(InFloat32<Functor, Half>{{functor}}, launch);
-    if (requested == name + " from bfloat16")
-      return run(InFloat32<Functor, BFloat16>{{functor}}, launch);
+                                 const MakeFunctor& make, const Launch& launch) {
+  if (requested == name) return run(make(T{}), launch);
+  std::optional<Path> path;
+  if constexpr (std::is_same_v<T, float>) {
+    const auto run_casting = [&](auto format, const std::string& dtype) {
+      const auto functor = make(format);
+      using Functor = std::remove_const_t<decltype(functor)>;
+      using Format = decltype(format);
+      if (requested == name + " to " + dtype) path = run(Cast<Functor, Format>{functor}, launch);
+      if (requested == name + " from " + dtype)
+        path = run(InFloat32<Functor, Format>{{functor}}, launch);
+    };
+    run_casting(Half{}, "float16");
+    run_casting(BFloat16{}, "bfloat16");
   }
-  return std::nullopt;
+  return path;
+}
+
+// Returns the functor of a recompute whose results have the format Out.
+template <class Out, template <class> class Activation, class T>
+auto recompute_of(const Activation<T>& activation) {
+  using A = ActivationFor<Activation, T, Out>;
+  if constexpr (std::is_same_v<A, Activation<T>>)
+    return ForwardRecompute<A, T>{{{{}, activation}}};
+  else
+    return ForwardRecompute<A, T>{};
 }
 
 template <class A>
 Path run_functor(const std::string& functor, const A& activation, const Launch& launch) {
   using T = typename A::Scalar;
-  const ForwardRecompute<A> recompute{{{{}, activation}}};
-  if (const auto path = run_if_named("Normalize", functor, Normalize<T>{}, launch)) return *path;
-  if (const auto path = run_if_named("ForwardRecompute", functor, recompute, launch)) return *path;
+  const auto normalize = [](auto) { return Normalize<T>{}; };
+  const auto recompute = [&](auto out) { return recompute_of<decltype(out)>(activation); };
+  if (const auto path = run_if_named<T>("Normalize", functor, normalize, launch)) return *path;
+  if (const auto path = run_if_named<T>("ForwardRecompute", functor, recompute, launch))
+    return *path;
   if (functor == "BackwardRecompute") return run(BackwardRecompute<A>{{{{}, activation}}}, launch);
   if (functor == "NormalizeAdd") return run(NormalizeAdd<T>{}, launch);
   if constexpr (A::kKind == Kind::kPiecewiseLinear) {

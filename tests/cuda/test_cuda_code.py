@@ -82,8 +82,8 @@ class Budget(NamedTuple):
 # of NORMALIZED, although most are below 1.
 BUDGETS = {
     "silu": Budget(tail_opcode="MUFU.LG2"),
-    "gelu": Budget(slots=1.38),
-    "gelu_tanh": Budget(slots=1.27),
+    "gelu": Budget(slots=1.33),
+    "gelu_tanh": Budget(slots=1.22),
     "hardswish": Budget(slots=1.2),
     "mish": Budget(slots=1.07),
 }
@@ -93,23 +93,21 @@ ANY = "any"  # in place of an activation, for kernels that do not depend on it
 # Budgets of kernels after a norm, by the layouts of AFFINE_LOADS.
 NORMALIZED = {
     "NormalizeAdd": {
-        "planes": 0.37,
-        "split_planes": 0.52,
-        "channels_last": 0.39,
-        "layer_norm": 0.45,
+        "planes": 0.34,
+        "split_planes": 0.43,
+        "channels_last": 0.36,
+        "layer_norm": 0.42,
     },
-    ANY: {"planes": 0.32, "split_planes": 0.55, "channels_last": 0.35, "layer_norm": 0.45},
-    "relu": {"planes": 0.44, "split_planes": 0.72, "channels_last": 0.47, "layer_norm": 0.56},
-    "leaky_relu": {"planes": 0.47, "split_planes": 0.75, "channels_last": 0.49, "layer_norm": 0.6},
-    "relu6": {"planes": 0.5, "split_planes": 0.78, "channels_last": 0.5, "layer_norm": 0.6},
-    "silu": {"planes": 0.72, "split_planes": 0.86, "channels_last": 0.74, "layer_norm": 0.82},
-    "gelu": {"planes": 1.07, "split_planes": 1.28, "channels_last": 1.12, "layer_norm": 1.23},
-    "gelu_tanh": {"planes": 0.74, "split_planes": 0.9, "channels_last": 0.76, "layer_norm": 0.85},
-    "hardswish": {"planes": 0.59, "split_planes": 0.83, "channels_last": 0.63, "layer_norm": 0.73},
-    "mish": {"planes": 0.74, "split_planes": 0.93, "channels_last": 0.78, "layer_norm": 0.87},
+    ANY: {"planes": 0.28, "split_planes": 0.43, "channels_last": 0.3, "layer_norm": 0.41},
+    "relu": {"planes": 0.41, "split_planes": 0.56, "channels_last": 0.43, "layer_norm": 0.54},
+    "leaky_relu": {"planes": 0.41, "split_planes": 0.55, "channels_last": 0.44, "layer_norm": 0.54},
+    "relu6": {"planes": 0.48, "split_planes": 0.6, "channels_last": 0.48, "layer_norm": 0.58},
+    "silu": {"planes": 0.64, "split_planes": 0.75, "channels_last": 0.66, "layer_norm": 0.73},
+    "gelu": {"planes": 0.94, "split_planes": 1.08, "channels_last": 0.97, "layer_norm": 1.07},
+    "gelu_tanh": {"planes": 0.71, "split_planes": 0.8, "channels_last": 0.73, "layer_norm": 0.8},
+    "hardswish": {"planes": 0.53, "split_planes": 0.68, "channels_last": 0.55, "layer_norm": 0.66},
+    "mish": {"planes": 0.68, "split_planes": 0.82, "channels_last": 0.7, "layer_norm": 0.82},
 }
-
-SLOTS_OF_A_CAST = 2  # per element, in each direction
 
 
 class AffineLoads(NamedTuple):
@@ -211,10 +209,7 @@ class Case(NamedTuple):
 
     @property
     def slots(self) -> float:  # issue slots per element in the time that its bytes take
-        return self.slots_of(self.size, self.out_size)
-
-    def slots_of(self, size: int, out_size: int) -> float:
-        return SLOTS_PER_BYTE * (size * self.inputs + out_size + self.bits / 8)
+        return SLOTS_PER_BYTE * (self.size * self.inputs + self.out_size + self.bits / 8)
 
     @property
     def store(self) -> str:
@@ -228,12 +223,7 @@ class Case(NamedTuple):
     def budget(self) -> Budget:
         if self.layout:
             name = self.functor if self.functor in NORMALIZED else self.activation
-            budget = NORMALIZED[name][self.layout]
-            if self.cast:  # the same arithmetic for fewer bytes
-                size = DTYPES[self.scalar].itemsize
-                casts = 2 if self.casts_inputs else 1
-                budget = (budget * self.slots_of(size, size) + casts * SLOTS_OF_A_CAST) / self.slots
-            return Budget(budget)
+            return Budget(NORMALIZED[name][self.layout])
         is_smooth = self.activation == ANY or _ops.ALL[self.activation].double_backward is not None
         return BUDGETS.get(self.activation, SMOOTH if is_smooth else MASKS)
 
@@ -296,14 +286,15 @@ def kernels(architecture: str) -> list[Kernel]:
     entries = {name.replace("_", ""): name for name in _ops.ALL}
 
     def out_format(name: str, scalar: str, is_cast: bool) -> str:
-        return re.findall(r"ENS_\d+(Half|BFloat16)EEE", name)[0] if is_cast else scalar
+        return re.findall(r"NS_\d+(Half|BFloat16)E", name)[0] if is_cast else scalar
 
     found = []
     for name, count, cast, functor, activation, named, builtin, *numbers in re.findall(
         mangled, usage
     ):
         op_name = entries[activation.lower()] if activation else ANY
-        scalar = named or {"f": "float", "d": "double"}[builtin]
+        # A smooth activation over a 16-bit format computes float32 results that are cast to it.
+        scalar = "float" if cast else named or {"f": "float", "d": "double"}[builtin]
         out = out_format(name, scalar, bool(cast))
         formats = scalar, out if "InFloat32" in cast else scalar, out
         found.append(Kernel(name, op_name, functor, *formats, int(count), *map(int, numbers)))
