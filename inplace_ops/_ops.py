@@ -181,6 +181,16 @@ def empty_bits(x: Tensor, bits: int) -> Tensor:
     return x.new_empty((bits, (x.numel() + 7) // 8), dtype=torch.uint8)
 
 
+def raise_out_of_memory(error: RuntimeError, allocate: Callable[[], Tensor]) -> None:
+    """Raise PyTorch's own error if an op could not allocate its result.
+
+    The op raises a RuntimeError about memory in any case: the stable ABI loses type and text, also
+    those of an earlier error of a GPU. `allocate` allocates such a result again.
+    """
+    if "out of memory" in str(error):
+        allocate()
+
+
 def check_dtype(op: str, x: Tensor) -> None:
     """Raise RuntimeError for a dtype without kernels."""
     if x.dtype not in DTYPES:

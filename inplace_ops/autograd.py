@@ -42,6 +42,7 @@ as a node of the graph, and from CopySlices.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -77,18 +78,8 @@ def run_backward(
     try:
         return op(grad, *saved)
     except RuntimeError as error:
-        _raise_out_of_memory(error, grad)
+        _ops.raise_out_of_memory(error, partial(torch.empty_like, grad))
         raise
-
-
-def _raise_out_of_memory(error: RuntimeError, like: Tensor) -> None:
-    """Raise torch.OutOfMemoryError if an op ran out of memory for a tensor like this one.
-
-    The op's own error is a RuntimeError: the stable ABI loses the type. To allocate such a tensor
-    again makes PyTorch raise its own error.
-    """
-    if "out of memory" in str(error):
-        torch.empty_like(like)
 
 
 def _run_transformed(
@@ -329,7 +320,7 @@ class _InPlaceFunction(Function):
     @classmethod
     def raise_clearer_error(cls, error: RuntimeError, grad: Tensor) -> None:
         """Raise a clearer error than `error`, if there is one."""
-        _raise_out_of_memory(error, grad)
+        _ops.raise_out_of_memory(error, partial(torch.empty_like, grad))
 
 
 class MaskFunction(_InPlaceFunction):

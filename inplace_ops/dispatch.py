@@ -26,6 +26,7 @@ before the check] in `autograd.py`.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -189,8 +190,7 @@ def _with_grad(
         raise _ops.unsupported(activation.function, input) from error
     except RuntimeError as error:
         _ops.check_dtype(activation.function, input)
-        if "out of memory" in str(error):
-            _ops.empty_bits(input, bits)  # raises torch.OutOfMemoryError: the op loses the type
+        _ops.raise_out_of_memory(error, partial(_ops.empty_bits, input, bits))
         raise
 
 

@@ -48,7 +48,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -666,7 +666,7 @@ class Recomputed(Packed):
         if self.number is not None:
             _keeping.drop_passed(self.number)
         with self._without_modes():
-            value = self.spec.value(self.number)
+            value = self._value()
             if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
                 raise RuntimeError(
                     f"the output of {self.name} was recomputed as a {value.dtype} tensor of shape "
@@ -674,6 +674,14 @@ class Recomputed(Packed):
                     f"shape {list(self.shape)} on {self.device}"
                 )
             return self.in_layout(value)
+
+    def _value(self) -> Tensor:
+        try:
+            return self.spec.value(self.number)
+        except RuntimeError as error:
+            like = partial(torch.empty, self.shape, dtype=self.dtype, device=self.device)
+            _ops.raise_out_of_memory(error, like)
+            raise
 
     def difference(self, saved: Tensor) -> str | None:
         """Return by how much the recomputed value differs from the saved tensor; None if equal.

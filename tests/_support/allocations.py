@@ -1,11 +1,13 @@
-"""Measurements of allocated CPU memory."""
+"""Measurements of allocated CPU memory, and limits of memory."""
 
 from __future__ import annotations
 
 import gc
 import itertools
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -36,3 +38,30 @@ def saved_allocation(call: Callable[[], object]) -> int:
         result = call()
     del result
     return sum(allocations)
+
+
+@contextmanager
+def memory_limit(device: torch.device, more: int) -> Iterator[None]:
+    """Let allocations of more than `more` further bytes fail."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(device).total_memory
+        fraction = (torch.cuda.memory_reserved(device) + more) / total
+        torch.cuda.set_per_process_memory_fraction(fraction)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+    else:
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def without_free_memory(error: Exception) -> str:
+    """Return an out-of-memory message without the free memory, which other processes change."""
+    return str(error).partition(" of which")[0][:100]

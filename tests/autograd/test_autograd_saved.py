@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import resource
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
+from _support.allocations import memory_limit, without_free_memory
 from _support.assertions import assert_gradient, assert_values, random_values
 from _support.cases import ONE_OF_EACH_FUNCTION, ActivationCase, activation_id
 from _support.layouts import VIEW_PROGRAMS
@@ -221,33 +220,6 @@ def allocated_bytes(function: Callable[[], object], device: torch.device) -> int
 
 def test_allocated_bytes_counts_an_allocation(device: torch.device) -> None:
     assert allocated_bytes(lambda: torch.empty(1003, 100, device=device), device) == 401_200
-
-
-@contextlib.contextmanager
-def memory_limit(device: torch.device, more: int) -> Iterator[None]:
-    """Let allocations of more than `more` further bytes fail."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        total = torch.cuda.get_device_properties(device).total_memory
-        fraction = (torch.cuda.memory_reserved(device) + more) / total
-        torch.cuda.set_per_process_memory_fraction(fraction)
-        try:
-            yield
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
-    else:
-        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, hard))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def without_free_memory(error: Exception) -> str:
-    """Return an out-of-memory message without the free memory, which other processes change."""
-    return str(error).partition(" of which")[0][:100]
 
 
 @each_function

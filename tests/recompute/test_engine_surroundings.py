@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from _support.allocations import memory_limit, without_free_memory
 from _support.twins import (
     SOURCES,
     C,
@@ -55,6 +56,24 @@ class Counting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.runs += 1
         return self.module(x)
+
+
+def test_out_of_memory_in_a_recompute_raises_pytorchs_error(device: torch.device) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 1), nn.GroupNorm(2, 4), nn.SiLU(), nn.Conv2d(4, 1, 1))
+    inplace_ops.convert(model.to(device))
+    x = torch.randn(1, 1, 2048, 2048, device=device)
+    model(x).sum().backward()  # the first use of a spec allocates in forward
+    output = model(x).sum()
+    taken: list[Tensor] = []  # memory freed before, which the limit does not cover
+    with memory_limit(device, 2**25):
+        with pytest.raises(RuntimeError) as pytorchs:
+            taken.extend(torch.empty(2**24, device=device) for _ in itertools.count())
+        with pytest.raises(RuntimeError) as ours:
+            output.backward()
+    assert type(ours.value) is type(pytorchs.value)
+    assert without_free_memory(ours.value) == without_free_memory(pytorchs.value)
+    taken.clear()
+    model(x).sum().backward()
 
 
 def layers(*, inplace: bool = False) -> nn.Sequential:
