@@ -112,16 +112,17 @@ HOST_DEVICE double approx_reciprocal(double x) { return 1.0 / x; }
 
 HOST_DEVICE double quotient(double x, double y) { return x / y; }
 
-// Returns x / y, for y >= 1. On a GPU it is exact to half a unit and a little, as the estimate is
-// corrected by the remainder. It takes no branch, unlike the compiler's division. The factors of
-// 1/4 keep the reciprocal a normal number for every finite y.
+// Returns x / y, for y >= 1. On a GPU it takes no branch, unlike the compiler's division: a
+// reciprocal gives an estimate, which the remainder corrects. The result is exact to half a unit
+// and a little, and to two units for |x| < 1e-37. The factors of 1/4 keep the reciprocal a normal
+// number for every finite y. The remainder has the sign that gives -0.0 / y = -0.0.
 HOST_DEVICE float quotient(float x, float y) {
 #ifdef INPLACE_OPS_HARDWARE
   const float quarter = 0.25f * y, dividend = 0.25f * x;
   const float reciprocal = hardware::reciprocal(quarter);
   const float estimate = dividend * reciprocal;
-  const float remainder = fmaf(-quarter, estimate, dividend);  // NaN if x or y is infinite
-  return remainder == remainder ? fmaf(remainder, reciprocal, estimate) : estimate;
+  const float excess = fmaf(quarter, estimate, -dividend);  // not finite if x or y is not
+  return fabsf(excess) < INFINITY ? fmaf(-excess, reciprocal, estimate) : estimate;
 #else
   return x / y;
 #endif

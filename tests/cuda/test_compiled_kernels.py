@@ -190,6 +190,12 @@ def special_inputs(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     return special(dtype, shape, torch.inf, -torch.inf, info.max, info.min)
 
 
+def assert_same_zeros(actual: Tensor, expected: Tensor) -> None:
+    """Assert that zeros have the same signs, in an activation's output."""
+    is_zero = (actual == 0) & (expected == 0)
+    assert torch.equal(actual[is_zero].signbit(), expected[is_zero].signbit())
+
+
 def assert_alike(actual: Tensor, expected: Tensor) -> None:
     """Assert that NaN and infinities are in the same places, and other numbers nearly equal."""
     assert torch.equal(actual.isnan(), expected.isnan())
@@ -209,6 +215,7 @@ def test_special_values(kernels: CompiledKernels, case: Case) -> None:
     ops.in_place(expected, None, *scalars)
     launch(kernels, case, case.forward, [values, values], packed)
     assert_alike(values.tensor, expected)
+    assert_same_zeros(values.tensor, expected)
     incoming.tensor.copy_(special(dtype, shape))
     saved = [values] if case.save == "output" else []
     tensors = [operand.tensor for operand in saved]
@@ -229,7 +236,9 @@ def test_special_values_after_a_norm(kernels: CompiledKernels, case: Case) -> No
     affine = [random_scale_shift(case, shape, (1,), 0, 0) for _ in range(2)]
     channels = torch.stack([part.tensor for part in affine])
     launch(kernels, case, "ForwardRecompute", [result, x], None, 0, affine)
-    assert_alike(result.tensor, ops.recompute(x.tensor, channels, None, None, *scalars))
+    expected = ops.recompute(x.tensor, channels, None, None, *scalars)
+    assert_alike(result.tensor, expected)
+    assert_same_zeros(result.tensor, expected)
     launch(kernels, case, "BackwardRecompute", [result, incoming, x], None, 0, affine)
     saved = (x.tensor, channels, None, None)
     expected = ops.backward["recompute"](incoming.tensor, *saved, *scalars)
