@@ -347,7 +347,7 @@ def test_cast_of_a_norm_reads_a_tensor_that_is_saved_anyway(
 ) -> None:
     difference = {"inplace_ops::silu_recompute": -1, "inplace_ops::silu_recompute in float32": 1}
     difference["aten::_to_copy"] = -2
-    function = (lambda x: x) if view == "the tensor" else (lambda x: x.transpose(2, 3))
+    function = (lambda x: x) if view == "the tensor" else (lambda x: x[:1])
     case = (lambda: UNetBlockWithShortcut(function), images, difference)
     assert_fused(case, source, monkeypatch, tolerance=1e-3)
 
