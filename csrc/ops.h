@@ -115,9 +115,9 @@ Tensor transform_normalized(const char* op, const Tensor& x, const AffineTensors
     run_for_dtype<Device>(op, out, {&x}, nullptr, dim_order, make_plain, &affine);
     return out;
   }
-  const auto run = [&](auto format, int32_t dtype) {
+  const auto run = [&](auto format, int32_t format_dtype) {
     using Format = decltype(format);
-    const Tensor out = empty_in_order(x, dim_order, dtype);
+    const Tensor out = empty_in_order(x, dim_order, format_dtype);
     const auto functor = make(float{}, format);
     using Functor = std::remove_const_t<decltype(functor)>;
     const auto run_as = [&](const auto& casting) {

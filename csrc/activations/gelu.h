@@ -117,10 +117,10 @@ struct GELU : GELUBase<GELU<T>, T> {
       // With s = -x^2 / 2 and n = s log2(e), both rounded, exp(-x^2 / 2) is 2^n exp(rest), where
       // the rest, s - n ln(2) and the rounding error of s, is small. fmaf() is exact where its
       // terms cancel.
-      const float half = -0.5f * magnitude, s = half * magnitude, n = s * 1.44269504f;
+      const float half = -0.5f * magnitude, s = half * magnitude, n = s * kNatural;
       const float rest =
           fmaf(n, 1.90465421e-9f, fmaf(n, -0.693147182f, s)) + fmaf(half, magnitude, -s);
-      const float e = hardware::exp2(n);
+      const float e = approx_power(n);
       return point_of(x, magnitude, fmaf(e, rest, e));
 #else
       // Cody, "Rational Chebyshev approximations for the error function", 1969: `high`, x to 8

@@ -41,7 +41,7 @@ struct SiLU : SmoothActivation {
     if constexpr (sizeof(T) == 2) {
       // Computes a quarter of the denominator 1 + exp(-x): its reciprocal is a normal number as
       // long as exp(-x) is finite.
-      const float quarter = hardware::exp2(x * -1.44269504f - 2.0f);
+      const float quarter = approx_power(x * -kNatural - 2.0f);
       const float reciprocal = approx_reciprocal(quarter + 0.25f);
       return {x, 0.25f * reciprocal, smaller(quarter * reciprocal, 1.0f)};
     }
