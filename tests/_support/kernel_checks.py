@@ -401,12 +401,13 @@ def check_normalized(
         assert_is_cast(run("ForwardRecompute" + suffix, inputs, result=narrow), y, case.entry)
     if dtype in (torch.float16, torch.bfloat16):
         # In float32 between two casts: like a kernel over float32, between PyTorch's casts.
-        in_float32, suffix = case._replace(dtype=torch.float32), f" from {dtype}"
+        in_float32 = case._replace(dtype=torch.float32)
+        suffix = f" from {dtype}".replace("torch.", "")
         cast, wide = (Operand(torch.float32, shape, dense(shape)) for _ in range(2))
         cast.tensor.copy_(x)
         for functor in ("Normalize", "ForwardRecompute") if is_first else ("ForwardRecompute",):
             launch(kernels, in_float32, functor, [wide, cast], None, first_row, affine)
-            narrow = run(functor + suffix.replace("torch.", ""), inputs, case=in_float32)
+            narrow = run(functor + suffix, inputs, case=in_float32)
             if functor == "Normalize":
                 assert torch.equal(narrow, wide.tensor.to(dtype))
             else:

@@ -306,9 +306,12 @@ def test_half_statistics_are_rejected(device: torch.device) -> None:
     assert_rejected(_ops.NORM_AFFINE, [None] * 4 + halves[4:], ".")
 
 
-@pytest.mark.parametrize(
+each_recomputing_kind = pytest.mark.parametrize(
     "op", [op for op in _ops.RECOMPUTING_OPS if op in OF_EACH_KIND], ids=name_of
 )
+
+
+@each_recomputing_kind
 def test_unsupported_casts_are_rejected(op: torch._ops.OpOverload, device: torch.device) -> None:
     for dtype in FLOATS:
         arguments = arguments_of(op, device, dtype)
@@ -324,9 +327,7 @@ def test_unsupported_casts_are_rejected(op: torch._ops.OpOverload, device: torch
                     op(*given, dtype=target)
 
 
-@pytest.mark.parametrize(
-    "op", [op for op in _ops.RECOMPUTING_OPS if op in OF_EACH_KIND], ids=name_of
-)
+@each_recomputing_kind
 def test_in_float32_is_rejected_without_16_bits(
     op: torch._ops.OpOverload, device: torch.device
 ) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -246,45 +247,19 @@ def with_special_values(x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize(
+Affine = tuple[Tensor, Tensor | None]
+casting_cases = pytest.mark.parametrize(
     ("op", "layout", "dtype"),
     in_turn(CASTING, LAYOUTS, _ops.CAST_DTYPES),
     ids=readable_id,
 )
-def test_op_with_dtype_equals_cast_of_result(
-    op: torch._ops.OpOverload, layout: str, dtype: torch.dtype, device: torch.device
-) -> None:
-    """An op with `dtype` casts its result: both round once."""
-    arrange, dim_order = LAYOUTS[layout]
-    scalars = [SCALARS[a.name] for a in op._schema.arguments[4:] if not a.kwarg_only]
-    for shape in ((3, 5, 12, 13), (2, 16, 24, 33), (1, 1, 1, 1), (2, 0, 3, 4)):
-        x = arrange(with_special_values(3 * torch.randn(shape, device=device)))
-        for affine in (
-            (scale_shift_of(x, 1), None),
-            (scale_shift_of(x, 3), scale_shift_of(x, 0, 1, 2)),
-        ):
-            for strided in (x, torch.stack([x, x], -1)[..., 1]):
-                arguments = (strided, *affine, dim_order, *scalars)
-                expected = op(*arguments)
-                actual = op(*arguments, dtype=dtype)
-                if op is _ops.NORMALIZE:
-                    assert_identical(actual, expected.to(dtype))
-                else:
-                    assert_is_cast(actual, expected, RECOMPUTED[op])
-                assert actual.stride() == expected.stride()
 
 
-@pytest.mark.parametrize(
-    ("op", "layout", "dtype"),
-    in_turn(CASTING, LAYOUTS, _ops.CAST_DTYPES),
-    ids=readable_id,
-)
-def test_op_in_float32_equals_casts_around_it(
-    op: torch._ops.OpOverload, layout: str, dtype: torch.dtype, device: torch.device
-) -> None:
-    """An op with `in_float32` casts x to float32 before, and its result back."""
-    arrange, dim_order = LAYOUTS[layout]
-    scalars = [SCALARS[a.name] for a in op._schema.arguments[4:] if not a.kwarg_only]
+def inputs_and_affines(
+    layout: str, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[Tensor, Affine]]:
+    """Yield norms' inputs, dense and strided, each with affines per channel and with rows."""
+    arrange, _ = LAYOUTS[layout]
     for shape in ((3, 5, 12, 13), (2, 16, 24, 33), (1, 1, 1, 1), (2, 0, 3, 4)):
         x = arrange(with_special_values(3 * torch.randn(shape, device=device)).to(dtype))
         for affine in (
@@ -292,11 +267,42 @@ def test_op_in_float32_equals_casts_around_it(
             (scale_shift_of(x, 3), scale_shift_of(x, 0, 1, 2)),
         ):
             for strided in (x, torch.stack([x, x], -1)[..., 1]):
-                arguments = (*affine, dim_order, *scalars)
-                expected = op(strided.float(), *arguments, dtype=dtype)
-                actual = op(strided, *arguments, in_float32=True)
-                assert_identical(actual, expected)
-                assert actual.stride() == expected.stride()
+                yield strided, affine
+
+
+def op_args_of(op: torch._ops.OpOverload, layout: str) -> list[Any]:
+    """Return the arguments after the affine: `dim_order` and the activation's scalars."""
+    scalars = [SCALARS[a.name] for a in op._schema.arguments[4:] if not a.kwarg_only]
+    return [LAYOUTS[layout][1], *scalars]
+
+
+@casting_cases
+def test_op_with_dtype_equals_cast_of_result(
+    op: torch._ops.OpOverload, layout: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """An op with `dtype` casts its result: both round once."""
+    op_args = op_args_of(op, layout)
+    for x, affine in inputs_and_affines(layout, torch.float32, device):
+        expected = op(x, *affine, *op_args)
+        actual = op(x, *affine, *op_args, dtype=dtype)
+        if op is _ops.NORMALIZE:
+            assert_identical(actual, expected.to(dtype))
+        else:
+            assert_is_cast(actual, expected, RECOMPUTED[op])
+        assert actual.stride() == expected.stride()
+
+
+@casting_cases
+def test_op_in_float32_equals_casts_around_it(
+    op: torch._ops.OpOverload, layout: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """An op with `in_float32` casts x to float32 before, and its result back."""
+    op_args = op_args_of(op, layout)
+    for x, affine in inputs_and_affines(layout, dtype, device):
+        expected = op(x.float(), *affine, *op_args, dtype=dtype)
+        actual = op(x, *affine, *op_args, in_float32=True)
+        assert_identical(actual, expected)
+        assert actual.stride() == expected.stride()
 
 
 ADDENDS: dict[str, Callable[[Tensor], Tensor]] = {
