@@ -60,6 +60,20 @@ inline void check_same(const char* op, const Tensor& tensor, const Tensor& other
                   op, "_: the tensors must have the same shape, dtype and device");
 }
 
+// Checks the channel affine, mean and rstd of a batch norm with input x.
+inline void check_batch_norm(const char* op, const Tensor& x, const Tensor& channel_affine,
+                             const Tensor& mean, const Tensor& rstd) {
+  bool fits = x.dim() >= 2 && x.numel() > 0 && channel_affine.is_contiguous() &&
+              channel_affine.numel() == 2 * x.size(1);
+  for (const Tensor* statistic : {&mean, &rstd})
+    fits = fits && statistic->is_contiguous() && statistic->numel() == x.size(1) &&
+           statistic->scalar_type() == channel_affine.scalar_type() &&
+           statistic->device() == x.device();
+  STD_TORCH_CHECK(fits, op,
+                  "_: x must have elements, and channels in dimension 1; mean, rstd, scale and shift "
+                  "must be contiguous, with a number for each channel");
+}
+
 inline void check_result_dtype(const char* op, const Tensor& x, torch::headeronly::ScalarType dtype,
                                bool in_float32) {
   using torch::headeronly::ScalarType;

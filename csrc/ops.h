@@ -133,6 +133,17 @@ Tensor transform_normalized(const char* op, const Tensor& x, const AffineTensors
   return run(BFloat16{}, aoti_torch_dtype_bfloat16());
 }
 
+// Returns x, or a copy of it, so that it is dense in dim_order.
+template <class Device>
+Tensor dense_in_order(const Tensor& x, const DimOrder& dim_order) {
+  const Tensor* const operands[] = {&x};
+  if (strided_layout_of(dim_order, operands).is_dense()) return x;
+  const Tensor dense = empty_in_order(x, dim_order);
+  run_for_dtype<Device>("copy", dense, {&x}, nullptr, dim_order,
+                        [](auto scalar) { return Identity<decltype(scalar)>{}; });
+  return dense;
+}
+
 // Returns a norm's output, recomputed from the norm's input.
 template <class Device>
 Tensor normalize(Tensor x, Tensor channel_affine, std::optional<Tensor> row_statistics,
@@ -263,6 +274,51 @@ struct Ops<Device, Activation, Types<Arguments...>> {
     const AffineTensors affine{&channel_affine, row_statistics ? &*row_statistics : nullptr};
     return differentiate({&grad, &x}, nullptr, dim_order, maker_of<BackwardRecompute>(arguments...),
                          &affine);
+  }
+
+  // Returns the gradients of x, weight and bias of a batch norm in training, from the gradient of
+  // the activation of its output. grad_x is dense in dim_order.
+  static std::tuple<Tensor, Tensor, Tensor> backward_batch_norm(Tensor grad, Tensor x,
+                                                                Tensor channel_affine, Tensor mean,
+                                                                Tensor rstd, DimOrder dim_order,
+                                                                Arguments... arguments) {
+    check_order(kName, dim_order, grad.dim());
+    check_same(kName, x, grad);
+    check_batch_norm(kName, x, channel_affine, mean, rstd);
+    x = dense_in_order<Device>(x, dim_order);
+    auto layout = channel_layout_of(grad, dim_order);
+    if (!layout) {
+      grad = dense_in_order<Device>(grad, dim_order);
+      layout = channel_layout_of(grad, dim_order);
+    }
+    const Tensor grad_x = empty_in_order(x, dim_order);
+    const int64_t channels = layout->channels, pieces = Device::pieces_of(*layout, x);
+    const Tensor correction = empty_contiguous(mean, int64_t(2), channels);
+    const Tensor partial_sums = empty_contiguous(mean, int64_t(2), pieces, channels);
+    const Tensor grad_weight = empty_contiguous(mean, channels);
+    const Tensor grad_bias = empty_contiguous(mean, channels);
+    const AffineTensors affine{&channel_affine, nullptr};
+    dispatch(x.scalar_type(), kName, [&](auto scalar) {
+      using T = decltype(scalar);
+      using C = opmath_t<T>;
+      const auto functor = functor_of<BackwardRecompute<Activation<T>>>(Activation<T>{arguments...});
+      using Functor = std::remove_const_t<decltype(functor)>;
+      const Tensor* const operands[] = {&grad_x, &grad, &x};
+      const auto read = [](const Tensor& t) { return static_cast<const C*>(t.const_data_ptr()); };
+      const auto write = [](const Tensor& t) { return static_cast<C*>(t.mutable_data_ptr()); };
+      Operands<Functor> data{};
+      data.out = static_cast<T*>(grad_x.mutable_data_ptr());
+      data.in[0] = static_cast<const T*>(grad.const_data_ptr());
+      data.in[1] = static_cast<const T*>(x.const_data_ptr());
+      data.affine = affine_of<C>(kName, affine, x, dim_order);
+      C* const slope = write(correction);
+      const BatchNormBackward<C> norm{*layout,           read(mean),       read(rstd),
+                                      slope,             slope + channels, write(grad_weight),
+                                      write(grad_bias), write(partial_sums), pieces};
+      Device::backward_batch_norm(functor, strided_layout_of(dim_order, operands), data, norm,
+                                  x.get_device_index());
+    });
+    return {grad_x, grad_weight, grad_bias};
   }
 
   static Tensor backward_mask(Tensor grad, Tensor packed, DimOrder dim_order,

@@ -22,6 +22,8 @@
 // is the norm's input:
 //   relu_recompute(x, affine, dtype)             the activation of the norm's output
 //   relu_backward_recompute(grad, x, affine)
+//   relu_backward_batch_norm(grad, x, channel_affine, mean, rstd)
+//                                                the gradients of x, weight and bias
 //
 // The op of every activation under torch.compile (inplace_ops/torch_compile.py):
 //   relu_traced_(x!, save, bits)
@@ -72,6 +74,11 @@ void define_ops(Library& m, Entry<Activation> entry) {
   const std::string normalized = std::string(kNormalizedSchema) + op_args + ") -> Tensor";
   m.def((name + "_recompute(" + kNormalizedSchema + op_args + kCastSchema).c_str());
   m.def((name + "_backward_recompute(Tensor grad, " + normalized).c_str());
+  m.def((name +
+         "_backward_batch_norm(Tensor grad, Tensor x, Tensor channel_affine, Tensor mean, "
+         "Tensor rstd" +
+         op_args + ") -> (Tensor, Tensor, Tensor)")
+            .c_str());
   if constexpr (Activation<float>::kKind == Kind::kPiecewiseLinear) {
     define_save_ops(m, name + "_save_mask", op_args);
     m.def((name + "_backward_mask(Tensor grad, Tensor packed" + op_args + ") -> Tensor").c_str());
@@ -138,6 +145,7 @@ void register_recompute(Library& m, Entry<Activation> entry) {
   const std::string name = entry.name;
   m.impl((name + "_recompute").c_str(), TORCH_BOX((&OpSet::recompute)));
   m.impl((name + "_backward_recompute").c_str(), TORCH_BOX((&OpSet::backward_recompute)));
+  m.impl((name + "_backward_batch_norm").c_str(), TORCH_BOX((&OpSet::backward_batch_norm)));
 }
 
 inline void define_all_ops(Library& m) {

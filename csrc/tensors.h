@@ -10,6 +10,7 @@
 #include <optional>
 #include <vector>
 
+#include "batch_norm.h"
 #include "bit_planes.h"
 #include "norm_affine.h"
 #include "strided_layout.h"
@@ -128,6 +129,44 @@ inline Tensor empty_in_order(const Tensor& like, const DimOrder& dim_order,
   int32_t like_dtype;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &like_dtype));
   return empty_strided(dims, sizes, strides, dtype.value_or(like_dtype), like);
+}
+
+// Returns an uninitialized contiguous tensor with the dtype and device of `like`.
+template <class... Size>
+Tensor empty_contiguous(const Tensor& like, Size... size) {
+  constexpr int64_t dims = sizeof...(Size);
+  const int64_t sizes[] = {size...};
+  int64_t strides[dims];
+  for (int64_t d = dims, stride = 1; d-- > 0; stride *= sizes[d]) strides[d] = stride;
+  int32_t dtype;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  return empty_strided(dims, sizes, strides, dtype, like);
+}
+
+// Returns the memory of a tensor with channels in dimension 1, whose dimensions have the given order
+// in memory; nullopt if a block of it is not dense, or its blocks do not follow each other evenly.
+inline std::optional<ChannelLayout> channel_layout_of(const Tensor& tensor,
+                                                      const DimOrder& dim_order) {
+  ChannelLayout layout{1, tensor.size(1), 1, 0};
+  int64_t block = 1, i = tensor.dim() - 1;
+  for (bool is_inner = true; is_inner; --i) {
+    const int64_t d = dimension(dim_order, i);
+    if (tensor.size(d) > 1 && tensor.stride(d) != block) return std::nullopt;
+    block *= tensor.size(d);
+    is_inner = d != 1;
+    if (is_inner) layout.inner *= tensor.size(d);
+  }
+  layout.grad_stride = block;
+  for (; i >= 0; --i) {
+    const int64_t d = dimension(dim_order, i), size = tensor.size(d), stride = tensor.stride(d);
+    if (size == 1) continue;
+    if (layout.outer == 1)
+      layout.grad_stride = stride;
+    else if (stride != layout.outer * layout.grad_stride)
+      return std::nullopt;
+    layout.outer *= size;
+  }
+  return layout;
 }
 
 // Returns an uninitialized tensor for `bits` packed bits per element of x.

@@ -23,6 +23,7 @@
 #include "bit_plane_io.h"
 #include "block.h"
 #include "block_affine.h"
+#include "channel_sums.h"
 #include "instruction_sets.h"
 #include "simd.h"
 #include "strided_io.h"
@@ -165,6 +166,20 @@ HOST_DEVICE void run_blocks(const Functor& functor, const StridedLayout& strided
                                                int64_t first, int count) {                         \
       inplace_ops::normalize<Instructions>(z, values, x, affine, first, count);                    \
     }                                                                                              \
+    template <class T, class C>                                                                    \
+    NO_INLINE attributes static void sum_block(const T* g, const T* x,                             \
+                                               const NormAffine<C>& affine,                        \
+                                               const BatchNormBackward<C>& norm, int64_t piece,    \
+                                               int64_t first, int count) {                         \
+      inplace_ops::sum_block<Instructions>(g, x, affine, norm, piece, first, count);               \
+    }                                                                                              \
+    template <class T, class C>                                                                    \
+    NO_INLINE attributes static void correct_block(T* out, const T* x,                             \
+                                                   const NormAffine<C>& affine,                    \
+                                                   const BatchNormBackward<C>& norm,               \
+                                                   int64_t first, int count) {                     \
+      inplace_ops::correct_block<Instructions>(out, x, affine, norm, first, count);                \
+    }                                                                                              \
     template <class Code>                                                                          \
     NO_INLINE attributes static void pack(const Code (&codes)[kBlock],                             \
                                           const PackedBits<uint8_t>& packed, int64_t first_group,  \
@@ -207,10 +222,76 @@ struct Cpu {
     if (instruction_set() == InstructionSet::kAvx512)
       run_range = &CompiledFor<Avx512>::run_blocks<Functor>;
 #endif
-    const int64_t blocks = (strided.elements + kBlock - 1) / kBlock;
+    const int64_t blocks = blocks_of(strided.elements);
     if (blocks <= kGrainBlocks) return run_range(functor, strided, operands, 0, blocks);
     torch::stable::parallel_for(0, blocks, kGrainBlocks, [&](int64_t first, int64_t last) {
       run_range(functor, strided, operands, first, last);
+    });
+  }
+
+  // The number of pieces of batch_norm.h, each of consecutive blocks: enough for all cores, and few
+  // enough that the sums are small next to the tensors.
+  static int64_t pieces_of(const ChannelLayout& layout, const Tensor& x) {
+    const int64_t blocks = blocks_of(x.numel());
+    return std::min<int64_t>((blocks + kGrainBlocks - 1) / kGrainBlocks, 256);
+  }
+
+  template <class Functor, class C>
+  static void backward_batch_norm(const Functor& functor, const StridedLayout& strided,
+                                  const Operands<Functor>& operands,
+                                  const BatchNormBackward<C>& norm, int /*device*/) {
+    auto* run_passes = &run_batch_norm<CompiledFor<Portable>, Functor, C>;
+#ifdef __x86_64__
+    if (instruction_set() == InstructionSet::kAvx2)
+      run_passes = &run_batch_norm<CompiledFor<Avx2>, Functor, C>;
+    if (instruction_set() == InstructionSet::kAvx512)
+      run_passes = &run_batch_norm<CompiledFor<Avx512>, Functor, C>;
+#endif
+    run_passes(functor, strided, operands, norm);
+  }
+
+ private:
+  static int64_t blocks_of(int64_t elements) { return (elements + kBlock - 1) / kBlock; }
+
+  template <class Compiled, class Functor, class C>
+  static void run_batch_norm(const Functor& functor, const StridedLayout& strided,
+                             const Operands<Functor>& operands,
+                             const BatchNormBackward<C>& norm) {
+    const int64_t blocks = blocks_of(strided.elements), channels = norm.layout.channels;
+    const auto for_each_block = [&](int64_t first_piece, int64_t last_piece, const auto& visit) {
+      for (int64_t piece = first_piece; piece < last_piece; ++piece) {
+        const int64_t end = (piece + 1) * blocks / norm.pieces;
+        for (int64_t block = piece * blocks / norm.pieces; block < end; ++block) {
+          const int64_t first = block * kBlock;
+          visit(piece, block, first, int(std::min<int64_t>(kBlock, strided.elements - first)));
+        }
+      }
+    };
+    torch::stable::parallel_for(0, norm.pieces, 1, [&](int64_t first_piece, int64_t last_piece) {
+      for (int64_t piece = first_piece; piece < last_piece; ++piece) {
+        std::fill_n(norm.sums_of_gradient(piece), channels, C(0));
+        std::fill_n(norm.sums_of_product(piece), channels, C(0));
+      }
+      for_each_block(first_piece, last_piece,
+                     [&](int64_t piece, int64_t block, int64_t first, int count) {
+                       Compiled::run_blocks(functor, strided, operands, block, block + 1);
+                       Compiled::sum_block(operands.out + first, operands.in[1] + first,
+                                           operands.affine, norm, piece, first, count);
+                     });
+    });
+    for (int64_t channel = 0; channel < channels; ++channel) {
+      double gradient = 0, product = 0;
+      for (int64_t piece = 0; piece < norm.pieces; ++piece) {
+        gradient += norm.sums_of_gradient(piece)[channel];
+        product += norm.sums_of_product(piece)[channel];
+      }
+      norm.finish_channel(channel, {C(gradient), C(product)});
+    }
+    torch::stable::parallel_for(0, norm.pieces, 1, [&](int64_t first_piece, int64_t last_piece) {
+      for_each_block(first_piece, last_piece, [&](int64_t, int64_t, int64_t first, int count) {
+        Compiled::correct_block(operands.out + first, operands.in[1] + first, operands.affine, norm,
+                                first, count);
+      });
     });
   }
 };

@@ -1,0 +1,119 @@
+// The two passes of batch_norm.h over a block on the CPU.
+//
+// The activation's backward, the ordinary loop over blocks, has just written g, the gradient of the
+// norm's output, to the memory of grad_x. While the block is in the cache, the first pass adds it to
+// the sums. The second pass turns g into grad_x. As after any norm, the elements of a span have one
+// channel in NCHW, and consecutive channels in channels_last.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "../batch_norm.h"
+#include "../functors.h"
+#include "block.h"
+#include "strided_io.h"
+
+namespace inplace_ops {
+
+// Returns the values of a block, in `buffer` unless they are stored as values.
+template <class Instructions, class T>
+HOST_DEVICE const opmath_t<T>* values_of(const T* stored, opmath_t<T> (&buffer)[kBlock],
+                                         int count) {
+  if constexpr (std::is_same_v<T, opmath_t<T>>) {
+    return stored;
+  } else if constexpr (kConvertsHalf<T>) {
+    Instructions::half_to_float(buffer, stored, count);
+  } else {
+    for (int i = 0; i < count; ++i) buffer[i] = load(stored[i]);
+  }
+  return buffer;
+}
+
+// The sum of all numbers that are added to it, in the lanes of a vector.
+template <class C>
+struct LaneSums {
+  C lanes[kVector] = {};
+
+  HOST_DEVICE C total() const {
+    C sum = 0;
+    for (int l = 0; l < kVector; ++l) sum += lanes[l];
+    return sum;
+  }
+};
+
+// Adds a block to the sums of a piece.
+template <class Instructions, class T, class C = opmath_t<T>>
+HOST_DEVICE void sum_block(const T* stored_g, const T* stored_x, const NormAffine<C>& affine,
+                           const BatchNormBackward<C>& norm, int64_t piece, int64_t first,
+                           int count) {
+  C g_buffer[kBlock], x_buffer[kBlock];
+  const C* const g = values_of<Instructions>(stored_g, g_buffer, count);
+  const C* const x = values_of<Instructions>(stored_x, x_buffer, count);
+  const bool has_one_channel = innermost_stride(affine.strided, 0) == 0;
+  for_each_span(
+      affine.strided, first, count,
+      [&](int64_t position, int64_t length, const auto& offsets) ALWAYS_INLINE {
+        C* const gradient = norm.sums_of_gradient(piece) + offsets[0];
+        C* const product = norm.sums_of_product(piece) + offsets[0];
+        const C* const mean = norm.mean + offsets[0];
+        const C *const span_g = g + position, *const span_x = x + position;
+        if (has_one_channel) {
+          LaneSums<C> gradients, products;
+          const auto add = [&](int64_t i, int lane) ALWAYS_INLINE {
+            gradients.lanes[lane] += span_g[i];
+            products.lanes[lane] += span_g[i] * (span_x[i] - *mean);
+          };
+          int64_t i = 0;
+          for (; i + kVector <= length; i += kVector)
+            for (int lane = 0; lane < kVector; ++lane) add(i + lane, lane);
+          for (int lane = 0; i + lane < length; ++lane) add(i + lane, lane);
+          *gradient += gradients.total();
+          *product += products.total();
+        } else {
+#pragma GCC ivdep
+          for (int64_t i = 0; i < length; ++i) {
+            gradient[i] += span_g[i];
+            product[i] += span_g[i] * (span_x[i] - mean[i]);
+          }
+        }
+      });
+}
+
+// Turns a block of g into grad_x.
+template <class Instructions, class T, class C = opmath_t<T>>
+HOST_DEVICE void correct_block(T* out, const T* stored_x, const NormAffine<C>& affine,
+                               const BatchNormBackward<C>& norm, int64_t first, int count) {
+  C g_buffer[kBlock], x_buffer[kBlock];
+  const C* const g = values_of<Instructions>(out, g_buffer, count);
+  const C* const x = values_of<Instructions>(stored_x, x_buffer, count);
+  const int64_t step = innermost_stride(affine.strided, 0);
+  result_t<T>* results;
+  if constexpr (kConvertsHalf<T>)
+    results = g_buffer;
+  else
+    results = out;
+  const auto correct = [&](int64_t position, int64_t length, const auto& offsets,
+                           auto channel) ALWAYS_INLINE {
+    const int64_t c = offsets[0];
+    const C *const scale = affine.channel_affine.scale + c, *const mean = norm.mean + c;
+    const C *const slope = norm.slope + c, *const offset = norm.offset + c;
+#pragma GCC ivdep
+    for (int64_t i = 0; i < length; ++i) {
+      const int64_t k = channel(i);
+      const Correction<C> correction{slope[k], offset[k]};
+      const C at = x[position + i] - mean[k];
+      results[position + i] = to_result<T>(correction.gradient(g[position + i], at, scale[k]));
+    }
+  };
+  for_each_span(affine.strided, first, count,
+                [&](int64_t position, int64_t length, const auto& offsets) ALWAYS_INLINE {
+                  if (step == 0)
+                    correct(position, length, offsets, [](int64_t) { return int64_t(0); });
+                  else
+                    correct(position, length, offsets, [](int64_t i) { return i; });
+                });
+  if constexpr (kConvertsHalf<T>) Instructions::float_to_half(out, results, count);
+}
+
+}  // namespace inplace_ops
