@@ -60,9 +60,7 @@ struct BatchNormBackward {
   HOST_DEVICE C* sums_of_gradient(int64_t piece) const {
     return partial_sums + piece * layout.channels;
   }
-  HOST_DEVICE C* sums_of_product(int64_t piece) const {
-    return sums_of_gradient(pieces + piece);
-  }
+  HOST_DEVICE C* sums_of_product(int64_t piece) const { return sums_of_gradient(pieces + piece); }
 
   HOST_DEVICE void finish_channel(int64_t channel, ChannelSums<C> sums) const {
     const C elements = C(layout.elements_of_channel());

@@ -69,9 +69,10 @@ inline void check_batch_norm(const char* op, const Tensor& x, const Tensor& chan
     fits = fits && statistic->is_contiguous() && statistic->numel() == x.size(1) &&
            statistic->scalar_type() == channel_affine.scalar_type() &&
            statistic->device() == x.device();
-  STD_TORCH_CHECK(fits, op,
-                  "_: x must have elements, and channels in dimension 1; mean, rstd, scale and shift "
-                  "must be contiguous, with a number for each channel");
+  STD_TORCH_CHECK(
+      fits, op,
+      "_: x must have elements, and channels in dimension 1; mean, rstd, scale and shift "
+      "must be contiguous, with a number for each channel");
 }
 
 inline void check_result_dtype(const char* op, const Tensor& x, torch::headeronly::ScalarType dtype,

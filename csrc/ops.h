@@ -186,6 +186,58 @@ Tensor normalize_add_relu(Tensor x, Tensor channel_affine, std::optional<Tensor>
                                                             row_statistics, addend, dim_order);
 }
 
+// Returns the gradients of the input x, the weight and the bias of a batch norm in training, from
+// the gradient of an activation of its output: see batch_norm.h. The functor make(T{}) is the
+// activation's backward after a norm. The gradient of x is dense in dim_order.
+template <class Device, class MakeFunctor>
+std::tuple<Tensor, Tensor, Tensor> differentiate_batch_norm(const char* op, Tensor grad, Tensor x,
+                                                            const Tensor& channel_affine,
+                                                            const Tensor& mean, const Tensor& rstd,
+                                                            const DimOrder& dim_order,
+                                                            const MakeFunctor& make) {
+  check_order(op, dim_order, grad.dim());
+  check_same(op, x, grad);
+  check_batch_norm(op, x, channel_affine, mean, rstd);
+  x = dense_in_order<Device>(x, dim_order);
+  auto layout = channel_layout_of(grad, dim_order);
+  if (!layout) {
+    grad = dense_in_order<Device>(grad, dim_order);
+    layout = channel_layout_of(grad, dim_order);
+  }
+  const int64_t channels = layout->channels, pieces = Device::pieces_of(*layout, x);
+  const Tensor grad_x = empty_in_order(x, dim_order);
+  const Tensor correction = empty_contiguous(mean, int64_t(2), channels);
+  const Tensor partial_sums = empty_contiguous(mean, int64_t(2), pieces, channels);
+  const Tensor grad_weight = empty_contiguous(mean, channels);
+  const Tensor grad_bias = empty_contiguous(mean, channels);
+  const AffineTensors affine{&channel_affine, nullptr};
+  dispatch(x.scalar_type(), op, [&](auto scalar) {
+    using T = decltype(scalar);
+    using C = opmath_t<T>;
+    const auto functor = make(scalar);
+    const auto read = [](const Tensor& t) { return static_cast<const C*>(t.const_data_ptr()); };
+    const auto write = [](const Tensor& t) { return static_cast<C*>(t.mutable_data_ptr()); };
+    Operands<std::remove_const_t<decltype(functor)>> operands{};
+    operands.out = static_cast<T*>(grad_x.mutable_data_ptr());
+    operands.in[0] = static_cast<const T*>(grad.const_data_ptr());
+    operands.in[1] = static_cast<const T*>(x.const_data_ptr());
+    operands.affine = affine_of<C>(op, affine, x, dim_order);
+    const BatchNormBackward<C> norm{*layout,
+                                    read(mean),
+                                    read(rstd),
+                                    write(correction),
+                                    write(correction) + channels,
+                                    write(grad_weight),
+                                    write(grad_bias),
+                                    write(partial_sums),
+                                    pieces};
+    const Tensor* const tensors[] = {&grad_x, &grad, &x};
+    Device::backward_batch_norm(functor, strided_layout_of(dim_order, tensors), operands, norm,
+                                x.get_device_index());
+  });
+  return {grad_x, grad_weight, grad_bias};
+}
+
 template <class Device, template <class> class Activation, class Arguments>
 struct Ops;
 
@@ -276,49 +328,12 @@ struct Ops<Device, Activation, Types<Arguments...>> {
                          &affine);
   }
 
-  // Returns the gradients of x, weight and bias of a batch norm in training, from the gradient of
-  // the activation of its output. grad_x is dense in dim_order.
   static std::tuple<Tensor, Tensor, Tensor> backward_batch_norm(Tensor grad, Tensor x,
                                                                 Tensor channel_affine, Tensor mean,
                                                                 Tensor rstd, DimOrder dim_order,
                                                                 Arguments... arguments) {
-    check_order(kName, dim_order, grad.dim());
-    check_same(kName, x, grad);
-    check_batch_norm(kName, x, channel_affine, mean, rstd);
-    x = dense_in_order<Device>(x, dim_order);
-    auto layout = channel_layout_of(grad, dim_order);
-    if (!layout) {
-      grad = dense_in_order<Device>(grad, dim_order);
-      layout = channel_layout_of(grad, dim_order);
-    }
-    const Tensor grad_x = empty_in_order(x, dim_order);
-    const int64_t channels = layout->channels, pieces = Device::pieces_of(*layout, x);
-    const Tensor correction = empty_contiguous(mean, int64_t(2), channels);
-    const Tensor partial_sums = empty_contiguous(mean, int64_t(2), pieces, channels);
-    const Tensor grad_weight = empty_contiguous(mean, channels);
-    const Tensor grad_bias = empty_contiguous(mean, channels);
-    const AffineTensors affine{&channel_affine, nullptr};
-    dispatch(x.scalar_type(), kName, [&](auto scalar) {
-      using T = decltype(scalar);
-      using C = opmath_t<T>;
-      const auto functor = functor_of<BackwardRecompute<Activation<T>>>(Activation<T>{arguments...});
-      using Functor = std::remove_const_t<decltype(functor)>;
-      const Tensor* const operands[] = {&grad_x, &grad, &x};
-      const auto read = [](const Tensor& t) { return static_cast<const C*>(t.const_data_ptr()); };
-      const auto write = [](const Tensor& t) { return static_cast<C*>(t.mutable_data_ptr()); };
-      Operands<Functor> data{};
-      data.out = static_cast<T*>(grad_x.mutable_data_ptr());
-      data.in[0] = static_cast<const T*>(grad.const_data_ptr());
-      data.in[1] = static_cast<const T*>(x.const_data_ptr());
-      data.affine = affine_of<C>(kName, affine, x, dim_order);
-      C* const slope = write(correction);
-      const BatchNormBackward<C> norm{*layout,           read(mean),       read(rstd),
-                                      slope,             slope + channels, write(grad_weight),
-                                      write(grad_bias), write(partial_sums), pieces};
-      Device::backward_batch_norm(functor, strided_layout_of(dim_order, operands), data, norm,
-                                  x.get_device_index());
-    });
-    return {grad_x, grad_weight, grad_bias};
+    return differentiate_batch_norm<Device>(kName, grad, x, channel_affine, mean, rstd, dim_order,
+                                            maker_of<BackwardRecompute>(arguments...));
   }
 
   static Tensor backward_mask(Tensor grad, Tensor packed, DimOrder dim_order,

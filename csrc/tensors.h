@@ -143,8 +143,9 @@ Tensor empty_contiguous(const Tensor& like, Size... size) {
   return empty_strided(dims, sizes, strides, dtype, like);
 }
 
-// Returns the memory of a tensor with channels in dimension 1, whose dimensions have the given order
-// in memory; nullopt if a block of it is not dense, or its blocks do not follow each other evenly.
+// Returns the memory of a tensor with channels in dimension 1, whose dimensions have the given
+// order in memory; nullopt if a block of it is not dense, or its blocks do not follow each other
+// evenly.
 inline std::optional<ChannelLayout> channel_layout_of(const Tensor& tensor,
                                                       const DimOrder& dim_order) {
   ChannelLayout layout{1, tensor.size(1), 1, 0};

@@ -78,6 +78,8 @@ class Ops:
         recompute: Computes the activation from a norm's input and affine: see `NormAffine`. With
             `dtype` it casts a float32 result to that dtype. With `in_float32` it casts a 16-bit
             input to float32 first, and the result back.
+        backward_batch_norm: Computes the gradients of the input, the weight and the bias of a batch
+            norm in training from that of the activation of its output: see `csrc/batch_norm.h`.
         double_backward: Computes the term of the second derivative; None if that is zero.
     """
 
@@ -100,6 +102,7 @@ class Ops:
         self.backward = {save: op(f"_backward_{save}") for save in self.default_bits}
         self.backward["recompute"] = op("_backward_recompute")
         self.recompute = op("_recompute")
+        self.backward_batch_norm = op("_backward_batch_norm")
         self.double_backward = op("_double_backward") if "derivative" in packing else None
 
 
@@ -112,12 +115,13 @@ DTYPES = tuple(ALL["relu"].default_bits["mask"])
 CAST_DTYPES = (torch.float16, torch.bfloat16)  # an op can cast float32 to these, and from them
 
 # The ops of all activations: in place without and with packed bits, out of place with packed bits,
-# sums, from a norm's input, and backward.
+# sums, from a norm's input, backward with the norm's, and backward.
 PLAIN_OPS = [ops.in_place for ops in ALL.values()]
 SAVING_OPS = [op for ops in ALL.values() for op in ops.save_in_place.values()]
 FUNCTIONAL_OPS = [op for ops in ALL.values() for op in ops.save_out_of_place.values()]
 SUM_OPS = [NORMALIZE_ADD, NORMALIZE_ADD_RELU]
 RECOMPUTING_OPS = [NORMALIZE, *(ops.recompute for ops in ALL.values())]
+BATCH_NORM_OPS = [ops.backward_batch_norm for ops in ALL.values()]
 BACKWARD_OPS = [op for ops in ALL.values() for op in ops.backward.values()]
 BACKWARD_OPS += [ops.double_backward for ops in ALL.values() if ops.double_backward]
 
@@ -158,7 +162,7 @@ def in_order(x: Tensor, dim_order: DimOrder) -> Tensor:
     """
     if dim_order is None and x.is_contiguous():
         return x
-    if torch.compiler.is_dynamo_compiling() or _is_batched(x):
+    if torch.compiler.is_dynamo_compiling() or is_batched(x):
         return x
     own = dim_order_of(x)
     if own == dim_order or x.stride() != dense_strides(x.shape, own):
@@ -166,7 +170,7 @@ def in_order(x: Tensor, dim_order: DimOrder) -> Tensor:
     return x.new_empty_strided(x.shape, dense_strides(x.shape, dim_order)).copy_(x)
 
 
-def _is_batched(x: Tensor) -> bool:
+def is_batched(x: Tensor) -> bool:
     """Whether the tensor is a batch of tensors, made by vmap or by `is_grads_batched=True`."""
     return is_functorch_wrapped_tensor(x) or is_legacy_batchedtensor(x)
 
@@ -291,6 +295,23 @@ def _backward_fake(grad: Tensor, *arguments: object) -> Tensor:
     return _empty_in_order(grad, order)
 
 
+def _batch_norm_fake(
+    grad: Tensor,
+    x: Tensor,
+    channel_affine: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    dim_order: DimOrder,
+    *arguments: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_devices(grad, x, channel_affine, mean, rstd)
+    check(
+        grad.shape == x.shape and grad.dtype == x.dtype,
+        lambda: "grad and x must have one shape and dtype",
+    )
+    return _empty_in_order(x, dim_order), torch.empty_like(mean), torch.empty_like(mean)
+
+
 def _loop_over_batch(op: Op):  # type: ignore[no-untyped-def]
     """Return the vmap rule of a backward op, which calls the op once per sample.
 
@@ -314,6 +335,8 @@ for _op in RECOMPUTING_OPS:
     torch.library.register_fake(_op.name(), _recomputing_fake)
 for _op in SUM_OPS:
     torch.library.register_fake(_op.name(), _sum_fake)
+for _op in BATCH_NORM_OPS:
+    torch.library.register_fake(_op.name(), _batch_norm_fake)
 for _op in PLAIN_OPS:
     torch.library.register_fake(_op.name(), _plain_fake(_op))
 for _op in SAVING_OPS:

@@ -17,6 +17,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 
 #include "../functors.h"
 #include "../strided_layout.h"
@@ -201,6 +202,18 @@ INPLACE_OPS_COMPILE_FOR(Avx512,
 #endif
 #undef INPLACE_OPS_COMPILE_FOR
 
+// Returns choose(CompiledFor<Instructions>{}) for the processor's instruction set.
+template <class Choose>
+auto for_processor(const Choose& choose) {
+#ifdef __x86_64__
+  if (instruction_set() == InstructionSet::kAvx512) return choose(CompiledFor<Avx512>{});
+  if (instruction_set() == InstructionSet::kAvx2) return choose(CompiledFor<Avx2>{});
+#endif
+  return choose(CompiledFor<Portable>{});
+}
+
+inline int64_t blocks_of(int64_t elements) { return (elements + kBlock - 1) / kBlock; }
+
 struct Cpu {
   template <class C>
   static void write_affine(const Statistics<C>& statistics, C* scale, C* shift, int64_t channels,
@@ -215,13 +228,7 @@ struct Cpu {
   template <class Functor>
   static void run(const Functor& functor, const StridedLayout& strided,
                   const Operands<Functor>& operands, int /*device*/) {
-    auto* run_range = &CompiledFor<Portable>::run_blocks<Functor>;
-#ifdef __x86_64__
-    if (instruction_set() == InstructionSet::kAvx2)
-      run_range = &CompiledFor<Avx2>::run_blocks<Functor>;
-    if (instruction_set() == InstructionSet::kAvx512)
-      run_range = &CompiledFor<Avx512>::run_blocks<Functor>;
-#endif
+    auto* const run_range = run_blocks_of<Functor>();
     const int64_t blocks = blocks_of(strided.elements);
     if (blocks <= kGrainBlocks) return run_range(functor, strided, operands, 0, blocks);
     torch::stable::parallel_for(0, blocks, kGrainBlocks, [&](int64_t first, int64_t last) {
@@ -229,9 +236,9 @@ struct Cpu {
     });
   }
 
-  // The number of pieces of batch_norm.h, each of consecutive blocks: enough for all cores, and few
-  // enough that the sums are small next to the tensors.
-  static int64_t pieces_of(const ChannelLayout& layout, const Tensor& x) {
+  // The pieces of batch_norm.h are of consecutive blocks: enough of them for all cores, and so few
+  // that the sums are small next to the tensors.
+  static int64_t pieces_of(const ChannelLayout& /*layout*/, const Tensor& x) {
     const int64_t blocks = blocks_of(x.numel());
     return std::min<int64_t>((blocks + kGrainBlocks - 1) / kGrainBlocks, 256);
   }
@@ -240,44 +247,49 @@ struct Cpu {
   static void backward_batch_norm(const Functor& functor, const StridedLayout& strided,
                                   const Operands<Functor>& operands,
                                   const BatchNormBackward<C>& norm, int /*device*/) {
-    auto* run_passes = &run_batch_norm<CompiledFor<Portable>, Functor, C>;
-#ifdef __x86_64__
-    if (instruction_set() == InstructionSet::kAvx2)
-      run_passes = &run_batch_norm<CompiledFor<Avx2>, Functor, C>;
-    if (instruction_set() == InstructionSet::kAvx512)
-      run_passes = &run_batch_norm<CompiledFor<Avx512>, Functor, C>;
-#endif
-    run_passes(functor, strided, operands, norm);
+    auto* const run_range = run_blocks_of<Functor>();
+    run_passes<typename Functor::Scalar>(
+        operands.out, operands.in[1], operands.affine, norm, strided.elements,
+        [&](int64_t block) { run_range(functor, strided, operands, block, block + 1); });
   }
 
  private:
-  static int64_t blocks_of(int64_t elements) { return (elements + kBlock - 1) / kBlock; }
+  template <class Functor>
+  static auto run_blocks_of() {
+    return for_processor(
+        [](auto compiled) { return &decltype(compiled)::template run_blocks<Functor>; });
+  }
 
-  template <class Compiled, class Functor, class C>
-  static void run_batch_norm(const Functor& functor, const StridedLayout& strided,
-                             const Operands<Functor>& operands,
-                             const BatchNormBackward<C>& norm) {
-    const int64_t blocks = blocks_of(strided.elements), channels = norm.layout.channels;
-    const auto for_each_block = [&](int64_t first_piece, int64_t last_piece, const auto& visit) {
-      for (int64_t piece = first_piece; piece < last_piece; ++piece) {
-        const int64_t end = (piece + 1) * blocks / norm.pieces;
-        for (int64_t block = piece * blocks / norm.pieces; block < end; ++block) {
-          const int64_t first = block * kBlock;
-          visit(piece, block, first, int(std::min<int64_t>(kBlock, strided.elements - first)));
-        }
+  // Runs both passes. run_backward(block) runs the activation's backward over a block, from which
+  // it writes the gradient of the norm's output to `out`.
+  template <class T, class C>
+  static void run_passes(T* out, const T* x, const NormAffine<C>& affine,
+                         const BatchNormBackward<C>& norm, int64_t elements,
+                         const std::function<void(int64_t)>& run_backward) {
+    const int64_t blocks = blocks_of(elements), channels = norm.layout.channels;
+    const auto for_each_block = [&](int64_t piece, const auto& visit) {
+      const int64_t end = (piece + 1) * blocks / norm.pieces;
+      for (int64_t block = piece * blocks / norm.pieces; block < end; ++block) {
+        const int64_t first = block * kBlock;
+        visit(block, first, int(std::min<int64_t>(kBlock, elements - first)));
       }
     };
-    torch::stable::parallel_for(0, norm.pieces, 1, [&](int64_t first_piece, int64_t last_piece) {
-      for (int64_t piece = first_piece; piece < last_piece; ++piece) {
-        std::fill_n(norm.sums_of_gradient(piece), channels, C(0));
-        std::fill_n(norm.sums_of_product(piece), channels, C(0));
-      }
-      for_each_block(first_piece, last_piece,
-                     [&](int64_t piece, int64_t block, int64_t first, int count) {
-                       Compiled::run_blocks(functor, strided, operands, block, block + 1);
-                       Compiled::sum_block(operands.out + first, operands.in[1] + first,
-                                           operands.affine, norm, piece, first, count);
-                     });
+    const auto for_each_piece = [&](const auto& visit) {
+      torch::stable::parallel_for(0, norm.pieces, 1, [&](int64_t first, int64_t last) {
+        for (int64_t piece = first; piece < last; ++piece) visit(piece);
+      });
+    };
+    auto* const sum_block =
+        for_processor([](auto compiled) { return &decltype(compiled)::template sum_block<T, C>; });
+    auto* const correct_block = for_processor(
+        [](auto compiled) { return &decltype(compiled)::template correct_block<T, C>; });
+    for_each_piece([&](int64_t piece) {
+      std::fill_n(norm.sums_of_gradient(piece), channels, C(0));
+      std::fill_n(norm.sums_of_product(piece), channels, C(0));
+      for_each_block(piece, [&](int64_t block, int64_t first, int count) {
+        run_backward(block);
+        sum_block(out + first, x + first, affine, norm, piece, first, count);
+      });
     });
     for (int64_t channel = 0; channel < channels; ++channel) {
       double gradient = 0, product = 0;
@@ -287,10 +299,9 @@ struct Cpu {
       }
       norm.finish_channel(channel, {C(gradient), C(product)});
     }
-    torch::stable::parallel_for(0, norm.pieces, 1, [&](int64_t first_piece, int64_t last_piece) {
-      for_each_block(first_piece, last_piece, [&](int64_t, int64_t, int64_t first, int count) {
-        Compiled::correct_block(operands.out + first, operands.in[1] + first, operands.affine, norm,
-                                first, count);
+    for_each_piece([&](int64_t piece) {
+      for_each_block(piece, [&](int64_t, int64_t first, int count) {
+        correct_block(out + first, x + first, affine, norm, first, count);
       });
     });
   }

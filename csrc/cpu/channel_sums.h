@@ -1,9 +1,9 @@
 // The two passes of batch_norm.h over a block on the CPU.
 //
 // The activation's backward, the ordinary loop over blocks, has just written g, the gradient of the
-// norm's output, to the memory of grad_x. While the block is in the cache, the first pass adds it to
-// the sums. The second pass turns g into grad_x. As after any norm, the elements of a span have one
-// channel in NCHW, and consecutive channels in channels_last.
+// norm's output, to the memory of grad_x. While the block is in the cache, the first pass adds it
+// to the sums. The second pass turns g into grad_x. As after any norm, the elements of a span have
+// one channel in NCHW, and consecutive channels in channels_last.
 #pragma once
 
 #include <algorithm>
@@ -30,17 +30,21 @@ HOST_DEVICE const opmath_t<T>* values_of(const T* stored, opmath_t<T> (&buffer)[
   return buffer;
 }
 
-// The sum of all numbers that are added to it, in the lanes of a vector.
+// A vector of numbers. The compiler does not vectorize the sum of a loop's numbers by itself: it
+// would have to add them in another order.
 template <class C>
-struct LaneSums {
-  C lanes[kVector] = {};
-
-  HOST_DEVICE C total() const {
-    C sum = 0;
-    for (int l = 0; l < kVector; ++l) sum += lanes[l];
-    return sum;
-  }
+struct VectorType {
+  typedef C type __attribute__((vector_size(kVector * sizeof(C))));
 };
+template <class C>
+using Vector = typename VectorType<C>::type;
+
+template <class C>
+HOST_DEVICE C total_of(const Vector<C>& vector) {
+  C sum = 0;
+  for (int lane = 0; lane < kVector; ++lane) sum += vector[lane];
+  return sum;
+}
 
 // Adds a block to the sums of a piece.
 template <class Instructions, class T, class C = opmath_t<T>>
@@ -51,33 +55,37 @@ HOST_DEVICE void sum_block(const T* stored_g, const T* stored_x, const NormAffin
   const C* const g = values_of<Instructions>(stored_g, g_buffer, count);
   const C* const x = values_of<Instructions>(stored_x, x_buffer, count);
   const bool has_one_channel = innermost_stride(affine.strided, 0) == 0;
-  for_each_span(
-      affine.strided, first, count,
-      [&](int64_t position, int64_t length, const auto& offsets) ALWAYS_INLINE {
-        C* const gradient = norm.sums_of_gradient(piece) + offsets[0];
-        C* const product = norm.sums_of_product(piece) + offsets[0];
-        const C* const mean = norm.mean + offsets[0];
-        const C *const span_g = g + position, *const span_x = x + position;
-        if (has_one_channel) {
-          LaneSums<C> gradients, products;
-          const auto add = [&](int64_t i, int lane) ALWAYS_INLINE {
-            gradients.lanes[lane] += span_g[i];
-            products.lanes[lane] += span_g[i] * (span_x[i] - *mean);
-          };
-          int64_t i = 0;
-          for (; i + kVector <= length; i += kVector)
-            for (int lane = 0; lane < kVector; ++lane) add(i + lane, lane);
-          for (int lane = 0; i + lane < length; ++lane) add(i + lane, lane);
-          *gradient += gradients.total();
-          *product += products.total();
-        } else {
+  for_each_span(affine.strided, first, count,
+                [&](int64_t position, int64_t length, const auto& offsets) ALWAYS_INLINE {
+                  C* const gradient = norm.sums_of_gradient(piece) + offsets[0];
+                  C* const product = norm.sums_of_product(piece) + offsets[0];
+                  const C* const mean = norm.mean + offsets[0];
+                  const C *const span_g = g + position, *const span_x = x + position;
+                  if (has_one_channel) {
+                    Vector<C> gradients{}, products{};
+                    int64_t i = 0;
+                    for (; i + kVector <= length; i += kVector) {
+                      Vector<C> g_vector, x_vector;
+                      memcpy(&g_vector, span_g + i, sizeof(g_vector));
+                      memcpy(&x_vector, span_x + i, sizeof(x_vector));
+                      gradients += g_vector;
+                      products += g_vector * (x_vector - *mean);
+                    }
+                    C rest_of_gradients = 0, rest_of_products = 0;
+                    for (; i < length; ++i) {
+                      rest_of_gradients += span_g[i];
+                      rest_of_products += span_g[i] * (span_x[i] - *mean);
+                    }
+                    *gradient += total_of<C>(gradients) + rest_of_gradients;
+                    *product += total_of<C>(products) + rest_of_products;
+                  } else {
 #pragma GCC ivdep
-          for (int64_t i = 0; i < length; ++i) {
-            gradient[i] += span_g[i];
-            product[i] += span_g[i] * (span_x[i] - mean[i]);
-          }
-        }
-      });
+                    for (int64_t i = 0; i < length; ++i) {
+                      gradient[i] += span_g[i];
+                      product[i] += span_g[i] * (span_x[i] - mean[i]);
+                    }
+                  }
+                });
 }
 
 // Turns a block of g into grad_x.

@@ -106,6 +106,7 @@ from .._torch_private import (
     NO_PASS,
     TO_COPY,
     UNSAFE_SPLITS,
+    has_backward_hooks,
     running_pass,
     storage_id,
     tree_leaves,
@@ -487,6 +488,7 @@ class Engine:
             record = record_of(node) if node is not None and index == 0 else None
             if record is None:
                 return
+            record.has_backward_hooks |= has_backward_hooks(module)
             if not record.has_affine and norms.kind_of(node) is not None:
                 self._record_norm_module(module, node, record, output, is_first_hook)
             if type(output) is Tensor:

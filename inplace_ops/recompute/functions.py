@@ -1,31 +1,57 @@
-"""The autograd Function of an activation after a norm, which saves no tensor of its own."""
+"""The autograd Function of an activation after a norm, which saves no tensor of its own.
+
+NOTE [Backward of a batch norm and its activation]
+
+PyTorch runs two operations backward: the activation's, which writes the gradient of the norm's
+output z, and the norm's, which reads it twice. One op computes the norm's gradients from the
+activation's gradient and the norm's input x, and z's gradient is never written.
+
+1. The Function takes the norm's x, weight and bias as inputs, next to z. Its backward returns their
+   gradients, and none for z.
+2. The graph is otherwise PyTorch's. The norm keeps its node, which gets the gradients of z's other
+   consumers alone, or none. Autograd adds what both return, because a norm's backward is linear in
+   the gradient of z.
+3. If backward creates a graph, or the gradient is batched or has a tangent, the Function returns
+   the gradient of z alone, and the norm's node does the rest. Second derivatives are PyTorch's.
+4. Code that asks for the gradient of z would get none, so nothing may ask for it. Neither z nor the
+   norm's module may have backward hooks when the activation runs. If the activation overwrites z,
+   no tensor is left to ask with. Otherwise z must be gone when backward runs, and no hook may have
+   been registered meanwhile (`Watch`). A hook on the norm's node itself gets None.
+5. Only a batch norm in training is computed like this, or an instance norm, which PyTorch runs as a
+   batch norm: see `norms.batch_norm_inputs`.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 
 from .. import _ops
 from .._ops import OpArgs
+from .._torch_private import prepared_gradient_hooks
 from ..activations import Activation
 from ..autograd import run_backward
 from . import nodes
 from .nodes import function_of, is_being_captured
-from .norms import NormAffine
+from .norms import BatchNormInputs, NormAffine
 from .specs import Affine, Leaf, Recomputed, Spec
 
 Forward = Callable[[Tensor], Tensor]
 
 
 class RecomputeFunction(Function):
-    """`RecomputeFunction.apply(z, source, activation, op_args, forward)`: the activation of z.
+    """`RecomputeFunction.apply(z, x, weight, bias, source, activation, op_args, forward)`.
 
-    z is a norm's output. The Function saves the tensors that z is computed from: the norm's input
-    x, which the norm saves too, and the norm's affine. Its backward is one kernel that reads x.
+    The activation of z, a norm's output. The Function saves the tensors that z is computed from:
+    the norm's input x, which the norm saves too, and the norm's affine. Its backward is one op that
+    reads x. With x, weight and bias, backward may return their gradients instead of z's: see NOTE
+    [Backward of a batch norm and its activation].
 
     NOTE [The anchor]
 
@@ -43,6 +69,9 @@ class RecomputeFunction(Function):
     def forward(
         ctx: Any,
         z: Tensor,
+        x: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
         source: Source,
         activation: Activation,
         op_args: OpArgs,
@@ -53,20 +82,35 @@ class RecomputeFunction(Function):
         if is_in_place:
             ctx.mark_dirty(z)
         ctx.activation, ctx.op_args, ctx.saves_spec = activation, op_args, False
+        ctx.may_bypass_norm = source.may_bypass_norm
         ctx.output_version = z._version + 1 if is_in_place else 0
         ctx.set_materialize_grads(False)
         anchor = None if activation.is_piecewise_linear else _anchor(z)
-        ctx.save_for_backward(source.x, *source.affine, anchor)
+        ctx.save_for_backward(source.x, *source.affine, anchor, source.mean, source.rstd)
         return y if anchor is None else (y, anchor)
 
     @staticmethod
     def backward(
         ctx: Any, grad: Tensor | None, grad_of_anchor: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
-        gradient = None if grad is None else _gradient_of_input(ctx, grad)
+        gradient: Tensor | None = None
+        of_inputs: list[Tensor | None] = [None, None, None]
+        if grad is None:
+            pass
+        elif ctx.may_bypass_norm() and _is_ordinary(grad):
+            of_inputs = _gradients_of_batch_norm(ctx, grad)
+        else:
+            gradient = _gradient_of_input(ctx, grad)
         if grad_of_anchor is not None:
             gradient = grad_of_anchor if gradient is None else gradient + grad_of_anchor
-        return gradient, None, None, None, None
+        return gradient, *of_inputs, None, None, None, None
+
+
+def _is_ordinary(grad: Tensor) -> bool:
+    """Whether backward creates no graph, and the gradient is neither batched nor has a tangent."""
+    return (
+        not torch.is_grad_enabled() and forward_ad._current_level < 0 and not _ops.is_batched(grad)
+    )
 
 
 def _anchor(z: Tensor) -> Tensor:
@@ -86,18 +130,72 @@ _ANCHORS: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # the element of 
 
 
 class Source(NamedTuple):
-    """The tensors that z is computed from.
+    """The tensors that the Function saves.
 
-    Passed to the Function as one tuple, so that autograd does not treat the tensors as inputs that
-    receive gradients.
+    Passed to it as one tuple, so that autograd does not treat the tensors as inputs that receive
+    gradients.
+
+    Attributes:
+        x: The norm's input.
+        affine: The norm's affine.
+        mean: The mean of each channel; None unless backward may return the norm's gradients.
+        rstd: The reciprocal of the standard deviation of each channel, or None likewise.
+        may_bypass_norm: Whether backward may return the norm's gradients instead of z's. Asked in
+            backward.
     """
 
     x: Tensor
     affine: NormAffine
+    mean: Tensor | None
+    rstd: Tensor | None
+    may_bypass_norm: Callable[[], bool]
+
+
+class Watch:
+    """Watches a tensor that is not overwritten, for code that may ask for its gradient."""
+
+    def __init__(self, z: Tensor) -> None:
+        self._reference = weakref.ref(z)
+        self._hooks = prepared_gradient_hooks(z)
+
+    def sees_no_use(self) -> bool:
+        """Whether z is gone, without hooks."""
+        return self._reference() is None and not self._hooks
+
+
+class Bypass(NamedTuple):
+    """The inputs of a norm to which backward returns gradients, instead of to its output z.
+
+    Attributes:
+        inputs: The norm's inputs.
+        is_allowed: Whether nothing asks for the gradient of z. Asked in backward.
+    """
+
+    inputs: BatchNormInputs
+    is_allowed: Callable[[], bool]
+
+
+def _never() -> bool:
+    return False
+
+
+def _gradients_of_batch_norm(ctx: Any, grad: Tensor) -> list[Tensor | None]:
+    """Return the gradients of the norm's input, weight and bias; None for those that need none."""
+    x, channel_affine, _, _, mean, rstd = ctx.saved_tensors
+    dim_order, scalars = ctx.op_args
+    grad = _ops.in_order(grad, dim_order)
+    op = ctx.activation.ops.backward_batch_norm
+    try:
+        gradients = op(grad, x, channel_affine, mean, rstd, dim_order, *scalars)
+    except RuntimeError as error:
+        _ops.raise_out_of_memory(error, partial(torch.empty_like, grad))
+        raise
+    needed = ctx.needs_input_grad[1:4]
+    return [value if needs else None for value, needs in zip(gradients, needed, strict=True)]
 
 
 def _gradient_of_input(ctx: Any, grad: Tensor) -> Tensor:
-    x, channel_affine, row_statistics, anchor = ctx.saved_tensors
+    x, channel_affine, row_statistics, anchor, *_ = ctx.saved_tensors
     activation, (dim_order, scalars) = ctx.activation, ctx.op_args
 
     def differentiable(grad: Tensor, *_: Any) -> Tensor:
@@ -130,7 +228,7 @@ def output_spec(node: Any) -> Spec:
         x, dtype = packed.as_input, packed.dtype
         affine = [nodes.saved_tensor(node, field) for field in ("channel_affine", "row_statistics")]
     else:
-        saved, *affine, _ = node.saved_tensors
+        saved, *affine = node.saved_tensors[:3]
         x, dtype = Leaf(saved), saved.dtype
     return Affine(x, NormAffine(*affine), dtype, node.activation, node.op_args.scalars)
 
@@ -145,6 +243,7 @@ def recomputed_activation(
     activation: Activation,
     op_args: OpArgs,
     forward: Forward,
+    bypass: Bypass | None = None,
 ) -> Tensor:
     """Return the activation of a norm's output, which backward recomputes from the norm's input.
 
@@ -156,10 +255,17 @@ def recomputed_activation(
         op_args: The last arguments of the activation's ops, for z.
         forward: Computes the activation of z. To run in place it returns z itself, and must not
             raise z's version.
+        bypass: Where backward returns gradients instead of to z; None if always to z.
     """
-    source = Source(x.detach() if isinstance(x, Tensor) else z.new_empty(0), affine)
+    receivers: list[Tensor | None] = [None, None, None]
+    saved_x = x.detach() if isinstance(x, Tensor) else z.new_empty(0)
+    if bypass is None:
+        source = Source(saved_x, affine, None, None, _never)
+    else:
+        *receivers, mean, rstd = bypass.inputs
+        source = Source(saved_x, affine, mean, rstd, bypass.is_allowed)
     # Skip the part of `Function.apply` that serves functorch's transforms: this never runs in one.
-    result = _apply_recompute(z, source, activation, op_args, forward)
+    result = _apply_recompute(z, *receivers, source, activation, op_args, forward)
     y: Tensor = result if activation.is_piecewise_linear else result[0]
     if isinstance(x, Recomputed):
         node: Any = y.grad_fn

@@ -24,16 +24,17 @@ import torch
 from torch import Tensor, nn
 
 from .. import _ops
+from .._torch_private import gradient_hooks
 from ..activations import Activation
 from ..dispatch import check_inplace_allowed
 from ..supported import activation_of
 from . import nodes, norms
 from .engine import Engine, affine_of, running_engine
-from .functions import Forward, recomputed_activation
+from .functions import Bypass, Forward, Watch, recomputed_activation
 from .norms import NormAffine
 from .notes import is_user_mode_active
 from .specs import Affine, Leaf, Recomputed
-from .versions import record_of
+from .versions import Record, record_of
 
 # An activation is fused only if the norm's affine is at least this many times smaller than z.
 _AFFINE_FACTOR = 2
@@ -105,18 +106,19 @@ def _fused(engine: Engine, module: nn.Module, forward: Forward, z: Tensor) -> Te
             context = activation.name, type(x)
             if not engine.is_verified(make_recomputed, norm.output, *context):
                 return None
+        bypass = _bypass(norm, record, x, z, is_in_place)
     except RuntimeError:  # freed or modified: the norm's own backward raises
         return None
     if isinstance(x, Recomputed):
         x = x.for_consumer(activation.name, engine.next_number)
     if is_in_place:
         check_inplace_allowed(z)
-        y = _apply(activation, scalars, forward, norm.output, x, affine, in_place=True)
+        y = _apply(activation, scalars, forward, norm.output, x, affine, True, bypass)
     else:
         if norm.output is not z:  # an instance norm's output, of which z is a view
             assert isinstance(x, Tensor)
             x, affine = x.detach().view(z.shape), _with_samples(affine, z)
-        y = _apply(activation, scalars, forward, z, x, affine, in_place=False)
+        y = _apply(activation, scalars, forward, z, x, affine, False, bypass)
     if engine.observer is not None:
         producer = y.grad_fn if activation.torch_saves_output else norm.node
         engine.observer.fused(producer, y.grad_fn, y)
@@ -134,6 +136,31 @@ def _input_of(engine: Engine, norm: norms.Norm) -> Tensor | Recomputed | None:
         return x
     z = norm.output
     return packed if (packed.shape, packed.dtype) == (z.shape, z.dtype) else None
+
+
+def _bypass(
+    norm: norms.Norm, record: Record, x: Tensor | Recomputed, z: Tensor, is_in_place: bool
+) -> Bypass | None:
+    """Return where backward may return gradients instead of to a norm's output z; None if nowhere.
+
+    See NOTE [Backward of a batch norm and its activation] in `functions.py`.
+    """
+    if not is_in_place and norm.output is not z:  # z is a view of an instance norm's output
+        return None
+    if record.has_backward_hooks or _has_gradient_hooks(z) or _has_gradient_hooks(norm.output):
+        return None
+    inputs = norms.batch_norm_inputs(norm, x if isinstance(x, Tensor) else None)
+    if inputs is None:
+        return None
+    return Bypass(inputs, _always if is_in_place else Watch(z).sees_no_use)
+
+
+def _has_gradient_hooks(tensor: Tensor) -> bool:
+    return bool(gradient_hooks(tensor)) or tensor.retains_grad
+
+
+def _always() -> bool:
+    return True
 
 
 def _recomputed_output(
@@ -179,6 +206,7 @@ def _apply(
     x: Tensor | Recomputed,
     affine: NormAffine,
     in_place: bool,
+    bypass: Bypass | None,
 ) -> Tensor:
     op_args = _ops.OpArgs(_ops.dim_order_of(z), scalars)
 
@@ -188,7 +216,7 @@ def _apply(
         forward(z.data)  # leaves the version of z unchanged: `mark_dirty` raises it
         return z
 
-    return recomputed_activation(z, x, affine, activation, op_args, run)
+    return recomputed_activation(z, x, affine, activation, op_args, run, bypass)
 
 
 def _with_samples(affine: NormAffine, z: Tensor) -> NormAffine:

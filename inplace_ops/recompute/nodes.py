@@ -18,6 +18,7 @@ statistics twice. So every function here checks `node._raw_saved_x.unpack_hook` 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
@@ -67,7 +68,10 @@ _KNOWN = (__name__.partition(".")[0] + ".", "torch.nn.")  # modules with Functio
 # By the node types of PyTorch's and this package's Functions: fields of the tensors that they save.
 _FUNCTION_FIELDS = {
     SYNC_BATCH_NORM: ("input", "weight", "result1", "result2", "count"),
-    "RecomputeFunctionBackward": ("x", "channel_affine", "row_statistics", "anchor"),
+    "RecomputeFunctionBackward": (
+        *("x", "channel_affine", "row_statistics", "anchor"),
+        *("mean", "rstd"),
+    ),
 }
 
 
@@ -321,6 +325,28 @@ def replace(node: Node, field: str, value: Packed) -> None:
 
 def _unpack(value: Packed) -> Tensor:
     return value.unpack()
+
+
+def tensor_without_values(node: Node, field: str) -> Tensor:
+    """Return a tensor that leads to the graph as a saved tensor does that `replace` has replaced.
+
+    All of its elements share one address, and have no meaning.
+    """
+    unpacking.skips_values = True
+    try:
+        saved: Tensor = _read(node, field)
+    finally:
+        unpacking.skips_values = False
+    return saved
+
+
+class _Unpacking(threading.local):
+    """Whether `Recomputed.unpack` returns a tensor without values, in this thread."""
+
+    skips_values = False
+
+
+unpacking = _Unpacking()
 
 
 def _is_readable(raw: Any) -> bool:

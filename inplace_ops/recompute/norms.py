@@ -44,6 +44,7 @@ from .nodes import (
     producer,
     saved_is_contiguous,
     saved_tensor,
+    tensor_without_values,
 )
 
 # Modules whose node does not save all that a spec needs. An RMS norm's does. Subclasses come first.
@@ -94,6 +95,24 @@ class NormSource(NamedTuple):
 
     x: Tensor
     affine: Callable[[], NormAffine]
+
+
+class BatchNormInputs(NamedTuple):
+    """The inputs of a batch norm in training, and the statistics that it has saved.
+
+    Attributes:
+        x: The input. Like weight and bias it leads to the graph.
+        weight: The weight; None if the norm has none.
+        bias: The bias; None if it needs no gradient.
+        mean: The mean of each channel of the batch, in the dtype of the norm's affine.
+        rstd: The reciprocal of the standard deviation of each channel.
+    """
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    mean: Tensor
+    rstd: Tensor
 
 
 class Parameters(NamedTuple):
@@ -199,6 +218,37 @@ def parameters_of(node: Node) -> Parameters | None:
         if bias is None:
             return None
     return Parameters(weight, bias) if _is_usable(weight) and _is_usable(bias) else None
+
+
+def batch_norm_inputs(norm: Norm, x: Tensor | None) -> BatchNormInputs | None:
+    """Return the inputs of a batch norm in training, if gradients can be returned to all of them.
+
+    Return None for other norms, for a batch norm whose input needs no gradient or whose bias was
+    computed, and for a SyncBatchNorm, whose gradients take the batches of all processes.
+
+    Args:
+        norm: A norm whose affine has been computed.
+        x: Its input; None if the norm saves a spec instead. The x that is returned then has no
+            values: it only leads to the graph.
+    """
+    node = norm.node
+    if not is_batch_norm(node) or not argument(node, "training"):
+        return None
+    (leads_to_x, _), (leads_to_bias, _) = producer(node, 0), producer(node, 2)
+    if leads_to_x is None or has_hooks(node, "weight"):
+        return None
+    bias = autograd_leaf_of(leads_to_bias)
+    if bias is None and leads_to_bias is not None:
+        repeated = _repeated_parameters_of(node)
+        if repeated is None or repeated.bias is None:
+            return None
+        bias = _repeated(repeated.bias, output_shape(node, 0)[1])
+    mean, rstd = saved_tensor(node, "result1"), saved_tensor(node, "result2")
+    assert mean is not None
+    assert rstd is not None
+    if x is None:
+        x = tensor_without_values(node, "input")
+    return BatchNormInputs(x, saved_tensor(node, "weight"), bias, mean, rstd)
 
 
 def node_determines_bias(node: Node) -> bool:

@@ -58,7 +58,7 @@ from .. import _ops
 from .._torch_private import NO_PASS, running_pass
 from ..activations import Activation
 from ..memory import Packed
-from .nodes import WeakMemory, has_storage, no_graph
+from .nodes import WeakMemory, has_storage, no_graph, unpacking
 from .norms import NormAffine
 
 # A recomputed norm's output may differ from PyTorch's by this many eps times its magnitude. The
@@ -660,6 +660,11 @@ class Recomputed(Packed):
         other.consumer, other.number = consumer, number
         other.spec.add_consumer(number)
         return other
+
+    def unpack(self) -> Tensor:
+        if unpacking.skips_values:
+            return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+        return super().unpack()
 
     def compute(self) -> Tensor:
         """Compute the spec. The result has the strides of the tensor that the spec replaces."""

@@ -108,6 +108,7 @@ class Record:
         spec: A weak reference to the spec that computes the output from the inputs; None if none
             was made.
         stream: The CUDA stream that was current when the engine visited the node; None on a CPU.
+        has_backward_hooks: Whether the norm's module has backward hooks; False for others.
     """
 
     __slots__ = (
@@ -118,6 +119,7 @@ class Record:
         "copies_of_output",
         "downcast",
         "eps",
+        "has_backward_hooks",
         "is_saved",
         "note",
         "number",
@@ -137,6 +139,7 @@ class Record:
         self.parameters: Parameters | None = None
         self.column_affine: Tensor | None = None
         self.eps: float | None = None
+        self.has_backward_hooks = False
         self.affine: NormAffine | None = None
         self.is_saved = False
         self.saver: weakref.ref[_Saver] | None = None

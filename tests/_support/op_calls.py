@@ -26,6 +26,7 @@ OPS = (
     _ops.NORM_AFFINE,
     *_ops.RECOMPUTING_OPS,
     *_ops.SUM_OPS,
+    *_ops.BATCH_NORM_OPS,
     *_ops.BACKWARD_OPS,
 )
 
@@ -50,7 +51,7 @@ def activation_and_save_of(op: torch._ops.OpOverload) -> tuple[str | None, str |
                     return activation, save
         if ops.double_backward is op:
             return activation, "output"
-        if op in (ops.in_place, ops.recompute):
+        if op in (ops.in_place, ops.recompute, ops.backward_batch_norm):
             return activation, None
     raise AssertionError(op)
 
@@ -63,7 +64,7 @@ def planes_of(op: torch._ops.OpOverload, dtype: torch.dtype = torch.float32) -> 
 
 # The ops of leaky_relu with its scalar, and of silu: ops.h has one template for all activations.
 OF_EACH_KIND = [op for op in OPS if activation_and_save_of(op)[0] in (None, "leaky_relu", "silu")]
-NORMALIZING = [op for op in OF_EACH_KIND if "channel_affine" in names_of(op)]
+NORMALIZING = [op for op in OF_EACH_KIND if "row_statistics" in names_of(op)]
 
 of_each_kind = pytest.mark.parametrize(
     "op", [op for op in OF_EACH_KIND if "dim_order" in names_of(op)], ids=name_of
@@ -72,7 +73,8 @@ of_each_kind = pytest.mark.parametrize(
 
 FLOATING = ("x", "grad", "grad_grad", "output", "addend")  # tensors of one shape and dtype
 
-# Their sizes for two samples with six channels in two groups.
+# Their sizes for two samples with six channels in two groups. A batch norm's have one number for
+# each channel.
 STATISTICS = {"rstd": 4, "mean": 4, "weight": 6, "bias": 6}
 
 
@@ -106,7 +108,10 @@ def arguments_of(
         elif parameter.name == "channel_affine":
             arguments.append(scale_shift_of(arguments[0], 1))
         elif parameter.name in STATISTICS:
-            arguments.append(torch.randn(STATISTICS[parameter.name], device=device))
+            like = arguments[0] if op in _ops.BATCH_NORM_OPS else None
+            size = STATISTICS[parameter.name] if like is None else like.shape[1]
+            kind = None if like is None else _ops.affine_dtype(like.dtype)
+            arguments.append(torch.randn(size, dtype=kind, device=device))
         elif parameter.name in ("shape", "channels_per_group"):
             arguments.append([2, 2, 6] if parameter.name == "shape" else 3)
         elif parameter.name == "row_statistics":  # only layer norms have them

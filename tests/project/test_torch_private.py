@@ -437,6 +437,28 @@ def check_global_hooks() -> None:
         assert private.has_global_forward_hooks()
 
 
+@checks("has_backward_hooks")
+def check_backward_hooks() -> None:
+    module = nn.Linear(2, 2)
+    assert not private.has_backward_hooks(module)
+    module.register_backward_hook(lambda *_: None)
+    assert private.has_backward_hooks(module)
+
+
+@checks("gradient_hooks", "prepared_gradient_hooks")
+def check_gradient_hooks() -> None:
+    y = leaf(4).exp()
+    assert private.gradient_hooks(y) is None
+    prepared = private.prepared_gradient_hooks(y)
+    assert prepared == {}
+    seen: list[Tensor] = []
+    handle = y.register_hook(seen.append)
+    assert list(prepared) == [handle.id]
+    assert private.gradient_hooks(y) is private.prepared_gradient_hooks(y) is prepared
+    y.sum().backward()
+    assert torch.equal(*seen, torch.ones(4))
+
+
 @checks("BatchNorm", "InstanceNorm")
 def check_norm_modules() -> None:
     assert isinstance(nn.BatchNorm2d(2), private.BatchNorm)
@@ -474,7 +496,7 @@ def test_private_name_means_what_the_package_assumes(name: str) -> None:
 
 
 def test_every_private_name_has_a_check() -> None:
-    imported = {"Any", "Callable", "MutableMapping", "Node", "Tensor"}
+    imported = {"Any", "Callable", "MutableMapping", "Node", "OrderedDict", "Tensor"}
     imported |= {"annotations", "nn", "operator", "torch"}
     names = {name for name in vars(private) if not name.startswith("_")} - imported
     assert names == set(CHECKS)
