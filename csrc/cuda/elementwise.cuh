@@ -99,6 +99,23 @@ HOST_DEVICE void compute(const Functor& functor, LaneState<Functor, count>& my, 
   }
 }
 
+// Applies a functor after a norm to the inputs of an access, with z in place of the last input.
+template <class Functor, int count, class C>
+HOST_DEVICE void apply_normalized(const Functor& functor,
+                                  Element<typename Functor::Scalar> (&in)[Functor::kInputs][count],
+                                  const C (&z)[count], typename Functor::C (&results)[count]) {
+  constexpr int inputs = Functor::kInputs;
+  rounded_elements(z, in[inputs - 1]);
+  uint32_t no_code = 0;
+  UNROLL
+  for (int i = 0; i < count; ++i) {
+    Element<typename Functor::Scalar> element[inputs];
+    UNROLL
+    for (int k = 0; k < inputs; ++k) element[k] = in[k][i];
+    results[i] = functor.inner()(element, no_code, 1);
+  }
+}
+
 // The arithmetic of one access after a norm. normalized(i, x) returns z, the norm's output, for
 // element i of the access, whose last input is x.
 template <class Functor, int count, class Normalized>
@@ -113,16 +130,8 @@ HOST_DEVICE void compute_normalized(const Functor& functor, LaneState<Functor, c
   UNROLL
   for (int i = 0; i < count; ++i) z[i] = normalized(i, in[inputs - 1][i].value);
   if constexpr (Functor::kRoundsNormalized) {
-    rounded_elements(z, in[inputs - 1]);
     typename Functor::C results[count];
-    uint32_t no_code = 0;
-    UNROLL
-    for (int i = 0; i < count; ++i) {
-      Element<T> element[inputs];
-      UNROLL
-      for (int k = 0; k < inputs; ++k) element[k] = in[k][i];
-      results[i] = functor.inner()(element, no_code, 1);
-    }
+    apply_normalized(functor, in, z, results);
     store_all(results, my.out[access]);
   } else {
     store_all(z, my.out[access]);

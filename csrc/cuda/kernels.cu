@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "../registration.h"
+#include "batch_norm.cuh"
 #include "elementwise.cuh"
 #include "path_choice.cuh"
 #include "warp.cuh"
@@ -22,14 +23,41 @@
 namespace inplace_ops {
 namespace {
 
+// The number of a warp in a grid with blocks of kThreads.
+__device__ __forceinline__ int64_t warp_in_grid() {
+  return int64_t(blockIdx.x) * (kThreads / kWarpSize) + threadIdx.x / kWarpSize;
+}
+
 // With launch bounds of kThreads, nvcc compiles some kernels to up to 3% more instructions.
 template <int count, class Functor, class Layout>
 __global__ void __launch_bounds__(2 * kThreads)
     run_warps(const Functor functor, GRID_CONSTANT const Layout layout,
               GRID_CONSTANT const Operands<Functor> operands, int64_t begin, int64_t end) {
-  constexpr int warps = kThreads / kWarpSize;
-  const int64_t tile = int64_t(blockIdx.x) * warps + threadIdx.x / kWarpSize;
-  run_warp<count>(functor, layout, operands, begin, end, tile);
+  run_warp<count>(functor, layout, operands, begin, end, warp_in_grid());
+}
+
+// The passes of batch_norm.cuh, and what is between them.
+template <int count, class Functor>
+__global__ void __launch_bounds__(kThreads, kResidentLanes / kThreads)
+    sum_warps(const Functor functor, GRID_CONSTANT const ChannelLoop loop,
+              GRID_CONSTANT const Operands<Functor> operands,
+              GRID_CONSTANT const BatchNormBackward<opmath_t<typename Functor::Scalar>> norm) {
+  sum_warp<count>(functor, loop, operands, norm, warp_in_grid());
+}
+
+template <int count, class Functor>
+__global__ void __launch_bounds__(kThreads, kResidentLanes / kThreads)
+    correct_warps(const Functor functor, GRID_CONSTANT const ChannelLoop loop,
+                  GRID_CONSTANT const Operands<Functor> operands,
+                  GRID_CONSTANT const BatchNormBackward<opmath_t<typename Functor::Scalar>> norm) {
+  correct_warp<count>(functor, loop, operands, norm, warp_in_grid());
+}
+
+// A block has one warp, so that few channels have many multiprocessors.
+template <class C>
+__global__ void __launch_bounds__(kWarpSize)
+    finish_warps(GRID_CONSTANT const BatchNormBackward<C> norm) {
+  finish_warp(norm, blockIdx.x);
 }
 
 template <class C>
@@ -50,13 +78,14 @@ inline cudaStream_t current_stream(int device) {
 
 // Launches a kernel on the current stream of the tensors' device, without synchronizing. It takes
 // the kernel's address, and is not a template, as there are hundreds of kernels.
-void launch(const void* kernel, int64_t threads, void** arguments, int device) {
+void launch(const void* kernel, int64_t threads, void** arguments, int device,
+            int threads_of_block = kThreads) {
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const int64_t blocks = (threads + kThreads - 1) / kThreads;
+  const int64_t blocks = (threads + threads_of_block - 1) / threads_of_block;
   STD_TORCH_CHECK(blocks <= std::numeric_limits<int32_t>::max(),
                   "inplace_ops: tensor too large for a CUDA grid of 2^31 - 1 blocks");
-  STD_CUDA_CHECK(
-      cudaLaunchKernel(kernel, dim3(blocks), dim3(kThreads), arguments, 0, current_stream(device)));
+  STD_CUDA_CHECK(cudaLaunchKernel(kernel, dim3(blocks), dim3(threads_of_block), arguments, 0,
+                                  current_stream(device)));
 }
 
 struct Cuda {
@@ -74,6 +103,29 @@ struct Cuda {
       void* arguments[] = {&functor, &layout, &operands, &begin, &end};
       launch(reinterpret_cast<const void*>(&run_warps<count(), Functor, decltype(layout)>),
              tiles_of<count()>(end - begin) * kWarpSize, arguments, device);
+    });
+  }
+
+  static int64_t pieces_of(const ChannelLayout& layout, const Tensor& x) {
+    return pieces_of_layout(layout, x.element_size());
+  }
+
+  template <class Functor, class C>
+  static void backward_batch_norm(Functor functor, const StridedLayout& /*strided*/,
+                                  Operands<Functor> operands, BatchNormBackward<C> norm,
+                                  int device) {
+    choose_access(norm.layout, operands, [&](auto count) {
+      const auto launch_pass = [&](const void* kernel, ChannelLoop loop) {
+        void* arguments[] = {&functor, &loop, &operands, &norm};
+        launch(kernel, loop.warps() * kWarpSize, arguments, device);
+      };
+      launch_pass(reinterpret_cast<const void*>(&sum_warps<count(), Functor>),
+                  summing_loop(norm.layout, count(), norm.pieces));
+      void* arguments[] = {&norm};
+      launch(reinterpret_cast<const void*>(&finish_warps<C>), norm.layout.channels * kWarpSize,
+             arguments, device, kWarpSize);
+      launch_pass(reinterpret_cast<const void*>(&correct_warps<count(), Functor>),
+                  correcting_loop(norm.layout, count()));
     });
   }
 };
