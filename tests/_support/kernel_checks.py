@@ -124,6 +124,12 @@ class Kernels(Protocol):
     def run(self, *args: object) -> tuple[int, str]:
         """Run a kernel over a virtual grid, and return its path: see `LaunchPath`."""
 
+    def run_batch_norm(self, *args: object) -> int:
+        """Run the kernels of a batch norm's backward, and return the elements of an access."""
+
+    def pieces_of(self, layout: Sequence[int], element_bytes: int) -> int:
+        """Return the number of partial sums of a channel."""
+
     def poison(self, address: int, size: int) -> None:
         """Forbid accesses to a guard."""
 
@@ -317,6 +323,21 @@ def check_double_backward(kernels: Kernels, case: Case) -> None:
     assert (distance <= scale.abs() * error + 1e-7).all()
 
 
+def derivative_error(case: Case, z: Tensor) -> Tensor:
+    """Return a bound of the error of the derivative at z, relative to the gradient."""
+    compute = ROUNDING[torch.promote_types(case.dtype, torch.float32)]
+    wide = z.double()
+    if case.entry.is_piecewise_linear:
+        return torch.zeros_like(wide)
+    error = torch.full_like(wide, FORMULA[case.dtype] + 2 * compute)
+    if case.entry is GELU_TANH:
+        # Its derivative has the term z / 2 (1 - tanh(u)^2) u', whose difference has an absolute
+        # error, in PyTorch too: 4.9e-15 in float64 at z = -7. After a norm z exceeds 4, unlike x.
+        slope = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * wide**2)
+        error += compute * wide.abs() * slope
+    return error
+
+
 Dims = tuple[int, ...]
 
 
@@ -433,15 +454,140 @@ def check_normalized(
         compute = ROUNDING[parts[0].dtype]
         error = rounding(value, dtype) + 8 * compute * value.abs() + FORMULA[dtype]
         assert ((y.double() - value).abs() <= error).all()
-        error_of_derivative = FORMULA[dtype] + 2 * compute
-        if case.entry is GELU_TANH:
-            # Its derivative has the term z / 2 (1 - tanh(u)^2) u', whose difference has an absolute
-            # error, in PyTorch too: 4.9e-15 in float64 at z = -7. Here z exceeds 4, unlike x.
-            slope = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * z.double() ** 2)
-            error_of_derivative = error_of_derivative + compute * z.double().abs() * slope
-        error = rounding(gradient, dtype) + grad.double().abs() * error_of_derivative
+        error = rounding(gradient, dtype) + grad.double().abs() * derivative_error(case, z)
         assert ((actual.double() - gradient).abs() <= error).all()
     return min(paths)
+
+
+def check_copy(kernels: Kernels, case: Case) -> None:
+    """Check the copy of tensors that are not dense in the order of a batch norm's dimensions."""
+    tile = kernels.tile[case.dtype.itemsize]
+    for shape, strides in (([40, 8], (19, 2)), ([2 * tile + 43], (1,))):
+        x = Operand(case.dtype, shape, strides)
+        result = Operand(case.dtype, shape, dense(shape))
+        x.tensor.copy_(normal(case.dtype, shape))
+        launch(kernels, case, "Identity", [result, x])
+        assert torch.equal(result.tensor, x.tensor)
+
+
+class ChannelShape(NamedTuple):
+    """The shape of a batch norm's input, in the order of its dimensions in memory.
+
+    Attributes:
+        outer: The blocks: samples, or pixels in channels_last.
+        channels: The channels of a block.
+        inner: The elements of a channel in a block: 1 in channels_last.
+        gap: The channels between two blocks of the gradient, a slice of a larger tensor's channels.
+    """
+
+    outer: int
+    channels: int
+    inner: int
+    gap: int = 0
+
+
+def check_batch_norm(
+    kernels: Kernels,
+    case: Case,
+    shape: ChannelShape,
+    pieces: int | None = None,
+    offsets: Sequence[int] = (0, 0, 0),
+    constant: float | None = None,
+) -> int:
+    """Compare a batch norm's backward with PyTorch's; return the elements of an access.
+
+    Args:
+        kernels: Runs the kernels.
+        case: The activation and dtype.
+        shape: The shape of the norm's input.
+        pieces: The number of partial sums of a channel; by default the one that the op has.
+        offsets: Bytes by which grad_x, the incoming gradient and x are misaligned.
+        constant: The value of all elements of x; by default they are random.
+    """
+    dtype, compute = case.dtype, torch.promote_types(case.dtype, torch.float32)
+    outer, channels, inner, gap = shape
+    sizes = [outer, channels, inner]
+    grad_strides = [(channels + gap) * inner, inner, 1]
+    result, incoming, x = (
+        Operand(dtype, sizes, strides, offset)
+        for strides, offset in zip((dense(sizes), grad_strides, dense(sizes)), offsets, strict=True)
+    )
+    x.tensor.copy_(normal(dtype, sizes, 2.0) + normal(dtype, [channels, 1]))
+    if constant is not None:
+        x.tensor.fill_(constant)
+    incoming.tensor.copy_(normal(dtype, sizes) + 0.5)
+    weight, bias = (normal(compute, [channels]).double() for _ in range(2))
+
+    leaf = x.tensor.double().requires_grad_()
+    parameters = [parameter.requires_grad_() for parameter in (weight, bias)]
+    normed = torch.nn.functional.batch_norm(leaf, None, None, *parameters, training=True)
+    variance, average = torch.var_mean(leaf.detach(), (0, 2), correction=0)
+    inverse = (variance + 1e-5).rsqrt()
+
+    def vector_of(values: Tensor) -> Operand:
+        operand = Operand(compute, [1, channels, 1], [0, 1, 1])
+        operand.tensor.copy_(values.detach().view(1, channels, 1))
+        return operand
+
+    scale, shift = vector_of(inverse * weight), vector_of(bias - average * inverse * weight)
+    mean, rstd = vector_of(average), vector_of(inverse)
+    slope, offset, grad_weight, grad_bias = (
+        vector_of(torch.full([channels], torch.nan)) for _ in range(4)
+    )
+    result.tensor.fill_(torch.nan)
+    layout = outer, channels, inner, grad_strides[0]
+    if pieces is None:
+        pieces = kernels.pieces_of(layout, dtype.itemsize)
+    partial_sums = Operand(compute, [2 * pieces * channels], [1])
+    buffers = [result, incoming, x, scale, shift, mean, rstd, slope, offset, grad_weight, grad_bias]
+    buffers.append(partial_sums)
+    # As the kernels round it: near 0 the rounding decides what a piecewise-linear activation does.
+    z = Operand(dtype, sizes, dense(sizes))
+    launch(kernels, case, "Normalize", [z, x], affine=[scale, shift])
+
+    inputs = [buffer.data.clone() for buffer in buffers[1:7]]
+    guards = [guard for buffer in buffers for guard in buffer.guards]
+    for guard in guards:
+        kernels.poison(guard.data_ptr(), guard.numel())
+    access = kernels.run_batch_norm(
+        case.name,
+        list(case.scalars.values()),
+        str(dtype).removeprefix("torch."),
+        [buffer.address for buffer in buffers],
+        layout,
+        pieces,
+    )
+    for guard in guards:
+        kernels.unpoison(guard.data_ptr(), guard.numel())
+    assert all(buffer.guards_are_intact() for buffer in buffers)
+    for buffer, data in zip(buffers[1:7], inputs, strict=True):
+        assert torch.equal(buffer.data, data)
+
+    grad = incoming.tensor.double()
+    y = case.entry.torch_function(normed + (z.tensor.double() - normed).detach(), **case.scalars)
+    g, grad_x, *sums = torch.autograd.grad(y, [normed, leaf, *parameters], grad)
+    sum_of_product, sum_of_gradient = (total.view(1, channels, 1) for total in sums)
+
+    def total(values: Tensor) -> Tensor:
+        return values.sum((0, 2), keepdim=True)
+
+    roundoff = ROUNDING[compute]
+    error = grad.abs() * derivative_error(case, z.tensor) + 20 * roundoff * g.abs()
+    hat = ((leaf - average.view_as(mean.tensor)) * inverse.view_as(mean.tensor)).detach().abs()
+    hat_error = roundoff * (hat + (average * inverse).abs().view_as(mean.tensor))
+    gradient_error = total(error)
+    product_error = total(error * hat + g.abs() * hat_error)
+    for actual, expected, bound in (
+        (grad_bias, sum_of_gradient, gradient_error),
+        (grad_weight, sum_of_product, product_error),
+    ):
+        assert ((actual.tensor.double() - expected).abs() <= bound + 1e-30).all()
+    error = error + (gradient_error + hat * product_error) / (outer * inner)
+    terms = sum_of_gradient.abs() + hat * sum_of_product.abs()
+    error = error + 4 * (roundoff * terms + hat_error * sum_of_product.abs()) / (outer * inner)
+    error = error * scale.tensor.double().abs() + rounding(grad_x, dtype)
+    assert ((result.tensor.double() - grad_x).abs() <= error).all()
+    return access
 
 
 def vector(case: Case) -> int:

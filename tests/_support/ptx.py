@@ -120,7 +120,7 @@ _FORMS: dict[str, str] = {
     "mov": rf"pred|{_INTEGER}|[bf](16|32|64)",
     "cvta": r"to\.global\.u64",
     "cvt": rf"{_INTEGER}\.{_INTEGER}|rn\.b?f16\.f32|rn\.b?f16x2\.f32|f32\.f16|f64\.f32|rn\.f32\.f64"
-    r"|rn\.f(32|64)\.[su]32|rzi\.u32\.f(32|64)|sat\.f32\.f32",
+    r"|rn\.f(32|64)\.[su](32|64)|rzi\.u32\.f(32|64)|sat\.f32\.f32",
     "bfi": "b32",
     "prmt": "b32",
     "ld": r"(param|global)(\.v[24])?\.[bsuf](8|16|32|64)",

@@ -1,12 +1,13 @@
 // Runs the bodies of the CUDA kernels on the host, over a virtual grid, for tests: conftest.py
 // compiles this file, and test_host_kernels.py calls it with the addresses of tensors. Needs
-// neither torch nor a GPU. With INPLACE_OPS_RECORD nothing runs: run() records the launches, for
+// neither torch nor a GPU. With INPLACE_OPS_RECORD nothing runs: the launches are recorded, for
 // tests that execute the compiled kernels.
 #define INPLACE_OPS_HARDWARE "../tests/cuda/emulated_hardware.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <cfenv>
 #include <cmath>
 #include <cstdlib>
@@ -19,6 +20,7 @@
 
 #include <cxxabi.h>
 
+#include "../../csrc/cuda/batch_norm.cuh"
 #include "../../csrc/cuda/elementwise.cuh"
 #include "../../csrc/cuda/path_choice.cuh"
 #include "named_activation.h"
@@ -86,15 +88,17 @@ std::string name_of(const AffineLayout& layout) {
   return std::string(names[layout.kind]) + (layout.is_strided ? ", strided" : "");
 }
 
-// Returns the template arguments in a mangled name, such as "<4, Functor, Layout>".
-std::string template_arguments(const std::string& mangled) {
+// Returns the name of a kernel with its template arguments, such as "run_warps<4, Functor,
+// Layout>", from a mangled name.
+std::string kernel_name(const std::string& mangled) {
   int status = 0;
   char* const demangled = abi::__cxa_demangle(mangled.c_str(), nullptr, nullptr, &status);
   if (!demangled) throw std::invalid_argument("not a mangled name: " + mangled);
   const std::string name = demangled;
   free(demangled);
-  const size_t begin = name.find('<', name.find("run_warps"));
-  size_t end = begin;
+  size_t end = name.find('<', name.find("_warps"));
+  if (end == std::string::npos) throw std::invalid_argument("not a kernel of warps: " + name);
+  const size_t begin = name.find_last_of(": ", end) + 1;  // after the scope, if any
   for (int depth = 0; end < name.size(); ++end) {
     depth += (name[end] == '<') - (name[end] == '>');
     if (depth == 0) break;
@@ -102,9 +106,9 @@ std::string template_arguments(const std::string& mangled) {
   return name.substr(begin, end + 1 - begin);
 }
 
-// A launch of the kernel run_warps() in kernels.cu, for the warps that have tiles.
+// A launch of a kernel in kernels.cu, for the warps that have something to do.
 struct Recorded {
-  std::string template_arguments;
+  std::string kernel;
   std::vector<std::string> parameters;  // the bytes of each
   int64_t first_warp, last_warp;
   int warps_of_a_block;
@@ -113,18 +117,30 @@ std::vector<Recorded> recorded;
 
 template <int count, class Functor, class Layout>
 struct run_warps {};
+template <int count, class Functor>
+struct sum_warps {};
+template <int count, class Functor>
+struct correct_warps {};
+template <class C>
+struct finish_warps {};
 
-template <int count, class Functor, class Layout>
-void record(const Functor& functor, const Layout& layout, const Operands<Functor>& operands,
-            int64_t begin, int64_t end, int64_t first_warp, int64_t last_warp) {
+template <class Kernel, class... Parameters>
+void record(int64_t first_warp, int64_t last_warp, int warps_of_a_block,
+            const Parameters&... parameters) {
   const auto bytes = [](const auto& parameter) {
     return std::string(reinterpret_cast<const char*>(&parameter), sizeof(parameter));
   };
-  recorded.push_back({template_arguments(typeid(run_warps<count, Functor, Layout>).name()),
-                      {bytes(functor), bytes(layout), bytes(operands), bytes(begin), bytes(end)},
+  recorded.push_back({kernel_name(typeid(Kernel).name()),
+                      {bytes(parameters)...},
                       first_warp,
                       last_warp,
-                      kThreads / kWarpSize});
+                      warps_of_a_block});
+}
+
+// The warps of a grid for `count` of them: those of whole blocks.
+constexpr int kWarpsOfBlock = kThreads / kWarpSize;
+int64_t warps_of_grid(int64_t count) {
+  return (count + kWarpsOfBlock - 1) / kWarpsOfBlock * kWarpsOfBlock;
 }
 
 template <class Functor>
@@ -154,13 +170,14 @@ Path run(const Functor& functor, const Launch& launch) {
     path.access = std::max(path.access, count());
     if constexpr (std::is_same_v<std::decay_t<decltype(layout)>, RowsOfNormalized>)
       path.layout = name_of(layout.affine);
-    constexpr int warps = kThreads / kWarpSize;
     const int64_t skipped = std::max<int64_t>(launch.first_element - begin, 0);
     const int64_t tiles = tiles_of<count()>(end - begin);
     const int64_t first = skipped / kTileElements<count()>;
-    const int64_t last = (tiles + warps - 1) / warps * warps;
+    const int64_t last = warps_of_grid(tiles);
 #ifdef INPLACE_OPS_RECORD
-    record<count()>(functor, layout, operands, begin, end, first, last);
+    using Layout = std::decay_t<decltype(layout)>;
+    record<run_warps<count(), Functor, Layout>>(first, last, kWarpsOfBlock, functor, layout,
+                                                operands, begin, end);
 #else
     for (int64_t tile = first; tile < last; ++tile)
       run_warp<count()>(functor, layout, operands, begin, end, tile);
@@ -212,6 +229,7 @@ Path run_functor(const std::string& functor, const A& activation, const Launch& 
   if (const auto path = run_if_named<T>("ForwardRecompute", functor, recompute, launch))
     return *path;
   if (functor == "BackwardRecompute") return run(BackwardRecompute<A>{{{{}, activation}}}, launch);
+  if (functor == "Identity") return run(Identity<T>{}, launch);
   if (functor == "NormalizeAdd") return run(NormalizeAdd<T>{}, launch);
   if constexpr (A::kKind == Kind::kPiecewiseLinear) {
     if (functor == "ForwardRecomputeAdd")
@@ -247,6 +265,78 @@ std::pair<int, std::string> run_named(
   return {path.access, path.layout};
 }
 
+// Runs the kernels that Cuda::backward_batch_norm() launches, and returns the elements of an
+// access.
+template <class A>
+int run_passes(const A& activation, const std::vector<uintptr_t>& addresses,
+               const ChannelLayout& layout, int64_t pieces) {
+  using Functor = BackwardRecompute<A>;
+  using T = typename A::Scalar;
+  using C = opmath_t<T>;
+  const Functor functor{{{{}, activation}}};
+  const auto numbers = [&](int k) { return reinterpret_cast<C*>(addresses.at(k)); };
+  const auto elements = [&](int k) { return reinterpret_cast<T*>(addresses.at(k)); };
+  Operands<Functor> operands{};
+  operands.out = elements(0);
+  operands.in[0] = elements(1);
+  operands.in[1] = elements(2);
+  operands.affine.channel_affine = {numbers(3), numbers(4)};
+  const BatchNormBackward<C> norm{layout,     numbers(5),  numbers(6),  numbers(7), numbers(8),
+                                  numbers(9), numbers(10), numbers(11), pieces};
+  int access = 0;
+  choose_access(layout, operands, [&](auto count) {
+    access = count();
+    const ChannelLoop sums = summing_loop(layout, count(), pieces);
+    const ChannelLoop corrections = correcting_loop(layout, count());
+    const int64_t last_sum = warps_of_grid(sums.warps());
+    const int64_t last_correction = warps_of_grid(corrections.warps());
+#ifdef INPLACE_OPS_RECORD
+    record<sum_warps<count(), Functor>>(0, last_sum, kWarpsOfBlock, functor, sums, operands, norm);
+    record<finish_warps<C>>(0, layout.channels, 1, norm);
+    record<correct_warps<count(), Functor>>(0, last_correction, kWarpsOfBlock, functor, corrections,
+                                            operands, norm);
+#else
+    for (int64_t warp = 0; warp < last_sum; ++warp)
+      sum_warp<count()>(functor, sums, operands, norm, warp);
+    for (int64_t channel = 0; channel < layout.channels; ++channel) finish_warp(norm, channel);
+    for (int64_t warp = 0; warp < last_correction; ++warp)
+      correct_warp<count()>(functor, corrections, operands, norm, warp);
+#endif
+  });
+  return access;
+}
+
+// The addresses are those of grad_x, the gradient, x, scale, shift, mean, rstd, slope, offset,
+// grad_weight, grad_bias and the partial sums; the layout has the members of a ChannelLayout.
+int run_batch_norm(const std::string& activation, const std::vector<double>& scalars,
+                   const std::string& dtype, const std::vector<uintptr_t>& addresses,
+                   const std::array<int64_t, 4>& layout, int64_t pieces) {
+  int access = 0;
+  with_activation(activation, dtype, scalars, [&](const auto& typed) {
+    access = run_passes(typed, addresses, {layout[0], layout[1], layout[2], layout[3]}, pieces);
+  });
+  return access;
+}
+
+int64_t pieces_of(const std::array<int64_t, 4>& layout, int64_t element_bytes) {
+  return pieces_of_layout({layout[0], layout[1], layout[2], layout[3]}, element_bytes);
+}
+
+// Returns the offsets of a lane's first accesses in x and in the gradient, and the warps of the
+// loop.
+std::pair<std::vector<std::pair<int64_t, int64_t>>, int64_t> offsets_of_lane(
+    const std::array<int64_t, 4>& layout, int count, int64_t pieces, int64_t warp, unsigned lane,
+    int64_t most) {
+  const ChannelLoop loop =
+      summing_loop({layout[0], layout[1], layout[2], layout[3]}, count, pieces);
+  std::vector<std::pair<int64_t, int64_t>> offsets;
+  for (auto at = loop.start(warp, lane); at.remaining > 0 && most > 0; --at.remaining, --most) {
+    offsets.emplace_back(at.offsets.dense, at.offsets.grad);
+    loop.advance(at);
+  }
+  return {offsets, loop.warps()};
+}
+
 // Returns the quotients and the remainders of the numbers.
 std::pair<std::vector<int64_t>, std::vector<int64_t>> divide(const std::vector<int64_t>& numbers,
                                                              int64_t divisor) {
@@ -280,12 +370,15 @@ void unpoison(uintptr_t address, size_t size) {
 PYBIND11_MODULE(MODULE_NAME, module) {
   module.def("run", &run_named);
   module.def("divide", &divide);
-  module.def("template_arguments", &template_arguments);
+  module.def("run_batch_norm", &run_batch_norm);
+  module.def("pieces_of", &pieces_of);
+  module.def("offsets_of_lane", &offsets_of_lane);
+  module.def("kernel_name", &kernel_name);
   module.def("fma_float", &fma<float>);
   module.def("fma_double", &fma<double>);
   module.def("recorded", [] { return std::exchange(recorded, {}); });
   py::class_<Recorded>(module, "Recorded", py::module_local())  // several modules are imported
-      .def_readonly("template_arguments", &Recorded::template_arguments)
+      .def_readonly("kernel", &Recorded::kernel)
       .def_property_readonly("parameters",
                              [](const Recorded& launch) {
                                return std::vector<py::bytes>(launch.parameters.begin(),

@@ -27,8 +27,11 @@ from _support.kernel_checks import (
     SOME,
     Buffer,
     Case,
+    ChannelShape,
     Operand,
     case_id,
+    check_batch_norm,
+    check_copy,
     check_double_backward,
     check_normalized,
     check_round_trip,
@@ -54,25 +57,37 @@ SOME_CASES = [case for case in CASES if case.entry in SOME]
 SOME_NORMALIZED = [case for case in NORMALIZED if case.entry in SOME]
 
 
+# The order of the buffers in check_batch_norm(); and what each kernel reads and writes.
+BATCH_NORM_BUFFERS = [
+    *("grad_x", "grad", "x", "scale", "shift", "mean", "rstd", "slope", "offset"),
+    *("grad_weight", "grad_bias", "partial_sums"),
+]
+BATCH_NORM_ACCESSES = {
+    "sum_warps": ("grad x scale shift mean", "partial_sums"),
+    "finish_warps": ("rstd partial_sums", "slope offset grad_weight grad_bias"),
+    "correct_warps": ("grad x scale shift mean slope offset", "grad_x"),
+}
+
+
 class CompiledKernels:
     """Executes the compiled kernels: `Kernels` in `_support/kernel_checks.py`.
 
     Attributes:
         tile: By the bytes of an element: the elements of a warp's tile.
-        kernels: The kernels, by their template arguments.
-        executed: The template arguments of the kernels that have run.
-        checked: The cases all of whose kernels have run.
+        kernels: The kernels, by their name with its template arguments.
+        executed: The names of the kernels that have run.
+        checked: The cases all of whose kernels have run, except those of batch norms.
+        checked_batch_norms: The cases whose kernels of batch norms have run.
     """
 
     def __init__(self, recorder: ModuleType) -> None:
         self.tile: dict[int, int] = recorder.tile
         self.kernels = {
-            recorder.template_arguments(name): kernel
-            for name, kernel in PTX.items()
-            if "run_warps" in name
+            recorder.kernel_name(name): kernel for name, kernel in PTX.items() if "_warps" in name
         }
         self.executed: set[str] = set()
         self.checked: set[Case] = set()
+        self.checked_batch_norms: set[Case] = set()
         self._recorder = recorder
         self._guards: list[tuple[int, int]] = []
 
@@ -88,21 +103,50 @@ class CompiledKernels:
         """Run a kernel, and return its path."""
         _, _, functor, dtype, addresses, _, _, planes, sizes, _, first_element, *_ = arguments
         path = self._recorder.run(*arguments)
-        launches = self._recorder.recorded()
         regions = list(self._regions(functor, addresses, planes))
         self._guards.clear()
         memory = Memory(regions)
-        for recorded in launches:
-            self.executed.add(recorded.template_arguments)
-            kernel = self.kernels[recorded.template_arguments]
-            grid = Grid(recorded.first_warp, recorded.last_warp, recorded.warps_of_a_block)
-            Launch(kernel, recorded.parameters, grid, memory, self._fma).run()
+        for recorded in self._recorder.recorded():
+            self._execute(recorded, memory)
         output, *others = regions
         *_, of_result = re.split(" to | from ", functor)
         of_output: torch.dtype = getattr(torch, dtype if of_result == functor else of_result)
         assert output.stored.sum() == (math.prod(sizes) - first_element) * of_output.itemsize
         assert all(region.stored.all() for region in others if region.is_written)
         return path
+
+    def run_batch_norm(self, *arguments: Any) -> int:
+        """Run the kernels of a batch norm's backward, and return the elements of an access.
+
+        Each kernel may only read what is its input, and has to write all of its results once.
+        """
+        access: int = self._recorder.run_batch_norm(*arguments)
+        guards, names = self._guards, BATCH_NORM_BUFFERS
+        buffers = {
+            name: (before + size, after - before - size)
+            for name, (before, size), (after, _) in zip(
+                names, guards[::2], guards[1::2], strict=True
+            )
+        }
+        self._guards = []
+        for recorded in self._recorder.recorded():
+            read, written = BATCH_NORM_ACCESSES[recorded.kernel.partition("<")[0]]
+            results = [Region(*buffers[name], False, True) for name in written.split()]
+            inputs = [Region(*buffers[name], True, False) for name in read.split()]
+            self._execute(recorded, Memory([*inputs, *results]))
+            assert all(region.stored.all() for region in results)
+        return access
+
+    def pieces_of(self, layout: Sequence[int], element_bytes: int) -> int:
+        """Return the number of partial sums of a channel."""
+        pieces: int = self._recorder.pieces_of(layout, element_bytes)
+        return pieces
+
+    def _execute(self, recorded: Any, memory: Memory) -> None:
+        self.executed.add(recorded.kernel)
+        grid = Grid(recorded.first_warp, recorded.last_warp, recorded.warps_of_a_block)
+        kernel = self.kernels[recorded.kernel]
+        Launch(kernel, recorded.parameters, grid, memory, self._fma).run()
 
     def _regions(self, functor: str, addresses: list[int], planes: int) -> Iterator[Region]:
         """Return the memory of the operands, the packed bits and the affine, in this order."""
@@ -171,9 +215,26 @@ def test_every_kernel_after_a_norm(kernels: CompiledKernels, case: Case) -> None
     kernels.checked.add(case)
 
 
+@pytest.mark.parametrize("case", NORMALIZED, ids=case_id)
+def test_every_kernel_of_a_batch_norm(kernels: CompiledKernels, case: Case) -> None:
+    """Planes and rows, with accesses of several elements and of one, and parts of bursts."""
+    count = vector(case)
+    for shape, pieces in (
+        (ChannelShape(5, 3, 8 * count, gap=2), 2),
+        (ChannelShape(5, 3, 7), None),
+        (ChannelShape(40, 11 * count, 1), 3),
+        (ChannelShape(40, 11, 1), None),
+    ):
+        check_batch_norm(kernels, case, shape, pieces)
+    check_copy(kernels, case)
+    kernels.checked_batch_norms.add(case)
+
+
 def test_every_compiled_kernel_was_executed(kernels: CompiledKernels) -> None:
     """The tests above have executed all kernels of the extension."""
-    if kernels.checked != {*CASES, *NORMALIZED} or SANITIZE in os.environ:
+    is_complete = kernels.checked == {*CASES, *NORMALIZED}
+    is_complete = is_complete and kernels.checked_batch_norms == {*NORMALIZED}
+    if not is_complete or SANITIZE in os.environ:
         pytest.skip("only some of the tests above ran in this process, or for some activations")
     assert kernels.executed == kernels.kernels.keys()
 
@@ -321,36 +382,50 @@ def farther(size: int) -> Callable[[str], str]:
     return change
 
 
-# By name: a change of a forward kernel, and what the check of the kernel says about
-# it; None if it finds wrong values.
-MUTATIONS: dict[str, tuple[Mutation, str | None]] = {
-    "a load 16 bytes farther": (operand("ld.global.v4", 1, farther(16)), None),
-    "a load a tile farther": (operand("ld.global.v4", 1, farther(1024)), "bounds"),
-    "a store 4 bytes farther": (operand("st.global.v4", 0, farther(4)), "not aligned"),
-    "a store 16 bytes farther": (operand("st.global.v4", 0, farther(16)), "twice"),
-    "a byte of a bit plane": (operand("st.global.u8", 0, farther(1)), "twice|bounds"),
-    "tiles up to the end": (modifiers("setp.ge.s64", "gt", "s64"), "bounds"),
-    "two warps for a tile": (operand("shr.u32", 2, lambda shift: "6"), "twice"),
-    "another neighbor's codes": (operand("shfl.sync", 2, lambda distance: "2"), None),
-    "the other value": (swapped, None),
+FORWARD = "run_warps<4, inplace_ops::ForwardMask"
+SUMS = "sum_warps<4, inplace_ops::BackwardRecompute<inplace_ops::LeakyReLU"
+CORRECTION = "correct_warps<4, inplace_ops::BackwardRecompute<inplace_ops::LeakyReLU"
+# By name: the beginning of a kernel's name, a change of the kernel, and what the check of the
+# kernel says about it; None if it finds wrong values.
+MUTATIONS: dict[str, tuple[str, Mutation, str | None]] = {
+    "a load 16 bytes farther": (FORWARD, operand("ld.global.v4", 1, farther(16)), None),
+    "a load a tile farther": (FORWARD, operand("ld.global.v4", 1, farther(1024)), "bounds"),
+    "a store 4 bytes farther": (FORWARD, operand("st.global.v4", 0, farther(4)), "not aligned"),
+    "a store 16 bytes farther": (FORWARD, operand("st.global.v4", 0, farther(16)), "twice"),
+    "a byte of a bit plane": (FORWARD, operand("st.global.u8", 0, farther(1)), "twice|bounds"),
+    "tiles up to the end": (FORWARD, modifiers("setp.ge.s64", "gt", "s64"), "bounds"),
+    "two warps for a tile": (FORWARD, operand("shr.u32", 2, lambda shift: "6"), "twice"),
+    "another neighbor's codes": (FORWARD, operand("shfl.sync", 2, lambda distance: "2"), None),
+    "the other value": (FORWARD, swapped, None),
+    "a lane's sums twice": (SUMS, operand("shfl.sync", 2, lambda distance: "1"), None),
+    "another channel's sums": (SUMS, operand("st.global.f32", 0, farther(4)), "twice"),
+    "a channel past the last": (SUMS, modifiers("setp.ge.s64", "gt", "s64"), "bounds"),
+    "another piece": (SUMS, operand("shr.u32", 2, lambda shift: "6"), "twice"),
+    "a gradient 16 bytes farther": (CORRECTION, operand("ld.global.v4", 1, farther(16)), None),
+    "a result 16 bytes farther": (CORRECTION, operand("st.global.v4", 0, farther(16)), "twice"),
 }
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_changed_code_is_detected(recorder: ModuleType, name: str) -> None:
     """The checks find a change of one instruction of a kernel."""
-    mutation, error = MUTATIONS[name]
+    beginning, mutation, error = MUTATIONS[name]
     kernels = CompiledKernels(recorder)
-    case = Case(LEAKY_RELU, "mask", 1, torch.float32)
-    shape = [2 * kernels.tile[4] + 43]
-    check_round_trip(kernels, case, shape)
-    arguments = next(
-        name for name in kernels.executed if name.startswith("<4, inplace_ops::ForwardMask")
-    )
+
+    def check() -> None:
+        if beginning == FORWARD:
+            case = Case(LEAKY_RELU, "mask", 1, torch.float32)
+            check_round_trip(kernels, case, [2 * kernels.tile[4] + 43])
+        else:
+            case = Case(LEAKY_RELU, "recompute", 0, torch.float32)
+            check_batch_norm(kernels, case, ChannelShape(100, 20, 1, gap=4), pieces=2)
+
+    check()
+    arguments = next(name for name in kernels.executed if name.startswith(beginning))
     kernel = kernels.kernels[arguments]
     code = [mutation(instruction) for instruction in kernel.code]
     index = next(i for i, instruction in enumerate(code) if instruction is not None)
     changed = (*kernel.code[:index], code[index], *kernel.code[index + 1 :])
     kernels.kernels[arguments] = dataclasses.replace(kernel, code=changed)
     with pytest.raises(ExecutionError if error else AssertionError, match=error):
-        check_round_trip(kernels, case, shape)
+        check()

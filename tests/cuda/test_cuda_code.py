@@ -240,6 +240,7 @@ def cases() -> list[Case]:
     """Return every fast version of the kernels (FastBits in csrc/functors.h)."""
     found = {}
     for scalar, dtype in DTYPES.items():
+        found[Case(ANY, "Identity", scalar, 0)] = None
         for entry in ACTIVATIONS:
             name = entry.ops.name
             for layout in AFFINE_LOADS:
@@ -273,8 +274,22 @@ CASES_OF_SM_80 = [case for case in CASES if case.activation in (ANY, "leaky_relu
 
 
 @functools.cache
+def resource_usage(architecture: str) -> str:
+    return cuobjdump("-res-usage", "-arch", architecture)
+
+
+def activation_of(name: str) -> str:
+    """Return the name of an activation's ops from that of its struct."""
+    entries = {name.replace("_", ""): name for name in _ops.ALL}
+    return entries[name.lower()]
+
+
+BUILTIN = {"f": "float", "d": "double"}  # from a type's mangled name
+
+
+@functools.cache
 def kernels(architecture: str) -> list[Kernel]:
-    usage = cuobjdump("-res-usage", "-arch", architecture)
+    usage = resource_usage(architecture)
     # A symbol begins with the scope, and goes on, for instance, with
     # run_warpsILi4ENS_14BackwardOutputINS_4SiLUIfEEfEENS_4RowsEEEv: accesses of 4 elements, the
     # functor BackwardOutput<SiLU<float>, float>, and the layout Rows.
@@ -283,7 +298,6 @@ def kernels(architecture: str) -> list[Kernel]:
         rf"Function (\S*run_warpsILi(\d)E(NS_(?:4Cast|9InFloat32)I)?{name}I(?:{name}I)?"
         rf"(?:{name}E|([fd])E)\S*):\s+REG:(\d+) STACK:(\d+)"
     )
-    entries = {name.replace("_", ""): name for name in _ops.ALL}
 
     def out_format(name: str, scalar: str, is_cast: bool) -> str:
         return re.findall(r"NS_\d+(Half|BFloat16)E", name)[0] if is_cast else scalar
@@ -292,9 +306,9 @@ def kernels(architecture: str) -> list[Kernel]:
     for name, count, cast, functor, activation, named, builtin, *numbers in re.findall(
         mangled, usage
     ):
-        op_name = entries[activation.lower()] if activation else ANY
+        op_name = activation_of(activation) if activation else ANY
         # A smooth activation over a 16-bit format computes float32 results that are cast to it.
-        scalar = "float" if cast else named or {"f": "float", "d": "double"}[builtin]
+        scalar = "float" if cast else named or BUILTIN[builtin]
         out = out_format(name, scalar, bool(cast))
         formats = scalar, out if "InFloat32" in cast else scalar, out
         found.append(Kernel(name, op_name, functor, *formats, int(count), *map(int, numbers)))
@@ -334,11 +348,11 @@ class Instruction(NamedTuple):
 
 
 @functools.cache
-def instructions(kernel: Kernel, architecture: str) -> dict[int, Instruction]:
-    """Return the instructions of a kernel by address, beginning with its entry."""
+def instructions(kernel: str, architecture: str) -> dict[int, Instruction]:
+    """Return the instructions of the kernel of this name by address, beginning with its entry."""
     found = re.findall(
         r"/\*([0-9a-f]{4,6})\*/\s+(@!?U?P\w+\s+)?([^\s;]+)([^;/]*);",
-        disassembly(architecture)[kernel.name],
+        disassembly(architecture)[kernel],
     )
     addresses = [int(address, 16) for address, *_ in found]
     code = {}
@@ -363,7 +377,7 @@ def whole_tile(case: Case, architecture: str, in_tail: int = 0) -> Counter[Instr
     division nor a loop.
     """
     kernel = vector_kernels(architecture)[case.key]
-    code = instructions(kernel, architecture)
+    code = instructions(kernel.name, architecture)
     counts = {
         case.store: ACCESSES,
         case.byte_access: case.byte_accesses,
@@ -483,8 +497,8 @@ def test_backward_kernels_for_rows_with_gaps_add_little_code(architecture: str) 
         *("BackwardMask", "BackwardMaskOfOutput", "BackwardOutput", "BackwardDerivative")
     }
     for key, kernel in with_gaps.items():
-        added = len(instructions(kernel, architecture)) - len(
-            instructions(dense[key], architecture)
+        added = len(instructions(kernel.name, architecture)) - len(
+            instructions(dense[key].name, architecture)
         )
         versions = {case.bits for case in CASES if case.key == key}
         elements = ACCESSES * 16 // DTYPES[kernel.scalar].itemsize
@@ -494,6 +508,7 @@ def test_backward_kernels_for_rows_with_gaps_add_little_code(architecture: str) 
 @on_each_architecture
 def test_no_kernel_uses_local_memory(architecture: str) -> None:
     assert [kernel for kernel in kernels(architecture) if kernel.stack] == []
+    assert [kernel for kernel in pass_kernels(architecture) if kernel.stack] == []
 
 
 @on_each_architecture
@@ -561,3 +576,138 @@ def test_cost_of_a_warp_is_within_budget(
         most = max(most, busy[0][0])
     if case.functor != "DoubleBackward":  # a second derivative may be bound by arithmetic
         assert most <= case.budget.slots
+
+
+# The two passes of a batch norm's backward (csrc/cuda/batch_norm.cuh).
+
+BURST = 4  # accesses of 16 bytes to each tensor, before the arithmetic
+RESIDENT = 512  # lanes for which registers are reserved on a multiprocessor
+TENSORS = {"sum": 2, "correct": 3, "finish": 0}  # that a kernel reads or writes
+
+
+class PassKernel(NamedTuple):
+    name: str  # its symbol, mangled
+    kind: str  # a key of TENSORS
+    activation: str
+    scalar: str
+    count: int  # elements per access
+    registers: int
+    stack: int
+
+    @property
+    def size(self) -> int:  # of an element
+        return 8 if self.scalar == "double" else DTYPES[self.scalar].itemsize
+
+
+@functools.cache
+def pass_kernels(architecture: str) -> list[PassKernel]:
+    usage = resource_usage(architecture)
+    # For instance sum_warpsILi4ENS_17BackwardRecomputeINS_4SiLUIfEEfEEE: accesses of 4 elements.
+    name = r"NS_\d+([A-Z][A-Za-z0-9]*?)"
+    found = re.findall(
+        rf"Function (\S*?\d(sum|correct|finish)_warpsI(?:Li(\d)E{name}I{name}I)?(?:{name}E|([fd])E)"
+        r"\S*):\s+REG:(\d+) STACK:(\d+)",
+        usage,
+    )
+    if not found:
+        pytest.skip(f"not built for {architecture}")
+    return [
+        PassKernel(
+            symbol,
+            kind,
+            activation_of(activation) if activation else ANY,
+            named or BUILTIN[builtin],
+            int(count or 1),
+            int(registers),
+            int(stack),
+        )
+        for symbol, kind, count, _, activation, named, builtin, registers, stack in found
+    ]
+
+
+@on_each_architecture
+def test_kernels_of_passes_are_the_expected_ones(architecture: str) -> None:
+    """For each activation and dtype, wide accesses and those of one element."""
+    expected = [("finish", ANY, "float", 1), ("finish", ANY, "double", 1)]
+    for kind, entry in itertools.product(("sum", "correct"), ACTIVATIONS):
+        for scalar, count in (("double", 1), ("float", 4), ("Half", 8), ("BFloat16", 8)):
+            expected += [(kind, entry.ops.name, scalar, n) for n in {1, count}]
+    found = [kernel[1:5] for kernel in pass_kernels(architecture)]
+    assert sorted(found) == sorted(expected)
+
+
+@on_each_architecture
+def test_loads_of_passes_in_flight_suffice_for_the_bandwidth(architecture: str) -> None:
+    for kernel in pass_kernels(architecture):
+        registers = -(-kernel.registers // 8) * 8
+        assert REGISTERS // registers >= RESIDENT, kernel
+    assert RESIDENT * 2 * BURST * 16 >= BYTES_IN_FLIGHT
+
+
+def burst_of(kernel: PassKernel, architecture: str) -> Counter[Instruction]:
+    """Return the instructions of an iteration of the loop over bursts, if no branch skips any.
+
+    Branches skip accesses that do not exist, in the last burst.
+    """
+    code = instructions(kernel.name, architecture)
+    loops = []
+    for at in code.values():
+        for target in at.following:
+            if at.name.startswith("BRA") and target < at.address:
+                loops.append([code[k] for k in code if target <= k <= at.address])
+    with_loads = [loop for loop in loops if any(at.name == "LDG.E.128" for at in loop)]
+    assert len(with_loads) == 1, kernel
+    return Counter(with_loads[0])
+
+
+WIDE_PASSES = [
+    (kind, entry.ops.name, scalar)
+    for kind in ("sum", "correct")
+    for entry in ACTIVATIONS
+    for scalar in DTYPES
+]
+# Like BUDGETS, for the loop of each pass. A loop whose budget is above 1 is bound by arithmetic.
+PASS_BUDGETS = {
+    "relu": {"sum": 0.53, "correct": 0.38},
+    "leaky_relu": {"sum": 0.5, "correct": 0.38},
+    "relu6": {"sum": 0.59, "correct": 0.43},
+    "silu": {"sum": 0.81, "correct": 0.56},
+    "gelu": {"sum": 1.1, "correct": 0.76},
+    "gelu_tanh": {"sum": 1.06, "correct": 0.73},
+    "hardswish": {"sum": 0.69, "correct": 0.51},
+    "mish": {"sum": 1.02, "correct": 0.71},
+}
+
+
+@pytest.mark.parametrize(("kind", "activation", "scalar"), WIDE_PASSES)
+def test_cost_of_a_pass_is_within_budget(kind: str, activation: str, scalar: str) -> None:
+    """The loop has only the expected accesses, and its busiest pipe is within the budget.
+
+    All loads come before the first multiply-add, so that they are in flight at once.
+    """
+    (kernel,) = (
+        kernel
+        for kernel in pass_kernels("sm_90")
+        if kernel[1:4] == (kind, activation, scalar) and kernel.count > 1
+    )
+    loop = burst_of(kernel, "sm_90")
+    names: Counter[str] = Counter()
+    for instruction, count in loop.items():
+        names[instruction.name] += count
+    accesses = {name: n for name, n in names.items() if name.startswith(("LD", "ST", "SHFL"))}
+    accesses = {name: n for name, n in accesses.items() if not name.startswith("LDC")}
+    expected = {"LDG.E.128": 2 * BURST} | ({"STG.E.128": BURST} if kind == "correct" else {})
+    assert accesses == expected
+    assert not any(name.startswith("CALL") for name in names)
+    loads = [at.address for at in loop if at.name == "LDG.E.128"]
+    assert max(loads) < min(at.address for at in loop if at.name.startswith("FFMA"))
+    slots = slots_needed(loop, BURST * kernel.count)
+    available = SLOTS_PER_BYTE * kernel.size * TENSORS[kind]
+    busy = sorted(((slots[pipe] / available, pipe) for pipe in slots), reverse=True)
+    print(
+        f"{kind}-{activation}-{scalar}: {slots['issue']:.1f} instructions per element in "
+        f"{available:.1f} slots: "
+        + ", ".join(f"{pipe} {used:.0%}" for used, pipe in busy)
+        + f"; {kernel.registers} registers"
+    )
+    assert busy[0][0] <= PASS_BUDGETS[activation][kind]

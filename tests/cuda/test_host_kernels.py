@@ -25,10 +25,13 @@ from _support.kernel_checks import (
     SOME,
     Buffer,
     Case,
+    ChannelShape,
     Dims,
     LaunchPath,
     Operand,
     case_id,
+    check_batch_norm,
+    check_copy,
     check_double_backward,
     check_normalized,
     check_round_trip,
@@ -383,6 +386,154 @@ def test_nonfinite_inputs_after_a_norm(host_kernels: ModuleType, case: Case) -> 
     _, derivative = derivatives(case, x, 1)
     assert derivative[0].isnan()
     assert result.tensor[derivative.isnan()].isnan().all()
+
+
+@every_normalized
+def test_every_activation_in_a_batch_norm(host_kernels: ModuleType, case: Case) -> None:
+    count = vector(case)
+    assert check_batch_norm(host_kernels, case, ChannelShape(5, 3, 8 * count), 2) == count
+    assert check_batch_norm(host_kernels, case, ChannelShape(30, 24, 1), 2) == count
+    assert check_batch_norm(host_kernels, case, ChannelShape(5, 3, 49)) == 1
+
+
+PLANES_OF_BATCH_NORMS = [ChannelShape(3, 3, inner) for inner in (49, 196, 7 * 9, 1024)]
+ROWS_OF_BATCH_NORMS = [ChannelShape(37, channels, 1) for channels in (3, 24, 64, 70, 112, 700)]
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", PLANES_OF_BATCH_NORMS + ROWS_OF_BATCH_NORMS, ids=str)
+def test_layouts_of_batch_norms(host_kernels: ModuleType, case: Case, shape: ChannelShape) -> None:
+    """Sizes of networks, with any number of partial sums, and slices of a gradient's channels."""
+    count = vector(case)
+    is_whole = (shape.inner if shape.inner > 1 else shape.channels) % count == 0
+    for gap, pieces in ((0, None), (count, 3)):
+        access = check_batch_norm(host_kernels, case, shape._replace(gap=gap), pieces)
+        assert access == (count if is_whole else 1)
+
+
+@each_dtype
+def test_copy_before_a_batch_norm(host_kernels: ModuleType, case: Case) -> None:
+    check_copy(host_kernels, case)
+
+
+@each_dtype
+def test_small_batch_norms(host_kernels: ModuleType, case: Case) -> None:
+    """Fewer elements than a warp accesses, or one channel; two elements are PyTorch's minimum."""
+    for shape in ((2, 1, 1), (1, 1, 2), (1, 2, 3), (2, 3, 1), (2, 3, 8), (1, 1, 800), (800, 1, 1)):
+        for pieces in (None, 5):
+            check_batch_norm(host_kernels, case, ChannelShape(*shape), pieces)
+
+
+@some_normalized
+def test_constant_input_of_a_batch_norm(host_kernels: ModuleType, case: Case) -> None:
+    """Nothing is computed where a burst lacks an access: the shift is infinite in float16."""
+    for shape in (ChannelShape(5, 3, 16), ChannelShape(30, 24, 1)):
+        check_batch_norm(host_kernels, case, shape, constant=512.0)
+
+
+@each_dtype
+def test_alignment_of_batch_norms(host_kernels: ModuleType, case: Case) -> None:
+    """Each tensor, and the gradient's gap, has to allow wide accesses."""
+    count = vector(case)
+    for shape in (ChannelShape(3, 2, 2 * count), ChannelShape(9, 2 * count, 1)):
+        for moved in range(3):
+            offsets = [0, 0, 0]
+            offsets[moved] = case.dtype.itemsize
+            access = check_batch_norm(host_kernels, case, shape, offsets=offsets)
+            assert access == 1
+        gap = shape._replace(gap=1)
+        is_wide = shape.inner > 1 or count == 1
+        assert check_batch_norm(host_kernels, case, gap) == (count if is_wide else 1)
+
+
+def offsets_of_access(
+    shape: ChannelShape, count: int, channel: int, access: int
+) -> tuple[int, int]:
+    """Return the offsets in x and in the gradient of an access to a channel."""
+    _, channels, inner, gap = shape
+    block, position = divmod(access * count, inner) if inner > 1 else (access, 0)
+    dense, grad = (
+        (block * size + channel) * inner + position for size in (channels, channels + gap)
+    )
+    return dense, grad
+
+
+@pytest.mark.parametrize("count", [1, 4, 8])
+def test_each_access_of_a_batch_norm_is_one_lanes(host_kernels: ModuleType, count: int) -> None:
+    """The lanes of all warps make every access once."""
+    for shape in (
+        *(ChannelShape(outer, 3, n * count, 2) for outer in (1, 2, 7) for n in (2, 3, 40)),
+        *(ChannelShape(outer, n * count, 1, 3) for outer in (2, 70) for n in (1, 3, 8, 19)),
+    ):
+        outer, channels, inner, gap = shape
+        layout = outer, channels, inner, (channels + gap) * inner
+        expected = sorted(
+            offsets_of_access(shape, count, channel, access)
+            for channel in range(0, channels, count if inner == 1 else 1)
+            for access in range(outer * (inner // count if inner > 1 else 1))
+        )
+        for pieces in (1, 2, 5):
+            found, warp, warps = [], 0, 1
+            while warp < warps:
+                for lane in range(32):
+                    offsets, warps = host_kernels.offsets_of_lane(
+                        layout, count, pieces, warp, lane, 10**6
+                    )
+                    found += offsets
+                warp += 1
+            assert sorted(found) == expected, (shape, pieces)
+
+
+def test_number_of_partial_sums(host_kernels: ModuleType) -> None:
+    """The warps that are resident on an H200, or fewer, whose lanes make at least 8 accesses."""
+    for shape, pieces in (
+        (ChannelShape(256, 64, 112 * 112), 32),  # 2048 warps
+        (ChannelShape(256 * 112 * 112, 64, 1), 2048),
+        (ChannelShape(256 * 49, 2048, 1), 61),  # 52 accesses of a lane: whole bursts
+        (ChannelShape(64 * 49, 2048, 1), 49),
+        (ChannelShape(256, 1500, 56 * 56), 1),  # two pieces would be too many
+        (ChannelShape(8, 4, 32 * 64), 8),  # eight accesses of a lane
+        (ChannelShape(8, 3, 7), 1),
+        (ChannelShape(2, 2**20, 1), 1),
+    ):
+        outer, channels, inner, _ = shape
+        layout = outer, channels, inner, channels * inner
+        assert host_kernels.pieces_of(layout, 2) == pieces, shape
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_accesses_of_a_large_batch_norm(host_kernels: ModuleType, count: int) -> None:
+    """Offsets, numbers of accesses and numbers of warps past 2^31 and 2^32."""
+    for shape in (
+        ChannelShape(3, 2, 2**33 + 8, 8),  # planes past 2^32
+        ChannelShape(2**30, 3, 16, 8),
+        ChannelShape(2**34, 16, 1, 8),  # rows
+        ChannelShape(2, 2**35, 1),  # channels
+        ChannelShape(2, 2**32, 8),
+    ):
+        outer, channels, inner, gap = shape
+        layout = outer, channels, inner, (channels + gap) * inner
+        of_access = count if inner == 1 else 1
+        width = min(8 if count > 1 else 32, channels // of_access) if inner == 1 else 1
+        blocks = -(-channels // of_access // width)
+        accesses = outer * (inner // count if inner > 1 else 1)
+        for pieces in (1, 2, 2**12 + 1, accesses * width // 32):
+            if pieces == 0:
+                continue
+            step = pieces * 32 // width
+            for block, piece, lane in itertools.product(
+                (0, blocks - 1), (0, pieces // 2, pieces - 1), (0, 19, 31)
+            ):
+                channel = (block * width + lane % width) * of_access
+                first = piece * 32 // width + lane // width
+                expected = [
+                    offsets_of_access(shape, count, channel, access)
+                    for access in range(first, accesses, step)[:9]
+                ]
+                found, warps = host_kernels.offsets_of_lane(
+                    layout, count, pieces, piece * blocks + block, lane, 9
+                )
+                assert (found, warps) == (expected, pieces * blocks), (shape, pieces)
 
 
 @slow
