@@ -64,6 +64,7 @@ inline void check_same(const char* op, const Tensor& tensor, const Tensor& other
 inline void check_batch_norm(const char* op, const Tensor& x, const Tensor& channel_affine,
                              const Tensor& mean, const Tensor& rstd) {
   bool fits = x.dim() >= 2 && x.numel() > 0 && channel_affine.is_contiguous() &&
+              channel_affine.dim() > 2 && channel_affine.size(2) == x.size(1) &&
               channel_affine.numel() == 2 * x.size(1);
   for (const Tensor* statistic : {&mean, &rstd})
     fits = fits && statistic->is_contiguous() && statistic->numel() == x.size(1) &&

@@ -206,8 +206,8 @@ std::tuple<Tensor, Tensor, Tensor> differentiate_batch_norm(const char* op, Tens
   }
   const int64_t channels = layout->channels, pieces = Device::pieces_of(*layout, x);
   const Tensor grad_x = empty_in_order(x, dim_order);
-  const Tensor correction = empty_contiguous(mean, int64_t(2), channels);
-  const Tensor partial_sums = empty_contiguous(mean, int64_t(2), pieces, channels);
+  const Tensor correction = empty_contiguous(mean, 2, channels);
+  const Tensor partial_sums = empty_contiguous(mean, 2, pieces, channels);
   const Tensor grad_weight = empty_contiguous(mean, channels);
   const Tensor grad_bias = empty_contiguous(mean, channels);
   const AffineTensors affine{&channel_affine, nullptr};

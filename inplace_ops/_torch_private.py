@@ -16,6 +16,7 @@ each name of this module, so that its failures list what a new version of torch 
 from __future__ import annotations
 
 import operator
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, MutableMapping
 from typing import Any
@@ -311,10 +312,10 @@ def has_global_forward_hooks() -> bool:
 
 def has_backward_hooks(module: nn.Module) -> bool:
     """Whether a module has backward hooks, also deprecated ones on the node of its output."""
-    return bool(module._backward_hooks)
+    return bool(module._backward_hooks or torch.nn.modules.module._global_backward_hooks)
 
 
-# Hooks on the gradient of a tensor that is not a leaf: `Tensor.register_hook` only adds them.
+# Hooks on the gradient of a tensor that is not a leaf.
 
 
 def gradient_hooks(tensor: Tensor) -> MutableMapping[int, Any] | None:
@@ -322,13 +323,34 @@ def gradient_hooks(tensor: Tensor) -> MutableMapping[int, Any] | None:
     return tensor._backward_hooks
 
 
-def prepared_gradient_hooks(tensor: Tensor) -> MutableMapping[int, Any]:
-    """Return the dictionary that a tensor's hooks are registered in, which may outlive the tensor.
+class _FirstHook(OrderedDict[int, Any]):
+    """The hooks of a tensor, which does not have any yet.
 
-    Registering a hook and removing it again has the same effect, and takes five times as long.
+    When `Tensor.register_hook` makes a tensor's dictionary of hooks, it passes the dictionary to
+    the tensor's node. This one is made before, and is passed on when the first hook is added.
     """
-    if tensor._backward_hooks is None:
-        tensor._backward_hooks = OrderedDict()
-        assert tensor.grad_fn is not None
-        tensor.grad_fn._register_hook_dict(tensor)
-    return tensor._backward_hooks
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self._tensor: weakref.ref[Tensor] | None = weakref.ref(tensor)
+
+    def __setitem__(self, number: int, hook: Any) -> None:
+        tensor = None if self._tensor is None else self._tensor()
+        self._tensor = None
+        if tensor is not None and tensor.grad_fn is not None:
+            tensor.grad_fn._register_hook_dict(tensor)
+        super().__setitem__(number, hook)
+
+
+def future_gradient_hooks(tensor: Tensor) -> MutableMapping[int, Any]:
+    """Return the dictionary of all hooks of a tensor, which has none yet.
+
+    The dictionary may outlive the tensor, and then tells whether hooks were registered.
+    """
+    tensor._backward_hooks = hooks = _FirstHook(tensor)
+    return hooks
+
+
+def node_class(function: type[torch.autograd.Function]) -> Any:
+    """Return the class of the autograd nodes of a Function."""
+    return function._backward_cls

@@ -54,38 +54,43 @@ HOST_DEVICE void sum_block(const T* stored_g, const T* stored_x, const NormAffin
   C g_buffer[kBlock], x_buffer[kBlock];
   const C* const g = values_of<Instructions>(stored_g, g_buffer, count);
   const C* const x = values_of<Instructions>(stored_x, x_buffer, count);
-  const bool has_one_channel = innermost_stride(affine.strided, 0) == 0;
-  for_each_span(affine.strided, first, count,
-                [&](int64_t position, int64_t length, const auto& offsets) ALWAYS_INLINE {
-                  C* const gradient = norm.sums_of_gradient(piece) + offsets[0];
-                  C* const product = norm.sums_of_product(piece) + offsets[0];
-                  const C* const mean = norm.mean + offsets[0];
-                  const C *const span_g = g + position, *const span_x = x + position;
-                  if (has_one_channel) {
-                    Vector<C> gradients{}, products{};
-                    int64_t i = 0;
-                    for (; i + kVector <= length; i += kVector) {
-                      Vector<C> g_vector, x_vector;
-                      memcpy(&g_vector, span_g + i, sizeof(g_vector));
-                      memcpy(&x_vector, span_x + i, sizeof(x_vector));
-                      gradients += g_vector;
-                      products += g_vector * (x_vector - *mean);
-                    }
-                    C rest_of_gradients = 0, rest_of_products = 0;
-                    for (; i < length; ++i) {
-                      rest_of_gradients += span_g[i];
-                      rest_of_products += span_g[i] * (span_x[i] - *mean);
-                    }
-                    *gradient += total_of<C>(gradients) + rest_of_gradients;
-                    *product += total_of<C>(products) + rest_of_products;
-                  } else {
+  const auto sum_channel = [&](int64_t position, int64_t length,
+                               const auto& offsets) ALWAYS_INLINE {
+    const C mean = norm.mean[offsets[0]];
+    Vector<C> gradients{}, products{};
+    C gradient = 0, product = 0;  // of what is left after whole vectors
+    const int64_t end = position + length;
+    int64_t i = position;
+    for (; i + kVector <= end; i += kVector) {
+      Vector<C> g_vector, x_vector;
+      memcpy(&g_vector, g + i, sizeof(g_vector));
+      memcpy(&x_vector, x + i, sizeof(x_vector));
+      gradients += g_vector;
+      products += g_vector * (x_vector - mean);
+    }
+    for (; i < end; ++i) {
+      gradient += g[i];
+      product += g[i] * (x[i] - mean);
+    }
+    norm.sums_of_gradient(piece)[offsets[0]] += total_of<C>(gradients) + gradient;
+    norm.sums_of_product(piece)[offsets[0]] += total_of<C>(products) + product;
+  };
+  const auto sum_channels = [&](int64_t position, int64_t length,
+                                const auto& offsets) ALWAYS_INLINE {
+    C* const gradients = norm.sums_of_gradient(piece) + offsets[0];
+    C* const products = norm.sums_of_product(piece) + offsets[0];
+    const C* const mean = norm.mean + offsets[0];
+    const C *const span_g = g + position, *const span_x = x + position;
 #pragma GCC ivdep
-                    for (int64_t i = 0; i < length; ++i) {
-                      gradient[i] += span_g[i];
-                      product[i] += span_g[i] * (span_x[i] - mean[i]);
-                    }
-                  }
-                });
+    for (int64_t i = 0; i < length; ++i) {
+      gradients[i] += span_g[i];
+      products[i] += span_g[i] * (span_x[i] - mean[i]);
+    }
+  };
+  if (innermost_stride(affine.strided, 0) == 0)
+    for_each_span(affine.strided, first, count, sum_channel);
+  else
+    for_each_span(affine.strided, first, count, sum_channels);
 }
 
 // Turns a block of g into grad_x.
@@ -95,32 +100,37 @@ HOST_DEVICE void correct_block(T* out, const T* stored_x, const NormAffine<C>& a
   C g_buffer[kBlock], x_buffer[kBlock];
   const C* const g = values_of<Instructions>(out, g_buffer, count);
   const C* const x = values_of<Instructions>(stored_x, x_buffer, count);
-  const int64_t step = innermost_stride(affine.strided, 0);
   result_t<T>* results;
   if constexpr (kConvertsHalf<T>)
     results = g_buffer;
   else
     results = out;
-  const auto correct = [&](int64_t position, int64_t length, const auto& offsets,
+  // channel(i) is the channel of element i of a span, counted from the span's first.
+  const auto correct = [&](int64_t position, int64_t length, int64_t first_channel,
                            auto channel) ALWAYS_INLINE {
-    const int64_t c = offsets[0];
-    const C *const scale = affine.channel_affine.scale + c, *const mean = norm.mean + c;
-    const C *const slope = norm.slope + c, *const offset = norm.offset + c;
+    const C* const scale = affine.channel_affine.scale + first_channel;
+    const C* const mean = norm.mean + first_channel;
+    const C* const slope = norm.slope + first_channel;
+    const C* const offset = norm.offset + first_channel;
+    const C *const span_g = g + position, *const span_x = x + position;
+    result_t<T>* const span_results = results + position;
 #pragma GCC ivdep
     for (int64_t i = 0; i < length; ++i) {
-      const int64_t k = channel(i);
-      const Correction<C> correction{slope[k], offset[k]};
-      const C at = x[position + i] - mean[k];
-      results[position + i] = to_result<T>(correction.gradient(g[position + i], at, scale[k]));
+      const int64_t c = channel(i);
+      const Correction<C> correction{slope[c], offset[c]};
+      const C gradient = correction.gradient(span_g[i], span_x[i] - mean[c], scale[c]);
+      span_results[i] = to_result<T>(gradient);
     }
   };
-  for_each_span(affine.strided, first, count,
-                [&](int64_t position, int64_t length, const auto& offsets) ALWAYS_INLINE {
-                  if (step == 0)
-                    correct(position, length, offsets, [](int64_t) { return int64_t(0); });
-                  else
-                    correct(position, length, offsets, [](int64_t i) { return i; });
-                });
+  const bool has_one_channel = innermost_stride(affine.strided, 0) == 0;
+  const auto correct_span = [&](int64_t position, int64_t length,
+                                const auto& offsets) ALWAYS_INLINE {
+    if (has_one_channel)
+      correct(position, length, offsets[0], [](int64_t) { return int64_t(0); });
+    else
+      correct(position, length, offsets[0], [](int64_t i) { return i; });
+  };
+  for_each_span(affine.strided, first, count, correct_span);
   if constexpr (kConvertsHalf<T>) Instructions::float_to_half(out, results, count);
 }
 

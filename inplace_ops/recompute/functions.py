@@ -11,12 +11,14 @@ activation's gradient and the norm's input x, and z's gradient is never written.
 2. The graph is otherwise PyTorch's. The norm keeps its node, which gets the gradients of z's other
    consumers alone, or none. Autograd adds what both return, because a norm's backward is linear in
    the gradient of z.
-3. If backward creates a graph, or the gradient is batched or has a tangent, the Function returns
-   the gradient of z alone, and the norm's node does the rest. Second derivatives are PyTorch's.
+3. If backward creates a graph, or the gradient is batched or has a tangent, or under compiled
+   autograd, the Function returns the gradient of z alone, and the norm's node does the rest. Second
+   derivatives are PyTorch's.
 4. Code that asks for the gradient of z would get none, so nothing may ask for it. Neither z nor the
-   norm's module may have backward hooks when the activation runs. If the activation overwrites z,
-   no tensor is left to ask with. Otherwise z must be gone when backward runs, and no hook may have
-   been registered meanwhile (`Watch`). A hook on the norm's node itself gets None.
+   modules of the norm and of the activation may have backward hooks when the activation runs. If
+   the activation overwrites z, no tensor is left to ask with. Otherwise z must be gone when
+   backward runs, and no hook may have been registered meanwhile (`Watch`). A hook on the Function's
+   own node gets the gradient of z (`_register_hook`). A hook on the norm's node gets None.
 5. Only a batch norm in training is computed like this, or an instance norm, which PyTorch runs as a
    batch norm: see `norms.batch_norm_inputs`.
 """
@@ -34,11 +36,11 @@ from torch.autograd import Function, forward_ad
 
 from .. import _ops
 from .._ops import OpArgs
-from .._torch_private import prepared_gradient_hooks
+from .._torch_private import future_gradient_hooks, node_class
 from ..activations import Activation
 from ..autograd import run_backward
 from . import nodes
-from .nodes import function_of, is_being_captured
+from .nodes import function_of, is_being_captured, is_python_function
 from .norms import BatchNormInputs, NormAffine
 from .specs import Affine, Leaf, Recomputed, Spec
 
@@ -82,7 +84,7 @@ class RecomputeFunction(Function):
         if is_in_place:
             ctx.mark_dirty(z)
         ctx.activation, ctx.op_args, ctx.saves_spec = activation, op_args, False
-        ctx.may_bypass_norm = source.may_bypass_norm
+        ctx.may_bypass_norm, ctx.has_hooks = source.may_bypass_norm, False
         ctx.output_version = z._version + 1 if is_in_place else 0
         ctx.set_materialize_grads(False)
         anchor = None if activation.is_piecewise_linear else _anchor(z)
@@ -97,20 +99,46 @@ class RecomputeFunction(Function):
         of_inputs: list[Tensor | None] = [None, None, None]
         if grad is None:
             pass
-        elif ctx.may_bypass_norm() and _is_ordinary(grad):
+        elif _is_first_order(ctx, grad) and not ctx.has_hooks and ctx.may_bypass_norm():
             of_inputs = _gradients_of_batch_norm(ctx, grad)
         else:
             gradient = _gradient_of_input(ctx, grad)
+            if _is_in_compiled_autograd(ctx):
+                of_inputs = _zeros_of_batch_norm(ctx)
         if grad_of_anchor is not None:
             gradient = grad_of_anchor if gradient is None else gradient + grad_of_anchor
         return gradient, *of_inputs, None, None, None, None
 
 
-def _is_ordinary(grad: Tensor) -> bool:
-    """Whether backward creates no graph, and the gradient is neither batched nor has a tangent."""
+def _is_first_order(ctx: Any, grad: Tensor) -> bool:
+    """Whether backward computes an ordinary first derivative, by an ordinary pass.
+
+    It creates no graph, and the gradient is neither batched nor has a tangent.
+    """
     return (
-        not torch.is_grad_enabled() and forward_ad._current_level < 0 and not _ops.is_batched(grad)
+        not torch.is_grad_enabled()
+        and forward_ad._current_level < 0
+        and not _ops.is_batched(grad)
+        and not _is_in_compiled_autograd(ctx)
     )
+
+
+def _is_in_compiled_autograd(ctx: Any) -> bool:
+    """Whether compiled autograd runs the backward, which passes another ctx than the node."""
+    return not is_python_function(type(ctx))
+
+
+def _register_hook(node: Any, hook: Callable[..., Any]) -> Any:
+    """Register a hook on a node of a RecomputeFunction.
+
+    The hook gets the gradients that the node's backward returns: from then on that of z.
+    """
+    node.has_hooks = True
+    return super(_NODE_CLASS, node).register_hook(hook)
+
+
+_NODE_CLASS = node_class(RecomputeFunction)
+_NODE_CLASS.register_hook = _register_hook
 
 
 def _anchor(z: Tensor) -> Tensor:
@@ -156,7 +184,7 @@ class Watch:
 
     def __init__(self, z: Tensor) -> None:
         self._reference = weakref.ref(z)
-        self._hooks = prepared_gradient_hooks(z)
+        self._hooks = future_gradient_hooks(z)
 
     def sees_no_use(self) -> bool:
         """Whether z is gone, without hooks."""
@@ -175,10 +203,6 @@ class Bypass(NamedTuple):
     is_allowed: Callable[[], bool]
 
 
-def _never() -> bool:
-    return False
-
-
 def _gradients_of_batch_norm(ctx: Any, grad: Tensor) -> list[Tensor | None]:
     """Return the gradients of the norm's input, weight and bias; None for those that need none."""
     x, channel_affine, _, _, mean, rstd = ctx.saved_tensors
@@ -192,6 +216,16 @@ def _gradients_of_batch_norm(ctx: Any, grad: Tensor) -> list[Tensor | None]:
         raise
     needed = ctx.needs_input_grad[1:4]
     return [value if needs else None for value, needs in zip(gradients, needed, strict=True)]
+
+
+def _zeros_of_batch_norm(ctx: Any) -> list[Tensor | None]:
+    """Return gradients of the norm's input, weight and bias that are 0.
+
+    Compiled autograd adds them to those that the norm's node returns, and cannot add None.
+    """
+    x, _, _, _, mean, _ = ctx.saved_tensors
+    likes = zip((x, mean, mean), ctx.needs_input_grad[1:4], strict=True)
+    return [torch.zeros_like(like) if needs else None for like, needs in likes]
 
 
 def _gradient_of_input(ctx: Any, grad: Tensor) -> Tensor:
@@ -260,7 +294,7 @@ def recomputed_activation(
     receivers: list[Tensor | None] = [None, None, None]
     saved_x = x.detach() if isinstance(x, Tensor) else z.new_empty(0)
     if bypass is None:
-        source = Source(saved_x, affine, None, None, _never)
+        source = Source(saved_x, affine, None, None, lambda: False)
     else:
         *receivers, mean, rstd = bypass.inputs
         source = Source(saved_x, affine, mean, rstd, bypass.is_allowed)

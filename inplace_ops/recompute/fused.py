@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _ops
-from .._torch_private import gradient_hooks
+from .._torch_private import gradient_hooks, has_backward_hooks
 from ..activations import Activation
 from ..dispatch import check_inplace_allowed
 from ..supported import activation_of
@@ -34,7 +34,7 @@ from .functions import Bypass, Forward, Watch, recomputed_activation
 from .norms import NormAffine
 from .notes import is_user_mode_active
 from .specs import Affine, Leaf, Recomputed
-from .versions import Record, record_of
+from .versions import record_of
 
 # An activation is fused only if the norm's affine is at least this many times smaller than z.
 _AFFINE_FACTOR = 2
@@ -106,7 +106,8 @@ def _fused(engine: Engine, module: nn.Module, forward: Forward, z: Tensor) -> Te
             context = activation.name, type(x)
             if not engine.is_verified(make_recomputed, norm.output, *context):
                 return None
-        bypass = _bypass(norm, record, x, z, is_in_place)
+        is_observed = record.has_backward_hooks or has_backward_hooks(module)
+        bypass = None if is_observed else _bypass(norm, x, z, is_in_place)
     except RuntimeError:  # freed or modified: the norm's own backward raises
         return None
     if isinstance(x, Recomputed):
@@ -139,7 +140,7 @@ def _input_of(engine: Engine, norm: norms.Norm) -> Tensor | Recomputed | None:
 
 
 def _bypass(
-    norm: norms.Norm, record: Record, x: Tensor | Recomputed, z: Tensor, is_in_place: bool
+    norm: norms.Norm, x: Tensor | Recomputed, z: Tensor, is_in_place: bool
 ) -> Bypass | None:
     """Return where backward may return gradients instead of to a norm's output z; None if nowhere.
 
@@ -147,20 +148,16 @@ def _bypass(
     """
     if not is_in_place and norm.output is not z:  # z is a view of an instance norm's output
         return None
-    if record.has_backward_hooks or _has_gradient_hooks(z) or _has_gradient_hooks(norm.output):
+    if _has_gradient_hooks(z) or _has_gradient_hooks(norm.output):
         return None
     inputs = norms.batch_norm_inputs(norm, x if isinstance(x, Tensor) else None)
     if inputs is None:
         return None
-    return Bypass(inputs, _always if is_in_place else Watch(z).sees_no_use)
+    return Bypass(inputs, (lambda: True) if is_in_place else Watch(z).sees_no_use)
 
 
 def _has_gradient_hooks(tensor: Tensor) -> bool:
     return bool(gradient_hooks(tensor)) or tensor.retains_grad
-
-
-def _always() -> bool:
-    return True
 
 
 def _recomputed_output(

@@ -102,8 +102,8 @@ class BatchNormInputs(NamedTuple):
 
     Attributes:
         x: The input. Like weight and bias it leads to the graph.
-        weight: The weight; None if the norm has none.
-        bias: The bias; None if it needs no gradient.
+        weight: The weight; None if it needs no gradient, or the norm has none.
+        bias: The bias; None likewise.
         mean: The mean of each channel of the batch, in the dtype of the norm's affine.
         rstd: The reciprocal of the standard deviation of each channel.
     """
@@ -223,8 +223,9 @@ def parameters_of(node: Node) -> Parameters | None:
 def batch_norm_inputs(norm: Norm, x: Tensor | None) -> BatchNormInputs | None:
     """Return the inputs of a batch norm in training, if gradients can be returned to all of them.
 
-    Return None for other norms, for a batch norm whose input needs no gradient or whose bias was
-    computed, and for a SyncBatchNorm, whose gradients take the batches of all processes.
+    Return None for other norms, for a batch norm whose input needs no gradient, whose bias was
+    computed, or whose parameters have been frozen or unfrozen since, and for a SyncBatchNorm, whose
+    gradients take the batches of all processes.
 
     Args:
         norm: A norm whose affine has been computed.
@@ -232,23 +233,36 @@ def batch_norm_inputs(norm: Norm, x: Tensor | None) -> BatchNormInputs | None:
             values: it only leads to the graph.
     """
     node = norm.node
-    if not is_batch_norm(node) or not argument(node, "training"):
+    if not is_batch_norm(node) or not argument(node, "training") or has_hooks(node, "weight"):
         return None
-    (leads_to_x, _), (leads_to_bias, _) = producer(node, 0), producer(node, 2)
-    if leads_to_x is None or has_hooks(node, "weight"):
+    edge_of_x, edge_of_weight, edge_of_bias = (producer(node, index) for index in range(3))
+    if x is None:
+        x = tensor_without_values(node, "input")
+    weight = None if edge_of_weight[0] is None else saved_tensor(node, "weight")
+    bias = autograd_leaf_of(edge_of_bias[0])
+    if not _is_at(edge_of_x, x) or not _is_at(edge_of_weight, weight):
         return None
-    bias = autograd_leaf_of(leads_to_bias)
-    if bias is None and leads_to_bias is not None:
+    if not _is_at(edge_of_bias, bias):
         repeated = _repeated_parameters_of(node)
-        if repeated is None or repeated.bias is None:
+        if repeated is None or repeated.bias is None or not repeated.bias.requires_grad:
             return None
         bias = _repeated(repeated.bias, output_shape(node, 0)[1])
     mean, rstd = saved_tensor(node, "result1"), saved_tensor(node, "result2")
     assert mean is not None
     assert rstd is not None
-    if x is None:
-        x = tensor_without_values(node, "input")
-    return BatchNormInputs(x, saved_tensor(node, "weight"), bias, mean, rstd)
+    return BatchNormInputs(x, weight, bias, mean, rstd)
+
+
+def _is_at(edge: tuple[Node, int], tensor: Tensor | None) -> bool:
+    """Whether the gradient of a tensor goes to an edge; None is that of an edge to no node.
+
+    `requires_grad` of a leaf may have changed since the norm ran.
+    """
+    node, _ = edge
+    if node is None or tensor is None or not tensor.requires_grad:
+        return node is None and tensor is None
+    leaf = autograd_leaf_of(node)
+    return tensor is leaf if leaf is not None else (tensor.grad_fn, tensor.output_nr) == edge
 
 
 def node_determines_bias(node: Node) -> bool:

@@ -441,22 +441,56 @@ def check_global_hooks() -> None:
 def check_backward_hooks() -> None:
     module = nn.Linear(2, 2)
     assert not private.has_backward_hooks(module)
+    with nn.modules.module.register_module_full_backward_hook(lambda *_: None):
+        assert private.has_backward_hooks(module)
     module.register_backward_hook(lambda *_: None)
     assert private.has_backward_hooks(module)
 
 
-@checks("gradient_hooks", "prepared_gradient_hooks")
+@checks("gradient_hooks", "future_gradient_hooks")
 def check_gradient_hooks() -> None:
+    seen: list[Tensor] = []
     y = leaf(4).exp()
     assert private.gradient_hooks(y) is None
-    prepared = private.prepared_gradient_hooks(y)
-    assert prepared == {}
-    seen: list[Tensor] = []
-    handle = y.register_hook(seen.append)
-    assert list(prepared) == [handle.id]
-    assert private.gradient_hooks(y) is private.prepared_gradient_hooks(y) is prepared
+    future = private.future_gradient_hooks(y)
+    assert future == {}
+    first = y.register_hook(seen.append)
+    second = y.register_hook(lambda grad: 2 * grad)
+    assert [*future] == [first.id, second.id]
+    assert private.gradient_hooks(y) is future
+    z = y * 3
+    del y  # the hooks stay on its node
+    z.sum().backward()
+    assert torch.equal(*seen, torch.full((4,), 3.0))
+    second.remove()
+    assert [*future] == [first.id]
+
+
+@checks("future_gradient_hooks")
+def check_hooks_of_a_detached_tensor() -> None:
+    x = leaf(4)
+    y = x.exp()
+    total = y.sum()
+    private.future_gradient_hooks(y)
+    y.detach_().requires_grad_()
+    y.register_hook(lambda grad: 3 * grad)
+    total.backward()
+    assert torch.equal(x.grad, x.exp())  # y is a leaf now: its hook is not that of its old node
     y.sum().backward()
-    assert torch.equal(*seen, torch.ones(4))
+    assert torch.equal(y.grad, torch.full((4,), 3.0))
+
+
+@checks("node_class")
+def check_node_class() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2 * x
+
+    node = Double.apply(leaf(4)).grad_fn
+    assert type(node) is private.node_class(Double)
+    private.node_class(Double).register_hook = lambda self, hook: "replaced"
+    assert node.register_hook(print) == "replaced"
 
 
 @checks("BatchNorm", "InstanceNorm")
@@ -496,7 +530,7 @@ def test_private_name_means_what_the_package_assumes(name: str) -> None:
 
 
 def test_every_private_name_has_a_check() -> None:
-    imported = {"Any", "Callable", "MutableMapping", "Node", "OrderedDict", "Tensor"}
+    imported = {"Any", "Callable", "MutableMapping", "Node", "OrderedDict", "Tensor", "weakref"}
     imported |= {"annotations", "nn", "operator", "torch"}
     names = {name for name in vars(private) if not name.startswith("_")} - imported
     assert names == set(CHECKS)

@@ -47,19 +47,15 @@ each_act = pytest.mark.parametrize("act", ACTS)
 both_ways = pytest.mark.parametrize("act", ["relu", "silu", "silu out of place"])
 
 
-class Bypasses:
-    """Counts the backward ops of batch norms, by what computes them."""
-
-    def __init__(self, counter: OpCounter) -> None:
-        names = counter.ops.items()
-        self.fused = sum(n for name, n in names if name.endswith("_backward_batch_norm"))
-        self.pytorchs = sum(n for name, n in names if name.endswith("native_batch_norm_backward"))
+def fused_ops(counter: OpCounter) -> int:
+    """Return how many ops have computed the gradients of a batch norm and its activation."""
+    return sum(n for name, n in counter.ops.items() if name.endswith("_backward_batch_norm"))
 
 
 def gradients(
     model: nn.Module, x: Tensor, create_graph: bool = False
-) -> tuple[dict[str, Tensor | None], Bypasses]:
-    """Return the gradients of x and of all parameters, and what computed them."""
+) -> tuple[dict[str, Tensor | None], int]:
+    """Return the gradients of x and of all parameters, and the number of fused ops."""
     x = x.detach().clone().requires_grad_()
     inputs = {"x": x, **dict(model.named_parameters())}
     inputs = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
@@ -71,7 +67,7 @@ def gradients(
         if create_graph:
             penalty = torch.stack([v.double().square().sum() for v in values if v is not None])
             values = torch.autograd.grad(penalty.sum(), [*inputs.values()], allow_unused=True)
-    return dict(zip(inputs, values, strict=True)), Bypasses(counter)
+    return dict(zip(inputs, values, strict=True)), fused_ops(counter)
 
 
 def assert_pytorchs(
@@ -88,9 +84,9 @@ def assert_pytorchs(
     twin = converted_twin(model)
     for _ in range(2):
         expected, _ = gradients(model, x, create_graph)
-        actual, bypasses = gradients(twin, x, create_graph)
+        actual, count = gradients(twin, x, create_graph)
         assert_same_step(actual, expected, tolerance)
-        assert bypasses.fused == fused
+        assert count == fused
 
 
 def program(
@@ -119,27 +115,30 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
 @each_act
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
-def test_gradients_are_pytorchs(act: str, norm: str, channels_last: bool, source: str) -> None:
+def test_gradients_are_pytorchs(
+    act: str, norm: str, channels_last: bool, source: str, device: torch.device
+) -> None:
     x = IMAGES.to(memory_format=torch.channels_last) if channels_last else IMAGES
     is_view = "instance" in norm and act not in INPLACE  # z is a view, which is not overwritten
-    model = program(convolution, ACTS[act], NORMS[norm])
-    assert_pytorchs(model, x, fused=0 if is_view else 1)
+    model = program(convolution, ACTS[act], NORMS[norm]).to(device)
+    assert_pytorchs(model, x.to(device), fused=0 if is_view else 1)
 
 
 @each_act
-def test_second_derivatives_are_pytorchs(act: str, source: str) -> None:
+def test_second_derivatives_are_pytorchs(act: str, source: str, device: torch.device) -> None:
     """The pass that creates a graph is PyTorch's own; the next pass runs the graph of forward."""
-    assert_pytorchs(program(convolution, ACTS[act]), IMAGES, fused=1, create_graph=True)
+    model = program(convolution, ACTS[act]).to(device)
+    assert_pytorchs(model, IMAGES.to(device), fused=1, create_graph=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @both_ways
-def test_other_dtypes(act: str, dtype: torch.dtype, source: str) -> None:
+def test_other_dtypes(act: str, dtype: torch.dtype, source: str, device: torch.device) -> None:
     """PyTorch saves statistics in float32 if the parameters have float32."""
-    model = program(convolution, ACTS[act], dtype=dtype)
+    model = program(convolution, ACTS[act], dtype=dtype).to(device)
     model.norm.float()
     tolerance = 1e-5 if dtype is torch.float32 else 4 * torch.finfo(dtype).eps
-    assert_pytorchs(model, images(dtype), fused=1, tolerance=tolerance)
+    assert_pytorchs(model, images(dtype).to(device), fused=1, tolerance=tolerance)
 
 
 @both_ways
@@ -197,7 +196,7 @@ class Body(nn.Module):
         return self.run(self, x)
 
 
-READERS: dict[str, tuple[Callable[[Any, Tensor], Tensor], int]] = {
+CONSUMERS: dict[str, tuple[Callable[[Any, Tensor], Tensor], int]] = {
     "z": (reads_z, 1),
     "x": (reads_x, 1),
     "parameters": (reads_parameters, 1),
@@ -207,12 +206,12 @@ READERS: dict[str, tuple[Callable[[Any, Tensor], Tensor], int]] = {
 
 
 @pytest.mark.parametrize("create_graph", [False, True], ids=["first", "second"])
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("consumer", CONSUMERS)
 @both_ways
 def test_gradients_add_to_those_of_others(
-    act: str, reader: str, create_graph: bool, source: str
+    act: str, consumer: str, create_graph: bool, source: str
 ) -> None:
-    run, fused = READERS[reader]
+    run, fused = CONSUMERS[consumer]
     assert_pytorchs(Body(run, ACTS[act]), IMAGES, fused, create_graph=create_graph)
 
 
@@ -241,7 +240,7 @@ def test_input_without_gradient_is_pytorchs(act: str, source: str) -> None:
     with OpCounter() as counter:
         twin(IMAGES).sum().backward()
     model(IMAGES).sum().backward()
-    assert Bypasses(counter).fused == 0
+    assert fused_ops(counter) == 0
     actual, expected = ({n: p.grad for n, p in m.named_parameters()} for m in (twin, model))
     assert_same_step(actual, expected, 1e-9)
 
@@ -309,9 +308,9 @@ def test_hooks_get_the_gradient(act: str, observed: str, factor: float | None, s
         if observer is observers[1]:
             inplace_ops.convert(m)
         found.append(gradients(m, IMAGES))
-    (expected, _), (actual, bypasses) = found
+    (expected, _), (actual, count) = found
     assert_same_step(actual, expected, 1e-9)
-    assert bypasses.fused == fused[act]
+    assert count == fused[act]
     (seen,), (other,) = (observer.seen for observer in observers)
     torch.testing.assert_close(seen, other)
 
@@ -360,7 +359,7 @@ def test_gradient_of_a_kept_output(source: str) -> None:
     del twin.kept
     with OpCounter() as counter:
         (later,) = torch.autograd.grad(losses[1], twin.norm.weight)
-    assert Bypasses(counter).fused == 1
+    assert fused_ops(counter) == 1
     torch.testing.assert_close(later, of_kept[0][1])
 
 
@@ -373,9 +372,10 @@ HOOKS: dict[str, str] = {
 
 
 @pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("part", ["norm", "act"])
 @both_ways
-def test_hooks_of_the_norms_module(act: str, kind: str, source: str) -> None:
-    """A module's backward hooks get the gradient of its output."""
+def test_hooks_of_modules(act: str, part: str, kind: str, source: str) -> None:
+    """A module's backward hooks get the gradients of its output and input."""
     model = program(convolution, ACTS[act])
     twin = converted_twin(model)
     found = []
@@ -383,20 +383,138 @@ def test_hooks_of_the_norms_module(act: str, kind: str, source: str) -> None:
         seen: list[Tensor] = []
 
         def hook(module: nn.Module, *given: Any, seen: list[Tensor] = seen) -> None:
-            seen.extend(g.detach().clone() for g in given[-1] if isinstance(g, Tensor))
+            values = [value for values in given for value in values]
+            seen.extend(value.detach().clone() for value in values if isinstance(value, Tensor))
 
-        if act != "silu out of place" and kind != "deprecated" and kind != "forward":
+        if kind in ("backward", "before backward") and hasattr(m.act, "inplace"):
             m.act.inplace = False  # PyTorch allows no activation in place after these hooks
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            getattr(m.norm, HOOKS[kind])(hook)
+            getattr(m.get_submodule(part), HOOKS[kind])(hook)
             found.append((gradients(m, IMAGES), seen))
-    ((expected, _), first), ((actual, bypasses), second) = found
+    ((expected, _), first), ((actual, count), second) = found
     assert_same_step(actual, expected, 1e-9)
-    assert bypasses.fused == (1 if kind == "forward" else 0)
-    assert len(first) == len(second)
-    if kind != "forward":
-        torch.testing.assert_close(first, second)
+    assert count == (1 if kind == "forward" else 0)
+    torch.testing.assert_close(first, second)
+
+
+@both_ways
+def test_deprecated_hooks_of_all_modules(act: str, source: str) -> None:
+    found = []
+    model = program(convolution, ACTS[act])
+    for m in (model, converted_twin(model)):
+        seen: list[Tensor] = []
+
+        def hook(module: nn.Module, *given: Any, seen: list[Tensor] = seen) -> None:
+            if isinstance(module, (nn.BatchNorm2d, type(model.act))):
+                seen.extend(g.clone() for values in given for g in values if g is not None)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with nn.modules.module.register_module_backward_hook(hook):
+                found.append((gradients(m, IMAGES), seen))
+        nn.modules.module._global_is_full_backward_hook = None
+    ((expected, _), first), ((actual, count), second) = found
+    assert_same_step(actual, expected, 1e-9)
+    assert count == 0
+    torch.testing.assert_close(first, second)
+
+
+class Clamps:
+    """A hook of a node: clamps the gradients that its backward returns."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def __call__(self, *given: Any) -> tuple[Tensor | None, ...]:
+        of_inputs, _ = given[-2:]
+        self.seen.append(of_inputs[0].clone())
+        return tuple(None if g is None else g.clamp(min=0) for g in of_inputs)
+
+
+@pytest.mark.parametrize("where", ["node", "container"])
+@both_ways
+def test_hooks_of_the_activations_node(act: str, where: str, source: str) -> None:
+    """Guided backpropagation, by a hook on the node that a module's output has."""
+    model = nn.Sequential(
+        nn.Conv2d(3, C, 3), nn.Sequential(nn.BatchNorm2d(C), ACTS[act]()), nn.Conv2d(C, 4, 3)
+    ).double()
+    found = []
+    for m in (model, converted_twin(model)):
+        hook = Clamps()
+        if where == "container":
+            m[1].register_backward_hook(hook)
+        else:
+            m[1].register_forward_hook(lambda _, args, y, hook=hook: register(y, hook))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found.append((gradients(m, IMAGES), hook.seen))
+    ((expected, _), first), ((actual, count), second) = found
+    assert_same_step(actual, expected, 1e-9)
+    assert count == 0
+    torch.testing.assert_close(first, second)
+
+
+def register(y: Tensor, hook: Callable[..., Any]) -> None:
+    assert y.grad_fn is not None
+    y.grad_fn.register_hook(hook)
+
+
+def test_hook_of_an_output_that_was_detached(source: str) -> None:
+    """z is a leaf then: its hook is not one of the norm's output any more."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        z = m.norm(m.first(x))
+        y = m.act(z)
+        z.detach_().requires_grad_().register_hook(lambda grad: 3 * grad)
+        m.kept = z
+        return m.conv(y)
+
+    assert_pytorchs(Body(run, nn.ReLU), IMAGES, fused=0)
+
+
+def toggled(name: str, for_norm: bool) -> Callable[[Any, Tensor], Tensor]:
+    """Return a forward in which a parameter requires grad for the norm, or for the activation."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        parameter = m.norm.get_parameter(name)
+        h = m.first(x)
+        parameter.requires_grad_(for_norm)
+        z = m.norm(h)
+        parameter.requires_grad_(not for_norm)
+        y = m.act(z)
+        parameter.requires_grad_(True)
+        return m.conv(y)
+
+    return run
+
+
+@pytest.mark.parametrize("for_norm", [True, False], ids=["norm", "activation"])
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@both_ways
+def test_parameters_that_are_frozen_within_forward(
+    act: str, name: str, for_norm: bool, source: str
+) -> None:
+    """Gradients go where the norm's node leads, whatever requires grad later."""
+    model = Body(toggled(name, for_norm), ACTS[act])
+    twin = converted_twin(model)
+    assert_same_step(gradients(twin, IMAGES)[0], gradients(model, IMAGES)[0], 1e-9)
+
+
+@both_ways
+def test_compiled_autograd(act: str) -> None:
+    """It runs backward with another ctx, and adds the gradients of all consumers of a tensor."""
+    compiled_autograd = pytest.importorskip("torch._dynamo.compiled_autograd")
+    model = program(convolution, ACTS[act])
+    found = []
+    for m in (model, converted_twin(model)):
+        loss = m(IMAGES).square().sum()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with compiled_autograd._enable(torch.compile(backend="eager")):
+                loss.backward()
+        found.append({name: p.grad for name, p in m.named_parameters() if p.grad is not None})
+    assert_same_step(found[1], found[0], 1e-9)
 
 
 def test_hooks_of_parameters_run_once(source: str) -> None:
@@ -406,7 +524,7 @@ def test_hooks_of_parameters_run_once(source: str) -> None:
     model.norm.bias.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad))
     with OpCounter() as counter:
         model(IMAGES).sum().backward()
-    assert Bypasses(counter).fused == 1
+    assert fused_ops(counter) == 1
     assert len(calls) == 2
 
 
@@ -509,10 +627,12 @@ class Joined(nn.Module):
 
 @pytest.mark.parametrize("create_graph", [False, True], ids=["first", "second"])
 @both_ways
-def test_input_that_is_recomputed(act: str, create_graph: bool, source: str) -> None:
-    model = Joined(ACTS[act]).double()
-    assert_pytorchs(model, IMAGES, fused=1, create_graph=create_graph)
-    (node,) = [n for n in nodes_of(converted_twin(model)(IMAGES)) if functions.is_fused(n)]
+def test_input_that_is_recomputed(
+    act: str, create_graph: bool, source: str, device: torch.device
+) -> None:
+    model, x = Joined(ACTS[act]).double().to(device), IMAGES.to(device)
+    assert_pytorchs(model, x, fused=1, create_graph=create_graph)
+    (node,) = [n for n in nodes_of(converted_twin(model)(x)) if functions.is_fused(n)]
     assert node.saves_spec
 
 
