@@ -7,11 +7,12 @@ follows, and backward reads what that forward saved.
 norms: the kernels that run after a norm, by layout and size. Backward of a converted model
 recomputes a norm's output from the norm's input, then the activation, and computes the gradient
 through both. "in float32" casts a 16-bit input to float32 before, and the result back, as around a
-norm under autocast. How a kernel finds each element's scale and shift depends on the layout: one
-plane per channel (a plane of 7 x 7 ends inside an access of 16 bytes), channels innermost, or rows
-of a layer norm. A strided gradient is half of the channels of a larger tensor, as in the backward
-of torch.cat. A kernel's bytes are each tensor that it reads or writes, once, without the norm's
-statistics.
+norm under autocast. "with the batch norm's" computes the gradients of a batch norm in training as
+well, in two passes, each of which reads the gradient and the norm's input. How a kernel finds each
+element's scale and shift depends on the layout: one plane per channel (a plane of 7 x 7 ends inside
+an access of 16 bytes), channels innermost, or rows of a layer norm. A strided gradient is half of
+the channels of a larger tensor, as in the backward of torch.cat. A kernel's bytes are each tensor
+that it reads or writes, once, without the norm's statistics.
 
 The baseline is a device-to-device copy of a tensor of the same size; its bytes are those read plus
 those written. Each repetition times the copy and the kernels in turn, and the share is taken within
@@ -203,7 +204,7 @@ def activation_rows(arguments: argparse.Namespace, failures: Failures) -> Iterat
 
 MEASURED = ("ReLU", "LeakyReLU", "SiLU", "GELU none")
 FORWARD, SUM, BACKWARD = "recompute", "recompute of a residual sum", "backward"
-IN_FLOAT32 = "recompute in float32"
+IN_FLOAT32, WITH_NORM = "recompute in float32", "backward with the batch norm's"
 
 
 class Layout(NamedTuple):
@@ -294,11 +295,26 @@ def steps(shape: tuple[int, ...], count: int, size: float, **options: Any) -> Te
 
 
 class Case(NamedTuple):
-    """A kernel: its launches, the number of tensors that each moves, and the expected results."""
+    """A kernel.
+
+    Attributes:
+        calls: Its launches.
+        tensors: The number of tensors that each launch moves.
+        expected: Returns the expected result of a launch.
+        subtracts: Whether results are differences of numbers that are rounded to the dtype.
+    """
 
     calls: list[Callable[[], Tensor]]
     tensors: int
     expected: Callable[[int], Tensor]
+    subtracts: bool = False
+
+    def check(self, i: int, result: Tensor) -> None:
+        """Compare the result of a launch with the expected one."""
+        expected = self.expected(i)
+        rounding = torch.finfo(expected.dtype).eps * float(expected.abs().max())
+        tolerances = {"rtol": 0, "atol": 4 * rounding} if self.subtracts else {}
+        torch.testing.assert_close(result, expected, **tolerances)
 
 
 def cases_of(buffers: NormBuffers) -> dict[tuple[str, str], Case]:
@@ -340,6 +356,8 @@ def cases_of(buffers: NormBuffers) -> dict[tuple[str, str], Case]:
             f"{BACKWARD}, strided gradient": buffers.strided,
         }.items():
             cases[name, kind] = _backward(entry, buffers, grads, arguments, function)
+        if rows is None:
+            cases[name, WITH_NORM] = _backward_with_norm(entry, buffers, function, scalars)
     return cases
 
 
@@ -366,6 +384,37 @@ def _backward(
     return Case([partial(op, grad, x, *arguments) for grad, x in pairs], 3, expected)
 
 
+def _backward_with_norm(
+    entry: Activation,
+    buffers: NormBuffers,
+    function: Callable[[Tensor], Tensor],
+    scalars: dict[str, float],
+) -> Case:
+    """Return the op that computes a batch norm's gradients too.
+
+    It moves five tensors: both inputs in each of its two passes, and the result.
+    """
+    op, scale = entry.ops.backward_batch_norm, buffers.affine[0]
+    channels, dtype = scale.numel(), buffers.affine.dtype
+    mean, rstd = (1.5 + steps((channels,), 1, 0.5).to(scale) for _ in range(2))
+    arguments = (buffers.affine, mean, rstd, buffers.order, *scalars.values())
+    pairs = list(zip(buffers.grad, buffers.x, strict=True))
+
+    def expected(i: int) -> Tensor:
+        grad, x = pairs[i]
+        z = buffers.normalized(x).to(dtype).requires_grad_()
+        (g,) = torch.autograd.grad(function(z), z, grad.to(dtype))
+        normalized = (x.to(dtype) - mean.view(scale.shape)) * rstd.view(scale.shape)
+        dims = [d for d in range(x.dim()) if d != 1]
+        elements = x.numel() / channels
+        mean_of_g = g.sum(dims, keepdim=True) / elements
+        mean_of_product = (g * normalized).sum(dims, keepdim=True) / elements
+        return (scale * (g - mean_of_g - normalized * mean_of_product)).to(x.dtype)
+
+    calls = [lambda p=pair: op(*p, *arguments)[0] for pair in pairs]
+    return Case(calls, 5, expected, subtracts=True)
+
+
 def measure_layout(
     name: str,
     size: int,
@@ -382,7 +431,7 @@ def measure_layout(
             run = recorded(case.calls, clock.device)
             buffers.exact()
             for i, result in enumerate(run()):
-                torch.testing.assert_close(result, case.expected(i))
+                case.check(i, result)
             runs[key] = run
     buffers.random()
     times = times_of(runs, buffers.launches, repetitions, clock)
