@@ -392,7 +392,7 @@ def _backward_with_norm(
 ) -> Case:
     """Return the op that computes a batch norm's gradients too.
 
-    It moves five tensors: both inputs in each of its two passes, and the result.
+    It moves at least five tensors: both inputs in each of its two passes, and the result.
     """
     op, scale = entry.ops.backward_batch_norm, buffers.affine[0]
     channels, dtype = scale.numel(), buffers.affine.dtype
