@@ -292,7 +292,7 @@ def test_recompute_of_relu_after_batch_norm() -> None:
     leaf = x.requires_grad_()
     y = relu_(norm(leaf), save="recompute")
     assert y.flatten().tolist() == [0, 1, 7, 0]
-    saved_input, saved_affine, row_statistics, _ = saved_by(y)
+    saved_input, saved_affine, row_statistics, *_ = saved_by(y)
     assert saved_input.data_ptr() == x.data_ptr()
     assert torch.equal(saved_affine, channel_affine)
     assert row_statistics is None
@@ -310,7 +310,7 @@ def test_recompute_of_silu_after_layer_norm() -> None:
     x = torch.tensor([[-1.0, 1.0], [1.0, 5.0]])
     norm = nn.LayerNorm(2, eps=0.0)  # scale 1 and shift 0
     y = silu_(norm(x), save="recompute")
-    saved_input, channel_affine, row_statistics, _ = saved_by(y)
+    saved_input, channel_affine, row_statistics, *_ = saved_by(y)
     assert saved_input.data_ptr() == x.data_ptr()
     assert torch.equal(channel_affine, torch.tensor([[[1.0, 1.0]], [[0.0, 0.0]]]))
     assert torch.equal(row_statistics, torch.tensor([[[1.0], [0.5]], [[0.0], [3.0]]]))

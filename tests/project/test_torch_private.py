@@ -443,6 +443,7 @@ def check_backward_hooks() -> None:
     assert not private.has_backward_hooks(module)
     with nn.modules.module.register_module_full_backward_hook(lambda *_: None):
         assert private.has_backward_hooks(module)
+    nn.modules.module._global_is_full_backward_hook = None  # allows the other kind again
     module.register_backward_hook(lambda *_: None)
     assert private.has_backward_hooks(module)
 

@@ -399,7 +399,11 @@ def test_hooks_of_modules(act: str, part: str, kind: str, source: str) -> None:
 
 
 @both_ways
-def test_deprecated_hooks_of_all_modules(act: str, source: str) -> None:
+def test_deprecated_hooks_of_all_modules(
+    act: str, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # PyTorch remembers which kind of global hooks was registered last.
+    monkeypatch.setattr(nn.modules.module, "_global_is_full_backward_hook", None)
     found = []
     model = program(convolution, ACTS[act])
     for m in (model, converted_twin(model)):
@@ -413,7 +417,6 @@ def test_deprecated_hooks_of_all_modules(act: str, source: str) -> None:
             warnings.simplefilter("ignore")
             with nn.modules.module.register_module_backward_hook(hook):
                 found.append((gradients(m, IMAGES), seen))
-        nn.modules.module._global_is_full_backward_hook = None
     ((expected, _), first), ((actual, count), second) = found
     assert_same_step(actual, expected, 1e-9)
     assert count == 0
