@@ -311,9 +311,10 @@ class Case(NamedTuple):
 
     def check(self, i: int, result: Tensor) -> None:
         """Compare the result of a launch with the expected one."""
-        expected = self.expected(i)
-        rounding = torch.finfo(expected.dtype).eps * float(expected.abs().max())
-        tolerances = {"rtol": 0, "atol": 4 * rounding} if self.subtracts else {}
+        expected, tolerances = self.expected(i), {}
+        if self.subtracts:
+            rounding = torch.finfo(expected.dtype).eps * float(expected.abs().max())
+            tolerances = {"rtol": 0, "atol": 4 * rounding}
         torch.testing.assert_close(result, expected, **tolerances)
 
 

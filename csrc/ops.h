@@ -14,29 +14,41 @@
 
 namespace inplace_ops {
 
-// Runs a functor over tensors of its formats, by Device::run(functor, ...).
+// Calls body(strided, operands) with a functor's operands, which are tensors of its formats; not if
+// they are empty.
+template <class Functor, size_t inputs, class Body>
+void with_operands(const char* op, const Tensor& out, const Tensor* const (&in)[inputs],
+                   const Tensor* packed, const DimOrder& dim_order, const AffineTensors* affine,
+                   const Body& body) {
+  using T = typename Functor::Scalar;
+  const Tensor* tensors[inputs + 1] = {&out};
+  std::copy(in, in + inputs, tensors + 1);
+  const StridedLayout strided = strided_layout_of(dim_order, tensors);
+  Operands<Functor> operands{};
+  if constexpr (Functor::kPackedBits != PackedBitsUse::kNone) {
+    if (packed) {
+      check_count(op, packed->size(0), Functor::accepts_bits(packed->size(0)));
+      operands.packed = packed_bits_of<Operands<Functor>::kWritesBits>(*packed);
+    }
+  }
+  if constexpr (Functor::kNormalizes)
+    operands.affine = affine_of<opmath_t<T>>(op, *affine, out, dim_order);
+  if (strided.elements == 0) return;
+  operands.out = static_cast<typename Functor::Out*>(out.mutable_data_ptr());
+  for (int k = 0; k < Functor::kInputs; ++k)
+    operands.in[k] = static_cast<const typename Functor::In*>(in[k]->const_data_ptr());
+  body(strided, operands);
+}
+
+// Runs a functor over tensors of its formats.
 template <class Device, size_t inputs, class Functor>
 void run_functor(const char* op, const Functor& functor, const Tensor& out,
                  const Tensor* const (&in)[inputs], const Tensor* packed, const DimOrder& dim_order,
                  const AffineTensors* affine) {
-  using T = typename Functor::Scalar;
-  const Tensor* operands[inputs + 1] = {&out};
-  std::copy(in, in + inputs, operands + 1);
-  const StridedLayout strided = strided_layout_of(dim_order, operands);
-  Operands<Functor> data{};
-  if constexpr (Functor::kPackedBits != PackedBitsUse::kNone) {
-    if (packed) {
-      check_count(op, packed->size(0), Functor::accepts_bits(packed->size(0)));
-      data.packed = packed_bits_of<Operands<Functor>::kWritesBits>(*packed);
-    }
-  }
-  if constexpr (Functor::kNormalizes)
-    data.affine = affine_of<opmath_t<T>>(op, *affine, out, dim_order);
-  if (strided.elements == 0) return;
-  data.out = static_cast<typename Functor::Out*>(out.mutable_data_ptr());
-  for (int k = 0; k < Functor::kInputs; ++k)
-    data.in[k] = static_cast<const typename Functor::In*>(in[k]->const_data_ptr());
-  Device::run(functor, strided, data, out.get_device_index());
+  with_operands<Functor>(op, out, in, packed, dim_order, affine,
+                         [&](const StridedLayout& strided, const Operands<Functor>& operands) {
+                           Device::run(functor, strided, operands, out.get_device_index());
+                         });
 }
 
 // Runs the functor make(T{}), where T is the storage format of the tensors' dtype.
@@ -212,16 +224,10 @@ std::tuple<Tensor, Tensor, Tensor> differentiate_batch_norm(const char* op, Tens
   const Tensor grad_bias = empty_contiguous(mean, channels);
   const AffineTensors affine{&channel_affine, nullptr};
   dispatch(x.scalar_type(), op, [&](auto scalar) {
-    using T = decltype(scalar);
-    using C = opmath_t<T>;
+    using C = opmath_t<decltype(scalar)>;
     const auto functor = make(scalar);
     const auto read = [](const Tensor& t) { return static_cast<const C*>(t.const_data_ptr()); };
     const auto write = [](const Tensor& t) { return static_cast<C*>(t.mutable_data_ptr()); };
-    Operands<std::remove_const_t<decltype(functor)>> operands{};
-    operands.out = static_cast<T*>(grad_x.mutable_data_ptr());
-    operands.in[0] = static_cast<const T*>(grad.const_data_ptr());
-    operands.in[1] = static_cast<const T*>(x.const_data_ptr());
-    operands.affine = affine_of<C>(op, affine, x, dim_order);
     const BatchNormBackward<C> norm{*layout,
                                     read(mean),
                                     read(rstd),
@@ -231,9 +237,12 @@ std::tuple<Tensor, Tensor, Tensor> differentiate_batch_norm(const char* op, Tens
                                     write(grad_bias),
                                     write(partial_sums),
                                     pieces};
-    const Tensor* const tensors[] = {&grad_x, &grad, &x};
-    Device::backward_batch_norm(functor, strided_layout_of(dim_order, tensors), operands, norm,
-                                x.get_device_index());
+    using Functor = std::remove_const_t<decltype(functor)>;
+    with_operands<Functor>(op, grad_x, {&grad, &x}, nullptr, dim_order, &affine,
+                           [&](const StridedLayout& strided, const Operands<Functor>& operands) {
+                             Device::backward_batch_norm(functor, strided, operands, norm,
+                                                         x.get_device_index());
+                           });
   });
   return {grad_x, grad_weight, grad_bias};
 }

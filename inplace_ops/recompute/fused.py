@@ -114,12 +114,12 @@ def _fused(engine: Engine, module: nn.Module, forward: Forward, z: Tensor) -> Te
         x = x.for_consumer(activation.name, engine.next_number)
     if is_in_place:
         check_inplace_allowed(z)
-        y = _apply(activation, scalars, forward, norm.output, x, affine, True, bypass)
+        y = _apply(activation, scalars, forward, norm.output, x, affine, bypass, in_place=True)
     else:
         if norm.output is not z:  # an instance norm's output, of which z is a view
             assert isinstance(x, Tensor)
             x, affine = x.detach().view(z.shape), _with_samples(affine, z)
-        y = _apply(activation, scalars, forward, z, x, affine, False, bypass)
+        y = _apply(activation, scalars, forward, z, x, affine, bypass, in_place=False)
     if engine.observer is not None:
         producer = y.grad_fn if activation.torch_saves_output else norm.node
         engine.observer.fused(producer, y.grad_fn, y)
@@ -202,8 +202,8 @@ def _apply(
     z: Tensor,
     x: Tensor | Recomputed,
     affine: NormAffine,
-    in_place: bool,
     bypass: Bypass | None,
+    in_place: bool,
 ) -> Tensor:
     op_args = _ops.OpArgs(_ops.dim_order_of(z), scalars)
 

@@ -69,8 +69,12 @@ _KNOWN = (__name__.partition(".")[0] + ".", "torch.nn.")  # modules with Functio
 _FUNCTION_FIELDS = {
     SYNC_BATCH_NORM: ("input", "weight", "result1", "result2", "count"),
     "RecomputeFunctionBackward": (
-        *("x", "channel_affine", "row_statistics", "anchor"),
-        *("mean", "rstd"),
+        "x",
+        "channel_affine",
+        "row_statistics",
+        "anchor",
+        "mean",
+        "rstd",
     ),
 }
 

@@ -103,9 +103,10 @@ def expected(
 
     unit = torch.finfo(x.dtype).eps
     arithmetic = 16 * torch.finfo(mean.dtype).eps
-    of_g = unit * g.abs() + (activation.arithmetic_error + arithmetic) * grad.double().abs()
     if x.dtype is torch.float64:
         of_g = arithmetic * (g.abs() + grad.abs())
+    else:
+        of_g = unit * g.abs() + (activation.arithmetic_error + arithmetic) * grad.double().abs()
     of_bias = total(of_g + arithmetic * g.abs())
     of_weight = wide_rstd * total((of_g + arithmetic * g.abs()) * centered.abs())
     of_correction = (centered.abs() * wide_rstd * of_weight + of_bias) / elements
