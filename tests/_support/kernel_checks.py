@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -171,6 +172,19 @@ class Operand(Buffer):
         return super().guards_are_intact() and bool((gaps == GUARD_BYTE).all())
 
 
+@contextmanager
+def guarded(kernels: Kernels, buffers: Collection[Buffer]) -> Iterator[None]:
+    """Forbid accesses to the guards of buffers in a `with` block, then check the guards."""
+    guards = [guard for buffer in buffers for guard in buffer.guards]
+    for guard in guards:
+        kernels.poison(guard.data_ptr(), guard.numel())
+    yield
+    for guard in guards:
+        kernels.unpoison(guard.data_ptr(), guard.numel())
+    for buffer in buffers:
+        assert buffer.guards_are_intact()
+
+
 class LaunchPath(NamedTuple):
     access: int  # elements of an access, except in the rest at the end
     layout: str  # of a norm's affine, for accesses of several elements
@@ -200,34 +214,29 @@ def launch(
         for layout in ((part.tensor.shape, part.tensor.stride()) for part in affine)
     ]
     buffers = {id(buffer): buffer for buffer in (*operands, packed, *affine)}.values()
-    guards = [guard for buffer in buffers for guard in buffer.guards]
-    for guard in guards:
-        kernels.poison(guard.data_ptr(), guard.numel())
-    path = kernels.run(
-        case.name,
-        list(case.scalars.values()),
-        functor,
-        str(case.dtype).removeprefix("torch."),
-        [
-            operand.address - first_row * operand.tensor.stride(0) * operand.tensor.dtype.itemsize
-            for operand in operands
-        ],
-        packed.address - first_element // 8,
-        packed.data.numel() // bits if bits else 0,
-        bits,
-        [first_row + rows, *row],
-        [operand.tensor.stride() for operand in operands],
-        first_element,
-        [
-            part.address - first_row * strides[0] * part.tensor.dtype.itemsize
-            for part, strides in zip(affine, affine_strides, strict=True)
-        ],
-        affine_strides[::2],
-    )
-    for guard in guards:
-        kernels.unpoison(guard.data_ptr(), guard.numel())
-    for buffer in buffers:
-        assert buffer.guards_are_intact()
+    with guarded(kernels, buffers):
+        path = kernels.run(
+            case.name,
+            list(case.scalars.values()),
+            functor,
+            str(case.dtype).removeprefix("torch."),
+            [
+                operand.address
+                - first_row * operand.tensor.stride(0) * operand.tensor.dtype.itemsize
+                for operand in operands
+            ],
+            packed.address - first_element // 8,
+            packed.data.numel() // bits if bits else 0,
+            bits,
+            [first_row + rows, *row],
+            [operand.tensor.stride() for operand in operands],
+            first_element,
+            [
+                part.address - first_row * strides[0] * part.tensor.dtype.itemsize
+                for part, strides in zip(affine, affine_strides, strict=True)
+            ],
+            affine_strides[::2],
+        )
     return LaunchPath(*path)
 
 
@@ -546,20 +555,15 @@ def check_batch_norm(
     launch(kernels, case, "Normalize", [z, x], affine=[scale, shift])
 
     inputs = [buffer.data.clone() for buffer in buffers[1:7]]
-    guards = [guard for buffer in buffers for guard in buffer.guards]
-    for guard in guards:
-        kernels.poison(guard.data_ptr(), guard.numel())
-    access = kernels.run_batch_norm(
-        case.name,
-        list(case.scalars.values()),
-        str(dtype).removeprefix("torch."),
-        [buffer.address for buffer in buffers],
-        layout,
-        pieces,
-    )
-    for guard in guards:
-        kernels.unpoison(guard.data_ptr(), guard.numel())
-    assert all(buffer.guards_are_intact() for buffer in buffers)
+    with guarded(kernels, buffers):
+        access = kernels.run_batch_norm(
+            case.name,
+            list(case.scalars.values()),
+            str(dtype).removeprefix("torch."),
+            [buffer.address for buffer in buffers],
+            layout,
+            pieces,
+        )
     for buffer, data in zip(buffers[1:7], inputs, strict=True):
         assert torch.equal(buffer.data, data)
 
