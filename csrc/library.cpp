@@ -54,5 +54,6 @@ PyMODINIT_FUNC PyInit__C() {
     Py_DECREF(numbers);
   });
   PyModule_AddObject(module, "activations", activations);
+  PyModule_AddObject(module, "calls", python_calls_dict());
   return module;
 }

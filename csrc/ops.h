@@ -73,9 +73,11 @@ Tensor norm_affine(std::optional<Tensor> rstd, std::optional<Tensor> mean,
   int64_t channels = 1;
   for (size_t d = 1; d < shape.size(); ++d) channels *= shape[d];
   const int64_t num_weights = weight ? weight->numel() : 1, num_biases = bias ? bias->numel() : 1;
-  bool fits = !shape.empty() && shape[0] == 2 && channels_per_group > 0 && num_weights > 0 &&
-              num_biases > 0 && channels % channels_per_group == 0 && channels % num_weights == 0 &&
-              channels % num_biases == 0;
+  const auto divides = [&](int64_t count) {
+    return count > 0 ? channels % count == 0 : channels == 0;
+  };
+  bool fits = !shape.empty() && shape[0] == 2 && channels_per_group > 0 &&
+              divides(channels_per_group) && divides(num_weights) && divides(num_biases);
   for (const Tensor* vector : {vectors[0], vectors[1]})
     fits = fits && (!vector || vector->numel() == channels / channels_per_group);
   for (const Tensor* vector : vectors)
@@ -218,8 +220,8 @@ std::tuple<Tensor, Tensor, Tensor> differentiate_batch_norm(const char* op, Tens
   }
   const int64_t channels = layout->channels, pieces = Device::pieces_of(*layout, x);
   const Tensor grad_x = empty_in_order(x, dim_order);
-  const Tensor correction = empty_contiguous(mean, 2, channels);
-  const Tensor partial_sums = empty_contiguous(mean, 2, pieces, channels);
+  // The corrections and the partial sums of the two gradients.
+  const Tensor workspace = empty_contiguous(mean, 2 * (1 + pieces), channels);
   const Tensor grad_weight = empty_contiguous(mean, channels);
   const Tensor grad_bias = empty_contiguous(mean, channels);
   const AffineTensors affine{&channel_affine, nullptr};
@@ -231,11 +233,11 @@ std::tuple<Tensor, Tensor, Tensor> differentiate_batch_norm(const char* op, Tens
     const BatchNormBackward<C> norm{*layout,
                                     read(mean),
                                     read(rstd),
-                                    write(correction),
-                                    write(correction) + channels,
+                                    write(workspace),
+                                    write(workspace) + channels,
                                     write(grad_weight),
                                     write(grad_bias),
-                                    write(partial_sums),
+                                    write(workspace) + 2 * channels,
                                     pieces};
     using Functor = std::remove_const_t<decltype(functor)>;
     with_operands<Functor>(op, grad_x, {&grad, &x}, nullptr, dim_order, &affine,

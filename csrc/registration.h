@@ -46,6 +46,7 @@
 #include <string>
 
 #include "ops.h"
+#include "python_calls.h"
 
 namespace inplace_ops {
 
@@ -94,10 +95,17 @@ void define_ops(Library& m, Entry<Activation> entry) {
   }
 }
 
+// Registers a function for an op.
+template <auto function>
+void implement(Library& m, const std::string& op) {
+  m.impl(op.c_str(), TORCH_BOX(function));
+  add_python_call<function>(op);
+}
+
 template <class OpSet, template <class, class> class Forward>
 void register_save_ops(Library& m, const std::string& op) {
-  m.impl((op + "_").c_str(), TORCH_BOX((&OpSet::template save_in_place<Forward>)));
-  m.impl(op.c_str(), TORCH_BOX((&OpSet::template save_out_of_place<Forward>)));
+  implement<&OpSet::template save_in_place<Forward>>(m, op + "_");
+  implement<&OpSet::template save_out_of_place<Forward>>(m, op);
 }
 
 template <class Device, template <class> class Activation>
@@ -108,10 +116,10 @@ void register_forward(Library& m, Entry<Activation> entry) {
   using OpSet = OpsOf<Device, Activation>;
   const std::string name = entry.name;
   if constexpr (Activation<float>::kKind == Kind::kPiecewiseLinear) {
-    m.impl((name + "_").c_str(), TORCH_BOX((&OpSet::template in_place<ForwardMask>)));
+    implement<&OpSet::template in_place<ForwardMask>>(m, name + "_");
     register_save_ops<OpSet, ForwardMask>(m, name + "_save_mask");
   } else {
-    m.impl((name + "_").c_str(), TORCH_BOX((&OpSet::template in_place<ForwardOutput>)));
+    implement<&OpSet::template in_place<ForwardOutput>>(m, name + "_");
     register_save_ops<OpSet, ForwardOutput>(m, name + "_save_output");
     register_save_ops<OpSet, ForwardDerivative>(m, name + "_save_derivative");
   }
@@ -122,11 +130,11 @@ void register_backward(Library& m, Entry<Activation> entry) {
   using OpSet = OpsOf<Device, Activation>;
   const std::string name = entry.name;
   if constexpr (Activation<float>::kKind == Kind::kPiecewiseLinear) {
-    m.impl((name + "_backward_mask").c_str(), TORCH_BOX((&OpSet::backward_mask)));
-    m.impl((name + "_backward_output").c_str(), TORCH_BOX((&OpSet::backward_mask_of_output)));
+    implement<&OpSet::backward_mask>(m, name + "_backward_mask");
+    implement<&OpSet::backward_mask_of_output>(m, name + "_backward_output");
   } else {
-    m.impl((name + "_backward_output").c_str(), TORCH_BOX((&OpSet::backward_output)));
-    m.impl((name + "_backward_derivative").c_str(), TORCH_BOX((&OpSet::backward_derivative)));
+    implement<&OpSet::backward_output>(m, name + "_backward_output");
+    implement<&OpSet::backward_derivative>(m, name + "_backward_derivative");
   }
 }
 
@@ -135,7 +143,7 @@ void register_double_backward(Library& m, Entry<Activation> entry) {
   if constexpr (Activation<float>::kKind == Kind::kSmooth) {
     using OpSet = OpsOf<Device, Activation>;
     const std::string name = entry.name;
-    m.impl((name + "_double_backward").c_str(), TORCH_BOX((&OpSet::double_backward)));
+    implement<&OpSet::double_backward>(m, name + "_double_backward");
   }
 }
 
@@ -143,9 +151,9 @@ template <class Device, template <class> class Activation>
 void register_recompute(Library& m, Entry<Activation> entry) {
   using OpSet = OpsOf<Device, Activation>;
   const std::string name = entry.name;
-  m.impl((name + "_recompute").c_str(), TORCH_BOX((&OpSet::recompute)));
-  m.impl((name + "_backward_recompute").c_str(), TORCH_BOX((&OpSet::backward_recompute)));
-  m.impl((name + "_backward_batch_norm").c_str(), TORCH_BOX((&OpSet::backward_batch_norm)));
+  implement<&OpSet::recompute>(m, name + "_recompute");
+  implement<&OpSet::backward_recompute>(m, name + "_backward_recompute");
+  implement<&OpSet::backward_batch_norm>(m, name + "_backward_batch_norm");
 }
 
 inline void define_all_ops(Library& m) {
@@ -177,10 +185,10 @@ void register_all_double_backward(Library& m) {
 
 template <class Device>
 void register_all_recompute(Library& m) {
-  m.impl("norm_affine", TORCH_BOX((&norm_affine<Device>)));
-  m.impl("normalize", TORCH_BOX((&normalize<Device>)));
-  m.impl("normalize_add", TORCH_BOX((&normalize_add<Device>)));
-  m.impl("normalize_add_relu", TORCH_BOX((&normalize_add_relu<Device>)));
+  implement<&norm_affine<Device>>(m, "norm_affine");
+  implement<&normalize<Device>>(m, "normalize");
+  implement<&normalize_add<Device>>(m, "normalize_add");
+  implement<&normalize_add_relu<Device>>(m, "normalize_add_relu");
   for_each_activation([&](auto entry) { register_recompute<Device>(m, entry); });
 }
 

@@ -1,4 +1,5 @@
-from typing import Literal, TypedDict
+from collections.abc import Callable
+from typing import Any, Literal, TypedDict
 
 class _Numbers(TypedDict):
     default_bits: dict[Literal["mask", "output", "derivative"], dict[str, int]]
@@ -6,3 +7,4 @@ class _Numbers(TypedDict):
 
 activations: dict[str, _Numbers]
 built_with_torch: str
+calls: dict[str, Callable[..., Any]]

@@ -1,2 +1,6 @@
+from collections.abc import Callable
+from typing import Any
+
+calls: dict[str, Callable[..., Any]]
 cuda_version: int
 cuda_architectures: str

@@ -6,7 +6,7 @@ knowledge: `inplace_ops.autograd` wraps the ops in Functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,11 +14,17 @@ from torch import Tensor
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from ._torch_private import (
+    DispatchKey,
+    DispatchKeySet,
     OpOverload,
     check,
+    dispatch_keys,
     is_functorch_wrapped_tensor,
     is_legacy_batchedtensor,
+    keyword_defaults,
+    len_torch_dispatch_stack,
     op_name,
+    profiler_is_running,
 )
 
 try:
@@ -63,6 +69,64 @@ class OpArgs(NamedTuple):
     scalars: tuple[float, ...]
 
 
+class Call:
+    """Calls an op, without PyTorch's dispatcher where that makes no difference.
+
+    For a small tensor the dispatcher takes longer than the kernel. From torch 2.14 on, the library
+    has functions that take an op's arguments from Python and do the same: see
+    `csrc/python_calls.h`. They serve ordinary tensors, while nothing else sees the op: neither a
+    dispatch mode, nor a compiler, nor the profiler.
+
+    Attributes:
+        op: The op.
+    """
+
+    __slots__ = ("_functions", "_keyword_defaults", "op")
+
+    def __init__(self, op: Op) -> None:
+        self.op = op
+        self._functions = {
+            keys: functions[op_name(op)]
+            for keys, functions in _functions_by_keys.items()
+            if functions
+        }
+        self._keyword_defaults = keyword_defaults(op)
+
+    def __call__(self, x: Tensor | None, *arguments: Any) -> Any:
+        """Return `op(x, *arguments)`.
+
+        If the first tensor is ordinary, the others must be too, or subclasses of Tensor.
+        """
+        if (
+            torch.compiler.is_dynamo_compiling()
+            or len_torch_dispatch_stack()
+            or profiler_is_running()
+        ):
+            return self.op(x, *arguments)
+        like: Any = x if x is not None else next(a for a in arguments if a is not None)
+        function = self._functions.get(dispatch_keys(like).raw_repr(), _not_implemented)
+        result = function(x, *arguments, *self._keyword_defaults)
+        return self.op(x, *arguments) if result is NotImplemented else result
+
+
+def _not_implemented(*_: Any) -> Any:
+    return NotImplemented
+
+
+def _keys_of(device: str) -> Iterator[int]:
+    """Return the sets of dispatch keys of a device's ordinary tensors, in and out of inference."""
+    keys = DispatchKeySet(getattr(DispatchKey, device))
+    keys = keys.add(getattr(DispatchKey, f"Autocast{device}"))
+    yield keys.raw_repr()
+    keys = keys.add(getattr(DispatchKey, f"Autograd{device}"))
+    yield keys.add(DispatchKey.ADInplaceOrView).raw_repr()
+
+
+_functions_by_keys = dict.fromkeys(_keys_of("CPU"), _C.calls)
+if cuda_version is not None:
+    _functions_by_keys |= dict.fromkeys(_keys_of("CUDA"), _C_cuda.calls)
+
+
 class Ops:
     """The compiled ops of one activation: see `csrc/registration.h` for their schemas.
 
@@ -81,6 +145,8 @@ class Ops:
         backward_batch_norm: Computes the gradients of the input, the weight and the bias of a batch
             norm in training from that of the activation of its output: see `csrc/batch_norm.h`.
         double_backward: Computes the term of the second derivative; None if that is zero.
+        call_in_place, call_save_in_place, call_backward, call_recompute, call_backward_batch_norm:
+            Call these ops.
     """
 
     def __init__(self, name: str) -> None:
@@ -104,11 +170,18 @@ class Ops:
         self.recompute = op("_recompute")
         self.backward_batch_norm = op("_backward_batch_norm")
         self.double_backward = op("_double_backward") if "derivative" in packing else None
+        self.call_in_place = Call(self.in_place)
+        self.call_save_in_place = {save: Call(op) for save, op in self.save_in_place.items()}
+        self.call_backward = {save: Call(op) for save, op in self.backward.items()}
+        self.call_recompute = Call(self.recompute)
+        self.call_backward_batch_norm = Call(self.backward_batch_norm)
 
 
 ALL = {name: Ops(name) for name in _C.activations}
 NORM_AFFINE: Op = torch.ops.inplace_ops.norm_affine.default  # a norm's scale and shift
+CALL_NORM_AFFINE = Call(NORM_AFFINE)
 NORMALIZE: Op = torch.ops.inplace_ops.normalize.default  # a norm's output, like `Ops.recompute`
+CALL_NORMALIZE = Call(NORMALIZE)
 NORMALIZE_ADD: Op = torch.ops.inplace_ops.normalize_add.default  # a norm's output plus a tensor
 NORMALIZE_ADD_RELU: Op = torch.ops.inplace_ops.normalize_add_relu.default  # ReLU of the sum
 DTYPES = tuple(ALL["relu"].default_bits["mask"])
@@ -173,6 +246,9 @@ def in_order(x: Tensor, dim_order: DimOrder) -> Tensor:
 def is_batched(x: Tensor) -> bool:
     """Whether the tensor is a batch of tensors, made by vmap or by `is_grads_batched=True`."""
     return is_functorch_wrapped_tensor(x) or is_legacy_batchedtensor(x)
+
+
+AFFINE_DTYPES = (torch.float32, torch.float64)
 
 
 def affine_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -59,6 +59,11 @@ check = torch._check
 
 # The set of a tensor's dispatch keys, of which `raw_repr()` is a number.
 dispatch_keys = torch._C._dispatch_keys
+DispatchKey = torch._C.DispatchKey
+DispatchKeySet = torch._C.DispatchKeySet
+
+# The number of dispatch modes that see this thread's operations.
+len_torch_dispatch_stack: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 # The base classes of batch and instance norms of all dimensions.
 BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -136,14 +141,9 @@ def running_node() -> Node:
     return torch._C._current_autograd_node()
 
 
-def running_pass() -> int:
-    """Return the id of the backward pass that is running; `NO_PASS` outside of backward.
-
-    Every pass has another id.
-    """
-    return torch._C._current_graph_task_id()
-
-
+# Return the id of the backward pass that is running; `NO_PASS` outside of backward. Every pass has
+# another id.
+running_pass: Callable[[], int] = torch._C._current_graph_task_id
 NO_PASS = -1
 
 
@@ -171,6 +171,21 @@ def has_torch_dispatch(tensor: Tensor) -> bool:
 def is_functional_or_zero(tensor: Tensor) -> bool:
     """Whether the tensor is wrapped by functionalization, or is a ZeroTensor."""
     return torch._is_functional_tensor(tensor) or tensor._is_zerotensor()
+
+
+class WeakTensor(weakref.ref[Tensor]):
+    """A weak reference to a tensor, like `torch.utils.weak.TensorWeakRef`, which takes longer.
+
+    A tensor that outlives its Python object gets another one, for which the reference still holds.
+    """
+
+    __slots__ = ()
+
+    def __call__(self) -> Tensor | None:
+        tensor = super().__call__()
+        if tensor is not None:
+            tensor._fix_weakref()  # type: ignore[attr-defined]
+        return tensor
 
 
 def elements_share_memory(tensor: Tensor) -> bool:
@@ -272,9 +287,13 @@ def has_activation_memory_budget() -> bool:
     return torch._functorch.config.activation_memory_budget < 1
 
 
-def profiler_is_running() -> bool:
-    """Whether PyTorch's profiler is running: another one cannot be started."""
-    return torch._C._autograd._profiler_enabled()
+# Whether PyTorch's profiler is running: another one cannot be started.
+profiler_is_running: Callable[[], bool] = torch._C._autograd._profiler_enabled
+
+
+def keyword_defaults(op: OpOverload) -> tuple[Any, ...]:
+    """Return the default values of an op's keyword-only arguments."""
+    return tuple(a.default_value for a in op._schema.arguments if a.kwarg_only)
 
 
 def op_name(op: OpOverload) -> str:

@@ -62,7 +62,7 @@ from .activations import ACTIVATIONS, Activation, Save
 
 
 def run_backward(
-    op: _ops.Op,
+    op: _ops.Call,
     grad: Tensor,
     *saved: Any,
     differentiable: Callable[..., Tensor] | None = None,
@@ -83,7 +83,7 @@ def run_backward(
 
 
 def _run_transformed(
-    differentiable: Callable[..., Tensor], op: _ops.Op, grad: Tensor, *saved: Any
+    differentiable: Callable[..., Tensor], op: _ops.Call, grad: Tensor, *saved: Any
 ) -> Tensor:
     def run(grad: Tensor) -> Tensor:
         return differentiable(grad, op, *saved) if is_grad_enabled() else op(grad, *saved)
@@ -107,7 +107,7 @@ class _Linear(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(grad: Tensor, op: _ops.Op, saved: Tensor, *rest: Any) -> Tensor:
+    def forward(grad: Tensor, op: _ops.Call, saved: Tensor, *rest: Any) -> Tensor:
         return op(grad, saved, *rest)
 
     @staticmethod
@@ -269,11 +269,11 @@ class _InPlaceFunction(Function):
     def forward(cls, ctx: Any, x: Tensor, bits: int, op_args: OpArgs) -> Tensor:
         packed = None
         if bits:
-            packed = cls.activation.ops.save_in_place[cls.save_modes[0]](
+            packed = cls.activation.ops.call_save_in_place[cls.save_modes[0]](
                 x, bits, op_args.dim_order, *op_args.scalars
             )
         else:
-            cls.activation.ops.in_place(x, op_args.dim_order, *op_args.scalars)
+            cls.activation.ops.call_in_place(x, op_args.dim_order, *op_args.scalars)
         ctx.mark_dirty(x)
         ctx.set_materialize_grads(False)
         cls.save_tensors(ctx, x, packed, op_args)
@@ -284,13 +284,13 @@ class _InPlaceFunction(Function):
         """Save the output, the packed bits or both, whichever backward needs, and choose its op."""
         ctx.function, ctx.op_args = cls, op_args
         if packed is None:
-            ctx.op = cls.activation.ops.backward["output"]
+            ctx.op = cls.activation.ops.call_backward["output"]
             ctx.save_for_backward(output)
         elif cls.saves_output_and_bits:
-            ctx.op = cls.activation.ops.backward["output"]
+            ctx.op = cls.activation.ops.call_backward["output"]
             ctx.save_for_backward(output, packed)
         else:
-            ctx.op = cls.activation.ops.backward[cls.save_modes[0]]
+            ctx.op = cls.activation.ops.call_backward[cls.save_modes[0]]
             ctx.save_for_backward(packed)
 
     @staticmethod
@@ -313,7 +313,7 @@ class _InPlaceFunction(Function):
         return gradient, None, None
 
     @classmethod
-    def differentiable(cls, grad: Tensor, op: _ops.Op, *saved: Any) -> Tensor:
+    def differentiable(cls, grad: Tensor, op: _ops.Call, *saved: Any) -> Tensor:
         """Compute `op(grad, *saved)` so that the result can be differentiated."""
         return _Linear.apply(grad, op, *saved)
 
@@ -342,7 +342,7 @@ class OutputFunction(_InPlaceFunction):
     saves_output_and_bits = True
 
     @classmethod
-    def differentiable(cls, grad: Tensor, op: _ops.Op, *saved: Any) -> Tensor:
+    def differentiable(cls, grad: Tensor, op: _ops.Call, *saved: Any) -> Tensor:
         return _OutputBackward.apply(grad, *saved, cls.activation)
 
     @classmethod
@@ -362,7 +362,7 @@ class DerivativeFunction(_InPlaceFunction):
     save_modes = ("derivative",)
 
     @classmethod
-    def differentiable(cls, grad: Tensor, op: _ops.Op, *saved: Any) -> Tensor:
+    def differentiable(cls, grad: Tensor, op: _ops.Call, *saved: Any) -> Tensor:
         # Raises even if grad has no graph: no saved tensor leads a second derivative to x.
         raise RuntimeError(
             f'{cls.activation.function}(x, save="derivative") saves only the first derivative and '

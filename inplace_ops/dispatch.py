@@ -162,7 +162,7 @@ def _without_grad(activation: Activation, input: Tensor, arguments: tuple[Any, .
     name = activation.function
     part = input if type(input) is Tensor else _local_part(input, name)
     try:
-        activation.ops.in_place(part, _ops.dim_order_of(part), *arguments)
+        activation.ops.call_in_place(part, _ops.dim_order_of(part), *arguments)
     except NotImplementedError as error:
         raise _ops.unsupported(name, input) from error
     except RuntimeError:
@@ -213,7 +213,7 @@ def _after_norm(
     op_args = _ops.OpArgs(_ops.dim_order_of(norm.output), arguments)
 
     def in_place(z: Tensor) -> Tensor:
-        activation.ops.in_place(z, op_args.dim_order, *arguments)
+        activation.ops.call_in_place(z, op_args.dim_order, *arguments)
         return z
 
     try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -68,46 +68,79 @@ def activation_of(module: nn.Module) -> ActivationCall | None:
     number, or if PyTorch's module or function is replaced.
     """
     cls: Any = type(module)
-    candidates, forward = _candidates(cls)
-    for activation in candidates:
-        if not _has_attributes(module, activation, with_variant=len(candidates) > 1):
+    for candidate in _candidates(cls):
+        if not all(is_met(module) for is_met in candidate.conditions):
             continue
+        activation = candidate.activation
+        base, name = activation.torch_module, candidate.torch_name
+        is_original = (
+            cls.forward is candidate.forward
+            and base.forward is _FORWARDS[base]
+            and getattr(F, name) is _FUNCTIONS[activation]
+        )
+        if not is_original:
+            return None
+        if not activation.scalars:
+            return candidate.without_scalars
         scalars = tuple(getattr(module, name) for name in activation.scalars)
-        is_supported = all(isinstance(s, Real) for s in scalars)
-        is_original = cls.forward is forward and _is_original(activation)
-        return ActivationCall(activation, scalars) if is_supported and is_original else None
+        return ActivationCall(activation, scalars) if all(map(_is_number, scalars)) else None
     return None
 
 
-def _has_attributes(module: nn.Module, activation: Activation, with_variant: bool) -> bool:
-    numbers = ((getattr(module, name, None), n) for name, n in activation.constants.items())
-    if not all(isinstance(value, Real) and value == number for value, number in numbers):
-        return False
-    variant = activation.variant.items() if with_variant else ()
-    return all(getattr(module, name) == value for name, value in variant)
+class _Candidate(NamedTuple):
+    """An activation that modules of a class may compute.
 
+    Attributes:
+        activation: The activation.
+        torch_name: The name of PyTorch's function.
+        forward: The forward of the class.
+        conditions: What a module must meet to compute this activation.
+        without_scalars: The call if the activation has no scalar arguments.
+    """
 
-def _is_original(activation: Activation) -> bool:
-    base = activation.torch_module
-    is_original = base.forward is _FORWARDS[base]
-    return is_original and getattr(F, activation.torch_name) is _FUNCTIONS[activation]
-
-
-class _Candidates(NamedTuple):
-    """The activations that a class may compute, and its forward."""
-
-    activations: tuple[Activation, ...]
+    activation: Activation
+    torch_name: str
     forward: Callable[..., Any]
+    conditions: tuple[Callable[[nn.Module], bool], ...]
+    without_scalars: ActivationCall
 
 
 @cache
-def _candidates(cls: type[nn.Module]) -> _Candidates:
+def _candidates(cls: type[nn.Module]) -> tuple[_Candidate, ...]:
     known = _BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}")
-    if known is not None:
-        return _Candidates((known,), cls.forward)
     base = _base_of(cls)
-    activations = (activation for activation in ACTIVATIONS if activation.torch_module is base)
-    return _Candidates(tuple(activations), cls.forward)
+    activations = [known] if known else [a for a in ACTIVATIONS if a.torch_module is base]
+    return tuple(
+        _Candidate(
+            activation,
+            activation.torch_name,
+            cls.forward,
+            tuple(_conditions(activation, with_variant=len(activations) > 1)),
+            ActivationCall(activation, ()),
+        )
+        for activation in activations
+    )
+
+
+def _conditions(activation: Activation, with_variant: bool) -> Iterator[Callable[[Any], bool]]:
+    for name, number in activation.constants.items():
+        yield partial(_has_number, name, number)
+    if with_variant:
+        for name, value in activation.variant.items():
+            yield partial(_has_value, name, value)
+
+
+def _has_number(name: str, number: float, module: nn.Module) -> bool:
+    value = getattr(module, name, None)
+    return _is_number(value) and value == number
+
+
+def _has_value(name: str, value: str, module: nn.Module) -> bool:
+    return bool(getattr(module, name) == value)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or isinstance(value, Real)  # the latter is slow
 
 
 def _base_of(cls: type[nn.Module]) -> type[nn.Module]:

@@ -16,9 +16,10 @@ and nothing else:
    its class and gets a `forward` attribute that runs the engine. A model that is itself an
    activation gets only the activation's `forward`, and never runs the engine: it has one node.
 4. A norm, or a module without inner modules that is not PyTorch's and so may be a norm, gets a
-   forward pre-hook and a forward hook. They record the versions of its weight and bias, and take a
-   note of its output. In a module that is not PyTorch's they may also take notes of the tensors
-   inside: see `recompute/notes.py`.
+   forward hook. It takes a note of the output, and records the norm's weight and bias where the
+   node does not lead to them. A module that is not PyTorch's also gets a forward pre-hook: the two
+   may take notes of the tensors inside, see `recompute/notes.py`. Before torch 2.14 all of them get
+   a forward pre-hook, which records the versions of weight and bias.
 5. An activation without a `forward` attribute gets one: see `recompute/fused.py`.
 6. Any other module that is not PyTorch's, pooling and `nn.Identity` get a forward hook that takes a
    note of the output. Before torch 2.14 all other modules that may create nodes get it, and it
@@ -242,7 +243,8 @@ def _add_attachments(module: nn.Module, attachments: set[str]) -> None:
     missing = attachments - _attachments_of(module)
     if _NORM_HOOKS in missing:
         is_leaf = _is_leaf_of_others(module)
-        module.register_forward_pre_hook(_leaf_pre_hook if is_leaf else _norm_pre_hook)
+        if is_leaf or not engine_module.USE_CREATION_HOOK:
+            module.register_forward_pre_hook(_leaf_pre_hook if is_leaf else _norm_pre_hook)
         module.register_forward_hook(_norm_hook, prepend=True, always_call=is_leaf)
     if _OUTPUT_HOOK in missing:
         module.register_forward_hook(_output_hook, prepend=True)
@@ -408,7 +410,8 @@ def _leaf_pre_hook(module: nn.Module, args: Any) -> None:
     """Take notes inside a module that may be a norm, in addition."""
     engine = running_engine()
     if engine is not None:
-        engine.record_parameter_versions(module)
+        if not engine_module.USE_CREATION_HOOK:
+            engine.record_parameter_versions(module)
         engine.begin_notes(module, args)
 
 
@@ -416,9 +419,7 @@ def _norm_hook(module: nn.Module, args: Any, output: Any) -> None:
     """Note the output of a norm after its forward, or after an exception in it."""
     engine = running_engine()
     if engine is not None:
-        engine.end_notes(module)
-        engine.walk(output)
-        engine.note_module_output(module, output, _norm_hook_runs_first(module))
+        engine.finish_module(module, output, _norm_hook_runs_first)
 
 
 def _norm_hook_runs_first(module: nn.Module) -> bool:

@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
+from .._torch_private import WeakTensor
 from . import nodes
 from .nodes import Node
 from .operations import base_of
@@ -88,7 +88,7 @@ def specs_of_parts(
         for part in parts:
             # The record must not refer to a node: see NOTE [Metadata outlives backward].
             where = dim, part.start, part.length
-            slice_of = partial(_slice, TensorWeakRef(saved), saved._version, *where)
+            slice_of = partial(_slice, WeakTensor(saved), saved._version, *where)
             _offer(part, CopyOfOutput(slice_of, number), saved.dtype, stream)
         return None
     for position, part in enumerate(parts):
@@ -148,10 +148,10 @@ def _offer(
         return
     record = ensure_record(producer, stream)
     if record.stream is stream:
-        record.copies_of_output[index] = copy
+        record.copies_of_output = {**record.copies_of_output, index: copy}
 
 
-def _slice(saved: TensorWeakRef, version: int, dim: int, start: int, length: int) -> Leaf | None:
+def _slice(saved: WeakTensor, version: int, dim: int, start: int, length: int) -> Leaf | None:
     tensor = saved()
     if tensor is None or tensor._version != version:
         return None

@@ -61,9 +61,10 @@ NOTE [First use]
 A write through `.data`, NumPy or a storage changes neither the graph nor a version counter, so no
 proof detects it. Therefore the engine verifies each spec at its first use:
 
-1. `SpecKey` is the key of a spec: the number of nodes visited so far in the forward pass of the
-   outermost converted model, the types of the nodes, the field, the cost, and the saved tensor's
-   shape, dtype, strides and device.
+1. A spec's key is the number of nodes with a rule visited so far in the forward pass of the
+   outermost converted model, the types of the consumer's and the producer's nodes, the saved field,
+   the spec's cost, and the saved tensor's shape, dtype, strides and device. For a fused activation
+   it has the activation's name.
 2. At the first use of a key, the engine computes the spec and compares the value with the saved
    tensor: bit for bit if the spec is exact, else within its rounding.
 3. If they differ, tensors with that key are saved as PyTorch saves them from then on. The engine
@@ -102,12 +103,13 @@ from torch import Tensor, nn
 from .. import _ops
 from .._torch_private import (
     CAT,
-    LEAF_SEQUENCE_NUMBER,
     NO_PASS,
     TO_COPY,
     UNSAFE_SPLITS,
+    DisableTorchFunction,
     has_backward_hooks,
     running_pass,
+    set_grad_enabled,
     storage_id,
     tree_leaves,
 )
@@ -125,6 +127,7 @@ from .operations import (
     Argument,
     Operation,
     Output,
+    OutputRule,
     base_of,
 )
 from .rewrites import Bits, Mask, Memories, Shape
@@ -141,8 +144,8 @@ from .specs import (
 )
 from .versions import (
     COPY_LIMIT,
+    KEY,
     Record,
-    attach_record,
     cloned_input,
     ensure_record,
     prove_late,
@@ -175,26 +178,8 @@ _MAX_ALIASES = 64  # nodes that `_shares_memory_with_leaf` visits
 _engines = itertools.count()
 
 
-class SpecKey(NamedTuple):
-    """The key that distinguishes a spec from all others of a model: see NOTE [First use].
-
-    Attributes:
-        ordinal: The number of nodes with a rule that the engine has visited so far in the forward
-            pass.
-        context: The types of the consumer's and the producer's nodes, the saved field, and the
-            spec's cost; for a fused activation its name.
-        shape: The saved tensor's shape.
-        dtype: The saved tensor's dtype.
-        stride: The saved tensor's strides.
-        device: The saved tensor's device.
-    """
-
-    ordinal: int
-    context: tuple[Any, ...]
-    shape: torch.Size
-    dtype: torch.dtype
-    stride: tuple[int, ...]
-    device: torch.device
+# A spec's key distinguishes it from all others of a model: see NOTE [First use].
+SpecKey = tuple[Any, ...]
 
 
 class Settings:
@@ -282,9 +267,14 @@ USE_CREATION_HOOK = nodes.creation_hook is not None
 
 
 def _on_node_created(node: Node) -> None:
-    """Visit a new node with the running engine: the node creation hook."""
+    """Visit a new node with the running engine: the node creation hook.
+
+    PyTorch pops creation hooks in stack order. If a model's forward leaves a hook of its own open,
+    PyTorch pops that one instead of the engine's, which then stays active outside of the engine's
+    call, and together with the hook of the next call: every node is passed twice in a row.
+    """
     engine = _running.engine
-    if engine is not None and engine.is_first_visit(node):
+    if engine is not None:
         engine.visit(node)
 
 
@@ -321,7 +311,6 @@ class Engine:
     def __init__(self, settings: Settings, observer: Observer | None) -> None:
         self.settings = settings
         self.observer = observer
-        self._last: int | None = None  # the sequence number of the last node
         self._ordinal = 0
         self._first_number = next(_engines) * _MAX_NODES  # see NOTE [Shared values] in `specs.py`
         self._stream: Any = None  # the CUDA stream of the node that is being visited
@@ -339,48 +328,47 @@ class Engine:
         """The number of the next consumer: see NOTE [Shared values] in `specs.py`."""
         return self._first_number + self._ordinal + 1
 
-    def is_first_visit(self, node: Node) -> bool:
-        """Whether the creation hook passes this node for the first time.
-
-        PyTorch pops creation hooks in stack order. If a model's forward leaves a hook of its own
-        open, PyTorch pops that one instead of the engine's. The engine's hook then stays active
-        together with the hook of the next call, and every node is passed twice in a row.
-        """
-        number = nodes.sequence_number(node)
-        is_first_visit = number != self._last or number == LEAF_SEQUENCE_NUMBER
-        self._last = number
-        return is_first_visit
-
     def visit(self, node: Node) -> None:
-        """Replace a new node's saved tensors where possible.
+        """Replace a new node's saved tensors where possible, unless the node was visited before.
 
         The engine keeps no reference to the node.
         """
         try:
-            if self.observer is not None:
+            if self.observer is not None and KEY not in node.metadata:
                 self.observer.created(node)
-            operation = OPERATION_OF[type(node)]
+            node_type = type(node)
+            operation = OPERATION_OF[node_type]
             if operation is None:
-                if NEEDS_NO_RECORD[type(node)] is None:
-                    attach_record(node, None)
+                if NEEDS_NO_RECORD[node_type] is None:
+                    node.metadata.setdefault(KEY, None)
                 return
-            if nodes.is_transformed():
+            if KEY in node.metadata or nodes.is_transformed():
                 return
-            attach_record(node, None)
             if operation is _CAST and nodes.downcasts_autograd_leaf(node):
+                node.metadata[KEY] = None
                 return  # autocast's copy of a parameter
-            with nodes.no_graph():  # a node creation hook must not create nodes
-                self._replace_saved_tensors(node, operation)
+            with DisableTorchFunction():
+                set_grad_enabled(False)  # a node creation hook must not create nodes
+                try:
+                    self._replace_saved_tensors(node, operation)
+                finally:
+                    set_grad_enabled(True)
+            if self.observer is not None:
+                self._reason = ""  # its arguments may be nodes
         except Exception as error:
             self.warn_of(error, node)
 
-    @_contained
     def walk(self, value: Any) -> None:
-        """Visit the new nodes that tensors in `value` depend on.
+        """Visit the new nodes that tensors in `value` depend on, before torch 2.14.
 
         See NOTE [Where nodes come from].
         """
-        if USE_CREATION_HOOK or not torch.is_grad_enabled():
+        if not USE_CREATION_HOOK:
+            self._walk(value)
+
+    @_contained
+    def _walk(self, value: Any) -> None:
+        if not torch.is_grad_enabled():
             return
         tensors = [value] if isinstance(value, Tensor) else tree_leaves(value)
         pending = [t.grad_fn for t in tensors if isinstance(t, Tensor)]
@@ -401,8 +389,8 @@ class Engine:
             if clone is not None:  # no edge of the graph leads to its node
                 new_nodes[clone.grad_fn] = number - 0.5
         for node in sorted(new_nodes, key=new_nodes.__getitem__):
-            attach_record(node, None)
             self.visit(node)
+            node.metadata.setdefault(KEY, None)  # where later walks stop
 
     @_contained
     def stop_at(self, inputs: Any) -> None:
@@ -434,7 +422,7 @@ class Engine:
         node, index = base_of(tensor.grad_fn, tensor.output_nr)
         if node is None or index != 0 or not was_visited(node):
             return None
-        record = ensure_record(node, nodes.stream_of(node))
+        record = record_of(node) or ensure_record(node, nodes.stream_of(node))
         record.take_note(tensor)
         return record
 
@@ -444,7 +432,6 @@ class Engine:
         if self._noting.is_active or gains_from_notes(module, args):
             self._noting.begin(module, self._note_result)
 
-    @_contained
     def end_notes(self, module: nn.Module) -> None:
         """Take no more notes inside a module."""
         self._noting.end(module)
@@ -462,7 +449,7 @@ class Engine:
 
     @_contained
     def record_parameter_versions(self, module: nn.Module) -> None:
-        """Record the versions of a norm's weight and bias, because its node may not save them."""
+        """Record the versions of a norm's weight and bias, as the walk visits its node late."""
         next_number = nodes.next_sequence_number()
         for parameter in norms.registered_parameters(module):
             if parameter is not None and not parameter.is_inference():
@@ -471,28 +458,36 @@ class Engine:
                 )
 
     @_contained
-    def note_module_output(self, module: nn.Module, output: Any, is_first_hook: bool) -> None:
+    def finish_module(
+        self, module: nn.Module, output: Any, is_first_hook: Callable[[nn.Module], bool]
+    ) -> None:
         """Take a note of a module's output. Record the eps, weight and bias of a norm module.
 
         Args:
             module: The module.
             output: The value that the module returned.
-            is_first_hook: Whether no other forward hook has run since the module's forward. Such a
-                hook may have restored an eps or a bias, or may have replaced the module's output by
-                the output of another norm.
+            is_first_hook: Returns whether no other forward hook has run since the module's forward.
+                Such a hook may have restored an eps or a bias, or may have replaced the module's
+                output by the output of another norm.
         """
+        if self._noting.is_active:
+            self._noting.end(module)
+        self.walk(output)
         if not isinstance(output, Tensor) or output.grad_fn is None:
             return
-        with nodes.no_graph():
-            node, index = base_of(output.grad_fn, output.output_nr)
-            record = record_of(node) if node is not None and index == 0 else None
-            if record is None:
-                return
-            record.has_backward_hooks |= has_backward_hooks(module)
-            if not record.has_affine and norms.kind_of(node) is not None:
-                self._record_norm_module(module, node, record, output, is_first_hook)
-            if type(output) is Tensor:
-                record.take_note(output)
+        node, index = base_of(output.grad_fn, output.output_nr)
+        record = record_of(node) if node is not None and index == 0 else None
+        if record is None:
+            return
+        if has_backward_hooks(module):
+            record.has_backward_hooks = True
+        is_norm = norms.kind_of(node) is not None
+        if is_norm and not record.has_affine and output.nbytes >= MIN_BYTES:
+            with nodes.no_graph():
+                is_first = is_first_hook(module)
+                self._record_norm_module(module, node, record, output, is_first)
+        if type(output) is Tensor:
+            record.take_note(output)
 
     def _record_norm_module(
         self, module: nn.Module, node: Node, record: Record, output: Tensor, is_first_hook: bool
@@ -504,22 +499,19 @@ class Engine:
             return
         record.eps = norms.eps_of(module)
         if record.parameters is None and not record.has_affine:
+            # Nothing has run since the norm's operation, which is the last one of the forward.
             parameters = norms.parameters_of_module(node, module)
-            if parameters is not None and self._are_unmodified(parameters, node):
+            if parameters is not None:
                 record_parameters(node, record, parameters)
 
-    def _are_unmodified(self, parameters: Iterable[Tensor | None], node: Node) -> bool:
-        """Whether a norm's parameters are unmodified since its module's call began."""
-        number = nodes.sequence_number(node)
-        for parameter in parameters:
-            if parameter is None:
-                continue
-            recorded = self._parameter_versions.get(id(parameter))
-            if recorded is None or number < recorded.next_number:
-                return False
-            if parameter.is_inference() or parameter._version != recorded.version:
-                return False
-        return True
+    def _is_unmodified(self, parameter: Tensor | None, node: Node) -> bool:
+        """Whether a norm's parameter is unmodified since its module's call began."""
+        if parameter is None:
+            return True
+        recorded = self._parameter_versions.get(id(parameter))
+        if recorded is None or nodes.sequence_number(node) < recorded.next_number:
+            return False
+        return not parameter.is_inference() and parameter._version == recorded.version
 
     def warn_of(self, error: Exception, node: Node = None) -> None:
         """Warn of an error inside the engine, at a node if one is given."""
@@ -533,21 +525,20 @@ class Engine:
 
     def _replace_saved_tensors(self, node: Node, operation: Operation) -> None:
         self._ordinal += 1
-        self._stream = nodes.stream_of(node)
-        record = None
-        if operation.output is not None or operation.saved_output:
-            record = self._make_record(node, operation)
-            if record is not None:
-                record.stream = self._stream
-                attach_record(node, record)
-                if record.copies or operation.output == "norm":
-                    self._copying.append(weakref.ref(record))
+        self._stream = stream = nodes.stream_of(node)
+        record, output = Record(stream), operation.output
+        node.metadata[KEY] = None  # if filling in the record fails
+        if output is not None:
+            self._fill_record(node, record, operation, output)
+        node.metadata[KEY] = record
         for field in operation.reads:
-            self._replace_input(node, field)
+            self._replace_input(node, record, field)
+        if not operation.has_rewrites:
+            return
         for field in operation.reads_exact:
             if nodes.saves_one_tensor(node, field):
-                self._replace_input(node, field, exact=True)
-        if record is not None and operation.result:
+                self._replace_input(node, record, field, exact=True)
+        if operation.result:
             self._replace_result(node, operation, record)
         if operation.indices:
             self._replace_indices(node, operation)
@@ -560,66 +551,66 @@ class Engine:
         if operation.reads_no_values:
             for producer, index in nodes.producers(node):
                 self._replace_by_mask(*base_of(producer, index))
-        if self.observer is not None:
-            self._reason = ""  # its arguments may be nodes
 
-    def _make_record(self, node: Node, operation: Operation) -> Record | None:
-        output = operation.output
-        if output is None:
-            return Record()
-        if output == "activation after a norm":
-            return Record(node.output_version)
-        if output == "norm":
-            record = Record()
-            if not nodes.has_hooks(node, "input"):
-                parameters = norms.parameters_of(node)
-                # The walk visits a node late, when its bias may have been modified. If the node
-                # saves the bias, autograd checks its version.
-                is_proved = USE_CREATION_HOOK or norms.node_determines_bias(node)
-                if parameters is not None and (
-                    is_proved or self._are_unmodified((parameters.bias,), node)
-                ):
-                    record_parameters(node, record, parameters)
-            return record
-        assert isinstance(output, Output)
-        record = record_output(node, output, operation.result)
-        for field in output.inputs:
-            saved = None if field is None else nodes.saved_tensor(node, field)
-            if field is not None and saved is not None and not _is_activation(saved):
-                usable = nodes.is_plain(saved) and nodes.has_storage(saved)
-                if usable and saved.nbytes <= min(COPY_LIMIT, nodes.output_bytes(node, 0) - 1):
-                    record.copies[field] = _copy_of(saved)
-        return record
+    def _fill_record(
+        self, node: Node, record: Record, operation: Operation, output: OutputRule
+    ) -> None:
+        """Record what a spec of an operation's output needs, and what may not last until then."""
+        if isinstance(output, Output):
+            record_output(node, record, output, operation.result)
+            copies = {
+                field: _copy_of(saved)
+                for field in output.inputs
+                if field is not None and (saved := _small_constant(node, field)) is not None
+            }
+            if copies:
+                record.copies = copies
+                self._copying.append(weakref.ref(record))
+        elif output == "norm":
+            self._copying.append(weakref.ref(record))
+            x = nodes.saved_tensor(node, "input")
+            if x is None or x.nbytes < MIN_BYTES:
+                return
+            parameters = norms.parameters_of(node)
+            # The walk visits a node late, when its bias may have been modified. If the node saves
+            # the bias, autograd checks its version.
+            is_proved = USE_CREATION_HOOK or norms.node_determines_bias(node)
+            if parameters is not None and (is_proved or self._is_unmodified(parameters.bias, node)):
+                record_parameters(node, record, parameters)
+        else:
+            record.version = node.output_version
 
-    def _replace_input(self, node: Node, field: str, exact: bool = False) -> None:
+    def _replace_input(
+        self, node: Node, own_record: Record, field: str, exact: bool = False
+    ) -> None:
         """Replace an input that a node saves by a spec, if there is one.
 
         Args:
             node: The node.
+            own_record: Its record.
             field: The field of the saved input.
             exact: Whether the spec must be exact.
         """
         saved = nodes.saved_tensor(node, field)
         producer = None if saved is None else saved.grad_fn
-        if saved is None or producer in (None, node):
+        if saved is None or producer is None or producer is node:
             return
         if not nodes.is_plain(saved):
             return self._report_unchanged(node, field, reasons.NOT_PLAIN)
         if saved.nbytes < MIN_BYTES:
             return
-        index = saved.output_nr
-        base, base_index = base_of(producer, index)
-        if base is None or not was_visited(base):  # for example a parameter
+        base, base_index = base_of(producer, saved.output_nr)
+        if base is None or KEY not in base.metadata:  # for example a parameter
             return self._report_unchanged(node, field, reasons.output_of, base)
-        record = ensure_record(base, self._stream)
+        record = base.metadata[KEY] or ensure_record(base, self._stream)
         if record.stream is not self._stream:
             return self._report_unchanged(node, field, reasons.OTHER_STREAM)
+        is_itself = nodes.saves_itself(node, field)
         if base_index == 0:
-            if saved_output_of(base, record) is not None:  # an earlier consumer saves it
+            if record.saver is not None and saved_output_of(base, record) is not None:
                 return self._report_unchanged(node, field, reasons.SAVED_ANYWAY)
             # In backward an operation reads what hooks have unpacked, which may be a copy.
-            in_forward = running_pass() == NO_PASS
-            if in_forward and nodes.saves_itself(node, field) and not record.has_note():
+            if is_itself and running_pass() == NO_PASS and not record.has_note():
                 output = saved if saved._base is None else saved._base
                 if output.grad_fn is not None:  # else the base is an autograd leaf
                     record.take_note(output)
@@ -627,21 +618,23 @@ class Engine:
         if version != 0 and version != record.version:
             return self._report_unchanged(node, field, reasons.WRITTEN_TO)
         self._set_reason(reasons.output_of, base)
-        spec = self._output_spec(producer, index)
-        if spec is None or spec.cost > self.settings.max_ops:
-            # This still saves the tensor, in fewer bytes: a spec within max_ops saves more.
-            lasting = nodes.lasting(node, field, saved)
-            spec = self._smaller_spec(base, record, saved, lasting) or spec
-        if spec is not None and exact and spec.rounding:
-            spec = None
-            self._set_reason(reasons.inexact, node)
+        spec = None
+        operation = OPERATION_OF[type(base)]
+        if operation is not None and operation.has_spec:
+            spec = self._output_spec(producer, saved.output_nr)
+            if spec is None or spec.cost > self.settings.max_ops:
+                # This still saves the tensor, in fewer bytes: a spec within max_ops saves more.
+                spec = self._smaller_spec(node, field, base, record, saved) or spec
+            if spec is not None and exact and spec.rounding:
+                spec = None
+                self._set_reason(reasons.inexact, node)
         if spec is None:
             self._report_unchanged(node, field, self._reason)
         elif self._replace_by_spec(node, field, saved, spec, base):
             return
         if base_index == 0:
-            record.mark_saved_by(node)
-            if not nodes.saves_itself(node, field):
+            record.mark_saved_by(own_record)
+            if not is_itself:
                 take_note_of_alias(record, saved, nodes.lasting(node, field, saved))
 
     def _replace_result(self, node: Node, operation: Operation, record: Record) -> None:
@@ -675,7 +668,7 @@ class Engine:
         number = self._first_number + self._ordinal
         names = nodes.operation_name(base), nodes.operation_name(node)
         value = Recomputed(spec, saved, *names, number)
-        if not self.is_verified(lambda: value, saved, type(node), field, type(base), spec.cost):
+        if not self.is_verified(value, saved, type(node), field, type(base), spec.cost):
             self._report_unchanged(node, field, reasons.DIFFERENT)
             return False
         spec.add_consumer(number)
@@ -683,7 +676,10 @@ class Engine:
         return True
 
     def is_verified(
-        self, make_recomputed: Callable[[], Recomputed], saved: Tensor, *context: Any
+        self,
+        recomputed: Recomputed | Callable[[], Recomputed],
+        saved: Tensor,
+        *context: Any,
     ) -> bool:
         """Whether a spec reproduced the saved tensor at the first use of its key.
 
@@ -693,32 +689,36 @@ class Engine:
         synchronize.
 
         Args:
-            make_recomputed: Returns the spec for the saved tensor. Called at the first use only.
+            recomputed: The spec for the saved tensor, or a function that returns it. The function
+                is called at the first use only.
             saved: The saved tensor that the spec replaces.
             *context: Values that distinguish the spec from others with the same ordinal.
         """
-        key = SpecKey(
-            self._ordinal, context, saved.shape, saved.dtype, saved.stride(), saved.device
-        )
+        layout = saved.shape, saved.dtype, saved.stride(), saved.device
+        key = self._ordinal, context, *layout
+        is_verified = self.settings.verified.get(key)
+        return self._verify(key, recomputed, saved) if is_verified is None else is_verified
+
+    def _verify(
+        self, key: SpecKey, recomputed: Recomputed | Callable[[], Recomputed], saved: Tensor
+    ) -> bool:
+        """Compare a spec with the saved tensor at the first use of its key."""
+        if nodes.is_being_captured(saved):
+            return False
+        value = recomputed if isinstance(recomputed, Recomputed) else recomputed()
+        difference = value.difference(saved)
         verified = self.settings.verified
-        is_verified = verified.get(key)
-        if is_verified is None:
-            if nodes.is_being_captured(saved):
-                return False
-            value = make_recomputed()
-            difference = value.difference(saved)
-            is_verified = difference is None
-            if len(verified) >= _MAX_SPEC_KEYS:
-                verified.clear()
-            verified[key] = is_verified
-            if not is_verified:
-                self.settings.warn(
-                    f"inplace_ops: the recomputed output of {value.name}, differs from the saved "
-                    f"tensor ({difference}). Probably a write through .data modified the tensor "
-                    "without raising its version counter, and recomputing it in backward would "
-                    "give wrong gradients. From now on the tensor is saved as PyTorch saves it"
-                )
-        return is_verified
+        if len(verified) >= _MAX_SPEC_KEYS:
+            verified.clear()
+        verified[key] = difference is None
+        if difference is not None:
+            self.settings.warn(
+                f"inplace_ops: the recomputed output of {value.name}, differs from the saved "
+                f"tensor ({difference}). Probably a write through .data modified the tensor "
+                "without raising its version counter, and recomputing it in backward would "
+                "give wrong gradients. From now on the tensor is saved as PyTorch saves it"
+            )
+        return difference is None
 
     def _rewritable(self, node: Node, field: str) -> Tensor | None:
         """Return a saved tensor if the engine may replace it: it is plain and not small."""
@@ -736,7 +736,7 @@ class Engine:
         if memory is None:
             return
         value = Recomputed(Bits(memory, saved), saved, "mask", nodes.operation_name(node))
-        if self.is_verified(lambda: value, saved, type(node), field, "mask"):
+        if self.is_verified(value, saved, type(node), field, "mask"):
             self._save_packed(node, field, saved, value)
 
     def _replace_indices(self, node: Node, operation: Operation) -> None:
@@ -799,9 +799,10 @@ class Engine:
         record = record_of(node)
         if record is None or record.stream is not self._stream:
             return None
-        saved = saved_output_of(node, record) if index == 0 else None
-        if saved is not None and nodes.is_plain(saved) and nodes.has_storage(saved):
-            return Leaf(saved)
+        if record.saver is not None and index == 0:
+            saved = saved_output_of(node, record)
+            if saved is not None and nodes.is_plain(saved) and nodes.has_storage(saved):
+                return Leaf(saved)
         operation = OPERATION_OF[type(node)]
         if operation is None:
             return None
@@ -844,11 +845,9 @@ class Engine:
     ) -> Spec | None:
         """Return a new spec for `_spec_from_inputs`."""
         output = operation.output
-        if output == "norm":
-            return self._norm_spec(node, record)
-        if output == "activation after a norm":
-            return functions.output_spec(node)
-        assert isinstance(output, Output)
+        if not isinstance(output, Output):
+            is_norm = output == "norm"
+            return self._norm_spec(node, record) if is_norm else functions.output_spec(node)
         if not output.condition(node):
             return None
         fields = output.inputs or (None,) * len(nodes.producers(node))
@@ -914,28 +913,30 @@ class Engine:
         return Call(rerun, (x,))
 
     def _smaller_spec(
-        self, node: Node, record: Record, saved: Tensor, lasting: Tensor
+        self, node: Node, field: str, base: Node, record: Record, saved: Tensor
     ) -> Spec | None:
         """Return a spec that stores the output of a cast or concatenation in fewer bytes.
 
         Return None if there is none.
 
         Args:
-            node: The operation's node.
+            node: The node of a consumer.
+            field: The field in which it saves the output, or a view of it.
+            base: The operation's node.
             record: Its record.
-            saved: Its output, or a view of it.
-            lasting: `saved`, or an alias, that lives as long as the tensor is saved.
+            saved: The saved tensor.
         """
-        operation = OPERATION_OF[type(node)]
+        operation = OPERATION_OF[type(base)]
         if operation is _CAST:
-            return self._downcast_spec(node, record, saved)
-        is_whole = saved.grad_fn is node and not saved._is_view()
+            return self._downcast_spec(base, record, saved)
+        is_whole = saved.grad_fn is base and not saved._is_view()
         if operation is not _CONCATENATION or not is_whole:
             return None
-        parts = specs_of_parts(node, lasting, self._output_spec, self._stream)
+        lasting = nodes.lasting(node, field, saved)
+        parts = specs_of_parts(base, lasting, self._output_spec, self._stream)
         output = operation.output
         assert isinstance(output, Output)
-        spec = None if parts is None else self._call_spec(node, output, parts)
+        spec = None if parts is None else self._call_spec(base, output, parts)
         record.spec = None if spec is None else weakref.ref(spec)
         return spec
 
@@ -980,6 +981,15 @@ class Engine:
         return Downcast(memory, saved)
 
 
+def _small_constant(node: Node, field: str) -> Tensor | None:
+    """Return a saved input if it is a small tensor that no operation computed; else None."""
+    saved = nodes.saved_tensor(node, field)
+    if saved is None or _is_activation(saved):
+        return None
+    is_small = saved.nbytes <= min(COPY_LIMIT, nodes.output_bytes(node, 0) - 1)
+    return saved if is_small and nodes.is_plain(saved) and nodes.has_storage(saved) else None
+
+
 def _alive(references: Iterable[weakref.ref[_T]]) -> Iterator[_T]:
     return (value for reference in references if (value := reference()) is not None)
 
@@ -994,15 +1004,17 @@ def record_parameters(node: Node, record: Record, parameters: norms.Parameters) 
       kernel makes.
     - Any other record gets copies.
     """
-    if norms.is_batch_norm(node) and norms.can_compute(node):
-        affine = norms.affine_of(node, parameters)
-        if affine.nbytes <= COPY_LIMIT:
-            record.affine = affine
-            return
-        if norms.reads_running_statistics(node):
-            return
-    elif norms.normalizes_rows(node) and parameters.weight is not None and norms.can_compute(node):
-        column_affine = norms.column_affine_of(node, parameters)
+    record.statistics = statistics = norms.statistics_of(node)
+    if norms.is_batch_norm(node):
+        if statistics is not None or norms.can_compute(node):
+            affine = norms.affine_of(node, parameters, statistics)
+            if affine.nbytes <= COPY_LIMIT:
+                record.affine = affine
+                return
+            if statistics is None:
+                return
+    elif norms.normalizes_rows(node) and parameters.weight is not None and statistics is not None:
+        column_affine = norms.column_affine_of(node, parameters, statistics)
         if column_affine.nbytes <= COPY_LIMIT:
             record.column_affine = column_affine
             return
@@ -1013,10 +1025,11 @@ def affine_of(node: Node, record: Record) -> norms.NormAffine | None:
     """Return a norm's affine, and store it in the record; None if it is not known."""
     if record.affine is not None:
         return record.affine
-    if record.column_affine is not None:
-        record.affine = norms.NormAffine(record.column_affine, norms.row_statistics_of(node))
-    elif record.parameters is not None and norms.can_compute(node):
-        record.affine = norms.affine_of(node, record.parameters)
+    statistics, column_affine = record.statistics, record.column_affine
+    if column_affine is not None and statistics is not None:
+        record.affine = norms.NormAffine(column_affine, norms.row_statistics_of(statistics))
+    elif record.parameters is not None and (statistics is not None or norms.can_compute(node)):
+        record.affine = norms.affine_of(node, record.parameters, statistics)
     return record.affine
 
 

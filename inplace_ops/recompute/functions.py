@@ -26,7 +26,7 @@ activation's gradient and the norm's input x, and z's gradient is never written.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,8 +40,8 @@ from .._torch_private import future_gradient_hooks, node_class
 from ..activations import Activation
 from ..autograd import run_backward
 from . import nodes
-from .nodes import function_of, is_being_captured, is_python_function
-from .norms import BatchNormInputs, NormAffine
+from .nodes import function_of, is_being_captured
+from .norms import BatchNormInputs, NormAffine, Statistics
 from .specs import Affine, Leaf, Recomputed, Spec
 
 Forward = Callable[[Tensor], Tensor]
@@ -61,7 +61,7 @@ class RecomputeFunction(Function):
     in place, z's connection to the graph is lost.
 
     1. So the Function has a second output, the anchor, and saves it: a tensor of z's shape that is
-       -0.0 everywhere, expanded from one element that all anchors share.
+       -0.0 everywhere, expanded from one element.
     2. `z + anchor` has the values of z. Backward passes the gradient of the anchor on to z
        unchanged.
     3. A piecewise-linear activation needs no anchor, as its second derivative is 0.
@@ -80,12 +80,11 @@ class RecomputeFunction(Function):
         forward: Forward,
     ) -> Tensor | tuple[Tensor, Tensor]:
         y = forward(z)
-        is_in_place = y is z
-        if is_in_place:
+        if y is z:
             ctx.mark_dirty(z)
-        ctx.activation, ctx.op_args, ctx.saves_spec = activation, op_args, False
-        ctx.may_bypass_norm, ctx.has_hooks = source.may_bypass_norm, False
-        ctx.output_version = z._version + 1 if is_in_place else 0
+            ctx.output_version = z._version + 1
+        ctx.activation, ctx.op_args = activation, op_args
+        ctx.may_bypass_norm = source.may_bypass_norm
         ctx.set_materialize_grads(False)
         anchor = None if activation.is_piecewise_linear else _anchor(z)
         ctx.save_for_backward(source.x, *source.affine, anchor, source.mean, source.rstd)
@@ -95,8 +94,9 @@ class RecomputeFunction(Function):
     def backward(
         ctx: Any, grad: Tensor | None, grad_of_anchor: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
+        ctx.spec = None
         gradient: Tensor | None = None
-        of_inputs: list[Tensor | None] = [None, None, None]
+        of_inputs: Sequence[Tensor | None] = (None, None, None)
         if grad is None:
             pass
         elif _is_first_order(ctx, grad) and not ctx.has_hooks and ctx.may_bypass_norm():
@@ -125,7 +125,7 @@ def _is_first_order(ctx: Any, grad: Tensor) -> bool:
 
 def _is_in_compiled_autograd(ctx: Any) -> bool:
     """Whether compiled autograd runs the backward, which passes another ctx than the node."""
-    return not is_python_function(type(ctx))
+    return not isinstance(ctx, _NODE_CLASS)
 
 
 def _register_hook(node: Any, hook: Callable[..., Any]) -> Any:
@@ -139,22 +139,30 @@ def _register_hook(node: Any, hook: Callable[..., Any]) -> Any:
 
 _NODE_CLASS = node_class(RecomputeFunction)
 _NODE_CLASS.register_hook = _register_hook
+# Attributes that most nodes do not change: see `recomputed_activation`.
+_NODE_CLASS.has_hooks = _NODE_CLASS.saves_spec = False
+_NODE_CLASS.output_version, _NODE_CLASS.spec = 0, None
 
 
 def _anchor(z: Tensor) -> Tensor:
-    key = z.dtype, z.device
-    element = _ANCHORS.get(key)
-    if element is None:
+    """Return a new anchor."""
+    key = z.dtype, z.device, z.shape
+    anchor = _ANCHORS.get(key)
+    if anchor is None:
         # A copy from the CPU has ended when `to` returns, so that the element is ready on every
         # stream. It cannot be captured in a CUDA graph, which would write the element at replays.
         if is_being_captured(z):
             return z.new_full((), -0.0).expand(z.shape)
         with torch.inference_mode(False):
-            element = _ANCHORS[key] = torch.tensor(-0.0, dtype=z.dtype).to(z.device)
-    return element.expand(z.shape)
+            element = torch.tensor(-0.0, dtype=z.dtype).to(z.device)
+            if len(_ANCHORS) >= _MAX_ANCHORS:
+                _ANCHORS.clear()
+            anchor = _ANCHORS[key] = element.expand(z.shape)
+    return anchor.detach()  # faster than `expand`
 
 
-_ANCHORS: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # the element of all anchors
+_MAX_ANCHORS = 4096
+_ANCHORS: dict[tuple[torch.dtype, torch.device, torch.Size], Tensor] = {}  # of one element each
 
 
 class Source(NamedTuple):
@@ -196,26 +204,32 @@ class Bypass(NamedTuple):
 
     Attributes:
         inputs: The norm's inputs.
+        statistics: The norm's statistics.
         is_allowed: Whether nothing asks for the gradient of z. Asked in backward.
     """
 
     inputs: BatchNormInputs
+    statistics: Statistics
     is_allowed: Callable[[], bool]
 
 
-def _gradients_of_batch_norm(ctx: Any, grad: Tensor) -> list[Tensor | None]:
+def _gradients_of_batch_norm(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of the norm's input, weight and bias; None for those that need none."""
     x, channel_affine, _, _, mean, rstd = ctx.saved_tensors
     dim_order, scalars = ctx.op_args
     grad = _ops.in_order(grad, dim_order)
-    op = ctx.activation.ops.backward_batch_norm
+    call = ctx.activation.ops.call_backward_batch_norm
     try:
-        gradients = op(grad, x, channel_affine, mean, rstd, dim_order, *scalars)
+        of_x, of_weight, of_bias = call(grad, x, channel_affine, mean, rstd, dim_order, *scalars)
     except RuntimeError as error:
         _ops.raise_out_of_memory(error, partial(torch.empty_like, grad))
         raise
-    needed = ctx.needs_input_grad[1:4]
-    return [value if needs else None for value, needs in zip(gradients, needed, strict=True)]
+    _, needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    return (
+        of_x if needs_x else None,
+        of_weight if needs_weight else None,
+        of_bias if needs_bias else None,
+    )
 
 
 def _zeros_of_batch_norm(ctx: Any) -> list[Tensor | None]:
@@ -242,7 +256,7 @@ def _gradient_of_input(ctx: Any, grad: Tensor) -> Tensor:
 
     if not torch.is_grad_enabled():
         grad = _ops.in_order(grad, dim_order)
-    op = activation.ops.backward["recompute"]
+    op = activation.ops.call_backward["recompute"]
     saved = (x, channel_affine, row_statistics, dim_order, *scalars)
     return run_backward(op, grad, *saved, differentiable=differentiable)
 
@@ -253,18 +267,26 @@ def is_fused(node: Any) -> bool:
 
 
 def output_spec(node: Any) -> Spec:
-    """Return the spec of the output of a RecomputeFunction's node."""
-    x: Spec
-    affine: Any
-    if node.saves_spec:  # faster to ask than what the node saves
-        packed = nodes.packed(node, "x")
-        assert isinstance(packed, Recomputed)
-        x, dtype = packed.as_input, packed.dtype
-        affine = [nodes.saved_tensor(node, field) for field in ("channel_affine", "row_statistics")]
-    else:
-        saved, *affine = node.saved_tensors[:3]
-        x, dtype = Leaf(saved), saved.dtype
-    return Affine(x, NormAffine(*affine), dtype, node.activation, node.op_args.scalars)
+    """Return the spec of the output of a RecomputeFunction's node.
+
+    The node owns the spec until its backward has run. A consumer may be created later.
+    """
+    if node.spec is None or not node.spec.is_current():
+        x: Spec
+        affine: Any
+        if node.saves_spec:
+            packed = nodes.packed(node, "x")
+            assert isinstance(packed, Recomputed)
+            x, dtype = packed.as_input, packed.dtype
+            fields = "channel_affine", "row_statistics"
+            affine = [nodes.saved_tensor(node, field) for field in fields]
+        else:
+            saved, *affine = node.saved_tensors[:3]
+            x, dtype = Leaf(saved), saved.dtype
+        affine = NormAffine(*affine)
+        node.spec = Affine(x, affine, dtype, node.activation, node.op_args.scalars)
+    spec: Spec = node.spec
+    return spec
 
 
 _apply_recompute = super(Function, RecomputeFunction).apply
@@ -291,17 +313,17 @@ def recomputed_activation(
             raise z's version.
         bypass: Where backward returns gradients instead of to z; None if always to z.
     """
-    receivers: list[Tensor | None] = [None, None, None]
-    saved_x = x.detach() if isinstance(x, Tensor) else z.new_empty(0)
+    saved_x = x if isinstance(x, Tensor) else z.new_empty(0)
     if bypass is None:
+        receivers: Sequence[Tensor | None] = (None, None, None)
         source = Source(saved_x, affine, None, None, lambda: False)
     else:
-        *receivers, mean, rstd = bypass.inputs
-        source = Source(saved_x, affine, mean, rstd, bypass.is_allowed)
+        receivers = bypass.inputs
+        source = Source(saved_x, affine, *bypass.statistics, bypass.is_allowed)
     # Skip the part of `Function.apply` that serves functorch's transforms: this never runs in one.
     result = _apply_recompute(z, *receivers, source, activation, op_args, forward)
     y: Tensor = result if activation.is_piecewise_linear else result[0]
-    if isinstance(x, Recomputed):
+    if not isinstance(x, Tensor):
         node: Any = y.grad_fn
         nodes.replace(node, "x", x)
         node.saves_spec = True

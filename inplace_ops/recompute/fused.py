@@ -17,6 +17,7 @@ compilers and `torch.func`.
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from typing import Any
 
@@ -27,14 +28,14 @@ from .. import _ops
 from .._torch_private import gradient_hooks, has_backward_hooks
 from ..activations import Activation
 from ..dispatch import check_inplace_allowed
-from ..supported import activation_of
-from . import nodes, norms
+from ..supported import activation_of, is_pytorchs
+from . import engine as engine_module, nodes, norms
 from .engine import Engine, affine_of, running_engine
 from .functions import Bypass, Forward, Watch, recomputed_activation
 from .norms import NormAffine
 from .notes import is_user_mode_active
 from .specs import Affine, Leaf, Recomputed
-from .versions import record_of
+from .versions import Record, record_of
 
 # An activation is fused only if the norm's affine is at least this many times smaller than z.
 _AFFINE_FACTOR = 2
@@ -45,24 +46,16 @@ def activation_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     engine = running_engine()
     if engine is None or len(args) != 1 or kwargs or not _is_ordinary(args[0]):
         return type(module).forward(module, *args, **kwargs)
-    forward, (z,) = partial(type(module).forward, module), args
+    (z,) = args
     engine.walk(z)
-    y = _fused(engine, module, forward, z)
+    norm = norms.norm_of(z)
+    y = None if norm is None else _fused(engine, module, z, norm)
     if y is None:
         engine.note(z)
-        y = _unfused(module, partial(_with_notes, engine, module), z)
-    engine.walk(y)
-    engine.note(y)
+        y = _unfused(engine, module, z, norm)
+        engine.walk(y)
+        engine.note(y)
     return y
-
-
-def _with_notes(engine: Engine, module: nn.Module, z: Tensor) -> Tensor:
-    """Run the class's own forward, and take notes inside it if that lets the engine save less."""
-    engine.begin_notes(module, (z,))
-    try:
-        return type(module).forward(module, z)
-    finally:
-        engine.end_notes(module)
 
 
 def _is_ordinary(z: Any) -> bool:
@@ -73,19 +66,17 @@ def _is_ordinary(z: Any) -> bool:
         and not nodes.is_transformed()
         and not nodes.saved_tensor_hooks_are_active()
         and not nodes.has_tangent(z)
-        and nodes.is_plain(z)
     )
 
 
-def _fused(engine: Engine, module: nn.Module, forward: Forward, z: Tensor) -> Tensor | None:
+def _fused(engine: Engine, module: nn.Module, z: Tensor, norm: norms.Norm) -> Tensor | None:
     """Return the activation of z, fused with the norm whose output z is.
 
-    Return None if z is not a norm's output, the kernels do not support it, or a function mode may
-    change the activation.
+    Return None if z is small, the kernels do not support it, or a function mode may change the
+    activation.
     """
-    norm = norms.norm_of(z)
-    record = None if norm is None else record_of(norm.node)
-    if norm is None or record is None or is_user_mode_active():
+    record = record_of(norm.node)
+    if record is None or z.nbytes < engine_module.MIN_BYTES or is_user_mode_active():
         return None
     if record.stream is not nodes.stream_of(norm.node):
         return None
@@ -96,34 +87,51 @@ def _fused(engine: Engine, module: nn.Module, forward: Forward, z: Tensor) -> Te
     is_in_place = _is_in_place(module, activation)
     try:
         x = _input_of(engine, norm)
-        if x is None or (isinstance(x, Recomputed) and norm.output is not z and not is_in_place):
+        if x is None or not (isinstance(x, Tensor) or norm.output is z or is_in_place):
             return None
-        with nodes.no_graph():
-            affine = affine_of(norm.node, record)
-            if affine is None or _AFFINE_FACTOR * affine.nbytes > z.nbytes:
-                return None
-            make_recomputed = partial(_recomputed_output, norm, x, affine, activation)
-            context = activation.name, type(x)
-            if not engine.is_verified(make_recomputed, norm.output, *context):
-                return None
-        is_observed = record.has_backward_hooks or has_backward_hooks(module)
-        bypass = None if is_observed else _bypass(norm, x, z, is_in_place)
+        affine = record.affine
+        if affine is None:
+            with nodes.no_graph():
+                affine = affine_of(norm.node, record)
+        if affine is None or _AFFINE_FACTOR * affine.nbytes > z.nbytes:
+            return None
+        make_recomputed = partial(_recomputed_output, norm, x, affine, activation)
+        if not engine.is_verified(make_recomputed, norm.output, activation.name, type(x)):
+            return None
+        bypass = _bypass(norm, record, module, x, z, is_in_place)
     except RuntimeError:  # freed or modified: the norm's own backward raises
         return None
-    if isinstance(x, Recomputed):
+    if not isinstance(x, Tensor):
         x = x.for_consumer(activation.name, engine.next_number)
+    forward = partial(type(module).forward, module)
     if is_in_place:
         check_inplace_allowed(z)
-        y = _apply(activation, scalars, forward, norm.output, x, affine, bypass, in_place=True)
+        z_or_base = norm.output
+        run = partial(_run_in_place, forward)
     else:
+        z_or_base, run = z, forward
         if norm.output is not z:  # an instance norm's output, of which z is a view
             assert isinstance(x, Tensor)
             x, affine = x.detach().view(z.shape), _with_samples(affine, z)
-        y = _apply(activation, scalars, forward, z, x, affine, bypass, in_place=False)
+    op_args = _ops.OpArgs(_ops.dim_order_of(z_or_base), scalars)
+    y = recomputed_activation(z_or_base, x, affine, activation, op_args, run, bypass)
+    engine.walk(y)
+    node: Any = y.grad_fn
+    own_record = record_of(node)
+    if own_record is not None:
+        leaf = Leaf(x) if isinstance(x, Tensor) else x.as_input
+        node.spec = spec = Affine(leaf, affine, z.dtype, activation, scalars)
+        own_record.spec = weakref.ref(spec)
+        own_record.take_note(y)
     if engine.observer is not None:
-        producer = y.grad_fn if activation.torch_saves_output else norm.node
-        engine.observer.fused(producer, y.grad_fn, y)
+        producer = node if activation.torch_saves_output else norm.node
+        engine.observer.fused(producer, node, y)
     return z if y is norm.output else y
+
+
+def _run_in_place(forward: Forward, z: Tensor) -> Tensor:
+    forward(z.data)  # leaves the version of z unchanged: `mark_dirty` raises it
+    return z
 
 
 def _input_of(engine: Engine, norm: norms.Norm) -> Tensor | Recomputed | None:
@@ -140,20 +148,28 @@ def _input_of(engine: Engine, norm: norms.Norm) -> Tensor | Recomputed | None:
 
 
 def _bypass(
-    norm: norms.Norm, x: Tensor | Recomputed, z: Tensor, is_in_place: bool
+    norm: norms.Norm,
+    record: Record,
+    module: nn.Module,
+    x: Tensor | Recomputed,
+    z: Tensor,
+    is_in_place: bool,
 ) -> Bypass | None:
     """Return where backward may return gradients instead of to a norm's output z; None if nowhere.
 
     See NOTE [Backward of a batch norm and its activation] in `functions.py`.
     """
-    if not is_in_place and norm.output is not z:  # z is a view of an instance norm's output
+    if record.statistics is None or not norms.is_batch_norm(norm.node):  # not one in training
         return None
-    if _has_gradient_hooks(z) or _has_gradient_hooks(norm.output):
+    if norm.output is not z and (not is_in_place or _has_gradient_hooks(norm.output)):
+        return None  # z is a view of an instance norm's output
+    if record.has_backward_hooks or has_backward_hooks(module) or _has_gradient_hooks(z):
         return None
     inputs = norms.batch_norm_inputs(norm, x if isinstance(x, Tensor) else None)
     if inputs is None:
         return None
-    return Bypass(inputs, (lambda: True) if is_in_place else Watch(z).sees_no_use)
+    is_allowed = (lambda: True) if is_in_place else Watch(z).sees_no_use
+    return Bypass(inputs, record.statistics, is_allowed)
 
 
 def _has_gradient_hooks(tensor: Tensor) -> bool:
@@ -169,51 +185,37 @@ def _recomputed_output(
     return Recomputed(spec, norm.output, nodes.operation_name(norm.node), activation.name)
 
 
-def _unfused(module: nn.Module, forward: Forward, z: Tensor) -> Tensor:
+def _unfused(engine: Engine, module: nn.Module, z: Tensor, norm: norms.Norm | None) -> Tensor:
     """Run the class's own forward.
 
     If the activation runs in place after an instance norm, run it on the base of the view z: in
     place on the view, autograd would create a CopySlices node, which hides the activation's saved
     tensors. Not so if a function mode may return another tensor.
     """
-    call, norm = activation_of(module), norms.norm_of(z)
-    if (
-        call is None
-        or norm is None
-        or norm.output is z
-        or is_user_mode_active()
-        or not _is_in_place(module, call.activation)
-    ):
-        return forward(z)
-    check_inplace_allowed(z)
-    forward(norm.output)
-    return z
+    if norm is not None and norm.output is not z and not is_user_mode_active():
+        call = activation_of(module)
+        if call is not None and _is_in_place(module, call.activation):
+            check_inplace_allowed(z)
+            _with_notes(engine, module, norm.output)
+            return z
+    return _with_notes(engine, module, z)
+
+
+def _with_notes(engine: Engine, module: nn.Module, z: Tensor) -> Tensor:
+    """Run the class's own forward, and take notes inside it if that lets the engine save less."""
+    forward = type(module).forward
+    if is_pytorchs(module):
+        return forward(module, z)
+    engine.begin_notes(module, (z,))
+    try:
+        return forward(module, z)
+    finally:
+        engine.end_notes(module)
 
 
 def _is_in_place(module: nn.Module, activation: Activation) -> bool:
     """Whether a module runs in place. PyTorch has no in-place GELU, so GELU ignores `inplace`."""
     return activation.torch_inplace is not None and getattr(module, "inplace", False)
-
-
-def _apply(
-    activation: Activation,
-    scalars: tuple[float, ...],
-    forward: Forward,
-    z: Tensor,
-    x: Tensor | Recomputed,
-    affine: NormAffine,
-    bypass: Bypass | None,
-    in_place: bool,
-) -> Tensor:
-    op_args = _ops.OpArgs(_ops.dim_order_of(z), scalars)
-
-    def run(z: Tensor) -> Tensor:
-        if not in_place:
-            return forward(z)
-        forward(z.data)  # leaves the version of z unchanged: `mark_dirty` raises it
-        return z
-
-    return recomputed_activation(z, x, affine, activation, op_args, run, bypass)
 
 
 def _with_samples(affine: NormAffine, z: Tensor) -> NormAffine:

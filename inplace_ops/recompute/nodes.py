@@ -18,6 +18,7 @@ statistics twice. So every function here checks `node._raw_saved_x.unpack_hook` 
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import suppress
@@ -115,11 +116,12 @@ def operation_name(node: Node) -> str:
     name = _names.get(node_type)
     if name is not None:
         return name
-    name = node_type.__name__.rpartition("Backward")[0] or node_type.__name__
     if is_python_function(node_type):
         activation = getattr(node, "activation", None)  # set by this package's Functions
-        return name if activation is None else activation.name
-    return _names.setdefault(node_type, name)
+        if activation is not None:
+            return activation.name
+    name = node_type.__name__.rpartition("Backward")[0] or node_type.__name__
+    return name if is_python_function(node_type) else _names.setdefault(node_type, name)
 
 
 _names: dict[type, str] = {}  # the operation's name for each type of PyTorch's own nodes
@@ -184,7 +186,7 @@ def _cast_autograd_leaf(node: Node) -> Tensor | None:
 
 def argument(node: Node, name: str) -> Any:
     """Return a saved argument that is not a tensor. Nodes return integers as if unsigned."""
-    value = getattr(node, "_saved_" + name)
+    value = getattr(node, _SAVED[name])
     if isinstance(value, (tuple, list)):
         return tuple(_signed(item) for item in value)
     return _signed(value)
@@ -228,15 +230,16 @@ def saved_tensor(node: Node, field: str) -> Tensor | None:
     Raises:
         RuntimeError: If a backward has freed the tensor, or if it was modified in place.
     """
-    raw = _raw(node, field)
-    if raw.unpack_hook is None or _is_readable(raw):
-        return _read(node, field)
-    return None
+    raw = getattr(node, _RAW[field], None)
+    if raw is not None and raw.unpack_hook is None:  # the usual case
+        saved: Tensor | None = getattr(node, _SAVED[field])
+        return saved
+    return _read(node, field) if _is_readable(_raw(node, field)) else None
 
 
 def _raw(node: Node, field: str) -> Any:
     """Return the handle of a saved tensor."""
-    raw = getattr(node, "_raw_saved_" + field, _MISSING)
+    raw = getattr(node, _RAW[field], _MISSING)
     if raw is _MISSING:
         return node._raw_saved_tensors[_FUNCTION_FIELDS[type(node).__name__].index(field)]
     return raw
@@ -245,9 +248,23 @@ def _raw(node: Node, field: str) -> Any:
 _MISSING = object()
 
 
+class _Prefixed(dict[str, str]):
+    """Names with a prefix. They are interned: Python finds attributes of other names slowly."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+
+    def __missing__(self, name: str) -> str:
+        self[name] = prefixed = sys.intern(self._prefix + name)
+        return prefixed
+
+
+_SAVED, _RAW = _Prefixed("_saved_"), _Prefixed("_raw_saved_")
+
+
 def _read(node: Node, field: str) -> Any:
     """Return a saved tensor that has no hooks of other code."""
-    saved = getattr(node, "_saved_" + field, _MISSING)
+    saved = getattr(node, _SAVED[field], _MISSING)
     if saved is not _MISSING:
         return saved
     index = _FUNCTION_FIELDS[type(node).__name__].index(field)
@@ -380,10 +397,10 @@ def readable_tensors(node: Node) -> Iterator[tuple[str, Tensor]]:
         return
     for field in _fields_of(node):
         with suppress(RuntimeError):
-            raw = getattr(node, "_raw_saved_" + field)
+            raw = getattr(node, _RAW[field])
             if isinstance(raw, tuple):  # such as the indices of IndexBackward0
                 if all(each is None or _is_readable(each) for each in raw):
-                    tensors = enumerate(getattr(node, "_saved_" + field))
+                    tensors = enumerate(getattr(node, _SAVED[field]))
                     yield from ((f"{field}.{i}", t) for i, t in tensors if t is not None)
                 continue
             tensor = saved_tensor(node, field) if raw is not None else None
@@ -398,7 +415,7 @@ def packed_values(node: Node) -> Iterator[Packed]:
             yield from filter(None, map(_packed_of, node._raw_saved_tensors))
     else:
         for field in _fields_of(node):
-            raw = getattr(node, "_raw_saved_" + field)
+            raw = getattr(node, _RAW[field])
             if raw is not None and not isinstance(raw, tuple):
                 value = packed(node, field)
                 if value is not None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -97,22 +98,30 @@ class NormSource(NamedTuple):
     affine: Callable[[], NormAffine]
 
 
+class Statistics(NamedTuple):
+    """The statistics that a norm has computed and saved, in the dtype of its affine.
+
+    Attributes:
+        mean: The mean of each channel of the batch, group or row; None of an RMS norm.
+        rstd: The reciprocal of the standard deviation likewise.
+    """
+
+    mean: Tensor | None
+    rstd: Tensor
+
+
 class BatchNormInputs(NamedTuple):
-    """The inputs of a batch norm in training, and the statistics that it has saved.
+    """The inputs of a batch norm.
 
     Attributes:
         x: The input. Like weight and bias it leads to the graph.
         weight: The weight; None if it needs no gradient, or the norm has none.
         bias: The bias; None likewise.
-        mean: The mean of each channel of the batch, in the dtype of the norm's affine.
-        rstd: The reciprocal of the standard deviation of each channel.
     """
 
     x: Tensor
     weight: Tensor | None
     bias: Tensor | None
-    mean: Tensor
-    rstd: Tensor
 
 
 class Parameters(NamedTuple):
@@ -179,7 +188,8 @@ def source_of(norm: Norm) -> NormSource | None:
     """
     node = norm.node
     try:
-        x = input_of(norm) if can_compute(node) else None
+        statistics = statistics_of(node)
+        x = input_of(norm) if statistics is not None or can_compute(node) else None
         parameters = None if x is None else parameters_of(node)
         if x is not None and parameters is None and not node_determines_bias(node):
             parameters = _repeated_parameters_of(node)
@@ -191,8 +201,7 @@ def source_of(norm: Norm) -> NormSource | None:
         return None
     if x is None or parameters is None:
         return None
-    norm_parameters = parameters
-    return NormSource(x, lambda: affine_of(node, norm_parameters))
+    return NormSource(x, partial(affine_of, node, parameters, statistics))
 
 
 def _has_no_parameters(node: Node) -> bool:
@@ -208,11 +217,13 @@ def parameters_of(node: Node) -> Parameters | None:
     the bias for each sample.
     """
     bias_is = _kind_of(node).bias_is
-    if has_hooks(node, "weight") or (bias_is == "saved" and has_hooks(node, "bias")):
-        return None
     weight, bias = saved_tensor(node, "weight"), None
+    if weight is None and has_hooks(node, "weight"):
+        return None
     if bias_is == "saved":
         bias = saved_tensor(node, "bias")
+        if bias is None and has_hooks(node, "bias"):
+            return None
     elif bias_is == "hidden":
         bias = autograd_leaf_of(producer(node, 2)[0])
         if bias is None:
@@ -223,34 +234,30 @@ def parameters_of(node: Node) -> Parameters | None:
 def batch_norm_inputs(norm: Norm, x: Tensor | None) -> BatchNormInputs | None:
     """Return the inputs of a batch norm in training, if gradients can be returned to all of them.
 
-    Return None for other norms, for a batch norm whose input needs no gradient, whose bias was
-    computed, or whose parameters have been frozen or unfrozen since, and for a SyncBatchNorm, whose
-    gradients take the batches of all processes.
+    Return None for a batch norm whose input needs no gradient, whose bias was computed, or whose
+    parameters have been frozen or unfrozen since.
 
     Args:
-        norm: A norm whose affine has been computed.
+        norm: A batch norm.
         x: Its input; None if the norm saves a spec instead. The x that is returned then has no
             values: it only leads to the graph.
     """
     node = norm.node
-    if not is_batch_norm(node) or not argument(node, "training") or has_hooks(node, "weight"):
+    edge_of_x, edge_of_weight, edge_of_bias = node.next_functions
+    if has_hooks(node, "weight"):
         return None
-    edge_of_x, edge_of_weight, edge_of_bias = (producer(node, index) for index in range(3))
     if x is None:
         x = tensor_without_values(node, "input")
     weight = None if edge_of_weight[0] is None else saved_tensor(node, "weight")
-    bias = autograd_leaf_of(edge_of_bias[0])
     if not _is_at(edge_of_x, x) or not _is_at(edge_of_weight, weight):
         return None
+    bias = autograd_leaf_of(edge_of_bias[0])
     if not _is_at(edge_of_bias, bias):
         repeated = _repeated_parameters_of(node)
         if repeated is None or repeated.bias is None or not repeated.bias.requires_grad:
             return None
         bias = _repeated(repeated.bias, output_shape(node, 0)[1])
-    mean, rstd = saved_tensor(node, "result1"), saved_tensor(node, "result2")
-    assert mean is not None
-    assert rstd is not None
-    return BatchNormInputs(x, weight, bias, mean, rstd)
+    return BatchNormInputs(x, weight, bias)
 
 
 def _is_at(edge: tuple[Node, int], tensor: Tensor | None) -> bool:
@@ -380,25 +387,42 @@ def parameters_of_module(node: Node, module: nn.Module) -> Parameters | None:
 def _is_usable(parameter: Tensor | None) -> bool:
     if parameter is None:
         return True
-    if type(parameter) is nn.Parameter:  # the usual case; `is_plain` takes longer
-        is_dense = parameter.layout is torch.strided and not parameter.is_meta
-        return is_dense and has_storage(parameter)
-    return is_plain(parameter) and has_storage(parameter)
+    if type(parameter) is not nn.Parameter:  # the usual case; `is_plain` takes longer
+        return is_plain(parameter) and has_storage(parameter)
+    is_dense = parameter.layout is torch.strided and not parameter.is_meta
+    return is_dense and has_storage(parameter)
+
+
+def statistics_of(node: Node) -> Statistics | None:
+    """Return the statistics that a norm has computed, if the affine can be computed from them.
+
+    Return None if PyTorch has rounded them to 16 bits after it used them: these are too coarse.
+    Also for a batch norm in eval mode, which computes none.
+    """
+    kind = _kind_of(node)
+    if kind.affine is _batch_norm and not argument(node, "training"):
+        return None
+    first = saved_tensor(node, "result1")
+    if type(first) is not Tensor or first.is_meta:  # its type may differ from the input's
+        return None
+    if first.dtype not in _ops.AFFINE_DTYPES:
+        return None
+    if not kind.has_mean:
+        return Statistics(None, first)
+    rstd = saved_tensor(node, "result2")
+    assert rstd is not None
+    return Statistics(first, rstd)
 
 
 def can_compute(node: Node) -> bool:
-    """Whether the affine can be computed from the node's statistics.
+    """Whether the affine can be computed from the node's statistics, or the running statistics.
 
-    PyTorch may have rounded the statistics of the batch to 16 bits after it used them: these are
-    too coarse. It uses running statistics in the dtype that they have.
+    PyTorch uses running statistics in the dtype that they have.
     """
     if reads_running_statistics(node):
         running = (saved_tensor(node, name) for name in ("running_mean", "running_var"))
         return all(statistic is not None and is_plain(statistic) for statistic in running)
-    mean = saved_tensor(node, "result1")
-    if type(mean) is not Tensor or mean.is_meta:  # its type may differ from the input's
-        return False
-    return mean.dtype is _ops.affine_dtype(output_dtype(node, 0))
+    return statistics_of(node) is not None
 
 
 def is_batch_norm(node: Node) -> bool:
@@ -412,21 +436,20 @@ def reads_running_statistics(node: Node) -> bool:
     return is_batch_norm(node) and not argument(node, "training")
 
 
-def affine_of(node: Node, parameters: Parameters) -> NormAffine:
-    """Return the norm's affine. Requires `can_compute(node)`."""
-    return _kind_of(node).affine(node, parameters)
+def affine_of(node: Node, parameters: Parameters, statistics: Statistics | None) -> NormAffine:
+    """Return the norm's affine. Requires `can_compute(node)`.
+
+    Args:
+        node: The norm's node.
+        parameters: Its weight and bias.
+        statistics: What `statistics_of(node)` returns.
+    """
+    return _kind_of(node).affine(node, parameters, statistics)
 
 
 def normalizes_rows(node: Node) -> bool:
     """Whether the norm normalizes rows: a layer or RMS norm."""
-    return _kind_of(node).row_statistics is not None
-
-
-def row_statistics_of(node: Node) -> Tensor:
-    """Return rstd and mean of each row of a layer or RMS norm. Requires `can_compute(node)`."""
-    row_statistics = _kind_of(node).row_statistics
-    assert row_statistics is not None
-    return row_statistics(node)
+    return _kind_of(node).affine is _row_norm
 
 
 def rerun_of(node: Node, parameters: Parameters, eps: float | None) -> Rerun | None:
@@ -455,54 +478,64 @@ def _scale_shift(
     Args:
         dtype: The dtype of the result.
         shape: The shape (2, ...) of the result.
-        rstd: One value for each `channels_per_group` channels; None means 1.
-        mean: One value for each `channels_per_group` channels; None means 0.
+        rstd: One value for each `channels_per_group` channels, in this dtype; None means 1.
+        mean: One value for each `channels_per_group` channels, in this dtype; None means 0.
         parameters: The norm's weight and bias.
         channels_per_group: The number of channels in a group.
     """
-    vectors = [_contiguous(vector, dtype) for vector in (rstd, mean, *parameters)]
-    return _ops.NORM_AFFINE(*vectors, shape, channels_per_group)
+    weight, bias = parameters
+    if weight is not None:
+        weight = _contiguous(weight, dtype)
+    if bias is not None:
+        bias = _contiguous(bias, dtype)
+    affine: Tensor = _ops.CALL_NORM_AFFINE(rstd, mean, weight, bias, shape, channels_per_group)
+    return affine
 
 
-def _contiguous(vector: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    if vector is None or (vector.dtype is dtype and vector.is_contiguous()):
+def _contiguous(vector: Tensor, dtype: torch.dtype) -> Tensor:
+    if vector.dtype is dtype and vector.is_contiguous():
         return vector
     return vector.to(dtype).contiguous()
 
 
-def _shape_of_channels(node: Node, samples: int = 1) -> tuple[int, ...]:
-    _, channels, *sizes = output_shape(node, 0)
-    return (2, samples, channels, *(1 for _ in sizes))
+def _shape_of_channels(node: Node, samples: int, channels: int) -> tuple[int, ...]:
+    dims = len(output_shape(node, 0))
+    return (2, samples, channels, *(1,) * (dims - 2))
 
 
-def _batch_norm(node: Node, parameters: Parameters) -> NormAffine:
-    if not reads_running_statistics(node):
-        return _training_batch_norm(node, parameters)
+def _batch_norm(node: Node, parameters: Parameters, statistics: Statistics | None) -> NormAffine:
+    if statistics is not None:
+        return _training_batch_norm(node, parameters, statistics)
     mean, variance = saved_tensor(node, "running_mean"), saved_tensor(node, "running_var")
+    assert mean is not None
     assert variance is not None
     dtype = _ops.affine_dtype(output_dtype(node, 0))
     rstd = torch.rsqrt(variance.to(dtype) + _batch_norm_eps(node))
-    return NormAffine(_scale_shift(dtype, _shape_of_channels(node), rstd, mean, parameters), None)
+    mean = _contiguous(mean, dtype)
+    shape = _shape_of_channels(node, 1, rstd.numel())
+    return NormAffine(_scale_shift(dtype, shape, rstd, mean, parameters), None)
 
 
-def _training_batch_norm(node: Node, parameters: Parameters) -> NormAffine:
-    mean, rstd = saved_tensor(node, "result1"), saved_tensor(node, "result2")
-    assert mean is not None
-    shape = _shape_of_channels(node)
-    return NormAffine(_scale_shift(mean.dtype, shape, rstd, mean, parameters), None)
+def _training_batch_norm(
+    node: Node, parameters: Parameters, statistics: Statistics | None
+) -> NormAffine:
+    assert statistics is not None
+    mean, rstd = statistics
+    shape = _shape_of_channels(node, 1, rstd.numel())
+    return NormAffine(_scale_shift(rstd.dtype, shape, rstd, mean, parameters), None)
 
 
 def _batch_norm_eps(node: Node) -> float:
     return argument(node, "eps" if type(node).__name__.startswith("Native") else "epsilon")
 
 
-def _group_norm(node: Node, parameters: Parameters) -> NormAffine:
-    mean, rstd = saved_tensor(node, "result1"), saved_tensor(node, "result2")
+def _group_norm(node: Node, parameters: Parameters, statistics: Statistics | None) -> NormAffine:
+    assert statistics is not None
+    mean, rstd = statistics
     assert mean is not None
-    assert rstd is not None
     samples, groups = mean.shape
-    shape = _shape_of_channels(node, samples)
-    channels_per_group = shape[2] // groups
+    channels = output_shape(node, 0)[1]
+    shape, channels_per_group = _shape_of_channels(node, samples, channels), channels // groups
     if parameters == Parameters(None, None) and _is_contiguous(node):
         # PyTorch's kernels subtract the mean first in this case, as its layer norm kernels do.
         rows = torch.stack([rstd, mean]).repeat_interleave(channels_per_group, 2).view(shape)
@@ -519,18 +552,22 @@ def _is_contiguous(node: Node) -> bool:
     return output_device(node, 0).type == "cuda" or saved_is_contiguous(node, "input")
 
 
-def _row_norm(node: Node, parameters: Parameters) -> NormAffine:
-    return NormAffine(column_affine_of(node, parameters), row_statistics_of(node))
+def _row_norm(node: Node, parameters: Parameters, statistics: Statistics | None) -> NormAffine:
+    assert statistics is not None
+    return NormAffine(column_affine_of(node, parameters, statistics), row_statistics_of(statistics))
 
 
-def column_affine_of(node: Node, parameters: Parameters) -> Tensor:
-    """Return scale and shift of a layer or RMS norm: copies of weight and bias.
+def row_statistics_of(statistics: Statistics) -> Tensor:
+    """Return rstd and mean of each row of a layer or RMS norm."""
+    mean, rstd = statistics
+    # Copies both as if they were weight and bias, in one kernel.
+    return _scale_shift(rstd.dtype, (2, *rstd.shape), None, None, Parameters(rstd, mean))
 
-    Requires `can_compute(node)`.
-    """
+
+def column_affine_of(node: Node, parameters: Parameters, statistics: Statistics) -> Tensor:
+    """Return scale and shift of a layer or RMS norm: copies of weight and bias."""
     weight, bias = parameters
-    statistic = saved_tensor(node, "result1")
-    assert statistic is not None
+    statistic = statistics.rstd
     dims = statistic.dim()
     if weight is None:
         if bias is None:
@@ -540,19 +577,6 @@ def column_affine_of(node: Node, parameters: Parameters) -> Tensor:
         weight = torch.ones_like(bias)
     shape = (2, *(1,) * (dims - weight.dim()), *weight.shape)
     return _scale_shift(statistic.dtype, shape, None, None, Parameters(weight, bias))
-
-
-def _statistics_of_layer_norm(node: Node) -> Tensor:
-    mean, rstd = saved_tensor(node, "result1"), saved_tensor(node, "result2")
-    assert mean is not None
-    assert rstd is not None
-    return torch.stack([rstd, mean])
-
-
-def _statistics_of_rms_norm(node: Node) -> Tensor:
-    rstd = saved_tensor(node, "result1")
-    assert rstd is not None
-    return torch.stack([rstd, torch.zeros_like(rstd)])
 
 
 def _identity(like: Tensor, dim: int, columns: int = 1) -> Tensor:
@@ -607,13 +631,13 @@ class NormKind:
         bias_is: "saved" by the node; "absent", if the norm has no bias; "hidden", if only an edge
             of the node leads to the bias.
         rerun: See `rerun_of`.
-        row_statistics: See `row_statistics_of`.
+        has_mean: Whether it saves a mean, and after it rstd; otherwise rstd alone.
     """
 
-    affine: Callable[[Node, Parameters], NormAffine]
+    affine: Callable[[Node, Parameters, Statistics | None], NormAffine]
     bias_is: Literal["saved", "absent", "hidden"]
     rerun: Callable[[Node, Parameters, float | None], Rerun | None] = lambda *_: None
-    row_statistics: Callable[[Node], Tensor] | None = None
+    has_mean: bool = True
 
 
 NORMS: Mapping[str, NormKind] = {
@@ -622,12 +646,10 @@ NORMS: Mapping[str, NormKind] = {
     # A Function. Its statistics are those of all processes.
     SYNC_BATCH_NORM: NormKind(_training_batch_norm, "hidden"),
     "NativeGroupNormBackward0": NormKind(_group_norm, "hidden", _rerun_group_norm),
-    "NativeLayerNormBackward0": NormKind(
-        _row_norm, "saved", _rerun_layer_norm, _statistics_of_layer_norm
-    ),
+    "NativeLayerNormBackward0": NormKind(_row_norm, "saved", _rerun_layer_norm),
     # The node of RMS norms on GPUs: on a CPU they are several operations. It saves rstd in float32
     # at least.
-    "FusedRmsNormBackward0": NormKind(_row_norm, "absent", row_statistics=_statistics_of_rms_norm),
+    "FusedRmsNormBackward0": NormKind(_row_norm, "absent", has_mean=False),
 }
 
 _KIND_OF = ByType(NORMS)  # by node type

@@ -104,7 +104,8 @@ class NotingMode(TorchFunctionMode):
 
 def is_user_mode_active() -> bool:
     """Whether a function mode of the user is active, which may change what functions compute."""
-    return any(not isinstance(mode, NotingMode) for mode in function_modes())
+    modes = function_modes()
+    return bool(modes) and any(not isinstance(mode, NotingMode) for mode in modes)
 
 
 class Noting:

@@ -75,11 +75,14 @@ class Output:
     condition: Callable[[Node], bool] = lambda node: True
 
 
+OutputRule = Output | Literal["norm", "activation after a norm"]
+
+
 @dataclass(frozen=True)
 class Operation:
     """An entry of the table of operations: see the top of this file."""
 
-    output: Output | Literal["norm", "activation after a norm"] | None = None
+    output: OutputRule | None = None
     reads: tuple[str, ...] = ()
     result: str = ""
     saved_output: str = ""
@@ -90,6 +93,23 @@ class Operation:
     saved_mask: str = ""
     reads_no_values: bool = False
     reads_exact: tuple[str, ...] = ()
+
+    @cached_property
+    def has_spec(self) -> bool:
+        """Whether the operation's output may have a spec."""
+        return self.output is not None or bool(self.result or self.saved_output)
+
+    @cached_property
+    def has_rewrites(self) -> bool:
+        """Whether the engine replaces other tensors than inputs that backward reads."""
+        return bool(
+            self.reads_exact
+            or self.result
+            or self.indices
+            or self.shape_only
+            or self.saved_mask
+            or self.reads_no_values
+        )
 
     @cached_property
     def saves_first_input(self) -> bool:

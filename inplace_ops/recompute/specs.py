@@ -45,7 +45,6 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
@@ -76,7 +75,7 @@ def _eps(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
 
 
-class Spec(ABC):
+class Spec:
     """A recompute spec: computes a saved tensor from its leaves.
 
     Attributes:
@@ -109,7 +108,6 @@ class Spec(ABC):
     def how(self) -> str:
         return Packed.how
 
-    @abstractmethod
     def value(self, consumer: int | None = None) -> Tensor:
         """Return the tensor.
 
@@ -119,8 +117,8 @@ class Spec(ABC):
             consumer: The number of the consumer whose backward needs the value: see NOTE [Shared
                 values]. None if there is none.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def add_consumer(self, consumer: int, distance: int | None = None) -> None:
         """Record that a consumer saves this spec, or one that computes it.
 
@@ -128,8 +126,8 @@ class Spec(ABC):
             consumer: The consumer's number.
             distance: How near the next consumer must be, at most `_SHARING_DISTANCE`, the default.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def magnitude(self) -> Tensor:
         """Return the scale of the value's error, a scalar in float64.
 
@@ -137,14 +135,15 @@ class Spec(ABC):
         results may be larger, for example the first factor of 1000 * 1e-3: the product scales the
         factor's error as it scales the factor.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def leaves(self) -> Iterator[Leaf]:
         """Return the leaves of the spec."""
+        raise NotImplementedError
 
-    @abstractmethod
     def is_current(self) -> bool:
         """Whether no leaf was modified."""
+        raise NotImplementedError
 
 
 class WrittenToError(RuntimeError):
@@ -283,13 +282,13 @@ class Computed(Spec):
     def is_current(self) -> bool:
         return all(spec.is_current() for spec in self.inner())
 
-    @abstractmethod
     def compute(self, consumer: int | None) -> Tensor:
         """Compute the tensor for `value`."""
+        raise NotImplementedError
 
-    @abstractmethod
     def inner(self) -> Iterable[Spec]:
         """Return the specs whose values `compute` reads."""
+        raise NotImplementedError
 
 
 class _Keeping(threading.local):
@@ -432,10 +431,19 @@ class Affine(Computed):
     def inner(self) -> Iterable[Spec]:
         return (self.x,)
 
+    def is_current(self) -> bool:
+        return self.x.is_current()
+
     def of(self, x: Tensor, **casts: Any) -> Tensor:
         """Return the output for the norm's input x. `casts` are keyword arguments of the op."""
-        op = _ops.NORMALIZE if self.activation is None else self.activation.ops.recompute
-        return op(x, *self.affine, _ops.dim_order_of(x), *self.scalars, **casts)
+        activation = self.activation
+        arguments: Any = (x, *self.affine, _ops.dim_order_of(x), *self.scalars)
+        if casts:
+            op = _ops.NORMALIZE if activation is None else activation.ops.recompute
+            return op(*arguments, **casts)
+        call = _ops.CALL_NORMALIZE if activation is None else activation.ops.call_recompute
+        value: Tensor = call(*arguments)
+        return value
 
     def activated(self, activation: Activation, scalars: Sequence[float]) -> Affine:
         """Return the spec of an activation's output, where this spec is the activation's input."""
@@ -664,29 +672,28 @@ class Recomputed(Packed):
     def unpack(self) -> Tensor:
         if unpacking.skips_values:
             return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
-        return super().unpack()
+        if self.stream is not None:
+            self._wait_for(self.stream)
+        return self.compute()
 
     def compute(self) -> Tensor:
         """Compute the spec. The result has the strides of the tensor that the spec replaces."""
         if self.number is not None:
             _keeping.drop_passed(self.number)
         with self._without_modes():
-            value = self._value()
+            try:
+                value = self.spec.value(self.number)
+            except RuntimeError as error:
+                like = partial(torch.empty, self.shape, dtype=self.dtype, device=self.device)
+                _ops.raise_out_of_memory(error, like)
+                raise
             if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
                 raise RuntimeError(
                     f"the output of {self.name} was recomputed as a {value.dtype} tensor of shape "
                     f"{list(value.shape)} on {value.device} instead of a {self.dtype} tensor of "
                     f"shape {list(self.shape)} on {self.device}"
                 )
-            return self.in_layout(value)
-
-    def _value(self) -> Tensor:
-        try:
-            return self.spec.value(self.number)
-        except RuntimeError as error:
-            like = partial(torch.empty, self.shape, dtype=self.dtype, device=self.device)
-            _ops.raise_out_of_memory(error, like)
-            raise
+            return value if value.stride() == self.stride else self.in_layout(value)
 
     def difference(self, saved: Tensor) -> str | None:
         """Return by how much the recomputed value differs from the saved tensor; None if equal.

@@ -46,28 +46,24 @@ A node's metadata lives as long as the node, and longer than the node's saved te
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
-from .._torch_private import CLONE, UNSAFE_VIEW, is_named
+from .._torch_private import CLONE, UNSAFE_VIEW, WeakTensor, is_named
 from . import nodes
 from .nodes import Node
-from .norms import NormAffine, Parameters
+from .norms import NormAffine, Parameters, Statistics
 from .operations import OPERATION_OF, Output, base_of, reshapes_only
 from .specs import DowncastMemory, Leaf, Spec
 
-_KEY, _SAVER_KEY = "inplace_ops", "inplace_ops: saver"
+# The key of a node's record in its metadata. None instead of a record marks a visited node that has
+# no record.
+KEY = "inplace_ops"
 COPY_LIMIT = 64 * 1024  # bytes: see NOTE [Leaves] in `engine.py`
-
-
-class _Saver:
-    """Lives in the metadata of a node: a weak reference to it tells whether the node is alive."""
-
-    __slots__ = ("__weakref__",)
 
 
 class CopyOfOutput(NamedTuple):
@@ -97,9 +93,11 @@ class Record:
         eps: A norm's eps; None for other operations and if unknown.
         affine: A norm's affine, from the visit of a batch norm, or from the first spec or fused
             activation that needs it, until the model's forward has returned; otherwise None.
+        statistics: The statistics that a norm has computed, until the model's forward has returned;
+            None for other operations and if unknown.
         is_saved: Whether a node or a spec saves the output itself, or a view of it.
-        saver: A weak reference to an object that lives as long as the last node that saves the
-            output or a view of it; None if no consumer saves it.
+        saver: A weak reference to the record of the last node that saves the output or a view of
+            it; None if no consumer saves it.
         note: A weak reference to the output; None if no note was taken.
         number: The number that a sum or difference adds or subtracts, a scalar; None if unknown,
             and for other operations.
@@ -111,43 +109,26 @@ class Record:
         has_backward_hooks: Whether the norm's module has backward hooks; False for others.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "affine",
-        "column_affine",
-        "copies",
-        "copies_of_output",
-        "downcast",
-        "eps",
-        "has_backward_hooks",
-        "is_saved",
-        "note",
-        "number",
-        "parameters",
-        "saver",
-        "spec",
-        "stream",
-        "unproved",
-        "version",
-    )
+    # Most records change few of these defaults.
+    version = 0
+    unproved: frozenset[int] = frozenset()
+    copies: Mapping[str, Tensor] = MappingProxyType({})
+    copies_of_output: Mapping[int, CopyOfOutput] = MappingProxyType({})
+    parameters: Parameters | None = None
+    column_affine: Tensor | None = None
+    eps: float | None = None
+    has_backward_hooks = False
+    affine: NormAffine | None = None
+    statistics: Statistics | None = None
+    is_saved = False
+    saver: weakref.ref[Record] | None = None
+    note: WeakTensor | None = None
+    number: Tensor | None = None
+    downcast: weakref.ref[DowncastMemory] | None = None
+    spec: weakref.ref[Spec] | None = None
 
-    def __init__(self, version: int = 0) -> None:
-        self.version = version
-        self.unproved: set[int] = set()
-        self.copies: dict[str, Tensor] = {}
-        self.copies_of_output: dict[int, CopyOfOutput] = {}
-        self.parameters: Parameters | None = None
-        self.column_affine: Tensor | None = None
-        self.eps: float | None = None
-        self.has_backward_hooks = False
-        self.affine: NormAffine | None = None
-        self.is_saved = False
-        self.saver: weakref.ref[_Saver] | None = None
-        self.note: TensorWeakRef | None = None
-        self.number: Tensor | None = None
-        self.downcast: weakref.ref[DowncastMemory] | None = None
-        self.spec: weakref.ref[Spec] | None = None
-        self.stream: torch.cuda.Stream | None = None
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self.stream = stream
 
     @property
     def has_affine(self) -> bool:
@@ -160,46 +141,40 @@ class Record:
 
     def take_note(self, tensor: Tensor) -> None:
         """Store a weak reference to the operation's output."""
-        self.note = TensorWeakRef(tensor)
+        self.note = WeakTensor(tensor)
 
     def has_note(self) -> bool:
         """Whether the tensor of the note is alive."""
         return self.note is not None and self.note() is not None
 
-    def mark_saved_by(self, node: Node) -> None:
-        """Record that a consumer's node saves the output, or a view of it."""
-        saver = node.metadata.setdefault(_SAVER_KEY, _Saver())
-        self.is_saved, self.saver = True, weakref.ref(saver)
+    def mark_saved_by(self, consumer: Record) -> None:
+        """Record that a consumer saves the output, or a view of it."""
+        self.is_saved, self.saver = True, weakref.ref(consumer)
 
     def free_copies(self) -> None:
         """Drop all copies. Specs that were built from them own them."""
-        self.copies.clear()
-        self.parameters = self.column_affine = self.affine = None
+        self.copies = Record.copies
+        self.parameters = self.column_affine = self.affine = self.statistics = None
 
 
 def record_of(node: Node) -> Record | None:
     """Return the record of a node; None if the engine has not visited it, or it has no record."""
-    return node.metadata.get(_KEY)
-
-
-def attach_record(node: Node, record: Record | None) -> None:
-    """Put a record into a node's metadata. None marks the node as visited, without a record."""
-    node.metadata[_KEY] = record
+    return node.metadata.get(KEY)
 
 
 def was_visited(node: Node) -> bool:
-    """Whether `attach_record` was called.
+    """Whether the engine has visited a node.
 
     The metadata tells, since the node's Python object may die before the node does.
     """
-    return _KEY in node.metadata
+    return KEY in node.metadata
 
 
 def ensure_record(node: Node, stream: torch.cuda.Stream | None) -> Record:
-    """Return the record of a node that the engine has visited, a new one if it has none.
+    """Return the record of a node, a new one if it has none.
 
-    Operations without an output rule get a record only when a consumer saves their output, or when
-    a note of it is taken.
+    The nodes of operations that are not in the table get a record only when a consumer saves their
+    output, or when a note of it is taken.
 
     Args:
         node: The node.
@@ -207,9 +182,7 @@ def ensure_record(node: Node, stream: torch.cuda.Stream | None) -> Record:
     """
     record = record_of(node)
     if record is None:
-        record = Record()
-        record.stream = stream
-        attach_record(node, record)
+        record = node.metadata[KEY] = Record(stream)
     return record
 
 
@@ -269,25 +242,26 @@ def saved_output_of(node: Node, record: Record) -> Tensor | None:
     return None
 
 
-def record_output(node: Node, output: Output, result: str) -> Record:
-    """Return a new record of an operation that has an output rule, such as a sum or a cast.
+def record_output(node: Node, record: Record, output: Output, result: str) -> None:
+    """Record the version and the unproved inputs of an operation that has an output rule.
 
     See NOTE [Versions are proved].
 
     Args:
         node: The operation's new node.
+        record: Its record.
         output: The output rule.
         result: The field under which the node saves its output; "" if it does not.
     """
-    record, edges = Record(), nodes.producers(node)
+    edges = nodes.producers(node)
     _, producer_record = _producer_of(*edges[0])
     saved = nodes.saved_tensor(node, result) if result else None
     if saved is not None and saved._version > 0:  # an in-place activation that saves its output
         record.version = saved._version
         if producer_record is None or producer_record.version != record.version - 1:
-            record.unproved.add(0)
+            record.unproved = frozenset({0})
         record.note = producer_record.note if producer_record else None
-        return record
+        return
     for index, field in enumerate(output.inputs or (None,) * len(edges)):
         saved = None if field is None else nodes.saved_tensor(node, field)
         if saved is None:
@@ -297,7 +271,6 @@ def record_output(node: Node, output: Output, result: str) -> Record:
             record.version = producer_record.version + 1
             record.note = producer_record.note
             _prove_clone(node, saved, record)
-    return record
 
 
 def prove_late(node: Node, record: Record) -> bool:
@@ -306,7 +279,8 @@ def prove_late(node: Node, record: Record) -> bool:
     Return whether all inputs are proved.
     """
     edges = nodes.producers(node)
-    record.unproved = {index for index in record.unproved if not is_unmodified(*edges[index])}
+    unproved = (index for index in record.unproved if not is_unmodified(*edges[index]))
+    record.unproved = frozenset(unproved)
     return not record.unproved
 
 
@@ -352,7 +326,7 @@ def _prove_clone(node: Node, clone: Tensor, record: Record) -> None:
     # creation hook must not create nodes. The base's `grad_fn` exists already.
     base = tensor if tensor._base is None else tensor._base
     if base.grad_fn is node and base._version == record.version:
-        clone_record.unproved.clear()
+        clone_record.unproved = frozenset()
 
 
 def _prove_input(node: Node, position: int, record: Record) -> None:
@@ -363,9 +337,9 @@ def _prove_input(node: Node, position: int, record: Record) -> None:
     base, producer_record = _producer_of(producer, index)
     tensor = None if producer_record is None else _known_output(base, producer_record)
     if producer_record is None or tensor is None:
-        record.unproved.add(position)
+        record.unproved |= {position}
     elif not tensor._is_view() and tensor.grad_fn is node:  # in place
         record.version = producer_record.version + 1
         record.note = producer_record.note
     elif tensor._version not in (0, producer_record.version):
-        record.unproved.add(position)
+        record.unproved |= {position}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import gc
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.flop_counter import FlopCounterMode
 
 import inplace_ops
 from inplace_ops import _torch_private as private
@@ -299,6 +301,43 @@ def check_dispatch_keys() -> None:
     number = private.dispatch_keys(x).raw_repr()
     assert private.dispatch_keys(torch.randn(3)).raw_repr() == number
     assert all(private.dispatch_keys(other).raw_repr() != number for other in others)
+
+
+@checks("DispatchKey", "DispatchKeySet")
+def check_dispatch_key_sets() -> None:
+    keys = private.DispatchKeySet(private.DispatchKey.CPU).add(private.DispatchKey.AutocastCPU)
+    autograd = private.DispatchKey.ADInplaceOrView, private.DispatchKey.AutogradCPU
+    with torch.inference_mode():
+        assert private.dispatch_keys(torch.randn(2)).raw_repr() == keys.raw_repr()
+    keys = keys.add(autograd[0]).add(autograd[1])
+    assert private.dispatch_keys(torch.randn(2)).raw_repr() == keys.raw_repr()
+
+
+@checks("len_torch_dispatch_stack")
+def check_dispatch_modes() -> None:
+    both_states(FlopCounterMode(display=False), lambda: private.len_torch_dispatch_stack() == 1)
+
+
+@checks("keyword_defaults")
+def check_keyword_defaults() -> None:
+    assert private.keyword_defaults(torch.ops.aten.add.Tensor) == (1,)
+    assert private.keyword_defaults(torch.ops.aten.mul.Tensor) == ()
+
+
+@checks("WeakTensor")
+def check_weak_tensor() -> None:
+    saved = torch.ones(2)
+    product = leaf(2) * saved
+    reference = private.WeakTensor(saved)
+    assert reference() is saved
+    del saved
+    gc.collect()
+    revived = product.grad_fn._saved_other  # autograd has kept the tensor alive
+    found = reference()
+    assert found is None or found is revived
+    del product, revived, found
+    gc.collect()
+    assert reference() is None
 
 
 @checks("has_torch_dispatch")

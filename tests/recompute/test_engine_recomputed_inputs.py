@@ -206,6 +206,39 @@ def test_memory_is_freed_by_backward() -> None:
     assert all(reference() is None for reference in references)
 
 
+@pytest.mark.parametrize("retains", [False, True], ids=["frees graph", "retains graph"])
+def test_spec_of_an_activation_is_freed_by_its_backward(retains: bool, source: str) -> None:
+    """The node owns the spec for consumers that are yet to come, but no longer than its tensors."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU(), nn.Conv2d(4, 4, 3))
+    twin, x = converted_twin(model), images()
+    twin(x)
+    output = twin(x)
+    (node,) = [node for node in nodes_of(output) if functions.is_fused(node)]
+    assert node.spec is not None
+    references = [weakref.ref(leaf.tensor.untyped_storage()) for leaf in node.spec.leaves()]
+    output.sum().backward(retain_graph=retains)
+    assert node.spec is None
+    if not retains:
+        gc.collect()
+        assert all(reference() is None for reference in references)
+
+
+def test_consumer_that_comes_after_backward_gets_pytorchs_gradient(source: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU())
+            self.conv = nn.Conv2d(4, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.block(x)
+            self.early = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+            return self.conv(y)
+
+    model, x = Model(), images()
+    assert_same_steps(model, converted_twin(model), x)
+
+
 def test_write_to_a_part_of_a_concatenation() -> None:
     """The concatenation is recomputed from copies of its parts, which the write does not change."""
     model: Any = Dense(nn.BatchNorm2d, nn.ReLU)

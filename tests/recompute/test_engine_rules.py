@@ -33,6 +33,7 @@ import inplace_ops
 from inplace_ops import memory as package_memory, saved_bytes
 from inplace_ops.conversion.wiring import conversion_of
 from inplace_ops.recompute import engine, nodes
+from inplace_ops.recompute.functions import is_fused
 from inplace_ops.recompute.norms import NormAffine, norm_of, source_of
 from inplace_ops.recompute.specs import Affine, Call, Leaf, Recomputed, Spec, total
 from inplace_ops.recompute.versions import COPY_LIMIT
@@ -532,10 +533,10 @@ def test_no_comparison_during_cuda_graph_capture(monkeypatch: pytest.MonkeyPatch
     running = engine.Engine(settings, None)
     on_a_gpu = torch.ones(2).as_subclass(type("OnAGPU", (Tensor,), {"is_cuda": True}))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not running.is_verified(lambda: value, on_a_gpu)
+    assert not running.is_verified(value, on_a_gpu)
     assert settings.verified == {}
-    assert running.is_verified(lambda: value, torch.ones(2))
-    assert running.is_verified(lambda: value, on_a_gpu)  # its key was verified on the line above
+    assert running.is_verified(value, torch.ones(2))
+    assert running.is_verified(value, on_a_gpu)  # its key was verified on the line above
 
 
 # Cost.
@@ -565,6 +566,16 @@ def test_tensors_below_min_bytes_stay_saved(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(recomputed(twin(images()))) == 1
     monkeypatch.setattr(engine, "MIN_BYTES", 4 * 2 * C * 64 + 1)
     assert replaced(twin(images())) == []
+
+
+def test_activations_of_tensors_below_min_bytes_are_not_fused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    twin = converted_twin(Program(convolution, activation=nn.SiLU))
+    monkeypatch.setattr(engine, "MIN_BYTES", 4 * 2 * C * 64)
+    assert any(map(is_fused, nodes_of(twin(images()))))
+    monkeypatch.setattr(engine, "MIN_BYTES", 4 * 2 * C * 64 + 1)
+    assert not any(map(is_fused, nodes_of(twin(images()))))
 
 
 def test_magnitude_bounds_a_norm_of_cancelled_terms() -> None:

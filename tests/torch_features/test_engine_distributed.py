@@ -412,13 +412,16 @@ def _synchronized(self: nn.SyncBatchNorm, x: Tensor) -> Tensor:
 
 
 class Synchronized(nn.Module):
-    """Norms before a ReLU, a residual sum and a convolution."""
+    """Norms before a SiLU, a residual sum and a convolution.
+
+    Not a ReLU: this norm rounds otherwise than the kernels, and a value near 0 may change its sign.
+    """
 
     def __init__(self, affine: bool) -> None:
         super().__init__()
         self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))
         self.norms = nn.ModuleList(nn.SyncBatchNorm(8, affine=affine) for _ in range(3))
-        self.act = nn.ReLU()
+        self.act = nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
         for conv, norm in zip(self.convs, self.norms, strict=True):

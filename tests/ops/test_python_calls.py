@@ -1,0 +1,162 @@
+"""`Call` computes what the dispatcher does, and leaves to the dispatcher what only it can do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from _support.assertions import assert_identical
+from _support.cases import FLOATS
+from _support.op_calls import (
+    LAYOUTS,
+    OF_EACH_KIND,
+    OPS,
+    SHAPE,
+    arguments_of,
+    name_of,
+    names_of,
+)
+from torch import Tensor, nn
+from torch.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from inplace_ops import _ops
+from inplace_ops.activations import SILU
+
+has_calls = bool(_ops._C.calls)
+needs_calls = pytest.mark.skipif(not has_calls, reason="PyTorch's stable ABI has them from 2.14 on")
+
+
+class Failing:
+    """Stands for an op that must not be called."""
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("the dispatcher was called")
+
+
+def without_dispatcher(op: torch._ops.OpOverload) -> _ops.Call:
+    call = _ops.Call(op)
+    call.op = Failing()  # type: ignore[assignment]
+    return call
+
+
+def copies_of(arguments: list[Any]) -> list[Any]:
+    return [a.clone() if isinstance(a, Tensor) else a for a in arguments]
+
+
+def test_torch_2_14_has_calls_of_all_ops() -> None:
+    from_2_14 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+    assert has_calls == from_2_14
+    if has_calls:
+        assert _ops._C.calls.keys() == {name_of(op) for op in OPS}
+
+
+@needs_calls
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("op", OF_EACH_KIND, ids=name_of)
+def test_call_returns_what_the_dispatcher_returns(
+    op: torch._ops.OpOverload, layout: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    arguments = arguments_of(op, device, dtype, layout)
+    own = copies_of(arguments)
+    expected, actual = op(*arguments), without_dispatcher(op)(*own)
+    outputs = [
+        [value, *each] if isinstance(value, Tensor) else [*(value or ()), *each]
+        for value, each in ((expected, arguments), (actual, own))
+    ]
+    for one, other in zip(*outputs, strict=True):
+        if isinstance(one, Tensor):
+            assert_identical(other, one)
+            assert other.stride() == one.stride()
+
+
+@needs_calls
+@pytest.mark.parametrize("op", OF_EACH_KIND, ids=name_of)
+def test_call_rejects_what_the_dispatcher_rejects(
+    op: torch._ops.OpOverload, device: torch.device
+) -> None:
+    arguments = arguments_of(op, device)
+    for position, argument in enumerate(arguments):
+        wrong: list[Any] = [object()]
+        if isinstance(argument, Tensor):
+            wrong += [argument.int(), argument[..., :1].squeeze(0), argument.to("meta"), 1.5]
+        for value in wrong:
+            changed = [*arguments[:position], value, *arguments[position + 1 :]]
+            before = copies_of(arguments)
+            errors = []
+            for function in (op, _ops.Call(op)):
+                try:
+                    function(*changed)
+                except Exception as error:
+                    errors.append(type(error))
+            assert len(errors) in (0, 2), (names_of(op)[position], value)
+            if not isinstance(value, Tensor):
+                assert len(errors) == 2
+            if errors:
+                for one, other in zip(arguments, before, strict=True):
+                    if isinstance(one, Tensor):
+                        assert_identical(one, other)
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operations of this package."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_dispatch_mode_sees_calls(device: torch.device) -> None:
+    x = torch.randn(SHAPE, device=device)
+    with Counting() as counting:
+        SILU.ops.call_in_place(x, None)
+    assert counting.seen == ["inplace_ops::silu_"]
+
+
+def test_profiler_sees_calls(device: torch.device) -> None:
+    x = torch.randn(SHAPE, device=device)
+    with profile() as profiler:
+        SILU.ops.call_in_place(x, None)
+    assert "inplace_ops::silu_" in {event.key for event in profiler.key_averages()}
+
+
+class Subclass(Tensor):
+    pass
+
+
+def unusual(x: Tensor) -> Iterator[Tensor]:
+    yield x.as_subclass(Subclass)
+    yield torch._neg_view(x)
+    yield nn.Parameter(x)
+
+
+def test_call_takes_unusual_tensors(device: torch.device) -> None:
+    x = torch.randn(SHAPE, device=device)
+    affine = torch.randn(2, 1, SHAPE[1], 1, 1, device=device)
+    for argument in unusual(x):
+        contexts: list[AbstractContextManager[Any]] = [nullcontext(), torch.inference_mode()]
+        for context in contexts:
+            with context, torch.no_grad():
+                actual = SILU.ops.call_recompute(argument, affine, None, None)
+                expected = SILU.ops.recompute(argument, affine, None, None)
+            assert type(actual) is type(expected)
+            assert_identical(actual.as_subclass(Tensor), expected.as_subclass(Tensor))
+
+
+def test_call_works_under_vmap(device: torch.device) -> None:
+    grad, x = (torch.randn(4, *SHAPE, device=device) for _ in range(2))
+    affine = torch.randn(2, 1, SHAPE[1], 1, 1, device=device)
+
+    def backward(grad: Tensor, x: Tensor) -> Tensor:
+        return SILU.ops.call_backward["recompute"](grad, x, affine, None, None)
+
+    expected = torch.stack([backward(*pair) for pair in zip(grad, x, strict=True)])
+    assert_identical(torch.vmap(backward)(grad, x), expected)
