@@ -25,9 +25,15 @@ CPU for each thread. Under autocast the weights of convolutions and linear layer
 from the start, so that activations are counted and copies of weights are not.
 
 steps: the Python cost of each activation and consumer, in networks that are bound by the host: a
-ResNet-18 at batch 1 for images of 32 x 32, and 40 blocks of convolution, batch norm and activation
-on tensors of 256 elements. PyTorch's in-place activations are compared with this package's modules
-by default, with save="recompute", and with `convert`.
+ResNet-18 at batch 1 for images of 32 x 32, 40 blocks of convolution, batch norm and activation, and
+40 of linear layer, layer norm and GELU. The blocks' tensors have 9 and 8 KiB; also 1 KiB, which is
+less than `convert` replaces. PyTorch's activations, in place where it has that, are compared with
+this package's modules by default, with save="recompute", and with `convert`, in and out of place.
+
+calls: the host time of each Python function and C function in a step of the 40 blocks with SiLU,
+from Python's profiler (cProfile). The profiler adds about a microsecond to each call, so the times
+show where the time goes, and the calls how much work there is. Shorter than `--least-us` a block is
+left out.
 
 blocks: the tensors that a block of convolution, norm and activation saves, in units of its output:
 the difference between a longer and a shorter chain of blocks, over their number. And the time of
@@ -38,9 +44,11 @@ from __future__ import annotations
 
 import argparse
 import copy
+import cProfile
 import fcntl
 import gc
 import os
+import pstats
 import re
 import subprocess
 import sys
@@ -81,6 +89,7 @@ from networks import (
     MakeActivation,
     backward,
     chain,
+    linear_chain,
     resnet18,
     rows_of_networks,
 )
@@ -102,6 +111,7 @@ from variants import (
 )
 
 import inplace_ops
+from inplace_ops.activations import ACTIVATIONS
 
 TIMED = {name: network for name, network in NETWORKS.items() if network.blocks}
 
@@ -428,30 +438,36 @@ class HostBound(NamedTuple):
     activation: str
 
 
+BLOCKS = 40
+_CONVOLUTIONS = partial(chain, blocks=BLOCKS, channels=8, kernel=1)
 HOST_BOUND = {
     "ResNet-18": HostBound(resnet18, 17, (1, 3, 32, 32), "ReLU"),
-    **{
-        f"40 blocks, {name}": HostBound(
-            partial(chain, blocks=40, channels=8), 40, (2, 8, 4, 4), name
-        )
-        for name in ("ReLU", "SiLU")
-    },
+    "40 blocks, ReLU": HostBound(_CONVOLUTIONS, BLOCKS, (2, 8, 12, 12), "ReLU"),
+    "40 blocks, SiLU": HostBound(_CONVOLUTIONS, BLOCKS, (2, 8, 12, 12), "SiLU"),
+    "40 blocks of 1 KiB, ReLU": HostBound(_CONVOLUTIONS, BLOCKS, (2, 8, 4, 4), "ReLU"),
+    "40 linear blocks, GELU": HostBound(
+        partial(linear_chain, blocks=BLOCKS, features=64), BLOCKS, (32, 64), "GELU"
+    ),
 }
 
 
 def _by_activation(network: HostBound, device: str) -> dict[str, Step]:
-    """Return a step for each kind of activation, with the same weights and input."""
+    """Return a step for each kind of activation, with the same weights and input.
+
+    The first is the baseline.
+    """
     theirs, ours = getattr(nn, network.activation), getattr(inplace_ops, network.activation)
-    makers = {
-        IN_PLACE: partial(theirs, inplace=True),
-        "modules": ours,
-        "modules, recompute": partial(ours, save="recompute"),
-        "convert": theirs,
-    }
+    makers = {OUT_OF_PLACE: theirs, "convert": theirs}
+    if any(a.torch_inplace for a in ACTIVATIONS if a.name == network.activation):
+        in_place = partial(theirs, inplace=True)
+        makers = {IN_PLACE: in_place, **makers, "convert, in place": in_place}
+    makers |= {"modules": ours, "modules, recompute": partial(ours, save="recompute")}
     models = {label: network.build(make).to(device) for label, make in makers.items()}
-    for model in models.values():
-        model.load_state_dict(models[IN_PLACE].state_dict())
-    inplace_ops.convert(models["convert"])
+    baseline = next(iter(models.values()))
+    for label, model in models.items():
+        model.load_state_dict(baseline.state_dict())
+        if label.startswith("convert"):
+            inplace_ops.convert(model)
     x = torch.randn(network.shape, device=device)
     return {label: Step(NetworkVariant(label, m, m), x) for label, m in models.items()}
 
@@ -462,7 +478,7 @@ def steps_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Ro
     for name, network in HOST_BOUND.items():
         with failures.recorded(name):
             steps = _by_activation(network, arguments.device)
-            expected = expected_of(steps[IN_PLACE])
+            expected = expected_of(next(iter(steps.values())))
             for step in steps.values():
                 verify_step(step, expected)
             halves = {label: partial(_halves, step) for label, step in steps.items()}
@@ -484,14 +500,60 @@ def _halves(step: Step) -> tuple[float, float]:
 
 
 def _steps_row(name: str, label: str, times: Mapping[str, list[tuple[float, float]]]) -> Row:
-    ours, theirs = ([sum(pair) for pair in times[key]] for key in (label, IN_PLACE))
+    baseline = next(iter(times))
+    ours, theirs = ([sum(pair) for pair in times[key]] for key in (label, baseline))
     extra = {}
     for i, half in enumerate(("forward", "backward")):
-        pairs = zip(times[label], times[IN_PLACE], strict=True)
+        pairs = zip(times[label], times[baseline], strict=True)
         median = quartiles([mine[i] - other[i] for mine, other in pairs])[1]
         extra[f"{half}_us_per_activation"] = f"{median * 1e6 / HOST_BOUND[name].activations:.1f}"
     row = {"network": name, "variant": label, "step_ms": f"{quartiles(ours)[1] * 1e3:.2f}"}
     return row | ratio_columns(ours, theirs) | extra
+
+
+def calls_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
+    """Yield the rows of the functions that take the most time in a step of 40 blocks."""
+    torch.manual_seed(0)
+    name = "40 blocks, SiLU"
+    steps = _by_activation(HOST_BOUND[name], arguments.device)
+    expected = expected_of(steps[IN_PLACE])
+    for label in (IN_PLACE, "convert, in place"):
+        step = steps[label]
+        with failures.recorded(f"{name}, {label}"):
+            verify_step(step, expected)
+        profiles = {"forward": cProfile.Profile(), "backward": cProfile.Profile()}
+        for _ in range(arguments.repetitions):
+            step.reset()
+            outputs = profiles["forward"].runcall(step.forward)
+            profiles["backward"].runcall(backward, outputs)
+        for phase, profile in profiles.items():
+            for row in _functions(profile, BLOCKS * arguments.repetitions):
+                if float(row["us_per_block"]) >= arguments.least_us:
+                    yield (
+                        {"network": name, "variant": label, "phase": phase}
+                        | row
+                        | machine(arguments.device)
+                    )
+
+
+def _functions(profile: cProfile.Profile, blocks: int) -> list[Row]:
+    """Return the calls and the time of each function for a block, the slowest first."""
+    totals: dict[str, tuple[int, float]] = {}
+    statistics: Any = pstats.Stats(profile)
+    for (file, _, function), (_, calls, seconds, *_) in statistics.stats.items():
+        path = Path(file)
+        where = "" if file == "~" else f"{path.parent.name}/{path.name}: "
+        earlier_calls, earlier_seconds = totals.get(where + function, (0, 0.0))
+        totals[where + function] = calls + earlier_calls, seconds + earlier_seconds
+    ordered = sorted(totals.items(), key=lambda item: -item[1][1])
+    return [
+        {
+            "function": function,
+            "calls_per_block": f"{calls / blocks:.2f}",
+            "us_per_block": f"{seconds / blocks * 1e6:.2f}",
+        }
+        for function, (calls, seconds) in ordered
+    ]
 
 
 SHORT, LONG = 2, 6  # blocks
@@ -599,6 +661,9 @@ def parse() -> argparse.Namespace:
     counting.add_argument("--max-ops", nargs="+", type=int, choices=MAX_OPS, default=MAX_OPS)
 
     add_options(commands.add_parser("steps"), repetitions=61, threads=1)
+    calls = commands.add_parser("calls")
+    add_options(calls, repetitions=40, threads=1)
+    calls.add_argument("--least-us", type=float, default=0.5, help="of a function that is shown")
 
     blocks = commands.add_parser("blocks")
     add_options(blocks, repetitions=15)
@@ -627,6 +692,7 @@ COMMANDS = {
     "train": ("networks", train_rows, [*SHOWN.split(), "gradients_differ_by"]),
     "bytes": ("bytes", bytes_rows, None),
     "steps": ("steps", steps_rows, None),
+    "calls": ("calls", calls_rows, None),
     "blocks": ("blocks", blocks_rows, None),
 }
 

@@ -44,10 +44,20 @@ class ConvNormAct(nn.Sequential):
         )
 
 
-def chain(activation: MakeActivation, blocks: int, channels: int) -> nn.Sequential:
-    """Return blocks of a 3 x 3 convolution, batch norm and activation."""
-    each = (ConvNormAct(channels, channels, 3, activation=activation) for _ in range(blocks))
+def chain(activation: MakeActivation, blocks: int, channels: int, kernel: int = 3) -> nn.Sequential:
+    """Return blocks of a convolution, batch norm and activation."""
+    each = (ConvNormAct(channels, channels, kernel, activation=activation) for _ in range(blocks))
     return nn.Sequential(*each)
+
+
+def linear_chain(activation: MakeActivation, blocks: int, features: int) -> nn.Sequential:
+    """Return blocks of a linear layer, layer norm and activation."""
+    layers = [
+        layer
+        for _ in range(blocks)
+        for layer in (nn.Linear(features, features), nn.LayerNorm(features), activation())
+    ]
+    return nn.Sequential(*layers)
 
 
 class ResidualBlock(nn.Module):

@@ -32,6 +32,7 @@ PAGES = [PROJECT / "README.md", RESULTS / "README.md", *sorted((PROJECT / "docs"
 COMPATIBILITY = PROJECT / "tests" / "compatibility.csv"
 Rows = list[dict[str, str]]
 OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+SHOWN_US = 5.0  # of a function of a block, in the profiler
 LARGE = 64 * 2**20  # bytes; from this size on, kernels should reach the copy bandwidth
 
 
@@ -173,6 +174,26 @@ def steps(rows: Rows) -> str:
         for row in rows
     ]
     return markdown([*header, "backward"], body)
+
+
+def calls(rows: Rows) -> str:
+    """The functions that take the most time in a block, with all commits side by side."""
+    commits = values(rows, "commit")
+    columns = [(v, c) for v in values(rows, "variant") for c in commits]
+    columns = [
+        (v, c) for v, c in columns if any(r["variant"] == v and r["commit"] == c for r in rows)
+    ]
+    body = []
+    for (phase, function), own in grouped(rows, "phase", "function").items():
+        wanted = [{"variant": variant, "commit": commit} for variant, commit in columns]
+        cells = [
+            (find(own, "us_per_block", **each), find(own, "calls_per_block", **each))
+            for each in wanted
+        ]
+        if max((float(us) for us, _ in cells if us != "-"), default=0.0) >= SHOWN_US:
+            body.append([phase, f"`{function}`", *(f"{us} ({n})" for us, n in cells)])
+    header = [f"{variant}, {commit}" for variant, commit in columns]
+    return markdown(["phase", "function: us a block (calls)", *header], body)
 
 
 def memory(rows: Rows) -> str:
@@ -391,6 +412,7 @@ TABLES: Drawings = {
     "activations": activations,
     "host": host,
     "steps": steps,
+    "calls": calls,
     "memory": memory,
     "blocks": blocks,
     "graphs": networks,
@@ -415,6 +437,7 @@ COMMANDS = {
     "host": "bench_ops.py host",
     "memory": "bench_ops.py memory",
     "steps": "bench_networks.py steps",
+    "calls": "bench_networks.py calls",
     "blocks": "bench_networks.py blocks",
     "bytes": "bench_networks.py bytes",
     "networks": "bench_networks.py train",

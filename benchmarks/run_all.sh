@@ -4,14 +4,14 @@
 #
 #   benchmarks/run_all.sh [PART...]
 #
-# Parts, all by default: activations blocks bytes host memory models networks steps training. On two
-# calm cores, with nothing else running, models and networks take an hour each, training takes 18
+# Parts, all by default: activations blocks bytes calls host memory models networks steps training. On
+# two calm cores, with nothing else running, models and networks take an hour each, training takes 18
 # minutes, and the others together about half an hour. PYTHON names an interpreter with the package
 # and its extras models and demo.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-known="activations blocks bytes host memory models networks steps training"
+known="activations blocks bytes calls host memory models networks steps training"
 for part in "$@"; do
   [[ " $known " == *" $part "* ]] || {
     sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'
@@ -35,6 +35,7 @@ bench() {
 bench activations ops time --device cpu
 bench blocks networks blocks --device cpu
 bench bytes networks bytes --device cpu
+bench calls networks calls --device cpu
 bench host ops host --device cpu --threads 1
 bench memory ops memory --device cpu
 bench models models

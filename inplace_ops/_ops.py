@@ -6,19 +6,17 @@ knowledge: `inplace_ops.autograd` wraps the ops in Functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from ._torch_private import (
-    DispatchKey,
-    DispatchKeySet,
     OpOverload,
     check,
-    dispatch_keys,
     is_functorch_wrapped_tensor,
     is_legacy_batchedtensor,
     keyword_defaults,
@@ -38,6 +36,7 @@ except ImportError as error:
 cuda_version: str | None = None
 cuda_architectures: str | None = None
 no_cuda: str | None = None  # why the CUDA kernels are missing
+_cuda_calls: dict[str, Callable[..., Any]] = {}
 if torch.version.cuda is None:
     no_cuda = "torch is built without CUDA"
 else:
@@ -50,6 +49,7 @@ else:
     else:
         cuda_version = f"{_C_cuda.cuda_version // 1000}.{_C_cuda.cuda_version % 1000 // 10}"
         cuda_architectures = _C_cuda.cuda_architectures
+        _cuda_calls = _C_cuda.calls
 built_with_torch = _C.built_with_torch
 
 Op = OpOverload
@@ -81,15 +81,12 @@ class Call:
         op: The op.
     """
 
-    __slots__ = ("_functions", "_keyword_defaults", "op")
+    __slots__ = ("_function", "_function_on_cuda", "_keyword_defaults", "op")
 
     def __init__(self, op: Op) -> None:
         self.op = op
-        self._functions = {
-            keys: functions[op_name(op)]
-            for keys, functions in _functions_by_keys.items()
-            if functions
-        }
+        self._function = _C.calls.get(op_name(op), _not_implemented)
+        self._function_on_cuda = _cuda_calls.get(op_name(op), _not_implemented)
         self._keyword_defaults = keyword_defaults(op)
 
     def __call__(self, x: Tensor | None, *arguments: Any) -> Any:
@@ -104,8 +101,10 @@ class Call:
         ):
             return self.op(x, *arguments)
         like: Any = x if x is not None else next(a for a in arguments if a is not None)
-        function = self._functions.get(dispatch_keys(like).raw_repr(), _not_implemented)
-        result = function(x, *arguments, *self._keyword_defaults)
+        result = NotImplemented
+        if is_ordinary(like):
+            function = self._function if like.is_cpu else self._function_on_cuda
+            result = function(x, *arguments, *self._keyword_defaults)
         return self.op(x, *arguments) if result is NotImplemented else result
 
 
@@ -113,18 +112,23 @@ def _not_implemented(*_: Any) -> Any:
     return NotImplemented
 
 
-def _keys_of(device: str) -> Iterator[int]:
-    """Return the sets of dispatch keys of a device's ordinary tensors, in and out of inference."""
-    keys = DispatchKeySet(getattr(DispatchKey, device))
-    keys = keys.add(getattr(DispatchKey, f"Autocast{device}"))
-    yield keys.raw_repr()
-    keys = keys.add(getattr(DispatchKey, f"Autograd{device}"))
-    yield keys.add(DispatchKey.ADInplaceOrView).raw_repr()
+def is_ordinary(tensor: Tensor) -> bool:
+    """Whether a tensor's memory has all of its values, and nothing wraps it.
 
-
-_functions_by_keys = dict.fromkeys(_keys_of("CPU"), _C.calls)
-if cuda_version is not None:
-    _functions_by_keys |= dict.fromkeys(_keys_of("CUDA"), _C_cuda.calls)
+    Not so for tensors that are empty or freed, nor for those of tracers and transforms, which have
+    no memory: `data_ptr` raises, or returns 0.
+    """
+    try:
+        return (
+            type(tensor) in (Tensor, Parameter)
+            and tensor.layout is torch.strided
+            and not tensor.is_nested
+            and not tensor.is_neg()
+            and not tensor.is_conj()
+            and tensor.data_ptr() != 0
+        )
+    except RuntimeError:
+        return False
 
 
 class Ops:

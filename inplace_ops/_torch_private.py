@@ -59,8 +59,6 @@ check = torch._check
 
 # The set of a tensor's dispatch keys, of which `raw_repr()` is a number.
 dispatch_keys = torch._C._dispatch_keys
-DispatchKey = torch._C.DispatchKey
-DispatchKeySet = torch._C.DispatchKeySet
 
 # The number of dispatch modes that see this thread's operations.
 len_torch_dispatch_stack: Callable[[], int] = torch._C._len_torch_dispatch_stack

@@ -47,6 +47,7 @@ from ._torch_private import (
 from .activations import Activation, Save
 from .autograd import APPLY, FUNCTIONS
 from .recompute.functions import recomputed_activation
+from .recompute.nodes import no_graph
 from .recompute.norms import norm_of, source_of
 
 if TYPE_CHECKING:
@@ -217,7 +218,7 @@ def _after_norm(
         return z
 
     try:
-        with torch.no_grad():
+        with no_graph():
             affine = source.affine()
         recomputed_activation(norm.output, source.x, affine, activation, op_args, in_place)
     except NotImplementedError as error:

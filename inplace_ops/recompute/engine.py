@@ -274,7 +274,7 @@ def _on_node_created(node: Node) -> None:
     call, and together with the hook of the next call: every node is passed twice in a row.
     """
     engine = _running.engine
-    if engine is not None:
+    if engine is not None and type(node) is not nodes.ACCUMULATE_GRAD_TYPE:
         engine.visit(node)
 
 
@@ -342,15 +342,16 @@ class Engine:
                 if NEEDS_NO_RECORD[node_type] is None:
                     node.metadata.setdefault(KEY, None)
                 return
-            if KEY in node.metadata or nodes.is_transformed():
+            metadata = node.metadata
+            if KEY in metadata or nodes.is_transformed():
                 return
+            metadata[KEY] = None  # in case of an error
             if operation is _CAST and nodes.downcasts_autograd_leaf(node):
-                node.metadata[KEY] = None
                 return  # autocast's copy of a parameter
             with DisableTorchFunction():
                 set_grad_enabled(False)  # a node creation hook must not create nodes
                 try:
-                    self._replace_saved_tensors(node, operation)
+                    self._replace_saved_tensors(node, operation, metadata)
                 finally:
                     set_grad_enabled(True)
             if self.observer is not None:
@@ -523,14 +524,15 @@ class Engine:
             f"engine failed: {type(error).__name__}: {error}"
         )
 
-    def _replace_saved_tensors(self, node: Node, operation: Operation) -> None:
+    def _replace_saved_tensors(
+        self, node: Node, operation: Operation, metadata: dict[str, Any]
+    ) -> None:
         self._ordinal += 1
         self._stream = stream = nodes.stream_of(node)
         record, output = Record(stream), operation.output
-        node.metadata[KEY] = None  # if filling in the record fails
         if output is not None:
             self._fill_record(node, record, operation, output)
-        node.metadata[KEY] = record
+        metadata[KEY] = record
         for field in operation.reads:
             self._replace_input(node, record, field)
         if not operation.has_rewrites:
@@ -756,7 +758,8 @@ class Engine:
         """Save a packed value in a field of a node, instead of the tensor `saved`."""
         if self.observer is not None:
             value = self.observer.replaced(node, field, saved, value)
-        value.stream = self._stream if saved.is_cuda else None
+        if saved.is_cuda:
+            value.stream = self._stream
         nodes.replace(node, field, value)
 
     def _replace_by_mask(self, node: Node, index: int) -> None:

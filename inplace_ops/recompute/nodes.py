@@ -31,11 +31,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import _ops
 from .._torch_private import (
-    ACCUMULATE_GRAD,
     SYNC_BATCH_NORM,
     TO_COPY,
     DisableTorchFunction,
@@ -161,9 +161,13 @@ def producer(node: Node, index: int) -> tuple[Node, int]:
 producers: Callable[[Node], tuple[tuple[Node, int], ...]] = attrgetter("next_functions")
 
 
+with torch.inference_mode(False):
+    ACCUMULATE_GRAD_TYPE: Any = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
+
+
 def autograd_leaf_of(node: Node) -> Tensor | None:
     """Return the tensor of an AccumulateGrad node; None of other nodes."""
-    return node.variable if type(node).__name__ == ACCUMULATE_GRAD else None
+    return node.variable if type(node) is ACCUMULATE_GRAD_TYPE else None
 
 
 def is_cast_of_autograd_leaf(node: Node) -> bool:
@@ -429,6 +433,8 @@ def is_plain(tensor: Tensor) -> bool:
     tensors of tracers, functorch and functionalization are not. Each of these has its own dispatch
     key, so all tensors of one type with the same set of dispatch keys have the same answer.
     """
+    if _ops.is_ordinary(tensor):  # the usual case; the keys take longer
+        return True
     type_and_keys = type(tensor), dispatch_keys(tensor).raw_repr()
     plain = _is_plain.get(type_and_keys)
     if plain is None:
@@ -454,7 +460,7 @@ def _looks_plain(tensor: Tensor) -> bool:
 
 def has_storage(tensor: Tensor) -> bool:
     """Whether a tensor's memory is allocated: FSDP and ZeRO free the memory of parameters."""
-    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
+    return tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0
 
 
 def saved_tensor_hooks_are_active() -> bool:

@@ -499,7 +499,8 @@ def _contiguous(vector: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _shape_of_channels(node: Node, samples: int, channels: int) -> tuple[int, ...]:
-    dims = len(output_shape(node, 0))
+    x = saved_tensor(node, "input")
+    dims = len(output_shape(node, 0)) if x is None else x.dim()  # the former takes longer
     return (2, samples, channels, *(1,) * (dims - 2))
 
 

@@ -342,7 +342,9 @@ def recompute_output(node: Any, z: Tensor, parameters: norms.Parameters) -> tupl
     assert x is not None
     if norms.can_compute(node):
         method = "affine"
-        spec: Any = Affine(Leaf(x), norms.affine_of(node, parameters), z.dtype)
+        spec: Any = Affine(
+            Leaf(x), norms.affine_of(node, parameters, norms.statistics_of(node)), z.dtype
+        )
         value = Recomputed(spec, z, "norm", "test")
         return method, value.difference(z)
     rerun = norms.rerun_of(node, parameters, 1e-3)

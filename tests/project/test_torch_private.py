@@ -303,16 +303,6 @@ def check_dispatch_keys() -> None:
     assert all(private.dispatch_keys(other).raw_repr() != number for other in others)
 
 
-@checks("DispatchKey", "DispatchKeySet")
-def check_dispatch_key_sets() -> None:
-    keys = private.DispatchKeySet(private.DispatchKey.CPU).add(private.DispatchKey.AutocastCPU)
-    autograd = private.DispatchKey.ADInplaceOrView, private.DispatchKey.AutogradCPU
-    with torch.inference_mode():
-        assert private.dispatch_keys(torch.randn(2)).raw_repr() == keys.raw_repr()
-    keys = keys.add(autograd[0]).add(autograd[1])
-    assert private.dispatch_keys(torch.randn(2)).raw_repr() == keys.raw_repr()
-
-
 @checks("len_torch_dispatch_stack")
 def check_dispatch_modes() -> None:
     both_states(FlopCounterMode(display=False), lambda: private.len_torch_dispatch_stack() == 1)
