@@ -113,7 +113,7 @@ def _not_implemented(*_: Any) -> Any:
 
 
 def is_ordinary(tensor: Tensor) -> bool:
-    """Whether a tensor's memory has all of its values, and nothing wraps it.
+    """Whether a tensor has a dtype with kernels, its memory has its values, and nothing wraps it.
 
     Not so for tensors that are empty or freed, nor for those of tracers and transforms, which have
     no memory: `data_ptr` raises, or returns 0.
@@ -121,10 +121,10 @@ def is_ordinary(tensor: Tensor) -> bool:
     try:
         return (
             type(tensor) in (Tensor, Parameter)
+            and tensor.dtype in DTYPES
             and tensor.layout is torch.strided
             and not tensor.is_nested
             and not tensor.is_neg()
-            and not tensor.is_conj()
             and tensor.data_ptr() != 0
         )
     except RuntimeError:
@@ -149,8 +149,8 @@ class Ops:
         backward_batch_norm: Computes the gradients of the input, the weight and the bias of a batch
             norm in training from that of the activation of its output: see `csrc/batch_norm.h`.
         double_backward: Computes the term of the second derivative; None if that is zero.
-        call_in_place, call_save_in_place, call_backward, call_recompute, call_backward_batch_norm:
-            Call these ops.
+        call_in_place, call_save_in_place, call_save_out_of_place, call_backward, call_recompute,
+            call_backward_batch_norm: Call these ops.
     """
 
     def __init__(self, name: str) -> None:
@@ -176,6 +176,9 @@ class Ops:
         self.double_backward = op("_double_backward") if "derivative" in packing else None
         self.call_in_place = Call(self.in_place)
         self.call_save_in_place = {save: Call(op) for save, op in self.save_in_place.items()}
+        self.call_save_out_of_place = {
+            save: Call(op) for save, op in self.save_out_of_place.items()
+        }
         self.call_backward = {save: Call(op) for save, op in self.backward.items()}
         self.call_recompute = Call(self.recompute)
         self.call_backward_batch_norm = Call(self.backward_batch_norm)
@@ -187,7 +190,9 @@ CALL_NORM_AFFINE = Call(NORM_AFFINE)
 NORMALIZE: Op = torch.ops.inplace_ops.normalize.default  # a norm's output, like `Ops.recompute`
 CALL_NORMALIZE = Call(NORMALIZE)
 NORMALIZE_ADD: Op = torch.ops.inplace_ops.normalize_add.default  # a norm's output plus a tensor
+CALL_NORMALIZE_ADD = Call(NORMALIZE_ADD)
 NORMALIZE_ADD_RELU: Op = torch.ops.inplace_ops.normalize_add_relu.default  # ReLU of the sum
+CALL_NORMALIZE_ADD_RELU = Call(NORMALIZE_ADD_RELU)
 DTYPES = tuple(ALL["relu"].default_bits["mask"])
 CAST_DTYPES = (torch.float16, torch.bfloat16)  # an op can cast float32 to these, and from them
 

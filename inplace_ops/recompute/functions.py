@@ -61,7 +61,7 @@ class RecomputeFunction(Function):
     in place, z's connection to the graph is lost.
 
     1. So the Function has a second output, the anchor, and saves it: a tensor of z's shape that is
-       -0.0 everywhere, expanded from one element.
+       -0.0 everywhere, expanded from one element that all anchors share.
     2. `z + anchor` has the values of z. Backward passes the gradient of the anchor on to z
        unchanged.
     3. A piecewise-linear activation needs no anchor, as its second derivative is 0.
@@ -139,7 +139,8 @@ def _register_hook(node: Any, hook: Callable[..., Any]) -> Any:
 
 _NODE_CLASS = node_class(RecomputeFunction)
 _NODE_CLASS.register_hook = _register_hook
-# Attributes that most nodes do not change: see `recomputed_activation`.
+# What is true of most nodes: they have no hooks, save x itself and run out of place. Nobody has
+# asked for the spec of their output.
 _NODE_CLASS.has_hooks = _NODE_CLASS.saves_spec = False
 _NODE_CLASS.output_version, _NODE_CLASS.spec = 0, None
 
@@ -149,20 +150,25 @@ def _anchor(z: Tensor) -> Tensor:
     key = z.dtype, z.device, z.shape
     anchor = _ANCHORS.get(key)
     if anchor is None:
-        # A copy from the CPU has ended when `to` returns, so that the element is ready on every
-        # stream. It cannot be captured in a CUDA graph, which would write the element at replays.
-        if is_being_captured(z):
-            return z.new_full((), -0.0).expand(z.shape)
+        element = _ELEMENTS.get(key[:2])
+        if element is None:
+            # A copy from the CPU has ended when `to` returns, so that the element is ready on every
+            # stream. It cannot be captured in a CUDA graph, which would write the element at
+            # replays.
+            if is_being_captured(z):
+                return z.new_full((), -0.0).expand(z.shape)
+            with torch.inference_mode(False):
+                element = _ELEMENTS[key[:2]] = torch.tensor(-0.0, dtype=z.dtype).to(z.device)
+        if len(_ANCHORS) >= _MAX_ANCHORS:
+            _ANCHORS.clear()
         with torch.inference_mode(False):
-            element = torch.tensor(-0.0, dtype=z.dtype).to(z.device)
-            if len(_ANCHORS) >= _MAX_ANCHORS:
-                _ANCHORS.clear()
             anchor = _ANCHORS[key] = element.expand(z.shape)
     return anchor.detach()  # faster than `expand`
 
 
 _MAX_ANCHORS = 4096
-_ANCHORS: dict[tuple[torch.dtype, torch.device, torch.Size], Tensor] = {}  # of one element each
+_ELEMENTS: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # the element of all anchors
+_ANCHORS: dict[tuple[torch.dtype, torch.device, torch.Size], Tensor] = {}
 
 
 class Source(NamedTuple):

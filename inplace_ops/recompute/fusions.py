@@ -140,23 +140,24 @@ class SumWithNorm(Call):
         return norm, other
 
     def compute(self, consumer: int | None) -> Tensor:
-        return self.of_sum(consumer, _ops.NORMALIZE_ADD, lambda total: total)
+        return self.of_sum(consumer, _ops.CALL_NORMALIZE_ADD, lambda total: total)
 
     def of_sum(
-        self, consumer: int | None, op: _ops.Op, function: Callable[[Tensor], Tensor]
+        self, consumer: int | None, call: _ops.Call, function: Callable[[Tensor], Tensor]
     ) -> Tensor:
         """Return a function of the sum, in one kernel if the tensors match.
 
         Args:
             consumer: The argument of `compute`.
-            op: Computes norm, sum and function in one kernel.
+            call: Computes norm, sum and function in one kernel.
             function: Computes the function of a sum that PyTorch's addition has computed.
         """
         norm, other = self._norm_and_other()
         x, addend = norm.x.value(consumer), other.value(consumer)
         if (x.shape, x.dtype, x.device) != (addend.shape, addend.dtype, addend.device):
             return function(self.of(norm.of(x), addend))
-        return op(x, *norm.affine, addend, _ops.dim_order_of(x))
+        total: Tensor = call(x, *norm.affine, addend, _ops.dim_order_of(x))
+        return total
 
 
 class ReLUOfSum(Call):
@@ -174,7 +175,7 @@ class ReLUOfSum(Call):
         return self._total.inner()
 
     def compute(self, consumer: int | None) -> Tensor:
-        return self._total.of_sum(consumer, _ops.NORMALIZE_ADD_RELU, self.function)
+        return self._total.of_sum(consumer, _ops.CALL_NORMALIZE_ADD_RELU, self.function)
 
 
 class Product(Call):
@@ -193,7 +194,10 @@ def multiply(x: Tensor, y: Tensor) -> Tensor:
     """Return `x * y`, by a kernel of norms where PyTorch's kernel would be slow."""
     for tensor, factors in ((x, y), (y, x)):
         if _is_scaled_slowly(tensor) and _are_factors(factors, tensor):
-            return _ops.NORMALIZE(tensor, *_scaling(factors), _ops.dim_order_of(tensor))
+            scaled: Tensor = _ops.CALL_NORMALIZE(
+                tensor, *_scaling(factors), _ops.dim_order_of(tensor)
+            )
+            return scaled
     return torch.mul(x, y)
 
 
@@ -222,5 +226,5 @@ def _scaling(factors: Tensor) -> NormAffine:
     """Return the affine x * factor + -0.0, which has the value of the product bit for bit."""
     scale = factors.reshape(-1).to(_ops.affine_dtype(factors.dtype))
     shift = scale.new_full((1,), -0.0)
-    affine = _ops.NORM_AFFINE(None, None, scale, shift, (2, *factors.shape), 1)
+    affine = _ops.CALL_NORM_AFFINE(None, None, scale, shift, (2, *factors.shape), 1)
     return NormAffine(affine, None)

@@ -36,15 +36,17 @@ class Mask(Packed):
     def __init__(self, saved: Tensor, activation: Activation) -> None:
         self.activation, self.dim_order = activation, _ops.dim_order_of(saved)
         self.shape, self.stride, self.dtype = saved.shape, saved.stride(), saved.dtype
-        pack = activation.ops.save_out_of_place["mask"]
+        pack = activation.ops.call_save_out_of_place["mask"]
         scalars = self._SCALARS[activation.function]
         _, self.bits = pack(saved.detach(), 1, self.dim_order, *scalars)
 
     def compute(self) -> Tensor:
         """Return 1 where the bit is set; elsewhere 0 for ReLU, and -1 for LeakyReLU."""
         ones = torch.ones((), dtype=self.dtype, device=self.bits.device).expand(self.shape)
-        unpack = self.activation.ops.backward["mask"]
-        return unpack(ones, self.bits, self.dim_order, *self._SCALARS[self.activation.function])
+        unpack = self.activation.ops.call_backward["mask"]
+        scalars = self._SCALARS[self.activation.function]
+        signs: Tensor = unpack(ones, self.bits, self.dim_order, *scalars)
+        return signs
 
     def tensors(self) -> Iterator[Tensor]:
         yield self.bits
@@ -85,7 +87,7 @@ class BitMemory(StoredMemory):
         self.dtype, self.value, self.size = tensor.dtype, value, vector.numel()
         if tensor.dtype is torch.bool:
             vector = vector.to(torch.bfloat16)
-        _, bits = RELU.ops.save_out_of_place["mask"](vector, 1, None)
+        _, bits = RELU.ops.call_save_out_of_place["mask"](vector, 1, None)
         super().__init__(tensor, bits)
 
     def is_of(self, tensor: Tensor) -> bool:
@@ -99,7 +101,7 @@ class BitMemory(StoredMemory):
             return stored
         dtype = torch.bfloat16 if self.dtype is torch.bool else self.dtype
         values = torch.full((), self.value, dtype=dtype, device=stored.device)
-        vector = RELU.ops.backward["mask"](values.expand(self.size), stored, None)
+        vector: Tensor = RELU.ops.call_backward["mask"](values.expand(self.size), stored, None)
         return vector.to(self.dtype)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,10 +20,12 @@ from _support.op_calls import (
     names_of,
 )
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inplace_ops import _ops
+from inplace_ops._ops import is_ordinary
 from inplace_ops.activations import SILU
 
 has_calls = bool(_ops._C.calls)
@@ -149,6 +151,64 @@ def test_call_takes_unusual_tensors(device: torch.device) -> None:
                 expected = SILU.ops.recompute(argument, affine, None, None)
             assert type(actual) is type(expected)
             assert_identical(actual.as_subclass(Tensor), expected.as_subclass(Tensor))
+
+
+def fake(x: Tensor) -> Tensor:
+    return FakeTensorMode().from_tensor(x)
+
+
+def inside(transform: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+    """Return a function that returns the tensor that a transform passes on."""
+
+    def seen(x: Tensor) -> Tensor:
+        found = []
+
+        def function(x: Tensor) -> Tensor:
+            found.append(is_ordinary(x))
+            kept.append(x)
+            return x.sum()
+
+        kept: list[Tensor] = []
+        transform(function)(x)
+        assert found == [False]
+        return kept[0]  # its transform has ended
+
+    return seen
+
+
+NOT_ORDINARY: dict[str, Callable[[Tensor], Tensor]] = {
+    "subclass": lambda x: x.as_subclass(Subclass),
+    "fake": fake,
+    "functional": torch._to_functional_tensor,
+    "meta": lambda x: x.to("meta"),
+    "zero": lambda x: torch._efficientzerotensor(x.shape, device=x.device),
+    "negative": torch._neg_view,
+    "complex": lambda x: x.to(torch.cfloat).conj(),
+    "quantized": lambda x: torch.quantize_per_tensor(x.cpu(), 0.1, 0, torch.qint8),
+    "integer": lambda x: x.int(),
+    "sparse": lambda x: x.to_sparse(),
+    "nested": lambda x: torch.nested.as_nested_tensor([x, x]),
+    "empty": lambda x: x[:0],
+    "vmap": inside(torch.vmap),
+    "grad": inside(torch.func.grad),
+    "jvp": inside(lambda f: lambda x: torch.func.jvp(f, (x,), (x,))),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions:UserWarning")
+@pytest.mark.parametrize("kind", NOT_ORDINARY)
+def test_tensor_without_values_in_memory_is_not_ordinary(kind: str, device: torch.device) -> None:
+    x = torch.randn(3, 4, device=device)
+    assert is_ordinary(x)
+    assert is_ordinary(nn.Parameter(x).t()[1:])
+    assert not is_ordinary(NOT_ORDINARY[kind](x))
+
+
+def test_freed_tensor_is_not_ordinary(device: torch.device) -> None:
+    x = torch.randn(3, 4, device=device)
+    x.untyped_storage().resize_(0)
+    assert not is_ordinary(x)
 
 
 def test_call_works_under_vmap(device: torch.device) -> None:
