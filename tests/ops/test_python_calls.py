@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -21,6 +23,7 @@ from _support.op_calls import (
 )
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -67,8 +70,7 @@ def test_call_returns_what_the_dispatcher_returns(
     own = copies_of(arguments)
     expected, actual = op(*arguments), without_dispatcher(op)(*own)
     outputs = [
-        [value, *each] if isinstance(value, Tensor) else [*(value or ()), *each]
-        for value, each in ((expected, arguments), (actual, own))
+        [*_tensors_in(value), *each] for value, each in ((expected, arguments), (actual, own))
     ]
     for one, other in zip(*outputs, strict=True):
         if isinstance(one, Tensor):
@@ -102,6 +104,30 @@ def test_call_rejects_what_the_dispatcher_rejects(
                 for one, other in zip(arguments, before, strict=True):
                     if isinstance(one, Tensor):
                         assert_identical(one, other)
+
+
+@needs_calls
+@pytest.mark.parametrize("op", OF_EACH_KIND, ids=name_of)
+def test_call_keeps_no_reference(op: torch._ops.OpOverload, device: torch.device) -> None:
+    arguments, call = arguments_of(op, device), _ops.Call(op)
+    call(*arguments)  # imports and caches
+    wrong = [*arguments[:-1], object()]
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    before = [sys.getrefcount(tensor) for tensor in tensors]
+    results = _tensors_in(call(*arguments))
+    storages = [StorageWeakRef(result.untyped_storage()) for result in results]
+    assert not any(storage.expired() for storage in storages)
+    del results
+    for _ in range(10):
+        call(*arguments)
+        with contextlib.suppress(Exception):
+            call(*wrong)
+    assert [sys.getrefcount(tensor) for tensor in tensors] == before
+    assert all(storage.expired() for storage in storages)
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value or ())
 
 
 class Counting(TorchDispatchMode):

@@ -6,7 +6,6 @@ Backward of the fused activation then reads what the norm saves instead of its i
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ from _support.twins import (
     step_of,
 )
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import inplace_ops
 from inplace_ops import saved_bytes
@@ -198,12 +198,13 @@ def test_memory_is_freed_by_backward() -> None:
     twin(x)
     output = twin(x)
     (packed,) = recomputed_inputs(output)
-    references = [weakref.ref(tensor.untyped_storage()) for tensor in packed.tensors()]
-    assert references
+    storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in packed.tensors()]
+    assert storages
+    assert not any(storage.expired() for storage in storages)
     del packed
     output.sum().backward()
     gc.collect()
-    assert all(reference() is None for reference in references)
+    assert all(storage.expired() for storage in storages)
 
 
 @pytest.mark.parametrize("retains", [False, True], ids=["frees graph", "retains graph"])
@@ -215,12 +216,11 @@ def test_spec_of_an_activation_is_freed_by_its_backward(retains: bool, source: s
     output = twin(x)
     (node,) = [node for node in nodes_of(output) if functions.is_fused(node)]
     assert node.spec is not None
-    references = [weakref.ref(leaf.tensor.untyped_storage()) for leaf in node.spec.leaves()]
+    storages = [StorageWeakRef(leaf.tensor.untyped_storage()) for leaf in node.spec.leaves()]
     output.sum().backward(retain_graph=retains)
     assert node.spec is None
-    if not retains:
-        gc.collect()
-        assert all(reference() is None for reference in references)
+    gc.collect()
+    assert [storage.expired() for storage in storages] == [not retains] * len(storages)
 
 
 def test_consumer_that_comes_after_backward_gets_pytorchs_gradient(source: str) -> None:
