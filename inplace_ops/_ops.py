@@ -102,7 +102,7 @@ class Call:
             return self.op(x, *arguments)
         like: Any = x if x is not None else next(a for a in arguments if a is not None)
         result = NotImplemented
-        if is_ordinary(like):
+        if is_ordinary(like) and (like.is_cpu or like.is_cuda):
             function = self._function if like.is_cpu else self._function_on_cuda
             result = function(x, *arguments, *self._keyword_defaults)
         return self.op(x, *arguments) if result is NotImplemented else result
