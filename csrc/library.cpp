@@ -54,6 +54,8 @@ PyMODINIT_FUNC PyInit__C() {
     Py_DECREF(numbers);
   });
   PyModule_AddObject(module, "activations", activations);
-  PyModule_AddObject(module, "calls", python_calls_dict());
+  PyObject* const calls = python_calls_dict();
+  if (calls == nullptr) return nullptr;
+  PyModule_AddObject(module, "calls", calls);
   return module;
 }

@@ -2,17 +2,20 @@
 //
 // For a small tensor the dispatcher takes longer than the kernel: it parses the arguments against
 // the op's schema, boxes them, and unboxes them for the stable ABI. The functions here take their
-// arguments by position, and call the function that the dispatcher would call. Neither dispatch
-// modes nor the profiler see such a call, and a tensor of a tracer or a transform has no memory:
-// `Call` in inplace_ops/_ops.py decides when to use them. They return NotImplemented for a subclass
-// of Tensor, which may have no memory either, and for a dtype.
+// arguments by position, and call the function that the dispatcher would call. Dispatch modes and
+// the profiler do not see such a call: `Call` in inplace_ops/_ops.py decides when to use them. For
+// arguments that only the dispatcher understands, they return NotImplemented: subclasses of Tensor,
+// tensors of tracers and transforms, tensors with a lazy negation, other layouts and dtypes.
 #pragma once
 
 #include <Python.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
 #include <exception>
+#include <iterator>
+#include <new>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -34,13 +37,59 @@ namespace inplace_ops {
 
 inline bool has_python_calls() { return &torch_tensor_from_pyobject && &torch_tensor_to_pyobject; }
 
-// Thrown when a Python error is set, and when only the dispatcher takes the arguments.
-struct PythonError {};
+// Thrown when the dispatcher has to take the arguments, also to raise its error.
 struct OnlyDispatcher {};
 
-// torch.Tensor and torch.nn.Parameter.
-inline PyTypeObject* tensor_type = nullptr;
-inline PyTypeObject* parameter_type = nullptr;
+// Python objects that calls compare with, or that name methods.
+struct PythonNames {
+  PyObject *tensor = nullptr, *parameter = nullptr;  // the types torch.Tensor and nn.Parameter
+  PyObject *is_neg = nullptr, *is_nested = nullptr, *data_ptr = nullptr;
+
+  // Returns false with a Python error set if torch lacks one.
+  bool load() {
+    PyObject* const torch = PyImport_ImportModule("torch");
+    PyObject* const nn = torch ? PyObject_GetAttrString(torch, "nn") : nullptr;
+    if (nn == nullptr) return false;
+    tensor = PyObject_GetAttrString(torch, "Tensor");
+    parameter = PyObject_GetAttrString(nn, "Parameter");
+    is_neg = PyUnicode_InternFromString("is_neg");
+    is_nested = PyUnicode_InternFromString("is_nested");
+    data_ptr = PyUnicode_InternFromString("data_ptr");
+    return tensor && parameter && is_neg && is_nested && data_ptr;
+  }
+};
+
+inline PythonNames names;
+
+// Whether a Python expression, which is a new reference or null, is true. Null, an error, is not.
+inline bool is_true(PyObject* value) {
+  const bool result = value != nullptr && PyObject_IsTrue(value) == 1;
+  Py_XDECREF(value);
+  PyErr_Clear();
+  return result;
+}
+
+// Whether a tensor's memory has its values. `data_ptr()` raises for the tensors of tracers and
+// transforms, and is 0 for those that are empty or freed.
+inline bool has_values(PyObject* object) {
+  const auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+  return (type == names.tensor || type == names.parameter) &&
+         is_true(PyObject_CallMethodObjArgs(object, names.data_ptr, nullptr)) &&
+         !is_true(PyObject_CallMethodObjArgs(object, names.is_neg, nullptr)) &&
+         !is_true(PyObject_GetAttr(object, names.is_nested));
+}
+
+// Whether ops take tensors of this layout and dtype; uint8 for packed bits.
+inline bool has_kernels(const Tensor& tensor) {
+  int32_t layout, dtype;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+  const int32_t dtypes[] = {aoti_torch_dtype_float64(), aoti_torch_dtype_float32(),
+                            aoti_torch_dtype_float16(), aoti_torch_dtype_bfloat16(),
+                            aoti_torch_dtype_uint8()};
+  return layout == aoti_torch_layout_strided() &&
+         std::find(std::begin(dtypes), std::end(dtypes), dtype) != std::end(dtypes);
+}
 
 template <class T>
 struct Argument;
@@ -48,18 +97,26 @@ struct Argument;
 template <>
 struct Argument<Tensor> {
   static Tensor of(PyObject* object) {
-    if (Py_TYPE(object) != tensor_type && Py_TYPE(object) != parameter_type) throw OnlyDispatcher{};
-    AtenTensorHandle tensor;
-    TORCH_ERROR_CODE_CHECK(torch_tensor_from_pyobject(object, &tensor));
-    return Tensor(tensor);
+    if (!has_values(object)) throw OnlyDispatcher{};
+    AtenTensorHandle handle;
+    TORCH_ERROR_CODE_CHECK(torch_tensor_from_pyobject(object, &handle));
+    Tensor tensor(handle);
+    if (!has_kernels(tensor)) throw OnlyDispatcher{};
+    return tensor;
   }
 };
+
+inline void throw_if_error() {
+  if (!PyErr_Occurred()) return;
+  PyErr_Clear();
+  throw OnlyDispatcher{};
+}
 
 template <>
 struct Argument<int64_t> {
   static int64_t of(PyObject* object) {
     const int64_t value = PyLong_AsLongLong(object);
-    if (value == -1 && PyErr_Occurred()) throw PythonError{};
+    if (value == -1) throw_if_error();
     return value;
   }
 };
@@ -68,29 +125,32 @@ template <>
 struct Argument<double> {
   static double of(PyObject* object) {
     const double value = PyFloat_AsDouble(object);
-    if (value == -1.0 && PyErr_Occurred()) throw PythonError{};
+    if (value == -1.0) throw_if_error();
     return value;
   }
 };
 
 template <>
 struct Argument<bool> {
-  static bool of(PyObject* object) { return object == Py_True; }
+  static bool of(PyObject* object) {
+    if (object != Py_True && object != Py_False) throw OnlyDispatcher{};
+    return object == Py_True;
+  }
 };
 
 template <>
 struct Argument<std::vector<int64_t>> {
   static std::vector<int64_t> of(PyObject* object) {
     const Py_ssize_t size = PySequence_Size(object);
-    if (size < 0) throw PythonError{};
+    throw_if_error();
     std::vector<int64_t> values(size);
     for (Py_ssize_t i = 0; i < size; ++i) {
       PyObject* const item = PySequence_GetItem(object, i);
-      if (item == nullptr) throw PythonError{};
+      throw_if_error();
       values[i] = PyLong_AsLongLong(item);
       Py_DECREF(item);
+      throw_if_error();
     }
-    if (PyErr_Occurred()) throw PythonError{};
     return values;
   }
 };
@@ -120,10 +180,16 @@ inline PyObject* result_of(const Tensor& tensor) {
 template <class... Tensors>
 PyObject* result_of(const std::tuple<Tensors...>& tensors) {
   PyObject* const result = PyTuple_New(sizeof...(Tensors));
-  if (result == nullptr) throw PythonError{};
-  Py_ssize_t i = 0;
-  std::apply([&](const auto&... tensor) { (PyTuple_SetItem(result, i++, result_of(tensor)), ...); },
-             tensors);
+  if (result == nullptr) throw std::bad_alloc();
+  try {
+    Py_ssize_t i = 0;
+    std::apply(
+        [&](const auto&... tensor) { (PyTuple_SetItem(result, i++, result_of(tensor)), ...); },
+        tensors);
+  } catch (...) {
+    Py_DECREF(result);
+    throw;
+  }
   return result;
 }
 
@@ -165,7 +231,6 @@ PyObject* python_call(PyObject* /*self*/, PyObject* const* objects, Py_ssize_t c
   } catch (const OnlyDispatcher&) {
     Py_INCREF(Py_NotImplemented);
     return Py_NotImplemented;
-  } catch (const PythonError&) {
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
   }
@@ -184,15 +249,15 @@ void add_python_call(const std::string& name) {
   python_calls().emplace_back(name, reinterpret_cast<PyCFunction>(call));
 }
 
-// Returns a new dict of these functions for Python, which is empty before torch 2.14.
+// Returns a new dict of these functions for Python, which is empty before torch 2.14; null with a
+// Python error set if torch lacks what they need.
 inline PyObject* python_calls_dict() {
   PyObject* const calls = PyDict_New();
-  if (!has_python_calls()) return calls;
-  PyObject* const nn = PyImport_ImportModule("torch.nn");
-  PyObject* const torch = PyImport_ImportModule("torch");
-  if (torch == nullptr || nn == nullptr) return calls;
-  tensor_type = reinterpret_cast<PyTypeObject*>(PyObject_GetAttrString(torch, "Tensor"));
-  parameter_type = reinterpret_cast<PyTypeObject*>(PyObject_GetAttrString(nn, "Parameter"));
+  if (calls == nullptr || !has_python_calls()) return calls;
+  if (!names.load()) {
+    Py_DECREF(calls);
+    return nullptr;
+  }
   for (const auto& [name, function] : python_calls()) {
     auto* const definition = new PyMethodDef{name.c_str(), function, METH_FASTCALL, nullptr};
     PyObject* const call = PyCFunction_New(definition, nullptr);

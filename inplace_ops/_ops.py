@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from ._torch_private import (
@@ -74,8 +73,8 @@ class Call:
 
     For a small tensor the dispatcher takes longer than the kernel. From torch 2.14 on, the library
     has functions that take an op's arguments from Python and do the same: see
-    `csrc/python_calls.h`. They serve ordinary tensors, while nothing else sees the op: neither a
-    dispatch mode, nor a compiler, nor the profiler.
+    `csrc/python_calls.h`. They serve ordinary tensors on a CPU or GPU, while nothing else sees the
+    op: neither a dispatch mode, nor a compiler, nor the profiler.
 
     Attributes:
         op: The op.
@@ -90,10 +89,7 @@ class Call:
         self._keyword_defaults = keyword_defaults(op)
 
     def __call__(self, x: Tensor | None, *arguments: Any) -> Any:
-        """Return `op(x, *arguments)`.
-
-        If the first tensor is ordinary, the others must be too, or subclasses of Tensor.
-        """
+        """Return `op(x, *arguments)`."""
         if (
             torch.compiler.is_dynamo_compiling()
             or len_torch_dispatch_stack()
@@ -102,33 +98,15 @@ class Call:
             return self.op(x, *arguments)
         like: Any = x if x is not None else next(a for a in arguments if a is not None)
         result = NotImplemented
-        if is_ordinary(like) and (like.is_cpu or like.is_cuda):
-            function = self._function if like.is_cpu else self._function_on_cuda
-            result = function(x, *arguments, *self._keyword_defaults)
+        if like.is_cpu:
+            result = self._function(x, *arguments, *self._keyword_defaults)
+        elif like.is_cuda:
+            result = self._function_on_cuda(x, *arguments, *self._keyword_defaults)
         return self.op(x, *arguments) if result is NotImplemented else result
 
 
 def _not_implemented(*_: Any) -> Any:
     return NotImplemented
-
-
-def is_ordinary(tensor: Tensor) -> bool:
-    """Whether a tensor has a dtype with kernels, its memory has its values, and nothing wraps it.
-
-    Not so for tensors that are empty or freed, nor for those of tracers and transforms, which have
-    no memory: `data_ptr` raises, or returns 0.
-    """
-    try:
-        return (
-            type(tensor) in (Tensor, Parameter)
-            and tensor.dtype in DTYPES
-            and tensor.layout is torch.strided
-            and not tensor.is_nested
-            and not tensor.is_neg()
-            and tensor.data_ptr() != 0
-        )
-    except RuntimeError:
-        return False
 
 
 class Ops:

@@ -155,6 +155,8 @@ PyMODINIT_FUNC PyInit__C_cuda() {
   PyModule_AddIntConstant(module, "cuda_version", CUDART_VERSION);
   PyModule_AddStringConstant(module, "cuda_architectures",
                              INPLACE_OPS_STRING(INPLACE_OPS_ARCHITECTURES));
-  PyModule_AddObject(module, "calls", inplace_ops::python_calls_dict());
+  PyObject* const calls = inplace_ops::python_calls_dict();
+  if (calls == nullptr) return nullptr;
+  PyModule_AddObject(module, "calls", calls);
   return module;
 }

@@ -348,12 +348,13 @@ class Engine:
             metadata[KEY] = None  # in case of an error
             if operation is _CAST and nodes.downcasts_autograd_leaf(node):
                 return  # autocast's copy of a parameter
+            was_enabled = torch.is_grad_enabled()
             with DisableTorchFunction():
                 set_grad_enabled(False)  # a node creation hook must not create nodes
                 try:
                     self._replace_saved_tensors(node, operation, metadata)
                 finally:
-                    set_grad_enabled(True)
+                    set_grad_enabled(was_enabled)
             if self.observer is not None:
                 self._reason = ""  # its arguments may be nodes
         except Exception as error:

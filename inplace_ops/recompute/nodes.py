@@ -28,7 +28,7 @@ from types import NoneType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
@@ -426,6 +426,25 @@ def packed_values(node: Node) -> Iterator[Packed]:
                     yield value
 
 
+def is_ordinary(tensor: Tensor) -> bool:
+    """Whether a tensor has a dtype with kernels, its memory has its values, and nothing wraps it.
+
+    Not so for tensors that are empty or freed, nor for those of tracers and transforms, which have
+    no memory: `data_ptr` raises, or returns 0.
+    """
+    try:
+        return (
+            type(tensor) in (Tensor, nn.Parameter)
+            and tensor.dtype in _ops.DTYPES
+            and tensor.layout is torch.strided
+            and not tensor.is_nested
+            and not tensor.is_neg()
+            and tensor.data_ptr() != 0
+        )
+    except RuntimeError:
+        return False
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether the engine may compute with a tensor: it is strided, and memory has all its values.
 
@@ -433,7 +452,7 @@ def is_plain(tensor: Tensor) -> bool:
     tensors of tracers, functorch and functionalization are not. Each of these has its own dispatch
     key, so all tensors of one type with the same set of dispatch keys have the same answer.
     """
-    if _ops.is_ordinary(tensor):  # the usual case; the keys take longer
+    if is_ordinary(tensor):  # the usual case; the keys take longer
         return True
     type_and_keys = type(tensor), dispatch_keys(tensor).raw_repr()
     plain = _is_plain.get(type_and_keys)

@@ -27,9 +27,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import inplace_ops
 from inplace_ops import _ops
-from inplace_ops._ops import is_ordinary
+from inplace_ops._torch_private import keyword_defaults
 from inplace_ops.activations import SILU
+from inplace_ops.recompute.nodes import is_ordinary
 
 has_calls = bool(_ops._C.calls)
 needs_calls = pytest.mark.skipif(not has_calls, reason="PyTorch's stable ABI has them from 2.14 on")
@@ -106,6 +108,74 @@ def test_call_rejects_what_the_dispatcher_rejects(
                         assert_identical(one, other)
 
 
+class Subclass(Tensor):
+    pass
+
+
+def fake(x: Tensor) -> Tensor:
+    return FakeTensorMode().from_tensor(x)
+
+
+def inside(transform: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+    """Return a function that returns the tensor that a transform passes on."""
+
+    def seen(x: Tensor) -> Tensor:
+        found = []
+
+        def function(x: Tensor) -> Tensor:
+            found.append(is_ordinary(x))
+            kept.append(x)
+            return x.sum()
+
+        kept: list[Tensor] = []
+        transform(function)(x)
+        assert found == [False]
+        return kept[0]  # its transform has ended
+
+    return seen
+
+
+NOT_ORDINARY: dict[str, Callable[[Tensor], Tensor]] = {
+    "subclass": lambda x: x.as_subclass(Subclass),
+    "fake": fake,
+    "functional": torch._to_functional_tensor,
+    "meta": lambda x: x.to("meta"),
+    "zero": lambda x: torch._efficientzerotensor(x.shape, device=x.device),
+    "negative": torch._neg_view,
+    "complex": lambda x: x.to(torch.cfloat).conj(),
+    "quantized": lambda x: torch.quantize_per_tensor(x.cpu(), 0.1, 0, torch.qint8),
+    "integer": lambda x: x.long(),
+    "sparse": lambda x: x.to_sparse(),
+    "nested": lambda x: torch.nested.as_nested_tensor([x, x]),
+    "empty": lambda x: x[:0],
+    "vmap": inside(torch.vmap),
+    "grad": inside(torch.func.grad),
+    "jvp": inside(lambda f: lambda x: torch.func.jvp(f, (x,), (x,))),
+}
+
+
+@needs_calls
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions:UserWarning")
+@pytest.mark.parametrize("op", OF_EACH_KIND, ids=name_of)
+def test_only_the_dispatcher_takes_tensors_without_values_in_memory(
+    op: torch._ops.OpOverload, device: torch.device
+) -> None:
+    arguments = arguments_of(op, device)
+    function = (_ops._C.calls if device.type == "cpu" else _ops._cuda_calls)[name_of(op)]
+    defaults = keyword_defaults(op)
+    for position, argument in enumerate(arguments):
+        for kind, change in NOT_ORDINARY.items():
+            if not isinstance(argument, Tensor) or (
+                kind == "jvp" and not argument.is_floating_point()
+            ):
+                continue
+            if kind in ("grad", "complex", "quantized") and not argument.is_floating_point():
+                continue
+            changed = [*arguments[:position], change(argument), *arguments[position + 1 :]]
+            assert function(*changed, *defaults) is NotImplemented, (position, kind)
+
+
 @needs_calls
 @pytest.mark.parametrize("op", OF_EACH_KIND, ids=name_of)
 def test_call_keeps_no_reference(op: torch._ops.OpOverload, device: torch.device) -> None:
@@ -156,10 +226,6 @@ def test_profiler_sees_calls(device: torch.device) -> None:
     assert "inplace_ops::silu_" in {event.key for event in profiler.key_averages()}
 
 
-class Subclass(Tensor):
-    pass
-
-
 def unusual(x: Tensor) -> Iterator[Tensor]:
     yield x.as_subclass(Subclass)
     yield torch._neg_view(x)
@@ -177,48 +243,6 @@ def test_call_takes_unusual_tensors(device: torch.device) -> None:
                 expected = SILU.ops.recompute(argument, affine, None, None)
             assert type(actual) is type(expected)
             assert_identical(actual.as_subclass(Tensor), expected.as_subclass(Tensor))
-
-
-def fake(x: Tensor) -> Tensor:
-    return FakeTensorMode().from_tensor(x)
-
-
-def inside(transform: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
-    """Return a function that returns the tensor that a transform passes on."""
-
-    def seen(x: Tensor) -> Tensor:
-        found = []
-
-        def function(x: Tensor) -> Tensor:
-            found.append(is_ordinary(x))
-            kept.append(x)
-            return x.sum()
-
-        kept: list[Tensor] = []
-        transform(function)(x)
-        assert found == [False]
-        return kept[0]  # its transform has ended
-
-    return seen
-
-
-NOT_ORDINARY: dict[str, Callable[[Tensor], Tensor]] = {
-    "subclass": lambda x: x.as_subclass(Subclass),
-    "fake": fake,
-    "functional": torch._to_functional_tensor,
-    "meta": lambda x: x.to("meta"),
-    "zero": lambda x: torch._efficientzerotensor(x.shape, device=x.device),
-    "negative": torch._neg_view,
-    "complex": lambda x: x.to(torch.cfloat).conj(),
-    "quantized": lambda x: torch.quantize_per_tensor(x.cpu(), 0.1, 0, torch.qint8),
-    "integer": lambda x: x.int(),
-    "sparse": lambda x: x.to_sparse(),
-    "nested": lambda x: torch.nested.as_nested_tensor([x, x]),
-    "empty": lambda x: x[:0],
-    "vmap": inside(torch.vmap),
-    "grad": inside(torch.func.grad),
-    "jvp": inside(lambda f: lambda x: torch.func.jvp(f, (x,), (x,))),
-}
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
@@ -246,3 +270,25 @@ def test_call_works_under_vmap(device: torch.device) -> None:
 
     expected = torch.stack([backward(*pair) for pair in zip(grad, x, strict=True)])
     assert_identical(torch.vmap(backward)(grad, x), expected)
+
+
+def twice_negated(x: Tensor) -> Tensor:
+    return torch._neg_view(torch.neg(x))
+
+
+@pytest.mark.parametrize("unpack", [twice_negated, torch._to_functional_tensor])
+@pytest.mark.parametrize("save", ["output", "derivative"])
+def test_saved_tensor_hooks_may_return_any_tensor(
+    save: Any, unpack: Callable[[Tensor], Tensor], device: torch.device
+) -> None:
+    def gradient(unpack: Callable[[Tensor], Tensor]) -> Tensor:
+        leaf = values.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x: x, lambda x: unpack(x) if x.is_floating_point() else x
+        ):
+            inplace_ops.silu_(leaf * 1, save=save).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    values = torch.randn(SHAPE, device=device)
+    assert_identical(gradient(unpack), gradient(lambda x: x))
