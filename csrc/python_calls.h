@@ -59,7 +59,7 @@ struct PythonNames {
   }
 };
 
-inline PythonNames names;
+__attribute__((visibility("hidden"))) inline PythonNames names;
 
 // Whether a Python expression, which is a new reference or null, is true. Null, an error, is not.
 inline bool is_true(PyObject* value) {
@@ -237,8 +237,10 @@ PyObject* python_call(PyObject* /*self*/, PyObject* const* objects, Py_ssize_t c
   return nullptr;
 }
 
-// The functions of this library, by the names of the ops.
-inline std::vector<std::pair<std::string, PyCFunction>>& python_calls() {
+// The functions of this library, by the names of the ops. Hidden, since otherwise the linker shares
+// one list among all libraries that are loaded.
+__attribute__((visibility("hidden"))) inline std::vector<std::pair<std::string, PyCFunction>>&
+python_calls() {
   static std::vector<std::pair<std::string, PyCFunction>> calls;
   return calls;
 }

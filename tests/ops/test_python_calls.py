@@ -57,8 +57,11 @@ def copies_of(arguments: list[Any]) -> list[Any]:
 def test_torch_2_14_has_calls_of_all_ops() -> None:
     from_2_14 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
     assert has_calls == from_2_14
-    if has_calls:
-        assert _ops._C.calls.keys() == {name_of(op) for op in OPS}
+    names = {name_of(op) for op in OPS}
+    for calls in (_ops._C.calls, _ops._cuda_calls):
+        assert calls.keys() == (names if calls else set())
+        assert {call.__name__ for call in calls.values()} == calls.keys()
+    assert not set(_ops._C.calls.values()) & set(_ops._cuda_calls.values())
 
 
 @needs_calls
