@@ -191,7 +191,8 @@ def calls(rows: Rows) -> str:
             for each in wanted
         ]
         if max((float(us) for us, _ in cells if us != "-"), default=0.0) >= SHOWN_US:
-            body.append([phase, f"`{function}`", *(f"{us} ({n})" for us, n in cells)])
+            shown = [us if us == "-" else f"{us} ({n})" for us, n in cells]
+            body.append([phase, f"`{function}`", *shown])
     header = [f"{variant}, {commit}" for variant, commit in columns]
     return markdown(["phase", "function: us a block (calls)", *header], body)
 

@@ -139,8 +139,8 @@ def _register_hook(node: Any, hook: Callable[..., Any]) -> Any:
 
 _NODE_CLASS = node_class(RecomputeFunction)
 _NODE_CLASS.register_hook = _register_hook
-# What is true of most nodes: they have no hooks, save x itself and run out of place. Nobody has
-# asked for the spec of their output.
+# What is true of most new nodes: they have no hooks, save x itself and run out of place, and their
+# output has no spec.
 _NODE_CLASS.has_hooks = _NODE_CLASS.saves_spec = False
 _NODE_CLASS.output_version, _NODE_CLASS.spec = 0, None
 

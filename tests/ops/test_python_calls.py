@@ -38,7 +38,7 @@ needs_calls = pytest.mark.skipif(not has_calls, reason="PyTorch's stable ABI has
 
 
 class Failing:
-    """Stands for an op that must not be called."""
+    """Replaces an op that must not be called."""
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         raise AssertionError("the dispatcher was called")
