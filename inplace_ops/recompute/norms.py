@@ -387,10 +387,10 @@ def parameters_of_module(node: Node, module: nn.Module) -> Parameters | None:
 def _is_usable(parameter: Tensor | None) -> bool:
     if parameter is None:
         return True
-    if type(parameter) is not nn.Parameter:  # the usual case; `is_plain` takes longer
-        return is_plain(parameter) and has_storage(parameter)
-    is_dense = parameter.layout is torch.strided and not parameter.is_meta
-    return is_dense and has_storage(parameter)
+    if type(parameter) is nn.Parameter:  # the usual case; `is_plain` takes longer
+        is_dense = parameter.layout is torch.strided and not parameter.is_meta
+        return is_dense and has_storage(parameter)
+    return is_plain(parameter) and has_storage(parameter)
 
 
 def statistics_of(node: Node) -> Statistics | None:
