@@ -521,19 +521,16 @@ def calls_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Ro
         step = steps[label]
         with failures.recorded(f"{name}, {label}"):
             verify_step(step, expected)
-        profiles = {"forward": cProfile.Profile(), "backward": cProfile.Profile()}
-        for _ in range(arguments.repetitions):
-            step.reset()
-            outputs = profiles["forward"].runcall(step.forward)
-            profiles["backward"].runcall(backward, outputs)
-        for phase, profile in profiles.items():
-            for row in _functions(profile, BLOCKS * arguments.repetitions):
-                if float(row["us_per_block"]) >= arguments.least_us:
-                    yield (
-                        {"network": name, "variant": label, "phase": phase}
-                        | row
-                        | machine(arguments.device)
-                    )
+            profiles = {"forward": cProfile.Profile(), "backward": cProfile.Profile()}
+            for _ in range(arguments.repetitions):
+                step.reset()
+                outputs = profiles["forward"].runcall(step.forward)
+                profiles["backward"].runcall(backward, outputs)
+            for phase, profile in profiles.items():
+                columns = {"network": name, "variant": label, "phase": phase}
+                for row in _functions(profile, BLOCKS * arguments.repetitions):
+                    if float(row["us_per_block"]) >= arguments.least_us:
+                        yield columns | row | machine(arguments.device)
 
 
 def _functions(profile: cProfile.Profile, blocks: int) -> list[Row]:

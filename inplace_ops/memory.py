@@ -37,15 +37,12 @@ class Packed:
     def unpack(self) -> Tensor:
         """Return the tensor that backward reads, ready on the current stream."""
         if self.stream is not None:
-            self._wait_for(self.stream)
+            current = current_stream(self.stream.device)
+            if current is not self.stream:  # `current_stream` returns one object for each stream
+                current.wait_stream(self.stream)
+                for tensor in self.tensors():  # else their memory might be reused too early
+                    tensor.record_stream(current)
         return self.compute()
-
-    def _wait_for(self, stream: torch.cuda.Stream) -> None:
-        current = current_stream(stream.device)
-        if current is not stream:  # `current_stream` returns one object for each stream
-            current.wait_stream(stream)
-            for tensor in self.tensors():  # else their memory might be reused too early
-                tensor.record_stream(current)
 
     def compute(self) -> Tensor:
         """Compute the tensor that backward reads, with `tensors()` ready on the current stream."""

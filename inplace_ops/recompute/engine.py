@@ -472,8 +472,7 @@ class Engine:
                 Such a hook may have restored an eps or a bias, or may have replaced the module's
                 output by the output of another norm.
         """
-        if self._noting.is_active:
-            self._noting.end(module)
+        self.end_notes(module)
         self.walk(output)
         if not isinstance(output, Tensor) or output.grad_fn is None:
             return
@@ -603,9 +602,9 @@ class Engine:
         if saved.nbytes < MIN_BYTES:
             return
         base, base_index = base_of(producer, saved.output_nr)
-        if base is None or KEY not in base.metadata:  # for example a parameter
+        if base is None or not was_visited(base):  # for example a parameter
             return self._report_unchanged(node, field, reasons.output_of, base)
-        record = base.metadata[KEY] or ensure_record(base, self._stream)
+        record = ensure_record(base, self._stream)
         if record.stream is not self._stream:
             return self._report_unchanged(node, field, reasons.OTHER_STREAM)
         is_itself = nodes.saves_itself(node, field)

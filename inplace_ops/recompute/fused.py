@@ -44,7 +44,7 @@ _AFFINE_FACTOR = 2
 def activation_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Run a module's forward, fused with the norm before it if possible."""
     engine = running_engine()
-    if engine is None or len(args) != 1 or kwargs or not _is_ordinary(args[0]):
+    if engine is None or len(args) != 1 or kwargs or not _is_ordinary_call(args[0]):
         return type(module).forward(module, *args, **kwargs)
     (z,) = args
     engine.walk(z)
@@ -58,7 +58,8 @@ def activation_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return y
 
 
-def _is_ordinary(z: Any) -> bool:
+def _is_ordinary_call(z: Any) -> bool:
+    """Whether autograd records a call with z, and no transform, tangent or other hooks see it."""
     return (
         type(z) is Tensor
         and z.requires_grad

@@ -672,9 +672,7 @@ class Recomputed(Packed):
     def unpack(self) -> Tensor:
         if unpacking.skips_values:
             return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
-        if self.stream is not None:
-            self._wait_for(self.stream)
-        return self.compute()
+        return super().unpack()
 
     def compute(self) -> Tensor:
         """Compute the spec. The result has the strides of the tensor that the spec replaces."""
@@ -693,7 +691,7 @@ class Recomputed(Packed):
                     f"{list(value.shape)} on {value.device} instead of a {self.dtype} tensor of "
                     f"shape {list(self.shape)} on {self.device}"
                 )
-            return value if value.stride() == self.stride else self.in_layout(value)
+            return self.in_layout(value)
 
     def difference(self, saved: Tensor) -> str | None:
         """Return by how much the recomputed value differs from the saved tensor; None if equal.
