@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import os
 import platform
 import sys
 from functools import partial
@@ -79,10 +80,13 @@ def info() -> int:
 
 def analyze(arguments: argparse.Namespace) -> int:
     """Print the report of `inplace_ops.analyze` for a model of an installed library."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no messages of PyTorch's profiler
     model = load(arguments.model, dict(arguments.set)).train(not arguments.eval)
     dtype = torch.long if arguments.tokens else torch.float
     example = (torch.zeros if arguments.tokens else torch.randn)(arguments.input, dtype=dtype)
     report = inplace_ops.analyze(model, example, max_ops=arguments.max_ops)
+    if arguments.plot:
+        report.plot(arguments.plot)
     print(json.dumps(report.to_dict(), indent=2) if arguments.json else report)
     return 0
 
@@ -124,6 +128,9 @@ def main() -> int:
         help="arguments of the model's function; for transformers, of its configuration",
     )
     analysis.add_argument("--json", action="store_true", help="print the report as JSON")
+    analysis.add_argument(
+        "--plot", metavar="FILE", help="draw the bytes saved over the forward pass, with matplotlib"
+    )
     analysis.add_argument(
         "--tokens", action="store_true", help="the input consists of token ids, all 0"
     )

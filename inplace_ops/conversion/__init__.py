@@ -1,10 +1,11 @@
 """Conversion of models: `convert`, `analyze`, `revert`, `reverted` and their reports."""
 
 from .convert import analyze, convert, revert, reverted
-from .report import Remaining, Replaced, Report
+from .report import Auxiliary, Remaining, Replaced, Report
 from .verify import VerificationError
 
 __all__ = [
+    "Auxiliary",
     "Remaining",
     "Replaced",
     "Report",

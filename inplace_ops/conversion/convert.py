@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from .wiring import Conversion, attach, conversion_of, detach, detached
 # Runs on an example change state that threads share: the random state, and the hooks of modules. So
 # one thread at a time runs them.
 _EXAMPLE_LOCK = threading.RLock()
+_PASSES = 7  # of `_measure`
 
 
 def convert(
@@ -84,12 +85,24 @@ def analyze(
     """Return the report of `convert`, and leave the model unconverted.
 
     Takes the arguments of `convert`, and raises the same errors, except if the model's own backward
-    fails: the report then lists what is saved, and its peaks are None.
+    fails: the report then lists what is saved, and its peaks are None. If tqdm is installed, a
+    terminal shows a progress bar after two seconds.
     """
     _check_arguments("analyze", model, max_ops, removed)
     conversion = Conversion(Settings(max_ops), Report())
-    _measure(model, Example(example_inputs), conversion, needs_gradients=False)
+    with _progress_bar() as progress:
+        finished = None if progress is None else progress.update
+        _measure(model, Example(example_inputs), conversion, False, finished)
     return conversion.report
+
+
+def _progress_bar() -> AbstractContextManager[Any]:
+    """Return tqdm's progress bar of the passes on an example; None if tqdm is not installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return nullcontext()
+    return tqdm(total=_PASSES, desc="analyze", unit="pass", delay=2, leave=False, disable=None)
 
 
 def revert(model: nn.Module) -> None:
@@ -142,7 +155,11 @@ def _check_arguments(name: str, model: Any, max_ops: Any, removed: dict[str, Any
 
 
 def _measure(
-    model: nn.Module, example: Example, conversion: Conversion, needs_gradients: bool = True
+    model: nn.Module,
+    example: Example,
+    conversion: Conversion,
+    needs_gradients: bool = True,
+    finished: Callable[[], object] | None = None,
 ) -> None:
     """Run the original and the converted model, compare gradients, and fill in the report.
 
@@ -151,10 +168,11 @@ def _measure(
         example: The arguments that it is called with.
         conversion: Its settings are used, and its report is filled in.
         needs_gradients: Whether an error in the original model's backward is raised.
+        finished: Called after each pass.
     """
     if torch.is_inference_mode_enabled():
         raise RuntimeError("an example needs autograd: call convert outside inference mode")
-    report, run = Report(), Run(model, example)
+    report, run = Report(), Run(model, example, finished)
     with (
         _EXAMPLE_LOCK,
         reverted(model),

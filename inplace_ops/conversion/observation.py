@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from ..recompute.functions import is_fused
 from ..recompute.nodes import Node
 from ..recompute.operations import base_of
 from .example import tensors_in
-from .report import Remaining, Replaced, Report
+from .report import Auxiliary, Remaining, Replaced, Report
 
 NO_PRODUCER = "(no grad_fn)"
 _observation_ids = itertools.count()
@@ -124,7 +125,8 @@ class Observation(Observer):
             name = NO_PRODUCER if base is None else nodes.operation_name(base)
             size = saved.untyped_storage().nbytes()
             path = self._path[-1]
-            self._replaced.append(Replaced(name, nodes.operation_name(node), path, size, how))
+            consumer_name = nodes.operation_name(node)
+            self._replaced.append(Replaced(name, consumer_name, path, size, how, ordinal=-1))
             if base_info is not None:
                 base_info.output_rows[index] = row
             else:
@@ -153,38 +155,45 @@ class Observation(Observer):
         counted = {storage_id(t.untyped_storage()) for t in _plain_tensors(inputs)}
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             counted.update(storage_id(t.untyped_storage()) for t in _plain_tensors(tensor))
-        rows = {row for node in graph for row in self._info_of(node).consumed_rows}  # type: ignore[union-attr]
-        rows -= {row for row, storage in self._without_producer.items() if storage in counted}
+        rows: dict[int, int] = {}  # by row: the ordinal of its first consumer
+        for ordinal, node in enumerate(graph):
+            for row in self._info_of(node).consumed_rows:  # type: ignore[union-attr]
+                if self._without_producer.get(row) not in counted:
+                    rows.setdefault(row, ordinal)
         remaining: list[Remaining] = []
-        added_bytes = 0  # saved to recompute from
-        for node in graph:
+        auxiliary: list[Auxiliary] = []
+        for ordinal, node in enumerate(graph):
             for field, saved in nodes.readable_tensors(node):
                 storage = saved.untyped_storage() if nodes.is_plain(saved) else None
                 if storage is None or storage_id(storage) in counted:
                     continue
                 counted.add(storage_id(storage))
                 if is_fused(node) and field != "0":  # PyTorch's activation does not save these
-                    added_bytes += storage.nbytes()
+                    auxiliary.append(self._auxiliary(node, storage, ordinal))
                     continue
                 base, index = base_of(saved.grad_fn, saved.output_nr)
                 base_info = None if base is None else self._info_of(base)
                 if base_info is not None:  # another consumer may recompute it: count it once
-                    rows.discard(base_info.output_rows.get(index, -1))
-                remaining.append(self._remaining(node, field, saved, base))
-        for node in graph:
+                    rows.pop(base_info.output_rows.get(index, -1), None)
+                remaining.append(self._remaining(node, field, saved, base, ordinal))
+        for ordinal, node in enumerate(graph):
             for packed in nodes.packed_values(node):
                 for tensor in packed.tensors():
                     storage = tensor.untyped_storage()
                     if storage_id(storage) not in counted:
                         counted.add(storage_id(storage))
-                        added_bytes += storage.nbytes()
-        replaced = [self._replaced[row] for row in rows]
-        report.fill(replaced, remaining)
-        saved_bytes = sum(row.bytes for row in remaining)
-        report.saved_bytes_before = saved_bytes + sum(row.bytes for row in replaced)
-        report.saved_bytes_after = saved_bytes + added_bytes
+                        auxiliary.append(self._auxiliary(node, storage, ordinal))
+        replaced = [replace(self._replaced[row], ordinal=ordinal) for row, ordinal in rows.items()]
+        report.fill(replaced, remaining, auxiliary)
 
-    def _remaining(self, node: Node, field: str, saved: Tensor, base: Node | None) -> Remaining:
+    def _auxiliary(self, node: Node, storage: torch.UntypedStorage, ordinal: int) -> Auxiliary:
+        info = self._info_of(node)
+        assert info is not None
+        return Auxiliary(nodes.operation_name(node), info.module, storage.nbytes(), ordinal)
+
+    def _remaining(
+        self, node: Node, field: str, saved: Tensor, base: Node | None, ordinal: int
+    ) -> Remaining:
         info = self._info_of(node)
         assert info is not None
         return Remaining(
@@ -193,6 +202,7 @@ class Observation(Observer):
             info.module,
             saved.untyped_storage().nbytes(),
             _reason(info, node, field, saved, base),
+            ordinal,
         )
 
     def _graph_of(self, output: Any) -> list[Node]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
+
+from .plot import plot
 
 # A printed table has at most this many rows, each with at least this share of the table's bytes.
 # One last row sums up the rest.
@@ -23,6 +26,7 @@ class Replaced:
         bytes: The size of the tensor's storage. Saved tensors that share a storage count once.
         how: How backward gets the tensor: "recomputed", "1 bit per element", "stored as bfloat16",
             ...
+        ordinal: The consumer's place among the operations of forward, from 0 on.
     """
 
     producer: str
@@ -30,6 +34,7 @@ class Replaced:
     module: str
     bytes: int
     how: str
+    ordinal: int
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class Remaining:
         module: The path of the module that ran the consumer.
         bytes: The size of the tensor's storage. Saved tensors that share a storage count once.
         reason: Why the tensor is not recomputed.
+        ordinal: The consumer's place among the operations of forward, from 0 on.
     """
 
     producer: str
@@ -49,6 +55,24 @@ class Remaining:
     module: str
     bytes: int
     reason: str
+    ordinal: int
+
+
+@dataclass(frozen=True)
+class Auxiliary:
+    """A tensor that only the converted model saves, to recompute others: a scale, shift or mask.
+
+    Attributes:
+        consumer: The operation that reads the recomputed tensor.
+        module: The path of the module that ran the consumer.
+        bytes: The size of the tensor's storage.
+        ordinal: The consumer's place among the operations of forward, from 0 on.
+    """
+
+    consumer: str
+    module: str
+    bytes: int
+    ordinal: int
 
 
 @dataclass
@@ -66,6 +90,7 @@ class Report:
         peak_bytes_after: The peak bytes of the converted model.
         replaced: The saved tensors that are recomputed or stored smaller, largest first.
         remaining: The tensors that stay saved, largest first, with the reason.
+        auxiliary: The tensors that are saved only to recompute from, largest first.
     """
 
     saved_bytes_before: int | None = None
@@ -74,16 +99,26 @@ class Report:
     peak_bytes_after: int | None = None
     replaced: list[Replaced] = field(default_factory=list)
     remaining: list[Remaining] = field(default_factory=list)
+    auxiliary: list[Auxiliary] = field(default_factory=list)
 
     @property
     def is_filled(self) -> bool:
         """Whether a run of the model has filled in the report."""
         return self.saved_bytes_after is not None
 
-    def fill(self, replaced: Iterable[Replaced], remaining: Iterable[Remaining]) -> None:
-        """Fill in both lists, sorted by size."""
+    def fill(
+        self,
+        replaced: Iterable[Replaced],
+        remaining: Iterable[Remaining],
+        auxiliary: Iterable[Auxiliary],
+    ) -> None:
+        """Fill in the lists, sorted by size, and the saved bytes."""
         self.replaced = sorted(replaced, key=lambda row: -row.bytes)
         self.remaining = sorted(remaining, key=lambda row: -row.bytes)
+        self.auxiliary = sorted(auxiliary, key=lambda row: -row.bytes)
+        saved = sum(row.bytes for row in self.remaining)
+        self.saved_bytes_before = saved + sum(row.bytes for row in self.replaced)
+        self.saved_bytes_after = saved + sum(row.bytes for row in self.auxiliary)
 
     @property
     def recompute_bytes(self) -> int:
@@ -93,6 +128,21 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Return the report as nested dicts, lists, strings and numbers, ready for JSON."""
         return asdict(self)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the bytes saved over the forward pass, before and after, by part of the model.
+
+        Each operation of forward adds what it saves. The height at the end is what the model saves
+        for backward; a color is a part of the model, such as a stage of a ResNet.
+
+        Args:
+            path: The file to write, of any format that matplotlib knows by its suffix.
+
+        Raises:
+            ImportError: If matplotlib is not installed.
+            RuntimeError: If the report is not filled in yet.
+        """
+        plot(self, path)
 
     def __str__(self) -> str:
         if not self.is_filled:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,10 +30,16 @@ class VerificationError(RuntimeError):
 
 
 class Run:
-    """Forward and backward passes of a model on an example, all from the same state."""
+    """Forward and backward passes of a model on an example, all from the same state.
 
-    def __init__(self, model: nn.Module, example: Example) -> None:
+    Each pass ends with a call of `finished`.
+    """
+
+    def __init__(
+        self, model: nn.Module, example: Example, finished: Callable[[], object] | None = None
+    ) -> None:
         self.model, self.example = model, example
+        self._finished = finished or (lambda: None)
         self._uses_backward = False
 
     def gradients(self) -> Gradients:
@@ -47,25 +54,29 @@ class Run:
         return self._gradients()
 
     def _gradients(self) -> Gradients:
-        with preserved(self.model, self.example), torch.enable_grad():
-            inputs = self.example.copy()
+        with self._pass() as inputs:
             return Gradients(inputs, self.model, inputs.call(self.model), self._uses_backward)
 
     def saved_bytes(self) -> int:
         """Return the bytes saved for backward, without parameters, buffers and arguments."""
-        with preserved(self.model, self.example), torch.enable_grad():
-            inputs = self.example.copy()
+        with self._pass() as inputs:
             return model_bytes(self.model, lambda: inputs.call(self.model), inputs.tensors())
 
     def peak_bytes(self) -> int | None:
         """Return the most bytes that a pass allocates at one time; None under a profiler."""
-        with preserved(self.model, self.example), torch.enable_grad():
-            inputs = self.example.copy()
+        with self._pass() as inputs:
 
             def step() -> None:
                 Gradients(inputs, self.model, inputs.call(self.model), self._uses_backward)
 
             return peak_bytes(step)
+
+    @contextmanager
+    def _pass(self) -> Iterator[Example]:
+        """Provide a copy of the example within a `with` block, and restore the model's state."""
+        with preserved(self.model, self.example), torch.enable_grad():
+            yield self.example.copy()
+        self._finished()
 
 
 class Gradients:

@@ -53,6 +53,13 @@ def test_report_names_saved_tensors(library: str, analyze: Analyze) -> None:
     assert "SiLU" in output
 
 
+def test_plot_option_draws_the_report(library: str, analyze: Analyze, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    output = analyze(library, "--input", "2,3,32,32", "--plot", str(tmp_path / "plot.png"))
+    assert "saved for backward" in output
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
 def report_of(analyze: Analyze, library: str, *arguments: str) -> dict[str, Any]:
     return json.loads(analyze(library, "--input", "2,3,32,32", "--json", *arguments))
 

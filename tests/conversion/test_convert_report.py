@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +25,8 @@ from torch import Tensor, nn
 
 import inplace_ops
 from inplace_ops import saved_bytes
-from inplace_ops.conversion.report import Report
+from inplace_ops.conversion.plot import grouping
+from inplace_ops.conversion.report import Auxiliary, Report
 
 pytestmark = pytest.mark.usefixtures("source")
 
@@ -185,6 +189,98 @@ def test_report_as_dict_and_as_table() -> None:
     assert f"{mib}" in text.splitlines()[2]
     assert "peak of forward and backward" in text
     assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_ordinals_follow_forward() -> None:
+    """Each row has its consumer's place, and what is saved up to the end is all that is saved."""
+    report = inplace_ops.convert(network(), examples())
+    before, after = (
+        sorted((row.ordinal, int(row.module)) for row in rows)
+        for rows in (
+            [*report.replaced, *report.remaining],
+            [*report.remaining, *report.auxiliary],
+        )
+    )
+    for places in (before, after):
+        modules = [module for _, module in places]
+        assert modules == sorted(modules)  # a sequential network runs its modules in order
+        assert all(ordinal >= 0 for ordinal, _ in places)
+    assert {row.consumer for row in report.auxiliary} == {"SiLU", "ReLU", "MaxPool2DWithIndices"}
+    assert sum(row.bytes for row in report.auxiliary) == report.recompute_bytes > 0
+
+
+def test_plot_draws_both_models(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report = inplace_ops.Report()
+    with pytest.raises(RuntimeError, match="the report is empty"):
+        report.plot(tmp_path / "empty.png")
+    assert not list(tmp_path.iterdir())
+    report = inplace_ops.convert(network(), examples())
+    report.plot(tmp_path / "plot.svg")
+    drawn = (tmp_path / "plot.svg").read_text()
+    for name, count in (
+        ("original", report.saved_bytes_before),
+        ("converted", report.saved_bytes_after),
+    ):
+        assert f"{name}: {count / 2**20:.1f} MiB" in drawn
+    inplace_ops.analyze(nn.Linear(2, 2), torch.randn(2, 2)).plot(tmp_path / "nothing.png")
+    assert (tmp_path / "nothing.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_groups_modules_by_path() -> None:
+    def tensor(path: str, size: int, ordinal: int) -> Auxiliary:
+        return Auxiliary("Mul", path, size, ordinal)
+
+    shallow = [tensor("stem", 50, 0), tensor("blocks.0.a", 30, 1), tensor("blocks.1.a", 20, 2)]
+    group_of, names = grouping(shallow)
+    assert names == ["stem", "blocks"]
+    assert [group_of(t) for t in shallow] == ["stem", "blocks", "blocks"]
+    group_of, names = grouping([tensor("stem", 1, 0), *shallow[1:]])  # blocks have nearly all
+    assert names == ["stem", "blocks.0", "blocks.1"]
+    many = [tensor(f"{i}", 10 + i, i) for i in range(12)]
+    group_of, names = grouping(many)
+    assert names == [*map(str, range(5, 12)), "other modules"]
+    assert group_of(many[0]) == "other modules"
+
+
+def test_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        inplace_ops.Report().plot("plot.png")
+
+
+class Bar:
+    """Records the arguments and updates of a progress bar."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.arguments, self.updates, self.is_closed = arguments, 0, False
+
+    def update(self) -> None:
+        self.updates += 1
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.is_closed = True
+
+
+def test_analyze_shows_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    bars: list[Bar] = []
+
+    def make(**arguments: Any) -> Bar:
+        bars.append(Bar(**arguments))
+        return bars[-1]
+
+    monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace(tqdm=make))
+    inplace_ops.analyze(network(), examples())
+    (bar,) = bars
+    assert bar.updates == bar.arguments["total"]
+    assert (bar.arguments["delay"], bar.is_closed) == (2, True)
+    inplace_ops.convert(network(), examples())
+    assert len(bars) == 1
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert inplace_ops.analyze(network(), examples()).is_filled
 
 
 def test_user_function_that_saves_its_input_is_counted() -> None:

@@ -1,0 +1,110 @@
+"""Draw what a model saves for backward, operation by operation of the forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import os
+
+    from .report import Report
+
+MIB = 2**20
+_MAX_SHARE = 0.6  # of all bytes, for one group
+_MAX_GROUPS = 8
+_OTHERS = "other modules"
+
+
+class Saved(Protocol):
+    """A saved tensor of a report."""
+
+    @property
+    def module(self) -> str: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def ordinal(self) -> int: ...
+
+
+class Curve(NamedTuple):
+    """A group of modules, and the bytes that it has saved after each operation of forward."""
+
+    name: str
+    bytes: list[int]
+
+
+def plot(report: Report, path: str | os.PathLike[str]) -> None:
+    """Draw the original and the converted model side by side: see `Report.plot`."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("report.plot needs matplotlib: pip install matplotlib") from error
+    if not report.is_filled:
+        raise RuntimeError("the report is empty: run the model forward once with gradients")
+    sides: dict[str, list[Saved]] = {
+        "original": [*report.replaced, *report.remaining],
+        "converted": [*report.remaining, *report.auxiliary],
+    }
+    everything = [tensor for tensors in sides.values() for tensor in tensors]
+    group_of, names = grouping(everything)
+    length = 1 + max((tensor.ordinal for tensor in everything), default=0)
+
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    axes = figure.subplots(1, 2, sharex=True, sharey=True)
+    for axis, (side, tensors) in zip(axes, sides.items(), strict=True):
+        curves = [
+            Curve(name, _saved_after_each(length, [t for t in tensors if group_of(t) == name]))
+            for name in names
+        ]
+        heights = [[count / MIB for count in curve.bytes] for curve in curves]
+        axis.stackplot(range(length), heights, labels=names, step="post")
+        total = sum(tensor.bytes for tensor in tensors) / MIB
+        axis.set_title(f"{side}: {total:.1f} MiB")
+        axis.set_xlabel("operations of the forward pass")
+    axes[0].set_ylabel("saved for backward, MiB")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right center", title="in")
+    figure.savefig(path, dpi=120)
+
+
+def _saved_after_each(length: int, tensors: Sequence[Saved]) -> list[int]:
+    added = [0] * length
+    for tensor in tensors:
+        added[tensor.ordinal] += tensor.bytes
+    return list(accumulate(added))
+
+
+def grouping(tensors: Sequence[Saved]) -> tuple[Callable[[Saved], str], list[str]]:
+    """Return a function from a tensor to its group, and the groups in the order of forward.
+
+    Groups are the parts of the model at the first depth at which none has most of the bytes. If
+    there are more than eight, the smallest are one group.
+    """
+    ordered = sorted(tensors, key=lambda tensor: tensor.ordinal)
+    total = sum(tensor.bytes for tensor in tensors)
+    depth, deepest = 1, max((tensor.module.count(".") + 1 for tensor in tensors), default=1)
+    while True:
+        sizes: dict[str, int] = {}
+        for tensor in ordered:
+            name = _prefix(tensor.module, depth)
+            sizes[name] = sizes.get(name, 0) + tensor.bytes
+        if depth == deepest or max(sizes.values()) <= _MAX_SHARE * total:
+            break
+        depth += 1
+    count = len(sizes) if len(sizes) <= _MAX_GROUPS else _MAX_GROUPS - 1
+    largest = set(sorted(sizes, key=lambda name: -sizes[name])[:count])
+    names = [name for name in sizes if name in largest]
+    if len(names) < len(sizes):
+        names.append(_OTHERS)
+
+    def group_of(tensor: Saved) -> str:
+        name = _prefix(tensor.module, depth)
+        return name if name in largest else _OTHERS
+
+    return group_of, names
+
+
+def _prefix(path: str, depth: int) -> str:
+    return ".".join(path.split(".")[:depth]) or "the model itself"
