@@ -2,6 +2,7 @@
 #   Builds for this machine's GPU alone, if it has one.
 # make test: build, and run the tests except those marked slow; PYTEST_ADDOPTS="-m ''" runs
 #   the slow tests too.
+# make site: build the documentation as a site, build/site/index.html.
 # make tables: write the tables of the documentation from benchmarks/results.
 # make models: convert models of other libraries, and train them next to the originals; an hour.
 # make wheels: build wheels for the CPU and for CUDA, and test them with several versions of Python
@@ -18,7 +19,7 @@ TORCH ?= torch>=2.11
 PARALLEL := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
-# Three stamps: torch and the tools to build; all that tests, lint and benchmarks need; and a build
+# Three stamps: torch and the tools to build; all that tests, lint, site and benchmarks need; and a build
 # that suffices for the demo on this machine. Where all is installed, the demo uses that.
 TORCH_INSTALLED := $(VENV)/.torch
 INSTALLED := $(VENV)/.installed
@@ -26,7 +27,7 @@ DEMO_INSTALLED := $(VENV)/.demo
 # Without --no-compile pip compiles all of torch's Python files, of which the demo imports a part.
 INSTALL := $(VENV)/bin/pip install --no-compile
 
-.PHONY: demo test models wheels tables lint format clean
+.PHONY: demo test models wheels tables site lint format clean
 
 demo: $(DEMO_INSTALLED)
 	$(VENV)/bin/python examples/demo.py
@@ -36,6 +37,9 @@ test: $(INSTALLED)
 
 tables: $(INSTALLED)
 	$(VENV)/bin/python benchmarks/report.py
+
+site: $(INSTALLED)
+	$(VENV)/bin/sphinx-build -W --keep-going -q -c docs . build/site
 
 models: $(INSTALLED)
 	$(VENV)/bin/pip install -q -e '.[models]' --no-build-isolation
@@ -64,7 +68,7 @@ $(TORCH_INSTALLED):
 	touch $@
 
 $(INSTALLED): $(TORCH_INSTALLED) $(SOURCES)
-	$(INSTALL) --no-build-isolation -e '.[test,demo,lint]'
+	$(INSTALL) --no-build-isolation -e '.[test,demo,lint,site]'
 	touch $@
 
 # The environment decides what is built, if it says so: see docs/building.md.

@@ -62,6 +62,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from common import (
     IN_PLACE,
     MIB,
@@ -83,10 +84,13 @@ from common import (
     time_columns,
     write_results,
 )
+from integrations import INTEGRATIONS
 from networks import (
     MEMORY_FORMATS,
     NETWORKS,
+    LanguageModel,
     MakeActivation,
+    Network,
     backward,
     chain,
     linear_chain,
@@ -99,8 +103,10 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 from variants import (
     CHECKPOINTS,
+    LOSS_IN_CHUNKS,
     MAX_OPS,
     NETWORK_VARIANTS,
+    TOOLS,
     Memory,
     NetworkVariant,
     Step,
@@ -116,11 +122,62 @@ from inplace_ops.activations import ACTIVATIONS
 TIMED = {name: network for name, network in NETWORKS.items() if network.blocks}
 
 
+class Selection(NamedTuple):
+    """What `train` measures for one table, if its options do not say something else.
+
+    Attributes:
+        networks: The networks by name.
+        variants: The variants, next to PyTorch in place, of each network.
+        policies: The dtype policies.
+    """
+
+    networks: Mapping[str, Network]
+    variants: Callable[[str], Iterable[str]]
+    policies: Sequence[str]
+
+
+LANGUAGE_MODEL = "language model"
+TOOL_NETWORKS = {
+    **{name: NETWORKS[name] for name in ("EfficientNet-B0", "ViT-S/16", "Llama blocks")},
+    LANGUAGE_MODEL: Network(
+        LanguageModel, small=(2, 33), cpu=(4, 257), cuda=(16, 1025), blocks=("DecoderLayer",)
+    ),
+}
+SLOW_TO_COMPILE = ("EfficientNet-B0",)
+CONVERT = "convert, max_ops=4"
+
+
+def _tools(name: str) -> list[str]:
+    """Return the variants of a network in the comparison of tools."""
+    if name == LANGUAGE_MODEL:
+        has_chunks = hasattr(F, "linear_cross_entropy")  # from torch 2.13 on
+        return [CONVERT, *(tool for tool in TOOLS if LOSS_IN_CHUNKS in tool and has_chunks)]
+    tools = [CHECKPOINTS, *(tool for tool in TOOLS if LOSS_IN_CHUNKS not in tool)]
+    compiled = [variant for variant in NETWORK_VARIANTS if "compile" in variant]
+    every = [CONVERT, *compiled, *tools]
+    return [v for v in every if name not in SLOW_TO_COMPILE or "compile" not in v]
+
+
+SELECTIONS = {
+    "networks": Selection(TIMED, lambda name: NETWORK_VARIANTS, ["float32"]),
+    "integrations": Selection(
+        {name: integration.network for name, integration in INTEGRATIONS.items()},
+        lambda name: [CONVERT],
+        ["float32", "bfloat16", "CUDA autocast"],
+    ),
+    "tools": Selection(TOOL_NETWORKS, _tools, ["float32", "CUDA autocast"]),
+}
+
+
 def train(
     name: str, policy_name: str, arguments: argparse.Namespace, failures: Failures
 ) -> list[Row]:
     """Return the rows of a network in one policy, for the variants that pass."""
-    device, policy, network = arguments.device, POLICIES[policy_name], TIMED[name]
+    device, policy = arguments.device, POLICIES[policy_name]
+    selection = SELECTIONS[arguments.selection]
+    network, labels = selection.networks[name], arguments.variants or selection.variants(name)
+    if arguments.quick:  # nothing compiled
+        labels = [label for label in labels if "compile" not in label]
     shape = network.small if arguments.quick else getattr(network, device)
     if shape is None:
         return []
@@ -145,7 +202,7 @@ def train(
     memory: dict[str, Memory] = {}
     with emulation(policy, device):
         expected = expected_of(Step(network_variant(OUT_OF_PLACE, model), x, policy))
-        for label in dict.fromkeys([IN_PLACE, *arguments.variants]):
+        for label in dict.fromkeys([IN_PLACE, *labels]):
             with failures.recorded(f"{name}, {policy_name}, {label}"):
                 step = Step(network_variant(label, model, network.blocks), x, policy)
                 off[label] = verify_step(step, expected)
@@ -367,7 +424,8 @@ def train_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Ro
     for row in rows:
         yield row
     if row and not (
-        arguments.fill_gib
+        arguments.selection != "networks"
+        or arguments.fill_gib
         or arguments.largest_batch
         or arguments.graphs
         or arguments.turns
@@ -624,9 +682,14 @@ def parse() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     training = commands.add_parser("train")
     add_options(training, repetitions=9)
-    training.add_argument("--networks", nargs="+", choices=TIMED, default=list(TIMED))
-    training.add_argument("--variants", nargs="+", choices=NETWORK_VARIANTS, help="default: all")
-    training.add_argument("--policies", nargs="+", choices=POLICIES, default=["float32"])
+    training.add_argument(
+        "--selection", choices=SELECTIONS, default="networks", help="the table to measure"
+    )
+    training.add_argument("--networks", nargs="+", help="default: all of the selection")
+    training.add_argument(
+        "--variants", nargs="+", choices=NETWORK_VARIANTS | TOOLS, help="default: the selection's"
+    )
+    training.add_argument("--policies", nargs="+", choices=POLICIES, help="as above")
     training.add_argument("--memory-format", choices=MEMORY_FORMATS, default="contiguous")
     training.add_argument("--batch", type=int, help="default: 32 on a GPU, 4 on the CPU")
     training.add_argument("--memory-only", action="store_true", help="time nothing")
@@ -670,15 +733,17 @@ def parse() -> argparse.Namespace:
 
     arguments = parser.parse_args()
     if arguments.command == "train":
+        selection = SELECTIONS[arguments.selection]
+        arguments.networks = arguments.networks or list(selection.networks)
+        if unknown := set(arguments.networks) - set(selection.networks):
+            parser.error(f"unknown networks: {', '.join(unknown)}")
+        arguments.policies = arguments.policies or selection.policies
         if arguments.quick and not arguments.out:
             parser.error("--quick measures no results to publish: name a file with --out")
         if (arguments.graphs or arguments.largest_batch) and arguments.device != "cuda":
             parser.error("--graphs and --largest-batch need --device cuda")
         if arguments.at_once and len(arguments.policies) > 1:
             parser.error("--at-once times one policy: others would be prepared meanwhile")
-        arguments.variants = arguments.variants or [
-            name for name in NETWORK_VARIANTS if not (arguments.quick and "compile" in name)
-        ]
     return arguments
 
 
@@ -698,6 +763,8 @@ def main() -> None:
     """Verify, measure, write the CSV, print the table."""
     arguments = parse()
     name, rows_of, columns = COMMANDS[arguments.command]
+    if arguments.command == "train":
+        name = arguments.selection
     if arguments.command == "train" and arguments.memory_only:
         name = "peaks"
     if arguments.command == "train" and arguments.profile:

@@ -5,8 +5,9 @@
 #
 # Parts, all by default, in this order: build numerics tests memcheck initcheck bandwidth norms
 # activations host steps memory bytes networks graphs filled profile batches tuning summary. The
-# part baselines runs only if it is named. Each part has a time limit. If a part fails or reaches its
-# limit, the rows that it has measured are written, the next part runs, and the exit status is 1.
+# parts baselines and tools run only if they are named. Each part has a time limit. If a part fails
+# or reaches its limit, the rows that it has measured are written, the next part runs, and the exit
+# status is 1.
 #
 # Each part writes OUT/PART_DEVICE.log, whose last line says how it ended. Parts that measure also
 # write OUT/PART_DEVICE.csv. The part summary writes OUT/summary.md about all files in OUT. A part
@@ -31,7 +32,7 @@ cd "$(dirname "$0")/.." || exit
 device=cuda
 known="build numerics tests memcheck initcheck bandwidth norms activations host steps memory bytes"
 known+=" networks graphs filled profile batches tuning summary"
-optional=baselines
+optional="baselines tools"
 wanted=""
 while [ $# -gt 0 ]; do
   case $1 in
@@ -178,6 +179,7 @@ if [ "$device" = cuda ]; then
   bench baselines 580 networks train "${autocast[@]}" --batch 8 --variants "torch.compile" \
     "torch.compile, memory budget 0.5" "convert, max_ops="{1,4} --graphs --fill-gib 6 \
     --repetitions 15
+  bench tools 580 networks train --selection tools "${autocast[@]}" --repetitions 15
   run tuning 180 "$python" benchmarks/tune_cuda.py --arch "sm_${capability/./}" \
     --out "$out/tuning_cuda.csv"
 else # limits here only end what hangs
@@ -196,6 +198,8 @@ else # limits here only end what hangs
     --variants "checkpoint of each block" "convert, max_ops=4" --repetitions 2
   bench profile 300 networks train --quick --networks nnU-Net-like --profile \
     --variants "convert, max_ops=4" --repetitions 2
+  bench tools 300 networks train --selection tools --quick --networks "Llama blocks" \
+    "language model" --policies float32 --repetitions 2
   for part in graphs filled batches; do skip "$part" "it needs a GPU"; done
   skip tuning "it is of CUDA kernels"
 fi

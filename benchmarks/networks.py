@@ -427,6 +427,30 @@ class LlamaBlocks(nn.Sequential):
         super().__init__(*(DecoderLayer(width, hidden, heads) for _ in range(layers)))
 
 
+class LanguageModel(nn.Module):
+    """A Llama-like language model that returns its loss, for which it reads a large vocabulary.
+
+    Attributes:
+        chunks: Options of `F.linear_cross_entropy`, which computes head and loss in chunks; None
+            for logits of all tokens at once.
+    """
+
+    def __init__(self, vocabulary: int = 32000, width: int = 512) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers, self.norm = LlamaBlocks(width), nn.RMSNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.chunks: Any = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the mean cross entropy of each next token; `tokens` is (N, length)."""
+        features = self.norm(self.layers(self.embedding(tokens[:, :-1]))).flatten(0, 1)
+        targets = tokens[:, 1:].flatten()
+        if self.chunks is None:
+            return F.cross_entropy(self.head(features), targets)
+        return F.linear_cross_entropy(features, self.head.weight, targets, options=self.chunks)
+
+
 class ResidualDenseBlock(nn.Module):
     """Five convolutions that each read the outputs of all before (Wang et al., "ESRGAN", 2018)."""
 

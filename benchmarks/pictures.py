@@ -11,8 +11,12 @@ from pathlib import Path
 from statistics import mean
 
 import matplotlib
+import torch
 from common import IN_PLACE, Row, read_csv, values
 from PIL import Image
+
+import inplace_ops
+from inplace_ops.conversion.library import load
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt  # the backend is chosen first
@@ -317,7 +321,9 @@ PICTURES: dict[str, Callable[[Path], None]] = {
 
 
 def draw_all(folder: Path) -> None:
-    """Draw the pictures of all result files in a folder."""
+    """Draw the pictures of all result files in a folder, and what a model saves over forward."""
+    report = inplace_ops.analyze(load("timm:efficientnet_b0"), torch.randn(2, 3, 224, 224))
+    report.plot(folder / "saved_over_forward.png")
     for kind, draw in PICTURES.items():
         for path in sorted(folder.glob(f"{kind}_*.csv")):
             draw(path)

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 from common import RESULTS, paired_lines, quartiles, read_csv, values
+from integrations import INTEGRATIONS
 
 from inplace_ops.activations import ACTIVATIONS
 from inplace_ops.recompute.operations import OPERATIONS, VIEWS, Operation, Output
@@ -33,6 +34,7 @@ COMPATIBILITY = PROJECT / "tests" / "compatibility.csv"
 Rows = list[dict[str, str]]
 OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 SHOWN_US = 5.0  # of a function of a block, in the profiler
+CONVERT = "convert, max_ops=4"
 LARGE = 64 * 2**20  # bytes; from this size on, kernels should reach the copy bandwidth
 
 
@@ -363,6 +365,49 @@ def peaks(rows: Rows) -> str:
     return markdown(header, body)
 
 
+def _ratios(rows: Rows, kind: str, **wanted: str) -> str:
+    """Return a ratio to PyTorch in place for each dtype policy in which it was measured."""
+    column = "ratio_to_torch_in_place" if kind == "time" else f"{kind}_over_torch_in_place"
+    cells = [find(rows, column, **wanted, policy=policy) for policy in values(rows, "policy")]
+    return ", ".join(cell or "-" for cell in cells)
+
+
+def integrations(rows: Rows) -> str:
+    """What `convert` saves in a network of each library, and the line to add."""
+    policies = ", ".join(values(rows, "policy"))
+    header = ["library: model", "the line", "script"]
+    header += [f"{kind}: {policies}" for kind in ("saved bytes", "peak bytes", "time of a step")]
+    body = []
+    for name, integration in INTEGRATIONS.items():
+        own = [row for row in rows if row["network"] == name]
+        if own:
+            script = f"[{integration.script}](../examples/{integration.script})"
+            line = [f"{integration.library}: {name}, {own[0]['input']}", f"`{integration.line}`"]
+            ratios = [_ratios(own, kind, variant=CONVERT) for kind in ("saved", "peak", "time")]
+            body.append([*line, script, *ratios])
+    return markdown(header, body)
+
+
+def tools(rows: Rows) -> str:
+    """Saved and peak bytes and the time of a step with other tools, and with combinations."""
+    policies = values(rows, "policy")
+    header = ["network", "variant", *(f"saved, peak: {policy}" for policy in policies)]
+    header.append(f"time: {policies[0]} (quartiles)")
+    body = []
+    for (name, shape), own in grouped(rows, "network", "input").items():
+        for variant in values(own, "variant"):
+            cells = [
+                f"{find(own, 'saved_over_torch_in_place', variant=variant, policy=policy)}, "
+                f"{find(own, 'peak_over_torch_in_place', variant=variant, policy=policy)}"
+                for policy in policies
+            ]
+            timed = [row for row in own if row["variant"] == variant and row["median_ms"]]
+            is_emulated = "offloaded" in variant  # its copies stay on the CPU
+            time = time_over_torch(timed[0]) if timed and not is_emulated else "-"
+            body.append([f"{name}, {shape}", variant, *cells, time])
+    return markdown(header, body)
+
+
 def _memory_and_time(row: dict[str, str]) -> str:
     """Return MiB and ms of PyTorch in place, and ratios to them for other variants."""
     if row["variant"] == "torch in place":
@@ -423,6 +468,8 @@ TABLES: Drawings = {
     "profile": profile,
 }
 ALONE: Drawings = {
+    "integrations": integrations,
+    "tools": tools,
     "bytes": bytes_of_a_step,
     "networks": networks,
     "peaks": peaks,
@@ -441,6 +488,8 @@ COMMANDS = {
     "calls": "bench_networks.py calls",
     "blocks": "bench_networks.py blocks",
     "bytes": "bench_networks.py bytes",
+    "integrations": "bench_networks.py train --selection integrations",
+    "tools": "bench_networks.py train --selection tools",
     "networks": "bench_networks.py train",
     "graphs": "bench_networks.py train --graphs",
     "peaks": "bench_networks.py train --memory-only",

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import inplace_ops
 from inplace_ops.activations import ACTIVATIONS, Activation, Save
+from inplace_ops.recompute.engine import MAX_OPS as DEFAULT_MAX_OPS
 
 SCALARS = {"negative_slope": 0.01}
 
@@ -195,13 +196,18 @@ def out_of_place(model: nn.Module, blocks: Collection[str] = ()) -> nn.Module:
     return model
 
 
-def checkpointed(model: nn.Module, blocks: Collection[str]) -> nn.Module:
-    """Checkpoint each module whose class has one of these names, and return the model."""
+def blocks_of(model: nn.Module, names: Collection[str]) -> list[nn.Module]:
+    """Return the outermost modules whose class has one of these names."""
+    found = []
     for child in model.children():
-        if type(child).__name__ in blocks:
-            child.forward = partial(checkpoint, child.forward, use_reentrant=False)
-        else:
-            checkpointed(child, blocks)
+        found += [child] if type(child).__name__ in names else blocks_of(child, names)
+    return found
+
+
+def checkpointed(model: nn.Module, blocks: Collection[str], each: int = 1) -> nn.Module:
+    """Checkpoint each block, or only each second one, and return the model."""
+    for block in blocks_of(model, blocks)[::each]:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     return model
 
 
@@ -219,13 +225,50 @@ def compiled(model: nn.Module, blocks: Collection[str], budget: float) -> Callab
     return torch.compile(out_of_place(model), backend=backend)
 
 
-def converted(model: nn.Module, blocks: Collection[str], max_ops: int) -> nn.Module:
+def converted(
+    model: nn.Module, blocks: Collection[str] = (), max_ops: int = DEFAULT_MAX_OPS
+) -> nn.Module:
     """Convert the model, and return it."""
     inplace_ops.convert(model, max_ops=max_ops)
     return model
 
 
+def with_compiled_blocks(model: nn.Module, blocks: Collection[str]) -> nn.Module:
+    """Compile each second block of a converted model, and return the model."""
+    for block in blocks_of(converted(model), blocks)[::2]:
+        out_of_place(block).compile()
+    return model
+
+
+def offloaded(model: nn.Module) -> Callable[..., Any]:
+    """Return the model with all saved tensors outside the memory of PyTorch's allocator.
+
+    On a CPU this has the effect on memory that `torch.autograd.graph.save_on_cpu` has on a GPU.
+    """
+
+    def pack(tensor: Tensor) -> Any:
+        return tensor.dtype, tensor.detach().contiguous().view(torch.uint8).numpy().copy()
+
+    def unpack(packed: Any) -> Tensor:
+        dtype, values = packed
+        return torch.from_numpy(values).clone().view(dtype)
+
+    def run(*args: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return model(*args)
+
+    return run
+
+
+def with_chunked_loss(model: nn.Module) -> nn.Module:
+    """Let a `LanguageModel` compute its head and loss in chunks, and return the model."""
+    model.chunks = nn.LinearCrossEntropyOptions()
+    return model
+
+
 CHECKPOINTS = "checkpoint of each block"
+HALF_CHECKPOINTS = "checkpoint of each second block"
+OFFLOAD, LOSS_IN_CHUNKS = "all saved tensors offloaded", "loss in chunks"
 MAX_OPS = (1, 4, 8, 16)
 # By name: changes a model in training mode, whose blocks have these class names, and returns what
 # runs it.
@@ -238,11 +281,26 @@ NETWORK_VARIANTS: dict[str, Callable[[nn.Module, Collection[str]], Callable[...,
     **{f"convert, max_ops={n}": partial(converted, max_ops=n) for n in MAX_OPS},
 }
 
+# Other tools, and combinations of them with `convert`.
+BUDGETS = (0.1, 0.3, 0.7, 0.9)
+TOOLS: dict[str, Callable[[nn.Module, Collection[str]], Callable[..., Any]]] = {
+    **{f"torch.compile, memory budget {b}": partial(compiled, budget=b) for b in BUDGETS},
+    HALF_CHECKPOINTS: partial(checkpointed, each=2),
+    f"convert, {HALF_CHECKPOINTS}": lambda model, blocks: checkpointed(
+        converted(model), blocks, each=2
+    ),
+    "convert, each second block compiled": with_compiled_blocks,
+    OFFLOAD: lambda model, blocks: offloaded(model),
+    f"convert, {OFFLOAD}": lambda model, blocks: offloaded(converted(model)),
+    LOSS_IN_CHUNKS: lambda model, blocks: with_chunked_loss(model),
+    f"convert, {LOSS_IN_CHUNKS}": lambda model, blocks: with_chunked_loss(converted(model)),
+}
+
 
 def network_variant(name: str, model: nn.Module, blocks: Collection[str] = ()) -> NetworkVariant:
     """Return a variant of a copy of the model; `blocks` are the class names of its blocks."""
     own = copy.deepcopy(model)
-    return NetworkVariant(name, NETWORK_VARIANTS[name](own, blocks), own)
+    return NetworkVariant(name, (NETWORK_VARIANTS | TOOLS)[name](own, blocks), own)
 
 
 FLOAT32 = POLICIES["float32"]

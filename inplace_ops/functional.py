@@ -78,7 +78,7 @@ def leaky_relu_(input: Tensor, negative_slope: float = 0.01, *, save: MaskSave =
         TypeError: If `negative_slope` is not a real number.
         ValueError: If `save` is unknown, or if it is "output" and `negative_slope` is not at
             least 0.
-        Otherwise see `relu_`.
+        RuntimeError, NotImplementedError: See `relu_`.
     """
     if has_torch_function_unary(input):
         return _overridden(leaky_relu_, input, negative_slope=negative_slope, save=save)
@@ -95,7 +95,7 @@ def relu6_(input: Tensor, *, save: MaskSave = "mask") -> Tensor:
             "recompute" nothing per element.
 
     Raises:
-        See `relu_`.
+        RuntimeError, NotImplementedError, TypeError, ValueError: See `relu_`.
     """
     if has_torch_function_unary(input):
         return _overridden(relu6_, input, save=save)
@@ -131,7 +131,7 @@ def silu_(input: Tensor, *, save: OutputSave = "output", bits: int | None = None
 
     Raises:
         ValueError: If `save` or `bits` is not one of the above.
-        Otherwise see `relu_`.
+        RuntimeError, NotImplementedError, TypeError: See `relu_`.
     """
     if has_torch_function_unary(input):
         return _overridden(silu_, input, save=save, bits=bits)
@@ -164,7 +164,7 @@ def gelu_(
 
     Raises:
         ValueError: If `approximate`, `save` or `bits` is not one of the above.
-        Otherwise see `relu_`.
+        RuntimeError, NotImplementedError, TypeError: See `relu_`.
     """
     if has_torch_function_unary(input):
         return _overridden(gelu_, input, approximate=approximate, save=save, bits=bits)
@@ -189,7 +189,7 @@ def hardswish_(input: Tensor, *, save: OutputSave = "output", bits: int | None =
             by at most 4e-3, 1.6e-5 and 2.4e-10 with 8, 16 and 32 bits.
 
     Raises:
-        See `silu_`.
+        RuntimeError, NotImplementedError, TypeError, ValueError: See `silu_`.
     """
     if has_torch_function_unary(input):
         return _overridden(hardswish_, input, save=save, bits=bits)
@@ -210,7 +210,7 @@ def mish_(input: Tensor, *, save: OutputSave = "output", bits: int | None = None
         bits: See `silu_`. With "output" the derivative is off by at most 4.5e-6 in float32.
 
     Raises:
-        See `silu_`.
+        RuntimeError, NotImplementedError, TypeError, ValueError: See `silu_`.
     """
     if has_torch_function_unary(input):
         return _overridden(mish_, input, save=save, bits=bits)

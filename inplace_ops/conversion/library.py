@@ -12,8 +12,8 @@ from torch import nn
 
 LOADERS_HELP = (
     "LIBRARY:NAME, for example timm:efficientnet_b0, torchvision:resnet50, "
-    "ultralytics:yolov8n.yaml, transformers:ResNetModel (with its default configuration, changed "
-    "by --set), or MODULE:FUNCTION for any function that returns a model"
+    "ultralytics:yolov8n.yaml, monai:VNet, transformers:ResNetModel (with its default "
+    "configuration, changed by --set), or MODULE:FUNCTION for any function that returns a model"
 )
 
 # Models of transformers with more parameters are rejected: their default configurations are larger
@@ -57,7 +57,7 @@ def _builder(library: str, model: str) -> Callable[..., nn.Module]:
         ultralytics = importlib.import_module("ultralytics")
         family = ultralytics.RTDETR if "rtdetr" in model else ultralytics.YOLO
         return lambda: family(model).model
-    module = importlib.import_module(library)
+    module = importlib.import_module("monai.networks.nets" if library == "monai" else library)
     if library == "timm":
         return partial(module.create_model, model)
     if library == "torchvision":

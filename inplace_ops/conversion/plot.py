@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import os
@@ -28,13 +28,6 @@ class Saved(Protocol):
     def ordinal(self) -> int: ...
 
 
-class Curve(NamedTuple):
-    """A group of modules, and the bytes that it has saved after each operation of forward."""
-
-    name: str
-    bytes: list[int]
-
-
 def plot(report: Report, path: str | os.PathLike[str]) -> None:
     """Draw the original and the converted model side by side: see `Report.plot`."""
     try:
@@ -54,11 +47,9 @@ def plot(report: Report, path: str | os.PathLike[str]) -> None:
     figure = Figure(figsize=(11, 4), layout="constrained")
     axes = figure.subplots(1, 2, sharex=True, sharey=True)
     for axis, (side, tensors) in zip(axes, sides.items(), strict=True):
-        curves = [
-            Curve(name, _saved_after_each(length, [t for t in tensors if group_of(t) == name]))
-            for name in names
+        heights = [
+            _mib_after_each(length, [t for t in tensors if group_of(t) == name]) for name in names
         ]
-        heights = [[count / MIB for count in curve.bytes] for curve in curves]
         axis.stackplot(range(length), heights, labels=names, step="post")
         total = sum(tensor.bytes for tensor in tensors) / MIB
         axis.set_title(f"{side}: {total:.1f} MiB")
@@ -69,10 +60,11 @@ def plot(report: Report, path: str | os.PathLike[str]) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _saved_after_each(length: int, tensors: Sequence[Saved]) -> list[int]:
-    added = [0] * length
+def _mib_after_each(length: int, tensors: Sequence[Saved]) -> list[float]:
+    """Return what is saved after each operation of forward."""
+    added = [0.0] * length
     for tensor in tensors:
-        added[tensor.ordinal] += tensor.bytes
+        added[tensor.ordinal] += tensor.bytes / MIB
     return list(accumulate(added))
 
 

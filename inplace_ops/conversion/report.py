@@ -122,7 +122,7 @@ class Report:
 
     @property
     def recompute_bytes(self) -> int:
-        """Bytes saved only to recompute from: scales, shifts, masks, copies of parameters."""
+        """The bytes of what is saved only to recompute from: scales, shifts, masks, parameters."""
         return max(0, (self.saved_bytes_after or 0) - sum(row.bytes for row in self.remaining))
 
     def to_dict(self) -> dict[str, Any]:

@@ -58,6 +58,7 @@ TRAINED = [
     *("transformers:LlamaForCausalLM", "transformers:BertForMaskedLM"),
     *("transformers:GPT2LMHeadModel", "transformers:T5ForConditionalGeneration"),
     *("diffusers:UNet2DConditionModel", "diffusers:FluxTransformer2DModel"),
+    *("monai:DynUNet", "peft:LoRA", "segmentation_models_pytorch:Unet mobilenet_v2"),
 ]
 
 

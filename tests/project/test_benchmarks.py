@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -176,6 +177,23 @@ def test_wrong_training_of_converted_model_is_reported(
     else:
         with pytest.raises(WrongGradientError, match=message):
             trained(small_network(), inputs, case)
+
+
+class Unsteady(nn.Module):
+    """Multiplies by another factor in each call."""
+
+    calls = itertools.count(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * next(self.calls)
+
+
+def test_original_that_differs_from_itself_is_reported_as_noise() -> None:
+    from bench_models import Case, NoiseError, trained
+
+    model = nn.Sequential(nn.Linear(4, 4), Unsteady())
+    with pytest.raises(NoiseError, match="two runs of the original differ: off by"):
+        trained(model, {"": torch.randn(8, 4)}, Case("float32", "contiguous"))
 
 
 def test_gradients_that_rounding_alone_determines_are_reported_as_noise() -> None:

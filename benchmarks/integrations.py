@@ -1,0 +1,98 @@
+"""The libraries that the table of integrations shows: a network of each, and the line to add."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+from networks import NETWORKS, Network, conditional_unet, lora
+from torch import nn
+
+from inplace_ops.conversion.library import load
+
+
+class Integration(NamedTuple):
+    """A network of a library.
+
+    Attributes:
+        library: The library, and the part of it that the line is for.
+        line: What a user adds to a training.
+        script: The script in `examples/`.
+        network: What is measured.
+    """
+
+    library: str
+    line: str
+    script: str
+    network: Network
+
+
+def deeplab() -> nn.Module:
+    """Return torchvision's DeepLabV3 on a MobileNetV3, without weights to download."""
+    arguments = {"weights": None, "weights_backbone": None, "num_classes": 2}
+    return load("torchvision:deeplabv3_mobilenet_v3_large", arguments)
+
+
+# nnU-Net's architecture for volumes, with the widths of its first four stages.
+DYNUNET: dict[str, Any] = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2}
+DYNUNET |= {"kernel_size": [3] * 4, "strides": [1, 2, 2, 2], "upsample_kernel_size": [2] * 3}
+DYNUNET |= {"filters": [32, 64, 128, 256]}
+
+CONVERT = "inplace_ops.convert(model)"
+INTEGRATIONS = {
+    "EfficientNet-B0": Integration(
+        "timm", CONVERT, "training_loop.py", NETWORKS["EfficientNet-B0"]
+    ),
+    "DeepLabV3, MobileNetV3": Integration(
+        "torchvision",
+        CONVERT,
+        "torchvision_segmentation.py",
+        Network(deeplab, small=(2, 3, 96, 96), cpu=(4, 3, 224, 224), blocks=("InvertedResidual",)),
+    ),
+    "YOLOv8n": Integration(
+        "Ultralytics",
+        'yolo.add_callback("on_pretrain_routine_end", lambda t: inplace_ops.convert(t.model))',
+        "ultralytics_callback.py",
+        NETWORKS["YOLOv8n"],
+    ),
+    "DynUNet in 3-D": Integration(
+        "MONAI",
+        CONVERT,
+        "monai_unet3d.py",
+        Network(
+            partial(load, "monai:DynUNet", DYNUNET),
+            small=(1, 1, 32, 32, 32),
+            cpu=(1, 1, 64, 64, 64),
+            blocks=("UnetBasicBlock",),
+        ),
+    ),
+    "conditional U-Net": Integration(
+        "diffusers",
+        "inplace_ops.convert(unet)",
+        "diffusers_unet.py",
+        Network(
+            conditional_unet,
+            small=(2, 4, 32, 32),
+            cpu=(4, 4, 32, 32),
+            blocks=("ResnetBlock2D", "BasicTransformerBlock"),
+        ),
+    ),
+    "Llama, 2 layers": Integration(
+        "transformers' Trainer",
+        "inplace_ops.convert(model)  # before Trainer(model, ...)",
+        "transformers_trainer.py",
+        NETWORKS["Llama, 2 layers"],
+    ),
+    "Llama, LoRA": Integration(
+        "peft",
+        "inplace_ops.convert(get_peft_model(model, config))",
+        "transformers_trainer.py",
+        Network(lora, small=(4, 256), cpu=(8, 256), blocks=("LlamaDecoderLayer",)),
+    ),
+    "ResNet-50": Integration(
+        "Lightning",
+        "inplace_ops.convert(module.model)  # in setup of a callback",
+        "lightning_callback.py",
+        NETWORKS["ResNet-50"],
+    ),
+}
