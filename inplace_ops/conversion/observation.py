@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ class Observation(Observer):
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._key = f"inplace_ops: observation {next(_observation_ids)}"
-        self._replaced: list[Replaced] = []
+        self._replaced: list[Callable[[int], Replaced]] = []  # of an ordinal
         self._without_producer: dict[int, int] = {}  # by row: the storage of a mask or of indices
         self._path = [""]
 
@@ -126,7 +126,7 @@ class Observation(Observer):
             size = saved.untyped_storage().nbytes()
             path = self._path[-1]
             consumer_name = nodes.operation_name(node)
-            self._replaced.append(Replaced(name, consumer_name, path, size, how, ordinal=-1))
+            self._replaced.append(partial(Replaced, name, consumer_name, path, size, how))
             if base_info is not None:
                 base_info.output_rows[index] = row
             else:
@@ -183,7 +183,7 @@ class Observation(Observer):
                     if storage_id(storage) not in counted:
                         counted.add(storage_id(storage))
                         auxiliary.append(self._auxiliary(node, storage, ordinal))
-        replaced = [replace(self._replaced[row], ordinal=ordinal) for row, ordinal in rows.items()]
+        replaced = [self._replaced[row](ordinal) for row, ordinal in rows.items()]
         report.fill(replaced, remaining, auxiliary)
 
     def _auxiliary(self, node: Node, storage: torch.UntypedStorage, ordinal: int) -> Auxiliary:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
@@ -41,22 +41,26 @@ def plot(report: Report, path: str | os.PathLike[str]) -> None:
         "converted": [*report.remaining, *report.auxiliary],
     }
     everything = [tensor for tensors in sides.values() for tensor in tensors]
-    group_of, names = grouping(everything)
+    group_of = groups(everything)
+    names = sorted(dict.fromkeys(group_of.values()), key=_OTHERS.__eq__)  # that one last
     length = 1 + max((tensor.ordinal for tensor in everything), default=0)
 
     figure = Figure(figsize=(11, 4), layout="constrained")
     axes = figure.subplots(1, 2, sharex=True, sharey=True)
     for axis, (side, tensors) in zip(axes, sides.items(), strict=True):
         heights = [
-            _mib_after_each(length, [t for t in tensors if group_of(t) == name]) for name in names
+            _mib_after_each(length, [t for t in tensors if group_of[t.module] == name])
+            for name in names
         ]
-        axis.stackplot(range(length), heights, labels=names, step="post")
+        # A legend leaves out labels that start with an underscore, as some names do.
+        labels = [f"in {name}" for name in names]
+        axis.stackplot(range(length), heights, labels=labels, step="post")
         total = sum(tensor.bytes for tensor in tensors) / MIB
         axis.set_title(f"{side}: {total:.1f} MiB")
         axis.set_xlabel("operations of the forward pass")
     axes[0].set_ylabel("saved for backward, MiB")
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside right center", title="in")
+    figure.legend(handles[::-1], labels[::-1], loc="outside right center")
     figure.savefig(path, dpi=120)
 
 
@@ -68,8 +72,8 @@ def _mib_after_each(length: int, tensors: Sequence[Saved]) -> list[float]:
     return list(accumulate(added))
 
 
-def grouping(tensors: Sequence[Saved]) -> tuple[Callable[[Saved], str], list[str]]:
-    """Return a function from a tensor to its group, and the groups in the order of forward.
+def groups(tensors: Sequence[Saved]) -> dict[str, str]:
+    """Return the group of each module that saves a tensor, by path, in the order of forward.
 
     Groups are the parts of the model at the first depth at which none has most of the bytes. If
     there are more than eight, the smallest are one group.
@@ -85,17 +89,11 @@ def grouping(tensors: Sequence[Saved]) -> tuple[Callable[[Saved], str], list[str
         if depth == deepest or max(sizes.values()) <= _MAX_SHARE * total:
             break
         depth += 1
-    count = len(sizes) if len(sizes) <= _MAX_GROUPS else _MAX_GROUPS - 1
-    largest = set(sorted(sizes, key=lambda name: -sizes[name])[:count])
-    names = [name for name in sizes if name in largest]
-    if len(names) < len(sizes):
-        names.append(_OTHERS)
-
-    def group_of(tensor: Saved) -> str:
-        name = _prefix(tensor.module, depth)
-        return name if name in largest else _OTHERS
-
-    return group_of, names
+    shown = sorted(sizes, key=lambda name: -sizes[name])
+    if len(shown) > _MAX_GROUPS:
+        shown = shown[: _MAX_GROUPS - 1]
+    paths = {tensor.module: _prefix(tensor.module, depth) for tensor in ordered}
+    return {path: name if name in shown else _OTHERS for path, name in paths.items()}
 
 
 def _prefix(path: str, depth: int) -> str:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import inplace_ops
 from inplace_ops import saved_bytes
-from inplace_ops.conversion.plot import grouping
+from inplace_ops.conversion.plot import groups
 from inplace_ops.conversion.report import Auxiliary, Report
 
 pytestmark = pytest.mark.usefixtures("source")
@@ -232,15 +232,12 @@ def test_plot_groups_modules_by_path() -> None:
         return Auxiliary("Mul", path, size, ordinal)
 
     shallow = [tensor("stem", 50, 0), tensor("blocks.0.a", 30, 1), tensor("blocks.1.a", 20, 2)]
-    group_of, names = grouping(shallow)
-    assert names == ["stem", "blocks"]
-    assert [group_of(t) for t in shallow] == ["stem", "blocks", "blocks"]
-    group_of, names = grouping([tensor("stem", 1, 0), *shallow[1:]])  # blocks have nearly all
-    assert names == ["stem", "blocks.0", "blocks.1"]
-    many = [tensor(f"{i}", 10 + i, i) for i in range(12)]
-    group_of, names = grouping(many)
-    assert names == [*map(str, range(5, 12)), "other modules"]
-    assert group_of(many[0]) == "other modules"
+    assert groups(shallow) == {"stem": "stem", "blocks.0.a": "blocks", "blocks.1.a": "blocks"}
+    small_stem = [tensor("stem", 1, 0), *shallow[1:]]  # blocks have nearly all
+    assert list(groups(small_stem).values()) == ["stem", "blocks.0", "blocks.1"]
+    many = groups([tensor(f"{i}", 10 + i, i) for i in range(12)])
+    assert list(many.values()) == ["other modules"] * 5 + [*map(str, range(5, 12))]
+    assert groups([]) == {}
 
 
 def test_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
