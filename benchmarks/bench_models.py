@@ -203,16 +203,14 @@ def trained(model: nn.Module, inputs: Inputs, case: Case) -> Outcome:
         if original_peak:
             outcome = outcome._replace(peak_over_torch=converted_peak / original_peak)
         expected, actual = gradients_of(original), gradients_of(converted)
-        norms = finite_norms(expected)
-        if policy.is_float32:
-            limits = limits_in_float32(norms)
-        else:
+        in_float32 = None
+        if not policy.is_float32:
             step(exact, inputs, POLICIES["float32"], seed)
-            limits = limits_under_autocast(norms, distances(expected, gradients_of(exact)))
+            in_float32 = gradients_of(exact)
         try:
-            difference = compare(distances(actual, expected), norm_of(norms), limits)
+            difference, limits = compared(actual, expected, in_float32)
         except WrongGradientError:
-            raise_if_original_varies(partial(run, original), original, expected, limits)
+            check_steady(partial(run, original), original, actual, expected, in_float32)
             raise
         if difference >= outcome.difference:
             outcome = outcome._replace(difference=difference, allowed=limits.overall)
@@ -226,17 +224,47 @@ def trained(model: nn.Module, inputs: Inputs, case: Case) -> Outcome:
     return outcome
 
 
-def raise_if_original_varies(
-    run: Callable[[], None], original: nn.Module, expected: Gradients, limits: Limits
+def compared(
+    actual: Gradients, expected: Gradients, in_float32: Gradients | None
+) -> tuple[float, Limits]:
+    """Return the distance of all gradients over their norm, and the limits; raise if over one.
+
+    Args:
+        actual: The converted model's gradients.
+        expected: The original's.
+        in_float32: The original's in float32; None if `expected` are in float32 themselves.
+    """
+    norms = finite_norms(expected)
+    limits = limits_in_float32(norms)
+    if in_float32 is not None:
+        limits = limits_under_autocast(norms, distances(expected, in_float32))
+    return compare(distances(actual, expected), norm_of(norms), limits), limits
+
+
+def check_steady(
+    run: Callable[[], None],
+    original: nn.Module,
+    actual: Gradients,
+    expected: Gradients,
+    in_float32: Gradients | None,
 ) -> None:
-    """Raise NoiseError if the original's own gradients differ between runs by more than a limit."""
-    total = norm_of(finite_norms(expected))
+    """Compare again without the gradients that differ between runs of the original.
+
+    Raise NoiseError if there are such gradients and the others agree.
+    """
+    varying: set[str] = set()
     for _ in range(REPEATED):
         run()
-        try:
-            compare(distances(gradients_of(original), expected), total, limits)
-        except WrongGradientError as error:
-            raise NoiseError(f"two runs of the original differ: {error}") from error
+        repeated = gradients_of(original)
+        varying |= {name for name, g in expected.items() if not torch.equal(g, repeated[name])}
+    if varying:
+        steady = [
+            None if gradients is None else {n: g for n, g in gradients.items() if n not in varying}
+            for gradients in (actual, expected, in_float32)
+        ]
+        if steady[1]:
+            compared(*steady)  # type: ignore[arg-type]
+        raise NoiseError(f"runs of the original differ in {', '.join(sorted(varying))}")
 
 
 def peak_of(run: Callable[[], None], is_measured: bool) -> int:

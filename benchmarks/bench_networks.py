@@ -103,6 +103,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 from variants import (
     CHECKPOINTS,
+    CONVERT,
     LOSS_IN_CHUNKS,
     MAX_OPS,
     NETWORK_VARIANTS,
@@ -144,7 +145,6 @@ TOOL_NETWORKS = {
     ),
 }
 SLOW_TO_COMPILE = ("EfficientNet-B0",)
-CONVERT = "convert, max_ops=4"
 
 
 def _tools(name: str) -> list[str]:
@@ -175,9 +175,11 @@ def train(
     """Return the rows of a network in one policy, for the variants that pass."""
     device, policy = arguments.device, POLICIES[policy_name]
     selection = SELECTIONS[arguments.selection]
-    network, labels = selection.networks[name], arguments.variants or selection.variants(name)
-    if arguments.quick:  # nothing compiled
-        labels = [label for label in labels if "compile" not in label]
+    network, labels = selection.networks[name], arguments.variants
+    if not labels:
+        labels = selection.variants(name)
+        if arguments.quick:  # nothing compiled
+            labels = [label for label in labels if "compile" not in label]
     shape = network.small if arguments.quick else getattr(network, device)
     if shape is None:
         return []
@@ -685,11 +687,13 @@ def parse() -> argparse.Namespace:
     training.add_argument(
         "--selection", choices=SELECTIONS, default="networks", help="the table to measure"
     )
-    training.add_argument("--networks", nargs="+", help="default: all of the selection")
+    training.add_argument("--networks", nargs="+", help="default: all of the selection's")
     training.add_argument(
         "--variants", nargs="+", choices=NETWORK_VARIANTS | TOOLS, help="default: the selection's"
     )
-    training.add_argument("--policies", nargs="+", choices=POLICIES, help="as above")
+    training.add_argument(
+        "--policies", nargs="+", choices=POLICIES, help="default: the selection's"
+    )
     training.add_argument("--memory-format", choices=MEMORY_FORMATS, default="contiguous")
     training.add_argument("--batch", type=int, help="default: 32 on a GPU, 4 on the CPU")
     training.add_argument("--memory-only", action="store_true", help="time nothing")
@@ -736,7 +740,10 @@ def parse() -> argparse.Namespace:
         selection = SELECTIONS[arguments.selection]
         arguments.networks = arguments.networks or list(selection.networks)
         if unknown := set(arguments.networks) - set(selection.networks):
-            parser.error(f"unknown networks: {', '.join(unknown)}")
+            parser.error(
+                f"unknown networks: {', '.join(unknown)}. The selection {arguments.selection} has "
+                f"{', '.join(selection.networks)}"
+            )
         arguments.policies = arguments.policies or selection.policies
         if arguments.quick and not arguments.out:
             parser.error("--quick measures no results to publish: name a file with --out")
@@ -765,7 +772,7 @@ def main() -> None:
     name, rows_of, columns = COMMANDS[arguments.command]
     if arguments.command == "train":
         name = arguments.selection
-    if arguments.command == "train" and arguments.memory_only:
+    if name == "networks" and arguments.memory_only:
         name = "peaks"
     if arguments.command == "train" and arguments.profile:
         name, columns = "profile", ["network", "variant", "operation", "calls", "ms"]

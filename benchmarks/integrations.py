@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
-from networks import NETWORKS, Network, conditional_unet, lora
+from networks import NETWORKS, Network
 from torch import nn
 
 from inplace_ops.conversion.library import load
@@ -38,14 +38,12 @@ DYNUNET: dict[str, Any] = {"spatial_dims": 3, "in_channels": 1, "out_channels": 
 DYNUNET |= {"kernel_size": [3] * 4, "strides": [1, 2, 2, 2], "upsample_kernel_size": [2] * 3}
 DYNUNET |= {"filters": [32, 64, 128, 256]}
 
-CONVERT = "inplace_ops.convert(model)"
+LINE = "inplace_ops.convert(model)"
 INTEGRATIONS = {
-    "EfficientNet-B0": Integration(
-        "timm", CONVERT, "training_loop.py", NETWORKS["EfficientNet-B0"]
-    ),
+    "EfficientNet-B0": Integration("timm", LINE, "training_loop.py", NETWORKS["EfficientNet-B0"]),
     "DeepLabV3, MobileNetV3": Integration(
         "torchvision",
-        CONVERT,
+        LINE,
         "torchvision_segmentation.py",
         Network(deeplab, small=(2, 3, 96, 96), cpu=(4, 3, 224, 224), blocks=("InvertedResidual",)),
     ),
@@ -57,7 +55,7 @@ INTEGRATIONS = {
     ),
     "DynUNet in 3-D": Integration(
         "MONAI",
-        CONVERT,
+        LINE,
         "monai_unet3d.py",
         Network(
             partial(load, "monai:DynUNet", DYNUNET),
@@ -70,12 +68,7 @@ INTEGRATIONS = {
         "diffusers",
         "inplace_ops.convert(unet)",
         "diffusers_unet.py",
-        Network(
-            conditional_unet,
-            small=(2, 4, 32, 32),
-            cpu=(4, 4, 32, 32),
-            blocks=("ResnetBlock2D", "BasicTransformerBlock"),
-        ),
+        NETWORKS["conditional U-Net"],
     ),
     "Llama, 2 layers": Integration(
         "transformers' Trainer",
@@ -87,7 +80,7 @@ INTEGRATIONS = {
         "peft",
         "inplace_ops.convert(get_peft_model(model, config))",
         "transformers_trainer.py",
-        Network(lora, small=(4, 256), cpu=(8, 256), blocks=("LlamaDecoderLayer",)),
+        NETWORKS["Llama, LoRA"],
     ),
     "ResNet-50": Integration(
         "Lightning",

@@ -663,7 +663,7 @@ NETWORKS = {
         cpu=(8, 256),
         blocks=("LlamaDecoderLayer",),
     ),
-    "Llama, LoRA": Network(lora, small=(4, 256)),
+    "Llama, LoRA": Network(lora, small=(4, 256), cpu=(8, 256), blocks=("LlamaDecoderLayer",)),
     "Qwen2, 2 layers": Network(
         partial(load, "transformers:Qwen2ForCausalLM", LLAMA), small=(4, 256)
     ),
@@ -674,7 +674,12 @@ NETWORKS = {
     "GPT-2, 2 layers": Network(partial(load, "transformers:GPT2LMHeadModel", GPT2), small=(4, 256)),
     "BERT, 2 layers": Network(partial(load, "transformers:BertForMaskedLM", BERT), small=(4, 256)),
     "DiT, 4 layers": Network(dit, small=(4, 4, 32, 32)),
-    "conditional U-Net": Network(conditional_unet, small=(2, 4, 32, 32)),
+    "conditional U-Net": Network(
+        conditional_unet,
+        small=(2, 4, 32, 32),
+        cpu=(4, 4, 32, 32),
+        blocks=("ResnetBlock2D", "BasicTransformerBlock"),
+    ),
     "Llama blocks": Network(
         LlamaBlocks,
         small=(2, 64, 512),

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from common import RESULTS, paired_lines, quartiles, read_csv, values
 from integrations import INTEGRATIONS
+from variants import CONVERT, OFFLOAD
 
 from inplace_ops.activations import ACTIVATIONS
 from inplace_ops.recompute.operations import OPERATIONS, VIEWS, Operation, Output
@@ -34,7 +35,6 @@ COMPATIBILITY = PROJECT / "tests" / "compatibility.csv"
 Rows = list[dict[str, str]]
 OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 SHOWN_US = 5.0  # of a function of a block, in the profiler
-CONVERT = "convert, max_ops=4"
 LARGE = 64 * 2**20  # bytes; from this size on, kernels should reach the copy bandwidth
 
 
@@ -365,25 +365,29 @@ def peaks(rows: Rows) -> str:
     return markdown(header, body)
 
 
-def _ratios(rows: Rows, kind: str, **wanted: str) -> str:
-    """Return a ratio to PyTorch in place for each dtype policy in which it was measured."""
+def _ratios(rows: Rows, policies: Iterable[str], kind: str, **wanted: str) -> str:
+    """Return a ratio to PyTorch in place for each dtype policy."""
     column = "ratio_to_torch_in_place" if kind == "time" else f"{kind}_over_torch_in_place"
-    cells = [find(rows, column, **wanted, policy=policy) for policy in values(rows, "policy")]
+    cells = [find(rows, column, **wanted, policy=policy) for policy in policies]
     return ", ".join(cell or "-" for cell in cells)
 
 
 def integrations(rows: Rows) -> str:
     """What `convert` saves in a network of each library, and the line to add."""
-    policies = ", ".join(values(rows, "policy"))
-    header = ["library: model", "the line", "script"]
-    header += [f"{kind}: {policies}" for kind in ("saved bytes", "peak bytes", "time of a step")]
+    policies = values(rows, "policy")
+    header = ["library: network", "the line", "script"]
+    header += [
+        f"{kind}: {', '.join(policies)}" for kind in ("saved bytes", "peak bytes", "time of a step")
+    ]
     body = []
     for name, integration in INTEGRATIONS.items():
         own = [row for row in rows if row["network"] == name]
         if own:
             script = f"[{integration.script}](../examples/{integration.script})"
             line = [f"{integration.library}: {name}, {own[0]['input']}", f"`{integration.line}`"]
-            ratios = [_ratios(own, kind, variant=CONVERT) for kind in ("saved", "peak", "time")]
+            ratios = [
+                _ratios(own, policies, kind, variant=CONVERT) for kind in ("saved", "peak", "time")
+            ]
             body.append([*line, script, *ratios])
     return markdown(header, body)
 
@@ -401,8 +405,10 @@ def tools(rows: Rows) -> str:
                 f"{find(own, 'peak_over_torch_in_place', variant=variant, policy=policy)}"
                 for policy in policies
             ]
-            timed = [row for row in own if row["variant"] == variant and row["median_ms"]]
-            is_emulated = "offloaded" in variant  # its copies stay on the CPU
+            wanted = {"variant": variant, "policy": policies[0]}
+            timed = [row for row in own if wanted.items() <= row.items() and row["median_ms"]]
+            # On a CPU the copies that offload makes do not cross a bus.
+            is_emulated = OFFLOAD in variant and "NVIDIA" not in own[0]["device"]
             time = time_over_torch(timed[0]) if timed and not is_emulated else "-"
             body.append([f"{name}, {shape}", variant, *cells, time])
     return markdown(header, body)

@@ -19,7 +19,7 @@ import torch
 import torch._functorch.config
 import torch._inductor
 from common import IN_PLACE, OUT_OF_PLACE, Clock, exact_convolutions, memory_of
-from networks import backward, differentiable
+from networks import LanguageModel, backward, differentiable
 from policies import POLICIES, Policy, autocast
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -241,31 +241,41 @@ def with_compiled_blocks(model: nn.Module, blocks: Collection[str]) -> nn.Module
 
 
 def offloaded(model: nn.Module) -> Callable[..., Any]:
-    """Return the model with all saved tensors outside the memory of PyTorch's allocator.
+    """Return the model with all saved tensors, parameters too, moved to the host's memory.
 
-    On a CPU this has the effect on memory that `torch.autograd.graph.save_on_cpu` has on a GPU.
+    On a CPU they are moved out of the memory that PyTorch allocates, which has the effect that
+    `torch.autograd.graph.save_on_cpu` has on a GPU's memory. The time then says nothing.
     """
 
     def pack(tensor: Tensor) -> Any:
-        return tensor.dtype, tensor.detach().contiguous().view(torch.uint8).numpy().copy()
+        flat = tensor.detach().contiguous().view(-1)
+        return tensor.dtype, tensor.shape, flat.view(torch.uint8).numpy().copy()
 
     def unpack(packed: Any) -> Tensor:
-        dtype, values = packed
-        return torch.from_numpy(values).clone().view(dtype)
+        dtype, shape, values = packed
+        return torch.from_numpy(values).clone().view(dtype).view(shape)
 
-    def run(*args: Any) -> Any:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            return model(*args)
+    def run(x: Tensor) -> Any:
+        hooks = (
+            torch.autograd.graph.save_on_cpu(pin_memory=True)
+            if x.is_cuda
+            else torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        )
+        with hooks:
+            return model(x)
 
     return run
 
 
 def with_chunked_loss(model: nn.Module) -> nn.Module:
     """Let a `LanguageModel` compute its head and loss in chunks, and return the model."""
+    if not isinstance(model, LanguageModel):
+        raise TypeError(f"{type(model).__name__} does not compute its loss")
     model.chunks = nn.LinearCrossEntropyOptions()
     return model
 
 
+CONVERT = "convert, max_ops=4"
 CHECKPOINTS = "checkpoint of each block"
 HALF_CHECKPOINTS = "checkpoint of each second block"
 OFFLOAD, LOSS_IN_CHUNKS = "all saved tensors offloaded", "loss in chunks"

@@ -14,10 +14,7 @@ from torch.utils.data import DataLoader
 import inplace_ops
 
 BATCH, STEPS, WIDTH = 128, 12, 32
-OPTIONS = {"max_steps": STEPS, "logger": False, "enable_checkpointing": False}
-QUIET = dict.fromkeys(
-    ("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
-)
+OPTIONS = {"max_steps": STEPS, "devices": 1, "logger": False, "enable_checkpointing": False}
 
 
 class Convert(lightning.Callback):

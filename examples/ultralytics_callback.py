@@ -1,4 +1,4 @@
-"""A callback of Ultralytics that converts the model which `train` builds.
+"""A callback of Ultralytics that converts the model which `train` builds, on one device.
 
 Needs ultralytics, which trains in mixed precision on a GPU by default. The script draws the images:
 squares on noise.

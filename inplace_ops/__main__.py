@@ -85,9 +85,13 @@ def analyze(arguments: argparse.Namespace) -> int:
     dtype = torch.long if arguments.tokens else torch.float
     example = (torch.zeros if arguments.tokens else torch.randn)(arguments.input, dtype=dtype)
     report = inplace_ops.analyze(model, example, max_ops=arguments.max_ops)
-    if arguments.plot:
-        report.plot(arguments.plot)
     print(json.dumps(report.to_dict(), indent=2) if arguments.json else report)
+    if arguments.plot:
+        try:
+            report.plot(arguments.plot)
+        except (ImportError, OSError, ValueError) as error:  # no matplotlib, folder or such format
+            print(f"--plot {arguments.plot}: {error}", file=sys.stderr)
+            return 1
     return 0
 
 

@@ -52,13 +52,14 @@ def plot(report: Report, path: str | os.PathLike[str]) -> None:
             _mib_after_each(length, [t for t in tensors if group_of[t.module] == name])
             for name in names
         ]
-        # A legend leaves out labels that start with an underscore, as some names do.
-        labels = [f"in {name}" for name in names]
+        # A legend leaves out labels that start with an underscore, and a dollar begins a formula.
+        labels = [f"in {name}".replace("$", r"\$") for name in names]
         axis.stackplot(range(length), heights, labels=labels, step="post")
         total = sum(tensor.bytes for tensor in tensors) / MIB
-        axis.set_title(f"{side}: {total:.1f} MiB")
+        axis.set_title(f"{side}: {total:.2f} MiB")
         axis.set_xlabel("operations of the forward pass")
     axes[0].set_ylabel("saved for backward, MiB")
+    axes[0].set_ylim(bottom=0)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center")
     figure.savefig(path, dpi=120)

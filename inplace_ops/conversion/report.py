@@ -123,7 +123,13 @@ class Report:
     @property
     def recompute_bytes(self) -> int:
         """The bytes of what is saved only to recompute from: scales, shifts, masks, parameters."""
-        return max(0, (self.saved_bytes_after or 0) - sum(row.bytes for row in self.remaining))
+        return sum(row.bytes for row in self.auxiliary)
+
+    @property
+    def unlisted_bytes(self) -> int:
+        """The saved bytes that the lists do not have: in-place operations on views hide theirs."""
+        listed = sum(row.bytes for row in self.remaining) + self.recompute_bytes
+        return max(0, (self.saved_bytes_after or 0) - listed)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as nested dicts, lists, strings and numbers, ready for JSON."""
@@ -174,6 +180,9 @@ class Report:
         if self.recompute_bytes:
             size = mib(self.recompute_bytes)
             lines.append(f"\nsaved to recompute from (scales, shifts, masks): {size} MiB")
+        if self.unlisted_bytes >= _MIN_SHARE * (self.saved_bytes_after or 0) > 0:
+            size = mib(self.unlisted_bytes)
+            lines.append(f"\nsaved by in-place operations on views, and not listed: {size} MiB")
         return "\n".join(lines)
 
 

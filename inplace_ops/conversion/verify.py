@@ -87,6 +87,7 @@ class Gradients:
     Attributes:
         outputs: The output tensors that require grad, without their graph.
         values: The gradients by the names of parameters and arguments; None where there is none.
+        autocast_dtypes: The dtypes of the autocasts that were on.
     """
 
     def __init__(
@@ -97,6 +98,11 @@ class Gradients:
         inputs |= {f"argument {i}": a for i, a in enumerate(example.tensors())}
         inputs = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
         self.outputs = [leaf.detach() for leaf in leaves]
+        self.autocast_dtypes = {
+            torch.get_autocast_dtype(device)
+            for device in {leaf.device.type for leaf in leaves}
+            if torch.is_autocast_enabled(device)
+        }
         self.values: dict[str, Tensor | None] = {}
         if leaves and inputs:
             weights = [_random_like(leaf) for leaf in leaves]
@@ -131,7 +137,8 @@ class Gradients:
     def tolerance(self) -> float:
         """Return the largest `distance` that rounding errors may cause."""
         tensors = [*self.outputs, *(v for v in self.values.values() if v is not None)]
-        return max((_TOLERANCES.get(tensor.dtype, 0.0) for tensor in tensors), default=0.0)
+        dtypes = {*self.autocast_dtypes, *(tensor.dtype for tensor in tensors)}
+        return max((_TOLERANCES.get(dtype, 0.0) for dtype in dtypes), default=0.0)
 
 
 def _random_like(output: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from .. import _ops
 from .._torch_private import gradient_hooks, has_backward_hooks
-from ..activations import Activation
+from ..activations import RELU, Activation
 from ..dispatch import check_inplace_allowed
 from ..supported import activation_of, is_pytorchs
 from . import engine as engine_module, nodes, norms
@@ -125,7 +125,9 @@ def _fused(engine: Engine, module: nn.Module, z: Tensor, norm: norms.Norm) -> Te
         own_record.spec = weakref.ref(spec)
         own_record.take_note(y)
     if engine.observer is not None:
-        producer = node if activation.torch_saves_output else norm.node
+        # Out of place PyTorch's LeakyReLU saves its input.
+        saves_output = activation.torch_saves_output and (is_in_place or activation is RELU)
+        producer = node if saves_output else norm.node
         engine.observer.fused(producer, node, y)
     return z if y is norm.output else y
 

@@ -377,11 +377,24 @@ def parameters_of_module(node: Node, module: nn.Module) -> Parameters | None:
     weight, bias = parameters["weight"], parameters["bias"]
     saved = saved_tensor(node, "weight")
     is_repeated = isinstance(module, InstanceNorm)
-    if (saved is None) != (weight is None) or (saved is not weight and not is_repeated):
+    if (saved is None) != (weight is None):
+        return None
+    if not (saved is weight or is_repeated or _is_same_memory(saved, weight)):
         return None
     if any(type(parameter) not in (nn.Parameter, type(None)) for parameter in (weight, bias)):
         return None  # a subclass's `__torch_function__` may pass another to the operation
     return Parameters(weight, bias) if _is_usable(weight) and _is_usable(bias) else None
+
+
+def _is_same_memory(saved: Any, weight: Any) -> bool:
+    """Whether a saved tensor is a weight without its gradient, as `saved_bytes` saves weights."""
+    return (
+        type(saved) is Tensor
+        and type(weight) is nn.Parameter
+        and has_storage(weight)
+        and (saved.data_ptr(), saved.shape, saved.stride(), saved.dtype)
+        == (weight.data_ptr(), weight.shape, weight.stride(), weight.dtype)
+    )
 
 
 def _is_usable(parameter: Tensor | None) -> bool:

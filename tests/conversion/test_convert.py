@@ -429,6 +429,28 @@ def test_example_restores_all_state(function: Callable[..., Any], fails: bool) -
     assert is_converted(model) == (function is inplace_ops.convert and not fails)
 
 
+def test_float32_outputs_under_autocast_are_compared_as_16_bits() -> None:
+    """What runs in 16 bits decides how much gradients may differ, not the outputs' dtype."""
+
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            blocks = [
+                layer
+                for inputs in (3, 16)
+                for layer in (nn.Conv2d(inputs, 16, 3), nn.BatchNorm2d(16), nn.Hardswish())
+            ]
+            self.layers = nn.Sequential(*blocks, nn.Conv2d(16, 4, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x).float().mean((2, 3))
+
+    model, x = Pooled(), torch.randn(2, 3, 24, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        report = inplace_ops.convert(model, x)
+    assert report.saved_bytes_after < report.saved_bytes_before
+
+
 def test_example_under_autocast_in_eval_mode_and_with_checkpoints() -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:

@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -209,6 +210,61 @@ def test_ordinals_follow_forward() -> None:
     assert sum(row.bytes for row in report.auxiliary) == report.recompute_bytes > 0
 
 
+def block(*layers: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), *layers, nn.Conv2d(8, 4, 3))
+
+
+@pytest.mark.parametrize(
+    ("layer", "producer"),
+    [
+        (nn.ReLU(), "ReLU"),
+        (nn.ReLU(inplace=True), "ReLU"),
+        (nn.LeakyReLU(), "NativeBatchNorm"),
+        (nn.LeakyReLU(inplace=True), "LeakyReLU"),
+        (nn.ReLU6(), "NativeBatchNorm"),
+        (nn.SiLU(inplace=True), "NativeBatchNorm"),
+    ],
+    ids=str,
+)
+def test_rows_of_fused_activations_add_up(layer: nn.Module, producer: str) -> None:
+    """The activation's row is of the tensor that PyTorch's node saves: its output or its input."""
+    model, x = block(layer), torch.randn(2, 2, 32, 32)
+    before = saved_bytes(model, x)
+    report = inplace_ops.convert(model)
+    model(x)
+    assert (report.saved_bytes_before, report.saved_bytes_after) == (before, saved_bytes(model, x))
+    fused = next(row for row in report.replaced if row.module == "2")
+    assert fused.producer == producer
+
+
+@pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")])
+def test_frozen_norms_are_measured_as_they_train(frozen: tuple[str, ...]) -> None:
+    model, x = block(nn.SiLU()), torch.randn(2, 2, 32, 32)
+    for name in frozen:
+        model[1].get_parameter(name).requires_grad_(False)
+    report = inplace_ops.convert(model, x)
+    listed = sum(row.bytes for row in (*report.remaining, *report.auxiliary))
+    assert (report.saved_bytes_after, report.unlisted_bytes) == (listed, 0)
+    allocated = saved_allocation(lambda: model(x)) - 4 * model(x).numel()
+    assert report.saved_bytes_after == pytest.approx(allocated, rel=0.02)
+
+
+def test_bytes_in_no_list_are_printed() -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution = nn.Conv2d(2, 8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.convolution(x) * 1
+            F.silu(y[:, :6], inplace=True)
+            return y
+
+    report = inplace_ops.convert(Views(), torch.randn(2, 2, 32, 32))
+    assert report.unlisted_bytes >= 4 * 2 * 6 * 30 * 30
+    assert "saved by in-place operations on views, and not listed" in str(report)
+
+
 def test_plot_draws_both_models(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report = inplace_ops.Report()
@@ -222,7 +278,11 @@ def test_plot_draws_both_models(tmp_path: Path) -> None:
         ("original", report.saved_bytes_before),
         ("converted", report.saved_bytes_after),
     ):
-        assert f"{name}: {count / 2**20:.1f} MiB" in drawn
+        assert f"{name}: {count / 2**20:.2f} MiB" in drawn
+    layers = {"_first": nn.Conv2d(2, 8, 3), "$\\frac{$": nn.BatchNorm2d(8), "last": nn.SiLU()}
+    named = nn.Sequential(OrderedDict(layers))
+    inplace_ops.analyze(named, torch.randn(2, 2, 32, 32)).plot(tmp_path / "names.svg")
+    assert "in _first" in (tmp_path / "names.svg").read_text()
     inplace_ops.analyze(nn.Linear(2, 2), torch.randn(2, 2)).plot(tmp_path / "nothing.png")
     assert (tmp_path / "nothing.png").read_bytes().startswith(b"\x89PNG")
 
