@@ -165,7 +165,7 @@ class Observation(Observer):
         for ordinal, node in enumerate(graph):
             for field, saved in nodes.readable_tensors(node):
                 storage = saved.untyped_storage() if nodes.is_plain(saved) else None
-                if storage is None or storage_id(storage) in counted:
+                if storage is None or not storage.nbytes() or storage_id(storage) in counted:
                     continue
                 counted.add(storage_id(storage))
                 if is_fused(node) and field != "0":  # PyTorch's activation does not save these
