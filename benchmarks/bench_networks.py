@@ -152,10 +152,8 @@ def _tools(name: str) -> list[str]:
     if name == LANGUAGE_MODEL:
         has_chunks = hasattr(F, "linear_cross_entropy")  # from torch 2.13 on
         return [CONVERT, *(tool for tool in TOOLS if LOSS_IN_CHUNKS in tool and has_chunks)]
-    tools = [CHECKPOINTS, *(tool for tool in TOOLS if LOSS_IN_CHUNKS not in tool)]
-    compiled = [variant for variant in NETWORK_VARIANTS if "compile" in variant]
-    every = [CONVERT, *compiled, *tools]
-    return [v for v in every if name not in SLOW_TO_COMPILE or "compile" not in v]
+    tools = [CONVERT, *(tool for tool in TOOLS if LOSS_IN_CHUNKS not in tool)]
+    return [tool for tool in tools if name not in SLOW_TO_COMPILE or "compile" not in tool]
 
 
 SELECTIONS = {

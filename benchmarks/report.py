@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from common import RESULTS, paired_lines, quartiles, read_csv, values
+from common import IN_PLACE, RESULTS, paired_lines, quartiles, read_csv, values
 from integrations import INTEGRATIONS
-from variants import CONVERT, OFFLOAD
+from variants import CONVERT, OFFLOAD, TOOLS
 
 from inplace_ops.activations import ACTIVATIONS
 from inplace_ops.recompute.operations import OPERATIONS, VIEWS, Operation, Output
@@ -399,7 +399,8 @@ def tools(rows: Rows) -> str:
     header.append(f"time: {policies[0]} (quartiles)")
     body = []
     for (name, shape), own in grouped(rows, "network", "input").items():
-        for variant in values(own, "variant"):
+        measured = values(own, "variant")
+        for variant in (v for v in (IN_PLACE, CONVERT, *TOOLS) if v in measured):
             cells = [
                 f"{find(own, 'saved_over_torch_in_place', variant=variant, policy=policy)}, "
                 f"{find(own, 'peak_over_torch_in_place', variant=variant, policy=policy)}"

@@ -280,21 +280,27 @@ CHECKPOINTS = "checkpoint of each block"
 HALF_CHECKPOINTS = "checkpoint of each second block"
 OFFLOAD, LOSS_IN_CHUNKS = "all saved tensors offloaded", "loss in chunks"
 MAX_OPS = (1, 4, 8, 16)
+BUDGETS = (0.9, 0.7, 0.5, 0.3, 0.1)
+COMPILED = ["torch.compile", *(f"torch.compile, memory budget {budget}" for budget in BUDGETS)]
+HALF_BUDGET = COMPILED[1 + BUDGETS.index(0.5)]
 # By name: changes a model in training mode, whose blocks have these class names, and returns what
 # runs it.
 NETWORK_VARIANTS: dict[str, Callable[[nn.Module, Collection[str]], Callable[..., Any]]] = {
     OUT_OF_PLACE: out_of_place,
     IN_PLACE: lambda model, blocks: model,  # as its author wrote it
-    "torch.compile": partial(compiled, budget=1.0),
-    "torch.compile, memory budget 0.5": partial(compiled, budget=0.5),
+    COMPILED[0]: partial(compiled, budget=1.0),
+    HALF_BUDGET: partial(compiled, budget=0.5),
     CHECKPOINTS: checkpointed,
     **{f"convert, max_ops={n}": partial(converted, max_ops=n) for n in MAX_OPS},
 }
 
 # Other tools, and combinations of them with `convert`.
-BUDGETS = (0.1, 0.3, 0.7, 0.9)
 TOOLS: dict[str, Callable[[nn.Module, Collection[str]], Callable[..., Any]]] = {
-    **{f"torch.compile, memory budget {b}": partial(compiled, budget=b) for b in BUDGETS},
+    **{
+        name: partial(compiled, budget=budget)
+        for name, budget in zip(COMPILED, (1.0, *BUDGETS), strict=True)
+    },
+    CHECKPOINTS: checkpointed,
     HALF_CHECKPOINTS: partial(checkpointed, each=2),
     f"convert, {HALF_CHECKPOINTS}": lambda model, blocks: checkpointed(
         converted(model), blocks, each=2
