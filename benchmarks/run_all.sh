@@ -4,14 +4,14 @@
 #
 #   benchmarks/run_all.sh [PART...]
 #
-# Parts, all by default: activations blocks bytes calls host memory models networks steps training. On
-# two calm cores, with nothing else running, models and networks take an hour each, training takes 18
-# minutes, and the others together about half an hour. PYTHON names an interpreter with the package
+# Parts, all by default: activations blocks bytes calls host integrations memory models networks steps
+# tools training. On two calm cores, with nothing else running, models and networks take an hour
+# each, tools and training 18 minutes each, and the others together about three quarters of an hour. PYTHON names an interpreter with the package
 # and its extras models and demo.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-known="activations blocks bytes calls host memory models networks steps training"
+known="activations blocks bytes calls host integrations memory models networks steps tools training"
 for part in "$@"; do
   [[ " $known " == *" $part "* ]] || {
     sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'
@@ -37,7 +37,9 @@ bench blocks networks blocks --device cpu
 bench bytes networks bytes --device cpu
 bench calls networks calls --device cpu
 bench host ops host --device cpu --threads 1
+bench integrations networks train --selection integrations --device cpu
 bench memory ops memory --device cpu
+bench tools networks train --selection tools --device cpu
 bench models models
 bench networks networks train --device cpu --policies float32 bfloat16 "CUDA autocast"
 bench steps networks steps --device cpu
