@@ -6,8 +6,8 @@
 #
 # Parts, all by default: activations blocks bytes calls host integrations memory models networks steps
 # tools training. On two calm cores, with nothing else running, models and networks take an hour
-# each, tools and training 18 minutes each, and the others together about three quarters of an hour. PYTHON names an interpreter with the package
-# and its extras models and demo.
+# each, tools and training 18 minutes each, and the others together about three quarters of an hour.
+# PYTHON names an interpreter with the package and its extras models and demo.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
