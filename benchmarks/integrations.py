@@ -49,7 +49,7 @@ INTEGRATIONS = {
     ),
     "YOLOv8n": Integration(
         "Ultralytics",
-        'yolo.add_callback("on_pretrain_routine_end", lambda t: inplace_ops.convert(t.model))',
+        "inplace_ops.convert(trainer.model)  # in a callback",
         "ultralytics_callback.py",
         NETWORKS["YOLOv8n"],
     ),
@@ -72,7 +72,7 @@ INTEGRATIONS = {
     ),
     "Llama, 2 layers": Integration(
         "transformers' Trainer",
-        "inplace_ops.convert(model)  # before Trainer(model, ...)",
+        "inplace_ops.convert(model)  # before Trainer(model)",
         "transformers_trainer.py",
         NETWORKS["Llama, 2 layers"],
     ),
@@ -84,7 +84,7 @@ INTEGRATIONS = {
     ),
     "ResNet-50": Integration(
         "Lightning",
-        "inplace_ops.convert(module.model)  # in setup of a callback",
+        "inplace_ops.convert(module.model)  # in a callback",
         "lightning_callback.py",
         NETWORKS["ResNet-50"],
     ),

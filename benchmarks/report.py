@@ -375,21 +375,19 @@ def _ratios(rows: Rows, policies: Iterable[str], kind: str, **wanted: str) -> st
 def integrations(rows: Rows) -> str:
     """What `convert` saves in a network of each library, and the line to add."""
     policies = values(rows, "policy")
-    header = ["library: network", "the line", "script"]
-    header += [
-        f"{kind}: {', '.join(policies)}" for kind in ("saved bytes", "peak bytes", "time of a step")
-    ]
+    header = ["library and its script: network", "the line"]
+    header += ["saved bytes", "peak bytes", "time of a step"]
     body = []
     for name, integration in INTEGRATIONS.items():
         own = [row for row in rows if row["network"] == name]
         if own:
-            script = f"[{integration.script}](../examples/{integration.script})"
-            line = [f"{integration.library}: {name}, {own[0]['input']}", f"`{integration.line}`"]
+            library = f"[{integration.library}](../examples/{integration.script})"
             ratios = [
                 _ratios(own, policies, kind, variant=CONVERT) for kind in ("saved", "peak", "time")
             ]
-            body.append([*line, script, *ratios])
-    return markdown(header, body)
+            where = f"{library}: {name}, {own[0]['input']}"
+            body.append([where, f"`{integration.line}`", *ratios])
+    return f"Relative to PyTorch in place, in {', '.join(policies)}:\n\n{markdown(header, body)}"
 
 
 def tools(rows: Rows) -> str:
@@ -411,7 +409,7 @@ def tools(rows: Rows) -> str:
             # On a CPU the copies that offload makes do not cross a bus.
             is_emulated = OFFLOAD in variant and "NVIDIA" not in own[0]["device"]
             time = time_over_torch(timed[0]) if timed and not is_emulated else "-"
-            body.append([f"{name}, {shape}", variant, *cells, time])
+            body.append(["" if variant != IN_PLACE else f"{name}, {shape}", variant, *cells, time])
     return markdown(header, body)
 
 
