@@ -513,10 +513,11 @@ def captioned(path: Path, draw: Callable[[Rows], str]) -> str:
     kind, device = path.stem.split("_")
     rows = read_csv(path)
     row = rows[0]
-    where = [row["device"]]
+    where = [" and ".join(filter(None, values(rows, "device")))]
     if device == "cuda":
         where += [f"driver {row['driver']}", f"CUDA {row['cuda']}"]
-    where += [f"torch {row['torch']}", f"Python {row['python']}", row["date"]]
+    where += [f"torch {row['torch']}", f"Python {row['python']}"]
+    where.append(" and ".join(filter(None, values(rows, "date"))))
     commits = [commit for commit in values(rows, "commit") if commit]
     where.append(f"{'commit' if len(commits) == 1 else 'commits'} {', '.join(commits)}")
     return f"`{COMMANDS[kind]}`, {', '.join(where)}:\n\n{draw(rows)}"
