@@ -517,6 +517,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path, default=RESULTS / "models_cpu.csv")
     arguments = parser.parse_args()
+    if "models" not in arguments.out.name:
+        parser.error("--out: the name must contain `models`: a second file has `remaining` there")
 
     names = arguments.models or [
         name for library in arguments.libraries for name in names_of(library)
