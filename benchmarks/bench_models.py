@@ -533,8 +533,9 @@ def main() -> None:
     finally:  # at the end: a changed file would mark the commit of the other rows as modified
         write_csv(arguments.out, sorted(rows, key=lambda row: names.index(row["model"])))
     all_kinds = kinds(found)
+    libraries = {"libraries": ", ".join(dict.fromkeys(name.partition(":")[0] for name in names))}
     shown = [
-        row | machine("cpu")
+        libraries | row | machine("cpu")
         for policy in POLICIES
         for row in [row for row in all_kinds if row["policy"] == policy][:SHOWN_KINDS]
     ]

@@ -264,15 +264,14 @@ def models(rows: Rows) -> str:
 
 def remaining(rows: Rows) -> str:
     """The kinds of tensors that most often remain saved."""
-    header = ["dtype policy", "output of", "saved by", "reason"]
+    header = ["libraries", "dtype policy", "output of", "saved by", "reason"]
     header += ["mean share of what remains", "models"]
     body = []
-    for policy in values(rows, "policy"):
-        for row in [row for row in rows if row["policy"] == policy][:12]:
-            cells = [row[column] for column in ("policy", "output_of", "saved_by", "reason")]
-            body.append(
-                [*cells, f"{float(row['mean_share']):.1%}", f"{row['models']} of {row['of']}"]
-            )
+    for (libraries, policy), own in grouped(rows, "libraries", "policy").items():
+        for row in own[:12]:
+            what = [row[column] for column in ("output_of", "saved_by", "reason")]
+            share = [f"{float(row['mean_share']):.1%}", f"{row['models']} of {row['of']}"]
+            body.append([libraries, policy, *what, *share])
     return markdown(header, body)
 
 
