@@ -268,10 +268,11 @@ def remaining(rows: Rows) -> str:
     header += ["mean share of what remains", "models"]
     body = []
     for (libraries, policy), own in grouped(rows, "libraries", "policy").items():
-        for row in own[:12]:
+        for i, row in enumerate(own[:12]):
+            case = [libraries, policy] if i == 0 else ["", ""]
             what = [row[column] for column in ("output_of", "saved_by", "reason")]
             share = [f"{float(row['mean_share']):.1%}", f"{row['models']} of {row['of']}"]
-            body.append([libraries, policy, *what, *share])
+            body.append([*case, *what, *share])
     return markdown(header, body)
 
 
