@@ -71,6 +71,8 @@ OPERATIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "softplus": lambda m, z: F.softplus(z),
     "elu": lambda m, z: F.elu(z),
     "elu_": lambda m, z: F.elu(z, inplace=True),
+    "celu": lambda m, z: F.celu(z, 0.7),
+    "celu_": lambda m, z: F.celu(z, 0.7, inplace=True),
     "glu": lambda m, z: F.glu(torch.cat([z, z], 1), 1),
     "relu": lambda m, z: F.relu(z),
     "relu_": lambda m, z: F.relu_(z),
@@ -108,8 +110,8 @@ OPERATIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "residual": lambda m, z: m.relu_(z + m.norm2(m.other(z))),
 }
 # These operations save their output, so a write after the operation comes after the save.
-SAVE_THEIR_OUTPUT = ("leaky_relu_", "relu", "relu_", "sigmoid", "sigmoid_", "tanh", "tanh_")
-SAVE_THEIR_OUTPUT += ("module_relu", "module_relu_", "residual")
+SAVE_THEIR_OUTPUT = ("leaky_relu_", "elu_", "celu_", "relu", "relu_", "sigmoid", "sigmoid_")
+SAVE_THEIR_OUTPUT += ("tanh", "tanh_", "module_relu", "module_relu_", "residual")
 
 LAYERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "convolution": lambda m, y: m.conv(y),
