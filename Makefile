@@ -4,7 +4,8 @@
 #   the slow tests too.
 # make site: build the documentation as a site, build/site/index.html.
 # make tables: write the tables of the documentation from benchmarks/results.
-# make models: convert models of other libraries, and train them next to the originals; an hour.
+# make models: convert models of other libraries, and train them next to the originals:
+#   an hour and a quarter.
 # make wheels: build wheels for the CPU and for CUDA, and test them with several versions of Python
 #   and torch.
 # All targets except wheels set up $(VENV) first. TORCH names the torch to install, for example
@@ -19,8 +20,8 @@ TORCH ?= torch>=2.11
 PARALLEL := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
-# Three stamps: torch and the tools to build; all that tests, lint, site and benchmarks need; and a build
-# that suffices for the demo on this machine. Where all is installed, the demo uses that.
+# Three stamps: torch and the tools to build; all that tests, lint, site and benchmarks need; and a
+# build that suffices for the demo on this machine. Where all is installed, the demo uses that.
 TORCH_INSTALLED := $(VENV)/.torch
 INSTALLED := $(VENV)/.installed
 DEMO_INSTALLED := $(VENV)/.demo

@@ -224,16 +224,11 @@ DIFFUSERS: dict[str, tuple[dict[str, Any], MakeInputs]] = {
 }
 
 
-def volumes(*shapes: tuple[int, ...]) -> MakeInputs:
-    """Return inputs of random volumes (N, C, D, H, W)."""
-    return lambda: ({"": torch.randn(shape)} for shape in shapes)
-
-
 # Sides that no stride brings down to 2: for a volume of 2 x 2 x 2, the gradient of a 3 x 3 x 3
 # convolution's weight in bfloat16 contains uninitialized memory in PyTorch itself (torch 2.14.1,
 # AVX-512).
-_VOLUME = volumes((2, 1, 48, 48, 48))
-_LARGE_VOLUME = volumes((1, 1, 96, 96, 96))
+_VOLUME = tensors(**{"": (2, 1, 48, 48, 48)})
+_LARGE_VOLUME = tensors(**{"": (1, 1, 96, 96, 96)})
 _SEGMENTS = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2}
 _WIDTHS = {"channels": (8, 16, 32), "strides": (2, 2)}
 _CLASSES = {"spatial_dims": 3, "in_channels": 1, "out_channels": 3}
@@ -308,7 +303,7 @@ MONAI: dict[str, tuple[dict[str, Any], MakeInputs]] = {
     ),
     "AutoencoderKL": (
         {**_DIFFUSION, "out_channels": 1, "latent_channels": 4},
-        volumes((2, 1, 16, 16, 16)),
+        tensors(**{"": (2, 1, 16, 16, 16)}),
     ),
     "VQVAE": (
         {**_SEGMENTS, "out_channels": 1, "channels": (8, 8), "num_res_channels": (8, 8)}
@@ -358,13 +353,13 @@ PEFT: dict[str, Adapted] = {
     "LoRA and trained norms": Adapted(
         "Qwen2ForCausalLM", "LoraConfig", {**_RANKS, "modules_to_save": ["norm", "lm_head"]}
     ),
-    "LoRA of BERT": Adapted("BertForMaskedLM", "LoraConfig", {"r": 4, **_ALL_LINEAR}),
+    "LoRA of BERT": Adapted("BertForMaskedLM", "LoraConfig", _RANKS),
     "LoRA of T5": Adapted("T5ForConditionalGeneration", "LoraConfig", _RANKS),
     "LoRA of a ViT": Adapted("ViTModel", "LoraConfig", _RANKS),
     "LoRA of Mixtral": Adapted("MixtralForCausalLM", "LoraConfig", _RANKS),
     "AdaLoRA": Adapted("LlamaForCausalLM", "AdaLoraConfig", {"total_step": 10, **_ALL_LINEAR}),
-    "LoHa": Adapted("LlamaForCausalLM", "LoHaConfig", {"r": 4, **_ALL_LINEAR}),
-    "LoKr": Adapted("LlamaForCausalLM", "LoKrConfig", {"r": 4, **_ALL_LINEAR}),
+    "LoHa": Adapted("LlamaForCausalLM", "LoHaConfig", _RANKS),
+    "LoKr": Adapted("LlamaForCausalLM", "LoKrConfig", _RANKS),
     "IA3": Adapted("LlamaForCausalLM", "IA3Config", {"task_type": "CAUSAL_LM"}),
     "OFT": Adapted("LlamaForCausalLM", "OFTConfig", {"oft_block_size": 8, **_ALL_LINEAR}),
     "VeRA": Adapted("BertForMaskedLM", "VeraConfig", {"r": 4, "target_modules": ["query"]}),

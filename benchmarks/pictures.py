@@ -1,6 +1,6 @@
 """Draw the pictures of the documentation from the result files: `report.py --pictures`.
 
-Each is next to its result file, under the same name.
+Each is next to its result file, under the same name. `saved_over_forward.png` has no result file.
 """
 
 from __future__ import annotations

@@ -280,26 +280,14 @@ CHECKPOINTS = "checkpoint of each block"
 HALF_CHECKPOINTS = "checkpoint of each second block"
 OFFLOAD, LOSS_IN_CHUNKS = "all saved tensors offloaded", "loss in chunks"
 MAX_OPS = (1, 4, 8, 16)
-BUDGETS = (0.9, 0.7, 0.5, 0.3, 0.1)
-COMPILED = ["torch.compile", *(f"torch.compile, memory budget {budget}" for budget in BUDGETS)]
-HALF_BUDGET = COMPILED[1 + BUDGETS.index(0.5)]
-# By name: changes a model in training mode, whose blocks have these class names, and returns what
-# runs it.
-NETWORK_VARIANTS: dict[str, Callable[[nn.Module, Collection[str]], Callable[..., Any]]] = {
-    OUT_OF_PLACE: out_of_place,
-    IN_PLACE: lambda model, blocks: model,  # as its author wrote it
-    COMPILED[0]: partial(compiled, budget=1.0),
-    HALF_BUDGET: partial(compiled, budget=0.5),
-    CHECKPOINTS: checkpointed,
-    **{f"convert, max_ops={n}": partial(converted, max_ops=n) for n in MAX_OPS},
+BUDGETS = {"torch.compile": 1.0}
+BUDGETS |= {
+    f"torch.compile, memory budget {budget}": budget for budget in (0.9, 0.7, 0.5, 0.3, 0.1)
 }
-
-# Other tools, and combinations of them with `convert`.
+# By name: changes a model in training mode, whose blocks have these class names, and returns what
+# runs it. `TOOLS` are other tools, and combinations of them with `convert`.
 TOOLS: dict[str, Callable[[nn.Module, Collection[str]], Callable[..., Any]]] = {
-    **{
-        name: partial(compiled, budget=budget)
-        for name, budget in zip(COMPILED, (1.0, *BUDGETS), strict=True)
-    },
+    **{name: partial(compiled, budget=budget) for name, budget in BUDGETS.items()},
     CHECKPOINTS: checkpointed,
     HALF_CHECKPOINTS: partial(checkpointed, each=2),
     f"convert, {HALF_CHECKPOINTS}": lambda model, blocks: checkpointed(
@@ -310,6 +298,13 @@ TOOLS: dict[str, Callable[[nn.Module, Collection[str]], Callable[..., Any]]] = {
     f"convert, {OFFLOAD}": lambda model, blocks: offloaded(converted(model)),
     LOSS_IN_CHUNKS: lambda model, blocks: with_chunked_loss(model),
     f"convert, {LOSS_IN_CHUNKS}": lambda model, blocks: with_chunked_loss(converted(model)),
+}
+BASELINES = ("torch.compile", "torch.compile, memory budget 0.5", CHECKPOINTS)
+NETWORK_VARIANTS: dict[str, Callable[[nn.Module, Collection[str]], Callable[..., Any]]] = {
+    OUT_OF_PLACE: out_of_place,
+    IN_PLACE: lambda model, blocks: model,  # as its author wrote it
+    **{name: TOOLS[name] for name in BASELINES},
+    **{f"convert, max_ops={n}": partial(converted, max_ops=n) for n in MAX_OPS},
 }
 
 

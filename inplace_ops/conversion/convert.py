@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -90,19 +90,28 @@ def analyze(
     """
     _check_arguments("analyze", model, max_ops, removed)
     conversion = Conversion(Settings(max_ops), Report())
-    with _progress_bar() as progress:
-        finished = None if progress is None else progress.update
-        _measure(model, Example(example_inputs), conversion, False, finished)
+    example = Example(example_inputs)
+    with _progress_bar() as update:
+        _measure(model, example, conversion, needs_gradients=False, finished=update)
     return conversion.report
 
 
-def _progress_bar() -> AbstractContextManager[Any]:
-    """Return tqdm's progress bar of the passes on an example; None if tqdm is not installed."""
+@contextmanager
+def _progress_bar() -> Iterator[Callable[[], object]]:
+    """Show tqdm's progress bar, if it is installed, and provide what to call after each pass."""
     try:
         from tqdm import tqdm
     except ImportError:
-        return nullcontext()
-    return tqdm(total=_PASSES, desc="analyze", unit="pass", delay=2, leave=False, disable=None)
+        yield _nothing
+        return
+    with tqdm(
+        total=_PASSES, desc="analyze", unit="pass", delay=2, leave=False, disable=None
+    ) as progress:
+        yield progress.update
+
+
+def _nothing() -> None:
+    pass
 
 
 def revert(model: nn.Module) -> None:
@@ -159,7 +168,7 @@ def _measure(
     example: Example,
     conversion: Conversion,
     needs_gradients: bool = True,
-    finished: Callable[[], object] | None = None,
+    finished: Callable[[], object] = _nothing,
 ) -> None:
     """Run the original and the converted model, compare gradients, and fill in the report.
 

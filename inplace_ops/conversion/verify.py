@@ -35,11 +35,8 @@ class Run:
     Each pass ends with a call of `finished`.
     """
 
-    def __init__(
-        self, model: nn.Module, example: Example, finished: Callable[[], object] | None = None
-    ) -> None:
-        self.model, self.example = model, example
-        self._finished = finished or (lambda: None)
+    def __init__(self, model: nn.Module, example: Example, finished: Callable[[], object]) -> None:
+        self.model, self.example, self._finished = model, example, finished
         self._uses_backward = False
 
     def gradients(self) -> Gradients:
