@@ -8,11 +8,13 @@ norms: the kernels that run after a norm, by layout and size. Backward of a conv
 recomputes a norm's output from the norm's input, then the activation, and computes the gradient
 through both. "in float32" casts a 16-bit input to float32 before, and the result back, as around a
 norm under autocast. "with the batch norm's" computes the gradients of a batch norm in training as
-well, in two passes, each of which reads the gradient and the norm's input. How a kernel finds each
-element's scale and shift depends on the layout: one plane per channel (a plane of 7 x 7 ends inside
-an access of 16 bytes), channels innermost, or rows of a layer norm. A strided gradient is half of
-the channels of a larger tensor, as in the backward of torch.cat. A kernel's bytes are each tensor
-that it reads or writes, once, without the norm's statistics.
+well, in two passes, each of which reads the gradient and the norm's input. "product" multiplies
+each channel of a sample by a factor, as squeeze-excitation does; its time includes three small
+kernels that prepare the factors. How a kernel finds each element's scale and shift depends on the
+layout: one plane per channel (a plane of 7 x 7 ends inside an access of 16 bytes), channels
+innermost, or rows of a layer norm. A strided gradient is half of the channels of a larger tensor,
+as in the backward of torch.cat. A kernel's bytes are each tensor that it reads or writes, once,
+without the norm's statistics.
 
 The baseline is a device-to-device copy of a tensor of the same size; its bytes are those read plus
 those written. Each repetition times the copy and the kernels in turn, and the share is taken within
@@ -53,6 +55,7 @@ from variants import ENTRIES, OP_VARIANTS, SCALARS, OpVariant, check_op
 
 from inplace_ops import _ops
 from inplace_ops.activations import Activation
+from inplace_ops.recompute.fusions import scaling
 
 # Large sizes first, as a time limit must not cut them off.
 SIZES = {
@@ -205,6 +208,7 @@ def activation_rows(arguments: argparse.Namespace, failures: Failures) -> Iterat
 MEASURED = ("ReLU", "LeakyReLU", "SiLU", "GELU none")
 FORWARD, SUM, BACKWARD = "recompute", "recompute of a residual sum", "backward"
 IN_FLOAT32, WITH_NORM = "recompute in float32", "backward with the batch norm's"
+PRODUCT = "product with a factor for each channel"
 
 
 class Layout(NamedTuple):
@@ -331,6 +335,8 @@ def cases_of(buffers: NormBuffers) -> dict[tuple[str, str], Case]:
         )
     }
     affine, rows, order = norm
+    if rows is None:
+        cases["none", PRODUCT] = _product(buffers)
     pairs = list(zip(buffers.x, buffers.grad, strict=True))
 
     def total(i: int) -> Tensor:
@@ -360,6 +366,17 @@ def cases_of(buffers: NormBuffers) -> dict[tuple[str, str], Case]:
         if rows is None:
             cases[name, WITH_NORM] = _backward_with_norm(entry, buffers, function, scalars)
     return cases
+
+
+def _product(buffers: NormBuffers) -> Case:
+    shape = buffers.x[0].shape
+    factors = 1.5 + steps((*shape[:2], *(1 for _ in shape[2:])), 1, 0.5).to(buffers.x[0])
+
+    def multiplied(x: Tensor) -> Tensor:
+        return _ops.NORMALIZE(x, *scaling(factors), buffers.order)
+
+    calls = [partial(multiplied, x) for x in buffers.x]
+    return Case(calls, 2, lambda i: buffers.x[i] * factors)
 
 
 def _in_float32(buffers: NormBuffers, function: Callable[[Tensor], Tensor], i: int) -> Tensor:

@@ -195,7 +195,7 @@ def multiply(x: Tensor, y: Tensor) -> Tensor:
     for tensor, factors in ((x, y), (y, x)):
         if _is_scaled_slowly(tensor) and _are_factors(factors, tensor):
             scaled: Tensor = _ops.CALL_NORMALIZE(
-                tensor, *_scaling(factors), _ops.dim_order_of(tensor)
+                tensor, *scaling(factors), _ops.dim_order_of(tensor)
             )
             return scaled
     return torch.mul(x, y)
@@ -222,7 +222,7 @@ def _are_factors(factors: Tensor, x: Tensor) -> bool:
     )
 
 
-def _scaling(factors: Tensor) -> NormAffine:
+def scaling(factors: Tensor) -> NormAffine:
     """Return the affine x * factor + -0.0, which has the value of the product bit for bit."""
     scale = factors.reshape(-1).to(_ops.affine_dtype(factors.dtype))
     shift = scale.new_full((1,), -0.0)
