@@ -277,7 +277,7 @@ def test_derivative_of_silu_in_16_bits() -> None:
 
 
 def test_recompute_of_relu_after_batch_norm() -> None:
-    """In eval mode, with mean 0, variance 1, weight 2 and bias 1, the norm is z = 2 x + 1."""
+    """In eval mode, with mean 0, variance + eps 1, weight 2 and bias 1, the norm is z = 2 x + 1."""
     x = torch.tensor([[-1.0], [0.0], [3.0], [-0.5]])  # z is -1, 1, 7, 0
     channel_affine = torch.tensor([2.0, 1.0]).view(2, 1, 1)
     y = RELU.recompute(x, channel_affine, None, None)
@@ -286,7 +286,8 @@ def test_recompute_of_relu_after_batch_norm() -> None:
     gradient_of_z = RELU.backward["recompute"](incoming, x, channel_affine, None, None)
     assert gradient_of_z.flatten().tolist() == [0, 10, 10, 0]  # z > 0 at the elements 1 and 2
 
-    norm = nn.BatchNorm1d(1, eps=0.0).eval()
+    norm = nn.BatchNorm1d(1, eps=0.25).eval()
+    norm.running_var.fill_(0.75)
     nn.init.constant_(norm.weight, 2.0)
     nn.init.constant_(norm.bias, 1.0)
     leaf = x.requires_grad_()
