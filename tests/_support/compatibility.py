@@ -25,20 +25,21 @@ COLUMNS = ("row", "torch", "python", "date", "passed", "failed", "not_run")
 ROWS = {
     "values, dtypes, layouts": (
         "test_activations",
-        "test_values",
-        "test_ops",
-        "test_smooth_activations",
+        "test_batch_norm_ops",
         "test_every",
         "test_examples",
+        "test_ops",
+        "test_smooth_activations",
+        "test_values",
     ),
     "autograd, modules": ("test_autograd", "test_modules", "test_recompute"),
     "PyTorch's OpInfo samples, gradcheck": ("test_opinfo",),
     "torch.func: vmap, grad, jvp, jacrev, hessian": ("test_functorch",),
-    "torch.compile": ("test_compile",),
+    "torch.compile": ("test_compile.py", "test_compiled_memory"),
     "fx, export, AOTInductor, ONNX, jit": ("test_tracing",),
     "autocast, checkpoint, hooks, threads, Lightning": ("test_training",),
     "DDP, FSDP2, DTensor, tensor parallel": ("test_distributed",),
-    "fuzzing, wrong arguments, sanitizers": ("test_fuzz", "test_direct"),
+    "fuzzing, wrong arguments, sanitizers": ("test_fuzz", "test_direct", "test_python_calls"),
     "convert": (
         "test_convert",
         "test_engine",
@@ -47,13 +48,16 @@ ROWS = {
         "test_docs",
         "test_models",
     ),
-    "CUDA kernels on the host, disassembly": (
-        "test_host_kernels",
-        "test_device_numerics",
+    "CUDA kernels on the host, interpreted, disassembled": (
+        "test_compiled_kernels",
         "test_cuda_code",
+        "test_device_numerics",
+        "test_host_kernels",
     ),
 }
 ON_A_GPU = "on a GPU"
+# Beginnings of the names of files that need a GPU as a whole.
+_GPU_FILES = ("test_cuda.py", "test_cuda_models", "test_cuda_nodes")
 
 
 def row_of(node: str, reason: str) -> str | None:
@@ -64,7 +68,7 @@ def row_of(node: str, reason: str) -> str | None:
         reason: Why the test was skipped; empty if it ran.
     """
     name = node.partition("::")[0].rpartition("/")[2]
-    if name.startswith("test_cuda.py") or re.search(r"[\[-]cuda[\]-]|GPU|\.cuda ", name + reason):
+    if name.startswith(_GPU_FILES) or re.search(r"[\[-]cuda[\]-]|GPU|\.cuda ", name + reason):
         return ON_A_GPU
     return next((row for row, prefixes in ROWS.items() if name.startswith(prefixes)), None)
 
