@@ -102,6 +102,9 @@ def _fused(engine: Engine, module: nn.Module, z: Tensor, norm: norms.Norm) -> Te
         bypass = _bypass(norm, record, module, x, z, is_in_place)
     except RuntimeError:  # freed or modified: the norm's own backward raises
         return None
+    except Exception as error:
+        engine.warn_of(error)
+        return None
     if not isinstance(x, Tensor):
         x = x.for_consumer(activation.name, engine.next_number)
     forward = partial(type(module).forward, module)

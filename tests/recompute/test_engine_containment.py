@@ -30,7 +30,7 @@ from _support.twins import (
 from torch import Tensor, nn
 
 import inplace_ops
-from inplace_ops.recompute import engine, nodes
+from inplace_ops.recompute import engine, fused, nodes
 from inplace_ops.recompute.engine import running_engine
 from inplace_ops.recompute.nodes import Node
 
@@ -158,6 +158,26 @@ def test_error_in_engine_function_warns_once(part: str, monkeypatch: pytest.Monk
     ]
     for actual in gradients:
         torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("part", ["_input_of", "_bypass", "_AFFINE_FACTOR"])
+def test_error_before_a_fused_activation_warns_once(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error while the engine prepares a fused activation leaves the activation as it is."""
+    model = blocks()
+    twin, x = converted_twin(model), images()
+    monkeypatch.setattr(fused, part, None)  # then a call or a product raises TypeError
+    with pytest.warns(UserWarning, match="failed: TypeError"):
+        twin(x)
+    with no_warnings():
+        outputs = [twin(x), model(x)]
+    assert_switched_off()
+    actual, expected = (
+        torch.autograd.grad(y.square().sum(), list(m.parameters()))
+        for y, m in zip(outputs, (twin, model), strict=True)
+    )
+    torch.testing.assert_close(actual, expected)
 
 
 def test_user_function_named_recompute_function_is_ignored() -> None:
