@@ -77,7 +77,7 @@ INTEGRATIONS = {
         NETWORKS["Llama, 2 layers"],
     ),
     "Llama, LoRA": Integration(
-        "peft",
+        "peft, `--lora`",
         "inplace_ops.convert(get_peft_model(model, config))",
         "transformers_trainer.py",
         NETWORKS["Llama, LoRA"],

@@ -4,14 +4,15 @@
 #
 #   benchmarks/run_all.sh [PART...]
 #
-# Parts, all by default: activations blocks bytes calls host integrations memory models networks steps
-# tools training. On two calm cores, with nothing else running, models and networks take an hour
-# each, tools and training 18 minutes each, and the others together about three quarters of an hour.
+# Parts, all by default: activations blocks bytes calls host integrations memory models networks norms
+# peaks steps tools training. On two calm cores, with nothing else running, models take an hour and a
+# quarter, networks an hour, tools and training 18 minutes each.
 # PYTHON names an interpreter with the package and its extras models and demo.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-known="activations blocks bytes calls host integrations memory models networks steps tools training"
+known="activations blocks bytes calls host integrations memory models networks norms peaks steps tools"
+known+=" training"
 for part in "$@"; do
   [[ " $known " == *" $part "* ]] || {
     sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'
@@ -42,6 +43,10 @@ bench memory ops memory --device cpu
 bench tools networks train --selection tools --device cpu
 bench models models
 bench networks networks train --device cpu --policies float32 bfloat16 "CUDA autocast"
+bench norms bandwidth norms --device cpu
+bench peaks networks train --memory-only --device cpu --policies float32 "CUDA autocast" \
+  --networks EfficientNet-B0 ResNet-50 DenseNet-121 ConvNeXt-T YOLOv8n "diffusion U-Net" \
+  nnU-Net-like ViT-S/16 "Llama blocks" "Llama, 2 layers"
 bench steps networks steps --device cpu
 bench training training --device cpu
 

@@ -61,10 +61,10 @@ NOTE [First use]
 A write through `.data`, NumPy or a storage changes neither the graph nor a version counter, so no
 proof detects it. Therefore the engine verifies each spec at its first use:
 
-1. A spec's key is the number of nodes with a rule visited so far in the forward pass of the
-   outermost converted model, the types of the consumer's and the producer's nodes, the saved field,
-   the spec's cost, and the saved tensor's shape, dtype, strides and device. For a fused activation
-   it has the activation's name.
+1. A spec's key is the consumer's ordinal in the forward pass of the outermost converted model, the
+   types of the consumer's and the producer's nodes, the saved field, the spec's cost, and the saved
+   tensor's shape, dtype, strides and device. For a fused activation it has the activation's name.
+   The ordinal counts the visited nodes that save tensors or are in the table of operations.
 2. At the first use of a key, the engine computes the spec and compares the value with the saved
    tensor: bit for bit if the spec is exact, else within its rounding.
 3. If they differ, tensors with that key are saved as PyTorch saves them from then on. The engine
@@ -76,8 +76,8 @@ proof detects it. Therefore the engine verifies each spec at its first use:
 
 NOTE [Containment]
 
-1. An error while the engine visits a node leaves the tensor saved and warns once. It never reaches
-   the model. Errors in backward do: a written leaf must raise.
+1. An error while the engine visits a node, or prepares a fused activation, leaves the tensor saved
+   and warns once. It never reaches the model. Errors in backward do: a written leaf must raise.
 2. The engine of a call is visible to its own thread only, and is reset in a `finally`.
 3. Nodes that were created outside a converted model's call have no record. The engine never reads
    their saved tensors.
@@ -1002,7 +1002,8 @@ def record_parameters(node: Node, record: Record, parameters: norms.Parameters) 
 
     - A batch norm's record gets the affine, which is as small as the copies. In eval mode the
       affine is computed now, because a later training call of the norm writes to the running
-      statistics without raising their versions. If it is too large to store, nothing is recorded.
+      statistics without raising their versions. If it is too large to store, a norm in training
+      gets copies, and one in eval mode nothing.
     - A layer or RMS norm's record gets the column affine: copies of weight and bias, which one
       kernel makes.
     - Any other record gets copies.

@@ -1,9 +1,10 @@
 """Specs that one kernel computes, where PyTorch runs several kernels over the same memory.
 
 A fused kernel rounds wherever the operations that it replaces round, so its result equals theirs
-bit for bit. Therefore a fused spec has the cost, rounding and bound of the composition, and differs
-in `compute` alone. An activation of a norm's output is the exception: for a smooth activation the
-fused kernel and PyTorch round differently. The rounding of the norm's output covers the difference.
+bit for bit. Therefore a fused spec has the cost, rounding and bound of the composition, and only
+computes it in another way. An activation of a norm's output is the exception: for a smooth
+activation the fused kernel and PyTorch round differently. The rounding of the norm's output covers
+the difference.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .operations import add, same
 from .specs import Affine, Call, Computed, CopyOf, Downcast, Leaf, Spec, ViewCall
 
 # On an H200 PyTorch multiplies each channel by a factor at a third of the memory's bandwidth. From
-# this size on, a kernel after three small ones that prepare the factors is faster.
+# this size on, a kernel should be faster, with three small ones before it that prepare the factors.
 _LEAST_SCALED_BYTES = 2**24
 
 _ACTIVATIONS = {activation.torch_function: activation for activation in ACTIVATIONS}

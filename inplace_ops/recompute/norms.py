@@ -182,7 +182,7 @@ def source_of(norm: Norm) -> NormSource | None:
 
     - the norm ran inside a checkpoint or under other saved-tensor hooks,
     - its tensors are DTensors,
-    - its bias is frozen,
+    - its bias is frozen, unless it is a layer norm, whose node saves the bias,
     - the memory of its parameters is freed until backward, as FSDP does, or
     - its statistics are saved in 16 bits.
     """
@@ -470,7 +470,7 @@ def rerun_of(node: Node, parameters: Parameters, eps: float | None) -> Rerun | N
 
     The function recomputes the statistics, and serves norms whose statistics PyTorch saved in 16
     bits. Its result equals the norm's output bit for bit. Return None if eps is needed and unknown,
-    for a batch norm in eval mode, and for an RMS norm.
+    for a batch norm in eval mode, and for a SyncBatchNorm or an RMS norm.
     """
     return _kind_of(node).rerun(node, parameters, eps)
 

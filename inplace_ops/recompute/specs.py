@@ -1,9 +1,9 @@
 """Recompute specs: the operations and tensors that recompute a saved tensor in backward.
 
-A spec is a small tree. Its leaves are tensors that autograd saves anyway, or small copies. Its
-inner nodes are cheap operations. A spec owns its leaves and refers to no node of the autograd
-graph. So it still computes its tensor after another backward has freed what those nodes saved, and
-it never keeps the graph alive.
+A spec is a small tree. Its leaves are tensors that autograd saves anyway, smaller forms of these
+(`rewrites.py`), or small copies. Its inner nodes are cheap operations. A spec owns its leaves and
+refers to no node of the autograd graph. So it still computes its tensor after another backward has
+freed what those nodes saved, and it never keeps the graph alive.
 
 NOTE [Exact specs and roundings]
 
@@ -29,15 +29,15 @@ values. Backward often runs them one after another, and need not compute the val
    the next, and backward runs the consumers in the reverse order. Before torch 2.14 this holds only
    approximately, because the engine visits nodes late: fewer values are then shared.
 2. When a spec is saved for a consumer, `add_consumer` tells the spec, and the specs whose values it
-   reads. A spec keeps its value if the next consumer is at most `_SHARING_DISTANCE` nodes with a
-   rule away: a value that is kept for long would add to the peak memory.
-3. A spec inside another keeps its value only if it takes at least two operations: this value is
-   alive while the consumer runs, in addition to the one that the consumer reads. With one operation
-   it is kept if the very next consumer reads it: the product's own backward a factor, or a norm its
-   input.
+   reads. A spec keeps its value if the number of the next consumer is at most `_SHARING_DISTANCE`
+   away: a value that is kept for long would add to the peak memory.
+3. A spec inside another keeps its value only if it takes at least two operations, because this
+   value is alive while the consumer runs, in addition to the one that the consumer reads. A norm's
+   input and a product's factors may take one operation (`keeps_cheap`). They are kept for the very
+   next consumer alone.
 4. A view keeps nothing, but the spec that it is a view of does.
-5. A kept value is dropped when backward reaches a consumer that comes after the one that the value
-   was kept for, which then does not run, or with the graph. No other backward pass uses the value.
+5. A value is kept for one consumer. It is dropped when that consumer has read it, when backward
+   reaches a consumer with a smaller number, or with the graph. No other backward pass uses it.
 """
 
 from __future__ import annotations

@@ -18,10 +18,11 @@ the operation read it:
    when it is read. PyTorch's in-place SiLU, GELU and the like save a clone of the input that they
    overwrite.
 3. If the node does not save an input (a ReLU, a sum, a cast), the input's version comes from its
-   note: a weak reference to the tensor, in the record of the node that produced it. Forward hooks
-   of norms (and of modules that may be norms), activation modules, and the visit of a node that
-   saves the tensor take the note. Without a note, the version comes from the saved output of the
-   input's node, if that node saves its output.
+   note: a weak reference to the tensor, in the record of the node that produced it. Notes are
+   taken by forward hooks (NOTE [What convert attaches] in `conversion/wiring.py`), by activation
+   modules, by the function mode of `notes.py`, and by the visit of a node that saves the tensor.
+   Without a note, the version comes from the saved output of the input's node, if that node saves
+   its output.
 4. If the noted tensor's `grad_fn` is the new node, the new operation is in-place and has
    overwritten the tensor. Its output is then taken to start one version above its input's recorded
    version. If another write came before, the tensor's real version is higher, and a later
