@@ -96,7 +96,8 @@ class Recorder:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
         row = row_of(node, reason)
         if row is not None and reason:
-            short = re.sub(r".*could not import '(\w+)'.*", r"no \1", reason)
+            missing = r".*(?:could not import|No module named) '(\w+)'.*"
+            short = re.sub(missing, r"no \1", reason)
             self.reasons[row][short.removeprefix("Skipped: ")] = None
         return row
 
