@@ -8,8 +8,9 @@ saved for backward before and after conversion. A model that fails without conve
 table, with its error.
 
 A gradient is wrong if rounding does not explain its distance from the original's (see `Limits`),
-and if the original's own gradients are the same in a repeated step. The exit status is 1 if a
-gradient is wrong, or if a converted model's first step has a higher peak than the original's.
+if the original's own gradients are the same in a repeated step, and if, under autocast, a rounding
+of the weights changes them by less than their norm. The exit status is 1 if a gradient is wrong, or
+if a converted model's first step has a higher peak than the original's.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from inplace_ops.recompute.reasons import PARAMETER_COPY
 
 STEPS = 3
 REPEATED = 3  # runs of the original, where the converted model's gradients differ
+ROUNDING = 1e-7  # relative, of weights in float32
 CONVOLUTIONS = 4  # models with this many or more run in channels_last too
 MAX_OPS = 4
 PEAK_LIMIT = 1.001  # a step without savings still allocates scales and shifts, a few numbers each
@@ -211,6 +213,8 @@ def trained(model: nn.Module, inputs: Inputs, case: Case) -> Outcome:
             difference, limits = compared(actual, expected, in_float32)
         except WrongGradientError:
             check_steady(partial(run, original), original, actual, expected, in_float32)
+            if not policy.is_float32:
+                check_conditioned(run, original, expected)
             raise
         if difference >= outcome.difference:
             outcome = outcome._replace(difference=difference, allowed=limits.overall)
@@ -266,6 +270,23 @@ def check_steady(
         if steady(expected):
             compared(steady(actual), steady(expected), in_float32 and steady(in_float32))
         raise NoiseError(f"runs of the original differ in {', '.join(sorted(varying))}")
+
+
+def check_conditioned(
+    run: Callable[[nn.Module], None], original: nn.Module, expected: Gradients
+) -> None:
+    """Raise NoiseError if a rounding of the weights changes all digits of the gradients."""
+    rounded = copy.deepcopy(original)
+    with torch.no_grad():
+        for parameter in rounded.parameters():
+            parameter.mul_(1 + ROUNDING * torch.randn_like(parameter))
+    run(rounded)
+    norm = norm_of(finite_norms(expected))
+    change = norm_of(distances(gradients_of(rounded), expected)) / norm
+    if change > 1:
+        raise NoiseError(
+            f"weights off by {ROUNDING:.0e} change the gradients by {change:.1e} times their norm"
+        )
 
 
 def peak_of(run: Callable[[], None], is_measured: bool) -> int:

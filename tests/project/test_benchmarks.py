@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -202,3 +203,20 @@ def test_gradients_that_rounding_alone_determines_are_reported_as_noise() -> Non
     for rounding, error in ((0.9, WrongGradientError), (1.1, NoiseError)):
         with pytest.raises(error, match=r"off by 1\.0e-01"):
             compare({"weight": 0.2}, 2.0, Limits(0.05, {"weight": 1.0}, rounding))
+
+
+@pytest.mark.parametrize(("scale", "is_noise"), [(1.0, False), (1e9, True)])
+def test_gradients_that_a_rounding_of_the_weights_changes_are_noise(
+    scale: float, is_noise: bool
+) -> None:
+    from bench_models import NoiseError, check_conditioned, gradients_of
+
+    x = torch.randn(8, 4)
+
+    def run(model: nn.Module) -> None:
+        torch.sin(scale * model(x)).sum().backward()
+
+    model = nn.Linear(4, 4)
+    run(model)
+    with pytest.raises(NoiseError) if is_noise else nullcontext():
+        check_conditioned(run, model, gradients_of(model))
