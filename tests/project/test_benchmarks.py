@@ -211,12 +211,12 @@ def test_gradients_that_a_rounding_of_the_weights_changes_are_noise(
 ) -> None:
     from bench_models import NoiseError, check_conditioned, gradients_of
 
-    x = torch.randn(8, 4)
+    x = torch.randn(256, 32)
 
     def run(model: nn.Module) -> None:
         torch.sin(scale * model(x)).sum().backward()
 
-    model = nn.Linear(4, 4)
+    model = nn.Linear(32, 32)
     run(model)
     with pytest.raises(NoiseError) if is_noise else nullcontext():
         check_conditioned(run, model, gradients_of(model))
