@@ -5,8 +5,8 @@
 #   benchmarks/run_all.sh [PART...]
 #
 # Parts, all by default: activations blocks bytes calls host integrations memory models networks norms
-# peaks steps tools training. On two calm cores, with nothing else running, models take an hour and a
-# quarter, networks an hour, tools and training 18 minutes each.
+# peaks steps tools training. On two calm cores, with nothing else running, models and networks take
+# an hour each, tools and training 18 minutes each.
 # PYTHON names an interpreter with the package and its extras models and demo.
 set -euo pipefail
 cd "$(dirname "$0")/.."
