@@ -33,7 +33,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import RESULTS, Row, machine, memory_of, quartiles, table, write_csv
+from common import (
+    RESULTS,
+    ROUNDING,
+    Row,
+    machine,
+    memory_of,
+    quartiles,
+    round_weights,
+    table,
+    write_csv,
+)
 from model_zoo import LIBRARIES, Entry, entry_of, names_of
 from networks import MEMORY_FORMATS, differentiable
 from policies import POLICIES, Policy, autocast, emulation
@@ -46,7 +56,6 @@ from inplace_ops.recompute.reasons import PARAMETER_COPY
 
 STEPS = 3
 REPEATED = 3  # runs of the original, where the converted model's gradients differ
-ROUNDING = 1e-7  # relative, of weights in float32
 CONVOLUTIONS = 4  # models with this many or more run in channels_last too
 MAX_OPS = 4
 PEAK_LIMIT = 1.001  # a step without savings still allocates scales and shifts, a few numbers each
@@ -212,7 +221,7 @@ def trained(model: nn.Module, inputs: Inputs, case: Case) -> Outcome:
         try:
             difference, limits = compared(actual, expected, in_float32)
         except WrongGradientError:
-            check_steady(partial(run, original), original, actual, expected, in_float32)
+            check_steady(run, original, actual, expected, in_float32)
             if not policy.is_float32:
                 check_conditioned(run, original, expected)
             raise
@@ -247,7 +256,7 @@ def compared(
 
 
 def check_steady(
-    run: Callable[[], None],
+    run: Callable[[nn.Module], None],
     original: nn.Module,
     actual: Gradients,
     expected: Gradients,
@@ -259,7 +268,7 @@ def check_steady(
     """
     varying: set[str] = set()
     for _ in range(REPEATED):
-        run()
+        run(original)
         repeated = gradients_of(original)
         varying |= {name for name, g in expected.items() if not torch.equal(g, repeated[name])}
 
@@ -277,9 +286,7 @@ def check_conditioned(
 ) -> None:
     """Raise NoiseError if a rounding of the weights changes all digits of the gradients."""
     rounded = copy.deepcopy(original)
-    with torch.no_grad():
-        for parameter in rounded.parameters():
-            parameter.mul_(1 + ROUNDING * torch.randn_like(parameter))
+    round_weights(rounded)
     run(rounded)
     norm = norm_of(finite_norms(expected))
     change = norm_of(distances(gradients_of(rounded), expected)) / norm

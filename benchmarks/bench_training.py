@@ -43,6 +43,7 @@ from common import (
     paired,
     paired_cases,
     paired_lines,
+    round_weights,
     table,
     write_csv,
 )
@@ -122,9 +123,7 @@ class Case:
         in_place = partial(network.theirs, inplace=True)
         model = network.build(network.ours.get(self.variant, in_place)).to(self.device)
         if self.variant == OFF:
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(1 + 1e-7 * torch.randn_like(parameter))
+            round_weights(model)
         if self.variant == CONVERT:
             inplace_ops.convert(model)
         return model

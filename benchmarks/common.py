@@ -29,7 +29,7 @@ from statistics import mean, stdev
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -241,6 +241,16 @@ def exact_convolutions() -> Iterator[None]:
     kept = {name: getattr(cudnn, name) for name in ("enabled", "benchmark", "deterministic")}
     with cudnn.flags(**kept, allow_tf32=False):
         yield
+
+
+ROUNDING = 1e-7  # relative, of weights in float32
+
+
+def round_weights(model: nn.Module) -> None:
+    """Multiply all weights by 1 + ROUNDING times normal noise."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + ROUNDING * torch.randn_like(parameter))
 
 
 class Clock:
