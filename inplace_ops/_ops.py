@@ -254,8 +254,16 @@ def raise_out_of_memory(error: RuntimeError, allocate: Callable[[], Tensor]) -> 
     The op raises a RuntimeError about memory in any case: the stable ABI loses type and text, also
     those of an earlier error of a GPU. `allocate` allocates such a result again.
     """
-    if "out of memory" in str(error):
+    if is_out_of_memory(error):
         allocate()
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an allocation failed: on a GPU, on a CPU, or in an op of this package."""
+    text = str(error)
+    return any(
+        part in text for part in ("out of memory", "can't allocate memory", "not enough memory")
+    )
 
 
 def check_dtype(op: str, x: Tensor) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -73,6 +73,7 @@ Node = Any  # torch.autograd.graph.Node lacks the attributes of its subclasses
 # a view that an operation modifies.
 ACCUMULATE_GRAD = "AccumulateGrad"
 ADD = "AddBackward0"
+BACKWARD_HOOK = "BackwardHookFunctionBackward"
 CAT = "CatBackward0"
 CLONE = "CloneBackward0"
 COPY_SLICES = "CopySlices"
@@ -302,9 +303,19 @@ def op_name(op: OpOverload) -> str:
 # Modules: the public methods return copies, or run a module's own `__getattr__`.
 
 
-def own_parameters(module: nn.Module) -> MutableMapping[str, nn.Parameter | None]:
-    """Return a module's own parameters, without running parametrizations."""
+def own_parameters(module: nn.Module) -> Mapping[str, Tensor | None]:
+    """Return a module's own parameters, without running parametrizations.
+
+    Those of a replica of `nn.DataParallel` are tensors that were copied from the parameters.
+    """
+    if is_replica(module):
+        return {**module._parameters, **vars(module)["_former_parameters"]}
     return module._parameters
+
+
+def is_replica(module: nn.Module) -> bool:
+    """Whether `nn.DataParallel` has made the module, for one of its devices."""
+    return "_former_parameters" in vars(module)
 
 
 def has_children(module: nn.Module) -> bool:
@@ -360,11 +371,14 @@ class _FirstHook(OrderedDict[int, Any]):
 
 
 def future_gradient_hooks(tensor: Tensor) -> MutableMapping[int, Any]:
-    """Return the dictionary of all hooks of a tensor, which has none yet.
+    """Return the dictionary of all hooks of a tensor, also of those that are registered later.
 
-    The dictionary may outlive the tensor, and then tells whether hooks were registered.
+    The dictionary may outlive the tensor, and then tells whether hooks were registered. A tensor
+    has one such dictionary, which all callers share: another one would hide later hooks from them.
     """
-    tensor._backward_hooks = hooks = _FirstHook(tensor)
+    hooks = gradient_hooks(tensor)
+    if hooks is None:
+        tensor._backward_hooks = hooks = _FirstHook(tensor)
     return hooks
 
 

@@ -47,7 +47,7 @@ from ._torch_private import (
 from .activations import Activation, Save
 from .autograd import APPLY, FUNCTIONS
 from .recompute.functions import recomputed_activation
-from .recompute.nodes import no_graph
+from .recompute.nodes import grad_fn_of, no_graph
 from .recompute.norms import norm_of, source_of
 
 if TYPE_CHECKING:
@@ -170,6 +170,8 @@ def _without_grad(activation: Activation, input: Tensor, arguments: tuple[Any, .
         _ops.check_dtype(name, input)  # a clearer error: the op's own names a line of C++
         raise
     increment_version(input)
+    if input.requires_grad and input._is_view():
+        grad_fn_of(input)  # see NOTE [In place on a view] in `recompute/fused.py`
     return input
 
 
@@ -223,6 +225,8 @@ def _after_norm(
         recomputed_activation(norm.output, source.x, affine, activation, op_args, in_place)
     except NotImplementedError as error:
         raise _ops.unsupported(activation.function, input) from error
+    if norm.output is not input:
+        grad_fn_of(input)  # see NOTE [In place on a view] in `recompute/fused.py`
     return input
 
 

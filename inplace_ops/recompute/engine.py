@@ -76,12 +76,16 @@ proof detects it. Therefore the engine verifies each spec at its first use:
 
 NOTE [Containment]
 
-1. An error while the engine visits a node, or prepares a fused activation, leaves the tensor saved
-   and warns once. It never reaches the model. Errors in backward do: a written leaf must raise.
-2. The engine of a call is visible to its own thread only, and is reset in a `finally`.
-3. Nodes that were created outside a converted model's call have no record. The engine never reads
+1. An error while the engine visits a node, takes a note or prepares a fused activation leaves the
+   tensor saved. It never reaches the model. `Engine.warn_of` warns once, except of the errors that
+   autograd raises for a saved tensor that was freed or written to: its own backward raises them.
+   Errors in backward reach the model: a written leaf must raise.
+2. An error switches nothing off for later steps. If memory runs out while a spec is compared at its
+   first use, the next use of its key is a first use again.
+3. The engine of a call is visible to its own thread only, and is reset in a `finally`.
+4. Nodes that were created outside a converted model's call have no record. The engine never reads
    their saved tensors.
-4. The engine does nothing under tracers, compilers and `torch.func` transforms, and skips tensors
+5. The engine does nothing under tracers, compilers and `torch.func` transforms, and skips tensors
    that are not plain.
 """
 
@@ -129,6 +133,7 @@ from .operations import (
     Output,
     OutputRule,
     base_of,
+    viewed,
 )
 from .rewrites import Bits, Mask, Memories, Shape
 from .specs import (
@@ -188,20 +193,20 @@ class Settings:
     Attributes:
         max_ops: The largest number of operations that a spec may take.
         verified: For each spec key, whether the spec reproduced the saved tensor at its first use.
-        has_warned: Whether the engine has issued its one warning.
+        warned: The subjects of the warnings that were issued.
     """
 
     def __init__(self, max_ops: int = MAX_OPS) -> None:
         self.max_ops = max_ops
         self.verified: dict[SpecKey, bool] = {}
-        self.has_warned = False
+        self.warned: set[str] = set()
 
-    def warn(self, text: str) -> None:
-        """Warn once per model. Never raise, even if warnings are errors."""
-        if not self.has_warned:
-            self.has_warned = True
+    def warn(self, subject: str, text: str) -> None:
+        """Warn once per model and subject. Never raise, even if warnings are errors."""
+        if subject not in self.warned:
+            self.warned.add(subject)
             with suppress(Warning):
-                warnings.warn(text, stacklevel=2)
+                warnings.warn(f"inplace_ops: {text}", stacklevel=2)
 
 
 class Observer:
@@ -373,7 +378,7 @@ class Engine:
         if not torch.is_grad_enabled():
             return
         tensors = [value] if isinstance(value, Tensor) else tree_leaves(value)
-        pending = [t.grad_fn for t in tensors if isinstance(t, Tensor)]
+        pending = [nodes.grad_fn_of(t) for t in tensors if isinstance(t, Tensor)]
         if len(pending) == 1 and (pending[0] is None or was_visited(pending[0])):
             return  # usually the output of an inner module
         first, end = self._first, nodes.next_sequence_number()
@@ -399,7 +404,7 @@ class Engine:
         """Make `walk` stop at the nodes of the model's arguments: the caller created that graph."""
         if not USE_CREATION_HOOK:
             tensors = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
-            self._inputs.update(t.grad_fn for t in tensors if t.grad_fn is not None)
+            self._inputs.update(filter(None, map(nodes.grad_fn_of, tensors)))
 
     @_contained
     def finish(self) -> None:
@@ -416,12 +421,18 @@ class Engine:
     @_contained
     def note(self, tensor: Any) -> None:
         """Take a note of an operation's output: see NOTE [Versions are proved] in `versions.py`."""
-        if type(tensor) is Tensor and tensor.grad_fn is not None:
+        if type(tensor) is Tensor:
             self._take_note(tensor)
+        elif isinstance(tensor, Tensor) and nodes.is_plain(tensor):
+            with DisableTorchFunction():
+                self._take_note(tensor)
 
     def _take_note(self, tensor: Tensor) -> Record | None:
         """Take a note, and return the operation's record; None if the engine has not visited it."""
-        node, index = base_of(tensor.grad_fn, tensor.output_nr)
+        node = nodes.grad_fn_of(tensor)
+        if node is None:
+            return None
+        node, index = base_of(node, tensor.output_nr)
         if node is None or index != 0 or not was_visited(node):
             return None
         record = record_of(node) or ensure_record(node, nodes.stream_of(node))
@@ -442,10 +453,12 @@ class Engine:
     def _note_result(self, result: Tensor, function: Callable[..., Any], args: Any) -> None:
         """Take a note of a function's result, and of the number that it has added or subtracted."""
         self.walk(result)
-        if result.grad_fn is None:
+        node = nodes.grad_fn_of(result)
+        if node is None or not nodes.is_plain(result):
             return
-        number = number_of(function, args, result)
-        record = self._take_note(result)
+        number = number_of(function, args, node)
+        with DisableTorchFunction():
+            record = self._take_note(result)
         if record is not None and number is not None:
             record.number = torch.tensor(number, dtype=torch.double)
 
@@ -474,9 +487,22 @@ class Engine:
         """
         self.end_notes(module)
         self.walk(output)
-        if not isinstance(output, Tensor) or output.grad_fn is None:
+        if not isinstance(output, Tensor):
             return
-        node, index = base_of(output.grad_fn, output.output_nr)
+        if type(output) is Tensor:
+            self._finish_module(module, output, is_first_hook)
+        elif nodes.is_plain(output):
+            with DisableTorchFunction():
+                self._finish_module(module, output, is_first_hook)
+
+    def _finish_module(
+        self, module: nn.Module, output: Tensor, is_first_hook: Callable[[nn.Module], bool]
+    ) -> None:
+        """Do the same for a module that has returned one tensor."""
+        node = nodes.grad_fn_of(output)
+        if node is None:
+            return
+        node, index = base_of(node, output.output_nr)
         record = record_of(node) if node is not None and index == 0 else None
         if record is None:
             return
@@ -487,8 +513,7 @@ class Engine:
             with nodes.no_graph():
                 is_first = is_first_hook(module)
                 self._record_norm_module(module, node, record, output, is_first)
-        if type(output) is Tensor:
-            record.take_note(output)
+        record.take_note(output)
 
     def _record_norm_module(
         self, module: nn.Module, node: Node, record: Record, output: Tensor, is_first_hook: bool
@@ -520,8 +545,9 @@ class Engine:
             return
         where = "" if node is None else f" of {nodes.operation_name(node)}"
         self.settings.warn(
-            f"inplace_ops: tensors{where} are saved as PyTorch saves them, because the recompute "
-            f"engine failed: {type(error).__name__}: {error}"
+            "an error of the engine",
+            f"tensors{where} are saved as PyTorch saves them, because the recompute engine failed: "
+            f"{type(error).__name__}: {error}",
         )
 
     def _replace_saved_tensors(
@@ -715,10 +741,11 @@ class Engine:
         verified[key] = difference is None
         if difference is not None:
             self.settings.warn(
-                f"inplace_ops: the recomputed output of {value.name}, differs from the saved "
-                f"tensor ({difference}). Probably a write through .data modified the tensor "
-                "without raising its version counter, and recomputing it in backward would "
-                "give wrong gradients. From now on the tensor is saved as PyTorch saves it"
+                "a difference at the first use",
+                f"the recomputed output of {value.name}, differs from the saved tensor "
+                f"({difference}). Probably a write through .data modified the tensor without "
+                "raising its version counter, and recomputing it in backward would give wrong "
+                "gradients. From now on the tensor is saved as PyTorch saves it",
             )
         return difference is None
 
@@ -795,7 +822,7 @@ class Engine:
         if view is not None:
             if not view.condition(node):
                 return None
-            spec = self._output_spec(*nodes.producer(node, 0))
+            spec = self._output_spec(*viewed(node, index))
             if spec is None:
                 return None
             return ViewCall(view.function, (spec,), *_arguments(node, index, view.arguments))

@@ -12,8 +12,8 @@ activation's gradient and the norm's input x, and z's gradient is never written.
    consumers alone, or none. Autograd adds what both return, because a norm's backward is linear in
    the gradient of z.
 3. If backward creates a graph, or the gradient is batched or has a tangent, or under compiled
-   autograd, the Function returns the gradient of z alone, and the norm's node does the rest. Second
-   derivatives are PyTorch's.
+   autograd or anomaly mode, the Function returns the gradient of z alone, and the norm's node does
+   the rest. Second derivatives are PyTorch's.
 4. Code that asks for the gradient of z would get none, so nothing may ask for it. Neither z nor the
    modules of the norm and of the activation may have backward hooks when the activation runs. If
    the activation overwrites z, no tensor is left to ask with. Otherwise z must be gone when
@@ -113,10 +113,12 @@ class RecomputeFunction(Function):
 def _is_first_order(ctx: Any, grad: Tensor) -> bool:
     """Whether backward computes an ordinary first derivative, by an ordinary pass.
 
-    It creates no graph, and the gradient is neither batched nor has a tangent.
+    It creates no graph, the gradient is neither batched nor has a tangent, and anomaly mode does
+    not look for the operation that returns NaN.
     """
     return (
         not torch.is_grad_enabled()
+        and not torch.is_anomaly_enabled()
         and forward_ad._current_level < 0
         and not _ops.is_batched(grad)
         and not _is_in_compiled_autograd(ctx)

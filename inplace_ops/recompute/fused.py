@@ -11,8 +11,19 @@ Function then saves the same spec. The input is recomputed once for both: see NO
 in `specs.py`.
 
 The class's own forward runs alone if no norm precedes the activation, or the kernels do not support
-the tensor (nested and sparse tensors, subclasses, other dtypes), and under checkpoints, tracers,
-compilers and `torch.func`.
+the tensor (nested and sparse tensors, other dtypes), and under checkpoints, tracers, compilers,
+`torch.func` and anomaly mode, which names PyTorch's own nodes.
+
+NOTE [In place on a view]
+
+An in-place activation of a view makes a CopySlices node for the base, which hides what the
+activation saves. Some views have all elements of their base: an instance norm's output, and an
+alias, as the methods of a subclass of Tensor return it. Then the activation runs on the base.
+
+1. The module returns the view, as PyTorch's does.
+2. Autograd updates the view's `grad_fn` when it is read. The module reads it before it returns the
+   view: a hook that were registered before would be lost, or crash.
+3. A subclass may change what a function returns. The first call compares: see `_only_wraps`.
 """
 
 from __future__ import annotations
@@ -25,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _ops
-from .._torch_private import gradient_hooks, has_backward_hooks
+from .._torch_private import DisableTorchFunction, gradient_hooks, has_backward_hooks
 from ..activations import RELU, Activation
 from ..dispatch import check_inplace_allowed
 from ..supported import activation_of, is_pytorchs
@@ -47,27 +58,88 @@ def activation_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     if engine is None or len(args) != 1 or kwargs or not _is_ordinary_call(args[0]):
         return type(module).forward(module, *args, **kwargs)
     (z,) = args
+    if type(z) is Tensor or not _only_wraps(engine, module, z):
+        return _activated(engine, module, z)
+    check_inplace_allowed(z)
+    with DisableTorchFunction():
+        _activated(engine, module, z.as_subclass(Tensor))
+    return _with_current_history(z)
+
+
+def _activated(engine: Engine, module: nn.Module, z: Tensor) -> Tensor:
+    """Return the activation of z, fused with the norm before it if possible."""
     engine.walk(z)
-    norm = norms.norm_of(z)
+    base = _whole_base(z) if type(z) is Tensor else None
+    norm = norms.norm_of(z if base is None else base)
     y = None if norm is None else _fused(engine, module, z, norm)
     if y is None:
         engine.note(z)
-        y = _unfused(engine, module, z, norm)
+        y = _unfused(engine, module, z, base if norm is None else norm.output)
         engine.walk(y)
         engine.note(y)
     return y
 
 
 def _is_ordinary_call(z: Any) -> bool:
-    """Whether autograd records a call with z, and no transform, tangent or other hooks see it."""
+    """Whether autograd records a call with z, and nothing else sees or reports it.
+
+    Transforms, tangents, subclasses that are not plain, and saved-tensor hooks of other code see
+    it. Anomaly mode reports a node.
+    """
     return (
-        type(z) is Tensor
+        isinstance(z, Tensor)
+        and (type(z) is Tensor or nodes.is_plain(z))
         and z.requires_grad
         and torch.is_grad_enabled()
         and not nodes.is_transformed()
         and not nodes.saved_tensor_hooks_are_active()
         and not nodes.has_tangent(z)
+        and not torch.is_anomaly_enabled()
     )
+
+
+def _only_wraps(engine: Engine, module: nn.Module, z: Tensor) -> bool:
+    """Whether a subclass of Tensor only wraps what a module returns, which runs in place on z.
+
+    The first call of a module of this class compares, with a copy of z.
+    """
+    call = activation_of(module)
+    if call is None or not _is_in_place(module, call.activation) or is_user_mode_active():
+        return False
+    key = "only wraps", type(z), type(module)
+    verified = engine.settings.verified
+    if key not in verified:
+        try:
+            with torch.no_grad():
+                wrapped = type(module).forward(module, z.detach().clone())
+                with DisableTorchFunction():
+                    copy = z.detach().clone().as_subclass(Tensor)
+                    expected = type(module).forward(module, copy)
+                    verified[key] = type(wrapped) is type(z) and torch.allclose(
+                        wrapped, expected, rtol=0.0, atol=0.0, equal_nan=True
+                    )
+        except Exception as error:
+            engine.warn_of(error)
+            return False
+    return verified[key]
+
+
+def _whole_base(z: Tensor) -> Tensor | None:
+    """Return the base of which z is an alias: it has the same elements, shape and strides.
+
+    Return None of other tensors, and of an alias of an autograd leaf.
+    """
+    base = z._base
+    if base is None or base.grad_fn is None or base.dtype is not z.dtype:
+        return None
+    is_same = (base.shape, base.stride()) == (z.shape, z.stride())
+    return base if is_same and base.storage_offset() == z.storage_offset() else None
+
+
+def _with_current_history(view: Tensor) -> Tensor:
+    """Return a view after autograd has updated it: see 2 of NOTE [In place on a view]."""
+    nodes.grad_fn_of(view)
+    return view
 
 
 def _fused(engine: Engine, module: nn.Module, z: Tensor, norm: norms.Norm) -> Tensor | None:
@@ -100,10 +172,8 @@ def _fused(engine: Engine, module: nn.Module, z: Tensor, norm: norms.Norm) -> Te
         if not engine.is_verified(make_recomputed, norm.output, activation.name, type(x)):
             return None
         bypass = _bypass(norm, record, module, x, z, is_in_place)
-    except RuntimeError:  # freed or modified: the norm's own backward raises
-        return None
     except Exception as error:
-        engine.warn_of(error)
+        engine.warn_of(error, norm.node)
         return None
     if not isinstance(x, Tensor):
         x = x.for_consumer(activation.name, engine.next_number)
@@ -114,7 +184,7 @@ def _fused(engine: Engine, module: nn.Module, z: Tensor, norm: norms.Norm) -> Te
         run = partial(_run_in_place, forward)
     else:
         z_or_base, run = z, forward
-        if norm.output is not z:  # an instance norm's output, of which z is a view
+        if norm.output.shape != z.shape:  # an instance norm's output, of which z is a view
             assert isinstance(x, Tensor)
             x, affine = x.detach().view(z.shape), _with_samples(affine, z)
     op_args = _ops.OpArgs(_ops.dim_order_of(z_or_base), scalars)
@@ -132,7 +202,7 @@ def _fused(engine: Engine, module: nn.Module, z: Tensor, norm: norms.Norm) -> Te
         saves_output = activation.torch_saves_output and (is_in_place or activation is RELU)
         producer = node if saves_output else norm.node
         engine.observer.fused(producer, node, y)
-    return z if y is norm.output else y
+    return _with_current_history(z) if y is norm.output else y
 
 
 def _run_in_place(forward: Forward, z: Tensor) -> Tensor:
@@ -191,19 +261,17 @@ def _recomputed_output(
     return Recomputed(spec, norm.output, nodes.operation_name(norm.node), activation.name)
 
 
-def _unfused(engine: Engine, module: nn.Module, z: Tensor, norm: norms.Norm | None) -> Tensor:
-    """Run the class's own forward.
+def _unfused(engine: Engine, module: nn.Module, z: Tensor, base: Tensor | None) -> Tensor:
+    """Run the class's own forward on z, or in place on its base: see NOTE [In place on a view].
 
-    If the activation runs in place after an instance norm, run it on the base of the view z: in
-    place on the view, autograd would create a CopySlices node, which hides the activation's saved
-    tensors. Not so if a function mode may return another tensor.
+    A function mode of the user may return another tensor than the one that it gets.
     """
-    if norm is not None and norm.output is not z and not is_user_mode_active():
+    if base is not None and base is not z and not is_user_mode_active():
         call = activation_of(module)
         if call is not None and _is_in_place(module, call.activation):
             check_inplace_allowed(z)
-            _with_notes(engine, module, norm.output)
-            return z
+            _with_notes(engine, module, base)
+            return _with_current_history(z)
     return _with_notes(engine, module, z)
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from operator import attrgetter
@@ -155,6 +155,20 @@ def producer(node: Node, index: int) -> tuple[Node, int]:
     """
     edges = node.next_functions
     return edges[index] if index < len(edges) else (None, 0)
+
+
+def grad_fn_of(tensor: Tensor) -> Node:
+    """Return the node that produced a tensor; None if there is none, or if autograd does not tell.
+
+    If the base of a view was modified in place, this call updates the view's `grad_fn`. Autograd
+    does so only when `grad_fn` is read. Until then a new hook on the view is lost, or crashes.
+
+    Autograd raises for a stale view: one of several outputs of an operation, whose base was
+    modified in place since.
+    """
+    with DisableTorchFunction(), suppress(RuntimeError):
+        return tensor.grad_fn
+    return None
 
 
 # Return the node that produced each input of an operation, and the index of its output.
@@ -306,13 +320,26 @@ def _packed_of(raw: Any) -> Packed | None:
     return value if isinstance(value, Packed) else None
 
 
-def saved_is_contiguous(node: Node, field: str) -> bool:
-    """Whether a saved tensor is contiguous, or was when the engine replaced it."""
+def saved_stride(node: Node, field: str) -> tuple[int, ...] | None:
+    """Return a saved tensor's strides, or those that it had when the engine replaced it.
+
+    Return None if other code's hooks hide the tensor.
+    """
     saved: Any = saved_tensor(node, field)
     if saved is not None:
-        return saved.is_contiguous()
+        return tuple(saved.stride())
     value: Any = packed(node, field)
-    return value is not None and value.stride == _ops.dense_strides(value.shape, None)
+    return None if value is None else tuple(value.stride)
+
+
+def same_strides(
+    shape: Sequence[int], first: Sequence[int] | None, second: Sequence[int] | None
+) -> bool:
+    """Whether two strides mean the same for tensors of a shape. False if one is not known."""
+    if first is None or second is None:
+        return False
+    strides = zip(shape, first, second, strict=True)
+    return all(mine == other for size, mine, other in strides if size > 1)
 
 
 def has_hooks(node: Node, field: str) -> bool:

@@ -29,6 +29,7 @@ from .._torch_private import (
     BatchNorm,
     InstanceNorm,
     is_named,
+    is_replica,
     own_parameters,
 )
 from .nodes import (
@@ -43,7 +44,8 @@ from .nodes import (
     output_dtype,
     output_shape,
     producer,
-    saved_is_contiguous,
+    same_strides,
+    saved_stride,
     saved_tensor,
     tensor_without_values,
 )
@@ -336,6 +338,8 @@ def runs_pytorchs_forward(module: nn.Module) -> bool:
     if _methods_of(cls) != _METHODS[original] or _functions() != _FUNCTIONS:
         return False
     shadows = {"weight", "bias", *_DECIDING} & vars(module).keys()
+    if is_replica(module):  # its parameters are attributes
+        shadows -= {name for name, p in own_parameters(module).items() if vars(module)[name] is p}
     return not shadows and not hasattr(cls, "weight") and not hasattr(cls, "bias")
 
 
@@ -381,7 +385,8 @@ def parameters_of_module(node: Node, module: nn.Module) -> Parameters | None:
         return None
     if not (saved is weight or is_repeated or _is_same_memory(saved, weight)):
         return None
-    if any(type(parameter) not in (nn.Parameter, type(None)) for parameter in (weight, bias)):
+    types = {nn.Parameter, type(None), *([Tensor] if is_replica(module) else [])}
+    if not types.issuperset(map(type, (weight, bias))):
         return None  # a subclass's `__torch_function__` may pass another to the operation
     return Parameters(weight, bias) if _is_usable(weight) and _is_usable(bias) else None
 
@@ -390,7 +395,7 @@ def _is_same_memory(saved: Any, weight: Any) -> bool:
     """Whether a saved tensor is a weight without its gradient, as `saved_bytes` saves weights."""
     return (
         type(saved) is Tensor
-        and type(weight) is nn.Parameter
+        and type(weight) in (nn.Parameter, Tensor)
         and has_storage(weight)
         and (saved.data_ptr(), saved.shape, saved.stride(), saved.dtype)
         == (weight.data_ptr(), weight.shape, weight.stride(), weight.dtype)
@@ -563,7 +568,10 @@ def _is_contiguous(node: Node) -> bool:
 
     On a GPU PyTorch makes the input contiguous first.
     """
-    return output_device(node, 0).type == "cuda" or saved_is_contiguous(node, "input")
+    if output_device(node, 0).type == "cuda":
+        return True
+    shape = output_shape(node, 0)
+    return same_strides(shape, saved_stride(node, "input"), _ops.dense_strides(shape, None))
 
 
 def _row_norm(node: Node, parameters: Parameters, statistics: Statistics | None) -> NormAffine:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from .._torch_private import (
     ADD,
     SUB,
+    Node,
     function_modes,
     is_named,
     remove_function_mode,
@@ -54,14 +55,13 @@ def gains_from_notes(module: nn.Module, args: Any) -> bool:
     return bool(inputs) and next(module.parameters(recurse=False), None) is None
 
 
-def number_of(function: Callable[..., Any], args: Any, result: Tensor) -> float | None:
+def number_of(function: Callable[..., Any], args: Any, node: Node) -> float | None:
     """Return the number that a function has added or subtracted; None for other functions.
 
-    The node of the result does not save it.
+    The function's node does not save it.
     """
     if function not in _SUM_FUNCTIONS or len(args) != 2:
         return None
-    node: Any = result.grad_fn
     if not (is_named(node, ADD) or is_named(node, SUB)):
         return None
     if sum(producer is None for producer, _ in node.next_functions) != 1:
@@ -79,7 +79,7 @@ Note = Callable[[Tensor, Callable[..., Any], Any], None]
 
 
 class NotingMode(TorchFunctionMode):
-    """Takes a note of each plain tensor that a function returns while grad mode is enabled.
+    """Takes a note of each tensor that a function returns while grad mode is enabled.
 
     Without grad mode a function makes no node. The tensor that it returns may have one: a tensor
     that it has written to, or a view of a tensor.
@@ -94,7 +94,7 @@ class NotingMode(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **kwargs) if kwargs else func(*args)
         if (
-            type(result) is Tensor
+            isinstance(result, Tensor)
             and torch.is_grad_enabled()
             and not torch.compiler.is_dynamo_compiling()
         ):

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _ops
-from .._torch_private import ACCUMULATE_GRAD
+from .._torch_private import ACCUMULATE_GRAD, BACKWARD_HOOK, is_named
 from ..activations import LEAKY_RELU, RELU, Activation
 from . import nodes
 from .nodes import Node
@@ -384,38 +384,54 @@ def _unbind(x: Tensor, dim: int, index: int) -> Tensor:
 
 
 def _reshapes(node: Node) -> bool:
-    """Whether `as_strided` returned all elements of a contiguous tensor, in their order."""
-    size = nodes.argument(node, "size")
+    """Whether `as_strided` returned all elements of a tensor in their order.
+
+    It did if it returned an alias, or a contiguous view of a contiguous tensor.
+    """
+    if nodes.argument(node, "storage_offset") not in (0, None):
+        return False
+    size, stride = nodes.argument(node, "size"), nodes.argument(node, "stride")
     producer, index = nodes.producer(node, 0)
+    shape = nodes.output_shape(producer, index)
+    known = _known_stride(producer, shape)
+    if size == shape:
+        return nodes.same_strides(shape, stride, known)
     return (
-        nodes.argument(node, "storage_offset") in (0, None)
-        and nodes.argument(node, "stride") == _ops.dense_strides(size, None)
-        and math.prod(size) == nodes.output_shape(producer, index).numel()
-        and _is_contiguous(producer)
+        math.prod(size) == shape.numel()
+        and nodes.same_strides(size, stride, _ops.dense_strides(size, None))
+        and nodes.same_strides(shape, known, _ops.dense_strides(shape, None))
     )
 
 
-def _is_contiguous(node: Node) -> bool:
-    """Whether a node's output is known to be contiguous: that of an activation, or a reshape of it.
+def _known_stride(node: Node, shape: torch.Size) -> tuple[int, ...] | None:
+    """Return the strides of a node's output, of this shape; None if they are not known.
 
-    An activation's output is contiguous if the tensor that the activation saves is contiguous.
+    They are known of an activation, and of a reshape of an activation that is contiguous. What an
+    activation saves has the strides of its output.
     """
     if VIEW_OF[type(node)] is _RESHAPE:
-        return _is_contiguous(nodes.producer(node, 0)[0])
+        producer, index = nodes.producer(node, 0)
+        inner = nodes.output_shape(producer, index)
+        known = _known_stride(producer, inner)
+        is_contiguous = nodes.same_strides(inner, known, _ops.dense_strides(inner, None))
+        return _ops.dense_strides(shape, None) if is_contiguous else None
     operation = OPERATION_OF[type(node)]
     if operation is None:
-        return False
+        return None
     if operation.output == "activation after a norm":
-        return node.op_args.dim_order is None
+        return _ops.dense_strides(shape, node.op_args.dim_order)
     field = operation.activation_field
-    return bool(field) and nodes.saved_is_contiguous(node, field)
+    return nodes.saved_stride(node, field) if field else None
 
 
 _RESHAPE = View(Tensor.reshape, (nodes.output_shape,))
+_ALIAS = View(same)
 
 # Use `reshape` where forward used a view: the recomputed input may have other strides.
 VIEWS: Mapping[str, View] = {
-    "AliasBackward0": View(same),
+    "AliasBackward0": _ALIAS,
+    # A module with full backward hooks gets and returns aliases, each of the input at its place.
+    BACKWARD_HOOK: _ALIAS,
     # Autograd regenerates the node of a view whose base was modified in place, for example of an
     # instance norm's output that an activation has overwritten.
     "AsStridedBackward0": View(Tensor.reshape, ("size",), _reshapes),
@@ -461,14 +477,21 @@ def base_of(node: Node, index: int) -> tuple[Node, int]:
     Return the given node and index if the output is not a view.
     """
     while node is not None and VIEW_OF[type(node)] is not None:
-        node, index = node.next_functions[0]
+        node, index = viewed(node, index)
     return node, index
 
 
-def reshapes_only(node: Node) -> bool:
-    """Whether the output of a node is not a view, or only reshapes its base."""
+def viewed(node: Node, index: int) -> tuple[Node, int]:
+    """Return the node and index of the tensor of which an output is a view."""
+    position = index if is_named(node, BACKWARD_HOOK) else 0
+    source: tuple[Node, int] = node.next_functions[position]
+    return source
+
+
+def reshapes_only(node: Node, index: int) -> bool:
+    """Whether an output of a node is not a view, or only reshapes its base."""
     while (view := VIEW_OF[type(node)]) is not None:
-        if view is not _RESHAPE:
+        if view not in (_RESHAPE, _ALIAS):
             return False
-        node, _ = nodes.producer(node, 0)
+        node, index = viewed(node, index)
     return True

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -45,7 +46,11 @@ class Mask(Packed):
         ones = torch.ones((), dtype=self.dtype, device=self.bits.device).expand(self.shape)
         unpack = self.activation.ops.call_backward["mask"]
         scalars = self._SCALARS[self.activation.function]
-        signs: Tensor = unpack(ones, self.bits, self.dim_order, *scalars)
+        try:
+            signs: Tensor = unpack(ones, self.bits, self.dim_order, *scalars)
+        except RuntimeError as error:
+            _ops.raise_out_of_memory(error, partial(torch.empty_like, ones))
+            raise
         return signs
 
     def tensors(self) -> Iterator[Tensor]:

@@ -57,7 +57,7 @@ from .. import _ops
 from .._torch_private import NO_PASS, running_pass
 from ..activations import Activation
 from ..memory import Packed
-from .nodes import WeakMemory, has_storage, no_graph, unpacking
+from .nodes import WeakMemory, has_storage, no_graph, same_strides, unpacking
 from .norms import NormAffine
 
 # A recomputed norm's output may differ from PyTorch's by this many eps times its magnitude. The
@@ -700,14 +700,17 @@ class Recomputed(Packed):
         recomputed, return the error's text.
 
         Raises:
-            WrittenToError: A leaf was modified. This says nothing about other forward passes, in
-                which the value may be right.
+            WrittenToError: A leaf was modified.
+            RuntimeError: Memory ran out.
+                Neither says anything about other forward passes, in which the value may be right.
         """
         try:
             value = self.compute()
         except WrittenToError:
             raise
         except RuntimeError as error:
+            if _ops.is_out_of_memory(error):
+                raise
             return str(error)
         return self.difference_of(value, saved)
 
@@ -745,8 +748,7 @@ class Recomputed(Packed):
         """Return the value with the strides of the saved tensor, on which kernels may depend."""
         if value.stride() == self.stride:
             return value
-        strides = zip(self.shape, value.stride(), self.stride, strict=True)
-        if all(mine == other for size, mine, other in strides if size > 1):
+        if same_strides(self.shape, value.stride(), self.stride):
             return value.as_strided(self.shape, self.stride)
         # Copy the tensor that the saved one was expanded from, and expand the result.
         unexpanded = _without_expansion(self.shape, self.stride)

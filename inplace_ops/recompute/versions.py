@@ -198,7 +198,7 @@ def take_note_of_alias(record: Record, saved: Tensor, alias: Tensor) -> None:
         saved: The saved tensor.
         alias: The alias that is saved instead.
     """
-    if reshapes_only(saved.grad_fn):
+    if reshapes_only(saved.grad_fn, saved.output_nr):
         record.take_note(alias)
 
 

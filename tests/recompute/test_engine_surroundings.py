@@ -636,7 +636,7 @@ def test_subclasses_with_torch_dispatch_stay_saved() -> None:
     parameters = dict(zip(dict(twin.named_parameters()), pairs, strict=True))
     output = torch.func.functional_call(twin, parameters, pair)
     assert replaced(output) == []
-    assert not conversion_of(twin).settings.has_warned
+    assert not conversion_of(twin).settings.warned
 
 
 class OnlyAten(Tensor):
@@ -663,7 +663,7 @@ def test_norm_statistics_in_a_subclass_are_not_read(affine: bool) -> None:
     model = nn.Sequential(nn.BatchNorm2d(8, affine=affine), nn.SiLU(), nn.Conv2d(8, 4, 1))
     twin = converted_twin(model)
     twin(OnlyAten(torch.randn(2, 8, 16, 16)).requires_grad_()).sum().backward()
-    assert not conversion_of(twin).settings.has_warned
+    assert not conversion_of(twin).settings.warned
 
 
 def test_class_assigned_to_one_tensor_does_not_affect_others() -> None:

@@ -1,0 +1,407 @@
+"""Hooks on tensors and modules see in a converted model what they see in PyTorch.
+
+A hook scales the gradient that it gets, so that a lost hook changes gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from _support.twins import C, assert_same_step, converted_twin, images, step_of
+from torch import Tensor, nn
+
+import inplace_ops
+from inplace_ops.memory import saved_bytes
+
+pytestmark = pytest.mark.usefixtures("source", "_small_tensors_too")
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "batch": lambda: nn.BatchNorm2d(C),
+    "group": lambda: nn.GroupNorm(2, C),
+    "instance": lambda: nn.InstanceNorm2d(C, affine=True),
+    "instance without parameters": lambda: nn.InstanceNorm2d(C),
+}
+IN_PLACE: dict[str, Callable[[], nn.Module]] = {
+    "relu": lambda: nn.ReLU(inplace=True),
+    "leaky_relu": lambda: nn.LeakyReLU(0.1, inplace=True),
+    "silu": lambda: nn.SiLU(inplace=True),
+    "hardswish": lambda: nn.Hardswish(inplace=True),
+}
+OUT_OF_PLACE: dict[str, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU,
+    "silu": nn.SiLU,
+    "gelu": nn.GELU,
+}
+each_norm = pytest.mark.parametrize("norm", NORMS)
+
+
+class Hooks:
+    """Hooks on gradients: what they saw, in their order."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, Tensor]] = []
+        self.retained: list[Tensor] = []
+
+    def on(self, tensor: Tensor, name: str, factor: float = 2.0) -> Any:
+        """Register a hook on a tensor that multiplies its gradient."""
+
+        def hook(grad: Tensor) -> Tensor:
+            self.seen.append((name, grad.clone()))
+            return grad * factor
+
+        return tensor.register_hook(hook)
+
+    def at(self, place: str, module: nn.Module) -> None:
+        """Let a module register a hook on its output, or on its input before forward."""
+        kind = place.partition(" of ")[0]
+        if kind == "input":
+            module.register_forward_pre_hook(lambda m, args: void(self.on(args[0], place)))
+        elif kind == "removed hook":
+            module.register_forward_hook(lambda m, a, y: void(self.on(y, place).remove()))
+        elif kind == "retained gradient":
+            module.register_forward_hook(lambda m, a, y: void(self.retain(y)))
+        else:
+            module.register_forward_hook(lambda m, a, y: void(self.on(y, place)))
+
+    def retain(self, tensor: Tensor) -> None:
+        tensor.retain_grad()
+        self.retained.append(tensor)
+
+    def assert_saw(self, expected: Hooks) -> None:
+        assert [name for name, _ in self.seen] == [name for name, _ in expected.seen]
+        pairs = [
+            (mine, theirs) for (_, mine), (_, theirs) in zip(self.seen, expected.seen, strict=True)
+        ]
+        pairs += [
+            (mine.grad, theirs.grad)
+            for mine, theirs in zip(self.retained, expected.retained, strict=True)
+        ]
+        for mine, theirs in pairs:
+            assert (mine is None) == (theirs is None)
+            if mine is not None:
+                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def void(_: Any) -> None:
+    """Return None, as a hook does that changes nothing."""
+
+
+class Block(nn.Module):
+    """A convolution, a norm and an activation."""
+
+    def __init__(self, norm: nn.Module, activation: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.norm, self.act = nn.Conv2d(3, C, 3), norm, activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(self.conv(x)))
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return (self.conv, self.norm, self.act)[index]
+
+
+def sequential(norm: nn.Module, activation: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, C, 3), norm, activation)
+
+
+def assert_same_as_pytorch(
+    model: nn.Module, places: dict[str, Callable[[Any], nn.Module]], on_output: bool = False
+) -> None:
+    """Train a model and its converted twin with hooks at places, and compare all that they see.
+
+    Args:
+        model: The model.
+        places: By what a hook is on: returns the module that registers it.
+        on_output: Whether the training code registers a hook on the model's output too.
+    """
+    x = images()
+    twin = converted_twin(model)
+    steps, hooks = [], []
+    for m in (model, twin):
+        hooks.append(Hooks())
+        for place, module_of in places.items():
+            hooks[-1].at(place, module_of(m))
+        seen = hooks[-1]
+
+        def loss(output: Tensor, seen: Hooks = seen) -> Tensor:
+            return output.square().sum()
+
+        def run(t: Tensor, m: nn.Module = m, seen: Hooks = seen) -> Tensor:
+            output = m(t)
+            if on_output:
+                seen.on(output, "own output")
+            return output
+
+        wrapper = nn.Module()
+        wrapper.inner, wrapper.forward = m, run
+        steps.append(step_of(wrapper, x, loss))
+    hooks[1].assert_saw(hooks[0])
+    assert_same_step(steps[1], steps[0], 1e-4)
+
+
+PLACES: dict[str, Callable[[Any], nn.Module]] = {
+    "output of norm": lambda m: m[1],
+    "removed hook of norm": lambda m: m[1],
+    "retained gradient of norm": lambda m: m[1],
+    "input of activation": lambda m: m[2],
+    "output of activation": lambda m: m[2],
+    "retained gradient of activation": lambda m: m[2],
+    "output of block": lambda m: m,
+}
+
+
+def combinations(norm: str) -> Iterator[tuple[str, ...]]:
+    """Yield sets of places, pairs in both orders. Triples where the norm returns a view."""
+    for size in range(4 if norm == "instance" else 3):
+        for places in itertools.combinations(PLACES, size):
+            yield places
+            if size == 2:
+                yield places[::-1]
+
+
+@each_norm
+@pytest.mark.parametrize("activation", IN_PLACE)
+@pytest.mark.parametrize("block", [sequential, Block], ids=["sequential", "class"])
+def test_hooks_around_an_in_place_activation(norm: str, activation: str, block: Any) -> None:
+    """An instance norm returns a view, which the activation overwrites."""
+    for places in combinations(norm):
+        model = block(NORMS[norm](), IN_PLACE[activation]())
+        chosen = {place: PLACES[place] for place in places}
+        assert_same_as_pytorch(model, chosen, on_output=len(places) % 2 == 0)
+
+
+@each_norm
+@pytest.mark.parametrize("activation", OUT_OF_PLACE)
+def test_hooks_around_an_activation(norm: str, activation: str) -> None:
+    for places in combinations(norm):
+        model = sequential(NORMS[norm](), OUT_OF_PLACE[activation]())
+        assert_same_as_pytorch(model, {place: PLACES[place] for place in places}, on_output=True)
+
+
+def instance_norm(x: Tensor) -> Tensor:
+    return F.instance_norm(x)
+
+
+def alias(x: Tensor) -> Tensor:
+    return (x * 2).view(x.shape)
+
+
+def half(x: Tensor) -> Tensor:
+    return (x * 2)[:, : C // 2]
+
+
+IN_PLACE_FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]] = {
+    "relu": (inplace_ops.relu_, torch.relu_),
+    "leaky_relu": (
+        lambda x, **k: inplace_ops.leaky_relu_(x, 0.1, **k),
+        lambda x: F.leaky_relu_(x, 0.1),
+    ),
+    "silu": (inplace_ops.silu_, lambda x: F.silu(x, inplace=True)),
+}
+
+
+@pytest.mark.parametrize("function", IN_PLACE_FUNCTIONS)
+@pytest.mark.parametrize(
+    ("view_of", "arguments"),
+    [
+        (instance_norm, {}),
+        (instance_norm, {"save": "recompute"}),
+        (alias, {}),
+        (half, {}),
+    ],
+    ids=["instance norm", "instance norm, recomputed", "alias", "half"],
+)
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+def test_hooks_on_a_view_that_a_function_overwrites(
+    function: str,
+    view_of: Callable[[Tensor], Tensor],
+    arguments: dict[str, Any],
+    grad: bool,
+) -> None:
+    """A hook on the view sees the gradient that it sees after PyTorch's function.
+
+    Without grad PyTorch's own function leaves the view as it was, and a hook on it crashes, unless
+    its `grad_fn` is read before: here the reference reads it.
+    """
+    ours, theirs = IN_PLACE_FUNCTIONS[function]
+    x = images().mul(3).requires_grad_()
+    x_of, hooks = [], []
+    for run in (lambda v: ours(v, **arguments), theirs):
+        view = view_of(torch.cat([x, x], 1))
+        hooks.append(Hooks())
+        with torch.set_grad_enabled(grad):
+            result = run(view)
+        assert result is view
+        if run is theirs:
+            assert result.grad_fn is not None
+        hooks[-1].on(result, "first", 3.0)
+        hooks[-1].on(result, "second", 0.5)
+        if grad:
+            hooks[-1].retain(result)
+        x_of.append(torch.autograd.grad(result.square().sum(), x)[0])
+    hooks[0].assert_saw(hooks[1])
+    torch.testing.assert_close(x_of[0], x_of[1], rtol=1e-4, atol=1e-4)
+
+
+# A hook on a norm's output z sees all of z's gradient, whoever reads z, and whenever it comes.
+
+READERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "silu": lambda m, z: m.silu(z),
+    "gelu": lambda m, z: m.gelu(z),
+    "relu": lambda m, z: m.relu(z),
+    "silu again": lambda m, z: m.silu(z),
+    "function": lambda m, z: torch.tanh(z),
+}
+
+
+class Readers(nn.Module):
+    """Several readers of a norm's output z, and actions on z between them."""
+
+    def __init__(self, norm: nn.Module, steps: tuple[str, ...], hooks: Hooks) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, C, 3), norm
+        self.silu, self.gelu, self.relu = nn.SiLU(), nn.GELU(), nn.ReLU()
+        self.steps, self.hooks = steps, hooks
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.norm(self.conv(x))
+        results: list[Tensor] = []
+        for step in self.steps:
+            if step == "hook":
+                self.hooks.on(z, "z", 3.0)
+            elif step == "removed hook":
+                self.hooks.on(z, "removed").remove()
+            elif step == "retain":
+                self.hooks.retain(z)
+            else:
+                results.append(READERS[step](self, z))
+        return torch.stack(results).prod(0)
+
+
+def programs_of_readers() -> Iterator[tuple[str, ...]]:
+    """Yield one to three readers with one or two actions on z, in all places."""
+    for readers in [
+        ("silu",),
+        ("silu", "gelu"),
+        ("silu", "silu again"),
+        ("relu", "silu"),
+        ("function", "gelu"),
+        ("silu", "gelu", "relu"),
+    ]:
+        for actions in [("hook",), ("removed hook",), ("hook", "removed hook"), ("retain",)]:
+            for places in itertools.product(range(len(readers) + 1), repeat=len(actions)):
+                steps = list(readers)
+                for place, action in zip(places, actions, strict=True):
+                    steps.insert(place, action)
+                yield tuple(steps)
+
+
+@each_norm
+def test_hook_sees_the_gradient_of_every_reader(norm: str) -> None:
+    x = images()
+    for steps in programs_of_readers():
+        hooks = [Hooks(), Hooks()]
+        model = Readers(NORMS[norm](), steps, hooks[0])
+        twin = copy.deepcopy(model)
+        twin.hooks = hooks[1]
+        inplace_ops.convert(twin, max_ops=20)
+        expected, actual = step_of(model, x), step_of(twin, x)
+        assert hooks[0].seen or "hook" not in steps
+        hooks[1].assert_saw(hooks[0])
+        assert_same_step(actual, expected, 1e-4)
+
+
+@each_norm
+# Full backward hooks: a module gets and returns aliases.
+
+
+def with_backward_hooks(norm: str, activation: str) -> nn.Sequential:
+    layers = [
+        [nn.Conv2d(width, C, 3, padding=1), NORMS[norm](), OUT_OF_PLACE[activation]()]
+        for width in (3, C, C)
+    ]
+    return nn.Sequential(*itertools.chain(*layers), nn.Conv2d(C, 2, 1))
+
+
+KINDS: dict[str, tuple[type, ...]] = {
+    "convolutions": (nn.Conv2d,),
+    "norms": tuple({type(make()) for make in NORMS.values()}),
+    "activations": tuple({type(make()) for make in OUT_OF_PLACE.values()}),
+    "all": (nn.Module,),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("activation", OUT_OF_PLACE)
+@each_norm
+def test_full_backward_hooks_see_the_same_and_cost_no_memory(
+    norm: str, activation: str, kind: str
+) -> None:
+    model = with_backward_hooks(norm, activation)
+    plain = converted_twin(model)
+    seen: list[list[tuple[Tensor, ...]]] = [[], []]
+    twin = copy.deepcopy(model)
+    for m, found in zip((model, twin), seen, strict=True):
+        for module in m.modules():
+            if isinstance(module, KINDS[kind]) and not isinstance(module, nn.Sequential):
+                module.register_full_backward_hook(
+                    lambda _, of_inputs, of_outputs, found=found: void(
+                        found.append((*of_inputs, *of_outputs))
+                    )
+                )
+    inplace_ops.convert(twin, max_ops=20)
+    x = images()
+    expected, actual = step_of(model, x), step_of(twin, x)
+    assert_same_step(actual, expected, 1e-4)
+    assert len(seen[0]) == len(seen[1]) > 0
+    for mine, theirs in zip(*seen, strict=True):
+        for a, e in zip(mine, theirs, strict=True):
+            assert (a is None) == (e is None)
+            if a is not None:
+                torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
+    assert saved_bytes(twin, x.requires_grad_()) <= 1.02 * saved_bytes(plain, x)
+
+
+# Anomaly mode.
+
+
+def error_of(model: nn.Module) -> str:
+    """Return the error of a backward that makes NaN, in anomaly mode."""
+    with (
+        torch.autograd.set_detect_anomaly(True),
+        pytest.warns(UserWarning, match="Error detected in"),
+        pytest.raises(RuntimeError, match="returned nan values") as raised,
+    ):
+        (model(images(samples=4)).sum() * float("inf")).backward()
+    return str(raised.value)
+
+
+@each_norm
+@pytest.mark.parametrize("activation", [*OUT_OF_PLACE, "silu in place"])
+def test_anomaly_mode_names_the_operation(norm: str, activation: str) -> None:
+    makes = {**OUT_OF_PLACE, "silu in place": IN_PLACE["silu"]}
+    model = nn.Sequential(
+        nn.Conv2d(3, C, 3), NORMS[norm](), makes[activation](), nn.AdaptiveAvgPool2d(1)
+    )
+    twin = converted_twin(model)
+    assert error_of(twin) == error_of(model)
+
+
+@pytest.mark.parametrize("norm", ["batch", "instance"])
+def test_anomaly_mode_in_backward_alone_names_the_norm(norm: str) -> None:
+    """A batch norm's own node computes its gradients, also if forward ran without the mode."""
+    model = sequential(NORMS[norm](), nn.SiLU(inplace=norm == "instance"))
+    inplace_ops.convert(model)
+    loss = model(images(samples=4)).sum() * float("inf")
+    with (
+        torch.autograd.set_detect_anomaly(True),
+        pytest.warns(UserWarning, match="Error detected in NativeBatchNorm"),
+        pytest.raises(RuntimeError, match="NativeBatchNormBackward0"),
+    ):
+        loss.backward()
