@@ -20,17 +20,20 @@ and nothing else:
    node does not lead to them. A module that is not PyTorch's also gets a forward pre-hook: the two
    may take notes of the tensors inside, see `recompute/notes.py`. Before torch 2.14 all of them get
    a forward pre-hook, which records the versions of weight and bias.
-5. An activation without a `forward` attribute gets one: see `recompute/fused.py`.
+5. An activation without a `forward` attribute gets one: see `recompute/fused.py`. It also gets a
+   `__reduce_ex__` attribute, which copy and pickle read: the `forward` of a copy runs the copy. So
+   does a model of 3 that had no `forward` attribute.
 6. Any other module that is not PyTorch's, pooling and `nn.Identity` get a forward hook that takes a
    note of the output. Before torch 2.14 all other modules that may create nodes get it, and it
    walks over them: see NOTE [Where nodes come from] in `recompute/engine.py`. For the model itself
    `Conversion.run` does this.
-7. Parameters, buffers, the tree of modules, and the classes of all other modules do not change.
+7. The model itself gets a forward hook, which warns if a tool has replaced its forward since.
+8. Parameters, buffers, the tree of modules, and the classes of all other modules do not change.
    Scripted modules do not change at all.
-8. An `nn.TransformerEncoderLayer` and its parts get no hooks: with a hook on any of them the layer
+9. An `nn.TransformerEncoderLayer` and its parts get no hooks: with a hook on any of them the layer
    leaves its fast path in inference.
 
-`detach` undoes 1 to 6, in the model and in all of its parts, also in parts that were converted on
+`detach` undoes 1 to 7, in the model and in all of its parts, also in parts that were converted on
 their own. If `attach` fails, the model and its parts are restored, with the conversions that they
 had before.
 """
@@ -39,6 +42,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -99,7 +103,8 @@ class Conversion:
                 try:
                     observation.fill(self.report, output, (args, kwargs))
                 except Exception as error:
-                    self.settings.warn(f"inplace_ops: filling in the report failed: {error!r}")
+                    self.settings.warn("the report", f"filling in the report failed: {error!r}")
+            _last.conversion = self
             return output
 
     def _next_observation(self, model: nn.Module) -> Observation | None:
@@ -121,6 +126,15 @@ class Conversion:
         return _new_conversion, (self.settings.max_ops,)
 
 
+class _Last(threading.local):
+    """The conversion whose forward has ended last in this thread, until a hook has asked for it."""
+
+    conversion: Conversion | None = None
+
+
+_last = _Last()
+
+
 def _new_conversion(max_ops: int) -> Conversion:
     return Conversion(Settings(max_ops), Report())
 
@@ -140,6 +154,8 @@ def attach(model: nn.Module, conversion: Conversion) -> None:
             attachments = _attachments_for(module)
             if module is model:  # `Conversion.run` walks
                 attachments.discard(_OUTPUT_HOOK)
+                if _FORWARD not in attachments:
+                    attachments.add(_MODEL_HOOK)
             _add_attachments(
                 module, attachments & {_FORWARD} if module in without_hooks else attachments
             )
@@ -156,8 +172,10 @@ def _attach_conversion(model: nn.Module, conversion: Conversion) -> None:
     converted = None if own_forward is not None else _converted_class(type(model))
     if converted is not None:
         model.__class__ = converted
+    elif own_forward is None:
+        _set_forward(model, _class_forward)
     elif not _is_partial_of(own_forward, activation_forward):
-        _set_forward(model, partial(_instance_forward, model, own_forward), own_forward)
+        _set_forward(model, _instance_forward, own_forward)
     vars(model)[_CONVERSION] = conversion
 
 
@@ -186,9 +204,10 @@ class _Snapshot:
 # Modules of PyTorch whose output often is concatenated or added, which saves neither.
 _NOTED = (nn.Identity, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool2d, nn.AvgPool3d)
 
-# The attachments of a module: see 4 (norms), 6 (outputs) and 5 (activations) of NOTE [What convert
-# attaches].
+# The attachments of a module: see 4 (norms), 6 (outputs), 5 (activations) and 7 (the model) of NOTE
+# [What convert attaches].
 _NORM_HOOKS, _OUTPUT_HOOK, _FORWARD = "norm hooks", "output hook", "forward"
+_MODEL_HOOK = "model hook"
 
 
 def _attachments_for(module: nn.Module) -> set[str]:
@@ -227,7 +246,11 @@ def _attachments_of(module: nn.Module) -> set[str]:
     hooks = forward_hooks(module).values()
     attachments = {
         name
-        for name, hook in ((_NORM_HOOKS, _norm_hook), (_OUTPUT_HOOK, _output_hook))
+        for name, hook in (
+            (_NORM_HOOKS, _norm_hook),
+            (_OUTPUT_HOOK, _output_hook),
+            (_MODEL_HOOK, _model_hook),
+        )
         if hook in hooks
     }
     if _is_partial_of(vars(module).get("forward"), activation_forward):
@@ -248,17 +271,52 @@ def _add_attachments(module: nn.Module, attachments: set[str]) -> None:
         module.register_forward_hook(_norm_hook, prepend=True, always_call=is_leaf)
     if _OUTPUT_HOOK in missing:
         module.register_forward_hook(_output_hook, prepend=True)
+    if _MODEL_HOOK in missing:
+        module.register_forward_hook(_model_hook)
     if _FORWARD in missing:
-        _set_forward(module, partial(activation_forward, module))
+        _set_forward(module, activation_forward)
 
 
-def _set_forward(module: nn.Module, forward: partial[Any], wrapped: Any = None) -> None:
-    """Set a module's `forward` attribute, with the signature of the forward that it replaces."""
+def _set_forward(module: nn.Module, function: Callable[..., Any], wrapped: Any = None) -> None:
+    """Give a module a `forward` attribute that calls `function(module, ...)`.
+
+    Args:
+        module: The module.
+        function: The function.
+        wrapped: The `forward` attribute that the module had, which the function gets too. None if
+            it had none; copies of the module then get a `forward` attribute of their own.
+    """
+    forward = partial(function, module) if wrapped is None else partial(function, module, wrapped)
     with suppress(TypeError, ValueError):  # some callables have no signature
         forward.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
-    if wrapped is not None:
-        forward.__wrapped__ = wrapped  # type: ignore[attr-defined]
     vars(module)["forward"] = forward
+    if wrapped is None:
+        vars(module)[_REDUCE] = partial(_reduce_with_forward, module)
+
+
+_REDUCE = "__reduce_ex__"  # as an attribute of an instance, copy and pickle read it too
+
+
+def _reduce_with_forward(module: nn.Module, protocol: Any) -> Any:
+    """Reduce a module to all but its `forward` attribute, which rebuilding sets again."""
+    reduced = type(module).__reduce_ex__(module, protocol)
+    if isinstance(reduced, str) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+        return reduced
+    build, args, state, *rest = reduced
+    forward = state.get("forward")
+    if not isinstance(forward, partial) or forward.args[1:]:
+        return reduced
+    state = {name: value for name, value in state.items() if name not in ("forward", _REDUCE)}
+    return _rebuilt_with_forward, (build, args, forward.func), state, *rest
+
+
+def _rebuilt_with_forward(
+    build: Callable[..., nn.Module], args: tuple[Any, ...], function: Callable[..., Any]
+) -> nn.Module:
+    """Return a module with a `forward` attribute; copy and pickle set its state afterwards."""
+    module = build(*args)
+    _set_forward(module, function)
+    return module
 
 
 def _is_partial_of(forward: Any, function: Callable[..., Any]) -> bool:
@@ -272,11 +330,10 @@ def detach(model: nn.Module) -> None:
             for key in [key for key, hook in hooks.items() if hook in _HOOKS]:
                 del hooks[key]
         forward: Any = vars(module).get("forward")
-        if _is_partial_of(forward, activation_forward) or _is_partial_of(
-            forward, _instance_forward
-        ):
+        if any(_is_partial_of(forward, function) for function in _FORWARDS):
             del vars(module)["forward"]
-            if forward.func is _instance_forward and forward.args[1] is not None:
+            vars(module).pop(_REDUCE, None)
+            if forward.args[1:]:
                 vars(module)["forward"] = forward.args[1]
         original = vars(type(module)).get(_ORIGINAL_CLASS)
         if original is not None:
@@ -334,6 +391,11 @@ def _new_class(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return _run_converted(self, partial(cls.forward, self), *args, **kwargs)
 
+    # Tools that unwrap a forward by `__wrapped__`, such as accelerate, must stop here.
+    del forward.__wrapped__
+    with suppress(TypeError, ValueError):
+        forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+
     def reduce(self: nn.Module, protocol: Any) -> Any:
         """Reduce as an instance of the original class, and set the new class on rebuilding.
 
@@ -379,14 +441,16 @@ def _rebuilt(build: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Modul
     return model
 
 
-def _instance_forward(
-    model: nn.Module, forward: Callable[..., Any] | None, /, *args: Any, **kwargs: Any
-) -> Any:
-    """Run the engine for a model that keeps its class.
+def _class_forward(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """Run the engine for a model that keeps its class, and had no `forward` attribute."""
+    return _run_converted(model, partial(type(model).forward, model), *args, **kwargs)
 
-    `forward` is the `forward` attribute that the model had; None for the forward of its class.
-    """
-    return _run_converted(model, forward or partial(type(model).forward, model), *args, **kwargs)
+
+def _instance_forward(
+    model: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Run the engine for a model that had the `forward` attribute `forward`."""
+    return _run_converted(model, forward, *args, **kwargs)
 
 
 def _run_converted(
@@ -437,4 +501,27 @@ def _output_hook(module: nn.Module, args: Any, output: Any) -> None:
         engine.note(output)
 
 
-_HOOKS = (_norm_pre_hook, _leaf_pre_hook, _norm_hook, _output_hook)
+def _model_hook(model: nn.Module, args: Any, output: Any) -> None:
+    """Warn if a tool has replaced the model's forward, and the engine did not run."""
+    conversion = conversion_of(model)
+    if conversion is None or torch.compiler.is_compiling():
+        return
+    has_run, _last.conversion = _last.conversion is conversion, None
+    if not has_run and torch.is_grad_enabled() and not _runs_engine(model):
+        conversion.settings.warn(
+            "the forward",
+            "the model's forward was replaced after convert, and the new one saves everything as "
+            "PyTorch does: call inplace_ops.revert(model), then inplace_ops.convert(model)",
+        )
+
+
+def _runs_engine(model: nn.Module) -> bool:
+    """Whether the forward of a converted model is still the one that `attach` has given it."""
+    forward = vars(model).get("forward")
+    if forward is not None:
+        return any(_is_partial_of(forward, function) for function in _FORWARDS)
+    return any(_ORIGINAL_CLASS in vars(cls) for cls in type(model).__mro__)
+
+
+_HOOKS = (_norm_pre_hook, _leaf_pre_hook, _norm_hook, _output_hook, _model_hook)
+_FORWARDS = (activation_forward, _class_forward, _instance_forward)
