@@ -303,6 +303,9 @@ def op_name(op: OpOverload) -> str:
 # Modules: the public methods return copies, or run a module's own `__getattr__`.
 
 
+CALL = "_call_impl"  # the method that `nn.Module.__call__` runs
+
+
 def own_parameters(module: nn.Module) -> Mapping[str, Tensor | None]:
     """Return a module's own parameters, without running parametrizations.
 

@@ -7,9 +7,11 @@ outputs of norms and to replace the forward of activations. For this `attach` ch
 and nothing else:
 
 1. The model itself gets a new class: a subclass of its class that overrides `forward` to run the
-   engine. A method receives the instance that it is called on, so a replica or a copy runs with its
-   own parameters. A bound `forward` attribute would run with the original's. All models of one
-   class share one such subclass.
+   engine, and what `__call__` runs, to notice that a tool has set a `forward` attribute since. The
+   original class's forward is taken for the new one's; of another one a warning tells. A method
+   receives the instance that it is called on, so a replica or a copy runs with its own parameters.
+   A bound `forward` attribute would run with the original's. All models of one class share one
+   such subclass.
 2. The model gets an attribute with its `Conversion`. Without this attribute the new class's
    `forward` runs the original forward and nothing else.
 3. If the model has a `forward` attribute, or if no such subclass can be created, the model keeps
@@ -27,13 +29,12 @@ and nothing else:
    note of the output. Before torch 2.14 all other modules that may create nodes get it, and it
    walks over them: see NOTE [Where nodes come from] in `recompute/engine.py`. For the model itself
    `Conversion.run` does this.
-7. The model itself gets a forward hook, which warns if a tool has replaced its forward since.
-8. Parameters, buffers, the tree of modules, and the classes of all other modules do not change.
+7. Parameters, buffers, the tree of modules, and the classes of all other modules do not change.
    Scripted modules do not change at all.
-9. An `nn.TransformerEncoderLayer` and its parts get no hooks: with a hook on any of them the layer
+8. An `nn.TransformerEncoderLayer` and its parts get no hooks: with a hook on any of them the layer
    leaves its fast path in inference.
 
-`detach` undoes 1 to 7, in the model and in all of its parts, also in parts that were converted on
+`detach` undoes 1 to 6, in the model and in all of its parts, also in parts that were converted on
 their own. If `attach` fails, the model and its parts are restored, with the conversions that they
 had before.
 """
@@ -53,6 +54,7 @@ import torch
 from torch import nn
 
 from .._torch_private import (
+    CALL,
     forward_hooks,
     forward_pre_hooks,
     has_children,
@@ -127,12 +129,14 @@ class Conversion:
 
 
 class _Last(threading.local):
-    """The conversion whose forward has ended last in this thread, until a hook has asked for it."""
+    """The conversion whose engine has run last in this thread, if one has run since a reset."""
 
     conversion: Conversion | None = None
 
 
 _last = _Last()
+
+_CUDA_GRAPHS = "torch.cuda.graphs"  # the module of the forwards of `make_graphed_callables`
 
 
 def _new_conversion(max_ops: int) -> Conversion:
@@ -154,8 +158,6 @@ def attach(model: nn.Module, conversion: Conversion) -> None:
             attachments = _attachments_for(module)
             if module is model:  # `Conversion.run` walks
                 attachments.discard(_OUTPUT_HOOK)
-                if _FORWARD not in attachments:
-                    attachments.add(_MODEL_HOOK)
             _add_attachments(
                 module, attachments & {_FORWARD} if module in without_hooks else attachments
             )
@@ -204,10 +206,9 @@ class _Snapshot:
 # Modules of PyTorch whose output often is concatenated or added, which saves neither.
 _NOTED = (nn.Identity, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool2d, nn.AvgPool3d)
 
-# The attachments of a module: see 4 (norms), 6 (outputs), 5 (activations) and 7 (the model) of NOTE
-# [What convert attaches].
+# The attachments of a module: see 4 (norms), 6 (outputs) and 5 (activations) of NOTE [What convert
+# attaches].
 _NORM_HOOKS, _OUTPUT_HOOK, _FORWARD = "norm hooks", "output hook", "forward"
-_MODEL_HOOK = "model hook"
 
 
 def _attachments_for(module: nn.Module) -> set[str]:
@@ -246,11 +247,7 @@ def _attachments_of(module: nn.Module) -> set[str]:
     hooks = forward_hooks(module).values()
     attachments = {
         name
-        for name, hook in (
-            (_NORM_HOOKS, _norm_hook),
-            (_OUTPUT_HOOK, _output_hook),
-            (_MODEL_HOOK, _model_hook),
-        )
+        for name, hook in ((_NORM_HOOKS, _norm_hook), (_OUTPUT_HOOK, _output_hook))
         if hook in hooks
     }
     if _is_partial_of(vars(module).get("forward"), activation_forward):
@@ -271,8 +268,6 @@ def _add_attachments(module: nn.Module, attachments: set[str]) -> None:
         module.register_forward_hook(_norm_hook, prepend=True, always_call=is_leaf)
     if _OUTPUT_HOOK in missing:
         module.register_forward_hook(_output_hook, prepend=True)
-    if _MODEL_HOOK in missing:
-        module.register_forward_hook(_model_hook)
     if _FORWARD in missing:
         _set_forward(module, activation_forward)
 
@@ -391,10 +386,17 @@ def _new_class(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return _run_converted(self, partial(cls.forward, self), *args, **kwargs)
 
-    # Tools that unwrap a forward by `__wrapped__`, such as accelerate, must stop here.
-    del forward.__wrapped__
-    with suppress(TypeError, ValueError):
-        forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = vars(self).get("forward")
+        if own is None or torch.compiler.is_compiling():
+            return getattr(cls, CALL)(self, *args, **kwargs)
+        if getattr(own, "__func__", None) is cls.forward and own.__self__ is self:
+            # A tool has unwrapped the forward of this class, by `__wrapped__` as accelerate does.
+            del vars(self)["forward"]
+        _last.conversion = None
+        output = getattr(cls, CALL)(self, *args, **kwargs)
+        _warn_of_replaced_forward(self)
+        return output
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         """Reduce as an instance of the original class, and set the new class on rebuilding.
@@ -422,8 +424,8 @@ def _new_class(cls: type[nn.Module]) -> type[nn.Module]:
         )
 
     body = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    body |= {"forward": forward, "__reduce_ex__": reduce, "__prepare_scriptable__": raise_on_script}
-    body |= {_ORIGINAL_CLASS: cls}
+    body |= {"forward": forward, CALL: call, "__reduce_ex__": reduce}
+    body |= {"__prepare_scriptable__": raise_on_script, _ORIGINAL_CLASS: cls}
     # The base is set afterwards, because creating a subclass of `cls` calls its
     # `__init_subclass__`, which may for example register the class.
     metaclass: Any = type(cls)
@@ -439,6 +441,25 @@ def _rebuilt(build: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Modul
     if converted is not None:
         model.__class__ = converted
     return model
+
+
+def _warn_of_replaced_forward(model: nn.Module) -> None:
+    """Warn if a model has a `forward` attribute that has run without the engine.
+
+    A replayed CUDA graph runs no operation, so it needs no engine.
+    """
+    conversion = conversion_of(model)
+    if conversion is None or _last.conversion is conversion or running_engine() is not None:
+        return
+    forward = vars(model).get("forward")
+    if forward is None:
+        return
+    if torch.is_grad_enabled() and getattr(forward, "__module__", "") != _CUDA_GRAPHS:
+        conversion.settings.warn(
+            "the forward",
+            "the model's forward was replaced after convert, and the new one saves everything as "
+            "PyTorch does: call inplace_ops.revert(model), then inplace_ops.convert(model)",
+        )
 
 
 def _class_forward(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -501,27 +522,5 @@ def _output_hook(module: nn.Module, args: Any, output: Any) -> None:
         engine.note(output)
 
 
-def _model_hook(model: nn.Module, args: Any, output: Any) -> None:
-    """Warn if a tool has replaced the model's forward, and the engine did not run."""
-    conversion = conversion_of(model)
-    if conversion is None or torch.compiler.is_compiling():
-        return
-    has_run, _last.conversion = _last.conversion is conversion, None
-    if not has_run and torch.is_grad_enabled() and not _runs_engine(model):
-        conversion.settings.warn(
-            "the forward",
-            "the model's forward was replaced after convert, and the new one saves everything as "
-            "PyTorch does: call inplace_ops.revert(model), then inplace_ops.convert(model)",
-        )
-
-
-def _runs_engine(model: nn.Module) -> bool:
-    """Whether the forward of a converted model is still the one that `attach` has given it."""
-    forward = vars(model).get("forward")
-    if forward is not None:
-        return any(_is_partial_of(forward, function) for function in _FORWARDS)
-    return any(_ORIGINAL_CLASS in vars(cls) for cls in type(model).__mro__)
-
-
-_HOOKS = (_norm_pre_hook, _leaf_pre_hook, _norm_hook, _output_hook, _model_hook)
+_HOOKS = (_norm_pre_hook, _leaf_pre_hook, _norm_hook, _output_hook)
 _FORWARDS = (activation_forward, _class_forward, _instance_forward)

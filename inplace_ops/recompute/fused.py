@@ -69,7 +69,7 @@ def activation_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 def _activated(engine: Engine, module: nn.Module, z: Tensor) -> Tensor:
     """Return the activation of z, fused with the norm before it if possible."""
     engine.walk(z)
-    base = _whole_base(z) if type(z) is Tensor else None
+    base = nodes.whole_base(z) if type(z) is Tensor else None
     norm = norms.norm_of(z if base is None else base)
     y = None if norm is None else _fused(engine, module, z, norm)
     if y is None:
@@ -122,18 +122,6 @@ def _only_wraps(engine: Engine, module: nn.Module, z: Tensor) -> bool:
             engine.warn_of(error)
             return False
     return verified[key]
-
-
-def _whole_base(z: Tensor) -> Tensor | None:
-    """Return the base of which z is an alias: it has the same elements, shape and strides.
-
-    Return None of other tensors, and of an alias of an autograd leaf.
-    """
-    base = z._base
-    if base is None or base.grad_fn is None or base.dtype is not z.dtype:
-        return None
-    is_same = (base.shape, base.stride()) == (z.shape, z.stride())
-    return base if is_same and base.storage_offset() == z.storage_offset() else None
 
 
 def _with_current_history(view: Tensor) -> Tensor:

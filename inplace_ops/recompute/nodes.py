@@ -509,6 +509,18 @@ def has_storage(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0
 
 
+def whole_base(tensor: Tensor) -> Tensor | None:
+    """Return the base of which a tensor is an alias: it has the same elements, shape and strides.
+
+    Return None of other tensors, and of an alias of an autograd leaf.
+    """
+    base = tensor._base
+    if base is None or base.grad_fn is None or base.dtype is not tensor.dtype:
+        return None
+    is_same = (base.shape, base.stride()) == (tensor.shape, tensor.stride())
+    return base if is_same and base.storage_offset() == tensor.storage_offset() else None
+
+
 def saved_tensor_hooks_are_active() -> bool:
     """Whether default saved-tensor hooks are active, as in a checkpoint or under `save_on_cpu`.
 

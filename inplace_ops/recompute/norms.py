@@ -339,7 +339,8 @@ def runs_pytorchs_forward(module: nn.Module) -> bool:
         return False
     shadows = {"weight", "bias", *_DECIDING} & vars(module).keys()
     if is_replica(module):  # its parameters are attributes
-        shadows -= {name for name, p in own_parameters(module).items() if vars(module)[name] is p}
+        own = vars(module)
+        shadows -= {n for n, p in own_parameters(module).items() if p is not None and own[n] is p}
     return not shadows and not hasattr(cls, "weight") and not hasattr(cls, "bias")
 
 

@@ -141,8 +141,9 @@ class Record:
         return self.affine is not None or self.column_affine is not None
 
     def take_note(self, tensor: Tensor) -> None:
-        """Store a weak reference to the operation's output."""
-        self.note = WeakTensor(tensor)
+        """Store a weak reference to the operation's output, of which the tensor may be an alias."""
+        base = nodes.whole_base(tensor)
+        self.note = WeakTensor(tensor if base is None else base)
 
     def has_note(self) -> bool:
         """Whether the tensor of the note is alive."""

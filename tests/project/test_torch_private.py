@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import copy
 import gc
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -182,14 +183,22 @@ def check_trees() -> None:
     assert private.tree_map(lambda leaf: -leaf, tree) == {"a": [-1, (-2,)], "b": -3}
 
 
+def after_backward_hook(x: Tensor) -> Tensor:
+    """Return the output of a module that has a full backward hook."""
+    module = nn.Identity()
+    module.register_full_backward_hook(lambda *_: None)
+    return module(x)
+
+
 @checks("is_named", "ACCUMULATE_GRAD", "COPY_SLICES")
-@checks("ADD", "CAT", "CLONE", "REPEAT", "SUB", "TO_COPY", "UNSAFE_VIEW")
+@checks("ADD", "BACKWARD_HOOK", "CAT", "CLONE", "REPEAT", "SUB", "TO_COPY", "UNSAFE_VIEW")
 def check_node_names() -> None:
     x = leaf(4)
     base = leaf(4).clone()
     base[1:].mul_(2)
     cases = {
         private.ADD: x + 1,
+        private.BACKWARD_HOOK: after_backward_hook(x),
         private.CAT: torch.cat([x, x]),
         private.CLONE: x.clone(),
         private.COPY_SLICES: base,
@@ -459,6 +468,31 @@ def check_module_state() -> None:
     assert private.own_parameters(module[0])["bias"] is module[0].bias
 
 
+@checks("is_replica", "own_parameters")
+def check_replicas() -> None:
+    module = nn.Linear(2, 2)
+    assert not private.is_replica(module)
+    replica = module._replicate_for_data_parallel()
+    copied = module.weight.clone()
+    # As `nn.parallel.replicate`, which needs several GPUs.
+    replicate = importlib.import_module("torch.nn.parallel.replicate")
+    assert "replica._former_parameters[key] = param_copy" in inspect.getsource(replicate)
+    replica.weight, replica._former_parameters = copied, {"weight": copied}
+    assert private.is_replica(replica)
+    assert private.own_parameters(replica)["weight"] is copied
+
+
+@checks("CALL")
+def check_call() -> None:
+    class Counted(nn.Linear):
+        pass
+
+    calls = []
+    setattr(Counted, private.CALL, lambda self, *args: calls.append(args))
+    Counted(2, 2)(1, 2)
+    assert calls == [(1, 2)]
+
+
 @checks("has_global_forward_hooks")
 def check_global_hooks() -> None:
     assert not private.has_global_forward_hooks()
@@ -560,8 +594,8 @@ def test_private_name_means_what_the_package_assumes(name: str) -> None:
 
 
 def test_every_private_name_has_a_check() -> None:
-    imported = {"Any", "Callable", "MutableMapping", "Node", "OrderedDict", "Tensor", "weakref"}
-    imported |= {"annotations", "nn", "operator", "torch"}
+    imported = {"Any", "Callable", "Mapping", "MutableMapping", "Node", "OrderedDict", "Tensor"}
+    imported |= {"annotations", "nn", "operator", "torch", "weakref"}
     names = {name for name in vars(private) if not name.startswith("_")} - imported
     assert names == set(CHECKS)
 
@@ -598,7 +632,7 @@ ADDED: dict[str, str] = {}
 @pytest.mark.parametrize("table", [OPERATIONS, VIEWS, NORMS], ids=["OPERATIONS", "VIEWS", "NORMS"])
 def test_names_of_node_types_exist(table: dict[str, object]) -> None:
     """The message lists the names that this torch does not have."""
-    functions = {"RecomputeFunctionBackward", private.SYNC_BATCH_NORM}  # not C++ nodes
+    functions = {"RecomputeFunctionBackward", private.BACKWARD_HOOK, private.SYNC_BATCH_NORM}
     missing = [n for n in table if n not in functions and not hasattr(torch._C._functions, n)]
     assert [name for name in missing if torch.__version__ >= ADDED.get(name, "")] == []
 
@@ -619,7 +653,10 @@ def private_names(path: Path) -> Iterator[str]:
             yield node.value
 
 
-NODE_TYPES = {*dir(torch._C._functions), private.ACCUMULATE_GRAD, private.COPY_SLICES}
+NODE_TYPES = {
+    *dir(torch._C._functions),
+    *(private.ACCUMULATE_GRAD, private.BACKWARD_HOOK, private.COPY_SLICES),
+}
 TABLES = {"_torch_private.py", "recompute/operations.py", "recompute/norms.py"}
 READ_IN_PLACE = {"_version", "_base", "_is_view", "_current_level"}
 

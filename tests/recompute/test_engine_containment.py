@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
+import importlib
+import itertools
 import pickle
 import threading
+import types
 import warnings
 import weakref
 from collections.abc import Callable
@@ -19,6 +23,7 @@ from _support.twins import (
     SOURCES,
     C,
     Program,
+    assert_same_step,
     assert_same_steps,
     converted_twin,
     images,
@@ -30,7 +35,7 @@ from _support.twins import (
 from torch import Tensor, nn
 
 import inplace_ops
-from inplace_ops.recompute import engine, fused, nodes
+from inplace_ops.recompute import engine, fused, nodes, specs
 from inplace_ops.recompute.engine import running_engine
 from inplace_ops.recompute.nodes import Node
 
@@ -178,6 +183,65 @@ def test_error_before_a_fused_activation_warns_once(
         for y, m in zip(outputs, (twin, model), strict=True)
     )
     torch.testing.assert_close(actual, expected)
+
+
+# An allocation fails while the engine compares, prepares or evaluates a spec.
+
+OUT_OF_MEMORY = (
+    "[enforce fail at alloc_cpu.cpp:137] data. DefaultCPUAllocator: can't allocate memory"
+)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("failing", range(1, 5), ids=lambda count: f"allocation {count}")
+@pytest.mark.parametrize(
+    ("owner", "part"),
+    [(specs.Recomputed, "compute"), (specs.Recomputed, "difference_of"), (fused, "affine_of")],
+    ids=["first use", "comparison", "fused activation"],
+)
+def test_allocation_failure_switches_nothing_off(
+    owner: Any, part: str, failing: int, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The warning says what ran out, and the next step saves as little as if nothing had failed."""
+    model = blocks()
+    twin, x = converted_twin(model), images()
+    original, calls = getattr(owner, part), itertools.count(1)
+
+    def fail(*args: Any) -> Any:
+        if next(calls) == failing:
+            raise error(OUT_OF_MEMORY)
+        return original(*args)
+
+    with warnings.catch_warnings(record=True) as caught, monkeypatch.context() as patch:
+        warnings.simplefilter("always")
+        patch.setattr(owner, part, fail)
+        first = twin(x)
+    if next(calls) > failing:
+        assert ["can't allocate memory" in str(w.message) for w in caught] == [True]
+        assert ".data" not in str(caught[0].message)
+    with no_warnings():
+        second, expected = twin(x), converted_twin(model)(x)
+    assert len(recomputed(second)) == len(recomputed(expected))
+    gradients = [
+        torch.autograd.grad(y.square().sum(), list(m.parameters()))
+        for y, m in ((first, twin), (second, twin), (model(x), model))
+    ]
+    for actual in gradients[:2]:
+        torch.testing.assert_close(actual, gradients[2], rtol=1e-4, atol=1e-4)
+
+
+def test_error_of_a_fused_activation_is_contained_as_all_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A RuntimeError while an activation is prepared warns: see NOTE [Containment]."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("something else")
+
+    twin, x = converted_twin(blocks()), images()
+    monkeypatch.setattr(fused, "_input_of", fail)
+    with pytest.warns(UserWarning, match="failed: RuntimeError: something else"):
+        twin(x)
 
 
 def test_user_function_named_recompute_function_is_ignored() -> None:
@@ -542,6 +606,284 @@ def test_copies_are_converted_and_revert_independently(duplicate: str) -> None:
     assert isinstance(twin, nn.Sequential)
     if duplicate != "copy":  # a shallow copy shares its modules
         assert len(recomputed(twin(x))) >= 2
+
+
+class Final(type):
+    """A metaclass whose classes cannot be subclassed."""
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> Any:
+        if name in globals():
+            raise TypeError(f"{name} is final")
+        return super().__new__(mcs, name, bases, body)
+
+
+class KeepsItsClass(nn.Module, metaclass=Final):
+    """A model that keeps its class, and gets a `forward` attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: nn.Module = blocks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, DUPLICATES["pickle"]])
+@pytest.mark.parametrize("is_again", [False, True], ids=["copy", "copy of a copy"])
+def test_copy_of_an_activation_is_its_own_module(duplicate: Any, is_again: bool) -> None:
+    model = nn.Sequential(nn.Conv2d(3, C, 1), nn.BatchNorm2d(C), nn.LeakyReLU(0.1))
+    twin, x = converted_twin(model), images()
+    other = duplicate(duplicate(twin[2])) if is_again else duplicate(twin[2])
+    assert set(vars(other)) == set(vars(twin[2]))
+    other.negative_slope, other.inplace = 0.5, True
+    assert other(torch.tensor([-1.0])).item() == -0.5
+    assert twin[2](torch.tensor([-1.0])).item() == pytest.approx(-0.1)
+    twin[2] = model[2] = other
+    assert_same_steps(model, twin, x)
+    assert len(recomputed(twin(x))) == 0  # LeakyReLU in place is fused, and its output the last
+    inplace_ops.revert(twin)
+    assert set(vars(other)) == set(vars(nn.LeakyReLU()))
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, DUPLICATES["pickle"]])
+def test_copy_of_a_model_that_keeps_its_class_runs_its_own_parameters(duplicate: Any) -> None:
+    model = KeepsItsClass()
+    inplace_ops.convert(model)
+    assert type(model) is KeepsItsClass
+    other, x = duplicate(model), images()
+    other._modules = dict(other._modules, layers=nn.Conv2d(3, 2, 1))
+    assert other(x).shape == (2, 2, 8, 8)
+    assert len(recomputed(model(x))) >= 2
+    inplace_ops.revert(other)
+    assert "forward" not in vars(other)
+
+
+# Tools that replace a model's forward.
+
+
+def unwrap_as_accelerate(model: nn.Module) -> None:
+    """Follow `__wrapped__` from the model's forward to its end, as `unwrap_model` does."""
+    forward = model.forward
+    while hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    model.forward = types.MethodType(getattr(forward, "__func__", forward), model)
+
+
+def wrap(model: nn.Module) -> None:
+    """Wrap the model's forward, as accelerate does."""
+
+    @functools.wraps(type(model).forward)
+    def wrapped(self: nn.Module, x: Tensor) -> Tensor:
+        return type(self).forward(self, x)
+
+    model.forward = types.MethodType(wrapped, model)
+
+
+def bind_class_forward(model: nn.Module) -> None:
+    model.forward = types.MethodType(type(model).forward, model)
+
+
+def bind_original_forward(model: nn.Module) -> None:
+    model.forward = types.MethodType(nn.Sequential.forward, model)
+
+
+def run_layers(model: nn.Module) -> None:
+    model.forward = lambda x: functools.reduce(lambda y, layer: layer(y), model.children(), x)
+
+
+@pytest.mark.parametrize(
+    ("tools", "stays"),
+    [
+        ([unwrap_as_accelerate], True),
+        ([wrap, unwrap_as_accelerate], True),
+        ([wrap], True),
+        ([bind_class_forward], True),
+        ([bind_original_forward], True),
+        ([run_layers], False),
+    ],
+)
+def test_engine_stays_or_a_warning_names_the_remedy(tools: list[Any], stays: bool) -> None:
+    model = blocks()
+    twin, x = converted_twin(model), images()
+    expected = len(recomputed(twin(x)))
+    for tool in tools:
+        tool(twin)
+    if stays:
+        with no_warnings():
+            assert len(recomputed(twin(x))) == expected
+    else:
+        with torch.no_grad(), no_warnings():
+            twin(x)
+        with pytest.warns(
+            UserWarning, match=r"call inplace_ops\.revert\(model\), then inplace_ops"
+        ):
+            assert replaced(twin(x)) == []
+        with no_warnings():
+            twin(x)
+    assert_same_steps(model, twin, x)
+    inplace_ops.revert(twin)
+    inplace_ops.convert(twin, max_ops=20)
+    with no_warnings():
+        assert len(recomputed(twin(x))) == expected
+
+
+def test_replaced_forward_of_a_part_needs_no_warning() -> None:
+    """The engine of the whole model runs."""
+    whole = nn.Sequential(nn.Identity(), blocks())
+    inplace_ops.convert(whole[1], max_ops=20)
+    inplace_ops.convert(whole, max_ops=20)
+    run_layers(whole[1])
+    with no_warnings():
+        assert len(recomputed(whole(images()))) >= 2
+
+
+# Replicas of `nn.DataParallel`, whose parameters are no autograd leaves.
+
+
+class Broadcast(torch.autograd.Function):
+    """Copies of tensors for two devices: on the first one the tensors themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return (*tensors, *[tensor.clone() for tensor in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        half = len(grads) // 2
+        return tuple([a + b for a, b in zip(grads[:half], grads[half:], strict=True)])
+
+
+@pytest.fixture
+def replicate(monkeypatch: pytest.MonkeyPatch) -> Callable[[nn.Module], list[nn.Module]]:
+    """`nn.parallel.replicate` for two devices, with copies on the CPU."""
+    module = importlib.import_module("torch.nn.parallel.replicate")
+
+    def broadcast(tensors: list[Tensor], devices: list[int], detach: bool = False) -> Any:
+        if not tensors:
+            return [[], []]
+        if detach:
+            return [tensors, [tensor.detach().clone() for tensor in tensors]]
+        copies = Broadcast.apply(*tensors)
+        return [copies[: len(tensors)], copies[len(tensors) :]]
+
+    monkeypatch.setattr(module, "_get_device_index", lambda device, *_: device)
+    monkeypatch.setattr(module, "_broadcast_coalesced_reshape", broadcast)
+    return lambda model: module.replicate(model, [0, 1])
+
+
+@pytest.mark.parametrize("frozen", [(), ("bias",), ("weight", "bias")], ids=str)
+@pytest.mark.parametrize(
+    "make_norm", [nn.BatchNorm2d, lambda c: nn.GroupNorm(2, c), nn.InstanceNorm2d]
+)
+def test_replicas_save_as_little_as_the_model(
+    make_norm: Any, frozen: tuple[str, ...], replicate: Any
+) -> None:
+    model = nn.Sequential(
+        *(nn.Conv2d(3, C, 3), make_norm(C), nn.SiLU()),
+        *(nn.Conv2d(C, C, 3), make_norm(C), nn.ReLU(inplace=True), nn.Conv2d(C, 2, 1)),
+    )
+    for name in frozen:
+        for index in (1, 4):
+            parameter = getattr(model[index], name)
+            if parameter is not None:
+                parameter.requires_grad_(False)
+    twin, x = converted_twin(model), images(samples=4)
+    expected = len(recomputed(twin(x)))
+    assert expected >= 2
+    found = []
+    for m in (model, twin):
+        m.zero_grad()
+        outputs = [r(x[2 * i : 2 * i + 2]) for i, r in enumerate(replicate(m))]
+        if m is twin:
+            assert [len(recomputed(output)) for output in outputs] == [expected, expected]
+        torch.cat(outputs).square().sum().backward()
+        found.append({n: p.grad for n, p in m.named_parameters()})
+    assert_same_step(found[1], found[0], 1e-4)
+
+
+# Subclasses of Tensor without `__torch_dispatch__`.
+
+
+class Wrapping(Tensor):
+    """Wraps each result, as MONAI's MetaTensor does: an operation returns an alias."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result.as_subclass(cls) if isinstance(result, Tensor) else result
+
+
+class Rounding(Wrapping):
+    """Also rounds the results of ReLU, so that it is another function."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        return result.round() if func in (torch.relu_, F.relu) else result
+
+
+class Subclass(Tensor):
+    """Has PyTorch's own `__torch_function__`."""
+
+
+class Residual(nn.Module):
+    def __init__(self, norm: Callable[[], nn.Module], activation: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, C, 1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(C, C, 3, padding=1), norm(), activation()) for _ in range(2)
+        )
+        self.act = activation()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = self.act(x + block(x))
+        return torch.cat([x, self.first(x[:, :3])], 1)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "silu", "gelu"])
+@pytest.mark.parametrize("norm", ["batch", "group", "instance", "none"])
+def test_saving_does_not_depend_on_a_subclass(
+    norm: str, activation: str, memory_format: torch.memory_format
+) -> None:
+    makes = {
+        "batch": lambda: nn.BatchNorm2d(C),
+        "group": lambda: nn.GroupNorm(2, C),
+        "instance": lambda: nn.InstanceNorm2d(C, affine=True),
+        "none": nn.Identity,
+        "relu": lambda: nn.ReLU(inplace=True),
+        "leaky_relu": lambda: nn.LeakyReLU(0.1, inplace=True),
+        "silu": lambda: nn.SiLU(inplace=True),
+        "gelu": nn.GELU,
+    }
+    model = Residual(makes[norm], makes[activation])
+    twin, x = converted_twin(model), images().to(memory_format=memory_format)
+    expected = inplace_ops.saved_bytes(twin, x)
+    for cls in (Subclass, Wrapping):
+        assert type(twin(x.as_subclass(cls))) is cls
+        saved = inplace_ops.saved_bytes(twin, x.as_subclass(cls))
+        assert saved == pytest.approx(expected, rel=0.001)
+        assert_same_gradients(model, twin, x.as_subclass(cls))
+
+
+def assert_same_gradients(model: nn.Module, twin: nn.Module, x: Tensor) -> None:
+    """Compare outputs and gradients, for an argument that is no plain tensor."""
+    steps = []
+    for m in (model, twin):
+        y = m(x).as_subclass(Tensor)
+        gradients = torch.autograd.grad(y.square().sum(), list(m.parameters()))
+        steps.append({"y": y.detach(), **dict(enumerate(gradients))})
+    assert_same_step(*({str(k): v for k, v in step.items()} for step in steps), 1e-4)
+
+
+def test_subclass_that_changes_an_activation_keeps_its_results() -> None:
+    model = nn.Sequential(nn.Conv2d(3, C, 3), nn.GroupNorm(2, C), nn.ReLU(inplace=True))
+    twin, x = converted_twin(model), images().as_subclass(Rounding)
+    assert torch.equal(twin(x), model(x))
+    assert (model(x) == model(x).round()).all()
+    assert_same_gradients(model, twin, x)
 
 
 def test_class_with_its_own_reduce_is_pickled() -> None:

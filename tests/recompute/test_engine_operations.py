@@ -22,6 +22,7 @@ from _support.twins import (
     replaced,
 )
 from torch import Tensor, nn
+from torch.nn.modules._functions import BackwardHookFunction
 
 from inplace_ops import saved_bytes
 from inplace_ops.recompute import engine, operations
@@ -272,6 +273,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "AsStridedBackward0": lambda z: z.view(1, 2 * C, 8, 8).as_strided(
         (2, C, 4, 16), (C * 64, 64, 16, 1), 0
     ),
+    "BackwardHookFunctionBackward": lambda z: BackwardHookFunction.apply(z.detach(), z)[1],
     "ExpandBackward0": lambda z: z.unsqueeze(1).expand(-1, 3, -1, -1, -1)[:, 2],
     "PermuteBackward0": lambda z: z.permute(0, -3, 3, 2),
     "ReshapeAliasBackward0": lambda z: torch.ops.aten._reshape_alias(

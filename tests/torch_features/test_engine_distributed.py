@@ -176,6 +176,57 @@ def test_fsdp2_of_a_whole_network_matches_pytorch(
     processes.run(fully_sharded, "layer", False, reshard, "all", order, source)
 
 
+IMAGE_NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "batch": nn.BatchNorm1d,
+    "group": lambda width: nn.GroupNorm(2, width),
+    "instance": lambda width: nn.InstanceNorm1d(width, affine=True),
+    "instance without parameters": nn.InstanceNorm1d,
+}
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "leaky_relu": lambda: nn.LeakyReLU(0.1, inplace=True),
+    "silu": lambda: nn.SiLU(inplace=True),
+    "gelu": nn.GELU,
+}
+
+
+class Block(nn.Module):
+    """A convolution, a norm and an activation, whose output FSDP2 puts a hook on."""
+
+    def __init__(self, inputs: int, norm: str, activation: str) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(inputs, 8, 3, padding=1, bias=False)
+        self.norm, self.act = IMAGE_NORMS[norm](8), ACTIVATIONS[activation]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(self.conv(x)))
+
+
+def sharded_blocks(norm: str, source: str) -> None:
+    """Train blocks of every activation, as a class and as a Sequential, each an FSDP unit."""
+    engine.MIN_BYTES = 1
+    for activation in ACTIVATIONS:
+        for in_sequential in (False, True):
+            blocks = [Block(width, norm, activation) for width in (16, 8, 8)]
+            if in_sequential:
+                blocks = [nn.Sequential(*block.children()) for block in blocks]
+            model = nn.Sequential(*blocks, nn.Conv1d(8, 2, 1)).to(device())
+            with nodes_from(source):
+                twin = copy.deepcopy(model)
+                inplace_ops.convert(twin, max_ops=8)
+                for m in (model, twin):
+                    for block in list(m)[:-1]:
+                        fully_shard(block, mesh=mesh_of())
+                    fully_shard(m, mesh=mesh_of())
+                assert_same(train(twin)[0], train(model)[0], 1e-4)
+
+
+@pytest.mark.parametrize("norm", IMAGE_NORMS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_fsdp2_of_blocks_matches_pytorch(norm: str, source: str, processes: Processes) -> None:
+    """FSDP2 registers a hook on each block's output, which may be a view that was overwritten."""
+    processes.run(sharded_blocks, norm, source)
+
+
 class Unused(nn.Module):
     """A model with a layer that no step uses."""
 
