@@ -22,7 +22,7 @@ alias, as the methods of a subclass of Tensor return it. Then the activation run
 
 1. The module returns the view, as PyTorch's does.
 2. Autograd updates the view's `grad_fn` when it is read. The module reads it before it returns the
-   view: a hook that were registered before would be lost, or crash.
+   view: a hook that is registered before that is lost, or crashes.
 3. A subclass may change what a function returns. The first call compares: see `_only_wraps`.
 """
 

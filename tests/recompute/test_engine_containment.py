@@ -737,7 +737,7 @@ def test_replaced_forward_of_a_part_needs_no_warning() -> None:
         assert len(recomputed(whole(images()))) >= 2
 
 
-# Replicas of `nn.DataParallel`, whose parameters are no autograd leaves.
+# Replicas of `nn.DataParallel`, whose parameters are not autograd leaves.
 
 
 class Broadcast(torch.autograd.Function):
@@ -869,7 +869,7 @@ def test_saving_does_not_depend_on_a_subclass(
 
 
 def assert_same_gradients(model: nn.Module, twin: nn.Module, x: Tensor) -> None:
-    """Compare outputs and gradients, for an argument that is no plain tensor."""
+    """Compare outputs and gradients, for an argument that is not a plain tensor."""
     steps = []
     for m in (model, twin):
         y = m(x).as_subclass(Tensor)

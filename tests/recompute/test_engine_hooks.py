@@ -249,9 +249,9 @@ def test_hooks_on_a_view_that_a_function_overwrites(
     torch.testing.assert_close(x_of[0], x_of[1], rtol=1e-4, atol=1e-4)
 
 
-# A hook on a norm's output z sees all of z's gradient, whoever reads z, and whenever it comes.
+# A hook on a norm's output z sees all of z's gradient, whichever operations read z, and whenever it comes.
 
-READERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+CONSUMERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "silu": lambda m, z: m.silu(z),
     "gelu": lambda m, z: m.gelu(z),
     "relu": lambda m, z: m.relu(z),
@@ -260,8 +260,8 @@ READERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-class Readers(nn.Module):
-    """Several readers of a norm's output z, and actions on z between them."""
+class Consumers(nn.Module):
+    """Several consumers of a norm's output z, and actions on z between them."""
 
     def __init__(self, norm: nn.Module, steps: tuple[str, ...], hooks: Hooks) -> None:
         super().__init__()
@@ -280,13 +280,13 @@ class Readers(nn.Module):
             elif step == "retain":
                 self.hooks.retain(z)
             else:
-                results.append(READERS[step](self, z))
+                results.append(CONSUMERS[step](self, z))
         return torch.stack(results).prod(0)
 
 
-def programs_of_readers() -> Iterator[tuple[str, ...]]:
-    """Yield one to three readers with one or two actions on z, in all places."""
-    for readers in [
+def programs_of_consumers() -> Iterator[tuple[str, ...]]:
+    """Yield one to three consumers with one or two actions on z, in all places."""
+    for consumers in [
         ("silu",),
         ("silu", "gelu"),
         ("silu", "silu again"),
@@ -295,19 +295,19 @@ def programs_of_readers() -> Iterator[tuple[str, ...]]:
         ("silu", "gelu", "relu"),
     ]:
         for actions in [("hook",), ("removed hook",), ("hook", "removed hook"), ("retain",)]:
-            for places in itertools.product(range(len(readers) + 1), repeat=len(actions)):
-                steps = list(readers)
+            for places in itertools.product(range(len(consumers) + 1), repeat=len(actions)):
+                steps = list(consumers)
                 for place, action in zip(places, actions, strict=True):
                     steps.insert(place, action)
                 yield tuple(steps)
 
 
 @each_norm
-def test_hook_sees_the_gradient_of_every_reader(norm: str) -> None:
+def test_hook_sees_the_gradient_of_every_consumer(norm: str) -> None:
     x = images()
-    for steps in programs_of_readers():
+    for steps in programs_of_consumers():
         hooks = [Hooks(), Hooks()]
-        model = Readers(NORMS[norm](), steps, hooks[0])
+        model = Consumers(NORMS[norm](), steps, hooks[0])
         twin = copy.deepcopy(model)
         twin.hooks = hooks[1]
         inplace_ops.convert(twin, max_ops=20)

@@ -38,8 +38,10 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import inplace_ops
+from inplace_ops.activations import RELU
 from inplace_ops.conversion.wiring import conversion_of
 from inplace_ops.recompute import nodes
+from inplace_ops.recompute.rewrites import Mask
 
 DOUBLE = torch.float64
 
@@ -74,6 +76,22 @@ def test_out_of_memory_in_a_recompute_raises_pytorchs_error(device: torch.device
     assert without_free_memory(ours.value) == without_free_memory(pytorchs.value)
     taken.clear()
     model(x).sum().backward()
+
+
+def test_out_of_memory_while_a_mask_is_unpacked_raises_pytorchs_error(
+    device: torch.device,
+) -> None:
+    mask = Mask(torch.randn(2**24, device=device), RELU)
+    taken: list[Tensor] = []  # memory freed before, which the limit does not cover
+    with memory_limit(device, 2**25):
+        with pytest.raises(RuntimeError) as pytorchs:
+            taken.extend(torch.empty(2**24, device=device) for _ in itertools.count())
+        with pytest.raises(RuntimeError) as ours:
+            mask.unpack()
+    assert type(ours.value) is type(pytorchs.value)
+    assert without_free_memory(ours.value) == without_free_memory(pytorchs.value)
+    taken.clear()
+    assert set(mask.unpack().unique().tolist()) == {0.0, 1.0}
 
 
 def layers(*, inplace: bool = False) -> nn.Sequential:
