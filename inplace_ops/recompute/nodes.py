@@ -192,7 +192,7 @@ def argument(node: Node, name: str) -> Any:
     """Return a saved argument that is not a tensor. Nodes return integers as if unsigned."""
     value = getattr(node, _SAVED[name])
     if isinstance(value, (tuple, list)):
-        return tuple(_signed(item) for item in value)
+        return tuple([_signed(item) for item in value])
     return _signed(value)
 
 
@@ -383,7 +383,7 @@ def _is_readable(raw: Any) -> bool:
 def tensor_fields(node_type: Hashable) -> tuple[str, ...]:
     """Return the names of the fields in which nodes of a type of PyTorch's own save tensors."""
     prefix = "_raw_saved_"
-    return tuple(name.removeprefix(prefix) for name in dir(node_type) if name.startswith(prefix))
+    return tuple([name.removeprefix(prefix) for name in dir(node_type) if name.startswith(prefix)])
 
 
 def readable_tensors(node: Node) -> Iterator[tuple[str, Tensor]]:
