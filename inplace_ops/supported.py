@@ -101,7 +101,7 @@ class _Candidate(NamedTuple):
     activation: Activation
     torch_name: str
     forward: Callable[..., Any]
-    conditions: tuple[Callable[[nn.Module], bool], ...]
+    conditions: list[Callable[[nn.Module], bool]]
     without_scalars: ActivationCall
 
 
@@ -116,7 +116,7 @@ def _candidates(cls: type[nn.Module]) -> tuple[_Candidate, ...]:
                 activation,
                 activation.torch_name,
                 cls.forward,
-                tuple([*_conditions(activation, with_variant=len(activations) > 1)]),
+                [*_conditions(activation, with_variant=len(activations) > 1)],
                 ActivationCall(activation, ()),
             )
             for activation in activations

@@ -14,8 +14,9 @@ from torch.nn.parameter import is_lazy
 
 from .._torch_private import is_optimized_module
 from ..recompute.engine import MAX_OPS, Settings, running_engine
-from .example import Example, Inputs, warn_of_written_parameters
+from .example import Example, Inputs
 from .report import Report
+from .state import State
 from .verify import Run, Verification, compare
 from .wiring import Conversion, attach, conversion_of, detach, detached
 
@@ -181,13 +182,14 @@ def _measure(
     """
     if torch.is_inference_mode_enabled():
         raise RuntimeError("an example needs autograd: call convert outside inference mode")
-    report, run = Report(), Run(model, example, finished)
+    report = Report()
     with (
         _EXAMPLE_LOCK,
         reverted(model),
         torch.compiler.set_stance("force_eager"),
-        warn_of_written_parameters(model),
+        State(model, [tensor.device for tensor in example.tensors()]) as state,
     ):
+        run = Run(model, example, state, finished)
         before, original = run.saved_bytes(), None
         try:
             original, repeated = run.gradients(), run.gradients()

@@ -24,7 +24,7 @@ from ..recompute.engine import MIN_BYTES, Observer, running_engine
 from ..recompute.functions import is_fused
 from ..recompute.nodes import Node
 from ..recompute.operations import base_of
-from .example import tensors_in
+from ..saved import tensors_in
 from .report import Auxiliary, Remaining, Replaced, Report
 
 NO_PRODUCER = "(no grad_fn)"

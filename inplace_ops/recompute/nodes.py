@@ -56,6 +56,7 @@ from .._torch_private import (
     sequence_number as sequence_number,
     set_grad_enabled,
     storage_of_weak_reference,
+    tree_leaves,
 )
 from ..memory import Measured, Packed, unpack_measured
 
@@ -384,6 +385,52 @@ def tensor_fields(node_type: Hashable) -> tuple[str, ...]:
     """Return the names of the fields in which nodes of a type of PyTorch's own save tensors."""
     prefix = "_raw_saved_"
     return tuple([name.removeprefix(prefix) for name in dir(node_type) if name.startswith(prefix)])
+
+
+def grad_fn_of(tensor: Tensor) -> Node:
+    """Return a tensor's `grad_fn`; that of its base if autograd raises for it.
+
+    Autograd raises for a stale view: one of several outputs of an operation, whose base was
+    modified in place. Return None if autograd raises for the base too, or the tensor has none.
+    """
+    for each in (tensor, tensor._base):
+        with suppress(RuntimeError):
+            return None if each is None else each.grad_fn
+    return None
+
+
+def is_stale(tensor: Tensor) -> bool:
+    """Whether autograd raises for a tensor: see `grad_fn_of`."""
+    try:
+        _ = tensor.grad_fn
+    except RuntimeError:
+        return True
+    return False
+
+
+def saved_handles(node: Node) -> list[Any]:
+    """Return autograd's handles of all tensors that a node saves, whatever their hooks."""
+    if is_python_function(type(node)):
+        with suppress(RuntimeError):  # freed
+            return [*node._raw_saved_tensors]
+        return []
+    handles: list[Any] = []
+    for field in _fields_of(node):
+        with suppress(RuntimeError):
+            raw = getattr(node, _RAW[field])
+            handles += raw if isinstance(raw, tuple) else [raw]
+    return [handle for handle in handles if handle is not None]
+
+
+def values_of(handle: Any) -> list[Tensor]:
+    """Return the tensors that autograd's handle of a saved tensor keeps alive.
+
+    Calls no unpack hook. If the hook belongs to other code, these are the tensors that were packed.
+    """
+    value = handle.data
+    if isinstance(value, (Measured, Packed)):
+        return [*value.tensors()]
+    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
 
 
 def readable_tensors(node: Node) -> Iterator[tuple[str, Tensor]]:
