@@ -193,9 +193,10 @@ def _measure(
         before, original = run.saved_bytes(), None
         try:
             original, repeated = run.gradients(), run.gradients()
-        except Exception:
+        except Exception as error:
             if needs_gradients:
                 raise
+            report.remarks.append(f"peaks are unknown, as backward raises: {_summary(error)}")
         peak_before = None if original is None else run.peak_bytes()
         verification = Verification(model)
         attach(model, Conversion(conversion.settings, report, verification))
@@ -207,6 +208,17 @@ def _measure(
             detach(model)
         if original is not None and converted is not None:
             compare(original, repeated, converted, verification.differences)
+    if original is not None:
+        report.gradient_bytes = original.bytes
+        report.remarks += original.remarks
+        if peak_before is None or peak_after is None:
+            report.remarks.append("peaks are unknown, as PyTorch's profiler is already running")
     report.saved_bytes_before, report.saved_bytes_after = before, after
     report.peak_bytes_before, report.peak_bytes_after = peak_before, peak_after
     vars(conversion.report).update(vars(report))  # the caller may have this object
+
+
+def _summary(error: Exception) -> str:
+    """Return the first line of an error."""
+    first, *_ = [*str(error).splitlines(), ""]
+    return f"{type(error).__name__}: {first}"

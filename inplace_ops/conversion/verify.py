@@ -10,8 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch_private import is_raised_by_disabling_hooks, saved_tensor_hooks_are_disabled
-from ..memory import Packed, peak_bytes
+from .._torch_private import (
+    is_raised_by_disabling_hooks,
+    saved_tensor_hooks_are_disabled,
+    storage_id,
+)
+from ..memory import Packed, peak_bytes, plain_tensors
 from ..recompute.nodes import Node, is_stale
 from ..recompute.specs import Recomputed
 from ..saved import model_bytes, tensors_in
@@ -111,6 +115,7 @@ class Gradients:
         outputs: The output tensors that require grad, without their graph.
         values: The gradients by the names of parameters and arguments; None where there is none.
         autocast_dtypes: The dtypes of the autocasts that were on.
+        remarks: Why there are no gradients, for the report.
     """
 
     def __init__(
@@ -128,6 +133,13 @@ class Gradients:
             if torch.is_autocast_enabled(device)
         }
         self.values: dict[str, Tensor | None] = {}
+        self.remarks: list[str] = []
+        if not inputs:
+            self.remarks.append(
+                "nothing to differentiate: no parameter and no argument requires a gradient"
+            )
+        elif not leaves:
+            self.remarks.append("nothing to differentiate: no output requires a gradient")
         if leaves and inputs:
             weights = [_random_like(leaf) for leaf in leaves]
             if uses_backward:
@@ -136,6 +148,19 @@ class Gradients:
             else:
                 values = torch.autograd.grad(leaves, [*inputs.values()], weights, allow_unused=True)
                 self.values = dict(zip(inputs, values, strict=True))
+
+    @property
+    def bytes(self) -> int:
+        """The memory of the gradients; an upper bound for layouts other than strided."""
+        storages: dict[int, int] = {}
+        for value in self.values.values():
+            for part in [] if value is None else plain_tensors(value):
+                if part.layout is torch.strided:
+                    storage = part.untyped_storage()
+                    storages[storage_id(storage)] = storage.nbytes()
+                else:
+                    storages[id(part)] = part.numel() * part.itemsize
+        return sum(storages.values())
 
     def distance(self, other: Gradients) -> float:
         """Return the norm of the difference, relative to the norm of these gradients.

@@ -626,7 +626,9 @@ class Engine:
             spec = self._output_spec(producer, saved.output_nr)
             if spec is None or spec.cost > self.settings.max_ops:
                 # This still saves the tensor, in fewer bytes: a spec within max_ops saves more.
+                reason = self._reason
                 spec = self._smaller_spec(node, field, base, record, saved) or spec
+                self._reason = reason
             if spec is not None and exact and spec.rounding:
                 spec = None
                 self._set_reason(reasons.inexact, node)
@@ -794,6 +796,7 @@ class Engine:
         view = VIEW_OF[type(node)]
         if view is not None:
             if not view.condition(node):
+                self._set_reason(reasons.this_call, node)
                 return None
             spec = self._output_spec(*nodes.producer(node, 0))
             if spec is None:
@@ -801,6 +804,7 @@ class Engine:
             return ViewCall(view.function, (spec,), *_arguments(node, index, view.arguments))
         record = record_of(node)
         if record is None or record.stream is not self._stream:
+            self._set_reason(reasons.output_of, node, self._stream)
             return None
         if record.saver is not None and index == 0:
             saved = saved_output_of(node, record)
@@ -808,18 +812,25 @@ class Engine:
                 return Leaf(saved)
         operation = OPERATION_OF[type(node)]
         if operation is None:
+            self._set_reason(reasons.output_of, node)
             return None
         if operation.result:
             packed = nodes.packed(node, operation.result)
-            if isinstance(packed, Recomputed):
+            if packed is not None:
+                self._set_reason(reasons.stored, node, packed.how)
                 return _spec_of(packed)
             saved = nodes.saved_tensor(node, operation.result)
             if saved is None or not nodes.is_plain(saved):
+                self._set_reason(reasons.hidden_output, node, operation.result)
                 return None
             record.is_saved = True
             return Leaf(saved)
         if operation.saved_output:
-            saved = nodes.saved_tensor(node, operation.saved_output) if index == 0 else None
+            if index != 0:
+                self._set_reason(reasons.this_call, node)
+                return None
+            self._set_reason(reasons.hidden_output, node, operation.saved_output)
+            saved = nodes.saved_tensor(node, operation.saved_output)
             return Leaf(saved) if saved is not None and nodes.is_plain(saved) else None
         return self._spec_from_inputs(node, index, operation, record)
 
@@ -832,6 +843,7 @@ class Engine:
         consumers get the same spec: see NOTE [Shared values] in `specs.py`.
         """
         if operation.output is None or index != 0:
+            self._set_reason(reasons.this_call if index else reasons.output_of, node)
             return None
         spec = record.spec() if record.spec is not None else None
         if spec is not None and spec.is_current():
@@ -852,6 +864,7 @@ class Engine:
             is_norm = output == "norm"
             return self._norm_spec(node, record) if is_norm else functions.output_spec(node)
         if not output.condition(node):
+            self._set_reason(reasons.this_call, node)
             return None
         fields = output.inputs or (None,) * len(nodes.producers(node))
         inputs: list[Spec] = []
@@ -876,12 +889,13 @@ class Engine:
             field: The field that saves the input; None if the node does not save it.
             record: The node's record.
         """
-        self._set_reason(reasons.hidden_input, node)
         if field is not None:
             packed = nodes.packed(node, field)
             if packed is not None:
+                self._set_reason(reasons.stored, node, packed.how)
                 return _spec_of(packed)
             if nodes.has_hooks(node, field):
+                self._set_reason(reasons.hooked, node)
                 return None
             copy = record.copies.get(field)
             if copy is not None:
@@ -889,7 +903,10 @@ class Engine:
             saved = nodes.saved_tensor(node, field)
             if saved is not None:
                 usable = _is_activation(saved) and nodes.is_plain(saved)
-                return Leaf(saved) if usable and nodes.has_storage(saved) else None
+                if usable and nodes.has_storage(saved):
+                    return Leaf(saved)
+                self._set_reason(reasons.hidden_input, node)
+                return None
         producer, index = nodes.producer(node, position)
         self._set_reason(reasons.unsaved_input, node, producer, index)
         if producer is None:
