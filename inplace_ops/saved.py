@@ -1,4 +1,4 @@
-"""Saved bytes: the memory that autograd and checkpoints keep for backward."""
+"""Saved bytes: the memory that autograd and checkpoints save for backward."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def graph_of(tensors: Iterable[Tensor], first: int) -> list[Node]:
 
 
 class Checkpointed(NamedTuple):
-    """A tensor that a checkpoint keeps for backward, which no node saves.
+    """A tensor that a checkpoint saves for backward, which no node saves.
 
     Attributes:
         node: The first node of the checkpointed function.

@@ -275,6 +275,7 @@ class Observation(Observer):
         """
         with DisableTorchFunction():
             outputs = [*tensors_in(output)]
+            self._walk(outputs)
             graph = self._graph_of(outputs)
             if graph:
                 self._fill(report, graph, outputs, inputs)
@@ -299,7 +300,7 @@ class Observation(Observer):
                 if tables.add_remaining(saved, base, self._reason(node, field, saved, base), place):
                     rows.update([] if base_info is None else base_info.rows_of(index))
         for each in checkpointed_tensors(graph, outputs):
-            place = self._place_of(each.node, ordinals[each.node])._replace(consumer=CHECKPOINT)
+            place = self._place_of(each.node, ordinals[each.node], CHECKPOINT)
             for tensor in filter(nodes.is_plain, each.tensors):
                 tables.add_remaining(tensor, *_checkpointed(each), place)
         for node, ordinal in ordinals.items():
@@ -319,10 +320,10 @@ class Observation(Observer):
                     replaced.setdefault(number, self._replaced[number].at(place))
         report.fill(replaced.values(), tables.remaining.values(), tables.auxiliary.values())
 
-    def _place_of(self, node: Node, ordinal: int) -> _Place:
+    def _place_of(self, node: Node, ordinal: int, consumer: str = "") -> _Place:
         info = self._info_of(node)
         assert info is not None
-        return _Place(nodes.operation_name(node), info.module, ordinal)
+        return _Place(consumer or nodes.operation_name(node), info.module, ordinal)
 
     def _reason(self, node: Node, field: str, saved: Tensor, base: Node | None) -> str:
         """Return why a tensor stays saved: the engine's reason, or why the engine did not look."""

@@ -160,7 +160,7 @@ def hidden_output(node: Node, field: str) -> str:
 
 
 def hooked(node: Node) -> str:
-    """Return the reason for the output of an operation whose saved tensor has other code's hooks."""
+    """Return the reason for the output of an operation that saves a tensor under other hooks."""
     return f"a checkpoint or other hooks have what {nodes.operation_name(node)} saves"
 
 
