@@ -792,7 +792,10 @@ class Engine:
             self.observer.unchanged(node, field, text)
 
     def _output_spec(self, node: Node, index: int) -> Spec | None:
-        """Return the spec of an operation's output; None if there is none."""
+        """Return the spec of an operation's output; None if there is none.
+
+        For an operation without an output rule the caller has set the reason.
+        """
         view = VIEW_OF[type(node)]
         if view is not None:
             if not view.condition(node):
@@ -803,8 +806,10 @@ class Engine:
                 return None
             return ViewCall(view.function, (spec,), *_arguments(node, index, view.arguments))
         record = record_of(node)
-        if record is None or record.stream is not self._stream:
-            self._set_reason(reasons.output_of, node, self._stream)
+        if record is None:
+            return None
+        if record.stream is not self._stream:
+            self._reason = reasons.OTHER_STREAM
             return None
         if record.saver is not None and index == 0:
             saved = saved_output_of(node, record)
@@ -812,7 +817,6 @@ class Engine:
                 return Leaf(saved)
         operation = OPERATION_OF[type(node)]
         if operation is None:
-            self._set_reason(reasons.output_of, node)
             return None
         if operation.result:
             packed = nodes.packed(node, operation.result)
@@ -842,8 +846,10 @@ class Engine:
         Unlike `_output_spec`, this does not read an output that the node itself saves. All
         consumers get the same spec: see NOTE [Shared values] in `specs.py`.
         """
-        if operation.output is None or index != 0:
-            self._set_reason(reasons.this_call if index else reasons.output_of, node)
+        if operation.output is None:
+            return None
+        if index != 0:
+            self._set_reason(reasons.this_call, node)
             return None
         spec = record.spec() if record.spec is not None else None
         if spec is not None and spec.is_current():

@@ -60,7 +60,7 @@ from .._torch_private import (
     storage_of_weak_reference,
     tree_leaves,
 )
-from ..activations import ACTIVATIONS, RELU6
+from ..activations import ACTIVATIONS, RELU6, Activation
 from ..memory import Measured, Packed, unpack_measured
 
 _T = TypeVar("_T")
@@ -124,10 +124,12 @@ def operation_name(node: Node) -> str:
     if name is not None:
         return name
     if is_python_function(node_type):
-        activation = getattr(node, "activation", None)  # set by this package's Functions
-        return (
-            node_type.__name__.removesuffix("Backward") if activation is None else activation.name
-        )
+        # This package's Functions have their activation: in the node, or in the class.
+        for owner in (node, function_of(node_type)):
+            activation = getattr(owner, "activation", None)
+            if isinstance(activation, Activation):
+                return activation.name
+        return node_type.__name__.removesuffix("Backward")
     name = name_of_type(node_type.__name__)
     if name == "Hardtanh":  # a ReLU6 if it has that one's arguments
         arguments = node._saved_min_val, node._saved_max_val

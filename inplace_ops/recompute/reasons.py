@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from . import nodes
 from .nodes import Node
 from .operations import OPERATION_OF, OPERATIONS, base_of
@@ -39,14 +37,8 @@ MUCH_LARGER = "the tensors needed to recompute it are much larger"
 DIFFERENT = "its recomputed value differed at the first use"
 
 
-def output_of(node: Node, stream: torch.cuda.Stream | None = None) -> str:
-    """Return the reason for the output of an operation without an output rule, or without a record.
-
-    `stream` is the current CUDA stream, if the operation may have run on another one.
-    """
-    record = None if node is None else record_of(node)
-    if stream is not None and record is not None and record.stream is not stream:
-        return OTHER_STREAM
+def output_of(node: Node) -> str:
+    """Return the reason for the output of an operation without an output rule."""
     if node is None or nodes.autograd_leaf_of(node) is not None:
         return "a parameter"
     name = nodes.operation_name(node)
