@@ -27,6 +27,7 @@ from integrations import INTEGRATIONS
 from variants import CONVERT, OFFLOAD, TOOLS
 
 from inplace_ops.activations import ACTIVATIONS
+from inplace_ops.recompute.nodes import name_of_type
 from inplace_ops.recompute.operations import OPERATIONS, VIEWS, Operation, Output
 
 PROJECT = Path(__file__).parent.parent
@@ -585,7 +586,7 @@ def rules() -> str:
 
 def _operations(node_types: Iterable[str]) -> Iterable[str]:
     """Return the names of operations as reports print them."""
-    return dict.fromkeys(re.sub(r"Backward\d*$", "", name) for name in node_types)
+    return dict.fromkeys(name_of_type(node_type) for node_type in node_types)
 
 
 def _code(names: Iterable[str]) -> str:

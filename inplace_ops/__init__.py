@@ -14,8 +14,8 @@ from . import (
 )
 from .conversion import *  # noqa: F403
 from .functional import *  # noqa: F403
-from .memory import saved_bytes
 from .modules import *  # noqa: F403
+from .saved import saved_bytes
 
 try:
     __version__ = _metadata.version("inplace_ops")

@@ -48,7 +48,9 @@ class _LocalContext:
 
     @property
     def saved_tensors(self) -> tuple[Tensor, ...]:
-        return tuple(t.to_local() if isinstance(t, DTensor) else t for t in self._ctx.saved_tensors)
+        return tuple(
+            [t.to_local() if isinstance(t, DTensor) else t for t in self._ctx.saved_tensors]
+        )
 
 
 @cache

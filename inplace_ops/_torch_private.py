@@ -16,13 +16,21 @@ each name of this module, so that its failures list what a new version of torch 
 from __future__ import annotations
 
 import operator
+import traceback
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
+
+# Autograd's handle of a saved tensor: that of `_raw_saved_*`.
+from torch._C._autograd import SavedTensor as SavedTensor
 
 # Tensors inside of torch.func's transforms, and gradients under `is_grads_batched=True`.
 from torch._C._functorch import (
@@ -149,6 +157,121 @@ NO_PASS = -1
 def default_saved_tensor_hooks() -> Any:
     """Return the pack and unpack hooks for all tensors that are saved now, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def saved_tensor_hooks_are_disabled() -> bool:
+    """Whether code has disabled default saved-tensor hooks; entering them then raises."""
+    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
+
+
+_DISABLE: Any = torch.autograd.graph.disable_saved_tensors_hooks
+
+
+def is_raised_by_disabling_hooks(error: BaseException) -> bool:
+    """Whether an error comes from `disable_saved_tensors_hooks`, or was raised while handling it.
+
+    It raises if default hooks are active. `torch.func.grad`, `vjp` and the like use it. Its message
+    is the caller's.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        for frame, _ in traceback.walk_tb(cause.__traceback__):
+            last = frame
+        if cause.__traceback__ is not None and last.f_code is _DISABLE.__wrapped__.__code__:
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+@contextmanager
+def unnoticed_saved_tensor_hooks(
+    pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+) -> Iterator[None]:
+    """Enter default saved-tensor hooks within a `with` block, which checkpoints look through.
+
+    From torch 2.14 on a selective checkpoint warns if it sees hooks, because they do not see the
+    tensors that it caches. Checkpoints mark their own hooks like this.
+    """
+    hook: Any = pack
+    hook._checkpoint_internal, hook._user_hooks = True, default_saved_tensor_hooks()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        hook._user_hooks = None  # the graph refers to the hook
+
+
+class SavedByCheckpoint(NamedTuple):
+    """A tensor that a checkpoint keeps alive until backward.
+
+    Attributes:
+        handle: Autograd's handle of the tensor, or the tensor itself.
+        op: The op that computed the tensor, if a selective checkpoint has cached it.
+        is_input: Whether it is an argument of the checkpointed function.
+    """
+
+    handle: Any
+    op: OpOverload | None = None
+    is_input: bool = False
+
+
+def checkpoint_of(unpack_hook: Any) -> Any:
+    """Return the checkpoint, not a reentrant one, whose unpack hook this is; None of others."""
+    pending = [unpack_hook]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, torch.utils.checkpoint._CheckpointFrame):
+            return value
+        # With `debug=True` the hook calls another one.
+        if isinstance(value, FunctionType) and value.__module__ == "torch.utils.checkpoint":
+            pending += cell_contents(value)
+    return None
+
+
+def saved_by_checkpoint(checkpoint: Any) -> Iterator[SavedByCheckpoint]:
+    """Yield the tensors that `checkpoint_of` keeps: inputs, cached outputs, random states.
+
+    Also tensors that the checkpointed function refers to by its closure. Modules have their own.
+    """
+    if hasattr(checkpoint, "saved_args"):
+        handles = [arg for arg in checkpoint.saved_args if isinstance(arg, SavedTensor)]
+    else:  # before torch 2.13
+        handles = checkpoint.input_saver.grad_fn._raw_saved_tensors
+    for handle in handles:
+        yield SavedByCheckpoint(handle, is_input=True)
+    seen: set[int] = set()
+    pending: list[tuple[Any, OpOverload | None]] = [(checkpoint.recompute_fn, None)]
+    while pending:
+        value, op = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        inner: Iterable[Any] = ()
+        if isinstance(value, Tensor):
+            if not isinstance(value, nn.Parameter):
+                yield SavedByCheckpoint(value, op)
+        elif isinstance(value, FunctionType):
+            inner = cell_contents(value)
+        elif isinstance(value, partial):
+            inner = [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, dict):
+            pending += [(v, k if isinstance(k, OpOverload) else op) for k, v in value.items()]
+        elif isinstance(value, (list, tuple, set)):
+            inner = value
+        elif isinstance(value, torch.utils.checkpoint._CachedTorchDispatchMode):
+            inner = [value.storage]
+        elif isinstance(value, torch.utils.checkpoint._VersionWrapper):
+            inner = [value.val]
+        pending += [(each, op) for each in inner]
+
+
+def cell_contents(function: FunctionType) -> list[Any]:
+    """Return the values of a function's closure. A cell is empty until its variable is assigned."""
+    contents = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):
+            contents.append(cell.cell_contents)
+    return contents
 
 
 def creation_meta(view: Tensor) -> str:
@@ -292,7 +415,7 @@ profiler_is_running: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 def keyword_defaults(op: OpOverload) -> tuple[Any, ...]:
     """Return the default values of an op's keyword-only arguments."""
-    return tuple(a.default_value for a in op._schema.arguments if a.kwarg_only)
+    return tuple([a.default_value for a in op._schema.arguments if a.kwarg_only])
 
 
 def op_name(op: OpOverload) -> str:
@@ -352,6 +475,11 @@ def has_backward_hooks(module: nn.Module) -> bool:
 def gradient_hooks(tensor: Tensor) -> MutableMapping[int, Any] | None:
     """Return a tensor's hooks; None if none was ever registered."""
     return tensor._backward_hooks
+
+
+def accumulation_hooks(tensor: Tensor) -> MutableMapping[int, Any] | None:
+    """Return an autograd leaf's hooks that run after its gradient is accumulated, or None."""
+    return tensor._post_accumulate_grad_hooks
 
 
 class _FirstHook(OrderedDict[int, Any]):

@@ -229,7 +229,7 @@ class _SliceSavedTensors:
         except RuntimeError:
             if is_grad_enabled() or not stored or any(s.was_written_to for s in stored):
                 raise
-            saved = tuple(s.tensor for s in stored)
+            saved = tuple([s.tensor for s in stored])
         return saved
 
 

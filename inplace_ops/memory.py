@@ -1,24 +1,14 @@
-"""Saved and peak bytes, and `Packed`: the base class of what is saved instead of a tensor."""
+"""Peak bytes, and `Packed`: the base class of what is saved instead of a tensor."""
 
 from __future__ import annotations
 
 import gc
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import Tensor
 
-from ._torch_private import (
-    coo_tensors,
-    current_stream,
-    is_traceable_wrapper_subclass,
-    profiler_is_running,
-    storage_id,
-    tree_leaves,
-)
+from ._torch_private import current_stream, is_traceable_wrapper_subclass, profiler_is_running
 
 
 class Packed:
@@ -72,45 +62,6 @@ def unpack_measured(saved: Measured) -> Tensor:
     return saved.value.unpack() if isinstance(saved.value, Packed) else saved.value
 
 
-def saved_bytes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
-    """Call `fn(*args, **kwargs)` and return the bytes that autograd saves for backward.
-
-    Each storage counts once. A view counts as its whole storage, and a DTensor as this process's
-    part. Parameters, the buffers of `fn` if it is a module, and the arguments do not count, because
-    they exist anyway. This includes arguments that `fn` modifies.
-
-    Args:
-        fn: A module or any callable; it is called once, under the caller's grad mode and autocast.
-        *args: The arguments of `fn`; tensors in nested lists, tuples and dicts are found.
-        **kwargs: The keyword arguments of `fn`.
-
-    Returns:
-        The bytes that the graph of the result saves after `fn` has returned.
-
-    Raises:
-        NotImplementedError: If a tensor's layout is neither strided nor sparse COO.
-    """
-    storages, result = _saved_storages(fn, *args, **kwargs)
-    # A pack hook receives a saved parameter as a plain tensor: only its storage identifies it.
-    not_counted: list[Tensor] = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
-    not_counted += [obj for obj in gc.get_objects() if issubclass(type(obj), nn.Parameter)]
-    if isinstance(fn, nn.Module):
-        not_counted += [*fn.parameters(), *fn.buffers()]
-    del result
-    return _bytes_excluding(not_counted, storages)
-
-
-def model_bytes(model: nn.Module, call: Callable[[], Any], inputs: Iterable[Tensor]) -> int:
-    """Return the bytes that a call of the model saves for backward.
-
-    Unlike in `saved_bytes`, only the model's own parameters and buffers, and the tensors in
-    `inputs`, do not count.
-    """
-    storages, result = _saved_storages(call)
-    del result
-    return _bytes_excluding([*model.parameters(), *model.buffers(), *inputs], storages)
-
-
 def peak_bytes(fn: Callable[[], object]) -> int | None:
     """Call `fn` and return the most bytes that it allocates at one time, on all devices together.
 
@@ -129,33 +80,6 @@ def peak_bytes(fn: Callable[[], object]) -> int | None:
     return peak
 
 
-def _saved_storages(
-    fn: Callable[..., Any], *args: Any, **kwargs: Any
-) -> tuple[dict[int, int], Any]:
-    """Call `fn` and return the sizes of the storages that its graph saves, and its result."""
-    handles: list[weakref.ref[Measured]] = []
-
-    def pack(tensor: Tensor) -> Measured:
-        saved = Measured(tensor.detach())  # detached: keeps no part of the graph alive
-        handles.append(weakref.ref(saved))
-        return saved
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack_measured):
-        result = fn(*args, **kwargs)
-
-    storages: dict[int, int] = {}
-    for handle in handles:
-        saved = handle()
-        if saved is not None:
-            storages |= {storage_id(s): s.nbytes() for t in saved.tensors() for s in _storages(t)}
-    return storages, result
-
-
-def _bytes_excluding(not_counted: Iterable[Tensor], storages: Mapping[int, int]) -> int:
-    known = {storage_id(s) for t in not_counted if not is_lazy(t) for s in _storages(t)}
-    return sum(size for key, size in storages.items() if key not in known)
-
-
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors that a tensor consists of: a DTensor's local part, or itself."""
     if not is_traceable_wrapper_subclass(tensor):
@@ -165,15 +89,3 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         part = getattr(tensor, name)
         if isinstance(part, Tensor):
             yield from plain_tensors(part)
-
-
-def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
-    return [storage for part in plain_tensors(tensor) for storage in _storages_of_plain(part)]
-
-
-def _storages_of_plain(tensor: Tensor) -> list[torch.UntypedStorage]:
-    if tensor.layout == torch.sparse_coo:
-        return [part.untyped_storage() for part in coo_tensors(tensor)]
-    if tensor.layout != torch.strided:
-        raise NotImplementedError(f"saved_bytes: cannot measure a tensor of layout {tensor.layout}")
-    return [tensor.untyped_storage()]

@@ -82,7 +82,7 @@ def activation_of(module: nn.Module) -> ActivationCall | None:
             return None
         if not activation.scalars:
             return candidate.without_scalars
-        scalars = tuple(getattr(module, name) for name in activation.scalars)
+        scalars = tuple([getattr(module, name) for name in activation.scalars])
         return ActivationCall(activation, scalars) if all(map(_is_number, scalars)) else None
     return None
 
@@ -101,7 +101,7 @@ class _Candidate(NamedTuple):
     activation: Activation
     torch_name: str
     forward: Callable[..., Any]
-    conditions: tuple[Callable[[nn.Module], bool], ...]
+    conditions: list[Callable[[nn.Module], bool]]
     without_scalars: ActivationCall
 
 
@@ -111,14 +111,16 @@ def _candidates(cls: type[nn.Module]) -> tuple[_Candidate, ...]:
     base = _base_of(cls)
     activations = [known] if known else [a for a in ACTIVATIONS if a.torch_module is base]
     return tuple(
-        _Candidate(
-            activation,
-            activation.torch_name,
-            cls.forward,
-            tuple(_conditions(activation, with_variant=len(activations) > 1)),
-            ActivationCall(activation, ()),
-        )
-        for activation in activations
+        [
+            _Candidate(
+                activation,
+                activation.torch_name,
+                cls.forward,
+                [*_conditions(activation, with_variant=len(activations) > 1)],
+                ActivationCall(activation, ()),
+            )
+            for activation in activations
+        ]
     )
 
 

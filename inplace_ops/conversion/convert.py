@@ -14,8 +14,9 @@ from torch.nn.parameter import is_lazy
 
 from .._torch_private import is_optimized_module
 from ..recompute.engine import MAX_OPS, Settings, running_engine
-from .example import Example, Inputs, warn_of_written_parameters
+from .example import Example, Inputs
 from .report import Report
+from .state import State
 from .verify import Run, Verification, compare
 from .wiring import Conversion, attach, conversion_of, detach, detached
 
@@ -181,19 +182,21 @@ def _measure(
     """
     if torch.is_inference_mode_enabled():
         raise RuntimeError("an example needs autograd: call convert outside inference mode")
-    report, run = Report(), Run(model, example, finished)
+    report = Report()
     with (
         _EXAMPLE_LOCK,
         reverted(model),
         torch.compiler.set_stance("force_eager"),
-        warn_of_written_parameters(model),
+        State(model, [tensor.device for tensor in example.tensors()]) as state,
     ):
+        run = Run(model, example, state, finished)
         before, original = run.saved_bytes(), None
         try:
             original, repeated = run.gradients(), run.gradients()
-        except Exception:
+        except Exception as error:
             if needs_gradients:
                 raise
+            report.remarks.append(f"peaks are unknown, as backward raises: {_summary(error)}")
         peak_before = None if original is None else run.peak_bytes()
         verification = Verification(model)
         attach(model, Conversion(conversion.settings, report, verification))
@@ -205,6 +208,17 @@ def _measure(
             detach(model)
         if original is not None and converted is not None:
             compare(original, repeated, converted, verification.differences)
+    if original is not None:
+        report.gradient_bytes = original.bytes
+        report.remarks += original.remarks
+        if peak_before is None or peak_after is None:
+            report.remarks.append("peaks are unknown, as PyTorch's profiler is already running")
     report.saved_bytes_before, report.saved_bytes_after = before, after
     report.peak_bytes_before, report.peak_bytes_after = peak_before, peak_after
     vars(conversion.report).update(vars(report))  # the caller may have this object
+
+
+def _summary(error: Exception) -> str:
+    """Return the first line of an error."""
+    first, *_ = [*str(error).splitlines(), ""]
+    return f"{type(error).__name__}: {first}"

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 from .._torch_private import (
     LEAF_SEQUENCE_NUMBER,
     DisableTorchFunction,
     is_compiled,
+    next_sequence_number,
     storage_id,
+    tree_leaves,
 )
 from ..memory import Packed
-from ..recompute import nodes, reasons
+from ..recompute import engine as engine_module, nodes, reasons
 from ..recompute.engine import MIN_BYTES, Observer, running_engine
 from ..recompute.functions import is_fused
 from ..recompute.nodes import Node
 from ..recompute.operations import base_of
-from .example import tensors_in
+from ..recompute.versions import record_of
+from ..saved import Checkpointed, checkpointed_tensors, tensors_in
 from .report import Auxiliary, Remaining, Replaced, Report
 
 NO_PRODUCER = "(no grad_fn)"
+CHECKPOINT = "checkpoint"  # the consumer of what a checkpoint saves
 _observation_ids = itertools.count()
 
 
@@ -51,6 +56,81 @@ class _NodeInfo:
         self.output_rows: dict[int, int] = {}
         self.consumed_rows: list[int] = []
 
+    def rows_of(self, index: int) -> list[int]:
+        """Return the row of one of the operation's outputs, if it has one."""
+        return [self.output_rows[index]] if index in self.output_rows else []
+
+
+class _Place(NamedTuple):
+    """The operation that saves a tensor, or would save it, and its place in forward."""
+
+    consumer: str
+    module: str
+    ordinal: int
+
+
+class _ReplacedRow(NamedTuple):
+    """A replaced tensor, before its consumers are known.
+
+    Attributes:
+        producer: The operation that computed the tensor.
+        bytes: The size of its storage.
+        how: How backward gets the tensor.
+        storage: A weak reference to its storage, which keeps the storage's id from being used by
+            another; None if the storage is not known.
+    """
+
+    producer: str
+    bytes: int
+    how: str
+    storage: StorageWeakRef | None
+
+    def at(self, place: _Place) -> Replaced:
+        """Return the row in the report, given the tensor's first consumer."""
+        consumer, module, ordinal = place
+        return Replaced(self.producer, consumer, module, self.bytes, self.how, ordinal)
+
+
+class _Tables:
+    """The rows of a report, by the storages of their tensors.
+
+    Attributes:
+        storages: The ids of all storages that have a row, or exist anyway.
+    """
+
+    def __init__(self, existing: Iterable[Tensor]) -> None:
+        self.storages = {storage_id(tensor.untyped_storage()) for tensor in existing}
+        self.remaining: dict[int, Remaining] = {}
+        self.auxiliary: dict[int, Auxiliary] = {}
+
+    def add_remaining(
+        self, saved: Tensor, producer: Node | str, reason: str, place: _Place
+    ) -> bool:
+        """Add a row for a tensor that stays saved. Return whether its memory has none yet."""
+        storage = saved.untyped_storage()
+        key = storage_id(storage)
+        first = self.remaining.get(key)
+        if first is not None and first.reason == reasons.SAVED_ANYWAY:  # by what is added now
+            self.remaining[key] = replace(first, reason=reason)
+        if key in self.storages or not storage.nbytes():
+            return False
+        if producer is None:
+            producer = NO_PRODUCER
+        name = producer if isinstance(producer, str) else nodes.operation_name(producer)
+        consumer, module, ordinal = place
+        self.storages.add(key)
+        self.remaining[key] = Remaining(name, consumer, module, storage.nbytes(), reason, ordinal)
+        return True
+
+    def add_auxiliary(self, tensor: Tensor, place: _Place) -> None:
+        """Add a row for a tensor that only the converted model saves, unless its memory has one."""
+        storage = tensor.untyped_storage()
+        key = storage_id(storage)
+        if key not in self.storages:
+            consumer, module, ordinal = place
+            self.storages.add(key)
+            self.auxiliary[key] = Auxiliary(consumer, module, storage.nbytes(), ordinal)
+
 
 class Observation(Observer):
     """Observe which saved tensors the engine replaces, which stay saved, and in which modules.
@@ -62,16 +142,18 @@ class Observation(Observer):
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._key = f"inplace_ops: observation {next(_observation_ids)}"
-        self._replaced: list[Callable[[int], Replaced]] = []  # of an ordinal
-        self._without_producer: dict[int, int] = {}  # by row: the storage of a mask or of indices
+        self._replaced: list[_ReplacedRow] = []
+        self._row_of_storage: dict[int, int] = {}
         self._path = [""]
+        self._first = next_sequence_number()
 
     @contextmanager
     def following_modules(self) -> Iterator[None]:
         """Follow which module runs, within a `with` block."""
         handles: list[RemovableHandle] = []
+        self._first = next_sequence_number()
         for path, module in _eager_modules(self.model):
-            handles.append(module.register_forward_pre_hook(self._entering(path)))
+            handles.append(module.register_forward_pre_hook(self._entering(path), with_kwargs=True))
             handles.append(module.register_forward_hook(self._leaving))
         try:
             yield
@@ -80,15 +162,33 @@ class Observation(Observer):
                 handle.remove()
 
     def _entering(self, path: str) -> Any:
-        def enter(module: nn.Module, args: Any) -> None:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._is_running():
+                self._walk((args, kwargs))
                 self._path.append(path)
 
         return enter
 
     def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._is_running() and len(self._path) > 1:
+            self._walk(output)
             self._path.pop()
+
+    def _walk(self, value: Any) -> None:
+        """Observe the new nodes that tensors in `value` depend on, before torch 2.14.
+
+        There the engine sees nodes late, when another module may be running.
+        """
+        if engine_module.USE_CREATION_HOOK:
+            return
+        pending = [nodes.root_of(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        while pending:
+            node = pending.pop()
+            if node is None or nodes.autograd_leaf_of(node) is not None:
+                continue
+            if nodes.sequence_number(node) >= self._first and self._info_of(node) is None:
+                self.created(node)
+                pending += [producer for producer, _ in nodes.producers(node)]
 
     def _is_running(self) -> bool:
         engine = running_engine()
@@ -102,35 +202,60 @@ class Observation(Observer):
         return None if nodes.autograd_leaf_of(node) is not None else node.metadata.get(self._key)
 
     def replaced(self, node: Node, field: str, saved: Tensor, packed: Packed) -> Packed:
-        self._add_row(saved.grad_fn, saved.output_nr, node, saved, packed.how)
+        self._add_row(saved.grad_fn, saved.output_nr, node, saved, packed.how, saved)
         return packed
 
     def fused(self, producer: Node, node: Node, saved: Tensor) -> None:
         self.created(node)  # an engine that walks over nodes sees this node only later
-        self._add_row(producer, 0, node, saved, Packed.how)
+        # PyTorch's activation would save its output, `saved`, or the norm's output. If it has
+        # overwritten that one, it would save a clone.
+        record = record_of(producer)
+        replaced = record.note() if record is not None and record.note is not None else None
+        if producer is node:
+            replaced = saved
+        elif replaced is not None and _share_memory(replaced, saved):
+            replaced = None
+        self._add_row(producer, 0, node, saved, Packed.how, replaced)
 
-    def _add_row(self, producer: Node, index: int, node: Node, saved: Tensor, how: str) -> None:
+    def _add_row(
+        self,
+        producer: Node,
+        index: int,
+        node: Node,
+        saved: Tensor,
+        how: str,
+        replaced: Tensor | None,
+    ) -> None:
         """Add a row for a replaced tensor, unless its memory has one.
 
         Tensors of other passes and parameters get no row.
+
+        Args:
+            producer: The node that produced the tensor.
+            index: The index of the node's output.
+            node: The node that would save it.
+            saved: A tensor of the same size.
+            how: How backward gets the tensor.
+            replaced: The tensor itself; None if it is not known.
         """
         base, index = base_of(producer, index)
         base_info = None if base is None else self._info_of(base)
         consumer = self._info_of(node)
         if consumer is None or (base_info is None and base is not None):
             return
+        storage = None if replaced is None else StorageWeakRef(replaced.untyped_storage())
         row = None if base_info is None else base_info.output_rows.get(index)
+        if row is None and storage is not None:
+            row = self._row_of_storage.get(storage.cdata)
         if row is None:
             row = len(self._replaced)
             name = NO_PRODUCER if base is None else nodes.operation_name(base)
             size = saved.untyped_storage().nbytes()
-            path = self._path[-1]
-            consumer_name = nodes.operation_name(node)
-            self._replaced.append(partial(Replaced, name, consumer_name, path, size, how))
-            if base_info is not None:
-                base_info.output_rows[index] = row
-            else:
-                self._without_producer[row] = storage_id(saved.untyped_storage())
+            self._replaced.append(_ReplacedRow(name, size, how, storage))
+            if storage is not None:
+                self._row_of_storage[storage.cdata] = row
+        if base_info is not None:
+            base_info.output_rows[index] = row
         consumer.consumed_rows.append(row)
 
     def unchanged(self, node: Node, field: str, reason: str) -> None:
@@ -147,68 +272,75 @@ class Observation(Observer):
             inputs: The arguments of forward, whose tensors do not count.
         """
         with DisableTorchFunction():
-            graph = self._graph_of(output)
+            outputs = [*tensors_in(output)]
+            self._walk(outputs)
+            graph = self._graph_of(outputs)
             if graph:
-                self._fill(report, graph, inputs)
+                self._fill(report, graph, outputs, inputs)
 
-    def _fill(self, report: Report, graph: list[Node], inputs: Any) -> None:
-        counted = {storage_id(t.untyped_storage()) for t in _plain_tensors(inputs)}
+    def _fill(self, report: Report, graph: list[Node], outputs: list[Tensor], inputs: Any) -> None:
+        existing = [*_plain_tensors(inputs)]
         for tensor in (*self.model.parameters(), *self.model.buffers()):
-            counted.update(storage_id(t.untyped_storage()) for t in _plain_tensors(tensor))
-        rows: dict[int, int] = {}  # by row: the ordinal of its first consumer
-        for ordinal, node in enumerate(graph):
-            for row in self._info_of(node).consumed_rows:  # type: ignore[union-attr]
-                if self._without_producer.get(row) not in counted:
-                    rows.setdefault(row, ordinal)
-        remaining: list[Remaining] = []
-        auxiliary: list[Auxiliary] = []
-        for ordinal, node in enumerate(graph):
+            existing += _plain_tensors(tensor)
+        tables = _Tables(existing)
+        ordinals = {node: ordinal for ordinal, node in enumerate(graph)}
+        rows: set[int] = set()  # of tensors that are saved all the same
+        for node, ordinal in ordinals.items():
+            place = self._place_of(node, ordinal)
             for field, saved in nodes.readable_tensors(node):
-                storage = saved.untyped_storage() if nodes.is_plain(saved) else None
-                if storage is None or not storage.nbytes() or storage_id(storage) in counted:
+                if not nodes.is_plain(saved):
                     continue
-                counted.add(storage_id(storage))
                 if is_fused(node) and field != "0":  # PyTorch's activation does not save these
-                    auxiliary.append(self._auxiliary(node, storage, ordinal))
+                    tables.add_auxiliary(saved, place)
                     continue
-                base, index = base_of(saved.grad_fn, saved.output_nr)
+                base, index = _base_of(saved)
                 base_info = None if base is None else self._info_of(base)
-                if base_info is not None:  # another consumer may recompute it: count it once
-                    rows.pop(base_info.output_rows.get(index, -1), None)
-                remaining.append(self._remaining(node, field, saved, base, ordinal))
-        for ordinal, node in enumerate(graph):
+                if tables.add_remaining(saved, base, self._reason(node, field, saved, base), place):
+                    rows.update([] if base_info is None else base_info.rows_of(index))
+        for each in checkpointed_tensors(graph, outputs):
+            place = self._place_of(each.node, ordinals[each.node], CHECKPOINT)
+            for tensor in filter(nodes.is_plain, each.tensors):
+                tables.add_remaining(tensor, *_checkpointed(each), place)
+        for node, ordinal in ordinals.items():
             for packed in nodes.packed_values(node):
                 for tensor in packed.tensors():
-                    storage = tensor.untyped_storage()
-                    if storage_id(storage) not in counted:
-                        counted.add(storage_id(storage))
-                        auxiliary.append(self._auxiliary(node, storage, ordinal))
-        replaced = [self._replaced[row](ordinal) for row, ordinal in rows.items()]
-        report.fill(replaced, remaining, auxiliary)
-
-    def _auxiliary(self, node: Node, storage: torch.UntypedStorage, ordinal: int) -> Auxiliary:
-        info = self._info_of(node)
-        assert info is not None
-        return Auxiliary(nodes.operation_name(node), info.module, storage.nbytes(), ordinal)
-
-    def _remaining(
-        self, node: Node, field: str, saved: Tensor, base: Node | None, ordinal: int
-    ) -> Remaining:
-        info = self._info_of(node)
-        assert info is not None
-        return Remaining(
-            NO_PRODUCER if base is None else nodes.operation_name(base),
-            nodes.operation_name(node),
-            info.module,
-            saved.untyped_storage().nbytes(),
-            _reason(info, node, field, saved, base),
-            ordinal,
+                    tables.add_auxiliary(tensor, self._place_of(node, ordinal))
+        rows.update(
+            number
+            for number, row in enumerate(self._replaced)
+            if row.storage is not None and row.storage.cdata in tables.storages
         )
+        replaced: dict[int, Replaced] = {}
+        for node, ordinal in ordinals.items():
+            place = self._place_of(node, ordinal)
+            for number in self._info_of(node).consumed_rows:  # type: ignore[union-attr]
+                if number not in rows:
+                    replaced.setdefault(number, self._replaced[number].at(place))
+        report.fill(replaced.values(), tables.remaining.values(), tables.auxiliary.values())
 
-    def _graph_of(self, output: Any) -> list[Node]:
-        """Return all nodes of this pass that lead to tensors in `output`, in their order."""
+    def _place_of(self, node: Node, ordinal: int, consumer: str = "") -> _Place:
+        info = self._info_of(node)
+        assert info is not None
+        return _Place(consumer or nodes.operation_name(node), info.module, ordinal)
+
+    def _reason(self, node: Node, field: str, saved: Tensor, base: Node | None) -> str:
+        """Return why a tensor stays saved: the engine's reason, or why the engine did not look."""
+        info = self._info_of(node)
+        if base is None:
+            return reasons.NO_GRADIENT
+        if nodes.is_cast_of_autograd_leaf(base):
+            return reasons.PARAMETER_COPY
+        if info is not None and field in info.reasons:
+            return info.reasons[field]
+        if saved.nbytes >= MIN_BYTES:
+            return reasons.saved_by(node)
+        is_whole = saved.untyped_storage().nbytes() < MIN_BYTES
+        return reasons.SMALL if is_whole else reasons.SMALL_PART
+
+    def _graph_of(self, outputs: list[Tensor]) -> list[Node]:
+        """Return all nodes of this pass that lead to tensors in `outputs`, in their order."""
         numbers: dict[Node, int] = {}
-        pending: list[Node] = [tensor.grad_fn for tensor in tensors_in(output)]
+        pending: list[Node] = [nodes.root_of(tensor) for tensor in outputs]
         while pending:
             node = pending.pop()
             if node is not None and node not in numbers and self._info_of(node) is not None:
@@ -218,15 +350,26 @@ class Observation(Observer):
         return sorted(numbers, key=numbers.__getitem__)
 
 
-def _reason(info: _NodeInfo, node: Node, field: str, saved: Tensor, base: Node | None) -> str:
-    """Return why a tensor stays saved: the engine's reason, or why the engine did not look."""
-    if base is None:
-        return reasons.NO_GRADIENT
-    if nodes.is_cast_of_autograd_leaf(base):
-        return reasons.PARAMETER_COPY
-    if field in info.reasons:
-        return info.reasons[field]
-    return reasons.SMALL if saved.nbytes < MIN_BYTES else reasons.saved_by(node)
+def _share_memory(tensor: Tensor, other: Tensor) -> bool:
+    return storage_id(tensor.untyped_storage()) == storage_id(other.untyped_storage())
+
+
+def _base_of(saved: Tensor) -> tuple[Node, int]:
+    """Return the node that produced a saved tensor's base, and the index of its output."""
+    return base_of(nodes.root_of(saved), saved.output_nr)
+
+
+def _checkpointed(each: Checkpointed) -> tuple[Node | str, str]:
+    """Return what computed a tensor that a checkpoint saves, and why it stays saved.
+
+    A selective checkpoint detaches what it caches: only the op is known.
+    """
+    if each.op is not None:
+        return nodes.name_of_op(each.op), reasons.CACHED_BY_CHECKPOINT
+    if not each.is_input:
+        return NO_PRODUCER, reasons.NEEDED_BY_CHECKPOINT
+    base, _ = _base_of(each.handle.unpack()) if nodes.is_readable(each.handle) else (None, 0)
+    return base, reasons.CHECKPOINT_INPUT
 
 
 def _eager_modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

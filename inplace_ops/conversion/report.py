@@ -13,6 +13,7 @@ from .plot import plot
 # One last row sums up the rest.
 _MAX_ROWS = 16
 _MIN_SHARE = 0.01
+_MUCH_LESS = 0.5  # of what is saved less: where the peak falls by less, a line says why
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Replaced:
     """A saved tensor that is recomputed in backward, or stored smaller.
 
     Attributes:
-        producer: The operation that computed the tensor, for example "Silu".
+        producer: The operation that computed the tensor, for example "SiLU".
         consumer: The operation that saves the tensor, for example "Convolution".
         module: The path of the module that ran the consumer.
         bytes: The size of the tensor's storage. Saved tensors that share a storage count once.
@@ -43,8 +44,8 @@ class Remaining:
 
     Attributes:
         producer: The operation that computed the tensor.
-        consumer: The operation that saves the tensor.
-        module: The path of the module that ran the consumer.
+        consumer: The operation that saves the tensor, or "checkpoint" if a checkpoint does.
+        module: The path of the module that ran the consumer, or a checkpoint's first operation.
         bytes: The size of the tensor's storage. Saved tensors that share a storage count once.
         reason: Why the tensor is not recomputed.
         ordinal: The consumer's place among the operations of forward, from 0 on.
@@ -88,6 +89,9 @@ class Report:
         peak_bytes_before: The most bytes that a forward and backward pass of the original model
             allocates at one time; None without an example.
         peak_bytes_after: The peak bytes of the converted model.
+        gradient_bytes: The bytes of the gradients of parameters and arguments; None without an
+            example.
+        remarks: Why a number is unknown.
         replaced: The saved tensors that are recomputed or stored smaller, largest first.
         remaining: The tensors that stay saved, largest first, with the reason.
         auxiliary: The tensors that are saved only to recompute from, largest first.
@@ -97,6 +101,8 @@ class Report:
     saved_bytes_after: int | None = None
     peak_bytes_before: int | None = None
     peak_bytes_after: int | None = None
+    gradient_bytes: int | None = None
+    remarks: list[str] = field(default_factory=list)
     replaced: list[Replaced] = field(default_factory=list)
     remaining: list[Remaining] = field(default_factory=list)
     auxiliary: list[Auxiliary] = field(default_factory=list)
@@ -127,7 +133,10 @@ class Report:
 
     @property
     def unlisted_bytes(self) -> int:
-        """The saved bytes that the lists do not have: in-place operations on views hide theirs."""
+        """The saved bytes that the lists do not have, as PyTorch does not show the saved tensors.
+
+        In-place operations on views hide theirs, and so do functions in C++.
+        """
         listed = sum(row.bytes for row in self.remaining) + self.recompute_bytes
         return max(0, (self.saved_bytes_after or 0) - listed)
 
@@ -164,7 +173,8 @@ class Report:
                         self.peak_bytes_after,
                     ),
                 ],
-            )
+            ),
+            *self._remarks(),
         ]
         columns = ("MiB", "tensors", "produced by", "saved by")
         if self.replaced:
@@ -182,8 +192,39 @@ class Report:
             lines.append(f"\nsaved to recompute from (scales, shifts, masks): {size} MiB")
         if self.unlisted_bytes >= _MIN_SHARE * (self.saved_bytes_after or 0) > 0:
             size = mib(self.unlisted_bytes)
-            lines.append(f"\nsaved by in-place operations on views, and not listed: {size} MiB")
+            lines.append(
+                f"\nsaved by operations whose saved tensors PyTorch does not show: {size} MiB"
+            )
         return "\n".join(lines)
+
+    def _remarks(self) -> list[str]:
+        """Return why a number is unknown, and why the peak falls less than what is saved."""
+        remarks = [*self.remarks]
+        if not remarks and not self.saved_bytes_before:
+            remarks.append("nothing is saved besides parameters, buffers and arguments")
+        if not remarks and self.peak_bytes_before is None:
+            remarks.append("peaks are measured with an example only")
+        return [f"\n{remark}" for remark in (*remarks, *self._rest_of_peak())]
+
+    def _rest_of_peak(self) -> list[str]:
+        """Return what the converted model's peak consists of, if it falls much less than expected.
+
+        At the peak not all saved tensors and gradients need to be allocated: their bytes are upper
+        bounds, so what remains is a lower bound.
+        """
+        saved, peak = self.saved_bytes_after, self.peak_bytes_after
+        if saved is None or peak is None or self.gradient_bytes is None:
+            return []
+        saved_less = (self.saved_bytes_before or 0) - saved
+        peak_less = (self.peak_bytes_before or 0) - peak
+        rest = peak - saved - self.gradient_bytes
+        if saved_less <= 0 or peak_less >= _MUCH_LESS * saved_less or rest <= 0:
+            return []
+        return [
+            f"of the converted peak at most {mib(saved)} MiB are saved for backward and at most "
+            f"{mib(self.gradient_bytes)} MiB gradients of parameters and arguments; at least "
+            f"{mib(rest)} MiB are outputs and temporary tensors of single operations"
+        ]
 
 
 class _Row(NamedTuple):

@@ -4,21 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..memory import Packed, model_bytes, peak_bytes
-from ..recompute.nodes import Node
+from .._torch_private import (
+    is_raised_by_disabling_hooks,
+    saved_tensor_hooks_are_disabled,
+    storage_id,
+)
+from ..memory import Packed, peak_bytes, plain_tensors
+from ..recompute.nodes import Node, is_stale
 from ..recompute.specs import Recomputed
-from .example import Example, preserved, tensors_in
+from ..saved import model_bytes, tensors_in
+from .example import Example
 from .observation import Observation
+from .state import State
 
 # The largest allowed distance between the gradients of the converted and of the original model,
 # relative to their norm, by the coarsest dtype in the run. It is much larger than a rounding error:
 # rounding errors grow on their way through a network.
-_TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
+_TOLERANCES = {
+    **dict.fromkeys((torch.float64, torch.complex128), 1e-10),
+    **dict.fromkeys((torch.float32, torch.complex64), 1e-4),
+    **dict.fromkeys((torch.float16, torch.complex32), 2e-2),
+    torch.bfloat16: 1e-1,
+    **dict.fromkeys(_FLOAT8, 5e-1),
+}
+
+# The dtype in which random numbers are made for a dtype that has none of its own.
+_WITH_RANDN = {**dict.fromkeys(_FLOAT8, torch.float32), torch.complex32: torch.complex64}
 
 # On a GPU two runs of the original may differ, and a third run may differ by a bit more. So the
 # distance between two runs of the original, times this factor, is allowed as well.
@@ -35,9 +53,11 @@ class Run:
     Each pass ends with a call of `finished`.
     """
 
-    def __init__(self, model: nn.Module, example: Example, finished: Callable[[], object]) -> None:
-        self.model, self.example, self._finished = model, example, finished
-        self._uses_backward = False
+    def __init__(
+        self, model: nn.Module, example: Example, state: State, finished: Callable[[], object]
+    ) -> None:
+        self.model, self.example, self._state, self._finished = model, example, state, finished
+        self._uses_backward, self._uses_hooks = False, not saved_tensor_hooks_are_disabled()
 
     def gradients(self) -> Gradients:
         """Run one pass and return all gradients."""
@@ -56,8 +76,18 @@ class Run:
 
     def saved_bytes(self) -> int:
         """Return the bytes saved for backward, without parameters, buffers and arguments."""
+        try:
+            return self._saved_bytes()
+        except Exception as error:
+            if not is_raised_by_disabling_hooks(error):
+                raise
+        self._uses_hooks = False
+        return self._saved_bytes()
+
+    def _saved_bytes(self) -> int:
         with self._pass() as inputs:
-            return model_bytes(self.model, lambda: inputs.call(self.model), inputs.tensors())
+            call = partial(inputs.call, self.model)
+            return model_bytes(self.model, call, inputs.tensors(), self._uses_hooks)
 
     def peak_bytes(self) -> int | None:
         """Return the most bytes that a pass allocates at one time; None under a profiler."""
@@ -71,7 +101,7 @@ class Run:
     @contextmanager
     def _pass(self) -> Iterator[Example]:
         """Provide a copy of the example within a `with` block, and restore the model's state."""
-        with preserved(self.model, self.example), torch.enable_grad():
+        with self._state.preserved(), torch.enable_grad():
             yield self.example.copy()
         self._finished()
 
@@ -85,12 +115,14 @@ class Gradients:
         outputs: The output tensors that require grad, without their graph.
         values: The gradients by the names of parameters and arguments; None where there is none.
         autocast_dtypes: The dtypes of the autocasts that were on.
+        remarks: Why there are no gradients, for the report.
     """
 
     def __init__(
         self, example: Example, model: nn.Module, outputs: Any, uses_backward: bool = False
     ) -> None:
-        leaves = [t for t in tensors_in(outputs) if t.requires_grad]
+        # Autograd raises for a stale view, whose grad_fn cannot be read.
+        leaves = [t for t in tensors_in(outputs) if t.requires_grad and not is_stale(t)]
         inputs: dict[str, Tensor] = {f"`{name}`": p for name, p in model.named_parameters()}
         inputs |= {f"argument {i}": a for i, a in enumerate(example.tensors())}
         inputs = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
@@ -101,6 +133,13 @@ class Gradients:
             if torch.is_autocast_enabled(device)
         }
         self.values: dict[str, Tensor | None] = {}
+        self.remarks: list[str] = []
+        if not inputs:
+            self.remarks.append(
+                "nothing to differentiate: no parameter and no argument requires a gradient"
+            )
+        elif not leaves:
+            self.remarks.append("nothing to differentiate: no output requires a gradient")
         if leaves and inputs:
             weights = [_random_like(leaf) for leaf in leaves]
             if uses_backward:
@@ -109,6 +148,19 @@ class Gradients:
             else:
                 values = torch.autograd.grad(leaves, [*inputs.values()], weights, allow_unused=True)
                 self.values = dict(zip(inputs, values, strict=True))
+
+    @property
+    def bytes(self) -> int:
+        """The memory of the gradients; an upper bound for layouts other than strided."""
+        storages: dict[int, int] = {}
+        for value in self.values.values():
+            for part in [] if value is None else plain_tensors(value):
+                if part.layout is torch.strided:
+                    storage = part.untyped_storage()
+                    storages[storage_id(storage)] = storage.nbytes()
+                else:
+                    storages[id(part)] = part.numel() * part.itemsize
+        return sum(storages.values())
 
     def distance(self, other: Gradients) -> float:
         """Return the norm of the difference, relative to the norm of these gradients.
@@ -123,12 +175,12 @@ class Gradients:
                 if value is not theirs:
                     return float("inf")
                 continue
-            value, theirs = _dense(value), _dense(theirs)
+            value, theirs = _real_numbers(value), _real_numbers(theirs)
             if not torch.equal(value.isfinite(), theirs.isfinite()):
                 return float("inf")
             value, theirs = value.nan_to_num(0, 0, 0), theirs.nan_to_num(0, 0, 0)
-            total += float(value.norm(dtype=torch.double) ** 2)
-            difference += float((value.double() - theirs.double()).norm() ** 2)
+            total += float(value.norm() ** 2)
+            difference += float((value - theirs).norm() ** 2)
         return (difference / total) ** 0.5 if total else difference**0.5
 
     def tolerance(self) -> float:
@@ -141,12 +193,17 @@ class Gradients:
 def _random_like(output: Tensor) -> Tensor:
     # A separate generator leaves the random state of the model unchanged.
     generator = torch.Generator(output.device).manual_seed(output.numel())
-    dtype = output.dtype if output.is_floating_point() else torch.complex64
-    return torch.randn(output.shape, generator=generator, dtype=dtype, device=output.device)
+    dtype = _WITH_RANDN.get(output.dtype, output.dtype)
+    weights = torch.randn(output.shape, generator=generator, dtype=dtype, device=output.device)
+    return weights.to(output.dtype)
 
 
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+def _real_numbers(tensor: Tensor) -> Tensor:
+    """Return a tensor's numbers in float64; of complex numbers both parts."""
+    dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
+    if dense.is_complex():
+        return torch.view_as_real(dense.to(torch.complex128))
+    return dense.double()
 
 
 class Verification(Observation):

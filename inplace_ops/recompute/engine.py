@@ -378,7 +378,7 @@ class Engine:
         if not torch.is_grad_enabled():
             return
         tensors = [value] if isinstance(value, Tensor) else tree_leaves(value)
-        pending = [nodes.grad_fn_of(t) for t in tensors if isinstance(t, Tensor)]
+        pending = [nodes.root_of(t) for t in tensors if isinstance(t, Tensor)]
         if len(pending) == 1 and (pending[0] is None or was_visited(pending[0])):
             return  # usually the output of an inner module
         first, end = self._first, nodes.next_sequence_number()
@@ -652,7 +652,9 @@ class Engine:
             spec = self._output_spec(producer, saved.output_nr)
             if spec is None or spec.cost > self.settings.max_ops:
                 # This still saves the tensor, in fewer bytes: a spec within max_ops saves more.
+                reason = self._reason
                 spec = self._smaller_spec(node, field, base, record, saved) or spec
+                self._reason = reason
             if spec is not None and exact and spec.rounding:
                 spec = None
                 self._set_reason(reasons.inexact, node)
@@ -817,17 +819,24 @@ class Engine:
             self.observer.unchanged(node, field, text)
 
     def _output_spec(self, node: Node, index: int) -> Spec | None:
-        """Return the spec of an operation's output; None if there is none."""
+        """Return the spec of an operation's output; None if there is none.
+
+        For an operation without an output rule the caller has set the reason.
+        """
         view = VIEW_OF[type(node)]
         if view is not None:
             if not view.condition(node):
+                self._set_reason(reasons.this_call, node)
                 return None
             spec = self._output_spec(*viewed(node, index))
             if spec is None:
                 return None
             return ViewCall(view.function, (spec,), *_arguments(node, index, view.arguments))
         record = record_of(node)
-        if record is None or record.stream is not self._stream:
+        if record is None:
+            return None
+        if record.stream is not self._stream:
+            self._reason = reasons.OTHER_STREAM
             return None
         if record.saver is not None and index == 0:
             saved = saved_output_of(node, record)
@@ -838,15 +847,21 @@ class Engine:
             return None
         if operation.result:
             packed = nodes.packed(node, operation.result)
-            if isinstance(packed, Recomputed):
+            if packed is not None:
+                self._set_reason(reasons.stored, node, packed.how)
                 return _spec_of(packed)
             saved = nodes.saved_tensor(node, operation.result)
             if saved is None or not nodes.is_plain(saved):
+                self._set_reason(reasons.hidden_output, node, operation.result)
                 return None
             record.is_saved = True
             return Leaf(saved)
         if operation.saved_output:
-            saved = nodes.saved_tensor(node, operation.saved_output) if index == 0 else None
+            if index != 0:
+                self._set_reason(reasons.this_call, node)
+                return None
+            self._set_reason(reasons.hidden_output, node, operation.saved_output)
+            saved = nodes.saved_tensor(node, operation.saved_output)
             return Leaf(saved) if saved is not None and nodes.is_plain(saved) else None
         return self._spec_from_inputs(node, index, operation, record)
 
@@ -858,7 +873,10 @@ class Engine:
         Unlike `_output_spec`, this does not read an output that the node itself saves. All
         consumers get the same spec: see NOTE [Shared values] in `specs.py`.
         """
-        if operation.output is None or index != 0:
+        if operation.output is None:
+            return None
+        if index != 0:
+            self._set_reason(reasons.this_call, node)
             return None
         spec = record.spec() if record.spec is not None else None
         if spec is not None and spec.is_current():
@@ -879,6 +897,7 @@ class Engine:
             is_norm = output == "norm"
             return self._norm_spec(node, record) if is_norm else functions.output_spec(node)
         if not output.condition(node):
+            self._set_reason(reasons.this_call, node)
             return None
         fields = output.inputs or (None,) * len(nodes.producers(node))
         inputs: list[Spec] = []
@@ -903,12 +922,13 @@ class Engine:
             field: The field that saves the input; None if the node does not save it.
             record: The node's record.
         """
-        self._set_reason(reasons.hidden_input, node)
         if field is not None:
             packed = nodes.packed(node, field)
             if packed is not None:
+                self._set_reason(reasons.stored, node, packed.how)
                 return _spec_of(packed)
             if nodes.has_hooks(node, field):
+                self._set_reason(reasons.hooked, node)
                 return None
             copy = record.copies.get(field)
             if copy is not None:
@@ -916,7 +936,10 @@ class Engine:
             saved = nodes.saved_tensor(node, field)
             if saved is not None:
                 usable = _is_activation(saved) and nodes.is_plain(saved)
-                return Leaf(saved) if usable and nodes.has_storage(saved) else None
+                if usable and nodes.has_storage(saved):
+                    return Leaf(saved)
+                self._set_reason(reasons.hidden_input, node)
+                return None
         producer, index = nodes.producer(node, position)
         self._set_reason(reasons.unsaved_input, node, producer, index)
         if producer is None:

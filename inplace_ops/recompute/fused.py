@@ -286,4 +286,4 @@ def _with_samples(affine: NormAffine, z: Tensor) -> NormAffine:
     PyTorch runs an instance norm as a batch norm of one sample with samples * channels channels.
     """
     samples, channels, *sizes = z.shape
-    return NormAffine(affine.channel_affine.view(2, samples, channels, *(1 for _ in sizes)), None)
+    return NormAffine(affine.channel_affine.view(2, samples, channels, *[1 for _ in sizes]), None)

@@ -40,6 +40,7 @@ from .._torch_private import (
     TO_COPY,
     DisableTorchFunction,
     Node as Node,
+    OpOverload,
     current_stream,
     default_saved_tensor_hooks,
     dispatch_keys,
@@ -50,13 +51,16 @@ from .._torch_private import (
     is_named,
     is_transformed as is_transformed,
     next_sequence_number as next_sequence_number,
+    op_name,
     output_device as output_device,
     output_dtype as output_dtype,
     output_shape as output_shape,
     sequence_number as sequence_number,
     set_grad_enabled,
     storage_of_weak_reference,
+    tree_leaves,
 )
+from ..activations import ACTIVATIONS, RELU6, Activation
 from ..memory import Measured, Packed, unpack_measured
 
 _T = TypeVar("_T")
@@ -111,19 +115,49 @@ class ByType(dict[type, _T | None]):
 
 
 def operation_name(node: Node) -> str:
-    """Return the name of a node's operation: "Convolution" for ConvolutionBackward0."""
+    """Return the name of a node's operation: "Convolution" for ConvolutionBackward0.
+
+    An activation has the name of PyTorch's module: "SiLU" for SiluBackward0 and this package's own.
+    """
     node_type = type(node)
     name = _names.get(node_type)
     if name is not None:
         return name
     if is_python_function(node_type):
-        activation = getattr(node, "activation", None)  # set by this package's Functions
-        if activation is not None:
-            return activation.name
-    name = node_type.__name__.rpartition("Backward")[0] or node_type.__name__
-    return name if is_python_function(node_type) else _names.setdefault(node_type, name)
+        # This package's Functions have their activation: in the node, or in the class.
+        for owner in (node, function_of(node_type)):
+            activation = getattr(owner, "activation", None)
+            if isinstance(activation, Activation):
+                return activation.name
+        return node_type.__name__.removesuffix("Backward")
+    name = name_of_type(node_type.__name__)
+    if name == "Hardtanh":  # a ReLU6 if it has that one's arguments
+        arguments = node._saved_min_val, node._saved_max_val
+        return RELU6.name if arguments == RELU6.aten[1:] else name
+    return _names.setdefault(node_type, name)
 
 
+def name_of_type(node_type: str) -> str:
+    """Return the name of the operation of PyTorch's own nodes of a type, given by its name."""
+    name = node_type.rpartition("Backward")[0] or node_type
+    return _ACTIVATION_NAMES.get(name, name)
+
+
+def name_of_op(op: OpOverload) -> str:
+    """Return the name of the operation that an op computes, as `operation_name` of its node."""
+    return name_of_type(_camel_case(op_name(op)))
+
+
+def _camel_case(name: str) -> str:
+    """Return a name as autograd's node types have it: LeakyRelu for leaky_relu."""
+    return name.title().replace("_", "")
+
+
+_ACTIVATION_NAMES = {
+    _camel_case(activation.torch_name): activation.name
+    for activation in ACTIVATIONS
+    if len(activation.aten) <= 1
+}
 _names: dict[type, str] = {}  # the operation's name for each type of PyTorch's own nodes
 
 
@@ -206,7 +240,7 @@ def argument(node: Node, name: str) -> Any:
     """Return a saved argument that is not a tensor. Nodes return integers as if unsigned."""
     value = getattr(node, _SAVED[name])
     if isinstance(value, (tuple, list)):
-        return tuple(_signed(item) for item in value)
+        return tuple([_signed(item) for item in value])
     return _signed(value)
 
 
@@ -252,7 +286,7 @@ def saved_tensor(node: Node, field: str) -> Tensor | None:
     if raw is not None and raw.unpack_hook is None:  # the usual case
         saved: Tensor | None = getattr(node, _SAVED[field])
         return saved
-    return _read(node, field) if _is_readable(_raw(node, field)) else None
+    return _read(node, field) if is_readable(_raw(node, field)) else None
 
 
 def _raw(node: Node, field: str) -> Any:
@@ -286,7 +320,7 @@ def _read(node: Node, field: str) -> Any:
     if saved is not _MISSING:
         return saved
     index = _FUNCTION_FIELDS[type(node).__name__].index(field)
-    if all(map(_is_readable, node._raw_saved_tensors)):  # this read compares versions
+    if all(map(is_readable, node._raw_saved_tensors)):  # this read compares versions
         return node.saved_tensors[index]
     value = node._raw_saved_tensors[index].data
     return value.value if isinstance(value, Measured) else value
@@ -345,7 +379,7 @@ def same_strides(
 def has_hooks(node: Node, field: str) -> bool:
     """Whether a saved tensor has hooks other than those of `saved_bytes`: also the engine's."""
     raw = _raw(node, field)
-    return raw.unpack_hook is not None and not _is_readable(raw)
+    return raw.unpack_hook is not None and not is_readable(raw)
 
 
 def _fields_of(node: Node) -> tuple[str, ...]:
@@ -401,7 +435,8 @@ class _Unpacking(threading.local):
 unpacking = _Unpacking()
 
 
-def _is_readable(raw: Any) -> bool:
+def is_readable(raw: Any) -> bool:
+    """Whether a saved tensor has no hooks, or only those of `saved_bytes`, and is not replaced."""
     hook = raw.unpack_hook
     return hook is None or (hook is unpack_measured and isinstance(raw.data.value, Tensor))
 
@@ -410,14 +445,62 @@ def _is_readable(raw: Any) -> bool:
 def tensor_fields(node_type: Hashable) -> tuple[str, ...]:
     """Return the names of the fields in which nodes of a type of PyTorch's own save tensors."""
     prefix = "_raw_saved_"
-    return tuple(name.removeprefix(prefix) for name in dir(node_type) if name.startswith(prefix))
+    return tuple([name.removeprefix(prefix) for name in dir(node_type) if name.startswith(prefix)])
+
+
+def root_of(tensor: Tensor) -> Node:
+    """Return the node from which the graph of a tensor starts: its `grad_fn`.
+
+    Of a stale view, for which autograd raises, it is that of the base.
+    """
+    with DisableTorchFunction():
+        try:
+            return tensor.grad_fn
+        except RuntimeError:
+            base = tensor._base
+    return None if base is None else grad_fn_of(base)
+
+
+def is_stale(tensor: Tensor) -> bool:
+    """Whether autograd raises for a view: see `grad_fn_of`."""
+    try:
+        with DisableTorchFunction():
+            _ = tensor.grad_fn
+    except RuntimeError:
+        return True
+    return False
+
+
+def saved_handles(node: Node) -> list[Any]:
+    """Return autograd's handles of all tensors that a node saves, whatever their hooks."""
+    if is_python_function(type(node)):
+        with suppress(RuntimeError):  # freed
+            return [*node._raw_saved_tensors]
+        return []
+    handles: list[Any] = []
+    for field in _fields_of(node):
+        with suppress(RuntimeError):
+            raw = getattr(node, _RAW[field])
+            handles += raw if isinstance(raw, tuple) else [raw]
+    return [handle for handle in handles if handle is not None]
+
+
+def values_of(handle: Any) -> list[Tensor]:
+    """Return the tensors that autograd's handle of a saved tensor keeps alive.
+
+    Calls no unpack hook. If the hook belongs to other code, these are the tensors that were packed.
+    """
+    value = handle.data
+    if isinstance(value, (Measured, Packed)):
+        return [*value.tensors()]
+    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
 
 
 def readable_tensors(node: Node) -> Iterator[tuple[str, Tensor]]:
     """Return the field and the tensor for all tensors that a node saves as PyTorch saves them."""
     if is_python_function(type(node)):
         with suppress(RuntimeError):  # freed, or modified in place
-            if all(map(_is_readable, node._raw_saved_tensors)):
+            if all(map(is_readable, node._raw_saved_tensors)):
                 saved = node.saved_tensors
                 yield from ((str(i), t) for i, t in enumerate(saved) if t is not None)
             else:
@@ -430,7 +513,7 @@ def readable_tensors(node: Node) -> Iterator[tuple[str, Tensor]]:
         with suppress(RuntimeError):
             raw = getattr(node, _RAW[field])
             if isinstance(raw, tuple):  # such as the indices of IndexBackward0
-                if all(each is None or _is_readable(each) for each in raw):
+                if all(each is None or is_readable(each) for each in raw):
                     tensors = enumerate(getattr(node, _SAVED[field]))
                     yield from ((f"{field}.{i}", t) for i, t in tensors if t is not None)
                 continue

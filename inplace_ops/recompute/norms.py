@@ -136,7 +136,7 @@ class Parameters(NamedTuple):
         """Return copies of both; None if one is larger than `limit` bytes."""
         if any(p is not None and p.nbytes > limit for p in self):
             return None
-        return Parameters(*(None if p is None else p.detach().clone() for p in self))
+        return Parameters(*[None if p is None else p.detach().clone() for p in self])
 
 
 def norm_of(z: Tensor) -> Norm | None:
@@ -314,7 +314,7 @@ _DECIDING = ("forward", "_handle_no_batch_input", "_apply_instance_norm", "__get
 
 
 def _methods_of(cls: type) -> tuple[Any, ...]:
-    return tuple(getattr(cls, name, None) for name in _DECIDING)
+    return tuple([getattr(cls, name, None) for name in _DECIDING])
 
 
 def _functions() -> tuple[Any, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from . import nodes
 from .nodes import Node
-from .operations import OPERATION_OF, base_of
-from .versions import record_of
+from .operations import OPERATION_OF, OPERATIONS, base_of
+from .versions import record_of, was_visited
 
 # Prefixes of the names of operations that are never recomputed: matrix products, convolutions,
 # attention, reductions, random numbers and the like.
@@ -18,12 +18,19 @@ _EXPENSIVE = (
     *("Cumsum", "Sort", "Fft"),
 )
 
+_WITH_RULE = {nodes.name_of_type(name) for name, each in OPERATIONS.items() if each.has_spec}
+
 PARAMETER_COPY = "autocast's copy of a parameter"
 NO_GRADIENT = "computed outside autograd: input, statistics, mask"
 SMALL = "smaller than 4 KiB"
+SMALL_PART = "only a part of it smaller than 4 KiB is read"
 NOT_PLAIN = "not a plain tensor"
 OTHER_STREAM = "made on another CUDA stream"
 WRITTEN_TO = "may have been written to since it was made"
+CHECKPOINT_INPUT = "the input of a checkpoint"
+CACHED_BY_CHECKPOINT = "the policy of a selective checkpoint saves it"
+NEEDED_BY_CHECKPOINT = "a checkpoint recomputes from it: random states, what its function refers to"
+OUTSIDE = "computed outside of the model's forward"
 SAVED_ANYWAY = "another operation saves the same memory"
 AS_LARGE = "the copies needed to recompute it are as large"
 MUCH_LARGER = "the tensors needed to recompute it are much larger"
@@ -37,7 +44,25 @@ def output_of(node: Node) -> str:
     name = nodes.operation_name(node)
     if name.startswith(_EXPENSIVE):
         return "too expensive: never recomputed"
+    operation = OPERATION_OF[type(node)]
+    if operation is not None and operation.has_spec and not was_visited(node):
+        return OUTSIDE
+    if name in _WITH_RULE:  # for other arguments: a product has one for a tensor, not for a number
+        name = type(node).__name__
     return f"no rule for the output of {name}"
+
+
+def this_call(node: Node) -> str:
+    """Return the reason for the output of an operation whose rule does not hold for its arguments.
+
+    Also for an output of a norm that is not its first.
+    """
+    return f"the rule for {nodes.operation_name(node)} does not hold for this call"
+
+
+def stored(node: Node, how: str) -> str:
+    """Return the reason for the output of an operation that saves less of its input or output."""
+    return f"{nodes.operation_name(node)} saves its tensor otherwise: {how}"
 
 
 def saved_by(node: Node) -> str:
@@ -74,19 +99,22 @@ def unsaved_input(node: Node, producer: Node, index: int = 0) -> str:
 
 def unproved_input(node: Node) -> str:
     """Return the reason for the output of an operation whose inputs are not proved unmodified."""
-    bases = [base_of(producer, index)[0] for producer, index in nodes.producers(node)]
+    name, own_record = nodes.operation_name(node), record_of(node)
+    edges = nodes.producers(node)
+    positions = own_record.unproved if own_record is not None else range(len(edges))
+    bases = [base_of(*edges[position])[0] for position in sorted(positions)]
     unknown = [base for base in bases if not _is_available(base)]
     if unknown:  # prefer an operation's output to a parameter, and the last one: f(x) in x + f(x)
         return unsaved_input(node, max(reversed(unknown), key=_is_an_operation))
-    name = nodes.operation_name(node)
     for base in bases:
         record = record_of(base)
         tensor = record.note() if record is not None and record.note is not None else None
-        if record is None or tensor is None or tensor.grad_fn is not base:
+        if record is None or tensor is None or nodes.grad_fn_of(tensor) is not base:
             continue
         if tensor._version not in (0, record.version):
             return f"an input of {name} was written to"
-    return f"{name} does not save its inputs"
+    producers = [*dict.fromkeys(nodes.operation_name(base) for base in bases)]
+    return f"{name} does not save its input from {producers[-1]}, which is not proved unmodified"
 
 
 def _is_available(node: Node) -> bool:
@@ -95,7 +123,7 @@ def _is_available(node: Node) -> bool:
     if record is None:
         return False
     operation = OPERATION_OF[type(node)]
-    return record.is_saved or (operation is not None and operation.output is not None)
+    return record.is_saved or (operation is not None and operation.has_spec)
 
 
 def _is_an_operation(node: Node) -> bool:
@@ -113,12 +141,19 @@ def unknown_strides(node: Node) -> str:
 
 
 def hidden_input(node: Node) -> str:
-    """Return the reason for the output of an operation whose saved input the engine does not read.
+    """Return the reason for the output of an operation whose saved input no spec may read."""
+    name = nodes.operation_name(node)
+    return f"an input of {name} is a large parameter or constant, or not a plain tensor"
 
-    The saved input has other code's hooks, or it is a parameter or constant that is too large to
-    copy.
-    """
-    return f"an input of {nodes.operation_name(node)} is not available for recomputation"
+
+def hidden_output(node: Node, field: str) -> str:
+    """Return the reason for the output of an operation whose saved output is not readable."""
+    return hooked(node) if nodes.has_hooks(node, field) else NOT_PLAIN
+
+
+def hooked(node: Node) -> str:
+    """Return the reason for the output of an operation that saves a tensor under other hooks."""
+    return f"a checkpoint or other hooks have what {nodes.operation_name(node)} saves"
 
 
 def unknown_parameters(node: Node) -> str:

@@ -505,7 +505,7 @@ class Call(Computed):
             self.rounding = max(self.rounding, 2 * _eps(dtype))
 
     def compute(self, consumer: int | None) -> Tensor:
-        return self.of(*(spec.value(consumer) for spec in self.inputs))
+        return self.of(*[spec.value(consumer) for spec in self.inputs])
 
     def inner(self) -> Iterable[Spec]:
         return self.inputs
@@ -753,7 +753,7 @@ class Recomputed(Packed):
         # Copy the tensor that the saved one was expanded from, and expand the result.
         unexpanded = _without_expansion(self.shape, self.stride)
         result = value.new_empty_strided(unexpanded, self.stride)
-        result.copy_(value[tuple(slice(size) for size in unexpanded)])
+        result.copy_(value[tuple([slice(size) for size in unexpanded])])
         return result.expand(self.shape)
 
     def tensors(self) -> Iterator[Tensor]:

@@ -470,22 +470,6 @@ def test_example_under_autocast_in_eval_mode_and_with_checkpoints() -> None:
     assert report.saved_bytes_after <= report.saved_bytes_before
 
 
-def test_forward_that_writes_to_parameter_warns() -> None:
-    class Writes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network, self.center = network(), nn.Parameter(torch.zeros(4, 1, 1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                self.center += 1
-            return self.network(x) + self.center
-
-    with pytest.warns(UserWarning, match="writes to its parameters `center`") as caught:
-        inplace_ops.convert(Writes(), examples())
-    assert len(caught) == 1
-
-
 def test_model_without_gradients_saves_zero_bytes() -> None:
     frozen = network().requires_grad_(False)
     report = inplace_ops.convert(frozen, examples())

@@ -10,7 +10,10 @@ import copy
 import gc
 import importlib
 import inspect
+import logging
+import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,11 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 import inplace_ops
@@ -582,6 +590,83 @@ def check_saved_tensor_hooks() -> None:
     both_states(save_on_cpu(), lambda: private.default_saved_tensor_hooks() is not None)
 
 
+@checks("saved_tensor_hooks_are_disabled", "is_raised_by_disabling_hooks")
+def check_disabled_hooks() -> None:
+    disabled = torch.autograd.graph.disable_saved_tensors_hooks("not here")
+    both_states(disabled, private.saved_tensor_hooks_are_disabled)
+
+    def disable() -> None:
+        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+            pass
+
+    transforms = (torch.func.grad(torch.sum), partial(torch.func.vjp, torch.sin))
+    for call in (disable, *[partial(each, torch.ones(2)) for each in transforms]):
+        with save_on_cpu(), pytest.raises(RuntimeError) as error:
+            call()
+        assert private.is_raised_by_disabling_hooks(error.value)
+    for text in ("not here", "torch.func.grad don't yet support saved tensor hooks"):
+        with pytest.raises(RuntimeError) as error:
+            raise RuntimeError(text)
+        assert not private.is_raised_by_disabling_hooks(error.value)
+
+
+def cached_by_policy(*, is_cached: bool) -> Any:
+    choice = CheckpointPolicy.MUST_SAVE if is_cached else CheckpointPolicy.PREFER_RECOMPUTE
+    return partial(create_selective_checkpoint_contexts, lambda ctx, op, *a, **k: choice)
+
+
+@checks("unnoticed_saved_tensor_hooks")
+def check_unnoticed_hooks() -> None:
+    packed = []
+    with (
+        warnings.catch_warnings(),
+        private.unnoticed_saved_tensor_hooks(lambda t: packed.append(t) or t, lambda t: t),
+    ):
+        warnings.simplefilter("error")
+        contexts = cached_by_policy(is_cached=True)
+        checkpoint(torch.sin, leaf(4), use_reentrant=False, context_fn=contexts)
+        assert not [tensor for tensor in packed if tensor.shape == (8,)]
+        leaf(8).sin()
+    assert [tensor for tensor in packed if tensor.shape == (8,)]
+
+
+@checks("checkpoint_of", "saved_by_checkpoint", "SavedTensor", "SavedByCheckpoint", "cell_contents")
+def check_checkpoints() -> None:
+    """A checkpoint keeps its input, what its function refers to, cached outputs, random states."""
+    mask, x, linear = torch.ones(4, 4), leaf(4, 4) * 1, nn.Linear(4, 4)
+    logging.disable()  # with `debug=True` PyTorch logs each operation
+    for arguments in ({"context_fn": cached_by_policy(is_cached=True)}, {"debug": True}):
+        y = checkpoint(lambda v: (linear(v) * mask).sin(), x, use_reentrant=False, **arguments)
+        assert private.checkpoint_of(x.grad_fn._raw_saved_other.unpack_hook) is None
+        found = private.checkpoint_of(y.grad_fn._raw_saved_self.unpack_hook)
+        kept = [*private.saved_by_checkpoint(found)]
+        (saved,) = [each.handle for each in kept if each.is_input]
+        assert isinstance(saved, private.SavedTensor)
+        assert saved.data.data_ptr() == x.data_ptr()
+        others = [each for each in kept if not each.is_input]
+        assert mask in {each.handle for each in others}
+        assert torch.get_rng_state().shape in {each.handle.shape for each in others}
+        ops = {each.op for each in others if each.op is not None}
+        cached = {
+            torch.ops.aten.addmm.default,
+            torch.ops.aten.mul.Tensor,
+            torch.ops.aten.sin.default,
+        }
+        assert ops >= cached if "context_fn" in arguments else not ops
+        assert not {*linear.parameters()} & {each.handle for each in others}
+    logging.disable(logging.NOTSET)
+
+
+@checks("accumulation_hooks")
+def check_accumulation_hooks() -> None:
+    x = leaf(2)
+    assert not private.accumulation_hooks(x)
+    handle = x.register_post_accumulate_grad_hook(lambda each: None)
+    assert len(private.accumulation_hooks(x)) == 1
+    handle.remove()
+    assert not private.accumulation_hooks(x)
+
+
 @checks("profiler_is_running")
 def check_profiler() -> None:
     both_states(torch.autograd.profiler.profile(), private.profiler_is_running)
@@ -595,7 +680,8 @@ def test_private_name_means_what_the_package_assumes(name: str) -> None:
 
 def test_every_private_name_has_a_check() -> None:
     imported = {"Any", "Callable", "Mapping", "MutableMapping", "Node", "OrderedDict", "Tensor"}
-    imported |= {"annotations", "nn", "operator", "torch", "weakref"}
+    imported |= {"annotations", "nn", "operator", "torch", "traceback", "partial", "suppress"}
+    imported |= {"FunctionType", "Iterable", "Iterator", "NamedTuple", "contextmanager", "weakref"}
     names = {name for name in vars(private) if not name.startswith("_")} - imported
     assert names == set(CHECKS)
 

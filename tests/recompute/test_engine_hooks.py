@@ -249,7 +249,8 @@ def test_hooks_on_a_view_that_a_function_overwrites(
     torch.testing.assert_close(x_of[0], x_of[1], rtol=1e-4, atol=1e-4)
 
 
-# A hook on a norm's output z sees all of z's gradient, whichever operations read z, and whenever it comes.
+# A hook on a norm's output z sees all of z's gradient, whichever operations read z, and whenever
+# the hook comes.
 
 CONSUMERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "silu": lambda m, z: m.silu(z),

@@ -235,7 +235,7 @@ def test_copy_for_another_layout_is_recomputed() -> None:
     with no_warnings():
         output = twin(x)
     consumers = {(spec.producer, spec.consumer) for spec in recomputed(output)}
-    assert {("Clone", "Silu"), ("Silu", "Convolution")} <= consumers
+    assert {("Clone", "SiLU"), ("SiLU", "Convolution")} <= consumers
     assert_same_steps(model, twin, x)
 
 

@@ -292,7 +292,7 @@ def test_write_to_spec_leaf_raises_in_backward() -> None:
         return m.conv(F.silu(h))
 
     twin, x = converted_twin(Program(compute)), images()
-    assert "Silu, saved by Convolution" in names_of(twin, x)
+    assert "SiLU, saved by Convolution" in names_of(twin, x)
     output = twin(x)
     with torch.no_grad():
         leaves[-1].add_(1)
@@ -462,10 +462,10 @@ def test_write_through_data_is_detected_and_warns_once() -> None:
 
     model, x = Program(compute), images()
     twin = converted_twin(model)
-    with pytest.warns(UserWarning, match=r"Silu, saved by Convolution.*up to 1") as caught:
+    with pytest.warns(UserWarning, match=r"SiLU, saved by Convolution.*up to 1") as caught:
         names = names_of(twin, x)
     assert len(caught) == 1
-    assert "Silu, saved by Convolution" not in names
+    assert "SiLU, saved by Convolution" not in names
     assert_same_steps(model, twin, x)
 
 
@@ -513,7 +513,7 @@ def test_new_shape_is_compared_at_its_first_use() -> None:
     twin = converted_twin(model)
     for samples in (2, 3, 2, 3):
         x = images(samples=samples)
-        assert ("Silu, saved by Convolution" in names_of(twin, x)) == (samples == 2)
+        assert ("SiLU, saved by Convolution" in names_of(twin, x)) == (samples == 2)
         assert_same_steps(model, twin, x, steps=1)
 
 
@@ -751,7 +751,7 @@ def test_freed_tensor_is_not_a_spec_leaf() -> None:
 
     twin = converted_twin(Program(compute))
     output = twin(images())
-    assert "Silu, saved by Convolution" not in [value.name for value in recomputed(output)]
+    assert "SiLU, saved by Convolution" not in [value.name for value in recomputed(output)]
     with torch.no_grad():
         twin.eval()
 
