@@ -421,14 +421,22 @@ class Engine:
     @_contained
     def note(self, tensor: Any) -> None:
         """Take a note of an operation's output: see NOTE [Versions are proved] in `versions.py`."""
-        if type(tensor) is Tensor:
+        if isinstance(tensor, Tensor):
             self._take_note(tensor)
-        elif isinstance(tensor, Tensor) and nodes.is_plain(tensor):
-            with DisableTorchFunction():
-                self._take_note(tensor)
 
     def _take_note(self, tensor: Tensor) -> Record | None:
-        """Take a note, and return the operation's record; None if the engine has not visited it."""
+        """Take a note, and return the operation's record.
+
+        Return None if the engine has not visited the operation, or the tensor is not plain.
+        """
+        if type(tensor) is not Tensor:
+            if not nodes.is_plain(tensor):
+                return None
+            with DisableTorchFunction():
+                return self._take_note_of_plain(tensor)
+        return self._take_note_of_plain(tensor)
+
+    def _take_note_of_plain(self, tensor: Tensor) -> Record | None:
         node = nodes.grad_fn_of(tensor)
         if node is None:
             return None
@@ -454,11 +462,10 @@ class Engine:
         """Take a note of a function's result, and of the number that it has added or subtracted."""
         self.walk(result)
         node = nodes.grad_fn_of(result)
-        if node is None or not nodes.is_plain(result):
+        if node is None:
             return
         number = number_of(function, args, node)
-        with DisableTorchFunction():
-            record = self._take_note(result)
+        record = self._take_note(result)
         if record is not None and number is not None:
             record.number = torch.tensor(number, dtype=torch.double)
 

@@ -200,9 +200,13 @@ def grad_fn_of(tensor: Tensor) -> Node:
     Autograd raises for a stale view: one of several outputs of an operation, whose base was
     modified in place since.
     """
-    with DisableTorchFunction(), suppress(RuntimeError):
-        return tensor.grad_fn
-    return None
+    try:
+        if type(tensor) is Tensor:  # entering the context takes long
+            return tensor.grad_fn
+        with DisableTorchFunction():
+            return tensor.grad_fn
+    except RuntimeError:
+        return None
 
 
 # Return the node that produced each input of an operation, and the index of its output.
