@@ -175,7 +175,8 @@ def test_no_row_is_of_memory_that_is_still_saved(alias: str, activation: nn.Modu
 
 
 def test_full_backward_hooks_leave_no_untrue_row() -> None:
-    model = network()
+    blocks = [(nn.Conv2d(n, 8, 3), nn.BatchNorm2d(8), nn.ReLU()) for n in (3, 8)]
+    model = nn.Sequential(*blocks[0], *blocks[1], nn.Conv2d(8, 4, 1))
     for layer in model:
         if isinstance(layer, nn.Conv2d):
             layer.register_full_backward_hook(lambda *_: None)
