@@ -46,12 +46,13 @@ class _NodeInfo:
         reasons: Why the node's saved tensors stay saved, by field.
         output_rows: The rows of the operation's outputs that are replaced, by the output's index.
         consumed_rows: The rows of replaced tensors that the node would save.
+        is_autocasts: Whether the operation ran under autocast.
     """
 
-    __slots__ = ("consumed_rows", "module", "output_rows", "reasons")
+    __slots__ = ("consumed_rows", "is_autocasts", "module", "output_rows", "reasons")
 
-    def __init__(self, module: str) -> None:
-        self.module = module
+    def __init__(self, module: str, is_autocasts: bool) -> None:
+        self.module, self.is_autocasts = module, is_autocasts
         self.reasons: dict[str, str] = {}
         self.output_rows: dict[int, int] = {}
         self.consumed_rows: list[int] = []
@@ -195,7 +196,11 @@ class Observation(Observer):
         return engine is not None and engine.observer is self
 
     def created(self, node: Node) -> None:
-        node.metadata.setdefault(self._key, _NodeInfo(self._path[-1]))
+        if self._key not in node.metadata:
+            is_autocasts = nodes.is_cast_of_autograd_leaf(node) and torch.is_autocast_enabled(
+                nodes.output_device(node, 0).type
+            )
+            node.metadata[self._key] = _NodeInfo(self._path[-1], is_autocasts)
 
     def _info_of(self, node: Node) -> _NodeInfo | None:
         """Return the facts about a node of this pass; None for other nodes and autograd leaves."""
@@ -329,7 +334,9 @@ class Observation(Observer):
         if base is None:
             return reasons.NO_GRADIENT
         if nodes.is_cast_of_autograd_leaf(base):
-            return reasons.PARAMETER_COPY
+            base_info = self._info_of(base)
+            is_autocasts = base_info is not None and base_info.is_autocasts
+            return reasons.PARAMETER_COPY if is_autocasts else reasons.PARAMETER_CAST
         if info is not None and field in info.reasons:
             return info.reasons[field]
         if saved.nbytes >= MIN_BYTES:

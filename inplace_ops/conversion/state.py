@@ -88,7 +88,7 @@ class State:
         python_state = random.getstate()
         numpy_random = getattr(sys.modules.get("numpy"), "random", None)
         numpy_state = numpy_random.get_state() if numpy_random else None
-        with torch.random.fork_rng(self._gpus), _preserved_optimizers(tensors):
+        with torch.random.fork_rng(self._gpus), self._preserved_optimizers():
             try:
                 yield
             finally:
@@ -102,32 +102,35 @@ class State:
                     numpy_random.set_state(numpy_state)
                 torch.clear_autocast_cache()  # its casts belong to the graph of the run
 
+    @contextmanager
+    def _preserved_optimizers(self) -> Iterator[None]:
+        """Restore, at the end of a `with` block, the optimizers that are stepped within it."""
+        measuring, own = threading.get_ident(), {*self._model.parameters()}
+        restores: dict[Optimizer, list[Restore]] = {}
 
-@contextmanager
-def _preserved_optimizers(tensors: _Tensors) -> Iterator[None]:
-    """Restore, at the end of a `with` block, the optimizers that are stepped within it."""
-    measuring = threading.get_ident()
-    restores: dict[Optimizer, list[Restore]] = {}
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            # A GPU's backward runs in a thread of its own. Other threads may train other models.
+            is_of_run = threading.get_ident() == measuring or (
+                running_pass() != NO_PASS and not own.isdisjoint(parameters)
+            )
+            if is_of_run and optimizer not in restores:
+                name = f"a tensor of an optimizer ({type(optimizer).__name__})"
+                for parameter in parameters:
+                    self._tensors.add(parameter, name)
+                attributes = [vars(optimizer)]
+                restores[optimizer] = [
+                    *_restores(attributes, self._tensors, name, into_objects=True)
+                ]
 
-    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # Other threads may train other models. A GPU's backward runs in a thread of its own.
-        is_of_run = threading.get_ident() == measuring or running_pass() != NO_PASS
-        if is_of_run and optimizer not in restores:
-            name = f"a tensor of an optimizer ({type(optimizer).__name__})"
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    tensors.add(parameter, name)
-            attributes = [vars(optimizer)]
-            restores[optimizer] = [*_restores(attributes, tensors, name, into_objects=True)]
-
-    handle = register_optimizer_step_pre_hook(before_step)
-    try:
-        yield
-    finally:
-        handle.remove()
-        for each in restores.values():
-            for restore in each:
-                restore()
+        handle = register_optimizer_step_pre_hook(before_step)
+        try:
+            yield
+        finally:
+            handle.remove()
+            for each in restores.values():
+                for restore in each:
+                    restore()
 
 
 def _restores(

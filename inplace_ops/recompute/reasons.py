@@ -21,6 +21,7 @@ _EXPENSIVE = (
 _WITH_RULE = {nodes.name_of_type(name) for name, each in OPERATIONS.items() if each.has_spec}
 
 PARAMETER_COPY = "autocast's copy of a parameter"
+PARAMETER_CAST = "a parameter in another dtype: never recomputed"
 NO_GRADIENT = "computed outside autograd: input, statistics, mask"
 SMALL = "smaller than 4 KiB"
 SMALL_PART = "only a part of it smaller than 4 KiB is read"

@@ -179,6 +179,19 @@ def test_reason_for_autocast_copies_of_weights() -> None:
     assert [r.bytes for r in copies] == [64 * 64 * 2]  # the first layer's input requires no grad
 
 
+def test_reason_for_other_casts_of_weights() -> None:
+    """A model that casts its weights itself does not blame autocast."""
+
+    class Casting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x.bfloat16(), self.weight.bfloat16()).float()
+
+    model = nn.Sequential(Casting(64, 64), nn.GELU(), Casting(64, 64))
+    report = inplace_ops.convert(model, torch.randn(32, 64))
+    found = [r.reason for r in report.remaining if r.bytes == 64 * 64 * 2]
+    assert found == ["a parameter in another dtype: never recomputed"]
+
+
 def test_report_as_dict_and_as_table() -> None:
     report = inplace_ops.analyze(network(), examples())
     loaded = json.loads(json.dumps(report.to_dict()))

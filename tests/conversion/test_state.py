@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -228,6 +229,35 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> Any:
         return value
 
     return copied(optimizer.state), copied(optimizer.param_groups), {*vars(optimizer)}
+
+
+def test_optimizer_of_another_thread_keeps_its_step() -> None:
+    """A thread that trains another model, in gradient hooks, while an example is measured."""
+    other = nn.Parameter(torch.ones(5))
+    optimizer = torch.optim.SGD([other], 1.0)
+    steps = []
+
+    def step(parameter: Tensor) -> None:
+        optimizer.step()
+        steps.append(1)
+        parameter.grad = None
+
+    other.register_post_accumulate_grad_hook(step)
+
+    class Training(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def forward(self, x: Tensor) -> Tensor:
+            thread = threading.Thread(target=lambda: other.sum().backward())
+            thread.start()
+            thread.join()
+            return self.net(x)
+
+    inplace_ops.convert(Training(), examples())
+    assert len(steps) > 0
+    assert other.tolist() == [1.0 - len(steps)] * 5
 
 
 @pytest.mark.parametrize("has_stepped", [False, True], ids=["new", "stepped"])

@@ -192,15 +192,14 @@ OUT_OF_MEMORY = (
 )
 
 
-@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
-@pytest.mark.parametrize("failing", range(1, 5), ids=lambda count: f"allocation {count}")
+@pytest.mark.parametrize("failing", [1, 3], ids=lambda count: f"allocation {count}")
 @pytest.mark.parametrize(
     ("owner", "part"),
     [(specs.Recomputed, "compute"), (specs.Recomputed, "difference_of"), (fused, "affine_of")],
     ids=["first use", "comparison", "fused activation"],
 )
 def test_allocation_failure_switches_nothing_off(
-    owner: Any, part: str, failing: int, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+    owner: Any, part: str, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The warning says what ran out, and the next step saves as little as if nothing had failed."""
     model = blocks()
@@ -209,7 +208,7 @@ def test_allocation_failure_switches_nothing_off(
 
     def fail(*args: Any) -> Any:
         if next(calls) == failing:
-            raise error(OUT_OF_MEMORY)
+            raise (RuntimeError if failing == 1 else torch.OutOfMemoryError)(OUT_OF_MEMORY)
         return original(*args)
 
     with warnings.catch_warnings(record=True) as caught, monkeypatch.context() as patch:
@@ -843,8 +842,13 @@ class Residual(nn.Module):
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "silu", "gelu"])
-@pytest.mark.parametrize("norm", ["batch", "group", "instance", "none"])
+@pytest.mark.parametrize(
+    ("norm", "activation"),
+    [
+        *(("batch", "relu"), ("group", "silu"), ("instance", "leaky_relu"), ("instance", "silu")),
+        *(("none", "silu"), ("none", "relu"), ("batch", "gelu")),
+    ],
+)
 def test_saving_does_not_depend_on_a_subclass(
     norm: str, activation: str, memory_format: torch.memory_format
 ) -> None:
