@@ -146,13 +146,11 @@ class Observation(Observer):
         self._replaced: list[_ReplacedRow] = []
         self._row_of_storage: dict[int, int] = {}
         self._path = [""]
-        self._first = next_sequence_number()
 
     @contextmanager
     def following_modules(self) -> Iterator[None]:
         """Follow which module runs, within a `with` block."""
         handles: list[RemovableHandle] = []
-        self._first = next_sequence_number()
         for path, module in _eager_modules(self.model):
             handles.append(module.register_forward_pre_hook(self._entering(path), with_kwargs=True))
             handles.append(module.register_forward_hook(self._leaving))
@@ -180,16 +178,17 @@ class Observation(Observer):
 
         There the engine sees nodes late, when another module may be running.
         """
-        if engine_module.USE_CREATION_HOOK:
+        engine = running_engine()
+        if engine_module.USE_CREATION_HOOK or engine is None:
             return
         pending = [nodes.root_of(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        end = next_sequence_number()
         while pending:
             node = pending.pop()
-            if node is None or nodes.autograd_leaf_of(node) is not None:
+            if node is None or self._key in node.metadata or not engine.may_have_created(node, end):
                 continue
-            if nodes.sequence_number(node) >= self._first and self._info_of(node) is None:
-                self.created(node)
-                pending += [producer for producer, _ in nodes.producers(node)]
+            self.created(node)
+            pending += [producer for producer, _ in nodes.producers(node)]
 
     def _is_running(self) -> bool:
         engine = running_engine()

@@ -381,16 +381,15 @@ class Engine:
         pending = [nodes.root_of(t) for t in tensors if isinstance(t, Tensor)]
         if len(pending) == 1 and (pending[0] is None or was_visited(pending[0])):
             return  # usually the output of an inner module
-        first, end = self._first, nodes.next_sequence_number()
+        end = nodes.next_sequence_number()
         new_nodes: dict[Node, float] = {}
         while pending:
             node = pending.pop()
-            # An AccumulateGrad node has the largest number.
-            if node is None or not first <= (number := nodes.sequence_number(node)) < end:
+            if node is None or node in new_nodes or not self.may_have_created(node, end):
                 continue
-            if node in new_nodes or node in self._inputs or was_visited(node):
+            if was_visited(node):
                 continue
-            new_nodes[node] = number
+            new_nodes[node] = number = nodes.sequence_number(node)
             pending += [producer for producer, _ in nodes.producers(node)]
             clone = cloned_input(node)
             if clone is not None:  # no edge of the graph leads to its node
@@ -398,6 +397,14 @@ class Engine:
         for node in sorted(new_nodes, key=new_nodes.__getitem__):
             self.visit(node)
             node.metadata.setdefault(KEY, None)  # where later walks stop
+
+    def may_have_created(self, node: Node, end: int) -> bool:
+        """Whether this forward pass may have created a node, whose numbers are below `end`.
+
+        An AccumulateGrad node has the largest number. Each thread numbers its own nodes, so that
+        the nodes of the model's arguments may have any number.
+        """
+        return self._first <= nodes.sequence_number(node) < end and node not in self._inputs
 
     @_contained
     def stop_at(self, inputs: Any) -> None:
