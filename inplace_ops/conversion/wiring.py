@@ -293,15 +293,19 @@ _REDUCE = "__reduce_ex__"  # as an attribute of an instance, copy and pickle rea
 
 
 def _reduce_with_forward(module: nn.Module, protocol: Any) -> Any:
-    """Reduce a module to all but its `forward` attribute, which rebuilding sets again."""
+    """Reduce a module to all but its `forward` attribute, which rebuilding sets again.
+
+    Not so if a tool has replaced that attribute: then it is reduced as it is.
+    """
     reduced = type(module).__reduce_ex__(module, protocol)
     if isinstance(reduced, str) or len(reduced) < 3 or not isinstance(reduced[2], dict):
         return reduced
     build, args, state, *rest = reduced
-    forward = state.get("forward")
-    if not isinstance(forward, partial) or forward.args[1:]:
-        return reduced
-    state = {name: value for name, value in state.items() if name not in ("forward", _REDUCE)}
+    state = {name: value for name, value in state.items() if name != _REDUCE}
+    forward: Any = state.get("forward")
+    if not any(_is_partial_of(forward, function) for function in _FORWARDS):
+        return build, args, state, *rest
+    del state["forward"]
     return _rebuilt_with_forward, (build, args, forward.func), state, *rest
 
 
@@ -327,9 +331,10 @@ def detach(model: nn.Module) -> None:
         forward: Any = vars(module).get("forward")
         if any(_is_partial_of(forward, function) for function in _FORWARDS):
             del vars(module)["forward"]
-            vars(module).pop(_REDUCE, None)
             if forward.args[1:]:
                 vars(module)["forward"] = forward.args[1]
+        if _is_partial_of(vars(module).get(_REDUCE), _reduce_with_forward):
+            del vars(module)[_REDUCE]
         original = vars(type(module)).get(_ORIGINAL_CLASS)
         if original is not None:
             module.__class__ = original

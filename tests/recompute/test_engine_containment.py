@@ -657,6 +657,23 @@ def test_copy_of_a_model_that_keeps_its_class_runs_its_own_parameters(duplicate:
     assert "forward" not in vars(other)
 
 
+def scaled(scale: float, x: Tensor) -> Tensor:
+    return torch.relu(x) * scale
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, DUPLICATES["pickle"]])
+def test_forward_that_a_tool_gives_to_an_activation_is_copied(duplicate: Any) -> None:
+    twin, x = converted_twin(nn.Sequential(nn.Conv2d(3, C, 1), nn.ReLU())), images()
+    twin[1].forward = functools.partial(scaled, 2.0)
+    expected = twin(x)
+    for _ in range(2):  # converted, then reverted
+        other = duplicate(twin[1])
+        assert torch.equal(other(twin[0](x)), expected)
+        assert vars(other).keys() == vars(nn.ReLU()).keys() | {"forward"}
+        inplace_ops.revert(twin)
+        assert vars(twin[1]).keys() == vars(other).keys()
+
+
 # Tools that replace a model's forward.
 
 
