@@ -79,11 +79,8 @@ class State:
         owners = [*modules, *model.parameters(), *model.buffers()]
         attributes = [vars(owner) for owner in owners if hasattr(owner, "__dict__")]
         restores = [*_restores(attributes, tensors, "a tensor in an attribute")]
-        gradients = [(p, p.grad) for p in model.parameters()]
-        for parameter, gradient in gradients:
+        for parameter in model.parameters():
             restores += [*_hook_restores(parameter)]
-            if gradient is not None:
-                tensors.add(gradient, "a gradient")
             parameter.grad = None  # a backward pass inside forward would accumulate into it
         python_state = random.getstate()
         numpy_random = getattr(sys.modules.get("numpy"), "random", None)
@@ -95,8 +92,6 @@ class State:
                 for restore in restores:
                     restore()
                 tensors.restore()
-                for parameter, gradient in gradients:
-                    parameter.grad = gradient
                 random.setstate(python_state)
                 if numpy_random:
                     numpy_random.set_state(numpy_state)
@@ -158,6 +153,8 @@ def _restores(
             yield partial(_restore_container, value, copy.copy(value))
             inner = value.values() if isinstance(value, dict) else value
             yield from _restores(inner, tensors, name, into_objects, seen)
+        elif isinstance(value, tuple):
+            yield from _restores(value, tensors, name, into_objects, seen)
         elif isinstance(value, torch.Generator):
             yield partial(value.set_state, value.get_state())
         elif isinstance(value, Tensor):
@@ -206,6 +203,7 @@ class _TensorState(NamedTuple):
         alias: A tensor with the same memory, shape and strides; None if it cannot be restored.
         places: The place of each plain tensor that it consists of.
         requires_grad: Whether it required a gradient.
+        grad: Its gradient, if it is an autograd leaf.
         version: Its version.
     """
 
@@ -214,6 +212,7 @@ class _TensorState(NamedTuple):
     alias: Tensor | None
     places: list[_Plain]
     requires_grad: bool
+    grad: Tensor | None
     version: int
 
 
@@ -256,9 +255,12 @@ class _Tensors:
                 alias, places = tensor.data, _places(tensor)
                 for part in plain:
                     self._add_storage(part, name)
+        grad = tensor.grad if tensor.is_leaf else None
         self._tensors[id(tensor)] = _TensorState(
-            tensor, name, alias, places, tensor.requires_grad, version
+            tensor, name, alias, places, tensor.requires_grad, grad, version
         )
+        if grad is not None:
+            self.add(grad, "a gradient")
 
     def _add_storage(self, tensor: Tensor, name: str) -> None:
         storage = tensor.untyped_storage()
@@ -322,6 +324,8 @@ def _restore_tensor(state: _TensorState) -> bool:
         return is_traceable_wrapper_subclass(tensor)  # its parts are restored
     if tensor.requires_grad != state.requires_grad:
         tensor.requires_grad_(state.requires_grad)
+    if tensor.is_leaf and tensor.grad is not state.grad:
+        tensor.grad = state.grad
     return True
 
 

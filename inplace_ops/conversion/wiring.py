@@ -73,6 +73,12 @@ _ORIGINAL_CLASS = "_inplace_ops_original"  # the attribute of a converted model'
 _MAX_OBSERVED_CALLS = 3  # calls that are observed at most, until one fills in the report
 
 
+class _Calls(threading.local):
+    """A counter of each thread's own calls."""
+
+    count = 0
+
+
 class Conversion:
     """The conversion of one model: an attribute of the converted model.
 
@@ -80,6 +86,7 @@ class Conversion:
         settings: State that all forward passes of the model share.
         report: The report. One of the first calls with gradients fills it in.
         observation: Observes these calls; if None, a new `Observation` is made for each.
+        calls: Counts the calls of `run` in this thread.
     """
 
     def __init__(
@@ -87,11 +94,13 @@ class Conversion:
     ) -> None:
         self.settings, self.report, self.observation = settings, report, observation
         self._observed_calls_left = _MAX_OBSERVED_CALLS
+        self.calls = _Calls()
 
     def run(
         self, model: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Run the model's forward with the engine on."""
+        self.calls.count += 1
         observation = self._next_observation(model)
         with run_engine(self.settings, observation) as engine:
             if engine is None:
@@ -106,7 +115,6 @@ class Conversion:
                     observation.fill(self.report, output, (args, kwargs))
                 except Exception as error:
                     self.settings.warn("the report", f"filling in the report failed: {error!r}")
-            _last.conversion = self
             return output
 
     def _next_observation(self, model: nn.Module) -> Observation | None:
@@ -128,14 +136,6 @@ class Conversion:
         return _new_conversion, (self.settings.max_ops,)
 
 
-class _Last(threading.local):
-    """The conversion whose engine has run last in this thread, if one has run since a reset."""
-
-    conversion: Conversion | None = None
-
-
-_last = _Last()
-
 _CUDA_GRAPHS = "torch.cuda.graphs"  # the module of the forwards of `make_graphed_callables`
 
 
@@ -144,8 +144,20 @@ def _new_conversion(max_ops: int) -> Conversion:
 
 
 def conversion_of(model: nn.Module) -> Conversion | None:
-    """Return the conversion of a model; None if the model itself is not converted."""
-    return vars(model).get(_CONVERSION)
+    """Return the conversion of a model; None if the model itself is not converted.
+
+    A copy may have the attribute alone, if its class has a `__getstate__` of its own.
+    """
+    conversion: Conversion | None = vars(model).get(_CONVERSION)
+    return conversion if conversion is not None and _has_forward(model) else None
+
+
+def _has_forward(model: nn.Module) -> bool:
+    """Whether `attach` has given a model the class or the `forward` attribute that it has."""
+    forward = vars(model).get("forward")
+    return any(_ORIGINAL_CLASS in vars(cls) for cls in type(model).__mro__) or any(
+        _is_partial_of(forward, function) for function in _FORWARDS
+    )
 
 
 def attach(model: nn.Module, conversion: Conversion) -> None:
@@ -398,9 +410,11 @@ def _new_class(cls: type[nn.Module]) -> type[nn.Module]:
         if getattr(own, "__func__", None) is cls.forward and own.__self__ is self:
             # A tool has unwrapped the forward of this class, by `__wrapped__` as accelerate does.
             del vars(self)["forward"]
-        _last.conversion = None
+        conversion = conversion_of(self)
+        count = 0 if conversion is None else conversion.calls.count
         output = getattr(cls, CALL)(self, *args, **kwargs)
-        _warn_of_replaced_forward(self)
+        if conversion is not None and conversion.calls.count == count:
+            _warn_of_replaced_forward(self, conversion)
         return output
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
@@ -448,16 +462,13 @@ def _rebuilt(build: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Modul
     return model
 
 
-def _warn_of_replaced_forward(model: nn.Module) -> None:
-    """Warn if a model has a `forward` attribute that has run without the engine.
+def _warn_of_replaced_forward(model: nn.Module, conversion: Conversion) -> None:
+    """Warn of a model's `forward` attribute that has run without the engine.
 
     A replayed CUDA graph runs no operation, so it needs no engine.
     """
-    conversion = conversion_of(model)
-    if conversion is None or _last.conversion is conversion or running_engine() is not None:
-        return
     forward = vars(model).get("forward")
-    if forward is None:
+    if forward is None or running_engine() is not None:
         return
     if torch.is_grad_enabled() and getattr(forward, "__module__", "") != _CUDA_GRAPHS:
         conversion.settings.warn(
@@ -483,7 +494,7 @@ def _run_converted(
     model: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Run a forward with the engine on, unless the model was reverted or a compiler traces it."""
-    conversion = None if torch.compiler.is_compiling() else conversion_of(model)
+    conversion = None if torch.compiler.is_compiling() else vars(model).get(_CONVERSION)
     if conversion is None:
         return forward(*args, **kwargs)
     return conversion.run(model, forward, *args, **kwargs)

@@ -231,6 +231,36 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> Any:
     return copied(optimizer.state), copied(optimizer.param_groups), {*vars(optimizer)}
 
 
+class Attributes(nn.Module):
+    """Forward writes to tensors and lists in tuples, and backward to an attribute's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.scale = network(), torch.ones(1, requires_grad=True)
+        self.pair: tuple[Any, ...] = (torch.zeros(3), [], {"inner": (torch.ones(2),)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.pair[0].add_(1)
+        self.pair[1].append(1)
+        self.pair[2]["inner"][0].data = torch.zeros(5)
+        return checkpoint(self.net, x * self.scale, use_reentrant=True)
+
+    def look(self) -> Any:
+        first, second, third = self.pair
+        gradient = None if self.scale.grad is None else self.scale.grad.tolist()
+        return first.tolist(), list(second), third["inner"][0].tolist(), gradient
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_attributes_in_tuples_are_as_before(has_gradient: bool) -> None:
+    model = Attributes()
+    if has_gradient:
+        model.scale.grad = torch.full((1,), 3.0)
+    before = model.look()
+    inplace_ops.convert(model, examples())
+    assert model.look() == before
+
+
 def test_optimizer_of_another_thread_keeps_its_step() -> None:
     """A thread that trains another model, in gradient hooks, while an example is measured."""
     other = nn.Parameter(torch.ones(5))

@@ -743,6 +743,50 @@ def test_engine_stays_or_a_warning_names_the_remedy(tools: list[Any], stays: boo
         assert len(recomputed(twin(x))) == expected
 
 
+def call_another(model: nn.Module, original: Any, x: Tensor) -> None:
+    other = converted_twin(blocks())
+    model.forward = lambda x: original(x) + other(x)
+    model(x)
+
+
+def differentiate(model: nn.Module, original: Any, x: Tensor) -> None:
+    model.eval()  # a transform may not write to running statistics
+    parameters = dict(model.named_parameters())
+    torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).sum())(parameters)
+
+
+def trace(model: nn.Module, original: Any, x: Tensor) -> None:
+    torch.jit.trace(model, x, check_trace=False)
+
+
+@pytest.mark.parametrize("use", [call_another, differentiate, trace])
+def test_wrapped_forward_needs_no_warning(use: Any) -> None:
+    """The wrapper calls the converted forward, whatever else runs, or keeps the engine from it."""
+    twin, x = converted_twin(blocks()), images()
+    original = twin.forward
+    twin.forward = lambda x: original(x)
+    with no_warnings("inplace_ops"):
+        use(twin, original, x)
+
+
+class NestsItsState(nn.Sequential):
+    """A class whose `__getstate__` hides its attributes from others."""
+
+    def __getstate__(self) -> Any:
+        return {"nested": dict(vars(self))}
+
+    def __setstate__(self, state: Any) -> None:
+        vars(self).update(state["nested"])
+
+
+def test_copy_that_lost_its_conversion_can_be_converted() -> None:
+    model, x = NestsItsState(*blocks()), images()
+    inplace_ops.convert(model)
+    other = copy.deepcopy(model)
+    inplace_ops.convert(other)
+    assert len(recomputed(other(x))) == len(recomputed(model(x))) >= 2
+
+
 def test_replaced_forward_of_a_part_needs_no_warning() -> None:
     """The engine of the whole model runs."""
     whole = nn.Sequential(nn.Identity(), blocks())
