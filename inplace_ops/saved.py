@@ -237,7 +237,7 @@ def _parameters_of(fn: Any) -> Iterator[Tensor]:
         elif isinstance(value, MethodType):
             pending += [value.__func__, value.__self__, getattr(value.__self__, "__dict__", {})]
         elif isinstance(value, FunctionType):
-            if not value.__module__.startswith("torch."):
+            if not (value.__module__ or "").startswith("torch."):
                 names = _names_in(value.__code__)
                 pending += [value.__globals__[n] for n in names if n in value.__globals__]
             pending += [*cell_contents(value), vars(value)]

@@ -46,7 +46,8 @@ class _NodeInfo:
         reasons: Why the node's saved tensors stay saved, by field.
         output_rows: The rows of the operation's outputs that are replaced, by the output's index.
         consumed_rows: The rows of replaced tensors that the node would save.
-        is_autocasts: Whether the operation ran under autocast.
+        is_autocasts: Whether that module was called under autocast. While autocast itself casts,
+            it is off.
     """
 
     __slots__ = ("consumed_rows", "is_autocasts", "module", "output_rows", "reasons")
@@ -145,7 +146,7 @@ class Observation(Observer):
         self._key = f"inplace_ops: observation {next(_observation_ids)}"
         self._replaced: list[_ReplacedRow] = []
         self._row_of_storage: dict[int, int] = {}
-        self._path = [""]
+        self._path, self._autocasts = [""], [False]  # of the modules that run
 
     @contextmanager
     def following_modules(self) -> Iterator[None]:
@@ -165,6 +166,7 @@ class Observation(Observer):
             if self._is_running():
                 self._walk((args, kwargs))
                 self._path.append(path)
+                self._autocasts.append(any(map(torch.is_autocast_enabled, ("cpu", "cuda"))))
 
         return enter
 
@@ -172,6 +174,7 @@ class Observation(Observer):
         if self._is_running() and len(self._path) > 1:
             self._walk(output)
             self._path.pop()
+            self._autocasts.pop()
 
     def _walk(self, value: Any) -> None:
         """Observe the new nodes that tensors in `value` depend on, before torch 2.14.
@@ -196,10 +199,7 @@ class Observation(Observer):
 
     def created(self, node: Node) -> None:
         if self._key not in node.metadata:
-            is_autocasts = nodes.is_cast_of_autograd_leaf(node) and torch.is_autocast_enabled(
-                nodes.output_device(node, 0).type
-            )
-            node.metadata[self._key] = _NodeInfo(self._path[-1], is_autocasts)
+            node.metadata[self._key] = _NodeInfo(self._path[-1], self._autocasts[-1])
 
     def _info_of(self, node: Node) -> _NodeInfo | None:
         """Return the facts about a node of this pass; None for other nodes and autograd leaves."""

@@ -24,6 +24,8 @@ alias, as the methods of a subclass of Tensor return it. Then the activation run
 2. Autograd updates the view's `grad_fn` when it is read. The module reads it before it returns the
    view: a hook that is registered before that is lost, or crashes.
 3. A subclass may change what a function returns. The first call compares: see `_only_wraps`.
+4. A hook on an alias sees second derivatives, as PyTorch saves a clone of the alias. So the
+   activation of an alias with hooks runs on the alias.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ def activation_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 def _activated(engine: Engine, module: nn.Module, z: Tensor) -> Tensor:
     """Return the activation of z, fused with the norm before it if possible."""
     engine.walk(z)
-    base = nodes.whole_base(z) if type(z) is Tensor else None
+    is_alias = type(z) is Tensor and z._is_view() and not _has_gradient_hooks(z)
+    base = nodes.whole_base(z) if is_alias else None
     norm = norms.norm_of(z if base is None else base)
     y = None if norm is None else _fused(engine, module, z, norm)
     if y is None:
@@ -106,6 +109,9 @@ def _only_wraps(engine: Engine, module: nn.Module, z: Tensor) -> bool:
     call = activation_of(module)
     if call is None or not _is_in_place(module, call.activation) or is_user_mode_active():
         return False
+    with DisableTorchFunction():
+        if _has_gradient_hooks(z):
+            return False
     key = "only wraps", type(z), type(module)
     verified = engine.settings.verified
     if key not in verified:

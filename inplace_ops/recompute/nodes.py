@@ -376,6 +376,8 @@ def same_strides(
     """Whether two strides mean the same for tensors of a shape. False if one is not known."""
     if first is None or second is None:
         return False
+    if first == second:
+        return True
     strides = zip(shape, first, second, strict=True)
     return all(mine == other for size, mine, other in strides if size > 1)
 
@@ -605,7 +607,9 @@ def whole_base(tensor: Tensor) -> Tensor | None:
     if base is None or base.grad_fn is None or base.dtype is not tensor.dtype:
         return None
     is_same = (base.shape, base.stride()) == (tensor.shape, tensor.stride())
-    return base if is_same and base.storage_offset() == tensor.storage_offset() else None
+    if not is_same or base.storage_offset() != tensor.storage_offset():
+        return None
+    return base if base.is_neg() == tensor.is_neg() and base.is_conj() == tensor.is_conj() else None
 
 
 def saved_tensor_hooks_are_active() -> bool:

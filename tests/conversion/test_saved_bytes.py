@@ -192,3 +192,11 @@ def test_result_that_a_selective_checkpoint_caches_does_not_count() -> None:
         call(x)
     assert saved_bytes(call, x) == torch.get_rng_state().nbytes
     assert saved_bytes(lambda x: call(x).sum(), x) > 4 * 512 * 128
+
+
+def test_function_without_a_module() -> None:
+    """Such as the forward of a graph module, or what `exec` has made."""
+    namespace: dict[str, Any] = {}
+    exec("def f(x): return x.sigmoid()", namespace)
+    assert namespace["f"].__module__ is None
+    assert inplace_ops.saved_bytes(namespace["f"], torch.ones(8, requires_grad=True)) == 32

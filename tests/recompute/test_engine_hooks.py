@@ -320,6 +320,44 @@ def test_hook_sees_the_gradient_of_every_consumer(norm: str) -> None:
         assert_same_step(actual, expected, 1e-4)
 
 
+class HookedAlias(nn.Module):
+    """An in-place activation of an alias that has a hook."""
+
+    def __init__(self, activation: nn.Module, hooks: Hooks) -> None:
+        super().__init__()
+        self.conv, self.act, self.hooks = nn.Conv2d(3, C, 3), activation, hooks
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.conv(x)
+        z = z.view_as(z)
+        self.hooks.on(z, "alias", 0.5)
+        return self.act(z)
+
+
+@pytest.mark.parametrize("activation", IN_PLACE)
+def test_hook_on_an_alias_sees_second_derivatives(activation: str) -> None:
+    hooks = [Hooks(), Hooks()]
+    model, x = HookedAlias(IN_PLACE[activation](), hooks[0]).double(), images().double()
+    twin = copy.deepcopy(model)
+    twin.hooks = hooks[1]
+    inplace_ops.convert(twin)
+    found = []
+    for m in (model, twin):
+        (gradient,) = torch.autograd.grad(m(x).square().sum(), m.conv.weight, create_graph=True)
+        gradient.square().sum().backward()
+        found.append(m.conv.weight.grad)
+    hooks[1].assert_saw(hooks[0])
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_view_with_another_sign_is_not_an_alias() -> None:
+    class Negated(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return self[1](torch._neg_view(self[0](x)))
+
+    assert_same_as_pytorch(Negated(nn.Conv2d(3, C, 3), nn.ReLU(inplace=True)), {})
+
+
 # Full backward hooks: a module gets and returns aliases.
 
 
