@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -398,14 +398,9 @@ def _reshapes(node: Node) -> bool:
         return nodes.same_strides(shape, stride, known)
     return (
         math.prod(size) == shape.numel()
-        and nodes.same_strides(size, stride, _dense_strides(size, None))
-        and nodes.same_strides(shape, known, _dense_strides(shape, None))
+        and nodes.same_strides(size, stride, _ops.dense_strides(size, None))
+        and nodes.same_strides(shape, known, _ops.dense_strides(shape, None))
     )
-
-
-@lru_cache(4096)
-def _dense_strides(shape: tuple[int, ...], dim_order: _ops.DimOrder) -> tuple[int, ...]:
-    return _ops.dense_strides(shape, dim_order)
 
 
 def _known_stride(node: Node, shape: torch.Size) -> tuple[int, ...] | None:
@@ -418,13 +413,13 @@ def _known_stride(node: Node, shape: torch.Size) -> tuple[int, ...] | None:
         producer, index = nodes.producer(node, 0)
         inner = nodes.output_shape(producer, index)
         known = _known_stride(producer, inner)
-        is_contiguous = nodes.same_strides(inner, known, _dense_strides(inner, None))
-        return _dense_strides(shape, None) if is_contiguous else None
+        is_contiguous = nodes.same_strides(inner, known, _ops.dense_strides(inner, None))
+        return _ops.dense_strides(shape, None) if is_contiguous else None
     operation = OPERATION_OF[type(node)]
     if operation is None:
         return None
     if operation.output == "activation after a norm":
-        return _dense_strides(shape, node.op_args.dim_order)
+        return _ops.dense_strides(shape, node.op_args.dim_order)
     field = operation.activation_field
     return nodes.saved_stride(node, field) if field else None
 
