@@ -195,8 +195,8 @@ else # limits here only end what hangs
   bench memory 300 ops memory --size 256 --activations ReLU SiLU
   bench bytes 300 networks bytes --networks "Llama blocks" --policies "CUDA autocast" --max-ops 4
   bench networks 300 networks train --quick --networks "Llama blocks" nnU-Net-like --at-once \
-    --variants "checkpoint of each block" "convert, max_ops=4" --repetitions 2
-  bench profile 300 networks train --quick --networks nnU-Net-like --profile \
+    --policies float32 --variants "checkpoint of each block" "convert, max_ops=4" --repetitions 2
+  bench profile 300 networks train --quick --networks nnU-Net-like --policies float32 --profile \
     --variants "convert, max_ops=4" --repetitions 2
   bench tools 300 networks train --selection tools --quick --networks "Llama blocks" \
     "language model" --policies float32 --repetitions 2

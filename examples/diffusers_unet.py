@@ -5,7 +5,7 @@ Needs diffusers and scikit-learn, whose handwritten digits the model learns to d
 
 import torch
 import torch.nn.functional as F
-from before_after import DEVICE, Training, before_after
+from before_after import DEVICE, HAS_BFLOAT16, Training, before_after
 from diffusers import DDPMScheduler, UNet2DModel
 from sklearn.datasets import load_digits
 
@@ -31,7 +31,7 @@ def train(is_converted: bool) -> Training:
     training = Training()
     if is_converted:
         example = {"sample": images[:BATCH], "timestep": torch.tensor(0, device=DEVICE)}
-        with torch.autocast(DEVICE, torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=HAS_BFLOAT16):
             training.report = inplace_ops.convert(model, example)
 
     torch.manual_seed(1)
@@ -41,7 +41,7 @@ def train(is_converted: bool) -> Training:
         noise = torch.randn_like(clean)
         times = torch.randint(scheduler.config.num_train_timesteps, (BATCH,), device=DEVICE)
         noisy = scheduler.add_noise(clean, noise, times)
-        with torch.autocast(DEVICE, torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=HAS_BFLOAT16):
             loss = F.mse_loss(model(noisy, times).sample, noise)
         loss.backward()
         optimizer.step()

@@ -4,7 +4,7 @@ Needs monai. The script makes the volumes: balls in noise.
 """
 
 import torch
-from before_after import DEVICE, Training, before_after
+from before_after import DEVICE, HAS_BFLOAT16, Training, before_after
 from monai.losses import DiceCELoss
 from monai.networks.nets import DynUNet
 
@@ -37,7 +37,7 @@ def train(is_converted: bool) -> Training:
     ).to(DEVICE)
     training = Training()
     if is_converted:
-        with torch.autocast(DEVICE, torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=HAS_BFLOAT16):
             training.report = inplace_ops.convert(model, balls()[0])
 
     torch.manual_seed(1)
@@ -45,7 +45,7 @@ def train(is_converted: bool) -> Training:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.99, nesterov=True)
     for _ in range(STEPS):
         volumes, masks = balls()
-        with torch.autocast(DEVICE, torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=HAS_BFLOAT16):
             loss = criterion(model(volumes), masks)
         loss.backward()
         optimizer.step()

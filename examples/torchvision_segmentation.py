@@ -5,7 +5,7 @@ Needs torchvision. The script draws the images: squares on noise.
 
 import torch
 import torch.nn.functional as F
-from before_after import DEVICE, Training, before_after
+from before_after import DEVICE, HAS_BFLOAT16, Training, before_after
 from torchvision.models.segmentation import deeplabv3_mobilenet_v3_large
 
 import inplace_ops
@@ -30,14 +30,14 @@ def train(is_converted: bool) -> Training:
     model.to(DEVICE).train()
     training = Training()
     if is_converted:
-        with torch.autocast(DEVICE, torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=HAS_BFLOAT16):
             training.report = inplace_ops.convert(model, squares()[0])
 
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(STEPS):
         images, masks = squares()
-        with torch.autocast(DEVICE, torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=HAS_BFLOAT16):
             loss = F.cross_entropy(model(images)["out"], masks)
         loss.backward()
         optimizer.step()

@@ -6,7 +6,7 @@ Needs timm and scikit-learn, whose handwritten digits the model learns.
 import timm
 import torch
 import torch.nn.functional as F
-from before_after import DEVICE, Training, before_after
+from before_after import DEVICE, HAS_BFLOAT16, Training, before_after
 from sklearn.datasets import load_digits
 
 import inplace_ops
@@ -26,13 +26,13 @@ def train(is_converted: bool) -> Training:
     if is_converted:
         # `convert(model)` is enough. With an example, under the autocast of the training, the
         # gradients are compared and the memory is measured.
-        with torch.autocast(DEVICE, torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=HAS_BFLOAT16):
             training.report = inplace_ops.convert(model, images[:BATCH])
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(EPOCHS):
         for chosen in torch.randperm(len(labels)).split(BATCH):
-            with torch.autocast(DEVICE, torch.bfloat16):
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=HAS_BFLOAT16):
                 loss = F.cross_entropy(model(images[chosen]), labels[chosen])
             loss.backward()
             optimizer.step()

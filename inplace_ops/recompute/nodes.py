@@ -382,6 +382,18 @@ def same_strides(
     return all(mine == other for size, mine, other in strides if size > 1)
 
 
+def is_contiguous(shape: Sequence[int], stride: Sequence[int] | None) -> bool:
+    """Whether a tensor of this shape and these strides is contiguous. False if they are unknown."""
+    if stride is None:
+        return False
+    dense = 1
+    for size, mine in zip(reversed(shape), reversed(stride), strict=True):
+        if size > 1 and mine != dense:
+            return False
+        dense *= max(size, 1)
+    return True
+
+
 def has_hooks(node: Node, field: str) -> bool:
     """Whether a saved tensor has hooks other than those of `saved_bytes`: also the engine's."""
     raw = _raw(node, field)

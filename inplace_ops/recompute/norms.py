@@ -39,12 +39,12 @@ from .nodes import (
     autograd_leaf_of,
     has_hooks,
     has_storage,
+    is_contiguous,
     is_plain,
     output_device,
     output_dtype,
     output_shape,
     producer,
-    same_strides,
     saved_stride,
     saved_tensor,
     tensor_without_values,
@@ -571,8 +571,7 @@ def _is_contiguous(node: Node) -> bool:
     """
     if output_device(node, 0).type == "cuda":
         return True
-    shape = output_shape(node, 0)
-    return same_strides(shape, saved_stride(node, "input"), _ops.dense_strides(shape, None))
+    return is_contiguous(output_shape(node, 0), saved_stride(node, "input"))
 
 
 def _row_norm(node: Node, parameters: Parameters, statistics: Statistics | None) -> NormAffine:

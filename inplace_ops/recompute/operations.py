@@ -398,8 +398,8 @@ def _reshapes(node: Node) -> bool:
         return nodes.same_strides(shape, stride, known)
     return (
         math.prod(size) == shape.numel()
-        and nodes.same_strides(size, stride, _ops.dense_strides(size, None))
-        and nodes.same_strides(shape, known, _ops.dense_strides(shape, None))
+        and nodes.is_contiguous(size, stride)
+        and nodes.is_contiguous(shape, known)
     )
 
 
@@ -412,9 +412,9 @@ def _known_stride(node: Node, shape: torch.Size) -> tuple[int, ...] | None:
     if VIEW_OF[type(node)] is _RESHAPE:
         producer, index = nodes.producer(node, 0)
         inner = nodes.output_shape(producer, index)
-        known = _known_stride(producer, inner)
-        is_contiguous = nodes.same_strides(inner, known, _ops.dense_strides(inner, None))
-        return _ops.dense_strides(shape, None) if is_contiguous else None
+        if not nodes.is_contiguous(inner, _known_stride(producer, inner)):
+            return None
+        return _ops.dense_strides(shape, None)
     operation = OPERATION_OF[type(node)]
     if operation is None:
         return None

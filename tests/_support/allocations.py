@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 
 
@@ -41,7 +42,7 @@ def saved_allocation(call: Callable[[], object]) -> int:
 
 
 @contextmanager
-def memory_limit(device: torch.device, more: int) -> Iterator[None]:
+def _memory_limit(device: torch.device, more: int) -> Iterator[None]:
     """Let allocations of more than `more` further bytes fail."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -62,6 +63,19 @@ def memory_limit(device: torch.device, more: int) -> Iterator[None]:
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def without_free_memory(error: Exception) -> str:
+@contextmanager
+def out_of_memory_error(device: torch.device) -> Iterator[None]:
+    """Leave no memory for 2**24 floats, and check that the block raises PyTorch's error."""
+    taken: list[torch.Tensor] = []  # memory freed before, which the limit does not cover
+    with _memory_limit(device, 2**25):
+        with pytest.raises(RuntimeError) as pytorchs:
+            taken.extend(torch.empty(2**24, device=device) for _ in itertools.count())
+        with pytest.raises(RuntimeError) as raised:
+            yield
+    assert type(raised.value) is type(pytorchs.value)
+    assert _without_free_memory(raised.value) == _without_free_memory(pytorchs.value)
+
+
+def _without_free_memory(error: Exception) -> str:
     """Return an out-of-memory message without the free memory, which other processes change."""
     return str(error).partition(" of which")[0][:100]
