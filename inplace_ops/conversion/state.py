@@ -264,7 +264,8 @@ class _Tensors:
 
     def _add_storage(self, tensor: Tensor, name: str) -> None:
         storage = tensor.untyped_storage()
-        if not tensor.is_meta and storage_id(storage) not in self._storages:
+        # A fake tensor's memory is meta too.
+        if storage.device.type != "meta" and storage_id(storage) not in self._storages:
             copied = _bytes_of(storage).to("cpu", copy=True)
             self._storages[storage_id(storage)] = _StorageState(storage, copied, name)
 

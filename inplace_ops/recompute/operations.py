@@ -426,6 +426,7 @@ def _known_stride(node: Node, shape: torch.Size) -> tuple[int, ...] | None:
 
 _RESHAPE = View(Tensor.reshape, (nodes.output_shape,))
 _ALIAS = View(same)
+_SLICE = View(_slice, ("dim", "start", "end", "step"))
 
 # Use `reshape` where forward used a view: the recomputed input may have other strides.
 VIEWS: Mapping[str, View] = {
@@ -439,7 +440,7 @@ VIEWS: Mapping[str, View] = {
     "PermuteBackward0": View(Tensor.permute, ("dims",)),
     "ReshapeAliasBackward0": _RESHAPE,
     "SelectBackward0": View(torch.select, ("dim", "index")),
-    "SliceBackward0": View(_slice, ("dim", "start", "end", "step")),
+    "SliceBackward0": _SLICE,
     "SplitBackward0": View(_split, ("split_size", "dim", _index)),
     "SplitWithSizesBackward0": View(_split, ("split_sizes", "dim", _index)),
     "SqueezeBackward0": _RESHAPE,
@@ -491,7 +492,11 @@ def viewed(node: Node, index: int) -> tuple[Node, int]:
 def reshapes_only(node: Node, index: int) -> bool:
     """Whether an output of a node is not a view, or only reshapes its base."""
     while (view := VIEW_OF[type(node)]) is not None:
-        if view not in (_RESHAPE, _ALIAS):
+        inner, inner_index = viewed(node, index)
+        is_whole_slice = view is _SLICE and (
+            nodes.output_shape(node, index) == nodes.output_shape(inner, inner_index)
+        )
+        if view not in (_RESHAPE, _ALIAS) and not is_whole_slice:
             return False
-        node, index = viewed(node, index)
+        node, index = inner, inner_index
     return True

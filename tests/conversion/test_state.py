@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F
 from _support.networks import examples, is_converted, network
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
 import inplace_ops
+from inplace_ops.conversion.state import State
 from inplace_ops.conversion.verify import Gradients
 
 pytestmark = pytest.mark.usefixtures("source")
@@ -160,6 +162,13 @@ def test_gradients_are_as_before_if_hooks_write_to_them(measure: Callable[..., A
     measure(model, x)
     assert torch.equal(buffer, before)
     assert all(p.grad is g for p, g in zip(parameters, gradients, strict=True))
+
+
+def test_fake_tensors_are_not_called_changed() -> None:
+    with FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with State(nn.Linear(8, 8), []) as state, state.preserved():
+            pass
 
 
 @MEASURE
