@@ -99,12 +99,14 @@ check() {
     -W ignore::DeprecationWarning -W ignore::FutureWarning --continue-on-collection-errors "$@"
 }
 
-# bench PART LIMIT SCRIPT COMMAND OPTIONS...: runs a command of benchmarks/bench_SCRIPT.py.
+# bench PART LIMIT SCRIPT COMMAND OPTIONS...: runs a command of benchmarks/bench_SCRIPT.py. On a CPU,
+# where it runs beside tests, a second thread would wait for a core.
 bench() {
-  local part=$1 limit=$2 script=$3 command=$4
+  local part=$1 limit=$2 script=$3 command=$4 threads=()
   shift 4
+  [ "$device" = cuda ] || threads=(--threads 1)
   run "$part" "$limit" "$python" "benchmarks/bench_$script.py" "$command" --device "$device" \
-    --out "$out/${part}_$device.csv" "$@"
+    "${threads[@]}" --out "$out/${part}_$device.csv" "$@"
 }
 
 # Without the caching allocator each tensor is a separate allocation, and the tool knows its end.

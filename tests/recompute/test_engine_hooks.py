@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from _support.marks import slow
 from _support.twins import C, assert_same_step, converted_twin, images, step_of
 from torch import Tensor, nn
 
@@ -168,7 +169,9 @@ def combinations(norm: str, activation: str) -> Iterator[tuple[str, ...]]:
     [("instance", name) for name in IN_PLACE]
     + [("instance without parameters", "relu"), ("batch", "silu"), ("group", "relu")],
 )
-@pytest.mark.parametrize("block", [sequential, Block], ids=["sequential", "class"])
+@pytest.mark.parametrize(
+    "block", [pytest.param(sequential, marks=slow), Block], ids=lambda f: f.__name__
+)
 def test_hooks_around_an_in_place_activation(norm: str, activation: str, block: Any) -> None:
     """An instance norm returns a view, which the activation overwrites."""
     for places in combinations(norm, activation):
