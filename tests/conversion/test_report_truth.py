@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from _support.assertions import ViewFunction
 from _support.networks import examples, network
 from torch import Tensor, nn
 
@@ -137,7 +138,10 @@ def test_module_of_an_operation_before_an_inner_module_is_the_outer_one() -> Non
 
 
 class Aliased(nn.Module):
-    """A model in which a convolution reads an activation's output, or its input, by an alias."""
+    """A model in which a convolution reads an activation's output, or its input, by an alias.
+
+    A full backward hook makes such an alias.
+    """
 
     def __init__(self, alias: str, activation: nn.Module) -> None:
         super().__init__()
@@ -148,21 +152,9 @@ class Aliased(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         z = self.norm(self.first(x))
         if self.alias == "input":
-            return self.third(Alias.apply(z)) + self.second(self.act(z))
+            return self.third(ViewFunction.apply(z)) + self.second(self.act(z))
         y = self.act(z)
-        return self.third(Alias.apply(y)) + self.second(y)
-
-
-class Alias(torch.autograd.Function):
-    """Returns an alias of its input, as the Function of a full backward hook does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+        return self.third(ViewFunction.apply(y)) + self.second(y)
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.SiLU(), nn.Tanh()], ids=str)
