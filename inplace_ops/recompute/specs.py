@@ -600,17 +600,23 @@ def _without_autocast(device_type: str) -> Iterator[None]:
 _MAX_CHUNKS, _MIN_CHUNK_SIZE = 16, 2**16
 
 
-def _chunks(tensor: Tensor) -> Iterator[Tensor]:
-    """Return the elements in 1-D chunks, in memory order if the tensor is dense."""
-    if torch.ops.aten.is_non_overlapping_and_dense(tensor):
-        tensor = tensor.as_strided((tensor.numel(),), (1,))
+def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Return the elements of tensors of one shape in 1-D chunks, of the same elements at a time.
+
+    In memory order if all tensors are dense and have the same strides.
+    """
+    first = tensors[0]
+    strides = {tensor.stride() for tensor in tensors}
+    if len(strides) == 1 and torch.ops.aten.is_non_overlapping_and_dense(first):
+        flat = [tensor.as_strided((first.numel(),), (1,)) for tensor in tensors]
     else:
-        tensor = tensor.reshape(-1)
-    yield from tensor.split(max(_MIN_CHUNK_SIZE, -(-tensor.numel() // _MAX_CHUNKS)))
+        flat = [tensor.reshape(-1) for tensor in tensors]
+    size = max(_MIN_CHUNK_SIZE, -(-first.numel() // _MAX_CHUNKS))
+    yield from zip(*[tensor.split(size) for tensor in flat], strict=True)
 
 
 def _largest_of_chunks(tensor: Tensor) -> float:
-    return max((float(_largest(chunk)) for chunk in _chunks(tensor)), default=0.0)
+    return max((float(_largest(chunk)) for (chunk,) in _chunks(tensor)), default=0.0)
 
 
 def _excess(value: Tensor, saved: Tensor, allowed: float) -> float | None:
@@ -619,7 +625,7 @@ def _excess(value: Tensor, saved: Tensor, allowed: float) -> float | None:
     Equal infinities count as equal, and so do two NaNs.
     """
     excess = None
-    for mine, other in zip(_chunks(value), _chunks(saved), strict=True):
+    for mine, other in _chunks(value, saved):
         difference = torch.sub(mine, other).abs()
         wrong = ~(difference <= allowed)
         wrong &= ~((mine == other) | (mine.isnan() & other.isnan()))

@@ -517,6 +517,32 @@ def test_wrong_gradient_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_converted(model)
 
 
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "channels": lambda y: y[:, ::2],
+    "rows": lambda y: y.chunk(2, dim=2)[0],
+    "transposed": lambda y: y.transpose(1, 3)[:, 1:],
+    "expanded": lambda y: y[:1].expand(4, -1, -1, -1),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_of_a_tensor_in_channels_last_pass_verification(view: str) -> None:
+    """A copy of the saved view has other strides than the recomputed one."""
+
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, affine=False)
+            self.gelu, self.silu = nn.GELU(), nn.SiLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.silu(VIEWS[view](self.gelu(self.norm(self.conv(x)))))
+
+    x = torch.randn(8, 3, 18, 18).contiguous(memory_format=torch.channels_last)
+    report = inplace_ops.convert(Views(), x)
+    assert any((row.producer, row.consumer) == ("GELU", "SiLU") for row in report.replaced)
+
+
 def test_dropout_and_noise_pass_verification() -> None:
     class Noise(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
