@@ -100,7 +100,7 @@ check() {
 }
 
 # bench PART LIMIT SCRIPT COMMAND OPTIONS...: runs a command of benchmarks/bench_SCRIPT.py. On a CPU,
-# where it runs beside tests, a second thread would wait for a core.
+# where it runs next to tests, a second thread would wait for a core.
 bench() {
   local part=$1 limit=$2 script=$3 command=$4 threads=()
   shift 4

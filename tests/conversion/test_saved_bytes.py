@@ -221,8 +221,8 @@ def test_sum_with_a_tensor_that_is_saved_by_a_view_counts_once(view: str) -> Non
     model = nn.Sequential(nn.Conv2d(3, 8, 3), Sum(), nn.Conv2d(8, 4, 1), nn.Flatten(0))
     x = torch.randn(2, 3, 18, 18)
     report = inplace_ops.convert(model, x)
-    held = saved_allocation(lambda: model(x)) - model(x).nbytes
-    assert held == pytest.approx(2 * 8 * 16 * 16 * 4, abs=64)  # the first convolution's output
-    assert saved_bytes(model, x) == pytest.approx(held, abs=64)
+    allocated = saved_allocation(lambda: model(x)) - model(x).nbytes
+    assert allocated == pytest.approx(2 * 8 * 16 * 16 * 4, abs=64)  # the first convolution's output
+    assert saved_bytes(model, x) == pytest.approx(allocated, abs=64)
     assert report.saved_bytes_after == saved_bytes(model, x)
     assert report.unlisted_bytes == 0
