@@ -6,7 +6,7 @@ Needs lightning and scikit-learn, whose handwritten digits the model compresses.
 import lightning
 import torch
 import torch.nn.functional as F
-from before_after import DEVICE, Training, before_after
+from before_after import DEVICE, HAS_BFLOAT16, Training, before_after
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -55,10 +55,11 @@ def train(is_converted: bool) -> Training:
     images = F.interpolate(images, size=32)
     training = Training()
     module, callbacks = Autoencoder(training), [Convert()] if is_converted else []
-    trainer = lightning.Trainer(precision="bf16-mixed", callbacks=callbacks, **OPTIONS)
+    precision = "bf16-mixed" if HAS_BFLOAT16 else "32-true"
+    trainer = lightning.Trainer(precision=precision, callbacks=callbacks, **OPTIONS)
     trainer.fit(module, DataLoader(images, BATCH))
     if is_converted:
-        with torch.autocast(DEVICE, torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=HAS_BFLOAT16):
             example = images[:BATCH].to(DEVICE)
             training.report = inplace_ops.analyze(module.model.to(DEVICE), example)
     return training

@@ -9,7 +9,7 @@ import sys
 import tempfile
 
 import torch
-from before_after import DEVICE, Training, before_after
+from before_after import DEVICE, HAS_BFLOAT16, Training, before_after
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import inplace_ops
@@ -45,11 +45,15 @@ def train(is_converted: bool) -> Training:
     training = Training()
     if is_converted:
         batch = tokens[:BATCH].to(DEVICE)
-        with torch.autocast(DEVICE, torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=HAS_BFLOAT16):
             training.report = inplace_ops.convert(model, {"input_ids": batch, "labels": batch})
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            folder, bf16=True, use_cpu=DEVICE == "cpu", per_device_train_batch_size=BATCH, **OPTIONS
+            folder,
+            bf16=HAS_BFLOAT16,
+            use_cpu=DEVICE == "cpu",
+            per_device_train_batch_size=BATCH,
+            **OPTIONS,
         )
         samples = [{"input_ids": each, "labels": each} for each in tokens]
         Trainer(model, arguments, train_dataset=samples, callbacks=[Record(training)]).train()

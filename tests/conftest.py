@@ -20,7 +20,7 @@ from _support.compatibility import Recorder
 from _support.engine_norms import fused_rms_norm
 from _support.processes import Processes
 from _support.sanitizers import COMPILER, FLAGS, SANITIZE
-from _support.twins import SOURCES, nodes_from
+from _support.twins import EACH_SOURCE, nodes_from
 
 from inplace_ops import _ops
 from inplace_ops.recompute import engine
@@ -87,7 +87,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-@pytest.fixture(params=SOURCES)
+@pytest.fixture(params=EACH_SOURCE)
 def source(request: pytest.FixtureRequest) -> Iterator[str]:
     """The source of the recompute engine's nodes: PyTorch's node creation hook or module hooks."""
     with nodes_from(request.param):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _support.twins import (
+    EACH_SOURCE,
     SOURCES,
     OpCounter,
     Step,
@@ -214,7 +215,7 @@ def assert_fused(
     assert {op: count for op, count in more.items() if count} == difference
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize("case", CASTS)
 def test_cast_of_a_norm_is_fused(case: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     is_exact = not any(smooth in case for smooth in ("SiLU", "GELU"))
@@ -312,7 +313,7 @@ ACTIVATIONS: dict[str, tuple[nn.Module, bool]] = {
 }
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activation_and_cast_of_an_upcast_norm_are_fused(
     name: str, source: str, monkeypatch: pytest.MonkeyPatch
@@ -340,7 +341,7 @@ class UNetBlockWithShortcut(UNetBlock):
             return shortcut.mean() + self.conv(self.act(self.norm(self.view(x.float()))))
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize("view", ["the tensor", "a view of it"])
 def test_cast_of_a_norm_reads_a_tensor_that_is_saved_anyway(
     view: str, source: str, monkeypatch: pytest.MonkeyPatch

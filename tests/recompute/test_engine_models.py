@@ -11,7 +11,7 @@ import pytest
 import torch
 from _support.allocations import largest_allocation
 from _support.behavior import assert_same_behavior, behavior
-from _support.twins import SOURCES, converted_twin, nodes_from
+from _support.twins import EACH_SOURCE, SOURCES, converted_twin, nodes_from
 from _support.unsafe_writes import ACTIVATIONS, ACTIVATIONS_OF, PATTERNS, WIDTH, Network
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from inplace_ops import saved_bytes
 pytestmark = pytest.mark.usefixtures("_small_tensors_too")
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize("inplace", [False, True], ids=["", "inplace"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_unsafe_patterns_match_pytorch(pattern: str, inplace: bool, source: str) -> None:
@@ -76,7 +76,7 @@ class ResidualDenseBlock(nn.Module):
         return 0.2 * self.convs[-1](torch.cat(parts, 1)) + x
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize("inplace", [False, True], ids=["", "inplace"])
 @pytest.mark.parametrize(
     ("block", "activation", "saved", "peak"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _support.twins import (
-    SOURCES,
+    EACH_SOURCE,
     OpCounter,
     Program,
     TwoOutputs,
@@ -66,7 +66,7 @@ def mlp(activation: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(32, 64), activation, nn.Linear(64, 32))
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize(("max_ops", "tensors"), [(4, 2), (8, 1)])
 def test_activation_of_several_operations_saves_its_input(
     max_ops: int, tensors: int, source: str
@@ -81,7 +81,7 @@ def test_activation_of_several_operations_saves_its_input(
         assert_same_steps(model, twin, x, tolerance=0)
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 def test_norm_of_several_operations_saves_its_input(source: str) -> None:
     """In bfloat16 the engine saves x, and one number for each row."""
     layers = [nn.Linear(64, 64), RMSNorm(64), nn.Linear(64, 64)]
@@ -114,7 +114,7 @@ HIDDEN_WRITES: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize("begin", [1, 3])
 @pytest.mark.parametrize("write", HIDDEN_WRITES)
 def test_hidden_write_inside_a_module_matches_pytorch(write: str, begin: int, source: str) -> None:
@@ -187,7 +187,7 @@ def test_sum_with_a_number_is_recomputed() -> None:
     assert inplace_ops.saved_bytes(converted_twin(model, 4), x) == pytest.approx(2 * size, abs=100)
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 def test_number_that_is_added_without_a_gradient_is_not_recorded(source: str) -> None:
     """The write changes y, but neither its node nor the negative. The number grows in each step."""
 
@@ -207,7 +207,7 @@ def test_number_that_is_added_without_a_gradient_is_not_recorded(source: str) ->
         assert_same_steps(model, converted_twin(model), x, steps=3, tolerance=0)
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 def test_number_and_a_view_without_a_gradient_are_told_apart(source: str) -> None:
     """Neither has a producer. In the first step the view holds the number."""
 
@@ -228,7 +228,7 @@ def test_number_and_a_view_without_a_gradient_are_told_apart(source: str) -> Non
             assert_same_steps(model, twin, x, steps=1, tolerance=0)
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 def test_number_that_a_subclass_changes_is_not_recorded(source: str) -> None:
     class Scales(Tensor):
         factor = 1.0
@@ -264,7 +264,7 @@ VIEW_WRITES: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize("write", VIEW_WRITES)
 def test_write_to_a_view_without_a_gradient_matches_pytorch(write: str, source: str) -> None:
     """Reading the `grad_fn` of such a view raises."""
@@ -426,7 +426,7 @@ OUTPUTS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_other_outputs_of_an_operation_are_told_apart(name: str, source: str) -> None:
     """One consumer saves the first output; an activation reads the second one."""
@@ -441,7 +441,7 @@ def test_other_outputs_of_an_operation_are_told_apart(name: str, source: str) ->
         assert_same_steps(model, converted_twin(model), x)
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 def test_module_that_returns_another_output_matches_pytorch(source: str) -> None:
     """The module keeps tensors that read the first output. In the first step both are equal."""
 
@@ -474,7 +474,7 @@ def test_module_that_returns_another_output_matches_pytorch(source: str) -> None
         assert_same_steps(model, twin, x, tolerance=0)
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize(
     ("outputs", "size"),
     [(TwoOutputs.apply, 64), (lambda h: torch.unsafe_chunk(h, 2, -1), 32)],
@@ -502,7 +502,7 @@ def test_first_output_may_be_written_to_if_only_the_second_is_saved(
         assert_same_steps(model, converted_twin(model), x, tolerance=0)
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 def test_tensor_that_a_hook_unpacks_is_not_noted_as_the_output(source: str) -> None:
     """It is a copy with a version of its own. In the first step the write changes nothing."""
 
@@ -520,7 +520,7 @@ def test_tensor_that_a_hook_unpacks_is_not_noted_as_the_output(source: str) -> N
         assert_same_steps(model, converted_twin(model), x, steps=3)
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize("begin", [1, 3])
 def test_write_between_two_reads_matches_pytorch(begin: int, source: str) -> None:
     """The second consumer saves the tensor at a version that the first one has not read."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from _support.allocations import saved_allocation
 from _support.twins import (
+    EACH_SOURCE,
     SOURCES,
     C,
     Program,
@@ -132,7 +133,7 @@ def after_norms(names: Iterable[str]) -> list[tuple[str, str]]:
     return pairs + [(name, norm) for name in some if name in names for norm in ("group", "layer")]
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize(("operation", "norm"), after_norms(OUTPUTS))
 def test_output_is_recomputed(operation: str, norm: str, source: str) -> None:
     model, x = Program(lambda m, z: m.convolved(OUTPUTS[operation](m, z)), NORMS[norm]), images()
@@ -180,7 +181,7 @@ WITHOUT_ENTRY: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize("operation", WITHOUT_ENTRY)
 def test_operation_without_an_entry_reads_exact_values(operation: str, source: str) -> None:
     compute = WITHOUT_ENTRY[operation]
@@ -201,7 +202,7 @@ STRIDED: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize("strided", STRIDED)
 @pytest.mark.parametrize("function", ROUNDING, ids=lambda f: f.__name__)
 def test_exact_value_has_the_roundings_of_forward(
@@ -254,7 +255,7 @@ def test_padding_with_unknown_values_stays_saved() -> None:
     assert_same_steps(model, twin, x)
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize(("operation", "norm"), after_norms(IN_PLACE))
 def test_in_place_output_is_recomputed(operation: str, norm: str, source: str) -> None:
     model, x = Program(lambda m, z: m.convolved(IN_PLACE[operation](m, z)), NORMS[norm]), images()
@@ -421,7 +422,7 @@ class Attention(nn.Module):
         return self.last(y.transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 def test_copy_of_attention_output_is_recomputed_from_the_saved_output(source: str) -> None:
     """The input of the next layer is a copy of the output that attention saves itself."""
     model, x = Attention(), torch.randn(2, 60, 16)
@@ -434,7 +435,7 @@ def test_copy_of_attention_output_is_recomputed_from_the_saved_output(source: st
         assert_same_steps(model, twin, x, tolerance=0)
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 def test_modified_attention_output_raises_in_backward(source: str) -> None:
     """PyTorch raises in backward, and so does a converted model."""
     for after in (lambda y: y.mul_(2), lambda y: y.detach().mul_(2)):
@@ -445,7 +446,7 @@ def test_modified_attention_output_raises_in_backward(source: str) -> None:
                     output.sum().backward()
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 def test_attention_output_modified_after_its_copy_matches_pytorch(source: str) -> None:
     """If backward does not reach attention, gradients are right and nothing warns."""
 
@@ -634,7 +635,7 @@ VALUE_FREE_CONSUMERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize(
     ("mask", "consumer", "dtype"),
     [(mask, consumer, torch.float32) for mask in MASKS for consumer in VALUE_FREE_CONSUMERS]

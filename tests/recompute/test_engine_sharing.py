@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _support.twins import (
-    SOURCES,
+    EACH_SOURCE,
     OpCounter,
     assert_same_steps,
     converted_twin,
@@ -119,7 +119,7 @@ def count_of(model: nn.Module, x: Tensor, op: str) -> int:
     return counted.ops[op]
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_near_consumers_share_a_value(
     name: str, source: str, monkeypatch: pytest.MonkeyPatch

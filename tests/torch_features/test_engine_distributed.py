@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _support.processes import Processes, device, mesh_of
-from _support.twins import SOURCES, assert_same_step, nodes_from, recomputed, step_of
+from _support.twins import EACH_SOURCE, SOURCES, assert_same_step, nodes_from, recomputed, step_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import (
@@ -166,7 +166,7 @@ def test_fsdp2_of_every_layer_matches_pytorch(
     processes.run(fully_sharded, norm, is_16_bit, reshard, "layers", "convert first", source)
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize(
     ("order", "reshard"), [("convert first", True), ("shard first", True), ("shard first", False)]
 )
@@ -221,7 +221,7 @@ def sharded_blocks(norm: str, source: str) -> None:
 
 
 @pytest.mark.parametrize("norm", IMAGE_NORMS)
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 def test_fsdp2_of_blocks_matches_pytorch(norm: str, source: str, processes: Processes) -> None:
     """FSDP2 registers a hook on each block's output, which may be a view that was overwritten."""
     processes.run(sharded_blocks, norm, source)
@@ -259,7 +259,7 @@ def data_parallel(kind: str, source: str) -> None:
             assert_same([found[0]], [found[1]], 1e-5)
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize("kind", ["static", "dynamic", "unused"])
 def test_ddp_matches_pytorch(kind: str, source: str, processes: Processes) -> None:
     processes.run(data_parallel, kind, source)
@@ -381,7 +381,7 @@ def collective_writes(seed: int, source: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:inplace_ops:UserWarning")
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 def test_writes_of_collectives_match_pytorch(source: str, seed: int, processes: Processes) -> None:
     processes.run(collective_writes, seed, source)
 
@@ -510,7 +510,7 @@ def _check_sync_batch_norm(affine: bool, source: str) -> None:
             assert_same_step(step_of(twin, x), step_of(model, x))
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize("affine", [True, False])
 def test_sync_batch_norm_is_recomputed(affine: bool, source: str, processes: Processes) -> None:
     processes.run(sync_batch_norm, affine, source)
