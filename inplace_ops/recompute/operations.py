@@ -490,13 +490,10 @@ def viewed(node: Node, index: int) -> tuple[Node, int]:
 
 
 def reshapes_only(node: Node, index: int) -> bool:
-    """Whether an output of a node is not a view, or only reshapes its base."""
+    """Whether an output of a node is not a view, or has all elements of its base in their order."""
+    size = nodes.output_shape(node, index).numel()
     while (view := VIEW_OF[type(node)]) is not None:
-        inner, inner_index = viewed(node, index)
-        is_whole_slice = view is _SLICE and (
-            nodes.output_shape(node, index) == nodes.output_shape(inner, inner_index)
-        )
-        if view not in (_RESHAPE, _ALIAS) and not is_whole_slice:
+        if view not in (_RESHAPE, _ALIAS, _SLICE):
             return False
-        node, index = inner, inner_index
-    return True
+        node, index = viewed(node, index)
+    return nodes.output_shape(node, index).numel() == size
