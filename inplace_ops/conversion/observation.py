@@ -36,6 +36,13 @@ CHECKPOINT = "checkpoint"  # the consumer of what a checkpoint saves
 _observation_ids = itertools.count()
 
 
+class _Running(NamedTuple):
+    """A module that runs: its path, and whether it was called under autocast."""
+
+    path: str
+    is_under_autocast: bool
+
+
 class _NodeInfo:
     """Observed facts about one node. The node's metadata stores them.
 
@@ -46,14 +53,14 @@ class _NodeInfo:
         reasons: Why the node's saved tensors stay saved, by field.
         output_rows: The rows of the operation's outputs that are replaced, by the output's index.
         consumed_rows: The rows of replaced tensors that the node would save.
-        is_autocasts: Whether that module was called under autocast. While autocast itself casts,
-            it is off.
+        is_under_autocast: Whether that module was called under autocast. While autocast itself
+            casts, it is off.
     """
 
-    __slots__ = ("consumed_rows", "is_autocasts", "module", "output_rows", "reasons")
+    __slots__ = ("consumed_rows", "is_under_autocast", "module", "output_rows", "reasons")
 
-    def __init__(self, module: str, is_autocasts: bool) -> None:
-        self.module, self.is_autocasts = module, is_autocasts
+    def __init__(self, module: str, is_under_autocast: bool) -> None:
+        self.module, self.is_under_autocast = module, is_under_autocast
         self.reasons: dict[str, str] = {}
         self.output_rows: dict[int, int] = {}
         self.consumed_rows: list[int] = []
@@ -146,7 +153,7 @@ class Observation(Observer):
         self._key = f"inplace_ops: observation {next(_observation_ids)}"
         self._replaced: list[_ReplacedRow] = []
         self._row_of_storage: dict[int, int] = {}
-        self._path, self._autocasts = [""], [False]  # of the modules that run
+        self._modules = [_Running("", False)]  # that run, the innermost last
 
     @contextmanager
     def following_modules(self) -> Iterator[None]:
@@ -165,16 +172,15 @@ class Observation(Observer):
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._is_running():
                 self._walk((args, kwargs))
-                self._path.append(path)
-                self._autocasts.append(any(map(torch.is_autocast_enabled, ("cpu", "cuda"))))
+                is_under_autocast = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+                self._modules.append(_Running(path, is_under_autocast))
 
         return enter
 
     def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._is_running() and len(self._path) > 1:
+        if self._is_running() and len(self._modules) > 1:
             self._walk(output)
-            self._path.pop()
-            self._autocasts.pop()
+            self._modules.pop()
 
     def _walk(self, value: Any) -> None:
         """Observe the new nodes that tensors in `value` depend on, before torch 2.14.
@@ -199,7 +205,7 @@ class Observation(Observer):
 
     def created(self, node: Node) -> None:
         if self._key not in node.metadata:
-            node.metadata[self._key] = _NodeInfo(self._path[-1], self._autocasts[-1])
+            node.metadata[self._key] = _NodeInfo(*self._modules[-1])
 
     def _info_of(self, node: Node) -> _NodeInfo | None:
         """Return the facts about a node of this pass; None for other nodes and autograd leaves."""
@@ -334,7 +340,7 @@ class Observation(Observer):
             return reasons.NO_GRADIENT
         if nodes.is_cast_of_autograd_leaf(base):
             base_info = self._info_of(base)
-            is_autocasts = base_info is not None and base_info.is_autocasts
+            is_autocasts = base_info is not None and base_info.is_under_autocast
             return reasons.PARAMETER_COPY if is_autocasts else reasons.PARAMETER_CAST
         if info is not None and field in info.reasons:
             return info.reasons[field]

@@ -221,7 +221,7 @@ class Verification(Observation):
         super().replaced(node, field, saved, packed)
         if not isinstance(packed, Recomputed):
             return packed
-        description = f"the output of {packed.name} in `{self._path[-1]}`"
+        description = f"the output of {packed.name} in `{self._modules[-1].path}`"
         return _CheckedRecomputed(packed, saved.detach(), description, self.differences)
 
 
