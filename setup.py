@@ -4,11 +4,11 @@ The environment variables FORCE_CPU=1, FORCE_CUDA=1 and TORCH_CUDA_ARCH_LIST ("8
 "native") change this: see docs/building.md.
 """
 
-import contextlib
 import glob
 import os
 import re
 import shutil
+import site
 import sys
 from subprocess import getoutput
 
@@ -43,30 +43,24 @@ def cuda_toolkit():
     return (os.path.realpath(top[1].strip()), release[1]) if top and release else None
 
 
-def builds_for_cuda(toolkit, torch_cuda):
-    """Whether to build the CUDA extension; prints the reason if not.
+def why_not_cuda(toolkit, torch_cuda):
+    """Return why no CUDA extension is built; None if it is.
 
     This depends on what is installed, never on whether a GPU is present.
     """
     if os.environ.get("FORCE_CPU") == "1":
-        reason = "FORCE_CPU=1 is set"
-    elif torch_cuda is None:
-        reason = "this torch is built without CUDA"
-    elif toolkit is None:
-        reason = "no nvcc was found: pip install 'cuda-toolkit[nvcc,cccl]', or set CUDA_HOME"
-    elif toolkit[1].split(".")[0] != torch_cuda.split(".")[0]:
-        sys.exit(
-            f"inplace_ops: nvcc is CUDA {toolkit[1]}, torch is built for CUDA {torch_cuda}. Use a"
-            f" toolkit {torch_cuda.split('.')[0]}.x (from 13 on: pip install 'cuda-toolkit"
-            f"[nvcc,cccl]=={torch_cuda}.*') or a torch for CUDA {toolkit[1]}, and build with"
-            " --no-build-isolation; FORCE_CPU=1 builds without CUDA kernels."
+        return "FORCE_CPU=1 is set"
+    if torch_cuda is None:
+        return "this torch is built without CUDA"
+    if toolkit is None:
+        return "no nvcc was found: pip install 'cuda-toolkit[nvcc,cccl]', or set CUDA_HOME"
+    if toolkit[1].split(".")[0] != torch_cuda.split(".")[0]:
+        return (
+            f"nvcc is CUDA {toolkit[1]}, and torch is built for CUDA {torch_cuda}: use a toolkit"
+            f" {torch_cuda.split('.')[0]}.x (from 13 on: pip install 'cuda-toolkit[nvcc,cccl]=="
+            f"{torch_cuda}.*') or a torch for CUDA {toolkit[1]}"
         )
-    else:
-        return True
-    if os.environ.get("FORCE_CUDA") == "1":
-        sys.exit(f"inplace_ops: FORCE_CUDA=1 is set, but {reason}.")
-    print(f"inplace_ops: building the CPU kernels only: {reason}.", flush=True)
-    return False
+    return None
 
 
 def major_architectures(toolkit):
@@ -114,11 +108,16 @@ toolkit = cuda_toolkit()
 if toolkit:
     os.environ["CUDA_HOME"] = toolkit[0]  # torch would guess it from nvcc's path
     os.environ["NVCC_APPEND_FLAGS"] = NVCC_APPEND_FLAGS
+# An isolated build hides the environment's packages, also the torch that the kernels are for.
+sys.path += [*site.getsitepackages(), site.getusersitepackages()]
 try:
     import torch
     from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 except ImportError as error:
-    sys.exit(f"inplace_ops: building needs torch >= 2.11 (pip install torch): {error}")
+    sys.exit(
+        f"inplace_ops: building needs torch >= 2.11 ({error}): first pip install torch"
+        " 'setuptools>=77' ninja numpy, then build with --no-build-isolation."
+    )
 if torch.__version__ < (2, 11):
     sys.exit(f"inplace_ops: building needs torch >= 2.11, found {torch.__version__}.")
 if not shutil.which((os.environ.get("CXX") or "g++").split()[0]):
@@ -128,7 +127,10 @@ flags = {"cxx": [*CXX_FLAGS, STABLE_ABI], "nvcc": [*NVCC_FLAGS, STABLE_ABI]}
 options = {"extra_compile_args": flags, "py_limited_api": True}
 sources = ["csrc/library.cpp", *sorted(glob.glob("csrc/cpu/*.cpp"))]
 modules = [CppExtension("inplace_ops._C", sources, **options)]
-if builds_for_cuda(toolkit, torch.version.cuda):
+no_cuda = why_not_cuda(toolkit, torch.version.cuda)
+if no_cuda and os.environ.get("FORCE_CUDA") == "1":
+    sys.exit(f"inplace_ops: FORCE_CUDA=1 is set, but {no_cuda}.")
+if not no_cuda:
     if os.environ.get("TORCH_CUDA_ARCH_LIST") == "native":
         os.environ["TORCH_CUDA_ARCH_LIST"] = local_architectures()
     if "TORCH_CUDA_ARCH_LIST" not in os.environ:
@@ -146,14 +148,28 @@ class IncrementalBuild(BuildExtension):
         super().finalize_options()
         self.build_temp = os.path.join("build", "temp")
 
+    def run(self) -> None:
+        """Also put the extensions next to the sources, as an editable install does.
+
+        Python that runs in the project's folder imports the package from there, whatever is
+        installed. Extensions of an earlier build, with other kernels, are removed.
+        """
+        for library in glob.glob(f"{self.build_lib}/inplace_ops/*.so"):
+            os.remove(library)
+        super().run()
+        for library in glob.glob("inplace_ops/*.so"):
+            os.remove(library)
+        self.copy_extensions_to_source()
+        kernels = f"CPU kernels only: {no_cuda}" if no_cuda else "CPU and CUDA kernels"
+        print(f"inplace_ops: built {kernels}.", flush=True)
+
     def build_extension(self, extension) -> None:
-        """Print progress, also to the terminal: pip hides the output of a build."""
+        """Print progress, which `pip install -v` shows."""
         number = self.extensions.index(extension) + 1
-        line = f"inplace_ops: compiling {extension.name}, {number} of {len(self.extensions)}"
-        print(line, flush=True)
-        if not sys.stdout.isatty():
-            with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
-                print(f"\n{line}", file=terminal)
+        print(
+            f"inplace_ops: compiling {extension.name}, {number} of {len(self.extensions)}",
+            flush=True,
+        )
         super().build_extension(extension)
 
 

@@ -28,8 +28,9 @@ try:
     from . import _C
 except ImportError as error:
     raise ImportError(
-        f"inplace_ops is not built here ({error}). Install it with `pip install .`, and do not run "
-        "Python from inside a clone of it unless you installed with `pip install -e .`."
+        f"inplace_ops is imported from {__file__.rpartition('/')[0]}, where it is not built "
+        f"({error}). Build it there, `pip install --no-build-isolation -v .`, or run Python in "
+        "another folder if it is installed elsewhere."
     ) from error
 
 cuda_version: str | None = None
@@ -42,7 +43,7 @@ else:
     try:
         import inplace_ops._C_cuda as _C_cuda
     except ModuleNotFoundError:
-        no_cuda = "inplace_ops is built without them"
+        no_cuda = "inplace_ops is built without them: see docs/building.md"
     except ImportError as error:
         no_cuda = f"they could not be loaded: {error}"
     else:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,7 +57,19 @@ runpy.run_module("inplace_ops", run_name="__main__")  # python -m inplace_ops in
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert re.search(r"CUDA kernels: +no \(inplace_ops is built without them\)", result.stdout)
+    assert re.search(r"CUDA kernels: +no \(inplace_ops is built without", result.stdout)
+
+
+def test_console_script_prints_the_same() -> None:
+    """The script that pip installs next to Python; none is there if only the sources are used."""
+    scripts = [e for e in entry_points(group="console_scripts") if e.name == "inplace-ops"]
+    if not scripts:
+        pytest.skip("inplace_ops is not installed")
+    assert scripts[0].load() is command_line.main
+    installed = Path(sys.executable).parent / "inplace-ops"
+    result = subprocess.run([installed, "info"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert f"inplace_ops:      {inplace_ops.__version__}" in result.stdout
 
 
 def test_unknown_command_exits_with_error(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+import runpy
+import sys
+from collections.abc import Callable
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ import inplace_ops
 from inplace_ops import _ops
 
 ROOT = Path(__file__).parents[2]
+SETUP = ROOT / "setup.py"
 LIBRARY, CUDA_LIBRARY = "inplace_ops/_C.abi3.so", "inplace_ops/_C_cuda.abi3.so"
 
 
@@ -68,3 +73,50 @@ def test_cuda_kernels_are_loaded_if_wheel_contains_them(wheel: Distribution) -> 
     is_contained = CUDA_LIBRARY in map(str, wheel.files or ())
     loaded = _ops.cuda_version is not None
     assert loaded == (is_contained and torch.version.cuda is not None), _ops.no_cuda
+
+
+Build = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Build:
+    """Run setup.py, but for the build itself, next to an nvcc of CUDA 12.4."""
+    (tmp_path / "bin").mkdir()
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.write_text(f"#!/bin/sh\necho '#$ TOP={tmp_path}'\necho 'release 12.4, V12.4.1'\n")
+    nvcc.chmod(0o755)
+
+    def run(torch_cuda: str | None, **environment: str) -> dict[str, Any]:
+        passed: dict[str, Any] = {}
+        monkeypatch.setattr("setuptools.setup", lambda **arguments: passed.update(arguments))
+        monkeypatch.setattr("torch.version.cuda", torch_cuda)
+        monkeypatch.setattr("sys.path", [*sys.path])
+        monkeypatch.chdir(ROOT)
+        for name in ("FORCE_CPU", "FORCE_CUDA", "NVCC_APPEND_FLAGS"):
+            monkeypatch.setenv(name, environment.get(name, ""))
+        monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+        script = runpy.run_path(str(SETUP))
+        return {"no_cuda": script["no_cuda"], "names": [e.name for e in passed["ext_modules"]]}
+
+    return run
+
+
+@pytest.mark.skipif(not SETUP.exists(), reason="no sources next to these tests")
+@pytest.mark.parametrize(
+    ("torch_cuda", "environment", "reason"),
+    [
+        (None, {}, "torch is built without CUDA"),
+        ("13.0", {}, r"nvcc is CUDA 12.4, and torch is built for CUDA 13.0: use a toolkit 13.x"),
+        ("12.6", {"FORCE_CPU": "1"}, "FORCE_CPU=1"),
+    ],
+    ids=["cpu_torch", "other_nvcc", "asked"],
+)
+def test_cpu_kernels_alone_are_built_without_a_fitting_nvcc(
+    torch_cuda: str | None, environment: dict[str, str], reason: str, build: Build
+) -> None:
+    built = build(torch_cuda, **environment)
+    assert built["names"] == ["inplace_ops._C"]
+    assert reason in built["no_cuda"]
+    if not environment:
+        with pytest.raises(SystemExit, match="FORCE_CUDA=1 is set, but .*" + reason):
+            build(torch_cuda, FORCE_CUDA="1")
