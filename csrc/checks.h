@@ -1,14 +1,13 @@
 // Checks of the arguments. All of them run before the first element is written.
 #pragma once
 
-#include <torch/headeronly/util/Exception.h>
-
 #include <algorithm>
 #include <numeric>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "errors.h"
 #include "tensors.h"
 
 namespace inplace_ops {
@@ -46,18 +45,18 @@ inline bool elements_overlap(const Tensor& x) {
 
 inline void check_writable(const char* op, const Tensor& x) {
   if (x.numel() < 2 || x.is_contiguous()) return;
-  STD_TORCH_CHECK(!elements_overlap(x), op,
-                  "_: unsupported operation: more than one element of the written-to tensor refers "
-                  "to a single memory location. Please clone() the tensor before performing the "
-                  "operation.");
+  check(!elements_overlap(x), op,
+        "_: unsupported operation: more than one element of the written-to tensor refers "
+        "to a single memory location. Please clone() the tensor before performing the "
+        "operation.");
 }
 
 inline void check_same(const char* op, const Tensor& tensor, const Tensor& other) {
   const auto sizes = tensor.sizes(), expected = other.sizes();
-  STD_TORCH_CHECK(tensor.scalar_type() == other.scalar_type() &&
-                      tensor.device() == other.device() && sizes.size() == expected.size() &&
-                      std::equal(sizes.begin(), sizes.end(), expected.begin()),
-                  op, "_: the tensors must have the same shape, dtype and device");
+  check(tensor.scalar_type() == other.scalar_type() && tensor.device() == other.device() &&
+            sizes.size() == expected.size() &&
+            std::equal(sizes.begin(), sizes.end(), expected.begin()),
+        op, "_: the tensors must have the same shape, dtype and device");
 }
 
 // Checks the channel affine, mean and rstd of a batch norm with input x.
@@ -70,10 +69,9 @@ inline void check_batch_norm(const char* op, const Tensor& x, const Tensor& chan
     fits = fits && statistic->is_contiguous() && statistic->numel() == x.size(1) &&
            statistic->scalar_type() == channel_affine.scalar_type() &&
            statistic->device() == x.device();
-  STD_TORCH_CHECK(
-      fits, op,
-      "_: x must have elements, and channels in dimension 1; mean, rstd, scale and shift "
-      "must be contiguous, with a number for each channel");
+  check(fits, op,
+        "_: x must have elements, and channels in dimension 1; mean, rstd, scale and shift "
+        "must be contiguous, with a number for each channel");
 }
 
 inline void check_result_dtype(const char* op, const Tensor& x, torch::headeronly::ScalarType dtype,
@@ -81,9 +79,9 @@ inline void check_result_dtype(const char* op, const Tensor& x, torch::headeronl
   using torch::headeronly::ScalarType;
   const bool has_16_bits = dtype == ScalarType::Half || dtype == ScalarType::BFloat16;
   const bool is_cast = x.scalar_type() == ScalarType::Float && has_16_bits;
-  STD_TORCH_CHECK(dtype == x.scalar_type() || (is_cast && !in_float32), op,
-                  "_: dtype must be the dtype of x, or float16 or bfloat16 if x is float32");
-  STD_TORCH_CHECK(has_16_bits || !in_float32, op, "_: in_float32 requires float16 or bfloat16");
+  check(dtype == x.scalar_type() || (is_cast && !in_float32), op,
+        "_: dtype must be the dtype of x, or float16 or bfloat16 if x is float32");
+  check(has_16_bits || !in_float32, op, "_: in_float32 requires float16 or bfloat16");
 }
 
 inline void check_order(const char* op, const DimOrder& dim_order, int64_t dims) {
@@ -91,23 +89,22 @@ inline void check_order(const char* op, const DimOrder& dim_order, int64_t dims)
   std::vector<int64_t> sorted(*dim_order), expected(dims);
   std::sort(sorted.begin(), sorted.end());
   std::iota(expected.begin(), expected.end(), 0);
-  STD_TORCH_CHECK(sorted == expected, op, "_: dim_order must be a permutation of the ", dims,
-                  " dimensions, or None");
+  check(sorted == expected, op, "_: dim_order must be a permutation of the ", dims,
+        " dimensions, or None");
 }
 
 inline void check_count(const char* op, int64_t bits, bool is_accepted) {
-  STD_TORCH_CHECK(is_accepted, op, "_: cannot save ", bits, " bits per element");
+  check(is_accepted, op, "_: cannot save ", bits, " bits per element");
 }
 
 inline void check_packed(const char* op, const Tensor& packed, const Tensor& x) {
-  STD_TORCH_CHECK(packed.scalar_type() == torch::headeronly::ScalarType::Byte, op,
-                  "_: packed bits must be uint8");
-  STD_TORCH_CHECK(packed.device() == x.device(), op,
-                  "_: packed bits must be on the device of the tensor");
-  STD_TORCH_CHECK(packed.dim() == 2 && packed.size(1) == plane_bytes(x.numel()), op,
-                  "_: packed bits must have shape (bits, ceil(elements / 8)) = (bits, ",
-                  plane_bytes(x.numel()), ")");
-  STD_TORCH_CHECK(packed.is_contiguous(), op, "_: packed bits must be contiguous");
+  check(packed.scalar_type() == torch::headeronly::ScalarType::Byte, op,
+        "_: packed bits must be uint8");
+  check(packed.device() == x.device(), op, "_: packed bits must be on the device of the tensor");
+  check(packed.dim() == 2 && packed.size(1) == plane_bytes(x.numel()), op,
+        "_: packed bits must have shape (bits, ceil(elements / 8)) = (bits, ",
+        plane_bytes(x.numel()), ")");
+  check(packed.is_contiguous(), op, "_: packed bits must be contiguous");
 }
 
 }  // namespace inplace_ops

@@ -3,9 +3,9 @@
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include "dtypes.h"
+#include "errors.h"
 
 namespace inplace_ops {
 
@@ -25,8 +25,8 @@ void dispatch(torch::headeronly::ScalarType dtype, const char* op, const Body& b
     default:
       break;
   }
-  STD_TORCH_CHECK(false, op, "_: unsupported dtype ", torch::headeronly::toString(dtype),
-                  "; supported are float64, float32, float16, bfloat16");
+  check(false, op, "_: unsupported dtype ", torch::headeronly::toString(dtype),
+        "; supported are float64, float32, float16, bfloat16");
 }
 
 }  // namespace inplace_ops

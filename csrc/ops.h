@@ -83,10 +83,9 @@ Tensor norm_affine(std::optional<Tensor> rstd, std::optional<Tensor> mean,
   for (const Tensor* vector : vectors)
     fits = fits && (!vector || (vector->scalar_type() == like.scalar_type() &&
                                 vector->device() == like.device() && vector->is_contiguous()));
-  STD_TORCH_CHECK(
-      fits,
-      "norm_affine: rstd, mean, weight and bias must be contiguous, have the same dtype "
-      "and device, and as many elements as `shape` and channels_per_group require");
+  check(fits,
+        "norm_affine: rstd, mean, weight and bias must be contiguous, have the same dtype "
+        "and device, and as many elements as `shape` and channels_per_group require");
   std::vector<int64_t> strides(shape.size(), 1);
   for (size_t d = shape.size() - 1; d-- > 0;) strides[d] = strides[d + 1] * shape[d + 1];
   int32_t dtype;
@@ -107,7 +106,7 @@ Tensor norm_affine(std::optional<Tensor> rstd, std::optional<Tensor> mean,
         Device::write_affine(statistics, scale, scale + channels, channels,
                              like.get_device_index());
     } else {
-      STD_TORCH_CHECK(false, "norm_affine: rstd, mean, weight and bias must be float32 or float64");
+      check(false, "norm_affine: rstd, mean, weight and bias must be float32 or float64");
     }
   });
   return affine;

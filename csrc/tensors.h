@@ -3,7 +3,6 @@
 
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
 #include <array>
@@ -12,6 +11,7 @@
 
 #include "batch_norm.h"
 #include "bit_planes.h"
+#include "errors.h"
 #include "norm_affine.h"
 #include "strided_layout.h"
 
@@ -62,10 +62,10 @@ NormAffine<C> affine_of(const char* op, const AffineTensors& tensors, const Tens
     bool fits = tensor->dim() == x.dim() + 1 && tensor->size(0) == 2;
     for (int64_t d = 0; fits && d < x.dim(); ++d)
       fits = tensor->size(d + 1) == 1 || tensor->size(d + 1) == x.size(d);
-    STD_TORCH_CHECK(fits && tensor->scalar_type() == dtype && tensor->device() == x.device(), op,
-                    "_: channel_affine and row_statistics must have shape (2, ...), where each "
-                    "other size is that of x or 1, dtype float64 if x is float64 and float32 "
-                    "otherwise, and the device of x");
+    check(fits && tensor->scalar_type() == dtype && tensor->device() == x.device(), op,
+          "_: channel_affine and row_statistics must have shape (2, ...), where each "
+          "other size is that of x or 1, dtype float64 if x is float64 and float32 "
+          "otherwise, and the device of x");
   }
   StridedLayout strided(2);
   for (int64_t i = 0; i < x.dim(); ++i) {
@@ -75,9 +75,9 @@ NormAffine<C> affine_of(const char* op, const AffineTensors& tensors, const Tens
       if (tensors[k] && tensors[k]->size(d + 1) > 1) strides[k] = tensors[k]->stride(d + 1);
     strided.add_inner_dim(x.size(d), strides);
   }
-  STD_TORCH_CHECK(strided.dims <= kMaxAffineDims, op,
-                  "_: channel_affine and row_statistics that vary in more than ", kMaxAffineDims,
-                  " dimensions are not supported");
+  check(strided.dims <= kMaxAffineDims, op,
+        "_: channel_affine and row_statistics that vary in more than ", kMaxAffineDims,
+        " dimensions are not supported");
   NormAffine<C> affine{};
   affine.strided.dims = strided.dims;
   affine.strided.operands = 2;
@@ -104,10 +104,9 @@ inline Tensor empty_strided(int64_t dims, const int64_t* sizes, const int64_t* s
   const auto error = aoti_torch_empty_strided(dims, sizes, strides, dtype, device_type,
                                               like.get_device_index(), &handle);
   // The stable ABI loses the type of an error. Training loops recognize it by these words.
-  STD_TORCH_CHECK(
-      error == AOTI_TORCH_SUCCESS,
-      device_type == aoti_torch_device_type_cuda() ? "CUDA out of memory" : "out of memory",
-      ": inplace_ops could not allocate a result for a tensor of ", like.numel(), " elements");
+  check(error == AOTI_TORCH_SUCCESS,
+        device_type == aoti_torch_device_type_cuda() ? "CUDA out of memory" : "out of memory",
+        ": inplace_ops could not allocate a result for a tensor of ", like.numel(), " elements");
   return Tensor(handle);
 }
 
@@ -117,8 +116,8 @@ inline Tensor empty_in_order(const Tensor& like, const DimOrder& dim_order,
                              std::optional<int32_t> dtype = std::nullopt) {
   const int64_t dims = like.dim();
   int64_t sizes[kMaxDims], strides[kMaxDims];
-  STD_TORCH_CHECK(dims <= kMaxDims, "inplace_ops: tensors of more than ", kMaxDims,
-                  " dimensions are not supported");
+  check(dims <= kMaxDims, "inplace_ops: tensors of more than ", kMaxDims,
+        " dimensions are not supported");
   int64_t stride = 1;
   for (int64_t i = dims - 1; i >= 0; --i) {
     const int64_t d = dimension(dim_order, i);

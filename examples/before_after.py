@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -12,7 +11,6 @@ import torch
 
 import inplace_ops
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no messages of PyTorch's profiler
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # On a CPU without AVX-512 products take up to 50 times as long in 16 bits as in float32.
 HAS_BFLOAT16 = DEVICE == "cuda" or "AVX512" in torch.backends.cpu.get_cpu_capability()

@@ -13,15 +13,12 @@ of 8 x 8 pixels). All variants have the same weights and see the same batches.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no messages of PyTorch's profiler
 
 import matplotlib
 import torch

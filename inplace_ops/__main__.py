@@ -1,4 +1,4 @@
-"""The command line interface, `python -m inplace_ops`.
+"""The command line interface, `inplace-ops` or `python -m inplace_ops`.
 
 `info` prints how the package was built, which devices are available, and whether each op works.
 `analyze` prints how much activation memory `convert` would save in a model, and why other tensors
@@ -80,11 +80,11 @@ def info() -> int:
 
 def analyze(arguments: argparse.Namespace) -> int:
     """Print the report of `inplace_ops.analyze` for a model of an installed library."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no messages of PyTorch's profiler
     model = load(arguments.model, dict(arguments.set)).train(not arguments.eval)
     dtype = torch.long if arguments.tokens else torch.float
     example = (torch.zeros if arguments.tokens else torch.randn)(arguments.input, dtype=dtype)
     report = inplace_ops.analyze(model, example, max_ops=arguments.max_ops)
+    report.model = arguments.model
     print(json.dumps(report.to_dict(), indent=2) if arguments.json else report)
     if arguments.plot:
         try:
@@ -92,6 +92,7 @@ def analyze(arguments: argparse.Namespace) -> int:
         except (ImportError, OSError, ValueError) as error:  # no matplotlib, folder or such format
             print(f"--plot {arguments.plot}: {error}", file=sys.stderr)
             return 1
+        print(f"wrote {arguments.plot}", file=sys.stderr)  # stdout may be JSON
     return 0
 
 
@@ -113,7 +114,7 @@ def setting(text: str) -> tuple[str, Any]:
 
 def main() -> int:
     """Parse the command line and run the command."""
-    parser = argparse.ArgumentParser(prog="python -m inplace_ops", description=__doc__)
+    parser = argparse.ArgumentParser(prog="inplace-ops", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="print how the package was built, and check each op")
     analysis = commands.add_parser(
@@ -143,6 +144,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.command == "info":
         return min(info(), 1)
+    # As with `python -m`, MODULE:FUNCTION may name a file in the current folder.
+    sys.path.insert(0, os.getcwd())
     try:
         return analyze(arguments)
     except ModelNotFoundError as error:

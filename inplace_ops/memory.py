@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -70,7 +72,7 @@ def peak_bytes(fn: Callable[[], object]) -> int | None:
     if profiler_is_running():
         return None
     gc.collect()  # garbage that is freed during the call would be subtracted
-    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+    with _silent_kineto(), torch.autograd.profiler.profile(profile_memory=True) as profile:
         fn()
     allocated = peak = 0
     for event in sorted(profile.kineto_results.events(), key=lambda e: e.start_ns()):
@@ -78,6 +80,22 @@ def peak_bytes(fn: Callable[[], object]) -> int | None:
             allocated += event.nbytes()
             peak = max(peak, allocated)
     return peak
+
+
+@contextmanager
+def _silent_kineto() -> Iterator[None]:
+    """Keep PyTorch's profiler from printing that it starts, and that there is no GPU.
+
+    Its library, Kineto, reads the variable when a process profiles for the first time.
+    """
+    name = "KINETO_LOG_LEVEL"
+    is_set = name in os.environ
+    os.environ.setdefault(name, "99")  # above all levels
+    try:
+        yield
+    finally:
+        if not is_set:
+            os.environ.pop(name, None)
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:

@@ -62,8 +62,12 @@ def saved_bytes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
         The bytes that the graph of the result saves after `fn` has returned.
 
     Raises:
+        TypeError: If `fn` is not callable.
         NotImplementedError: If a tensor's layout is neither strided nor sparse COO.
     """
+    if not callable(fn):
+        hint = ": call saved_bytes(model, x)" if any(map(callable, args)) else ""
+        raise TypeError(f"fn must be a module or a function, got {type(fn).__name__}{hint}")
     call = partial(fn, *args, **kwargs)
     first = next_sequence_number()
     try:

@@ -6,8 +6,6 @@
 // set.
 #pragma once
 
-#include <torch/headeronly/util/Exception.h>
-
 #ifdef __x86_64__
 #include <cpuid.h>
 #endif
@@ -15,6 +13,8 @@
 #include <algorithm>
 #include <cstdlib>
 #include <string>
+
+#include "../errors.h"
 
 namespace inplace_ops {
 
@@ -42,10 +42,10 @@ inline InstructionSet limit_of_environment() {
   const std::string limit = variable ? variable : "";
   if (limit == "baseline") return InstructionSet::kBaseline;
   if (limit == "avx2") return InstructionSet::kAvx2;
-  STD_TORCH_CHECK(limit.empty() || limit == "avx512",
-                  "inplace_ops: the environment variable INPLACE_OPS_CPU must be baseline, avx2 or "
-                  "avx512, not ",
-                  limit);
+  check(limit.empty() || limit == "avx512",
+        "inplace_ops: the environment variable INPLACE_OPS_CPU must be baseline, avx2 or "
+        "avx512, not ",
+        limit);
   return InstructionSet::kAvx512;
 }
 #endif

@@ -82,8 +82,8 @@ void launch(const void* kernel, int64_t threads, void** arguments, int device,
             int threads_of_block = kThreads) {
   const torch::stable::accelerator::DeviceGuard guard(device);
   const int64_t blocks = (threads + threads_of_block - 1) / threads_of_block;
-  STD_TORCH_CHECK(blocks <= std::numeric_limits<int32_t>::max(),
-                  "inplace_ops: tensor too large for a CUDA grid of 2^31 - 1 blocks");
+  check(blocks <= std::numeric_limits<int32_t>::max(),
+        "inplace_ops: tensor too large for a CUDA grid of 2^31 - 1 blocks");
   STD_CUDA_CHECK(cudaLaunchKernel(kernel, dim3(blocks), dim3(threads_of_block), arguments, 0,
                                   current_stream(device)));
 }

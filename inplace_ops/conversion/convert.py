@@ -64,7 +64,7 @@ def convert(
             inference mode.
         Exception: Any error that the model raises on the example. The model is unchanged.
     """
-    _check_arguments("convert", model, max_ops, removed)
+    _check_arguments("convert", model, example_inputs, max_ops, removed)
     existing = conversion_of(model)
     if existing is not None and existing.settings.max_ops != max_ops:
         warnings.warn(
@@ -89,7 +89,7 @@ def analyze(
     fails: the report then lists what is saved, and its peaks are None. If tqdm is installed, a
     terminal shows a progress bar after two seconds.
     """
-    _check_arguments("analyze", model, max_ops, removed)
+    _check_arguments("analyze", model, example_inputs, max_ops, removed)
     conversion = Conversion(Settings(max_ops), Report())
     example = Example(example_inputs)
     with _progress_bar() as update:
@@ -140,7 +140,9 @@ _REMOVED = {
 }
 
 
-def _check_arguments(name: str, model: Any, max_ops: Any, removed: dict[str, Any]) -> None:
+def _check_arguments(
+    name: str, model: Any, example_inputs: Any, max_ops: Any, removed: dict[str, Any]
+) -> None:
     for argument in removed:
         hint = f": {_REMOVED[argument]}" if argument in _REMOVED else ""
         problem = (
@@ -148,7 +150,8 @@ def _check_arguments(name: str, model: Any, max_ops: Any, removed: dict[str, Any
         )
         raise TypeError(f"{name}() {problem} {argument!r}{hint}")
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        hint = f": call {name}(model, x)" if isinstance(example_inputs, nn.Module) else ""
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}{hint}")
     if isinstance(max_ops, bool) or not isinstance(max_ops, int) or max_ops < 1:
         raise ValueError(f"max_ops must be a positive integer, got {max_ops!r}")
     if is_optimized_module(model):

@@ -41,7 +41,13 @@ def load(name: str, arguments: Mapping[str, Any] | None = None) -> nn.Module:
     if not separator:
         raise ModelNotFoundError(f"expected LIBRARY:NAME, got {name!r}")
     try:
-        build = partial(_builder(library, model), **(arguments or {}))
+        builder = _builder(library, model)
+    except AttributeError as error:
+        raise ModelNotFoundError(f"{name}: {error}") from error
+    except Exception as error:  # an import may fail in any way
+        raise ModelNotFoundError(f"{name}: {_failed_import(library, error)}") from error
+    try:
+        build = partial(builder, **(arguments or {}))
         if library == "transformers":
             _check_size(name, build)
         return build()
@@ -50,6 +56,19 @@ def load(name: str, arguments: Mapping[str, Any] | None = None) -> nn.Module:
     # The errors that libraries raise for an unknown name or for wrong arguments.
     except (ImportError, AttributeError, RuntimeError, ValueError, OSError, TypeError) as error:
         raise ModelNotFoundError(f"{name}: {error}") from error
+
+
+def _failed_import(library: str, error: Exception) -> str:
+    """Return why a library could not be imported, with the first cause, and the likely remedy."""
+    cause: BaseException = error
+    while (earlier := cause.__cause__ or cause.__context__) is not None:
+        cause = earlier
+    causes = [f"{type(each).__name__}: {each}" for each in dict.fromkeys((error, cause))]
+    if isinstance(cause, ModuleNotFoundError) and cause.name:
+        remedy = f"pip install {cause.name.partition('.')[0]}"
+    else:
+        remedy = f"install a version of {library} that fits torch {torch.__version__}"
+    return f"importing {library} failed ({', caused by '.join(causes)}); likely remedy: {remedy}"
 
 
 def _builder(library: str, model: str) -> Callable[..., nn.Module]:

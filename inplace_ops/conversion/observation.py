@@ -29,6 +29,7 @@ from ..recompute.nodes import Node
 from ..recompute.operations import base_of
 from ..recompute.versions import record_of
 from ..saved import Checkpointed, checkpointed_tensors, tensors_in
+from .example import describe
 from .report import Auxiliary, Remaining, Replaced, Report
 
 NO_PRODUCER = "(no grad_fn)"
@@ -279,13 +280,14 @@ class Observation(Observer):
         Args:
             report: The report.
             output: The value that forward returned.
-            inputs: The arguments of forward, whose tensors do not count.
+            inputs: The positional and the keyword arguments of forward, whose tensors do not count.
         """
         with DisableTorchFunction():
             outputs = [*tensors_in(output)]
             self._walk(outputs)
             graph = self._graph_of(outputs)
             if graph:
+                report.model, report.inputs = type(self.model).__name__, describe(*inputs)
                 self._fill(report, graph, outputs, inputs)
 
     def _fill(self, report: Report, graph: list[Node], outputs: list[Tensor], inputs: Any) -> None:

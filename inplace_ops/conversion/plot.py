@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 MIB = 2**20
 _MAX_SHARE = 0.6  # of all bytes, for one group
 _MAX_GROUPS = 8
+_MAX_LAYERS = 8  # that the axis names, so far apart that their names do not overlap
 _OTHERS = "other modules"
 
 
@@ -45,6 +46,7 @@ def plot(report: Report, path: str | os.PathLike[str]) -> None:
     names = sorted(dict.fromkeys(group_of.values()), key=_OTHERS.__eq__)  # that one last
     length = 1 + max((tensor.ordinal for tensor in everything), default=0)
 
+    layers = _largest_layers(sides["original"], length)
     figure = Figure(figsize=(11, 4), layout="constrained")
     axes = figure.subplots(1, 2, sharex=True, sharey=True)
     for axis, (side, tensors) in zip(axes, sides.items(), strict=True):
@@ -52,17 +54,40 @@ def plot(report: Report, path: str | os.PathLike[str]) -> None:
             _mib_after_each(length, [t for t in tensors if group_of[t.module] == name])
             for name in names
         ]
-        # A legend leaves out labels that start with an underscore, and a dollar begins a formula.
-        labels = [f"in {name}".replace("$", r"\$") for name in names]
+        # A legend leaves out labels that start with an underscore.
+        labels = [_verbatim(f"in {name}") for name in names]
         axis.stackplot(range(length), heights, labels=labels, step="post")
         total = sum(tensor.bytes for tensor in tensors) / MIB
         axis.set_title(f"{side}: {total:.2f} MiB")
-        axis.set_xlabel("operations of the forward pass")
+        axis.set_xticks([*layers], layers.values(), rotation=30, ha="right", fontsize=7)
+        axis.set_xlabel("operations of the forward pass, with the layers that save most")
     axes[0].set_ylabel("saved for backward, MiB")
     axes[0].set_ylim(bottom=0)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center")
+    if report.saved_bytes_before and report.saved_bytes_after is not None:
+        share = report.saved_bytes_after / report.saved_bytes_before
+        figure.suptitle(_verbatim(f"{report.model}, {report.inputs}: {share:.0%} stays saved"))
     figure.savefig(path, dpi=120)
+
+
+def _verbatim(text: str) -> str:
+    """Return a text that matplotlib draws as it is: a dollar begins a formula."""
+    return text.replace("$", r"\$")
+
+
+def _largest_layers(tensors: Sequence[Saved], length: int) -> dict[int, str]:
+    """Return the paths of the modules that save most, by their place among the operations."""
+    sizes: dict[str, int] = {}
+    for tensor in tensors:
+        sizes[tensor.module] = sizes.get(tensor.module, 0) + tensor.bytes
+    places = {tensor.module: tensor.ordinal for tensor in reversed(tensors)}  # of the largest
+    layers: dict[int, str] = {}
+    for path in sorted(sizes, key=lambda path: -sizes[path]):
+        is_apart = all(abs(places[path] - other) * _MAX_LAYERS >= length for other in layers)
+        if path and is_apart and len(layers) < _MAX_LAYERS:
+            layers[places[path]] = _verbatim(path)
+    return layers
 
 
 def _mib_after_each(length: int, tensors: Sequence[Saved]) -> list[float]:

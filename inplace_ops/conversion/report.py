@@ -83,6 +83,9 @@ class Report:
     Without an example the report is empty until the model has run forward once with gradients.
 
     Attributes:
+        model: The name of the model's class; empty until known.
+        inputs: The dtypes and shapes that it was called with, for example
+            "float32[2, 3, 224, 224]".
         saved_bytes_before: Bytes that the original model saves for backward, without parameters,
             buffers and arguments; None until known.
         saved_bytes_after: Bytes that the converted model saves for backward, counted alike.
@@ -97,6 +100,8 @@ class Report:
         auxiliary: The tensors that are saved only to recompute from, largest first.
     """
 
+    model: str = ""
+    inputs: str = ""
     saved_bytes_before: int | None = None
     saved_bytes_after: int | None = None
     peak_bytes_before: int | None = None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._ops import is_out_of_memory
 from .._torch_private import (
     is_raised_by_disabling_hooks,
     saved_tensor_hooks_are_disabled,
@@ -19,7 +20,7 @@ from ..memory import Packed, peak_bytes, plain_tensors
 from ..recompute.nodes import Node, is_stale
 from ..recompute.specs import Recomputed
 from ..saved import model_bytes, tensors_in
-from .example import Example
+from .example import Example, append
 from .observation import Observation
 from .state import State
 
@@ -41,6 +42,12 @@ _WITH_RANDN = {**dict.fromkeys(_FLOAT8, torch.float32), torch.complex32: torch.c
 # On a GPU two runs of the original may differ, and a third run may differ by a bit more. So the
 # distance between two runs of the original, times this factor, is allowed as well.
 _NOISE_FACTOR = 4
+
+
+_SMALLER = (
+    "Running example_inputs needs memory itself: pass fewer samples, or none, as convert(model) "
+    "runs nothing."
+)
 
 
 class VerificationError(RuntimeError):
@@ -102,7 +109,12 @@ class Run:
     def _pass(self) -> Iterator[Example]:
         """Provide a copy of the example within a `with` block, and restore the model's state."""
         with self._state.preserved(), torch.enable_grad():
-            yield self.example.copy()
+            try:
+                yield self.example.copy()
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    append(error, _SMALLER)
+                raise
         self._finished()
 
 

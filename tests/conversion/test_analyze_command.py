@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from inplace_ops import __main__ as command_line
 from inplace_ops.conversion.library import ModelNotFoundError, load
@@ -25,6 +28,7 @@ def analyze(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
     def run(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["inplace_ops", "analyze", *arguments])
+        monkeypatch.setattr(sys, "path", [*sys.path])
         assert command_line.main() == 0
         return capsys.readouterr().out
 
@@ -53,11 +57,53 @@ def test_report_names_saved_tensors(library: str, analyze: Analyze) -> None:
     assert "SiLU" in output
 
 
-def test_plot_option_draws_the_report(library: str, analyze: Analyze, tmp_path: Path) -> None:
+def test_plot_option_draws_the_report(library: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    output = analyze(library, "--input", "2,3,32,32", "--plot", str(tmp_path / "plot.png"))
-    assert "saved for backward" in output
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    plot = tmp_path / "plot.svg"
+    command = [sys.executable, "-m", "inplace_ops", "analyze", library, "--json", "--plot"]
+    command += [str(plot), "--input", "2,3,32,32"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.stderr == f"wrote {plot}\n"
+    assert json.loads(result.stdout)["model"] == library
+    assert f"{library}, float32[2, 3, 32, 32]: " in plot.read_text()
+
+
+def test_function_of_a_file_in_the_current_folder_is_found(
+    library: str, tmp_path: Path, analyze: Analyze, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with `python -m`, though the console script's own folder is first in the path."""
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(tmp_path)])
+    monkeypatch.chdir(tmp_path)
+    assert "SiLU" in analyze(library, "--input", "2,3,32,32")
+
+
+@pytest.mark.parametrize(
+    ("code", "cause", "remedy"),
+    [
+        ("import absent_part.inner", "No module named 'absent_part'", "pip install absent_part"),
+        (
+            "try: import absent_part\nexcept ImportError as e: raise RuntimeError('above') from e",
+            "RuntimeError: above, caused by ModuleNotFoundError",
+            "pip install absent_part",
+        ),
+        (
+            "raise ImportError('libGL.so.1: cannot open shared object file')",
+            "libGL.so.1",
+            f"a version of broken_library that fits torch {torch.__version__}",
+        ),
+    ],
+    ids=["missing", "chain", "other"],
+)
+def test_failed_import_shows_cause_and_remedy(
+    code: str, cause: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_library.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModelNotFoundError) as error:
+        load("broken_library:model")
+    assert cause in str(error.value)
+    assert f"likely remedy: {'' if 'pip' in remedy else 'install '}{remedy}" in str(error.value)
 
 
 def report_of(analyze: Analyze, library: str, *arguments: str) -> dict[str, Any]:

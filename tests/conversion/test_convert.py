@@ -6,6 +6,7 @@ import contextlib
 import copy
 import pickle
 import random
+import re
 import threading
 import time
 from collections import Counter
@@ -324,24 +325,103 @@ def test_example_inputs_may_be_tensor_tuple_or_dict(inputs: Callable[[Tensor], A
 
 def test_invalid_example_inputs_raise() -> None:
     model = network()
-    with pytest.raises(TypeError, match="a tensor, a tuple of arguments or a dict"):
+    with pytest.raises(
+        TypeError, match=r"a tensor, a tuple of arguments or a dict.*pass batch\[0\]"
+    ):
         inplace_ops.convert(model, [examples()])
-    with pytest.raises(TypeError, match="pass a tuple"):
-        inplace_ops.convert(model, {"image": examples()})
     assert not is_converted(model)
 
 
+class TwoInputs(nn.Module):
+    """A model that also has a keyword-only argument."""
+
+    def forward(self, image: Tensor, mask: Tensor, *, scale: float = 1) -> Tensor:
+        return image * mask * scale
+
+
+SECOND = torch.ones(2)
+# What the model is called with, the error's type, and what its message says besides PyTorch's.
+UNSUITABLE: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Any], type, str]] = {
+    "labels": (network, lambda x: (x, SECOND), TypeError, r"\(input\).*pass example_inputs\[0\]"),
+    "metadata": (TwoInputs, lambda x: (x, x, 1), TypeError, r"pass example_inputs\[:2\]"),
+    "labels in a dict": (
+        network,
+        lambda x: {"input": x, "label": SECOND},
+        TypeError,
+        "takes alone: 'input'",
+    ),
+    "dict": (network, lambda x: {"image": x}, TypeError, "pass a tuple"),
+    "missing": (
+        TwoInputs,
+        lambda x: x,
+        TypeError,
+        "image: .*mask: .*what the training loop passes",
+    ),
+    "shape": (network, lambda x: x[:, :1], RuntimeError, "what the training loop passes"),
+    "float64": (network, lambda x: x.double(), RuntimeError, r"pass x\.to\(torch\.float32\)"),
+    "uint8": (network, lambda x: x.byte(), RuntimeError, r"pass x\.to\(torch\.float32\)"),
+    "device": (network, lambda x: x.to("meta"), RuntimeError, r'is on cpu: pass x\.to\("cpu"\)'),
+    "ids": (
+        lambda: nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4)),
+        lambda x: x,
+        RuntimeError,
+        r"pass x\.long\(\)",
+    ),
+}
+
+
 @pytest.mark.parametrize("function", [inplace_ops.convert, inplace_ops.analyze])
-def test_model_error_on_example_is_raised_unchanged(function: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("case", UNSUITABLE)
+def test_error_on_example_says_what_would_be_right(case: str, function: Callable[..., Any]) -> None:
+    make, inputs, kind, advice = UNSUITABLE[case]
+    model, given = make(), inputs(examples())
+    with pytest.raises(kind) as raised:
+        function(model, given)
+    expected = rf"(?s).+\n\nwhile running example_inputs: model\(.*whose forward takes .*{advice}"
+    assert re.match(expected, str(raised.value))
+    assert str(raised.value).count("while running") == 1
+    assert not is_converted(model)
+
+
+@pytest.mark.parametrize("fails", ["forward", "backward"])
+def test_out_of_memory_on_example_says_that_it_needs_memory(fails: str) -> None:
+    class Large(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            if fails == "forward":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+            y.register_hook(lambda _: torch.empty(2**60))
+            return y
+
+    with pytest.raises(
+        RuntimeError, match=r"needs memory itself: pass fewer samples, or none"
+    ) as e:
+        inplace_ops.convert(Large(2, 2), torch.ones(2))
+    assert isinstance(e.value, torch.OutOfMemoryError) == (fails == "forward")
+
+
+def test_swapped_arguments_are_named() -> None:
+    model, x = network(), examples()
+    for function in (inplace_ops.convert, inplace_ops.analyze, inplace_ops.saved_bytes):
+        with pytest.raises(TypeError, match=rf"got Tensor: call {function.__name__}\(model, x\)"):
+            function(x, model)
+    with pytest.raises(TypeError, match=r"fn must be a module or a function, got Tensor$"):
+        inplace_ops.saved_bytes(x, x)
+
+
+@pytest.mark.parametrize("function", [inplace_ops.convert, inplace_ops.analyze])
+def test_model_error_on_example_is_raised_as_it_is(function: Callable[..., Any]) -> None:
     class Fails(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             raise error
 
-    error = LookupError("error of the model")
     model = nn.Sequential(*network(), Fails())
-    with pytest.raises(LookupError) as raised:
-        function(model, examples())
-    assert raised.value is error
+    for error in (LookupError("error of the model"), KeyError("name"), OSError(2, "no file")):
+        text = str(error)
+        with pytest.raises(type(error)) as raised:
+            function(model, examples())
+        assert raised.value is error
+        assert str(error).startswith(text)
     assert not is_converted(model)
     assert type(model) is nn.Sequential
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import os
+import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -292,6 +294,10 @@ def test_plot_draws_both_models(tmp_path: Path) -> None:
         ("converted", report.saved_bytes_after),
     ):
         assert f"{name}: {count / 2**20:.2f} MiB" in drawn
+    share = report.saved_bytes_after / report.saved_bytes_before
+    assert f"Sequential, float32{[*examples().shape]}: {share:.0%} stays saved" in drawn
+    largest = max(report.replaced, key=lambda tensor: tensor.bytes).module
+    assert f"<!-- {largest} -->" in drawn  # on the axis
     layers = {"first": nn.Conv2d(2, 8, 3), "_norm": nn.BatchNorm2d(8), "$\\frac{$": nn.SiLU()}
     named = nn.Sequential(OrderedDict(layers))
     inplace_ops.analyze(named, torch.randn(2, 2, 32, 32)).plot(tmp_path / "names.svg")
@@ -317,6 +323,21 @@ def test_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         inplace_ops.Report().plot("plot.png")
+
+
+@pytest.mark.parametrize("function", ["convert", "analyze"])
+def test_example_prints_nothing(function: str) -> None:
+    """Not even PyTorch's profiler, which a process of its own runs for the first time."""
+    code = f"""
+import os, torch, inplace_ops
+model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.SiLU())
+report = inplace_ops.{function}(model, torch.randn(2, 3, 32, 32))
+assert report.peak_bytes_after and "KINETO_LOG_LEVEL" not in os.environ
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "KINETO_LOG_LEVEL"}
+    command = [sys.executable, "-W", "ignore", "-c", code]  # torch warns if there is no NumPy
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
 class Bar:
