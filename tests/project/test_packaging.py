@@ -80,7 +80,7 @@ Build = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Build:
-    """Run setup.py, but for the build itself, next to an nvcc of CUDA 12.4."""
+    """Run setup.py, except for the build itself, next to an nvcc of CUDA 12.4."""
     (tmp_path / "bin").mkdir()
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.write_text(f"#!/bin/sh\necho '#$ TOP={tmp_path}'\necho 'release 12.4, V12.4.1'\n")
