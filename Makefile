@@ -74,7 +74,7 @@ $(INSTALLED): $(TORCH_INSTALLED) $(SOURCES)
 
 # The environment decides what is built, if it says so: see docs/building.md.
 $(DEMO_INSTALLED): $(TORCH_INSTALLED) $(SOURCES)
-	if [ -e $(INSTALLED) ]; then $(MAKE) $(INSTALLED); exit; fi; \
+	@if [ -e $(INSTALLED) ]; then $(MAKE) $(INSTALLED); exit; fi; \
 	if [ -z "$$FORCE_CPU$$FORCE_CUDA$$TORCH_CUDA_ARCH_LIST" ]; then \
 	  if $(VENV)/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
 	  then export TORCH_CUDA_ARCH_LIST=native; else export FORCE_CPU=1; fi; \

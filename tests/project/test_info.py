@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -61,13 +60,10 @@ runpy.run_module("inplace_ops", run_name="__main__")  # python -m inplace_ops in
 
 
 def test_console_script_prints_the_same() -> None:
-    """The script that pip installs next to Python; none is there if only the sources are used."""
-    scripts = [e for e in entry_points(group="console_scripts") if e.name == "inplace-ops"]
-    if not scripts:
-        pytest.skip("inplace_ops is not installed")
-    assert scripts[0].load() is command_line.main
-    installed = Path(sys.executable).parent / "inplace-ops"
-    result = subprocess.run([installed, "info"], capture_output=True, text=True)
+    script = Path(sys.executable).parent / "inplace-ops"
+    if not script.exists():
+        pytest.skip("pip has not installed inplace_ops here")
+    result = subprocess.run([script, "info"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert f"inplace_ops:      {inplace_ops.__version__}" in result.stdout
 
