@@ -231,6 +231,49 @@ SHOWN = {
 }
 
 
+def draw_filled(path: Path) -> None:
+    """Draw a step's peak against its time at large batches: a panel for each network.
+
+    Compiled code was measured in another run, which the legend names.
+    """
+    other = path.with_name(path.name.replace("filled", "baselines"))
+    rows = [row for row in read_csv(path) if row["source"] == "measured"]
+    compiled = [row for row in read_csv(other) if row["variant"] in SHOWN]
+    networks = values(rows, "network")
+    figure, axes = panels(len(networks) + 1, 2.6, 2.1, sharex=True, sharey=True)
+    for axis, network in zip(axes, networks, strict=False):
+        for row in (*rows, *compiled):
+            if row["network"] == network:
+                is_torch = row["variant"] == IN_PLACE
+                axis.plot(
+                    float(row["ratio_to_torch_in_place"]),
+                    float(row["peak_over_torch_in_place"]),
+                    "+" if is_torch else "o",
+                    color=SHOWN.get(row["variant"], "black"),
+                    markersize=10 if is_torch else 7,
+                    markerfacecolor="white" if row in compiled else None,
+                )
+        axis.set_title(network, fontsize=9)
+        axis.set_ylim(0, 1.1)
+    for axis in axes[3:]:
+        axis.set_xlabel("time of a step", fontsize=9)
+        axis.tick_params(labelbottom=True)
+    for axis in axes[::4]:
+        axis.set_ylabel("peak of a step", fontsize=9)
+    names = {
+        "PyTorch in place: 1, 1": ("+", "black", "black"),
+        **{name: ("o", SHOWN[name], SHOWN[name]) for name in SHOWN if "compile" not in name},
+        **{name: ("o", SHOWN[name], "white") for name in SHOWN if "compile" in name},
+    }
+    handles = [
+        matplotlib.lines.Line2D([], [], marker=m, ls="", color=c, markerfacecolor=f, label=name)
+        for name, (m, c, f) in names.items()
+    ]
+    axes[-1].axis("off")
+    axes[-1].legend(handles=handles, loc="center", fontsize=8)
+    save(figure, path, rows[0])
+
+
 def draw_networks(path: Path) -> None:
     """Draw a step's peak against its time, over PyTorch in place: a panel for each policy.
 
@@ -313,6 +356,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "batches": draw_batches,
     "blocks": draw_blocks,
     "bytes": draw_bytes,
+    "filled": draw_filled,
     "memory": draw_memory,
     "models": draw_models,
     "networks": draw_networks,

@@ -4,7 +4,7 @@ A page has the tables between `<!-- results: NAME -->` and `<!-- end -->`. NAME 
 
 - a device: the tables of results/*_DEVICE.csv, without the kinds in `ALONE`;
 - a kind in `ALONE`: the tables of that kind for all devices;
-- "gpu": the README's summary of "filled" and "batches" on a GPU;
+- "gpu": a summary of "filled" and "batches" on a GPU;
 - "compatibility": the table of tests/compatibility.csv;
 - "errors": the documented errors of the activations;
 - "rules": the recompute engine's table of operations.
