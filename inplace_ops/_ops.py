@@ -259,7 +259,7 @@ def raise_out_of_memory(error: RuntimeError, allocate: Callable[[], Tensor]) -> 
         allocate()
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Whether an allocation failed: on a GPU, on a CPU, or in an op of this package."""
     text = str(error)
     return any(

@@ -86,7 +86,8 @@ def peak_bytes(fn: Callable[[], object]) -> int | None:
 def _silent_kineto() -> Iterator[None]:
     """Keep PyTorch's profiler from printing that it starts, and that there is no GPU.
 
-    Its library, Kineto, reads the variable when a process profiles for the first time.
+    Its library, Kineto, reads the variable when a process profiles for the first time: if that is
+    here, it stays silent.
     """
     name = "KINETO_LOG_LEVEL"
     is_set = name in os.environ

@@ -42,6 +42,16 @@ def _has_no_kernel(input: Tensor) -> bool:
     return isinstance(input, Tensor) and (input.is_nested or input.layout is not torch.strided)
 
 
+def _check_inplace(activation: Activation, inplace: Any) -> None:
+    """Raise TypeError for a module that is called like a function: `ReLU(x)`."""
+    if isinstance(inplace, Tensor):
+        name = f"inplace_ops.{activation.name}"
+        raise TypeError(
+            f"{name} is a module, and inplace must be a bool: for a tensor call "
+            f"inplace_ops.{activation.function}(x) or {name}()(x)"
+        )
+
+
 class _InPlaceModule(nn.Module):
     """Base class of the modules: decides how a call runs, and prints the arguments.
 
@@ -114,6 +124,7 @@ class _MaskModule(_InPlaceModule):
     """Base class of the piecewise-linear modules without scalar arguments."""
 
     def __init__(self, inplace: bool = True, *, save: MaskSave = "mask") -> None:
+        _check_inplace(self._default_activation, inplace)
         check_save(self._default_activation, save)
         super().__init__(inplace)
         self.save = save
@@ -125,6 +136,7 @@ class _OutputModule(_InPlaceModule):
     def __init__(
         self, inplace: bool = True, *, save: OutputSave = "output", bits: int | None = None
     ) -> None:
+        _check_inplace(self._default_activation, inplace)
         check_save(self._default_activation, save)
         check_bits(self._default_activation.name, save, bits)
         super().__init__(inplace)

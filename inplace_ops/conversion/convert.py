@@ -103,6 +103,8 @@ def _progress_bar() -> Iterator[Callable[[], object]]:
     try:
         from tqdm import tqdm
     except ImportError:
+        tqdm = None
+    if tqdm is None:
         yield _nothing
         return
     with tqdm(

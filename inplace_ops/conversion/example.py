@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._ops import is_out_of_memory
 from .._torch_private import tree_leaves, tree_map
 
 Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
@@ -32,7 +33,7 @@ class Example:
             self.kwargs = dict(inputs)
         else:
             hint = (
-                ": pass batch[0] without labels, or tuple(batch)"
+                ": pass batch[0], without labels, or tuple(batch) if forward takes all of it"
                 if isinstance(inputs, list)
                 else ""
             )
@@ -65,7 +66,8 @@ class Example:
         try:
             return model(*self.args, **self.kwargs)
         except Exception as error:
-            append(error, self._context(model))
+            if not is_out_of_memory(error):
+                append(error, self._context(model))
             raise
 
     def _context(self, model: nn.Module) -> str:
@@ -82,10 +84,12 @@ class Example:
 
     def _advice(self, model: nn.Module, signature: inspect.Signature) -> str:
         """Return the nearest call that may be right; empty if the arguments do not show it."""
+        given = self.tensors()
+        if self.args and all(isinstance(value, int) for value in self.args):
+            return f"For an input of this shape pass torch.randn{self.args}"
         if not _accepts(signature, self.args, self.kwargs):
             return self._other_arguments(signature)
         own = [*model.parameters(), *model.buffers()]
-        given = self.tensors()
         devices = {tensor.device for tensor in own}
         if len(devices) == 1 and {tensor.device for tensor in given} - devices:
             return f'The model is on {own[0].device}: pass x.to("{own[0].device}")'
@@ -95,7 +99,7 @@ class Example:
             return "The model has an embedding, which takes integers: pass x.long()"
         if not takes_ids and len(dtypes) == 1 and given and not dtypes & {t.dtype for t in given}:
             (dtype,) = dtypes
-            return f"The model's parameters are {dtype}: pass x.to({dtype}), or use autocast"
+            return f"The model's parameters are {dtype}: pass x.to({dtype})"
         return ""
 
     def _other_arguments(self, signature: inspect.Signature) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ LOADERS_HELP = (
 # Models of transformers with more parameters are rejected: their default configurations are larger
 # than any model that was tried on one machine.
 _MAX_PARAMETERS = 10**9
+_LIBRARIES = ("monai", "timm", "torchvision", "transformers", "ultralytics")
 
 
 class ModelNotFoundError(LookupError):
@@ -39,7 +43,12 @@ def load(name: str, arguments: Mapping[str, Any] | None = None) -> nn.Module:
     """
     library, separator, model = name.partition(":")
     if not separator:
-        raise ModelNotFoundError(f"expected LIBRARY:NAME, got {name!r}")
+        raise ModelNotFoundError(f"expected LIBRARY:NAME or MODULE:FUNCTION, got {name!r}")
+    if library.endswith(".py") or os.sep in library:
+        raise ModelNotFoundError(
+            f"{name}: MODULE is the name that Python imports, here {Path(library).stem}; run the "
+            "command in the folder that has it"
+        )
     try:
         builder = _builder(library, model)
     except AttributeError as error:
@@ -53,8 +62,10 @@ def load(name: str, arguments: Mapping[str, Any] | None = None) -> nn.Module:
         return build()
     except ModelNotFoundError:
         raise
+    except TypeError as error:
+        raise ModelNotFoundError(f"{name}: {error}; --set NAME=VALUE gives arguments") from error
     # The errors that libraries raise for an unknown name or for wrong arguments.
-    except (ImportError, AttributeError, RuntimeError, ValueError, OSError, TypeError) as error:
+    except (ImportError, AttributeError, RuntimeError, ValueError, OSError) as error:
         raise ModelNotFoundError(f"{name}: {error}") from error
 
 
@@ -64,10 +75,19 @@ def _failed_import(library: str, error: Exception) -> str:
     while (earlier := cause.__cause__ or cause.__context__) is not None:
         cause = earlier
     causes = [f"{type(each).__name__}: {each}" for each in dict.fromkeys((error, cause))]
+    missing = re.search(r"(\S+\.so\S*): cannot open shared object file", str(cause))
     if isinstance(cause, ModuleNotFoundError) and cause.name:
         remedy = f"pip install {cause.name.partition('.')[0]}"
-    else:
+        if cause.name == library not in _LIBRARIES:
+            remedy = f"run this in the folder that has {library}.py, or {remedy}"
+    elif missing and missing[1].startswith("libGL"):
+        remedy = "pip install --force-reinstall --no-deps opencv-python-headless"
+    elif missing:
+        remedy = f"install the system's package that has {missing[1]}"
+    elif library in _LIBRARIES:
         remedy = f"install a version of {library} that fits torch {torch.__version__}"
+    else:
+        remedy = f"mend what `import {library}` raises"
     return f"importing {library} failed ({', caused by '.join(causes)}); likely remedy: {remedy}"
 
 

@@ -90,20 +90,33 @@ def test_function_of_a_file_in_the_current_folder_is_found(
         (
             "raise ImportError('libGL.so.1: cannot open shared object file')",
             "libGL.so.1",
-            f"a version of broken_library that fits torch {torch.__version__}",
+            "pip install --force-reinstall --no-deps opencv-python-headless",
         ),
+        (
+            "raise OSError('libfoo.so.2: cannot open shared object file')",
+            "OSError: libfoo.so.2",
+            "install the system's package that has libfoo.so.2",
+        ),
+        (
+            "raise RuntimeError('operator torchvision::nms does not exist')",
+            "operator torchvision::nms",
+            f"install a version of timm that fits torch {torch.__version__}",
+        ),
+        ("1 / 0", "ZeroDivisionError: division by zero", "mend what `import own_file` raises"),
     ],
-    ids=["missing", "chain", "other"],
+    ids=["missing", "chain", "no_gl", "no_shared_library", "other", "own"],
 )
 def test_failed_import_shows_cause_and_remedy(
     code: str, cause: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "broken_library.py").write_text(code)
+    name = "own_file" if "own_file" in remedy else "timm"
+    (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(ModelNotFoundError) as error:
-        load("broken_library:model")
+        load(f"{name}:model")
     assert cause in str(error.value)
-    assert f"likely remedy: {'' if 'pip' in remedy else 'install '}{remedy}" in str(error.value)
+    assert str(error.value).endswith(f"likely remedy: {remedy}")
 
 
 def report_of(analyze: Analyze, library: str, *arguments: str) -> dict[str, Any]:
@@ -124,14 +137,25 @@ def test_options_change_the_report(library: str, analyze: Analyze) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (("timm", "--input", "1"), "expected LIBRARY:NAME"),
-        (("no_such_library:x", "--input", "1"), "No module named 'no_such_library'"),
+        (("timm", "--input", "1"), "expected LIBRARY:NAME or MODULE:FUNCTION"),
+        (("no_such_library:x", "--input", "1"), "the folder that has no_such_library.py, or pip"),
+        (("./models.py:x", "--input", "1"), "MODULE is the name that Python imports, here models"),
+        (("torch.nn:Linear", "--input", "1"), "--set NAME=VALUE gives arguments"),
         (("torch:no_such_name", "--input", "1"), "no_such_name"),
         (("torch:ones", "--input", "1", "--set", "width"), "invalid setting value: 'width'"),
         (("torch:ones", "--input", "1", "--optimize", "speed"), "unrecognized arguments"),
         (("torch:ones",), "--input"),
     ],
-    ids=["no_name", "no_library", "unknown_name", "no_value", "unknown_option", "no_input"],
+    ids=[
+        "no_name",
+        "no_library",
+        "file",
+        "no_arguments",
+        "unknown_name",
+        "no_value",
+        "unknown_option",
+        "no_input",
+    ],
 )
 def test_invalid_arguments_exit_with_error(
     arguments: tuple[str, ...],

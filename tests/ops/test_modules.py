@@ -295,3 +295,10 @@ def test_saved_bytes_with_sparse_tensor_and_lazy_module() -> None:
     indices_and_values = 10 * 8 + 10 * 4
     assert saved_bytes(lambda t: (t * 1).relu(), x) == indices_and_values
     assert lazy.has_uninitialized_params()
+
+
+def test_module_called_like_a_function_raises() -> None:
+    for name in ("ReLU", "ReLU6", "SiLU", "Hardswish", "Mish"):
+        function = getattr(table, name.upper()).function
+        with pytest.raises(TypeError, match=rf"a module.*inplace_ops\.{function}\(x\)"):
+            getattr(inplace_ops, name)(torch.ones(2))

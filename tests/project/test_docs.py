@@ -32,9 +32,9 @@ def blocks(page: Path, language: str) -> list[str]:
 @pytest.mark.filterwarnings("default")  # examples may call libraries that warn
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_examples_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Run a page's examples in order and in one namespace: examples use names of earlier ones."""
-    names: dict[str, object] = {"__name__": "example"}
+    """Run each of a page's examples alone, as someone who copies it does."""
     for code in blocks(page, "python"):
+        names: dict[str, object] = {"__name__": "example"}
         if not any(map(is_missing, re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE))):
             exec(compile(code, str(page), "exec"), names)
 
@@ -69,14 +69,17 @@ def test_shell_commands_are_valid(command: str) -> None:
     if words[0] == "make":
         targets = re.findall(r"^(\w+):", (PROJECT / "Makefile").read_text(), re.MULTILINE)
         assert words[1] in targets
-    elif words[:3] == ["python", "-m", "inplace_ops"]:
+    elif words[0] == "inplace-ops":
         libraries = [w.partition(":")[0] for w in words if ":" in w]
         if not any(map(is_missing, libraries)):
-            result = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True)
+            command = [sys.executable, "-m", "inplace_ops", *words[1:]]
+            result = subprocess.run(command, capture_output=True, text=True)
             assert result.returncode == 0, result.stderr
     else:
         files = [word for word in words if re.search(r"\.(py|sh|md)$", word)]
-        assert files or words[0] in {"pip", "git", "pytest", "cp", "tail", "grep", ".ci/run"}
+        assert files or words[0] in {
+            *("pip", "python3", "git", "pytest", "cp", "tail", "grep", ".ci/run")
+        }
         assert all((PROJECT / file).exists() for file in files)
         if files and files[0].startswith("benchmarks/"):  # its commands, parts and options exist
             text = "".join((PROJECT / f).read_text() for f in (files[0], "benchmarks/common.py"))
@@ -101,6 +104,30 @@ def test_documented_bytes_of_a_step_match_results(policy: str) -> None:
     )
     assert found is not None
     assert [float(found[1]), float(found[2])] == [round(ratios[0], 2), round(ratios[-1], 2)]
+
+
+FILLED, BATCHES = (BYTES.with_name(f"{kind}_cuda.csv") for kind in ("filled", "batches"))
+
+
+@pytest.mark.skipif(not FILLED.exists(), reason="no results in benchmarks/")
+def test_figures_under_the_readmes_picture_match_results() -> None:
+    with FILLED.open() as file:
+        rows = [row for row in csv.DictReader(file) if row["variant"] == "convert, max_ops=4"]
+    with BATCHES.open() as file:
+        largest = {
+            (r["network"], r["variant"]): int(r["largest_batch"]) for r in csv.DictReader(file)
+        }
+    shown = {
+        "of the peak": [float(row["peak_over_torch_in_place"]) for row in rows],
+        "of the time": [float(row["ratio_to_torch_in_place"]) for row in rows],
+        "times as large": [
+            largest[row["network"], row["variant"]] / largest[row["network"], "torch in place"]
+            for row in rows
+        ],
+    }
+    text = " ".join((PROJECT / "README.md").read_text().split())
+    for what, figures in shown.items():
+        assert f"{min(figures):.2f} to {max(figures):.2f} {what}" in text
 
 
 def test_readme_is_short() -> None:
