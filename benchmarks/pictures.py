@@ -234,7 +234,7 @@ SHOWN = {
 def draw_filled(path: Path) -> None:
     """Draw a step's peak against its time at large batches: a panel for each network.
 
-    Compiled code was measured in another run, which the legend names.
+    Compiled code was measured in another run, at smaller batches: its markers are hollow.
     """
     other = path.with_name(path.name.replace("filled", "baselines"))
     rows = [row for row in read_csv(path) if row["source"] == "measured"]
@@ -251,7 +251,8 @@ def draw_filled(path: Path) -> None:
                     "+" if is_torch else "o",
                     color=SHOWN.get(row["variant"], "black"),
                     markersize=10 if is_torch else 7,
-                    markerfacecolor="white" if row in compiled else None,
+                    markerfacecolor="white" if "compile" in row["variant"] else None,
+                    label=row["variant"],
                 )
         axis.set_title(network, fontsize=9)
         axis.set_ylim(0, 1.1)
@@ -260,17 +261,9 @@ def draw_filled(path: Path) -> None:
         axis.tick_params(labelbottom=True)
     for axis in axes[::4]:
         axis.set_ylabel("peak of a step", fontsize=9)
-    names = {
-        "PyTorch in place: 1, 1": ("+", "black", "black"),
-        **{name: ("o", SHOWN[name], SHOWN[name]) for name in SHOWN if "compile" not in name},
-        **{name: ("o", SHOWN[name], "white") for name in SHOWN if "compile" in name},
-    }
-    handles = [
-        matplotlib.lines.Line2D([], [], marker=m, ls="", color=c, markerfacecolor=f, label=name)
-        for name, (m, c, f) in names.items()
-    ]
+    looks = {line.get_label(): line for axis in axes for line in axis.get_lines()}
     axes[-1].axis("off")
-    axes[-1].legend(handles=handles, loc="center", fontsize=8)
+    axes[-1].legend(handles=[*looks.values()], loc="center", fontsize=8)
     save(figure, path, rows[0])
 
 
