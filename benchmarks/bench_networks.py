@@ -17,10 +17,11 @@ allocates. --profile measures the device time of each operation of a step, with 
 and --memory-only no time at all. --at-once runs a process for each network, in one policy: all of
 them verify, compile and search at once, and time their steps one after another.
 
-bytes: saved, peak and moved bytes of a step, as it is and converted with several `max_ops`. saved:
+bytes: saved, peak and moved bytes of a step and the FLOPs of its products, as it is and converted
+with several `max_ops`, where products cost what they cost on CUDA (`policies.py`). saved:
 what `inplace_ops.saved_bytes` counts, without parameters, buffers and the input. moved: the bytes
 that all operations of a step read and write, where each operation counts each of its tensors once.
-All three follow from the shapes, except that the peak includes memory of PyTorch's kernels, on a
+All of these follow from the shapes, except that the peak includes memory of PyTorch's kernels, on a
 CPU for each thread. Under autocast the weights of convolutions and linear layers are in bfloat16
 from the start, so that activations are counted and copies of weights are not.
 
@@ -101,6 +102,7 @@ from policies import POLICIES, autocast, emulation, of_dtype
 from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
+from torch.utils.flop_counter import FlopCounterMode
 from variants import (
     CHECKPOINTS,
     CONVERT,
@@ -469,16 +471,17 @@ def count(name: str, policy_name: str, max_ops: Sequence[int], device: str) -> l
 
 
 def _bytes_of(step: Step) -> dict[str, int]:
-    """Return the bytes that a step saves, allocates at most, and reads and writes."""
+    """Return what a step saves, allocates at most, reads and writes, and its products' FLOPs."""
     device = step.x.device.type
     with autocast(step.policy, device):
         saved = inplace_ops.saved_bytes(step.variant.model, step.x)
     peak = memory_of(step.run, device)[0]
     step.reset()
-    with MovedBytes() as moved:
+    with MovedBytes() as moved, FlopCounterMode(display=False) as flops:
         step.run()
     step.reset()
-    return {"saved": saved, "peak": peak, "moved": moved.count}
+    counted = flops.get_total_flops()
+    return {"saved": saved, "peak": peak, "moved": moved.count, "flops": counted}
 
 
 def bytes_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:

@@ -8,7 +8,8 @@
 
 Autocast differs by device: on a CPU norms, softmax and powers stay in bfloat16, on CUDA they run in
 float32. To emulate CUDA's policy on a CPU, CUDA's list of float32 operations is registered for the
-CPU's autocast. Forward runs under `autocast`, and the whole step under `emulation`.
+CPU's autocast. Forward runs under `autocast`, and the whole step under `emulation`. There products
+also cost what they cost on CUDA.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
+
+from inplace_ops.recompute.costs import FLOPS_PER_BYTE
 
 
 class Policy(NamedTuple):
@@ -73,11 +77,15 @@ SET_DTYPE = (
 
 @contextlib.contextmanager
 def emulation(policy: Policy, device: str) -> Iterator[None]:
-    """Make autocast on a CPU follow CUDA's policy.
+    """Make autocast on a CPU follow CUDA's policy, and `convert` count CUDA's costs of products.
 
     Enter it for a whole step: a checkpoint repeats forward in backward, under the same policy.
     """
-    with torch.library._scoped_library("aten", "IMPL") as library:
+    costs_of_cuda = {"cpu": FLOPS_PER_BYTE["cuda"]} if device == "cpu" else {}
+    with (
+        mock.patch.dict(FLOPS_PER_BYTE, costs_of_cuda),
+        torch.library._scoped_library("aten", "IMPL") as library,
+    ):
         if policy.autocast and device == "cpu":
             for names, kernel in ((CAST_INPUTS, _on_float32), (SET_DTYPE, _with_dtype)):
                 for name in names:

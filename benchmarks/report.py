@@ -278,19 +278,19 @@ def remaining(rows: Rows) -> str:
 
 
 def bytes_of_a_step(rows: Rows) -> str:
-    """Saved, peak and moved bytes relative to PyTorch's, by max_ops."""
+    """Saved, peak and moved bytes and FLOPs relative to PyTorch's, by max_ops."""
     numbers = values(rows, "max_ops")
     header = ["network", "input", "dtype policy", "MiB saved by PyTorch"]
+    kinds = {kind: f"{kind} bytes" for kind in ("saved", "peak", "moved")} | {"flops": "FLOPs"}
     header += [
-        f"{kind} bytes relative to PyTorch's, max_ops {', '.join(numbers)}"
-        for kind in ("saved", "peak", "moved")
+        f"{name} relative to PyTorch's, max_ops {', '.join(numbers)}" for name in kinds.values()
     ]
     body = []
     for case, own in grouped(rows, "network", "input", "policy").items():
         cells = [*case, f"{int(own[0]['saved_torch']) / 2**20:.1f}"]
-        for kind in ("saved", "peak", "moved"):
+        for kind in kinds:
             ratios = [find(own, f"{kind}_ratio", max_ops=number) for number in numbers]
-            cells.append(", ".join(f"{float(ratio):.2f}" for ratio in ratios))
+            cells.append(", ".join(f"{float(ratio):.2f}" if ratio else "-" for ratio in ratios))
         body.append(cells)
     return markdown(header, body)
 

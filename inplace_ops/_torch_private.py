@@ -75,6 +75,9 @@ len_torch_dispatch_stack: Callable[[], int] = torch._C._len_torch_dispatch_stack
 BatchNorm = nn.modules.batchnorm._BatchNorm
 InstanceNorm = nn.modules.instancenorm._InstanceNorm
 
+# The base class of convolutions of all dimensions, transposed ones too.
+Convolution = nn.modules.conv._ConvNd
+
 Node = Any  # torch.autograd.graph.Node lacks the attributes of its subclasses
 
 # Names of node types without a rule of their own. Autograd makes a CopySlices node for the base of
@@ -152,6 +155,87 @@ def running_node() -> Node:
 # another id.
 running_pass: Callable[[], int] = torch._C._current_graph_task_id
 NO_PASS = -1
+
+
+def call_after_pass(callback: Callable[[], None]) -> None:
+    """Call a function when the running backward pass ends; never under compiled autograd."""
+    if torch.compiler.is_dynamo_compiling():
+        return
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+# The flags that decide how a device computes products, as pairs of functions that return and set
+# one. The public properties take five times as long to read.
+_FP32_PRECISION = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+
+
+def _fp32_precision(backend: str, op: str) -> tuple[Callable[[], Any], Callable[..., Any]]:
+    get, put = _FP32_PRECISION
+    return partial(get, backend, op), partial(put, backend, op)
+
+
+def _deterministic_algorithms() -> tuple[bool, bool]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+
+
+def _use_deterministic_algorithms(mode: bool, warn_only: bool) -> None:
+    torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+
+
+_DETERMINISTIC = _deterministic_algorithms, _use_deterministic_algorithms
+_PRODUCT_FLAGS: dict[str, tuple[tuple[Callable[[], Any], Callable[..., Any]], ...]] = {
+    "cpu": (
+        _fp32_precision("mkldnn", "matmul"),
+        _fp32_precision("mkldnn", "conv"),
+        (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+        _DETERMINISTIC,
+    ),
+    "cuda": (
+        _fp32_precision("cuda", "matmul"),
+        _fp32_precision("cuda", "conv"),
+        *(
+            (getattr(torch._C, f"_get_{name}"), getattr(torch._C, f"_set_{name}"))
+            for name in (
+                "cublas_allow_fp16_reduced_precision_reduction",
+                "cublas_allow_bf16_reduced_precision_reduction",
+                "cublas_allow_fp16_accumulation",
+                "cudnn_enabled",
+                "cudnn_deterministic",
+            )
+        ),
+        _DETERMINISTIC,
+    ),
+}
+ProductFlags = tuple[Any, ...]
+
+
+def product_flags(device_type: str) -> ProductFlags:
+    """Return the flags that decide how a device computes products; none of an unknown device."""
+    return tuple([get() for get, _ in _PRODUCT_FLAGS.get(device_type, ())])
+
+
+def in_tf32(flags: ProductFlags, device_type: str, is_convolution: bool) -> bool:
+    """Whether float32 products of a device run in TF32 under these flags."""
+    return device_type == "cuda" and flags[1 if is_convolution else 0] == "tf32"
+
+
+@contextmanager
+def under_product_flags(device_type: str, flags: ProductFlags) -> Iterator[None]:
+    """Set the flags within a `with` block."""
+    current = product_flags(device_type)
+    try:
+        _set_product_flags(device_type, flags)
+        yield
+    finally:
+        _set_product_flags(device_type, current)
+
+
+def _set_product_flags(device_type: str, flags: ProductFlags) -> None:
+    for (_, put), value in zip(_PRODUCT_FLAGS.get(device_type, ()), flags, strict=True):
+        put(*value) if isinstance(value, tuple) else put(value)
 
 
 def default_saved_tensor_hooks() -> Any:

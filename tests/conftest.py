@@ -110,6 +110,12 @@ def _small_tensors_too(monkeypatch: pytest.MonkeyPatch, _one_thread: None) -> No
     monkeypatch.setattr(engine, "MIN_BYTES", 1)
 
 
+@pytest.fixture
+def without_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no product be recomputed: the test counts what other rules replace."""
+    monkeypatch.setattr(engine, "record_product", lambda *args: None)
+
+
 @pytest.fixture(scope="session")
 def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of Inductor's compiled code, which is empty when the tests start."""

@@ -23,7 +23,7 @@ from .wiring import Conversion, attach, conversion_of, detach, detached
 # Runs on an example change state that threads share: the random state, and the hooks of modules. So
 # one thread at a time runs them.
 _EXAMPLE_LOCK = threading.RLock()
-_PASSES = 7  # of `_measure`
+_PASSES = 8  # of `_measure`
 
 
 def convert(
@@ -197,7 +197,8 @@ def _measure(
         run = Run(model, example, state, finished)
         before, original = run.saved_bytes(), None
         try:
-            original, repeated = run.gradients(), run.gradients()
+            original = run.gradients()
+            repeated, report.flops = run.gradients_and_flops()
         except Exception as error:
             if needs_gradients:
                 raise
@@ -206,6 +207,8 @@ def _measure(
         verification = Verification(model)
         attach(model, Conversion(conversion.settings, report, verification))
         try:
+            if original is not None:
+                run.gradients()  # see 6 of NOTE [Weights are proved] in `products.py`
             converted = None if original is None else run.gradients()
             after = run.saved_bytes()
             peak_after = None if original is None else run.peak_bytes()

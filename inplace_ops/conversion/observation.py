@@ -27,6 +27,8 @@ from ..recompute.engine import MIN_BYTES, Observer, running_engine
 from ..recompute.functions import is_fused
 from ..recompute.nodes import Node
 from ..recompute.operations import base_of
+from ..recompute.products import ProductCall
+from ..recompute.specs import Recomputed
 from ..recompute.versions import record_of
 from ..saved import Checkpointed, checkpointed_tensors, tensors_in
 from .example import describe
@@ -313,10 +315,18 @@ class Observation(Observer):
             place = self._place_of(each.node, ordinals[each.node], CHECKPOINT)
             for tensor in filter(nodes.is_plain, each.tensors):
                 tables.add_remaining(tensor, *_checkpointed(each), place)
+        products: set[ProductCall] = set()
         for node, ordinal in ordinals.items():
+            place = self._place_of(node, ordinal)
             for packed in nodes.packed_values(node):
+                if isinstance(packed, Recomputed):
+                    if packed.original is not None:
+                        saved = packed.original.leaf.tensor
+                        tables.add_remaining(saved, packed.producer, reasons.FIRST_STEP, place)
+                        continue
+                    products.update(packed.spec.products())
                 for tensor in packed.tensors():
-                    tables.add_auxiliary(tensor, self._place_of(node, ordinal))
+                    tables.add_auxiliary(tensor, place)
         rows.update(
             number
             for number, row in enumerate(self._replaced)
@@ -329,6 +339,7 @@ class Observation(Observer):
                 if number not in rows:
                     replaced.setdefault(number, self._replaced[number].at(place))
         report.fill(replaced.values(), tables.remaining.values(), tables.auxiliary.values())
+        report.recompute_flops = sum(call.flops for call in products)
 
     def _place_of(self, node: Node, ordinal: int, consumer: str = "") -> _Place:
         info = self._info_of(node)

@@ -94,6 +94,9 @@ class Report:
         peak_bytes_after: The peak bytes of the converted model.
         gradient_bytes: The bytes of the gradients of parameters and arguments; None without an
             example.
+        flops: The floating point operations of the products in a forward and backward pass of the
+            original model; None without an example, and if they cannot be counted.
+        recompute_flops: Those of the products that backward recomputes.
         remarks: Why a number is unknown.
         replaced: The saved tensors that are recomputed or stored smaller, largest first.
         remaining: The tensors that stay saved, largest first, with the reason.
@@ -107,6 +110,8 @@ class Report:
     peak_bytes_before: int | None = None
     peak_bytes_after: int | None = None
     gradient_bytes: int | None = None
+    flops: int | None = None
+    recompute_flops: int = 0
     remarks: list[str] = field(default_factory=list)
     replaced: list[Replaced] = field(default_factory=list)
     remaining: list[Remaining] = field(default_factory=list)
@@ -195,12 +200,20 @@ class Report:
         if self.recompute_bytes:
             size = mib(self.recompute_bytes)
             lines.append(f"\nsaved to recompute from (scales, shifts, masks): {size} MiB")
+        if self.recompute_flops:
+            lines.append(f"\nproducts that backward computes again: {self._recompute_flops()}")
         if self.unlisted_bytes >= _MIN_SHARE * (self.saved_bytes_after or 0) > 0:
             size = mib(self.unlisted_bytes)
             lines.append(
                 f"\nsaved by operations whose saved tensors PyTorch does not show: {size} MiB"
             )
         return "\n".join(lines)
+
+    def _recompute_flops(self) -> str:
+        text = f"{self.recompute_flops / 1e9:.3f} GFLOP"
+        return (
+            f"{text}, {self.recompute_flops / self.flops:.1%} of a step's" if self.flops else text
+        )
 
     def _remarks(self) -> list[str]:
         """Return why a number is unknown, and why the peak falls less than what is saved."""

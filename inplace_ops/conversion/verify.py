@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from .._ops import is_out_of_memory
 from .._torch_private import (
@@ -81,6 +83,15 @@ class Run:
         with self._pass() as inputs:
             return Gradients(inputs, self.model, inputs.call(self.model), self._uses_backward)
 
+    def gradients_and_flops(self) -> tuple[Gradients, int | None]:
+        """Run one pass, and count the FLOPs of its products; None if no dispatch mode sees it."""
+        try:
+            with FlopCounter() as counter:
+                gradients = self.gradients()
+        except Exception:
+            return self.gradients(), None
+        return gradients, counter.flops
+
     def saved_bytes(self) -> int:
         """Return the bytes saved for backward, without parameters, buffers and arguments."""
         try:
@@ -116,6 +127,24 @@ class Run:
                     append(error, _SMALLER)
                 raise
         self._finished()
+
+
+class FlopCounter(TorchDispatchMode):
+    """Counts the floating point operations of convolutions, matrix products and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        count = flop_registry.get(func.overloadpacket)
+        if count is not None:
+            self.flops += count(*args, **kwargs, out_val=result)
+        return result
 
 
 class Gradients:

@@ -25,16 +25,19 @@ and nothing else:
 5. An activation without a `forward` attribute gets one: see `recompute/fused.py`. It also gets a
    `__reduce_ex__` attribute, which copy and pickle read: the `forward` of a copy runs the copy. So
    does a model of 3 that had no `forward` attribute.
-6. Any other module that is not PyTorch's, pooling and `nn.Identity` get a forward hook that takes a
+6. A linear layer or convolution with a frozen bias gets a forward hook, which records the bias.
+   Before torch 2.14 all of them get it, and a forward pre-hook that records the versions of weight
+   and bias.
+7. Any other module that is not PyTorch's, pooling and `nn.Identity` get a forward hook that takes a
    note of the output. Before torch 2.14 all other modules that may create nodes get it, and it
    walks over them: see NOTE [Where nodes come from] in `recompute/engine.py`. For the model itself
    `Conversion.run` does this.
-7. Parameters, buffers, the tree of modules, and the classes of all other modules do not change.
+8. Parameters, buffers, the tree of modules, and the classes of all other modules do not change.
    Scripted modules do not change at all.
-8. An `nn.TransformerEncoderLayer` and its parts get no hooks: with a hook on any of them the layer
+9. An `nn.TransformerEncoderLayer` and its parts get no hooks: with a hook on any of them the layer
    leaves its fast path in inference.
 
-`detach` undoes 1 to 6, in the model and in all of its parts, also in parts that were converted on
+`detach` undoes 1 to 7, in the model and in all of its parts, also in parts that were converted on
 their own. If `attach` fails, the model and its parts are restored, with the conversions that they
 had before.
 """
@@ -55,6 +58,7 @@ from torch import nn
 
 from .._torch_private import (
     CALL,
+    Convolution,
     forward_hooks,
     forward_pre_hooks,
     has_children,
@@ -94,6 +98,7 @@ class Conversion:
     ) -> None:
         self.settings, self.report, self.observation = settings, report, observation
         self._observed_calls_left = _MAX_OBSERVED_CALLS
+        self._is_settled = True
         self.calls = _Calls()
 
     def run(
@@ -102,7 +107,7 @@ class Conversion:
         """Run the model's forward with the engine on."""
         self.calls.count += 1
         observation = self._next_observation(model)
-        with run_engine(self.settings, observation) as engine:
+        with run_engine(model, self.settings, observation) as engine:
             if engine is None:
                 return forward(*args, **kwargs)
             engine.stop_at((args, kwargs))
@@ -113,6 +118,7 @@ class Conversion:
             if observation is not None:
                 try:
                     observation.fill(self.report, output, (args, kwargs))
+                    self._is_settled = not engine.keeps_originals
                 except Exception as error:
                     self.settings.warn("the report", f"filling in the report failed: {error!r}")
             return output
@@ -121,10 +127,14 @@ class Conversion:
         """Return the observation of a call; None if the call is not observed.
 
         A call is observed if the report is not filled in, gradients are enabled, no other engine
-        runs, and no saved-tensor hooks of others hide what is saved.
+        runs, and no saved-tensor hooks of others hide what is saved. If the call that has filled it
+        in kept tensors for the first step alone, the next one fills it in again: see 6 of NOTE
+        [Weights are proved] in `recompute/products.py`.
         """
         is_wanted = (
-            not self.report.is_filled and self._observed_calls_left > 0 and running_engine() is None
+            not (self.report.is_filled and self._is_settled)
+            and self._observed_calls_left > 0
+            and running_engine() is None
         )
         if not is_wanted or not torch.is_grad_enabled() or saved_tensor_hooks_are_active():
             return None
@@ -174,6 +184,7 @@ def attach(model: nn.Module, conversion: Conversion) -> None:
                 module, attachments & {_FORWARD} if module in without_hooks else attachments
             )
         _attach_conversion(model, conversion)
+        conversion.settings.know((*model.parameters(), *model.buffers()))
     except Exception:
         detach(model)
         snapshot.restore()
@@ -218,9 +229,13 @@ class _Snapshot:
 # Modules of PyTorch whose output often is concatenated or added, which saves neither.
 _NOTED = (nn.Identity, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool2d, nn.AvgPool3d)
 
-# The attachments of a module: see 4 (norms), 6 (outputs) and 5 (activations) of NOTE [What convert
-# attaches].
-_NORM_HOOKS, _OUTPUT_HOOK, _FORWARD = "norm hooks", "output hook", "forward"
+# Modules of PyTorch that compute one product, maybe with a bias.
+_PRODUCTS = (nn.Linear, Convolution)
+
+# The attachments of a module: see 4 (norms), 6 (products), 7 (outputs) and 5 (activations) of NOTE
+# [What convert attaches].
+_NORM_HOOKS, _PRODUCT_HOOKS = "norm hooks", "product hooks"
+_OUTPUT_HOOK, _FORWARD = "output hook", "forward"
 
 
 def _attachments_for(module: nn.Module) -> set[str]:
@@ -230,9 +245,18 @@ def _attachments_for(module: nn.Module) -> set[str]:
         attachments.add(_FORWARD)  # this forward walks too
     if _may_be_a_norm(module):
         attachments.add(_NORM_HOOKS)
+    elif _needs_product_hooks(module):
+        attachments.add(_PRODUCT_HOOKS)
     elif not attachments and type(module) is not nn.Sequential and _needs_output_hook(module):
         attachments.add(_OUTPUT_HOOK)
     return attachments
+
+
+def _needs_product_hooks(module: nn.Module) -> bool:
+    if not isinstance(module, _PRODUCTS) or not is_pytorchs(module):
+        return False
+    bias = module.bias
+    return not engine_module.USE_CREATION_HOOK or (bias is not None and not bias.requires_grad)
 
 
 def _needs_output_hook(module: nn.Module) -> bool:
@@ -259,7 +283,11 @@ def _attachments_of(module: nn.Module) -> set[str]:
     hooks = forward_hooks(module).values()
     attachments = {
         name
-        for name, hook in ((_NORM_HOOKS, _norm_hook), (_OUTPUT_HOOK, _output_hook))
+        for name, hook in (
+            (_NORM_HOOKS, _norm_hook),
+            (_PRODUCT_HOOKS, _product_hook),
+            (_OUTPUT_HOOK, _output_hook),
+        )
         if hook in hooks
     }
     if _is_partial_of(vars(module).get("forward"), activation_forward):
@@ -276,8 +304,12 @@ def _add_attachments(module: nn.Module, attachments: set[str]) -> None:
     if _NORM_HOOKS in missing:
         is_leaf = _is_leaf_of_others(module)
         if is_leaf or not engine_module.USE_CREATION_HOOK:
-            module.register_forward_pre_hook(_leaf_pre_hook if is_leaf else _norm_pre_hook)
+            module.register_forward_pre_hook(_leaf_pre_hook if is_leaf else _versions_pre_hook)
         module.register_forward_hook(_norm_hook, prepend=True, always_call=is_leaf)
+    if _PRODUCT_HOOKS in missing:
+        if not engine_module.USE_CREATION_HOOK:
+            module.register_forward_pre_hook(_versions_pre_hook)
+        module.register_forward_hook(_product_hook, prepend=True)
     if _OUTPUT_HOOK in missing:
         module.register_forward_hook(_output_hook, prepend=True)
     if _FORWARD in missing:
@@ -500,8 +532,8 @@ def _run_converted(
     return conversion.run(model, forward, *args, **kwargs)
 
 
-def _norm_pre_hook(module: nn.Module, args: Any) -> None:
-    """Record the versions of a norm's weight and bias before its forward."""
+def _versions_pre_hook(module: nn.Module, args: Any) -> None:
+    """Record the versions of a module's weight and bias before its forward."""
     engine = running_engine()
     if engine is not None:
         engine.record_parameter_versions(module)
@@ -520,14 +552,24 @@ def _norm_hook(module: nn.Module, args: Any, output: Any) -> None:
     """Note the output of a norm after its forward, or after an exception in it."""
     engine = running_engine()
     if engine is not None:
-        engine.finish_module(module, output, _norm_hook_runs_first)
+        engine.finish_module(module, output, partial(_runs_first, _norm_hook))
 
 
-def _norm_hook_runs_first(module: nn.Module) -> bool:
-    """Whether `_norm_hook` is the first of the module's forward hooks."""
+def _product_hook(module: nn.Module, args: Any, output: Any) -> None:
+    """Record the frozen bias of a product after its forward."""
+    engine = running_engine()
+    if engine is not None:
+        engine.walk(output)
+        engine.note(output)
+        if "forward" not in vars(module) and _runs_first(_product_hook, module):
+            engine.record_frozen_bias(module, output)
+
+
+def _runs_first(hook: Callable[..., Any], module: nn.Module) -> bool:
+    """Whether a hook is the first of the module's forward hooks."""
     if has_global_forward_hooks():
         return False
-    return next(iter(forward_hooks(module).values()), None) is _norm_hook
+    return next(iter(forward_hooks(module).values()), None) is hook
 
 
 def _output_hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -538,5 +580,5 @@ def _output_hook(module: nn.Module, args: Any, output: Any) -> None:
         engine.note(output)
 
 
-_HOOKS = (_norm_pre_hook, _leaf_pre_hook, _norm_hook, _output_hook)
+_HOOKS = (_versions_pre_hook, _leaf_pre_hook, _norm_hook, _product_hook, _output_hook)
 _FORWARDS = (activation_forward, _class_forward, _instance_forward)

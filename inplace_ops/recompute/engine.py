@@ -91,14 +91,15 @@ NOTE [Containment]
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import cached_property, partial, wraps
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -111,14 +112,16 @@ from .._torch_private import (
     TO_COPY,
     UNSAFE_SPLITS,
     DisableTorchFunction,
+    WeakTensor,
     has_backward_hooks,
+    in_tf32,
     running_pass,
     set_grad_enabled,
     storage_id,
     tree_leaves,
 )
 from ..memory import Packed
-from . import functions, nodes, norms, reasons
+from . import costs, functions, nodes, norms, reasons
 from .concatenations import specs_of_parts
 from .fusions import call_of
 from .nodes import Node
@@ -132,8 +135,18 @@ from .operations import (
     Operation,
     Output,
     OutputRule,
+    ProductRule,
     base_of,
     viewed,
+)
+from .products import (
+    Product,
+    ProductCall,
+    SavedCast,
+    Weight,
+    memory_place,
+    weight_inside,
+    weights_of,
 )
 from .rewrites import Bits, Mask, Memories, Shape
 from .specs import (
@@ -141,6 +154,7 @@ from .specs import (
     Call,
     Downcast,
     Leaf,
+    Original,
     Recomputed,
     Restrided,
     Spec,
@@ -150,12 +164,16 @@ from .specs import (
 from .versions import (
     COPY_LIMIT,
     KEY,
+    FrozenBias,
+    ProductFacts,
     Record,
     cloned_input,
     ensure_record,
+    leaf_of,
     prove_late,
     record_of,
     record_output,
+    record_product,
     saved_output_of,
     take_note_of_alias,
     was_visited,
@@ -187,11 +205,23 @@ _engines = itertools.count()
 SpecKey = tuple[Any, ...]
 
 
+class _Lasting(NamedTuple):
+    """Whether a parameter can be read in backward: see 6 of NOTE [Weights are proved].
+
+    Attributes:
+        parameter: A weak reference to the parameter.
+        lasts: Whether it had its memory when that was looked at; None until then.
+    """
+
+    parameter: WeakTensor
+    lasts: bool | None
+
+
 class Settings:
     """State that all forward passes of a converted model share.
 
     Attributes:
-        max_ops: The largest number of operations that a spec may take.
+        max_ops: The most passes over memory that a spec may take: see `costs.py`.
         verified: For each spec key, whether the spec reproduced the saved tensor at its first use.
         warned: The subjects of the warnings that were issued.
     """
@@ -200,6 +230,29 @@ class Settings:
         self.max_ops = max_ops
         self.verified: dict[SpecKey, bool] = {}
         self.warned: set[str] = set()
+        self._lasting: dict[int, _Lasting] = {}
+
+    def know(self, parameters: Iterable[Tensor]) -> None:
+        """Remember that parameters are the model's when `convert` runs."""
+        for parameter in parameters:
+            if self.lasting(parameter) is None:
+                self._lasting[id(parameter)] = _Lasting(WeakTensor(parameter), None)
+
+    def lasting(self, parameter: Tensor) -> _Lasting | None:
+        """Return what is known about a parameter; None if nothing is."""
+        known = self._lasting.get(id(parameter))
+        return known if known is not None and known.parameter() is parameter else None
+
+    def learn_whether_lasts(self, weight: Weight) -> bool:
+        """Look whether a parameter can be read, if that is not known. Return whether it can."""
+        parameter = weight.parameter
+        known = self.lasting(parameter)
+        if known is None or known.lasts is None:
+            if len(self._lasting) >= _MAX_SPEC_KEYS:
+                self._lasting.clear()
+            known = _Lasting(WeakTensor(parameter), weight.can_be_read)
+            self._lasting[id(parameter)] = known
+        return bool(known.lasts)
 
     def warn(self, subject: str, text: str) -> None:
         """Warn once per model and subject. Never raise, even if warnings are errors."""
@@ -248,8 +301,10 @@ def running_engine() -> Engine | None:
 
 
 @contextmanager
-def run_engine(settings: Settings, observer: Observer | None = None) -> Iterator[Engine | None]:
-    """Run the engine in this thread, and yield it.
+def run_engine(
+    model: nn.Module, settings: Settings, observer: Observer | None = None
+) -> Iterator[Engine | None]:
+    """Run the engine of a model in this thread, and yield it.
 
     Yield None and do nothing if an engine runs in this thread already, or under a tracer, a
     compiler or a `torch.func` transform.
@@ -257,7 +312,7 @@ def run_engine(settings: Settings, observer: Observer | None = None) -> Iterator
     if _running.engine is not None or nodes.is_transformed():
         yield None
         return
-    engine = Engine(settings, observer)
+    engine = Engine(model, settings, observer)
     source = nodes.creation_hook(_on_node_created) if USE_CREATION_HOOK else nullcontext()
     try:
         _running.engine = engine
@@ -286,7 +341,7 @@ def _on_node_created(node: Node) -> None:
 def _contained(method: Callable[..., None]) -> Callable[..., None]:
     """Make a method of the engine warn instead of raising: see NOTE [Containment]."""
 
-    @functools.wraps(method)
+    @wraps(method)
     def contained(engine: Engine, *args: Any) -> None:
         try:
             method(engine, *args)
@@ -297,7 +352,7 @@ def _contained(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class _ParameterVersion(NamedTuple):
-    """A norm's weight or bias at the beginning of its module's call.
+    """A module's weight or bias at the beginning of its module's call.
 
     Attributes:
         parameter: The weight or bias.
@@ -313,8 +368,8 @@ class _ParameterVersion(NamedTuple):
 class Engine:
     """The recompute engine during one forward pass of a converted model."""
 
-    def __init__(self, settings: Settings, observer: Observer | None) -> None:
-        self.settings = settings
+    def __init__(self, model: nn.Module, settings: Settings, observer: Observer | None) -> None:
+        self._model, self.settings = model, settings
         self.observer = observer
         self._ordinal = 0
         self._first_number = next(_engines) * _MAX_NODES  # see NOTE [Shared values] in `specs.py`
@@ -323,10 +378,14 @@ class Engine:
         self._parameter_versions: dict[int, _ParameterVersion] = {}
         self._copying: list[weakref.ref[Record]] = []  # records that own copies, or may get them
         self._memories = Memories()
+        self._undecided: list[weakref.ref[Recomputed]] = []  # values that keep their original
         # The walk over nodes stops at nodes older than `_first`, and at `_inputs`.
         self._first = nodes.next_sequence_number()
         self._inputs: set[Node] = set()
         self._noting = Noting()
+        # Keeps the last tensors alive until the walk visits the operation that has read them: the
+        # outputs of `nn.Identity` in a residual sum.
+        self._last_noted: deque[Tensor] = deque(maxlen=2)
 
     @property
     def next_number(self) -> int:
@@ -416,10 +475,21 @@ class Engine:
     @_contained
     def finish(self) -> None:
         """Free the copies that no spec uses. Called when the model's forward has returned."""
+        self._last_noted.clear()
         for record in _alive(self._copying):
             record.free_copies()
+        for value in _alive(self._undecided):
+            weights = weights_of(value.spec)
+            are_models = all(self.settings.lasting(weight.parameter) for weight in weights)
+            if are_models and self._learn_whether_last(weights):
+                value.original = None
         with nodes.no_graph():
             self._memories.settle()
+
+    @property
+    def keeps_originals(self) -> bool:
+        """Whether tensors stay saved until it is known whether their specs can be computed."""
+        return any(value.original is not None for value in _alive(self._undecided))
 
     def finish_notes(self) -> None:
         """Take no more notes inside modules: the model's forward has ended."""
@@ -430,6 +500,8 @@ class Engine:
         """Take a note of an operation's output: see NOTE [Versions are proved] in `versions.py`."""
         if isinstance(tensor, Tensor):
             self._take_note(tensor)
+            if not USE_CREATION_HOOK:
+                self._last_noted.append(tensor)
 
     def _take_note(self, tensor: Tensor) -> Record | None:
         """Take a note, and return the operation's record.
@@ -478,7 +550,7 @@ class Engine:
 
     @_contained
     def record_parameter_versions(self, module: nn.Module) -> None:
-        """Record the versions of a norm's weight and bias, as the walk visits its node late."""
+        """Record the versions of a module's weight and bias, as the walk visits its node late."""
         next_number = nodes.next_sequence_number()
         for parameter in norms.registered_parameters(module):
             if parameter is not None and not parameter.is_inference():
@@ -528,6 +600,28 @@ class Engine:
                 is_first = is_first_hook(module)
                 self._record_norm_module(module, node, record, output, is_first)
         record.take_note(output)
+
+    @_contained
+    def record_frozen_bias(self, module: nn.Module, output: Any) -> None:
+        """Record a product's frozen bias, to which no edge leads, right after its module's forward.
+
+        See 2 of NOTE [Weights are proved] in `products.py`.
+        """
+        node = nodes.grad_fn_of(output) if type(output) is Tensor else None
+        if node is None or is_user_mode_active():
+            return
+        node, _ = base_of(node, output.output_nr)
+        record = record_of(node) if node is not None else None
+        weight, bias = norms.registered_parameters(module)
+        if record is None or record.product is None or weight is None or bias is None:
+            return
+        rule = OPERATION_OF[type(node)].output  # type: ignore[union-attr]
+        assert isinstance(rule, ProductRule)
+        if rule.bias is None or nodes.producer(node, rule.bias)[0] is not None:
+            return
+        if USE_CREATION_HOOK or self._is_unmodified(bias, node):
+            frozen = FrozenBias(WeakTensor(bias), bias._version)
+            record.product = record.product._replace(frozen_bias=frozen)
 
     def _record_norm_module(
         self, module: nn.Module, node: Node, record: Record, output: Tensor, is_first_hook: bool
@@ -619,8 +713,17 @@ class Engine:
             is_proved = USE_CREATION_HOOK or norms.node_determines_bias(node)
             if parameters is not None and (is_proved or self._is_unmodified(parameters.bias, node)):
                 record_parameters(node, record, parameters)
+        elif isinstance(output, ProductRule):
+            record_product(node, record, output, partial(self._is_known_unmodified, node))
         else:
             record.version = node.output_version
+
+    def _is_known_unmodified(self, node: Node, leaf: Tensor) -> bool:
+        """Whether an autograd leaf is unmodified since a product has read it.
+
+        The walk visits a node late.
+        """
+        return USE_CREATION_HOOK or self._is_unmodified(leaf, node)
 
     def _replace_input(
         self, node: Node, own_record: Record, field: str, exact: bool = False
@@ -664,7 +767,7 @@ class Engine:
         operation = OPERATION_OF[type(base)]
         if operation is not None and operation.has_spec:
             spec = self._output_spec(producer, saved.output_nr)
-            if spec is None or spec.cost > self.settings.max_ops:
+            if spec is None or self._costs_too_much(spec):
                 # This still saves the tensor, in fewer bytes: a spec within max_ops saves more.
                 reason = self._reason
                 spec = self._smaller_spec(node, field, base, record, saved) or spec
@@ -675,6 +778,8 @@ class Engine:
         if spec is None:
             self._report_unchanged(node, field, self._reason)
         elif self._replace_by_spec(node, field, saved, spec, base):
+            if base_index == 0 and not is_itself and not record.has_note():
+                record.alias = nodes.without_memory(saved)
             return
         if base_index == 0:
             record.mark_saved_by(own_record)
@@ -696,7 +801,7 @@ class Engine:
         self, node: Node, field: str, saved: Tensor, spec: Spec, base: Node
     ) -> bool:
         """Replace a saved tensor by a spec. Return False if it stays saved as PyTorch saves it."""
-        if spec.cost > self.settings.max_ops:
+        if self._costs_too_much(spec):
             self._report_unchanged(node, field, reasons.too_many, self.settings.max_ops)
             return False
         if spec.cost == 0 and any(_share_memory(leaf.tensor, saved) for leaf in spec.leaves()):
@@ -710,6 +815,9 @@ class Engine:
             self._report_unchanged(node, field, reasons.MUCH_LARGER)
             return False
         number = self._first_number + self._ordinal
+        if spec.tolerance and not all(call.is_near(number) for call in spec.products()):
+            self._report_unchanged(node, field, reasons.FAR)
+            return False
         names = nodes.operation_name(base), nodes.operation_name(node)
         value = Recomputed(spec, saved, *names, number)
         if not self.is_verified(value, saved, type(node), field, type(base), spec.cost):
@@ -718,6 +826,22 @@ class Engine:
         spec.add_consumer(number)
         self._save_packed(node, field, saved, value)
         return True
+
+    def keep_until_known(self, value: Recomputed, saved: Tensor) -> None:
+        """Keep the tensor that a spec replaces, until it is known whether its weights last.
+
+        See 6 of NOTE [Weights are proved] in `products.py`.
+        """
+        weights = weights_of(value.spec)
+        known = map(self.settings.lasting, (weight.parameter for weight in weights))
+        if all(each is not None and each.lasts for each in known):
+            return
+        value.original = Original(Leaf(saved), partial(self._learn_whether_last, weights))
+        self._undecided.append(weakref.ref(value))
+
+    def _learn_whether_last(self, weights: Sequence[Weight]) -> bool:
+        """Look whether parameters can be read, if that is not known. Return whether all can."""
+        return all(list(map(self.settings.learn_whether_lasts, weights)))
 
     def is_verified(
         self,
@@ -801,6 +925,8 @@ class Engine:
         """Save a packed value in a field of a node, instead of the tensor `saved`."""
         if self.observer is not None:
             value = self.observer.replaced(node, field, saved, value)
+        if isinstance(value, Recomputed) and value.spec.tolerance:
+            self.keep_until_known(value, saved)
         if saved.is_cuda:
             value.stream = self._stream
         nodes.replace(node, field, value)
@@ -825,7 +951,7 @@ class Engine:
     def _set_reason(self, reason: Callable[..., str], *args: Any) -> None:
         """Remember why there is no spec, for a report."""
         if self.observer is not None:
-            self._reason = functools.partial(reason, *args)
+            self._reason = partial(reason, *args)
 
     def _report_unchanged(self, node: Node, field: str, reason: Reason, *args: Any) -> None:
         if self.observer is not None:
@@ -907,6 +1033,8 @@ class Engine:
     ) -> Spec | None:
         """Return a new spec for `_spec_from_inputs`."""
         output = operation.output
+        if isinstance(output, ProductRule):
+            return self._product_spec(node, output, record)
         if not isinstance(output, Output):
             is_norm = output == "norm"
             return self._norm_spec(node, record) if is_norm else functions.output_spec(node)
@@ -919,7 +1047,7 @@ class Engine:
             spec = self._input_spec(node, position, field, record)
             if spec is None:
                 return None
-            if spec.cost > self.settings.max_ops:
+            if self._costs_too_much(spec):
                 self._set_reason(reasons.too_many, self.settings.max_ops)
                 return None
             inputs.append(spec)
@@ -978,6 +1106,150 @@ class Engine:
         if isinstance(replaced, Recomputed):  # a norm's rounding depends on its input's strides
             x = Restrided(replaced)
         return Call(rerun, (x,))
+
+    def _product_spec(self, node: Node, rule: ProductRule, record: Record) -> Spec | None:
+        """Return the spec of a product; None if it has none.
+
+        See NOTE [Narrow points] and NOTE [Weights are proved] in `products.py`.
+        """
+        facts = record.product
+        if facts is None:
+            self._set_reason(reasons.no_product, node)
+            return None
+        factors = self._factors_of(node, rule, facts)
+        if factors is None:
+            self._set_reason(reasons.unknown_factors, node)
+            return None
+        weights = [spec for spec in map(weight_inside, factors) if spec is not None]
+        known = map(self.settings.lasting, (weight.parameter for weight in weights))
+        if any(each is not None and each.lasts is False for each in known):
+            self._reason = reasons.FREED
+            return None
+        shape, dtype = nodes.output_shape(node, 0), nodes.output_dtype(node, 0)
+        weight = factors[0].value()
+        flops = rule.flops(node, facts.input_shape, weight.shape, facts.weight)
+        device_type = weight.device.type
+        output_bytes = shape.numel() * dtype.itemsize
+        moved = facts.input_shape.numel() * dtype.itemsize + weight.nbytes + output_bytes
+        is_in_tf32 = in_tf32(facts.flags, device_type, rule.is_convolution)
+        ridge = costs.flops_per_byte(device_type, dtype, is_in_tf32)
+        cost = costs.passes(flops, moved, output_bytes, ridge)
+        limit = self.settings.max_ops
+        if cost > limit:
+            self._set_reason(reasons.too_many, limit)
+            return None
+        field, position = rule.operands[1 - facts.weight]
+        x = self._constant_leaf(node, field) or self._input_spec(node, position, field, record)
+        if x is None:
+            return None
+        packed = nodes.packed(node, field)
+        if isinstance(packed, Recomputed) and not x.keeps_strides:
+            x = Restrided(packed)  # a product's kernels depend on its input's strides
+        operands = [x, factors[0]] if facts.weight == 1 else [factors[0], x]
+        bias: list[Spec | None] = [*factors[1:]] or [None]
+        narrowing = facts.input_shape.numel() / shape.numel()
+        terms = max(1, flops // (2 * shape.numel()))
+        call = ProductCall(
+            rule.function,
+            [*operands, *bias],
+            _arguments(node, 0, rule.arguments),
+            Product(cost, narrowing, flops, terms, facts.flags, weights, dtype),
+        )
+        if self._costs_too_much(call):
+            self._set_reason(reasons.too_many, limit)
+            return None
+        return call
+
+    def _costs_too_much(self, spec: Spec) -> bool:
+        limit = self.settings.max_ops
+        return spec.cost > limit and (not spec.tolerance or spec.added_cost() > limit)
+
+    def _factors_of(self, node: Node, rule: ProductRule, facts: ProductFacts) -> list[Spec] | None:
+        """Return the specs of a product's weight, and of its bias if it has one.
+
+        None if one of them is not known.
+        """
+        field, position = rule.operands[facts.weight]
+        weight = self._factor_of(node, position, facts, field)
+        if rule.bias is None or not rule.has_bias(node):
+            return None if weight is None else [weight]
+        bias = self._factor_of(node, rule.bias, facts)
+        return None if weight is None or bias is None else [weight, bias]
+
+    def _factor_of(
+        self, node: Node, position: int, facts: ProductFacts, field: str | None = None
+    ) -> Spec | None:
+        """Return the spec of a product's weight or bias; None if it is not known.
+
+        Args:
+            node: The product's node.
+            position: The index of its edge.
+            facts: What the product's record knows.
+            field: The field that may save the weight; None of a bias.
+        """
+        producer, index = nodes.producer(node, position)
+        saved = None if field is None else nodes.saved_tensor(node, field)
+        if producer is None:
+            return self._frozen_factor(saved, facts)
+        base, _ = base_of(producer, index)
+        is_cast = base is not None and nodes.is_cast_of_autograd_leaf(base)
+        leaf = leaf_of(node, position)
+        if leaf is None or leaf._version != facts.versions.get(position):
+            return None
+        if not nodes.is_plain(leaf) or not nodes.has_storage(leaf):
+            return None
+        if not is_cast:
+            return self._view_of_weight(producer, index, Weight(leaf, leaf._version))
+        if field is not None:
+            return None if saved is None else SavedCast(saved)
+        if base is not producer or leaf.nbytes > COPY_LIMIT:
+            return None
+        return Leaf(leaf.detach().to(nodes.output_dtype(base, 0)), is_copy=True)
+
+    def _view_of_weight(self, node: Node, index: int, weight: Weight) -> Spec:
+        """Return the spec of an output that is a parameter or a view of one."""
+        view = VIEW_OF[type(node)]
+        if view is None:
+            return weight
+        inner = self._view_of_weight(*viewed(node, index), weight)
+        return ViewCall(view.function, (inner,), *_arguments(node, index, view.arguments))
+
+    @cached_property
+    def _parameters(self) -> dict[tuple[int, ...], Tensor]:
+        """The model's parameters and buffers, by the place of their memory."""
+        tensors = itertools.chain(self._model.parameters(), self._model.buffers())
+        return {memory_place(t): t for t in tensors if nodes.is_plain(t) and nodes.has_storage(t)}
+
+    def _constant_leaf(self, node: Node, field: str) -> Leaf | None:
+        """Return a leaf for a product's saved input that no operation computed, such as an image.
+
+        Return None for other inputs, and for parameters, whose owner may free them.
+        """
+        saved = nodes.saved_tensor(node, field)
+        if saved is None or not nodes.is_plain(saved) or not nodes.has_storage(saved):
+            return None
+        base: Tensor | None = saved if saved._base is None else saved._base
+        if saved.grad_fn is not None:
+            producer, _ = base_of(saved.grad_fn, saved.output_nr)
+            base = None if producer is None else nodes.autograd_leaf_of(producer)
+        return None if base is None or isinstance(base, nn.Parameter) else Leaf(saved)
+
+    def _frozen_factor(self, saved: Tensor | None, facts: ProductFacts) -> Spec | None:
+        """Return the spec of a weight that a node saves without an edge, or of a frozen bias."""
+        if saved is None:
+            bias = facts.frozen_bias
+            tensor = None if bias is None else bias.parameter()
+            if bias is None or tensor is None or tensor._version != bias.version:
+                return None
+            return Weight(tensor, bias.version)
+        parameter = self._parameters.get(memory_place(saved))
+        if parameter is None or parameter.dtype is not saved.dtype:
+            return None
+        weight = Weight(parameter, parameter._version)
+        layout = saved.shape, saved.stride()
+        if (parameter.shape, parameter.stride()) == layout:
+            return weight
+        return ViewCall(torch.as_strided, (weight,), *layout, saved.storage_offset())
 
     def _smaller_spec(
         self, node: Node, field: str, base: Node, record: Record, saved: Tensor

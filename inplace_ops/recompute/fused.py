@@ -170,7 +170,10 @@ def _fused(engine: Engine, module: nn.Module, z: Tensor, norm: norms.Norm) -> Te
         engine.warn_of(error, norm.node)
         return None
     if not isinstance(x, Tensor):
+        original = x.original
         x = x.for_consumer(activation.name, engine.next_number)
+        if original is not None:
+            engine.keep_until_known(x, original.leaf.tensor)
     forward = partial(type(module).forward, module)
     if is_in_place:
         check_inplace_allowed(z)
@@ -213,6 +216,8 @@ def _input_of(engine: Engine, norm: norms.Norm) -> Tensor | Recomputed | None:
     packed = None if x is not None else nodes.packed(norm.node, "input")
     if not isinstance(packed, Recomputed) or packed.spec.cost >= engine.settings.max_ops:
         return x
+    if not all(call.is_near(engine.next_number) for call in packed.spec.products()):
+        return None
     z = norm.output
     return packed if (packed.shape, packed.dtype) == (z.shape, z.dtype) else None
 

@@ -633,6 +633,13 @@ def saved_tensor_hooks_are_active() -> bool:
     return hooks is not None and hooks[1] is not unpack_measured
 
 
+def without_memory(tensor: Tensor) -> Tensor:
+    """Return an alias without memory, which shares the version counter: `.data` keeps it."""
+    alias = tensor.detach()
+    alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias
+
+
 class WeakMemory:
     """A weak reference to a tensor's memory, with the version that all its aliases share.
 
@@ -644,10 +651,7 @@ class WeakMemory:
     def __init__(self, tensor: Tensor) -> None:
         self._storage = StorageWeakRef(tensor.untyped_storage())
         self._version = tensor._version
-        # An alias without memory, which shares the version counter: assigning to `.data` keeps the
-        # version counter.
-        self._alias = tensor.detach()
-        self._alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._alias = without_memory(tensor)
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether this is the memory of a tensor that was not modified since."""

@@ -75,7 +75,36 @@ class Output:
     condition: Callable[[Node], bool] = lambda node: True
 
 
-OutputRule = Output | Literal["norm", "activation after a norm"]
+@dataclass(frozen=True)
+class ProductRule:
+    """The output rule of a product: `function(first, second, bias, *arguments)`.
+
+    One of the two operands is a weight: see NOTE [Weights are proved] in `products.py`. The other
+    one is the product's input.
+
+    Attributes:
+        function: The product.
+        operands: The field in which the node saves each operand, and the index of its edge.
+        arguments: The arguments after the bias.
+        weights: Which operands may be the weight, the usual one first.
+        bias: The index of the bias's edge; None if there is no bias.
+        has_bias: Returns whether a node has a bias.
+        flops: Returns the floating point operations, given the node, the shapes of input and
+            weight, and which operand the weight is.
+        is_convolution: Whether it is a convolution.
+    """
+
+    function: Callable[..., Tensor]
+    operands: tuple[tuple[str, int], tuple[str, int]]
+    arguments: tuple[Argument, ...]
+    flops: Callable[[Node, torch.Size, torch.Size, int], int]
+    weights: tuple[int, ...] = (1,)
+    bias: int | None = None
+    has_bias: Callable[[Node], bool] = lambda node: True
+    is_convolution: bool = False
+
+
+OutputRule = Output | ProductRule | Literal["norm", "activation after a norm"]
 
 
 @dataclass(frozen=True)
@@ -98,6 +127,11 @@ class Operation:
     def has_spec(self) -> bool:
         """Whether the operation's output may have a spec."""
         return self.output is not None or bool(self.result or self.saved_output)
+
+    @cached_property
+    def is_product(self) -> bool:
+        """Whether the operation is a product, of which only those that widen have a spec."""
+        return isinstance(self.output, ProductRule)
 
     @cached_property
     def has_rewrites(self) -> bool:
@@ -231,6 +265,32 @@ def same(x: Tensor) -> Tensor:
     return x
 
 
+def _addmm(x: Tensor, y: Tensor, bias: Tensor, beta: float, alpha: float) -> Tensor:
+    return torch.addmm(bias, x, y, beta=beta, alpha=alpha)
+
+
+def _mm(x: Tensor, y: Tensor, bias: None) -> Tensor:
+    return torch.mm(x, y)
+
+
+def _bmm(x: Tensor, y: Tensor, bias: None) -> Tensor:
+    return torch.bmm(x, y)
+
+
+def _flops_of_convolution(node: Node, x: torch.Size, weight: torch.Size, position: int) -> int:
+    is_transposed = nodes.argument(node, "transposed")
+    read_by = x if is_transposed else nodes.output_shape(node, 0)
+    return 2 * read_by.numel() * weight[1:].numel()
+
+
+def _flops_of_matrices(node: Node, x: torch.Size, weight: torch.Size, position: int) -> int:
+    return 2 * nodes.output_shape(node, 0).numel() * x[position - 2]
+
+
+def _has_bias(node: Node) -> bool:
+    return nodes.argument(node, "bias_sym_sizes_opt") not in (None, (), (0,))
+
+
 def _pads_of(node: Node) -> tuple[int, ...]:
     return nodes.argument(node, "pad")
 
@@ -245,6 +305,30 @@ def _is_cast(node: Node) -> bool:
     producer, index = nodes.producer(node, 0)
     has_other_dtype = nodes.output_dtype(node, 0) is not nodes.output_dtype(producer, index)
     return has_other_dtype and nodes.output_device(node, 0) == nodes.output_device(producer, index)
+
+
+_CONVOLUTION = ProductRule(
+    torch.ops.aten.convolution.default,
+    operands=(("input", 0), ("weight", 1)),
+    arguments=("stride", "padding", "dilation", "transposed", "output_padding", "groups"),
+    flops=_flops_of_convolution,
+    bias=2,
+    has_bias=_has_bias,
+    is_convolution=True,
+)
+_ADDMM = ProductRule(
+    _addmm,
+    operands=(("mat1", 1), ("mat2", 2)),
+    arguments=("beta", "alpha"),
+    flops=_flops_of_matrices,
+    weights=(1, 0),
+    bias=0,
+)
+
+
+def _matrix_product(function: Callable[..., Tensor]) -> ProductRule:
+    operands = ("self", 0), ("mat2", 1)
+    return ProductRule(function, operands, (), flops=_flops_of_matrices, weights=(1, 0))
 
 
 OPERATIONS: Mapping[str, Operation] = {
@@ -321,10 +405,10 @@ OPERATIONS: Mapping[str, Operation] = {
         Output(F.pad, (UNSAVED,), ("pad",), condition=lambda node: not any(_pads_of(node)))
     ),
     # Convolutions, matrix products, attention.
-    "ConvolutionBackward0": _reads("input"),
-    "AddmmBackward0": _reads("mat1", "mat2"),
-    "MmBackward0": _reads("self", "mat2"),
-    "BmmBackward0": _reads("self", "mat2"),
+    "ConvolutionBackward0": Operation(_CONVOLUTION, reads=("input",)),
+    "AddmmBackward0": Operation(_ADDMM, reads=("mat1", "mat2")),
+    "MmBackward0": Operation(_matrix_product(_mm), reads=("self", "mat2")),
+    "BmmBackward0": Operation(_matrix_product(_bmm), reads=("self", "mat2")),
     "BaddbmmBackward0": _reads("batch1", "batch2"),
     "AddbmmBackward0": _reads("batch1", "batch2"),
     "AddmvBackward0": _reads("mat", "vec"),

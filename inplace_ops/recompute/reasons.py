@@ -35,6 +35,9 @@ OUTSIDE = "computed outside of the model's forward"
 SAVED_ANYWAY = "another operation saves the same memory"
 AS_LARGE = "the copies needed to recompute it are as large"
 MUCH_LARGER = "the tensors needed to recompute it are much larger"
+FAR = "the operations that read it are far apart: its product would run twice"
+FIRST_STEP = "kept in the first step, which shows whether its weight is there in backward"
+FREED = "the memory of a weight is freed when forward has returned"
 DIFFERENT = "its recomputed value differed at the first use"
 
 
@@ -61,6 +64,16 @@ def this_call(node: Node) -> str:
     return f"the rule for {nodes.operation_name(node)} does not hold for this call"
 
 
+def no_product(node: Node) -> str:
+    """Return the reason for the output of a product that the engine does not run again."""
+    return f"{nodes.operation_name(node)} does not widen: never recomputed"
+
+
+def unknown_factors(node: Node) -> str:
+    """Return the reason for the output of a product whose weight or bias is not proved."""
+    return f"the weight or bias of {nodes.operation_name(node)} is computed, or not known"
+
+
 def stored(node: Node, how: str) -> str:
     """Return the reason for the output of an operation that saves less of its input or output."""
     return f"{nodes.operation_name(node)} saves its tensor otherwise: {how}"
@@ -77,8 +90,8 @@ def inexact(node: Node) -> str:
 
 
 def too_many(max_ops: int) -> str:
-    """Return the reason for a tensor whose spec takes more than `max_ops` operations."""
-    return f"takes more than {max_ops} operations: raise max_ops"
+    """Return the reason for a tensor whose spec takes more than `max_ops` passes."""
+    return f"takes more than {max_ops} passes: raise max_ops"
 
 
 def unsaved_input(node: Node, producer: Node, index: int = 0) -> str:
@@ -124,7 +137,9 @@ def _is_available(node: Node) -> bool:
     if record is None:
         return False
     operation = OPERATION_OF[type(node)]
-    return record.is_saved or (operation is not None and operation.has_spec)
+    if operation is None or not operation.has_spec:
+        return record.is_saved
+    return record.is_saved or record.product is not None or not operation.is_product
 
 
 def _is_an_operation(node: Node) -> bool:

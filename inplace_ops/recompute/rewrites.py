@@ -119,7 +119,7 @@ class Bits(Computed):
         super().__init__()
         self.memory = memory
         self.shape, self.stride, self.offset = saved.shape, saved.stride(), saved.storage_offset()
-        self.cost, self.rounding, self.keeps_strides = 1, 0.0, True
+        self.cost, self.rounding, self.tolerance, self.keeps_strides = 1, 0.0, 0.0, True
         self.leaf_bytes, self.copied_bytes = memory.leaf.leaf_bytes, 0
 
     @property

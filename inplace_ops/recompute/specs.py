@@ -43,12 +43,13 @@ values. Backward often runs them one after another, and need not compute the val
 from __future__ import annotations
 
 import copy
+import math
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,6 +60,9 @@ from ..activations import Activation
 from ..memory import Packed
 from .nodes import WeakMemory, has_storage, no_graph, same_strides, unpacking
 from .norms import NormAffine
+
+if TYPE_CHECKING:
+    from .products import ProductCall
 
 # A recomputed norm's output may differ from PyTorch's by this many eps times its magnitude. The
 # number is chosen with a margin, not proved: on a CPU a single norm, with or without an activation,
@@ -80,7 +84,7 @@ class Spec:
 
     Attributes:
         how: What is done instead of saving the tensor, for the report.
-        cost: The number of operations. Views cost nothing.
+        cost: The passes over memory: see `costs.py`. Views cost nothing.
         rounding: The error of the value over `magnitude()`: see NOTE [Exact specs and roundings].
         leaf_bytes: The total size of the leaves that are not small copies. A leaf counts once for
             each use, and a `Downcast` counts its stored copy, which `settle` may replace by the
@@ -88,6 +92,8 @@ class Spec:
             tensor's size, for which this estimate is close enough.
         copied_bytes: The total size of the leaves that are small copies, such as a norm's affine.
         keeps_strides: Whether the value certainly has the strides that the tensor had in forward.
+        tolerance: The norm of the value's error over that of the value, if a product is inside; 0
+            if none is: see NOTE [Exact specs and roundings].
     """
 
     __slots__ = (
@@ -97,9 +103,11 @@ class Spec:
         "keeps_strides",
         "leaf_bytes",
         "rounding",
+        "tolerance",
     )
-    cost: int
+    cost: float
     rounding: float
+    tolerance: float
     leaf_bytes: int
     copied_bytes: int
     keeps_strides: bool
@@ -128,6 +136,15 @@ class Spec:
         """
         raise NotImplementedError
 
+    def move_consumer(self, old: int, new: int) -> None:
+        """Record that consumer `new` reads this spec instead of `old`, which gets a kept value.
+
+        Args:
+            old: A consumer that was added.
+            new: A consumer with a larger number than all that were added.
+        """
+        raise NotImplementedError
+
     def magnitude(self) -> Tensor:
         """Return the scale of the value's error, a scalar in float64.
 
@@ -141,8 +158,16 @@ class Spec:
         """Return the leaves of the spec."""
         raise NotImplementedError
 
+    def added_cost(self) -> float:
+        """Return the cost without the products that run for other consumers anyway."""
+        return self.cost
+
     def is_current(self) -> bool:
         """Whether no leaf was modified."""
+        raise NotImplementedError
+
+    def products(self) -> Iterator[ProductCall]:
+        """Return the products that compute this spec."""
         raise NotImplementedError
 
 
@@ -152,6 +177,26 @@ class WrittenToError(RuntimeError):
     The text is PyTorch's own for a modified saved tensor, except that it says "from which a saved
     tensor is recomputed" where PyTorch names the operation that returned the tensor.
     """
+
+
+def written_to_error(tensor: Tensor, version: int) -> WrittenToError:
+    """Return the error of a tensor that was at this version when a spec was built from it."""
+    return WrittenToError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: [{tensor.type()} {list(tensor.shape)}], from which a saved tensor is "
+        f"recomputed, is at version {tensor._version}; expected version {version} instead. Hint: "
+        "enable anomaly detection to find the operation that failed to compute its gradient, with "
+        "torch.autograd.set_detect_anomaly(True)."
+    )
+
+
+def freed_error(tensor: Tensor) -> RuntimeError:
+    """Return the error of a tensor whose memory is gone."""
+    return RuntimeError(
+        f"the memory of a tensor of shape {list(tensor.shape)} was freed between forward and "
+        "backward, and a saved tensor is recomputed from it: call inplace_ops.revert(model) to "
+        "save everything as PyTorch does"
+    )
 
 
 class Leaf(Spec):
@@ -171,34 +216,29 @@ class Leaf(Spec):
         self.tensor = tensor.detach()
         self.version = tensor._version
         self.is_copy = is_copy
-        self.cost, self.rounding, self.keeps_strides = 0, 0.0, True
+        self.cost, self.rounding, self.tolerance, self.keeps_strides = 0.0, 0.0, 0.0, True
         size = tensor.nbytes
         self.leaf_bytes, self.copied_bytes = (0, size) if is_copy else (size, 0)
 
     def value(self, consumer: int | None = None) -> Tensor:
         tensor = self.tensor
         if not self.is_current():
-            raise WrittenToError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: [{tensor.type()} {list(tensor.shape)}], from which a saved "
-                f"tensor is recomputed, is at version {tensor._version}; expected version "
-                f"{self.version} instead. Hint: enable anomaly detection to find the operation "
-                "that failed to compute its gradient, with "
-                "torch.autograd.set_detect_anomaly(True)."
-            )
+            raise written_to_error(tensor, self.version)
         if not has_storage(tensor):
-            raise RuntimeError(
-                f"the memory of a tensor of shape {list(tensor.shape)} was freed between forward "
-                "and backward, and a saved tensor is recomputed from it: call "
-                "inplace_ops.revert(model) to save everything as PyTorch does"
-            )
+            raise freed_error(tensor)
         return tensor
 
     def add_consumer(self, consumer: int, distance: int | None = None) -> None:
         pass
 
+    def move_consumer(self, old: int, new: int) -> None:
+        pass
+
     def is_current(self) -> bool:
         return self.tensor._version == self.version
+
+    def products(self) -> Iterator[ProductCall]:
+        yield from ()
 
     def magnitude(self) -> Tensor:
         return _largest(self.tensor)
@@ -253,24 +293,41 @@ class Computed(Spec):
         if kept is not None and kept.running_pass == running_pass():
             value = kept.value
         else:
-            # If this spec keeps its value, the following consumer does not read the specs inside.
-            value = self.compute(consumer if following is None else None)
+            value = self.compute(consumer)
         if following is not None and running_pass() != NO_PASS:
             self._kept = _Kept(value, running_pass(), following)
-            _keeping.specs.append(weakref.ref(self))
+            keeping.specs.append(weakref.ref(self))
         return value
 
     def add_consumer(self, consumer: int, distance: int | None = None) -> None:
-        last = self._last_consumer
+        last, self._last_consumer = self._last_consumer, consumer
         farthest = _SHARING_DISTANCE if distance is None else min(distance, _SHARING_DISTANCE)
         if last is not None and 0 < consumer - last <= farthest:
             self._next_consumer[consumer] = last
-        self._last_consumer = consumer
+            self._move_inside(last, consumer)  # the last one then reads what this one has computed
+        else:
+            self._add_inside(consumer, distance)
+
+    def move_consumer(self, old: int, new: int) -> None:
+        following, last = self._next_consumer.pop(old, None), self._last_consumer
+        if last != old:
+            following = last
+        if following is not None and 0 < new - following <= _SHARING_DISTANCE:
+            self._next_consumer[new] = following
+        self._last_consumer = new
+        self._move_inside(old, new)
+
+    def _add_inside(self, consumer: int, distance: int | None) -> None:
         for spec in self.inner():
-            if spec.cost >= _MIN_COST_INSIDE:
+            if spec.cost >= _MIN_COST_INSIDE or spec.tolerance:
                 spec.add_consumer(consumer, distance)
             elif self.keeps_cheap and spec.cost:
                 spec.add_consumer(consumer, distance=1)
+
+    def _move_inside(self, old: int, new: int) -> None:
+        for spec in self.inner():
+            if spec.cost >= _MIN_COST_INSIDE or spec.tolerance or (self.keeps_cheap and spec.cost):
+                spec.move_consumer(old, new)
 
     def drops(self, consumer: int) -> bool:
         """Drop the kept value if backward has passed its consumer. Return whether none is kept."""
@@ -282,6 +339,15 @@ class Computed(Spec):
     def is_current(self) -> bool:
         return all(spec.is_current() for spec in self.inner())
 
+    def products(self) -> Iterator[ProductCall]:
+        for spec in self.inner():
+            if spec.tolerance:
+                yield from spec.products()
+
+    def added_cost(self) -> float:
+        inside = (spec for spec in self.inner() if spec.tolerance)
+        return self.cost - sum(spec.cost - spec.added_cost() for spec in inside)
+
     def compute(self, consumer: int | None) -> Tensor:
         """Compute the tensor for `value`."""
         raise NotImplementedError
@@ -291,7 +357,7 @@ class Computed(Spec):
         raise NotImplementedError
 
 
-class _Keeping(threading.local):
+class Keeping(threading.local):
     """The specs that keep a value for a consumer of a backward pass in this thread."""
 
     def __init__(self) -> None:
@@ -308,7 +374,7 @@ class _Keeping(threading.local):
             ]
 
 
-_keeping = _Keeping()
+keeping = Keeping()
 
 
 class StoredMemory:
@@ -358,7 +424,7 @@ class Downcast(Computed):
         super().__init__()
         self.memory, self.dtype = memory, saved.dtype
         self.shape, self.stride, self.offset = saved.shape, saved.stride(), saved.storage_offset()
-        self.cost, self.rounding = 1, 0.0
+        self.cost, self.rounding, self.tolerance = 1, 0.0, 0.0
         self.keeps_strides = False  # a cast of a strided view is contiguous
         self.leaf_bytes, self.copied_bytes = memory.leaf.leaf_bytes, 0
 
@@ -422,6 +488,7 @@ class Affine(Computed):
         self.dtype = dtype
         self.cost = x.cost + (1 if activation is None else 2)
         self.rounding = max(x.rounding, _NORM_ROUNDINGS * _eps(dtype))
+        self.tolerance = x.tolerance
         self.keeps_strides = x.keeps_strides
         self.leaf_bytes, self.copied_bytes = x.leaf_bytes, x.copied_bytes + affine.nbytes
 
@@ -489,7 +556,7 @@ class Call(Computed):
         function: Callable[..., Tensor],
         inputs: Sequence[Spec],
         arguments: Sequence[Any] = (),
-        cost: int = 1,
+        cost: float = 1,
         bound: Callable[[list[Tensor]], Tensor] = lambda inputs: largest(inputs),
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -498,6 +565,7 @@ class Call(Computed):
         self.dtype = dtype
         self.cost = sum(spec.cost for spec in inputs) + cost
         self.rounding = max(spec.rounding for spec in inputs)
+        self.tolerance = max(spec.tolerance for spec in inputs)
         self.keeps_strides = all(spec.keeps_strides for spec in inputs)
         self.leaf_bytes = sum(spec.leaf_bytes for spec in inputs)
         self.copied_bytes = sum(spec.copied_bytes for spec in inputs)
@@ -539,6 +607,10 @@ class ViewCall(Call):
     def add_consumer(self, consumer: int, distance: int | None = None) -> None:
         (spec,) = self.inputs
         spec.add_consumer(consumer, distance)
+
+    def move_consumer(self, old: int, new: int) -> None:
+        (spec,) = self.inputs
+        spec.move_consumer(old, new)
 
 
 class Restrided(ViewCall):
@@ -634,6 +706,35 @@ def _excess(value: Tensor, saved: Tensor, allowed: float) -> float | None:
     return excess
 
 
+def _distance(value: Tensor, saved: Tensor) -> float:
+    """Return the norm of the difference over the norm of `saved`.
+
+    It is infinite if an element is NaN or infinite in one of the two alone.
+    """
+    total = difference = 0.0
+    for mine, other in _chunks(value, saved):
+        mine, other = mine.double(), other.double()
+        finite = other.isfinite()
+        if not torch.equal(finite, mine.isfinite()):
+            return math.inf
+        mine, other = mine.where(finite, 0.0), other.where(finite, 0.0)
+        total += float(other.norm() ** 2)
+        difference += float((mine - other).norm() ** 2)
+    return math.sqrt(difference / total) if total else math.sqrt(difference)
+
+
+class Original(NamedTuple):
+    """A tensor that stays saved until it is known whether its spec can be computed in backward.
+
+    Attributes:
+        leaf: The tensor.
+        learn: Looks whether the spec can be computed now. Called in backward.
+    """
+
+    leaf: Leaf
+    learn: Callable[[], object]
+
+
 class Recomputed(Packed):
     """A spec that is saved instead of a tensor, with the tensor's shape, dtype, device and strides.
 
@@ -641,9 +742,14 @@ class Recomputed(Packed):
         producer: The name of the operation whose output the tensor is.
         consumer: The name of the operation that saves the tensor.
         number: The consumer's number: see NOTE [Shared values]. None if it has none.
+        original: The tensor itself, if it stays saved: see 6 of NOTE [Weights are proved] in
+            `products.py`. Else None.
     """
 
-    __slots__ = ("consumer", "device", "dtype", "number", "producer", "shape", "spec", "stride")
+    __slots__ = (
+        *("consumer", "device", "dtype", "number", "original", "producer", "shape"),
+        *("spec", "stride"),
+    )
 
     def __init__(
         self, spec: Spec, like: Tensor, producer: str, consumer: str, number: int | None = None
@@ -651,6 +757,7 @@ class Recomputed(Packed):
         self.spec, self.producer, self.consumer, self.number = spec, producer, consumer, number
         self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
         self.stride = like.stride()
+        self.original: Original | None = None
 
     @property
     def how(self) -> str:  # type: ignore[override]
@@ -682,8 +789,11 @@ class Recomputed(Packed):
 
     def compute(self) -> Tensor:
         """Compute the spec. The result has the strides of the tensor that the spec replaces."""
+        if self.original is not None:
+            self.original.learn()
+            return self.original.leaf.value()
         if self.number is not None:
-            _keeping.drop_passed(self.number)
+            keeping.drop_passed(self.number)
         with self._without_modes():
             try:
                 value = self.spec.value(self.number)
@@ -731,6 +841,9 @@ class Recomputed(Packed):
                 return None
             if saved.dtype is torch.bool:
                 return "in some elements"
+            if self.spec.tolerance:
+                distance = _distance(value, saved)
+                return None if distance <= self.spec.tolerance else f"{distance:.3g} of its norm"
             rounding = self.spec.rounding
             # `magnitude` takes memory to compute. The value's own magnitude is a lower bound of it.
             if rounding and _excess(value, saved, rounding * _largest_of_chunks(value)) is None:
@@ -763,4 +876,5 @@ class Recomputed(Packed):
         return result.expand(self.shape)
 
     def tensors(self) -> Iterator[Tensor]:
-        return (leaf.tensor for leaf in self.spec.leaves())
+        leaves = self.spec.leaves() if self.original is None else [self.original.leaf]
+        return (leaf.tensor for leaf in leaves)

@@ -54,11 +54,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch_private import CLONE, UNSAFE_VIEW, WeakTensor, is_named
+from .._torch_private import (
+    CLONE,
+    UNSAFE_VIEW,
+    ProductFlags,
+    WeakTensor,
+    is_named,
+    product_flags,
+)
 from . import nodes
 from .nodes import Node
 from .norms import NormAffine, Parameters, Statistics
-from .operations import OPERATION_OF, Output, base_of, reshapes_only
+from .operations import OPERATION_OF, Output, ProductRule, base_of, reshapes_only
 from .specs import DowncastMemory, Leaf, Spec
 
 # The key of a node's record in its metadata. None instead of a record marks a visited node that has
@@ -77,6 +84,31 @@ class CopyOfOutput(NamedTuple):
 
     leaf: Callable[[], Leaf | None]
     number: int
+
+
+class FrozenBias(NamedTuple):
+    """A bias that needs no gradient, and its version when the product ran."""
+
+    parameter: WeakTensor
+    version: int
+
+
+class ProductFacts(NamedTuple):
+    """What a product's node does not show: see NOTE [Weights are proved] in `products.py`.
+
+    Attributes:
+        weight: Which operand is the weight.
+        input_shape: The shape of the other operand.
+        versions: The versions of the autograd leaves that it has read, by the index of their edge.
+        flags: The flags of the device's products.
+        frozen_bias: The bias, if that is frozen; None if unknown.
+    """
+
+    weight: int
+    input_shape: torch.Size
+    versions: Mapping[int, int]
+    flags: ProductFlags
+    frozen_bias: FrozenBias | None = None
 
 
 class Record:
@@ -100,6 +132,8 @@ class Record:
         saver: A weak reference to the record of the last node that saves the output or a view of
             it; None if no consumer saves it.
         note: A weak reference to the output; None if no note was taken.
+        alias: An alias of the output without memory, which has its version; None unless a spec
+            replaced the output while `saved_bytes` counted, when no note was taken.
         number: The number that a sum or difference adds or subtracts, a scalar; None if unknown,
             and for other operations.
         downcast: A weak reference to a copy of a cast's output in the dtype that it was cast from;
@@ -108,6 +142,7 @@ class Record:
             was made.
         stream: The CUDA stream that was current when the engine visited the node; None on a CPU.
         has_backward_hooks: Whether the norm's module has backward hooks; False for others.
+        product: What a product has read, and how; None for other operations, and if unknown.
     """
 
     # Most records change few of these defaults.
@@ -124,9 +159,11 @@ class Record:
     is_saved = False
     saver: weakref.ref[Record] | None = None
     note: WeakTensor | None = None
+    alias: Tensor | None = None
     number: Tensor | None = None
     downcast: weakref.ref[DowncastMemory] | None = None
     spec: weakref.ref[Spec] | None = None
+    product: ProductFacts | None = None
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self.stream = stream
@@ -217,9 +254,11 @@ def _producer_of(node: Node, index: int) -> tuple[Node, Record | None]:
 
 
 def _known_output(node: Node, record: Record) -> Tensor | None:
-    """Return an operation's output if its note or its node leads to it; else None."""
+    """Return an operation's output, or an alias, if the record or the node leads to it."""
     tensor = record.note() if record.note is not None else None
-    return _saved_output(node) if tensor is None else tensor
+    if tensor is None:
+        tensor = _saved_output(node)
+    return record.alias if tensor is None else tensor
 
 
 def saved_output_of(node: Node, record: Record) -> Tensor | None:
@@ -273,6 +312,57 @@ def record_output(node: Node, record: Record, output: Output, result: str) -> No
             record.version = producer_record.version + 1
             record.note = producer_record.note
             _prove_clone(node, saved, record)
+
+
+def record_product(
+    node: Node, record: Record, rule: ProductRule, is_unmodified: Callable[[Tensor], bool]
+) -> None:
+    """Record what a product has read, if it widens and its weight and bias are proved.
+
+    Args:
+        node: The product's node.
+        record: Its record.
+        rule: Its output rule.
+        is_unmodified: Returns whether an autograd leaf is unmodified since the product ran.
+    """
+    leaves = [leaf_of(node, position) for _, position in rule.operands]
+    edges = [nodes.producer(node, position)[0] for _, position in rule.operands]
+    weight = next((i for i in rule.weights if leaves[i] is not None), None)
+    if weight is None:
+        weight = next((i for i in rule.weights if edges[i] is None), None)
+    if weight is None:
+        return
+    field, position = rule.operands[1 - weight]
+    saved = nodes.saved_tensor(node, field)
+    if saved is None and edges[1 - weight] is None:
+        return
+    shape = nodes.output_shape(*nodes.producer(node, position)) if saved is None else saved.shape
+    if nodes.output_shape(node, 0).numel() <= shape.numel():
+        return
+    versions: dict[int, int] = {}
+    read = {rule.operands[weight][1]: leaves[weight]}
+    if rule.bias is not None:
+        read[rule.bias] = leaf_of(node, rule.bias)
+    for index, leaf in read.items():
+        if leaf is not None:
+            if not is_unmodified(leaf):
+                return
+            versions[index] = leaf._version
+    if saved is None:
+        _prove_input(node, position, record)
+    flags = product_flags(nodes.output_device(node, 0).type)
+    record.product = ProductFacts(weight, shape, versions, flags)
+
+
+def leaf_of(node: Node, position: int) -> Tensor | None:
+    """Return the autograd leaf of which an input is a view, a cast, or a view of a cast.
+
+    Return None if the input is another tensor.
+    """
+    base, _ = base_of(*nodes.producer(node, position))
+    if base is not None and nodes.is_cast_of_autograd_leaf(base):
+        base, _ = nodes.producer(base, 0)
+    return None if base is None else nodes.autograd_leaf_of(base)
 
 
 def prove_late(node: Node, record: Record) -> bool:

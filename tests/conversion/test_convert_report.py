@@ -56,8 +56,9 @@ def test_first_step_with_gradients_fills_in_report() -> None:
     assert report.peak_bytes_before is report.peak_bytes_after is None
     original = network()
     before, after = (saved_allocation(lambda m=m: m(x)) for m in (original, model))
-    assert report.saved_bytes_before == pytest.approx(before, rel=0.03)
-    assert report.saved_bytes_after == pytest.approx(after, rel=0.03)
+    output = 4 * 2 * 4 * 16 * 16
+    assert report.saved_bytes_before == pytest.approx(before - output, rel=0.03)
+    assert report.saved_bytes_after == pytest.approx(after - output, rel=0.03)
     first = asdict(report)
     model(torch.cat([x, x]))
     assert asdict(report) == first
@@ -91,6 +92,7 @@ def test_report_lists_replaced_and_remaining_tensors() -> None:
     size = 4 * 2 * 16 * 32 * 32
     rows = {(r.producer, r.consumer, r.module, r.bytes, r.how) for r in report.replaced}
     assert rows == {
+        ("Convolution", "NativeBatchNorm", "1", size, "recomputed"),  # it widens the images
         ("NativeBatchNorm", "SiLU", "2", size, "recomputed"),
         ("SiLU", "Convolution", "3", size, "recomputed"),
         ("ReLU", "ReLU", "5", size, "recomputed"),  # pooling saves the same storage
@@ -99,8 +101,8 @@ def test_report_lists_replaced_and_remaining_tensors() -> None:
     assert [r.bytes for r in report.replaced] == sorted([r.bytes for r in report.replaced])[::-1]
     largest = report.remaining[0]
     assert (largest.producer, largest.bytes) == ("Convolution", size)
-    assert largest.reason == "too expensive: never recomputed"
-    assert largest.module in ("1", "4")
+    assert largest.reason == "Convolution does not widen: never recomputed"
+    assert largest.module == "4"
     pooled = next(r for r in report.remaining if r.consumer == "Convolution" and r.module == "7")
     assert pooled.reason == "too expensive: never recomputed"
     replaced, remaining = (
@@ -125,7 +127,7 @@ def test_report_names_tensors_above_max_ops() -> None:
     model.to(torch.float32)
     report = inplace_ops.convert(model, torch.randn(8, 3, 16, 16), max_ops=3)
     reasons = {r.reason for r in report.remaining}
-    assert "takes more than 3 operations: raise max_ops" in reasons
+    assert "takes more than 3 passes: raise max_ops" in reasons
 
 
 # A model, the operation that computes a tensor that stays saved, and the reported reason.
@@ -166,6 +168,7 @@ REASONS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str, str]] = {
 }
 
 
+@pytest.mark.usefixtures("without_products")
 @pytest.mark.parametrize("case", REASONS)
 def test_reasons_of_remaining_tensors(case: str) -> None:
     compute, producer, reason = REASONS[case]
@@ -229,6 +232,7 @@ def block(*layers: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), *layers, nn.Conv2d(8, 4, 3))
 
 
+@pytest.mark.usefixtures("without_products")
 @pytest.mark.parametrize(
     ("layer", "producer"),
     [
@@ -252,6 +256,7 @@ def test_rows_of_fused_activations_add_up(layer: nn.Module, producer: str) -> No
     assert fused.producer == producer
 
 
+@pytest.mark.usefixtures("without_products")
 @pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")])
 def test_frozen_norms_are_measured_as_they_train(frozen: tuple[str, ...]) -> None:
     model, x = block(nn.SiLU()), torch.randn(2, 2, 32, 32)
@@ -280,6 +285,7 @@ def test_bytes_in_no_list_are_printed() -> None:
     assert "saved by operations whose saved tensors PyTorch does not show" in str(report)
 
 
+@pytest.mark.usefixtures("without_products")
 def test_plot_draws_both_models(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report = inplace_ops.Report()

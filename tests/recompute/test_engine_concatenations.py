@@ -152,6 +152,7 @@ JOINS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
 }
 
 
+@pytest.mark.usefixtures("without_products")
 @pytest.mark.parametrize("join", JOINS)
 def test_second_concatenation_is_computed_from_shared_parts(join: str) -> None:
     compute, channels = JOINS[join]

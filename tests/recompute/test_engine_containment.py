@@ -627,6 +627,7 @@ class KeepsItsClass(nn.Module, metaclass=Final):
         return self.layers(x)
 
 
+@pytest.mark.usefixtures("without_products")
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, DUPLICATES["pickle"]])
 @pytest.mark.parametrize("is_again", [False, True], ids=["copy", "copy of a copy"])
 def test_copy_of_an_activation_is_its_own_module(duplicate: Any, is_again: bool) -> None:
@@ -831,6 +832,7 @@ def replicate(monkeypatch: pytest.MonkeyPatch) -> Callable[[nn.Module], list[nn.
     return lambda model: module.replicate(model, [0, 1])
 
 
+@pytest.mark.usefixtures("without_products")
 @pytest.mark.parametrize("frozen", [(), ("bias",), ("weight", "bias")], ids=str)
 @pytest.mark.parametrize(
     "make_norm", [nn.BatchNorm2d, lambda c: nn.GroupNorm(2, c), nn.InstanceNorm2d]

@@ -215,6 +215,7 @@ def assert_fused(
     assert {op: count for op, count in more.items() if count} == difference
 
 
+@pytest.mark.usefixtures("without_products")
 @pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize("case", CASTS)
 def test_cast_of_a_norm_is_fused(case: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,6 +240,7 @@ def test_cast_of_an_rms_norm_on_a_gpu_is_fused(
     assert_same_step(*steps, tolerance=1e-6)
 
 
+@pytest.mark.usefixtures("without_products")
 @pytest.mark.parametrize(
     ("dtype", "channels_last", "source"),
     [
@@ -261,6 +263,7 @@ def test_residual_sums_equal_their_composition(
     assert_fused(case, source, monkeypatch, channels_last)
 
 
+@pytest.mark.usefixtures("without_products")
 @pytest.mark.parametrize("has_downsample", [False, True], ids=["identity", "downsample"])
 @pytest.mark.parametrize("norm", NORMS)
 def test_residual_sum_is_fused_with_one_norm(
@@ -341,6 +344,7 @@ class UNetBlockWithShortcut(UNetBlock):
             return shortcut.mean() + self.conv(self.act(self.norm(self.view(x.float()))))
 
 
+@pytest.mark.usefixtures("without_products")
 @pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize("view", ["the tensor", "a view of it"])
 def test_cast_of_a_norm_reads_a_tensor_that_is_saved_anyway(

@@ -380,6 +380,7 @@ KINDS: dict[str, tuple[type, ...]] = {
 }
 
 
+@pytest.mark.usefixtures("without_products")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("activation", OUT_OF_PLACE)
 @pytest.mark.parametrize("norm", ["batch", "instance"])

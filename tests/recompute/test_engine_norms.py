@@ -43,6 +43,7 @@ NORMS_OF_CONSTANT_ROWS = norms() | {
 }
 
 
+@pytest.mark.usefixtures("without_products")
 @pytest.mark.parametrize("source", SOURCES[:1], indirect=True)
 @pytest.mark.parametrize("norm", NORMS_OF_CONSTANT_ROWS)
 @pytest.mark.parametrize(
@@ -91,6 +92,7 @@ def test_frozen_norm_parameters_come_from_the_module(
     assert_same_steps(model, twin, x)
 
 
+@pytest.mark.usefixtures("without_products")
 @pytest.mark.parametrize(
     "function",
     [
@@ -353,6 +355,7 @@ class ScaledEpsGroupNorm(nn.GroupNorm):
         return F.group_norm(x, self.num_groups, self.weight, self.bias, eps)
 
 
+@pytest.mark.usefixtures("without_products")
 @pytest.mark.parametrize(
     "norm", [ScaledEpsLayerNorm, partial(ScaledEpsGroupNorm, 2)], ids=["layer", "group"]
 )
@@ -446,6 +449,7 @@ def test_global_forward_hook_that_replaces_the_output_matches_pytorch() -> None:
         handle.remove()
 
 
+@pytest.mark.usefixtures("without_products")
 @pytest.mark.parametrize("activation", [nn.SiLU, nn.ReLU6, nn.Hardswish, nn.Mish])
 def test_in_place_activation_after_a_16_bit_norm_is_recomputed(
     activation: Callable[..., nn.Module],
@@ -684,6 +688,7 @@ def test_parametrization_of_a_bias_runs_once(norm: str, is_frozen: bool) -> None
     assert_same_steps(model, twin, x)
 
 
+@pytest.mark.usefixtures("without_products")
 @each_norm_except_rms
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
@@ -703,6 +708,7 @@ def test_norm_with_16_bit_statistics_is_rerun(
     assert_same_steps(model, twin, x, tolerance=0 if value.spec.rounding == 0 else 2e-2)
 
 
+@pytest.mark.usefixtures("without_products")
 def test_16_bit_norm_with_unknown_eps_stays_saved() -> None:
     """The node of a layer norm does not save eps, and a function call has no module."""
 

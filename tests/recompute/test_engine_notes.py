@@ -66,6 +66,7 @@ def mlp(activation: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(32, 64), activation, nn.Linear(64, 32))
 
 
+@pytest.mark.usefixtures("without_products")
 @pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize(("max_ops", "tensors"), [(4, 2), (8, 1)])
 def test_activation_of_several_operations_saves_its_input(

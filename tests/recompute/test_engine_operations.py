@@ -495,6 +495,7 @@ COMPARE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.usefixtures("without_products")
 @pytest.mark.parametrize("compare", COMPARE)
 def test_operations_that_compare_values_save_them(compare: str) -> None:
     model = Program(lambda m, z: COMPARE[compare](z), NORMS["layer"])
@@ -546,7 +547,9 @@ def test_pooling_and_padding_save_only_the_shape(
     strides = []
     for m in (model, twin):
         y = m.other(m.first(x))
-        with engine.run_engine(engine.Settings()) if m is twin else torch.enable_grad():
+        with (
+            engine.run_engine(nn.Module(), engine.Settings()) if m is twin else torch.enable_grad()
+        ):
             pooled = POOLS[pool](y)
         (gradient,) = torch.autograd.grad(pooled.sum(), y)
         strides.append(gradient.stride())

@@ -44,6 +44,7 @@ pytestmark = pytest.mark.usefixtures("source", "_small_tensors_too", "_fused_rms
 # Leaves.
 
 
+@pytest.mark.usefixtures("without_products")
 @each_norm
 @pytest.mark.parametrize("by", ["data", "storage"])
 def test_spec_does_not_read_changed_or_freed_norm_parameters(norm: str, by: str) -> None:
@@ -260,6 +261,7 @@ def test_search_for_aliases_visits_each_function_once(length: int) -> None:
         assert_same_steps(model, converted_twin(model), x, tolerance=0)
 
 
+@pytest.mark.usefixtures("without_products")
 def test_norm_with_large_parameters_is_not_recomputed() -> None:
     size = COPY_LIMIT // 4 + 4
     model = nn.Sequential(nn.Linear(4, size), nn.LayerNorm(size), nn.Linear(size, 4))
@@ -300,6 +302,7 @@ def test_write_to_spec_leaf_raises_in_backward() -> None:
         torch.autograd.grad(output.sum(), twin.conv.weight)
 
 
+@pytest.mark.usefixtures("without_products")
 def test_small_tensor_of_a_much_larger_leaf_stays_saved() -> None:
     """A spec of a small slice would keep the norm's whole input alive after the norm's backward."""
 
@@ -452,6 +455,7 @@ def write_through_data(t: Tensor) -> None:
     t.data.add_(1)
 
 
+@pytest.mark.usefixtures("without_products")
 def test_write_through_data_is_detected_and_warns_once() -> None:
     def compute(m: Any, z: Tensor) -> Tensor:
         y = F.silu(z)
@@ -479,6 +483,7 @@ def test_tiny_write_is_detected_by_an_exact_spec() -> None:
         names_of(converted_twin(Program(compute)), images())
 
 
+@pytest.mark.usefixtures("without_products")
 @each_norm
 def test_write_larger_than_a_rounding_is_detected(norm: str) -> None:
     def compute(m: Any, z: Tensor) -> Tensor:
@@ -489,6 +494,7 @@ def test_write_larger_than_a_rounding_is_detected(norm: str) -> None:
         names_of(converted_twin(Program(compute, lambda c: norms(c)[norm])), images())
 
 
+@pytest.mark.usefixtures("without_products")
 @each_norm
 @pytest.mark.parametrize("mean", [0.0, 100.0])
 def test_rounding_errors_are_tolerated(norm: str, mean: float) -> None:
@@ -517,6 +523,7 @@ def test_new_shape_is_compared_at_its_first_use() -> None:
         assert_same_steps(model, twin, x, steps=1)
 
 
+@pytest.mark.usefixtures("without_products")
 def test_number_of_spec_keys_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "_MAX_SPEC_KEYS", 5)
     twin = converted_twin(Program(lambda m, z: m.conv(F.silu(z))))
@@ -526,11 +533,12 @@ def test_number_of_spec_keys_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
         assert 0 < len(verified) <= 5
 
 
+@pytest.mark.usefixtures("without_products")
 def test_no_comparison_during_cuda_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """A comparison would synchronize, so a spec with a new key is not used."""
     settings = engine.Settings()
     value = Recomputed(Leaf(torch.ones(2)), torch.ones(2), "a", "b")
-    running = engine.Engine(settings, None)
+    running = engine.Engine(nn.Module(), settings, None)
     on_a_gpu = torch.ones(2).as_subclass(type("OnAGPU", (Tensor,), {"is_cuda": True}))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert not running.is_verified(value, on_a_gpu)
@@ -542,6 +550,7 @@ def test_no_comparison_during_cuda_graph_capture(monkeypatch: pytest.MonkeyPatch
 # Cost.
 
 
+@pytest.mark.usefixtures("without_products")
 @pytest.mark.parametrize("max_ops", [1, 2, 3, 4, 5])
 def test_max_ops_limits_the_cost_of_specs(max_ops: int) -> None:
     """A norm, an activation and a product cost one operation each, and a view none."""
@@ -560,6 +569,7 @@ def test_max_ops_limits_the_cost_of_specs(max_ops: int) -> None:
     assert_same_steps(model, twin, x)
 
 
+@pytest.mark.usefixtures("without_products")
 def test_tensors_below_min_bytes_stay_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     twin = converted_twin(Program(convolution))
     monkeypatch.setattr(engine, "MIN_BYTES", 4 * 2 * C * 64)
@@ -716,6 +726,7 @@ def test_exact_in_place_product_with_another_dtype_is_recomputed(source: str) ->
         assert_same_steps(model, twin, x, steps=6, tolerance=0)
 
 
+@pytest.mark.usefixtures("without_products")
 def test_activation_of_a_parameter_matches_pytorch() -> None:
     """The activation saves the parameter itself, not a clone, and no operation produced it."""
     model = Program(lambda m, z: m.conv(m.silu(z) * F.silu(m.scale)))
@@ -728,6 +739,7 @@ def test_activation_of_a_parameter_matches_pytorch() -> None:
 # Freed storage.
 
 
+@pytest.mark.usefixtures("without_products")
 def test_freed_leaf_raises_in_backward() -> None:
     def compute(m: Any, z: Tensor) -> Tensor:
         output = m.conv(F.silu(z))
@@ -761,7 +773,7 @@ def test_freed_tensor_is_not_a_spec_leaf() -> None:
 
 def test_cast_across_devices_is_not_recomputed() -> None:
     x = torch.randn(4, 4, requires_grad=True)
-    with engine.run_engine(engine.Settings()) as running:
+    with engine.run_engine(nn.Module(), engine.Settings()) as running:
         y = F.silu(x * 1)
         running.walk(y)
         running.note(y)

@@ -528,6 +528,7 @@ def test_compiled_model_matches_pytorch(backend: str, training: bool) -> None:
     assert_same_step(renamed, expected, tolerance=1e-4)
 
 
+@pytest.mark.usefixtures("without_products")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # from Dynamo
 def test_model_with_a_compiled_part_matches_pytorch() -> None:
     class Parts(nn.Module):
@@ -629,6 +630,7 @@ def test_subclasses_without_torch_dispatch_are_plain_tensors() -> None:
     assert saved[1] <= saved[0] * 1.01
 
 
+@pytest.mark.usefixtures("without_products")
 def test_subclasses_with_torch_dispatch_stay_saved() -> None:
     layers = nn.Conv2d(3, 6, 3), nn.SiLU(), nn.Conv2d(6, 2, 1)
     twin, x = converted_twin(nn.Sequential(*layers)), images()
@@ -692,6 +694,7 @@ def test_nested_tensors_match_pytorch() -> None:
     torch.testing.assert_close(loss(twin, torch.jagged), loss(model, torch.jagged))
 
 
+@pytest.mark.usefixtures("without_products")
 def test_frozen_linear_weight_saves_no_input() -> None:
     """A linear layer with a frozen weight, as with LoRA, saves no input."""
     model = Program(lambda m, z: m.linear(m.silu(z)))
