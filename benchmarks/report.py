@@ -28,7 +28,7 @@ from variants import CONVERT, OFFLOAD, TOOLS
 
 from inplace_ops.activations import ACTIVATIONS
 from inplace_ops.recompute.nodes import name_of_type
-from inplace_ops.recompute.operations import OPERATIONS, VIEWS, Operation, Output
+from inplace_ops.recompute.operations import OPERATIONS, VIEWS, Operation, Output, ProductRule
 
 PROJECT = Path(__file__).parent.parent
 PAGES = [PROJECT / "README.md", RESULTS / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
@@ -46,8 +46,8 @@ def markdown(header: list[str], body: list[list[str]]) -> str:
 
 
 def find(rows: Rows, column: str, **wanted: str) -> str:
-    """Return a column of the row that has the wanted values, or a dash if there is no such row."""
-    found = [row[column] for row in rows if all(row[k] == v for k, v in wanted.items())]
+    """Return a column of the row that has the wanted values; a dash if there is none."""
+    found = [row.get(column, "-") for row in rows if all(row[k] == v for k, v in wanted.items())]
     return found[0] if found else "-"
 
 
@@ -290,7 +290,11 @@ def bytes_of_a_step(rows: Rows) -> str:
         cells = [*case, f"{int(own[0]['saved_torch']) / 2**20:.1f}"]
         for kind in kinds:
             ratios = [find(own, f"{kind}_ratio", max_ops=number) for number in numbers]
-            cells.append(", ".join(f"{float(ratio):.2f}" if ratio else "-" for ratio in ratios))
+            cells.append(
+                ", ".join(
+                    f"{float(ratio):.2f}" if ratio not in ("", "-") else "-" for ratio in ratios
+                )
+            )
         body.append(cells)
     return markdown(header, body)
 
@@ -618,6 +622,9 @@ def _output(entry: Operation) -> str:
         return "`input`, scale and shift"
     if output == "activation after a norm":
         return "the norm's `input`, scale and shift"
+    if isinstance(output, ProductRule):
+        operands = " and ".join(f"`{field}`" for field, _ in output.operands)
+        return f"{operands}, one of them a weight, if the output is larger than the other one"
     assert isinstance(output, Output)
     unsaved = "its input" if output.inputs.count(None) == 1 else "its inputs"
     sources = [f"`{field}`" if field else unsaved for field in output.inputs or (None,)]

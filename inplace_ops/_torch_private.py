@@ -45,8 +45,10 @@ from torch._ops import OpOverload as OpOverload
 # The function mode of a default device.
 from torch.utils._device import DeviceContext
 
-# Whether a tensor subclass has `__tensor_flatten__`, which names the tensors it consists of.
+# A mode that sees every op, and whether a tensor subclass has `__tensor_flatten__`, which names the
+# tensors it consists of.
 from torch.utils._python_dispatch import (
+    TorchDispatchMode as TorchDispatchMode,
     is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
 )
 

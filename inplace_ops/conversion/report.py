@@ -201,7 +201,7 @@ class Report:
             size = mib(self.recompute_bytes)
             lines.append(f"\nsaved to recompute from (scales, shifts, masks): {size} MiB")
         if self.recompute_flops:
-            lines.append(f"\nproducts that backward computes again: {self._recompute_flops()}")
+            lines.append(f"\nproducts that backward recomputes: {self._recompute_flops()}")
         if self.unlisted_bytes >= _MIN_SHARE * (self.saved_bytes_after or 0) > 0:
             size = mib(self.unlisted_bytes)
             lines.append(

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from .._ops import is_out_of_memory
 from .._torch_private import (
+    TorchDispatchMode,
     is_raised_by_disabling_hooks,
     saved_tensor_hooks_are_disabled,
     storage_id,

@@ -13,7 +13,11 @@ nothing and replaces no operation.
             spec = output_spec(the operation that produced the tensor)
             if spec and spec.cost <= max_ops: save spec, and compute it when backward unpacks it
 
+What is cheap is recomputed, and what is wide, from what is narrow: NOTE [Narrow points] in
+`products.py`.
+
 - `operations.py` is the table of PyTorch's operations: all that the engine knows about them.
+- `products.py` proves the weights of products and computes products; `costs.py` counts their cost.
 - `versions.py` proves that a tensor was not modified between its producer and its consumer.
 - `notes.py` takes notes for these proofs inside modules.
 - `specs.py` computes recompute specs.
@@ -39,7 +43,8 @@ A spec leaf is a tensor that a spec is computed from.
 1. A leaf that an operation computed is not copied: that operation, or one that reads the leaf,
    saves it anyway. The engine reads it from the saved field, or from a note of a tensor that some
    consumer saves. It detaches the leaf, stores its version, and compares the version in backward.
-2. Other leaves (parameters, buffers, constants) are copied when their operation's node is visited.
+2. Other leaves (parameters, buffers, constants) are copied when their operation's node is visited,
+   except for those that a product reads: see NOTE [Weights are proved] in `products.py`.
    So are views of them. FSDP2 frees a parameter's memory when its module's forward returns, and
    reading the parameter later crashes. A fused optimizer writes to a parameter without raising its
    version. A leaf that is larger than 64 KiB, or not smaller than the operation's output, is not
@@ -621,7 +626,8 @@ class Engine:
             return
         if USE_CREATION_HOOK or self._is_unmodified(bias, node):
             frozen = FrozenBias(WeakTensor(bias), bias._version)
-            record.product = record.product._replace(frozen_bias=frozen)
+            weight_index, shape, versions, flags, _ = record.product
+            record.product = ProductFacts(weight_index, shape, versions, flags, frozen)
 
     def _record_norm_module(
         self, module: nn.Module, node: Node, record: Record, output: Tensor, is_first_hook: bool

@@ -100,7 +100,7 @@ register_optimizer_step_post_hook(_count_step)
 
 
 class _Layout(NamedTuple):
-    """How a parameter's values lie in its memory."""
+    """The memory layout of a parameter, and its dtype and device."""
 
     offset: int
     shape: torch.Size
@@ -305,7 +305,7 @@ class ProductCall(Call):
             if kept.reads_left > 1:
                 call_after_pass(partial(_drop, weakref.ref(self), this_pass))
         left = kept.reads_left - 1
-        self._kept_value = kept._replace(reads_left=left) if left > 0 else None
+        self._kept_value = _Kept(kept.value, this_pass, left) if left > 0 else None
         return kept.value
 
     def compute(self, consumer: int | None) -> Tensor:

@@ -7,11 +7,10 @@ from .nodes import Node
 from .operations import OPERATION_OF, OPERATIONS, base_of
 from .versions import record_of, was_visited
 
-# Prefixes of the names of operations that are never recomputed: matrix products, convolutions,
-# attention, reductions, random numbers and the like.
+# Prefixes of the names of operations that are never recomputed: other products than those with a
+# rule, attention, reductions, random numbers and the like.
 _EXPENSIVE = (
-    *("Convolution", "Addmm", "Mm", "Bmm", "Baddbmm", "Addbmm", "Addmv", "Mv", "Linear"),
-    *("GroupedMm", "Einsum"),
+    *("Baddbmm", "Addbmm", "Addmv", "Mv", "Linear", "GroupedMm", "Einsum"),
     *("ScaledDotProduct", "EfficientAttention", "FlashAttention", "NativeMultiHeadAttention"),
     *("Trilinear", "GridSampler", "NativeDropout", "Bernoulli", "Softmax", "LogSoftmax"),
     *("Mean", "Sum", "Var", "Std", "MaxPool", "AvgPool", "AdaptiveAvgPool", "AdaptiveMaxPool"),

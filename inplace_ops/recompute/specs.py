@@ -19,6 +19,10 @@ NOTE [Exact specs and roundings]
    difference may read the value: those with `reads` in `operations.py`.
 3. If a spec contains several norms, their errors add, but its `rounding` is that of the largest
    alone. `_NORM_ROUNDINGS` leaves a margin for this.
+4. A product counts as inexact, because a library may choose another algorithm. A bound on its error
+   by magnitudes would be too wide to detect a write. So if a product is inside a spec, the
+   comparison at its first use is one of norms: that of the difference is at most `tolerance` times
+   that of the tensor.
 
 NOTE [Shared values]
 
@@ -30,13 +34,15 @@ values. Backward often runs them one after another, and need not compute the val
    approximately, because the engine visits nodes late: fewer values are then shared.
 2. When a spec is saved for a consumer, `add_consumer` tells the spec, and the specs whose values it
    reads. A spec keeps its value if the number of the next consumer is at most `_SHARING_DISTANCE`
-   away: a value that is kept for long would add to the peak memory.
+   away: a value that is kept for long would add to the peak memory. The next consumer then does not
+   read the specs inside (`move_consumer`).
 3. A spec inside another keeps its value only if it takes at least two operations, because this
    value is alive while the consumer runs, in addition to the one that the consumer reads. A norm's
    input and a product's factors may take one operation (`keeps_cheap`). They are kept for the very
    next consumer alone.
 4. A view keeps nothing, but the spec that it is a view of does.
-5. A value is kept for one consumer. It is dropped when that consumer has read it, when backward
+5. A product has its own rule: 3 of NOTE [Narrow points] in `products.py`.
+6. A value is kept for one consumer. It is dropped when that consumer has read it, when backward
    reaches a consumer with a smaller number, or with the graph. No other backward pass uses it.
 """
 

@@ -304,6 +304,64 @@ def check_running_pass() -> None:
     assert private.running_pass() == private.NO_PASS
 
 
+@checks("call_after_pass")
+def check_call_after_pass() -> None:
+    called: list[int] = []
+    x = leaf(2)
+    y = x.sin()
+    y.register_hook(lambda grad: private.call_after_pass(lambda: called.append(len(called))))
+    y.register_hook(lambda grad: called.append(-1))
+    y.sum().backward()
+    assert called == [-1, 1]
+
+
+@checks("ProductFlags", "product_flags", "under_product_flags", "in_tf32")
+def check_product_flags() -> None:
+    """Each flag can be set to another value, and is restored."""
+    for device_type in ("cpu", "cuda"):
+        before = private.product_flags(device_type)
+        assert before == private.product_flags(device_type)
+        assert not private.in_tf32(before, device_type, is_convolution=False)
+        for index, value in enumerate(before):
+            other = OTHER_FLAGS.get(value, value) if isinstance(value, str) else None
+            if isinstance(value, bool):
+                other = not value
+            elif isinstance(value, tuple):
+                other = (not value[0], *value[1:])
+            changed = (*before[:index], other, *before[index + 1 :])
+            with private.under_product_flags(device_type, changed):
+                assert private.product_flags(device_type) == changed, (device_type, index)
+            assert private.product_flags(device_type) == before
+    assert private.product_flags("meta") == ()
+    assert private.in_tf32(("none", "tf32"), "cuda", is_convolution=True)
+    assert not private.in_tf32(("none", "tf32"), "cuda", is_convolution=False)
+    assert not private.in_tf32(("tf32", "tf32"), "cpu", is_convolution=False)
+
+
+OTHER_FLAGS = {"none": "ieee", "ieee": "none", "tf32": "ieee"}
+
+
+@checks("TorchDispatchMode")
+def check_dispatch_mode() -> None:
+    seen = []
+
+    class Mode(private.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        leaf(2).sin()
+    assert torch.ops.aten.sin.default in seen
+
+
+@checks("Convolution")
+def check_convolution() -> None:
+    kinds = [nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose3d]
+    assert all(issubclass(kind, private.Convolution) for kind in kinds)
+    assert not issubclass(nn.Linear, private.Convolution)
+
+
 @checks("creation_meta")
 def check_creation_meta() -> None:
     x = leaf(4).clone()

@@ -1,4 +1,4 @@
-"""Products that widen: they are computed again in backward, at most once.
+"""Products that widen: backward recomputes them, at most once.
 
 See NOTE [Narrow points] and NOTE [Weights are proved] in `products.py`.
 """
@@ -149,7 +149,7 @@ def test_product_that_widens_runs_once_more(name: str, normed: bool, source: str
     assert after - before == call.flops
     report = inplace_ops.analyze(model, x.requires_grad_(), max_ops=MAX_OPS)
     assert (report.flops, report.recompute_flops) == (before, call.flops)
-    assert "products that backward computes again" in str(report)
+    assert "products that backward recomputes" in str(report)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -555,6 +555,10 @@ def replace_data(linear: nn.Linear) -> None:
     linear.weight.data = torch.zeros(20, 6)
 
 
+def replace_layout(linear: nn.Linear) -> None:
+    linear.weight.data = linear.weight.data.view(6, 20).t()
+
+
 def change_bias(linear: nn.Linear) -> None:
     with torch.no_grad():
         linear.bias.add_(1)
@@ -566,6 +570,7 @@ def load(linear: nn.Linear) -> None:
 
 CHANGES: dict[str, Callable[[nn.Linear], Any]] = {
     "other data": replace_data,
+    "another layout": replace_layout,
     "loaded": load,
     "cast": lambda linear: linear.double(),
     "the bias": change_bias,
