@@ -36,9 +36,10 @@ def convert(
     """Let a model recompute tensors in backward instead of saving them, and return a report.
 
     From now on the model does not save tensors that are cheap to recompute from other saved
-    tensors: the outputs of norms, activations, sums, products and concatenations. Gradients are
-    PyTorch's. Parameters, buffers, `state_dict` and the classes of the model's parts stay as they
-    are. The model itself becomes an instance of a subclass of its class.
+    tensors: the outputs of norms, activations, sums, products and concatenations, and those of
+    convolutions and matrix products that are larger than the input. Gradients are PyTorch's.
+    Parameters, buffers, `state_dict` and the classes of the model's parts stay as they are. The
+    model itself becomes an instance of a subclass of its class.
 
     Args:
         model: Any module. Convert it before `torch.compile`, DDP or FSDP wrap it.
@@ -46,8 +47,10 @@ def convert(
             keyword arguments. With an example the model runs forward and backward a few times,
             under the caller's autocast: gradients are compared, memory is measured, and the
             model's state is restored. Without an example nothing runs.
-        max_ops: The largest number of operations that recompute one tensor in backward. A larger
-            limit saves more memory and takes more time.
+        max_ops: The most that recomputing one tensor in backward may take, in passes over its
+            memory. An elementwise operation counts one; a convolution or matrix product counts its
+            memory and its arithmetic, by device and dtype. A larger limit saves more memory and
+            takes more time.
         **removed: Arguments of earlier versions; they raise TypeError.
 
     Returns:

@@ -620,6 +620,8 @@ class Engine:
         weight, bias = norms.registered_parameters(module)
         if record is None or record.product is None or weight is None or bias is None:
             return
+        if bias.is_inference():  # has no version
+            return
         rule = OPERATION_OF[type(node)].output  # type: ignore[union-attr]
         assert isinstance(rule, ProductRule)
         if rule.bias is None or nodes.producer(node, rule.bias)[0] is not None:
@@ -1224,7 +1226,11 @@ class Engine:
     def _parameters(self) -> dict[tuple[int, ...], Tensor]:
         """The model's parameters and buffers, by the place of their memory."""
         tensors = itertools.chain(self._model.parameters(), self._model.buffers())
-        return {memory_place(t): t for t in tensors if nodes.is_plain(t) and nodes.has_storage(t)}
+        return {
+            memory_place(t): t
+            for t in tensors
+            if not t.is_inference() and nodes.is_plain(t) and nodes.has_storage(t)
+        }
 
     def _constant_leaf(self, node: Node, field: str) -> Leaf | None:
         """Return a leaf for a product's saved input that no operation computed, such as an image.

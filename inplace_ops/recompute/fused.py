@@ -210,11 +210,11 @@ def _run_in_place(forward: Forward, z: Tensor) -> Tensor:
 def _input_of(engine: Engine, norm: norms.Norm) -> Tensor | Recomputed | None:
     """Return a norm's input, or what the norm saves instead of it, to recompute its output from.
 
-    Return None if there is neither, or if the output would take more than `max_ops` operations.
+    Return None if there is neither, or if the output would take more than `max_ops` passes.
     """
     x = norms.input_of(norm)
     packed = None if x is not None else nodes.packed(norm.node, "input")
-    if not isinstance(packed, Recomputed) or packed.spec.cost >= engine.settings.max_ops:
+    if not isinstance(packed, Recomputed) or packed.spec.added_cost() >= engine.settings.max_ops:
         return x
     if not all(call.is_near(engine.next_number) for call in packed.spec.products()):
         return None

@@ -59,7 +59,7 @@ class Output:
         arguments: The arguments after the inputs.
         bound: Returns a bound on the magnitude of the output, given those of the inputs. None if
             there is no bound, for example for a quotient: the inputs must then be exact.
-        cost: The number of operations.
+        cost: The passes over memory.
         rounds_by_strides: Whether PyTorch's kernels round differently for inputs of other strides.
         keeps_strides: Returns whether a node's output has the strides that `function` gives it.
         condition: Returns whether the rule holds for a node.

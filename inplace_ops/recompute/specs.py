@@ -718,6 +718,8 @@ def _distance(value: Tensor, saved: Tensor) -> float:
     It is infinite if an element is NaN or infinite in one of the two alone.
     """
     total = difference = 0.0
+    if saved.is_complex():
+        value, saved = torch.view_as_real(value), torch.view_as_real(saved)
     for mine, other in _chunks(value, saved):
         mine, other = mine.double(), other.double()
         finite = other.isfinite()
