@@ -212,6 +212,7 @@ WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.usefixtures("without_products")
 @pytest.mark.parametrize("view", WHOLE)
 def test_sum_with_a_tensor_that_is_saved_by_a_view_counts_once(view: str) -> None:
     class Sum(nn.Module):

@@ -551,6 +551,7 @@ def test_modified_parameters(act: str, source: str) -> None:
     assert_same_step(actual, expected, 1e-9)
 
 
+@pytest.mark.usefixtures("without_products")
 def test_modified_input_raises(source: str) -> None:
     def run(m: Any, x: Tensor) -> Tensor:
         h = m.first(x)

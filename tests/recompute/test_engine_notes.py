@@ -403,6 +403,7 @@ def test_user_mode_sees_the_same_calls() -> None:
     assert seen[0] == seen[1]
 
 
+@pytest.mark.usefixtures("without_products")
 def test_output_that_a_norm_saves_is_a_leaf() -> None:
     """ReLU of a convolution is recomputed from the convolution's output, which a norm saves."""
 
