@@ -325,19 +325,18 @@ def record_product(
         rule: Its output rule.
         is_unmodified: Returns whether an autograd leaf is unmodified since the product ran.
     """
-    leaves = [leaf_of(node, position) for _, position in rule.operands]
-    edges = [nodes.producer(node, position)[0] for _, position in rule.operands]
-    weight = next((i for i in rule.weights if leaves[i] is not None), None)
-    if weight is None:
-        weight = next((i for i in rule.weights if edges[i] is None), None)
-    if weight is None:
+    size = nodes.output_shape(node, 0).numel()
+    shapes = {i: _shape_of(node, *rule.operands[1 - i]) for i in rule.weights}  # of the other one
+    widening = [i for i, shape in shapes.items() if shape is not None and size > shape.numel()]
+    if not widening:
         return
-    field, position = rule.operands[1 - weight]
-    saved = nodes.saved_tensor(node, field)
-    if saved is None and edges[1 - weight] is None:
-        return
-    shape = nodes.output_shape(*nodes.producer(node, position)) if saved is None else saved.shape
-    if nodes.output_shape(node, 0).numel() <= shape.numel():
+    leaves = {i: leaf_of(node, rule.operands[i][1]) for i in widening}
+    weight = next((i for i in widening if leaves[i] is not None), None)
+    if weight is None:  # a frozen weight has no edge
+        edges = ((i, nodes.producer(node, rule.operands[i][1])[0]) for i in widening)
+        weight = next((i for i, edge in edges if edge is None), None)
+    shape = None if weight is None else shapes[weight]
+    if weight is None or shape is None:
         return
     versions: dict[int, int] = {}
     read = {rule.operands[weight][1]: leaves[weight]}
@@ -348,10 +347,20 @@ def record_product(
             if not is_unmodified(leaf):
                 return
             versions[index] = leaf._version
-    if saved is None:
+    field, position = rule.operands[1 - weight]
+    if nodes.saved_tensor(node, field) is None:
         _prove_input(node, position, record)
     flags = product_flags(nodes.output_device(node, 0).type)
     record.product = ProductFacts(weight, shape, versions, flags)
+
+
+def _shape_of(node: Node, field: str, position: int) -> torch.Size | None:
+    """Return the shape of an operand; None if the node neither saves it nor has an edge to it."""
+    saved = nodes.saved_tensor(node, field)
+    if saved is not None:
+        return saved.shape
+    producer, index = nodes.producer(node, position)
+    return None if producer is None else nodes.output_shape(producer, index)
 
 
 def leaf_of(node: Node, position: int) -> Tensor | None:
