@@ -77,9 +77,6 @@ len_torch_dispatch_stack: Callable[[], int] = torch._C._len_torch_dispatch_stack
 BatchNorm = nn.modules.batchnorm._BatchNorm
 InstanceNorm = nn.modules.instancenorm._InstanceNorm
 
-# The base class of convolutions of all dimensions, transposed ones too.
-Convolution = nn.modules.conv._ConvNd
-
 Node = Any  # torch.autograd.graph.Node lacks the attributes of its subclasses
 
 # Names of node types without a rule of their own. Autograd makes a CopySlices node for the base of
@@ -160,7 +157,10 @@ NO_PASS = -1
 
 
 def call_after_pass(callback: Callable[[], None]) -> None:
-    """Call a function when the running backward pass ends; never under compiled autograd."""
+    """Call a function when the running backward pass ends without an error.
+
+    Not under compiled autograd.
+    """
     if torch.compiler.is_dynamo_compiling():
         return
     torch.autograd.Variable._execution_engine.queue_callback(callback)

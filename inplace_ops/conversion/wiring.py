@@ -58,13 +58,12 @@ from torch import nn
 
 from .._torch_private import (
     CALL,
-    Convolution,
     forward_hooks,
     forward_pre_hooks,
     has_children,
     has_global_forward_hooks,
 )
-from ..recompute import engine as engine_module, norms
+from ..recompute import engine as engine_module, norms, products
 from ..recompute.engine import Settings, run_engine, running_engine
 from ..recompute.fused import activation_forward
 from ..recompute.nodes import saved_tensor_hooks_are_active
@@ -229,9 +228,6 @@ class _Snapshot:
 # Modules of PyTorch whose output often is concatenated or added, which saves neither.
 _NOTED = (nn.Identity, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool2d, nn.AvgPool3d)
 
-# Modules of PyTorch that compute one product, maybe with a bias.
-_PRODUCTS = (nn.Linear, Convolution)
-
 # The attachments of a module: see 4 (norms), 6 (products), 7 (outputs) and 5 (activations) of NOTE
 # [What convert attaches].
 _NORM_HOOKS, _PRODUCT_HOOKS = "norm hooks", "product hooks"
@@ -253,9 +249,9 @@ def _attachments_for(module: nn.Module) -> set[str]:
 
 
 def _needs_product_hooks(module: nn.Module) -> bool:
-    if not isinstance(module, _PRODUCTS) or not is_pytorchs(module):
+    if type(module) not in products.MODULES:
         return False
-    bias = module.bias
+    bias = norms.registered_parameters(module).bias
     return not engine_module.USE_CREATION_HOOK or (bias is not None and not bias.requires_grad)
 
 
@@ -561,7 +557,7 @@ def _product_hook(module: nn.Module, args: Any, output: Any) -> None:
     if engine is not None:
         engine.walk(output)
         engine.note(output)
-        if "forward" not in vars(module) and _runs_first(_product_hook, module):
+        if _runs_first(_product_hook, module):
             engine.record_frozen_bias(module, output)
 
 

@@ -109,6 +109,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import _ops
 from .._torch_private import (
@@ -117,7 +118,6 @@ from .._torch_private import (
     TO_COPY,
     UNSAFE_SPLITS,
     DisableTorchFunction,
-    WeakTensor,
     has_backward_hooks,
     in_tf32,
     running_pass,
@@ -150,6 +150,7 @@ from .products import (
     SavedCast,
     Weight,
     memory_place,
+    runs_pytorchs_forward,
     weight_inside,
     weights_of,
 )
@@ -214,12 +215,17 @@ class _Lasting(NamedTuple):
     """Whether a parameter can be read in backward: see 6 of NOTE [Weights are proved].
 
     Attributes:
-        parameter: A weak reference to the parameter.
+        storage: Its storage. With a weak reference to it `torch.utils.swap_tensors` would fail.
         lasts: Whether it had its memory when that was looked at; None until then.
     """
 
-    parameter: WeakTensor
+    storage: StorageWeakRef
     lasts: bool | None
+
+    @classmethod
+    def of(cls, parameter: Tensor, lasts: bool | None) -> _Lasting:
+        """Return what is known of a parameter."""
+        return cls(StorageWeakRef(parameter.untyped_storage()), lasts)
 
 
 class Settings:
@@ -239,14 +245,15 @@ class Settings:
 
     def know(self, parameters: Iterable[Tensor]) -> None:
         """Remember that parameters are the model's when `convert` runs."""
-        for parameter in parameters:
+        for parameter in filter(nodes.is_plain, parameters):
             if self.lasting(parameter) is None:
-                self._lasting[id(parameter)] = _Lasting(WeakTensor(parameter), None)
+                self._lasting[id(parameter)] = _Lasting.of(parameter, None)
 
     def lasting(self, parameter: Tensor) -> _Lasting | None:
         """Return what is known about a parameter; None if nothing is."""
         known = self._lasting.get(id(parameter))
-        return known if known is not None and known.parameter() is parameter else None
+        storage = storage_id(parameter.untyped_storage())
+        return known if known is not None and known.storage.cdata == storage else None
 
     def learn_whether_lasts(self, weight: Weight) -> bool:
         """Look whether a parameter can be read, if that is not known. Return whether it can."""
@@ -255,7 +262,7 @@ class Settings:
         if known is None or known.lasts is None:
             if len(self._lasting) >= _MAX_SPEC_KEYS:
                 self._lasting.clear()
-            known = _Lasting(WeakTensor(parameter), weight.can_be_read)
+            known = _Lasting.of(parameter, weight.can_be_read)
             self._lasting[id(parameter)] = known
         return bool(known.lasts)
 
@@ -620,14 +627,15 @@ class Engine:
         weight, bias = norms.registered_parameters(module)
         if record is None or record.product is None or weight is None or bias is None:
             return
-        if bias.is_inference():  # has no version
+        if bias.is_inference() or not runs_pytorchs_forward(module):  # has no version, or another
             return
         rule = OPERATION_OF[type(node)].output  # type: ignore[union-attr]
         assert isinstance(rule, ProductRule)
         if rule.bias is None or nodes.producer(node, rule.bias)[0] is not None:
             return
         if USE_CREATION_HOOK or self._is_unmodified(bias, node):
-            frozen = FrozenBias(WeakTensor(bias), bias._version)
+            frozen = FrozenBias(bias, bias._version)
+            self._copying.append(weakref.ref(record))
             weight_index, shape, versions, flags, _ = record.product
             record.product = ProductFacts(weight_index, shape, versions, flags, frozen)
 
@@ -1198,7 +1206,7 @@ class Engine:
         producer, index = nodes.producer(node, position)
         saved = None if field is None else nodes.saved_tensor(node, field)
         if producer is None:
-            return self._frozen_factor(saved, facts)
+            return self._frozen_factor(saved, facts, nodes.output_dtype(node, 0))
         base, _ = base_of(producer, index)
         is_cast = base is not None and nodes.is_cast_of_autograd_leaf(base)
         leaf = leaf_of(node, position)
@@ -1246,14 +1254,19 @@ class Engine:
             base = None if producer is None else nodes.autograd_leaf_of(producer)
         return None if base is None or isinstance(base, nn.Parameter) else Leaf(saved)
 
-    def _frozen_factor(self, saved: Tensor | None, facts: ProductFacts) -> Spec | None:
+    def _frozen_factor(
+        self, saved: Tensor | None, facts: ProductFacts, dtype: torch.dtype
+    ) -> Spec | None:
         """Return the spec of a weight that a node saves without an edge, or of a frozen bias."""
         if saved is None:
-            bias = facts.frozen_bias
-            tensor = None if bias is None else bias.parameter()
-            if bias is None or tensor is None or tensor._version != bias.version:
+            if facts.frozen_bias is None:
                 return None
-            return Weight(tensor, bias.version)
+            bias, version = facts.frozen_bias
+            if bias._version != version or bias.nbytes > COPY_LIMIT:
+                return None
+            if bias.dtype is dtype:
+                return Weight(bias, version)
+            return Leaf(bias.detach().to(dtype), is_copy=True)  # autocast has cast it
         parameter = self._parameters.get(memory_place(saved))
         if parameter is None or parameter.dtype is not saved.dtype:
             return None

@@ -33,7 +33,9 @@ memory as in PyTorch. In return the spec must know that they are what forward ha
    spec. A comparison of values proves nothing: a frozen bias of zeros may be loaded later.
 3. Their versions when the product ran are compared when the spec is made and when it is computed.
 4. A fused optimizer raises no version. A hook that PyTorch calls after each optimizer's step counts
-   the steps of each parameter of its groups, and a spec compares the counts too.
+   the steps of each storage in the optimizer's groups, and a spec compares the counts too. Other
+   writes without a version, such as `weight.data.clamp_`, are not seen if they come between forward
+   and backward: see 5 of NOTE [First use] in `engine.py`.
 5. The storage and the layout are compared as well. They differ if `.data` was replaced, or the
    parameter moved or was cast.
 6. Whoever owns a parameter may free its memory when forward has returned: FSDP2, ZeRO, an offload
@@ -54,7 +56,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -68,8 +71,8 @@ from .._torch_private import (
     storage_id,
     under_product_flags,
 )
-from .nodes import has_storage
-from .specs import Call, Leaf, Spec, ViewCall, freed_error, written_to_error
+from .nodes import has_storage, is_plain
+from .specs import Call, Leaf, Spec, ViewCall, freed_error, keeping, written_to_error
 
 
 class _Steps:
@@ -81,7 +84,7 @@ class _Steps:
         self.count = 0
 
 
-# By the id of the parameter, which lives as long as a spec refers to it and to its counter.
+# By the id of the storage, which a spec with a weak reference to the storage keeps unique.
 _steps: weakref.WeakValueDictionary[int, _Steps] = weakref.WeakValueDictionary()
 
 
@@ -91,9 +94,10 @@ def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            steps = _steps.get(id(parameter))
-            if steps is not None:
-                steps.count += 1
+            if is_plain(parameter):  # also an alias of a parameter, or all parameters in one tensor
+                steps = _steps.get(storage_id(parameter.untyped_storage()))
+                if steps is not None:
+                    steps.count += 1
 
 
 register_optimizer_step_post_hook(_count_step)
@@ -129,9 +133,9 @@ class Weight(Spec):
         self.parameter, self.version = parameter, version
         self._layout = _layout_of(parameter)
         self._storage = StorageWeakRef(parameter.untyped_storage())
-        steps = _steps.get(id(parameter))
+        steps = _steps.get(self._storage.cdata)
         if steps is None:
-            steps = _steps[id(parameter)] = _Steps()
+            steps = _steps[self._storage.cdata] = _Steps()
         self._steps, self._count = steps, steps.count
         self.cost = self.rounding = self.tolerance = 0.0
         self.leaf_bytes = self.copied_bytes = 0
@@ -149,6 +153,9 @@ class Weight(Spec):
         pass
 
     def move_consumer(self, old: int, new: int) -> None:
+        pass
+
+    def read_again(self) -> None:
         pass
 
     def products(self) -> Iterator[ProductCall]:
@@ -198,6 +205,44 @@ def memory_place(tensor: Tensor) -> tuple[int, ...]:
     """Return where the elements of a tensor are, which a transpose does not change."""
     storage = storage_id(tensor.untyped_storage())
     return storage, int(tensor.storage_offset()), tensor.numel()
+
+
+# PyTorch's modules of one product, and what determines which weight and bias the product reads.
+MODULES = (
+    nn.Linear,
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+_DECIDING = ("forward", "_conv_forward", "_output_padding", "__getattr__", "__getattribute__")
+
+
+def _methods_of(cls: type) -> tuple[Any, ...]:
+    return tuple([getattr(cls, name, None) for name in _DECIDING])
+
+
+def _functions() -> tuple[Any, ...]:
+    of_convolutions = F.conv1d, F.conv2d, F.conv3d
+    return (
+        F.linear,
+        *of_convolutions,
+        F.conv_transpose1d,
+        F.conv_transpose2d,
+        F.conv_transpose3d,
+    )
+
+
+_METHODS, _FUNCTIONS = {cls: _methods_of(cls) for cls in MODULES}, _functions()
+
+
+def runs_pytorchs_forward(module: nn.Module) -> bool:
+    """Whether a module of one product runs PyTorch's forward on its registered parameters."""
+    cls = type(module)
+    return (
+        cls in _METHODS
+        and _methods_of(cls) == _METHODS[cls]
+        and _functions() == _FUNCTIONS
+        and not {"weight", "bias", *_DECIDING} & vars(module).keys()
+    )
 
 
 # A consumer is near if its number is at most so much larger than that of the one before it: see 3
@@ -303,6 +348,7 @@ class ProductCall(Call):
         if kept is None or kept.running_pass != this_pass:
             kept = _Kept(self.compute(consumer), this_pass, self._reads)
             if kept.reads_left > 1:
+                keeping.specs.append(weakref.ref(self))  # in case an error ends the pass
                 call_after_pass(partial(_drop, weakref.ref(self), this_pass))
         left = kept.reads_left - 1
         self._kept_value = _Kept(kept.value, this_pass, left) if left > 0 else None
@@ -329,6 +375,15 @@ class ProductCall(Call):
 
     def move_consumer(self, old: int, new: int) -> None:
         self._read_last_by(new)
+
+    def read_again(self) -> None:
+        self._reads += 1
+
+    def drops(self, consumer: int) -> bool:
+        kept = self._kept_value
+        if kept is not None and kept.running_pass != running_pass():
+            self._kept_value = kept = None
+        return kept is None
 
     def _read_last_by(self, consumer: int) -> None:
         """Let the inputs be read by the consumer that backward reaches first."""

@@ -151,6 +151,10 @@ class Spec:
         """
         raise NotImplementedError
 
+    def read_again(self) -> None:
+        """Record that a consumer reads this spec once more than the products inside know."""
+        raise NotImplementedError
+
     def magnitude(self) -> Tensor:
         """Return the scale of the value's error, a scalar in float64.
 
@@ -240,6 +244,9 @@ class Leaf(Spec):
     def move_consumer(self, old: int, new: int) -> None:
         pass
 
+    def read_again(self) -> None:
+        pass
+
     def is_current(self) -> bool:
         return self.tensor._version == self.version
 
@@ -316,12 +323,21 @@ class Computed(Spec):
 
     def move_consumer(self, old: int, new: int) -> None:
         following, last = self._next_consumer.pop(old, None), self._last_consumer
-        if last != old:
-            following = last
-        if following is not None and 0 < new - following <= _SHARING_DISTANCE:
-            self._next_consumer[new] = following
+        before = following if last == old else last
+        if before is not None and 0 < new - before <= _SHARING_DISTANCE:
+            self._next_consumer[new] = before
+        if following is not None and self._next_consumer.get(new) != following:
+            self._read_inside_again()  # no value is kept for it any more
         self._last_consumer = new
         self._move_inside(old, new)
+
+    def read_again(self) -> None:
+        self._read_inside_again()
+
+    def _read_inside_again(self) -> None:
+        for spec in self.inner():
+            if spec.tolerance:
+                spec.read_again()
 
     def _add_inside(self, consumer: int, distance: int | None) -> None:
         for spec in self.inner():

@@ -87,9 +87,13 @@ class CopyOfOutput(NamedTuple):
 
 
 class FrozenBias(NamedTuple):
-    """A bias that needs no gradient, and its version when the product ran."""
+    """A bias that needs no gradient, and its version when the product ran.
 
-    parameter: WeakTensor
+    A record refers to it until the model's forward has returned. A weak reference would keep
+    `torch.utils.swap_tensors` from working.
+    """
+
+    parameter: Tensor
     version: int
 
 
@@ -192,7 +196,7 @@ class Record:
 
     def free_copies(self) -> None:
         """Drop all copies. Specs that were built from them own them."""
-        self.copies = Record.copies
+        self.copies, self.product = Record.copies, None
         self.parameters = self.column_affine = self.affine = self.statistics = None
 
 

@@ -355,13 +355,6 @@ def check_dispatch_mode() -> None:
     assert torch.ops.aten.sin.default in seen
 
 
-@checks("Convolution")
-def check_convolution() -> None:
-    kinds = [nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose3d]
-    assert all(issubclass(kind, private.Convolution) for kind in kinds)
-    assert not issubclass(nn.Linear, private.Convolution)
-
-
 @checks("creation_meta")
 def check_creation_meta() -> None:
     x = leaf(4).clone()

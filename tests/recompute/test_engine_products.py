@@ -32,7 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import inplace_ops
 from inplace_ops.conversion.wiring import conversion_of
-from inplace_ops.recompute import costs, engine, nodes
+from inplace_ops.recompute import costs, nodes
 from inplace_ops.recompute.products import _NEAR, ProductCall
 
 pytestmark = pytest.mark.usefixtures("_small_tensors_too")
@@ -396,6 +396,45 @@ def test_far_consumer_saves_its_tensor() -> None:
     assert after - before == sum(call.flops for call in products_in(twin(x)))
 
 
+class Chain(nn.Module):
+    """Two products that widen, one after the other, of which the second has many consumers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(4, 8), nn.Linear(8, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(F.silu(self.first(x)))
+        z = torch.tanh(y) * torch.sigmoid(y) + F.silu(y) * torch.sin(y)
+        return self.last(z)
+
+
+def test_product_inside_of_another_runs_once() -> None:
+    model, x = Chain(), torch.randn(5, 4)
+    twin = converted(model)
+    assert_same_steps(model, twin, x)
+    before, after = (flops_of(lambda m=m: step_of(m, x)) for m in (model, twin))
+    calls = products_in(twin(x))
+    assert len(calls) == 2
+    assert after - before == sum(call.flops for call in calls)
+
+
+def test_kept_value_dies_after_an_error_in_backward() -> None:
+    model = nn.Sequential(nn.Tanh(), nn.Linear(4, 16), nn.SiLU(), nn.Linear(16, 4))
+    twin, x = converted(model), torch.randn(3, 4)
+    y, other = twin(x), twin(x)
+    (call,) = products_in(y)
+
+    def fail(grad: Tensor) -> None:
+        raise ValueError("a hook fails")
+
+    y.grad_fn.next_functions[1][0].register_prehook(fail)
+    with pytest.raises(ValueError, match="a hook fails"):
+        y.sum().backward()
+    other.sum().backward()
+    assert call._kept_value is None
+
+
 @pytest.mark.parametrize("is_partial", [False, True])
 def test_kept_value_dies_with_the_pass(is_partial: bool) -> None:
     """In a partial backward the product's last consumer does not run."""
@@ -568,6 +607,25 @@ def test_optimizers_step_between_forward_and_backward_raises(optimizer: str) -> 
         y.sum().backward()
 
 
+@pytest.mark.parametrize("kind", ["an alias", "one tensor"])
+def test_step_of_another_tensor_with_the_memory_raises(kind: str) -> None:
+    """All parameters may be parts of one tensor that the optimizer has."""
+    model, x = first_layer()
+    twin = converted(model)
+    weight = twin[0].weight
+    if kind == "one tensor":
+        stepped = torch.cat([weight.detach().flatten(), torch.zeros(3)]).requires_grad_()
+        weight.data = stepped.detach()[:-3].view_as(weight)
+        twin(x).sum().backward()
+    else:
+        stepped = weight.detach().requires_grad_()
+    y = twin(x)
+    assert products_in(y)
+    step_with(OPTIMIZERS["fused SGD"], [stepped])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers_step_of_other_parameters_does_not_raise(optimizer: str) -> None:
     """As in the training of a GAN, or of an actor and a critic."""
@@ -725,6 +783,56 @@ def test_frozen_parameters(name: str, frozen: str, source: str) -> None:
     assert bool(products_in(later(x))) == (source == "walk")
 
 
+def test_frozen_bias_of_another_forward_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: nn.Linear, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias * 3)
+
+    monkeypatch.setattr(nn.Linear, "forward", forward)
+    model, x = first_layer()
+    nn.init.zeros_(model[0].bias)
+    model[0].bias.requires_grad_(False)
+    twin = converted(model)
+    assert not products_in(twin(x))
+
+
+def test_frozen_bias_under_autocast() -> None:
+    model, x = networks("linear of tokens", normed=True)
+    model[1].product.bias.requires_grad_(False)
+    twin = converted(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert products_in(twin(x.requires_grad_()))
+
+
+def test_convert_runs_no_parametrization() -> None:
+    calls: list[int] = []
+
+    class Counted(nn.Module):
+        def forward(self, bias: Tensor) -> Tensor:
+            calls.append(1)
+            return bias
+
+    model, _ = first_layer()
+    nn.utils.parametrize.register_parametrization(model[0], "bias", Counted())
+    before = len(calls)
+    inplace_ops.convert(model)
+    assert len(calls) == before
+
+
+def test_parameters_can_be_swapped() -> None:
+    """`torch.utils.swap_tensors` fails for a tensor with a weak reference."""
+    model, x = first_layer()
+    model[0].bias.requires_grad_(False)
+    twin = converted(model)
+    twin(x).sum().backward()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        twin.load_state_dict(model.state_dict())
+        twin.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert_same_step(step_of(twin, x.double()), step_of(model.double(), x.double()))
+
+
 def test_frozen_bias_of_zeros_that_is_loaded_later() -> None:
     """A comparison of values finds no difference to a product without a bias."""
     model, x = first_layer()
@@ -870,4 +978,3 @@ def test_engine_keeps_nothing_of_a_weight_that_is_gone() -> None:
     lasting = conversion_of(twin).settings.lasting
     assert lasting(twin[0].weight).lasts
     assert lasting(nn.Parameter(torch.zeros(20, 6))) is None
-    assert engine.MAX_OPS == 4
