@@ -44,8 +44,8 @@ A spec leaf is a tensor that a spec is computed from.
    saves it anyway. The engine reads it from the saved field, or from a note of a tensor that some
    consumer saves. It detaches the leaf, stores its version, and compares the version in backward.
 2. Other leaves (parameters, buffers, constants) are copied when their operation's node is visited,
-   except for those that a product reads: see NOTE [Weights are proved] in `products.py`.
-   So are views of them. FSDP2 frees a parameter's memory when its module's forward returns, and
+   and so are views of them. (What a product reads is not copied: see NOTE [Weights are proved] in
+   `products.py`.) FSDP2 frees a parameter's memory when its module's forward returns, and
    reading the parameter later crashes. A fused optimizer writes to a parameter without raising its
    version. A leaf that is larger than 64 KiB, or not smaller than the operation's output, is not
    copied, and there is then no spec. When the model's forward has returned, only specs own copies.
@@ -265,6 +265,10 @@ class Settings:
             known = _Lasting.of(parameter, weight.can_be_read)
             self._lasting[id(parameter)] = known
         return bool(known.lasts)
+
+    def learn_whether_last(self, weights: Sequence[Weight]) -> bool:
+        """Look whether parameters can be read, if that is not known. Return whether all can."""
+        return all(list(map(self.learn_whether_lasts, weights)))
 
     def warn(self, subject: str, text: str) -> None:
         """Warn once per model and subject. Never raise, even if warnings are errors."""
@@ -493,7 +497,7 @@ class Engine:
         for value in _alive(self._undecided):
             weights = weights_of(value.spec)
             are_models = all(self.settings.lasting(weight.parameter) for weight in weights)
-            if are_models and self._learn_whether_last(weights):
+            if are_models and self.settings.learn_whether_last(weights):
                 value.original = None
         with nodes.no_graph():
             self._memories.settle()
@@ -730,7 +734,8 @@ class Engine:
             if parameters is not None and (is_proved or self._is_unmodified(parameters.bias, node)):
                 record_parameters(node, record, parameters)
         elif isinstance(output, ProductRule):
-            record_product(node, record, output, partial(self._is_known_unmodified, node))
+            is_unmodified = partial(self._is_known_unmodified, node)
+            record_product(node, record, output, is_unmodified, self._parameter_at)
         else:
             record.version = node.output_version
 
@@ -852,12 +857,9 @@ class Engine:
         known = map(self.settings.lasting, (weight.parameter for weight in weights))
         if all(each is not None and each.lasts for each in known):
             return
-        value.original = Original(Leaf(saved), partial(self._learn_whether_last, weights))
+        learn = partial(self.settings.learn_whether_last, weights)  # must not refer to the engine
+        value.original = Original(Leaf(saved), learn)
         self._undecided.append(weakref.ref(value))
-
-    def _learn_whether_last(self, weights: Sequence[Weight]) -> bool:
-        """Look whether parameters can be read, if that is not known. Return whether all can."""
-        return all(list(map(self.settings.learn_whether_lasts, weights)))
 
     def is_verified(
         self,
@@ -1206,7 +1208,9 @@ class Engine:
         producer, index = nodes.producer(node, position)
         saved = None if field is None else nodes.saved_tensor(node, field)
         if producer is None:
-            return self._frozen_factor(saved, facts, nodes.output_dtype(node, 0))
+            if field is None:
+                return self._frozen_bias(facts, nodes.output_dtype(node, 0))
+            return None if saved is None else self._frozen_weight(saved, facts.versions[position])
         base, _ = base_of(producer, index)
         is_cast = base is not None and nodes.is_cast_of_autograd_leaf(base)
         leaf = leaf_of(node, position)
@@ -1254,27 +1258,37 @@ class Engine:
             base = None if producer is None else nodes.autograd_leaf_of(producer)
         return None if base is None or isinstance(base, nn.Parameter) else Leaf(saved)
 
-    def _frozen_factor(
-        self, saved: Tensor | None, facts: ProductFacts, dtype: torch.dtype
-    ) -> Spec | None:
-        """Return the spec of a weight that a node saves without an edge, or of a frozen bias."""
-        if saved is None:
-            if facts.frozen_bias is None:
-                return None
-            bias, version = facts.frozen_bias
-            if bias._version != version or bias.nbytes > COPY_LIMIT:
-                return None
-            if bias.dtype is dtype:
-                return Weight(bias, version)
-            return Leaf(bias.detach().to(dtype), is_copy=True)  # autocast has cast it
-        parameter = self._parameters.get(memory_place(saved))
-        if parameter is None or parameter.dtype is not saved.dtype:
+    def _parameter_at(self, tensor: Tensor) -> Tensor | None:
+        """Return the model's parameter or buffer of which a tensor is an alias or a transpose."""
+        parameter = self._parameters.get(memory_place(tensor))
+        return parameter if parameter is not None and parameter.dtype is tensor.dtype else None
+
+    def _frozen_weight(self, saved: Tensor, version: int) -> Spec | None:
+        """Return the spec of a weight that a node saves without an edge.
+
+        Args:
+            saved: The saved tensor.
+            version: The version of the parameter when the product ran.
+        """
+        parameter = self._parameter_at(saved)
+        if parameter is None or parameter._version != version:
             return None
-        weight = Weight(parameter, parameter._version)
+        weight = Weight(parameter, version)
         layout = saved.shape, saved.stride()
         if (parameter.shape, parameter.stride()) == layout:
             return weight
         return ViewCall(torch.as_strided, (weight,), *layout, saved.storage_offset())
+
+    def _frozen_bias(self, facts: ProductFacts, dtype: torch.dtype) -> Spec | None:
+        """Return the spec of a bias without an edge, for a product of this dtype."""
+        if facts.frozen_bias is None:
+            return None
+        bias, version = facts.frozen_bias
+        if bias._version != version or bias.nbytes > COPY_LIMIT:
+            return None
+        if bias.dtype is dtype:
+            return Weight(bias, version)
+        return Leaf(bias.detach().to(dtype), is_copy=True)  # autocast has cast it
 
     def _smaller_spec(
         self, node: Node, field: str, base: Node, record: Record, saved: Tensor

@@ -103,7 +103,7 @@ class ProductFacts(NamedTuple):
     Attributes:
         weight: Which operand is the weight.
         input_shape: The shape of the other operand.
-        versions: The versions of the autograd leaves that it has read, by the index of their edge.
+        versions: The versions of the parameters that it has read, by the index of their edge.
         flags: The flags of the device's products.
         frozen_bias: The bias, if that is frozen; None if unknown.
     """
@@ -319,7 +319,11 @@ def record_output(node: Node, record: Record, output: Output, result: str) -> No
 
 
 def record_product(
-    node: Node, record: Record, rule: ProductRule, is_unmodified: Callable[[Tensor], bool]
+    node: Node,
+    record: Record,
+    rule: ProductRule,
+    is_unmodified: Callable[[Tensor], bool],
+    parameter_at: Callable[[Tensor], Tensor | None],
 ) -> None:
     """Record what a product has read, if it widens and its weight and bias are proved.
 
@@ -327,7 +331,8 @@ def record_product(
         node: The product's node.
         record: Its record.
         rule: Its output rule.
-        is_unmodified: Returns whether an autograd leaf is unmodified since the product ran.
+        is_unmodified: Returns whether a parameter is unmodified since the product ran.
+        parameter_at: Returns the model's parameter of which a saved tensor is an alias, or None.
     """
     size = nodes.output_shape(node, 0).numel()
     shapes = {i: _shape_of(node, *rule.operands[1 - i]) for i in rule.weights}  # of the other one
@@ -343,7 +348,13 @@ def record_product(
     if weight is None or shape is None:
         return
     versions: dict[int, int] = {}
-    read = {rule.operands[weight][1]: leaves[weight]}
+    weight_field, weight_position = rule.operands[weight]
+    read = {weight_position: leaves[weight]}
+    if leaves[weight] is None:
+        saved = nodes.saved_tensor(node, weight_field)
+        read[weight_position] = None if saved is None else parameter_at(saved)
+        if read[weight_position] is None:
+            return
     if rule.bias is not None:
         read[rule.bias] = leaf_of(node, rule.bias)
     for index, leaf in read.items():

@@ -833,6 +833,28 @@ def test_parameters_can_be_swapped() -> None:
     assert_same_step(step_of(twin, x.double()), step_of(model.double(), x.double()))
 
 
+def test_frozen_weight_that_is_written_to_before_its_product_is_saved(source: str) -> None:
+    """The product reads an alias with its own version. The write begins after the first use."""
+
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.writes = nn.LayerNorm(6), False
+            self.register_buffer("kernel", torch.randn(20, 6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = F.linear(torch.tanh(self.first(x)), self.kernel.data)
+            if self.writes:
+                self.kernel.mul_(2)
+            return F.silu(y)
+
+    model, x = Written(), torch.randn(4, 6)
+    twin = converted(model)
+    for writes in (False, True):
+        twin.writes = writes
+        assert bool(products_in(twin(x))) == (source == "hook" and not writes)
+
+
 def test_frozen_bias_of_zeros_that_is_loaded_later() -> None:
     """A comparison of values finds no difference to a product without a bias."""
     model, x = first_layer()
