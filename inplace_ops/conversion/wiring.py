@@ -573,7 +573,7 @@ def _output_hook(module: nn.Module, args: Any, output: Any) -> None:
     engine = running_engine()
     if engine is not None:
         engine.walk(output)
-        engine.note(output)
+        engine.note(output, isinstance(module, nn.Identity))
 
 
 _HOOKS = (_versions_pre_hook, _leaf_pre_hook, _norm_hook, _product_hook, _output_hook)

@@ -399,8 +399,8 @@ class Engine:
         self._first = nodes.next_sequence_number()
         self._inputs: set[Node] = set()
         self._noting = Noting()
-        # Keeps the last tensors alive until the walk visits the operation that has read them: the
-        # outputs of `nn.Identity` in a residual sum.
+        # Kept alive until the walk visits the operation that has read them: the outputs of
+        # `nn.Identity` in a residual sum.
         self._last_noted: deque[Tensor] = deque(maxlen=2)
 
     @property
@@ -512,11 +512,16 @@ class Engine:
         self._noting.end_all()
 
     @_contained
-    def note(self, tensor: Any) -> None:
-        """Take a note of an operation's output: see NOTE [Versions are proved] in `versions.py`."""
+    def note(self, tensor: Any, is_kept: bool = False) -> None:
+        """Take a note of an operation's output: see NOTE [Versions are proved] in `versions.py`.
+
+        Args:
+            tensor: The output.
+            is_kept: Whether it stays alive until the walk visits the operation that reads it.
+        """
         if isinstance(tensor, Tensor):
             self._take_note(tensor)
-            if not USE_CREATION_HOOK:
+            if is_kept and not USE_CREATION_HOOK:
                 self._last_noted.append(tensor)
 
     def _take_note(self, tensor: Tensor) -> Record | None:

@@ -736,14 +736,14 @@ def _distance(value: Tensor, saved: Tensor) -> float:
     total = difference = 0.0
     if saved.is_complex():
         value, saved = torch.view_as_real(value), torch.view_as_real(saved)
+    dtype = torch.promote_types(saved.dtype, torch.float32)
+    norm = partial(torch.linalg.vector_norm, dtype=dtype)
     for mine, other in _chunks(value, saved):
-        mine, other = mine.double(), other.double()
         finite = other.isfinite()
         if not torch.equal(finite, mine.isfinite()):
             return math.inf
-        mine, other = mine.where(finite, 0.0), other.where(finite, 0.0)
-        total += float(other.norm() ** 2)
-        difference += float((mine - other).norm() ** 2)
+        total += float(norm(other.where(finite, 0.0))) ** 2
+        difference += float(norm(torch.sub(mine, other).where(finite, 0.0))) ** 2
     return math.sqrt(difference / total) if total else math.sqrt(difference)
 
 

@@ -629,6 +629,7 @@ class Joined(nn.Module):
         return self.conv(self.act(self.norm(torch.cat(parts, 1)))) + parts[0][:, :4, 1:-1, 1:-1]
 
 
+@pytest.mark.usefixtures("without_products")
 @pytest.mark.parametrize("create_graph", [False, True], ids=["first", "second"])
 @both_ways
 def test_input_that_is_recomputed(
@@ -640,6 +641,7 @@ def test_input_that_is_recomputed(
     assert node.saves_spec
 
 
+@pytest.mark.usefixtures("without_products")
 def test_recomputed_input_is_computed_once(source: str) -> None:
     """PyTorch's norm node reads it too, although it gets no gradient."""
     twin = converted_twin(Joined(ACTS["relu"]).double())

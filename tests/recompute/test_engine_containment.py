@@ -904,6 +904,7 @@ class Residual(nn.Module):
         return torch.cat([x, self.first(x[:, :3])], 1)
 
 
+@pytest.mark.usefixtures("without_products")
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize(
     ("norm", "activation"),

@@ -316,6 +316,7 @@ ACTIVATIONS: dict[str, tuple[nn.Module, bool]] = {
 }
 
 
+@pytest.mark.usefixtures("without_products")
 @pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activation_and_cast_of_an_upcast_norm_are_fused(

@@ -181,6 +181,7 @@ def test_product_with_a_number_is_recomputed_under_a_dispatch_mode() -> None:
     assert "Mul" in {spec.producer for spec in recomputed(output)}
 
 
+@pytest.mark.usefixtures("without_products")
 def test_sum_with_a_number_is_recomputed() -> None:
     model, x = mlp(Sums(SUMS["add"])), torch.randn(256, 32)
     size = 256 * 64 * 4
