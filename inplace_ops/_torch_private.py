@@ -168,11 +168,8 @@ def call_after_pass(callback: Callable[[], None]) -> None:
 
 # The flags that decide how a device computes products, as pairs of functions that return and set
 # one. The public properties take five times as long to read.
-_FP32_PRECISION = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
-
-
 def _fp32_precision(backend: str, op: str) -> tuple[Callable[[], Any], Callable[..., Any]]:
-    get, put = _FP32_PRECISION
+    get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
     return partial(get, backend, op), partial(put, backend, op)
 
 

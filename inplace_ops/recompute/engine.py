@@ -636,11 +636,11 @@ class Engine:
         weight, bias = norms.registered_parameters(module)
         if record is None or record.product is None or weight is None or bias is None:
             return
-        if bias.is_inference() or not runs_pytorchs_forward(module):  # has no version, or another
-            return
         rule = OPERATION_OF[type(node)].output  # type: ignore[union-attr]
         assert isinstance(rule, ProductRule)
         if rule.bias is None or nodes.producer(node, rule.bias)[0] is not None:
+            return
+        if bias.is_inference() or not runs_pytorchs_forward(module):  # has no version, or another
             return
         if USE_CREATION_HOOK or self._is_unmodified(bias, node):
             frozen = FrozenBias(bias, bias._version)

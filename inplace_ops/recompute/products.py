@@ -76,7 +76,7 @@ from .specs import Call, Leaf, Spec, ViewCall, freed_error, keeping, written_to_
 
 
 class _Steps:
-    """Counts an optimizer's steps of one parameter."""
+    """Counts the steps that optimizers have taken on one storage."""
 
     __slots__ = ("__weakref__", "count")
 
@@ -148,18 +148,6 @@ class Weight(Spec):
         if not self.is_current():
             raise written_to_error(parameter, self.version)
         return parameter.detach()
-
-    def add_consumer(self, consumer: int, distance: int | None = None) -> None:
-        pass
-
-    def move_consumer(self, old: int, new: int) -> None:
-        pass
-
-    def read_again(self) -> None:
-        pass
-
-    def products(self) -> Iterator[ProductCall]:
-        yield from ()
 
     def is_current(self) -> bool:
         parameter = self.parameter

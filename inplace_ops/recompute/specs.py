@@ -140,7 +140,6 @@ class Spec:
             consumer: The consumer's number.
             distance: How near the next consumer must be, at most `_SHARING_DISTANCE`, the default.
         """
-        raise NotImplementedError
 
     def move_consumer(self, old: int, new: int) -> None:
         """Record that consumer `new` reads this spec instead of `old`, which gets a kept value.
@@ -149,11 +148,9 @@ class Spec:
             old: A consumer that was added.
             new: A consumer with a larger number than all that were added.
         """
-        raise NotImplementedError
 
     def read_again(self) -> None:
         """Record that a consumer reads this spec once more than the products inside know."""
-        raise NotImplementedError
 
     def magnitude(self) -> Tensor:
         """Return the scale of the value's error, a scalar in float64.
@@ -178,7 +175,7 @@ class Spec:
 
     def products(self) -> Iterator[ProductCall]:
         """Return the products that compute this spec."""
-        raise NotImplementedError
+        yield from ()
 
 
 class WrittenToError(RuntimeError):
@@ -238,20 +235,8 @@ class Leaf(Spec):
             raise freed_error(tensor)
         return tensor
 
-    def add_consumer(self, consumer: int, distance: int | None = None) -> None:
-        pass
-
-    def move_consumer(self, old: int, new: int) -> None:
-        pass
-
-    def read_again(self) -> None:
-        pass
-
     def is_current(self) -> bool:
         return self.tensor._version == self.version
-
-    def products(self) -> Iterator[ProductCall]:
-        yield from ()
 
     def magnitude(self) -> Tensor:
         return _largest(self.tensor)
