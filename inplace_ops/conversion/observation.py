@@ -172,7 +172,9 @@ class Observation(Observer):
                 handle.remove()
 
     def _entering(self, path: str) -> Any:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        # A thread that calls a module while this one registers the hook may pass no kwargs:
+        # `nn.Module` stores the hook first, and then that it takes them.
+        def enter(module: nn.Module, args: Any, kwargs: Any = None) -> None:
             if self._is_running():
                 self._walk((args, kwargs))
                 is_under_autocast = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))

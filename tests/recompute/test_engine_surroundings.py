@@ -39,6 +39,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import inplace_ops
 from inplace_ops.activations import RELU
+from inplace_ops.conversion.observation import Observation
 from inplace_ops.conversion.wiring import conversion_of
 from inplace_ops.recompute import nodes
 from inplace_ops.recompute.rewrites import Mask
@@ -570,6 +571,16 @@ def test_exported_and_traced_models_match_pytorch() -> None:
 
 
 # Threads.
+
+
+def test_hooks_of_an_observation_run_in_threads_that_pass_no_kwargs() -> None:
+    """`nn.Module` stores a hook first, and then that it takes keyword arguments."""
+    model, x = layers().eval(), images(DOUBLE)
+    expected = model(x)
+    with Observation(model).following_modules():
+        for module in model.modules():
+            module._forward_pre_hooks_with_kwargs.clear()
+        torch.testing.assert_close(model(x), expected)
 
 
 def test_threads_that_share_a_model_match_pytorch() -> None:
