@@ -201,6 +201,7 @@ MIN_BYTES = 4096  # smaller tensors are saved as PyTorch saves them
 MAX_OPS = 4
 _LEAF_FACTOR = 4  # see NOTE [Leaves]
 _CAST, _CONCATENATION = OPERATIONS[TO_COPY], OPERATIONS[CAT]
+_MOST_PRODUCTS = 3  # inside one spec: see 4 of NOTE [Narrow points] in `products.py`
 _MAX_SPEC_KEYS = 2**16
 _MAX_NODES = 2**32  # of one forward pass
 _MAX_ALIASES = 64  # nodes that `_shares_memory_with_leaf` visits
@@ -793,7 +794,7 @@ class Engine:
         operation = OPERATION_OF[type(base)]
         if operation is not None and operation.has_spec:
             spec = self._output_spec(producer, saved.output_nr)
-            if spec is None or self._costs_too_much(spec):
+            if spec is None or self._obstacle(spec):
                 # This still saves the tensor, in fewer bytes: a spec within max_ops saves more.
                 reason = self._reason
                 spec = self._smaller_spec(node, field, base, record, saved) or spec
@@ -827,8 +828,9 @@ class Engine:
         self, node: Node, field: str, saved: Tensor, spec: Spec, base: Node
     ) -> bool:
         """Replace a saved tensor by a spec. Return False if it stays saved as PyTorch saves it."""
-        if self._costs_too_much(spec):
-            self._report_unchanged(node, field, reasons.too_many, self.settings.max_ops)
+        obstacle = self._obstacle(spec)
+        if obstacle:
+            self._report_unchanged(node, field, obstacle)
             return False
         if spec.cost == 0 and any(_share_memory(leaf.tensor, saved) for leaf in spec.leaves()):
             self._report_unchanged(node, field, reasons.SAVED_ANYWAY)
@@ -1070,8 +1072,9 @@ class Engine:
             spec = self._input_spec(node, position, field, record)
             if spec is None:
                 return None
-            if self._costs_too_much(spec):
-                self._set_reason(reasons.too_many, self.settings.max_ops)
+            obstacle = self._obstacle(spec)
+            if obstacle:
+                self._reason = obstacle
                 return None
             inputs.append(spec)
         return self._call_spec(node, output, inputs)
@@ -1178,14 +1181,18 @@ class Engine:
             _arguments(node, 0, rule.arguments),
             Product(cost, narrowing, flops, terms, facts.flags, weights, dtype),
         )
-        if self._costs_too_much(call):
-            self._set_reason(reasons.too_many, limit)
+        obstacle = self._obstacle(call)
+        if obstacle:
+            self._reason = obstacle
             return None
         return call
 
-    def _costs_too_much(self, spec: Spec) -> bool:
+    def _obstacle(self, spec: Spec) -> str:
+        """Return why a spec takes too much; empty if it does not."""
+        if spec.tolerance and len({*spec.products()}) > _MOST_PRODUCTS:
+            return reasons.MANY_PRODUCTS
         limit = self.settings.max_ops
-        return spec.cost > limit and (not spec.tolerance or spec.added_cost() > limit)
+        return reasons.too_many(limit) if spec.cost > limit and spec.added_cost() > limit else ""
 
     def _factors_of(self, node: Node, rule: ProductRule, facts: ProductFacts) -> list[Spec] | None:
         """Return the specs of a product's weight, and of its bias if it has one.

@@ -15,7 +15,9 @@ saves what is narrow, and computes the wide tensors from it again.
    and values), the norm and the activation that read it. A consumer that is farther away than
    `_NEAR` from the others would keep the value for long, or compute it again. It saves its tensor
    as PyTorch does: a U-Net's skip.
-4. A norm between two products is not run again, as its statistics are saved. So running statistics
+4. A product inside a spec keeps its value while those after it run, for its other consumers. So a
+   spec has a few products at most (`_MOST_PRODUCTS`): more would save more, and raise the peak.
+5. A norm between two products is not run again, as its statistics are saved. So running statistics
    do not change, and nothing random is drawn.
 
 NOTE [Weights are proved]

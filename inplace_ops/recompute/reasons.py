@@ -36,6 +36,7 @@ AS_LARGE = "the copies needed to recompute it are as large"
 MUCH_LARGER = "the tensors needed to recompute it are much larger"
 FAR = "the operations that read it are far apart: its product would run twice"
 FIRST_STEP = "kept in the first step, which shows whether its weight is there in backward"
+MANY_PRODUCTS = "too many products would run one after another"
 FREED = "the memory of a weight is freed when forward has returned"
 DIFFERENT = "its recomputed value differed at the first use"
 
