@@ -29,6 +29,7 @@ from ._torch_private import (
 )
 from .memory import Measured, plain_tensors, unpack_measured
 from .recompute import nodes
+from .recompute.checkpoints import kept_by_checkpoint
 from .recompute.nodes import Node
 
 Sizes = dict[int, int]  # of storages, by their ids
@@ -185,10 +186,14 @@ def checkpointed_tensors(
     seen: set[Any] = set()
     for node in graph:
         for handle in nodes.saved_handles(node):
-            checkpoint = checkpoint_of(handle.unpack_hook)
+            own = kept_by_checkpoint(handle)
+            checkpoint = checkpoint_of(handle.unpack_hook) if own is None else own
             if checkpoint is None or checkpoint in seen:
                 continue
             seen.add(checkpoint)
+            if own is not None:
+                yield from (Checkpointed(node, [t], t, None, False) for t in own.tensors())
+                continue
             for each in saved_by_checkpoint(checkpoint):
                 is_tensor = isinstance(each.handle, Tensor)
                 tensors = [each.handle] if is_tensor else nodes.values_of(each.handle)

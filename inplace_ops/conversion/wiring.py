@@ -34,21 +34,21 @@ and nothing else:
    `Conversion.run` does this.
 8. Parameters, buffers, the tree of modules, and the classes of all other modules do not change.
    Scripted modules do not change at all.
-9. An `nn.TransformerEncoderLayer` and its parts get no hooks: with a hook on any of them the layer
+9. A block that a budget checkpoints gets a class and an attribute as in 1 and 2: its `Checkpoint`.
+10. An `nn.TransformerEncoderLayer` and its parts get no hooks: with a hook on any of them the layer
    leaves its fast path in inference.
 
-`detach` undoes 1 to 7, in the model and in all of its parts, also in parts that were converted on
-their own. If `attach` fails, the model and its parts are restored, with the conversions that they
-had before.
+`detach` undoes 1 to 7 and 9, in the model and in all of its parts, also in parts that were
+converted on their own. If `attach` fails, the model and its parts are restored, with the
+conversions that they had before.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -64,6 +64,7 @@ from .._torch_private import (
     has_global_forward_hooks,
 )
 from ..recompute import engine as engine_module, norms, products
+from ..recompute.checkpoints import Calls, Checkpoint
 from ..recompute.engine import Settings, run_engine, running_engine
 from ..recompute.fused import activation_forward
 from ..recompute.nodes import saved_tensor_hooks_are_active
@@ -76,12 +77,6 @@ _ORIGINAL_CLASS = "_inplace_ops_original"  # the attribute of a converted model'
 _MAX_OBSERVED_CALLS = 3  # calls that are observed at most, until one fills in the report
 
 
-class _Calls(threading.local):
-    """A counter of each thread's own calls."""
-
-    count = 0
-
-
 class Conversion:
     """The conversion of one model: an attribute of the converted model.
 
@@ -89,16 +84,22 @@ class Conversion:
         settings: State that all forward passes of the model share.
         report: The report. One of the first calls with gradients fills it in.
         observation: Observes these calls; if None, a new `Observation` is made for each.
+        checkpoints: The checkpoints of the model's blocks, by their paths.
         calls: Counts the calls of `run` in this thread.
     """
 
     def __init__(
-        self, settings: Settings, report: Report, observation: Observation | None = None
+        self,
+        settings: Settings,
+        report: Report,
+        observation: Observation | None = None,
+        checkpoints: Mapping[str, Checkpoint] | None = None,
     ) -> None:
         self.settings, self.report, self.observation = settings, report, observation
+        self.checkpoints = checkpoints or {}
         self._observed_calls_left = _MAX_OBSERVED_CALLS
         self._is_settled = True
-        self.calls = _Calls()
+        self.calls = Calls()
 
     def run(
         self, model: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -153,12 +154,18 @@ def _new_conversion(max_ops: int) -> Conversion:
 
 
 def conversion_of(model: nn.Module) -> Conversion | None:
-    """Return the conversion of a model; None if the model itself is not converted.
+    """Return the conversion of a model; None if the model itself is not converted."""
+    attached = _attached_to(model)
+    return attached if isinstance(attached, Conversion) else None
+
+
+def _attached_to(module: nn.Module) -> Conversion | Checkpoint | None:
+    """Return the conversion of a model, or the checkpoint of a block; None if it has neither.
 
     A copy may have the attribute alone, if its class has a `__getstate__` of its own.
     """
-    conversion: Conversion | None = vars(model).get(_CONVERSION)
-    return conversion if conversion is not None and _has_forward(model) else None
+    attached: Conversion | Checkpoint | None = vars(module).get(_CONVERSION)
+    return attached if attached is not None and _has_forward(module) else None
 
 
 def _has_forward(model: nn.Module) -> bool:
@@ -184,14 +191,18 @@ def attach(model: nn.Module, conversion: Conversion) -> None:
             )
         _attach_conversion(model, conversion)
         conversion.settings.know((*model.parameters(), *model.buffers()))
+        for path, checkpoint in conversion.checkpoints.items():
+            block = model.get_submodule(path)
+            _attach_conversion(block, checkpoint)
+            checkpoint.settings.know((*block.parameters(), *block.buffers()))
     except Exception:
         detach(model)
         snapshot.restore()
         raise
 
 
-def _attach_conversion(model: nn.Module, conversion: Conversion) -> None:
-    """Make a model run its forward with the engine on."""
+def _attach_conversion(model: nn.Module, conversion: Conversion | Checkpoint) -> None:
+    """Make a model run its forward with the engine on, or a block as a checkpoint."""
     own_forward = vars(model).get("forward")
     converted = None if own_forward is not None else _converted_class(type(model))
     if converted is not None:
@@ -201,6 +212,12 @@ def _attach_conversion(model: nn.Module, conversion: Conversion) -> None:
     elif not _is_partial_of(own_forward, activation_forward):
         _set_forward(model, _instance_forward, own_forward)
     vars(model)[_CONVERSION] = conversion
+
+
+def can_have_checkpoint(block: nn.Module) -> bool:
+    """Whether a block may get a `Checkpoint`."""
+    is_unchanged = "forward" not in vars(block) and _CONVERSION not in vars(block)
+    return is_unchanged and _converted_class(type(block)) is not None
 
 
 def _unscripted(model: nn.Module) -> Iterator[nn.Module]:
@@ -213,7 +230,7 @@ class _Snapshot:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.attachments = {module: _attachments_of(module) for module in _unscripted(model)}
-        pairs = ((module, conversion_of(module)) for module in self.attachments)
+        pairs = ((module, _attached_to(module)) for module in self.attachments)
         self.conversions = {module: value for module, value in pairs if value is not None}
 
     def restore(self) -> None:
@@ -221,7 +238,7 @@ class _Snapshot:
         for module in _unscripted(self.model):
             _add_attachments(module, self.attachments.get(module, set()))
             conversion = self.conversions.get(module)
-            if conversion is not None and conversion_of(module) is None:
+            if conversion is not None and _attached_to(module) is None:
                 _attach_conversion(module, conversion)
 
 
@@ -438,7 +455,7 @@ def _new_class(cls: type[nn.Module]) -> type[nn.Module]:
         if getattr(own, "__func__", None) is cls.forward and own.__self__ is self:
             # A tool has unwrapped the forward of this class, by `__wrapped__` as accelerate does.
             del vars(self)["forward"]
-        conversion = conversion_of(self)
+        conversion = _attached_to(self)
         count = 0 if conversion is None else conversion.calls.count
         output = getattr(cls, CALL)(self, *args, **kwargs)
         if conversion is not None and conversion.calls.count == count:
@@ -463,7 +480,7 @@ def _new_class(cls: type[nn.Module]) -> type[nn.Module]:
         return _rebuilt, (build, args), *rest
 
     def raise_on_script(self: nn.Module) -> nn.Module:
-        if conversion_of(self) is None:
+        if _attached_to(self) is None:
             return self
         raise RuntimeError(
             "torch.jit.script cannot compile a converted model: script it within "
@@ -490,7 +507,7 @@ def _rebuilt(build: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Modul
     return model
 
 
-def _warn_of_replaced_forward(model: nn.Module, conversion: Conversion) -> None:
+def _warn_of_replaced_forward(model: nn.Module, conversion: Conversion | Checkpoint) -> None:
     """Warn of a model's `forward` attribute that has run without the engine.
 
     A replayed CUDA graph runs no operation, so it needs no engine.

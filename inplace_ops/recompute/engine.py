@@ -234,15 +234,24 @@ class Settings:
 
     Attributes:
         max_ops: The most passes over memory that a spec may take: see `costs.py`.
+        rejected: The limits from which specs that took more would have been made, rounded up.
         verified: For each spec key, whether the spec reproduced the saved tensor at its first use.
         warned: The subjects of the warnings that were issued.
     """
 
     def __init__(self, max_ops: int = MAX_OPS) -> None:
         self.max_ops = max_ops
+        self.rejected: set[int] = set()
         self.verified: dict[SpecKey, bool] = {}
         self.warned: set[str] = set()
         self._lasting: dict[int, _Lasting] = {}
+
+    def rejects(self, cost: float) -> bool:
+        """Whether this cost is above the limit. If so, remember it."""
+        if cost <= self.max_ops:
+            return False
+        self.rejected.add(math.ceil(cost))
+        return True
 
     def know(self, parameters: Iterable[Tensor]) -> None:
         """Remember that parameters are the model's when `convert` runs."""
@@ -319,17 +328,18 @@ def running_engine() -> Engine | None:
 
 @contextmanager
 def run_engine(
-    model: nn.Module, settings: Settings, observer: Observer | None = None
+    model: nn.Module, settings: Settings, observer: Observer | None = None, fuses: bool = True
 ) -> Iterator[Engine | None]:
     """Run the engine of a model in this thread, and yield it.
 
-    Yield None and do nothing if an engine runs in this thread already, or under a tracer, a
-    compiler or a `torch.func` transform.
+    `fuses` tells whether activations are fused with norms. Yield None and do nothing if an engine
+    runs in this thread already, or under a tracer, a compiler or a `torch.func` transform.
     """
     if _running.engine is not None or nodes.is_transformed():
         yield None
         return
     engine = Engine(model, settings, observer)
+    engine.fuses = fuses
     source = nodes.creation_hook(_on_node_created) if USE_CREATION_HOOK else nullcontext()
     try:
         _running.engine = engine
@@ -383,11 +393,19 @@ class _ParameterVersion(NamedTuple):
 
 
 class Engine:
-    """The recompute engine during one forward pass of a converted model."""
+    """The recompute engine during one forward pass of a converted model.
+
+    Attributes:
+        settings: State that all forward passes of the model share.
+        observer: Observes what the engine does; None if nothing does.
+        fuses: Whether activations are fused with norms.
+        is_paused: Whether nodes are visited, and nothing is replaced.
+    """
 
     def __init__(self, model: nn.Module, settings: Settings, observer: Observer | None) -> None:
         self._model, self.settings = model, settings
         self.observer = observer
+        self.fuses, self.is_paused = True, False
         self._ordinal = 0
         self._first_number = next(_engines) * _MAX_NODES  # see NOTE [Shared values] in `specs.py`
         self._stream: Any = None  # the CUDA stream of the node that is being visited
@@ -417,6 +435,9 @@ class Engine:
         try:
             if self.observer is not None and KEY not in node.metadata:
                 self.observer.created(node)
+            if self.is_paused:
+                node.metadata.setdefault(KEY, None)
+                return
             node_type = type(node)
             operation = OPERATION_OF[node_type]
             if operation is None:
@@ -440,6 +461,16 @@ class Engine:
                 self._reason = ""  # its arguments may be nodes
         except Exception as error:
             self.warn_of(error, node)
+
+    @contextmanager
+    def paused(self, value: Any) -> Iterator[None]:
+        """Replace nothing within a `with` block, whose nodes come after those of `value`."""
+        self.walk(value)
+        was_paused, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = was_paused
 
     def walk(self, value: Any) -> None:
         """Visit the new nodes that tensors in `value` depend on, before torch 2.14.
@@ -1161,7 +1192,7 @@ class Engine:
         ridge = costs.flops_per_byte(device_type, dtype, is_in_tf32)
         cost = costs.passes(flops, moved, output_bytes, ridge)
         limit = self.settings.max_ops
-        if cost > limit:
+        if self.settings.rejects(cost):
             self._set_reason(reasons.too_many, limit)
             return None
         field, position = rule.operands[1 - facts.weight]
@@ -1192,7 +1223,9 @@ class Engine:
         if spec.tolerance and len({*spec.products()}) > _MOST_PRODUCTS:
             return reasons.MANY_PRODUCTS
         limit = self.settings.max_ops
-        return reasons.too_many(limit) if spec.cost > limit and spec.added_cost() > limit else ""
+        if spec.cost > limit and self.settings.rejects(spec.added_cost()):
+            return reasons.too_many(limit)
+        return ""
 
     def _factors_of(self, node: Node, rule: ProductRule, facts: ProductFacts) -> list[Spec] | None:
         """Return the specs of a product's weight, and of its bias if it has one.

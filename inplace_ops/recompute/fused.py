@@ -30,6 +30,7 @@ alias, as the methods of a subclass of Tensor return it. Then the activation run
 
 from __future__ import annotations
 
+import math
 import weakref
 from functools import partial
 from typing import Any
@@ -57,9 +58,17 @@ _AFFINE_FACTOR = 2
 def activation_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Run a module's forward, fused with the norm before it if possible."""
     engine = running_engine()
-    if engine is None or len(args) != 1 or kwargs or not _is_ordinary_call(args[0]):
+    is_ordinary = len(args) == 1 and not kwargs and _is_ordinary_call(args[0])
+    if engine is None or engine.is_paused or not is_ordinary:
         return type(module).forward(module, *args, **kwargs)
     (z,) = args
+    if not engine.fuses:
+        engine.walk(z)
+        engine.note(z)
+        y = type(module).forward(module, z)
+        engine.walk(y)
+        engine.note(y)
+        return y
     if type(z) is Tensor or not _only_wraps(engine, module, z):
         return _activated(engine, module, z)
     check_inplace_allowed(z)
@@ -214,8 +223,10 @@ def _input_of(engine: Engine, norm: norms.Norm) -> Tensor | Recomputed | None:
     """
     x = norms.input_of(norm)
     packed = None if x is not None else nodes.packed(norm.node, "input")
-    if not isinstance(packed, Recomputed) or packed.spec.added_cost() >= engine.settings.max_ops:
+    if not isinstance(packed, Recomputed):
         return x
+    if engine.settings.rejects(math.floor(packed.spec.added_cost()) + 1):
+        return None
     if not all(call.is_near(engine.next_number) for call in packed.spec.products()):
         return None
     z = norm.output
