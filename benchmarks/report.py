@@ -418,6 +418,26 @@ def tools(rows: Rows) -> str:
     return markdown(header, body)
 
 
+def budgets(rows: Rows) -> str:
+    """What `convert` chooses for a budget, and its peak in a step and in a training script."""
+    header = ["network", "budget", "chosen", "saved", "peak", "FLOPs", "peak of a script"]
+    body = []
+    for (name, shape), own in grouped(rows, "network", "input").items():
+        for i, row in enumerate(own):
+            first = f"{name}, {shape}" if i == 0 else ""
+            if row["note"]:
+                body.append([first, "the same", row["variant"], row["note"], "", "", ""])
+                continue
+            chosen = row["variant"]
+            if row["max_ops"]:
+                chosen = f"`max_ops={row['max_ops']}`, {row['checkpointed']} checkpoints"
+            script = f"{row['script_peak_mib']} MiB" if row["script_peak_mib"] else ""
+            budget = f"{row['budget_mib']} MiB" if row["budget_mib"] else ""
+            memory = [f"{row[column]} MiB" for column in ("saved_mib", "peak_mib")]
+            body.append([first, budget, chosen, *memory, row["flops_ratio"], script])
+    return markdown(header, body)
+
+
 def _memory_and_time(row: dict[str, str]) -> str:
     """Return MiB and ms of PyTorch in place, and ratios to them for other variants."""
     if row["variant"] == "torch in place":
@@ -481,6 +501,7 @@ ALONE: Drawings = {
     "integrations": integrations,
     "tools": tools,
     "bytes": bytes_of_a_step,
+    "budgets": budgets,
     "networks": networks,
     "peaks": peaks,
     "models": models,
@@ -498,6 +519,7 @@ COMMANDS = {
     "calls": "bench_networks.py calls",
     "blocks": "bench_networks.py blocks",
     "bytes": "bench_networks.py bytes",
+    "budgets": "bench_budgets.py",
     "integrations": "bench_networks.py train --selection integrations",
     "tools": "bench_networks.py train --selection tools",
     "networks": "bench_networks.py train",

@@ -4,14 +4,14 @@
 #
 #   benchmarks/run_all.sh [PART...]
 #
-# Parts, all by default: activations blocks bytes calls host integrations memory models networks norms
-# peaks steps tools training. On two calm cores, with nothing else running, models and networks take
-# an hour each, tools and training 18 minutes each.
+# Parts, all by default: activations blocks budgets bytes calls host integrations memory models
+# networks norms peaks steps tools training. On two calm cores, with nothing else running, models,
+# networks and budgets take an hour each, tools and training 18 minutes each.
 # PYTHON names an interpreter with the package and its extras models and demo.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-known="activations blocks bytes calls host integrations memory models networks norms peaks steps tools"
+known="activations blocks budgets bytes calls host integrations memory models networks norms peaks steps tools"
 known+=" training"
 for part in "$@"; do
   [[ " $known " == *" $part "* ]] || {
@@ -35,6 +35,7 @@ bench() {
 
 bench activations ops time --device cpu
 bench blocks networks blocks --device cpu
+bench budgets budgets --device cpu --scripts
 bench bytes networks bytes --device cpu
 bench calls networks calls --device cpu
 bench host ops host --device cpu --threads 1

@@ -22,7 +22,6 @@ import inplace_ops
 from inplace_ops import _ops
 from inplace_ops.activations import ACTIVATIONS, Activation, Save
 from inplace_ops.conversion.library import LOADERS_HELP, ModelNotFoundError, load
-from inplace_ops.recompute.engine import MAX_OPS
 
 
 def _self_check(activation: Activation, save: Save, device: str) -> str:
@@ -83,7 +82,7 @@ def analyze(arguments: argparse.Namespace) -> int:
     model = load(arguments.model, dict(arguments.set)).train(not arguments.eval)
     dtype = torch.long if arguments.tokens else torch.float
     example = (torch.zeros if arguments.tokens else torch.randn)(arguments.input, dtype=dtype)
-    report = inplace_ops.analyze(model, example, max_ops=arguments.max_ops)
+    report = inplace_ops.analyze(model, example, max_ops=arguments.max_ops, memory=arguments.memory)
     report.model = arguments.model
     print(json.dumps(report.to_dict(), indent=2) if arguments.json else report)
     if arguments.plot:
@@ -110,6 +109,16 @@ def setting(text: str) -> tuple[str, Any]:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return name, value
+
+
+def amount(text: str) -> int | float | str:
+    """Parse an amount of memory such as "8GiB", "0.5" or "1000000"."""
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            pass
+    return text
 
 
 def main() -> int:
@@ -140,7 +149,13 @@ def main() -> int:
         "--tokens", action="store_true", help="the input consists of token ids, all 0"
     )
     analysis.add_argument("--eval", action="store_true", help="put the model in eval mode")
-    analysis.add_argument("--max-ops", type=int, default=MAX_OPS, help="see inplace_ops.convert")
+    analysis.add_argument("--max-ops", type=int, help="see inplace_ops.convert")
+    analysis.add_argument(
+        "--memory",
+        type=amount,
+        metavar="8GiB",
+        help="a budget for the peak: bytes, a text with a unit, or a share of PyTorch's peak",
+    )
     arguments = parser.parse_args()
     if arguments.command == "info":
         return min(info(), 1)

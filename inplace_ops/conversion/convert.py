@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .._torch_private import is_optimized_module
 from ..recompute.engine import MAX_OPS, Settings, running_engine
+from .budget import MOST_CANDIDATES, Budget, Choice, Search
 from .example import Example, Inputs
 from .report import Report
 from .state import State
@@ -30,7 +32,8 @@ def convert(
     model: nn.Module,
     example_inputs: Inputs | None = None,
     *,
-    max_ops: int = MAX_OPS,
+    max_ops: int | None = None,
+    memory: int | str | float | None = None,
     **removed: Any,
 ) -> Report:
     """Let a model recompute tensors in backward instead of saving them, and return a report.
@@ -50,7 +53,14 @@ def convert(
         max_ops: The most that recomputing one tensor in backward may take, in passes over its
             memory. An elementwise operation counts one; a convolution or matrix product counts its
             memory and its arithmetic, by device and dtype. A larger limit saves more memory and
-            takes more time.
+            takes more time. The default is 4; with `memory` it bounds the search, which has no
+            bound by default.
+        memory: A budget for the peak of a forward and backward pass on the example, beyond what was
+            allocated before: bytes, a text such as "8 GiB" or "8 GB", or a share of PyTorch's peak
+            above 0 and below 1. Values of `max_ops` and checkpoints of blocks are measured, and
+            the model is converted like the fastest candidate that fits. Parameters and optimizers
+            come in addition: the report has lines for them. All processes of an initialized
+            process group must call `convert` together, and choose alike.
         **removed: Arguments of earlier versions; they raise TypeError.
 
     Returns:
@@ -59,23 +69,35 @@ def convert(
 
     Raises:
         VerificationError: If gradients on the example differ. The model is unchanged.
-        TypeError: If `model` is not a module, if an argument of an earlier version is given, or if
-            the example has another type.
-        ValueError: If `max_ops` is not a positive integer, or if the model is compiled, scripted or
-            has uninitialized parameters.
-        RuntimeError: If called inside the forward pass of a converted model, or with an example in
-            inference mode.
+        MemoryError: If no candidate fits into `memory`. The model is unchanged.
+        TypeError: If `model` is not a module, if an argument of an earlier version is given, if the
+            example or `memory` has another type, or if `memory` is given without an example.
+        ValueError: If `max_ops` is not a positive integer, if `memory` is not positive, a share of
+            1 or more, or in an unknown unit, or if the model is compiled, scripted or has
+            uninitialized parameters.
+        RuntimeError: If called inside the forward pass of a converted model, with an example in
+            inference mode, or with `memory` under PyTorch's profiler, which measures peaks.
         Exception: Any error that the model raises on the example. The model is unchanged.
     """
-    _check_arguments("convert", model, example_inputs, max_ops, removed)
+    budget = _check_arguments("convert", model, example_inputs, max_ops, memory, removed)
     existing = conversion_of(model)
-    if existing is not None and existing.settings.max_ops != max_ops:
-        warnings.warn(
-            f"the model is already converted with max_ops={existing.settings.max_ops}, which "
-            "does not change: call inplace_ops.revert(model) first",
-            stacklevel=2,
-        )
-    conversion = existing or Conversion(Settings(max_ops), Report())
+    if existing is not None:
+        limit = existing.settings.max_ops
+        if budget is not None or limit != (MAX_OPS if max_ops is None else max_ops):
+            warnings.warn(
+                f"the model is already converted with max_ops={limit}, which does not change: call "
+                "inplace_ops.revert(model) first",
+                stacklevel=2,
+            )
+    if existing is None and budget is not None:
+        assert example_inputs is not None
+        is_shared = dist.is_available() and dist.is_initialized()
+        choice = _search(model, Example(example_inputs), budget, max_ops, is_shared, "convert")
+        if choice.conversion is None:
+            raise MemoryError(choice.problem)
+        attach(model, choice.conversion)
+        return choice.report
+    conversion = existing or Conversion(Settings(MAX_OPS if max_ops is None else max_ops), Report())
     if example_inputs is not None:
         _measure(model, Example(example_inputs), conversion)
     if existing is None:
@@ -84,25 +106,51 @@ def convert(
 
 
 def analyze(
-    model: nn.Module, example_inputs: Inputs, *, max_ops: int = MAX_OPS, **removed: Any
+    model: nn.Module,
+    example_inputs: Inputs,
+    *,
+    max_ops: int | None = None,
+    memory: int | str | float | None = None,
+    **removed: Any,
 ) -> Report:
     """Return the report of `convert`, and leave the model unconverted.
 
-    Takes the arguments of `convert`, and raises the same errors, except if the model's own backward
-    fails: the report then lists what is saved, and its peaks are None. If tqdm is installed, a
-    terminal shows a progress bar after two seconds.
+    Takes the arguments of `convert`, and raises the same errors, with two exceptions. If the
+    model's own backward fails, the report lists what is saved, and its peaks are None. If nothing
+    fits into `memory`, the report has all candidates, and a remark says what to do. If tqdm is
+    installed, a terminal shows a progress bar after two seconds. Processes measure on their own.
     """
-    _check_arguments("analyze", model, example_inputs, max_ops, removed)
-    conversion = Conversion(Settings(max_ops), Report())
+    budget = _check_arguments("analyze", model, example_inputs, max_ops, memory, removed)
     example = Example(example_inputs)
-    with _progress_bar() as update:
+    if budget is not None:
+        choice = _search(model, example, budget, max_ops, is_shared=False, name="analyze")
+        choice.report.remarks += filter(None, [choice.problem])
+        return choice.report
+    conversion = Conversion(Settings(MAX_OPS if max_ops is None else max_ops), Report())
+    with _progress_bar("analyze", "pass", _PASSES) as update:
         _measure(model, example, conversion, needs_gradients=False, finished=update)
     return conversion.report
 
 
+def _search(
+    model: nn.Module,
+    example: Example,
+    budget: Budget,
+    max_ops: int | None,
+    is_shared: bool,
+    name: str,
+) -> Choice:
+    """Measure candidates for a budget, and restore the model."""
+    with (
+        _measuring(model, example, _nothing) as run,
+        _progress_bar(name, "candidate", MOST_CANDIDATES) as update,
+    ):
+        return Search(model, run, budget, max_ops, is_shared).choose(update)
+
+
 @contextmanager
-def _progress_bar() -> Iterator[Callable[[], object]]:
-    """Show tqdm's progress bar, if it is installed, and provide what to call after each pass."""
+def _progress_bar(name: str, unit: str, total: int) -> Iterator[Callable[[], object]]:
+    """Show tqdm's progress bar, if it is installed, and provide what to call after each unit."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -110,9 +158,7 @@ def _progress_bar() -> Iterator[Callable[[], object]]:
     if tqdm is None:
         yield _nothing
         return
-    with tqdm(
-        total=_PASSES, desc="analyze", unit="pass", delay=2, leave=False, disable=None
-    ) as progress:
+    with tqdm(total=total, desc=name, unit=unit, delay=2, leave=False, disable=None) as progress:
         yield progress.update
 
 
@@ -146,8 +192,14 @@ _REMOVED = {
 
 
 def _check_arguments(
-    name: str, model: Any, example_inputs: Any, max_ops: Any, removed: dict[str, Any]
-) -> None:
+    name: str,
+    model: Any,
+    example_inputs: Any,
+    max_ops: Any,
+    memory: Any,
+    removed: dict[str, Any],
+) -> Budget | None:
+    """Check the arguments, and return the budget; None if none is given."""
     for argument in removed:
         hint = f": {_REMOVED[argument]}" if argument in _REMOVED else ""
         problem = (
@@ -157,7 +209,8 @@ def _check_arguments(
     if not isinstance(model, nn.Module):
         hint = f": call {name}(model, x)" if isinstance(example_inputs, nn.Module) else ""
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}{hint}")
-    if isinstance(max_ops, bool) or not isinstance(max_ops, int) or max_ops < 1:
+    is_integer = isinstance(max_ops, int) and not isinstance(max_ops, bool)
+    if max_ops is not None and not (is_integer and max_ops >= 1):
         raise ValueError(f"max_ops must be a positive integer, got {max_ops!r}")
     if is_optimized_module(model):
         raise ValueError(
@@ -170,6 +223,26 @@ def _check_arguments(
         raise ValueError("the model has uninitialized parameters: call it once first")
     if running_engine() is not None:
         raise RuntimeError(f"{name}() was called inside the forward pass of a converted model")
+    if memory is not None and example_inputs is None:
+        raise TypeError(
+            f"memory needs an example, on which peaks are measured: {name}(model, x, "
+            f"memory={memory!r})"
+        )
+    return None if memory is None else Budget.of(memory)
+
+
+@contextmanager
+def _measuring(model: nn.Module, example: Example, finished: Callable[[], object]) -> Iterator[Run]:
+    """Provide runs of the unconverted model on an example, and restore the model's state."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("an example needs autograd: call convert outside inference mode")
+    with (
+        _EXAMPLE_LOCK,
+        reverted(model),
+        torch.compiler.set_stance("force_eager"),
+        State(model, [tensor.device for tensor in example.tensors()]) as state,
+    ):
+        yield Run(model, example, state, finished)
 
 
 def _measure(
@@ -188,16 +261,8 @@ def _measure(
         needs_gradients: Whether an error in the original model's backward is raised.
         finished: Called after each pass.
     """
-    if torch.is_inference_mode_enabled():
-        raise RuntimeError("an example needs autograd: call convert outside inference mode")
     report = Report()
-    with (
-        _EXAMPLE_LOCK,
-        reverted(model),
-        torch.compiler.set_stance("force_eager"),
-        State(model, [tensor.device for tensor in example.tensors()]) as state,
-    ):
-        run = Run(model, example, state, finished)
+    with _measuring(model, example, finished) as run:
         before, original = run.saved_bytes(), None
         try:
             original = run.gradients()

@@ -76,6 +76,30 @@ class Auxiliary:
     ordinal: int
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A way to convert a model that a search for a budget has measured.
+
+    Attributes:
+        max_ops: The argument of `convert`.
+        checkpointed: The paths of the blocks that are checkpointed.
+        saved_bytes: The bytes that the model saves for backward; None if memory ran out.
+        peak_bytes: The peak bytes of forward and backward; None if memory ran out.
+        flops: The floating point operations of the products in a step; None if memory ran out, and
+            if they cannot be counted.
+        seconds: The time of the fastest of three steps; None if memory ran out.
+        is_chosen: Whether the model is converted like this: the fastest one that fits.
+    """
+
+    max_ops: int
+    checkpointed: tuple[str, ...]
+    saved_bytes: int | None
+    peak_bytes: int | None
+    flops: int | None
+    seconds: float | None
+    is_chosen: bool = False
+
+
 @dataclass
 class Report:
     """A report of what a converted model saves for backward. Prints as a table.
@@ -97,10 +121,15 @@ class Report:
         flops: The floating point operations of the products in a forward and backward pass of the
             original model; None without an example, and if they cannot be counted.
         recompute_flops: Those of the products that backward recomputes.
+        memory_limit: The budget in bytes; None without a budget.
+        parameter_bytes: The bytes of the parameters, with a budget.
+        trainable_bytes: Those of the parameters that require a gradient.
+        buffer_bytes: The bytes of the buffers, with a budget.
         remarks: Why a number is unknown.
         replaced: The saved tensors that are recomputed or stored smaller, largest first.
         remaining: The tensors that stay saved, largest first, with the reason.
         auxiliary: The tensors that are saved only to recompute from, largest first.
+        candidates: What was measured to choose by the budget, in this order; empty without one.
     """
 
     model: str = ""
@@ -112,10 +141,15 @@ class Report:
     gradient_bytes: int | None = None
     flops: int | None = None
     recompute_flops: int = 0
+    memory_limit: int | None = None
+    parameter_bytes: int = 0
+    trainable_bytes: int = 0
+    buffer_bytes: int = 0
     remarks: list[str] = field(default_factory=list)
     replaced: list[Replaced] = field(default_factory=list)
     remaining: list[Remaining] = field(default_factory=list)
     auxiliary: list[Auxiliary] = field(default_factory=list)
+    candidates: list[Candidate] = field(default_factory=list)
 
     @property
     def is_filled(self) -> bool:
@@ -185,6 +219,7 @@ class Report:
                 ],
             ),
             *self._remarks(),
+            *self._candidates(),
         ]
         columns = ("MiB", "tensors", "produced by", "saved by")
         if self.replaced:
@@ -208,6 +243,31 @@ class Report:
                 f"\nsaved by operations whose saved tensors PyTorch does not show: {size} MiB"
             )
         return "\n".join(lines)
+
+    def _candidates(self) -> list[str]:
+        """Return the table of candidates, and what a training step allocates besides its peak."""
+        if not self.candidates:
+            return []
+        header = ("max_ops", "checkpoints", "saved MiB", "peak MiB", "GFLOP", "seconds", "")
+        rows = [
+            (
+                str(each.max_ops),
+                str(len(each.checkpointed)),
+                mib(each.saved_bytes),
+                mib(each.peak_bytes),
+                "?" if each.flops is None else f"{each.flops / 1e9:.3f}",
+                "?" if each.seconds is None else f"{each.seconds:.3f}",
+                "chosen" if each.is_chosen else "",
+            )
+            for each in self.candidates
+        ]
+        return [
+            f"\nmeasured for {self.inputs}, with a budget of {mib(self.memory_limit)} MiB for the "
+            "peak of forward and backward:",
+            _table(header, rows),
+            f"\nbesides the peak: parameters {mib(self.parameter_bytes)} MiB, buffers "
+            f"{mib(self.buffer_bytes)} MiB; Adam would add {mib(2 * self.trainable_bytes)} MiB",
+        ]
 
     def _recompute_flops(self) -> str:
         text = f"{self.recompute_flops / 1e9:.3f} GFLOP"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -45,6 +46,7 @@ _WITH_RANDN = {**dict.fromkeys(_FLOAT8, torch.float32), torch.complex32: torch.c
 # distance between two runs of the original, times this factor, is allowed as well.
 _NOISE_FACTOR = 4
 
+_TIMED_PASSES = 3
 
 _SMALLER = (
     "Running example_inputs needs memory itself: pass fewer samples, or none, as convert(model) "
@@ -115,6 +117,26 @@ class Run:
                 Gradients(inputs, self.model, inputs.call(self.model), self._uses_backward)
 
             return peak_bytes(step)
+
+    def seconds(self) -> float:
+        """Return the time of the fastest of a few passes."""
+        return min(self._seconds() for _ in range(_TIMED_PASSES))
+
+    def _seconds(self) -> float:
+        with self._pass() as inputs:
+            devices = {tensor.device for tensor in inputs.tensors() if tensor.is_cuda}
+            for device in devices:
+                torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            Gradients(inputs, self.model, inputs.call(self.model), self._uses_backward)
+            for device in devices:
+                torch.cuda.synchronize(device)
+            return time.perf_counter() - start
+
+    def call(self) -> None:
+        """Call the model without gradients."""
+        with self._pass() as inputs, torch.no_grad():
+            inputs.call(self.model)
 
     @contextmanager
     def _pass(self) -> Iterator[Example]:
@@ -202,6 +224,12 @@ class Gradients:
                 else:
                     storages[id(part)] = part.numel() * part.itemsize
         return sum(storages.values())
+
+    def to_host(self) -> Gradients:
+        """Move outputs and gradients to the host, so that no measurement counts them."""
+        self.outputs = [output.cpu() for output in self.outputs]
+        self.values = {n: None if v is None else v.cpu() for n, v in self.values.items()}
+        return self
 
     def distance(self, other: Gradients) -> float:
         """Return the norm of the difference, relative to the norm of these gradients.
