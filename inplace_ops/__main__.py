@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import sys
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 import inplace_ops
 from inplace_ops import _ops
 from inplace_ops.activations import ACTIVATIONS, Activation, Save
+from inplace_ops.conversion.budget import Budget
 from inplace_ops.conversion.library import LOADERS_HELP, ModelNotFoundError, load
 
 
@@ -113,12 +115,15 @@ def setting(text: str) -> tuple[str, Any]:
 
 def amount(text: str) -> int | float | str:
     """Parse an amount of memory such as "8GiB", "0.5" or "1000000"."""
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            pass
-    return text
+    value: int | float | str = text
+    for number in (float, int):
+        with suppress(ValueError):
+            value = number(text)
+    try:
+        Budget.of(value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return value
 
 
 def main() -> int:

@@ -42,7 +42,8 @@ def convert(
     tensors: the outputs of norms, activations, sums, products and concatenations, and those of
     convolutions and matrix products that are larger than the input. Gradients are PyTorch's.
     Parameters, buffers, `state_dict` and the classes of the model's parts stay as they are. The
-    model itself becomes an instance of a subclass of its class.
+    model itself becomes an instance of a subclass of its class, and so do the blocks that a budget
+    checkpoints.
 
     Args:
         model: Any module. Convert it before `torch.compile`, DDP or FSDP wrap it.

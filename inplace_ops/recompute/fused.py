@@ -58,8 +58,9 @@ _AFFINE_FACTOR = 2
 def activation_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Run a module's forward, fused with the norm before it if possible."""
     engine = running_engine()
-    is_ordinary = len(args) == 1 and not kwargs and _is_ordinary_call(args[0])
-    if engine is None or engine.is_paused or not is_ordinary:
+    if engine is None or engine.is_paused or len(args) != 1 or kwargs:
+        return type(module).forward(module, *args, **kwargs)
+    if not _is_ordinary_call(args[0]):
         return type(module).forward(module, *args, **kwargs)
     (z,) = args
     if not engine.fuses:

@@ -630,6 +630,20 @@ def test_blocks_run_in_the_order_in_which_they_are_found() -> None:
     assert found.usable == ["blocks.2", "blocks.1", "blocks.0"]
 
 
+@pytest.mark.parametrize("text", ["8gigs", "1.5", "-3", "0"])
+def test_command_with_a_bad_amount_says_what_is_understood(
+    text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from inplace_ops import __main__ as command
+
+    arguments = ["analyze", "a:b", "--input", "1", f"--memory={text}"]
+    monkeypatch.setattr(sys, "argv", ["inplace-ops", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 2
+    assert "memory must be a number of bytes" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["0.9", "1GiB", "100000000"])
 def test_command_prints_candidates(
     text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
