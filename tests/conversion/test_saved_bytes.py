@@ -6,6 +6,7 @@ import copy
 import gc
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -87,6 +88,12 @@ def test_saved_bytes_does_not_walk_objects_of_process(monkeypatch: pytest.Monkey
     assert saved_bytes(torch.exp, torch.randn(100, requires_grad=True)) == 400
 
 
+def is_raised_in_pytorchs_backward(error: BaseException) -> bool:
+    """Whether PyTorch itself has built a tuple from an iterator: see `test_sources.py`."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, SystemError) and last.filename == torch.autograd.__file__
+
+
 @pytest.mark.parametrize("looks", [False, True], ids=["", "while one looks at all objects"])
 def test_threads_train_and_measure_one_model(looks: bool) -> None:
     """A thread that looks at all objects keeps some alive: sizes may differ then."""
@@ -100,7 +107,8 @@ def test_threads_train_and_measure_one_model(looks: bool) -> None:
                 model(x).square().sum().backward()
                 sizes.add(saved_bytes(model, x))
         except BaseException as error:
-            problems.append(error)
+            if not (looks and is_raised_in_pytorchs_backward(error)):
+                problems.append(error)
 
     def look() -> None:
         while looks and not done.is_set():
