@@ -6,11 +6,17 @@ import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from ._torch_private import current_stream, is_traceable_wrapper_subclass, profiler_is_running
+from ._torch_private import (
+    current_stream,
+    is_traceable_wrapper_subclass,
+    profiler_is_running,
+    storage_id,
+)
 
 
 class Packed:
@@ -97,6 +103,18 @@ def _silent_kineto() -> Iterator[None]:
     finally:
         if not is_set:
             os.environ.pop(name, None)
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the memory of tensors; an upper bound for layouts other than strided."""
+    storages: dict[int, int] = {}
+    for part in chain.from_iterable(map(plain_tensors, tensors)):
+        if part.layout is torch.strided:
+            storage = part.untyped_storage()
+            storages[storage_id(storage)] = storage.nbytes()
+        else:
+            storages[id(part)] = part.numel() * part.itemsize
+    return sum(storages.values())
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:

@@ -90,7 +90,8 @@ def blocks_of(model: nn.Module, call: Callable[[], Any]) -> Blocks:
     """
     blocks = {path: model.get_submodule(path) for path in paths_of_blocks(model)}
     reasons = {path: reason for path, block in blocks.items() if (reason := _obstacle(block))}
-    tests = {path: _Test(block) for path, block in blocks.items() if path not in reasons}
+    ran: list[_Test] = []
+    tests = {path: _Test(block, ran) for path, block in blocks.items() if path not in reasons}
     with ExitStack() as stack:
         for test in tests.values():
             stack.enter_context(test.attached())
@@ -105,7 +106,8 @@ def blocks_of(model: nn.Module, call: Callable[[], Any]) -> Blocks:
     for test in tests.values():
         test.end()
     reasons |= {path: test.reason for path, test in tests.items() if test.reason}
-    usable = sorted((path for path in tests if path not in reasons), key=lambda p: tests[p].order)
+    usable = [path for path in tests if path not in reasons]
+    usable.sort(key=lambda path: ran.index(tests[path]))
     return Blocks(usable, reasons)
 
 
@@ -131,13 +133,11 @@ class _Test:
 
     Attributes:
         reason: Why the block may not be checkpointed; "" if it may.
-        order: The place of its first run among those of all blocks.
     """
 
-    _runs = 0
-
-    def __init__(self, block: nn.Module) -> None:
-        self.reason, self.order, self._block = "it does not run", 0, block
+    def __init__(self, block: nn.Module, ran: list[_Test]) -> None:
+        self.reason, self._block = "it does not run", block
+        self._ran = ran  # the tests of all blocks, in the order of their first runs
         self._before: list[Any] = []  # facts about the arguments, before a run
         self._after: list[tuple[Any, list[Any]]] = []  # the arguments, and facts after a run
         self._random = RandomStates.now([])
@@ -153,14 +153,13 @@ class _Test:
 
     def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         self._before = [*_facts((args, kwargs))]
-        cuda = {tensor.device for tensor in _tensors((args, kwargs)) if tensor.is_cuda}
-        self._random = RandomStates.now(sorted(cuda, key=str))
+        self._random = RandomStates.now(_tensors((args, kwargs)))
         self._other_random = _other_random_states()
 
     def _leave(self, block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not self.order:
-            _Test._runs += 1
-            self.order, self.reason = _Test._runs, ""
+        if self not in self._ran:
+            self._ran.append(self)
+            self.reason = ""
         if not self.reason:
             try:
                 self.reason = self._difference(args, kwargs, output)
@@ -211,24 +210,18 @@ class _Test:
         return ""
 
 
-class _Packs:
+class _Packs(torch.autograd.graph.saved_tensors_hooks):
     """Counts the tensors that are saved within a `with` block, and ends it at the last one."""
 
     def __init__(self, last: int = 0) -> None:
+        super().__init__(self._pack, lambda tensor: tensor)
         self.count, self._last = 0, last
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self.count += 1
         if self.count == self._last:
             raise Ended
         return tensor
-
-    def __enter__(self) -> None:
-        self._hooks.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._hooks.__exit__(*error)
 
 
 def _reads_only(outputs: Any, allowed: list[Tensor]) -> bool:

@@ -25,18 +25,18 @@ from __future__ import annotations
 import gc
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from .._ops import is_out_of_memory
-from .._torch_private import profiler_is_running, storage_id
-from ..memory import plain_tensors
+from .._torch_private import profiler_is_running
+from ..memory import bytes_of
 from ..recompute.checkpoints import Checkpoint, RecomputationError, modes_of
 from ..recompute.engine import Settings
 from ..recompute.specs import WrittenToError
@@ -353,9 +353,9 @@ class Search:
             report.remarks.append(
                 f"PyTorch's own step does not fit into memory: gradients were compared with {other}"
             )
-        report.parameter_bytes = _bytes_of(model.parameters())
-        report.trainable_bytes = _bytes_of(p for p in model.parameters() if p.requires_grad)
-        report.buffer_bytes = _bytes_of(model.buffers())
+        report.parameter_bytes = bytes_of(model.parameters())
+        report.trainable_bytes = bytes_of(p for p in model.parameters() if p.requires_grad)
+        report.buffer_bytes = bytes_of(model.buffers())
 
     def _problem(self, lowest: _Trial) -> str:
         """Return why no candidate fits, and what to do."""
@@ -394,16 +394,6 @@ def _largest(values: Sequence[int | None]) -> int | None:
     """Return the largest value; None if one is not known."""
     known = [value for value in values if value is not None]
     return max(known) if len(known) == len(values) else None
-
-
-def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    storages = {storage_id(s): s.nbytes() for t in tensors for s in _storages(t)}
-    return sum(storages.values())
-
-
-def _storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    parts = plain_tensors(tensor)
-    return (part.untyped_storage() for part in parts if part.layout is torch.strided)
 
 
 def _free_memory() -> None:

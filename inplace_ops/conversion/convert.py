@@ -81,10 +81,10 @@ def convert(
         Exception: Any error that the model raises on the example. The model is unchanged.
     """
     budget = _check_arguments("convert", model, example_inputs, max_ops, memory, removed)
-    existing = conversion_of(model)
+    existing, settings = conversion_of(model), _settings_of(max_ops)
     if existing is not None:
         limit = existing.settings.max_ops
-        if budget is not None or limit != (MAX_OPS if max_ops is None else max_ops):
+        if budget is not None or limit != settings.max_ops:
             warnings.warn(
                 f"the model is already converted with max_ops={limit}, which does not change: call "
                 "inplace_ops.revert(model) first",
@@ -98,7 +98,7 @@ def convert(
             raise MemoryError(choice.problem)
         attach(model, choice.conversion)
         return choice.report
-    conversion = existing or Conversion(Settings(MAX_OPS if max_ops is None else max_ops), Report())
+    conversion = existing or Conversion(settings, Report())
     if example_inputs is not None:
         _measure(model, Example(example_inputs), conversion)
     if existing is None:
@@ -127,10 +127,14 @@ def analyze(
         choice = _search(model, example, budget, max_ops, is_shared=False, name="analyze")
         choice.report.remarks += filter(None, [choice.problem])
         return choice.report
-    conversion = Conversion(Settings(MAX_OPS if max_ops is None else max_ops), Report())
+    conversion = Conversion(_settings_of(max_ops), Report())
     with _progress_bar("analyze", "pass", _PASSES) as update:
         _measure(model, example, conversion, needs_gradients=False, finished=update)
     return conversion.report
+
+
+def _settings_of(max_ops: int | None) -> Settings:
+    return Settings(MAX_OPS if max_ops is None else max_ops)
 
 
 def _search(

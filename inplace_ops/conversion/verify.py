@@ -17,9 +17,8 @@ from .._torch_private import (
     TorchDispatchMode,
     is_raised_by_disabling_hooks,
     saved_tensor_hooks_are_disabled,
-    storage_id,
 )
-from ..memory import Packed, peak_bytes, plain_tensors
+from ..memory import Packed, bytes_of, peak_bytes
 from ..recompute.nodes import Node, is_stale
 from ..recompute.specs import Recomputed
 from ..saved import model_bytes, tensors_in
@@ -215,15 +214,7 @@ class Gradients:
     @property
     def bytes(self) -> int:
         """The memory of the gradients; an upper bound for layouts other than strided."""
-        storages: dict[int, int] = {}
-        for value in self.values.values():
-            for part in [] if value is None else plain_tensors(value):
-                if part.layout is torch.strided:
-                    storage = part.untyped_storage()
-                    storages[storage_id(storage)] = storage.nbytes()
-                else:
-                    storages[id(part)] = part.numel() * part.itemsize
-        return sum(storages.values())
+        return bytes_of(value for value in self.values.values() if value is not None)
 
     def to_host(self) -> Gradients:
         """Move outputs and gradients to the host, so that no measurement counts them."""

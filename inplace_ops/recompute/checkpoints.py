@@ -30,7 +30,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -254,10 +254,10 @@ class _Argument:
 
     def value(self) -> Tensor:
         """Return the tensor, without a graph."""
-        if self.tensor._version != self.version:
-            raise written_to_error(self.tensor, self.version)
         if self.weight is not None:
             self.weight.value()
+        elif self.tensor._version != self.version:
+            raise written_to_error(self.tensor, self.version)
         return self.tensor.detach().requires_grad_(self.requires_grad)
 
 
@@ -329,8 +329,9 @@ class RandomStates(NamedTuple):
     cuda: list[Tensor]
 
     @classmethod
-    def now(cls, devices: list[torch.device]) -> RandomStates:
-        """Return the current ones."""
+    def now(cls, tensors: Iterable[Tensor]) -> RandomStates:
+        """Return the current ones, of CUDA those of the devices of tensors."""
+        devices = sorted({tensor.device for tensor in tensors if tensor.is_cuda}, key=str)
         return cls(torch.get_rng_state(), devices, [*map(torch.cuda.get_rng_state, devices)])
 
     @contextmanager
@@ -382,10 +383,8 @@ class _Call:
         self._block, self._forward, self._settings = block, forward, settings
         self._arguments = tree_map(Mapped(Tensor, _Argument.of), arguments)
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
-        owned = [*tensors, *block.parameters()]
-        cuda = {tensor.device for tensor in owned if tensor.is_cuda}
-        self._random = RandomStates.now(sorted(cuda, key=str))
-        types = ["cpu", "cuda"] if cuda else ["cpu"]
+        self._random = RandomStates.now([*tensors, *block.parameters()])
+        types = ["cpu", "cuda"] if self._random.devices else ["cpu"]
         self._autocasts = [*map(_Autocast.now, types)]
         self._flags = {name: product_flags(name) for name in types}
         self._slots: list[weakref.ref[_Slot]] = []

@@ -63,14 +63,7 @@ def activation_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     if not _is_ordinary_call(args[0]):
         return type(module).forward(module, *args, **kwargs)
     (z,) = args
-    if not engine.fuses:
-        engine.walk(z)
-        engine.note(z)
-        y = type(module).forward(module, z)
-        engine.walk(y)
-        engine.note(y)
-        return y
-    if type(z) is Tensor or not _only_wraps(engine, module, z):
+    if type(z) is Tensor or not engine.fuses or not _only_wraps(engine, module, z):
         return _activated(engine, module, z)
     check_inplace_allowed(z)
     with DisableTorchFunction():
@@ -81,9 +74,9 @@ def activation_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 def _activated(engine: Engine, module: nn.Module, z: Tensor) -> Tensor:
     """Return the activation of z, fused with the norm before it if possible."""
     engine.walk(z)
-    is_alias = type(z) is Tensor and z._is_view() and not _has_gradient_hooks(z)
+    is_alias = engine.fuses and type(z) is Tensor and z._is_view() and not _has_gradient_hooks(z)
     base = nodes.whole_base(z) if is_alias else None
-    norm = norms.norm_of(z if base is None else base)
+    norm = norms.norm_of(z if base is None else base) if engine.fuses else None
     y = None if norm is None else _fused(engine, module, z, norm)
     if y is None:
         engine.note(z)
