@@ -2,11 +2,11 @@
 
 For each network six budgets are measured, from 1.05 times the lowest peak of "checkpoint of each
 block" up to nearly PyTorch's peak; in deep networks the lowest budget is also below the lowest peak
-that `convert` reaches without checkpoints. Each converted network runs a step that is not the one
-that `convert` has measured: forward, loss and backward. Its gradients and buffers are compared with
-PyTorch's before anything is written down, and its peak with the budget. Steps of all budgets and of
-PyTorch in place are then timed in turn; with --repetitions 0 they are not. Products cost what they
-cost on CUDA (`policies.py`).
+that `convert` reaches without checkpoints, halfway to the lowest one that it reaches with them.
+Each converted network runs a step that is not the one that `convert` has measured: forward, loss
+and backward. Its gradients and buffers are compared with PyTorch's before anything is written down,
+and its peak with the budget. Steps of all budgets and of PyTorch in place are then timed in turn;
+with --repetitions 0 they are not. Products cost what they cost on CUDA (`policies.py`).
 
 With --scripts each network's lowest budget is also given to a training script of its own process:
 `convert`, then a loss, Adam and three steps. Its peak is compared with the budget and what the
@@ -83,10 +83,11 @@ def measure(name: str, policy: str, arguments: argparse.Namespace) -> list[Row]:
         }
         rows = [_row(label, step) for label, step in steps.items()]
         table = inplace_ops.analyze(copy.deepcopy(model), x, memory=NO_LIMIT)
-        without = [each.peak_bytes for each in table.candidates if not each.checkpointed]
+        measured = [each for each in table.candidates if each.peak_bytes is not None]
         lowest = 1.05 * min(float(row["peak_mib"]) for row in rows) * MIB
-        if name in DEEP:
-            lowest = min(lowest, 0.9 * min(peak for peak in without if peak is not None))
+        if name in DEEP:  # between the lowest peaks with and without checkpoints
+            without = min(each.peak_bytes or 0 for each in measured if not each.checkpointed)
+            lowest = min(lowest, (without + min(each.peak_bytes or 0 for each in measured)) / 2)
         highest = 0.95 * (table.peak_bytes_before or 0)
         for i in range(BUDGETS):
             budget = int(lowest + (highest - lowest) * i / (BUDGETS - 1))
