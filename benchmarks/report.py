@@ -650,7 +650,7 @@ def _output(entry: Operation) -> str:
     assert isinstance(output, Output)
     unsaved = "its input" if output.inputs.count(None) == 1 else "its inputs"
     sources = [f"`{field}`" if field else unsaved for field in output.inputs or (None,)]
-    text = " and ".join(dict.fromkeys(sources))
+    text = " and ".join(dict.fromkeys(sources)) + (", or a narrow copy" if output.narrow else "")
     return text if output.bound is not None else f"{text}, if exact"
 
 

@@ -243,7 +243,7 @@ class _Snapshot:
 
 
 # Modules of PyTorch whose output often is concatenated or added, which saves neither.
-_NOTED = (nn.Identity, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool2d, nn.AvgPool3d)
+_NOTED = (nn.Identity, nn.Upsample, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool2d, nn.AvgPool3d)
 
 # The attachments of a module: see 4 (norms), 6 (products), 7 (outputs) and 5 (activations) of NOTE
 # [What convert attaches].

@@ -21,8 +21,8 @@ What is cheap is recomputed, and what is wide, from what is narrow: NOTE [Narrow
 - `versions.py` proves that a tensor was not modified between its producer and its consumer.
 - `notes.py` takes notes for these proofs inside modules.
 - `specs.py` computes recompute specs.
-- `concatenations.py` lets specs of concatenations share copies of parts.
-- `rewrites.py` stores saved tensors that have no spec in fewer bytes, without loss.
+- `narrow.py` stores the narrow inputs of what has widened them.
+- `rewrites.py` stores other saved tensors that have no spec in fewer bytes, without loss.
 
 NOTE [Where nodes come from]
 
@@ -113,7 +113,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import _ops
 from .._torch_private import (
-    CAT,
     NO_PASS,
     TO_COPY,
     UNSAFE_SPLITS,
@@ -127,8 +126,8 @@ from .._torch_private import (
 )
 from ..memory import Packed
 from . import costs, functions, nodes, norms, reasons
-from .concatenations import specs_of_parts
 from .fusions import call_of
+from .narrow import NarrowLeaf, NarrowSpec
 from .nodes import Node
 from .notes import Noting, gains_from_notes, is_user_mode_active, number_of
 from .operations import (
@@ -136,11 +135,11 @@ from .operations import (
     OPERATION_OF,
     OPERATIONS,
     VIEW_OF,
-    Argument,
     Operation,
     Output,
     OutputRule,
     ProductRule,
+    arguments_of,
     base_of,
     viewed,
 )
@@ -154,11 +153,10 @@ from .products import (
     weight_inside,
     weights_of,
 )
-from .rewrites import Bits, Mask, Memories, Shape
+from .rewrites import Mask, Shape, indices_spec, mask_spec
 from .specs import (
     Affine,
     Call,
-    Downcast,
     Leaf,
     Original,
     Recomputed,
@@ -183,6 +181,7 @@ from .versions import (
     saved_output_of,
     take_note_of_alias,
     was_visited,
+    whole_output,
 )
 
 _T = TypeVar("_T")
@@ -200,7 +199,7 @@ _EXPECTED_ERRORS = (
 MIN_BYTES = 4096  # smaller tensors are saved as PyTorch saves them
 MAX_OPS = 4
 _LEAF_FACTOR = 4  # see NOTE [Leaves]
-_CAST, _CONCATENATION = OPERATIONS[TO_COPY], OPERATIONS[CAT]
+_CAST = OPERATIONS[TO_COPY]
 _MOST_PRODUCTS = 3  # inside one spec: see 4 of NOTE [Narrow points] in `products.py`
 _MAX_SPEC_KEYS = 2**16
 _MAX_NODES = 2**32  # of one forward pass
@@ -412,7 +411,7 @@ class Engine:
         self._reason: Reason = ""  # why there is no spec
         self._parameter_versions: dict[int, _ParameterVersion] = {}
         self._copying: list[weakref.ref[Record]] = []  # records that own copies, or may get them
-        self._memories = Memories()
+        self._narrow: list[weakref.ref[NarrowLeaf]] = []
         self._undecided: list[weakref.ref[Recomputed]] = []  # values that keep their original
         # The walk over nodes stops at nodes older than `_first`, and at `_inputs`.
         self._first = nodes.next_sequence_number()
@@ -532,7 +531,8 @@ class Engine:
             if are_models and self.settings.learn_whether_last(weights):
                 value.original = None
         with nodes.no_graph():
-            self._memories.settle()
+            for leaf in _alive(self._narrow):
+                leaf.settle()
 
     @property
     def keeps_originals(self) -> bool:
@@ -825,10 +825,10 @@ class Engine:
         operation = OPERATION_OF[type(base)]
         if operation is not None and operation.has_spec:
             spec = self._output_spec(producer, saved.output_nr)
-            if spec is None or self._obstacle(spec):
+            if operation.may_be_narrow and (spec is None or self._obstacle(spec)):
                 # This still saves the tensor, in fewer bytes: a spec within max_ops saves more.
                 reason = self._reason
-                spec = self._smaller_spec(node, field, base, record, saved) or spec
+                spec = self._narrow_spec(node, field, base, record, saved) or spec
                 self._reason = reason
             if spec is not None and exact and spec.rounding:
                 spec = None
@@ -957,10 +957,12 @@ class Engine:
         saved = self._rewritable(node, field)
         if saved is None or saved.untyped_storage().nbytes() > _LEAF_FACTOR * saved.nbytes:
             return
-        memory = self._memories.bits(saved)
-        if memory is None:
+        mask = mask_spec(saved, _alive(self._narrow))
+        if mask is None:
             return
-        value = Recomputed(Bits(memory, saved), saved, "mask", nodes.operation_name(node))
+        spec, leaf = mask
+        self._narrow.append(weakref.ref(leaf))
+        value = Recomputed(spec, saved, "mask", nodes.operation_name(node))
         if self.is_verified(value, saved, type(node), field, "mask"):
             self._save_packed(node, field, saved, value)
 
@@ -972,9 +974,9 @@ class Engine:
         pooled = nodes.saved_tensor(node, operation.shape_only)
         # Where a window is outside of the plane, PyTorch's index may be too.
         is_short = pooled is not None and math.prod(pooled.shape[-operation.pooled_dims :]) <= 2**14
-        memory = self._memories.downcast(saved, torch.int16 if is_short else torch.int32)
-        name = ("indices", nodes.operation_name(node))
-        value = Recomputed(Downcast(memory, saved), saved, *name)
+        spec, leaf = indices_spec(saved, is_short)
+        self._narrow.append(weakref.ref(leaf))
+        value = Recomputed(spec, saved, "indices", nodes.operation_name(node))
         self._save_packed(node, operation.indices, saved, value)
 
     def _save_packed(self, node: Node, field: str, saved: Tensor, value: Packed) -> None:
@@ -1027,7 +1029,7 @@ class Engine:
             spec = self._output_spec(*viewed(node, index))
             if spec is None:
                 return None
-            return ViewCall(view.function, (spec,), *_arguments(node, index, view.arguments))
+            return ViewCall(view.function, (spec,), *arguments_of(node, index, view.arguments))
         record = record_of(node)
         if record is None:
             return None
@@ -1209,7 +1211,7 @@ class Engine:
         call = ProductCall(
             rule.function,
             [*operands, *bias],
-            _arguments(node, 0, rule.arguments),
+            arguments_of(node, 0, rule.arguments),
             Product(cost, narrowing, flops, terms, facts.flags, weights, dtype),
         )
         obstacle = self._obstacle(call)
@@ -1277,7 +1279,7 @@ class Engine:
         if view is None:
             return weight
         inner = self._view_of_weight(*viewed(node, index), weight)
-        return ViewCall(view.function, (inner,), *_arguments(node, index, view.arguments))
+        return ViewCall(view.function, (inner,), *arguments_of(node, index, view.arguments))
 
     @cached_property
     def _parameters(self) -> dict[tuple[int, ...], Tensor]:
@@ -1335,33 +1337,38 @@ class Engine:
             return Weight(bias, version)
         return Leaf(bias.detach().to(dtype), is_copy=True)  # autocast has cast it
 
-    def _smaller_spec(
+    def _narrow_spec(
         self, node: Node, field: str, base: Node, record: Record, saved: Tensor
     ) -> Spec | None:
-        """Return a spec that stores the output of a cast or concatenation in fewer bytes.
+        """Return a spec with narrow copies for a saved tensor; None if there is none.
 
-        Return None if there is none.
+        See NOTE [Narrow copies] in `narrow.py`.
 
         Args:
             node: The node of a consumer.
-            field: The field in which it saves the output, or a view of it.
-            base: The operation's node.
-            record: Its record.
+            field: The field in which it saves the tensor.
+            base: The operation that returned the tensor, or the base of which it is a view.
+            record: The operation's record.
             saved: The saved tensor.
         """
-        operation = OPERATION_OF[type(base)]
-        if operation is _CAST:
-            return self._downcast_spec(base, record, saved)
-        is_whole = saved.grad_fn is base and not saved._is_view()
-        if operation is not _CONCATENATION or not is_whole:
+        output = whole_output(saved, base)
+        if output is None:
             return None
-        lasting = nodes.lasting(node, field, saved)
-        parts = specs_of_parts(base, lasting, self._output_spec, self._stream)
-        output = operation.output
-        assert isinstance(output, Output)
-        spec = None if parts is None else self._call_spec(base, output, parts)
-        record.spec = None if spec is None else weakref.ref(spec)
-        return spec
+        narrow = NarrowSpec(self._affordable_spec, self._call_spec, self._stream)
+        spec = narrow.of(base, output.detach())
+        if spec is None:
+            if output is saved:
+                narrow.offer_slices(nodes.lasting(node, field, saved))
+            return None
+        narrow.own()
+        self._narrow += map(weakref.ref, narrow.leaves)
+        record.spec = weakref.ref(spec)
+        return self._output_spec(saved.grad_fn, saved.output_nr)
+
+    def _affordable_spec(self, node: Node, index: int) -> Spec | None:
+        """Return the spec of an operation's output; None if there is none within the limit."""
+        spec = self._output_spec(node, index)
+        return None if spec is None or self._obstacle(spec) else spec
 
     def _call_spec(self, node: Node, output: Output, inputs: list[Spec]) -> Spec | None:
         """Return the spec of an operation's output, given those of its inputs; None if inexact."""
@@ -1376,32 +1383,13 @@ class Engine:
         spec = call_of(
             output.function,
             inputs,
-            _arguments(node, 0, output.arguments),
+            arguments_of(node, 0, output.arguments),
             output.cost,
             output.bound or largest,
             nodes.output_dtype(node, 0),
         )
         spec.keeps_strides &= output.keeps_strides(node)
         return spec
-
-    def _downcast_spec(self, node: Node, record: Record, saved: Tensor) -> Spec | None:
-        """Return a spec that stores a cast's output in the smaller dtype that it was cast from.
-
-        None if the cast is not lossless, or its output may have been modified. All consumers of the
-        output share the memory of one copy.
-        """
-        if saved._version != 0:
-            return None
-        source = nodes.output_dtype(*nodes.producer(node, 0))
-        if not _is_lossless(source, saved.dtype):
-            return None
-        if saved.untyped_storage().nbytes() != nodes.output_bytes(node, 0):
-            return None
-        memory = record.downcast() if record.downcast is not None else None
-        if memory is None:
-            memory = self._memories.downcast(saved, source)
-            record.downcast = weakref.ref(memory)
-        return Downcast(memory, saved)
 
 
 def _small_constant(node: Node, field: str) -> Tensor | None:
@@ -1522,13 +1510,3 @@ def _shares_memory_with_leaf(tensor: Tensor, node: Node) -> bool:
             elif base is not None and _may_return_alias(base):
                 pending.append(base)
     return False
-
-
-def _is_lossless(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether a cast from `source` to a larger dtype `target` is lossless."""
-    wider = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
-    return wider.get(source) is target or (source is torch.float32 and target is torch.float64)
-
-
-def _arguments(node: Node, index: int, arguments: tuple[Argument, ...]) -> list[Any]:
-    return [nodes.argument(node, a) if isinstance(a, str) else a(node, index) for a in arguments]

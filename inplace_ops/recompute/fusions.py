@@ -20,7 +20,7 @@ from .. import _ops
 from ..activations import ACTIVATIONS
 from .norms import NormAffine
 from .operations import add, same
-from .specs import Affine, Call, Computed, CopyOf, Downcast, Leaf, Spec, ViewCall
+from .specs import Affine, Call, Computed, CopyOf, Leaf, Spec, ViewCall
 
 # On an H200 PyTorch multiplies each channel by a factor at a third of the memory's bandwidth. From
 # this size on, a kernel should be faster, with three small ones before it that prepare the factors.
@@ -115,8 +115,6 @@ def _before_cast(spec: Spec) -> Tensor | None:
     if isinstance(spec, ViewCall):
         x = _before_cast(spec.inputs[0])
         return None if x is None else spec.of(x)
-    if isinstance(spec, Downcast):
-        return spec.before_cast()
     if isinstance(spec, Call) and spec.function is Tensor.to and isinstance(spec.inputs[0], Leaf):
         return spec.inputs[0].value()
     return None

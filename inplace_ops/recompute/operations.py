@@ -24,9 +24,9 @@ entry. Checked against torch 2.11, 2.13, 2.14 and 2.15.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -45,6 +45,8 @@ from .specs import largest, largest_or_one, product, total
 # function that returns the argument for the node and the index of its output.
 Argument = str | Callable[[Node, int], Any]
 Bound = Callable[[list[Tensor]], Tensor]
+Narrow = Callable[[Node, Tensor], Sequence[Tensor] | None]
+aten = torch.ops.aten
 UNSAVED = None  # an input that the node does not save
 ALL_UNSAVED = ()  # any number of inputs, none of which the node saves
 
@@ -63,6 +65,9 @@ class Output:
         rounds_by_strides: Whether PyTorch's kernels round differently for inputs of other strides.
         keeps_strides: Returns whether a node's output has the strides that `function` gives it.
         condition: Returns whether the rule holds for a node.
+        narrow: Returns the inputs, given a node and its output, as views of the output; a cast's
+            input in the dtype of the output. None if they cannot be read off this output. See NOTE
+            [Narrow copies] in `narrow.py`.
     """
 
     function: Callable[..., Tensor]
@@ -73,6 +78,7 @@ class Output:
     rounds_by_strides: bool = False
     keeps_strides: Callable[[Node], bool] = lambda node: True
     condition: Callable[[Node], bool] = lambda node: True
+    narrow: Narrow | None = None
 
 
 @dataclass(frozen=True)
@@ -134,6 +140,11 @@ class Operation:
         return isinstance(self.output, ProductRule)
 
     @cached_property
+    def may_be_narrow(self) -> bool:
+        """Whether the operation's inputs can be read off its output."""
+        return isinstance(self.output, Output) and self.output.narrow is not None
+
+    @cached_property
     def has_rewrites(self) -> bool:
         """Whether the engine replaces other tensors than inputs that backward reads."""
         return bool(
@@ -166,11 +177,13 @@ class View:
             strides than in forward.
         arguments: The arguments after the input.
         condition: Returns whether the function holds for a node.
+        narrow: See `Output`.
     """
 
     function: Callable[..., Tensor]
     arguments: tuple[Argument, ...] = ()
     condition: Callable[[Node], bool] = lambda node: True
+    narrow: Narrow | None = None
 
 
 def _from_input(
@@ -230,8 +243,23 @@ def _sum(function: Callable[..., Tensor]) -> Operation:
     return Operation(output, reads_no_values=True)
 
 
-def _concatenation(function: Callable[..., Tensor]) -> Operation:
-    return Operation(Output(function, ALL_UNSAVED, ("dim",)), reads_no_values=True)
+def _concatenation(function: Callable[..., Tensor], narrow: Narrow | None = None) -> Operation:
+    return Operation(Output(function, ALL_UNSAVED, ("dim",), narrow=narrow), reads_no_values=True)
+
+
+def _nearest(function: Callable[..., Tensor], *scales: str) -> Operation:
+    arguments = "output_size", *scales
+    return Operation(
+        Output(function, (UNSAVED,), arguments, narrow=partial(_centers, scales)),
+        reads_no_values=True,
+    )
+
+
+def _linear(function: Callable[..., Tensor], *scales: str) -> Operation:
+    arguments = "output_size", "align_corners", *scales
+    return Operation(
+        Output(function, (UNSAVED,), arguments, rounds_by_strides=True), reads_no_values=True
+    )
 
 
 _NO_VALUES = Operation(reads_no_values=True)
@@ -254,6 +282,55 @@ def _cat(*tensors_and_dim: Any) -> Tensor:
 def _stack(*tensors_and_dim: Any) -> Tensor:
     *tensors, dim = tensors_and_dim
     return torch.stack(tensors, dim)
+
+
+def _parts(node: Node, output: Tensor) -> Sequence[Tensor] | None:
+    """Return the parts of a concatenation; None if their sizes are unknown."""
+    dim = nodes.argument(node, "dim") % output.dim()
+    shapes = [edge[0] and nodes.output_shape(*edge) for edge in nodes.producers(node)]
+    sizes = [shape[dim] if shape and len(shape) == output.dim() else None for shape in shapes]
+    rest = output.shape[dim] - sum(size for size in sizes if size is not None)
+    if sizes.count(None) > 1 or (rest and None not in sizes):
+        return None
+    return output.split([rest if size is None else size for size in sizes], dim)
+
+
+def _first_block(node: Node, output: Tensor) -> Sequence[Tensor]:
+    """Return the input of `expand` or `repeat`."""
+    shape = nodes.output_shape(*viewed(node, 0))
+    block = output[(0,) * (output.dim() - len(shape))]
+    return [block[tuple([slice(size) for size in shape])]]
+
+
+def _centers(scales: Sequence[str], node: Node, output: Tensor) -> Sequence[Tensor] | None:
+    """Return the input of an upsampling to the nearest pixel, if its scales are whole numbers.
+
+    The middle one of the pixels that repeat an input's pixel does so however indices are rounded.
+
+    Args:
+        scales: The fields of the scales by which the node has computed indices. None: the ratio.
+        node: The node.
+        output: Its output.
+    """
+    sizes = nodes.output_shape(*nodes.producer(node, 0))[2:]
+    pixels = output
+    for dim, (size, field) in enumerate(zip(sizes, scales, strict=True), start=2):
+        scale, rest = divmod(output.shape[dim], size)
+        if rest or nodes.argument(node, field) not in (None, scale):
+            return None
+        pixels = _slice(pixels, dim, scale // 2, None, scale)
+    return [pixels]
+
+
+def _before_cast(node: Node, output: Tensor) -> Sequence[Tensor] | None:
+    source = nodes.output_dtype(*nodes.producer(node, 0))
+    return [output] if is_lossless(source, output.dtype) else None
+
+
+def is_lossless(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether a cast from `source` to a larger dtype `target` is lossless."""
+    wider = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+    return wider.get(source) is target or (source is torch.float32 and target is torch.float64)
 
 
 def _gelu(x: Tensor, approximate: str) -> Tensor:
@@ -308,7 +385,7 @@ def _is_cast(node: Node) -> bool:
 
 
 _CONVOLUTION = ProductRule(
-    torch.ops.aten.convolution.default,
+    aten.convolution.default,
     operands=(("input", 0), ("weight", 1)),
     arguments=("stride", "padding", "dilation", "transposed", "output_padding", "groups"),
     flops=_flops_of_convolution,
@@ -316,6 +393,7 @@ _CONVOLUTION = ProductRule(
     has_bias=_has_bias,
     is_convolution=True,
 )
+_SCALES = "scales_h", "scales_w"
 _ADDMM = ProductRule(
     _addmm,
     operands=(("mat1", 1), ("mat2", 2)),
@@ -344,14 +422,14 @@ OPERATIONS: Mapping[str, Operation] = {
     "HardtanhBackward0": _from_input(F.hardtanh, "min_val", "max_val"),  # ReLU6
     "HardsigmoidBackward0": _from_input(F.hardsigmoid, bound=largest_or_one),
     "SoftplusBackward0": _from_input(F.softplus, "beta", "threshold", bound=largest_or_one),
-    "EluBackward0": _from_input(torch.ops.aten.elu, "alpha", "scale", "input_scale"),
+    "EluBackward0": _from_input(aten.elu, "alpha", "scale", "input_scale"),
     "CeluBackward0": _from_input(F.celu, "alpha"),
     "GluBackward0": _from_input(F.glu, "dim"),
     "PreluKernelBackward0": _reads("self"),
     # Activations that save their output.
     "ReluBackward0": _from_result(F.relu, mask=RELU),
     "LeakyReluBackward1": _from_result(F.leaky_relu, "negative_slope", mask=LEAKY_RELU),
-    "EluBackward1": _from_result(torch.ops.aten.elu, "alpha", "scale", "input_scale"),
+    "EluBackward1": _from_result(aten.elu, "alpha", "scale", "input_scale"),
     "CeluBackward1": _from_result(F.celu, "alpha"),
     "SigmoidBackward0": _from_result(torch.sigmoid, bound=largest_or_one),
     "TanhBackward0": _from_result(torch.tanh),
@@ -386,7 +464,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "MaskedFillBackward0": Operation(saved_mask="mask"),
     "WhereBackward0": Operation(saved_mask="condition"),
     # Copies.
-    "CatBackward0": _concatenation(_cat),
+    "CatBackward0": _concatenation(_cat, narrow=_parts),
     "StackBackward0": _concatenation(_stack),
     "ToCopyBackward0": Operation(
         Output(
@@ -395,10 +473,15 @@ OPERATIONS: Mapping[str, Operation] = {
             (nodes.output_dtype,),
             keeps_strides=_keeps_memory_format,
             condition=_is_cast,
+            narrow=_before_cast,
         )
     ),
-    "CloneBackward0": Operation(Output(same, (UNSAVED,), cost=0)),
-    "RepeatBackward0": Operation(Output(Tensor.repeat, (UNSAVED,), ("repeats",))),
+    "CloneBackward0": Operation(
+        Output(same, (UNSAVED,), cost=0, narrow=lambda node, output: [output])
+    ),
+    "RepeatBackward0": Operation(
+        Output(Tensor.repeat, (UNSAVED,), ("repeats",), narrow=_first_block)
+    ),
     "RollBackward0": Operation(Output(torch.roll, (UNSAVED,), ("shifts", "dims"))),
     # What it pads with is not saved.
     "ConstantPadNdBackward0": Operation(
@@ -444,10 +527,11 @@ OPERATIONS: Mapping[str, Operation] = {
     "MeanBackward1": _NO_VALUES,
     "SumBackward0": _NO_VALUES,
     "SumBackward1": _NO_VALUES,
-    "UpsampleNearest2DBackward0": _NO_VALUES,
-    "UpsampleBilinear2DBackward0": _NO_VALUES,
-    "UpsampleNearest3DBackward0": _NO_VALUES,
-    "UpsampleTrilinear3DBackward0": _NO_VALUES,
+    "UpsampleNearest1DBackward0": _nearest(aten.upsample_nearest1d, "scales"),
+    "UpsampleNearest2DBackward0": _nearest(aten.upsample_nearest2d, *_SCALES),
+    "UpsampleNearest3DBackward0": _nearest(aten.upsample_nearest3d, "scales_d", *_SCALES),
+    "UpsampleBilinear2DBackward0": _linear(aten.upsample_bilinear2d, *_SCALES),
+    "UpsampleTrilinear3DBackward0": _linear(aten.upsample_trilinear3d, "scales_d", *_SCALES),
 }
 
 
@@ -520,7 +604,7 @@ VIEWS: Mapping[str, View] = {
     # Autograd regenerates the node of a view whose base was modified in place, for example of an
     # instance norm's output that an activation has overwritten.
     "AsStridedBackward0": View(Tensor.reshape, ("size",), _reshapes),
-    "ExpandBackward0": View(Tensor.expand, (nodes.output_shape,)),
+    "ExpandBackward0": View(Tensor.expand, (nodes.output_shape,), narrow=_first_block),
     "PermuteBackward0": View(Tensor.permute, ("dims",)),
     "ReshapeAliasBackward0": _RESHAPE,
     "SelectBackward0": View(torch.select, ("dim", "index")),
@@ -581,3 +665,8 @@ def reshapes_only(node: Node, index: int) -> bool:
             return False
         node, index = viewed(node, index)
     return nodes.output_shape(node, index).numel() == size
+
+
+def arguments_of(node: Node, index: int, arguments: tuple[Argument, ...]) -> list[Any]:
+    """Return the arguments of a rule for output `index` of a node."""
+    return [nodes.argument(node, a) if isinstance(a, str) else a(node, index) for a in arguments]

@@ -2,16 +2,15 @@
 
 - ReLU and LeakyReLU: one bit per element, if nothing else saves the activation's output.
 - Pooling and padding: the input's shape, strides and dtype, as backward does not read its values.
-- Masks: one bit per element. `Bits` is a spec, because the output of a dropout is recomputed from
-  its mask.
+- Masks: one bit per element. This is a spec, because the output of a dropout is recomputed from its
+  mask.
+- Indices of max pooling: in 16 or 32 instead of 64 bits.
 
-`Downcast` in `specs.py` is a spec for two more: the indices of max pooling, in 16 or 32 instead of
-64 bits, and a tensor that was cast from a smaller dtype.
+The last two are narrow copies: see NOTE [Narrow copies] in `narrow.py`.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import ClassVar
@@ -22,7 +21,8 @@ from torch import Tensor
 from .. import _ops
 from ..activations import RELU, Activation
 from ..memory import Packed
-from .specs import Computed, DowncastMemory, Leaf, Spec, StoredMemory, memory_of
+from .narrow import NarrowLeaf
+from .specs import Call, Spec, ViewCall
 
 
 class Mask(Packed):
@@ -76,68 +76,71 @@ class Shape(Packed):
         yield from ()
 
 
-class BitMemory(StoredMemory):
-    """The memory of a tensor of two values, 0 and another, stored as one bit per element.
+def indices_spec(saved: Tensor, is_short: bool) -> tuple[Spec, NarrowLeaf]:
+    """Return a spec that stores indices in 16 or 32 bits, and its leaf."""
+    leaf = NarrowLeaf(saved, torch.int16 if is_short else torch.int32)
+    leaf.own()
+    return Call(Tensor.to, (leaf,), (saved.dtype,)), leaf
 
-    Attributes:
-        dtype: The dtype of the tensor.
-        size: The number of elements.
-        value: The other value: 1 for booleans.
+
+def mask_spec(saved: Tensor, leaves: Iterable[NarrowLeaf]) -> tuple[Spec, NarrowLeaf] | None:
+    """Return a spec that stores a mask as one bit per element, and its leaf.
+
+    Return None if the tensor is not a mask, or no kernel packs it.
+
+    Args:
+        saved: The tensor: booleans, or the noise of a dropout.
+        leaves: Other narrow copies. Several nodes may save one mask.
     """
-
-    __slots__ = ("dtype", "size", "value")
-
-    def __init__(self, tensor: Tensor, value: float = 1.0) -> None:
-        vector = memory_of(tensor)
-        self.dtype, self.value, self.size = tensor.dtype, value, vector.numel()
-        if tensor.dtype is torch.bool:
-            vector = vector.to(torch.bfloat16)
-        _, bits = RELU.ops.call_save_out_of_place["mask"](vector, 1, None)
-        super().__init__(tensor, bits)
-
-    def is_of(self, tensor: Tensor) -> bool:
-        """Whether this is the memory of the tensor, which was not modified since."""
-        return self._original.is_of(tensor)
-
-    def vector(self) -> Tensor:
-        """Return the whole memory as a 1-D tensor."""
-        stored = self.leaf.value()
-        if stored.dtype is self.dtype:  # the original
-            return stored
-        dtype = torch.bfloat16 if self.dtype is torch.bool else self.dtype
-        values = torch.full((), self.value, dtype=dtype, device=stored.device)
-        vector: Tensor = RELU.ops.call_backward["mask"](values.expand(self.size), stored, None)
-        return vector.to(self.dtype)
+    if saved.requires_grad:
+        return None
+    if saved.dtype is torch.bool:
+        value = 1.0 if _ops.has_kernel(saved.new_empty(0, dtype=torch.bfloat16)) else None
+    else:
+        # Only a CPU's dropout saves noise: it was written to twice. On a GPU the comparison
+        # would synchronize.
+        is_noise = saved._version == 2 and saved.device.type == "cpu" and not saved._is_view()
+        value = noise_value(saved) if is_noise and _ops.has_kernel(saved) else None
+    if value is None:
+        return None
+    leaf = next((leaf for leaf in leaves if leaf.how == Mask.how and leaf.is_of(saved)), None)
+    if leaf is None:
+        leaf = NarrowLeaf(_memory_of(saved), torch.uint8, Mask.how)
+        leaf.own(_bits_of(leaf.tensor))
+    size = saved.untyped_storage().nbytes() // saved.itemsize
+    bound = partial(_constant, value)
+    memory = Call(_memory_from_bits, (leaf,), (size, saved.dtype, value), bound=bound)
+    layout = saved.shape, saved.stride(), saved.storage_offset()
+    spec = ViewCall(torch.as_strided, (memory,), *layout)
+    spec.keeps_strides = True
+    return spec, leaf
 
 
-class Bits(Computed):
-    """A mask, or a view of one, whose memory is stored as one bit per element."""
+def _memory_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's whole memory as a detached 1-D tensor."""
+    size = tensor.untyped_storage().nbytes() // tensor.itemsize
+    return tensor.detach().as_strided((size,), (1,), 0)
 
-    __slots__ = ("memory", "offset", "shape", "stride")
 
-    def __init__(self, memory: BitMemory, saved: Tensor) -> None:
-        super().__init__()
-        self.memory = memory
-        self.shape, self.stride, self.offset = saved.shape, saved.stride(), saved.storage_offset()
-        self.cost, self.rounding, self.tolerance, self.keeps_strides = 1, 0.0, 0.0, True
-        self.leaf_bytes, self.copied_bytes = memory.leaf.leaf_bytes, 0
+def _bits_of(memory: Tensor) -> Tensor:
+    """Return one bit per element of a 1-D tensor: whether it is not 0."""
+    vector = memory.to(torch.bfloat16) if memory.dtype is torch.bool else memory
+    _, bits = RELU.ops.call_save_out_of_place["mask"](vector, 1, None)
+    return bits
 
-    @property
-    def how(self) -> str:
-        return Mask.how
 
-    def compute(self, consumer: int | None) -> Tensor:
-        return self.memory.vector().as_strided(self.shape, self.stride, self.offset)
+def _memory_from_bits(stored: Tensor, size: int, dtype: torch.dtype, value: float) -> Tensor:
+    """Return a 1-D tensor whose elements are `value` where the bit is set, else 0."""
+    if stored.dtype is dtype:  # the original
+        return stored
+    computed = torch.bfloat16 if dtype is torch.bool else dtype
+    values = torch.full((), value, dtype=computed, device=stored.device)
+    vector: Tensor = RELU.ops.call_backward["mask"](values.expand(size), stored, None)
+    return vector.to(dtype)
 
-    def inner(self) -> Iterable[Spec]:
-        return (self.memory.leaf,)
 
-    def magnitude(self) -> Tensor:
-        device = self.memory.leaf.tensor.device
-        return torch.tensor(self.memory.value, dtype=torch.double, device=device)
-
-    def leaves(self) -> Iterator[Leaf]:
-        yield self.memory.leaf
+def _constant(value: float, magnitudes: list[Tensor]) -> Tensor:
+    return torch.full_like(magnitudes[0], value)
 
 
 def noise_value(saved: Tensor) -> float | None:
@@ -152,47 +155,3 @@ def noise_value(saved: Tensor) -> float | None:
     patterns = saved.detach().view(integer)
     is_noise = value > 0 and bool(((patterns == zero) | (patterns == other)).all())
     return value if is_noise else None
-
-
-class Memories:
-    """The memory of saved tensors that one forward pass stores in fewer bytes."""
-
-    def __init__(self) -> None:
-        self._references: list[weakref.ref[StoredMemory]] = []
-
-    def downcast(self, saved: Tensor, dtype: torch.dtype) -> DowncastMemory:
-        """Return a copy of a tensor's memory in a smaller dtype."""
-        memory = DowncastMemory(saved, dtype)
-        self._references.append(weakref.ref(memory))
-        return memory
-
-    def bits(self, saved: Tensor) -> BitMemory | None:
-        """Return the bits of a mask's memory, which several nodes may save.
-
-        Return None if the tensor is not a mask, or no kernel packs it.
-        """
-        if saved.requires_grad:
-            return None
-        if saved.dtype is torch.bool:
-            value = 1.0 if _ops.has_kernel(saved.new_empty(0, dtype=torch.bfloat16)) else None
-        else:
-            # Only a CPU's dropout saves noise: it was written to twice. On a GPU the comparison
-            # would synchronize.
-            is_noise = saved._version == 2 and saved.device.type == "cpu" and not saved._is_view()
-            value = noise_value(saved) if is_noise and _ops.has_kernel(saved) else None
-        if value is None:
-            return None
-        for memory in self._alive():
-            if isinstance(memory, BitMemory) and memory.is_of(saved):
-                return memory
-        memory = BitMemory(saved, value)
-        self._references.append(weakref.ref(memory))
-        return memory
-
-    def settle(self) -> None:
-        """Use the original memory where it is still alive. Called after the model's forward."""
-        for memory in self._alive():
-            memory.settle()
-
-    def _alive(self) -> Iterator[StoredMemory]:
-        return (m for reference in self._references if (m := reference()) is not None)

@@ -64,7 +64,7 @@ from .. import _ops
 from .._torch_private import NO_PASS, running_pass
 from ..activations import Activation
 from ..memory import Packed
-from .nodes import WeakMemory, has_storage, no_graph, same_strides, unpacking
+from .nodes import has_storage, no_graph, same_strides, unpacking
 from .norms import NormAffine
 
 if TYPE_CHECKING:
@@ -93,9 +93,8 @@ class Spec:
         cost: The passes over memory: see `costs.py`. Views cost nothing.
         rounding: The error of the value over `magnitude()`: see NOTE [Exact specs and roundings].
         leaf_bytes: The total size of the leaves that are not small copies. A leaf counts once for
-            each use, and a `Downcast` counts its stored copy, which `settle` may replace by the
-            larger original. The engine only compares the total with a multiple of the saved
-            tensor's size, for which this estimate is close enough.
+            each use. The engine only compares the total with a multiple of the saved tensor's
+            size, for which this estimate is close enough.
         copied_bytes: The total size of the leaves that are small copies, such as a norm's affine.
         keeps_strides: Whether the value certainly has the strides that the tensor had in forward.
         tolerance: The norm of the value's error over that of the value, if a product is inside; 0
@@ -384,83 +383,6 @@ class Keeping(threading.local):
 keeping = Keeping()
 
 
-class StoredMemory:
-    """A tensor's memory, stored in fewer bytes that represent all of its values.
-
-    The original tensor may stay alive nevertheless, because the caller or an operation without a
-    rule refers to it. The copy stored here would then add memory instead of saving it. So `settle`
-    drops the copy if the original is still alive when the model's forward has returned.
-
-    Attributes:
-        leaf: The memory, as a 1-D tensor: the copy, or after `settle` possibly the original.
-    """
-
-    __slots__ = ("__weakref__", "_original", "leaf")
-
-    def __init__(self, tensor: Tensor, stored: Tensor) -> None:
-        self.leaf, self._original = Leaf(stored), WeakMemory(tensor)
-
-    def settle(self) -> None:
-        """Use the original's memory instead of the copy, if the original is still alive."""
-        original = self._original()
-        if original is not None:
-            self.leaf = Leaf(original)
-
-
-def memory_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's whole memory as a detached 1-D tensor."""
-    size = tensor.untyped_storage().nbytes() // tensor.itemsize
-    return tensor.detach().as_strided((size,), (1,), 0)
-
-
-class DowncastMemory(StoredMemory):
-    """A tensor's memory, stored in a smaller dtype."""
-
-    __slots__ = ()
-
-    def __init__(self, tensor: Tensor, dtype: torch.dtype) -> None:
-        super().__init__(tensor, memory_of(tensor).to(dtype))
-
-
-class Downcast(Computed):
-    """A tensor, or a view of one, whose memory is stored in a smaller dtype."""
-
-    __slots__ = ("dtype", "memory", "offset", "shape", "stride")
-
-    def __init__(self, memory: DowncastMemory, saved: Tensor) -> None:
-        super().__init__()
-        self.memory, self.dtype = memory, saved.dtype
-        self.shape, self.stride, self.offset = saved.shape, saved.stride(), saved.storage_offset()
-        self.cost, self.rounding, self.tolerance = 1, 0.0, 0.0
-        self.keeps_strides = False  # a cast of a strided view is contiguous
-        self.leaf_bytes, self.copied_bytes = memory.leaf.leaf_bytes, 0
-
-    @property
-    def how(self) -> str:
-        return f"stored as {self.memory.leaf.tensor.dtype}".replace("torch.", "")
-
-    def compute(self, consumer: int | None) -> Tensor:
-        # Cast the tensor that this one was expanded from, and expand the result.
-        unexpanded = _without_expansion(self.shape, self.stride)
-        return self._stored(unexpanded).to(self.dtype).expand(self.shape)
-
-    def before_cast(self) -> Tensor:
-        """Return the tensor as it is stored."""
-        return self._stored(self.shape)
-
-    def _stored(self, shape: Sequence[int]) -> Tensor:
-        return self.memory.leaf.value().as_strided(shape, self.stride, self.offset)
-
-    def inner(self) -> Iterable[Spec]:
-        return (self.memory.leaf,)
-
-    def magnitude(self) -> Tensor:
-        return self.memory.leaf.magnitude()
-
-    def leaves(self) -> Iterator[Leaf]:
-        yield self.memory.leaf
-
-
 def _without_expansion(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
     """Return the sizes of the tensor that a tensor with these strides was expanded from."""
     return [1 if step == 0 else size for size, step in zip(shape, stride, strict=True)]
@@ -579,6 +501,11 @@ class Call(Computed):
         if dtype is not None and self.rounding:  # a cast rounds once more
             self.rounding = max(self.rounding, 2 * _eps(dtype))
 
+    @property
+    def how(self) -> str:
+        first, *others = self.inputs
+        return Packed.how if others or not isinstance(first, Leaf) else first.how
+
     def compute(self, consumer: int | None) -> Tensor:
         return self.of(*[spec.value(consumer) for spec in self.inputs])
 
@@ -602,6 +529,10 @@ class ViewCall(Call):
     """A view of another spec's value, or another call that costs nothing."""
 
     __slots__ = ()
+
+    @property
+    def how(self) -> str:
+        return self.inputs[0].how
 
     def __init__(
         self, function: Callable[..., Tensor], inputs: Sequence[Spec], *arguments: Any

@@ -56,7 +56,6 @@ from torch import Tensor
 
 from .._torch_private import (
     CLONE,
-    UNSAFE_VIEW,
     ProductFlags,
     WeakTensor,
     is_named,
@@ -66,24 +65,12 @@ from . import nodes
 from .nodes import Node
 from .norms import NormAffine, Parameters, Statistics
 from .operations import OPERATION_OF, Output, ProductRule, base_of, reshapes_only
-from .specs import DowncastMemory, Leaf, Spec
+from .specs import Leaf, Spec
 
 # The key of a node's record in its metadata. None instead of a record marks a visited node that has
 # no record.
 KEY = "inplace_ops"
 COPY_LIMIT = 64 * 1024  # bytes: see NOTE [Leaves] in `engine.py`
-
-
-class CopyOfOutput(NamedTuple):
-    """A copy of an operation's output: see NOTE [Shared parts] in `concatenations.py`.
-
-    Attributes:
-        leaf: Returns a leaf with the values, or None if no spec and no node keeps them.
-        number: The sequence number of the concatenation that has read the output.
-    """
-
-    leaf: Callable[[], Leaf | None]
-    number: int
 
 
 class FrozenBias(NamedTuple):
@@ -123,7 +110,8 @@ class Record:
         unproved: The positions of inputs that the node does not save, and that are not proved to
             have been unmodified when the operation read them.
         copies: Copies of small inputs that are not activations, by field.
-        copies_of_output: By the output's index: a copy of the output, in or from a concatenation.
+        part: Returns a leaf with the output's values, in or from a concatenation that has read it,
+            or None if nothing saves them any more: see 5 of NOTE [Narrow copies] in `narrow.py`.
         parameters: Copies of a norm's weight and bias; None for other operations and if unknown.
         column_affine: Copies of the weight and bias of a layer or RMS norm, as its scale and shift;
             None for other operations and if unknown.
@@ -140,8 +128,6 @@ class Record:
             replaced the output while `saved_bytes` counted, when no note was taken.
         number: The number that a sum or difference adds or subtracts, a scalar; None if unknown,
             and for other operations.
-        downcast: A weak reference to a copy of a cast's output in the dtype that it was cast from;
-            None for other operations, and if no consumer needs the copy.
         spec: A weak reference to the spec that computes the output from the inputs; None if none
             was made.
         stream: The CUDA stream that was current when the engine visited the node; None on a CPU.
@@ -153,7 +139,7 @@ class Record:
     version = 0
     unproved: frozenset[int] = frozenset()
     copies: Mapping[str, Tensor] = MappingProxyType({})
-    copies_of_output: Mapping[int, CopyOfOutput] = MappingProxyType({})
+    part: Callable[[], Leaf | None] | None = None
     parameters: Parameters | None = None
     column_affine: Tensor | None = None
     eps: float | None = None
@@ -165,7 +151,6 @@ class Record:
     note: WeakTensor | None = None
     alias: Tensor | None = None
     number: Tensor | None = None
-    downcast: weakref.ref[DowncastMemory] | None = None
     spec: weakref.ref[Spec] | None = None
     product: ProductFacts | None = None
 
@@ -273,18 +258,30 @@ def saved_output_of(node: Node, record: Record) -> Tensor | None:
     if tensor is None or tensor._version not in (0, record.version):
         return None
     if tensor.grad_fn is None:  # an alias: see `take_note_of_alias`
-        shape = nodes.output_shape(node, 0)
-        if tensor.shape == shape:
-            return tensor
-        return tensor.view(shape) if tensor.is_contiguous() else None
-    tensor = tensor if tensor._base is None else tensor._base
-    if tensor.grad_fn is node:
+        return _in_shape(tensor, nodes.output_shape(node, 0))
+    return whole_output(tensor, node)
+
+
+def whole_output(tensor: Tensor, node: Node) -> Tensor | None:
+    """Return an operation's first output, given the output or a view of it.
+
+    The view may be a detached alias that does not lead to its base, or the result of
+    `_unsafe_view`, which has none. None if the output cannot be had from it.
+    """
+    base = tensor if tensor._base is None else tensor._base
+    if base.grad_fn is node:
+        return base if base.output_nr == 0 else None
+    producer, index = tensor.grad_fn, tensor.output_nr
+    if base_of(producer, index) != (node, 0) or not reshapes_only(producer, index):
+        return None
+    return _in_shape(tensor, nodes.output_shape(node, 0))
+
+
+def _in_shape(tensor: Tensor, shape: torch.Size) -> Tensor | None:
+    """Return a tensor whose elements are those of another one, in their order."""
+    if tensor.shape == shape:
         return tensor
-    if is_named(tensor.grad_fn, UNSAFE_VIEW) and tensor.is_contiguous():
-        producer, index = nodes.producer(tensor.grad_fn, 0)
-        if producer is node and index == 0:
-            return tensor.detach().view(nodes.output_shape(node, 0))
-    return None
+    return tensor.detach().view(shape) if tensor.is_contiguous() else None
 
 
 def record_output(node: Node, record: Record, output: Output, result: str) -> None:

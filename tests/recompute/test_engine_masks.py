@@ -22,18 +22,18 @@ from torch import Tensor, nn
 
 import inplace_ops
 from inplace_ops.recompute import nodes
-from inplace_ops.recompute.rewrites import Bits, noise_value
-from inplace_ops.recompute.specs import Recomputed
+from inplace_ops.recompute.rewrites import Mask, noise_value
+from inplace_ops.recompute.specs import Leaf, Recomputed
 
 pytestmark = pytest.mark.usefixtures("_small_tensors_too")
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def masks(output: Any) -> list[Bits]:
-    """Return the masks that are saved as bits in the graph of an output."""
+def masks(output: Any) -> list[Leaf]:
+    """Return the bits of the masks that are saved in the graph of an output."""
     found = (value.spec for value in replaced(output) if isinstance(value, Recomputed))
-    return [spec for spec in found if isinstance(spec, Bits)]
+    return [leaf for spec in found if spec.how == Mask.how for leaf in spec.leaves()]
 
 
 DROPOUTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -65,9 +65,9 @@ def test_dropout_matches_pytorch_bit_for_bit(dropout: str, dtype: torch.dtype) -
 @pytest.mark.parametrize("dropout", ["dropout", "in_place", "native", "masked_fill", "where"])
 def test_masks_are_saved_as_bits(dropout: str) -> None:
     twin = converted_twin(Program(lambda m, z: DROPOUTS[dropout](m, z)))
-    (spec,) = masks(twin(images()))
+    (leaf,) = masks(twin(images()))
     elements = 2 * 6 * 8 * 8
-    assert spec.memory.leaf.tensor.nbytes * 8 == elements
+    assert leaf.tensor.nbytes * 8 == elements
 
 
 def test_dropout_of_a_saved_tensor_is_recomputed() -> None:
@@ -124,7 +124,7 @@ def test_mask_of_several_layers_is_stored_once(is_argument: bool) -> None:
     bits = 256 * 64 / 8
     assert saved[0] - saved[1] == pytest.approx(0 if is_argument else 7 * bits, abs=256)
     output = twin(x, mask)
-    assert len({id(spec.memory) for spec in masks(output)}) == 1
+    assert len({id(leaf) for leaf in masks(output)}) == 1
     expected = torch.autograd.grad(model(x, mask).square().sum(), [*model.parameters()])
     actual = torch.autograd.grad(output.square().sum(), [*twin.parameters()])
     assert all(map(torch.equal, actual, expected))

@@ -72,6 +72,19 @@ OUTPUTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "ErfBackward0": lambda m, z: z.erf(),
     "AbsBackward0": lambda m, z: z.abs(),
     "RepeatBackward0": lambda m, z: z.repeat(2, 1, 1, 1)[1:],
+    "UpsampleNearest1DBackward0": lambda m, z: F.interpolate(
+        z.flatten(2), scale_factor=2
+    ).unflatten(2, (16, 8)),
+    "UpsampleNearest2DBackward0": lambda m, z: F.interpolate(z, size=(13, 16)),
+    "UpsampleNearest3DBackward0": lambda m, z: F.interpolate(z[:, :, None], scale_factor=2)[
+        :, :, 1
+    ],
+    "UpsampleBilinear2DBackward0": lambda m, z: F.interpolate(
+        z, scale_factor=2, mode="bilinear", align_corners=True
+    ),
+    "UpsampleTrilinear3DBackward0": lambda m, z: F.interpolate(
+        z[:, :, None], size=(2, 9, 5), mode="trilinear"
+    )[:, :, 1],
     "RollBackward0": lambda m, z: z.roll((3, -2), (2, 3)),
     "ConstantPadNdBackward0": lambda m, z: F.pad(z, (0, 0, 0, 0)),
     "NormBackward": lambda m, z: z,
