@@ -24,6 +24,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from common import (
@@ -170,16 +171,29 @@ def _difference(model: nn.Module, twin: nn.Module, x: Tensor) -> float:
 
 
 def _ckptplan(model: nn.Module, network: Network, x: Tensor) -> str:
-    """Return why ckptplan makes no plan for the network; raise if it makes one."""
+    """Return why ckptplan makes no plan for the network; raise if it makes one.
+
+    Its blocks are a chain, in which each reads what the one before returns.
+    """
     try:
         import ckptplan
     except ImportError as error:
         return f"not installed: {error}"
     own = copy.deepcopy(model)
     named = [(f"block{i}", block) for i, block in enumerate(blocks_of(own, network.blocks))]
+    read: list[Any] = []
+    hook = named[0][1].register_forward_pre_hook(
+        lambda module, *arguments: read.append(arguments), with_kwargs=True
+    )
+    with torch.no_grad():
+        own(x)
+    hook.remove()
+    args, kwargs = read[0]
     try:
         blocks = ckptplan.declare_blocks(own, named)
-        profiles = ckptplan.profile_blocks(blocks, (x,), device=x.device.type, dtype=x.dtype)
+        profiles = ckptplan.profile_blocks(
+            blocks, args, kwargs, device=x.device.type, dtype=args[0].dtype
+        )
         ckptplan.plan_checkpoints(
             profiles,
             blocks,
