@@ -159,6 +159,10 @@ class _Like(NamedTuple):
         shape = None if tensor.is_nested else tensor.shape
         return cls(shape, tensor.dtype, tensor.device)
 
+    def __str__(self) -> str:
+        shape = "unknown shape" if self.shape is None else f"shape {list(self.shape)}"
+        return f"a {self.dtype} tensor of {shape} on {self.device}"
+
 
 class _Value(NamedTuple):
     """What a slot was filled with.
@@ -452,8 +456,8 @@ class _Call:
         def pack(tensor: Tensor) -> Measured:
             nonlocal count
             index, count = count, count + 1
-            if index >= len(slots):
-                raise self._error("saved more tensors")
+            if index > last:  # the block has caught `Ended`
+                raise Ended
             if _Like.of(tensor) != self._likes[index]:
                 raise self._error(f"saved {_Like.of(tensor)} instead of {self._likes[index]}")
             measured = Measured(tensor.detach())

@@ -55,8 +55,9 @@ A spec leaf is a tensor that a spec is computed from.
    and none whose copies are as large as it.
 4. A write to a leaf after the spec was built raises in backward. PyTorch raises too in most cases,
    because the operation that saved the leaf raises. It does not if that operation's backward does
-   not run, for example if only the gradients of the consumer's own parameters are computed. If that
-   operation's graph is gone when the spec is built, the tensor is not used as a leaf.
+   not run, for example if only the gradients of the consumer's own parameters are computed, or has
+   run before. If that operation's graph is gone when the spec is built, the tensor is not used as a
+   leaf.
 5. Copies, and the affines of norms, are computed on the current CUDA stream, and are ready on that
    stream alone. A tensor that is read on another stream than its operation's is saved as PyTorch
    saves it.
@@ -1360,8 +1361,7 @@ class Engine:
             if output is saved:
                 narrow.offer_slices(nodes.lasting(node, field, saved))
             return None
-        narrow.own()
-        self._narrow += map(weakref.ref, narrow.leaves)
+        self._narrow += map(weakref.ref, narrow.own())
         record.spec = weakref.ref(spec)
         return self._output_spec(saved.grad_fn, saved.output_nr)
 

@@ -19,7 +19,8 @@ a sum or of a convolution. A spec may then own copies of the inputs.
 4. The tensor may stay alive nevertheless, because the caller or an operation without a rule refers
    to it. A copy would then add memory. So `settle` drops each copy whose original is alive and
    unmodified when the model's forward has returned, and reads the original. A later write to it
-   raises in backward, as it does in PyTorch, which saves the original itself.
+   raises in backward, as it does in PyTorch, which saves the original itself. Copies of parts (5)
+   stay: for another concatenation PyTorch does not keep the original.
 5. In a DenseNet each layer reads the concatenated outputs of all layers before it: memory would
    grow quadratically with depth. So specs share what one concatenation has saved of a part. It is
    right for another one that reads the same values: both must prove the part unmodified. The record
@@ -96,6 +97,7 @@ class NarrowSpec:
 
     Attributes:
         leaves: The copies. They are made by `own`.
+        parts: Those of a concatenation's parts that others may share, with the parts' producers.
     """
 
     def __init__(
@@ -112,9 +114,9 @@ class NarrowSpec:
             stream: The current CUDA stream; None on a CPU.
         """
         self._known_spec, self._call_spec, self._stream = known_spec, call_spec, stream
-        self._parts: list[tuple[Node, NarrowLeaf]] = []  # those that others may share
         self._shares_a_part = False
         self.leaves: list[NarrowLeaf] = []
+        self.parts: list[tuple[Node, NarrowLeaf]] = []
 
     def of(self, node: Node, output: Tensor) -> Spec | None:
         """Return the spec of an operation's unmodified output; None if it would not save enough."""
@@ -125,12 +127,17 @@ class NarrowSpec:
         factor = _NARROWER_PART if is_part else _NARROWER
         return spec if spec is not None and factor * copied <= output.nbytes else None
 
-    def own(self) -> None:
-        """Make the copies, and let specs of other concatenations find them."""
+    def own(self) -> list[NarrowLeaf]:
+        """Make the copies, and let specs of other concatenations find parts.
+
+        Return the copies that may be given up for their original.
+        """
         for leaf in self.leaves:
             leaf.own()
-        for producer, leaf in self._parts:
+        for producer, leaf in self.parts:
             ensure_record(producer, self._stream).part = weakref.ref(leaf)
+        shared = {id(leaf) for _, leaf in self.parts}
+        return [leaf for leaf in self.leaves if id(leaf) not in shared]
 
     def offer_slices(self, saved: Tensor) -> None:
         """Let specs of other concatenations find the parts of one that stays saved.
@@ -138,7 +145,7 @@ class NarrowSpec:
         Args:
             saved: The concatenation. It lives as long as it is saved.
         """
-        for producer, leaf in self._parts:
+        for producer, leaf in self.parts:
             if leaf.dtype is not leaf.tensor.dtype:
                 continue
             # The record must not refer to a node: see NOTE [Metadata outlives backward].
@@ -163,7 +170,7 @@ class NarrowSpec:
             pieces = view.narrow(node, output)
             if pieces is None:
                 return None
-            x = self._input(*viewed(node, index), pieces[0], is_proved)
+            x = self._input(*viewed(node, index), pieces[0], is_proved, is_part=False)
             return ViewCall(view.function, (x,), *arguments_of(node, index, view.arguments))
         operation = OPERATION_OF[type(node)]
         rule = None if operation is None else operation.output
@@ -175,15 +182,18 @@ class NarrowSpec:
             return None
         prove_late(node, record)
         edges = zip(nodes.producers(node), pieces, strict=True)
+        is_part = len(pieces) > 1
         inputs = [
-            self._input(*edge, piece, position not in record.unproved)
+            self._input(*edge, piece, position not in record.unproved, is_part)
             for position, (edge, piece) in enumerate(edges)
         ]
         spec = self._call_spec(node, rule, inputs)
         assert spec is not None  # such a rule has a bound, and does not round by strides
         return spec
 
-    def _input(self, producer: Node, index: int, piece: Tensor, is_proved: bool) -> Spec:
+    def _input(
+        self, producer: Node, index: int, piece: Tensor, is_proved: bool, is_part: bool
+    ) -> Spec:
         """Return the spec of an input: one that is known, or one with narrow copies.
 
         Args:
@@ -191,6 +201,7 @@ class NarrowSpec:
             index: The index of its output.
             piece: The input's values.
             is_proved: Whether the input is proved unmodified.
+            is_part: Whether it is a part of a concatenation.
         """
         base = None if producer is None else base_of(producer, index)[0]
         if producer is None or base is None or not was_visited(base):
@@ -204,8 +215,8 @@ class NarrowSpec:
             return spec
         dtype = nodes.output_dtype(producer, index)
         leaf = self._leaf(piece, dtype if is_lossless(dtype, piece.dtype) else piece.dtype)
-        if is_proved and index == 0 and leaf.dtype is dtype:
-            self._parts.append((producer, leaf))
+        if is_part and is_proved and index == 0 and leaf.dtype is dtype:
+            self.parts.append((producer, leaf))
         return leaf
 
     def _part(self, producer: Node, index: int) -> Leaf | None:
@@ -230,5 +241,6 @@ def _slice(
     if tensor is None or tensor._version != version:
         return None
     leaf = Leaf(tensor.detach().as_strided(shape, stride, offset))
+    leaf.leaf_bytes = tensor.untyped_storage().nbytes()  # which it keeps alive
     leaf.keeps_strides = False
     return leaf

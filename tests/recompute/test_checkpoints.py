@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _support.allocations import largest_allocation
-from _support.twins import no_warnings
+from _support.twins import no_warnings, nodes_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -24,7 +24,14 @@ import inplace_ops
 from inplace_ops.conversion.blocks import paths_of_blocks
 from inplace_ops.conversion.report import Report
 from inplace_ops.conversion.wiring import Conversion, attach
-from inplace_ops.recompute.checkpoints import Checkpoint, RecomputationError, _Call, modes_of
+from inplace_ops.recompute import nodes
+from inplace_ops.recompute.checkpoints import (
+    Checkpoint,
+    RecomputationError,
+    _Call,
+    kept_by_checkpoint,
+    modes_of,
+)
 from inplace_ops.recompute.engine import Settings
 
 pytestmark = [pytest.mark.usefixtures("source", "_small_tensors_too")]
@@ -308,8 +315,48 @@ class Unsteady(Block):
 
 def test_block_that_runs_differently_raises() -> None:
     _, twin = pair(Net(Unsteady))
-    with pytest.raises(RecomputationError, match="when it ran again in backward"):
+    with pytest.raises(RecomputationError, match=r"saved a torch\.float64 tensor"):
         twin(inputs()).sum().backward()
+
+
+def test_block_knows_its_arguments_apart_when_it_runs_again() -> None:
+    """And one that it gets twice is the same tensor again."""
+
+    class Comparing(Block):
+        def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+            y = super().forward(x)
+            return y * 2 if shift is x else y.sin() * y
+
+    class Twice(Net):
+        def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+            x = self.first(x)
+            for i, block in enumerate(self.blocks):
+                x = block(x, shift=x if i % 2 else x.detach())
+            out: Tensor = self.last(x)
+            return out
+
+    assert_same_steps(*pair(Twice(Comparing)))
+
+
+def test_inference_tensor_among_the_arguments_matches_pytorch() -> None:
+    """It has no version that could be compared, so the block is not checkpointed."""
+    model, twin = pair()
+    with torch.inference_mode():
+        shift = torch.randn(D, dtype=torch.double)
+    assert_same_steps(model, twin, shift=shift)
+
+
+def test_block_that_saves_less_when_it_runs_again_raises() -> None:
+    class Shrinking(Block):
+        def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+            return x if is_backward else super().forward(x)
+
+    is_backward: list[bool] = []
+    _, twin = pair(Net(Shrinking))
+    loss = twin(inputs()).sum()
+    is_backward.append(True)
+    with pytest.raises(RecomputationError, match="saved fewer tensors when it ran again"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("kind", [Tensor, nn.Parameter])
@@ -342,8 +389,8 @@ class Scheduled(Block):
     def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
         self.depth += 1
         self.stash = x.sin()
-        y = super().forward(x * self.power + self.context["shift"], shift)
-        y = y * self.stash * self.depth * self.factors[0]
+        x = x * self.power * self.factors[0] + self.context["shift"]
+        y = super().forward(x, shift) * self.stash * self.depth
         self.depth -= 1
         self.stash = None
         return y
@@ -421,6 +468,77 @@ def test_block_runs_again_in_the_state_that_it_had_in_forward(
         if change is _frozen:
             assert not any(p.requires_grad for p in block.parameters())
     assert_equal(found[1], found[0])
+
+
+def test_flags_of_products_in_forward_hold_when_a_block_runs_again() -> None:
+    class Flagged(Block):
+        def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+            seen.append(torch.are_deterministic_algorithms_enabled())
+            return super().forward(x, shift)
+
+    seen: list[bool] = []
+    _, twin = pair(Net(Flagged))
+    seen.clear()
+    torch.use_deterministic_algorithms(True)
+    try:
+        loss = twin(inputs()).sum()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    loss.backward()
+    assert len(seen) == 2 * len(twin.blocks)
+    assert all(seen)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_backward_after_one_that_raised_compares_weights_again() -> None:
+    """The first one has left tensors in slots, which belong to the old weights."""
+    _, twin = pair()
+    output = twin(inputs())
+    weight = twin.get_parameter("blocks.1.ff.0.weight")
+
+    def interrupt(gradient: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    hook = weight.register_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        output.sum().backward(retain_graph=True)
+    hook.remove()
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(output.sum(), twin.get_parameter("blocks.1.norm.weight"))
+
+
+class Catching(Block):
+    """A block that catches the exception with which its second run ends, and goes on."""
+
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        y = x
+        for factor in (x, x.detach()):
+            try:
+                y = super().forward(y, shift) * factor
+            except BaseException:
+                y = y * 2
+        return y
+
+
+def test_block_that_catches_the_end_of_its_second_run_matches_pytorch() -> None:
+    model, twin = pair(Net(Catching))
+    assert_same_steps(model, twin)
+
+
+def test_tensors_that_no_node_has_asked_for_are_freed_after_backward() -> None:
+    _, twin = pair()
+    output = twin(inputs())
+    handles = [each for node in nodes_of(output) for each in nodes.saved_handles(node)]
+    calls = {call for handle in handles if (call := kept_by_checkpoint(handle)) is not None}
+    assert len(calls) == len(twin.blocks)
+    last = [*twin.blocks[2].parameters()][-1]
+    for inputs_of_loss in ([last], [*twin.parameters()]):
+        torch.autograd.grad(output.sum(), inputs_of_loss, retain_graph=True)
+        slots = [slot for call in calls for each in call._slots if (slot := each()) is not None]
+        assert slots
+        assert all(slot.value is None for slot in slots)
 
 
 def test_swapped_flags_match_pytorch() -> None:

@@ -19,6 +19,7 @@ from _support.twins import (
     number_of_records,
 )
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import inplace_ops
 
@@ -216,6 +217,36 @@ def test_outputs_of_one_operation_are_told_apart(written: int, begin: int) -> No
 
     model, x = Program(compute), images()
     assert_same_steps(model, converted_twin(model), x, steps=4)
+
+
+class Auxiliary(nn.Module):
+    """Two heads read a tensor that nothing saves, one of them in a much larger concatenation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.same = nn.Conv2d(3, 6, 1), nn.Conv2d(3, 6, 1), nn.Identity()
+        self.large, self.aux, self.head = (
+            nn.Conv2d(3, 90, 1),
+            nn.Conv2d(96, 4, 1),
+            nn.Conv2d(12, 3, 1),
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.same(self.first(x) + self.second(x))
+        joined = torch.cat([h, self.large(x) + self.large(x)], 1)
+        self.storage = StorageWeakRef(joined.untyped_storage())
+        return self.aux(joined), self.head(torch.cat([h, h * 1.5], 1))
+
+
+def test_part_of_a_much_larger_concatenation_does_not_keep_it_alive() -> None:
+    """PyTorch frees it after the backward of the operation that saves it."""
+    twin, x = converted_twin(Auxiliary()), images()
+    for _ in range(2):
+        auxiliary, output = twin(x)
+        auxiliary.sum().backward(retain_graph=False, inputs=[twin.aux.weight])
+        del auxiliary
+        assert twin.storage.expired()
+        output.sum().backward()
 
 
 def test_two_losses_with_separate_backwards_match_pytorch() -> None:

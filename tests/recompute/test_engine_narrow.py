@@ -246,6 +246,21 @@ def test_view_of_what_was_widened_is_computed_from_a_copy() -> None:
     assert_same_steps(model, twin, x, tolerance=0)
 
 
+def test_copy_that_gives_way_to_its_original_is_read_by_nothing_else() -> None:
+    """The original is wider than a second operation that reads the narrow tensor would expect."""
+
+    class Twice(Widened):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            h = self.same((self.first(x) + self.second(x)).bfloat16())
+            wide = h.float()
+            y = F.silu(wide)
+            return y, F.silu(h.expand(2, -1, -1, -1, -1).contiguous()).float(), wide
+
+    model, x = Twice(nn.Identity()), images()
+    del model.conv
+    assert_same_steps(model, converted_twin(model), x, tolerance=0)
+
+
 def test_consumers_share_a_copy() -> None:
     class Shared(Widened):
         def forward(self, x: Tensor) -> Tensor:
