@@ -38,10 +38,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .._torch_private import WeakTensor
+from .._torch_private import CAT, WeakTensor, is_named
 from . import nodes
 from .nodes import Node, WeakMemory
-from .operations import OPERATION_OF, VIEW_OF, Output, arguments_of, base_of, is_lossless, viewed
+from .operations import (
+    OPERATION_OF,
+    VIEW_OF,
+    Output,
+    arguments_of,
+    base_of,
+    is_lossless,
+    viewed,
+)
 from .specs import Leaf, Spec, ViewCall
 from .versions import ensure_record, prove_late, record_of, was_visited
 
@@ -122,9 +130,8 @@ class NarrowSpec:
         """Return the spec of an operation's unmodified output; None if it would not save enough."""
         spec = self._widened(node, 0, output, is_proved=True)
         copied = sum(leaf.leaf_bytes for leaf in self.leaves)
-        is_concatenation = len(nodes.producers(node)) > 1
-        is_part = is_concatenation and not self._shares_a_part
-        factor = _NARROWER_PART if is_part else _NARROWER
+        shares_nothing = is_named(node, CAT) and not self._shares_a_part
+        factor = _NARROWER_PART if shares_nothing else _NARROWER
         return spec if spec is not None and factor * copied <= output.nbytes else None
 
     def own(self) -> list[NarrowLeaf]:
@@ -182,7 +189,7 @@ class NarrowSpec:
             return None
         prove_late(node, record)
         edges = zip(nodes.producers(node), pieces, strict=True)
-        is_part = len(pieces) > 1
+        is_part = is_named(node, CAT)
         inputs = [
             self._input(*edge, piece, position not in record.unproved, is_part)
             for position, (edge, piece) in enumerate(edges)

@@ -184,7 +184,7 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
 def test_write_between_upsampling_and_concatenation_matches_pytorch(
     source: str, write: str, begin: int
 ) -> None:
-    """Then the part is no upsampling of what every other pixel of it has."""
+    """Every other pixel of the part then is not what was upsampled."""
 
     def later(wide: Tensor, step: int) -> None:
         if step >= begin:
@@ -209,7 +209,7 @@ def test_hidden_write_between_upsampling_and_concatenation_is_found() -> None:
 
 @pytest.mark.parametrize("widen", ["nearest", "repeat", "expand_and_reshape", "cast"])
 def test_copy_is_given_up_for_an_original_that_stays_alive(widen: str) -> None:
-    """The caller keeps the wide tensor: a copy beside it would add memory."""
+    """The caller keeps the wide tensor: a copy would add memory."""
     model, x = Widened(WIDER[widen][0], keeps=True), images()
     model(x)
     twin = converted_twin(model)
@@ -276,7 +276,7 @@ def test_consumers_share_a_copy() -> None:
 
 
 def test_input_is_read_off_any_upsampling_by_whole_numbers() -> None:
-    """Also where `scale_factor` is no whole number, but all sizes are multiples."""
+    """Also where `scale_factor` is a fraction, but all sizes are multiples."""
     found = 0
     for _ in range(300):
         size = random.randrange(1, 40), random.randrange(1, 40)
@@ -293,3 +293,14 @@ def test_input_is_read_off_any_upsampling_by_whole_numbers() -> None:
             found += 1
             torch.testing.assert_close(pieces[0], x.detach(), rtol=0, atol=0)
     assert found > 50
+
+
+@pytest.mark.usefixtures("without_products")
+def test_cast_of_a_concatenation_is_stored_in_16_bits() -> None:
+    """Its parts are as large together, and nothing else reads them."""
+    model = Widened(lambda h: torch.cat([h.bfloat16(), h.bfloat16() * 2], 1).float())
+    x = images()
+    model(x)
+    twin = converted_twin(model)
+    assert inplace_ops.saved_bytes(twin, x) == inplace_ops.saved_bytes(model, x) / 2
+    assert_same_steps(model, twin, x, tolerance=0)
