@@ -324,8 +324,7 @@ def test_block_knows_its_arguments_apart_when_it_runs_again() -> None:
 
     class Comparing(Block):
         def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
-            y = super().forward(x)
-            return y * 2 if shift is x else y.sin() * y
+            return super().forward(x * 2 if shift is x else x.sin())
 
     class Twice(Net):
         def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
@@ -336,6 +335,17 @@ def test_block_knows_its_arguments_apart_when_it_runs_again() -> None:
             return out
 
     assert_same_steps(*pair(Twice(Comparing)))
+
+
+def test_argument_without_a_gradient_has_none_when_a_block_runs_again() -> None:
+    """Else the product would save its other factor too."""
+
+    class Masked(Block):
+        def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+            return super().forward(x if shift is None else x.sin() * shift)
+
+    model, twin = pair(Net(Masked))
+    assert_same_steps(model, twin, shift=torch.randn(D, dtype=torch.double))
 
 
 def test_inference_tensor_among_the_arguments_matches_pytorch() -> None:

@@ -220,14 +220,15 @@ def test_outputs_of_one_operation_are_told_apart(written: int, begin: int) -> No
 
 
 class Auxiliary(nn.Module):
-    """Two heads read a tensor that nothing saves, one of them in a much larger concatenation."""
+    """Two heads read a tensor that nothing saves, one of them in a larger concatenation."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
+        self.write: Callable[[Tensor], object] = lambda joined: None
         self.first, self.second, self.same = nn.Conv2d(3, 6, 1), nn.Conv2d(3, 6, 1), nn.Identity()
         self.large, self.aux, self.head = (
-            nn.Conv2d(3, 90, 1),
-            nn.Conv2d(96, 4, 1),
+            nn.Conv2d(3, width, 1),
+            nn.Conv2d(6 + width, 4, 1),
             nn.Conv2d(12, 3, 1),
         )
 
@@ -235,18 +236,36 @@ class Auxiliary(nn.Module):
         h = self.same(self.first(x) + self.second(x))
         joined = torch.cat([h, self.large(x) + self.large(x)], 1)
         self.storage = StorageWeakRef(joined.untyped_storage())
-        return self.aux(joined), self.head(torch.cat([h, h * 1.5], 1))
+        auxiliary = self.aux(joined)
+        self.write(joined)
+        return auxiliary, self.head(torch.cat([h, h * 1.5], 1))
 
 
 def test_part_of_a_much_larger_concatenation_does_not_keep_it_alive() -> None:
     """PyTorch frees it after the backward of the operation that saves it."""
-    twin, x = converted_twin(Auxiliary()), images()
+    twin, x = converted_twin(Auxiliary(width=90)), images()
     for _ in range(2):
         auxiliary, output = twin(x)
         auxiliary.sum().backward(retain_graph=False, inputs=[twin.aux.weight])
         del auxiliary
         assert twin.storage.expired()
         output.sum().backward()
+
+
+def test_part_of_a_concatenation_that_was_written_to_is_not_read() -> None:
+    """Only the other head's backward runs, so nothing raises in PyTorch."""
+    model, x = Auxiliary(width=18), images()
+    twin = converted_twin(model)
+    for step in range(3):
+        gradients = []
+        for network in (model, twin):
+            if step == 1:  # after the first use
+                network.write = lambda joined: joined.detach().zero_()
+            _, output = network(x)
+            loss = output.square().sum()
+            gradients.append(torch.autograd.grad(loss, [network.head.weight, network.first.weight]))
+        for actual, expected in zip(*gradients, strict=True):
+            torch.testing.assert_close(actual, expected)
 
 
 def test_two_losses_with_separate_backwards_match_pytorch() -> None:

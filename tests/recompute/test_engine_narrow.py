@@ -261,6 +261,22 @@ def test_copy_that_gives_way_to_its_original_is_read_by_nothing_else() -> None:
     assert_same_steps(model, converted_twin(model), x, tolerance=0)
 
 
+def test_part_that_a_concatenation_has_cast_is_not_read_elsewhere() -> None:
+    """It is wider there."""
+
+    class Promoting(Widened):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            h = self.same((self.first(x) + self.second(x)).bfloat16())
+            joined = torch.cat([h, self.first(x) + 1, self.second(x) + 1], 1)
+            y = F.silu(joined)  # stays saved: more than an eighth of it would have to be copied
+            return y, F.silu(h.expand(2, -1, -1, -1, -1).contiguous()).float()
+
+    model, x = Promoting(nn.Identity()), images()
+    del model.conv
+    with no_warnings():
+        assert_same_steps(model, converted_twin(model), x, tolerance=0)
+
+
 def test_consumers_share_a_copy() -> None:
     class Shared(Widened):
         def forward(self, x: Tensor) -> Tensor:
