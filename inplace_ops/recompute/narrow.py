@@ -142,7 +142,7 @@ class NarrowSpec:
         for leaf in self.leaves:
             leaf.own()
         for producer, leaf in self.parts:
-            ensure_record(producer, self._stream).part = weakref.ref(leaf)
+            self._offer(producer, weakref.ref(leaf))
         shared = {id(leaf) for _, leaf in self.parts}
         return [leaf for leaf in self.leaves if id(leaf) not in shared]
 
@@ -159,7 +159,13 @@ class NarrowSpec:
             view = leaf.tensor
             layout = view.shape, view.stride(), int(view.storage_offset())
             slice_of = partial(_slice, WeakTensor(saved), saved._version, *layout)
-            ensure_record(producer, self._stream).part = slice_of
+            self._offer(producer, slice_of)
+
+    def _offer(self, producer: Node, part: Callable[[], Leaf | None]) -> None:
+        """Let the record of a part's operation lead to it, unless that ran on another stream."""
+        record = ensure_record(producer, self._stream)
+        if record.stream is self._stream:
+            record.part = part
 
     def _widened(self, node: Node, index: int, output: Tensor, is_proved: bool) -> Spec | None:
         """Return the spec of an output, from specs of the inputs; None if there is no rule.

@@ -103,15 +103,15 @@ def mask_spec(saved: Tensor, leaves: Iterable[NarrowLeaf]) -> tuple[Spec, Narrow
         value = noise_value(saved) if is_noise and _ops.has_kernel(saved) else None
     if value is None:
         return None
+    memory = _memory_of(saved)
     leaf = next((leaf for leaf in leaves if leaf.how == Mask.how and leaf.is_of(saved)), None)
     if leaf is None:
-        leaf = NarrowLeaf(_memory_of(saved), torch.uint8, Mask.how)
-        leaf.own(_bits_of(leaf.tensor))
-    size = saved.untyped_storage().nbytes() // saved.itemsize
-    bound = partial(_constant, value)
-    memory = Call(_memory_from_bits, (leaf,), (size, saved.dtype, value), bound=bound)
+        leaf = NarrowLeaf(memory, torch.uint8, Mask.how)
+        leaf.own(_bits_of(memory))
+    arguments = memory.numel(), saved.dtype, value
+    unpacked = Call(_memory_from_bits, (leaf,), arguments, bound=partial(_constant, value))
     layout = saved.shape, saved.stride(), saved.storage_offset()
-    spec = ViewCall(torch.as_strided, (memory,), *layout)
+    spec = ViewCall(torch.as_strided, (unpacked,), *layout)
     spec.keeps_strides = True
     return spec, leaf
 
