@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import inplace_ops
+from inplace_ops.recompute import nodes
 
 pytestmark = pytest.mark.usefixtures("_small_tensors_too")
 
@@ -266,6 +267,32 @@ def test_part_of_a_concatenation_that_was_written_to_is_not_read() -> None:
             gradients.append(torch.autograd.grad(loss, [network.head.weight, network.first.weight]))
         for actual, expected in zip(*gradients, strict=True):
             torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.usefixtures("without_products")
+def test_copy_of_a_part_is_not_shared_across_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is ready on the stream on which it was made."""
+    main, side = object(), object()
+    current = main
+    monkeypatch.setattr(nodes, "stream_of", lambda node: current)
+
+    class OnSide(Auxiliary):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            nonlocal current
+            h = self.same(self.first(x) + self.second(x))
+            current = side if self.is_on_side else main
+            large = self.large(x)
+            y = self.down(large)  # saves the other part
+            auxiliary = self.aux(torch.cat([h, large], 1))
+            current = main
+            return auxiliary, y, self.head(torch.cat([h, h * 1.5], 1))
+
+    for is_on_side in (False, True):
+        model = OnSide(width=90)
+        model.down, model.is_on_side = nn.Conv2d(90, 2, 1), is_on_side
+        auxiliary, _, output = converted_twin(model)(images())
+        assert nodes.packed(auxiliary.grad_fn, "input") is not None
+        assert (nodes.packed(output.grad_fn, "input") is None) == is_on_side
 
 
 def test_two_losses_with_separate_backwards_match_pytorch() -> None:
