@@ -10,12 +10,18 @@ Autocast differs by device: on a CPU norms, softmax and powers stay in bfloat16,
 float32. To emulate CUDA's policy on a CPU, CUDA's list of float32 operations is registered for the
 CPU's autocast. Forward runs under `autocast`, and the whole step under `emulation`. There products
 also cost what they cost on CUDA.
+
+A CPU without 16-bit instructions takes a hundred times longer for a product in bfloat16. So the
+emulation computes these in float32 and rounds the result, as tensor cores do. What that
+allocates in float32 is not measured: it happens in a thread that the profiler does not see.
 """
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -73,6 +79,12 @@ SET_DTYPE = (
     *("linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord"),
     *("sum", "sum.dim_IntList"),
 )
+# Convolutions and matrix products, as eager mode and as Inductor calls them.
+PRODUCTS = ("convolution", "convolution_backward")
+PRODUCTS += tuple(
+    f"{name}{out}" for name in ("mm", "addmm", "bmm", "baddbmm") for out in ("", ".out")
+)
+_16_BITS = (torch.bfloat16, torch.float16)
 
 
 @contextlib.contextmanager
@@ -91,7 +103,12 @@ def emulation(policy: Policy, device: str) -> Iterator[None]:
                 for name in names:
                     if name not in policy.excluded and not has_autocast_kernel(name, "CPU"):
                         library.impl(name, kernel(_operation(name)), "AutocastCPU")
-        yield
+        if not policy.is_float32 and device == "cpu":
+            with ThreadPoolExecutor(1) as worker:
+                _round_products(library, worker)
+                yield
+        else:
+            yield
 
 
 def autocast(policy: Policy, device: str) -> torch.autocast:
@@ -109,14 +126,58 @@ def _operation(name: str) -> Callable[..., Any]:
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
-def _on_float32(op: Callable[..., Any]) -> Callable[..., Any]:
-    def cast(value: Any) -> Any:
-        is_cast = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-        return value.float() if is_cast else value
+def _cast(value: Any) -> Any:
+    is_cast = isinstance(value, Tensor) and value.dtype in _16_BITS
+    return value.float() if is_cast else value
 
+
+def _on_float32(op: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with _below_autocast():
-            return op(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
+            return op(*map(_cast, args), **{name: _cast(value) for name, value in kwargs.items()})
+
+    return run
+
+
+def _round_products(library: torch.library.Library, worker: ThreadPoolExecutor) -> None:
+    kernels = {name: torch.library.get_kernel(f"aten::{name}", "CPU") for name in PRODUCTS}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.13 warns of a kernel that is replaced
+        for name, kernel in kernels.items():
+            product = _rounded(kernel, kernels[name.removesuffix(".out")], worker)
+            library.impl(name, product, "CPU", with_keyset=True, allow_override=True)
+
+
+def _rounded(
+    kernel: Callable[..., Any], without_out: Callable[..., Any], worker: ThreadPoolExecutor
+) -> Callable[..., Any]:
+    """Return a kernel that computes a product in float32, in the worker, if it has 16 bits."""
+
+    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        narrow = [a.dtype for a in args if isinstance(a, Tensor) and a.dtype in _16_BITS]
+        if not narrow:
+            return kernel.call_boxed(keys, *args, **kwargs)
+        out, threads = kwargs.pop("out", None), torch.get_num_threads()
+        results: list[Tensor | None] = []
+
+        def compute() -> list[tuple[Any, Any] | None]:
+            torch.set_num_threads(threads)
+            found = without_out.call_boxed(keys, *map(_cast, args), **kwargs)
+            results.extend(found if isinstance(found, tuple) else (found,))
+            return [None if r is None else (r.shape, r.stride()) for r in results]
+
+        def store(rounded: list[Tensor | None]) -> None:
+            for each, result in zip(rounded, results, strict=True):
+                if each is not None:
+                    each.data.copy_(result)  # no write that autograd would count
+            results.clear()  # here, as this thread has allocated them
+
+        sizes = worker.submit(compute).result()
+        rounded = [size and torch.empty_strided(*size, dtype=narrow[0]) for size in sizes]
+        if out is not None:
+            rounded = [out]
+        worker.submit(store, rounded).result()
+        return rounded[0] if len(rounded) == 1 else tuple(rounded)
 
     return run
 

@@ -77,6 +77,58 @@ def test_emulation_ends_with_its_context() -> None:
     assert not has_autocast_kernel("layer_norm", "CPU")
 
 
+def products(x: Tensor, w: Tensor) -> list[Tensor]:
+    """Return the results of each product that the emulation rounds, of matrices of 16 x 16."""
+    image, kernel = x.view(1, 4, 8, 8), w[:4, :4].reshape(4, 4, 1, 1)
+    out = torch.empty_like(x)
+    convolved = torch.conv2d(image, kernel)
+    with_gradients = torch.ops.aten.convolution_backward(
+        convolved,
+        image,
+        kernel,
+        None,
+        [1, 1],
+        [0, 0],
+        [1, 1],
+        False,
+        [0, 0],
+        1,
+        [True, True, False],
+    )
+    return [
+        *(convolved, *with_gradients[:2]),
+        *(x @ w, torch.mm(x, w, out=out).clone(), torch.addmm(w, x, w, beta=0.5)),
+        *(torch.addmm(w, x, w, out=out).clone(), torch.bmm(x[None], w[None])),
+        *(
+            torch.bmm(x[None], w[None], out=out[None]).clone(),
+            torch.baddbmm(w[None], x[None], w[None]),
+        ),
+        torch.baddbmm(w[None], x[None], w[None], out=out[None]).clone(),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_emulated_products_round_once(dtype: torch.dtype) -> None:
+    """A product of 16-bit tensors is the exact one, rounded, and allocates its result alone."""
+    from common import memory_of
+    from policies import POLICIES, PRODUCTS, emulation
+
+    x, w = (torch.randn(16, 16).to(dtype) for _ in range(2))
+    with emulation(POLICIES["bfloat16"], "cpu"):
+        actual = products(x, w)
+        assert (x @ w)._version == 0
+        assert memory_of(lambda: x @ w, "cpu") == (2 * x.numel(), 2 * x.numel())
+        torch.testing.assert_close(x.float() @ w.float(), (x.double() @ w.double()).float())
+    exact = products(x.double(), w.double())
+    # The product of a rounded convolution differs by its rounding.
+    exact[1:3] = products(x.double(), w.double())[1:3]
+    assert len(actual) == len(PRODUCTS) + 1  # two gradients
+    for found, expected in zip(actual, exact, strict=True):
+        eps = torch.finfo(dtype).eps
+        assert found.dtype is dtype
+        torch.testing.assert_close(found.double(), expected, rtol=eps, atol=16 * eps)
+
+
 KIB = 1024
 
 
