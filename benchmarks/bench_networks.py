@@ -70,7 +70,6 @@ from common import (
     OUT_OF_PLACE,
     Clock,
     Failures,
-    MovedBytes,
     Row,
     add_options,
     in_turn,
@@ -102,7 +101,6 @@ from policies import POLICIES, autocast, emulation, of_dtype
 from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
-from torch.utils.flop_counter import FlopCounterMode
 from variants import (
     CHECKPOINTS,
     CONVERT,
@@ -113,6 +111,7 @@ from variants import (
     Memory,
     NetworkVariant,
     Step,
+    Work,
     expected_of,
     network_variant,
     out_of_place,
@@ -195,13 +194,14 @@ def train(
         x = of_dtype(network.input((batch, *shape[1:]), device), policy)
         return x.to(memory_format=memory_format) if x.dim() == 4 else x
 
-    x = input_of(arguments.batch or shape[0])
+    x = input_of(arguments.batch or arguments.scale_batch * shape[0])
     model.train().to(device, policy.weights, memory_format=memory_format)
     torch._dynamo.reset()  # Dynamo stops compiling at a limit of recompilations
 
     steps: dict[str, Step] = {}
     off: dict[str, float] = {}
     memory: dict[str, Memory] = {}
+    work: dict[str, Work] = {}
     with emulation(policy, device):
         expected = expected_of(Step(network_variant(OUT_OF_PLACE, model), x, policy))
         for label in dict.fromkeys([IN_PLACE, *labels]):
@@ -209,6 +209,8 @@ def train(
                 step = Step(network_variant(label, model, network.blocks), x, policy)
                 off[label] = verify_step(step, expected)
                 memory[label] = step.memory()
+                if "compile" not in label:  # compiled code runs without the dispatcher
+                    work[label] = step.work()
                 steps[label] = step
                 print(f"{name}, {policy_name}, {label}: off by {off[label]:.1e}", flush=True)
         if IN_PLACE not in steps:
@@ -230,7 +232,7 @@ def train(
                     batches[label] = _largest_batch(step, input_of, arguments)
             elif arguments.profile:
                 return _profiles(name, policy_name, steps, arguments)
-            elif not (arguments.memory_only or (device == "cpu" and policy.autocast)):
+            elif not (arguments.memory_only or (device == "cpu" and not policy.is_float32)):
                 # The time of an emulation means nothing.
                 times = _times(name, steps, arguments, failures)
     return [
@@ -243,6 +245,7 @@ def train(
             "launched": "from a CUDA graph" if arguments.graphs else "one by one",
             "input": _dimensions(x.shape),
             **_memory_columns(memory[label], memory[IN_PLACE]),
+            **_work_columns(work.get(label), work[IN_PLACE]),
             **_step_columns(times, label),
             "memory_limit_gib": arguments.largest_batch or "",
             "largest_batch": batches[label],
@@ -364,6 +367,16 @@ def _memory_columns(own: Memory, in_place: Memory) -> dict[str, str]:
     return columns
 
 
+def _work_columns(work: Work | None, in_place: Work) -> Row:
+    """Return a variant's FLOPs and moved bytes over those of PyTorch in place; empty if unknown."""
+    ratios = (
+        {}
+        if work is None
+        else {k: f"{n / of:.3f}" for k, n, of in zip(Work._fields, work, in_place, strict=True)}
+    )
+    return {f"{kind}_over_torch_in_place": ratios.get(kind, "") for kind in Work._fields}
+
+
 def _dimensions(shape: Iterable[int]) -> str:
     return " x ".join(map(str, shape))
 
@@ -477,14 +490,7 @@ def _bytes_of(step: Step) -> dict[str, int]:
         saved = inplace_ops.saved_bytes(step.variant.model, step.x)
     peak = memory_of(step.run, device)[0]
     step.reset()
-    with MovedBytes() as moved:
-        step.run()
-    step.reset()
-    with FlopCounterMode(display=False) as flops:  # it decomposes operations: a step of its own
-        step.run()
-    step.reset()
-    counted = flops.get_total_flops()
-    return {"saved": saved, "peak": peak, "moved": moved.count, "flops": counted}
+    return {"saved": saved, "peak": peak, **step.work()._asdict()}
 
 
 def bytes_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
@@ -700,6 +706,9 @@ def parse() -> argparse.Namespace:
     )
     training.add_argument("--memory-format", choices=MEMORY_FORMATS, default="contiguous")
     training.add_argument("--batch", type=int, help="default: 32 on a GPU, 4 on the CPU")
+    training.add_argument(
+        "--scale-batch", type=int, default=1, metavar="N", help="N times the default batch"
+    )
     training.add_argument("--memory-only", action="store_true", help="time nothing")
     training.add_argument("--profile", action="store_true", help="measure each operation's time")
     training.add_argument("--graphs", action="store_true", help="time the replay of CUDA graphs")

@@ -267,57 +267,48 @@ def draw_filled(path: Path) -> None:
     save(figure, path, rows[0])
 
 
+# What a step costs, by column, and the variants of which each tool has a line, by their beginning.
+COSTS = {
+    "flops_over_torch_in_place": "FLOPs of a step",
+    "moved_over_torch_in_place": "bytes that a step moves",
+    "ratio_to_torch_in_place": "time of a step",
+}
+TOOL_LINES = {"convert, max_ops": "C0", "checkpoint": "C3", "torch.compile": "C1"}
+
+
 def draw_networks(path: Path) -> None:
-    """Draw a step's peak against its time, over PyTorch in place: a panel for each policy.
+    """Draw the frontier: a step's peak against what it costs, over PyTorch in place.
 
-    The picture shows the peak because it decides what fits into memory. Saved bytes would mislead:
-    checkpoints save little, but allocate in backward what they recompute. On CUDA there are panels
-    for CUDA graphs and for large batches too.
+    Each network has a column, each cost a row, each tool a line through its variants. The peak
+    decides what fits into memory. Saved bytes would mislead: checkpoints save little, but allocate
+    in backward what they recompute.
     """
-    cases: dict[str, Rows] = {}
-    for kinds in (("networks",), ("graphs", "baselines"), ("filled",)):
-        sources = [path.with_name(path.name.replace("networks", kind)) for kind in kinds]
-        every = [row for source in sources if source.exists() for row in read_csv(source)]
-        rows = [row for row in every if row["source"] == "measured" and row["median_ms"]]
-        for policy in values(rows, "policy"):
-            own = [row for row in rows if row["policy"] == policy]
-            cases[f"{policy}, {_batches(own)}, launched {own[0]['launched']}"] = own
-    every = [row for own in cases.values() for row in own]
-    networks = dict(zip(sorted(values(every, "network")), MARKERS, strict=False))
-    variants = {name: color for name, color in SHOWN.items() if name in values(every, "variant")}
-    figure, axes = panels(len(cases), 4.4, 3.8, sharey=True)
-    for axis, (title, own) in zip(axes, cases.items(), strict=True):
-        for row in own:
-            if row["variant"] in variants:
-                axis.plot(
-                    float(row["ratio_to_torch_in_place"]),
-                    float(row["peak_over_torch_in_place"]),
-                    networks[row["network"]],
-                    color=variants[row["variant"]],
-                    alpha=0.85,
-                )
-        axis.plot(1, 1, "k+", markersize=12)
-        axis.set_title(title, fontsize=8)
+    measured = [row for row in read_csv(path) if row["source"] == "measured"]
+    rows = [row for row in measured if row["policy"] == measured[0]["policy"]]
+    networks = values(rows, "network")
+    costs = [cost for cost in COSTS if any(row.get(cost) for row in rows)]
+    size = (len(networks) * len(costs), 2.2, 2.1)
+    figure, axes = panels(*size, columns=len(networks), sharey=True)
+    for i, axis in enumerate(axes):
+        cost, network = costs[i // len(networks)], networks[i % len(networks)]
+        for tool, color in TOOL_LINES.items():
+            points = sorted(
+                (float(row[cost]), float(row["peak_over_torch_in_place"]))
+                for row in rows
+                if row["network"] == network and row["variant"].startswith(tool) and row[cost]
+            )
+            axis.plot(
+                *zip(*points, strict=True) if points else ([], []), "o-", color=color, label=tool
+            )
+        axis.plot(1, 1, "k+", markersize=12, label=IN_PLACE)
+        axis.set_title(network if i < len(networks) else "", fontsize=9)
         axis.set_ylim(0, 1.1)
-        axis.set_xlabel("time of a step, over PyTorch in place (+)", fontsize=8)
-    axes[0].set_ylabel("peak of a step, over PyTorch in place", fontsize=8)
-    looks = [("o", color, name) for name, color in variants.items()]
-    looks += [(marker, "gray", network) for network, marker in networks.items()]
-    handles = [
-        matplotlib.lines.Line2D([], [], marker=marker, ls="", color=color, label=label)
-        for marker, color, label in looks
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
-    save(figure, path, every[0])
-
-
-def _batches(rows: Rows) -> str:
-    """Return the batch, or the memory of PyTorch in place if the batches differ."""
-    batches = {row["input"].partition(" ")[0] for row in rows}
-    if len(batches) == 1:
-        return f"batch {batches.pop()}"
-    peaks = [float(row["peak_mib"]) / 1024 for row in rows if row["variant"] == IN_PLACE]
-    return f"{min(peaks):.0f} to {max(peaks):.0f} GiB"
+        axis.set_xlabel(COSTS[cost], fontsize=8)
+    for axis in axes[:: len(networks)]:
+        axis.set_ylabel("peak of a step", fontsize=8)
+    lines, labels = axes[0].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside lower center", ncols=4, fontsize=8)
+    save(figure, path, rows[0])
 
 
 def draw_batches(path: Path) -> None:

@@ -331,12 +331,17 @@ def networks(rows: Rows) -> str:
     policies = values(measured, "policy")
     header = ["network", "variant"]
     header += [f"{policy}: saved, peak, time (quartiles)" for policy in policies]
+    work = [f"{kind}_over_torch_in_place" for kind in ("flops", "moved")]
+    has_work = any(row.get(column) for row in measured for column in work)
+    header += ["FLOPs, moved bytes"] if has_work else []
     body = []
     cases = grouped(measured, "network", "input", "memory_format", "variant")
     for (*names, variant), own in cases.items():
         network = ", ".join(name for name in names if name != "contiguous")
         cells = {row["policy"]: _memory_and_time(row) for row in own}
         body.append([network, variant, *(cells.get(policy, "-") for policy in policies)])
+        if has_work:
+            body[-1].append(", ".join(own[0][column] or "-" for column in work))
     table = markdown(header, body)
     published = [row for row in rows if row["source"] != "measured"]
     if not published:

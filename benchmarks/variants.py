@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import torch
 import torch._functorch.config
 import torch._inductor
-from common import IN_PLACE, OUT_OF_PLACE, Clock, exact_convolutions, memory_of
+from common import IN_PLACE, OUT_OF_PLACE, Clock, MovedBytes, exact_convolutions, memory_of
 from networks import LanguageModel, backward, differentiable
 from policies import POLICIES, Policy, autocast
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import inplace_ops
 from inplace_ops.activations import ACTIVATIONS, Activation, Save
@@ -299,7 +300,7 @@ TOOLS: dict[str, Callable[[nn.Module, Collection[str]], Callable[..., Any]]] = {
     LOSS_IN_CHUNKS: lambda model, blocks: with_chunked_loss(model),
     f"convert, {LOSS_IN_CHUNKS}": lambda model, blocks: with_chunked_loss(converted(model)),
 }
-BASELINES = ("torch.compile", "torch.compile, memory budget 0.5", CHECKPOINTS)
+BASELINES = ("torch.compile", "torch.compile, memory budget 0.5", CHECKPOINTS, HALF_CHECKPOINTS)
 NETWORK_VARIANTS: dict[str, Callable[[nn.Module, Collection[str]], Callable[..., Any]]] = {
     OUT_OF_PLACE: out_of_place,
     IN_PLACE: lambda model, blocks: model,  # as its author wrote it
@@ -360,6 +361,16 @@ class Step(NamedTuple):
         self.reset()
         return Memory(saved, peak)
 
+    def work(self) -> Work:
+        """Return the bytes that a step reads and writes, and the FLOPs of its products."""
+        with MovedBytes() as moved:
+            self.run()
+        self.reset()
+        with FlopCounterMode(display=False) as flops:  # it decomposes operations: a step of its own
+            self.run()
+        self.reset()
+        return Work(moved.count, flops.get_total_flops())
+
     def timed(self, clock: Clock, run: Callable[[], Any] | None = None) -> float:
         """Return the milliseconds of a step, or of `run`, which is its CUDA graph."""
         milliseconds = clock.time(run or self.run)[0] / 1e3
@@ -372,6 +383,13 @@ class Memory(NamedTuple):
 
     saved: int
     peak: int
+
+
+class Work(NamedTuple):
+    """Bytes that all operations of a step read and write, and the FLOPs of its products."""
+
+    moved: int
+    flops: int
 
 
 class Distance(NamedTuple):

@@ -15,9 +15,6 @@ import torch
 slow = pytest.mark.slow
 release = (slow, pytest.mark.release)
 
-HAS_FAST_BFLOAT16 = "AVX512" in torch.backends.cpu.get_cpu_capability()
-"""Whether products in 16 bits take about as long as in float32 on this CPU: else up to 50 times."""
-
 
 def quick(values: Iterable[Any], always: Container[Any], marks: Any = slow) -> list[Any]:
     """Return parameters for pytest.mark.parametrize, with `marks` on those not in `always`."""

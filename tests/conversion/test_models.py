@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from _support.marks import HAS_FAST_BFLOAT16
 from _support.twins import SOURCES, number_of_records
 from torch import nn
 
@@ -43,9 +42,6 @@ COUNTED = [
     ("ESRGAN blocks", "float32"),
     ("Llama blocks", "CUDA autocast"),
     ("GPT-2, 2 layers", "float32"),
-]
-# In float32 where 16 bits take too long.
-LARGE = [
     ("diffusion U-Net", "CUDA autocast"),
     ("nnU-Net-like", "CUDA autocast"),
     ("ViT-S/16", "CUDA autocast"),
@@ -53,10 +49,6 @@ LARGE = [
     ("Llama, 2 layers", "CUDA autocast"),
     ("BERT, 2 layers", "CUDA autocast"),
 ]
-if HAS_FAST_BFLOAT16:
-    COUNTED += LARGE
-else:
-    COUNTED += dict.fromkeys((network, "float32") for network, _ in LARGE)
 
 # Entries of `model_zoo.py`.
 TRAINED = [
