@@ -162,7 +162,8 @@ def _rounded(
 
         def compute() -> list[tuple[Any, Any] | None]:
             torch.set_num_threads(threads)
-            found = without_out.call_boxed(keys, *map(_cast, args), **kwargs)
+            with torch.no_grad():
+                found = without_out.call_boxed(keys, *map(_cast, args), **kwargs)
             results.extend(found if isinstance(found, tuple) else (found,))
             return [None if r is None else (r.shape, r.stride()) for r in results]
 
