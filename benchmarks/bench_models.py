@@ -356,19 +356,18 @@ Remaining = dict[Remains, int]  # bytes
 Rows = list[tuple[Row, Remaining]]
 
 
-def rows_of(name: str, only: Case | None = None) -> Rows:
-    """Return a row, and what remains saved, for each case of a model, or for the case `only`."""
+def rows_of(name: str, wanted: Sequence[Case] = CASES) -> Rows:
+    """Return a row, and what remains saved, for each wanted case that applies to a model."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     begin = time.perf_counter()
     found: Rows = []
-    shape, error, cases = "", "", CASES[:1]
+    shape, error, cases = "", "", wanted[:1]
     try:
         entry = entry_of(name)
         model = seeded_model(entry)
         inputs = inputs_of(entry, model)
-        shape, cases = shape_of(inputs), list(cases_for(model))
-        cases = [case for case in cases if only in (None, case)]
+        shape, cases = shape_of(inputs), [case for case in cases_for(model) if case in wanted]
     except Exception as failure:
         error = one_line(failure)
     model = None
@@ -505,34 +504,37 @@ SHOWN_KINDS = 20  # of each policy
 CHUNK = 8  # models in one process; its end frees what libraries leave behind
 
 
-def all_rows(names: Sequence[str], processes: int) -> Iterator[tuple[Row, Remaining]]:
+def all_rows(
+    names: Sequence[str], wanted: Sequence[Case], processes: int
+) -> Iterator[tuple[Row, Remaining]]:
     """Yield the rows of all models, from several processes at a time."""
     chunks = [names[i : i + CHUNK] for i in range(0, len(names), CHUNK)]
     with ThreadPoolExecutor(processes) as threads:
-        for future in as_completed([threads.submit(rows_in_a_process, c) for c in chunks]):
+        futures = [threads.submit(rows_in_a_process, chunk, wanted) for chunk in chunks]
+        for future in as_completed(futures):
             yield from future.result()
 
 
-def rows_in_a_process(names: Sequence[str]) -> Rows:
+def rows_in_a_process(names: Sequence[str], wanted: Sequence[Case]) -> Rows:
     """Return the rows of models that run one after the other in a process.
 
     If a model crashes the process, its cases run again one by one, and a case that crashes it again
     gets a row that says so.
     """
     found: Rows = []
-    pending: list[tuple[str, Case | None]] = [(name, None) for name in names]
+    pending = [(name, wanted) for name in names]
     while pending:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             while pending:
-                name, only = pending.pop(0)
+                name, cases = pending.pop(0)
                 try:
-                    found += pool.submit(rows_of, name, only).result()
+                    found += pool.submit(rows_of, name, cases).result()
                 except BrokenProcessPool:
-                    if only is None:
-                        pending += [(name, case) for case in CASES]
+                    if len(cases) > 1:
+                        pending += [(name, [case]) for case in cases]
                     else:
                         columns = dict.fromkeys(COLUMNS, "") | {"result": "its process died"}
-                        row = {"model": name, **only._asdict(), "input": "", **columns}
+                        row = {"model": name, **cases[0]._asdict(), "input": "", **columns}
                         found.append((row | machine("cpu"), {}))
                     break
     return found
@@ -543,6 +545,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
     parser.add_argument("--models", nargs="+", help="LIBRARY:NAME, instead of whole libraries")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path, default=RESULTS / "models_cpu.csv")
     arguments = parser.parse_args()
@@ -555,7 +558,8 @@ def main() -> None:
     rows: list[Row] = []
     found: list[tuple[Case, Remaining]] = []
     try:
-        for row, remaining in all_rows(names, arguments.processes):
+        wanted = [case for case in CASES if case.policy in arguments.policies]
+        for row, remaining in all_rows(names, wanted, arguments.processes):
             print(*list(row.values())[:12], sep=", ", flush=True)
             rows.append(row)
             found.append((Case(row["policy"], row["memory_format"]), remaining))
