@@ -292,11 +292,11 @@ def draw_networks(path: Path) -> None:
     for i, axis in enumerate(axes):
         cost, network = costs[i // len(networks)], networks[i % len(networks)]
         for tool, color in TOOL_LINES.items():
-            points = sorted(
+            points = [
                 (float(row[cost]), float(row["peak_over_torch_in_place"]))
                 for row in rows
                 if row["network"] == network and row["variant"].startswith(tool) and row[cost]
-            )
+            ]
             axis.plot(
                 *zip(*points, strict=True) if points else ([], []), "o-", color=color, label=tool
             )

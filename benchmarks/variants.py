@@ -280,7 +280,7 @@ CONVERT = "convert, max_ops=4"
 CHECKPOINTS = "checkpoint of each block"
 HALF_CHECKPOINTS = "checkpoint of each second block"
 OFFLOAD, LOSS_IN_CHUNKS = "all saved tensors offloaded", "loss in chunks"
-MAX_OPS = (1, 4, 8, 16)
+MAX_OPS = (1, 4, 8, 16, 32)
 BUDGETS = {"torch.compile": 1.0}
 BUDGETS |= {
     f"torch.compile, memory budget {budget}": budget for budget in (0.9, 0.7, 0.5, 0.3, 0.1)
