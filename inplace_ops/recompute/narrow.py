@@ -12,7 +12,8 @@ a sum or of a convolution. A spec may then own copies of the inputs.
 2. An input that has a spec is not copied. An input that such an operation returned is narrowed too:
    of `cat([upsample(h), skip])` the spec copies h. For that the input must be proved unmodified,
    because h is read off what the concatenation has read: see NOTE [Versions are proved] in
-   `versions.py`.
+   `versions.py`. Such operations select values and compute none. So of an upsampling that autocast
+   casts to 16 bits, h in 16 bits suffices: the cast of the selected is the selected of the cast.
 3. All new copies together are at most half as large as the tensor that they replace. Those of a
    concatenation are at most an eighth, unless it shares a part (5): in a U-Net each part is
    concatenated once, and copies of large parts would move more bytes than they save.

@@ -323,8 +323,13 @@ def _centers(scales: Sequence[str], node: Node, output: Tensor) -> Sequence[Tens
 
 
 def _before_cast(node: Node, output: Tensor) -> Sequence[Tensor] | None:
-    source = nodes.output_dtype(*nodes.producer(node, 0))
-    return [output] if is_lossless(source, output.dtype) else None
+    """Return the input of a cast, rounded if the cast rounds: see 2 of NOTE [Narrow copies]."""
+    producer, index = nodes.producer(node, 0)
+    operation = None if producer is None else OPERATION_OF[type(producer)]
+    is_widened = operation is not None and operation.may_be_narrow
+    if is_widened or is_lossless(nodes.output_dtype(producer, index), output.dtype):
+        return [output]
+    return None
 
 
 def is_lossless(source: torch.dtype, target: torch.dtype) -> bool:

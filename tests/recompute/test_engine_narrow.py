@@ -311,6 +311,45 @@ def test_input_is_read_off_any_upsampling_by_whole_numbers() -> None:
     assert found > 50
 
 
+class Rounded(nn.Module):
+    """As under autocast on CUDA: an upsampling in float32, and a convolution in 16 bits."""
+
+    def __init__(self, write: Callable[[Tensor, int], object] = lambda wide, step: None) -> None:
+        super().__init__()
+        self.first, self.larger = nn.Conv2d(3, CHANNELS, 1), nn.Upsample(scale_factor=2)
+        self.conv = nn.Conv2d(CHANNELS, 4, 3, dtype=torch.bfloat16)
+        self.write, self.step = write, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        wide = self.larger(self.first(x))
+        self.write(wide, self.step)
+        return self.conv(wide.to(torch.bfloat16))
+
+
+@pytest.mark.usefixtures("without_products")
+@pytest.mark.parametrize("source", EACH_SOURCE)
+def test_upsampling_that_is_rounded_is_stored_narrow(source: str) -> None:
+    """A copy in 16 bits has all values that the convolution reads."""
+    model, x = Rounded(), images()
+    with nodes_from(source), no_warnings():
+        twin = converted_twin(model)
+        saved = inplace_ops.saved_bytes(model, x)
+        assert inplace_ops.saved_bytes(twin, x) == saved / 4
+        assert_same_steps(model, twin, x, steps=3, tolerance=0)
+
+
+@pytest.mark.parametrize("begin", [1, 3])
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("source", EACH_SOURCE)
+def test_write_before_an_upsampling_is_rounded_matches_pytorch(
+    source: str, write: str, begin: int
+) -> None:
+    model = Rounded(lambda wide, step: WRITES[write](wide) if step >= begin else None)
+    with nodes_from(source):
+        assert_same_steps(model, converted_twin(model), images(), steps=4)
+
+
 @pytest.mark.usefixtures("without_products")
 def test_cast_of_a_concatenation_is_stored_in_16_bits() -> None:
     """Its parts are as large together, and nothing else reads them."""
