@@ -45,7 +45,7 @@ bench tools networks train --selection tools --device cpu
 bench models models
 bench networks networks train --device cpu
 bench norms bandwidth norms --device cpu
-bench peaks networks train --memory-only --device cpu --scale-batch 4 --policies float32 "CUDA autocast" \
+bench peaks networks train --memory-only --device cpu --scale-batch 4 --policies "CUDA autocast" \
   --networks EfficientNet-B0 ResNet-50 DenseNet-121 ConvNeXt-T YOLOv8n "diffusion U-Net" \
   nnU-Net-like ViT-S/16 "Llama blocks" "Llama, 2 layers"
 bench steps networks steps --device cpu
