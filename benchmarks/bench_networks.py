@@ -209,7 +209,7 @@ def train(
                 step = Step(network_variant(label, model, network.blocks), x, policy)
                 off[label] = verify_step(step, expected)
                 memory[label] = step.memory()
-                if "compile" not in label:  # compiled code runs without the dispatcher
+                if "compile" not in label:  # a mode counts no compiled kernels
                     work[label] = step.work()
                 steps[label] = step
                 print(f"{name}, {policy_name}, {label}: off by {off[label]:.1e}", flush=True)
@@ -369,12 +369,11 @@ def _memory_columns(own: Memory, in_place: Memory) -> dict[str, str]:
 
 def _work_columns(work: Work | None, in_place: Work) -> Row:
     """Return a variant's FLOPs and moved bytes over those of PyTorch in place; empty if unknown."""
-    ratios = (
-        {}
-        if work is None
-        else {k: f"{n / of:.3f}" for k, n, of in zip(Work._fields, work, in_place, strict=True)}
-    )
-    return {f"{kind}_over_torch_in_place": ratios.get(kind, "") for kind in Work._fields}
+    ratios = [""] * len(in_place)
+    if work is not None:
+        ratios = [f"{own / other:.3f}" for own, other in zip(work, in_place, strict=True)]
+    columns = [f"{kind}_over_torch_in_place" for kind in Work._fields]
+    return dict(zip(columns, ratios, strict=True))
 
 
 def _dimensions(shape: Iterable[int]) -> str:
@@ -762,6 +761,8 @@ def parse() -> argparse.Namespace:
             parser.error("--quick measures no results to publish: name a file with --out")
         if (arguments.graphs or arguments.largest_batch) and arguments.device != "cuda":
             parser.error("--graphs and --largest-batch need --device cuda")
+        if arguments.batch and arguments.scale_batch != 1:
+            parser.error("--scale-batch multiplies the default batch, and --batch replaces it")
         if arguments.at_once and len(arguments.policies) > 1:
             parser.error("--at-once times one policy: others would be prepared meanwhile")
     return arguments

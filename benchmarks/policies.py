@@ -84,7 +84,6 @@ PRODUCTS = ("convolution", "convolution_backward")
 PRODUCTS += tuple(
     f"{name}{out}" for name in ("mm", "addmm", "bmm", "baddbmm") for out in ("", ".out")
 )
-_16_BITS = (torch.bfloat16, torch.float16)
 
 
 @contextlib.contextmanager
@@ -126,9 +125,12 @@ def _operation(name: str) -> Callable[..., Any]:
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
+def _has_16_bits(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+
+
 def _cast(value: Any) -> Any:
-    is_cast = isinstance(value, Tensor) and value.dtype in _16_BITS
-    return value.float() if is_cast else value
+    return value.float() if _has_16_bits(value) else value
 
 
 def _on_float32(op: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,7 +156,7 @@ def _rounded(
     """Return a kernel that computes a product in float32, in the worker, if it has 16 bits."""
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        narrow = [a.dtype for a in args if isinstance(a, Tensor) and a.dtype in _16_BITS]
+        narrow = [value.dtype for value in args if _has_16_bits(value)]
         if not narrow:
             return kernel.call_boxed(keys, *args, **kwargs)
         out, threads = kwargs.pop("out", None), torch.get_num_threads()
@@ -188,7 +190,7 @@ def _with_dtype(op: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
-        if given.get("dtype") is None and args[0].dtype in (torch.bfloat16, torch.float16):
+        if given.get("dtype") is None and _has_16_bits(args[0]):
             given["dtype"] = torch.float32
         with _below_autocast():
             return op(**given)

@@ -152,6 +152,22 @@ class Joined(Widened):
         return self.conv(torch.cat([wide, skip], 1)) + y.mean()
 
 
+class Rounded(nn.Module):
+    """As under autocast on CUDA: an upsampling in float32, and a convolution in 16 bits."""
+
+    def __init__(self, write: Callable[[Tensor, int], object] = lambda wide, step: None) -> None:
+        super().__init__()
+        self.first, self.larger = nn.Conv2d(3, CHANNELS, 1), nn.Upsample(scale_factor=2)
+        self.conv = nn.Conv2d(CHANNELS, 4, 3, dtype=torch.bfloat16)
+        self.write, self.step = write, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        wide = self.larger(self.first(x))
+        self.write(wide, self.step)
+        return self.conv(wide.to(torch.bfloat16))
+
+
 @pytest.mark.usefixtures("without_products")
 @pytest.mark.parametrize("source", EACH_SOURCE)
 def test_part_that_was_upsampled_is_stored_narrow(source: str) -> None:
@@ -181,16 +197,17 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
 @pytest.mark.parametrize("begin", [1, 3])
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("source", EACH_SOURCE)
-def test_write_between_upsampling_and_concatenation_matches_pytorch(
-    source: str, write: str, begin: int
+@pytest.mark.parametrize("build", [Joined, Rounded])
+def test_write_between_upsampling_and_consumer_matches_pytorch(
+    build: Callable[..., Joined | Rounded], source: str, write: str, begin: int
 ) -> None:
-    """Every other pixel of the part then is not what was upsampled."""
+    """Every other pixel then is not what was upsampled."""
 
     def later(wide: Tensor, step: int) -> None:
         if step >= begin:
             WRITES[write](wide)
 
-    model, x = Joined(later), images()
+    model, x = build(later), images()
     model(x)
     model.step = 0
     with nodes_from(source):
@@ -311,22 +328,6 @@ def test_input_is_read_off_any_upsampling_by_whole_numbers() -> None:
     assert found > 50
 
 
-class Rounded(nn.Module):
-    """As under autocast on CUDA: an upsampling in float32, and a convolution in 16 bits."""
-
-    def __init__(self, write: Callable[[Tensor, int], object] = lambda wide, step: None) -> None:
-        super().__init__()
-        self.first, self.larger = nn.Conv2d(3, CHANNELS, 1), nn.Upsample(scale_factor=2)
-        self.conv = nn.Conv2d(CHANNELS, 4, 3, dtype=torch.bfloat16)
-        self.write, self.step = write, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.step += 1
-        wide = self.larger(self.first(x))
-        self.write(wide, self.step)
-        return self.conv(wide.to(torch.bfloat16))
-
-
 @pytest.mark.usefixtures("without_products")
 @pytest.mark.parametrize("source", EACH_SOURCE)
 def test_upsampling_that_is_rounded_is_stored_narrow(source: str) -> None:
@@ -337,17 +338,6 @@ def test_upsampling_that_is_rounded_is_stored_narrow(source: str) -> None:
         saved = inplace_ops.saved_bytes(model, x)
         assert inplace_ops.saved_bytes(twin, x) == saved / 4
         assert_same_steps(model, twin, x, steps=3, tolerance=0)
-
-
-@pytest.mark.parametrize("begin", [1, 3])
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("source", EACH_SOURCE)
-def test_write_before_an_upsampling_is_rounded_matches_pytorch(
-    source: str, write: str, begin: int
-) -> None:
-    model = Rounded(lambda wide, step: WRITES[write](wide) if step >= begin else None)
-    with nodes_from(source):
-        assert_same_steps(model, converted_twin(model), images(), steps=4)
 
 
 @pytest.mark.usefixtures("without_products")
