@@ -47,12 +47,11 @@ from .operations import (
     VIEW_OF,
     Output,
     arguments_of,
-    base_of,
     is_lossless,
     viewed,
 )
 from .specs import Leaf, Spec, ViewCall
-from .versions import ensure_record, prove_late, record_of, was_visited
+from .versions import ensure_record, record_of
 
 # Copies are at most one in so many bytes of the tensor that they replace: see NOTE [Narrow copies].
 _NARROWER, _NARROWER_PART = 2, 8
@@ -188,13 +187,12 @@ class NarrowSpec:
             return ViewCall(view.function, (x,), *arguments_of(node, index, view.arguments))
         operation = OPERATION_OF[type(node)]
         rule = None if operation is None else operation.output
-        if not (is_proved and index == 0 and isinstance(rule, Output) and rule.narrow is not None):
+        if not (is_proved and isinstance(rule, Output) and rule.narrow is not None):
             return None
         record = record_of(node)
         pieces = rule.narrow(node, output) if rule.condition(node) else None
-        if record is None or record.stream is not self._stream or pieces is None:
+        if record is None or pieces is None:
             return None
-        prove_late(node, record)
         edges = zip(nodes.producers(node), pieces, strict=True)
         is_part = is_named(node, CAT)
         inputs = [
@@ -217,8 +215,7 @@ class NarrowSpec:
             is_proved: Whether the input is proved unmodified.
             is_part: Whether it is a part of a concatenation.
         """
-        base = None if producer is None else base_of(producer, index)[0]
-        if producer is None or base is None or not was_visited(base):
+        if producer is None:
             return self._leaf(piece, piece.dtype)
         if is_proved:
             spec = self._known_spec(producer, index) or self._part(producer, index)

@@ -17,6 +17,7 @@ from _support.twins import (
     images,
     no_warnings,
     number_of_records,
+    recomputed,
 )
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -220,6 +221,69 @@ def test_outputs_of_one_operation_are_told_apart(written: int, begin: int) -> No
     assert_same_steps(model, converted_twin(model), x, steps=4)
 
 
+class SmallPart(nn.Module):
+    """A tensor that a convolution saves, and a small one that nothing saves, for `join`."""
+
+    def __init__(self, join: Callable[[Any, Tensor, Tensor], list[Tensor]]) -> None:
+        super().__init__()
+        self.conv, self.down = nn.Conv2d(3, 16, 1), nn.Conv2d(16, 4, 1)
+        self.small, self.same, self.join = nn.Conv2d(3, 2, 1), nn.Identity(), join
+        self.heads = nn.ModuleList(nn.LazyConv2d(3, 1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        h = self.conv(x)
+        y = self.down(h)
+        joined = self.join(self, h, self.same(self.small(x) + 1))
+        self.kept = joined[0].detach()
+        return [y, *(head(each) for head, each in zip(self.heads, joined, strict=True))]
+
+
+@pytest.mark.usefixtures("without_products")
+@pytest.mark.parametrize("first", [0, 1])
+def test_chunks_of_one_tensor_are_told_apart(first: int) -> None:
+    """They have one node."""
+
+    def join(m: SmallPart, h: Tensor, small: Tensor) -> list[Tensor]:
+        chunks = small.chunk(2, 1)
+        return [torch.cat([h, chunks[i]], 1) for i in (first, 1 - first)]
+
+    model, x = SmallPart(join), images()
+    model(x)
+    twin = converted_twin(model)
+    assert len(recomputed(twin(x))) == 2
+    assert_same_steps(model, twin, x, tolerance=0)
+
+
+@pytest.mark.usefixtures("without_products")
+def test_shared_copy_does_not_give_way_to_the_concatenation() -> None:
+    """PyTorch does not keep the first one for the second one's backward."""
+    model = SmallPart(lambda m, h, small: [torch.cat([h, small], 1), torch.cat([small, small], 1)])
+    x = images()
+    model(x)
+    twin = converted_twin(model)
+    found = []
+    for network in (model, twin):
+        output = network(x)[-1]
+        network.kept.zero_()
+        assert len(recomputed(output)) == (network is twin)
+        found.append(torch.autograd.grad(output.square().sum(), network.heads[1].weight))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.usefixtures("without_products")
+def test_part_that_was_rounded_is_not_read_elsewhere() -> None:
+    def join(m: SmallPart, h: Tensor, small: Tensor) -> list[Tensor]:
+        return [m.same(torch.cat([h, small], 1)).bfloat16(), torch.cat([small, small], 1)]
+
+    model, x = SmallPart(join), images()
+    model.heads[0].to(torch.bfloat16)
+    model(x)
+    twin = converted_twin(model)
+    with no_warnings():
+        assert len(recomputed(twin(x))) == 1  # the first
+        assert_same_steps(model, twin, x, tolerance=0)
+
+
 class Auxiliary(nn.Module):
     """Two heads read a tensor that nothing saves, one of them in a larger concatenation."""
 
@@ -280,19 +344,20 @@ def test_copy_of_a_part_is_not_shared_across_streams(monkeypatch: pytest.MonkeyP
         def forward(self, x: Tensor) -> tuple[Tensor, ...]:
             nonlocal current
             h = self.same(self.first(x) + self.second(x))
-            current = side if self.is_on_side else main
+            current = side if self.on_side == "first" else main
             large = self.large(x)
             y = self.down(large)  # saves the other part
             auxiliary = self.aux(torch.cat([h, large], 1))
-            current = main
+            current = side if self.on_side == "second" else main
             return auxiliary, y, self.head(torch.cat([h, h * 1.5], 1))
 
-    for is_on_side in (False, True):
+    for on_side in ("neither", "first", "second"):
         model = OnSide(width=90)
-        model.down, model.is_on_side = nn.Conv2d(90, 2, 1), is_on_side
+        model.down, model.on_side = nn.Conv2d(90, 2, 1), on_side
         auxiliary, _, output = converted_twin(model)(images())
+        current = main
         assert nodes.packed(auxiliary.grad_fn, "input") is not None
-        assert (nodes.packed(output.grad_fn, "input") is None) == is_on_side
+        assert (nodes.packed(output.grad_fn, "input") is not None) == (on_side == "neither")
 
 
 def test_two_losses_with_separate_backwards_match_pytorch() -> None:

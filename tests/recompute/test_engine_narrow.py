@@ -44,7 +44,7 @@ class Widened(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.step += 1
-        widened = self.widen(self.first(x) + self.second(x))
+        widened = self.widen(self.same(self.first(x) + self.second(x)))
         self.kept = [widened.detach()] if self.keeps else []
         y = self.conv(widened)
         self.write(widened, self.step)
