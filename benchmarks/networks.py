@@ -536,6 +536,17 @@ def lora() -> nn.Module:
     return peft.get_peft_model(model, config)
 
 
+def qwen2() -> nn.Module:
+    """Return a Qwen2 that reads sequences of different lengths: attention repeats shared keys."""
+
+    def arguments(x: Tensor) -> dict[str, Any]:
+        starts = torch.arange(len(x), device=x.device)[:, None]
+        mask = torch.arange(x.shape[1], device=x.device) >= starts
+        return {"input_ids": x, "attention_mask": mask.long(), "use_cache": False}
+
+    return Called(load("transformers:Qwen2ForCausalLM", LLAMA), arguments)
+
+
 def t5() -> nn.Module:
     """Return a T5 with GEGLU, whose encoder and decoder read the same tokens."""
     size = {"d_model": 512, "d_kv": 64, "d_ff": 1792, "num_layers": 2, "num_heads": 8}
@@ -587,6 +598,7 @@ LLAMA |= {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": VOCA
 # In float64, the reference, grouped matrix products are missing: each expert has its own.
 MIXTRAL = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}
 MIXTRAL |= {"experts_implementation": "eager"}
+GEMMA = {**LLAMA, "head_dim": 64, "attn_implementation": "eager"}  # it caps attention scores
 BERT = {**LLAMA, "intermediate_size": 2048}
 del BERT["num_key_value_heads"]
 GPT2 = {"n_embd": 512, "n_layer": 2, "n_head": 8, "vocab_size": VOCABULARY}
@@ -664,8 +676,9 @@ NETWORKS = {
         blocks=("LlamaDecoderLayer",),
     ),
     "Llama, LoRA": Network(lora, small=(4, 256), cpu=(8, 256), blocks=("LlamaDecoderLayer",)),
-    "Qwen2, 2 layers": Network(
-        partial(load, "transformers:Qwen2ForCausalLM", LLAMA), small=(4, 256)
+    "Qwen2, padded batch": Network(qwen2, small=(4, 256)),
+    "Gemma 2, 2 layers": Network(
+        partial(load, "transformers:Gemma2ForCausalLM", GEMMA), small=(4, 256)
     ),
     "Mixtral, 2 layers": Network(
         partial(load, "transformers:MixtralForCausalLM", MIXTRAL), small=(4, 256)

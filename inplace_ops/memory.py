@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ._torch_private import (
+    WeakTensor,
     current_stream,
     is_traceable_wrapper_subclass,
     profiler_is_running,
@@ -52,10 +53,16 @@ class Packed:
 
 
 class Measured:
-    """A tensor that is saved while `saved_bytes` counts; it lives as long as the graph needs it."""
+    """A tensor that is saved while `saved_bytes` counts; it lives as long as the graph needs it.
+
+    Attributes:
+        value: A detached alias, which keeps no part of the graph alive; or what replaces it.
+        original: A weak reference to the tensor, which leads to the one that it is a view of.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
-        self.value: Tensor | Packed = tensor
+        self.value: Tensor | Packed = tensor.detach()
+        self.original = WeakTensor(tensor)
 
     def tensors(self) -> Iterable[Tensor]:
         """Return the tensors that this object keeps alive."""

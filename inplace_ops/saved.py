@@ -113,7 +113,7 @@ def _call(call: Callable[[], Any], with_hooks: bool) -> tuple[Sizes, Any]:
     references: list[weakref.ref[Measured]] = []
 
     def pack(tensor: Tensor) -> Measured:
-        saved = Measured(tensor.detach())  # detached: keeps no part of the graph alive
+        saved = Measured(tensor)
         references.append(weakref.ref(saved))
         return saved
 

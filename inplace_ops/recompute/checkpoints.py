@@ -460,7 +460,7 @@ class _Call:
                 raise Ended
             if _Like.of(tensor) != self._likes[index]:
                 raise self._error(f"saved {_Like.of(tensor)} instead of {self._likes[index]}")
-            measured = Measured(tensor.detach())
+            measured = Measured(tensor)
             slot = slots[index]
             if slot is not None:
                 slot.value = _Value(this_pass, measured, tensor._version)

@@ -1352,13 +1352,14 @@ class Engine:
             record: The operation's record.
             saved: The saved tensor.
         """
-        output = whole_output(saved, base)
+        original = nodes.original(node, field, saved)
+        output = whole_output(original, base)
         if output is None:
             return None
         narrow = NarrowSpec(self._affordable_spec, self._call_spec, self._stream)
         spec = narrow.of(base, output.detach())
         if spec is None:
-            if output is saved:
+            if output is original:
                 narrow.offer_slices(nodes.lasting(node, field, saved))
             return None
         self._narrow += map(weakref.ref, narrow.own())

@@ -344,6 +344,13 @@ def lasting(node: Node, field: str, saved: Tensor) -> Tensor:
     return saved if raw.unpack_hook is None else raw.data.value
 
 
+def original(node: Node, field: str, saved: Tensor) -> Tensor:
+    """Return the tensor itself where `saved_bytes` saves an alias, if it is still alive."""
+    raw = _raw(node, field)
+    tensor = None if raw.unpack_hook is None else raw.data.original()
+    return saved if tensor is None else tensor
+
+
 def packed(node: Node, field: str) -> Packed | None:
     """Return the packed value that `replace` saved instead of a tensor; None if it did not."""
     return _packed_of(_raw(node, field))

@@ -271,10 +271,11 @@ def whole_output(tensor: Tensor, node: Node) -> Tensor | None:
     base = tensor if tensor._base is None else tensor._base
     if base.grad_fn is node:
         return base if base.output_nr == 0 else None
-    producer, index = tensor.grad_fn, tensor.output_nr
+    whole = tensor if base.grad_fn is None else base
+    producer, index = whole.grad_fn, whole.output_nr
     if base_of(producer, index) != (node, 0) or not reshapes_only(producer, index):
         return None
-    return _in_shape(tensor, nodes.output_shape(node, 0))
+    return _in_shape(whole, nodes.output_shape(node, 0))
 
 
 def _in_shape(tensor: Tensor, shape: torch.Size) -> Tensor | None:
