@@ -94,10 +94,12 @@ class Limits(NamedTuple):
     """Allowed distances of gradients from the original's, over the norm of all gradients.
 
     In float32: for all gradients together 1e-5; for one tensor 1e-4 of its own norm plus 1e-6 of
-    the norm of all. Under autocast the limits depend on how far the original's gradients under
-    autocast are from its gradients in float32: for all together half of that distance, at least
-    1e-5 and at most 5e-2; for one tensor that tensor's distance plus 1e-3. If that distance is
-    larger than the norm of all gradients, gradients over a limit are not wrong but noise.
+    the norm of all. If a rounding of the weights changes the original's gradients by more than ten
+    times that, the limits are a tenth of that change. Under autocast the limits depend on how far
+    the original's gradients under autocast are from its gradients in float32: for all together half
+    of that distance, at least 1e-5 and at most 5e-2; for one tensor that tensor's distance plus
+    1e-3. If that distance is larger than the norm of all gradients, gradients over a limit are not
+    wrong but noise.
 
     Attributes:
         overall: The limit for all gradients together.
@@ -110,10 +112,19 @@ class Limits(NamedTuple):
     rounding: float
 
 
-def limits_in_float32(norms: dict[str, float]) -> Limits:
-    """Return the limits in float32, for gradients of these norms."""
+def limits_in_float32(norms: dict[str, float], changes: dict[str, float]) -> Limits:
+    """Return the limits in float32, for gradients of these norms.
+
+    Args:
+        norms: The norm of each gradient.
+        changes: By how much a rounding of the weights changes it; empty if unknown.
+    """
     total = norm_of(norms)
-    return Limits(1e-5, {name: 1e-4 * norm / total + 1e-6 for name, norm in norms.items()}, 0.0)
+    tensors = {
+        name: max(1e-4 * norm + 1e-6 * total, changes.get(name, 0.0) / 10) / total
+        for name, norm in norms.items()
+    }
+    return Limits(max(1e-5, norm_of(changes) / total / 10), tensors, 0.0)
 
 
 def limits_under_autocast(norms: dict[str, float], rounding: dict[str, float]) -> Limits:
@@ -222,9 +233,11 @@ def trained(model: nn.Module, inputs: Inputs, case: Case) -> Outcome:
             difference, limits = compared(actual, expected, in_float32)
         except WrongGradientError:
             check_steady(run, original, actual, expected, in_float32)
+            rounded = gradients_of_rounded(run, original)
             if not policy.is_float32:
-                check_conditioned(run, original, expected)
-            raise
+                check_conditioned(rounded, expected)
+                raise
+            difference, limits = compared(actual, expected, in_float32, rounded)
         if difference >= outcome.difference:
             outcome = outcome._replace(difference=difference, allowed=limits.overall)
         compare_buffers(converted, original)
@@ -238,7 +251,10 @@ def trained(model: nn.Module, inputs: Inputs, case: Case) -> Outcome:
 
 
 def compared(
-    actual: Gradients, expected: Gradients, in_float32: Gradients | None
+    actual: Gradients,
+    expected: Gradients,
+    in_float32: Gradients | None,
+    rounded: Gradients | None = None,
 ) -> tuple[float, Limits]:
     """Return the distance of all gradients over their norm, and the limits; raise if over one.
 
@@ -246,10 +262,11 @@ def compared(
         actual: The converted model's gradients.
         expected: The original's.
         in_float32: The original's in float32; None if `expected` are in float32 themselves.
+        rounded: The original's in float32 with rounded weights, if the limits depend on them.
     """
     norms = finite_norms(expected)
     if in_float32 is None:
-        limits = limits_in_float32(norms)
+        limits = limits_in_float32(norms, {} if rounded is None else distances(rounded, expected))
     else:
         limits = limits_under_autocast(norms, distances(expected, in_float32))
     return compare(distances(actual, expected), norm_of(norms), limits), limits
@@ -267,9 +284,10 @@ def check_steady(
     Raise NoiseError if there are such gradients and the others agree.
     """
     varying: set[str] = set()
+    again = copy.deepcopy(original)  # a step changes buffers
     for _ in range(REPEATED):
-        run(original)
-        repeated = gradients_of(original)
+        run(again)
+        repeated = gradients_of(again)
         varying |= {name for name, g in expected.items() if not torch.equal(g, repeated[name])}
 
     def steady(gradients: Gradients) -> Gradients:
@@ -281,15 +299,18 @@ def check_steady(
         raise NoiseError(f"runs of the original differ in {', '.join(sorted(varying))}")
 
 
-def check_conditioned(
-    run: Callable[[nn.Module], None], original: nn.Module, expected: Gradients
-) -> None:
-    """Raise NoiseError if a rounding of the weights changes all digits of the gradients."""
+def gradients_of_rounded(run: Callable[[nn.Module], None], original: nn.Module) -> Gradients:
+    """Return the gradients of a copy of the original whose weights are rounded."""
     rounded = copy.deepcopy(original)
     round_weights(rounded)
     run(rounded)
+    return gradients_of(rounded)
+
+
+def check_conditioned(rounded: Gradients, expected: Gradients) -> None:
+    """Raise NoiseError if a rounding of the weights changes all digits of the gradients."""
     norm = norm_of(finite_norms(expected))
-    change = norm_of(distances(gradients_of(rounded), expected)) / norm
+    change = norm_of(distances(rounded, expected)) / norm
     if change > 1:
         raise NoiseError(
             f"weights off by {ROUNDING:.0e} change the gradients by {change:.1e} times their norm"

@@ -248,7 +248,7 @@ def test_gradients_that_rounding_alone_determines_are_reported_as_noise() -> Non
 def test_gradients_that_a_rounding_of_the_weights_changes_are_noise(
     scale: float, is_noise: bool
 ) -> None:
-    from bench_models import NoiseError, check_conditioned, gradients_of
+    from bench_models import NoiseError, check_conditioned, gradients_of, gradients_of_rounded
 
     x = torch.randn(256, 32)
 
@@ -257,5 +257,20 @@ def test_gradients_that_a_rounding_of_the_weights_changes_are_noise(
 
     model = nn.Linear(32, 32)
     run(model)
+    expected = gradients_of(model)
     with pytest.raises(NoiseError) if is_noise else nullcontext():
-        check_conditioned(run, model, gradients_of(model))
+        check_conditioned(gradients_of_rounded(run, model), expected)
+
+
+@pytest.mark.parametrize(("change", "is_wrong"), [(0.0, True), (1e-4, True), (1e-3, False)])
+def test_gradients_in_float32_may_differ_by_a_tenth_of_what_a_rounding_changes(
+    change: float, is_wrong: bool
+) -> None:
+    from bench_models import WrongGradientError, compared
+
+    expected = {"weight": torch.ones(9), "bias": torch.ones(9)}
+    actual, rounded = ({n: (1 + c) * g for n, g in expected.items()} for c in (5e-5, change))
+    with pytest.raises(WrongGradientError) if is_wrong else nullcontext():
+        difference, limits = compared(actual, expected, None, rounded)
+        assert difference == pytest.approx(5e-5, rel=1e-2)
+        assert limits.overall == pytest.approx(1e-4, rel=1e-2)
