@@ -5,7 +5,7 @@
 # make site: build the documentation as a site, build/site/index.html.
 # make tables: write the tables of the documentation from benchmarks/results.
 # make models: convert models of other libraries, and train them next to the originals:
-#   an hour.
+#   90 minutes.
 # make wheels: build wheels for the CPU and for CUDA, and test them with several versions of Python
 #   and torch.
 # All targets except wheels set up $(VENV) first. TORCH names the torch to install, for example

@@ -5,8 +5,8 @@
 #   benchmarks/run_all.sh [PART...]
 #
 # Parts, all by default: activations blocks budgets bytes calls host integrations memory models
-# networks norms peaks steps tools training. On two calm cores, with nothing else running, models,
-# networks and budgets take an hour each, tools and training 18 minutes each.
+# networks norms peaks steps tools training. On two calm cores, with nothing else running, models
+# takes 90 minutes, networks and budgets an hour each, tools and training 18 minutes each.
 # PYTHON names an interpreter with the package and its extras models and demo.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -48,6 +48,8 @@ COUNTED = [
     ("Llama, 2 layers", "bfloat16"),
     ("Llama, 2 layers", "CUDA autocast"),
     ("BERT, 2 layers", "CUDA autocast"),
+    ("Qwen2, padded batch", "CUDA autocast"),
+    ("Gemma 2, 2 layers", "float32"),
 ]
 
 # Entries of `model_zoo.py`.
