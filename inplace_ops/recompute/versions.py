@@ -265,8 +265,8 @@ def saved_output_of(node: Node, record: Record) -> Tensor | None:
 def whole_output(tensor: Tensor, node: Node) -> Tensor | None:
     """Return an operation's first output, given the output or a view of it.
 
-    The view may be a detached alias that does not lead to its base, or the result of
-    `_unsafe_view`, which has none. None if the output cannot be had from it.
+    A detached alias does not lead to its base, and the result of `_unsafe_view` is a base itself.
+    None if the output cannot be had from the tensor.
     """
     base = tensor if tensor._base is None else tensor._base
     if base.grad_fn is node:
