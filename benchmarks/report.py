@@ -424,14 +424,14 @@ def tools(rows: Rows) -> str:
 
 
 def budgets(rows: Rows) -> str:
-    """What `convert` chooses for a budget, and its peak in a step and in a training script."""
-    header = ["network", "budget", "chosen", "saved", "peak", "FLOPs", "peak of a script"]
+    """What `convert` chooses for a budget, its peak and time, and the peak of a training script."""
+    header = ["network", "budget", "chosen", "saved", "peak", "FLOPs", "time", "peak of a script"]
     body = []
     for (name, shape), own in grouped(rows, "network", "input").items():
         for i, row in enumerate(own):
             first = f"{name}, {shape}" if i == 0 else ""
             if row["note"]:
-                body.append([first, "the same", row["variant"], row["note"], "", "", ""])
+                body.append([first, "the same", row["variant"], row["note"], "", "", "", ""])
                 continue
             chosen = row["variant"]
             if row["max_ops"]:
@@ -439,7 +439,8 @@ def budgets(rows: Rows) -> str:
             script = f"{row['script_peak_mib']} MiB" if row["script_peak_mib"] else ""
             budget = f"{row['budget_mib']} MiB" if row["budget_mib"] else ""
             memory = [f"{row[column]} MiB" for column in ("saved_mib", "peak_mib")]
-            body.append([first, budget, chosen, *memory, row["flops_ratio"], script])
+            time = time_over_torch(row) if row["median_ms"] else "-"
+            body.append([first, budget, chosen, *memory, row["flops_ratio"], time, script])
     return markdown(header, body)
 
 
