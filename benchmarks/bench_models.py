@@ -98,8 +98,8 @@ class Limits(NamedTuple):
     times that, the limits are a tenth of that change. Under autocast the limits depend on how far
     the original's gradients under autocast are from its gradients in float32: for all together half
     of that distance, at least 1e-5 and at most 5e-2; for one tensor that tensor's distance plus
-    1e-3. If that distance is larger than the norm of all gradients, gradients over a limit are not
-    wrong but noise.
+    1e-3. If that distance, or in either policy the change by a rounding of the weights, is larger
+    than the norm of all gradients, gradients over a limit are not wrong but noise.
 
     Attributes:
         overall: The limit for all gradients together.
@@ -234,8 +234,8 @@ def trained(model: nn.Module, inputs: Inputs, case: Case) -> Outcome:
         except WrongGradientError:
             check_steady(run, original, actual, expected, in_float32)
             rounded = gradients_of_rounded(run, original)
+            check_conditioned(rounded, expected)
             if not policy.is_float32:
-                check_conditioned(rounded, expected)
                 raise
             difference, limits = compared(actual, expected, in_float32, rounded)
         if difference >= outcome.difference:

@@ -439,7 +439,7 @@ def budgets(rows: Rows) -> str:
             script = f"{row['script_peak_mib']} MiB" if row["script_peak_mib"] else ""
             budget = f"{row['budget_mib']} MiB" if row["budget_mib"] else ""
             memory = [f"{row[column]} MiB" for column in ("saved_mib", "peak_mib")]
-            time = time_over_torch(row) if row["median_ms"] else "-"
+            time = time_over_torch(row) if row.get("median_ms") else "-"  # `--repetitions 0`
             body.append([first, budget, chosen, *memory, row["flops_ratio"], time, script])
     return markdown(header, body)
 
