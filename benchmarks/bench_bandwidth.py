@@ -55,7 +55,7 @@ from variants import ENTRIES, OP_VARIANTS, SCALARS, OpVariant, check_op
 
 from inplace_ops import _ops
 from inplace_ops.activations import Activation
-from inplace_ops.recompute.fusions import scaling
+from inplace_ops.recompute.kernels import scaling
 
 # Large sizes first, as a time limit must not cut them off.
 SIZES = {

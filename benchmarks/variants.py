@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import inplace_ops
 from inplace_ops.activations import ACTIVATIONS, Activation, Save
-from inplace_ops.recompute.engine import MAX_OPS as DEFAULT_MAX_OPS
+from inplace_ops.recompute.settings import MAX_OPS as DEFAULT_MAX_OPS
 
 SCALARS = {"negative_slope": 0.01}
 

@@ -10,11 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy, Tracer
 from torch.jit import is_scripting  # type: ignore[attr-defined]
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from . import activations, functional
 from .activations import Activation, MaskSave, OutputSave, check_bits, check_save
-from .dispatch import dispatch
 from .functional import check_approximate, check_leaky_relu
 
 __all__ = ["GELU", "Hardswish", "LeakyReLU", "Mish", "ReLU", "ReLU6", "SiLU"]
@@ -58,15 +56,11 @@ class _InPlaceModule(nn.Module):
     torch.jit.script compiles only the first branch of `forward`, which is PyTorch's own activation.
     torch.fx records a call as a call of a module, as for the modules of `torch.nn`.
 
-    With save="recompute" and an input that is not a norm's output, the function raises. A module
-    uses its default save mode instead, because the layers before a module may change during the
-    life of a model.
-
     Attributes:
-        _default_activation: The activation, from the table; of GELU its default form.
+        _activation: The activation, from the table; of GELU its default form.
     """
 
-    _default_activation: ClassVar[Activation]
+    _activation: ClassVar[Activation]
     if TYPE_CHECKING:
         inplace: bool
         save: Any
@@ -74,46 +68,27 @@ class _InPlaceModule(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Apply the activation."""
         if is_scripting():
-            return self._torch(input, self.inplace)
+            return self._scripted(input)
         elif _is_traced(input):
             return _traced(self, input)
-        elif not self.inplace:
-            return self._torch(input, False)
-        elif _has_no_kernel(input):
+        elif not self.inplace or _has_no_kernel(input):
             return super().forward(input)
-        elif self.save == "recompute":
-            return self._after_norm(input)
         else:
             return self._in_place(input)
 
-    def _torch(self, input: Tensor, inplace: bool) -> Tensor:
-        """Apply PyTorch's own activation."""
+    def _scripted(self, input: Tensor) -> Tensor:
+        """Apply PyTorch's own activation, as the parent does: TorchScript has no `super`."""
         raise NotImplementedError
 
     def _in_place(self, input: Tensor) -> Tensor:
         """Apply this package's in-place activation."""
         raise NotImplementedError
 
-    def _activation(self) -> Activation:
-        """Return the activation that this module computes."""
-        return self._default_activation
-
-    def _after_norm(self, input: Tensor) -> Tensor:
-        """Apply the in-place activation with save="recompute", after a norm or not."""
-        activation = self._activation()
-        scalars = tuple([getattr(self, name) for name in activation.scalars])
-        bits = vars(self).get("bits")  # nn.Module.__getattr__ is slow for a missing attribute
-        arguments: Any = (activation, input, "recompute", bits, scalars, activation.save_modes[0])
-        # True for subclasses, and under a mode such as that of torch.set_default_device.
-        if has_torch_function_unary(input):
-            return handle_torch_function(dispatch, (input,), *arguments)
-        return dispatch(*arguments)
-
     def extra_repr(self) -> str:
         """Return the parent's arguments, and `save` and `bits` if they are not the defaults."""
         save, bits = vars(self)["save"], vars(self).get("bits")
         parts = [super().extra_repr()]
-        if save != self._default_activation.save_modes[0]:
+        if save != self._activation.save_modes[0]:
             parts.append(f"save={save!r}")
         if bits is not None:
             parts.append(f"bits={bits}")
@@ -124,10 +99,14 @@ class _MaskModule(_InPlaceModule):
     """Base class of the piecewise-linear modules without scalar arguments."""
 
     def __init__(self, inplace: bool = True, *, save: MaskSave = "mask") -> None:
-        _check_inplace(self._default_activation, inplace)
-        check_save(self._default_activation, save)
+        _check_inplace(self._activation, inplace)
+        check_save(self._activation, save)
         super().__init__(inplace)
         self.save = save
+
+    def _in_place(self, input: Tensor) -> Tensor:
+        function = getattr(functional, self._activation.function)
+        return function(input, save=self.save)
 
 
 class _OutputModule(_InPlaceModule):
@@ -136,12 +115,16 @@ class _OutputModule(_InPlaceModule):
     def __init__(
         self, inplace: bool = True, *, save: OutputSave = "output", bits: int | None = None
     ) -> None:
-        _check_inplace(self._default_activation, inplace)
-        check_save(self._default_activation, save)
-        check_bits(self._default_activation.name, save, bits)
+        _check_inplace(self._activation, inplace)
+        check_save(self._activation, save)
+        check_bits(self._activation.name, save, bits)
         super().__init__(inplace)
         self.save = save
         self.bits = bits
+
+    def _in_place(self, input: Tensor) -> Tensor:
+        function = getattr(functional, self._activation.function)
+        return function(input, save=self.save, bits=self.bits)
 
 
 class ReLU(_MaskModule, nn.ReLU):
@@ -149,18 +132,15 @@ class ReLU(_MaskModule, nn.ReLU):
 
     Args:
         inplace: False behaves like `torch.nn.ReLU()`.
-        save: "mask", "output" or "recompute": see `inplace_ops.relu_`.
+        save: "mask" or "output": see `inplace_ops.relu_`.
 
     Shape: any. The output is the input itself.
     """
 
-    _default_activation = activations.RELU
+    _activation = activations.RELU
 
-    def _torch(self, input: Tensor, inplace: bool) -> Tensor:
-        return F.relu(input, inplace)
-
-    def _in_place(self, input: Tensor) -> Tensor:
-        return functional.relu_(input, save=self.save)
+    def _scripted(self, input: Tensor) -> Tensor:
+        return F.relu(input, self.inplace)
 
 
 class LeakyReLU(_InPlaceModule, nn.LeakyReLU):
@@ -169,12 +149,12 @@ class LeakyReLU(_InPlaceModule, nn.LeakyReLU):
     Args:
         negative_slope: Any real number; save="output" requires that it is at least 0.
         inplace: False behaves like `torch.nn.LeakyReLU(negative_slope)`.
-        save: "mask", "output" or "recompute": see `inplace_ops.leaky_relu_`.
+        save: "mask" or "output": see `inplace_ops.leaky_relu_`.
 
     Shape: any. The output is the input itself.
     """
 
-    _default_activation = activations.LEAKY_RELU
+    _activation = activations.LEAKY_RELU
 
     def __init__(
         self, negative_slope: float = 0.01, inplace: bool = True, *, save: MaskSave = "mask"
@@ -183,8 +163,8 @@ class LeakyReLU(_InPlaceModule, nn.LeakyReLU):
         super().__init__(negative_slope, inplace)
         self.save = save
 
-    def _torch(self, input: Tensor, inplace: bool) -> Tensor:
-        return F.leaky_relu(input, self.negative_slope, inplace)
+    def _scripted(self, input: Tensor) -> Tensor:
+        return F.leaky_relu(input, self.negative_slope, self.inplace)
 
     def _in_place(self, input: Tensor) -> Tensor:
         return functional.leaky_relu_(input, self.negative_slope, save=self.save)
@@ -195,18 +175,15 @@ class ReLU6(_MaskModule, nn.ReLU6):
 
     Args:
         inplace: False behaves like `torch.nn.ReLU6()`.
-        save: "mask", "output" or "recompute": see `inplace_ops.relu6_`.
+        save: "mask" or "output": see `inplace_ops.relu6_`.
 
     Shape: any. The output is the input itself.
     """
 
-    _default_activation = activations.RELU6
+    _activation = activations.RELU6
 
-    def _torch(self, input: Tensor, inplace: bool) -> Tensor:
-        return F.relu6(input, inplace)
-
-    def _in_place(self, input: Tensor) -> Tensor:
-        return functional.relu6_(input, save=self.save)
+    def _scripted(self, input: Tensor) -> Tensor:
+        return F.relu6(input, self.inplace)
 
 
 class SiLU(_OutputModule, nn.SiLU):
@@ -214,19 +191,16 @@ class SiLU(_OutputModule, nn.SiLU):
 
     Args:
         inplace: False behaves like `torch.nn.SiLU()`.
-        save: "output", "derivative" or "recompute": see `inplace_ops.silu_`.
+        save: "output" or "derivative": see `inplace_ops.silu_`.
         bits: Bits per element to save, None for the default: see `inplace_ops.silu_`.
 
     Shape: any. The output is the input itself.
     """
 
-    _default_activation = activations.SILU
+    _activation = activations.SILU
 
-    def _torch(self, input: Tensor, inplace: bool) -> Tensor:
-        return F.silu(input, inplace)
-
-    def _in_place(self, input: Tensor) -> Tensor:
-        return functional.silu_(input, save=self.save, bits=self.bits)
+    def _scripted(self, input: Tensor) -> Tensor:
+        return F.silu(input, self.inplace)
 
 
 class GELU(_InPlaceModule, nn.GELU):
@@ -235,14 +209,14 @@ class GELU(_InPlaceModule, nn.GELU):
     Args:
         approximate: "none" or "tanh": see `inplace_ops.gelu_`.
         inplace: False behaves like `torch.nn.GELU(approximate)`.
-        save: "output", "derivative" or "recompute": see `inplace_ops.gelu_`.
+        save: "output" or "derivative": see `inplace_ops.gelu_`.
         bits: Bits per element to save, None for the default: see `inplace_ops.gelu_`.
 
     Shape: any. The output is the input itself.
     """
 
     __constants__ = ["approximate", "inplace"]  # noqa: RUF012  # for torch.jit.script
-    _default_activation = activations.GELU
+    _activation = activations.GELU
 
     def __init__(
         self,
@@ -260,12 +234,9 @@ class GELU(_InPlaceModule, nn.GELU):
         self.save = save
         self.bits = bits
 
-    def _activation(self) -> Activation:
-        return activations.GELU if self.approximate == "none" else activations.GELU_TANH
-
-    def _torch(self, input: Tensor, inplace: bool) -> Tensor:
+    def _scripted(self, input: Tensor) -> Tensor:
         output = F.gelu(input, approximate=self.approximate)
-        return input.copy_(output) if inplace else output
+        return input.copy_(output) if self.inplace else output
 
     def _in_place(self, input: Tensor) -> Tensor:
         return functional.gelu_(input, self.approximate, save=self.save, bits=self.bits)
@@ -281,19 +252,16 @@ class Hardswish(_OutputModule, nn.Hardswish):
 
     Args:
         inplace: False behaves like `torch.nn.Hardswish()`.
-        save: "output", "derivative" or "recompute": see `inplace_ops.hardswish_`.
+        save: "output" or "derivative": see `inplace_ops.hardswish_`.
         bits: Bits per element to save, None for the default: see `inplace_ops.hardswish_`.
 
     Shape: any. The output is the input itself.
     """
 
-    _default_activation = activations.HARDSWISH
+    _activation = activations.HARDSWISH
 
-    def _torch(self, input: Tensor, inplace: bool) -> Tensor:
-        return F.hardswish(input, inplace)
-
-    def _in_place(self, input: Tensor) -> Tensor:
-        return functional.hardswish_(input, save=self.save, bits=self.bits)
+    def _scripted(self, input: Tensor) -> Tensor:
+        return F.hardswish(input, self.inplace)
 
 
 class Mish(_OutputModule, nn.Mish):
@@ -301,16 +269,13 @@ class Mish(_OutputModule, nn.Mish):
 
     Args:
         inplace: False behaves like `torch.nn.Mish()`.
-        save: "output", "derivative" or "recompute": see `inplace_ops.mish_`.
+        save: "output" or "derivative": see `inplace_ops.mish_`.
         bits: Bits per element to save, None for the default: see `inplace_ops.mish_`.
 
     Shape: any. The output is the input itself.
     """
 
-    _default_activation = activations.MISH
+    _activation = activations.MISH
 
-    def _torch(self, input: Tensor, inplace: bool) -> Tensor:
-        return F.mish(input, inplace)
-
-    def _in_place(self, input: Tensor) -> Tensor:
-        return functional.mish_(input, save=self.save, bits=self.bits)
+    def _scripted(self, input: Tensor) -> Tensor:
+        return F.mish(input, self.inplace)

@@ -2,19 +2,17 @@
 
 Dynamo's graph contains one op per activation, for example `relu_traced_`. The op is replaced when
 the graph is traced with autograd, because only then it is visible which operation computed the
-activation's input. The replacement depends on that operation:
+activation's input. The first of these cases applies:
 
-- A convolution or a matrix product, which the compiler does not recompute: the Function of eager
-  code, which saves less than PyTorch's activation. For ReLU, and LeakyReLU with a slope of at least
-  0, it is PyTorch's activation, which saves only the output.
-- None, because the activation's input is an input of the graph: the Function of eager code.
-  PyTorch's activations that save their input get wrong gradients here (torch 2.11 to 2.14 with
-  Inductor).
-- Any other operation: PyTorch's activation. Min-cut partitioning recomputes the output of a norm or
-  of a pointwise operation in backward, and saves no input of an activation for it. It cannot
-  recompute custom ops, and Inductor cannot fuse them.
-
-With save="recompute" or an activation memory budget, the first case too is PyTorch's activation.
+1. The input is an input of the graph: the Function of eager code. PyTorch's activations that save
+   their input get wrong gradients here (torch 2.11 to 2.14 with Inductor).
+2. ReLU, or LeakyReLU with a slope of at least 0: PyTorch's activation, which saves its output.
+3. The input comes from a convolution or a matrix product, which the compiler does not recompute:
+   the Function of eager code, which saves less than PyTorch's activation.
+4. Otherwise, PyTorch's activation. Min-cut partitioning recomputes the output of a norm or of a
+   pointwise operation in backward, and saves no input of an activation for it. With an activation
+   memory budget it recomputes products too. It cannot recompute custom ops, and Inductor cannot
+   fuse them.
 """
 
 from __future__ import annotations
@@ -122,7 +120,7 @@ def _traced(
     activation: Activation, input: Tensor, save: Save, bits: int | None, *arguments: Any
 ) -> None:
     if type(input) is Tensor:  # Dynamo's backend "eager" runs the graph as it is
-        dispatch(activation, input, save, bits, arguments, fallback=activation.save_modes[0])
+        dispatch(activation, input, save, bits, arguments)
         return
     if input._is_view() and _may_overlap(input):
         raise RuntimeError(
@@ -130,41 +128,19 @@ def _traced(
             "written-to tensor may refer to a single memory location. Please clone() the tensor "
             "before performing the operation."
         )
-    mode = _save_mode(activation, input, save, arguments)
-    if mode is not None:
-        bits = bits or activation.default_bits(mode, input.dtype)
-        op_args = OpArgs(_dim_order_of(input), arguments)
-        call = (FUNCTIONS[activation, mode], bits, op_args)
-        if _is_graph_input(input):
-            input.copy_(_TracedOutOfPlace.apply(input, *call))
-        else:
-            _TracedInPlace.apply(input, *call)
-    elif needs_grad(input) and _torch_saves_only_output(activation, arguments):
+    if not needs_grad(input):
+        decomposed(activation, input, arguments)
+        return
+    bits = bits or activation.default_bits(save, input.dtype)
+    call = (FUNCTIONS[activation, save], bits, OpArgs(_dim_order_of(input), arguments))
+    if _is_graph_input(input):
+        input.copy_(_TracedOutOfPlace.apply(input, *call))
+    elif activation.torch_saves_output and activation.allows_output(*arguments):
         _TracedTorchReLU.apply(input, activation, arguments)
+    elif _is_matmul_output(input) and not has_activation_memory_budget():
+        _TracedInPlace.apply(input, *call)
     else:
         decomposed(activation, input, arguments)
-
-
-def _torch_saves_only_output(activation: Activation, arguments: tuple[Any, ...]) -> bool:
-    """Whether PyTorch's in-place activation saves only its output."""
-    return activation.torch_saves_output and activation.allows_output(*arguments)
-
-
-def _save_mode(
-    activation: Activation, input: Tensor, save: Save, arguments: tuple[Any, ...]
-) -> Save | None:
-    """Return the save mode of this package's Function; None to use PyTorch's activation."""
-    if not needs_grad(input):
-        return None
-    if _is_graph_input(input):  # PyTorch's activation would save it, and read it overwritten
-        return activation.save_modes[0] if save == "recompute" else save
-    if (
-        save == "recompute"
-        or has_activation_memory_budget()
-        or _torch_saves_only_output(activation, arguments)
-    ):
-        return None
-    return save if _is_matmul_output(input) else None
 
 
 def _is_graph_input(x: Tensor) -> bool:

@@ -23,7 +23,8 @@ from _support.sanitizers import COMPILER, FLAGS, SANITIZE
 from _support.twins import EACH_SOURCE, nodes_from
 
 from inplace_ops import _ops
-from inplace_ops.recompute import engine
+from inplace_ops.recompute import replace
+from inplace_ops.recompute.settings import Settings
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -107,13 +108,13 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture
 def _small_tensors_too(monkeypatch: pytest.MonkeyPatch, _one_thread: None) -> None:
     """Let the recompute engine replace small tensors too."""
-    monkeypatch.setattr(engine, "MIN_BYTES", 1)
+    monkeypatch.setattr(Settings, "MIN_BYTES", 1)
 
 
 @pytest.fixture
 def without_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no product be recomputed: the test counts what other rules replace."""
-    monkeypatch.setattr(engine, "record_product", lambda *args: None)
+    monkeypatch.setattr(replace, "facts_of", lambda *args: None)
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,7 @@ from .._ops import is_out_of_memory
 from .._torch_private import profiler_is_running
 from ..memory import bytes_of
 from ..recompute.checkpoints import Checkpoint, RecomputationError, modes_of
-from ..recompute.engine import Settings
+from ..recompute.settings import Settings
 from ..recompute.specs import WrittenToError
 from .blocks import Blocks, blocks_of
 from .report import Candidate, Report, mib
@@ -305,7 +305,7 @@ class Search:
             return None
         gradients.to_host()
         if self._references:
-            compare(self._references[0], self._references[1], gradients, ())
+            compare(self._references[0], self._references[1], gradients)
             self._compared += 1
         else:
             self._references = [gradients, self._run.gradients().to_host()]

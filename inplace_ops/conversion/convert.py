@@ -14,12 +14,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .._torch_private import is_optimized_module
-from ..recompute.engine import MAX_OPS, Settings, running_engine
+from ..recompute.run import running_engine
+from ..recompute.settings import MAX_OPS, Settings
 from .budget import MOST_CANDIDATES, Budget, Choice, Search
 from .example import Example, Inputs
 from .report import Report
 from .state import State
-from .verify import Run, Verification, compare
+from .verify import Run, compare
 from .wiring import Conversion, attach, conversion_of, detach, detached
 
 # Runs on an example change state that threads share: the random state, and the hooks of modules. So
@@ -277,18 +278,17 @@ def _measure(
                 raise
             report.remarks.append(f"peaks are unknown, as backward raises: {_summary(error)}")
         peak_before = None if original is None else run.peak_bytes()
-        verification = Verification(model)
-        attach(model, Conversion(conversion.settings, report, verification))
+        attach(model, Conversion(conversion.settings, report))
         try:
             if original is not None:
-                run.gradients()  # see 6 of NOTE [Weights are proved] in `products.py`
+                run.gradients()  # see 6 of NOTE [Weights are proved] in `weights.py`
             converted = None if original is None else run.gradients()
             after = run.saved_bytes()
             peak_after = None if original is None else run.peak_bytes()
         finally:
             detach(model)
         if original is not None and converted is not None:
-            compare(original, repeated, converted, verification.differences)
+            compare(original, repeated, converted)
     if original is not None:
         report.gradient_bytes = original.bytes
         report.remarks += original.remarks

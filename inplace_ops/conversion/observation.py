@@ -22,14 +22,15 @@ from .._torch_private import (
     tree_leaves,
 )
 from ..memory import Packed
-from ..recompute import engine as engine_module, nodes, reasons
-from ..recompute.engine import MIN_BYTES, Observer, running_engine
-from ..recompute.functions import is_fused
+from ..recompute import nodes, reasons
+from ..recompute.after_norm import is_after_norm
 from ..recompute.nodes import Node
 from ..recompute.operations import base_of
+from ..recompute.packed import Recomputed
 from ..recompute.products import ProductCall
-from ..recompute.specs import Recomputed
-from ..recompute.versions import record_of
+from ..recompute.run import running_engine
+from ..recompute.settings import Observer, Settings
+from ..recompute.values import value_of
 from ..saved import Checkpointed, checkpointed_tensors, tensors_in
 from .example import describe
 from .report import Auxiliary, Remaining, Replaced, Report
@@ -193,13 +194,14 @@ class Observation(Observer):
         There the engine sees nodes late, when another module may be running.
         """
         engine = running_engine()
-        if engine_module.USE_CREATION_HOOK or engine is None:
+        walker = None if engine is None else engine.walker
+        if walker is None:
             return
         pending = [nodes.root_of(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
         end = next_sequence_number()
         while pending:
             node = pending.pop()
-            if node is None or self._key in node.metadata or not engine.may_have_created(node, end):
+            if node is None or self._key in node.metadata or not walker.may_have_created(node, end):
                 continue
             self.created(node)
             pending += [producer for producer, _ in nodes.producers(node)]
@@ -216,16 +218,15 @@ class Observation(Observer):
         """Return the facts about a node of this pass; None for other nodes and autograd leaves."""
         return None if nodes.autograd_leaf_of(node) is not None else node.metadata.get(self._key)
 
-    def replaced(self, node: Node, field: str, saved: Tensor, packed: Packed) -> Packed:
+    def replaced(self, node: Node, field: str, saved: Tensor, packed: Packed) -> None:
         self._add_row(saved.grad_fn, saved.output_nr, node, saved, packed.how, saved)
-        return packed
 
-    def fused(self, producer: Node, node: Node, saved: Tensor) -> None:
+    def activated(self, producer: Node, node: Node, saved: Tensor) -> None:
         self.created(node)  # an engine that walks over nodes sees this node only later
         # PyTorch's activation would save its output, `saved`, or the norm's output. If it has
         # overwritten that one, it would save a clone.
-        record = record_of(producer)
-        replaced = record.note() if record is not None and record.note is not None else None
+        value = value_of(producer)
+        replaced = None if value is None else value.noted
         if producer is node:
             replaced = saved
         elif replaced is not None and _share_memory(replaced, saved):
@@ -306,7 +307,7 @@ class Observation(Observer):
             for field, saved in nodes.readable_tensors(node):
                 if not nodes.is_plain(saved):
                     continue
-                if is_fused(node) and field != "0":  # PyTorch's activation does not save these
+                if is_after_norm(node) and field != "0":  # PyTorch's activation does not save these
                     tables.add_auxiliary(saved, place)
                     continue
                 base, index = _base_of(saved)
@@ -359,9 +360,9 @@ class Observation(Observer):
             return reasons.PARAMETER_COPY if is_autocasts else reasons.PARAMETER_CAST
         if info is not None and field in info.reasons:
             return info.reasons[field]
-        if saved.nbytes >= MIN_BYTES:
+        if saved.nbytes >= Settings.MIN_BYTES:
             return reasons.saved_by(node)
-        is_whole = saved.untyped_storage().nbytes() < MIN_BYTES
+        is_whole = saved.untyped_storage().nbytes() < Settings.MIN_BYTES
         return reasons.SMALL if is_whole else reasons.SMALL_PART
 
     def _graph_of(self, outputs: list[Tensor]) -> list[Node]:

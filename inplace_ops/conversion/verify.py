@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,12 +18,10 @@ from .._torch_private import (
     is_raised_by_disabling_hooks,
     saved_tensor_hooks_are_disabled,
 )
-from ..memory import Packed, bytes_of, peak_bytes
-from ..recompute.nodes import Node, is_stale
-from ..recompute.specs import Recomputed
+from ..memory import bytes_of, peak_bytes
+from ..recompute.nodes import is_stale
 from ..saved import model_bytes, tensors_in
 from .example import Example, append
-from .observation import Observation
 from .state import State
 
 # The largest allowed distance between the gradients of the converted and of the original model,
@@ -266,57 +264,14 @@ def _real_numbers(tensor: Tensor) -> Tensor:
     return dense.double()
 
 
-class Verification(Observation):
-    """An observation that compares every recomputed tensor with the saved tensor it replaces.
-
-    Attributes:
-        differences: A text for each recomputed tensor that differs.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.differences: list[str] = []
-
-    def replaced(self, node: Node, field: str, saved: Tensor, packed: Packed) -> Packed:
-        super().replaced(node, field, saved, packed)
-        if not isinstance(packed, Recomputed):
-            return packed
-        description = f"the output of {packed.name} in `{self._modules[-1].path}`"
-        return _CheckedRecomputed(packed, saved.detach(), description, self.differences)
-
-
-class _CheckedRecomputed(Recomputed):
-    """A spec that compares its value with a copy of the saved tensor that it replaces."""
-
-    def __init__(
-        self, packed: Recomputed, saved: Tensor, description: str, differences: list[str]
-    ) -> None:
-        super().__init__(packed.spec, saved, packed.producer, packed.consumer, packed.number)
-        self.saved, self.description, self.differences = saved.clone(), description, differences
-
-    def compute(self) -> Tensor:
-        value = super().compute()
-        difference = self.difference_of(value, self.saved)
-        if difference is not None:
-            self.differences.append(
-                f"{self.description}, is recomputed with a difference of {difference}"
-            )
-        return value
-
-
-def compare(
-    original: Gradients, repeated: Gradients, converted: Gradients, differences: Iterable[str]
-) -> None:
+def compare(original: Gradients, repeated: Gradients, converted: Gradients) -> None:
     """Raise VerificationError if the converted model's gradients differ from the original's.
 
     Args:
         original: The gradients of the original.
         repeated: The gradients of a second run of the original.
         converted: The gradients of the converted model.
-        differences: A text for each recomputed tensor that differs from what it replaces.
     """
-    for text in differences:
-        raise VerificationError(f"{text}; the model is unchanged")
     distance = original.distance(converted)
     allowed = max(original.tolerance(), _NOISE_FACTOR * original.distance(repeated))
     if not distance <= allowed:

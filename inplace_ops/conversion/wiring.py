@@ -20,17 +20,17 @@ and nothing else:
 4. A norm, or a module without inner modules that is not PyTorch's and so may be a norm, gets a
    forward hook. It takes a note of the output, and records the norm's weight and bias where the
    node does not lead to them. A module that is not PyTorch's also gets a forward pre-hook: the two
-   may take notes of the tensors inside, see `recompute/notes.py`. Before torch 2.14 all of them get
-   a forward pre-hook, which records the versions of weight and bias.
-5. An activation without a `forward` attribute gets one: see `recompute/fused.py`. It also gets a
-   `__reduce_ex__` attribute, which copy and pickle read: the `forward` of a copy runs the copy. So
-   does a model of 3 that had no `forward` attribute.
+   may take notes of the tensors inside, see `recompute/inside_modules.py`. Before torch 2.14 all of
+   them get a forward pre-hook, which records the versions of weight and bias.
+5. An activation without a `forward` attribute gets one: see `recompute/activation_modules.py`. It
+   also gets a `__reduce_ex__` attribute, which copy and pickle read: the `forward` of a copy runs
+   the copy. So does a model of 3 that had no `forward` attribute.
 6. A linear layer or convolution with a frozen bias gets a forward hook, which records the bias.
    Before torch 2.14 all of them get it, and a forward pre-hook that records the versions of weight
    and bias.
 7. Any other module that is not PyTorch's, pooling and `nn.Identity` get a forward hook that takes a
    note of the output. Before torch 2.14 all other modules that may create nodes get it, and it
-   walks over them: see NOTE [Where nodes come from] in `recompute/engine.py`. For the model itself
+   walks over them: see NOTE [Where nodes come from] in `recompute/run.py`. For the model itself
    `Conversion.run` does this.
 8. Parameters, buffers, the tree of modules, and the classes of all other modules do not change.
    Scripted modules do not change at all.
@@ -63,11 +63,12 @@ from .._torch_private import (
     has_children,
     has_global_forward_hooks,
 )
-from ..recompute import engine as engine_module, norms, products
+from ..recompute import nodes, norms, pytorchs_forward
+from ..recompute.activation_modules import activation_forward
 from ..recompute.checkpoints import Calls, Checkpoint
-from ..recompute.engine import Settings, run_engine, running_engine
-from ..recompute.fused import activation_forward
 from ..recompute.nodes import saved_tensor_hooks_are_active
+from ..recompute.run import run_engine, running_engine
+from ..recompute.settings import Settings
 from ..supported import activation_of, is_pytorchs
 from .observation import Observation
 from .report import Report
@@ -83,7 +84,6 @@ class Conversion:
     Attributes:
         settings: State that all forward passes of the model share.
         report: The report. One of the first calls with gradients fills it in.
-        observation: Observes these calls; if None, a new `Observation` is made for each.
         checkpoints: The checkpoints of the model's blocks, by their paths.
         calls: Counts the calls of `run` in this thread.
     """
@@ -92,10 +92,9 @@ class Conversion:
         self,
         settings: Settings,
         report: Report,
-        observation: Observation | None = None,
         checkpoints: Mapping[str, Checkpoint] | None = None,
     ) -> None:
-        self.settings, self.report, self.observation = settings, report, observation
+        self.settings, self.report = settings, report
         self.checkpoints = checkpoints or {}
         self._observed_calls_left = _MAX_OBSERVED_CALLS
         self._is_settled = True
@@ -118,7 +117,7 @@ class Conversion:
             if observation is not None:
                 try:
                     observation.fill(self.report, output, (args, kwargs))
-                    self._is_settled = not engine.keeps_originals
+                    self._is_settled = not engine.replacer.keeps_originals
                 except Exception as error:
                     self.settings.warn("the report", f"filling in the report failed: {error!r}")
             return output
@@ -129,7 +128,7 @@ class Conversion:
         A call is observed if the report is not filled in, gradients are enabled, no other engine
         runs, and no saved-tensor hooks of others hide what is saved. If the call that has filled it
         in kept tensors for the first step alone, the next one fills it in again: see 6 of NOTE
-        [Weights are proved] in `recompute/products.py`.
+        [Weights are proved] in `recompute/weights.py`.
         """
         is_wanted = (
             not (self.report.is_filled and self._is_settled)
@@ -139,7 +138,7 @@ class Conversion:
         if not is_wanted or not torch.is_grad_enabled() or saved_tensor_hooks_are_active():
             return None
         self._observed_calls_left -= 1
-        return self.observation or Observation(model)
+        return Observation(model)
 
     def __reduce__(self) -> Any:
         """Make copies and pickles start with the same `max_ops` and an empty report."""
@@ -190,11 +189,11 @@ def attach(model: nn.Module, conversion: Conversion) -> None:
                 module, attachments & {_FORWARD} if module in without_hooks else attachments
             )
         _attach_conversion(model, conversion)
-        conversion.settings.know((*model.parameters(), *model.buffers()))
+        conversion.settings.weights.add((*model.parameters(), *model.buffers()))
         for path, checkpoint in conversion.checkpoints.items():
             block = model.get_submodule(path)
             _attach_conversion(block, checkpoint)
-            checkpoint.settings.know((*block.parameters(), *block.buffers()))
+            checkpoint.settings.weights.add((*block.parameters(), *block.buffers()))
     except Exception:
         detach(model)
         snapshot.restore()
@@ -266,14 +265,14 @@ def _attachments_for(module: nn.Module) -> set[str]:
 
 
 def _needs_product_hooks(module: nn.Module) -> bool:
-    if type(module) not in products.MODULES:
+    if type(module) not in pytorchs_forward.PRODUCTS:
         return False
     bias = norms.registered_parameters(module).bias
-    return not engine_module.USE_CREATION_HOOK or (bias is not None and not bias.requires_grad)
+    return not nodes.USE_CREATION_HOOK or (bias is not None and not bias.requires_grad)
 
 
 def _needs_output_hook(module: nn.Module) -> bool:
-    walks = not engine_module.USE_CREATION_HOOK
+    walks = not nodes.USE_CREATION_HOOK
     return walks or isinstance(module, _NOTED) or not is_pytorchs(module)
 
 
@@ -316,11 +315,11 @@ def _add_attachments(module: nn.Module, attachments: set[str]) -> None:
     missing = attachments - _attachments_of(module)
     if _NORM_HOOKS in missing:
         is_leaf = _is_leaf_of_others(module)
-        if is_leaf or not engine_module.USE_CREATION_HOOK:
+        if is_leaf or not nodes.USE_CREATION_HOOK:
             module.register_forward_pre_hook(_leaf_pre_hook if is_leaf else _versions_pre_hook)
         module.register_forward_hook(_norm_hook, prepend=True, always_call=is_leaf)
     if _PRODUCT_HOOKS in missing:
-        if not engine_module.USE_CREATION_HOOK:
+        if not nodes.USE_CREATION_HOOK:
             module.register_forward_pre_hook(_versions_pre_hook)
         module.register_forward_hook(_product_hook, prepend=True)
     if _OUTPUT_HOOK in missing:
@@ -549,15 +548,14 @@ def _versions_pre_hook(module: nn.Module, args: Any) -> None:
     """Record the versions of a module's weight and bias before its forward."""
     engine = running_engine()
     if engine is not None:
-        engine.record_parameter_versions(module)
+        engine.begin_module(module)
 
 
 def _leaf_pre_hook(module: nn.Module, args: Any) -> None:
     """Take notes inside a module that may be a norm, in addition."""
     engine = running_engine()
     if engine is not None:
-        if not engine_module.USE_CREATION_HOOK:
-            engine.record_parameter_versions(module)
+        engine.begin_module(module)
         engine.begin_notes(module, args)
 
 
@@ -572,10 +570,7 @@ def _product_hook(module: nn.Module, args: Any, output: Any) -> None:
     """Record the frozen bias of a product after its forward."""
     engine = running_engine()
     if engine is not None:
-        engine.walk(output)
-        engine.note(output)
-        if _runs_first(_product_hook, module):
-            engine.record_frozen_bias(module, output)
+        engine.finish_product(module, output, partial(_runs_first, _product_hook))
 
 
 def _runs_first(hook: Callable[..., Any], module: nn.Module) -> bool:

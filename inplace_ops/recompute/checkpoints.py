@@ -12,13 +12,14 @@ tensors as it does in forward.
 2. The first slot that backward unpacks runs the block again, with an engine of its own, and fills
    all slots. A slot gives its tensor away when it is unpacked, and finds it again while a node uses
    it. A second backward over a retained graph runs the block once more.
-3. The block must do the same again. So activations are not fused with norms in either run, and the
-   second one has the attributes of the block's modules, the random state of PyTorch, the autocast
-   and the flags of products (TF32) of the first. Attributes are put back afterwards. Both runs must
-   save tensors of the same shapes and dtypes, in the same order, or backward raises. Threads that
-   draw random numbers at the same time disturb each other, as they do in PyTorch's checkpoint.
+3. The block must do the same again. So activations do not run together with norms in either run,
+   and the second one has the attributes of the block's modules, the random state of PyTorch, the
+   autocast and the flags of products (TF32) of the first. Attributes are put back afterwards. Both
+   runs must save tensors of the same shapes and dtypes, in the same order, or backward raises.
+   Threads that draw random numbers at the same time disturb each other, as they do in PyTorch's
+   checkpoint.
 4. Arguments, parameters and buffers must be unmodified. Their versions are compared, and the
-   optimizers' steps: see NOTE [Weights are proved] in `products.py`, also for writes that are not
+   optimizers' steps: see NOTE [Weights are proved] in `weights.py`, also for writes that are not
    seen.
 5. The second run ends when the last tensor that backward needs is saved: the product that reads it
    is not computed. An exception, `Ended`, leaves the block.
@@ -50,11 +51,12 @@ from .._torch_private import (
     under_product_flags,
 )
 from ..memory import Measured, unpack_measured
-from .engine import Settings, run_engine, running_engine
+from .inside_modules import is_user_mode_active
 from .nodes import WeakMemory, has_storage, is_plain, is_transformed
-from .notes import is_user_mode_active
-from .products import Weight
+from .run import run_engine, running_engine
+from .settings import Settings
 from .specs import written_to_error
+from .weights import Weight
 
 _DEVICES = ("cpu", "cuda")  # whose random states are kept
 
@@ -482,7 +484,7 @@ class _Call:
             outer = running_engine()
             if outer is not None:  # backward runs inside the forward of a converted model
                 stack.enter_context(outer.paused(None))
-            engine = stack.enter_context(run_engine(self._block, self._settings, fuses=False))
+            engine = stack.enter_context(run_engine(self._block, self._settings, merges=False))
             if engine is not None:
                 engine.stop_at((args, kwargs))
             with suppress(Ended):

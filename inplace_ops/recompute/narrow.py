@@ -12,7 +12,7 @@ a sum or of a convolution. A spec may then own copies of the inputs.
 2. An input that has a spec is not copied. An input that such an operation returned is narrowed too:
    of `cat([upsample(h), skip])` the spec copies h. For that the input must be proved unmodified,
    because h is read off what the concatenation has read: see NOTE [Versions are proved] in
-   `versions.py`. Such operations select values and compute none. So of an upsampling that autocast
+   `values.py`. Such operations select values and compute none. So of an upsampling that autocast
    casts to 16 bits, h in 16 bits suffices: the cast of the selected is the selected of the cast.
 3. All new copies together are at most half as large as the tensor that they replace. Those of a
    concatenation are at most an eighth, unless it shares a part (5): in a U-Net each part is
@@ -24,7 +24,7 @@ a sum or of a convolution. A spec may then own copies of the inputs.
    stay: for another concatenation PyTorch does not keep the original.
 5. In a DenseNet each layer reads the concatenated outputs of all layers before it: memory would
    grow quadratically with depth. So specs share what one concatenation has saved of a part. It is
-   right for another one that reads the same values: both must prove the part unmodified. The record
+   right for another one that reads the same values: both must prove the part unmodified. The value
    of the part's operation leads to the copy, or to the slice of a concatenation that stays saved.
 
 Masks and indices are stored in fewer bits by the same leaves: see `rewrites.py`.
@@ -35,23 +35,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .._torch_private import CAT, WeakTensor, is_named
 from . import nodes
+from .calls import ViewCall
 from .nodes import Node, WeakMemory
-from .operations import (
-    OPERATION_OF,
-    VIEW_OF,
-    Output,
-    arguments_of,
-    is_lossless,
-    viewed,
-)
-from .specs import Leaf, Spec, ViewCall
-from .versions import ensure_record, record_of
+from .operations import OPERATION_OF, VIEW_OF, Output, arguments_of, is_lossless, viewed
+from .specs import Leaf, Spec
+from .values import ensure_value, value_of
+
+if TYPE_CHECKING:
+    from .derive import Deriver
 
 # Copies are at most one in so many bytes of the tensor that they replace: see NOTE [Narrow copies].
 _NARROWER, _NARROWER_PART = 2, 8
@@ -108,20 +106,8 @@ class NarrowSpec:
         parts: Those of a concatenation's parts that others may share, with the parts' producers.
     """
 
-    def __init__(
-        self,
-        known_spec: Callable[[Node, int], Spec | None],
-        call_spec: Callable[[Node, Output, list[Spec]], Spec | None],
-        stream: torch.cuda.Stream | None,
-    ) -> None:
-        """Prepare to build a spec.
-
-        Args:
-            known_spec: Returns the spec of an operation's output without narrow copies, or None.
-            call_spec: Returns the spec of an operation's output from those of its inputs, or None.
-            stream: The current CUDA stream; None on a CPU.
-        """
-        self._known_spec, self._call_spec, self._stream = known_spec, call_spec, stream
+    def __init__(self, deriver: Deriver) -> None:
+        self._deriver = deriver
         self._shares_a_part = False
         self.leaves: list[NarrowLeaf] = []
         self.parts: list[tuple[Node, NarrowLeaf]] = []
@@ -142,7 +128,7 @@ class NarrowSpec:
         for leaf in self.leaves:
             leaf.own()
         for producer, leaf in self.parts:
-            self._offer(producer, weakref.ref(leaf))
+            _offer(producer, weakref.ref(leaf))
         shared = {id(leaf) for _, leaf in self.parts}
         return [leaf for leaf in self.leaves if id(leaf) not in shared]
 
@@ -155,17 +141,11 @@ class NarrowSpec:
         for producer, leaf in self.parts:
             if leaf.dtype is not leaf.tensor.dtype:
                 continue
-            # The record must not refer to a node: see NOTE [Metadata outlives backward].
+            # The value must not refer to a node: see NOTE [Metadata outlives backward].
             view = leaf.tensor
             layout = view.shape, view.stride(), int(view.storage_offset())
             slice_of = partial(_slice, WeakTensor(saved), saved._version, *layout)
-            self._offer(producer, slice_of)
-
-    def _offer(self, producer: Node, part: Callable[[], Leaf | None]) -> None:
-        """Let the record of a part's operation lead to it, unless that ran on another stream."""
-        record = ensure_record(producer, self._stream)
-        if record.stream is self._stream:
-            record.part = part
+            _offer(producer, slice_of)
 
     def _widened(self, node: Node, index: int, output: Tensor, is_proved: bool) -> Spec | None:
         """Return the spec of an output, from specs of the inputs; None if there is no rule.
@@ -189,18 +169,18 @@ class NarrowSpec:
         rule = None if operation is None else operation.output
         if not (is_proved and isinstance(rule, Output) and rule.narrow is not None):
             return None
-        record = record_of(node)
+        value = value_of(node)
         pieces = rule.narrow(node, output) if rule.condition(node) else None
-        if record is None or pieces is None:
+        if value is None or pieces is None:
             return None
         edges = zip(nodes.producers(node), pieces, strict=True)
         is_part = is_named(node, CAT)
         inputs = [
-            self._input(*edge, piece, position not in record.unproved, is_part)
+            self._input(*edge, piece, position not in value.unproved, is_part)
             for position, (edge, piece) in enumerate(edges)
         ]
-        spec = self._call_spec(node, rule, inputs)
-        assert spec is not None  # such a rule has a bound, and does not round by strides
+        spec = self._deriver.call(node, rule, inputs)
+        assert not isinstance(spec, str)  # such a rule has a bound, and does not round by strides
         return spec
 
     def _input(
@@ -218,9 +198,9 @@ class NarrowSpec:
         if producer is None:
             return self._leaf(piece, piece.dtype)
         if is_proved:
-            spec = self._known_spec(producer, index) or self._part(producer, index)
-            if spec is not None:
-                return spec
+            known = self._known_spec(producer, index) or self._part(producer, index)
+            if known is not None:
+                return known
         spec = self._widened(producer, index, piece, is_proved)
         if spec is not None:
             return spec
@@ -230,12 +210,17 @@ class NarrowSpec:
             self.parts.append((producer, leaf))
         return leaf
 
+    def _known_spec(self, producer: Node, index: int) -> Spec | None:
+        """Return an input's spec without narrow copies; None if there is none within the limits."""
+        spec = self._deriver.spec_of(producer, index)
+        return None if isinstance(spec, str) or self._deriver.obstacle(spec) else spec
+
     def _part(self, producer: Node, index: int) -> Leaf | None:
         """Return the part of another concatenation; None if it is not a part of one."""
-        record = record_of(producer) if index == 0 else None
-        if record is None or record.part is None or record.stream is not self._stream:
+        value = value_of(producer) if index == 0 else None
+        if value is None or value.part is None:
             return None
-        part = record.part()
+        part = value.part()
         self._shares_a_part |= part is not None
         return part
 
@@ -243,6 +228,13 @@ class NarrowSpec:
         leaf = NarrowLeaf(piece, dtype)
         self.leaves.append(leaf)
         return leaf
+
+
+def _offer(producer: Node, part: Callable[[], Leaf | None]) -> None:
+    """Let the value of a part's operation lead to it."""
+    value = ensure_value(producer)
+    if value is not None:
+        value.part = part
 
 
 def _slice(

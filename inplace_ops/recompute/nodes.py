@@ -24,7 +24,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from operator import attrgetter
-from types import NoneType
 from typing import Any, TypeVar
 
 import torch
@@ -67,6 +66,7 @@ _T = TypeVar("_T")
 
 # None before torch 2.14.
 creation_hook: Any = getattr(torch.autograd.graph, "node_creation_hook", None)
+USE_CREATION_HOOK = creation_hook is not None  # see NOTE [Where nodes come from] in `run.py`
 
 _KNOWN = (__name__.partition(".")[0] + ".", "torch.nn.")  # modules with Functions in the tables
 
@@ -89,28 +89,26 @@ def is_python_function(node_type: type) -> bool:
     return issubclass(node_type, BackwardCFunction)
 
 
+def is_users_function(node_type: type) -> bool:
+    """Whether nodes of the type belong to an autograd Function that this file does not know."""
+    function = function_of(node_type)
+    return function is not None and not function.__module__.startswith(_KNOWN)
+
+
 class ByType(dict[type, _T | None]):
     """A table with an entry for each node type, `table[type(node)]`, made from one by type names.
 
-    The entry is None for all Functions of users, whatever their names. For other types that are not
-    in the table it is what `default` returns for the type.
+    The entry is None for types that are not in the table, and for all Functions of users, whatever
+    their names.
     """
 
-    def __init__(
-        self,
-        by_name: Mapping[str, _T],
-        default: Callable[[type], _T | None] = lambda node_type: None,
-    ) -> None:
-        self._by_name, self._default = by_name, default
+    def __init__(self, by_name: Mapping[str, _T]) -> None:
+        self._by_name = by_name
 
     def __missing__(self, node_type: type) -> _T | None:
-        function = function_of(node_type)
-        if function is not None and not function.__module__.startswith(_KNOWN):
+        if is_users_function(node_type):
             return None  # not stored: programs create and delete such types
-        entry = self._by_name.get(node_type.__name__)
-        if entry is None and function is None:
-            entry = self._default(node_type)
-        self[node_type] = entry
+        self[node_type] = entry = self._by_name.get(node_type.__name__)
         return entry
 
 
@@ -281,7 +279,7 @@ def is_being_captured(tensor: Tensor) -> bool:
 
 
 def saved_tensor(node: Node, field: str) -> Tensor | None:
-    """Return a saved tensor; None if there is none, or if it has hooks of other code.
+    """Return a saved tensor; None if there is none, or if the engine may not read it.
 
     Raises:
         RuntimeError: If a backward has freed the tensor, or if it was modified in place.
@@ -330,36 +328,73 @@ def _read(node: Node, field: str) -> Any:
     return value.value if isinstance(value, Measured) else value
 
 
-def saves_itself(node: Node, field: str) -> bool:
-    """Whether `saved_tensor` returns the saved tensor itself, and not an alias made by a hook."""
-    return _raw(node, field).unpack_hook is None
+class Field:
+    """What a node saves in one field, as it is now. It is read once, since each read takes long.
 
-
-def lasting(node: Node, field: str, saved: Tensor) -> Tensor:
-    """Return the saved tensor, or the detached alias that `saved_bytes` saves instead.
-
-    The result lives as long as the node saves it. Each read of an alias makes another tensor.
+    Attributes:
+        tensor: The saved tensor; None if there is none, or if the engine may not read it.
+        packed: What the engine has saved instead; None if it has replaced nothing.
+        is_hidden: Whether hooks of other code have the tensor: rule 3 of NOTE [Look before reading
+            a saved tensor].
+        is_itself: Whether `tensor` is the saved tensor itself, and not an alias, as it is while
+            `saved_bytes` counts and while a checkpointed block runs again. Each read of an alias
+            makes another tensor.
     """
-    raw = _raw(node, field)
-    return saved if raw.unpack_hook is None else raw.data.value
 
+    __slots__ = ("_handle", "is_hidden", "is_itself", "packed", "tensor")
 
-def original(node: Node, field: str, saved: Tensor) -> Tensor:
-    """Return the tensor itself where `saved_bytes` saves an alias, if it is still alive."""
-    raw = _raw(node, field)
-    tensor = None if raw.unpack_hook is None else raw.data.original()
-    return saved if tensor is None else tensor
+    def __init__(self, node: Node, name: str) -> None:
+        """Read a field.
+
+        Raises:
+            RuntimeError: If a backward has freed the tensor, or if it was modified in place.
+        """
+        handle = self._handle = _raw(node, name)
+        hook = None if handle is None else handle.unpack_hook
+        self.tensor: Tensor | None = None
+        self.packed: Packed | None = None
+        self.is_hidden, self.is_itself = False, hook is None
+        if hook is None:
+            self.tensor = _read(node, name)
+            return
+        value = handle.data
+        if hook is unpack_measured:
+            value = value.value
+        if isinstance(value, Packed):
+            self.packed = value
+        elif hook is unpack_measured:
+            self.tensor = _read(node, name)
+        else:
+            self.is_hidden = True
+
+    @property
+    def lasting(self) -> Tensor | None:
+        """The saved tensor or its alias: a tensor that lives as long as the node saves it."""
+        return self.tensor if self.is_itself else self._handle.data.value
+
+    @property
+    def original(self) -> Tensor | None:
+        """The saved tensor itself; the alias if the tensor itself is gone."""
+        tensor = self.tensor if self.is_itself else self._handle.data.original()
+        return self.tensor if tensor is None else tensor
+
+    def replace(self, value: Packed) -> None:
+        """Save `value` instead of the tensor. Backward then reads `value.unpack()`."""
+        if self.is_itself:
+            self._handle.register_hooks(lambda _: value, _unpack)
+        else:
+            self._handle.data.value = value
 
 
 def packed(node: Node, field: str) -> Packed | None:
-    """Return the packed value that `replace` saved instead of a tensor; None if it did not."""
+    """Return what the engine has saved instead of a tensor; None if it has replaced nothing."""
     return _packed_of(_raw(node, field))
 
 
-def _packed_of(raw: Any) -> Packed | None:
-    if raw.unpack_hook is None:
+def _packed_of(handle: Any) -> Packed | None:
+    if handle.unpack_hook is None:
         return None
-    value = raw.data
+    value = handle.data
     if isinstance(value, Measured):
         value = value.value
     return value if isinstance(value, Packed) else None
@@ -401,37 +436,9 @@ def is_contiguous(shape: Sequence[int], stride: Sequence[int] | None) -> bool:
     return True
 
 
-def has_hooks(node: Node, field: str) -> bool:
-    """Whether a saved tensor has hooks other than those of `saved_bytes`: also the engine's."""
-    raw = _raw(node, field)
-    return raw.unpack_hook is not None and not is_readable(raw)
-
-
 def _fields_of(node: Node) -> tuple[str, ...]:
     node_type: Any = type(node)
     return tensor_fields(node_type)
-
-
-def saves_one_tensor(node: Node, field: str) -> bool:
-    """Whether a field is of a single tensor, which may be None: IndexBackward0 saves a list."""
-    return not isinstance(_raw(node, field), (tuple, NoneType))
-
-
-def saves_tensor(node: Node, field: str) -> bool:
-    """Whether a field has a tensor, or what was saved instead of it."""
-    return _raw(node, field).unpack_hook is not None or _read(node, field) is not None
-
-
-def replace(node: Node, field: str, value: Packed) -> None:
-    """Save `value` instead of a tensor that `saved_tensor` returns.
-
-    Backward then reads `value.unpack()`.
-    """
-    raw = _raw(node, field)
-    if raw.unpack_hook is None:
-        raw.register_hooks(lambda _: value, _unpack)
-    else:
-        raw.data.value = value
 
 
 def _unpack(value: Packed) -> Tensor:

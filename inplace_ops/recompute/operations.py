@@ -14,11 +14,10 @@ Each entry maps the name of a node type to an `Operation`, with these fields:
 - `indices`: The field of saved indices into a pooling's input, which fit into 32 bits.
 - `pooled_dims`: The number of dimensions that such an index counts.
 - `saved_mask`: The field of a saved mask: booleans, or the noise of a dropout on a CPU.
-- `reads_exact`: The fields of saved inputs that backward may read recomputed, if the spec is exact.
 - `reads_no_values`: Whether backward reads no value of any input.
 
-PyTorch's other operations have an entry that consists of `reads_exact`. To add an operation, add an
-entry. Checked against torch 2.11, 2.13, 2.14 and 2.15.
+What an operation without an entry saves stays saved. To add an operation, add an entry. Checked
+against torch 2.11, 2.13, 2.14 and 2.15.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from .. import _ops
 from .._torch_private import ACCUMULATE_GRAD, BACKWARD_HOOK, is_named
 from ..activations import LEAKY_RELU, RELU, Activation
 from . import nodes
+from .calls import largest, largest_or_one, product, total
 from .nodes import Node
 from .norms import NORMS
-from .specs import largest, largest_or_one, product, total
 
 # An argument of an operation: the name of the field in which the node saves the argument, or a
 # function that returns the argument for the node and the index of its output.
@@ -85,7 +84,7 @@ class Output:
 class ProductRule:
     """The output rule of a product: `function(first, second, bias, *arguments)`.
 
-    One of the two operands is a weight: see NOTE [Weights are proved] in `products.py`. The other
+    One of the two operands is a weight: see NOTE [Weights are proved] in `weights.py`. The other
     one is the product's input.
 
     Attributes:
@@ -127,7 +126,6 @@ class Operation:
     pooled_dims: int = 0
     saved_mask: str = ""
     reads_no_values: bool = False
-    reads_exact: tuple[str, ...] = ()
 
     @cached_property
     def has_spec(self) -> bool:
@@ -148,13 +146,17 @@ class Operation:
     def has_rewrites(self) -> bool:
         """Whether the engine replaces other tensors than inputs that backward reads."""
         return bool(
-            self.reads_exact
-            or self.result
+            self.result
             or self.indices
             or self.shape_only
             or self.saved_mask
             or self.reads_no_values
         )
+
+    @cached_property
+    def saves_output(self) -> str:
+        """The field of the operation's own saved output; "" if it saves none."""
+        return self.result or self.saved_output
 
     @cached_property
     def saves_first_input(self) -> bool:
@@ -632,17 +634,11 @@ VIEWS: Mapping[str, View] = {
 VIEW_OF = nodes.ByType(VIEWS)  # by node type
 
 
-def _unknown(node_type: type) -> Operation | None:
-    """Return the entry of an operation of PyTorch that is not in the table: see its top."""
-    fields = nodes.tensor_fields(node_type)
-    return Operation(reads_exact=fields) if fields and node_type.__name__ not in VIEWS else None
+OPERATION_OF = nodes.ByType(OPERATIONS)  # by node type
 
 
-OPERATION_OF = nodes.ByType(OPERATIONS, _unknown)  # by node type
-
-
-# By node type: whether an operation never gets a record. The bases of views do.
-NEEDS_NO_RECORD = nodes.ByType(dict.fromkeys([*VIEWS, ACCUMULATE_GRAD], True))
+# By node type: whether an operation never gets a value. The bases of views do.
+NEEDS_NO_VALUE = nodes.ByType(dict.fromkeys([*VIEWS, ACCUMULATE_GRAD], True))
 
 
 def base_of(node: Node, index: int) -> tuple[Node, int]:

@@ -13,231 +13,48 @@ saves what is narrow, and computes the wide tensors from it again.
 3. A product runs at most once more in a backward pass, and costs nothing for later consumers. Its
    spec keeps the value from the first read to the last: several views of one value (queries, keys
    and values), the norm and the activation that read it. A consumer that is farther away than
-   `_NEAR` from the others would keep the value for long, or compute it again. It saves its tensor
+   `NEAR` from the others would keep the value for long, or compute it again. It saves its tensor
    as PyTorch does: a U-Net's skip.
 4. A product inside a spec keeps its value while those after it run, for its other consumers. So a
-   spec has a few products at most (`_MOST_PRODUCTS`): more would save more, and raise the peak.
+   spec has a few products at most: more would save more, and raise the peak.
 5. A norm between two products is not run again, as its statistics are saved. So running statistics
    do not change, and nothing random is drawn.
-
-NOTE [Weights are proved]
-
-A product reads a weight and maybe a bias. A spec refers to them and neither copies them nor keeps
-their memory alive: a parameter that gets other data, or whose storage is resized to 0, frees its
-memory as in PyTorch. In return the spec must know that they are what forward has read.
-
-1. The weight is an autograd leaf, to which an edge of the node leads, through views; or a frozen
-   parameter or buffer of the model, whose memory the node saves; or autocast's cast of a leaf, if
-   the node saves the cast. Another weight is computed (a weight norm's): there is no spec.
-2. The bias is an autograd leaf, or a cast of one, which is copied. `_saved_bias_sym_sizes_opt`
-   tells whether a convolution has one. A frozen bias has no edge, and is not saved: it is known
-   only if the forward hook of its module has run right after the product. An unknown bias means no
-   spec. A comparison of values proves nothing: a frozen bias of zeros may be loaded later.
-3. Their versions when the product ran are compared when the spec is made and when it is computed.
-4. A fused optimizer raises no version. A hook that PyTorch calls after each optimizer's step counts
-   the steps of each storage in the optimizer's groups, and a spec compares the counts too. Other
-   writes without a version, such as `weight.data.clamp_`, are not seen if they come between forward
-   and backward: see 5 of NOTE [First use] in `engine.py`.
-5. The storage and the layout are compared as well. They differ if `.data` was replaced, or the
-   parameter moved or was cast.
-6. Whoever owns a parameter may free its memory when forward has returned: FSDP2, ZeRO, an offload
-   to the host. FSDP wraps after `convert`, so nothing tells beforehand. So in the first step that
-   uses a parameter, the tensor that the spec replaces stays saved. If the parameter was the model's
-   when `convert` ran, this ends when the model's forward has returned: by then an offload has freed
-   the memory. Another parameter belongs to FSDP: it must be there when backward asks for the
-   tensor. If the memory is gone, the tensor stays saved, and there is no spec from then on.
-7. A product runs under the flags that it had in forward, such as TF32.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .._torch_private import (
     NO_PASS,
     ProductFlags,
     call_after_pass,
+    in_tf32,
     product_flags,
     running_pass,
-    storage_id,
     under_product_flags,
 )
-from .nodes import has_storage, is_plain
-from .specs import Call, Leaf, Spec, ViewCall, freed_error, keeping, written_to_error
+from . import costs, nodes, reasons
+from .affine import COPY_LIMIT
+from .calls import Call, ViewCall
+from .nodes import Node
+from .operations import VIEW_OF, ProductRule, arguments_of, base_of, viewed
+from .packed import Recomputed
+from .specs import REACH, Leaf, Spec, keeping
+from .values import Value, prove_input
+from .weights import ModelTensors, SavedCast, Weight, weight_inside
 
+if TYPE_CHECKING:
+    from .derive import Deriver
 
-class _Steps:
-    """Counts the steps that optimizers have taken on one storage."""
-
-    __slots__ = ("__weakref__", "count")
-
-    def __init__(self) -> None:
-        self.count = 0
-
-
-# By the id of the storage, which a spec with a weak reference to the storage keeps unique.
-_steps: weakref.WeakValueDictionary[int, _Steps] = weakref.WeakValueDictionary()
-
-
-def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Count a step of an optimizer's parameters: see 4 of NOTE [Weights are proved]."""
-    if torch.compiler.is_compiling() or not _steps:  # compiled code raises the versions
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if is_plain(parameter):  # also an alias of a parameter, or all parameters in one tensor
-                steps = _steps.get(storage_id(parameter.untyped_storage()))
-                if steps is not None:
-                    steps.count += 1
-
-
-register_optimizer_step_post_hook(_count_step)
-
-
-class _Layout(NamedTuple):
-    """The memory layout of a parameter, and its dtype and device."""
-
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-def _layout_of(parameter: Tensor) -> _Layout:
-    data = parameter.detach()
-    offset = int(data.storage_offset())
-    return _Layout(offset, data.shape, data.stride(), data.dtype, data.device)
-
-
-class Weight(Spec):
-    """A parameter or buffer that a product reads: see NOTE [Weights are proved].
-
-    Attributes:
-        parameter: The parameter.
-        version: Its version when the product ran.
-    """
-
-    __slots__ = ("_count", "_layout", "_steps", "_storage", "parameter", "version")
-
-    def __init__(self, parameter: Tensor, version: int) -> None:
-        self.parameter, self.version = parameter, version
-        self._layout = _layout_of(parameter)
-        self._storage = StorageWeakRef(parameter.untyped_storage())
-        steps = _steps.get(self._storage.cdata)
-        if steps is None:
-            steps = _steps[self._storage.cdata] = _Steps()
-        self._steps, self._count = steps, steps.count
-        self.cost = self.rounding = self.tolerance = 0.0
-        self.leaf_bytes = self.copied_bytes = 0
-        self.keeps_strides = True
-
-    def value(self, consumer: int | None = None) -> Tensor:
-        parameter = self.parameter
-        if not has_storage(parameter):
-            raise freed_error(parameter)
-        if not self.is_current():
-            raise written_to_error(parameter, self.version)
-        return parameter.detach()
-
-    def is_current(self) -> bool:
-        parameter = self.parameter
-        return (
-            parameter._version == self.version
-            and self._steps.count == self._count
-            and storage_id(parameter.untyped_storage()) == self._storage.cdata
-            and _layout_of(parameter) == self._layout
-        )
-
-    def leaves(self) -> Iterator[Leaf]:
-        yield from ()
-
-    @property
-    def can_be_read(self) -> bool:
-        """Whether the parameter has the memory and the values that the product has read."""
-        return has_storage(self.parameter) and self.is_current()
-
-
-class SavedCast(Leaf):
-    """Autocast's cast of a weight, which the product's node saves anyway."""
-
-    __slots__ = ()
-
-    def __init__(self, cast: Tensor) -> None:
-        super().__init__(cast)
-        self.leaf_bytes = 0
-
-
-def weight_inside(spec: Spec) -> Weight | None:
-    """Return the weight of which a spec is a view; None if it is another tensor."""
-    while isinstance(spec, ViewCall):
-        (spec,) = spec.inputs
-    return spec if isinstance(spec, Weight) else None
-
-
-def weights_of(spec: Spec) -> list[Weight]:
-    """Return the parameters and buffers that the products of a spec read."""
-    return [weight for call in spec.products() for weight in call.weights]
-
-
-def memory_place(tensor: Tensor) -> tuple[int, ...]:
-    """Return where the elements of a tensor are, which a transpose does not change."""
-    storage = storage_id(tensor.untyped_storage())
-    return storage, int(tensor.storage_offset()), tensor.numel()
-
-
-# PyTorch's modules of one product, and what determines which weight and bias the product reads.
-MODULES = (
-    nn.Linear,
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
-_DECIDING = ("forward", "_conv_forward", "_output_padding", "__getattr__", "__getattribute__")
-
-
-def _methods_of(cls: type) -> tuple[Any, ...]:
-    return tuple([getattr(cls, name, None) for name in _DECIDING])
-
-
-def _functions() -> tuple[Any, ...]:
-    of_convolutions = F.conv1d, F.conv2d, F.conv3d
-    return (
-        F.linear,
-        *of_convolutions,
-        F.conv_transpose1d,
-        F.conv_transpose2d,
-        F.conv_transpose3d,
-    )
-
-
-_METHODS, _FUNCTIONS = {cls: _methods_of(cls) for cls in MODULES}, _functions()
-
-
-def runs_pytorchs_forward(module: nn.Module) -> bool:
-    """Whether a module of one product runs PyTorch's forward on its registered parameters."""
-    cls = type(module)
-    return (
-        cls in _METHODS
-        and _methods_of(cls) == _METHODS[cls]
-        and _functions() == _FUNCTIONS
-        and not {"weight", "bias", *_DECIDING} & vars(module).keys()
-    )
-
-
-# A consumer is near if its number is at most so much larger than that of the one before it: see 3
-# of NOTE [Narrow points].
-_NEAR = 24
+NEAR = 24  # turns from one consumer to the next: see 3 of NOTE [Narrow points]
 
 # The norm of the error of a product over that of its value, in units of eps times the root of the
 # number of terms in an element.
@@ -290,9 +107,9 @@ class ProductCall(Call):
         weights: The parameters and buffers that it reads, except by autocast's casts.
     """
 
-    keeps_cheap = True
+    reach_of_cheap = 1
 
-    __slots__ = (*("_kept_value", "_last", "_reads", "flags", "flops", "narrowing", "weights"),)
+    __slots__ = ("_kept_value", "_last_turn", "_reads", "flags", "flops", "narrowing", "weights")
 
     def __init__(
         self,
@@ -314,11 +131,11 @@ class ProductCall(Call):
         self.flags, self.flops, self.weights = product.flags, product.flops, product.weights
         self.narrowing = product.narrowing
         self._kept_value: _Kept | None = None
-        self._last = self._reads = 0
+        self._last_turn = self._reads = 0
 
-    def is_near(self, consumer: int) -> bool:
-        """Whether a new consumer is near those that were added."""
-        return not self._reads or consumer - self._last <= _NEAR
+    def is_near(self, turn: int) -> bool:
+        """Whether a new consumer is near those that were added: rule 3 of NOTE [Narrow points]."""
+        return not self._reads or turn - self._last_turn <= NEAR
 
     def products(self) -> Iterator[ProductCall]:
         yield self
@@ -330,13 +147,13 @@ class ProductCall(Call):
         inside = sum(spec.cost - spec.added_cost() for spec in self.inner())
         return self.cost - self.narrowing * inside
 
-    def value(self, consumer: int | None = None) -> Tensor:
+    def value(self, turn: int | None = None) -> Tensor:
         this_pass = running_pass()
         if this_pass == NO_PASS:
-            return self.compute(consumer)
+            return self.compute(turn)
         kept = self._kept_value
         if kept is None or kept.running_pass != this_pass:
-            kept = _Kept(self.compute(consumer), this_pass, self._reads)
+            kept = _Kept(self.compute(turn), this_pass, self._reads)
             if kept.reads_left > 1:
                 keeping.specs.append(weakref.ref(self))  # in case an error ends the pass
                 call_after_pass(partial(_drop, weakref.ref(self), this_pass))
@@ -344,8 +161,8 @@ class ProductCall(Call):
         self._kept_value = _Kept(kept.value, this_pass, left) if left > 0 else None
         return kept.value
 
-    def compute(self, consumer: int | None) -> Tensor:
-        inputs = [spec.value(consumer) for spec in self.inputs]
+    def compute(self, turn: int | None) -> Tensor:
+        inputs = [spec.value(turn) for spec in self.inputs]
         device_type = inputs[0].device.type
         if product_flags(device_type) == self.flags:
             return self.of(*inputs)
@@ -355,13 +172,13 @@ class ProductCall(Call):
     def magnitude(self) -> Tensor:
         return Leaf(self.value()).magnitude()
 
-    def add_consumer(self, consumer: int, distance: int | None = None) -> None:
+    def add_consumer(self, turn: int, reach: int = REACH) -> None:
         self._reads += 1
         if self._reads == 1:
-            self._last = consumer
-            self._add_inside(consumer, distance)
+            self._last_turn = turn
+            self._add_inside(turn, reach)
         else:
-            self._read_last_by(consumer)
+            self._read_last_by(turn)
 
     def move_consumer(self, old: int, new: int) -> None:
         self._read_last_by(new)
@@ -369,17 +186,17 @@ class ProductCall(Call):
     def read_again(self) -> None:
         self._reads += 1
 
-    def drops(self, consumer: int) -> bool:
+    def drops(self, turn: int) -> bool:
         kept = self._kept_value
         if kept is not None and kept.running_pass != running_pass():
             self._kept_value = kept = None
         return kept is None
 
-    def _read_last_by(self, consumer: int) -> None:
+    def _read_last_by(self, turn: int) -> None:
         """Let the inputs be read by the consumer that backward reaches first."""
-        if consumer > self._last:
-            last, self._last = self._last, consumer
-            self._move_inside(last, consumer)
+        if turn > self._last_turn:
+            last, self._last_turn = self._last_turn, turn
+            self._move_inside(last, turn)
 
 
 def _drop(product: weakref.ref[ProductCall], this_pass: int) -> None:
@@ -389,3 +206,254 @@ def _drop(product: weakref.ref[ProductCall], this_pass: int) -> None:
         kept = spec._kept_value
         if kept is not None and kept.running_pass == this_pass:
             spec._kept_value = None
+
+
+class FrozenBias(NamedTuple):
+    """A bias that needs no gradient, and its version when the product ran.
+
+    A value refers to it until the model's forward has returned. A weak reference would keep
+    `torch.utils.swap_tensors` from working.
+    """
+
+    parameter: Tensor
+    version: int
+
+
+class ProductFacts(NamedTuple):
+    """What a product's node does not show: see NOTE [Weights are proved] in `weights.py`.
+
+    Attributes:
+        weight: Which operand is the weight.
+        input_shape: The shape of the other operand.
+        versions: The versions of the parameters that it has read, by the index of their edge.
+        flags: The flags of the device's products.
+        frozen_bias: The bias, if that is frozen; None if unknown.
+    """
+
+    weight: int
+    input_shape: torch.Size
+    versions: Mapping[int, int]
+    flags: ProductFlags
+    frozen_bias: FrozenBias | None = None
+
+
+def facts_of(
+    node: Node,
+    value: Value,
+    rule: ProductRule,
+    is_unmodified: Callable[[Tensor, Node], bool],
+    model: ModelTensors,
+) -> ProductFacts | None:
+    """Return what a new product has read; None unless it widens, and weight and bias are proved.
+
+    Args:
+        node: The product's node.
+        value: Its value.
+        rule: Its output rule.
+        is_unmodified: Returns whether a parameter is unmodified since the product ran.
+        model: The model's parameters and buffers.
+    """
+    size = nodes.output_shape(node, 0).numel()
+    shapes = {i: _shape_of(node, *rule.operands[1 - i]) for i in rule.weights}  # of the other one
+    widening = [i for i, shape in shapes.items() if shape is not None and size > shape.numel()]
+    if not widening:  # rule 1 of NOTE [Narrow points]
+        return None
+    leaves = {i: _leaf_of(node, rule.operands[i][1]) for i in widening}
+    weight = next((i for i in widening if leaves[i] is not None), None)
+    if weight is None:  # a frozen weight has no edge
+        edges = ((i, nodes.producer(node, rule.operands[i][1])[0]) for i in widening)
+        weight = next((i for i, edge in edges if edge is None), None)
+    shape = None if weight is None else shapes[weight]
+    if weight is None or shape is None:
+        return None
+    weight_field, weight_position = rule.operands[weight]
+    read = {weight_position: leaves[weight]}
+    if leaves[weight] is None:
+        saved = nodes.saved_tensor(node, weight_field)
+        read[weight_position] = None if saved is None else model.at(saved)
+        if read[weight_position] is None:
+            return None
+    if rule.bias is not None:
+        read[rule.bias] = _leaf_of(node, rule.bias)
+    versions: dict[int, int] = {}
+    for index, leaf in read.items():
+        if leaf is not None:
+            if not is_unmodified(leaf, node):
+                return None
+            versions[index] = leaf._version
+    field, position = rule.operands[1 - weight]
+    if nodes.saved_tensor(node, field) is None:
+        prove_input(node, position, value)
+    flags = product_flags(nodes.output_device(node, 0).type)
+    return ProductFacts(weight, shape, versions, flags)
+
+
+def _shape_of(node: Node, field: str, position: int) -> torch.Size | None:
+    """Return the shape of an operand; None if the node neither saves it nor has an edge to it."""
+    saved = nodes.saved_tensor(node, field)
+    if saved is not None:
+        return saved.shape
+    producer, index = nodes.producer(node, position)
+    return None if producer is None else nodes.output_shape(producer, index)
+
+
+def _leaf_of(node: Node, position: int) -> Tensor | None:
+    """Return the autograd leaf of which an input is a view, a cast, or a view of a cast.
+
+    Return None if the input is another tensor.
+    """
+    base, _ = base_of(*nodes.producer(node, position))
+    if base is not None and nodes.is_cast_of_autograd_leaf(base):
+        base, _ = nodes.producer(base, 0)
+    return None if base is None else nodes.autograd_leaf_of(base)
+
+
+def product_spec(deriver: Deriver, node: Node, rule: ProductRule, value: Value) -> Spec | str:
+    """Return the spec of a product, or the reason why it has none.
+
+    See NOTE [Narrow points], and NOTE [Weights are proved] in `weights.py`.
+    """
+    facts, settings = value.product, deriver.settings
+    if facts is None:
+        return deriver.why(reasons.no_product, node)
+    factors = _factors_of(node, rule, facts, deriver.model)
+    if factors is None:
+        return deriver.why(reasons.unknown_factors, node)
+    weights = [spec for spec in map(weight_inside, factors) if spec is not None]
+    if settings.weights.is_freed(weights):
+        return reasons.FREED
+    shape, dtype = nodes.output_shape(node, 0), nodes.output_dtype(node, 0)
+    weight = factors[0].value()
+    flops = rule.flops(node, facts.input_shape, weight.shape, facts.weight)
+    device_type = weight.device.type
+    output_bytes = shape.numel() * dtype.itemsize
+    moved = facts.input_shape.numel() * dtype.itemsize + weight.nbytes + output_bytes
+    is_in_tf32 = in_tf32(facts.flags, device_type, rule.is_convolution)
+    ridge = costs.flops_per_byte(device_type, dtype, is_in_tf32)
+    cost = costs.passes(flops, moved, output_bytes, ridge)
+    if settings.rejects(cost):
+        return deriver.why(reasons.too_many, settings.max_ops)
+    field, position = rule.operands[1 - facts.weight]
+    x = _constant_leaf(node, field) or deriver.input_spec(node, value, position, field)
+    if isinstance(x, str):
+        return x
+    packed = nodes.packed(node, field)
+    if isinstance(packed, Recomputed) and not x.keeps_strides:
+        x = packed.in_forwards_strides()  # a product's kernels depend on its input's strides
+    operands = [x, factors[0]] if facts.weight == 1 else [factors[0], x]
+    bias: list[Spec | None] = [*factors[1:]] or [None]
+    call = ProductCall(
+        rule.function,
+        [*operands, *bias],
+        arguments_of(node, 0, rule.arguments),
+        Product(
+            cost=cost,
+            narrowing=facts.input_shape.numel() / shape.numel(),
+            flops=flops,
+            terms=max(1, flops // (2 * shape.numel())),
+            flags=facts.flags,
+            weights=weights,
+            dtype=dtype,
+        ),
+    )
+    return deriver.obstacle(call) or call
+
+
+def _constant_leaf(node: Node, field: str) -> Leaf | None:
+    """Return a leaf for a product's saved input that no operation computed, such as an image.
+
+    Return None for other inputs, and for parameters, whose owner may free them.
+    """
+    saved = nodes.saved_tensor(node, field)
+    if saved is None or not nodes.is_plain(saved) or not nodes.has_storage(saved):
+        return None
+    base: Tensor | None = saved if saved._base is None else saved._base
+    if saved.grad_fn is not None:
+        producer, _ = base_of(saved.grad_fn, saved.output_nr)
+        base = None if producer is None else nodes.autograd_leaf_of(producer)
+    return None if base is None or isinstance(base, nn.Parameter) else Leaf(saved)
+
+
+def _factors_of(
+    node: Node, rule: ProductRule, facts: ProductFacts, model: ModelTensors
+) -> list[Spec] | None:
+    """Return the specs of a product's weight, and of its bias if it has one; None if unknown."""
+    field, position = rule.operands[facts.weight]
+    if nodes.producer(node, position)[0] is None:
+        weight = _frozen_weight(nodes.saved_tensor(node, field), facts.versions[position], model)
+    else:
+        weight = _factor_of(node, position, facts, field)
+    if weight is None or rule.bias is None or not rule.has_bias(node):
+        return None if weight is None else [weight]
+    if nodes.producer(node, rule.bias)[0] is None:
+        bias = _frozen_bias(facts, nodes.output_dtype(node, 0))
+    else:
+        bias = _factor_of(node, rule.bias, facts)
+    return None if bias is None else [weight, bias]
+
+
+def _factor_of(
+    node: Node, position: int, facts: ProductFacts, field: str | None = None
+) -> Spec | None:
+    """Return the spec of a product's weight or bias to which an edge leads; None if it is unknown.
+
+    Args:
+        node: The product's node.
+        position: The index of the edge.
+        facts: What is known of the product.
+        field: The field that may save the weight; None of a bias.
+    """
+    producer, index = nodes.producer(node, position)
+    base, _ = base_of(producer, index)
+    leaf = _leaf_of(node, position)
+    if leaf is None or leaf._version != facts.versions.get(position):
+        return None
+    if not nodes.is_plain(leaf) or not nodes.has_storage(leaf):
+        return None
+    if base is None or not nodes.is_cast_of_autograd_leaf(base):
+        return _view_of_weight(producer, index, Weight(leaf, leaf._version))
+    if field is not None:
+        saved = nodes.saved_tensor(node, field)
+        return None if saved is None else SavedCast(saved)
+    if base is not producer or leaf.nbytes > COPY_LIMIT:
+        return None
+    return Leaf(leaf.detach().to(nodes.output_dtype(base, 0)), is_auxiliary=True)
+
+
+def _view_of_weight(node: Node, index: int, weight: Weight) -> Spec:
+    """Return the spec of an output that is a parameter or a view of one."""
+    view = VIEW_OF[type(node)]
+    if view is None:
+        return weight
+    inner = _view_of_weight(*viewed(node, index), weight)
+    return ViewCall(view.function, (inner,), *arguments_of(node, index, view.arguments))
+
+
+def _frozen_weight(saved: Tensor | None, version: int, model: ModelTensors) -> Spec | None:
+    """Return the spec of a weight that a node saves without an edge.
+
+    Args:
+        saved: The saved tensor.
+        version: The version of the parameter when the product ran.
+        model: The model's parameters and buffers.
+    """
+    parameter = None if saved is None else model.at(saved)
+    if saved is None or parameter is None or parameter._version != version:
+        return None
+    weight = Weight(parameter, version)
+    layout = saved.shape, saved.stride()
+    if (parameter.shape, parameter.stride()) == layout:
+        return weight
+    return ViewCall(torch.as_strided, (weight,), *layout, saved.storage_offset())
+
+
+def _frozen_bias(facts: ProductFacts, dtype: torch.dtype) -> Spec | None:
+    """Return the spec of a bias without an edge, for a product of this dtype."""
+    if facts.frozen_bias is None:
+        return None
+    bias, version = facts.frozen_bias
+    if bias._version != version or bias.nbytes > COPY_LIMIT:
+        return None
+    if bias.dtype is dtype:
+        return Weight(bias, version)
+    return Leaf(bias.detach().to(dtype), is_auxiliary=True)  # autocast has cast it

@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import nodes
 from .nodes import Node
 from .operations import OPERATION_OF, OPERATIONS, base_of
-from .versions import record_of, was_visited
+from .values import value_of, was_visited
 
 # Prefixes of the names of operations that are never recomputed: other products than those with a
 # rule, attention, reductions, random numbers and the like.
@@ -84,11 +84,6 @@ def saved_by(node: Node) -> str:
     return f"no rule for what {nodes.operation_name(node)} saves"
 
 
-def inexact(node: Node) -> str:
-    """Return the reason for a tensor with an inexact spec, saved by an operation without a rule."""
-    return f"no rule for {nodes.operation_name(node)}, which may need exact values"
-
-
 def too_many(max_ops: int) -> str:
     """Return the reason for a tensor whose spec takes more than `max_ops` passes."""
     return f"takes more than {max_ops} passes: raise max_ops"
@@ -113,19 +108,19 @@ def unsaved_input(node: Node, producer: Node, index: int = 0) -> str:
 
 def unproved_input(node: Node) -> str:
     """Return the reason for the output of an operation whose inputs are not proved unmodified."""
-    name, own_record = nodes.operation_name(node), record_of(node)
+    name, own = nodes.operation_name(node), value_of(node)
     edges = nodes.producers(node)
-    positions = own_record.unproved if own_record is not None else range(len(edges))
+    positions = range(len(edges)) if own is None else own.unproved
     bases = [base_of(*edges[position])[0] for position in sorted(positions)]
     unknown = [base for base in bases if not _is_available(base)]
     if unknown:  # prefer an operation's output to a parameter, and the last one: f(x) in x + f(x)
         return unsaved_input(node, max(reversed(unknown), key=_is_an_operation))
     for base in bases:
-        record = record_of(base)
-        tensor = record.note() if record is not None and record.note is not None else None
-        if record is None or tensor is None or nodes.grad_fn_of(tensor) is not base:
+        value = value_of(base)
+        tensor = None if value is None else value.noted
+        if value is None or tensor is None or nodes.grad_fn_of(tensor) is not base:
             continue
-        if tensor._version not in (0, record.version):
+        if not value.has_version_of(tensor):
             return f"an input of {name} was written to"
     producers = [*dict.fromkeys(nodes.operation_name(base) for base in bases)]
     return f"{name} does not save its input from {producers[-1]}, which is not proved unmodified"
@@ -133,13 +128,13 @@ def unproved_input(node: Node) -> str:
 
 def _is_available(node: Node) -> bool:
     """Whether an operation's output is saved, or has an output rule."""
-    record = None if node is None else record_of(node)
-    if record is None:
+    value = None if node is None else value_of(node)
+    if value is None:
         return False
     operation = OPERATION_OF[type(node)]
     if operation is None or not operation.has_spec:
-        return record.is_saved
-    return record.is_saved or record.product is not None or not operation.is_product
+        return value.is_saved
+    return value.is_saved or value.product is not None or not operation.is_product
 
 
 def _is_an_operation(node: Node) -> bool:
@@ -162,9 +157,9 @@ def hidden_input(node: Node) -> str:
     return f"an input of {name} is a large parameter or constant, or not a plain tensor"
 
 
-def hidden_output(node: Node, field: str) -> str:
+def hidden_output(node: Node, is_hidden: bool) -> str:
     """Return the reason for the output of an operation whose saved output is not readable."""
-    return hooked(node) if nodes.has_hooks(node, field) else NOT_PLAIN
+    return hooked(node) if is_hidden else NOT_PLAIN
 
 
 def hooked(node: Node) -> str:

@@ -21,11 +21,12 @@ from torch import Tensor
 from .. import _ops
 from ..activations import RELU, Activation
 from ..memory import Packed
+from .calls import Call, ViewCall
 from .narrow import NarrowLeaf
-from .specs import Call, Spec, ViewCall
+from .specs import Spec
 
 
-class Mask(Packed):
+class Bits(Packed):
     """One bit per element instead of the saved tensor of a ReLU or LeakyReLU."""
 
     __slots__ = ("activation", "bits", "dim_order", "dtype", "shape", "stride")
@@ -104,16 +105,14 @@ def mask_spec(saved: Tensor, leaves: Iterable[NarrowLeaf]) -> tuple[Spec, Narrow
     if value is None:
         return None
     memory = _memory_of(saved)
-    leaf = next((leaf for leaf in leaves if leaf.how == Mask.how and leaf.is_of(saved)), None)
+    leaf = next((leaf for leaf in leaves if leaf.how == Bits.how and leaf.is_of(saved)), None)
     if leaf is None:
-        leaf = NarrowLeaf(memory, torch.uint8, Mask.how)
+        leaf = NarrowLeaf(memory, torch.uint8, Bits.how)
         leaf.own(_bits_of(memory))
     arguments = memory.numel(), saved.dtype, value
     unpacked = Call(_memory_from_bits, (leaf,), arguments, bound=partial(_constant, value))
     layout = saved.shape, saved.stride(), saved.storage_offset()
-    spec = ViewCall(torch.as_strided, (unpacked,), *layout)
-    spec.keeps_strides = True
-    return spec, leaf
+    return ViewCall(torch.as_strided, (unpacked,), *layout, keeps_strides=True), leaf
 
 
 def _memory_of(tensor: Tensor) -> Tensor:

@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_leaves
 
 import inplace_ops
 from inplace_ops.memory import Packed
-from inplace_ops.recompute import engine, nodes
-from inplace_ops.recompute.specs import Recomputed
-from inplace_ops.recompute.versions import Record
+from inplace_ops.recompute import nodes
+from inplace_ops.recompute.packed import Recomputed
+from inplace_ops.recompute.values import Value
 
 from .marks import quick
 
-# How the engine receives autograd nodes: see NOTE [Where nodes come from] in `engine.py`.
+# How the engine receives autograd nodes: see NOTE [Where nodes come from] in `run.py`.
 SOURCES = ["hook", "walk"] if nodes.creation_hook is not None else ["walk"]
 # Where PyTorch has the hook, the engine never walks. The slow tests let it walk there too.
 EACH_SOURCE = quick(SOURCES, always=SOURCES[:1])
@@ -35,7 +35,7 @@ C = 6
 def nodes_from(source: str) -> Iterator[None]:
     """Let the engine receive nodes from PyTorch's node creation hook or from module hooks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "USE_CREATION_HOOK", source == "hook")
+        patch.setattr(nodes, "USE_CREATION_HOOK", source == "hook")
         yield
 
 
@@ -190,7 +190,7 @@ def nodes_of(output: Any) -> list[Any]:
 def number_of_records() -> int:
     """Return how many records of operations are alive: those of graphs that are alive."""
     gc.collect()
-    return sum(type(obj) is Record for obj in gc.get_objects())
+    return sum(type(obj) is Value for obj in gc.get_objects())
 
 
 def replaced(output: Any) -> list[Packed]:

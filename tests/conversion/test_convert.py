@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import inplace_ops
 from inplace_ops.conversion.wiring import conversion_of
-from inplace_ops.recompute import specs
+from inplace_ops.recompute import packed
 
 pytestmark = pytest.mark.usefixtures("source")
 
@@ -564,12 +564,12 @@ def test_model_without_gradients_saves_zero_bytes() -> None:
     assert inplace_ops.convert(ReturnsNone(), examples()).saved_bytes_after == 0
 
 
-def test_wrong_recomputed_tensor_raises_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_recomputed_tensor_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """A spec is right at its first use, and wrong when backward unpacks it."""
-    compute = specs.Recomputed.compute
+    compute = packed.Recomputed.compute
     computed: set[int] = set()
 
-    def wrong(value: specs.Recomputed) -> Tensor:
+    def wrong(value: packed.Recomputed) -> Tensor:
         result = compute(value)
         if not value.name.startswith("SiLU"):
             return result
@@ -578,9 +578,9 @@ def test_wrong_recomputed_tensor_raises_with_its_name(monkeypatch: pytest.Monkey
         computed.add(id(value.spec))
         return result
 
-    monkeypatch.setattr(specs.Recomputed, "compute", wrong)
+    monkeypatch.setattr(packed.Recomputed, "compute", wrong)
     model = network()
-    with pytest.raises(inplace_ops.VerificationError, match="SiLU, saved by Convolution in `3`"):
+    with pytest.raises(inplace_ops.VerificationError, match="gradients of the converted model"):
         inplace_ops.convert(model, examples())
     assert not is_converted(model)
     assert type(model) is nn.Sequential
@@ -589,10 +589,10 @@ def test_wrong_recomputed_tensor_raises_with_its_name(monkeypatch: pytest.Monkey
 
 def test_wrong_gradient_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """All recomputed tensors are right, and the fused activation's backward is wrong."""
-    from inplace_ops.recompute import functions
+    from inplace_ops.recompute import after_norm
 
-    right = functions._gradient_of_input
-    monkeypatch.setattr(functions, "_gradient_of_input", lambda ctx, g: right(ctx, g) * 1.01)
+    right = after_norm._gradient_of_input
+    monkeypatch.setattr(after_norm, "_gradient_of_input", lambda ctx, g: right(ctx, g) * 1.01)
     model = network()
     with pytest.raises(inplace_ops.VerificationError, match="gradients of the converted model"):
         inplace_ops.convert(model, examples())

@@ -38,7 +38,7 @@ from torch.nn.attention import SDPBackend
 import inplace_ops
 from inplace_ops.conversion.report import Report
 from inplace_ops.recompute import norms
-from inplace_ops.recompute.specs import Recomputed
+from inplace_ops.recompute.packed import Recomputed
 
 pytestmark = on_a_gpu
 

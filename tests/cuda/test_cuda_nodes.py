@@ -27,9 +27,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 import inplace_ops
-from inplace_ops.recompute import nodes, norms
+from inplace_ops.recompute import affine, nodes, norms
+from inplace_ops.recompute.calls import Affine
 from inplace_ops.recompute.operations import OPERATIONS
-from inplace_ops.recompute.specs import Affine, Leaf, Recomputed
+from inplace_ops.recompute.packed import Recomputed
+from inplace_ops.recompute.specs import Leaf
+from inplace_ops.recompute.verify import difference
 
 pytestmark = on_a_gpu
 
@@ -199,7 +202,7 @@ def test_node_saves_its_input_and_weight_themselves(name: str, device: torch.dev
     assert nodes.saved_tensor(node, "result1") is not None, dir(node)
     assert nodes.saved_tensor(node, "result2") is not None, dir(node)
     for field in ("input", "weight"):
-        assert not nodes.has_hooks(node, field), field
+        assert nodes.Field(node, field).is_itself, field
     saved = nodes.saved_tensor(node, "input")
     assert saved is not None
     assert saved.untyped_storage().data_ptr() == x.untyped_storage().data_ptr(), (
@@ -219,7 +222,7 @@ def test_node_saves_its_input_and_weight_themselves(name: str, device: torch.dev
 def test_batch_norm_node_has_training_and_eps(name: str, device: torch.device) -> None:
     _, _, z = CASES[name].run(device)
     assert nodes.argument(node_of(z), "training") is True
-    assert norms._batch_norm_eps(node_of(z)) == 1e-3
+    assert norms.batch_norm_eps(node_of(z)) == 1e-3
 
 
 def test_group_norm_node_has_its_sizes(device: torch.device) -> None:
@@ -343,11 +346,13 @@ def recompute_output(node: Any, z: Tensor, parameters: norms.Parameters) -> tupl
     if norms.can_compute(node):
         method = "affine"
         spec: Any = Affine(
-            Leaf(x), norms.affine_of(node, parameters, norms.statistics_of(node)), z.dtype
+            Leaf(x), affine.affine_of(node, parameters, norms.statistics_of(node)), z.dtype
         )
         value = Recomputed(spec, z, "norm", "test")
-        return method, value.difference(z)
-    rerun = norms.rerun_of(node, parameters, 1e-3)
+        return method, difference(value, z)
+    facts = affine.NormFacts()
+    facts.parameters, facts.eps = parameters, 1e-3
+    rerun = facts.rerun(node)
     assert rerun is not None
     with torch.no_grad():
         rerun_z = rerun(x.detach())
@@ -367,8 +372,8 @@ def test_recomputed_output_is_within_a_rounding(
         output = (z if z._base is None else z._base).detach()
         if isinstance(module, nn.InstanceNorm2d) and module.weight is not None:
             parameters = norms.Parameters(module.weight.repeat(4), module.bias)
-        method, difference = recompute_output(node_of(z), output, parameters)
-        assert difference is None, f"{method}: differs by {difference}"
+        method, found = recompute_output(node_of(z), output, parameters)
+        assert found is None, f"{method}: differs by {found}"
 
 
 @each_batch_norm
@@ -388,7 +393,7 @@ def test_eval_batch_norm_saves_the_running_statistics_themselves(
         saved = nodes.saved_tensor(node, field)
         assert saved is not None, field
         assert saved.data_ptr() == getattr(module, field).data_ptr(), f"{field} is a copy"
-    assert norms._batch_norm_eps(node) == 1e-3
+    assert norms.batch_norm_eps(node) == 1e-3
 
 
 # RMS norms.
@@ -411,8 +416,8 @@ def test_rms_norm_output_is_recomputed_from_its_node(
     assert parameters is not None
     assert parameters.weight is module.weight
     assert parameters.bias is None
-    method, difference = recompute_output(node, z.detach(), parameters)
-    assert difference is None, f"{method}: differs by {difference}"
+    method, found = recompute_output(node, z.detach(), parameters)
+    assert found is None, f"{method}: differs by {found}"
     assert node._saved_input.data_ptr() == x.data_ptr()
     rstd = node._saved_result1
     assert (rstd.dtype, tuple(rstd.shape)) == (FLOAT, (4, 9, 1))

@@ -32,7 +32,7 @@ from inplace_ops.recompute.checkpoints import (
     kept_by_checkpoint,
     modes_of,
 )
-from inplace_ops.recompute.engine import Settings
+from inplace_ops.recompute.settings import Settings
 
 pytestmark = [pytest.mark.usefixtures("source", "_small_tensors_too")]
 
@@ -101,7 +101,7 @@ def pair(model: nn.Module | None = None, max_ops: int = 64) -> tuple[nn.Module, 
     """Return a model in float64, and its copy whose blocks are all checkpointed."""
     model = (Net() if model is None else model).double()
     twin = copy.deepcopy(model)
-    attach(twin, Conversion(Settings(max_ops), Report(), None, checkpoints_of(twin, max_ops)))
+    attach(twin, Conversion(Settings(max_ops), Report(), checkpoints_of(twin, max_ops)))
     assert inplace_ops.saved_bytes(twin, inputs()) < 0.5 * inplace_ops.saved_bytes(model, inputs())
     return model, twin
 
@@ -725,7 +725,7 @@ def _losses(model: nn.Module, x: Tensor) -> list[Tensor]:
 def test_checkpoints_inside_match_pytorch(block: type[Block]) -> None:
     model = Net(block).double()
     twin = copy.deepcopy(model)
-    attach(twin, Conversion(Settings(64), Report(), None, checkpoints_of(twin)))
+    attach(twin, Conversion(Settings(64), Report(), checkpoints_of(twin)))
     for _ in range(2):
         x = inputs()
         assert_equal(_losses(twin, x), _losses(model, x))
@@ -819,7 +819,7 @@ def test_backward_inside_another_forward_matches_pytorch() -> None:
 
     model, twin = pair()
     outer = Outer(twin)
-    attach(outer, Conversion(Settings(64), Report(), None, {}))
+    attach(outer, Conversion(Settings(64), Report(), {}))
     for path, each in checkpoints_of(twin).items():
         vars(twin.get_submodule(path))["_inplace_ops"] = each
     x = inputs().requires_grad_()
@@ -926,7 +926,7 @@ def test_peak_is_not_above_that_of_products_as_that_of_pytorchs_checkpoints() ->
         model = Net(block, 4)
         if name != "pytorch":
             checkpoints = checkpoints_of(model) if name == "own" else {}
-            attach(model, Conversion(Settings(64), Report(), None, checkpoints))
+            attach(model, Conversion(Settings(64), Report(), checkpoints))
         for _ in range(2):
             with largest_allocation() as peak:
                 model(x).sum().backward()
@@ -946,7 +946,7 @@ def test_last_product_of_a_block_does_not_run_again() -> None:
             return out
 
     model = Net(Linears).double()
-    attach(model, Conversion(Settings(1), Report(), None, checkpoints_of(model, 1)))
+    attach(model, Conversion(Settings(1), Report(), checkpoints_of(model, 1)))
     loss = model(inputs()).sum()
     with FlopCounterMode(display=False) as counter:
         loss.backward()

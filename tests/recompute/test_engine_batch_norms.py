@@ -23,7 +23,7 @@ from _support.twins import (
 from torch import Tensor, nn
 
 import inplace_ops
-from inplace_ops.recompute import functions
+from inplace_ops.recompute import after_norm, bypass
 
 pytestmark = pytest.mark.usefixtures("_small_tensors_too")
 
@@ -637,7 +637,7 @@ def test_input_that_is_recomputed(
 ) -> None:
     model, x = Joined(ACTS[act]).double().to(device), IMAGES.to(device)
     assert_pytorchs(model, x, fused=1, create_graph=create_graph)
-    (node,) = [n for n in nodes_of(converted_twin(model)(x)) if functions.is_fused(n)]
+    (node,) = [n for n in nodes_of(converted_twin(model)(x)) if after_norm.is_after_norm(n)]
     assert node.saves_spec
 
 
@@ -673,7 +673,7 @@ def test_no_warning_and_equal_steps(source: str) -> None:
 
 @pytest.fixture
 def _wrong_correction(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = functions._gradients_of_batch_norm
+    original = bypass.gradients
 
     def wrong(ctx: Any, grad: Tensor) -> list[Any]:
         x, weight, bias = original(ctx, grad)
@@ -681,7 +681,7 @@ def _wrong_correction(monkeypatch: pytest.MonkeyPatch) -> None:
         assert bias is not None
         return [x + bias.view(-1, *(1 for _ in x.shape[2:])) / x.numel(), weight, bias]
 
-    monkeypatch.setattr(functions, "_gradients_of_batch_norm", wrong)
+    monkeypatch.setattr(bypass, "gradients", wrong)
 
 
 @pytest.mark.usefixtures("_wrong_correction")

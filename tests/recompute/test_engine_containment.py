@@ -35,9 +35,10 @@ from _support.twins import (
 from torch import Tensor, nn
 
 import inplace_ops
-from inplace_ops.recompute import engine, fused, nodes, specs
-from inplace_ops.recompute.engine import running_engine
+from inplace_ops.recompute import activation_modules, nodes, packed, replace, run, verify
+from inplace_ops.recompute.affine import NormFacts
 from inplace_ops.recompute.nodes import Node
+from inplace_ops.recompute.run import running_engine
 
 pytestmark = pytest.mark.usefixtures("source", "_small_tensors_too")
 
@@ -65,7 +66,7 @@ class Wait(nn.Module):
 
 def assert_switched_off() -> None:
     """Assert that the engine ignores operations of this thread."""
-    assert engine.running_engine() is None
+    assert run.running_engine() is None
     y = F.silu(nn.Conv2d(3, C, 1)(images()))
     output = nn.Conv2d(C, 2, 1)(y)
     assert replaced(output) == []
@@ -109,17 +110,17 @@ def test_error_at_any_node_does_not_affect_later_calls(
     """An error at any node leaves tensors saved, while KeyboardInterrupt reaches the caller."""
     model = blocks()
     twin, x = converted_twin(model), images()
-    visit = engine.Engine._replace_saved_tensors
+    visit = replace.Replacer.visit
     seen, failing_at = 0, -1
 
-    def failing(self: engine.Engine, *args: Any) -> None:
+    def failing(self: replace.Replacer, *args: Any) -> None:
         nonlocal seen
         seen += 1
         if seen == failing_at:
             raise error
         visit(self, *args)
 
-    monkeypatch.setattr(engine.Engine, "_replace_saved_tensors", failing)
+    monkeypatch.setattr(replace.Replacer, "visit", failing)
     for number in range(1, 8):  # forward makes 7 nodes with a rule
         seen, failing_at = 0, number
         if error is KeyboardInterrupt:
@@ -132,8 +133,12 @@ def test_error_at_any_node_does_not_affect_later_calls(
     assert_same_steps(model, twin, x)
 
 
-@pytest.mark.parametrize("part", ["tree_leaves", "base_of", "record_of"])
-def test_error_in_engine_function_warns_once(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("owner", "part"), [(run, "base_of"), (run, "value_of")]
+)
+def test_error_in_engine_function_warns_once(
+    owner: Any, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An error while the engine receives a module's input or output warns once."""
 
     def fail(*_: Any) -> None:
@@ -149,13 +154,10 @@ def test_error_in_engine_function_warns_once(part: str, monkeypatch: pytest.Monk
 
     model, inputs = Containers(), {"x": images()}
     twin = converted_twin(model)
-    monkeypatch.setattr(engine, part, fail)
-    if part == "tree_leaves" and engine.USE_CREATION_HOOK:
-        outputs = [twin(inputs), model(inputs)]
-    else:
-        with pytest.warns(UserWarning, match=f"failed: LookupError: {part}"):
-            outputs = [twin(inputs)]
-        outputs += [twin(inputs), model(inputs)]
+    monkeypatch.setattr(owner, part, fail)
+    with pytest.warns(UserWarning, match=f"failed: LookupError: {part}"):
+        outputs = [twin(inputs)]
+    outputs += [twin(inputs), model(inputs)]
     assert_switched_off()
     *gradients, expected = [
         torch.autograd.grad(o["output"].square().sum(), list(m.parameters()))
@@ -165,15 +167,17 @@ def test_error_in_engine_function_warns_once(part: str, monkeypatch: pytest.Monk
         torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("part", ["_input_of", "_bypass", "_AFFINE_FACTOR"])
+@pytest.mark.parametrize("part", ["_input_of", "bypass", "_AFFINE_FACTOR"])
 def test_error_before_a_fused_activation_warns_once(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error while the engine prepares a fused activation leaves the activation as it is."""
     model = blocks()
     twin, x = converted_twin(model), images()
-    monkeypatch.setattr(fused, part, None)  # then a call or a product raises TypeError
-    with pytest.warns(UserWarning, match="failed: TypeError"):
+    monkeypatch.setattr(
+        activation_modules, part, None
+    )  # then a call, an attribute or a product raises
+    with pytest.warns(UserWarning, match="failed: (Type|Attribute)Error"):
         twin(x)
     with no_warnings():
         outputs = [twin(x), model(x)]
@@ -195,7 +199,7 @@ OUT_OF_MEMORY = (
 @pytest.mark.parametrize("failing", [1, 3], ids=lambda count: f"allocation {count}")
 @pytest.mark.parametrize(
     ("owner", "part"),
-    [(specs.Recomputed, "compute"), (specs.Recomputed, "difference_of"), (fused, "affine_of")],
+    [(packed.Recomputed, "compute"), (verify, "_excess"), (NormFacts, "affine_of")],
     ids=["first use", "comparison", "fused activation"],
 )
 def test_allocation_failure_switches_nothing_off(
@@ -238,7 +242,7 @@ def test_error_of_a_fused_activation_is_contained_as_all_others(
         raise RuntimeError("something else")
 
     twin, x = converted_twin(blocks()), images()
-    monkeypatch.setattr(fused, "_input_of", fail)
+    monkeypatch.setattr(activation_modules, "_input_of", fail)
     with pytest.warns(UserWarning, match="failed: RuntimeError: something else"):
         twin(x)
 
@@ -444,13 +448,13 @@ def test_node_creation_hook_left_open_visits_nodes_once(monkeypatch: pytest.Monk
     twin, x = converted_twin(model), images()
     twin(x)
     seen: list[str] = []
-    visit = engine.Engine._replace_saved_tensors
+    visit = replace.Replacer.visit
 
-    def counted(self: engine.Engine, node: Node, *arguments: Any) -> None:
+    def counted(self: replace.Replacer, node: Node, *arguments: Any) -> None:
         seen.append(node.name())
         visit(self, node, *arguments)
 
-    monkeypatch.setattr(engine.Engine, "_replace_saved_tensors", counted)
+    monkeypatch.setattr(replace.Replacer, "visit", counted)
     try:
         assert_same_steps(model, twin, x)
         seen.clear()

@@ -25,8 +25,9 @@ from _support.twins import (
 )
 from torch import Tensor, nn
 
-from inplace_ops.recompute import fusions
-from inplace_ops.recompute.specs import Call, Spec
+from inplace_ops.recompute import kernels
+from inplace_ops.recompute.calls import Call
+from inplace_ops.recompute.specs import Spec
 
 pytestmark = pytest.mark.usefixtures("_small_tensors_too")
 
@@ -177,7 +178,7 @@ def calls_of(spec: Spec) -> Iterator[Call]:
 
 
 def composed(function: Any, inputs: Any, arguments: Any) -> type[Call]:
-    return fusions.Product if function is torch.mul else Call
+    return kernels.Multiplication if function is torch.mul else Call
 
 
 def assert_fused(
@@ -198,8 +199,8 @@ def assert_fused(
     with nodes_from(source):
         for is_fused in (True, False):
             if not is_fused:
-                monkeypatch.setattr(fusions, "_call_class_of", composed)
-                monkeypatch.setattr(fusions, "_ACTIVATIONS", {})
+                monkeypatch.setattr(kernels, "_call_class_of", composed)
+                monkeypatch.setattr(kernels, "_ACTIVATIONS", {})
             twin = converted_twin(model, max_ops=4)
             twin(x).sum().backward()  # the first use compares values
             specs = [spec for value in recomputed(twin(x)) for spec in calls_of(value.spec)]
@@ -218,7 +219,9 @@ def assert_fused(
 @pytest.mark.usefixtures("without_products")
 @pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize("case", CASTS)
-def test_cast_of_a_norm_is_fused(case: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cast_of_a_norm_is_fused(
+    case: str, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     is_exact = not any(smooth in case for smooth in ("SiLU", "GELU"))
     assert_fused(CASTS[case], source, monkeypatch, tolerance=0 if is_exact else 1e-3)
 
@@ -231,11 +234,11 @@ def test_cast_of_an_rms_norm_on_a_gpu_is_fused(
     steps = []
     for is_fused in (True, False):
         if not is_fused:
-            monkeypatch.setattr(fusions, "_call_class_of", composed)
+            monkeypatch.setattr(kernels, "_call_class_of", composed)
         twin = converted_twin(model, max_ops=4)
         twin(x).sum().backward()
         specs = [spec for value in recomputed(twin(x)) for spec in calls_of(value.spec)]
-        assert any(isinstance(spec, fusions.CastOfAffine) for spec in specs) == is_fused
+        assert any(isinstance(spec, kernels.CastOfAffine) for spec in specs) == is_fused
         steps.append(step_of(twin, x))
     assert_same_step(*steps, tolerance=1e-6)
 
@@ -300,7 +303,7 @@ def test_sums_that_are_not_fused_are_exact(addend: str, monkeypatch: pytest.Monk
     model, x = ResidualBlock(join), images()
     for is_fused in (True, False):
         if not is_fused:
-            monkeypatch.setattr(fusions, "_call_class_of", composed)
+            monkeypatch.setattr(kernels, "_call_class_of", composed)
         steps.append(step_of(converted_twin(model), x))
     assert_same_step(*steps, tolerance=0)
 
@@ -391,7 +394,7 @@ def test_scaled_channels_run_one_kernel(
         return counter.ops, step
 
     before, expected = ops_and_step(composed)
-    monkeypatch.setattr(fusions, "_is_scaled_slowly", lambda x: True)
+    monkeypatch.setattr(kernels, "_is_scaled_slowly", lambda x: True)
     after, step = ops_and_step(fused)
     assert_same_step(step, expected, tolerance=0)
     assert after["inplace_ops::normalize"] == before["inplace_ops::normalize"] + 1
@@ -404,7 +407,7 @@ def test_scaled_channels_equal_the_product(
     shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values, signs of zero, NaN and strides are those of `torch.mul`, in both orders."""
-    monkeypatch.setattr(fusions, "_is_scaled_slowly", lambda x: True)
+    monkeypatch.setattr(kernels, "_is_scaled_slowly", lambda x: True)
     special = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, torch.finfo(dtype).max]
     special += [torch.finfo(dtype).tiny, torch.finfo(dtype).smallest_normal * 2.0**-5]
     values = torch.tensor(special, dtype=dtype)
@@ -417,7 +420,7 @@ def test_scaled_channels_equal_the_product(
     for tensor in formats:
         for inputs in ((tensor, factors), (factors, tensor)):
             with OpCounter() as counter:
-                value = fusions.multiply(*inputs)
+                value = kernels.multiply(*inputs)
             assert counter.ops["inplace_ops::normalize"] == 1
             expected = torch.mul(*inputs)
             assert value.stride() == expected.stride()
@@ -433,11 +436,11 @@ def test_scaled_channels_equal_the_product(
 def test_large_scaled_channels_on_a_gpu_equal_the_product(
     size: int, memory_format: torch.memory_format, dtype: torch.dtype, device: torch.device
 ) -> None:
-    batch = fusions._LEAST_SCALED_BYTES // (96 * size * size * dtype.itemsize) + 1
+    batch = kernels._LEAST_SCALED_BYTES // (96 * size * size * dtype.itemsize) + 1
     x = torch.randn(batch, 96, size, size, device=device).to(dtype, memory_format=memory_format)
     factors = torch.rand(batch, 96, 1, 1, device=device).to(dtype)
     with OpCounter() as counter:
-        value = fusions.multiply(x, factors)
+        value = kernels.multiply(x, factors)
     assert counter.ops["inplace_ops::normalize"] == 1
     assert value.stride() == x.stride()
     assert torch.equal(value, torch.mul(x, factors))
@@ -445,7 +448,7 @@ def test_large_scaled_channels_on_a_gpu_equal_the_product(
 
 def test_other_products_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other shapes, dtypes and strides, for which the kernel's result could differ."""
-    monkeypatch.setattr(fusions, "_is_scaled_slowly", lambda x: True)
+    monkeypatch.setattr(kernels, "_is_scaled_slowly", lambda x: True)
     x, factors = torch.randn(4, 4, 6, 6), torch.randn(4, 4, 1, 1)
     others = [
         (x, factors.double()),
@@ -460,7 +463,7 @@ def test_other_products_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     for inputs in others:
         with OpCounter() as counter:
-            value = fusions.multiply(*inputs)
+            value = kernels.multiply(*inputs)
         expected = torch.mul(*inputs)
         assert counter.ops["inplace_ops::normalize"] == 0
         assert (value.dtype, value.stride()) == (expected.dtype, expected.stride())

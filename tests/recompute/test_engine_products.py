@@ -33,7 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import inplace_ops
 from inplace_ops.conversion.wiring import conversion_of
 from inplace_ops.recompute import costs, nodes
-from inplace_ops.recompute.products import _NEAR, ProductCall
+from inplace_ops.recompute.products import NEAR, ProductCall
 
 pytestmark = pytest.mark.usefixtures("_small_tensors_too")
 
@@ -380,7 +380,7 @@ def test_far_consumer_saves_its_tensor() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(16, 3, 1)
-            self.middle = nn.Sequential(*[nn.Conv2d(8, 8, 1) for _ in range(_NEAR + 1)])
+            self.middle = nn.Sequential(*[nn.Conv2d(8, 8, 1) for _ in range(NEAR + 1)])
 
         def forward(self, x: Tensor) -> Tensor:
             y = self.first(torch.tanh(x))
@@ -997,6 +997,6 @@ def test_engine_keeps_nothing_of_a_weight_that_is_gone() -> None:
     twin, x = first_layer()
     inplace_ops.convert(twin, max_ops=MAX_OPS)
     twin(x).sum().backward()
-    lasting = conversion_of(twin).settings.lasting
+    lasting = conversion_of(twin).settings.weights._of
     assert lasting(twin[0].weight).lasts
     assert lasting(nn.Parameter(torch.zeros(20, 6))) is None

@@ -25,8 +25,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import inplace_ops
 from inplace_ops import saved_bytes
-from inplace_ops.recompute import functions, nodes
-from inplace_ops.recompute.specs import Recomputed
+from inplace_ops.recompute import after_norm, nodes
+from inplace_ops.recompute.packed import Recomputed
 
 pytestmark = pytest.mark.usefixtures("_small_tensors_too")
 
@@ -106,7 +106,7 @@ def images() -> Tensor:
 
 def recomputed_inputs(output: Tensor) -> list[Recomputed]:
     """Return what the fused activations in the graph of an output save instead of x."""
-    fused = [node for node in nodes_of(output) if functions.is_fused(node)]
+    fused = [node for node in nodes_of(output) if after_norm.is_after_norm(node)]
     packed = [nodes.packed(node, "x") for node in fused]
     return [value for value in packed if isinstance(value, Recomputed)]
 
@@ -163,7 +163,7 @@ def test_few_operations_leave_the_activation_unfused() -> None:
     for max_ops, count in ((1, 0), (2, 1)):
         twin = converted_twin(model, max_ops)
         assert_same_steps(model, twin, x, tolerance=1e-2)
-        fused = [node for node in nodes_of(twin(x)) if functions.is_fused(node)]
+        fused = [node for node in nodes_of(twin(x)) if after_norm.is_after_norm(node)]
         assert len(fused) == count
 
 
@@ -214,7 +214,7 @@ def test_spec_of_an_activation_is_freed_by_its_backward(retains: bool, source: s
     twin, x = converted_twin(model), images()
     twin(x)
     output = twin(x)
-    (node,) = [node for node in nodes_of(output) if functions.is_fused(node)]
+    (node,) = [node for node in nodes_of(output) if after_norm.is_after_norm(node)]
     assert node.spec is not None
     storages = [StorageWeakRef(leaf.tensor.untyped_storage()) for leaf in node.spec.leaves()]
     output.sum().backward(retain_graph=retains)

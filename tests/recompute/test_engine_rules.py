@@ -32,11 +32,14 @@ from torch import Tensor, nn
 import inplace_ops
 from inplace_ops import memory as package_memory, saved_bytes
 from inplace_ops.conversion.wiring import conversion_of
-from inplace_ops.recompute import engine, nodes
-from inplace_ops.recompute.functions import is_fused
-from inplace_ops.recompute.norms import NormAffine, norm_of, source_of
-from inplace_ops.recompute.specs import Affine, Call, Leaf, Recomputed, Spec, total
-from inplace_ops.recompute.versions import COPY_LIMIT
+from inplace_ops.recompute import nodes, norms as norms_of_nodes, replace, run, verify
+from inplace_ops.recompute.affine import COPY_LIMIT, NormAffine
+from inplace_ops.recompute.after_norm import is_after_norm
+from inplace_ops.recompute.calls import Affine, Call, total
+from inplace_ops.recompute.packed import Recomputed
+from inplace_ops.recompute.settings import Settings
+from inplace_ops.recompute.specs import Leaf, Spec
+from inplace_ops.recompute.verify import is_verified
 
 pytestmark = pytest.mark.usefixtures("source", "_small_tensors_too", "_fused_rms_norm")
 
@@ -98,19 +101,7 @@ def test_norm_parameters_behind_saved_tensor_hooks_are_unknown(norm: str, field:
     if not hasattr(type(node), f"_saved_{field}"):
         return
     getattr(node, f"_raw_saved_{field}").register_hooks(lambda t: t, lambda t: t)
-    found = norm_of(z)
-    assert found is not None
-    assert source_of(found) is None
-    inplace_ops.relu_(z, save="recompute").sum().backward()
-
-
-def test_activation_after_rms_norm_with_freed_weight_falls_back() -> None:
-    """FSDP frees the weight until backward; the activation then uses its default save mode."""
-    module = norms()["rms"]
-    z = module(images() * torch.ones((), requires_grad=True))
-    module.weight.untyped_storage().resize_(0)
-    y = inplace_ops.relu_(z, save="recompute")
-    assert type(y.grad_fn).__name__ != "RecomputeFunctionBackward"
+    assert norms_of_nodes.parameters_of(node) is None
 
 
 def test_small_factor_changed_before_backward_was_copied() -> None:
@@ -525,7 +516,7 @@ def test_new_shape_is_compared_at_its_first_use() -> None:
 
 @pytest.mark.usefixtures("without_products")
 def test_number_of_spec_keys_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_MAX_SPEC_KEYS", 5)
+    monkeypatch.setattr(verify, "MAX_KEYS", 5)
     twin = converted_twin(Program(lambda m, z: m.conv(F.silu(z))))
     verified = conversion_of(twin).settings.verified
     for samples in range(1, 9):
@@ -536,15 +527,14 @@ def test_number_of_spec_keys_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.usefixtures("without_products")
 def test_no_comparison_during_cuda_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """A comparison would synchronize, so a spec with a new key is not used."""
-    settings = engine.Settings()
+    settings = Settings()
     value = Recomputed(Leaf(torch.ones(2)), torch.ones(2), "a", "b")
-    running = engine.Engine(nn.Module(), settings, None)
     on_a_gpu = torch.ones(2).as_subclass(type("OnAGPU", (Tensor,), {"is_cuda": True}))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not running.is_verified(value, on_a_gpu)
+    assert not is_verified(settings, 1, value, on_a_gpu)
     assert settings.verified == {}
-    assert running.is_verified(value, torch.ones(2))
-    assert running.is_verified(value, on_a_gpu)  # its key was verified on the line above
+    assert is_verified(settings, 1, value, torch.ones(2))
+    assert is_verified(settings, 1, value, on_a_gpu)  # its key was verified on the line above
 
 
 # Cost.
@@ -572,9 +562,9 @@ def test_max_ops_limits_the_cost_of_specs(max_ops: int) -> None:
 @pytest.mark.usefixtures("without_products")
 def test_tensors_below_min_bytes_stay_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     twin = converted_twin(Program(convolution))
-    monkeypatch.setattr(engine, "MIN_BYTES", 4 * 2 * C * 64)
+    monkeypatch.setattr(Settings, "MIN_BYTES", 4 * 2 * C * 64)
     assert len(recomputed(twin(images()))) == 1
-    monkeypatch.setattr(engine, "MIN_BYTES", 4 * 2 * C * 64 + 1)
+    monkeypatch.setattr(Settings, "MIN_BYTES", 4 * 2 * C * 64 + 1)
     assert replaced(twin(images())) == []
 
 
@@ -582,10 +572,10 @@ def test_activations_of_tensors_below_min_bytes_are_not_fused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     twin = converted_twin(Program(convolution, activation=nn.SiLU))
-    monkeypatch.setattr(engine, "MIN_BYTES", 4 * 2 * C * 64)
-    assert any(map(is_fused, nodes_of(twin(images()))))
-    monkeypatch.setattr(engine, "MIN_BYTES", 4 * 2 * C * 64 + 1)
-    assert not any(map(is_fused, nodes_of(twin(images()))))
+    monkeypatch.setattr(Settings, "MIN_BYTES", 4 * 2 * C * 64)
+    assert any(map(is_after_norm, nodes_of(twin(images()))))
+    monkeypatch.setattr(Settings, "MIN_BYTES", 4 * 2 * C * 64 + 1)
+    assert not any(map(is_after_norm, nodes_of(twin(images()))))
 
 
 def test_magnitude_bounds_a_norm_of_cancelled_terms() -> None:
@@ -773,15 +763,15 @@ def test_freed_tensor_is_not_a_spec_leaf() -> None:
 
 def test_cast_across_devices_is_not_recomputed() -> None:
     x = torch.randn(4, 4, requires_grad=True)
-    with engine.run_engine(nn.Module(), engine.Settings()) as running:
+    with run.run_engine(nn.Module(), Settings()) as running:
         y = F.silu(x * 1)
         running.walk(y)
         running.note(y)
         same, other = y.to(torch.float64), y.to("meta")
         for z in (same, other):
             running.walk(z)
-        assert running._output_spec(same.grad_fn, 0) is not None
-        assert running._output_spec(other.grad_fn, 0) is None
+        assert isinstance(running.replacer.deriver.spec_of(same.grad_fn, 0), Spec)
+        assert not isinstance(running.replacer.deriver.spec_of(other.grad_fn, 0), Spec)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -882,7 +872,7 @@ def test_engine_error_leaves_tensors_saved_and_warns(monkeypatch: pytest.MonkeyP
 
     model, x = Program(lambda m, z: m.conv(m.silu(z)) + m.linear(z).mean()), images()
     twin = converted_twin(model)
-    monkeypatch.setattr(engine.Engine, "_replace_saved_tensors", fail)
+    monkeypatch.setattr(replace.Replacer, "visit", fail)
     with pytest.warns(UserWarning, match="LookupError: of the engine"):
         assert replaced(twin(x)) == []
     assert_same_steps(model, twin, x)  # does not warn again
@@ -896,7 +886,7 @@ def test_engine_warning_raised_as_an_error_does_not_reach_the_model(
 
     model, x = Program(lambda m, z: m.conv(m.silu(z))), images()
     twin = converted_twin(model)
-    monkeypatch.setattr(engine.Engine, "_replace_saved_tensors", fail)
+    monkeypatch.setattr(replace.Replacer, "visit", fail)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_same_steps(model, twin, x)
@@ -1015,7 +1005,7 @@ def test_tensors_of_another_stream_stay_saved_and_unpack_synchronizes(
     if source == "hook":  # the walk sees functional code later, on the main stream
         assert nodes.packed(on_side[1].grad_fn, "input") is None
         relu, _ = nodes.producer(on_side[3].grad_fn, 0)
-        assert not nodes.has_hooks(relu, "result")
+        assert nodes.Field(relu, "result").is_itself
     assert main.waited_for == side.waited_for == []
     outputs = list(zip((*on_side, on_main), model(x), strict=True))
     current = side

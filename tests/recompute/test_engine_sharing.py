@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import inplace_ops
 from inplace_ops.recompute import specs
+from inplace_ops.recompute.calls import Affine
 
 pytestmark = pytest.mark.usefixtures("_small_tensors_too")
 
@@ -72,7 +73,7 @@ def swiglu(m: Layers, z: Tensor) -> Tensor:
 
 def far_apart(m: Layers, z: Tensor) -> Tensor:
     y = m.q(z)
-    for _ in range(specs._SHARING_DISTANCE + 1):
+    for _ in range(specs.REACH + 1):
         y = m.relu(y + 0.5)
     return y + m.k(z)
 
@@ -130,7 +131,7 @@ def test_near_consumers_share_a_value(
         twin = converted_twin(model)
         assert count_of(twin, x, op) == shared
         assert_same_steps(model, twin, x, steps=3)
-        monkeypatch.setattr(specs, "_SHARING_DISTANCE", 0)
+        monkeypatch.setattr(specs, "REACH", 0)
         assert count_of(converted_twin(model), x, op) == alone
 
 
@@ -269,9 +270,9 @@ def test_consumers_of_different_calls_share_nothing() -> None:
         y = first(x)
         y = y + second(outputs[0])
     later = [value for value in recomputed(y) if value.consumer == "Addmm"]
-    numbers = sorted(value.number for value in later if value.number is not None)
+    numbers = sorted(value.turn for value in later if value.turn is not None)
     assert len(numbers) == 4
-    assert numbers[-1] - numbers[-2] > specs._SHARING_DISTANCE
+    assert numbers[-1] - numbers[-2] > specs.REACH
     y.sum().backward(retain_graph=True)
     assert not kept(y)
 
@@ -308,6 +309,6 @@ def test_different_calls_of_one_input_have_their_own_specs() -> None:
     model, x = Layers(program), tokens()
     twin = converted_twin(model)
     assert_same_steps(model, twin, x, steps=3)
-    affines = [spec for spec in specs_in(twin(x)) if isinstance(spec, specs.Affine)]
+    affines = [spec for spec in specs_in(twin(x)) if isinstance(spec, Affine)]
     slopes = {repr(spec.scalars) for spec in affines if spec.activation is not None}
     assert slopes == {repr([slope]) for slope in SLOPES}

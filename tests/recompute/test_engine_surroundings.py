@@ -42,7 +42,7 @@ from inplace_ops.activations import RELU
 from inplace_ops.conversion.observation import Observation
 from inplace_ops.conversion.wiring import conversion_of
 from inplace_ops.recompute import nodes
-from inplace_ops.recompute.rewrites import Mask
+from inplace_ops.recompute.rewrites import Bits
 
 DOUBLE = torch.float64
 
@@ -75,7 +75,7 @@ def test_out_of_memory_in_a_recompute_raises_pytorchs_error(device: torch.device
 def test_out_of_memory_while_a_mask_is_unpacked_raises_pytorchs_error(
     device: torch.device,
 ) -> None:
-    mask = Mask(torch.randn(2**24, device=device), RELU)
+    mask = Bits(torch.randn(2**24, device=device), RELU)
     with out_of_memory_error(device):
         mask.unpack()
     assert set(mask.unpack().unique().tolist()) == {0.0, 1.0}

@@ -21,9 +21,8 @@ from inplace_ops.conversion.blocks import paths_of_blocks
 from inplace_ops.conversion.report import Report
 from inplace_ops.conversion.verify import Run
 from inplace_ops.conversion.wiring import Conversion, attach
-from inplace_ops.recompute import engine
 from inplace_ops.recompute.checkpoints import Checkpoint, _Call, modes_of
-from inplace_ops.recompute.engine import Settings
+from inplace_ops.recompute.settings import Settings
 
 D = 16
 
@@ -113,7 +112,7 @@ def train(model: nn.Module) -> list[Tensor]:
 
 
 def trained(wrap: Callable[[nn.Module], nn.Module], source: str) -> None:
-    engine.MIN_BYTES = 1
+    Settings.MIN_BYTES = 1
     with nodes_from(source):
         model = network()
         twin = copy.deepcopy(model)
@@ -121,7 +120,7 @@ def trained(wrap: Callable[[nn.Module], nn.Module], source: str) -> None:
             path: Checkpoint(Settings(64), modes_of(twin.get_submodule(path)))
             for path in paths_of_blocks(twin)
         }
-        attach(twin, Conversion(Settings(64), Report(), None, checkpoints))
+        attach(twin, Conversion(Settings(64), Report(), checkpoints))
         runs = 0
         run_again = _Call._run_again
 

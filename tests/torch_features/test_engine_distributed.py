@@ -31,7 +31,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import inplace_ops
-from inplace_ops.recompute import engine, norms
+from inplace_ops.recompute import pytorchs_forward
+from inplace_ops.recompute.settings import Settings
 
 SAMPLES = 4  # per process
 
@@ -117,7 +118,7 @@ def assert_same(actual: list[list[Tensor]], expected: list[list[Tensor]], tolera
 def fully_sharded(
     norm: str, is_16_bit: bool, reshard: bool, units: str, order: str, source: str
 ) -> None:
-    engine.MIN_BYTES = 1
+    Settings.MIN_BYTES = 1
     dtypes: dict[str, Any] = {}
     if is_16_bit:
         dtypes["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -203,7 +204,7 @@ class Block(nn.Module):
 
 def sharded_blocks(norm: str, source: str) -> None:
     """Train blocks of every activation, as a class and as a Sequential, each an FSDP unit."""
-    engine.MIN_BYTES = 1
+    Settings.MIN_BYTES = 1
     for activation in ACTIVATIONS:
         for in_sequential in (False, True):
             blocks = [Block(width, norm, activation) for width in (16, 8, 8)]
@@ -239,7 +240,7 @@ class Unused(nn.Module):
 
 
 def data_parallel(kind: str, source: str) -> None:
-    engine.MIN_BYTES = 1
+    Settings.MIN_BYTES = 1
     unused = kind == "unused"
     model = Unused() if unused else network("layer")
     options = {"static_graph": kind == "static", "find_unused_parameters": unused}
@@ -266,7 +267,7 @@ def test_ddp_matches_pytorch(kind: str, source: str, processes: Processes) -> No
 
 
 def tensor_parallel() -> None:
-    engine.MIN_BYTES = 1
+    Settings.MIN_BYTES = 1
     model = nn.Sequential(
         nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.LayerNorm(8)
     ).to(device())
@@ -289,7 +290,7 @@ def test_tensor_parallel_matches_pytorch(processes: Processes) -> None:
 
 
 def on_dtensors() -> None:
-    engine.MIN_BYTES = 1
+    Settings.MIN_BYTES = 1
     for placement in (Shard(0), Replicate()):
         model = network("layer")
         twin = copy.deepcopy(model)
@@ -353,7 +354,7 @@ class Writes(nn.Module):
 
 
 def collective_writes(seed: int, source: str) -> None:
-    engine.MIN_BYTES = 1
+    Settings.MIN_BYTES = 1
     choose = random.Random(seed)
     cases = [(o, w, p) for o in OPERATIONS for w in WRITES for p in ("before", "after")]
     for operation, write, position in choose.sample(cases, 30):
@@ -490,8 +491,8 @@ def sync_batch_norm(affine: bool, source: str) -> None:
                 library.impl(name, function, "CPU")
         p.setattr(nn.SyncBatchNorm, "forward", _synchronized)
         # The engine knows this forward as PyTorch's own.
-        methods = norms._METHODS[nn.SyncBatchNorm]
-        p.setitem(norms._METHODS, nn.SyncBatchNorm, (_synchronized, *methods[1:]))
+        methods = pytorchs_forward._METHODS[nn.SyncBatchNorm]
+        p.setitem(pytorchs_forward._METHODS, nn.SyncBatchNorm, (_synchronized, *methods[1:]))
         _check_sync_batch_norm(affine, source)
 
 

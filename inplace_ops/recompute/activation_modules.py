@@ -1,4 +1,4 @@
-"""The forward of a converted model's activation modules, fused with the norm before them.
+"""The forward of a converted model's activation modules, which run with the norm before them.
 
 With PyTorch's own SiLU node, backward reads the activation's input z: one more tensor to recompute,
 write and read. `RecomputeFunction` computes the gradient from the norm's input in one kernel. So
@@ -39,31 +39,37 @@ import torch
 from torch import Tensor, nn
 
 from .. import _ops
-from .._torch_private import DisableTorchFunction, gradient_hooks, has_backward_hooks
+from .._torch_private import DisableTorchFunction
 from ..activations import RELU, Activation
-from ..dispatch import check_inplace_allowed
+from ..autograd import check_inplace_allowed
 from ..supported import activation_of, is_pytorchs
-from . import engine as engine_module, nodes, norms
-from .engine import Engine, affine_of, running_engine
-from .functions import Bypass, Forward, Watch, recomputed_activation
-from .norms import NormAffine
-from .notes import is_user_mode_active
-from .specs import Affine, Leaf, Recomputed
-from .versions import Record, record_of
+from . import bypass, nodes, norms
+from .affine import NormAffine
+from .after_norm import Forward, recomputed_activation
+from .bypass import has_gradient_hooks
+from .calls import Affine
+from .inside_modules import is_user_mode_active
+from .packed import Recomputed
+from .run import Engine, running_engine
+from .settings import Settings
+from .specs import Leaf
+from .values import value_of
+from .verify import is_verified
 
-# An activation is fused only if the norm's affine is at least this many times smaller than z.
+# An activation runs with its norm only if the norm's affine is at least this many times smaller
+# than z.
 _AFFINE_FACTOR = 2
 
 
 def activation_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """Run a module's forward, fused with the norm before it if possible."""
+    """Run a module's forward, together with the norm before it if possible."""
     engine = running_engine()
     if engine is None or engine.is_paused or len(args) != 1 or kwargs:
         return type(module).forward(module, *args, **kwargs)
     if not _is_ordinary_call(args[0]):
         return type(module).forward(module, *args, **kwargs)
     (z,) = args
-    if type(z) is Tensor or not engine.fuses or not _only_wraps(engine, module, z):
+    if type(z) is Tensor or not engine.merges or not _only_wraps(engine, module, z):
         return _activated(engine, module, z)
     check_inplace_allowed(z)
     with DisableTorchFunction():
@@ -72,15 +78,15 @@ def activation_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _activated(engine: Engine, module: nn.Module, z: Tensor) -> Tensor:
-    """Return the activation of z, fused with the norm before it if possible."""
+    """Return the activation of z, together with the norm before it if possible."""
     engine.walk(z)
-    is_alias = engine.fuses and type(z) is Tensor and z._is_view() and not _has_gradient_hooks(z)
+    is_alias = engine.merges and type(z) is Tensor and z._is_view() and not has_gradient_hooks(z)
     base = nodes.whole_base(z) if is_alias else None
-    norm = norms.norm_of(z if base is None else base) if engine.fuses else None
-    y = None if norm is None else _fused(engine, module, z, norm)
+    output = norms.norm_output(z if base is None else base) if engine.merges else None
+    y = None if output is None else _after_norm(engine, module, z, output)
     if y is None:
         engine.note(z)
-        y = _unfused(engine, module, z, base if norm is None else norm.output)
+        y = _alone(engine, module, z, base if output is None else output)
         engine.walk(y)
         engine.note(y)
     return y
@@ -113,7 +119,7 @@ def _only_wraps(engine: Engine, module: nn.Module, z: Tensor) -> bool:
     if call is None or not _is_in_place(module, call.activation) or is_user_mode_active():
         return False
     with DisableTorchFunction():
-        if _has_gradient_hooks(z):
+        if has_gradient_hooks(z):
             return False
     key = "only wraps", type(z), type(module)
     verified = engine.settings.verified
@@ -139,16 +145,24 @@ def _with_current_history(view: Tensor) -> Tensor:
     return view
 
 
-def _fused(engine: Engine, module: nn.Module, z: Tensor, norm: norms.Norm) -> Tensor | None:
-    """Return the activation of z, fused with the norm whose output z is.
+def _after_norm(engine: Engine, module: nn.Module, z: Tensor, output: Tensor) -> Tensor | None:
+    """Return the activation of z, which backward recomputes from the input of the norm before it.
 
     Return None if z is small, the kernels do not support it, or a function mode may change the
     activation.
+
+    Args:
+        engine: The engine.
+        module: The activation's module.
+        z: Its input.
+        output: The norm's output: z, or the base of which z is a view.
     """
-    record = record_of(norm.node)
-    if record is None or z.nbytes < engine_module.MIN_BYTES or is_user_mode_active():
+    node: Any = output.grad_fn
+    value = value_of(node)
+    facts = None if value is None else value.norm
+    if facts is None or z.nbytes < Settings.MIN_BYTES or is_user_mode_active():
         return None
-    if record.stream is not nodes.stream_of(norm.node):
+    if engine.replacer.is_on_other_stream(node):
         return None
     call = activation_of(module)
     if call is None or not _ops.has_kernel(z):
@@ -156,53 +170,55 @@ def _fused(engine: Engine, module: nn.Module, z: Tensor, norm: norms.Norm) -> Te
     activation, scalars = call
     is_in_place = _is_in_place(module, activation)
     try:
-        x = _input_of(engine, norm)
-        if x is None or not (isinstance(x, Tensor) or norm.output is z or is_in_place):
+        x = _input_of(engine, output)
+        if x is None or not (isinstance(x, Tensor) or output is z or is_in_place):
             return None
-        affine = record.affine
+        affine = facts.affine
         if affine is None:
             with nodes.no_graph():
-                affine = affine_of(norm.node, record)
+                affine = facts.affine_of(node)
         if affine is None or _AFFINE_FACTOR * affine.nbytes > z.nbytes:
             return None
-        make_recomputed = partial(_recomputed_output, norm, x, affine, activation)
-        if not engine.is_verified(make_recomputed, norm.output, activation.name, type(x)):
+        make_recomputed = partial(_recomputed_output, output, x, affine, activation)
+        context = activation.name, type(x)
+        ordinal = engine.replacer.ordinal
+        if not is_verified(engine.settings, ordinal, make_recomputed, output, *context):
             return None
-        bypass = _bypass(norm, record, module, x, z, is_in_place)
+        x_or_none = x if isinstance(x, Tensor) else None
+        instead = bypass.bypass_of(output, facts, module, x_or_none, z, is_in_place)
     except Exception as error:
-        engine.warn_of(error, norm.node)
+        engine.warn_of(error, node)
         return None
     if not isinstance(x, Tensor):
         original = x.original
-        x = x.for_consumer(activation.name, engine.next_number)
+        x = x.for_consumer(activation.name, engine.replacer.next_turn)
         if original is not None:
-            engine.keep_until_known(x, original.leaf.tensor)
+            engine.replacer.keep_until_known(x, original.leaf.tensor)
     forward = partial(type(module).forward, module)
     if is_in_place:
         check_inplace_allowed(z)
-        z_or_base = norm.output
+        z_or_base = output
         run = partial(_run_in_place, forward)
     else:
         z_or_base, run = z, forward
-        if norm.output.shape != z.shape:  # an instance norm's output, of which z is a view
+        if output.shape != z.shape:  # an instance norm's output, of which z is a view
             assert isinstance(x, Tensor)
             x, affine = x.detach().view(z.shape), _with_samples(affine, z)
     op_args = _ops.OpArgs(_ops.dim_order_of(z_or_base), scalars)
-    y = recomputed_activation(z_or_base, x, affine, activation, op_args, run, bypass)
+    y = recomputed_activation(z_or_base, x, affine, activation, op_args, run, instead)
     engine.walk(y)
-    node: Any = y.grad_fn
-    own_record = record_of(node)
-    if own_record is not None:
+    own_node: Any = y.grad_fn
+    own = value_of(own_node)
+    if own is not None:
         leaf = Leaf(x) if isinstance(x, Tensor) else x.as_input
-        node.spec = spec = Affine(leaf, affine, z.dtype, activation, scalars)
-        own_record.spec = weakref.ref(spec)
-        own_record.take_note(y)
+        own_node.spec = spec = Affine(leaf, affine, z.dtype, activation, scalars)
+        own.spec = weakref.ref(spec)
+        own.take_note(y)
     if engine.observer is not None:
         # Out of place PyTorch's LeakyReLU saves its input.
         saves_output = activation.torch_saves_output and (is_in_place or activation is RELU)
-        producer = node if saves_output else norm.node
-        engine.observer.fused(producer, node, y)
-    return _with_current_history(z) if y is norm.output else y
+        engine.observer.activated(own_node if saves_output else node, own_node, y)
+    return _with_current_history(z) if y is output else y
 
 
 def _run_in_place(forward: Forward, z: Tensor) -> Tensor:
@@ -210,62 +226,33 @@ def _run_in_place(forward: Forward, z: Tensor) -> Tensor:
     return z
 
 
-def _input_of(engine: Engine, norm: norms.Norm) -> Tensor | Recomputed | None:
+def _input_of(engine: Engine, output: Tensor) -> Tensor | Recomputed | None:
     """Return a norm's input, or what the norm saves instead of it, to recompute its output from.
 
     Return None if there is neither, or if the output would take more than `max_ops` passes.
     """
-    x = norms.input_of(norm)
-    packed = None if x is not None else nodes.packed(norm.node, "input")
+    x = norms.input_of(output)
+    packed = None if x is not None else nodes.packed(output.grad_fn, "input")
     if not isinstance(packed, Recomputed):
         return x
     if engine.settings.rejects(math.floor(packed.spec.added_cost()) + 1):
         return None
-    if not all(call.is_near(engine.next_number) for call in packed.spec.products()):
+    if not all(call.is_near(engine.replacer.next_turn) for call in packed.spec.products()):
         return None
-    z = norm.output
-    return packed if (packed.shape, packed.dtype) == (z.shape, z.dtype) else None
-
-
-def _bypass(
-    norm: norms.Norm,
-    record: Record,
-    module: nn.Module,
-    x: Tensor | Recomputed,
-    z: Tensor,
-    is_in_place: bool,
-) -> Bypass | None:
-    """Return where backward may return gradients instead of to a norm's output z; None if nowhere.
-
-    See NOTE [Backward of a batch norm and its activation] in `functions.py`.
-    """
-    if record.statistics is None or not norms.is_batch_norm(norm.node):  # not one in training
-        return None
-    if norm.output is not z and (not is_in_place or _has_gradient_hooks(norm.output)):
-        return None  # z is a view of an instance norm's output
-    if record.has_backward_hooks or has_backward_hooks(module) or _has_gradient_hooks(z):
-        return None
-    inputs = norms.batch_norm_inputs(norm, x if isinstance(x, Tensor) else None)
-    if inputs is None:
-        return None
-    is_allowed = (lambda: True) if is_in_place else Watch(z).sees_no_use
-    return Bypass(inputs, record.statistics, is_allowed)
-
-
-def _has_gradient_hooks(tensor: Tensor) -> bool:
-    return bool(gradient_hooks(tensor)) or tensor.retains_grad
+    is_like = (packed.shape, packed.dtype) == (output.shape, output.dtype)
+    return packed if is_like else None
 
 
 def _recomputed_output(
-    norm: norms.Norm, x: Tensor | Recomputed, affine: NormAffine, activation: Activation
+    output: Tensor, x: Tensor | Recomputed, affine: NormAffine, activation: Activation
 ) -> Recomputed:
     """Return the spec of the norm's output, as the activation's backward recomputes it."""
     leaf = Leaf(x) if isinstance(x, Tensor) else x.as_input
     spec = Affine(leaf, affine, x.dtype)
-    return Recomputed(spec, norm.output, nodes.operation_name(norm.node), activation.name)
+    return Recomputed(spec, output, nodes.operation_name(output.grad_fn), activation.name)
 
 
-def _unfused(engine: Engine, module: nn.Module, z: Tensor, base: Tensor | None) -> Tensor:
+def _alone(engine: Engine, module: nn.Module, z: Tensor, base: Tensor | None) -> Tensor:
     """Run the class's own forward on z, or in place on its base: see NOTE [In place on a view].
 
     A function mode of the user may return another tensor than the one that it gets.

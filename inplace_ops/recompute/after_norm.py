@@ -1,48 +1,26 @@
-"""The autograd Function of an activation after a norm, which saves no tensor of its own.
-
-NOTE [Backward of a batch norm and its activation]
-
-PyTorch runs two operations backward: the activation's, which writes the gradient of the norm's
-output z, and the norm's, which reads it twice. One op computes the norm's gradients from the
-activation's gradient and the norm's input x, and z's gradient is never written.
-
-1. The Function takes the norm's x, weight and bias as inputs, next to z. Its backward returns their
-   gradients, and none for z.
-2. The graph is otherwise PyTorch's. The norm keeps its node, which gets the gradients of z's other
-   consumers alone, or none. Autograd adds what both return, because a norm's backward is linear in
-   the gradient of z.
-3. If backward creates a graph, or the gradient is batched or has a tangent, or under compiled
-   autograd or anomaly mode, the Function returns the gradient of z alone, and the norm's node does
-   the rest. Second derivatives are PyTorch's.
-4. Code that asks for the gradient of z would get none, so nothing may ask for it. Neither z nor the
-   modules of the norm and of the activation may have backward hooks when the activation runs. If
-   the activation overwrites z, no tensor is left to ask with. Otherwise z must be gone when
-   backward runs, and no hook may have been registered meanwhile (`Watch`). A hook on the Function's
-   own node gets the gradient of z (`_register_hook`). A hook on the norm's node gets None.
-5. Only a batch norm in training is computed like this, or an instance norm, which PyTorch runs as a
-   batch norm: see `norms.batch_norm_inputs`.
-"""
+"""The autograd Function of an activation after a norm, which saves no tensor of its own."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
 from .. import _ops
 from .._ops import OpArgs
-from .._torch_private import future_gradient_hooks, node_class
+from .._torch_private import node_class
 from ..activations import Activation
 from ..autograd import run_backward
-from . import nodes
+from . import bypass, nodes
+from .affine import NormAffine
+from .bypass import Bypass
+from .calls import Affine
 from .nodes import function_of, is_being_captured
-from .norms import BatchNormInputs, NormAffine, Statistics
-from .specs import Affine, Leaf, Recomputed, Spec
+from .packed import Recomputed
+from .specs import Leaf, Spec
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -52,8 +30,8 @@ class RecomputeFunction(Function):
 
     The activation of z, a norm's output. The Function saves the tensors that z is computed from:
     the norm's input x, which the norm saves too, and the norm's affine. Its backward is one op that
-    reads x. With x, weight and bias, backward may return their gradients instead of z's: see NOTE
-    [Backward of a batch norm and its activation].
+    reads x. With x, weight and bias, backward may return their gradients instead of z's: see
+    `bypass.py`.
 
     NOTE [The anchor]
 
@@ -99,35 +77,15 @@ class RecomputeFunction(Function):
         of_inputs: Sequence[Tensor | None] = (None, None, None)
         if grad is None:
             pass
-        elif _is_first_order(ctx, grad) and not ctx.has_hooks and ctx.may_bypass_norm():
-            of_inputs = _gradients_of_batch_norm(ctx, grad)
+        elif bypass.is_possible(ctx, grad, _NODE_CLASS) and not ctx.has_hooks:
+            of_inputs = bypass.gradients(ctx, grad)
         else:
             gradient = _gradient_of_input(ctx, grad)
-            if _is_in_compiled_autograd(ctx):
-                of_inputs = _zeros_of_batch_norm(ctx)
+            if bypass.is_in_compiled_autograd(ctx, _NODE_CLASS):
+                of_inputs = bypass.zeros(ctx)
         if grad_of_anchor is not None:
             gradient = grad_of_anchor if gradient is None else gradient + grad_of_anchor
         return gradient, *of_inputs, None, None, None, None
-
-
-def _is_first_order(ctx: Any, grad: Tensor) -> bool:
-    """Whether backward computes an ordinary first derivative, by an ordinary pass.
-
-    It creates no graph, the gradient is neither batched nor has a tangent, and anomaly mode does
-    not look for the operation that returns NaN.
-    """
-    return (
-        not torch.is_grad_enabled()
-        and not torch.is_anomaly_enabled()
-        and forward_ad._current_level < 0
-        and not _ops.is_batched(grad)
-        and not _is_in_compiled_autograd(ctx)
-    )
-
-
-def _is_in_compiled_autograd(ctx: Any) -> bool:
-    """Whether compiled autograd runs the backward, which passes another ctx than the node."""
-    return not isinstance(ctx, _NODE_CLASS)
 
 
 def _register_hook(node: Any, hook: Callable[..., Any]) -> Any:
@@ -195,61 +153,6 @@ class Source(NamedTuple):
     may_bypass_norm: Callable[[], bool]
 
 
-class Watch:
-    """Watches a tensor that is not overwritten, for code that may ask for its gradient."""
-
-    def __init__(self, z: Tensor) -> None:
-        self._reference = weakref.ref(z)
-        self._hooks = future_gradient_hooks(z)
-
-    def sees_no_use(self) -> bool:
-        """Whether z is gone, without hooks."""
-        return self._reference() is None and not self._hooks
-
-
-class Bypass(NamedTuple):
-    """The inputs of a norm to which backward returns gradients, instead of to its output z.
-
-    Attributes:
-        inputs: The norm's inputs.
-        statistics: The norm's statistics.
-        is_allowed: Whether nothing asks for the gradient of z. Asked in backward.
-    """
-
-    inputs: BatchNormInputs
-    statistics: Statistics
-    is_allowed: Callable[[], bool]
-
-
-def _gradients_of_batch_norm(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the norm's input, weight and bias; None for those that need none."""
-    x, channel_affine, _, _, mean, rstd = ctx.saved_tensors
-    dim_order, scalars = ctx.op_args
-    grad = _ops.in_order(grad, dim_order)
-    call = ctx.activation.ops.call_backward_batch_norm
-    try:
-        of_x, of_weight, of_bias = call(grad, x, channel_affine, mean, rstd, dim_order, *scalars)
-    except RuntimeError as error:
-        _ops.raise_out_of_memory(error, partial(torch.empty_like, grad))
-        raise
-    _, needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    return (
-        of_x if needs_x else None,
-        of_weight if needs_weight else None,
-        of_bias if needs_bias else None,
-    )
-
-
-def _zeros_of_batch_norm(ctx: Any) -> list[Tensor | None]:
-    """Return gradients of the norm's input, weight and bias that are 0.
-
-    Compiled autograd adds them to those that the norm's node returns, and cannot add None.
-    """
-    x, _, _, _, mean, _ = ctx.saved_tensors
-    likes = zip((x, mean, mean), ctx.needs_input_grad[1:4], strict=True)
-    return [torch.zeros_like(like) if needs else None for like, needs in likes]
-
-
 def _gradient_of_input(ctx: Any, grad: Tensor) -> Tensor:
     x, channel_affine, row_statistics, anchor, *_ = ctx.saved_tensors
     activation, (dim_order, scalars) = ctx.activation, ctx.op_args
@@ -269,7 +172,7 @@ def _gradient_of_input(ctx: Any, grad: Tensor) -> Tensor:
     return run_backward(op, grad, *saved, differentiable=differentiable)
 
 
-def is_fused(node: Any) -> bool:
+def is_after_norm(node: Any) -> bool:
     """Whether a node belongs to a RecomputeFunction."""
     return function_of(type(node)) is RecomputeFunction
 
@@ -307,7 +210,7 @@ def recomputed_activation(
     activation: Activation,
     op_args: OpArgs,
     forward: Forward,
-    bypass: Bypass | None = None,
+    instead: Bypass | None = None,
 ) -> Tensor:
     """Return the activation of a norm's output, which backward recomputes from the norm's input.
 
@@ -319,20 +222,20 @@ def recomputed_activation(
         op_args: The last arguments of the activation's ops, for z.
         forward: Computes the activation of z. To run in place it returns z itself, and must not
             raise z's version.
-        bypass: Where backward returns gradients instead of to z; None if always to z.
+        instead: Where backward returns gradients instead of to z; None if always to z.
     """
     saved_x = x if isinstance(x, Tensor) else z.new_empty(0)
-    if bypass is None:
+    if instead is None:
         receivers: Sequence[Tensor | None] = (None, None, None)
         source = Source(saved_x, affine, None, None, lambda: False)
     else:
-        receivers = bypass.inputs
-        source = Source(saved_x, affine, *bypass.statistics, bypass.is_allowed)
+        receivers = instead.inputs
+        source = Source(saved_x, affine, *instead.statistics, instead.is_allowed)
     # Skip the part of `Function.apply` that serves functorch's transforms: this never runs in one.
     result = _apply_recompute(z, *receivers, source, activation, op_args, forward)
     y: Tensor = result if activation.is_piecewise_linear else result[0]
     if not isinstance(x, Tensor):
         node: Any = y.grad_fn
-        nodes.replace(node, "x", x)
+        nodes.Field(node, "x").replace(x)
         node.saves_spec = True
     return y

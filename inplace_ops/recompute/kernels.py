@@ -18,9 +18,10 @@ from torch import Tensor
 
 from .. import _ops
 from ..activations import ACTIVATIONS
-from .norms import NormAffine
+from .affine import NormAffine
+from .calls import Affine, Call, ViewCall
 from .operations import add, same
-from .specs import Affine, Call, Computed, CopyOf, Leaf, Spec, ViewCall
+from .specs import Computed, Leaf, Spec
 
 # On an H200 PyTorch multiplies each channel by a factor at a third of the memory's bandwidth. From
 # this size on, a kernel should be faster, with three small ones before it that prepare the factors.
@@ -48,7 +49,7 @@ def call_of(
         if activation and len(arguments) == len(activation.scalars) and _is_norm(inputs[0]):
             return inputs[0].activated(activation, arguments)
         if function is same:
-            return CopyOf(function, inputs[0])
+            return ViewCall(same, inputs, keeps_strides=False)  # a copy may have others
         if cost == 0:
             return ViewCall(function, inputs, *arguments)
         call_class = _call_class_of(function, inputs, arguments)
@@ -70,7 +71,7 @@ def _call_class_of(
     if function is F.relu and isinstance(inputs[0], SumWithNorm):
         return ReLUOfSum
     if function is torch.mul:
-        return Product
+        return Multiplication
     return Call
 
 
@@ -99,12 +100,12 @@ class CastOfAffine(Call):
     def inner(self) -> Iterable[Spec]:
         return self._affine.inner()
 
-    def compute(self, consumer: int | None) -> Tensor:
+    def compute(self, turn: int | None) -> Tensor:
         (dtype,) = self.arguments
         x = _before_cast(self._affine.x)
         if x is not None and x.dtype is dtype:
             return self._affine.of(x, in_float32=True)
-        return self._affine.of(self._affine.x.value(consumer), dtype=dtype)
+        return self._affine.of(self._affine.x.value(turn), dtype=dtype)
 
 
 def _before_cast(spec: Spec) -> Tensor | None:
@@ -138,21 +139,21 @@ class SumWithNorm(Call):
         assert isinstance(norm, Affine)
         return norm, other
 
-    def compute(self, consumer: int | None) -> Tensor:
-        return self.of_sum(consumer, _ops.CALL_NORMALIZE_ADD, lambda total: total)
+    def compute(self, turn: int | None) -> Tensor:
+        return self.of_sum(turn, _ops.CALL_NORMALIZE_ADD, lambda total: total)
 
     def of_sum(
-        self, consumer: int | None, call: _ops.Call, function: Callable[[Tensor], Tensor]
+        self, turn: int | None, call: _ops.Call, function: Callable[[Tensor], Tensor]
     ) -> Tensor:
         """Return a function of the sum, in one kernel if the tensors match.
 
         Args:
-            consumer: The argument of `compute`.
+            turn: The argument of `compute`.
             call: Computes norm, sum and function in one kernel.
             function: Computes the function of a sum that PyTorch's addition has computed.
         """
         norm, other = self._norm_and_other()
-        x, addend = norm.x.value(consumer), other.value(consumer)
+        x, addend = norm.x.value(turn), other.value(turn)
         if (x.shape, x.dtype, x.device) != (addend.shape, addend.dtype, addend.device):
             return function(self.of(norm.of(x), addend))
         total: Tensor = call(x, *norm.affine, addend, _ops.dim_order_of(x))
@@ -173,14 +174,14 @@ class ReLUOfSum(Call):
     def inner(self) -> Iterable[Spec]:
         return self._total.inner()
 
-    def compute(self, consumer: int | None) -> Tensor:
-        return self._total.of_sum(consumer, _ops.CALL_NORMALIZE_ADD_RELU, self.function)
+    def compute(self, turn: int | None) -> Tensor:
+        return self._total.of_sum(turn, _ops.CALL_NORMALIZE_ADD_RELU, self.function)
 
 
-class Product(Call):
+class Multiplication(Call):
     """The product of two tensors, of which one may have a single factor for each channel."""
 
-    keeps_cheap = True
+    reach_of_cheap = 1
 
     __slots__ = ()
 

@@ -2,7 +2,7 @@
 
 `hidden * rstd` in an RMS norm's own code, followed by a cast, is a temporary tensor: no node saves
 it, and no module returns it. Without a note of it, nothing proves that it was unmodified when the
-cast read it: see NOTE [Versions are proved] in `versions.py`. So while such a module runs, a
+cast read it: see NOTE [Versions are proved] in `values.py`. So while such a module runs, a
 `TorchFunctionMode` takes a note of each tensor that a function returns. Each call costs a
 microsecond or two, so only modules that gain from it run with the mode.
 """
@@ -55,7 +55,7 @@ def gains_from_notes(module: nn.Module, args: Any) -> bool:
     return bool(inputs) and next(module.parameters(recurse=False), None) is None
 
 
-def number_of(function: Callable[..., Any], args: Any, node: Node) -> float | None:
+def constant_of(function: Callable[..., Any], args: Any, node: Node) -> float | None:
     """Return the number that a function has added or subtracted; None for other functions.
 
     The function's node does not save it.
@@ -69,7 +69,7 @@ def number_of(function: Callable[..., Any], args: Any, node: Node) -> float | No
     numbers = [arg for arg in args if type(arg) in (int, float)]
     if len(numbers) != 1 or not any(type(arg) in (Tensor, nn.Parameter) for arg in args):
         return None  # a subclass of Tensor may have changed the number
-    # A larger integer may round otherwise as a float64, in which the number is recorded.
+    # A larger integer may round otherwise as a float64, in which it is recorded.
     is_exact = type(numbers[0]) is float or abs(numbers[0]) <= 2**53
     return numbers[0] if is_exact else None
 

@@ -1,0 +1,412 @@
+"""Which saved tensors of a new node the engine replaces, and by what.
+
+For each field that backward may read recomputed, `_replace_input` asks `derive.py` for a spec of
+the tensor, and keeps to these limits. The other methods store what backward needs in fewer bytes.
+
+NOTE [Limits]
+
+A saved tensor stays as PyTorch saves it, if any of these is so. The branches cite the number.
+
+1. It is smaller than 4 KiB, or not plain.
+2. Another consumer saves the same memory.
+3. It may have been modified: NOTE [Versions are proved] in `values.py`.
+4. It has no spec, or the spec takes more than `max_ops` passes over memory, or too many products.
+5. The spec's leaves are so large that little is gained: 4 of NOTE [Leaves] in `derive.py`.
+6. A product inside is far from the spec's other consumers: 3 of NOTE [Narrow points] in
+   `products.py`.
+7. The spec has not reproduced the tensor: NOTE [First use] in `verify.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .. import _ops
+from .._torch_private import NO_PASS, running_pass, storage_id
+from ..memory import Packed
+from . import nodes, norms, reasons
+from .affine import NormFacts
+from .derive import Deriver, constants_of
+from .narrow import NarrowLeaf, NarrowSpec
+from .nodes import Field, Node
+from .operations import (
+    OPERATION_OF,
+    Operation,
+    Output,
+    OutputRule,
+    ProductRule,
+    base_of,
+    reshapes_only,
+)
+from .packed import Original, Recomputed
+from .products import facts_of
+from .rewrites import Bits, Shape, indices_spec, mask_spec
+from .settings import Observer, Settings
+from .specs import Leaf, Spec
+from .values import (
+    KEY,
+    OTHER_STREAM,
+    Value,
+    ensure_value,
+    prove,
+    saved_output_of,
+    value_of,
+    was_visited,
+    whole_output,
+)
+from .verify import is_verified
+from .weights import weights_of
+
+_T = TypeVar("_T")
+_LEAF_FACTOR = 4  # see 4 of NOTE [Leaves] in `derive.py`
+_MAX_NODES = 2**32  # of one forward pass
+_passes = itertools.count()
+
+
+class Replacer:
+    """Replaces the saved tensors of new nodes during one forward pass.
+
+    Attributes:
+        settings: The state of the model.
+        deriver: Derives specs.
+        observer: Observes what is replaced; None if nothing does.
+        ordinal: How many nodes were visited.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: nn.Module,
+        observer: Observer | None,
+        is_unmodified: Callable[[Tensor | None, Node], bool],
+    ) -> None:
+        """Prepare for a forward pass.
+
+        Args:
+            settings: The state of the model.
+            model: The model.
+            observer: Observes what is replaced; None if nothing does.
+            is_unmodified: Returns whether a parameter is unmodified since an operation has read it.
+        """
+        self.settings, self.observer = settings, observer
+        self.deriver = Deriver(settings, model, observer is not None)
+        self.ordinal = 0
+        self._first_turn = next(_passes) * _MAX_NODES  # see NOTE [Shared values] in `specs.py`
+        self._is_unmodified = is_unmodified
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}  # the first of each device
+        self._copying: list[weakref.ref[Value]] = []  # values that own copies, or may get them
+        self._narrow: list[weakref.ref[NarrowLeaf]] = []
+        self._undecided: list[weakref.ref[Recomputed]] = []  # those that keep their original
+
+    @property
+    def next_turn(self) -> int:
+        """The turn of the next consumer: see NOTE [Shared values] in `specs.py`."""
+        return self._first_turn + self.ordinal + 1
+
+    def is_on_other_stream(self, node: Node) -> bool:
+        """Whether the current CUDA stream is not the first one: 6 of NOTE [Leaves]."""
+        stream = nodes.stream_of(node)
+        return stream is not None and self._streams.setdefault(stream.device, stream) is not stream
+
+    def visit(self, node: Node, operation: Operation) -> None:
+        """Make a new node's value, and replace its saved tensors where possible."""
+        self.ordinal += 1
+        if self.is_on_other_stream(node):
+            node.metadata[KEY] = OTHER_STREAM
+            for name in operation.reads:
+                self._report(node, name, reasons.OTHER_STREAM)
+            return
+        value = Value()
+        if operation.output is not None:
+            self._fill(node, value, operation, operation.output)
+        node.metadata[KEY] = value
+        for name in operation.reads:
+            self._replace_input(node, value, name)
+        if not operation.has_rewrites:
+            return
+        if operation.result:
+            self._replace_result(node, operation, value)
+        if operation.indices:
+            self._narrow_indices(node, operation)
+        if operation.shape_only:
+            field = Field(node, operation.shape_only)
+            if (saved := _rewritable(field)) is not None:
+                self._save(node, operation.shape_only, field, Shape(saved))
+        if operation.saved_mask:
+            self._narrow_mask(node, operation.saved_mask)
+        if operation.reads_no_values:
+            for producer, index in nodes.producers(node):
+                self._reduce_to_bits(*base_of(producer, index))
+
+    def _fill(self, node: Node, value: Value, operation: Operation, rule: OutputRule) -> None:
+        """Store what a spec of the output needs, and what may be gone when one is derived."""
+        if isinstance(rule, Output):
+            prove(node, value, rule, operation.result)
+            constants = constants_of(node, rule)
+            if constants:
+                value.constants = constants
+                self.frees(value)
+        elif rule == "norm":
+            value.norm = NormFacts()
+            self.frees(value)
+            self._add_parameters(node, value.norm)
+        elif isinstance(rule, ProductRule):
+            value.product = facts_of(node, value, rule, self._is_unmodified, self.deriver.model)
+        else:
+            value.version = node.output_version
+
+    def _add_parameters(self, node: Node, facts: NormFacts) -> None:
+        """Add the parameters to which a norm's node leads."""
+        x = nodes.saved_tensor(node, "input")
+        if x is None or x.nbytes < Settings.MIN_BYTES:
+            return
+        parameters = norms.parameters_of(node)
+        if parameters is None:
+            return
+        # If the node saves the bias, autograd checks its version.
+        if norms.node_determines_bias(node) or self._is_unmodified(parameters.bias, node):
+            facts.add_parameters(node, parameters)
+
+    def frees(self, value: Value) -> None:
+        """Free the copies of a value at the end of the forward pass."""
+        self._copying.append(weakref.ref(value))
+
+    def _replace_input(self, node: Node, own: Value, name: str) -> None:
+        """Replace an input that a node saves by a spec, if there is one.
+
+        Args:
+            node: The node.
+            own: Its value.
+            name: The field of the saved input.
+        """
+        field = Field(node, name)
+        saved = field.tensor
+        producer = None if saved is None else saved.grad_fn
+        if saved is None or producer is None or producer is node:
+            return
+        if not nodes.is_plain(saved):
+            return self._report(node, name, reasons.NOT_PLAIN)
+        if saved.nbytes < Settings.MIN_BYTES:
+            return
+        base, index = base_of(producer, saved.output_nr)
+        if base is None or not was_visited(base):  # for example a parameter
+            return self._report(node, name, self.deriver.why(reasons.output_of, base))
+        value = ensure_value(base)
+        if value is None:
+            return self._report(node, name, reasons.OTHER_STREAM)
+        if index == 0:
+            if value.saver is not None and saved_output_of(base, value) is not None:  # limit 2
+                return self._report(node, name, reasons.SAVED_ANYWAY)
+            # In backward an operation reads what hooks have unpacked, which may be a copy.
+            if field.is_itself and running_pass() == NO_PASS and value.noted is None:
+                output = saved if saved._base is None else saved._base
+                if output.grad_fn is not None:  # else the base is an autograd leaf
+                    value.take_note(output)
+        if not value.has_version_of(saved):  # limit 3
+            return self._report(node, name, reasons.WRITTEN_TO)
+        spec = self._spec_for(field, saved, base, value)
+        if isinstance(spec, str):
+            self._report(node, name, spec or self.deriver.why(reasons.output_of, base))
+        elif self._replace_by_spec(node, name, field, spec, base):
+            if index == 0 and value.noted is None and (original := field.original) is not None:
+                value.take_note(original)
+            return
+        if index == 0:
+            value.mark_saved_by(own)
+            if not field.is_itself and reshapes_only(producer, saved.output_nr):
+                value.take_note(field.lasting)  # type: ignore[arg-type]
+
+    def _spec_for(self, field: Field, saved: Tensor, base: Node, value: Value) -> Spec | str:
+        """Return the spec of a saved tensor, if need be one with narrow copies."""
+        spec = self.deriver.spec_of(saved.grad_fn, saved.output_nr)
+        operation = OPERATION_OF[type(base)]
+        if operation is None or not operation.may_be_narrow:
+            return spec
+        # Narrow copies save the tensor in fewer bytes: a spec within max_ops saves more.
+        if isinstance(spec, str) or self.deriver.obstacle(spec):
+            return self._narrow_spec(field, base, value) or spec
+        return spec
+
+    def _narrow_spec(self, field: Field, base: Node, value: Value) -> Spec | str:
+        """Return a spec with narrow copies for a saved tensor; "" if there is none.
+
+        See NOTE [Narrow copies] in `narrow.py`.
+
+        Args:
+            field: The field in which a consumer saves the tensor.
+            base: The operation that returned the tensor, or the base of which it is a view.
+            value: The operation's value.
+        """
+        saved, original = field.tensor, field.original
+        assert saved is not None
+        assert original is not None
+        output = whole_output(original, base)
+        if output is None:
+            return ""
+        narrow = NarrowSpec(self.deriver)
+        spec = narrow.of(base, output.detach())
+        if spec is None:
+            if output is original:
+                narrow.offer_slices(field.lasting)  # type: ignore[arg-type]
+            return ""
+        self._narrow += map(weakref.ref, narrow.own())
+        value.spec = weakref.ref(spec)
+        return self.deriver.spec_of(saved.grad_fn, saved.output_nr)
+
+    def _replace_result(self, node: Node, operation: Operation, value: Value) -> None:
+        """Replace the operation's own saved output by a spec, if there is one."""
+        field = Field(node, operation.result)
+        if _rewritable(field) is None:
+            return
+        spec = self.deriver.spec_from_inputs(node, operation, value)
+        if isinstance(spec, str):
+            reason = spec or self.deriver.why(reasons.output_of, node)
+            return self._report(node, operation.result, reason)
+        self._replace_by_spec(node, operation.result, field, spec, node)
+
+    def _replace_by_spec(self, node: Node, name: str, field: Field, spec: Spec, base: Node) -> bool:
+        """Replace a saved tensor by a spec. Return False if it stays saved as PyTorch saves it."""
+        turn, saved = self._first_turn + self.ordinal, field.tensor
+        assert saved is not None
+        limit = self._limit(spec, saved, turn)
+        if limit:
+            self._report(node, name, limit)
+            return False
+        names = nodes.operation_name(base), nodes.operation_name(node)
+        value = Recomputed(spec, saved, *names, turn)
+        context = type(node), name, type(base), spec.cost
+        if not is_verified(self.settings, self.ordinal, value, saved, *context):  # limit 7
+            self._report(node, name, reasons.DIFFERENT)
+            return False
+        spec.add_consumer(turn)
+        self._save(node, name, field, value)
+        return True
+
+    def _limit(self, spec: Spec, saved: Tensor, turn: int) -> str:
+        """Return which of the limits keeps a spec from replacing a tensor; "" if none does."""
+        obstacle = self.deriver.obstacle(spec)
+        if obstacle:  # limit 4
+            return obstacle
+        if spec.cost == 0 and any(_share_memory(leaf.tensor, saved) for leaf in spec.leaves()):
+            return reasons.SAVED_ANYWAY  # limit 2
+        if spec.auxiliary_bytes >= saved.nbytes:  # limit 5
+            return reasons.AS_LARGE
+        if spec.leaf_bytes > _LEAF_FACTOR * saved.nbytes:  # limit 5
+            return reasons.MUCH_LARGER
+        if spec.tolerance and not all(call.is_near(turn) for call in spec.products()):  # limit 6
+            return reasons.FAR
+        return ""
+
+    def _save(self, node: Node, name: str, field: Field, value: Packed) -> None:
+        """Save a packed value in a field of a node, instead of its tensor."""
+        saved = field.tensor
+        assert saved is not None
+        if self.observer is not None:
+            self.observer.replaced(node, name, saved, value)
+        if isinstance(value, Recomputed) and value.spec.tolerance:
+            self.keep_until_known(value, saved)
+        if saved.is_cuda:
+            value.stream = self._streams.get(saved.device)
+        field.replace(value)
+
+    def keep_until_known(self, value: Recomputed, saved: Tensor) -> None:
+        """Keep the tensor that a spec replaces, until it is known whether its weights last.
+
+        See 6 of NOTE [Weights are proved] in `weights.py`.
+        """
+        weights = weights_of(value.spec)
+        if not self.settings.weights.all_last(weights):
+            learn = partial(self.settings.weights.learn, weights)  # must not refer to the engine
+            value.original = Original(Leaf(saved), learn)
+            self._undecided.append(weakref.ref(value))
+
+    @property
+    def keeps_originals(self) -> bool:
+        """Whether tensors stay saved until it is known whether their specs can be computed."""
+        return any(value.original is not None for value in _alive(self._undecided))
+
+    def finish(self) -> None:
+        """Free the copies that no spec uses. Called when the model's forward has returned."""
+        for value in _alive(self._copying):
+            value.free_copies()
+        for recomputed in _alive(self._undecided):
+            weights, known = weights_of(recomputed.spec), self.settings.weights
+            if known.are_models(weights) and known.learn(weights):
+                recomputed.original = None
+        with nodes.no_graph():
+            for leaf in _alive(self._narrow):
+                leaf.settle()
+
+    def _narrow_mask(self, node: Node, name: str) -> None:
+        """Replace a saved mask by one bit per element."""
+        field = Field(node, name)
+        saved = _rewritable(field)
+        if saved is None or saved.untyped_storage().nbytes() > _LEAF_FACTOR * saved.nbytes:
+            return
+        mask = mask_spec(saved, _alive(self._narrow))
+        if mask is None:
+            return
+        spec, leaf = mask
+        self._narrow.append(weakref.ref(leaf))
+        value = Recomputed(spec, saved, "mask", nodes.operation_name(node))
+        if is_verified(self.settings, self.ordinal, value, saved, type(node), name, "mask"):
+            self._save(node, name, field, value)
+
+    def _narrow_indices(self, node: Node, operation: Operation) -> None:
+        """Replace the indices of max pooling by a copy in a smaller dtype."""
+        field = Field(node, operation.indices)
+        saved = _rewritable(field)
+        if saved is None or saved.untyped_storage().nbytes() != saved.nbytes:
+            return
+        pooled = nodes.saved_tensor(node, operation.shape_only)
+        # Where a window is outside of the plane, PyTorch's index may be too.
+        is_short = pooled is not None and math.prod(pooled.shape[-operation.pooled_dims :]) <= 2**14
+        spec, leaf = indices_spec(saved, is_short)
+        self._narrow.append(weakref.ref(leaf))
+        value = Recomputed(spec, saved, "indices", nodes.operation_name(node))
+        self._save(node, operation.indices, field, value)
+
+    def _reduce_to_bits(self, node: Node, index: int) -> None:
+        """Replace the saved tensor of a ReLU or LeakyReLU by one bit per element.
+
+        Called if the operation that consumes the activation's output reads no values in backward.
+        """
+        operation = None if node is None else OPERATION_OF[type(node)]
+        if operation is None or operation.mask is None:
+            return
+        value = value_of(node)
+        if value is None or value.is_saved:
+            return
+        field = Field(node, operation.activation_field)
+        saved = _rewritable(field)
+        if saved is not None and _ops.has_kernel(saved):
+            self._save(node, operation.activation_field, field, Bits(saved, operation.mask))
+
+    def _report(self, node: Node, name: str, reason: str) -> None:
+        """Report that a saved tensor stays saved."""
+        if self.observer is not None:
+            self.observer.unchanged(node, name, reason)
+
+
+def _rewritable(field: Field) -> Tensor | None:
+    """Return the saved tensor if the engine may replace it: limit 1."""
+    saved = field.tensor
+    if saved is None or not nodes.is_plain(saved) or saved.nbytes < Settings.MIN_BYTES:
+        return None
+    return saved
+
+
+def _alive(references: Iterable[weakref.ref[_T]]) -> Iterator[_T]:
+    return (value for reference in references if (value := reference()) is not None)
+
+
+def _share_memory(tensor: Tensor, other: Tensor) -> bool:
+    return storage_id(tensor.untyped_storage()) == storage_id(other.untyped_storage())
