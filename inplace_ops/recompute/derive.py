@@ -45,6 +45,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._torch_private import UNSAFE_SPLITS
+from ..memory import Packed
 from . import after_norm, nodes, reasons
 from .affine import COPY_LIMIT
 from .calls import Affine, Call, ViewCall, largest
@@ -117,17 +118,17 @@ class Deriver:
     def _spec_of_saved_output(self, node: Node, name: str, value: Value) -> Spec | str:
         field = Field(node, name)
         if field.packed is not None:
-            return self._spec_of_packed(node, field)
+            return self._spec_of_packed(node, field.packed)
         if field.tensor is None or not nodes.is_plain(field.tensor):
             return self.why(reasons.hidden_output, node, field.is_hidden)
         value.is_saved = True
         return Leaf(field.tensor)
 
-    def _spec_of_packed(self, node: Node, field: Field) -> Spec | str:
-        packed = field.packed
-        if isinstance(packed, Recomputed):
-            return packed.as_input
-        return self.why(reasons.stored, node, packed.how)  # type: ignore[union-attr]
+    def _spec_of_packed(self, node: Node, packed: Packed, in_strides: bool = False) -> Spec | str:
+        if not isinstance(packed, Recomputed):
+            return self.why(reasons.stored, node, packed.how)
+        has_strides = packed.spec.keeps_strides or not in_strides
+        return packed.as_input if has_strides else packed.in_forwards_strides()
 
     def spec_from_inputs(self, node: Node, operation: Operation, value: Value) -> Spec | str:
         """Return the spec that computes an operation's output from its inputs.
@@ -167,7 +168,9 @@ class Deriver:
             inputs.append(spec)
         return self.call(node, rule, inputs)
 
-    def input_spec(self, node: Node, value: Value, position: int, name: str | None) -> Spec | str:
+    def input_spec(
+        self, node: Node, value: Value, position: int, name: str | None, is_rerun: bool = False
+    ) -> Spec | str:
         """Return the spec of an operation's input.
 
         Args:
@@ -175,6 +178,8 @@ class Deriver:
             value: Its value.
             position: The index of the input's edge.
             name: The field that saves the input; None if the node does not save it.
+            is_rerun: Whether PyTorch's own product or norm runs again. Its kernel depends on the
+                strides of the input, which may also be a large constant, such as an image.
         """
         constant = value.constants.get(position)
         if constant is not None:  # rule 2 of NOTE [Leaves]
@@ -182,29 +187,27 @@ class Deriver:
         if name is not None:
             field = Field(node, name)
             if field.packed is not None:
-                return self._spec_of_packed(node, field)
+                return self._spec_of_packed(node, field.packed, is_rerun)
             if field.is_hidden:
                 return self.why(reasons.hooked, node)
             if field.tensor is not None:
-                return _leaf_of(field.tensor) or self.why(reasons.hidden_input, node)
+                leaf = _leaf_of(field.tensor, is_rerun)
+                return leaf or self.why(reasons.hidden_input, node)
         producer, index = nodes.producer(node, position)
         spec = "" if producer is None else self.spec_of(producer, index)
         return spec or self.why(reasons.unsaved_input, node, producer, index)
 
     def _norm_spec(self, node: Node, value: Value) -> Spec | str:
-        x = self.input_spec(node, value, 0, "input")
+        x, facts = self.input_spec(node, value, 0, "input"), value.norm
         if isinstance(x, str):
             return x
-        facts = value.norm
         affine = None if facts is None else facts.affine_of(node)
         if affine is not None:
             return Affine(x, affine, nodes.output_dtype(node, 0))
         rerun = None if facts is None else facts.rerun(node)
-        if rerun is None:
+        x = self.input_spec(node, value, 0, "input", is_rerun=True)
+        if rerun is None or isinstance(x, str):
             return self.why(reasons.unknown_parameters, node)
-        packed = nodes.packed(node, "input")
-        if isinstance(packed, Recomputed):  # a norm's rounding depends on its input's strides
-            x = packed.in_forwards_strides()
         return Call(rerun, (x,))
 
     def call(self, node: Node, rule: Output, inputs: list[Spec]) -> Spec | str:
@@ -239,10 +242,19 @@ class Deriver:
         return ""
 
 
-def _leaf_of(saved: Tensor) -> Leaf | None:
-    """Return the leaf of a saved input that an operation computed: rule 1 of NOTE [Leaves]."""
-    usable = _is_activation(saved) and nodes.is_plain(saved) and nodes.has_storage(saved)
-    return Leaf(saved) if usable else None
+def _leaf_of(saved: Tensor, is_rerun: bool) -> Leaf | None:
+    """Return the leaf of a saved input; None if it has none: rules 1 and 2 of NOTE [Leaves]."""
+    usable = _is_activation(saved) or (is_rerun and _is_constant(saved))
+    return Leaf(saved) if usable and nodes.is_plain(saved) and nodes.has_storage(saved) else None
+
+
+def _is_constant(saved: Tensor) -> bool:
+    """Whether no operation computed the tensor, and it is not a parameter, which may be freed."""
+    base: Tensor | None = saved if saved._base is None else saved._base
+    if saved.grad_fn is not None:
+        producer, _ = base_of(saved.grad_fn, saved.output_nr)
+        base = None if producer is None else nodes.autograd_leaf_of(producer)
+    return base is not None and not isinstance(base, nn.Parameter)
 
 
 def _is_activation(saved: Tensor) -> bool:

@@ -25,12 +25,12 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._torch_private import (
     NO_PASS,
@@ -46,7 +46,6 @@ from .affine import COPY_LIMIT
 from .calls import Call, ViewCall
 from .nodes import Node
 from .operations import VIEW_OF, ProductRule, arguments_of, base_of, viewed
-from .packed import Recomputed
 from .specs import REACH, Leaf, Spec, keeping
 from .values import Value, prove_input
 from .weights import ModelTensors, SavedCast, Weight, weight_inside
@@ -208,33 +207,23 @@ def _drop(product: weakref.ref[ProductCall], this_pass: int) -> None:
             spec._kept_value = None
 
 
-class FrozenBias(NamedTuple):
-    """A bias that needs no gradient, and its version when the product ran.
-
-    A value refers to it until the model's forward has returned. A weak reference would keep
-    `torch.utils.swap_tensors` from working.
-    """
-
-    parameter: Tensor
-    version: int
-
-
 class ProductFacts(NamedTuple):
-    """What a product's node does not show: see NOTE [Weights are proved] in `weights.py`.
+    """What a product has read, from its visit until the model's forward has returned.
 
     Attributes:
         weight: Which operand is the weight.
+        weight_shape: The shape of that operand.
         input_shape: The shape of the other operand.
-        versions: The versions of the parameters that it has read, by the index of their edge.
+        factors: The specs of the weight, and of the bias if there is one; None for one that is
+            unknown. A frozen bias is, until the hook of its module adds it.
         flags: The flags of the device's products.
-        frozen_bias: The bias, if that is frozen; None if unknown.
     """
 
     weight: int
+    weight_shape: torch.Size
     input_shape: torch.Size
-    versions: Mapping[int, int]
+    factors: tuple[Spec | None, ...]
     flags: ProductFlags
-    frozen_bias: FrozenBias | None = None
 
 
 def facts_of(
@@ -244,7 +233,9 @@ def facts_of(
     is_unmodified: Callable[[Tensor, Node], bool],
     model: ModelTensors,
 ) -> ProductFacts | None:
-    """Return what a new product has read; None unless it widens, and weight and bias are proved.
+    """Return what a new product has read; None unless it widens, and reads parameters as it does.
+
+    See NOTE [Weights are proved] in `weights.py`.
 
     Args:
         node: The product's node.
@@ -258,34 +249,38 @@ def facts_of(
     widening = [i for i, shape in shapes.items() if shape is not None and size > shape.numel()]
     if not widening:  # rule 1 of NOTE [Narrow points]
         return None
-    leaves = {i: _leaf_of(node, rule.operands[i][1]) for i in widening}
-    weight = next((i for i in widening if leaves[i] is not None), None)
+    parameters = {i: _parameter_of(node, rule.operands[i][1]) for i in widening}
+    weight = next((i for i in widening if parameters[i] is not None), None)
     if weight is None:  # a frozen weight has no edge
         edges = ((i, nodes.producer(node, rule.operands[i][1])[0]) for i in widening)
         weight = next((i for i, edge in edges if edge is None), None)
-    shape = None if weight is None else shapes[weight]
-    if weight is None or shape is None:
+    input_shape = None if weight is None else shapes[weight]
+    if weight is None or input_shape is None:
         return None
-    weight_field, weight_position = rule.operands[weight]
-    read = {weight_position: leaves[weight]}
-    if leaves[weight] is None:
-        saved = nodes.saved_tensor(node, weight_field)
-        read[weight_position] = None if saved is None else model.at(saved)
-        if read[weight_position] is None:
-            return None
-    if rule.bias is not None:
-        read[rule.bias] = _leaf_of(node, rule.bias)
-    versions: dict[int, int] = {}
-    for index, leaf in read.items():
-        if leaf is not None:
-            if not is_unmodified(leaf, node):
-                return None
-            versions[index] = leaf._version
+    field, position = rule.operands[weight]
+    saved = nodes.saved_tensor(node, field)
+    parameter = parameters[weight]
+    if parameter is None:
+        parameter = None if saved is None else model.at(saved)
+    bias = None if rule.bias is None else _parameter_of(node, rule.bias)
+    is_bias_unmodified = bias is None or is_unmodified(bias, node)
+    if parameter is None or not is_unmodified(parameter, node) or not is_bias_unmodified:
+        return None
+    factor: Spec | None
+    if nodes.producer(node, position)[0] is None:
+        assert saved is not None
+        factor = _frozen_weight(saved, parameter)
+    else:
+        factor = _weight_of(node, position, parameter, saved)
+    factors: tuple[Spec | None, ...] = (factor,)
+    if rule.bias is not None and rule.has_bias(node):
+        factors = (factor, None if bias is None else _bias_of(node, rule.bias, bias))
     field, position = rule.operands[1 - weight]
     if nodes.saved_tensor(node, field) is None:
         prove_input(node, position, value)
     flags = product_flags(nodes.output_device(node, 0).type)
-    return ProductFacts(weight, shape, versions, flags)
+    shape = torch.Size() if factor is None else factor.value().shape
+    return ProductFacts(weight, shape, input_shape, factors, flags)
 
 
 def _shape_of(node: Node, field: str, position: int) -> torch.Size | None:
@@ -297,7 +292,7 @@ def _shape_of(node: Node, field: str, position: int) -> torch.Size | None:
     return None if producer is None else nodes.output_shape(producer, index)
 
 
-def _leaf_of(node: Node, position: int) -> Tensor | None:
+def _parameter_of(node: Node, position: int) -> Tensor | None:
     """Return the autograd leaf of which an input is a view, a cast, or a view of a cast.
 
     Return None if the input is another tensor.
@@ -308,116 +303,22 @@ def _leaf_of(node: Node, position: int) -> Tensor | None:
     return None if base is None else nodes.autograd_leaf_of(base)
 
 
-def product_spec(deriver: Deriver, node: Node, rule: ProductRule, value: Value) -> Spec | str:
-    """Return the spec of a product, or the reason why it has none.
-
-    See NOTE [Narrow points], and NOTE [Weights are proved] in `weights.py`.
-    """
-    facts, settings = value.product, deriver.settings
-    if facts is None:
-        return deriver.why(reasons.no_product, node)
-    factors = _factors_of(node, rule, facts, deriver.model)
-    if factors is None:
-        return deriver.why(reasons.unknown_factors, node)
-    weights = [spec for spec in map(weight_inside, factors) if spec is not None]
-    if settings.weights.is_freed(weights):
-        return reasons.FREED
-    shape, dtype = nodes.output_shape(node, 0), nodes.output_dtype(node, 0)
-    weight = factors[0].value()
-    flops = rule.flops(node, facts.input_shape, weight.shape, facts.weight)
-    device_type = weight.device.type
-    output_bytes = shape.numel() * dtype.itemsize
-    moved = facts.input_shape.numel() * dtype.itemsize + weight.nbytes + output_bytes
-    is_in_tf32 = in_tf32(facts.flags, device_type, rule.is_convolution)
-    ridge = costs.flops_per_byte(device_type, dtype, is_in_tf32)
-    cost = costs.passes(flops, moved, output_bytes, ridge)
-    if settings.rejects(cost):
-        return deriver.why(reasons.too_many, settings.max_ops)
-    field, position = rule.operands[1 - facts.weight]
-    x = _constant_leaf(node, field) or deriver.input_spec(node, value, position, field)
-    if isinstance(x, str):
-        return x
-    packed = nodes.packed(node, field)
-    if isinstance(packed, Recomputed) and not x.keeps_strides:
-        x = packed.in_forwards_strides()  # a product's kernels depend on its input's strides
-    operands = [x, factors[0]] if facts.weight == 1 else [factors[0], x]
-    bias: list[Spec | None] = [*factors[1:]] or [None]
-    call = ProductCall(
-        rule.function,
-        [*operands, *bias],
-        arguments_of(node, 0, rule.arguments),
-        Product(
-            cost=cost,
-            narrowing=facts.input_shape.numel() / shape.numel(),
-            flops=flops,
-            terms=max(1, flops // (2 * shape.numel())),
-            flags=facts.flags,
-            weights=weights,
-            dtype=dtype,
-        ),
-    )
-    return deriver.obstacle(call) or call
-
-
-def _constant_leaf(node: Node, field: str) -> Leaf | None:
-    """Return a leaf for a product's saved input that no operation computed, such as an image.
-
-    Return None for other inputs, and for parameters, whose owner may free them.
-    """
-    saved = nodes.saved_tensor(node, field)
-    if saved is None or not nodes.is_plain(saved) or not nodes.has_storage(saved):
-        return None
-    base: Tensor | None = saved if saved._base is None else saved._base
-    if saved.grad_fn is not None:
-        producer, _ = base_of(saved.grad_fn, saved.output_nr)
-        base = None if producer is None else nodes.autograd_leaf_of(producer)
-    return None if base is None or isinstance(base, nn.Parameter) else Leaf(saved)
-
-
-def _factors_of(
-    node: Node, rule: ProductRule, facts: ProductFacts, model: ModelTensors
-) -> list[Spec] | None:
-    """Return the specs of a product's weight, and of its bias if it has one; None if unknown."""
-    field, position = rule.operands[facts.weight]
-    if nodes.producer(node, position)[0] is None:
-        weight = _frozen_weight(nodes.saved_tensor(node, field), facts.versions[position], model)
-    else:
-        weight = _factor_of(node, position, facts, field)
-    if weight is None or rule.bias is None or not rule.has_bias(node):
-        return None if weight is None else [weight]
-    if nodes.producer(node, rule.bias)[0] is None:
-        bias = _frozen_bias(facts, nodes.output_dtype(node, 0))
-    else:
-        bias = _factor_of(node, rule.bias, facts)
-    return None if bias is None else [weight, bias]
-
-
-def _factor_of(
-    node: Node, position: int, facts: ProductFacts, field: str | None = None
-) -> Spec | None:
-    """Return the spec of a product's weight or bias to which an edge leads; None if it is unknown.
+def _weight_of(node: Node, position: int, parameter: Tensor, saved: Tensor | None) -> Spec | None:
+    """Return the spec of a weight to which an edge leads: rule 1 of NOTE [Weights are proved].
 
     Args:
         node: The product's node.
         position: The index of the edge.
-        facts: What is known of the product.
-        field: The field that may save the weight; None of a bias.
+        parameter: The parameter.
+        saved: The weight, if the node saves it.
     """
     producer, index = nodes.producer(node, position)
     base, _ = base_of(producer, index)
-    leaf = _leaf_of(node, position)
-    if leaf is None or leaf._version != facts.versions.get(position):
-        return None
-    if not nodes.is_plain(leaf) or not nodes.has_storage(leaf):
-        return None
-    if base is None or not nodes.is_cast_of_autograd_leaf(base):
-        return _view_of_weight(producer, index, Weight(leaf, leaf._version))
-    if field is not None:
-        saved = nodes.saved_tensor(node, field)
+    if base is not None and nodes.is_cast_of_autograd_leaf(base):
         return None if saved is None else SavedCast(saved)
-    if base is not producer or leaf.nbytes > COPY_LIMIT:
+    if not nodes.is_plain(parameter) or not nodes.has_storage(parameter):
         return None
-    return Leaf(leaf.detach().to(nodes.output_dtype(base, 0)), is_auxiliary=True)
+    return _view_of_weight(producer, index, Weight(parameter, parameter._version))
 
 
 def _view_of_weight(node: Node, index: int, weight: Weight) -> Spec:
@@ -429,31 +330,82 @@ def _view_of_weight(node: Node, index: int, weight: Weight) -> Spec:
     return ViewCall(view.function, (inner,), *arguments_of(node, index, view.arguments))
 
 
-def _frozen_weight(saved: Tensor | None, version: int, model: ModelTensors) -> Spec | None:
-    """Return the spec of a weight that a node saves without an edge.
-
-    Args:
-        saved: The saved tensor.
-        version: The version of the parameter when the product ran.
-        model: The model's parameters and buffers.
-    """
-    parameter = None if saved is None else model.at(saved)
-    if saved is None or parameter is None or parameter._version != version:
-        return None
-    weight = Weight(parameter, version)
+def _frozen_weight(saved: Tensor, parameter: Tensor) -> Spec:
+    """Return the spec of a weight that a node saves without an edge, an alias of a parameter."""
+    weight = Weight(parameter, parameter._version)
     layout = saved.shape, saved.stride()
     if (parameter.shape, parameter.stride()) == layout:
         return weight
     return ViewCall(torch.as_strided, (weight,), *layout, saved.storage_offset())
 
 
-def _frozen_bias(facts: ProductFacts, dtype: torch.dtype) -> Spec | None:
-    """Return the spec of a bias without an edge, for a product of this dtype."""
-    if facts.frozen_bias is None:
+def _bias_of(node: Node, position: int, parameter: Tensor) -> Spec | None:
+    """Return the spec of a bias to which an edge leads: rule 2 of NOTE [Weights are proved]."""
+    if not nodes.is_plain(parameter) or not nodes.has_storage(parameter):
         return None
-    bias, version = facts.frozen_bias
-    if bias._version != version or bias.nbytes > COPY_LIMIT:
+    producer, index = nodes.producer(node, position)
+    base, _ = base_of(producer, index)
+    if base is None or not nodes.is_cast_of_autograd_leaf(base):
+        return _view_of_weight(producer, index, Weight(parameter, parameter._version))
+    return _cast_of(parameter, nodes.output_dtype(base, 0)) if base is producer else None
+
+
+def with_frozen_bias(facts: ProductFacts, node: Node, bias: Tensor) -> ProductFacts:
+    """Return the facts with a bias to which no edge leads, right after its module's forward."""
+    dtype = nodes.output_dtype(node, 0)  # autocast may have cast the bias
+    spec = Weight(bias, bias._version) if bias.dtype is dtype else _cast_of(bias, dtype)
+    return facts._replace(factors=(facts.factors[0], spec))
+
+
+def _cast_of(bias: Tensor, dtype: torch.dtype) -> Leaf | None:
+    if bias.nbytes > COPY_LIMIT:
         return None
-    if bias.dtype is dtype:
-        return Weight(bias, version)
-    return Leaf(bias.detach().to(dtype), is_auxiliary=True)  # autocast has cast it
+    return Leaf(bias.detach().to(dtype), is_auxiliary=True)
+
+
+def product_spec(deriver: Deriver, node: Node, rule: ProductRule, value: Value) -> Spec | str:
+    """Return the spec of a product, or the reason why it has none: see NOTE [Narrow points]."""
+    facts, settings = value.product, deriver.settings
+    if facts is None:
+        return deriver.why(reasons.no_product, node)
+    factors = [spec for spec in facts.factors if spec is not None and spec.is_current()]
+    if len(factors) < len(facts.factors):  # rules 2 and 3 of NOTE [Weights are proved]
+        return deriver.why(reasons.unknown_factors, node)
+    weights = [spec for spec in map(weight_inside, factors) if spec is not None]
+    if settings.weights.is_freed(weights):
+        return reasons.FREED
+    shape, dtype = nodes.output_shape(node, 0), nodes.output_dtype(node, 0)
+    size = shape.numel()
+    flops = rule.flops(node, facts.input_shape, facts.weight_shape, facts.weight)
+    device_type = nodes.output_device(node, 0).type
+    is_in_tf32 = in_tf32(facts.flags, device_type, rule.is_convolution)
+    moved = facts.input_shape.numel() + facts.weight_shape.numel() + size
+    cost = costs.passes(
+        flops,
+        moved * dtype.itemsize,
+        size * dtype.itemsize,
+        costs.flops_per_byte(device_type, dtype, is_in_tf32),
+    )
+    if settings.rejects(cost):
+        return deriver.why(reasons.too_many, settings.max_ops)
+    field, position = rule.operands[1 - facts.weight]
+    x = deriver.input_spec(node, value, position, field, is_rerun=True)
+    if isinstance(x, str):
+        return x
+    operands = [x, factors[0]] if facts.weight == 1 else [factors[0], x]
+    bias: Sequence[Spec | None] = factors[1:] or [None]
+    call = ProductCall(
+        rule.function,
+        [*operands, *bias],
+        arguments_of(node, 0, rule.arguments),
+        Product(
+            cost=cost,
+            narrowing=facts.input_shape.numel() / size,
+            flops=flops,
+            terms=max(1, flops // (2 * size)),
+            flags=facts.flags,
+            weights=weights,
+            dtype=dtype,
+        ),
+    )
+    return deriver.obstacle(call) or call

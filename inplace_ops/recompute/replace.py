@@ -160,6 +160,8 @@ class Replacer:
             self._add_parameters(node, value.norm)
         elif isinstance(rule, ProductRule):
             value.product = facts_of(node, value, rule, self._is_unmodified, self.deriver.model)
+            if value.product is not None:
+                self.frees(value)
         else:
             value.version = node.output_version
 

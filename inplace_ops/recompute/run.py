@@ -67,7 +67,7 @@ from . import nodes, norms
 from .inside_modules import Noting, constant_of, gains_from_notes, is_user_mode_active
 from .nodes import Node
 from .operations import NEEDS_NO_VALUE, OPERATION_OF, OPERATIONS, ProductRule, base_of
-from .products import FrozenBias
+from .products import with_frozen_bias
 from .pytorchs_forward import runs_pytorchs_forward
 from .replace import Replacer
 from .settings import Observer, Settings
@@ -324,19 +324,20 @@ class Engine:
             return
         node, _ = base_of(node, output.output_nr)
         value = None if node is None else value_of(node)
+        facts = None if value is None else value.product
         weight, bias = norms.registered_parameters(module)
-        if value is None or value.product is None or weight is None or bias is None:
+        if value is None or facts is None or weight is None or bias is None:
             return
         rule = OPERATION_OF[type(node)].output  # type: ignore[union-attr]
         assert isinstance(rule, ProductRule)
-        if rule.bias is None or nodes.producer(node, rule.bias)[0] is not None:
+        if facts.factors[1:] != (None,) or rule.bias is None:
+            return  # it has no bias, or the bias is known
+        if nodes.producer(node, rule.bias)[0] is not None:
             return
         if bias.is_inference() or not runs_pytorchs_forward(module):  # has no version, or another
             return
         if self.walker is None or self.walker.is_unmodified(bias, node):
-            frozen = FrozenBias(bias, bias._version)
-            self.replacer.frees(value)
-            value.product = value.product._replace(frozen_bias=frozen)
+            value.product = with_frozen_bias(facts, node, bias)
 
     def warn_of(self, error: Exception, node: Node = None) -> None:
         """Warn of an error inside the engine, at a node if one is given."""
