@@ -162,7 +162,7 @@ def _after_norm(engine: Engine, module: nn.Module, z: Tensor, output: Tensor) ->
     facts = None if value is None else value.norm
     if facts is None or z.nbytes < Settings.MIN_BYTES or is_user_mode_active():
         return None
-    if engine.replacer.is_on_other_stream(node):
+    if not engine.replacer.is_first_on_its_device(nodes.stream_of(node)):
         return None
     call = activation_of(module)
     if call is None or not _ops.has_kernel(z):

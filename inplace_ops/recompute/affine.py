@@ -92,8 +92,9 @@ class NormFacts:
 
     def add_parameters(self, node: Node, parameters: Parameters) -> None:
         """Add the weight and bias that a norm has read, in the form that it needs."""
-        self.statistics = statistics = norms.statistics_of(node)
-        formula = norms.formula_of(node)
+        kind = norms.known_kind_of(node)
+        self.statistics = statistics = norms.statistics_of(node, kind)
+        formula = kind.formula
         if formula == "batch":
             if statistics is not None or norms.can_compute(node):
                 affine = _batch_norm(node, parameters, statistics)
@@ -129,7 +130,7 @@ class NormFacts:
         16 bits. Its result equals the norm's output bit for bit. Return None if parameters or a
         needed eps are unknown, for a batch norm in eval mode, a SyncBatchNorm and an RMS norm.
         """
-        rerun = _RERUNS.get(norms.formula_of(node))
+        rerun = _RERUNS.get(norms.known_kind_of(node).formula)
         if self.parameters is None or rerun is None:
             return None
         return rerun(node, self.parameters, self.eps)
@@ -144,7 +145,7 @@ def affine_of(node: Node, parameters: Parameters, statistics: Statistics | None)
         statistics: What `norms.statistics_of(node)` returns. If that is None,
             `norms.can_compute(node)` must be true.
     """
-    return _FORMULAS[norms.formula_of(node)](node, parameters, statistics)
+    return _FORMULAS[norms.known_kind_of(node).formula](node, parameters, statistics)
 
 
 def _scale_shift(

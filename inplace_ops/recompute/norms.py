@@ -119,7 +119,7 @@ def parameters_of(node: Node) -> Parameters | None:
     The node of an instance norm does not refer to the bias: its edge leads to a copy that repeats
     the bias for each sample.
     """
-    bias_is = _known_kind_of(node).bias_is
+    bias_is = known_kind_of(node).bias_is
     saved, bias = Field(node, "weight"), None
     if saved.is_hidden:
         return None
@@ -138,7 +138,7 @@ def parameters_of(node: Node) -> Parameters | None:
 
 def node_determines_bias(node: Node) -> bool:
     """Whether the node determines the bias: a layer norm's saves it, and an RMS norm has none."""
-    return _known_kind_of(node).bias_is != "hidden"
+    return known_kind_of(node).bias_is != "hidden"
 
 
 def repeated_parameters_of(node: Node) -> Parameters | None:
@@ -213,13 +213,13 @@ def _is_usable(parameter: Tensor | None) -> bool:
     return is_plain(parameter) and has_storage(parameter)
 
 
-def statistics_of(node: Node) -> Statistics | None:
+def statistics_of(node: Node, kind: NormKind | None = None) -> Statistics | None:
     """Return the statistics that a norm has computed, if the affine can be computed from them.
 
     Return None if PyTorch has rounded them to 16 bits after it used them: these are too coarse.
     Also for a batch norm in eval mode, which computes none.
     """
-    kind = _known_kind_of(node)
+    kind = kind or known_kind_of(node)
     if kind.formula == "batch" and not argument(node, "training"):
         return None
     first = saved_tensor(node, "result1")
@@ -297,12 +297,8 @@ def kind_of(node: Node) -> NormKind | None:
     return _KIND_OF[type(node)]
 
 
-def formula_of(node: Node) -> str:
-    """Return the formula of a norm's node."""
-    return _known_kind_of(node).formula
-
-
-def _known_kind_of(node: Node) -> NormKind:
+def known_kind_of(node: Node) -> NormKind:
+    """Return the kind of a norm's node."""
     kind = _KIND_OF[type(node)]
     assert kind is not None
     return kind

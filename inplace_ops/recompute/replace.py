@@ -111,15 +111,15 @@ class Replacer:
         """The turn of the next consumer: see NOTE [Shared values] in `specs.py`."""
         return self._first_turn + self.ordinal + 1
 
-    def is_on_other_stream(self, node: Node) -> bool:
-        """Whether the current CUDA stream is not the first one: 6 of NOTE [Leaves]."""
-        stream = nodes.stream_of(node)
-        return stream is not None and self._streams.setdefault(stream.device, stream) is not stream
+    def is_first_on_its_device(self, stream: torch.cuda.Stream | None) -> bool:
+        """Whether a CUDA stream is that of the first operation: 6 of NOTE [Leaves]."""
+        return stream is None or self._streams.setdefault(stream.device, stream) is stream
 
     def visit(self, node: Node, operation: Operation) -> None:
         """Make a new node's value, and replace its saved tensors where possible."""
         self.ordinal += 1
-        if self.is_on_other_stream(node):
+        stream = nodes.stream_of(node)
+        if stream is not None and not self.is_first_on_its_device(stream):
             node.metadata[KEY] = OTHER_STREAM
             for name in operation.reads:
                 self._report(node, name, reasons.OTHER_STREAM)
@@ -174,7 +174,7 @@ class Replacer:
         if parameters is None:
             return
         # If the node saves the bias, autograd checks its version.
-        if norms.node_determines_bias(node) or self._is_unmodified(parameters.bias, node):
+        if self._is_unmodified(parameters.bias, node) or norms.node_determines_bias(node):
             facts.add_parameters(node, parameters)
 
     def frees(self, value: Value) -> None:
