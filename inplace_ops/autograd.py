@@ -13,8 +13,8 @@ NOTE [Modified before the check]
    PyTorch's in-place ops do.
 2. Autograd checks dirty inputs only after forward. If it rejects one (a leaf that requires grad, a
    view that must not be modified), the data is already overwritten.
-3. So `inplace_ops.dispatch` runs autograd's check before it applies one of these Functions: see
-   `check_inplace_allowed`. An input that is rejected is unchanged.
+3. So `dispatch.py` calls `check_inplace_allowed` before it applies one of these Functions. It runs
+   autograd's check. An input that is rejected is unchanged.
 
 NOTE [Slices and CopySlices]
 
@@ -53,12 +53,30 @@ from . import _ops
 from ._ops import DimOrder, OpArgs
 from ._torch_private import (
     COPY_SLICES,
+    creation_meta,
     is_legacy_batchedtensor,
     is_named,
     running_node,
     running_pass,
 )
 from .activations import ACTIVATIONS, Activation, Save
+
+
+def check_inplace_allowed(input: Tensor) -> None:
+    """Raise autograd's error if it does not allow the tensor to be modified in place.
+
+    See NOTE [Modified before the check].
+    """
+    if input.is_leaf or (
+        input._is_view()
+        and (
+            input._base.is_leaf  # type: ignore[union-attr]
+            or creation_meta(input) != "DEFAULT"
+        )
+    ):
+        # Autograd runs the same check for every in-place op, and raises before the op runs.
+        input.mul_(1)
+        raise AssertionError("autograd was expected to reject modifying this tensor in place")
 
 
 def run_backward(

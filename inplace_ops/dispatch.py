@@ -38,14 +38,13 @@ from torch.compiler import is_compiling
 from . import _ops
 from ._torch_private import (
     are_functorch_transforms_active,
-    creation_meta,
     is_exporting,
     is_functorch_wrapped_tensor,
     jit_tracing_state,
     unwrap_if_dead,
 )
 from .activations import Activation, Save
-from .autograd import APPLY, FUNCTIONS
+from .autograd import APPLY, FUNCTIONS, check_inplace_allowed
 from .recompute.functions import recomputed_activation
 from .recompute.nodes import grad_fn_of, no_graph
 from .recompute.norms import norm_of, source_of
@@ -250,20 +249,3 @@ def _check_inference_tensor(input: Tensor) -> None:
             "Inplace update to inference tensor outside InferenceMode is not allowed. You can make "
             "a clone to get a normal tensor before doing inplace update."
         )
-
-
-def check_inplace_allowed(input: Tensor) -> None:
-    """Raise autograd's error if it does not allow the tensor to be modified in place.
-
-    See NOTE [Modified before the check] in `autograd.py`.
-    """
-    if input.is_leaf or (
-        input._is_view()
-        and (
-            input._base.is_leaf  # type: ignore[union-attr]
-            or creation_meta(input) != "DEFAULT"
-        )
-    ):
-        # Autograd runs the same check for every in-place op, and raises before the op runs.
-        input.mul_(1)
-        raise AssertionError("autograd was expected to reject modifying this tensor in place")

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from .. import _ops
 from .._torch_private import DisableTorchFunction, gradient_hooks, has_backward_hooks
 from ..activations import RELU, Activation
-from ..dispatch import check_inplace_allowed
+from ..autograd import check_inplace_allowed
 from ..supported import activation_of, is_pytorchs
 from . import engine as engine_module, nodes, norms
 from .engine import Engine, affine_of, running_engine
