@@ -91,7 +91,6 @@ REPEAT = "RepeatBackward0"
 SUB = "SubBackward0"
 SYNC_BATCH_NORM = "SyncBatchNormBackward"
 TO_COPY = "ToCopyBackward0"
-UNSAFE_VIEW = "UnsafeViewBackward0"
 # Their outputs share the input's memory, and are not views of it.
 UNSAFE_SPLITS = frozenset({"UnsafeSplitBackward0", "UnsafeSplitWithSizesBackward0"})
 # The grad_fn of a traced graph's input that requires grad; "NoneType" is that of another input.
@@ -391,11 +390,6 @@ class WeakTensor(weakref.ref[Tensor]):
         if tensor is not None:
             tensor._fix_weakref()  # type: ignore[attr-defined]
         return tensor
-
-
-def elements_share_memory(tensor: Tensor) -> bool:
-    """Whether elements certainly share memory, as after `expand`; in-place ops check this too."""
-    return torch._debug_has_internal_overlap(tensor) == 1
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
