@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from . import _ops
 from ._ops import Save as Save
 
-MaskSave = Literal["mask", "output", "recompute"]  # one bit determines the derivative
-OutputSave = Literal["output", "derivative", "recompute"]  # all others
+MaskSave = Literal["mask", "output"]  # one bit determines the derivative
+OutputSave = Literal["output", "derivative"]  # all others
 
 Errors = Mapping[torch.dtype, Mapping[int, float]]
 
@@ -48,8 +48,7 @@ class Activation:
             here and in PyTorch.
         output_errors: The largest absolute error of the derivative with save="output", by dtype and
             bits; 0 if the input is recovered exactly.
-        save_modes: The save modes other than "recompute", which every activation has. The first one
-            is the default, and packs bits.
+        save_modes: The save modes. The first one is the default, and packs bits.
     """
 
     function: str
@@ -101,7 +100,7 @@ class Activation:
         For a dtype without kernels the number has no meaning: the op, or its fake, rejects the
         dtype.
         """
-        return 0 if save == "recompute" else self.ops.default_bits[save].get(dtype, 8)
+        return self.ops.default_bits[save].get(dtype, 8)
 
     def derivative_error(self, save: Save, dtype: torch.dtype, bits: int) -> float | None:
         """Return the largest absolute error of the derivative, or None.
@@ -223,9 +222,18 @@ ACTIVATIONS = (RELU, LEAKY_RELU, RELU6, SILU, GELU, GELU_TANH, HARDSWISH, MISH)
 
 
 def check_save(activation: Activation, save: str) -> None:
-    """Raise ValueError unless `save` is a save mode of the activation."""
-    if save not in activation.save_modes and save != "recompute":
-        expected = ", ".join(f'"{choice}"' for choice in activation.save_modes) + ' or "recompute"'
+    """Raise ValueError unless `save` is a save mode of the activation.
+
+    Raises:
+        TypeError: If `save` is "recompute", which was a save mode once.
+    """
+    if save not in activation.save_modes:
+        if save == "recompute":
+            raise TypeError(
+                f'{activation.function}: save="recompute" was removed: inplace_ops.convert(model) '
+                "recomputes activations after a norm"
+            )
+        expected = " or ".join(f'"{choice}"' for choice in activation.save_modes)
         raise ValueError(f"{activation.function}: save must be {expected}, got {save!r}")
 
 
@@ -233,8 +241,6 @@ def check_bits(name: str, save: str, bits: int | None) -> None:
     """Raise ValueError unless a smooth activation supports `bits` with the save mode `save`."""
     if bits is None:
         return
-    if save == "recompute":
-        raise ValueError(f'{name}: save="recompute" saves no bits, got bits={bits!r}')
     choices, expected = ((1, 8), "1, 8") if save == "output" else ((8, 16, 32), "8, 16, 32")
     if not isinstance(bits, int) or isinstance(bits, bool) or bits not in choices:
         raise ValueError(

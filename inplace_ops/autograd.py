@@ -391,7 +391,7 @@ class DerivativeFunction(_InPlaceFunction):
 def _functions_of(activation: Activation) -> Iterator[type[_InPlaceFunction]]:
     """Yield a Function for each way in which an activation saves tensors.
 
-    save="recompute" needs none. Autograd shows a Function's name as the name of its nodes.
+    Autograd shows a Function's name as the name of its nodes.
     """
     bases: dict[str, type[_InPlaceFunction]] = {"Function": MaskFunction}
     if not activation.is_piecewise_linear:

@@ -14,18 +14,16 @@ NOTE [Order of decisions]
    forward-mode tangent: call `decomposed`, which these understand.
 5. No gradient is needed: overwrite the input, and save nothing.
 6. The input is a functorch wrapper whose transform has ended: start over with the tensor inside.
-7. save="recompute": overwrite the input, and let backward recompute it from the norm's input. If
-   the norm or its tensors are not available, use the fallback or the default save mode, or raise:
-   see `_after_norm`.
-8. Otherwise: apply an in-place Function of `autograd.py`, on the local part of a DTensor.
+7. Otherwise: apply an in-place Function of `autograd.py`, on the local part of a DTensor.
 
-Cases 5, 7 and 8 check whether the input may be modified before they modify it: see NOTE [Modified
+Cases 5 and 7 check whether the input may be modified before they modify it: see NOTE [Modified
 before the check] in `autograd.py`.
 """
 
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -37,6 +35,7 @@ from torch.compiler import is_compiling
 
 from . import _ops
 from ._torch_private import (
+    DisableTorchFunction,
     are_functorch_transforms_active,
     is_exporting,
     is_functorch_wrapped_tensor,
@@ -45,9 +44,6 @@ from ._torch_private import (
 )
 from .activations import Activation, Save
 from .autograd import APPLY, FUNCTIONS, check_inplace_allowed
-from .recompute.functions import recomputed_activation
-from .recompute.nodes import grad_fn_of, no_graph
-from .recompute.norms import norm_of, source_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -61,7 +57,6 @@ def dispatch(
     save: Save,
     bits: int | None,
     arguments: tuple[Any, ...] = (),
-    fallback: Save | None = None,
 ) -> Tensor:
     """Replace `input` by its activation and return `input` itself: see NOTE [Order of decisions].
 
@@ -71,8 +66,6 @@ def dispatch(
         save: The save mode, which must be one of the activation's.
         bits: The number of packed bits per element; None for the default.
         arguments: The activation's scalar arguments.
-        fallback: The save mode to use if `save` is "recompute" and `input` is not the output of a
-            norm. None raises instead.
     """
     if not isinstance(input, Tensor) or input.layout is not torch.strided:
         raise _not_strided_error(activation, input)
@@ -91,10 +84,8 @@ def dispatch(
     if not (input.requires_grad and is_grad_enabled()):
         return _without_grad(activation, input, arguments)
     if is_functorch_wrapped_tensor(input):  # the transform has ended
-        dispatch(activation, unwrap_if_dead(input), save, bits, arguments, fallback)
+        dispatch(activation, unwrap_if_dead(input), save, bits, arguments)
         return input
-    if save == "recompute":
-        return _after_norm(activation, input, fallback, bits, arguments)
     return _with_grad(activation, input, save, bits, arguments)
 
 
@@ -170,7 +161,7 @@ def _without_grad(activation: Activation, input: Tensor, arguments: tuple[Any, .
         raise
     increment_version(input)
     if input.requires_grad and input._is_view():
-        grad_fn_of(input)  # see NOTE [In place on a view] in `recompute/fused.py`
+        _update_grad_fn(input)
     return input
 
 
@@ -196,50 +187,14 @@ def _with_grad(
         raise
 
 
-def _after_norm(
-    activation: Activation,
-    input: Tensor,
-    fallback: Save | None,
-    bits: int | None,
-    arguments: tuple[Any, ...],
-) -> Tensor:
-    norm = norm_of(input)
-    if norm is None and fallback is None:
-        check_inplace_allowed(input)
-        raise RuntimeError(_no_norm_error(activation, input))
-    source = norm and source_of(norm)
-    if norm is None or source is None:
-        save = fallback or activation.save_modes[0]
-        return _with_grad(activation, input, save, bits, arguments)
-    check_inplace_allowed(input)
-    op_args = _ops.OpArgs(_ops.dim_order_of(norm.output), arguments)
+def _update_grad_fn(view: Tensor) -> None:
+    """Let autograd update a view's `grad_fn`, which it does when it is read.
 
-    def in_place(z: Tensor) -> Tensor:
-        activation.ops.call_in_place(z, op_args.dim_order, *arguments)
-        return z
-
-    try:
-        with no_graph():
-            affine = source.affine()
-        recomputed_activation(norm.output, source.x, affine, activation, op_args, in_place)
-    except NotImplementedError as error:
-        raise _ops.unsupported(activation.function, input) from error
-    if norm.output is not input:
-        grad_fn_of(input)  # see NOTE [In place on a view] in `recompute/fused.py`
-    return input
-
-
-def _no_norm_error(activation: Activation, input: Tensor) -> str:
-    found = f"that of {type(input.grad_fn).__name__}"
-    if input._version != 0:
-        found = "a tensor that was written to after it was computed"
-    elif type(input) is not Tensor:
-        found = f"a {type(input).__name__}"
-    return (
-        f'{activation.function}: save="recompute" needs the unchanged output of a batch, group, '
-        f"instance or layer norm, which it recomputes from the norm's input, but got {found}: "
-        f'use it right after the norm, or save="{activation.save_modes[0]}"'
-    )
+    See 2 of NOTE [In place on a view] in `recompute/fused.py`. Autograd raises for one of several
+    outputs of an operation.
+    """
+    with suppress(RuntimeError), DisableTorchFunction():
+        _ = view.grad_fn
 
 
 def _check_inference_tensor(input: Tensor) -> None:

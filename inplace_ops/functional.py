@@ -40,21 +40,15 @@ def relu_(input: Tensor, *, save: MaskSave = "mask") -> Tensor:
             - "mask": one bit per element. The output may be modified afterwards.
             - "output": the output itself, as `torch.relu_` does. That takes no extra memory if the
               next layer saves its input anyway. The output must not be modified before backward.
-            - "recompute": nothing per element. `input` must be the unmodified output of a batch,
-              group, instance or layer norm. Backward recomputes it from the norm's input, which
-              the norm saves anyway. The output may be modified afterwards.
 
-            "recompute" saves the default instead if the norm's input or bias is not available: the
-            norm ran inside a checkpoint or under saved-tensor hooks, it has a weight and a frozen
-            bias, or its statistics are saved in 16 bits. Compiled code runs PyTorch's activation,
-            which the compiler recomputes.
+            After a norm, `inplace_ops.convert(model)` saves less than either.
 
     Raises:
         RuntimeError: If `torch.relu_` raises too: for a leaf that requires grad, a view that
-            autograd does not allow to be modified, overlapping memory, an unsupported dtype. Also
-            if `save` is "recompute" and `input` is not the output of a norm. `input` is unchanged.
+            autograd does not allow to be modified, overlapping memory, an unsupported dtype.
+            `input` is unchanged.
         NotImplementedError: If there is no kernel for the tensor's layout or device.
-        TypeError: If `input` is not a tensor.
+        TypeError: If `input` is not a tensor, or `save` is "recompute", which was removed.
         ValueError: If `save` is not one of the above.
     """
     if has_torch_function_unary(input):
@@ -70,9 +64,9 @@ def leaky_relu_(input: Tensor, negative_slope: float = 0.01, *, save: MaskSave =
         input: See `relu_`, but floating point only.
         negative_slope: Any real number. With save="mask" the gradient is also right for a negative
             one.
-        save: See `relu_`: "mask" saves one bit per element, "output" the output itself, and
-            "recompute" nothing per element. "output" requires `negative_slope >= 0`, because
-            backward reads the sign of the input from the output.
+        save: See `relu_`: "mask" saves one bit per element, "output" the output itself. "output"
+            requires `negative_slope >= 0`, because backward reads the sign of the input from the
+            output.
 
     Raises:
         TypeError: If `negative_slope` is not a real number.
@@ -91,8 +85,7 @@ def relu6_(input: Tensor, *, save: MaskSave = "mask") -> Tensor:
 
     Args:
         input: See `relu_`. Integer tensors are passed to `torch.nn.functional.relu6`.
-        save: See `relu_`: "mask" saves one bit per element, "output" the output itself, and
-            "recompute" nothing per element.
+        save: See `relu_`: "mask" saves one bit per element, "output" the output itself.
 
     Raises:
         RuntimeError, NotImplementedError, TypeError, ValueError: See `relu_`.
@@ -119,7 +112,8 @@ def silu_(input: Tensor, *, save: OutputSave = "output", bits: int | None = None
               The output must not be modified before backward.
             - "derivative": silu'(x), rounded to a grid of `bits` bits per element. The output may
               be modified afterwards. There is no second derivative.
-            - "recompute": nothing per element, right after a norm: see `relu_`.
+
+            After a norm, `inplace_ops.convert(model)` saves less than either.
         bits: The number of bits per element. With "output" it is 1, 8 or None; None is the fewest
             with which the gradient passes `torch.testing`'s default tolerances against PyTorch's:
             1 in float64, 6 in float32, 7 in float16 and 5 in bfloat16. The derivative is then off
@@ -157,7 +151,7 @@ def gelu_(
         input: See `relu_`, but floating point only.
         approximate: "none" or "tanh".
         save: See `silu_`: "output" saves the output and `bits` bits per element, "derivative"
-            `bits` bits per element, and "recompute" nothing per element.
+            `bits` bits per element.
         bits: See `silu_`. With "output" the derivative is off by at most 3.8e-6 in float32. With
             "derivative" rounding changes it by at most 2.5e-3, 1e-5 and 1.5e-10 with 8, 16 and 32
             bits.
@@ -183,7 +177,7 @@ def hardswish_(input: Tensor, *, save: OutputSave = "output", bits: int | None =
     Args:
         input: See `relu_`, but floating point only.
         save: See `silu_`: "output" saves the output and `bits` bits per element, "derivative"
-            `bits` bits per element, and "recompute" nothing per element.
+            `bits` bits per element.
         bits: See `silu_`, except that None with "output" is 6 in float16. With "output" the
             derivative is off by at most 5.2e-6 in float32. With "derivative" rounding changes it
             by at most 4e-3, 1.6e-5 and 2.4e-10 with 8, 16 and 32 bits.
@@ -206,7 +200,7 @@ def mish_(input: Tensor, *, save: OutputSave = "output", bits: int | None = None
     Args:
         input: See `relu_`, but floating point only.
         save: See `silu_`: "output" saves the output and `bits` bits per element, "derivative"
-            `bits` bits per element, and "recompute" nothing per element.
+            `bits` bits per element.
         bits: See `silu_`. With "output" the derivative is off by at most 4.5e-6 in float32.
 
     Raises:

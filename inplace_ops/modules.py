@@ -10,11 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy, Tracer
 from torch.jit import is_scripting  # type: ignore[attr-defined]
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from . import activations, functional
 from .activations import Activation, MaskSave, OutputSave, check_bits, check_save
-from .dispatch import dispatch
 from .functional import check_approximate, check_leaky_relu
 
 __all__ = ["GELU", "Hardswish", "LeakyReLU", "Mish", "ReLU", "ReLU6", "SiLU"]
@@ -58,10 +56,6 @@ class _InPlaceModule(nn.Module):
     torch.jit.script compiles only the first branch of `forward`, which is PyTorch's own activation.
     torch.fx records a call as a call of a module, as for the modules of `torch.nn`.
 
-    With save="recompute" and an input that is not a norm's output, the function raises. A module
-    uses its default save mode instead, because the layers before a module may change during the
-    life of a model.
-
     Attributes:
         _default_activation: The activation, from the table; of GELU its default form.
     """
@@ -81,8 +75,6 @@ class _InPlaceModule(nn.Module):
             return self._torch(input, False)
         elif _has_no_kernel(input):
             return super().forward(input)
-        elif self.save == "recompute":
-            return self._after_norm(input)
         else:
             return self._in_place(input)
 
@@ -93,21 +85,6 @@ class _InPlaceModule(nn.Module):
     def _in_place(self, input: Tensor) -> Tensor:
         """Apply this package's in-place activation."""
         raise NotImplementedError
-
-    def _activation(self) -> Activation:
-        """Return the activation that this module computes."""
-        return self._default_activation
-
-    def _after_norm(self, input: Tensor) -> Tensor:
-        """Apply the in-place activation with save="recompute", after a norm or not."""
-        activation = self._activation()
-        scalars = tuple([getattr(self, name) for name in activation.scalars])
-        bits = vars(self).get("bits")  # nn.Module.__getattr__ is slow for a missing attribute
-        arguments: Any = (activation, input, "recompute", bits, scalars, activation.save_modes[0])
-        # True for subclasses, and under a mode such as that of torch.set_default_device.
-        if has_torch_function_unary(input):
-            return handle_torch_function(dispatch, (input,), *arguments)
-        return dispatch(*arguments)
 
     def extra_repr(self) -> str:
         """Return the parent's arguments, and `save` and `bits` if they are not the defaults."""
@@ -149,7 +126,7 @@ class ReLU(_MaskModule, nn.ReLU):
 
     Args:
         inplace: False behaves like `torch.nn.ReLU()`.
-        save: "mask", "output" or "recompute": see `inplace_ops.relu_`.
+        save: "mask" or "output": see `inplace_ops.relu_`.
 
     Shape: any. The output is the input itself.
     """
@@ -169,7 +146,7 @@ class LeakyReLU(_InPlaceModule, nn.LeakyReLU):
     Args:
         negative_slope: Any real number; save="output" requires that it is at least 0.
         inplace: False behaves like `torch.nn.LeakyReLU(negative_slope)`.
-        save: "mask", "output" or "recompute": see `inplace_ops.leaky_relu_`.
+        save: "mask" or "output": see `inplace_ops.leaky_relu_`.
 
     Shape: any. The output is the input itself.
     """
@@ -195,7 +172,7 @@ class ReLU6(_MaskModule, nn.ReLU6):
 
     Args:
         inplace: False behaves like `torch.nn.ReLU6()`.
-        save: "mask", "output" or "recompute": see `inplace_ops.relu6_`.
+        save: "mask" or "output": see `inplace_ops.relu6_`.
 
     Shape: any. The output is the input itself.
     """
@@ -214,7 +191,7 @@ class SiLU(_OutputModule, nn.SiLU):
 
     Args:
         inplace: False behaves like `torch.nn.SiLU()`.
-        save: "output", "derivative" or "recompute": see `inplace_ops.silu_`.
+        save: "output" or "derivative": see `inplace_ops.silu_`.
         bits: Bits per element to save, None for the default: see `inplace_ops.silu_`.
 
     Shape: any. The output is the input itself.
@@ -235,7 +212,7 @@ class GELU(_InPlaceModule, nn.GELU):
     Args:
         approximate: "none" or "tanh": see `inplace_ops.gelu_`.
         inplace: False behaves like `torch.nn.GELU(approximate)`.
-        save: "output", "derivative" or "recompute": see `inplace_ops.gelu_`.
+        save: "output" or "derivative": see `inplace_ops.gelu_`.
         bits: Bits per element to save, None for the default: see `inplace_ops.gelu_`.
 
     Shape: any. The output is the input itself.
@@ -260,9 +237,6 @@ class GELU(_InPlaceModule, nn.GELU):
         self.save = save
         self.bits = bits
 
-    def _activation(self) -> Activation:
-        return activations.GELU if self.approximate == "none" else activations.GELU_TANH
-
     def _torch(self, input: Tensor, inplace: bool) -> Tensor:
         output = F.gelu(input, approximate=self.approximate)
         return input.copy_(output) if inplace else output
@@ -281,7 +255,7 @@ class Hardswish(_OutputModule, nn.Hardswish):
 
     Args:
         inplace: False behaves like `torch.nn.Hardswish()`.
-        save: "output", "derivative" or "recompute": see `inplace_ops.hardswish_`.
+        save: "output" or "derivative": see `inplace_ops.hardswish_`.
         bits: Bits per element to save, None for the default: see `inplace_ops.hardswish_`.
 
     Shape: any. The output is the input itself.
@@ -301,7 +275,7 @@ class Mish(_OutputModule, nn.Mish):
 
     Args:
         inplace: False behaves like `torch.nn.Mish()`.
-        save: "output", "derivative" or "recompute": see `inplace_ops.mish_`.
+        save: "output" or "derivative": see `inplace_ops.mish_`.
         bits: Bits per element to save, None for the default: see `inplace_ops.mish_`.
 
     Shape: any. The output is the input itself.

@@ -14,7 +14,7 @@ activation's input. The replacement depends on that operation:
   of a pointwise operation in backward, and saves no input of an activation for it. It cannot
   recompute custom ops, and Inductor cannot fuse them.
 
-With save="recompute" or an activation memory budget, the first case too is PyTorch's activation.
+With an activation memory budget, the first case too is PyTorch's activation.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _traced(
     activation: Activation, input: Tensor, save: Save, bits: int | None, *arguments: Any
 ) -> None:
     if type(input) is Tensor:  # Dynamo's backend "eager" runs the graph as it is
-        dispatch(activation, input, save, bits, arguments, fallback=activation.save_modes[0])
+        dispatch(activation, input, save, bits, arguments)
         return
     if input._is_view() and _may_overlap(input):
         raise RuntimeError(
@@ -157,12 +157,8 @@ def _save_mode(
     if not needs_grad(input):
         return None
     if _is_graph_input(input):  # PyTorch's activation would save it, and read it overwritten
-        return activation.save_modes[0] if save == "recompute" else save
-    if (
-        save == "recompute"
-        or has_activation_memory_budget()
-        or _torch_saves_only_output(activation, arguments)
-    ):
+        return save
+    if has_activation_memory_budget() or _torch_saves_only_output(activation, arguments):
         return None
     return save if _is_matmul_output(input) else None
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -86,18 +85,6 @@ class Norm(NamedTuple):
 
     node: Node
     output: Tensor
-
-
-class NormSource(NamedTuple):
-    """The input and the affine that a norm's output is recomputed from.
-
-    Attributes:
-        x: The norm's input, in the output's shape and dtype.
-        affine: Computes the norm's affine. Call it with gradients disabled.
-    """
-
-    x: Tensor
-    affine: Callable[[], NormAffine]
 
 
 class Statistics(NamedTuple):
@@ -177,41 +164,6 @@ def input_of(norm: Norm) -> Tensor | None:
     return x if has_storage(x) else None
 
 
-def source_of(norm: Norm) -> NormSource | None:
-    """Return the input and the affine that a norm's output is recomputed from; None if unavailable.
-
-    They are unavailable if
-
-    - the norm ran inside a checkpoint or under other saved-tensor hooks,
-    - its tensors are DTensors,
-    - its bias is frozen, unless it is a layer norm, whose node saves the bias,
-    - the memory of its parameters is freed until backward, as FSDP does, or
-    - its statistics are saved in 16 bits.
-    """
-    node = norm.node
-    try:
-        statistics = statistics_of(node)
-        x = input_of(norm) if statistics is not None or can_compute(node) else None
-        parameters = None if x is None else parameters_of(node)
-        if x is not None and parameters is None and not node_determines_bias(node):
-            parameters = _repeated_parameters_of(node)
-            if parameters is None and _has_no_parameters(node):
-                # Assume affine=False. A frozen bias without a weight looks the same
-                # (docs/compatibility.md says so).
-                parameters = Parameters(None, None)
-    except RuntimeError:  # freed or modified: the norm's own backward raises
-        return None
-    if x is None or parameters is None:
-        return None
-    return NormSource(x, partial(affine_of, node, parameters, statistics))
-
-
-def _has_no_parameters(node: Node) -> bool:
-    if has_hooks(node, "weight"):
-        return False
-    return saved_tensor(node, "weight") is None and producer(node, 2)[0] is None
-
-
 def parameters_of(node: Node) -> Parameters | None:
     """Return the weight and bias that a norm's node refers to; None if it does not refer to both.
 
@@ -280,12 +232,7 @@ def node_determines_bias(node: Node) -> bool:
 
 
 def _repeated_parameters_of(node: Node) -> Parameters | None:
-    """Return an instance norm's weight, repeated for each sample, and its bias.
-
-    This assumes that the batch norm read the repeated bias unmodified. Code that implements an
-    instance norm itself may modify the repeated bias under `no_grad` before, which the graph does
-    not show (docs/compatibility.md says so).
-    """
+    """Return an instance norm's weight, repeated for each sample, and its bias."""
     repeats = [producer(node, index)[0] for index in (1, 2)]
     if any(not is_named(repeat, REPEAT) for repeat in repeats):
         return None
