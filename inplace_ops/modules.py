@@ -68,18 +68,16 @@ class _InPlaceModule(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Apply the activation."""
         if is_scripting():
-            return self._torch(input, self.inplace)
+            return self._scripted(input)
         elif _is_traced(input):
             return _traced(self, input)
-        elif not self.inplace:
-            return self._torch(input, False)
-        elif _has_no_kernel(input):
+        elif not self.inplace or _has_no_kernel(input):
             return super().forward(input)
         else:
             return self._in_place(input)
 
-    def _torch(self, input: Tensor, inplace: bool) -> Tensor:
-        """Apply PyTorch's own activation."""
+    def _scripted(self, input: Tensor) -> Tensor:
+        """Apply PyTorch's own activation, as the parent does: TorchScript has no `super`."""
         raise NotImplementedError
 
     def _in_place(self, input: Tensor) -> Tensor:
@@ -106,6 +104,10 @@ class _MaskModule(_InPlaceModule):
         super().__init__(inplace)
         self.save = save
 
+    def _in_place(self, input: Tensor) -> Tensor:
+        function = getattr(functional, self._default_activation.function)
+        return function(input, save=self.save)
+
 
 class _OutputModule(_InPlaceModule):
     """Base class of the smooth modules without further arguments."""
@@ -120,6 +122,10 @@ class _OutputModule(_InPlaceModule):
         self.save = save
         self.bits = bits
 
+    def _in_place(self, input: Tensor) -> Tensor:
+        function = getattr(functional, self._default_activation.function)
+        return function(input, save=self.save, bits=self.bits)
+
 
 class ReLU(_MaskModule, nn.ReLU):
     """`torch.nn.ReLU` that overwrites its input and saves one bit per element for backward.
@@ -133,11 +139,8 @@ class ReLU(_MaskModule, nn.ReLU):
 
     _default_activation = activations.RELU
 
-    def _torch(self, input: Tensor, inplace: bool) -> Tensor:
-        return F.relu(input, inplace)
-
-    def _in_place(self, input: Tensor) -> Tensor:
-        return functional.relu_(input, save=self.save)
+    def _scripted(self, input: Tensor) -> Tensor:
+        return F.relu(input, self.inplace)
 
 
 class LeakyReLU(_InPlaceModule, nn.LeakyReLU):
@@ -160,8 +163,8 @@ class LeakyReLU(_InPlaceModule, nn.LeakyReLU):
         super().__init__(negative_slope, inplace)
         self.save = save
 
-    def _torch(self, input: Tensor, inplace: bool) -> Tensor:
-        return F.leaky_relu(input, self.negative_slope, inplace)
+    def _scripted(self, input: Tensor) -> Tensor:
+        return F.leaky_relu(input, self.negative_slope, self.inplace)
 
     def _in_place(self, input: Tensor) -> Tensor:
         return functional.leaky_relu_(input, self.negative_slope, save=self.save)
@@ -179,11 +182,8 @@ class ReLU6(_MaskModule, nn.ReLU6):
 
     _default_activation = activations.RELU6
 
-    def _torch(self, input: Tensor, inplace: bool) -> Tensor:
-        return F.relu6(input, inplace)
-
-    def _in_place(self, input: Tensor) -> Tensor:
-        return functional.relu6_(input, save=self.save)
+    def _scripted(self, input: Tensor) -> Tensor:
+        return F.relu6(input, self.inplace)
 
 
 class SiLU(_OutputModule, nn.SiLU):
@@ -199,11 +199,8 @@ class SiLU(_OutputModule, nn.SiLU):
 
     _default_activation = activations.SILU
 
-    def _torch(self, input: Tensor, inplace: bool) -> Tensor:
-        return F.silu(input, inplace)
-
-    def _in_place(self, input: Tensor) -> Tensor:
-        return functional.silu_(input, save=self.save, bits=self.bits)
+    def _scripted(self, input: Tensor) -> Tensor:
+        return F.silu(input, self.inplace)
 
 
 class GELU(_InPlaceModule, nn.GELU):
@@ -237,9 +234,9 @@ class GELU(_InPlaceModule, nn.GELU):
         self.save = save
         self.bits = bits
 
-    def _torch(self, input: Tensor, inplace: bool) -> Tensor:
+    def _scripted(self, input: Tensor) -> Tensor:
         output = F.gelu(input, approximate=self.approximate)
-        return input.copy_(output) if inplace else output
+        return input.copy_(output) if self.inplace else output
 
     def _in_place(self, input: Tensor) -> Tensor:
         return functional.gelu_(input, self.approximate, save=self.save, bits=self.bits)
@@ -263,11 +260,8 @@ class Hardswish(_OutputModule, nn.Hardswish):
 
     _default_activation = activations.HARDSWISH
 
-    def _torch(self, input: Tensor, inplace: bool) -> Tensor:
-        return F.hardswish(input, inplace)
-
-    def _in_place(self, input: Tensor) -> Tensor:
-        return functional.hardswish_(input, save=self.save, bits=self.bits)
+    def _scripted(self, input: Tensor) -> Tensor:
+        return F.hardswish(input, self.inplace)
 
 
 class Mish(_OutputModule, nn.Mish):
@@ -283,8 +277,5 @@ class Mish(_OutputModule, nn.Mish):
 
     _default_activation = activations.MISH
 
-    def _torch(self, input: Tensor, inplace: bool) -> Tensor:
-        return F.mish(input, inplace)
-
-    def _in_place(self, input: Tensor) -> Tensor:
-        return functional.mish_(input, save=self.save, bits=self.bits)
+    def _scripted(self, input: Tensor) -> Tensor:
+        return F.mish(input, self.inplace)
