@@ -29,7 +29,7 @@ steps: the Python cost of each activation and consumer, in networks that are bou
 ResNet-18 at batch 1 for images of 32 x 32, 40 blocks of convolution, batch norm and activation, and
 40 of linear layer, layer norm and GELU. The blocks' tensors have 9 and 8 KiB; also 1 KiB, which is
 less than `convert` replaces. PyTorch's activations, in place where it has that, are compared with
-this package's modules by default, with save="recompute", and with `convert`, in and out of place.
+this package's modules, and with `convert`, in and out of place.
 
 calls: the host time of each Python function and C function in a step of the 40 blocks with SiLU,
 from Python's profiler (cProfile). The profiler adds about a microsecond to each call, so the times
@@ -530,7 +530,7 @@ def _by_activation(network: HostBound, device: str) -> dict[str, Step]:
     if any(a.torch_inplace for a in ACTIVATIONS if a.name == network.activation):
         in_place = partial(theirs, inplace=True)
         makers = {IN_PLACE: in_place, **makers, "convert, in place": in_place}
-    makers |= {"modules": ours, "modules, recompute": partial(ours, save="recompute")}
+    makers["modules"] = ours
     models = {label: network.build(make).to(device) for label, make in makers.items()}
     baseline = next(iter(models.values()))
     for label, model in models.items():

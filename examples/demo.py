@@ -1,8 +1,8 @@
 """Train one network in three variants, and compare memory, time, gradients and losses.
 
 1. PyTorch: activations are `nn.SiLU(inplace=True)`. PyTorch saves each activation's input.
-2. modules: activations are `inplace_ops.SiLU(save="recompute")`, a drop-in that saves nothing right
-   after a norm. The default, `inplace_ops.SiLU()`, saves 6 bits per element after any layer.
+2. modules: activations are `inplace_ops.SiLU()`, a drop-in that saves its output, which the next
+   layer saves anyway, and 6 bits per element.
 3. convert: PyTorch's network after `inplace_ops.convert(model)`. Whatever follows cheaply from
    other saved tensors is recomputed in backward: here outputs of norms and of activations.
 
@@ -100,7 +100,7 @@ def variants(example: Tensor, epochs: int) -> dict[str, Variant]:
     pytorch = network(partial(nn.SiLU, inplace=True)).to(example.device)
     before = inplace_ops.analyze(pytorch, example)
 
-    modules = network(partial(inplace_ops.SiLU, save="recompute")).to(example.device)
+    modules = network(inplace_ops.SiLU).to(example.device)
     drop_in = inplace_ops.analyze(modules, example)
 
     converted = network(partial(nn.SiLU, inplace=True)).to(example.device)

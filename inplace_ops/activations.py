@@ -231,7 +231,7 @@ def check_save(activation: Activation, save: str) -> None:
         if save == "recompute":
             raise TypeError(
                 f'{activation.function}: save="recompute" was removed: inplace_ops.convert(model) '
-                "recomputes activations after a norm"
+                f"recomputes torch.nn.{activation.name} after a norm"
             )
         expected = " or ".join(f'"{choice}"' for choice in activation.save_modes)
         raise ValueError(f"{activation.function}: save must be {expected}, got {save!r}")

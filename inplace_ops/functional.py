@@ -41,7 +41,8 @@ def relu_(input: Tensor, *, save: MaskSave = "mask") -> Tensor:
             - "output": the output itself, as `torch.relu_` does. That takes no extra memory if the
               next layer saves its input anyway. The output must not be modified before backward.
 
-            After a norm, `inplace_ops.convert(model)` saves less than either.
+            After a norm PyTorch's activation saves less than either, if the model is converted: see
+            `inplace_ops.convert`.
 
     Raises:
         RuntimeError: If `torch.relu_` raises too: for a leaf that requires grad, a view that
@@ -113,7 +114,8 @@ def silu_(input: Tensor, *, save: OutputSave = "output", bits: int | None = None
             - "derivative": silu'(x), rounded to a grid of `bits` bits per element. The output may
               be modified afterwards. There is no second derivative.
 
-            After a norm, `inplace_ops.convert(model)` saves less than either.
+            After a norm PyTorch's activation saves less than either, if the model is converted: see
+            `inplace_ops.convert`.
         bits: The number of bits per element. With "output" it is 1, 8 or None; None is the fewest
             with which the gradient passes `torch.testing`'s default tolerances against PyTorch's:
             1 in float64, 6 in float32, 7 in float16 and 5 in bfloat16. The derivative is then off

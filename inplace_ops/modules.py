@@ -57,10 +57,10 @@ class _InPlaceModule(nn.Module):
     torch.fx records a call as a call of a module, as for the modules of `torch.nn`.
 
     Attributes:
-        _activation: The activation, from the table; of GELU its default form.
+        _default_activation: The activation, from the table; of GELU its default form.
     """
 
-    _activation: ClassVar[Activation]
+    _default_activation: ClassVar[Activation]
     if TYPE_CHECKING:
         inplace: bool
         save: Any
@@ -88,7 +88,7 @@ class _InPlaceModule(nn.Module):
         """Return the parent's arguments, and `save` and `bits` if they are not the defaults."""
         save, bits = vars(self)["save"], vars(self).get("bits")
         parts = [super().extra_repr()]
-        if save != self._activation.save_modes[0]:
+        if save != self._default_activation.save_modes[0]:
             parts.append(f"save={save!r}")
         if bits is not None:
             parts.append(f"bits={bits}")
@@ -99,13 +99,13 @@ class _MaskModule(_InPlaceModule):
     """Base class of the piecewise-linear modules without scalar arguments."""
 
     def __init__(self, inplace: bool = True, *, save: MaskSave = "mask") -> None:
-        _check_inplace(self._activation, inplace)
-        check_save(self._activation, save)
+        _check_inplace(self._default_activation, inplace)
+        check_save(self._default_activation, save)
         super().__init__(inplace)
         self.save = save
 
     def _in_place(self, input: Tensor) -> Tensor:
-        function = getattr(functional, self._activation.function)
+        function = getattr(functional, self._default_activation.function)
         return function(input, save=self.save)
 
 
@@ -115,15 +115,15 @@ class _OutputModule(_InPlaceModule):
     def __init__(
         self, inplace: bool = True, *, save: OutputSave = "output", bits: int | None = None
     ) -> None:
-        _check_inplace(self._activation, inplace)
-        check_save(self._activation, save)
-        check_bits(self._activation.name, save, bits)
+        _check_inplace(self._default_activation, inplace)
+        check_save(self._default_activation, save)
+        check_bits(self._default_activation.name, save, bits)
         super().__init__(inplace)
         self.save = save
         self.bits = bits
 
     def _in_place(self, input: Tensor) -> Tensor:
-        function = getattr(functional, self._activation.function)
+        function = getattr(functional, self._default_activation.function)
         return function(input, save=self.save, bits=self.bits)
 
 
@@ -137,7 +137,7 @@ class ReLU(_MaskModule, nn.ReLU):
     Shape: any. The output is the input itself.
     """
 
-    _activation = activations.RELU
+    _default_activation = activations.RELU
 
     def _scripted(self, input: Tensor) -> Tensor:
         return F.relu(input, self.inplace)
@@ -154,7 +154,7 @@ class LeakyReLU(_InPlaceModule, nn.LeakyReLU):
     Shape: any. The output is the input itself.
     """
 
-    _activation = activations.LEAKY_RELU
+    _default_activation = activations.LEAKY_RELU
 
     def __init__(
         self, negative_slope: float = 0.01, inplace: bool = True, *, save: MaskSave = "mask"
@@ -180,7 +180,7 @@ class ReLU6(_MaskModule, nn.ReLU6):
     Shape: any. The output is the input itself.
     """
 
-    _activation = activations.RELU6
+    _default_activation = activations.RELU6
 
     def _scripted(self, input: Tensor) -> Tensor:
         return F.relu6(input, self.inplace)
@@ -197,7 +197,7 @@ class SiLU(_OutputModule, nn.SiLU):
     Shape: any. The output is the input itself.
     """
 
-    _activation = activations.SILU
+    _default_activation = activations.SILU
 
     def _scripted(self, input: Tensor) -> Tensor:
         return F.silu(input, self.inplace)
@@ -216,7 +216,7 @@ class GELU(_InPlaceModule, nn.GELU):
     """
 
     __constants__ = ["approximate", "inplace"]  # noqa: RUF012  # for torch.jit.script
-    _activation = activations.GELU
+    _default_activation = activations.GELU
 
     def __init__(
         self,
@@ -258,7 +258,7 @@ class Hardswish(_OutputModule, nn.Hardswish):
     Shape: any. The output is the input itself.
     """
 
-    _activation = activations.HARDSWISH
+    _default_activation = activations.HARDSWISH
 
     def _scripted(self, input: Tensor) -> Tensor:
         return F.hardswish(input, self.inplace)
@@ -275,7 +275,7 @@ class Mish(_OutputModule, nn.Mish):
     Shape: any. The output is the input itself.
     """
 
-    _activation = activations.MISH
+    _default_activation = activations.MISH
 
     def _scripted(self, input: Tensor) -> Tensor:
         return F.mish(input, self.inplace)

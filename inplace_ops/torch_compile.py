@@ -10,9 +10,9 @@ activation's input. The first of these cases applies:
 3. The input comes from a convolution or a matrix product, which the compiler does not recompute:
    the Function of eager code, which saves less than PyTorch's activation.
 4. Otherwise, PyTorch's activation. Min-cut partitioning recomputes the output of a norm or of a
-   pointwise operation in backward, and saves no input of an activation for it. With an activation
-   memory budget it recomputes products too. It cannot recompute custom ops, and Inductor cannot
-   fuse them.
+   pointwise operation in backward, and saves no input of an activation for it. It does not
+   recompute custom ops, and Inductor cannot fuse them. With an activation memory budget the
+   compiler recomputes products too: with custom ops more of them than the budget asks for.
 """
 
 from __future__ import annotations
@@ -38,38 +38,35 @@ from .autograd import FUNCTIONS
 from .dispatch import decomposed, dispatch, needs_grad
 
 
-class _TracedOutOfPlace(Function):
-    """Run an in-place Function out of place in a traced graph: `apply(x, function, bits, op_args)`.
+class _Traced(Function):
+    """Run a Function of eager code in a traced graph.
 
-    For an input of the graph; the caller copies the result to it. A Function that modifies an input
-    of the graph would get wrong gradients.
+    `apply(x, function, bits, op_args, in_place)` returns the activation. In place it copies it to
+    x, and saves x, which x's consumers save too. A Function that modifies an input of the graph
+    would get wrong gradients: there it runs out of place, and the caller copies.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, function: Any, bits: int, op_args: OpArgs) -> Tensor:
-        output, packed = _output(x, function, bits, op_args)
+    def forward(
+        ctx: Any, x: Tensor, function: Any, bits: int, op_args: OpArgs, in_place: bool
+    ) -> Tensor:
+        activation, (dim_order, scalars) = function.activation, op_args
+        # Not in place: Inductor would move an earlier read of x after a custom op that modifies x.
+        if bits:
+            save_out_of_place = activation.ops.save_out_of_place[function.save_modes[0]]
+            output, packed = save_out_of_place(x, bits, dim_order, *scalars)
+        else:
+            output, packed = activation.torch_function(x, *scalars), None
+        if in_place:
+            output = x.copy_(output)
+            ctx.mark_dirty(x)
         function.save_tensors(ctx, output, packed, op_args)
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gradient, *_ = ctx.function.backward(ctx, grad)
-        return gradient, None, None, None
-
-
-class _TracedInPlace(_TracedOutOfPlace):
-    """Run an in-place Function in a traced graph: `apply(x, function, bits, op_args)` overwrites x.
-
-    It saves x, which x's consumers save too, and not the tensor that is copied to x.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, function: Any, bits: int, op_args: OpArgs) -> Tensor:
-        output, packed = _output(x, function, bits, op_args)
-        x.copy_(output)
-        ctx.mark_dirty(x)
-        function.save_tensors(ctx, x, packed, op_args)
-        return x
+        return gradient, None, None, None, None
 
 
 class _TracedTorchReLU(Function):
@@ -92,18 +89,6 @@ class _TracedTorchReLU(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         backward = ctx.activation.torch_backward
         return backward(grad, *ctx.saved_tensors, *ctx.arguments), None, None
-
-
-def _output(x: Tensor, function: Any, bits: int, op_args: OpArgs) -> tuple[Tensor, Tensor | None]:
-    """Return the activation of x, computed out of place, and the packed bits or None.
-
-    Not in place: Inductor would move an earlier read of x after a custom op that modifies x.
-    """
-    activation, (dim_order, scalars) = function.activation, op_args
-    if bits:
-        save_out_of_place = activation.ops.save_out_of_place[function.save_modes[0]]
-        return save_out_of_place(x, bits, dim_order, *scalars)
-    return activation.torch_function(x, *scalars), None
 
 
 def _dim_order_of(x: Tensor) -> DimOrder:
@@ -134,11 +119,11 @@ def _traced(
     bits = bits or activation.default_bits(save, input.dtype)
     call = (FUNCTIONS[activation, save], bits, OpArgs(_dim_order_of(input), arguments))
     if _is_graph_input(input):
-        input.copy_(_TracedOutOfPlace.apply(input, *call))
+        input.copy_(_Traced.apply(input, *call, False))
     elif activation.torch_saves_output and activation.allows_output(*arguments):
         _TracedTorchReLU.apply(input, activation, arguments)
     elif _is_matmul_output(input) and not has_activation_memory_budget():
-        _TracedInPlace.apply(input, *call)
+        _Traced.apply(input, *call, True)
     else:
         decomposed(activation, input, arguments)
 

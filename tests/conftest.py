@@ -23,7 +23,7 @@ from _support.sanitizers import COMPILER, FLAGS, SANITIZE
 from _support.twins import EACH_SOURCE, nodes_from
 
 from inplace_ops import _ops
-from inplace_ops.recompute import replace
+from inplace_ops.recompute import activation_modules, replace
 from inplace_ops.recompute.settings import Settings
 
 
@@ -59,8 +59,7 @@ def needs_gpu(item: pytest.Item) -> bool:
 
 # The slowest files come first, so that with several workers none of them starts last.
 SLOWEST_FIRST = """
-    smooth_activations compile compiled_kernels host_kernels device_numerics recompute_surroundings
-    recompute
+    smooth_activations compile compiled_kernels host_kernels device_numerics
     compiled_memory direct_calls models values ops engine_surroundings distributed
     engine_distributed tracing opinfo engine_models engine_writes analyze_command
 """
@@ -109,6 +108,12 @@ def _one_thread() -> Iterator[None]:
 def _small_tensors_too(monkeypatch: pytest.MonkeyPatch, _one_thread: None) -> None:
     """Let the recompute engine replace small tensors too."""
     monkeypatch.setattr(Settings, "MIN_BYTES", 1)
+
+
+@pytest.fixture
+def _affines_of_any_size(monkeypatch: pytest.MonkeyPatch, _small_tensors_too: None) -> None:
+    """Let activations run with the norm before them, however small their tensors are."""
+    monkeypatch.setattr(activation_modules, "_AFFINE_FACTOR", 0)
 
 
 @pytest.fixture

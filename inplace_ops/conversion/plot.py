@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    import os
-
-    from .report import Report
+from typing import Protocol
 
 MIB = 2**20
 _MAX_SHARE = 0.6  # of all bytes, for one group
@@ -29,26 +25,26 @@ class Saved(Protocol):
     def ordinal(self) -> int: ...
 
 
-def plot(report: Report, path: str | os.PathLike[str]) -> None:
-    """Draw the original and the converted model side by side: see `Report.plot`."""
+def plot(sides: Mapping[str, Sequence[Saved]], title: str, path: str | os.PathLike[str]) -> None:
+    """Draw models side by side: see `Report.plot`.
+
+    Args:
+        sides: The saved tensors of each model, by the model's title; the first is the original.
+        title: The title of the picture.
+        path: The file to write.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("report.plot needs matplotlib: pip install matplotlib") from error
-    if not report.is_filled:
-        raise RuntimeError("the report is empty: run the model forward once with gradients")
-    sides: dict[str, list[Saved]] = {
-        "original": [*report.replaced, *report.remaining],
-        "converted": [*report.remaining, *report.auxiliary],
-    }
     everything = [tensor for tensors in sides.values() for tensor in tensors]
     group_of = groups(everything)
     names = sorted(dict.fromkeys(group_of.values()), key=_OTHERS.__eq__)  # that one last
     length = 1 + max((tensor.ordinal for tensor in everything), default=0)
 
-    layers = _largest_layers(sides["original"], length)
+    layers = _largest_layers(next(iter(sides.values())), length)
     figure = Figure(figsize=(11, 4), layout="constrained")
-    axes = figure.subplots(1, 2, sharex=True, sharey=True)
+    axes = figure.subplots(1, len(sides), sharex=True, sharey=True)
     for axis, (side, tensors) in zip(axes, sides.items(), strict=True):
         heights = [
             _mib_after_each(length, [t for t in tensors if group_of[t.module] == name])
@@ -65,9 +61,7 @@ def plot(report: Report, path: str | os.PathLike[str]) -> None:
     axes[0].set_ylim(bottom=0)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center")
-    if report.saved_bytes_before and report.saved_bytes_after is not None:
-        share = report.saved_bytes_after / report.saved_bytes_before
-        figure.suptitle(_verbatim(f"{report.model}, {report.inputs}: {share:.0%} stays saved"))
+    figure.suptitle(_verbatim(title))
     figure.savefig(path, dpi=120)
 
 

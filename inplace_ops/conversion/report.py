@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from .plot import plot
+from .plot import Saved, plot
 
 # A printed table has at most this many rows, each with at least this share of the table's bytes.
 # One last row sums up the rest.
@@ -201,7 +201,15 @@ class Report:
             ImportError: If matplotlib is not installed.
             RuntimeError: If the report is not filled in yet.
         """
-        plot(self, path)
+        before, after = self.saved_bytes_before, self.saved_bytes_after
+        if after is None:
+            raise RuntimeError("the report is empty: run the model forward once with gradients")
+        share = f": {after / before:.0%} stays saved" if before else ""
+        sides: dict[str, list[Saved]] = {
+            "original": [*self.replaced, *self.remaining],
+            "converted": [*self.remaining, *self.auxiliary],
+        }
+        plot(sides, f"{self.model}, {self.inputs}{share}", path)
 
     def __str__(self) -> str:
         if not self.is_filled:

@@ -32,7 +32,7 @@ ROWS = {
         "test_smooth_activations",
         "test_values",
     ),
-    "autograd, modules": ("test_autograd", "test_modules", "test_recompute"),
+    "autograd, modules": ("test_autograd", "test_modules"),
     "PyTorch's OpInfo samples, gradcheck": ("test_opinfo",),
     "torch.func: vmap, grad, jvp, jacrev, hessian": ("test_functorch",),
     "torch.compile": ("test_compile.py", "test_compiled_memory"),

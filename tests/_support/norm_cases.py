@@ -1,8 +1,7 @@
-"""The norms that precede an activation with save="recompute", and error bounds of their output."""
+"""The norms that precede an activation, and error bounds of their output."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,11 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from _support.cases import ONE_OF_EACH, ActivationCase, activation_id
+from _support.cases import ONE_OF_EACH
 
-Call = Callable[[Tensor], Tensor]
-
-# One row for each activation, with the save mode that save="recompute" falls back to.
+# One row for each activation, with its default save mode.
 ROWS = [row for row in ONE_OF_EACH if row.save == row.entry.save_modes[0] and row.bits is None]
 PIECEWISE, SMOOTH = (next(row for row in ROWS if row.function == name) for name in ("relu", "silu"))
 
@@ -29,7 +26,7 @@ class Norm:
         make: Returns the module.
         shape: The shape of the input.
         statistic_rows: Reshapes the input so that each row shares one mean and standard deviation.
-        affine_numel: The number of elements of the affine that save="recompute" saves.
+        affine_numel: The number of elements of the affine that a fused activation saves.
         memory_format: The memory format of the input.
     """
 
@@ -131,20 +128,6 @@ NORMS: dict[str, Norm] = {
 ONE_OF_EACH_NORM = ("batch_2d", "group", "instance_1d", "layer")
 
 
-def recompute(activation: ActivationCase) -> Call:
-    return partial(activation.call, save="recompute")
-
-
-def exactly(activation: ActivationCase) -> Call:
-    """Return PyTorch's activation, or the formula of Hardswish.
-
-    On a GPU PyTorch's Hardswish multiplies float64 values by 1/6 rounded to float32.
-    """
-    if activation.function == "hardswish":
-        return lambda z: z * (z + 3).clamp(0, 6) / 6
-    return activation.reference
-
-
 def node_of(z: Tensor) -> Any:
     """Return the node of a norm or of the activation after it; an instance norm returns a view."""
     return (z if z._base is None else z._base).grad_fn
@@ -152,26 +135,6 @@ def node_of(z: Tensor) -> Any:
 
 def is_recomputed(y: Tensor) -> bool:
     return node_of(y).name() == "RecomputeFunctionBackward"
-
-
-def loss_of(y: Tensor) -> Tensor:
-    """Return a loss whose gradient is not zero where y is zero."""
-    return (y + 1).square().sum()
-
-
-def gradients(call: Call, norm: nn.Module, x: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of a loss of call(norm(x)) for x and all parameters that require one."""
-    inputs = [t for t in (x, *norm.parameters()) if t.requires_grad]
-    return torch.autograd.grad(loss_of(call(norm(x))), inputs, allow_unused=True)
-
-
-def assert_same_gradients(call: Call, reference: Call, norm: nn.Module, x: Tensor) -> None:
-    """Assert that call and reference after a norm give equal gradients and buffers, in float64."""
-    other = copy.deepcopy(norm)
-    expected = gradients(reference, other, x)
-    torch.testing.assert_close(gradients(call, norm, x), expected, rtol=1e-9, atol=1e-9)
-    for mine, theirs in zip(norm.buffers(), other.buffers(), strict=True):
-        assert torch.equal(mine, theirs)
 
 
 def normalized(
@@ -200,6 +163,5 @@ def rounding(value: Tensor, dtype: torch.dtype) -> Tensor:
     return 0.501 * finfo.eps * value.abs().clamp(min=finfo.smallest_normal)
 
 
-each_activation = pytest.mark.parametrize("activation", ROWS, ids=activation_id)
 both_kinds = pytest.mark.parametrize("activation", [PIECEWISE, SMOOTH], ids=["piecewise", "smooth"])
 one_of_each_norm = pytest.mark.parametrize("name", ONE_OF_EACH_NORM)

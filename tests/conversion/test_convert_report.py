@@ -326,9 +326,10 @@ def test_plot_groups_modules_by_path() -> None:
 
 
 def test_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = inplace_ops.analyze(nn.Linear(2, 2), torch.randn(2, 2))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
-        inplace_ops.Report().plot("plot.png")
+        report.plot("plot.png")
 
 
 @pytest.mark.parametrize("function", ["convert", "analyze"])

@@ -6,6 +6,8 @@ the comments next to it. Each example calls
 - an op of `inplace_ops._ops`, which overwrites its argument and returns the packed bits;
 - the public function, whose autograd node saves those bits, and whose gradient is PyTorch's.
 
+The last examples show what an activation saves after a norm, in a converted model.
+
 Packed bits (csrc/bit_planes.h): k bits per element of a tensor, in k bit planes, as a uint8 tensor
 of shape (k, ceil(elements / 8)). Byte g of plane i has bit i of the elements 8g to 8g + 7. A binary
 literal reads from right to left: its last digit belongs to element 8g. Unused bits are 0.
@@ -15,10 +17,11 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from inplace_ops import _ops, relu6_, relu_, silu_
+from inplace_ops import _ops, convert, relu6_, relu_, silu_
 
 RELU, RELU6, SILU = (_ops.ALL[name] for name in ("relu", "relu6", "silu"))
 INCOMING = 10.0  # the gradient of the output, for every element
@@ -265,7 +268,7 @@ def test_derivative_of_silu_in_16_bits() -> None:
     torch.testing.assert_close(gradient_of(leaf, y), expected_gradient, equal_nan=True)
 
 
-# ---- save="recompute": nothing per element, right after a norm. ----
+# ---- `convert`: nothing per element, right after a norm. ----
 
 # The norm saves its input x anyway. Its output is an affine function of x, with few numbers:
 #
@@ -276,6 +279,7 @@ def test_derivative_of_silu_in_16_bits() -> None:
 # After (2, ...) come the dimensions of x, with size 1 where the numbers do not differ.
 
 
+@pytest.mark.usefixtures("_affines_of_any_size")
 def test_recompute_of_relu_after_batch_norm() -> None:
     """In eval mode, with mean 0, variance + eps 1, weight 2 and bias 1, the norm is z = 2 x + 1."""
     x = torch.tensor([[-1.0], [0.0], [3.0], [-0.5]])  # z is -1, 1, 7, 0
@@ -290,8 +294,10 @@ def test_recompute_of_relu_after_batch_norm() -> None:
     norm.running_var.fill_(0.75)
     nn.init.constant_(norm.weight, 2.0)
     nn.init.constant_(norm.bias, 1.0)
+    model = nn.Sequential(norm, nn.ReLU(inplace=True))
+    convert(model)
     leaf = x.requires_grad_()
-    y = relu_(norm(leaf), save="recompute")
+    y = model(leaf)
     assert y.flatten().tolist() == [0, 1, 7, 0]
     saved_input, saved_affine, row_statistics, *_ = saved_by(y)
     assert saved_input.data_ptr() == x.data_ptr()
@@ -301,6 +307,7 @@ def test_recompute_of_relu_after_batch_norm() -> None:
     assert gradient_of(leaf, y).flatten().tolist() == [0, 20, 20, 0]  # dz/dx is 2
 
 
+@pytest.mark.usefixtures("_affines_of_any_size")
 def test_recompute_of_silu_after_layer_norm() -> None:
     """Each row of two elements becomes -1 and 1: (x - mean) * rstd.
 
@@ -310,7 +317,9 @@ def test_recompute_of_silu_after_layer_norm() -> None:
     """
     x = torch.tensor([[-1.0, 1.0], [1.0, 5.0]])
     norm = nn.LayerNorm(2, eps=0.0)  # scale 1 and shift 0
-    y = silu_(norm(x), save="recompute")
+    model = nn.Sequential(norm, nn.SiLU())
+    convert(model)
+    y = model(x)
     saved_input, channel_affine, row_statistics, *_ = saved_by(y)
     assert saved_input.data_ptr() == x.data_ptr()
     assert torch.equal(channel_affine, torch.tensor([[[1.0, 1.0]], [[0.0, 0.0]]]))

@@ -130,6 +130,25 @@ def test_wrong_arguments_raise_value_error(
         module(**arguments)
 
 
+@one_of_each
+def test_recompute_raises_and_names_convert(activation: ActivationCase) -> None:
+    """save="recompute" was a save mode once, and a module may have been pickled then."""
+    name = activation.entry.function
+    removed = (
+        rf'^{name}: save="recompute" was removed: inplace_ops\.convert\(model\) recomputes torch'
+    )
+    with pytest.raises(TypeError, match=removed):
+        activation.module(save="recompute")
+    module = activation.module()
+    module.save = "recompute"
+    for x in (torch.ones(3), torch.ones(3, requires_grad=True) * 1):
+        for run in (module, partial(activation.call, save="recompute")):
+            with pytest.raises(TypeError, match=removed):
+                run(x)
+        assert torch.equal(x, torch.ones(3))
+        assert x._version == 0
+
+
 def network(activation: Callable[[], nn.Module], device: torch.device) -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(3, 8, 3), activation(), nn.BatchNorm2d(8), activation(), nn.Conv2d(8, 4, 3)

@@ -199,7 +199,7 @@ def after_backward_hook(x: Tensor) -> Tensor:
 
 
 @checks("is_named", "ACCUMULATE_GRAD", "COPY_SLICES")
-@checks("ADD", "BACKWARD_HOOK", "CAT", "CLONE", "REPEAT", "SUB", "TO_COPY", "UNSAFE_VIEW")
+@checks("ADD", "BACKWARD_HOOK", "CAT", "CLONE", "REPEAT", "SUB", "TO_COPY")
 def check_node_names() -> None:
     x = leaf(4)
     base = leaf(4).clone()
@@ -213,7 +213,6 @@ def check_node_names() -> None:
         private.REPEAT: x.repeat(2),
         private.SUB: x - 1,
         private.TO_COPY: x.double(),
-        private.UNSAFE_VIEW: torch.ops.aten._unsafe_view(x.clone(), (2, 2)),
     }
     for name, y in cases.items():
         assert private.is_named(y.grad_fn, name)
@@ -419,12 +418,6 @@ def check_functional_or_zero() -> None:
     assert not private.is_functional_or_zero(x)
     assert private.is_functional_or_zero(torch._efficientzerotensor(2))
     assert private.is_functional_or_zero(torch._to_functional_tensor(x))
-
-
-@checks("elements_share_memory")
-def check_internal_overlap() -> None:
-    assert private.elements_share_memory(torch.randn(1, 3).expand(2, 3))
-    assert not private.elements_share_memory(torch.randn(2, 3))
 
 
 @checks("storage_id", "storage_of_weak_reference")

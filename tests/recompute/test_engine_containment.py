@@ -133,9 +133,7 @@ def test_error_at_any_node_does_not_affect_later_calls(
     assert_same_steps(model, twin, x)
 
 
-@pytest.mark.parametrize(
-    ("owner", "part"), [(run, "base_of"), (run, "value_of")]
-)
+@pytest.mark.parametrize(("owner", "part"), [(run, "base_of"), (run, "value_of")])
 def test_error_in_engine_function_warns_once(
     owner: Any, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

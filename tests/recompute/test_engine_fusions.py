@@ -219,7 +219,7 @@ def assert_fused(
 @pytest.mark.usefixtures("without_products")
 @pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize("case", CASTS)
-def test_cast_of_a_norm_is_fused(
+def test_cast_of_a_norm_is_after_norm(
     case: str, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_exact = not any(smooth in case for smooth in ("SiLU", "GELU"))
@@ -227,7 +227,7 @@ def test_cast_of_a_norm_is_fused(
 
 
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
-def test_cast_of_an_rms_norm_on_a_gpu_is_fused(
+def test_cast_of_an_rms_norm_on_a_gpu_is_after_norm(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, x = LlamaBlock(nn.RMSNorm).to(device), tokens().to(device)

@@ -204,7 +204,7 @@ def half(x: Tensor) -> Tensor:
 IN_PLACE_FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]] = {
     "relu": (inplace_ops.relu_, torch.relu_),
     "leaky_relu": (
-        lambda x, **k: inplace_ops.leaky_relu_(x, 0.1, **k),
+        lambda x: inplace_ops.leaky_relu_(x, 0.1),
         lambda x: F.leaky_relu_(x, 0.1),
     ),
     "silu": (inplace_ops.silu_, lambda x: F.silu(x, inplace=True)),
@@ -213,20 +213,12 @@ IN_PLACE_FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor], Te
 
 @pytest.mark.parametrize("function", IN_PLACE_FUNCTIONS)
 @pytest.mark.parametrize(
-    ("view_of", "arguments"),
-    [
-        (instance_norm, {}),
-        (instance_norm, {"save": "recompute"}),
-        (alias, {}),
-        (half, {}),
-    ],
-    ids=["instance norm", "instance norm, recomputed", "alias", "half"],
+    "view_of", [instance_norm, alias, half], ids=["instance norm", "alias", "half"]
 )
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
 def test_hooks_on_a_view_that_a_function_overwrites(
     function: str,
     view_of: Callable[[Tensor], Tensor],
-    arguments: dict[str, Any],
     grad: bool,
 ) -> None:
     """A hook on the view sees the gradient that it sees after PyTorch's function.
@@ -237,7 +229,7 @@ def test_hooks_on_a_view_that_a_function_overwrites(
     ours, theirs = IN_PLACE_FUNCTIONS[function]
     x = images().mul(3).requires_grad_()
     x_of, hooks = [], []
-    for run in (lambda v: ours(v, **arguments), theirs):
+    for run in (ours, theirs):
         view = view_of(torch.cat([x, x], 1))
         hooks.append(Hooks())
         with torch.set_grad_enabled(grad):

@@ -91,7 +91,6 @@ def ours(activation: Activation) -> dict[str, tuple[Call, bool]]:
     return {
         "module": (module(**variant), True),
         "function, discarded": (lambda x: function(x, **variant), False),
-        "recompute": (module(**variant, save="recompute"), True),
         "second choice": (module(**variant, save=activation.save_modes[1]), True),
     }
 
