@@ -28,7 +28,8 @@ from variants import CONVERT, OFFLOAD, TOOLS
 
 from inplace_ops.activations import ACTIVATIONS
 from inplace_ops.recompute.nodes import name_of_type
-from inplace_ops.recompute.operations import OPERATIONS, VIEWS, Operation, Output, ProductRule
+from inplace_ops.recompute.operations import OPERATIONS, Operation, Output, ProductRule
+from inplace_ops.recompute.views import VIEWS
 
 PROJECT = Path(__file__).parent.parent
 PAGES = [PROJECT / "README.md", RESULTS / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]

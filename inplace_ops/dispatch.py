@@ -67,11 +67,11 @@ def dispatch(
         bits: The number of packed bits per element; None for the default.
         arguments: The activation's scalar arguments.
     """
-    if not isinstance(input, Tensor) or input.layout is not torch.strided:
+    if not isinstance(input, Tensor) or input.layout is not torch.strided:  # case 1
         raise _not_strided_error(activation, input)
-    if activation.takes_integers and not input.requires_grad and input.dtype in _INTEGERS:
+    if activation.takes_integers and not input.requires_grad and input.dtype in _INTEGERS:  # 2
         return _integer_activation(activation, input)
-    if is_compiling():
+    if is_compiling():  # case 3
         return _compiled(activation, input, save, bits, arguments)
     if (
         are_functorch_transforms_active()
@@ -81,9 +81,9 @@ def dispatch(
     ):
         _ops.check_dtype(activation.function, input)
         return decomposed(activation, input, arguments)
-    if not (input.requires_grad and is_grad_enabled()):
+    if not (input.requires_grad and is_grad_enabled()):  # case 5
         return _without_grad(activation, input, arguments)
-    if is_functorch_wrapped_tensor(input):  # the transform has ended
+    if is_functorch_wrapped_tensor(input):  # case 6
         dispatch(activation, unwrap_if_dead(input), save, bits, arguments)
         return input
     return _with_grad(activation, input, save, bits, arguments)
@@ -190,7 +190,7 @@ def _with_grad(
 def _update_grad_fn(view: Tensor) -> None:
     """Let autograd update a view's `grad_fn`, which it does when it is read.
 
-    See 2 of NOTE [In place on a view] in `recompute/fused.py`. Autograd raises for one of several
+    See 2 of NOTE [In place on a view] in `recompute/activation_modules.py`. Autograd raises for one of several
     outputs of an operation.
     """
     with suppress(RuntimeError), DisableTorchFunction():

@@ -25,12 +25,13 @@ from ..memory import Packed
 from ..recompute import nodes, reasons
 from ..recompute.after_norm import is_after_norm
 from ..recompute.nodes import Node
-from ..recompute.operations import base_of
 from ..recompute.packed import Recomputed
 from ..recompute.products import ProductCall
 from ..recompute.run import running_engine
 from ..recompute.settings import Observer, Settings
+from ..recompute.tensors import is_plain
 from ..recompute.values import value_of
+from ..recompute.views import base_of
 from ..saved import Checkpointed, checkpointed_tensors, tensors_in
 from .example import describe
 from .report import Auxiliary, Remaining, Replaced, Report
@@ -305,7 +306,7 @@ class Observation(Observer):
         for node, ordinal in ordinals.items():
             place = self._place_of(node, ordinal)
             for field, saved in nodes.readable_tensors(node):
-                if not nodes.is_plain(saved):
+                if not is_plain(saved):
                     continue
                 if is_after_norm(node) and field != "0":  # PyTorch's activation does not save these
                     tables.add_auxiliary(saved, place)
@@ -316,7 +317,7 @@ class Observation(Observer):
                     rows.update([] if base_info is None else base_info.rows_of(index))
         for each in checkpointed_tensors(graph, outputs):
             place = self._place_of(each.node, ordinals[each.node], CHECKPOINT)
-            for tensor in filter(nodes.is_plain, each.tensors):
+            for tensor in filter(is_plain, each.tensors):
                 tables.add_remaining(tensor, *_checkpointed(each), place)
         products: set[ProductCall] = set()
         for node, ordinal in ordinals.items():
@@ -331,16 +332,16 @@ class Observation(Observer):
                 for tensor in packed.tensors():
                     tables.add_auxiliary(tensor, place)
         rows.update(
-            number
-            for number, row in enumerate(self._replaced)
+            index
+            for index, row in enumerate(self._replaced)
             if row.storage is not None and row.storage.cdata in tables.storages
         )
         replaced: dict[int, Replaced] = {}
         for node, ordinal in ordinals.items():
             place = self._place_of(node, ordinal)
-            for number in self._info_of(node).consumed_rows:  # type: ignore[union-attr]
-                if number not in rows:
-                    replaced.setdefault(number, self._replaced[number].at(place))
+            for index in self._info_of(node).consumed_rows:  # type: ignore[union-attr]
+                if index not in rows:
+                    replaced.setdefault(index, self._replaced[index].at(place))
         report.fill(replaced.values(), tables.remaining.values(), tables.auxiliary.values())
         report.recompute_flops = sum(call.flops for call in products)
 
@@ -410,4 +411,4 @@ def _eager_modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.M
 
 
 def _plain_tensors(value: Any) -> Iterator[Tensor]:
-    return filter(nodes.is_plain, tensors_in(value))
+    return filter(is_plain, tensors_in(value))

@@ -19,7 +19,7 @@ from .._torch_private import (
     saved_tensor_hooks_are_disabled,
 )
 from ..memory import bytes_of, peak_bytes
-from ..recompute.nodes import is_stale
+from ..recompute.tensors import is_stale
 from ..saved import model_bytes, tensors_in
 from .example import Example, append
 from .state import State

@@ -53,6 +53,7 @@ from .packed import Recomputed
 from .run import Engine, running_engine
 from .settings import Settings
 from .specs import Leaf
+from .tensors import has_tangent, is_plain, whole_base
 from .values import value_of
 from .verify import is_verified
 
@@ -80,8 +81,9 @@ def activation_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 def _activated(engine: Engine, module: nn.Module, z: Tensor) -> Tensor:
     """Return the activation of z, together with the norm before it if possible."""
     engine.walk(z)
+    # Rules 1 and 4 of NOTE [In place on a view].
     is_alias = engine.merges and type(z) is Tensor and z._is_view() and not has_gradient_hooks(z)
-    base = nodes.whole_base(z) if is_alias else None
+    base = whole_base(z) if is_alias else None
     output = norms.norm_output(z if base is None else base) if engine.merges else None
     y = None if output is None else _after_norm(engine, module, z, output)
     if y is None:
@@ -100,12 +102,12 @@ def _is_ordinary_call(z: Any) -> bool:
     """
     return (
         isinstance(z, Tensor)
-        and (type(z) is Tensor or nodes.is_plain(z))
+        and (type(z) is Tensor or is_plain(z))
         and z.requires_grad
         and torch.is_grad_enabled()
         and not nodes.is_transformed()
         and not nodes.saved_tensor_hooks_are_active()
-        and not nodes.has_tangent(z)
+        and not has_tangent(z)
         and not torch.is_anomaly_enabled()
     )
 

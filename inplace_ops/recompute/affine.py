@@ -17,7 +17,6 @@ from . import norms
 from .nodes import (
     Node,
     argument,
-    is_contiguous,
     output_device,
     output_dtype,
     output_shape,
@@ -25,6 +24,7 @@ from .nodes import (
     saved_tensor,
 )
 from .norms import Parameters, Statistics, repeated_for_samples
+from .tensors import is_contiguous
 
 COPY_LIMIT = 64 * 1024  # bytes: see 2 of NOTE [Leaves] in `derive.py`
 Rerun = Callable[[Tensor], Tensor]

@@ -167,12 +167,12 @@ def is_possible(ctx: Any, grad: Tensor, node_class: type) -> bool:
     look for the operation that returns NaN, and nothing asks for the gradient of z.
     """
     return (
-        not torch.is_grad_enabled()
+        not torch.is_grad_enabled()  # rule 3
         and not torch.is_anomaly_enabled()
         and forward_ad._current_level < 0
         and not _ops.is_batched(grad)
         and not is_in_compiled_autograd(ctx, node_class)
-        and ctx.may_bypass_norm()
+        and ctx.may_bypass_norm()  # rule 4
     )
 
 

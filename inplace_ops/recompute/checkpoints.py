@@ -52,10 +52,11 @@ from .._torch_private import (
 )
 from ..memory import Measured, unpack_measured
 from .inside_modules import is_user_mode_active
-from .nodes import WeakMemory, has_storage, is_plain, is_transformed
+from .nodes import is_transformed
 from .run import run_engine, running_engine
 from .settings import Settings
 from .specs import written_to_error
+from .tensors import WeakMemory, has_storage, is_plain
 from .weights import Weight
 
 _DEVICES = ("cpu", "cuda")  # whose random states are kept
@@ -446,7 +447,7 @@ class _Call:
         """Run the block again, and fill the slots that the graph still needs, or one alone."""
         state = self._state
         assert state is not None
-        for weight in self._weights:
+        for weight in self._weights:  # rule 4
             weight.value()
         slots = [reference() for reference in self._slots]
         if only is not None:
@@ -458,9 +459,9 @@ class _Call:
         def pack(tensor: Tensor) -> Measured:
             nonlocal count
             index, count = count, count + 1
-            if index > last:  # the block has caught `Ended`
+            if index > last:  # rule 5: the block has caught `Ended`
                 raise Ended
-            if _Like.of(tensor) != self._likes[index]:
+            if _Like.of(tensor) != self._likes[index]:  # rule 3
                 raise self._error(f"saved {_Like.of(tensor)} instead of {self._likes[index]}")
             measured = Measured(tensor)
             slot = slots[index]

@@ -51,21 +51,14 @@ from .affine import COPY_LIMIT
 from .calls import Affine, Call, ViewCall, largest
 from .kernels import call_of
 from .nodes import Field, Node
-from .operations import (
-    OPERATION_OF,
-    VIEW_OF,
-    Operation,
-    Output,
-    ProductRule,
-    arguments_of,
-    base_of,
-    viewed,
-)
+from .operations import OPERATION_OF, Operation, Output, ProductRule, arguments_of
 from .packed import Recomputed
 from .products import product_spec
 from .settings import Settings
 from .specs import Leaf, Spec
+from .tensors import has_storage, is_plain
 from .values import KEY, OTHER_STREAM, Value, prove_late, saved_output_of, value_of
+from .views import VIEW_OF, base_of, viewed
 from .weights import ModelTensors
 
 _MOST_PRODUCTS = 3  # inside one spec: see 4 of NOTE [Narrow points] in `products.py`
@@ -105,7 +98,7 @@ class Deriver:
             return reasons.OTHER_STREAM if node.metadata.get(KEY) is OTHER_STREAM else ""
         if index == 0:
             saved = saved_output_of(node, value)
-            if saved is not None and nodes.is_plain(saved) and nodes.has_storage(saved):
+            if saved is not None and is_plain(saved) and has_storage(saved):
                 return Leaf(saved)
         if operation is None or not operation.has_spec:
             return ""
@@ -119,7 +112,7 @@ class Deriver:
         field = Field(node, name)
         if field.packed is not None:
             return self._spec_of_packed(node, field.packed)
-        if field.tensor is None or not nodes.is_plain(field.tensor):
+        if field.tensor is None or not is_plain(field.tensor):
             return self.why(reasons.hidden_output, node, field.is_hidden)
         value.is_saved = True
         return Leaf(field.tensor)
@@ -245,7 +238,7 @@ class Deriver:
 def _leaf_of(saved: Tensor, is_rerun: bool) -> Leaf | None:
     """Return the leaf of a saved input; None if it has none: rules 1 and 2 of NOTE [Leaves]."""
     usable = _is_activation(saved) or (is_rerun and _is_constant(saved))
-    return Leaf(saved) if usable and nodes.is_plain(saved) and nodes.has_storage(saved) else None
+    return Leaf(saved) if usable and is_plain(saved) and has_storage(saved) else None
 
 
 def _is_constant(saved: Tensor) -> bool:
@@ -283,7 +276,7 @@ def constants_of(node: Node, rule: Output) -> Mapping[int, Tensor]:
         if saved is None or _is_activation(saved):
             continue
         is_small = saved.nbytes <= min(COPY_LIMIT, nodes.output_bytes(node, 0) - 1)
-        if is_small and nodes.is_plain(saved) and nodes.has_storage(saved):
+        if is_small and is_plain(saved) and has_storage(saved):
             constants[position] = _copy_of(saved)
     return constants
 

@@ -43,10 +43,12 @@ from torch import Tensor
 from .._torch_private import CAT, WeakTensor, is_named
 from . import nodes
 from .calls import ViewCall
-from .nodes import Node, WeakMemory
-from .operations import OPERATION_OF, VIEW_OF, Output, arguments_of, is_lossless, viewed
+from .nodes import Node
+from .operations import OPERATION_OF, Output, arguments_of, is_lossless
 from .specs import Leaf, Spec
+from .tensors import WeakMemory
 from .values import ensure_value, value_of
+from .views import VIEW_OF, viewed
 
 if TYPE_CHECKING:
     from .derive import Deriver
@@ -94,7 +96,7 @@ class NarrowLeaf(Leaf):
     def settle(self) -> None:
         """Read the original instead of the copy, if it is still alive and unmodified."""
         memory = self._original()
-        if memory is not None:
+        if memory is not None:  # rule 4
             self.tensor, self.version = memory.as_strided(*self._layout), memory._version
 
 
@@ -114,11 +116,11 @@ class NarrowSpec:
 
     def of(self, node: Node, output: Tensor) -> Spec | None:
         """Return the spec of an operation's unmodified output; None if it would not save enough."""
-        spec = self._widened(node, 0, output, is_proved=True)
+        spec = self._widened(node, 0, output, is_proved=True)  # rules 1 and 2
         copied = sum(leaf.leaf_bytes for leaf in self.leaves)
         shares_nothing = is_named(node, CAT) and not self._shares_a_part
         factor = _NARROWER_PART if shares_nothing else _NARROWER
-        return spec if spec is not None and factor * copied <= output.nbytes else None
+        return spec if spec is not None and factor * copied <= output.nbytes else None  # rule 3
 
     def own(self) -> list[NarrowLeaf]:
         """Make the copies, and let specs of other concatenations find parts.
@@ -206,7 +208,7 @@ class NarrowSpec:
             return spec
         dtype = nodes.output_dtype(producer, index)
         leaf = self._leaf(piece, dtype if is_lossless(dtype, piece.dtype) else piece.dtype)
-        if is_part and is_proved and index == 0 and leaf.dtype is dtype:
+        if is_part and is_proved and index == 0 and leaf.dtype is dtype:  # rule 5
             self.parts.append((producer, leaf))
         return leaf
 

@@ -30,17 +30,8 @@ from .._torch_private import (
     is_replica,
     own_parameters,
 )
-from .nodes import (
-    ByType,
-    Field,
-    Node,
-    argument,
-    autograd_leaf_of,
-    has_storage,
-    is_plain,
-    producer,
-    saved_tensor,
-)
+from .nodes import ByType, Field, Node, argument, autograd_leaf_of, producer, saved_tensor
+from .tensors import has_storage, is_plain
 
 # Modules whose node does not save all that a spec needs. An RMS norm's does. Subclasses come first.
 MODULES = (

@@ -17,8 +17,9 @@ from torch import Tensor
 from .. import _ops
 from ..memory import Packed
 from .calls import ViewCall
-from .nodes import no_graph, same_strides, unpacking
+from .nodes import no_graph, unpacking
 from .specs import Leaf, Spec, keeping
+from .tensors import same_strides
 
 
 @contextmanager

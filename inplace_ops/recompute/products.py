@@ -45,9 +45,11 @@ from . import costs, nodes, reasons
 from .affine import COPY_LIMIT
 from .calls import Call, ViewCall
 from .nodes import Node
-from .operations import VIEW_OF, ProductRule, arguments_of, base_of, viewed
+from .operations import ProductRule, arguments_of
 from .specs import REACH, Leaf, Spec, keeping
+from .tensors import has_storage, is_plain
 from .values import Value, prove_input
+from .views import VIEW_OF, base_of, viewed
 from .weights import ModelTensors, SavedCast, Weight, weight_inside
 
 if TYPE_CHECKING:
@@ -150,7 +152,7 @@ class ProductCall(Call):
         this_pass = running_pass()
         if this_pass == NO_PASS:
             return self.compute(turn)
-        kept = self._kept_value
+        kept = self._kept_value  # rule 3 of NOTE [Narrow points]
         if kept is None or kept.running_pass != this_pass:
             kept = _Kept(self.compute(turn), this_pass, self._reads)
             if kept.reads_left > 1:
@@ -163,7 +165,7 @@ class ProductCall(Call):
     def compute(self, turn: int | None) -> Tensor:
         inputs = [spec.value(turn) for spec in self.inputs]
         device_type = inputs[0].device.type
-        if product_flags(device_type) == self.flags:
+        if product_flags(device_type) == self.flags:  # rule 7 of NOTE [Weights are proved]
             return self.of(*inputs)
         with under_product_flags(device_type, self.flags):
             return self.of(*inputs)
@@ -316,7 +318,7 @@ def _weight_of(node: Node, position: int, parameter: Tensor, saved: Tensor | Non
     base, _ = base_of(producer, index)
     if base is not None and nodes.is_cast_of_autograd_leaf(base):
         return None if saved is None else SavedCast(saved)
-    if not nodes.is_plain(parameter) or not nodes.has_storage(parameter):
+    if not is_plain(parameter) or not has_storage(parameter):
         return None
     return _view_of_weight(producer, index, Weight(parameter, parameter._version))
 
@@ -341,7 +343,7 @@ def _frozen_weight(saved: Tensor, parameter: Tensor) -> Spec:
 
 def _bias_of(node: Node, position: int, parameter: Tensor) -> Spec | None:
     """Return the spec of a bias to which an edge leads: rule 2 of NOTE [Weights are proved]."""
-    if not nodes.is_plain(parameter) or not nodes.has_storage(parameter):
+    if not is_plain(parameter) or not has_storage(parameter):
         return None
     producer, index = nodes.producer(node, position)
     base, _ = base_of(producer, index)

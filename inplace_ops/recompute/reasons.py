@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from . import nodes
 from .nodes import Node
-from .operations import OPERATION_OF, OPERATIONS, base_of
+from .operations import OPERATION_OF, OPERATIONS
 from .values import value_of, was_visited
+from .views import base_of
 
 # Prefixes of the names of operations that are never recomputed: other products than those with a
 # rule, attention, reductions, random numbers and the like.

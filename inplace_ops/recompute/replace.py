@@ -37,20 +37,13 @@ from .affine import NormFacts
 from .derive import Deriver, constants_of
 from .narrow import NarrowLeaf, NarrowSpec
 from .nodes import Field, Node
-from .operations import (
-    OPERATION_OF,
-    Operation,
-    Output,
-    OutputRule,
-    ProductRule,
-    base_of,
-    reshapes_only,
-)
+from .operations import OPERATION_OF, Operation, Output, OutputRule, ProductRule
 from .packed import Original, Recomputed
 from .products import facts_of
 from .rewrites import Bits, Shape, indices_spec, mask_spec
 from .settings import Observer, Settings
 from .specs import Leaf, Spec
+from .tensors import is_plain
 from .values import (
     KEY,
     OTHER_STREAM,
@@ -63,6 +56,7 @@ from .values import (
     whole_output,
 )
 from .verify import is_verified
+from .views import base_of, reshapes_only
 from .weights import weights_of
 
 _T = TypeVar("_T")
@@ -102,7 +96,7 @@ class Replacer:
         self._first_turn = next(_passes) * _MAX_NODES  # see NOTE [Shared values] in `specs.py`
         self._is_unmodified = is_unmodified
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # the first of each device
-        self._copying: list[weakref.ref[Value]] = []  # values that own copies, or may get them
+        self._holding: list[weakref.ref[Value]] = []  # values with more than weak references
         self._narrow: list[weakref.ref[NarrowLeaf]] = []
         self._undecided: list[weakref.ref[Recomputed]] = []  # those that keep their original
 
@@ -153,15 +147,15 @@ class Replacer:
             constants = constants_of(node, rule)
             if constants:
                 value.constants = constants
-                self.frees(value)
+                self._release_later(value)
         elif rule == "norm":
             value.norm = NormFacts()
-            self.frees(value)
+            self._release_later(value)
             self._add_parameters(node, value.norm)
         elif isinstance(rule, ProductRule):
             value.product = facts_of(node, value, rule, self._is_unmodified, self.deriver.model)
             if value.product is not None:
-                self.frees(value)
+                self._release_later(value)
         else:
             value.version = node.output_version
 
@@ -177,9 +171,9 @@ class Replacer:
         if self._is_unmodified(parameters.bias, node) or norms.node_determines_bias(node):
             facts.add_parameters(node, parameters)
 
-    def frees(self, value: Value) -> None:
-        """Free the copies of a value at the end of the forward pass."""
-        self._copying.append(weakref.ref(value))
+    def _release_later(self, value: Value) -> None:
+        """Release a value when the model's forward has returned."""
+        self._holding.append(weakref.ref(value))
 
     def _replace_input(self, node: Node, own: Value, name: str) -> None:
         """Replace an input that a node saves by a spec, if there is one.
@@ -194,7 +188,7 @@ class Replacer:
         producer = None if saved is None else saved.grad_fn
         if saved is None or producer is None or producer is node:
             return
-        if not nodes.is_plain(saved):
+        if not is_plain(saved):
             return self._report(node, name, reasons.NOT_PLAIN)
         if saved.nbytes < Settings.MIN_BYTES:
             return
@@ -336,9 +330,9 @@ class Replacer:
         return any(value.original is not None for value in _alive(self._undecided))
 
     def finish(self) -> None:
-        """Free the copies that no spec uses. Called when the model's forward has returned."""
-        for value in _alive(self._copying):
-            value.free_copies()
+        """Release what no spec uses. Called when the model's forward has returned."""
+        for value in _alive(self._holding):
+            value.release()
         for recomputed in _alive(self._undecided):
             weights, known = weights_of(recomputed.spec), self.settings.weights
             if known.are_models(weights) and known.learn(weights):
@@ -401,7 +395,7 @@ class Replacer:
 def _rewritable(field: Field) -> Tensor | None:
     """Return the saved tensor if the engine may replace it: limit 1."""
     saved = field.tensor
-    if saved is None or not nodes.is_plain(saved) or saved.nbytes < Settings.MIN_BYTES:
+    if saved is None or not is_plain(saved) or saved.nbytes < Settings.MIN_BYTES:
         return None
     return saved
 

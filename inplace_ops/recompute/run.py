@@ -66,12 +66,14 @@ from .._torch_private import (
 from . import nodes, norms
 from .inside_modules import Noting, constant_of, gains_from_notes, is_user_mode_active
 from .nodes import Node
-from .operations import NEEDS_NO_VALUE, OPERATION_OF, OPERATIONS, ProductRule, base_of
+from .operations import OPERATION_OF, OPERATIONS, ProductRule
 from .products import with_frozen_bias
 from .pytorchs_forward import runs_pytorchs_forward
 from .replace import Replacer
 from .settings import Observer, Settings
+from .tensors import is_plain
 from .values import KEY, NO_VALUE, Value, ensure_value, value_of, was_visited
+from .views import NEEDS_NO_VALUE, base_of
 from .walk import Walk
 
 # Errors of reading a node's saved tensor, which is then left as it is, without a warning.
@@ -111,7 +113,7 @@ def run_engine(
     nothing if an engine runs in this thread already, or under a tracer, a compiler or a
     `torch.func` transform.
     """
-    if _running.engine is not None or nodes.is_transformed():
+    if _running.engine is not None or nodes.is_transformed():  # rule 5
         yield None
         return
     engine = Engine(model, settings, observer, merges)
@@ -120,7 +122,7 @@ def run_engine(
         _running.engine = engine
         with source:
             yield engine
-    finally:
+    finally:  # rule 3
         engine.finish_notes()
         _running.engine = None
 
@@ -190,7 +192,7 @@ class Engine:
                     node.metadata.setdefault(KEY, NO_VALUE)
                 return
             metadata = node.metadata
-            if KEY in metadata or nodes.is_transformed():
+            if KEY in metadata or nodes.is_transformed():  # rule 5 of NOTE [Containment]
                 return
             metadata[KEY] = NO_VALUE  # in case of an error
             if operation is _CAST and nodes.downcasts_autograd_leaf(node):
@@ -234,7 +236,7 @@ class Engine:
 
     @_contained
     def finish(self) -> None:
-        """Free the copies that no spec uses. Called when the model's forward has returned."""
+        """Release what no spec uses. Called when the model's forward has returned."""
         if self.walker is not None:
             self.walker.finish()
         self.replacer.finish()
@@ -304,7 +306,7 @@ class Engine:
             return
         if type(output) is Tensor:
             _finish_module(module, output, is_first_hook)
-        elif nodes.is_plain(output):
+        elif is_plain(output):
             with DisableTorchFunction():
                 _finish_module(module, output, is_first_hook)
 
@@ -363,7 +365,7 @@ def _take_note(tensor: Tensor) -> Value | None:
     """
     if type(tensor) is Tensor:
         return _take_note_of_plain(tensor)
-    if not nodes.is_plain(tensor):
+    if not is_plain(tensor):
         return None
     with DisableTorchFunction():
         return _take_note_of_plain(tensor)

@@ -30,7 +30,7 @@ NOTE [Shared values]
 Several consumers may read one recomputed value, for example the projections to queries, keys and
 values. Backward often runs them one after another, and need not compute the value for each.
 
-1. Each consumer has a turn: its number among all consumers. Turns grow with time, also from one
+1. Each consumer has a turn: its place among all consumers. Turns grow with time, also from one
    forward pass to the next, and backward runs the consumers in the reverse order. Before torch 2.14
    this holds only approximately, because the engine visits nodes late: fewer values are then
    shared.
@@ -60,7 +60,7 @@ from torch import Tensor
 
 from .._torch_private import NO_PASS, running_pass
 from ..memory import Packed
-from .nodes import has_storage
+from .tensors import has_storage
 
 if TYPE_CHECKING:
     from .products import ProductCall
@@ -212,7 +212,7 @@ class Leaf(Spec):
 
     def value(self, turn: int | None = None) -> Tensor:
         tensor = self.tensor
-        if not self.is_current():
+        if not self.is_current():  # rule 5 of NOTE [Leaves] in `derive.py`
             raise written_to_error(tensor, self.version)
         if not has_storage(tensor):
             raise freed_error(tensor)
@@ -283,7 +283,7 @@ class Computed(Spec):
     def add_consumer(self, turn: int, reach: int = REACH) -> None:
         last, self._last = self._last, turn
         if last is not None and 0 < turn - last <= min(reach, REACH):
-            self._next[turn] = last
+            self._next[turn] = last  # rule 2
             self._move_inside(last, turn)  # the last one then reads what this one has computed
         else:
             self._add_inside(turn, reach)
@@ -325,7 +325,7 @@ class Computed(Spec):
     def drops(self, turn: int) -> bool:
         """Drop the kept value if backward has passed its consumer. Return whether none is kept."""
         kept = self._kept
-        if kept is not None and (kept.running_pass != running_pass() or kept.turn > turn):
+        if kept is not None and (kept.running_pass != running_pass() or kept.turn > turn):  # rule 6
             self._kept = kept = None
         return kept is None
 

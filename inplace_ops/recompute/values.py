@@ -63,8 +63,10 @@ from .._torch_private import CLONE, WeakTensor, is_named
 from . import nodes
 from .affine import NormFacts
 from .nodes import Node
-from .operations import OPERATION_OF, Output, base_of, reshapes_only
+from .operations import OPERATION_OF, Output
 from .specs import Leaf, Spec
+from .tensors import whole_base
+from .views import base_of, reshapes_only
 
 if TYPE_CHECKING:
     from .products import ProductFacts
@@ -111,7 +113,7 @@ class Value:
 
     def take_note(self, tensor: Tensor) -> None:
         """Store a weak reference to the operation's output, of which the tensor may be an alias."""
-        base = nodes.whole_base(tensor)
+        base = whole_base(tensor)
         self.note = WeakTensor(tensor if base is None else base)
 
     @property
@@ -124,11 +126,11 @@ class Value:
         version = tensor._version
         return version == 0 or version == self.version  # at 0 nothing has written to it
 
-    def mark_saved_by(self, consumer: Value) -> None:
-        """Record that a consumer saves the output, or a view of it."""
-        self.is_saved, self.saver = True, weakref.ref(consumer)
+    def mark_saved_by(self, saver: Value) -> None:
+        """Record that the consumer with this value saves the output, or a view of it."""
+        self.is_saved, self.saver = True, weakref.ref(saver)
 
-    def free_copies(self) -> None:
+    def release(self) -> None:
         """Drop what only new specs need: rule 2 of NOTE [Metadata outlives backward]."""
         self.constants, self.norm, self.product = Value.constants, None, None
 

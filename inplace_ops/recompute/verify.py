@@ -67,14 +67,14 @@ def _verify(
     saved: Tensor,
 ) -> bool:
     """Compare a spec with the saved tensor: rules 2 to 4 of NOTE [First use]."""
-    if is_being_captured(saved):
+    if is_being_captured(saved):  # a comparison would synchronize
         return False
     value = recomputed if isinstance(recomputed, Recomputed) else recomputed()
     found = difference(value, saved)
-    if len(settings.verified) >= MAX_KEYS:
+    if len(settings.verified) >= MAX_KEYS:  # rule 4
         settings.verified.clear()
     settings.verified[key] = found is None
-    if found is not None:
+    if found is not None:  # rule 3
         settings.warn(
             "a difference at the first use",
             f"the recomputed output of {value.name}, differs from the saved tensor ({found}). "

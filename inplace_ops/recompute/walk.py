@@ -25,12 +25,12 @@ class _ParameterVersion(NamedTuple):
     Attributes:
         parameter: The weight or bias.
         version: Its version at that time.
-        next_number: The sequence number of the next node at that time.
+        next_sequence_number: That of the next node at that time.
     """
 
     parameter: Tensor
     version: int
-    next_number: int
+    next_sequence_number: int
 
 
 class Walk:
@@ -58,21 +58,21 @@ class Walk:
         if len(pending) == 1 and (pending[0] is None or was_visited(pending[0])):
             return  # usually the output of an inner module
         end = nodes.next_sequence_number()
-        numbers: dict[Node, float] = {}
+        order: dict[Node, float] = {}  # their sequence numbers
         clones: dict[Node, Tensor] = {}
         while pending:
             node = pending.pop()
-            if node is None or node in numbers or not self.may_have_created(node, end):
+            if node is None or node in order or not self.may_have_created(node, end):
                 continue
             if was_visited(node):
                 continue
-            numbers[node] = number = nodes.sequence_number(node)
+            order[node] = nodes.sequence_number(node)
             pending += [producer for producer, _ in nodes.producers(node)]
             clone = _cloned_input(node)
             if clone is not None:  # no edge of the graph leads to its node
                 clones[node] = clone
-                numbers[clone.grad_fn] = number - 0.5
-        for node in sorted(numbers, key=numbers.__getitem__):
+                order[clone.grad_fn] = order[node] - 0.5
+        for node in sorted(order, key=order.__getitem__):
             if node in clones:
                 _prove_clone(node, clones[node])
             yield node
@@ -95,11 +95,11 @@ class Walk:
 
     def record_versions(self, module: nn.Module) -> None:
         """Record the versions of a module's weight and bias, before its forward."""
-        next_number = nodes.next_sequence_number()
+        following = nodes.next_sequence_number()
         for parameter in norms.registered_parameters(module):
             if parameter is not None and not parameter.is_inference():
                 self._parameter_versions[id(parameter)] = _ParameterVersion(
-                    parameter, parameter._version, next_number
+                    parameter, parameter._version, following
                 )
 
     def is_unmodified(self, parameter: Tensor | None, node: Node) -> bool:
@@ -107,7 +107,7 @@ class Walk:
         if parameter is None:
             return True
         recorded = self._parameter_versions.get(id(parameter))
-        if recorded is None or nodes.sequence_number(node) < recorded.next_number:
+        if recorded is None or nodes.sequence_number(node) < recorded.next_sequence_number:
             return False
         return not parameter.is_inference() and parameter._version == recorded.version
 

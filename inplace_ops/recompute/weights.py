@@ -44,8 +44,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .._torch_private import storage_id
 from .calls import ViewCall
-from .nodes import has_storage, is_plain
 from .specs import Leaf, Spec, freed_error, written_to_error
+from .tensors import has_storage, is_plain
 
 _MAX_KNOWN = 2**16  # parameters
 
@@ -118,7 +118,7 @@ class Weight(Spec):
 
     def value(self, turn: int | None = None) -> Tensor:
         parameter = self.parameter
-        if not has_storage(parameter):
+        if not has_storage(parameter):  # rule 6
             raise freed_error(parameter)
         if not self.is_current():
             raise written_to_error(parameter, self.version)
@@ -127,9 +127,9 @@ class Weight(Spec):
     def is_current(self) -> bool:
         parameter = self.parameter
         return (
-            parameter._version == self.version
-            and self._steps.count == self._count
-            and storage_id(parameter.untyped_storage()) == self._storage.cdata
+            parameter._version == self.version  # rule 3
+            and self._steps.count == self._count  # rule 4
+            and storage_id(parameter.untyped_storage()) == self._storage.cdata  # rule 5
             and _layout_of(parameter) == self._layout
         )
 

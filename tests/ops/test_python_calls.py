@@ -31,7 +31,7 @@ import inplace_ops
 from inplace_ops import _ops
 from inplace_ops._torch_private import keyword_defaults
 from inplace_ops.activations import SILU
-from inplace_ops.recompute.nodes import is_ordinary
+from inplace_ops.recompute.tensors import is_ordinary
 
 has_calls = bool(_ops._C.calls)
 needs_calls = pytest.mark.skipif(not has_calls, reason="PyTorch's stable ABI has them from 2.14 on")

@@ -35,7 +35,8 @@ import inplace_ops
 from inplace_ops import _torch_private as private
 from inplace_ops.recompute import nodes
 from inplace_ops.recompute.norms import NORMS
-from inplace_ops.recompute.operations import OPERATIONS, VIEWS
+from inplace_ops.recompute.operations import OPERATIONS
+from inplace_ops.recompute.views import VIEWS
 
 PACKAGE = Path(inplace_ops.__file__).parent
 CHECKS: dict[str, Callable[[], None]] = {}  # by the names of `_torch_private.py`

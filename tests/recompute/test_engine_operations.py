@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules._functions import BackwardHookFunction
 
 from inplace_ops import saved_bytes
-from inplace_ops.recompute import operations
+from inplace_ops.recompute import operations, views
 from inplace_ops.recompute.nodes import creation_hook, name_of_type
 from inplace_ops.recompute.rewrites import Bits, Shape
 from inplace_ops.recompute.run import run_engine
@@ -312,7 +312,7 @@ VIEWS_OF_CONTIGUOUS = ("AsStrided", "ReshapeAlias", "T", "UnsafeView", "View")
 
 
 def test_every_view_has_a_test() -> None:
-    assert set(operations.VIEWS) == set(VIEWS)
+    assert set(views.VIEWS) == set(VIEWS)
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["", "channels_last"])

@@ -32,8 +32,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import inplace_ops
 from inplace_ops.conversion.wiring import conversion_of
-from inplace_ops.recompute import costs, nodes
+from inplace_ops.recompute import costs
 from inplace_ops.recompute.products import NEAR, ProductCall
+from inplace_ops.recompute.tensors import WeakMemory
 
 pytestmark = pytest.mark.usefixtures("_small_tensors_too")
 
@@ -733,7 +734,7 @@ def test_parameters_memory_is_not_kept(change: str) -> None:
     twin = converted(model)
     y = twin(x)
     assert products_in(y)
-    memory = nodes.WeakMemory(twin[0].weight)
+    memory = WeakMemory(twin[0].weight)
     if change == "resized":
         twin[0].weight.untyped_storage().resize_(0)
         assert twin[0].weight.untyped_storage().nbytes() == 0

@@ -41,8 +41,8 @@ import inplace_ops
 from inplace_ops.activations import RELU
 from inplace_ops.conversion.observation import Observation
 from inplace_ops.conversion.wiring import conversion_of
-from inplace_ops.recompute import nodes
 from inplace_ops.recompute.rewrites import Bits
+from inplace_ops.recompute.tensors import is_plain
 
 DOUBLE = torch.float64
 
@@ -687,9 +687,9 @@ def test_class_assigned_to_one_tensor_does_not_affect_others() -> None:
     """Assigning a class with `__torch_dispatch__` to a tensor does not change its dispatch keys."""
     assigned = nn.Parameter(torch.randn(4))
     assigned.__class__ = type("Assigned", (nn.Parameter,), {"__torch_dispatch__": None})
-    assert not nodes.is_plain(assigned)
-    assert nodes.is_plain(nn.Parameter(torch.randn(4)))
-    assert nodes.is_plain(torch.randn(4))
+    assert not is_plain(assigned)
+    assert is_plain(nn.Parameter(torch.randn(4)))
+    assert is_plain(torch.randn(4))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
