@@ -73,7 +73,7 @@ def dispatch(
         return _integer_activation(activation, input)
     if is_compiling():  # case 3
         return _compiled(activation, input, save, bits, arguments)
-    if (
+    if (  # case 4
         are_functorch_transforms_active()
         or jit_tracing_state() is not None
         or input.is_neg()
@@ -190,8 +190,8 @@ def _with_grad(
 def _update_grad_fn(view: Tensor) -> None:
     """Let autograd update a view's `grad_fn`, which it does when it is read.
 
-    See 2 of NOTE [In place on a view] in `recompute/activation_modules.py`. Autograd raises for one of several
-    outputs of an operation.
+    See 2 of NOTE [In place on a view] in `recompute/activation_modules.py`. Autograd raises for one
+    of several outputs of an operation.
     """
     with suppress(RuntimeError), DisableTorchFunction():
         _ = view.grad_fn

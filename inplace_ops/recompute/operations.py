@@ -209,8 +209,8 @@ def _saved(field: str) -> Operation:
     return Operation(saved_output=field)
 
 
-def _shape() -> Operation:
-    return Operation(shape_only="self", reads_no_values=True)
+def _shape(field: str = "self") -> Operation:
+    return Operation(shape_only=field, reads_no_values=True)
 
 
 def _max_pooling(pooled_dims: int) -> Operation:
@@ -498,7 +498,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "GridSampler2DBackward0": _reads("input", "grid"),
     "GridSampler3DBackward0": _reads("input", "grid"),
     "CudnnGridSamplerBackward0": _reads("self", "grid"),
-    # Pooling and padding.
+    # Pooling, padding, sums at indices.
     "AvgPool2DBackward0": _shape(),
     "AvgPool3DBackward0": _shape(),
     "AdaptiveAvgPool2DBackward0": _shape(),
@@ -513,6 +513,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "ReplicationPad1DBackward0": _shape(),
     "ReplicationPad2DBackward0": _shape(),
     "ReplicationPad3DBackward0": _shape(),
+    "IndexAddBackward0": _shape("source"),
     # Reductions and interpolations, which save no input.
     "MeanBackward0": _NO_VALUES,
     "MeanBackward1": _NO_VALUES,

@@ -517,6 +517,9 @@ def test_operations_that_compare_values_save_them(compare: str) -> None:
 
 
 POOLS: dict[str, Callable[[Tensor], Any]] = {
+    "IndexAddBackward0": lambda y: y.new_zeros(4, *y.shape[1:]).index_add(
+        0, torch.tensor([3, 1]), y
+    ),
     "AvgPool2DBackward0": lambda y: F.avg_pool2d(y, 3, 2, 1),
     "AvgPool3DBackward0": lambda y: F.avg_pool3d(y, 2),
     "AdaptiveAvgPool2DBackward0": lambda y: F.adaptive_avg_pool2d(y, 3),
