@@ -202,13 +202,13 @@ def _segmentation_entry(name: str) -> Entry:
 
 def _peft_entry(name: str) -> Entry:
     """Return the entry of an adapted transformer, whose own weights are frozen."""
-    adapted = PEFT[name]
-    configuration, inputs = TRANSFORMERS[adapted.transformer]
+    transformer, config, arguments = PEFT[name]
+    configuration, inputs = TRANSFORMERS[transformer]
 
     def build() -> nn.Module:
         peft = importlib.import_module("peft")
-        model = load(f"transformers:{adapted.transformer}", configuration)
-        return peft.get_peft_model(model, getattr(peft, adapted.config)(**adapted.arguments))
+        model = load(f"transformers:{transformer}", configuration)
+        return peft.get_peft_model(model, getattr(peft, config)(**arguments))
 
     return Entry(f"peft:{name}", inputs, build)
 
