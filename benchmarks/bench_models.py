@@ -15,17 +15,15 @@ if a converted model's first step has a higher peak than the original's.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import multiprocessing
 import os
 import tempfile
-import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
@@ -37,11 +35,9 @@ from common import (
     RESULTS,
     ROUNDING,
     Row,
-    machine,
     memory_of,
-    quartiles,
+    parser_of,
     round_weights,
-    table,
     write_csv,
 )
 from model_zoo import LIBRARIES, Entry, entry_of, names_of
@@ -80,6 +76,7 @@ CASES = [
 
 Inputs = dict[str, Any]
 Gradients = dict[str, Tensor]
+Norms = dict[str, float]  # of each gradient, or of its distance from another one
 
 
 class WrongGradientError(AssertionError):
@@ -112,13 +109,8 @@ class Limits(NamedTuple):
     rounding: float
 
 
-def limits_in_float32(norms: dict[str, float], changes: dict[str, float]) -> Limits:
-    """Return the limits in float32, for gradients of these norms.
-
-    Args:
-        norms: The norm of each gradient.
-        changes: By how much a rounding of the weights changes it; empty if unknown.
-    """
+def limits_in_float32(norms: Norms, changes: Norms) -> Limits:
+    """Return the limits for gradients of these norms, which a rounding of the weights changes."""
     total = norm_of(norms)
     tensors = {
         name: max(1e-4 * norm + 1e-6 * total, changes.get(name, 0.0) / 10) / total
@@ -127,7 +119,7 @@ def limits_in_float32(norms: dict[str, float], changes: dict[str, float]) -> Lim
     return Limits(max(1e-5, norm_of(changes) / total / 10), tensors, 0.0)
 
 
-def limits_under_autocast(norms: dict[str, float], rounding: dict[str, float]) -> Limits:
+def limits_under_autocast(norms: Norms, rounding: Norms) -> Limits:
     """Return the limits under autocast, from the gradients' distances to those in float32."""
     total = norm_of(norms)
     distance = norm_of(rounding) / total
@@ -151,7 +143,7 @@ class Outcome(NamedTuple):
     report: Report
 
 
-def finite_norms(gradients: Gradients) -> dict[str, float]:
+def finite_norms(gradients: Gradients) -> Norms:
     """Return each tensor's norm in float64; raise unless that of all is finite and positive."""
     norms = {name: float(g.norm(dtype=torch.float64)) for name, g in gradients.items()}
     total = norm_of(norms)
@@ -160,12 +152,12 @@ def finite_norms(gradients: Gradients) -> dict[str, float]:
     return norms
 
 
-def norm_of(norms: dict[str, float]) -> float:
+def norm_of(norms: Norms) -> float:
     """Return the norm of all tensors together, from the norm of each."""
     return float(sum(norm**2 for norm in norms.values()) ** 0.5)
 
 
-def distances(actual: Gradients, expected: Gradients) -> dict[str, float]:
+def distances(actual: Gradients, expected: Gradients) -> Norms:
     """Return the norm of each tensor's difference; raise if the names differ."""
     if actual.keys() != expected.keys():
         raise WrongGradientError(f"only one side has {sorted(actual.keys() ^ expected.keys())}")
@@ -319,10 +311,7 @@ def check_conditioned(rounded: Gradients, expected: Gradients) -> None:
 
 def peak_of(run: Callable[[], None], is_measured: bool) -> int:
     """Run a step, and return the most bytes that it allocates at one time; 0 if not measured."""
-    if is_measured:
-        return memory_of(run, "cpu")[0]
-    run()
-    return 0
+    return memory_of(run, "cpu")[0] if is_measured else run() or 0
 
 
 def compare_buffers(actual: nn.Module, expected: nn.Module) -> None:
@@ -334,7 +323,7 @@ def compare_buffers(actual: nn.Module, expected: nn.Module) -> None:
         raise WrongGradientError(f"buffers differ: {one_line(error)}") from error
 
 
-def compare(off: dict[str, float], total: float, limits: Limits) -> float:
+def compare(off: Norms, total: float, limits: Limits) -> float:
     """Return the distance of all gradients over their norm `total`; raise if it is over a limit."""
     overall = norm_of(off) / total
     if not overall <= limits.overall:
@@ -368,8 +357,8 @@ def inputs_of(entry: Entry, model: nn.Module) -> Inputs:
 class Remains(NamedTuple):
     """A kind of tensor that remains saved."""
 
-    producer: str
-    consumer: str
+    output_of: str
+    saved_by: str
     reason: str
 
 
@@ -381,31 +370,28 @@ def rows_of(name: str, wanted: Sequence[Case] = CASES) -> Rows:
     """Return a row, and what remains saved, for each wanted case that applies to a model."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    begin = time.perf_counter()
-    found: Rows = []
-    shape, error, cases = "", "", wanted[:1]
     try:
         entry = entry_of(name)
         model = seeded_model(entry)
         inputs = inputs_of(entry, model)
         shape, cases = shape_of(inputs), [case for case in cases_for(model) if case in wanted]
     except Exception as failure:
-        error = one_line(failure)
+        return [(row_of(name, wanted[0], "", result=one_line(failure)), {})]
     model = None
+    found: Rows = []
     for case in cases:
-        columns = dict.fromkeys(COLUMNS, "")
-        remaining: Remaining = {}
-        columns["result"] = error
-        if not error:
-            try:
-                outcome = trained(seeded_model(entry), inputs, case)
-                columns, remaining = columns_of(outcome), remaining_of(outcome.report)
-            except Exception as failure:
-                columns["result"] = one_line(failure)
-        row = {"model": name, **case._asdict(), "input": shape, **columns, **machine("cpu")}
-        found.append((row, remaining))
-    print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
+        try:
+            outcome = trained(seeded_model(entry), inputs, case)
+            row = row_of(name, case, shape, **columns_of(outcome))
+            found.append((row, remaining_of(outcome.report)))
+        except Exception as failure:
+            found.append((row_of(name, case, shape, result=one_line(failure)), {}))
     return found
+
+
+def row_of(name: str, case: Case, shape: str, **columns: str) -> Row:
+    """Return the row of a model; columns that are not given are empty."""
+    return {"model": name, **case._asdict(), "input": shape, **dict.fromkeys(COLUMNS, "")} | columns
 
 
 def seeded_model(entry: Entry) -> nn.Module:
@@ -444,10 +430,10 @@ def columns_of(outcome: Outcome) -> dict[str, str]:
 
 def remaining_of(report: Report) -> Remaining:
     """Return the bytes that remain saved, by kind."""
-    found: Remaining = defaultdict(int)
+    found: Remaining = Counter()
     for row in report.remaining:
         found[Remains(row.producer, row.consumer, row.reason)] += row.bytes
-    return dict(found)
+    return found
 
 
 def cases_for(model: nn.Module) -> Iterator[Case]:
@@ -494,31 +480,30 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
 
 
-def kinds(found: Iterable[tuple[Case, Remaining]]) -> list[Row]:
+def kinds(found: Iterable[tuple[Row, Remaining]]) -> list[Row]:
     """Return the kinds of tensors that remain saved, by policy, the largest mean share first."""
-    shares: dict[tuple[str, Remains], list[float]] = defaultdict(list)
-    models: dict[str, int] = defaultdict(int)
-    for case, remaining in found:
+    shares: dict[str, dict[Remains, list[float]]] = defaultdict(lambda: defaultdict(list))
+    models: Counter[str] = Counter()
+    for row, remaining in found:
         own = {k: b for k, b in remaining.items() if k.reason != PARAMETER_COPY}
-        total = sum(own.values())
-        if not total or case.memory_format != "contiguous":
-            continue
-        models[case.policy] += 1
-        for kind, count in own.items():
-            shares[case.policy, kind].append(count / total)
-    rows = [
-        {
-            "policy": policy,
-            "output_of": kind.producer,
-            "saved_by": kind.consumer,
-            "reason": kind.reason,
-            "mean_share": f"{sum(each) / models[policy]:.4f}",
-            "models": len(each),
-            "of": models[policy],
-        }
-        for (policy, kind), each in shares.items()
-    ]
-    return sorted(rows, key=lambda row: (row["policy"], -float(row["mean_share"])))
+        if row["memory_format"] == "contiguous" and any(own.values()):
+            models[row["policy"]] += 1
+            for kind, count in own.items():
+                shares[row["policy"]][kind].append(count / sum(own.values()))
+    rows: list[Row] = []
+    for policy in filter(shares.get, POLICIES):
+        largest = sorted(shares[policy].items(), key=lambda item: -sum(item[1]))
+        rows += [
+            {
+                "policy": policy,
+                **kind._asdict(),
+                "mean_share": f"{sum(each) / models[policy]:.4f}",
+                "models": len(each),
+                "of": models[policy],
+            }
+            for kind, each in largest[:SHOWN_KINDS]
+        ]
+    return rows
 
 
 SHOWN_KINDS = 20  # of each policy
@@ -528,42 +513,35 @@ CHUNK = 8  # models in one process; its end frees what libraries leave behind
 def all_rows(
     names: Sequence[str], wanted: Sequence[Case], processes: int
 ) -> Iterator[tuple[Row, Remaining]]:
-    """Yield the rows of all models, from several processes at a time."""
+    """Yield the rows of all models in order, from several processes at a time."""
     chunks = [names[i : i + CHUNK] for i in range(0, len(names), CHUNK)]
     with ThreadPoolExecutor(processes) as threads:
-        futures = [threads.submit(rows_in_a_process, chunk, wanted) for chunk in chunks]
-        for future in as_completed(futures):
-            yield from future.result()
+        for rows in threads.map(partial(rows_in_a_process, wanted=wanted), chunks):
+            yield from rows
 
 
 def rows_in_a_process(names: Sequence[str], wanted: Sequence[Case]) -> Rows:
-    """Return the rows of models that run one after the other in a process.
+    """Return the rows of models that run one after the other in a process, or until one kills it.
 
-    If a model crashes the process, its cases run again one by one, and a case that crashes it again
-    gets a row that says so.
+    The models after that one run in another process.
     """
     found: Rows = []
-    pending = [(name, wanted) for name in names]
+    pending = list(names)
     while pending:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            while pending:
-                name, cases = pending.pop(0)
-                try:
-                    found += pool.submit(rows_of, name, cases).result()
-                except BrokenProcessPool:
-                    if len(cases) > 1:
-                        pending += [(name, [case]) for case in cases]
-                    else:
-                        columns = dict.fromkeys(COLUMNS, "") | {"result": "its process died"}
-                        row = {"model": name, **cases[0]._asdict(), "input": "", **columns}
-                        found.append((row | machine("cpu"), {}))
-                    break
+            try:
+                while pending:
+                    found += pool.submit(rows_of, pending[0], wanted).result()
+                    pending.pop(0)
+            except BrokenProcessPool:
+                row = row_of(pending.pop(0), wanted[0], "", result="its process died")
+                found.append((row, {}))
     return found
 
 
 def main() -> None:
-    """Train, print a summary, write two CSV files."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Train, and write two CSV files."""
+    parser = parser_of(__doc__)
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
     parser.add_argument("--models", nargs="+", help="LIBRARY:NAME, instead of whole libraries")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
@@ -573,48 +551,24 @@ def main() -> None:
     if "models" not in arguments.out.name:
         parser.error("--out: the name must contain `models`: a second file has `remaining` there")
 
+    torch.set_num_threads(1)  # as the processes, for the files' column of the device
     names = arguments.models or [
         name for library in arguments.libraries for name in names_of(library)
     ]
-    rows: list[Row] = []
-    found: list[tuple[Case, Remaining]] = []
-    try:
-        wanted = [case for case in CASES if case.policy in arguments.policies]
+    wanted = [case for case in CASES if case.policy in arguments.policies]
+    found: Rows = []
+
+    def rows() -> Iterator[Row]:
         for row, remaining in all_rows(names, wanted, arguments.processes):
-            print(*list(row.values())[:12], sep=", ", flush=True)
-            rows.append(row)
-            found.append((Case(row["policy"], row["memory_format"]), remaining))
-    finally:  # at the end: a changed file would mark the commit of the other rows as modified
-        write_csv(arguments.out, sorted(rows, key=lambda row: names.index(row["model"])))
-    all_kinds = kinds(found)
+            found.append((row, remaining))
+            yield row
+
+    written = write_csv(arguments.out, rows(), "cpu")
     libraries = {"libraries": ", ".join(dict.fromkeys(name.partition(":")[0] for name in names))}
-    shown = [
-        libraries | row | machine("cpu")
-        for policy in POLICIES
-        for row in [row for row in all_kinds if row["policy"] == policy][:SHOWN_KINDS]
-    ]
-    write_csv(arguments.out.with_name(arguments.out.name.replace("models", "remaining")), shown)
-    rows.sort(key=lambda row: names.index(row["model"]))
-    summarize(rows)
-
-
-def summarize(rows: list[Row]) -> None:
-    """Print quartiles of the ratios, and the cases that failed."""
-    lines = [["case", "models", "ratio: best", "quartiles", "worst", "first peak: worst"]]
-    for case in CASES:
-        own = [r for r in rows if (r["policy"], r["memory_format"]) == case and r["ratio"]]
-        ratios = sorted(float(row["ratio"]) for row in own)
-        if len(ratios) > 1:
-            middle = ", ".join(f"{q:.2f}" for q in quartiles(ratios))
-            peak = max(float(row["first_peak_over_torch"]) for row in own)
-            ends = (f"{ratios[0]:.2f}", middle, f"{ratios[-1]:.2f}", f"{peak:.3f}")
-            lines.append([", ".join(case), str(len(own)), *ends])
-    print(table(lines))
-    failed = [row for row in rows if row["result"] != SAME]
-    for row in failed:
-        print(f"{row['model']}, {row['policy']}, {row['memory_format']}: {row['result']}")
+    path = arguments.out.with_name(arguments.out.name.replace("models", "remaining"))
+    write_csv(path, (libraries | row for row in kinds(found)), "cpu")
     wrong = (WrongGradientError.__name__, MORE_MEMORY)
-    if any(row["result"].startswith(wrong) for row in failed):
+    if any(row["result"].startswith(wrong) for row in written):
         raise SystemExit("gradients are wrong, or a first step needs more memory")
 
 

@@ -49,6 +49,15 @@ for part in $wanted; do [[ " $known $optional " == *" $part "* ]] || usage; done
 
 python=${PYTHON:-python3}
 failed=0
+# nvcc and compute-sanitizer: in CUDA_HOME, in NVIDIA's packages, on PATH, in the usual folders.
+packages=$("$python" -c \
+  'import glob, sys; print(*(found for path in sys.path for found in glob.glob(f"{path}/nvidia/cu*")))')
+for toolkit in $packages ${CUDA_HOME:-${CUDA_PATH:-}}; do
+  PATH=$toolkit/bin:$toolkit/compute-sanitizer:$PATH
+done
+for toolkit in /usr/local/cuda /usr/local/cuda-*; do
+  PATH=$PATH:$toolkit/bin:$toolkit/compute-sanitizer
+done
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=2 PYTHONUNBUFFERED=1
 
 is_wanted() { [[ " ${wanted:-$known} " == *" $1 "* ]]; }
@@ -153,7 +162,7 @@ rest=("${decisive[@]/#/--ignore=}" --ignore-glob="*/test_"{host_kernels,engine_m
 eager=("checkpoint of each block" "convert, max_ops="{1,4,8})
 if [ "$device" = cuda ]; then
   check tests 280 "${rest[@]}"
-  sanitizer=$("$python" benchmarks/tune_cuda.py --find compute-sanitizer)
+  sanitizer=$(command -v compute-sanitizer)
   sanitize memcheck 110 --report-api-errors no # PyTorch probes with calls that may fail
   sanitize initcheck 110
   bench bandwidth 160 bandwidth activations
