@@ -22,7 +22,7 @@ import os
 import tempfile
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -107,24 +107,6 @@ class Limits(NamedTuple):
     overall: float
     tensors: dict[str, float]
     rounding: float
-
-
-def limits_in_float32(norms: Norms, changes: Norms) -> Limits:
-    """Return the limits for gradients of these norms, which a rounding of the weights changes."""
-    total = norm_of(norms)
-    tensors = {
-        name: max(1e-4 * norm + 1e-6 * total, changes.get(name, 0.0) / 10) / total
-        for name, norm in norms.items()
-    }
-    return Limits(max(1e-5, norm_of(changes) / total / 10), tensors, 0.0)
-
-
-def limits_under_autocast(norms: Norms, rounding: Norms) -> Limits:
-    """Return the limits under autocast, from the gradients' distances to those in float32."""
-    total = norm_of(norms)
-    distance = norm_of(rounding) / total
-    overall = min(max(1e-5, distance / 2), 5e-2)
-    return Limits(overall, {name: off / total + 1e-3 for name, off in rounding.items()}, distance)
 
 
 class Outcome(NamedTuple):
@@ -232,7 +214,11 @@ def trained(model: nn.Module, inputs: Inputs, case: Case) -> Outcome:
             difference, limits = compared(actual, expected, in_float32, rounded)
         if difference >= outcome.difference:
             outcome = outcome._replace(difference=difference, allowed=limits.overall)
-        compare_buffers(converted, original)
+        buffers, others = (dict(m.named_buffers()) for m in (original, converted))
+        try:
+            torch.testing.assert_close(others, buffers, equal_nan=True)
+        except AssertionError as error:
+            raise WrongGradientError(f"buffers differ: {one_line(error)}") from error
         for name, parameter in original.named_parameters():
             parameter.grad = expected.get(name)
         optimizer.step()
@@ -257,11 +243,20 @@ def compared(
         rounded: The original's in float32 with rounded weights, if the limits depend on them.
     """
     norms = finite_norms(expected)
+    total = norm_of(norms)
     if in_float32 is None:
-        limits = limits_in_float32(norms, {} if rounded is None else distances(rounded, expected))
+        changes = {} if rounded is None else distances(rounded, expected)
+        tensors = {
+            name: max(1e-4 * norm + 1e-6 * total, changes.get(name, 0.0) / 10) / total
+            for name, norm in norms.items()
+        }
+        limits = Limits(max(1e-5, norm_of(changes) / total / 10), tensors, 0.0)
     else:
-        limits = limits_under_autocast(norms, distances(expected, in_float32))
-    return compare(distances(actual, expected), norm_of(norms), limits), limits
+        roundings = distances(expected, in_float32)
+        rounding = norm_of(roundings) / total
+        tensors = {name: off / total + 1e-3 for name, off in roundings.items()}
+        limits = Limits(min(max(1e-5, rounding / 2), 5e-2), tensors, rounding)
+    return compare(distances(actual, expected), total, limits), limits
 
 
 def check_steady(
@@ -275,19 +270,16 @@ def check_steady(
 
     Raise NoiseError if there are such gradients and the others agree.
     """
-    varying: set[str] = set()
+    steady = set(expected)
     again = copy.deepcopy(original)  # a step changes buffers
     for _ in range(REPEATED):
         run(again)
         repeated = gradients_of(again)
-        varying |= {name for name, g in expected.items() if not torch.equal(g, repeated[name])}
-
-    def steady(gradients: Gradients) -> Gradients:
-        return {name: g for name, g in gradients.items() if name not in varying}
-
-    if varying:
-        if steady(expected):
-            compared(steady(actual), steady(expected), in_float32 and steady(in_float32))
+        steady = {name for name in steady if torch.equal(expected[name], repeated[name])}
+    if varying := expected.keys() - steady:
+        others = [g and {name: g[name] for name in steady} for g in (actual, expected, in_float32)]
+        if steady:
+            compared(*others)
         raise NoiseError(f"runs of the original differ in {', '.join(sorted(varying))}")
 
 
@@ -312,15 +304,6 @@ def check_conditioned(rounded: Gradients, expected: Gradients) -> None:
 def peak_of(run: Callable[[], None], is_measured: bool) -> int:
     """Run a step, and return the most bytes that it allocates at one time; 0 if not measured."""
     return memory_of(run, "cpu")[0] if is_measured else run() or 0
-
-
-def compare_buffers(actual: nn.Module, expected: nn.Module) -> None:
-    """Raise if buffers differ, running statistics for example."""
-    ours, theirs = dict(actual.named_buffers()), dict(expected.named_buffers())
-    try:
-        torch.testing.assert_close(ours, theirs, equal_nan=True)
-    except AssertionError as error:
-        raise WrongGradientError(f"buffers differ: {one_line(error)}") from error
 
 
 def compare(off: Norms, total: float, limits: Limits) -> float:
@@ -354,15 +337,8 @@ def inputs_of(entry: Entry, model: nn.Module) -> Inputs:
     raise RuntimeError(f"the model accepts none of the inputs: {error}") from error
 
 
-class Remains(NamedTuple):
-    """A kind of tensor that remains saved."""
-
-    output_of: str
-    saved_by: str
-    reason: str
-
-
-Remaining = dict[Remains, int]  # bytes
+# Bytes of the tensors that remain saved: by what made them, what saves them, and the reason.
+Remaining = Counter[tuple[str, str, str]]
 Rows = list[tuple[Row, Remaining]]
 
 
@@ -372,32 +348,28 @@ def rows_of(name: str, wanted: Sequence[Case] = CASES) -> Rows:
     torch.set_num_threads(1)
     try:
         entry = entry_of(name)
-        model = seeded_model(entry)
+        model = entry.model()
         inputs = inputs_of(entry, model)
         shape, cases = shape_of(inputs), [case for case in cases_for(model) if case in wanted]
     except Exception as failure:
-        return [(row_of(name, wanted[0], "", result=one_line(failure)), {})]
+        return [(row_of(name, wanted[0], "", result=one_line(failure)), Counter())]
     model = None
     found: Rows = []
     for case in cases:
         try:
-            outcome = trained(seeded_model(entry), inputs, case)
-            row = row_of(name, case, shape, **columns_of(outcome))
-            found.append((row, remaining_of(outcome.report)))
+            outcome = trained(entry.model(), inputs, case)
+            remaining: Remaining = Counter()
+            for each in outcome.report.remaining:
+                remaining[each.producer, each.consumer, each.reason] += each.bytes
+            found.append((row_of(name, case, shape, **columns_of(outcome)), remaining))
         except Exception as failure:
-            found.append((row_of(name, case, shape, result=one_line(failure)), {}))
+            found.append((row_of(name, case, shape, result=one_line(failure)), Counter()))
     return found
 
 
 def row_of(name: str, case: Case, shape: str, **columns: str) -> Row:
     """Return the row of a model; columns that are not given are empty."""
     return {"model": name, **case._asdict(), "input": shape, **dict.fromkeys(COLUMNS, "")} | columns
-
-
-def seeded_model(entry: Entry) -> nn.Module:
-    """Return the model, with the same weights at each call."""
-    torch.manual_seed(0)
-    return entry.model()
 
 
 COLUMNS = (
@@ -426,14 +398,6 @@ def columns_of(outcome: Outcome) -> dict[str, str]:
         f"{outcome.peak_over_torch:.3f}",
     )
     return dict(zip(COLUMNS, map(str, values), strict=True))
-
-
-def remaining_of(report: Report) -> Remaining:
-    """Return the bytes that remain saved, by kind."""
-    found: Remaining = Counter()
-    for row in report.remaining:
-        found[Remains(row.producer, row.consumer, row.reason)] += row.bytes
-    return found
 
 
 def cases_for(model: nn.Module) -> Iterator[Case]:
@@ -480,30 +444,25 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
 
 
-def kinds(found: Iterable[tuple[Row, Remaining]]) -> list[Row]:
-    """Return the kinds of tensors that remain saved, by policy, the largest mean share first."""
-    shares: dict[str, dict[Remains, list[float]]] = defaultdict(lambda: defaultdict(list))
-    models: Counter[str] = Counter()
-    for row, remaining in found:
-        own = {k: b for k, b in remaining.items() if k.reason != PARAMETER_COPY}
-        if row["memory_format"] == "contiguous" and any(own.values()):
-            models[row["policy"]] += 1
-            for kind, count in own.items():
-                shares[row["policy"]][kind].append(count / sum(own.values()))
-    rows: list[Row] = []
-    for policy in filter(shares.get, POLICIES):
-        largest = sorted(shares[policy].items(), key=lambda item: -sum(item[1]))
-        rows += [
-            {
+def kinds(found: Rows) -> Iterator[Row]:
+    """Yield the kinds of tensors that remain saved, by policy, the largest mean share first."""
+    for policy in POLICIES:
+        shares: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+        models = 0
+        for row, remaining in found:
+            own = {kind: n for kind, n in remaining.items() if kind[-1] != PARAMETER_COPY}
+            if row["policy"] == policy and row["memory_format"] == "contiguous" and own:
+                models += 1
+                for kind, count in own.items():
+                    shares[kind].append(count / sum(own.values()))
+        for kind, each in sorted(shares.items(), key=lambda item: -sum(item[1]))[:SHOWN_KINDS]:
+            yield {
                 "policy": policy,
-                **kind._asdict(),
-                "mean_share": f"{sum(each) / models[policy]:.4f}",
+                **dict(zip(("output_of", "saved_by", "reason"), kind, strict=True)),
+                "mean_share": f"{sum(each) / models:.4f}",
                 "models": len(each),
-                "of": models[policy],
+                "of": models,
             }
-            for kind, each in largest[:SHOWN_KINDS]
-        ]
-    return rows
 
 
 SHOWN_KINDS = 20  # of each policy
@@ -535,7 +494,7 @@ def rows_in_a_process(names: Sequence[str], wanted: Sequence[Case]) -> Rows:
                     pending.pop(0)
             except BrokenProcessPool:
                 row = row_of(pending.pop(0), wanted[0], "", result="its process died")
-                found.append((row, {}))
+                found.append((row, Counter()))
     return found
 
 

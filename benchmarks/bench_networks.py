@@ -74,7 +74,7 @@ from common import (
     time_columns,
     write_results,
 )
-from integrations import INTEGRATIONS
+from integrations import INTEGRATED
 from networks import (
     MEMORY_FORMATS,
     NETWORKS,
@@ -151,9 +151,7 @@ COMPARED = (OUT_OF_PLACE, *BASELINES, *(f"convert, max_ops={n}" for n in MAX_OPS
 SELECTIONS = {
     "networks": Selection(TIMED, lambda name: COMPARED, ["float32"]),
     "integrations": Selection(
-        {name: integration.network for name, integration in INTEGRATIONS.items()},
-        lambda name: [CONVERT],
-        ["float32", "bfloat16", "CUDA autocast"],
+        INTEGRATED, lambda name: [CONVERT], ["float32", "bfloat16", "CUDA autocast"]
     ),
     "tools": Selection(TOOL_NETWORKS, _tools, ["float32", "CUDA autocast"]),
 }

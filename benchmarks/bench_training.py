@@ -73,12 +73,7 @@ class Network(NamedTuple):
 
 NETWORKS = {
     "residual, ReLU": Network(
-        partial(
-            classifier,
-            block=partial(ResidualBlock, adds_in_place=True),
-            widths=WIDTHS,
-            channels=1,
-        ),
+        partial(classifier, block=ResidualBlock, widths=WIDTHS, channels=1),
         nn.ReLU,
         {"mask": inplace_ops.ReLU},
     ),

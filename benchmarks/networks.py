@@ -63,14 +63,7 @@ def linear_chain(activation: MakeActivation, blocks: int, features: int) -> nn.S
 class ResidualBlock(nn.Module):
     """Two convolutions and a shortcut (He et al., "Deep Residual Learning", 2016)."""
 
-    def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        stride: int,
-        activation: MakeActivation,
-        adds_in_place: bool = False,
-    ) -> None:
+    def __init__(self, inputs: int, outputs: int, stride: int, activation: MakeActivation) -> None:
         super().__init__()
         self.residual = nn.Sequential(
             nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
@@ -84,15 +77,11 @@ class ResidualBlock(nn.Module):
             convolution = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
             self.shortcut = nn.Sequential(convolution, nn.BatchNorm2d(outputs))
         self.activation = activation()
-        self.adds_in_place = adds_in_place
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, inputs, H, W) to (N, outputs, H / stride, W / stride)."""
-        y, shortcut = self.residual(x), self.shortcut(x)
-        if self.adds_in_place:
-            y += shortcut
-        else:
-            y = y + shortcut
+        y = self.residual(x)
+        y += self.shortcut(x)
         return self.activation(y)
 
 
