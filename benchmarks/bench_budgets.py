@@ -8,17 +8,15 @@ and backward. Its third step is compared with PyTorch's before anything is writt
 peak with the budget. Steps of all budgets and of PyTorch in place are then timed in turn;
 with --repetitions 0 they are not. Products cost what they cost on CUDA (`policies.py`).
 
-With --scripts each network's lowest budget is also given to a training script of its own process:
-`convert`, then a loss, Adam and three steps. Its peak is compared with the budget and what the
-report names besides: Adam's state.
+With --scripts each network's lowest budget is also given to a training from the start: `convert`,
+then a loss, Adam and three steps. Its peak is compared with the budget and what the report names
+besides: Adam's state.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 
@@ -107,14 +105,13 @@ def measure(name: str, policy: str, arguments: argparse.Namespace) -> list[Row]:
             if float(row["peak_mib"]) * MIB > budget:
                 raise AssertionError(f"a peak of {row['peak_mib']} MiB is above the budget")
             if arguments.scripts and i == 0:
-                row["script_peak_mib"] = _script_peak(name, budget, device)
+                row["script_peak_mib"] = _script_peak(network, budget, device)
             rows.append(row)
         timed = {label: partial(step.timed, Clock(device)) for label, step in steps.items()}
         times = in_turn(timed, arguments.repetitions) if arguments.repetitions else {}
-    for row in rows:
-        label = row["variant"]
-        if label in times:
-            row |= time_columns(times[label], "ms") | ratio_columns(times[label], times[IN_PLACE])
+    for row in rows if times else ():
+        own = times[row["variant"]]
+        row |= time_columns(own, "ms") | ratio_columns(own, times[IN_PLACE])
     fields = list(dict.fromkeys(field for row in rows for field in row))
     shape = " x ".join(map(str, x.shape))
     return [
@@ -148,34 +145,25 @@ def _difference(step: Step, expected: Expected) -> float:
     return verify_step(step, expected, at_most=1e-5)
 
 
-def _script_peak(name: str, budget: int, device: str) -> str:
-    """Return the peak in MiB of a training script in its own process."""
-    command = [sys.executable, __file__, "--script", name, str(budget), "--device", device]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return done.stdout.split()[-1]
-
-
-def script(name: str, budget: int, device: str) -> None:
-    """Convert a network within a budget, train it for three steps, and print the peak in MiB."""
-    network = BUDGETED[name]
+def _script_peak(network: Network, budget: int, device: str) -> str:
+    """Convert a network within a budget, train it for three steps, and return the peak in MiB."""
     torch.manual_seed(0)
     model = network.build().to(device).train()
     x = network.input(network.small, device)
-    with emulation(POLICY, device):
-        report = inplace_ops.convert(model, x, memory=budget)
+    report = inplace_ops.convert(model, x, memory=budget)
 
-        def train() -> None:
-            optimizer = torch.optim.Adam(model.parameters(), 1e-5)
-            for _ in range(3):
-                optimizer.zero_grad()
-                backward(model(x))
-                optimizer.step()
+    def train() -> None:
+        optimizer = torch.optim.Adam(model.parameters(), 1e-5)
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward(model(x))
+            optimizer.step()
 
-        peak, _ = memory_of(train, device)
+    peak, _ = memory_of(train, device)
     allowed = budget + 2 * report.trainable_bytes
     if peak > allowed:
         raise AssertionError(f"a peak of {peak / MIB:.2f} MiB; allowed: {allowed / MIB:.2f}")
-    print(f"{peak / MIB:.2f}")
+    return f"{peak / MIB:.2f}"
 
 
 def rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
@@ -186,20 +174,12 @@ def rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
 
 
 def main() -> None:
-    """Verify, measure and write the CSV; or run a script."""
+    """Verify, measure and write the CSV."""
     parser = parser_of(__doc__)
     add_options(parser, repetitions=5)
     parser.add_argument("--networks", nargs="+", choices=BUDGETED, default=list(BUDGETED))
-    parser.add_argument("--scripts", action="store_true", help="also run training scripts")
-    parser.add_argument(
-        "--script", nargs=2, metavar=("NETWORK", "BYTES"), help="run one, and print its peak"
-    )
-    arguments = parser.parse_args()
-    if arguments.script:
-        torch.set_num_threads(arguments.threads)
-        script(arguments.script[0], int(arguments.script[1]), arguments.device)
-        return
-    write_results("budgets", rows, arguments)
+    parser.add_argument("--scripts", action="store_true", help="also train from the start")
+    write_results("budgets", rows, parser.parse_args())
 
 
 if __name__ == "__main__":

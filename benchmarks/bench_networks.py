@@ -334,9 +334,10 @@ def _largest_batch(
 
 
 def _step_columns(times: Mapping[str, list[float]], label: str) -> dict[str, str]:
-    if label in times and IN_PLACE in times:
-        return time_columns(times[label], "ms") | ratio_columns(times[label], times[IN_PLACE])
-    return dict.fromkeys(time_columns([1.0, 1.0], "ms") | ratio_columns([1.0, 1.0], [1.0, 1.0]), "")
+    has_times = label in times and IN_PLACE in times
+    own, other = (times[key] if has_times else [1.0, 1.0] for key in (label, IN_PLACE))
+    columns = time_columns(own, "ms") | ratio_columns(own, other)
+    return columns if has_times else dict.fromkeys(columns, "")
 
 
 def _memory_columns(own: Memory, in_place: Memory) -> dict[str, str]:
@@ -347,13 +348,11 @@ def _memory_columns(own: Memory, in_place: Memory) -> dict[str, str]:
     return columns
 
 
-def _work_columns(work: Work | None, in_place: Work) -> Row:
+def _work_columns(work: Work | None, in_place: Work) -> dict[str, str]:
     """Return a variant's FLOPs and moved bytes over those of PyTorch in place; empty if unknown."""
-    ratios = [""] * len(in_place)
-    if work is not None:
-        ratios = [f"{own / other:.3f}" for own, other in zip(work, in_place, strict=True)]
-    columns = [f"{kind}_over_torch_in_place" for kind in Work._fields]
-    return dict(zip(columns, ratios, strict=True))
+    ratios = [f"{own / other:.3f}" for own, other in zip(work or in_place, in_place, strict=True)]
+    names = [f"{kind}_over_torch_in_place" for kind in Work._fields]
+    return dict(zip(names, ratios, strict=True)) if work else dict.fromkeys(names, "")
 
 
 def _dimensions(shape: Iterable[int]) -> str:

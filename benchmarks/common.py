@@ -12,6 +12,7 @@ import csv
 import datetime
 import functools
 import gc
+import math
 import os
 import platform
 import random
@@ -213,19 +214,15 @@ class MovedBytes(TorchDispatchMode):
 
 def _written(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
     """Return the arguments that an operation writes to."""
-    found = []
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
-    return found
+    pairs = zip(func._schema.arguments, args, strict=False)
+    written = [v for a, v in pairs if a.alias_info is not None and a.alias_info.is_write]
+    return [t for t in tree_leaves(written) if isinstance(t, Tensor)]
 
 
 def _own_bytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor's elements, where an expanded dimension counts once."""
-    count = tensor.itemsize
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        count *= size if stride or not size else 1
-    return count
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.itemsize * math.prod(size if stride or not size else 1 for size, stride in dims)
 
 
 @contextmanager

@@ -398,20 +398,16 @@ class Called(nn.Module):
         return self.model(**self.arguments(x))
 
 
-def _diffusion_arguments(x: Tensor, **own: Any) -> dict[str, Any]:
-    return {"timestep": torch.arange(len(x), device=x.device), **own, "return_dict": False}
-
-
 def dit() -> nn.Module:
     """Return a diffusion transformer (adaLN-Zero), for 4 channels of 32 x 32."""
     size = {"num_attention_heads": 6, "attention_head_dim": 64, "num_layers": 4, "sample_size": 32}
     model = load("diffusers:DiTTransformer2DModel", {**size, "in_channels": 4})
-    return Called(
-        model,
-        lambda x: _diffusion_arguments(
-            x, hidden_states=x, class_labels=torch.arange(len(x), device=x.device)
-        ),
-    )
+
+    def arguments(x: Tensor) -> dict[str, Any]:
+        steps = torch.arange(len(x), device=x.device)
+        return {"hidden_states": x, "timestep": steps, "class_labels": steps, "return_dict": False}
+
+    return Called(model, arguments)
 
 
 def conditional_unet() -> nn.Module:
@@ -425,12 +421,13 @@ def conditional_unet() -> nn.Module:
     }
     attention = {"cross_attention_dim": 128, "attention_head_dim": 8, "norm_num_groups": 16}
     model = load("diffusers:UNet2DConditionModel", {**blocks, **attention, "sample_size": 32})
-    return Called(
-        model,
-        lambda x: _diffusion_arguments(
-            x, sample=x, encoder_hidden_states=x.new_ones(len(x), 16, 128)
-        ),
-    )
+
+    def arguments(x: Tensor) -> dict[str, Any]:
+        steps, states = torch.arange(len(x), device=x.device), x.new_ones(len(x), 16, 128)
+        own = {"sample": x, "timestep": steps, "encoder_hidden_states": states}
+        return {**own, "return_dict": False}
+
+    return Called(model, arguments)
 
 
 def lora() -> nn.Module:

@@ -19,9 +19,9 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
+from typing import NamedTuple
 
 import torch
 from common import IN_PLACE, RESULTS, by_seed, quartiles, read_csv, values
@@ -57,213 +57,281 @@ def grouped(rows: Rows, *columns: str) -> dict[tuple[str, ...], Rows]:
     return groups
 
 
-def pivot(
-    title: str,
-    rows: Rows,
-    lines: Sequence[str],
-    columns: Sequence[str],
-    cell: Callable[[Rows], str],
-) -> str:
-    """Return a table with a line, and a column, for each combination of values.
-
-    Args:
-        title: The header of the first column, which has the values of `lines`.
-        rows: The rows of a result file.
-        lines: Columns of the result file whose values make a line of the table.
-        columns: Columns of the result file whose values make a column of the table.
-        cell: Returns the text for the rows of a line and column; where there are none it is a dash.
-    """
-    header = list(grouped(rows, *columns))
-    body = []
-    for names, own in grouped(rows, *lines).items():
-        cells = grouped(own, *columns)
-        texts = (cell(cells[column]) if column in cells else "-" for column in header)
-        body.append([", ".join(names), *texts])
-    return markdown([title, *map(", ".join, header)], body)
-
-
 def find(rows: Rows, column: str, **wanted: str) -> str:
     """Return a column of the row that has the wanted values; a dash if there is none."""
     return next((row[column] for row in rows if wanted.items() <= row.items()), "-")
 
 
-def time_over_torch(row: Row) -> str:
-    """Return the time over PyTorch in place, with quartiles."""
-    low, high = row["ratio_first_quartile"], row["ratio_third_quartile"]
-    return f"{row['ratio_to_torch_in_place']} ({low} to {high})"
+class Table(NamedTuple):
+    """How a result file becomes a table.
+
+    Attributes:
+        command: The command that measures the rows.
+        lines: Columns of the file whose values name a line.
+        columns: Columns of the file whose values name a column; without any, each of `cells` has a
+            column of its own.
+        cells: Columns of the file that a cell shows.
+        prepared: Returns the rows to show, with all of these columns. Of several for one cell the
+            first is shown.
+    """
+
+    command: str
+    lines: Sequence[str]
+    columns: Sequence[str]
+    cells: Sequence[str]
+    prepared: Callable[[Rows], Rows] = lambda rows: rows
+
+    def draw(self, rows: Rows) -> str:
+        """Return the table in Markdown."""
+        rows = self.prepared(rows)
+        columns = list(grouped(rows, *self.columns)) if self.columns else list(self.cells)
+        body = []
+        for names, own in grouped(rows, *self.lines).items():
+            cells = grouped(own, *self.columns) if self.columns else own[0]
+            texts = (self._text(cells.get(column)) or "-" for column in columns)
+            body.append([", ".join(filter(None, names)), *texts])
+        title, titles = ", ".join(self.lines), [TITLES.get(cell, cell) for cell in self.cells]
+        if not self.columns:
+            return markdown([title, *titles], body)
+        return markdown([f"{title}: {', '.join(titles)}", *map(", ".join, columns)], body)
+
+    def _text(self, found: Rows | str | None) -> str:
+        if isinstance(found, list):
+            return ", ".join(found[0].get(column) or "-" for column in self.cells)
+        return found or ""
 
 
-def activations(rows: Rows) -> str:
-    """Forward plus backward: the largest size in every dtype, the smallest size in float32."""
-    sizes = sorted(values(rows, "elements"), key=int)
-    shown = [row for row in rows if row["phase"] == "both" and row["elements"] == sizes[-1]]
-    small = {"phase": "both", "elements": sizes[0], "dtype": rows[0]["dtype"]}
-    shown += [row for row in rows if small.items() <= row.items()]
-    title = "forward and backward, by elements and dtype: time (bytes) over PyTorch in place"
-
-    def cell(own: Rows) -> str:
-        return f"{own[0]['ratio_to_torch_in_place']} ({own[0]['bytes_ratio_to_torch_in_place']})"
-
-    return pivot(title, shown, ("activation", "variant"), ("elements", "dtype"), cell)
+def of_both_phases(rows: Rows) -> Rows:
+    """Return the rows of forward and backward together."""
+    return [row for row in rows if row["phase"] == "both"]
 
 
-def lowest_share(rows: Rows) -> str:
-    """Return the title of a table with the lowest shares of the copy bandwidth."""
-    copies = [float(row["copy_gigabytes_per_second"]) for row in rows]
-    sizes = sorted({int(row["bytes"]) / 2**20 for row in rows})
-    title = f"lowest share of the copy bandwidth ({min(copies):.0f} to {max(copies):.0f} GB/s)"
-    return f"{title} at {', '.join(f'{size:g}' for size in sizes)} MiB"
-
-
-def bandwidth(rows: Rows) -> str:
-    """The lowest share of the copy bandwidth among the large sizes."""
+def lowest_shares(rows: Rows) -> Rows:
+    """Return each kernel's row with the lowest share of the copy bandwidth, of large tensors."""
     limit = min(LARGE, max(int(row["bytes"]) for row in rows))
     large = [row for row in rows if int(row["bytes"]) >= limit]
-    sizes = len(values(large, "bytes"))
-
-    def cell(own: Rows) -> str:
-        share = min(float(row["share_of_copy"]) for row in own)
-        missing = sizes - len(own)  # failed, or the time limit came first
-        return f"{share:.3f}" + (f" ({missing} of {sizes} sizes missing)" if missing else "")
-
-    lines, columns = ("activation", "variant"), ("direction", "dtype")
-    return pivot(lowest_share(large), large, lines, columns, cell)
+    names = ("activation", "variant", "direction", "kernel", "layout", "dtype")
+    cases = grouped(large, *(name for name in names if name in rows[0]))
+    return [min(own, key=lambda row: float(row["share_of_copy"])) for own in cases.values()]
 
 
-def norms(rows: Rows) -> str:
-    """The lowest share of the copy bandwidth of the kernels after a norm, by memory layout."""
-    dtypes = values(rows, "dtype")
-
-    def cell(own: Rows) -> str:
-        shares = [
-            [float(row["share_of_copy"]) for row in own if row["dtype"] == dtype]
-            for dtype in dtypes
-        ]
-        return ", ".join(f"{min(each):.2f}" if each else "-" for each in shares)
-
-    title = f"{lowest_share(rows)}: {', '.join(dtypes)}"
-    return pivot(title, rows, ("activation", "kernel"), ("layout",), cell)
+def of_slow_functions(rows: Rows) -> Rows:
+    """Return the rows of the functions that take the most time in a block."""
+    slow = {row["function"] for row in rows if float(row["us_per_block"]) >= SHOWN_US}
+    return [row for row in rows if row["function"] in slow]
 
 
-def host(rows: Rows) -> str:
-    """Host microseconds of a call."""
-    title, lines = "host time of a call, us", ("activation", "variant")
-    return pivot(title, rows, lines, ("phase",), lambda own: own[0]["median_us"])
-
-
-def steps(rows: Rows) -> str:
-    """The time of a step, and the extra time that each activation costs."""
-    header = ["network, variant", "step, ms", "time over PyTorch in place (quartiles)"]
-    header += ["extra time per activation, us: forward", "backward"]
-    body = []
+def with_times(rows: Rows) -> Rows:
+    """Return the measured rows, with the time over PyTorch in place and its quartiles."""
     for row in rows:
-        extra = [row[f"{half}_us_per_activation"] for half in ("forward", "backward")]
-        name = f"{row['network']}, {row['variant']}"
-        body.append([name, row["step_ms"], time_over_torch(row), *extra])
-    return markdown(header, body)
+        low, high = row["ratio_first_quartile"], row["ratio_third_quartile"]
+        # On a CPU the copies that offload makes do not cross a bus.
+        is_emulated = OFFLOAD in row["variant"] and row["cuda"] == "none"
+        has_time = row["ratio_to_torch_in_place"] and not is_emulated
+        row["time"] = f"{row['ratio_to_torch_in_place']} ({low} to {high})" if has_time else ""
+        if row["variant"] == IN_PLACE and "saved_over_torch_in_place" in row:
+            row["saved_over_torch_in_place"] = f"{row['saved_mib']} MiB"
+            row["peak_over_torch_in_place"] = f"{row['peak_mib']} MiB"
+            row["time"] = row["median_ms"] and f"{row['median_ms']} ms"
+    return [row for row in rows if row.get("source", "measured") == "measured"]
 
 
-def calls(rows: Rows) -> str:
-    """The functions that take the most time in a block, with all commits side by side."""
-    functions = ("phase", "function")
-    shown = [
-        row
-        for own in grouped(rows, *functions).values()
-        for row in own
-        if max(float(each["us_per_block"]) for each in own) >= SHOWN_US
-    ]
-
-    def cell(own: Rows) -> str:
-        return f"{own[0]['us_per_block']} ({own[0]['calls_per_block']})"
-
-    title = "phase, function: us a block (calls)"
-    return pivot(title, shown, functions, ("variant", "commit"), cell)
+def with_lines(rows: Rows) -> Rows:
+    """Return the rows of converted networks, with the line that a library's user adds."""
+    for row in rows:
+        each = INTEGRATIONS[row["network"]]
+        row["library and its script"] = f"[{each.library}](../examples/{each.script})"
+        row["the line"] = f"`{each.line}`"
+    return with_times([row for row in rows if row["variant"] == CONVERT])
 
 
-def memory(rows: Rows) -> str:
-    """MiB allocated after forward."""
-    header = [f"MiB after forward, {rows[0]['size']} float32", "without grad", "with grad"]
-    columns = ("MiB after forward, no grad", "MiB after forward, with grad")
-    return markdown(
-        header,
-        (
-            [f"{row['activation']}, {row['variant']}", *(row[column] for column in columns)]
-            for row in rows
-        ),
-    )
+def chosen(rows: Rows) -> Rows:
+    """Return the rows of budgets, without those of other tools."""
+    return with_times([row for row in rows if not row["note"]])
 
 
-def blocks(rows: Rows) -> str:
-    """The tensors that a block saves, and its time over PyTorch in place."""
-    title = f"block of convolution, norm, activation: {rows[0]['input']}: tensors saved, "
-    title += "time over PyTorch in place (quartiles)"
+def of_slow_operations(rows: Rows) -> Rows:
+    """Return device times by operation, of those that take the most time or change the most."""
+    both, found = values(rows, "variant")[:2], []
+    for (network, shape), own in grouped(rows, "network", "input").items():
+        sums = {
+            name: [sum(float(row["ms"]) for row in of if row["variant"] == v) for v in both]
+            for (name,), of in grouped(own, "operation").items()
+        }
+        sums = {"all": [sum(column) for column in zip(*sums.values(), strict=True)], **sums}
+        total = sums["all"][0]
+        for name, (old, new) in sums.items():
+            if max(old, new) >= 0.05 * total or abs(new - old) >= 0.003 * total:
+                row = {"network": network, "input": shape, "operation": name}
+                times = [(both[0], f"{old:.2f}"), (both[1], f"{new:.2f}")]
+                times.append(("difference", f"{new - old:+.2f}"))
+                found += [row | {"variant": variant, "ms": text} for variant, text in times]
+    return found
 
-    def cell(own: Rows) -> str:
-        (row,) = own
-        return f"{row['tensors saved']}, {row['time over torch in place']} ({row['quartiles']})"
 
-    return pivot(title, rows, ("variant",), ("activation",), cell)
-
-
-def models(rows: Rows) -> str:
-    """Gradients and memory of models of other libraries, by library and case."""
-    header = ["library", "case", "models", "same gradients", "bit for bit"]
-    header += ["saved bytes relative to PyTorch's: median (quartiles)", "best, worst"]
-    header += ["first step's peak relative to PyTorch's: median, worst"]
-    body = []
+def of_models(rows: Rows) -> Rows:
+    """Return a row for each library and case, and one for each case that failed."""
+    found = []
     for library in [*dict.fromkeys(row["model"].partition(":")[0] for row in rows), ""]:
-        for case, of_case in grouped(rows, "policy", "memory_format").items():
+        for (policy, memory_format), of_case in grouped(rows, "policy", "memory_format").items():
             own = [row for row in of_case if row["model"].startswith(library)]
-            ran = [row for row in own if row["ratio"]]
-            if len(ran) < 2:
-                continue
             ratios, peaks = (
-                sorted(float(row[column]) for row in ran if row[column])
+                sorted(float(row[column]) for row in own if row["ratio"])
                 for column in ("ratio", "first_peak_over_torch")
             )
-            low, middle, high = quartiles(ratios)
-            counts = [len(own), sum(row["result"] == "same gradients" for row in own)]
-            counts.append(sum(row["gradients_differ_by"] == "0" for row in ran))
-            body.append([library or "all", ", ".join(case), *map(str, counts)])
-            body[-1] += [f"{middle:.2f} (quartiles {low:.2f}, {high:.2f})"]
-            body[-1] += [f"{ratios[0]:.2f}, {ratios[-1]:.2f}"]
-            body[-1] += [f"{quartiles(peaks)[1]:.2f}, {peaks[-1]:.3f}"]
+            if len(ratios) > 1:
+                same = sum(row["result"] == "same gradients" for row in own)
+                low, middle, high = quartiles(ratios)
+                found.append(
+                    {
+                        "model": library or "all",
+                        "policy": policy,
+                        "memory_format": memory_format,
+                        "result": f"{same} of {len(own)} have the same gradients",
+                        "equal": str(sum(row["gradients_differ_by"] == "0" for row in own)),
+                        "ratio": f"{middle:.2f} ({low:.2f} to {high:.2f})",
+                        "ends": f"{ratios[0]:.2f}, {ratios[-1]:.2f}",
+                        "peaks": f"{quartiles(peaks)[1]:.2f}, {peaks[-1]:.3f}",
+                    }
+                )
     failed = [row for row in rows if row["result"] != "same gradients"]
-    columns = ("model", "policy", "memory_format", "result")
-    reasons = markdown(columns, ([row[column] for column in columns] for row in failed))
-    return f"{markdown(header, body)}\n\nCases that failed, and why:\n\n{reasons}"
+    return found + [row | dict.fromkeys(("equal", "ratio", "ends", "peaks"), "") for row in failed]
 
 
-def remaining(rows: Rows) -> str:
-    """The kinds of tensors that most often remain saved."""
-    header = ["libraries", "dtype policy", "output of", "saved by", "reason"]
-    header += ["mean share of what remains", "models"]
-    body = []
-    for case, own in grouped(rows, "libraries", "policy").items():
-        for i, row in enumerate(own[:SHOWN_KINDS]):
-            what = [row[column] for column in ("output_of", "saved_by", "reason")]
-            share = [f"{float(row['mean_share']):.1%}", f"{row['models']} of {row['of']}"]
-            body.append([*(case if i == 0 else ("", "")), *what, *share])
-    return markdown(header, body)
+def most_frequent(rows: Rows) -> Rows:
+    """Return the kinds of tensors that most often remain saved, in each policy."""
+    return [row for own in grouped(rows, "policy").values() for row in own[:SHOWN_KINDS]]
 
 
-def bytes_of_a_step(rows: Rows) -> str:
-    """Saved, peak and moved bytes and FLOPs relative to PyTorch's, by max_ops."""
-    kinds = {kind: f"{kind} bytes" for kind in ("saved", "peak", "moved")} | {"flops": "FLOPs"}
-    numbers = ", ".join(values(rows, "max_ops"))
-    header = ["network", "input", "dtype policy", "MiB saved by PyTorch"]
-    header += [f"{name} relative to PyTorch's, max_ops {numbers}" for name in kinds.values()]
-    body = []
-    for case, own in grouped(rows, "network", "input", "policy").items():
-        ratios = (", ".join(f"{float(row[f'{kind}_ratio']):.2f}" for row in own) for kind in kinds)
-        body.append([*case, f"{int(own[0]['saved_torch']) / 2**20:.1f}", *ratios])
-    return markdown(header, body)
+def over_seeds(rows: Rows) -> Rows:
+    """Return mean ± standard deviation over the seeds, and the same of differences from PyTorch."""
+
+    def spread(found: list[float], form: str) -> str:
+        deviation = f" ± {stdev(found):{form}}".replace("± +", "± ") if len(found) > 1 else ""
+        return f"{mean(found):{form}}{deviation}"
+
+    found = []
+    for (network, precision, variant), own in grouped(rows, *SEEDED).items():
+        case = {"network": network, "precision": precision, "variant": IN_PLACE}
+        theirs = [row for row in rows if case.items() <= row.items()]
+        row = case | {"variant": variant, "gradient": f"{float(own[0]['gradient_off_by']):.0e}"}
+        row["saved"] = f"{int(own[0]['saved_bytes']) / int(theirs[0]['saved_bytes']):.3f}"
+        for column, scale, form, small in (
+            ("test_accuracy", 100, ".2f", "+.2f"),
+            ("test_loss", 1, ".4f", "+.0e"),
+        ):
+            ours, others = ([scale * v for v in by_seed(each, column)] for each in (own, theirs))
+            differences = [a - b for a, b in zip(ours, others, strict=True)]
+            difference = spread(differences, small) if any(differences) else "equal"
+            row[column] = f"{spread(ours, form)} ({difference})"
+        found.append(row)
+    return found
+
+
+SEEDED = ("network", "precision", "variant")
+TRAIN = "bench_networks.py train"
+OP, NETWORK = ("activation", "variant"), ("network", "variant")
+SAVED, TIME = ("saved_over_torch_in_place", "peak_over_torch_in_place"), ("time",)
+WORK = ("flops_over_torch_in_place", "moved_over_torch_in_place")
+EXTRA = ("forward_us_per_activation", "backward_us_per_activation")
+KINDS = ("saved_ratio", "peak_ratio", "moved_ratio", "flops_ratio")
+AFTER = ("MiB after forward, no grad", "MiB after forward, with grad")
+BLOCK = ("tensors saved", "time over torch in place", "quartiles")
+CHOSEN = ("max_ops", "checkpointed", "saved_mib", "peak_mib", "flops_ratio", "time")
+CHOSEN += ("script_peak_mib",)
+TRAINED = ("saved", "gradient", "test_accuracy", "test_loss")
+# What columns are called in tables, where they have another name.
+TITLES = {
+    "share_of_copy": "lowest share of the copy bandwidth from 64 MiB on",
+    "ratio_to_torch_in_place": "time of forward and backward over PyTorch in place",
+    "bytes_ratio_to_torch_in_place": "bytes",
+    "median_us": "host time of a call, us",
+    "time": "time over PyTorch in place (quartiles)",
+    "forward_us_per_activation": "extra time per activation, us: forward",
+    "backward_us_per_activation": "backward",
+    "us_per_block": "us a block",
+    "ms": "ms of the device",
+    "result": "same gradients, or why it failed",
+    "equal": "bit for bit",
+    "ratio": "saved bytes over PyTorch's: median (quartiles)",
+    "ends": "best, worst",
+    "peaks": "first step's peak over PyTorch's: median, worst",
+    "mean_share": "mean share of what remains",
+    "tests": "tests passed, by torch and Python",
+    "saved": "saved over PyTorch's",
+    "gradient": "gradient off by",
+    "test_accuracy": "test accuracy, % (difference from torch in place)",
+    "test_loss": "test loss (difference)",
+    "script_peak_mib": "peak_mib of a script",
+    **{kind: f"{kind.partition('_')[0]} over PyTorch's" for kind in (*SAVED, *WORK, *KINDS)},
+}
+
+
+def trained(option: str, cells: Sequence[str]) -> Table:
+    """Return the table of networks that `bench_networks.py train` measures with an option."""
+    lines = ("network", "input", "memory_format", "variant")
+    return Table(f"{TRAIN}{option}", lines, ["policy"], cells, with_times)
+
+
+TABLES = {
+    "bandwidth": Table(
+        "bench_bandwidth.py activations",
+        *(OP, ("direction", "dtype"), ["share_of_copy"], lowest_shares),
+    ),
+    "norms": Table(
+        "bench_bandwidth.py norms",
+        *(("activation", "kernel"), ("layout", "dtype"), ["share_of_copy"], lowest_shares),
+    ),
+    "activations": Table(
+        "bench_ops.py time",
+        *(OP, ("elements", "dtype"), ("ratio_to_torch_in_place", "bytes_ratio_to_torch_in_place")),
+        of_both_phases,
+    ),
+    "host": Table("bench_ops.py host", OP, ["phase"], ["median_us"]),
+    "steps": Table("bench_networks.py steps", NETWORK, (), ("step_ms", *TIME, *EXTRA), with_times),
+    "calls": Table(
+        "bench_networks.py calls",
+        *(("phase", "function"), ("variant", "commit"), ("us_per_block", "calls_per_block")),
+        of_slow_functions,
+    ),
+    "memory": Table("bench_ops.py memory", (*OP, "size"), (), AFTER),
+    "blocks": Table("bench_networks.py blocks", ("variant", "input"), ["activation"], BLOCK),
+    "graphs": trained(" --graphs", SAVED + TIME),
+    "filled": trained(" --fill-gib", SAVED + TIME),
+    "batches": trained(" --largest-batch", (*SAVED, "largest_batch")),
+    "baselines": trained(" --variants", SAVED + TIME),
+    "profile": Table(
+        f"{TRAIN} --profile",
+        *(("network", "input", "operation"), ["variant"], ["ms"], of_slow_operations),
+    ),
+    "integrations": Table(
+        f"{TRAIN} --selection integrations",
+        *(("library and its script", "network", "input", "the line"), ["policy"], SAVED + TIME),
+        with_lines,
+    ),
+    "tools": trained(" --selection tools", SAVED + TIME),
+    "bytes": Table("bench_networks.py bytes", ("network", "input", "policy"), ["max_ops"], KINDS),
+    "budgets": Table("bench_budgets.py", ("network", "input", "variant"), (), CHOSEN, chosen),
+    "networks": trained("", SAVED + WORK + TIME),
+    "peaks": trained(" --memory-only", SAVED),
+    "models": Table(
+        "bench_models.py",
+        *(("model", "policy", "memory_format"), (), ("result", "equal", "ratio", "ends", "peaks")),
+        of_models,
+    ),
+    "remaining": Table(
+        "bench_models.py",
+        *(("policy", "output_of", "saved_by", "reason"), (), ("mean_share", "models", "of")),
+        most_frequent,
+    ),
+    "training": Table("bench_training.py", NETWORK, ["precision"], TRAINED, over_seeds),
+}
+ALONE = list(TABLES)[list(TABLES).index("integrations") :]
 
 
 def gpu(filled: Rows, batches: Rows) -> str:
     """Memory, time and the largest batch of converted networks on a GPU."""
-    columns = [f"{kind}_over_torch_in_place" for kind in ("saved", "peak")]
-    columns.append("ratio_to_torch_in_place")
+    columns = (*SAVED, "ratio_to_torch_in_place")
     body = []
     for row in filled:
         if row["variant"] == CONVERT:
@@ -281,155 +349,9 @@ def gpu(filled: Rows, batches: Rows) -> str:
     return markdown(header, body)
 
 
-def networks(rows: Rows, kinds: Sequence[str] = ("saved", "peak", "flops", "moved")) -> str:
-    """Memory and time by network, variant and dtype policy: MiB and ms, or ratios to them."""
-
-    def cell(own: Rows) -> str:
-        (row,) = own
-        if row["variant"] == IN_PLACE:
-            parts = [f"{kind} {row[f'{kind}_mib']} MiB" for kind in ("saved", "peak")]
-        else:
-            ratios = {kind: row.get(f"{kind}_over_torch_in_place") for kind in kinds}
-            parts = [f"{kind} {ratio}" for kind, ratio in ratios.items() if ratio]
-        # On a CPU the copies that offload makes do not cross a bus.
-        if row["median_ms"] and not (OFFLOAD in row["variant"] and row["cuda"] == "none"):
-            is_torch = row["variant"] == IN_PLACE
-            parts.append(f"time {row['median_ms']} ms" if is_torch else _time(row))
-        if row["largest_batch"]:
-            parts.append(f"largest batch in {row['memory_limit_gib']} GiB: {row['largest_batch']}")
-        return ", ".join(parts)
-
-    measured = [row for row in rows if row["source"] == "measured"]
-    title = "network, input, memory format, variant: relative to torch in place (quartiles)"
-    lines = ("network", "input", "memory_format", "variant")
-    return pivot(title, measured, lines, ("policy",), cell)
-
-
-def _time(row: Row) -> str:
-    return f"time {time_over_torch(row)}"
-
-
-def integrations(rows: Rows) -> str:
-    """What `convert` saves in a network of each library, and the line to add."""
-    policies = values(rows, "policy")
-    header = ["library and its script: network", "the line"]
-    header += ["saved bytes", "peak bytes", "time of a step"]
-    columns = [f"{kind}_over_torch_in_place" for kind in ("saved", "peak")]
-    columns.append("ratio_to_torch_in_place")
-    body = []
-    for (name, shape), own in grouped(rows, "network", "input").items():
-        each = INTEGRATIONS[name]
-        wanted = [{"variant": CONVERT, "policy": policy} for policy in policies]
-        ratios = [
-            ", ".join(find(own, column, **case) or "-" for case in wanted) for column in columns
-        ]
-        where = f"[{each.library}](../examples/{each.script}): {name}, {shape}"
-        body.append([where, f"`{each.line}`", *ratios])
-    return f"Relative to PyTorch in place, in {', '.join(policies)}:\n\n{markdown(header, body)}"
-
-
-def budgets(rows: Rows) -> str:
-    """What `convert` chooses for a budget, its peak and time, and the peak of a training script."""
-    header = ["network", "budget", "chosen", "saved", "peak", "FLOPs", "time", "peak of a script"]
-    body = []
-    for case, own in grouped([row for row in rows if not row["note"]], "network", "input").items():
-        for i, row in enumerate(own):
-            chosen = row["variant"]
-            if row["max_ops"]:
-                chosen = f"`max_ops={row['max_ops']}`, {row['checkpointed']} checkpoints"
-            budget, saved, peak, script = (
-                f"{row[f'{kind}_mib']} MiB" if row[f"{kind}_mib"] else ""
-                for kind in ("budget", "saved", "peak", "script_peak")
-            )
-            time = time_over_torch(row) if row["median_ms"] else "-"  # `--repetitions 0`
-            name = ", ".join(case) if i == 0 else ""
-            body.append([name, budget, chosen, saved, peak, row["flops_ratio"], time, script])
-    return markdown(header, body)
-
-
-def profile(rows: Rows) -> str:
-    """Device time by operation, of the operations that take the most time or change the most."""
-    both = values(rows, "variant")[:2]
-    body = []
-    for case, own in grouped(rows, "network", "input").items():
-        times = {
-            name: [sum(float(row["ms"]) for row in of if row["variant"] == v) for v in both]
-            for (name,), of in grouped(own, "operation").items()
-        }
-        before, after = map(sum, zip(*times.values(), strict=True))
-        total = [f"{before:.2f}", f"{after:.2f}", f"{after / before:.3f} x"]
-        body.append([", ".join(case), "all", *total])
-        body += [
-            ["", f"`{name}`", f"{old:.2f}", f"{new:.2f}", f"{new - old:+.2f}"]
-            for name, (old, new) in times.items()
-            if max(old, new) >= 0.05 * before or abs(new - old) >= 0.003 * before
-        ]
-    titles = [f"{variant}, ms" for variant in both]
-    return markdown(["network", "operation", *titles, "difference, ms"], body)
-
-
-def training(rows: Rows) -> str:
-    """Mean ± standard deviation over the seeds of what trainings reach, by save mode."""
-    seeds = len(values(rows, "seed"))
-    title = f"{rows[0]['epochs']} epochs, {seeds} seeds (difference from {IN_PLACE}): saved over "
-    title += "PyTorch's, gradient off by, test accuracy in %, test loss"
-
-    def spread(found: list[float], form: str) -> str:
-        return f"{mean(found):{form}}" + (f" ± {stdev(found):{form}}" if len(found) > 1 else "")
-
-    def cell(own: Rows) -> str:
-        case = {key: own[0][key] for key in ("network", "precision")}
-        theirs = [row for row in rows if {**case, "variant": IN_PLACE}.items() <= row.items()]
-        saved, torch_saved = (int(each[0]["saved_bytes"]) for each in (own, theirs))
-        parts = [f"{saved / torch_saved:.3f}", f"{float(own[0]['gradient_off_by']):.0e}"]
-        for column, scale, form, small in (
-            ("test_accuracy", 100, ".2f", "+.2f"),
-            ("test_loss", 1, ".4f", "+.0e"),
-        ):
-            found, expected = (
-                [scale * value for value in by_seed(each, column)] for each in (own, theirs)
-            )
-            differences = [a - b for a, b in zip(found, expected, strict=True)]
-            difference = spread(differences, small) if any(differences) else "equal"
-            parts.append(f"{spread(found, form)} ({difference})".replace("± +", "± "))
-        return ", ".join(parts)
-
-    return pivot(title, rows, ("network", "variant"), ("precision",), cell)
-
-
-# By kind: what makes a table of a result file, and the command that measures it.
-TRAIN = "bench_networks.py train"
-TABLES: dict[str, tuple[Callable[[Rows], str], str]] = {
-    "bandwidth": (bandwidth, "bench_bandwidth.py activations"),
-    "norms": (norms, "bench_bandwidth.py norms"),
-    "activations": (activations, "bench_ops.py time"),
-    "host": (host, "bench_ops.py host"),
-    "steps": (steps, "bench_networks.py steps"),
-    "calls": (calls, "bench_networks.py calls"),
-    "memory": (memory, "bench_ops.py memory"),
-    "blocks": (blocks, "bench_networks.py blocks"),
-    "graphs": (networks, f"{TRAIN} --graphs"),
-    "filled": (networks, f"{TRAIN} --fill-gib"),
-    "batches": (networks, f"{TRAIN} --largest-batch"),
-    "baselines": (networks, f"{TRAIN} --variants"),
-    "profile": (profile, f"{TRAIN} --profile"),
-    "integrations": (integrations, f"{TRAIN} --selection integrations"),
-    "tools": (partial(networks, kinds=("saved", "peak")), f"{TRAIN} --selection tools"),
-    "bytes": (bytes_of_a_step, "bench_networks.py bytes"),
-    "budgets": (budgets, "bench_budgets.py"),
-    "networks": (networks, TRAIN),
-    "peaks": (partial(networks, kinds=("saved", "peak")), f"{TRAIN} --memory-only"),
-    "models": (models, "bench_models.py"),
-    "remaining": (remaining, "bench_models.py"),
-    "training": (training, "bench_training.py"),
-}
-ALONE = list(TABLES)[list(TABLES).index("integrations") :]
-
-
 def captioned(path: Path) -> str:
     """Return the table of a result file, with where and when it was measured."""
-    rows = read_csv(path)
-    draw, command = TABLES[path.stem.rpartition("_")[0]]
+    rows, table = read_csv(path), TABLES[path.stem.rpartition("_")[0]]
     found = {
         column: " and ".join(filter(None, values(rows, column)))
         for column in ("device", "driver", "cuda", "torch", "python", "date", "commit")
@@ -438,7 +360,8 @@ def captioned(path: Path) -> str:
     if found["cuda"] != "none":
         where += [f"driver {found['driver']}", f"CUDA {found['cuda']}"]
     where += [f"torch {found['torch']}", f"Python {found['python']}", found["date"]]
-    return f"`{command}`, {', '.join(where)}, commit {found['commit']}:\n\n{draw(rows)}"
+    text = f"`{table.command}`, {', '.join(where)}, commit {found['commit']}"
+    return f"{text}:\n\n{table.draw(rows)}"
 
 
 def tables(paths: Iterable[Path]) -> str:
@@ -449,26 +372,22 @@ def tables(paths: Iterable[Path]) -> str:
 def compatibility(rows: Rows) -> str:
     """Return the tests that passed, by subject and environment, and why others did not run."""
     rows.sort(key=lambda row: [int(n) for n in re.findall(r"\d+", row["torch"] + row["python"])])
-    runs = [f"torch {row['torch']}, Python {row['python']}" for row in rows]
     notes: dict[str, list[str]] = {}
-    for run, row in zip(runs, rows, strict=True):
-        if row["not_run"]:
-            notes.setdefault(f"{row['row']}: {row['not_run']}", []).append(run)
-
-    def cell(own: Rows) -> str:
-        (row,) = own
+    for row in rows:
         ran = "not run" if row["passed"] == row["failed"] == "0" else row["passed"]
-        return ran + ("" if row["failed"] == "0" else f", {row['failed']} FAILED")
-
-    count = len(set(runs))
+        row["tests"] = ran + ("" if row["failed"] == "0" else f" ({row['failed']} FAILED)")
+        if row["not_run"]:
+            where = f"{row['torch']} on {row['python']}"
+            notes.setdefault(f"{row['row']}: {row['not_run']}", []).append(where)
+    count = len(grouped(rows, "torch", "python"))
     lines = [
-        f"- {note}" + ("" if len(where) == count else f" ({'; '.join(where)})")
+        f"- {note}" + ("" if len(where) == count else f" ({', '.join(where)})")
         for note, where in sorted(notes.items())
     ]
     dates = sorted(values(rows, "date"))
     note = f"Ran {' to '.join(dict.fromkeys((dates[0], dates[-1])))}. Tests not run, and why:"
-    table = pivot("tests passed, by torch and Python", rows, ("row",), ("torch", "python"), cell)
-    return "\n\n".join([table, note, "\n".join(lines)])
+    table = Table("", ["row"], ["torch", "python"], ["tests"])
+    return "\n\n".join([table.draw(rows), note, "\n".join(lines)])
 
 
 def errors() -> str:

@@ -225,6 +225,7 @@ def offloaded(model: nn.Module) -> Callable[..., Any]:
     On a CPU they are moved out of the memory that PyTorch allocates, which has the effect that
     `torch.autograd.graph.save_on_cpu` has on a GPU's memory. The time then says nothing.
     """
+    graph = torch.autograd.graph
 
     def pack(tensor: Tensor) -> Any:
         flat = tensor.detach().contiguous().view(-1)
@@ -235,12 +236,8 @@ def offloaded(model: nn.Module) -> Callable[..., Any]:
         return torch.from_numpy(values).clone().view(dtype).view(shape)
 
     def run(x: Tensor) -> Any:
-        hooks = (
-            torch.autograd.graph.save_on_cpu(pin_memory=True)
-            if x.is_cuda
-            else torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-        )
-        with hooks:
+        on_cpu = graph.saved_tensors_hooks(pack, unpack)
+        with graph.save_on_cpu(pin_memory=True) if x.is_cuda else on_cpu:
             return model(x)
 
     return run
@@ -384,12 +381,7 @@ class Work(NamedTuple):
 
 
 class Distance(NamedTuple):
-    """The distance of tensors from the expected ones.
-
-    Attributes:
-        overall: The norm of all differences together over the norm of all expected tensors.
-        largest: For each tensor, its largest difference over the largest expected value.
-    """
+    """All differences' norm over the expected norm; each tensor's largest one over its largest."""
 
     overall: float
     largest: dict[str, float]
