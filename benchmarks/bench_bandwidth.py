@@ -15,14 +15,8 @@ strided gradient is half of the channels of a larger tensor, as in the backward 
 kernel's bytes are each tensor that it reads or writes, once, without the norm's statistics.
 
 The baseline is a device-to-device copy of a tensor of the same size; its bytes are those read plus
-those written. Each repetition times the copy and the kernels in turn, and the share is taken within
-the repetition. A timing covers many launches, each with its own tensors: on CUDA it is one replay
-of a graph, so that the time includes neither Python nor launches from the host, and the L2 cache is
-evicted first. On the CPU it is a loop. Below about 1 MiB the launch determines the time, not the
-memory.
-
-The results of the launches are first compared with PyTorch's. A case that fails is reported and not
-timed; the others still run, and the exit status is 1.
+those written, and the share is taken within a repetition. A timing covers many launches, each with
+its own tensors. Below about 1 MiB the launch determines the time, not the memory.
 """
 
 from __future__ import annotations

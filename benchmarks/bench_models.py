@@ -342,17 +342,17 @@ Remaining = Counter[tuple[str, str, str]]
 Rows = list[tuple[Row, Remaining]]
 
 
-def rows_of(name: str, wanted: Sequence[Case] = CASES) -> Rows:
-    """Return a row, and what remains saved, for each wanted case that applies to a model."""
+def rows_of(name: str) -> Rows:
+    """Return a row, and what remains saved, for each case that applies to a model."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     try:
         entry = entry_of(name)
         model = entry.model()
         inputs = inputs_of(entry, model)
-        shape, cases = shape_of(inputs), [case for case in cases_for(model) if case in wanted]
+        shape, cases = shape_of(inputs), list(cases_for(model))
     except Exception as failure:
-        return [(row_of(name, wanted[0], "", result=one_line(failure)), Counter())]
+        return [(row_of(name, CASES[0], "", result=one_line(failure)), Counter())]
     model = None
     found: Rows = []
     for case in cases:
@@ -469,17 +469,15 @@ SHOWN_KINDS = 20  # of each policy
 CHUNK = 8  # models in one process; its end frees what libraries leave behind
 
 
-def all_rows(
-    names: Sequence[str], wanted: Sequence[Case], processes: int
-) -> Iterator[tuple[Row, Remaining]]:
+def all_rows(names: Sequence[str], processes: int) -> Iterator[tuple[Row, Remaining]]:
     """Yield the rows of all models in order, from several processes at a time."""
     chunks = [names[i : i + CHUNK] for i in range(0, len(names), CHUNK)]
     with ThreadPoolExecutor(processes) as threads:
-        for rows in threads.map(partial(rows_in_a_process, wanted=wanted), chunks):
+        for rows in threads.map(rows_in_a_process, chunks):
             yield from rows
 
 
-def rows_in_a_process(names: Sequence[str], wanted: Sequence[Case]) -> Rows:
+def rows_in_a_process(names: Sequence[str]) -> Rows:
     """Return the rows of models that run one after the other in a process, or until one kills it.
 
     The models after that one run in another process.
@@ -490,10 +488,10 @@ def rows_in_a_process(names: Sequence[str], wanted: Sequence[Case]) -> Rows:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             try:
                 while pending:
-                    found += pool.submit(rows_of, pending[0], wanted).result()
+                    found += pool.submit(rows_of, pending[0]).result()
                     pending.pop(0)
             except BrokenProcessPool:
-                row = row_of(pending.pop(0), wanted[0], "", result="its process died")
+                row = row_of(pending.pop(0), CASES[0], "", result="its process died")
                 found.append((row, Counter()))
     return found
 
@@ -501,9 +499,7 @@ def rows_in_a_process(names: Sequence[str], wanted: Sequence[Case]) -> Rows:
 def main() -> None:
     """Train, and write two CSV files."""
     parser = parser_of(__doc__)
-    parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
-    parser.add_argument("--models", nargs="+", help="LIBRARY:NAME, instead of whole libraries")
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--models", nargs="+", help="LIBRARY:NAME, instead of all")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path, default=RESULTS / "models_cpu.csv")
     arguments = parser.parse_args()
@@ -511,14 +507,11 @@ def main() -> None:
         parser.error("--out: the name must contain `models`: a second file has `remaining` there")
 
     torch.set_num_threads(1)  # as the processes, for the files' column of the device
-    names = arguments.models or [
-        name for library in arguments.libraries for name in names_of(library)
-    ]
-    wanted = [case for case in CASES if case.policy in arguments.policies]
+    names = arguments.models or [name for library in LIBRARIES for name in names_of(library)]
     found: Rows = []
 
     def rows() -> Iterator[Row]:
-        for row, remaining in all_rows(names, wanted, arguments.processes):
+        for row, remaining in all_rows(names, arguments.processes):
             found.append((row, remaining))
             yield row
 

@@ -1,25 +1,19 @@
 """Time and memory of the activations, against PyTorch out of place and in place.
 
-Every variant is first verified against PyTorch out of place. A variant that fails is printed and
-left out, and the exit status is 1. Each repetition measures all variants of a case in turn, and
-computes their ratios to PyTorch in place, or to PyTorch out of place if there is no in-place
-version.
+Ratios are to PyTorch in place, or to PyTorch out of place if there is no in-place version.
 
 time: forward, backward and both, by size and dtype. Restoring a variant's input is not timed. The
-bandwidth is the bytes that a variant must move (variants.py), over its median time. `--compile`
-adds torch.compile of PyTorch's activation, the hardest baseline on a GPU. The times include the
-cost of Python and autograd as far as the device has to wait for it: bench_bandwidth.py times the
-kernels alone, and `host` the host alone.
+bandwidth is the bytes that a variant must move (variants.py), over its median time. The times
+include the cost of Python and autograd as far as the device has to wait for it: bench_bandwidth.py
+times the kernels alone, and `host` the host alone.
 
 host: the cost of Python and autograd before the device works, in a call on a small tensor. Calls
 are issued one after the other without waiting for the device. On the CPU the time includes the
 kernel's, a fraction of a microsecond at this size. "Python alone" is a lower bound for every
-extension that is called from Python: a call of a custom op, and a torch.autograd.Function that
-marks its input dirty, saves a tensor and does nothing else.
+extension that is called from Python.
 
-memory: the well-known table of in-place operations. after forward: bytes that the call allocates
-and that are still allocated when it has returned. peak: the most bytes allocated at one time.
-saved: what `inplace_ops.saved_bytes` returns, which does not count the input's own memory.
+memory: after forward: bytes that the call allocates and that are still allocated when it has
+returned. saved: what `inplace_ops.saved_bytes` returns, without the input's own memory.
 """
 
 from __future__ import annotations

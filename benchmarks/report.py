@@ -124,11 +124,13 @@ def of_slow_functions(rows: Rows) -> Rows:
 def with_times(rows: Rows) -> Rows:
     """Return the measured rows, with the time over PyTorch in place and its quartiles."""
     for row in rows:
-        low, high = row["ratio_first_quartile"], row["ratio_third_quartile"]
+        ratio = row.get("ratio_to_torch_in_place")  # without it where nothing was timed
         # On a CPU the copies that offload makes do not cross a bus.
         is_emulated = OFFLOAD in row["variant"] and row["cuda"] == "none"
-        has_time = row["ratio_to_torch_in_place"] and not is_emulated
-        row["time"] = f"{row['ratio_to_torch_in_place']} ({low} to {high})" if has_time else ""
+        row["time"] = ""
+        if ratio and not is_emulated:
+            low, high = row["ratio_first_quartile"], row["ratio_third_quartile"]
+            row["time"] = f"{ratio} ({low} to {high})"
         if row["variant"] == IN_PLACE and "saved_over_torch_in_place" in row:
             row["saved_over_torch_in_place"] = f"{row['saved_mib']} MiB"
             row["peak_over_torch_in_place"] = f"{row['peak_mib']} MiB"
@@ -147,7 +149,7 @@ def with_lines(rows: Rows) -> Rows:
 
 def chosen(rows: Rows) -> Rows:
     """Return the rows of budgets, without those of other tools."""
-    return with_times([row for row in rows if not row["note"]])
+    return with_times([row for row in rows if not row.get("note")])
 
 
 def of_slow_operations(rows: Rows) -> Rows:

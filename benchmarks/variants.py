@@ -34,7 +34,7 @@ SCALARS = {"negative_slope": 0.01}
 
 @dataclass(frozen=True)
 class Kernels:
-    """The two private ops of a variant, without the cost of autograd and Python around them."""
+    """The two private ops of a variant, without autograd and Python around them."""
 
     entry: Activation
     save: Save
