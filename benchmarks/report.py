@@ -209,8 +209,8 @@ def over_seeds(rows: Rows) -> Rows:
     """Return mean ± standard deviation over the seeds, and the same of differences from PyTorch."""
 
     def spread(found: list[float], form: str) -> str:
-        deviation = f" ± {stdev(found):{form}}".replace("± +", "± ") if len(found) > 1 else ""
-        return f"{mean(found):{form}}{deviation}"
+        plus_minus = f" ± {stdev(found):{form}}".replace("± +", "± ") if len(found) > 1 else ""
+        return f"{mean(found):{form}}{plus_minus}"
 
     found = []
     for (network, precision, variant), own in grouped(rows, *SEEDED).items():
