@@ -4,27 +4,19 @@ activations: the kernels of the in-place activations, by op, direction, dtype an
 bytes are the least that it must move (variants.py). The copy restores the input of the forward that
 follows, and backward reads what that forward saved.
 
-norms: the kernels that run after a norm, by layout and size. Backward of a converted model
-recomputes a norm's output from the norm's input, then the activation, and computes the gradient
-through both. "in float32" casts a 16-bit input to float32 before, and the result back, as around a
-norm under autocast. "with the batch norm's" computes the gradients of a batch norm in training as
-well, in two passes, each of which reads the gradient and the norm's input. "product" multiplies
-each channel of a sample by a factor, as squeeze-excitation does; its time includes three small
-kernels that prepare the factors. How a kernel finds each element's scale and shift depends on the
-layout: one plane per channel (a plane of 7 x 7 ends inside an access of 16 bytes), channels
-innermost, or rows of a layer norm. A strided gradient is half of the channels of a larger tensor,
-as in the backward of torch.cat. A kernel's bytes are each tensor that it reads or writes, once,
-without the norm's statistics.
+norms: the kernels that run after a norm in a converted model, by layout and size. "in float32"
+casts a 16-bit input to float32 before, and the result back, as around a norm under autocast. "with
+the batch norm's" computes the gradients of a batch norm in training as well, in two passes, each of
+which reads the gradient and the norm's input. "product" multiplies each channel of a sample by a
+factor, as squeeze-excitation does; its time includes three small kernels that prepare the factors.
+How a kernel finds each element's scale and shift depends on the layout: one plane per channel (a
+plane of 7 x 7 ends inside an access of 16 bytes), channels innermost, or rows of a layer norm. A
+strided gradient is half of the channels of a larger tensor, as in the backward of torch.cat. A
+kernel's bytes are each tensor that it reads or writes, once, without the norm's statistics.
 
 The baseline is a device-to-device copy of a tensor of the same size; its bytes are those read plus
-those written. Each repetition times the copy and the kernels in turn, and the share is taken within
-the repetition. A timing covers many launches, each with its own tensors: 512 MiB of each tensor or,
-for small tensors, 512 launches. On CUDA it is one replay of a graph, so that the time includes
-neither Python nor launches from the host, and the L2 cache is evicted first. On the CPU it is a
-loop. Below about 1 MiB the launch determines the time, not the memory.
-
-The results of the launches are first compared with PyTorch's. A case that fails is reported and not
-timed; the others still run, and the exit status is 1.
+those written, and the share is taken within a repetition. A timing covers many launches, each with
+its own tensors. Below about 1 MiB the launch determines the time, not the memory.
 """
 
 from __future__ import annotations
@@ -44,7 +36,7 @@ from common import (
     Row,
     add_options,
     in_turn,
-    machine,
+    parser_of,
     quartiles,
     recorded,
     time_columns,
@@ -76,46 +68,51 @@ def launches_of(size: int, device: str) -> int:
     return max(1, min(MOST_LAUNCHES, ROTATED[device] // size))
 
 
-def times_of(
-    runs: Mapping[Key, Callable[[], Any]], launches: int, repetitions: int, clock: Clock
-) -> dict[Key, list[float]]:
-    """Return the times of the runs, in order, in microseconds per launch."""
+def share_columns(
+    runs: Mapping[Key, Callable[[], Any]],
+    moved: Mapping[Key, float],
+    copy: Key,
+    launches: int,
+    repetitions: int,
+    clock: Clock,
+) -> dict[Key, Row]:
+    """Time the runs in their order; return the columns of each, next to the copy.
+
+    Args:
+        runs: The launches of each kernel, and of the copy.
+        moved: The bytes that a launch moves.
+        copy: The key of the copy.
+        launches: The number of launches of a run.
+        repetitions: The number of repetitions.
+        clock: Times a run.
+    """
 
     def timed(run: Callable[[], Any]) -> float:
         return clock.time(run)[0] / launches
 
     timings = {key: partial(timed, run) for key, run in runs.items()}
-    return in_turn(timings, repetitions, warm_ups=2, is_shuffled=False)
-
-
-def rate_columns(
-    times: list[float], moved: float, copies: list[float], copied: int
-) -> dict[str, str]:
-    """Return a row's columns of bytes per second: of the kernel, of the copy, and their ratio.
-
-    Args:
-        times: Times of the kernel, in microseconds.
-        moved: Bytes that the kernel moves.
-        copies: Times of the copy, in microseconds, from the same repetitions.
-        copied: Bytes that the copy moves.
-    """
-    pairs = zip(times, copies, strict=True)
-    shares = quartiles([moved / copied * copy / time for time, copy in pairs])
-    return {
-        "gigabytes_per_second": f"{moved / quartiles(times)[1] / 1e3:.2f}",
-        "copy_gigabytes_per_second": f"{copied / quartiles(copies)[1] / 1e3:.2f}",
-        "share_of_copy": f"{shares[1]:.3f}",
-        "share_first_quartile": f"{shares[0]:.3f}",
-        "share_third_quartile": f"{shares[2]:.3f}",
-    }
+    times = in_turn(timings, repetitions, warm_ups=2, is_shuffled=False)
+    copies, found = times.pop(copy), {}
+    for key, own in times.items():
+        pairs = zip(own, copies, strict=True)
+        shares = quartiles([moved[key] / moved[copy] * other / time for time, other in pairs])
+        found[key] = {
+            "launches": launches,
+            **time_columns(own, "us", decimals=3),
+            "gigabytes_per_second": f"{moved[key] / quartiles(own)[1] / 1e3:.2f}",
+            "copy_gigabytes_per_second": f"{moved[copy] / quartiles(copies)[1] / 1e3:.2f}",
+            "share_of_copy": f"{shares[1]:.3f}",
+            "share_first_quartile": f"{shares[0]:.3f}",
+            "share_third_quartile": f"{shares[2]:.3f}",
+        }
+    return found
 
 
 class Buffers:
     """The tensors of the activations' kernels, of one size and dtype; each launch has its own."""
 
     def __init__(self, size: int, dtype: torch.dtype, device: str) -> None:
-        self.launches = launches_of(size, device)
-        shape = (self.launches, size // dtype.itemsize)
+        shape = (launches_of(size, device), size // dtype.itemsize)
         self.input = torch.randn(shape, dtype=dtype, device=device)
         self.grad = torch.randn(shape, dtype=dtype, device=device)
         self.x = torch.zeros_like(self.input)
@@ -124,62 +121,37 @@ class Buffers:
         )
 
 
-def time_case(
+def measure_op(
     activation: str, variant: OpVariant, buffers: Buffers, repetitions: int, clock: Clock
-) -> dict[str, list[float]]:
-    """Verify, then return the times of copy, forward and backward in microseconds per launch."""
+) -> dict[str, Row]:
+    """Verify, then return the columns of forward and backward."""
     assert variant.kernels is not None
     forward = recorded([partial(variant.kernels.forward, x) for x in buffers.x], clock.device)
-    runs = {"copy": buffers.copy, "forward": forward}
-
     buffers.grad.normal_().sign_()
-    runs["copy"]()
+    buffers.copy()
     if not torch.equal(buffers.x, buffers.input):
         raise AssertionError("the copy differs from its source")
     backwards = []
-    for x, grad, bits in zip(buffers.x, buffers.grad, runs["forward"](), strict=True):
+    for x, grad, bits in zip(buffers.x, buffers.grad, forward(), strict=True):
         saved = [x] if variant.backward_tensors == 3 else []
         saved += [] if bits is None else [bits]
         backwards.append(partial(variant.kernels.backward, grad, *saved))
-    runs["backward"] = recorded(backwards, clock.device)
-    runs["copy"]()
-    runs["forward"]()
-    results = runs["backward"]()
+    backward = recorded(backwards, clock.device)
+    buffers.copy()
+    forward()
+    results = backward()
     gradient = results[0] if len(results) == 1 else torch.stack(results)
     tensors = (buffers.input, buffers.grad, buffers.x, gradient)
     for chunks in zip(*(tensor.flatten().split(CHUNK) for tensor in tensors), strict=True):
         check_op(activation, variant, *chunks)
     del results, gradient, tensors, chunks
     buffers.grad.normal_()
-
-    return times_of(runs, buffers.launches, repetitions, clock)
-
-
-def measure(
-    activation: str, variant: OpVariant, buffers: Buffers, repetitions: int, clock: Clock
-) -> list[Row]:
-    """Return the rows of one variant: forward and backward."""
-    times = time_case(activation, variant, buffers, repetitions, clock)
-    dtype, elements = buffers.x.dtype, buffers.x.size(1)
-    copied = 2 * elements * dtype.itemsize
-    rows = []
+    (launches, elements), dtype = buffers.x.shape, buffers.x.dtype
+    moved = {"copy": 2.0 * elements * dtype.itemsize}
     for direction in ("forward", "backward"):
-        moved = variant.bytes_moved(direction, dtype, elements)
-        rows.append(
-            {
-                "activation": activation,
-                "variant": variant.name,
-                "direction": direction,
-                "dtype": str(dtype).removeprefix("torch."),
-                "bytes": elements * dtype.itemsize,
-                "launches": buffers.launches,
-                "method": "graph replay" if clock.device == "cuda" else "loop",
-                **time_columns(times[direction], "us", decimals=3),
-                **rate_columns(times[direction], moved, times["copy"], copied),
-                **machine(clock.device),
-            }
-        )
-    return rows
+        moved[direction] = variant.bytes_moved(direction, dtype, elements)
+    runs = {"copy": buffers.copy, "forward": forward, "backward": backward}
+    return share_columns(runs, moved, "copy", launches, repetitions, clock)
 
 
 def activation_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
@@ -195,14 +167,14 @@ def activation_rows(arguments: argparse.Namespace, failures: Failures) -> Iterat
                 continue
         buffers = Buffers(size, dtype, arguments.device)
         for activation, variants in OP_VARIANTS.items():
-            for variant in variants:
-                if variant.kernels:
-                    with failures.recorded(f"{activation}, {variant.name}, {dtype}, {size} bytes"):
-                        yield from measure(
-                            activation, variant, buffers, arguments.repetitions, clock
-                        )
+            for variant in (each for each in variants if each.kernels):
+                with failures.recorded(f"{activation}, {variant.name}, {dtype}, {size} bytes"):
+                    found = measure_op(activation, variant, buffers, arguments.repetitions, clock)
+                    case = {"activation": activation, "variant": variant.name}
+                    for direction, columns in found.items():
+                        what = {"direction": direction, "dtype": name}
+                        yield case | what | {"bytes": buffers.x[0].nbytes} | columns
         del buffers
-        print(f"{dtype}, {size / MIB:g} MiB: verified and timed", flush=True)
 
 
 MEASURED = ("ReLU", "LeakyReLU", "SiLU", "GELU none")
@@ -244,20 +216,17 @@ class NormBuffers:
         self.launches = launches_of(size, device)
         self.size, self.bytes = size, shape[0] * one
 
-        def empty(shape: tuple[int, ...], size: int) -> Tensor:
-            memory = torch.empty(size, dtype=torch.uint8, device=device).view(dtype)
-            strides = torch.empty(shape, device="meta").to(**format_of(shape)).stride()
-            return memory.as_strided(shape, strides)
+        def empty(shape: tuple[int, ...], size: int) -> list[Tensor]:
+            like = torch.empty(shape, device="meta")
+            like = like.to(memory_format=layout.memory_format) if like.dim() == 4 else like
+            memory = (
+                torch.empty(size, dtype=torch.uint8, device=device) for _ in range(self.launches)
+            )
+            return [each.view(dtype).as_strided(shape, like.stride()) for each in memory]
 
-        def format_of(shape: tuple[int, ...]) -> dict[str, torch.memory_format]:
-            return {"memory_format": layout.memory_format} if len(shape) == 4 else {}
-
-        self.x = [empty(shape, size) for _ in range(self.launches)]
-        self.grad = [empty(shape, size) for _ in range(self.launches)]
+        self.x, self.grad = empty(shape, size), empty(shape, size)
         double = (shape[0], 2 * shape[1], *shape[2:])
-        self.strided = [
-            empty(double, 2 * size).narrow(1, 0, shape[1]) for _ in range(self.launches)
-        ]
+        self.strided = [each.narrow(1, 0, shape[1]) for each in empty(double, 2 * size)]
         # Copies the whole allocations: CUDA copies more slowly if the number of bytes is not a
         # multiple of a large number.
         pairs = zip(map(_all_memory, self.x), map(_all_memory, self.grad), strict=True)
@@ -274,11 +243,6 @@ class NormBuffers:
             tensor.copy_(steps(tensor.shape, 8, 0.25, device=tensor.device))
         for tensor in (*self.grad, *self.strided):
             tensor.copy_(steps(tensor.shape, 1, 1.0, device=tensor.device))
-
-    def random(self) -> None:
-        """Fill inputs and gradients with random numbers."""
-        for tensor in (*self.x, *self.grad, *self.strided):
-            tensor.normal_()
 
     def normalized(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return the norm's output, by default in the input's dtype."""
@@ -324,45 +288,43 @@ class Case(NamedTuple):
 
 def cases_of(buffers: NormBuffers) -> dict[tuple[str, str], Case]:
     """Return the kernels, by activation and by what they compute."""
-    norm = (buffers.affine, buffers.rows, buffers.order)
+    affine, rows, order = norm = (buffers.affine, buffers.rows, buffers.order)
+    pairs = list(zip(buffers.x, buffers.grad, strict=True))
 
     def normalized(i: int) -> Tensor:
         return buffers.normalized(buffers.x[i])
 
-    cases = {
-        ("none", FORWARD): Case(
-            [partial(_ops.NORMALIZE, x, *norm) for x in buffers.x], 2, normalized
-        )
-    }
-    affine, rows, order = norm
-    if rows is None:
-        cases["none", PRODUCT] = _product(buffers)
-    pairs = list(zip(buffers.x, buffers.grad, strict=True))
-
     def total(i: int) -> Tensor:
         return normalized(i) + buffers.grad[i]
 
+    calls = [partial(_ops.NORMALIZE, x, *norm) for x in buffers.x]
+    cases = {("none", FORWARD): Case(calls, 2, normalized)}
     for name, op, expected in (
         ("none", _ops.NORMALIZE_ADD, total),
         ("ReLU", _ops.NORMALIZE_ADD_RELU, lambda i: torch.relu(total(i))),
     ):
         calls = [partial(op, x, affine, rows, addend, order) for x, addend in pairs]
         cases[name, SUM] = Case(calls, 3, expected)
+    if rows is None:
+        cases["none", PRODUCT] = _product(buffers)
     for name in MEASURED:
         entry = ENTRIES[name]
         scalars = {scalar: SCALARS[scalar] for scalar in entry.scalars}
-        arguments = (*norm, *scalars.values())
         function = partial(entry.torch_function, **scalars)
-        forward = [partial(entry.ops.recompute, x, *arguments) for x in buffers.x]
+        forward = [partial(entry.ops.recompute, x, *norm, *scalars.values()) for x in buffers.x]
         cases[name, FORWARD] = Case(forward, 2, lambda i, f=function: f(normalized(i)))
         if buffers.x[0].dtype in _ops.CAST_DTYPES:
             in_float32 = [partial(call, in_float32=True) for call in forward]
             cases[name, IN_FLOAT32] = Case(in_float32, 2, partial(_in_float32, buffers, function))
-        for kind, grads in {
-            BACKWARD: buffers.grad,
-            f"{BACKWARD}, strided gradient": buffers.strided,
-        }.items():
-            cases[name, kind] = _backward(entry, buffers, grads, arguments, function)
+        for kind, grads in (
+            (BACKWARD, buffers.grad),
+            (f"{BACKWARD}, strided gradient", buffers.strided),
+        ):
+            calls = [
+                partial(entry.ops.backward["recompute"], grad, x, *norm, *scalars.values())
+                for grad, x in zip(grads, buffers.x, strict=True)
+            ]
+            cases[name, kind] = Case(calls, 3, partial(_gradient, buffers, function, grads))
         if rows is None:
             cases[name, WITH_NORM] = _backward_with_norm(entry, buffers, function, scalars)
     return cases
@@ -384,22 +346,16 @@ def _in_float32(buffers: NormBuffers, function: Callable[[Tensor], Tensor], i: i
     return function(buffers.normalized(x, torch.float32)).to(x.dtype)
 
 
-def _backward(
-    entry: Activation,
+def _gradient(
     buffers: NormBuffers,
-    grads: list[Tensor],
-    arguments: tuple[Any, ...],
     function: Callable[[Tensor], Tensor],
-) -> Case:
-    op = entry.ops.backward["recompute"]
-    pairs = list(zip(grads, buffers.x, strict=True))
-
-    def expected(i: int) -> Tensor:
-        grad, x = pairs[i]
-        z = buffers.normalized(x).requires_grad_()
-        return torch.autograd.grad(function(z), z, grad)[0]
-
-    return Case([partial(op, grad, x, *arguments) for grad, x in pairs], 3, expected)
+    grads: list[Tensor],
+    i: int,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return the gradient of the norm's output, by default in the input's dtype."""
+    z = buffers.normalized(buffers.x[i], dtype).requires_grad_()
+    return torch.autograd.grad(function(z), z, grads[i].to(z.dtype))[0]
 
 
 def _backward_with_norm(
@@ -416,12 +372,9 @@ def _backward_with_norm(
     channels, dtype = scale.numel(), buffers.affine.dtype
     mean, rstd = (1.5 + steps((channels,), 1, 0.5).to(scale) for _ in range(2))
     arguments = (buffers.affine, mean, rstd, buffers.order, *scalars.values())
-    pairs = list(zip(buffers.grad, buffers.x, strict=True))
 
     def expected(i: int) -> Tensor:
-        grad, x = pairs[i]
-        z = buffers.normalized(x).to(dtype).requires_grad_()
-        (g,) = torch.autograd.grad(function(z), z, grad.to(dtype))
+        x, g = buffers.x[i], _gradient(buffers, function, buffers.grad, i, dtype)
         normalized = (x.to(dtype) - mean.view(scale.shape)) * rstd.view(scale.shape)
         dims = [d for d in range(x.dim()) if d != 1]
         elements = x.numel() / channels
@@ -429,49 +382,27 @@ def _backward_with_norm(
         mean_of_product = (g * normalized).sum(dims, keepdim=True) / elements
         return (scale * (g - mean_of_g - normalized * mean_of_product)).to(x.dtype)
 
+    pairs = zip(buffers.grad, buffers.x, strict=True)
     calls = [lambda p=pair: op(*p, *arguments)[0] for pair in pairs]
     return Case(calls, 5, expected, subtracts=True)
 
 
 def measure_layout(
-    name: str,
-    size: int,
-    dtype: torch.dtype,
-    repetitions: int,
-    clock: Clock,
-    failures: Failures,
-) -> list[Row]:
-    """Return the rows of all kernels at one layout, size and dtype."""
-    buffers = NormBuffers(LAYOUTS[name], size, dtype, clock.device)
-    runs, cases = {("copy", "copy"): buffers.copy}, cases_of(buffers)
-    for key, case in cases.items():
+    name: str, size: int, dtype: str, repetitions: int, clock: Clock, failures: Failures
+) -> dict[tuple[str, str], Row]:
+    """Verify, then return the columns of all kernels at one layout, size and dtype."""
+    buffers, copy = NormBuffers(LAYOUTS[name], size, getattr(torch, dtype), clock.device), ("", "")
+    runs, moved = {copy: buffers.copy}, {copy: 2.0 * size}
+    for key, case in cases_of(buffers).items():
         with failures.recorded(f"{', '.join(key)}, {name}, {dtype}, {size} bytes"):
             run = recorded(case.calls, clock.device)
             buffers.exact()
             for i, result in enumerate(run()):
                 case.check(i, result)
-            runs[key] = run
-    buffers.random()
-    times = times_of(runs, buffers.launches, repetitions, clock)
-    copies = times.pop(("copy", "copy"))
-    rows = []
-    for (activation, kind), kernel_times in times.items():
-        moved = cases[activation, kind].tensors * buffers.bytes
-        rows.append(
-            {
-                "activation": activation,
-                "kernel": kind,
-                "layout": name,
-                "dtype": str(dtype).removeprefix("torch."),
-                "bytes": size,
-                "launches": buffers.launches,
-                "median_us": f"{quartiles(kernel_times)[1]:.3f}",
-                **rate_columns(kernel_times, moved, copies, copied=2 * buffers.size),
-                **machine(clock.device),
-            }
-        )
-    print(f"{name}, {dtype}, {size / MIB:g} MiB: {len(rows)} verified and timed", flush=True)
-    return rows
+            runs[key], moved[key] = run, case.tensors * buffers.bytes
+    for tensor in (*buffers.x, *buffers.grad, *buffers.strided):
+        tensor.normal_()
+    return share_columns(runs, moved, copy, buffers.launches, repetitions, clock)
 
 
 def norm_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
@@ -480,9 +411,10 @@ def norm_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row
     for size, dtype, name in itertools.product(
         arguments.sizes, arguments.dtypes, arguments.layouts
     ):
-        yield from measure_layout(
-            name, size, getattr(torch, dtype), arguments.repetitions, clock, failures
-        )
+        found = measure_layout(name, size, dtype, arguments.repetitions, clock, failures)
+        for (activation, kernel), columns in found.items():
+            what = {"activation": activation, "kernel": kernel, "layout": name, "dtype": dtype}
+            yield what | {"bytes": size} | columns
         if arguments.device == "cuda":
             torch.cuda.empty_cache()
 
@@ -492,10 +424,8 @@ COMMANDS = {"activations": ("bandwidth", activation_rows), "norms": ("norms", no
 
 
 def main() -> None:
-    """Verify and measure all cases, write the CSV, print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Verify, measure and write the CSV."""
+    parser = parser_of(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for command, repetitions, dtypes in (
         ("activations", 21, ["float32", "bfloat16", "float16"]),
@@ -509,8 +439,7 @@ def main() -> None:
             options.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     arguments = parser.parse_args()
     arguments.sizes = arguments.sizes or SIZES[arguments.command][arguments.device]
-    name, rows_of = COMMANDS[arguments.command]
-    write_results(name, partial(rows_of, arguments), None, arguments)
+    write_results(*COMMANDS[arguments.command], arguments)
 
 
 if __name__ == "__main__":

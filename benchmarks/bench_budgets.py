@@ -4,47 +4,41 @@ For each network six budgets are measured, from 1.05 times the lowest peak of "c
 block" up to nearly PyTorch's peak; in deep networks the lowest budget is also below the lowest peak
 that `convert` reaches without checkpoints, halfway to the lowest one that it reaches with them.
 Each converted network runs a step that is not the one that `convert` has measured: forward, loss
-and backward. Its gradients and buffers are compared with PyTorch's before anything is written down,
-and its peak with the budget. Steps of all budgets and of PyTorch in place are then timed in turn;
+and backward. Its third step is compared with PyTorch's before anything is written down, and its
+peak with the budget. Steps of all budgets and of PyTorch in place are then timed in turn;
 with --repetitions 0 they are not. Products cost what they cost on CUDA (`policies.py`).
 
-With --scripts each network's lowest budget is also given to a training script of its own process:
-`convert`, then a loss, Adam and three steps. Its peak is compared with the budget and what the
-report names besides: Adam's state.
-
-ckptplan (PyPI), which plans checkpoints for a budget of activations by estimates, gets the same
-budgets if it is installed. Its error is written down where it does not run.
+With --scripts each network's lowest budget is also given to a training from the start: `convert`,
+then a loss, Adam and three steps. Its peak is compared with the budget and what the report names
+besides: Adam's state.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from common import (
     IN_PLACE,
     MIB,
+    OUT_OF_PLACE,
     Clock,
     Failures,
     Row,
     add_options,
     in_turn,
-    machine,
     memory_of,
+    parser_of,
     ratio_columns,
     time_columns,
     write_results,
 )
 from networks import LLAMA, NETWORKS, Network, backward, rows_of_networks
 from policies import POLICIES, emulation
-from torch import Tensor, nn
-from variants import CHECKPOINTS, NetworkVariant, Step, blocks_of, distance, network_variant
+from variants import CHECKPOINTS, Expected, Step, expected_of, step_of, verify_step
 
 import inplace_ops
 from inplace_ops.conversion.library import load
@@ -79,9 +73,10 @@ def measure(name: str, policy: str, arguments: argparse.Namespace) -> list[Row]:
     x = network.input(network.small, device)
     with emulation(POLICY, device):
         steps = {
-            label: Step(network_variant(label, model, network.blocks), x)
+            label: step_of(label, model, x, blocks=network.blocks)
             for label in (IN_PLACE, CHECKPOINTS)
         }
+        expected = expected_of(step_of(OUT_OF_PLACE, model, x))
         rows = [_row(label, step) for label, step in steps.items()]
         table = inplace_ops.analyze(copy.deepcopy(model), x, memory=NO_LIMIT)
         measured = [each for each in table.candidates if each.peak_bytes is not None]
@@ -94,7 +89,7 @@ def measure(name: str, policy: str, arguments: argparse.Namespace) -> list[Row]:
             budget = int(lowest + (highest - lowest) * i / (BUDGETS - 1))
             twin, label = copy.deepcopy(model), f"convert, budget {budget / MIB:.1f} MiB"
             report = inplace_ops.convert(twin, x, memory=budget)
-            steps[label] = step = Step(NetworkVariant(label, twin, twin), x)
+            steps[label] = step = Step(twin, twin, x)
             (chosen,) = [each for each in report.candidates if each.is_chosen]
             fitting = [c for c in report.candidates if (c.peak_bytes or NO_LIMIT) <= budget]
             if chosen.seconds != min(c.seconds for c in fitting if c.seconds is not None):
@@ -105,26 +100,22 @@ def measure(name: str, policy: str, arguments: argparse.Namespace) -> list[Row]:
                 "checkpointed": len(chosen.checkpointed),
                 "candidates": len(report.candidates),
                 "flops_ratio": f"{(chosen.flops or 0) / (report.flops or 1):.3f}",
-                "gradients_differ_by": f"{_difference(model, twin, x):.1e}",
+                "gradients_differ_by": f"{_difference(step, expected):.1e}",
             }
             if float(row["peak_mib"]) * MIB > budget:
                 raise AssertionError(f"a peak of {row['peak_mib']} MiB is above the budget")
             if arguments.scripts and i == 0:
-                row["script_peak_mib"] = _script_peak(name, budget, device)
+                row["script_peak_mib"] = _script_peak(network, budget, device)
             rows.append(row)
-            print(f"{name}, {label}: {row}", flush=True)
-        rows.append({"variant": "ckptplan", "note": _ckptplan(model, network, x)})
         timed = {label: partial(step.timed, Clock(device)) for label, step in steps.items()}
         times = in_turn(timed, arguments.repetitions) if arguments.repetitions else {}
-    for row in rows:
-        label = row["variant"]
-        if label in times:
-            row |= time_columns(times[label], "ms") | ratio_columns(times[label], times[IN_PLACE])
+    for row in rows if times else ():
+        own = times[row["variant"]]
+        row |= time_columns(own, "ms") | ratio_columns(own, times[IN_PLACE])
     fields = list(dict.fromkeys(field for row in rows for field in row))
     shape = " x ".join(map(str, x.shape))
     return [
         {"network": name, "input": shape, **{field: row.get(field, "") for field in fields}}
-        | machine(device)
         for row in rows
     ]
 
@@ -141,100 +132,38 @@ def _row(label: str, step: Step) -> Row:
     }
 
 
-def _difference(model: nn.Module, twin: nn.Module, x: Tensor) -> float:
-    """Return the distance of the gradients of the third of three steps; compare the buffers.
+def _difference(step: Step, expected: Expected) -> float:
+    """Return how far the gradients of the third step are from PyTorch's; raise if too far.
 
-    Both sides start from the same weights and random state. The optimizer writes to the weights,
-    and leaves their values: others would amplify roundings, most in a deep network of batch norms.
+    The optimizer writes to the weights, and leaves their values.
     """
-    found = []
-    for each in (copy.deepcopy(model), twin):
-        each.load_state_dict(model.state_dict())
-        optimizer = torch.optim.SGD(each.parameters(), 0.0)
-        torch.manual_seed(0)
-        for _ in range(3):
-            optimizer.zero_grad()
-            backward(each(x))
-            optimizer.step()
-        gradients = {n: p.grad for n, p in each.named_parameters() if p.grad is not None}
-        buffers = {n: b.clone() for n, b in each.named_buffers() if b.is_floating_point()}
-        found.append((gradients, buffers))
-        each.zero_grad()
-        each.load_state_dict(model.state_dict())
-    (expected, buffers), (actual, others) = found
-    for name, buffer in buffers.items():
-        torch.testing.assert_close(others[name], buffer, rtol=1e-4, atol=1e-6, msg=name)
-    off = distance(actual, expected, set()).overall
-    if not off <= 1e-5:
-        raise AssertionError(f"gradients off by {off:.1e} at the third step")
-    return off
+    optimizer = torch.optim.SGD(step.model.parameters(), 0.0)
+    for _ in range(2):
+        step.run()
+        optimizer.step()
+        step.reset()
+    return verify_step(step, expected, at_most=1e-5)
 
 
-def _ckptplan(model: nn.Module, network: Network, x: Tensor) -> str:
-    """Return why ckptplan makes no plan for the network; raise if it makes one.
-
-    Its blocks are a chain, in which each reads what the one before returns.
-    """
-    try:
-        import ckptplan
-    except ImportError as error:
-        return f"not installed: {error}"
-    own = copy.deepcopy(model)
-    named = [(f"block{i}", block) for i, block in enumerate(blocks_of(own, network.blocks))]
-    read: list[Any] = []
-    hook = named[0][1].register_forward_pre_hook(
-        lambda module, *arguments: read.append(arguments), with_kwargs=True
-    )
-    with torch.no_grad():
-        own(x)
-    hook.remove()
-    args, kwargs = read[0]
-    try:
-        blocks = ckptplan.declare_blocks(own, named)
-        profiles = ckptplan.profile_blocks(
-            blocks, args, kwargs, device=x.device.type, dtype=args[0].dtype
-        )
-        ckptplan.plan_checkpoints(
-            profiles,
-            blocks,
-            target_kind="activation_budget_bytes",
-            target_value=NO_LIMIT,
-            planner="dynamic_programming",
-        )
-    except Exception as error:
-        first, *_ = str(error).splitlines()
-        return f"{type(error).__name__}: {first}"
-    raise AssertionError("ckptplan makes a plan here: measure its step too")
-
-
-def _script_peak(name: str, budget: int, device: str) -> str:
-    """Return the peak in MiB of a training script in its own process."""
-    command = [sys.executable, __file__, "--script", name, str(budget), "--device", device]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return done.stdout.split()[-1]
-
-
-def script(name: str, budget: int, device: str) -> None:
-    """Convert a network within a budget, train it for three steps, and print the peak in MiB."""
-    network = BUDGETED[name]
+def _script_peak(network: Network, budget: int, device: str) -> str:
+    """Convert a network within a budget, train it for three steps, and return the peak in MiB."""
     torch.manual_seed(0)
     model = network.build().to(device).train()
     x = network.input(network.small, device)
-    with emulation(POLICY, device):
-        report = inplace_ops.convert(model, x, memory=budget)
+    report = inplace_ops.convert(model, x, memory=budget)
 
-        def train() -> None:
-            optimizer = torch.optim.Adam(model.parameters(), 1e-5)
-            for _ in range(3):
-                optimizer.zero_grad()
-                backward(model(x))
-                optimizer.step()
+    def train() -> None:
+        optimizer = torch.optim.Adam(model.parameters(), 1e-5)
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward(model(x))
+            optimizer.step()
 
-        peak, _ = memory_of(train, device)
+    peak, _ = memory_of(train, device)
     allowed = budget + 2 * report.trainable_bytes
     if peak > allowed:
         raise AssertionError(f"a peak of {peak / MIB:.2f} MiB; allowed: {allowed / MIB:.2f}")
-    print(f"{peak / MIB:.2f}")
+    return f"{peak / MIB:.2f}"
 
 
 def rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
@@ -244,30 +173,13 @@ def rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
     )
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the arguments of the command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main() -> None:
+    """Verify, measure and write the CSV."""
+    parser = parser_of(__doc__)
     add_options(parser, repetitions=5)
     parser.add_argument("--networks", nargs="+", choices=BUDGETED, default=list(BUDGETED))
-    parser.add_argument("--scripts", action="store_true", help="also run training scripts")
-    parser.add_argument(
-        "--script", nargs=2, metavar=("NETWORK", "BYTES"), help="run one, and print its peak"
-    )
-    return parser.parse_args(arguments)
-
-
-def main() -> None:
-    """Verify, measure, write the CSV, print the table."""
-    arguments = parse()
-    if arguments.script:
-        torch.set_num_threads(arguments.threads)
-        script(arguments.script[0], int(arguments.script[1]), arguments.device)
-        return
-    columns = ["network", "variant", "max_ops", "checkpointed", "peak_mib", "flops_ratio"]
-    columns += ["ratio_to_torch_in_place", "gradients_differ_by", "script_peak_mib", "note"]
-    write_results("budgets", partial(rows, arguments), columns, arguments)
+    parser.add_argument("--scripts", action="store_true", help="also train from the start")
+    write_results("budgets", rows, parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -1,40 +1,23 @@
 """Training steps of whole networks: memory, time and bytes, next to the baselines.
 
-Each command measures networks in several variants, for example PyTorch in place, compiled, with
-checkpoints, and converted. All variants of a network start from the same weights, and before
-anything is measured, outputs and gradients are compared with PyTorch's: `verify_step`. A variant
-that fails is printed and left out, and the exit status is 1. Steps of all variants are timed in
-turn, and each is compared with "torch in place" of the same repetition.
+All variants of a network start from the same weights. Each is verified, and its time is compared
+with "torch in place" of the same repetition.
 
 train: saved and peak bytes, the time of a step, and on CUDA the largest batch. saved: bytes that
 are allocated when forward has returned, outputs included. peak: the most bytes allocated at one
 time during a step of forward, loss and backward, gradients included. Neither counts the parameters
-and the input. Where CUDA's autocast is emulated on a CPU, steps are not timed. --graphs captures
-each step in a CUDA graph and times its replay, which leaves out the host's time. --fill-gib
-verifies a small batch, and measures the batch for which PyTorch in place allocates that much.
---largest-batch searches the largest batch whose step fits into a limit on all that PyTorch
-allocates. --profile measures the device time of each operation of a step, with PyTorch's profiler,
-and --memory-only no time at all. --at-once runs a process for each network, in one policy: all of
-them verify, compile and search at once, and time their steps one after another.
+and the input. Where CUDA's autocast is emulated on a CPU, steps are not timed.
 
-bytes: saved, peak and moved bytes of a step and the FLOPs of its products, as it is and converted
-with several `max_ops`, where products cost what they cost on CUDA (`policies.py`). saved:
-what `inplace_ops.saved_bytes` counts, without parameters, buffers and the input. moved: the bytes
-that all operations of a step read and write, where each operation counts each of its tensors once.
-All of these follow from the shapes, except that the peak includes memory of PyTorch's kernels, on a
-CPU for each thread. Under autocast the weights of convolutions and linear layers are in bfloat16
-from the start, so that activations are counted and copies of weights are not.
+bytes: saved, peak and moved bytes of a step and the FLOPs of its products, where products cost what
+they cost on CUDA (`policies.py`). saved: what `inplace_ops.saved_bytes` counts, without parameters,
+buffers and the input. Under autocast the weights of convolutions and linear layers are in bfloat16
+from the start, so that no copies of weights are counted.
 
-steps: the Python cost of each activation and consumer, in networks that are bound by the host: a
-ResNet-18 at batch 1 for images of 32 x 32, 40 blocks of convolution, batch norm and activation, and
-40 of linear layer, layer norm and GELU. The blocks' tensors have 9 and 8 KiB; also 1 KiB, which is
-less than `convert` replaces. PyTorch's activations, in place where it has that, are compared with
-this package's modules, and with `convert`, in and out of place.
+steps: the Python cost of each activation and consumer, in networks that are bound by the host. The
+blocks' tensors have 9 and 8 KiB; also 1 KiB, which is less than `convert` replaces.
 
 calls: the host time of each Python function and C function in a step of the 40 blocks with SiLU,
-from Python's profiler (cProfile). The profiler adds about a microsecond to each call, so the times
-show where the time goes, and the calls how much work there is. Shorter than `--least-us` a block is
-left out.
+from Python's profiler (cProfile), which adds about a microsecond to each call.
 
 blocks: the tensors that a block of convolution, norm and activation saves, in units of its output:
 the difference between a longer and a shorter chain of blocks, over their number. And the time of
@@ -74,8 +57,8 @@ from common import (
     add_options,
     in_turn,
     largest_batch,
-    machine,
     memory_of,
+    parser_of,
     quartiles,
     ratio_columns,
     ratio_quartiles,
@@ -84,7 +67,7 @@ from common import (
     time_columns,
     write_results,
 )
-from integrations import INTEGRATIONS
+from integrations import INTEGRATED
 from networks import (
     MEMORY_FORMATS,
     NETWORKS,
@@ -102,19 +85,19 @@ from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 from variants import (
+    BASELINES,
     CHECKPOINTS,
     CONVERT,
     LOSS_IN_CHUNKS,
     MAX_OPS,
-    NETWORK_VARIANTS,
     TOOLS,
+    VARIANTS,
     Memory,
-    NetworkVariant,
     Step,
     Work,
     expected_of,
-    network_variant,
     out_of_place,
+    step_of,
     verify_step,
 )
 
@@ -157,12 +140,11 @@ def _tools(name: str) -> list[str]:
     return [tool for tool in tools if name not in SLOW_TO_COMPILE or "compile" not in tool]
 
 
+COMPARED = (OUT_OF_PLACE, *BASELINES, *(f"convert, max_ops={n}" for n in MAX_OPS))
 SELECTIONS = {
-    "networks": Selection(TIMED, lambda name: NETWORK_VARIANTS, ["float32"]),
+    "networks": Selection(TIMED, lambda name: COMPARED, ["float32"]),
     "integrations": Selection(
-        {name: integration.network for name, integration in INTEGRATIONS.items()},
-        lambda name: [CONVERT],
-        ["float32", "bfloat16", "CUDA autocast"],
+        INTEGRATED, lambda name: [CONVERT], ["float32", "bfloat16", "CUDA autocast"]
     ),
     "tools": Selection(TOOL_NETWORKS, _tools, ["float32", "CUDA autocast"]),
 }
@@ -184,10 +166,6 @@ def train(
         return []
     torch.manual_seed(0)
     model = network.build()
-    if not any(type(module).__name__ in network.blocks for module in model.modules()):
-        raise ValueError(
-            f"{name} has no blocks of these classes to checkpoint: {', '.join(network.blocks)}"
-        )
     memory_format = MEMORY_FORMATS[arguments.memory_format]
 
     def input_of(batch: int) -> Tensor:
@@ -203,16 +181,15 @@ def train(
     memory: dict[str, Memory] = {}
     work: dict[str, Work] = {}
     with emulation(policy, device):
-        expected = expected_of(Step(network_variant(OUT_OF_PLACE, model), x, policy))
+        expected = expected_of(step_of(OUT_OF_PLACE, model, x, policy))
         for label in dict.fromkeys([IN_PLACE, *labels]):
             with failures.recorded(f"{name}, {policy_name}, {label}"):
-                step = Step(network_variant(label, model, network.blocks), x, policy)
+                step = step_of(label, model, x, policy, network.blocks)
                 off[label] = verify_step(step, expected)
                 memory[label] = step.memory()
                 if "compile" not in label:  # a mode counts no compiled kernels
                     work[label] = step.work()
                 steps[label] = step
-                print(f"{name}, {policy_name}, {label}: off by {off[label]:.1e}", flush=True)
         if IN_PLACE not in steps:
             return []
         if arguments.fill_gib:
@@ -250,8 +227,6 @@ def train(
             "memory_limit_gib": arguments.largest_batch or "",
             "largest_batch": batches[label],
             "gradients_differ_by": f"{off[label]:.1e}",
-            "torch_differs_from_float64_by": f"{expected.rounding['gradients'].overall:.1e}",
-            **machine(device),
         }
         for label in steps
     ]
@@ -263,10 +238,7 @@ def _profiles(
     """Return the rows of a network's profiles: one for each operation of each variant."""
     case: Row = {"network": name, "policy": policy_name, "memory_format": arguments.memory_format}
     return [
-        case
-        | {"variant": label, "input": _dimensions(step.x.shape)}
-        | operation
-        | machine(arguments.device)
+        case | {"variant": label, "input": _dimensions(step.x.shape)} | operation
         for label, step in steps.items()
         for operation in _operations(step, arguments.repetitions)
     ]
@@ -354,9 +326,10 @@ def _largest_batch(
 
 
 def _step_columns(times: Mapping[str, list[float]], label: str) -> dict[str, str]:
-    if label in times and IN_PLACE in times:
-        return time_columns(times[label], "ms") | ratio_columns(times[label], times[IN_PLACE])
-    return dict.fromkeys(time_columns([1.0, 1.0], "ms") | ratio_columns([1.0, 1.0], [1.0, 1.0]), "")
+    has_times = label in times and IN_PLACE in times
+    own, other = (times[key] if has_times else [1.0, 1.0] for key in (label, IN_PLACE))
+    columns = time_columns(own, "ms") | ratio_columns(own, other)
+    return columns if has_times else dict.fromkeys(columns, "")
 
 
 def _memory_columns(own: Memory, in_place: Memory) -> dict[str, str]:
@@ -367,36 +340,15 @@ def _memory_columns(own: Memory, in_place: Memory) -> dict[str, str]:
     return columns
 
 
-def _work_columns(work: Work | None, in_place: Work) -> Row:
+def _work_columns(work: Work | None, in_place: Work) -> dict[str, str]:
     """Return a variant's FLOPs and moved bytes over those of PyTorch in place; empty if unknown."""
-    ratios = [""] * len(in_place)
-    if work is not None:
-        ratios = [f"{own / other:.3f}" for own, other in zip(work, in_place, strict=True)]
-    columns = [f"{kind}_over_torch_in_place" for kind in Work._fields]
-    return dict(zip(columns, ratios, strict=True))
+    ratios = [f"{own / other:.3f}" for own, other in zip(work or in_place, in_place, strict=True)]
+    names = [f"{kind}_over_torch_in_place" for kind in Work._fields]
+    return dict(zip(names, ratios, strict=True)) if work else dict.fromkeys(names, "")
 
 
 def _dimensions(shape: Iterable[int]) -> str:
     return " x ".join(map(str, shape))
-
-
-# Rota Bulò, Porzi, Kontschieder, CVPR 2018, arXiv 1712.02616: the abstract, and the figure of a
-# residual block with identity mapping. Both compare with a standard BatchNorm and an in-place
-# activation.
-PUBLISHED = [
-    {
-        "network": "a residual block: 3 buffers instead of 6",
-        "variant": "inplace_abn",
-        "saved_over_torch_in_place": "0.5",
-    },
-    {
-        "network": "the paper's networks, at best",
-        "variant": "inplace_abn",
-        "saved_over_torch_in_place": "0.5",
-        "ratio_to_torch_in_place": "1.008 to 1.02",
-    },
-]
-SOURCE = "published in 2018: research.mapillary.com/publication/cvpr18a"
 
 
 def _rows_of_processes(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
@@ -428,26 +380,11 @@ def _rows_of_processes(arguments: argparse.Namespace, failures: Failures) -> Ite
 
 
 def train_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
-    """Yield the rows of all networks, and figures that others have published."""
+    """Yield the rows of all networks."""
     if arguments.at_once:
-        rows = _rows_of_processes(arguments, failures)
-    else:
-        measure = partial(train, arguments=arguments, failures=failures)
-        rows = rows_of_networks(arguments.networks, arguments.policies, measure, failures)
-    row: Row = {}
-    for row in rows:
-        yield row
-    if row and not (
-        arguments.selection != "networks"
-        or arguments.fill_gib
-        or arguments.largest_batch
-        or arguments.graphs
-        or arguments.turns
-        or arguments.memory_only
-        or arguments.profile
-    ):
-        for published in PUBLISHED:
-            yield dict.fromkeys(row, "") | published | {"source": SOURCE}
+        return _rows_of_processes(arguments, failures)
+    measure = partial(train, arguments=arguments, failures=failures)
+    return rows_of_networks(arguments.networks, arguments.policies, measure, failures)
 
 
 # By whether the policy is float32: how far a converted network may be from the original. Where
@@ -467,10 +404,10 @@ def count(name: str, policy_name: str, max_ops: Sequence[int], device: str) -> l
                 module.to(torch.bfloat16)
     rows = []
     with emulation(policy, device):
-        original = Step(network_variant(IN_PLACE, model), x, policy)
+        original = step_of(IN_PLACE, model, x, policy)
         expected, before = expected_of(original), _bytes_of(original)
         for number in max_ops:
-            step = Step(network_variant(f"convert, max_ops={number}", model), x, policy)
+            step = step_of(f"convert, max_ops={number}", model, x, policy)
             off = verify_step(step, expected, TOLERANCES[policy.is_float32])
             after = _bytes_of(step)
             row: Row = {"network": name, "policy": policy_name, "max_ops": number}
@@ -478,7 +415,7 @@ def count(name: str, policy_name: str, max_ops: Sequence[int], device: str) -> l
             for kind, ours in after.items():
                 row[f"{kind}_torch"], row[kind] = before[kind], ours
                 row[f"{kind}_ratio"] = f"{ours / before[kind]:.3f}"
-            rows.append(row | {"gradients_differ_by": f"{off:.1e}"} | machine(device))
+            rows.append(row | {"gradients_differ_by": f"{off:.1e}"})
     return rows
 
 
@@ -486,7 +423,7 @@ def _bytes_of(step: Step) -> dict[str, int]:
     """Return what a step saves, allocates at most, reads and writes, and its products' FLOPs."""
     device = step.x.device.type
     with autocast(step.policy, device):
-        saved = inplace_ops.saved_bytes(step.variant.model, step.x)
+        saved = inplace_ops.saved_bytes(step.model, step.x)
     peak = memory_of(step.run, device)[0]
     step.reset()
     return {"saved": saved, "peak": peak, **step.work()._asdict()}
@@ -508,6 +445,7 @@ class HostBound(NamedTuple):
 
 
 BLOCKS = 40
+LEAST_US = 0.5  # of a function, for each block
 _CONVOLUTIONS = partial(chain, blocks=BLOCKS, channels=8, kernel=1)
 HOST_BOUND = {
     "ResNet-18": HostBound(resnet18, 17, (1, 3, 32, 32), "ReLU"),
@@ -538,7 +476,7 @@ def _by_activation(network: HostBound, device: str) -> dict[str, Step]:
         if label.startswith("convert"):
             inplace_ops.convert(model)
     x = torch.randn(network.shape, device=device)
-    return {label: Step(NetworkVariant(label, m, m), x) for label, m in models.items()}
+    return {label: Step(model, model, x) for label, model in models.items()}
 
 
 def steps_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
@@ -553,7 +491,7 @@ def steps_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Ro
             halves = {label: partial(_halves, step) for label, step in steps.items()}
             times = in_turn(halves, arguments.repetitions, warm_ups=3)
             for label in steps:
-                yield _steps_row(name, label, times) | machine(arguments.device)
+                yield _steps_row(name, label, times)
 
 
 def _halves(step: Step) -> tuple[float, float]:
@@ -598,8 +536,8 @@ def calls_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Ro
             for phase, profile in profiles.items():
                 columns = {"network": name, "variant": label, "phase": phase}
                 for row in _functions(profile, BLOCKS * arguments.repetitions):
-                    if float(row["us_per_block"]) >= arguments.least_us:
-                        yield columns | row | machine(arguments.device)
+                    if float(row["us_per_block"]) >= LEAST_US:
+                        yield columns | row
 
 
 def _functions(profile: cProfile.Profile, blocks: int) -> list[Row]:
@@ -623,29 +561,22 @@ def _functions(profile: cProfile.Profile, blocks: int) -> list[Row]:
 
 
 SHORT, LONG = 2, 6  # blocks
-# By name: a variant of a network.
-BLOCK_VARIANTS = {
-    OUT_OF_PLACE: OUT_OF_PLACE,
-    IN_PLACE: IN_PLACE,
-    "inplace_ops.convert": "convert, max_ops=4",
-    CHECKPOINTS: CHECKPOINTS,
-    **{name: name for name in NETWORK_VARIANTS if "compile" in name},
-}
+BLOCK_INPUT = (16, 64, 56, 56)
+BLOCK_VARIANTS = (OUT_OF_PLACE, IN_PLACE, CONVERT, CHECKPOINTS, *BASELINES[:2])
 
 
 def blocks_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
     """Yield the rows of blocks with ReLU and with SiLU."""
-    device, size = arguments.device, arguments.size
-    clock = Clock(device)
-    x = torch.randn(arguments.batch, arguments.channels, size, size, device=device)
+    clock = Clock(arguments.device)
+    x = torch.randn(BLOCK_INPUT, device=arguments.device)
     for name in ("ReLU", "SiLU"):
         torch._dynamo.reset()  # Dynamo stops compiling at a limit of recompilations
         chains = [_chain(name, blocks, x) for blocks in (SHORT, LONG)]
-        expected = expected_of(Step(network_variant(OUT_OF_PLACE, chains[1]), x))
+        expected = expected_of(step_of(OUT_OF_PLACE, chains[1], x))
         steps, saved, off = {}, {}, {}
         for label in BLOCK_VARIANTS:
             with failures.recorded(f"{name}, {label}"):
-                short, step = (Step(_block_variant(label, model), x) for model in chains)
+                short, step = (_block_step(label, model, x) for model in chains)
                 short.forward()  # compiles, and allocates what only a first call needs
                 off[label] = verify_step(step, expected)
                 more = step.memory().saved - short.memory().saved
@@ -666,7 +597,6 @@ def blocks_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[R
                 "time over torch in place": f"{ratio:.2f}",
                 "quartiles": f"{first:.2f} to {third:.2f}",
                 "gradient off by": f"{off[label]:.0e}",
-                **machine(device),
             }
 
 
@@ -679,17 +609,15 @@ def _chain(activation: str, blocks: int, x: Tensor) -> nn.Sequential:
     return nn.Sequential(*chain(make, blocks, channels), last).to(x.device)
 
 
-def _block_variant(label: str, model: nn.Module) -> NetworkVariant:
-    """Return a variant of the chain; all except PyTorch in place start out of place."""
+def _block_step(label: str, model: nn.Module, x: Tensor) -> Step:
+    """Return a step of the chain; all except PyTorch in place start out of place."""
     model = model if label == IN_PLACE else out_of_place(copy.deepcopy(model))
-    return network_variant(BLOCK_VARIANTS[label], model, ["ConvNormAct"])
+    return step_of(label, model, x, blocks=["ConvNormAct"])
 
 
 def parse() -> argparse.Namespace:
     """Return the arguments of a command, with its name."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     training = commands.add_parser("train")
     add_options(training, repetitions=9)
@@ -698,7 +626,7 @@ def parse() -> argparse.Namespace:
     )
     training.add_argument("--networks", nargs="+", help="default: all of the selection's")
     training.add_argument(
-        "--variants", nargs="+", choices=NETWORK_VARIANTS | TOOLS, help="default: the selection's"
+        "--variants", nargs="+", choices=VARIANTS, help="default: the selection's"
     )
     training.add_argument(
         "--policies", nargs="+", choices=POLICIES, help="default: the selection's"
@@ -737,15 +665,8 @@ def parse() -> argparse.Namespace:
     counting.add_argument("--max-ops", nargs="+", type=int, choices=MAX_OPS, default=MAX_OPS)
 
     add_options(commands.add_parser("steps"), repetitions=61, threads=1)
-    calls = commands.add_parser("calls")
-    add_options(calls, repetitions=40, threads=1)
-    calls.add_argument("--least-us", type=float, default=0.5, help="of a function that is shown")
-
-    blocks = commands.add_parser("blocks")
-    add_options(blocks, repetitions=15)
-    blocks.add_argument("--batch", type=int, default=16)
-    blocks.add_argument("--channels", type=int, default=64)
-    blocks.add_argument("--size", type=int, default=56, help="the images' height and width")
+    add_options(commands.add_parser("calls"), repetitions=40, threads=1)
+    add_options(commands.add_parser("blocks"), repetitions=15)
 
     arguments = parser.parse_args()
     if arguments.command == "train":
@@ -768,29 +689,27 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-# By command: the name of the result file, what yields its rows, and the columns to print.
-SHOWN = "network policy variant saved_mib peak_mib peak_over_torch_in_place median_ms"
-SHOWN += " ratio_to_torch_in_place ratio_first_quartile ratio_third_quartile largest_batch"
+# By command: the name of the result file, and what yields its rows.
 COMMANDS = {
-    "train": ("networks", train_rows, [*SHOWN.split(), "gradients_differ_by"]),
-    "bytes": ("bytes", bytes_rows, None),
-    "steps": ("steps", steps_rows, None),
-    "calls": ("calls", calls_rows, None),
-    "blocks": ("blocks", blocks_rows, None),
+    "train": ("networks", train_rows),
+    "bytes": ("bytes", bytes_rows),
+    "steps": ("steps", steps_rows),
+    "calls": ("calls", calls_rows),
+    "blocks": ("blocks", blocks_rows),
 }
 
 
 def main() -> None:
-    """Verify, measure, write the CSV, print the table."""
+    """Verify, measure and write the CSV."""
     arguments = parse()
-    name, rows_of, columns = COMMANDS[arguments.command]
+    name, rows_of = COMMANDS[arguments.command]
     if arguments.command == "train":
         name = arguments.selection
-    if name == "networks" and arguments.memory_only:
-        name = "peaks"
-    if arguments.command == "train" and arguments.profile:
-        name, columns = "profile", ["network", "variant", "operation", "calls", "ms"]
-    write_results(name, partial(rows_of, arguments), columns, arguments)
+        if name == "networks" and arguments.memory_only:
+            name = "peaks"
+        if arguments.profile:
+            name = "profile"
+    write_results(name, rows_of, arguments)
 
 
 if __name__ == "__main__":

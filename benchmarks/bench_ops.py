@@ -1,29 +1,19 @@
 """Time and memory of the activations, against PyTorch out of place and in place.
 
-Every variant is first verified against PyTorch out of place. A variant that fails is printed and
-left out, and the exit status is 1. Each repetition measures all variants of a case in turn, and
-computes their ratios to PyTorch in place, or to PyTorch out of place if there is no in-place
-version, so that a busy machine slows both sides of a ratio.
+Ratios are to PyTorch in place, or to PyTorch out of place if there is no in-place version.
 
 time: forward, backward and both, by size and dtype. Restoring a variant's input is not timed. The
-bandwidth is the bytes that a variant must move, over its median time. Each tensor is read or
-written once: two tensors in forward, three in backward, or two where backward does not read the
-output. Where PyTorch in place clones its input, forward moves four and backward three. Packed bits
-count once in each direction (variants.py). `--compile` adds torch.compile of PyTorch's activation,
-the hardest baseline on a GPU. The times include the cost of Python and autograd as far as the
-device has to wait for it: bench_bandwidth.py times the kernels alone, and `host` the host alone.
+bandwidth is the bytes that a variant must move (variants.py), over its median time. The times
+include the cost of Python and autograd as far as the device has to wait for it: bench_bandwidth.py
+times the kernels alone, and `host` the host alone.
 
 host: the cost of Python and autograd before the device works, in a call on a small tensor. Calls
 are issued one after the other without waiting for the device. On the CPU the time includes the
 kernel's, a fraction of a microsecond at this size. "Python alone" is a lower bound for every
-extension that is called from Python: a call of a custom op, and a torch.autograd.Function that
-marks its input dirty, saves a tensor and does nothing else.
+extension that is called from Python.
 
-memory: the well-known table of in-place operations. A 10000 x 10000 float32 tensor has 381.5 MiB.
-Out of place an activation allocates as much again; in place it should allocate nothing. PyTorch's
-in-place SiLU clones an input that requires grad. after forward: bytes that the call allocates and
-that are still allocated when it has returned. peak: the most bytes allocated at one time. saved:
-what `inplace_ops.saved_bytes` returns, which does not count the input's own memory.
+memory: after forward: bytes that the call allocates and that are still allocated when it has
+returned. saved: what `inplace_ops.saved_bytes` returns, without the input's own memory.
 """
 
 from __future__ import annotations
@@ -33,7 +23,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from common import (
@@ -43,8 +33,8 @@ from common import (
     Row,
     add_options,
     in_turn,
-    machine,
     memory_of,
+    parser_of,
     quartiles,
     ratio_columns,
     time_columns,
@@ -52,12 +42,10 @@ from common import (
 )
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from variants import OP_VARIANTS, OpVariant, Variant, baseline, verify_op
+from variants import OP_VARIANTS, OpVariant, baseline, verify_op
 
 import inplace_ops
 from inplace_ops.activations import RELU
-
-AnyVariant = TypeVar("AnyVariant", bound=Variant)
 
 
 def passing(
@@ -105,9 +93,7 @@ def time_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row
                 "gigabytes_per_second": f"{moved / quartiles(own)[1] / 1e3:.2f}",
                 **ratio_columns(own, others),
                 "bytes_ratio_to_torch_in_place": f"{moved / base_moved:.3f}",
-                **machine(arguments.device),
             }
-        print(f"{activation}, {name}, {elements} elements: done", flush=True)
 
 
 def _timed(variant: OpVariant, leaf: Tensor, grad: Tensor, clock: Clock) -> dict[str, float]:
@@ -146,9 +132,9 @@ def _op_alone(x: Tensor) -> Tensor:
 
 
 # Lower bounds, and the phases that they are for.
-FLOORS: dict[Variant, Sequence[str]] = {
-    Variant("a custom op", _op_alone): ["no grad"],
-    Variant("an empty autograd.Function", lambda x: _Empty.apply(x, _SAVED)): PHASES[1:],
+FLOORS: dict[OpVariant, Sequence[str]] = {
+    OpVariant("a custom op", _op_alone): ["no grad"],
+    OpVariant("an empty autograd.Function", lambda x: _Empty.apply(x, _SAVED)): PHASES[1:],
 }
 
 
@@ -162,7 +148,7 @@ def host_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row
 
 
 def _host_times(
-    activation: str, variants: Mapping[AnyVariant, Sequence[str]], arguments: argparse.Namespace
+    activation: str, variants: Mapping[OpVariant, Sequence[str]], arguments: argparse.Namespace
 ) -> Iterator[Row]:
     """Yield the rows of some phases of each variant."""
     timed = {v: partial(_host_time_of_phases, v, arguments.device) for v in variants}
@@ -175,11 +161,10 @@ def _host_times(
                 "phase": phase,
                 "elements": ELEMENTS,
                 **time_columns([each[phase] for each in times[variant]], "us"),
-                **machine(arguments.device),
             }
 
 
-def _host_time_of_phases(variant: Variant, device: str) -> dict[str, float]:
+def _host_time_of_phases(variant: OpVariant, device: str) -> dict[str, float]:
     """Return the microseconds of a call without a gradient, of one with it, and of backward."""
     leaf = torch.randn(ELEMENTS, device=device, requires_grad=True)
     grad = torch.randn(ELEMENTS, device=device)
@@ -221,7 +206,7 @@ def memory_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[R
                 row[f"MiB peak, {suffix}"] = f"{peak / MIB:.1f}"
             saved = inplace_ops.saved_bytes(variant.run, fresh(requires_grad=True))
             row["MiB saved, with grad"] = f"{saved / MIB:.1f}"
-            yield row | machine(device)
+            yield row
 
 
 # By command: the name of the result file, and what yields its rows.
@@ -233,10 +218,8 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Verify, measure, write the CSV, print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Verify, measure and write the CSV."""
+    parser = parser_of(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     options = {command: commands.add_parser(command) for command in COMMANDS}
     names = list(OP_VARIANTS)
@@ -250,8 +233,7 @@ def main() -> None:
     timed.add_argument("--compile", action="store_true", help="time torch.compile too")
     options["memory"].add_argument("--size", type=int, default=10000, help="rows and columns")
     arguments = parser.parse_args()
-    name, rows_of = COMMANDS[arguments.command]
-    write_results(name, partial(rows_of, arguments), None, arguments)
+    write_results(*COMMANDS[arguments.command], arguments)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What all benchmarks share: options, measurements, result files, and comparisons of seeds.
 
-A benchmark yields rows. `write_results` writes each of them to the result file as soon as it is
-measured, and prints a table. `Failures` lets the other cases run if one fails.
+A benchmark yields rows. `write_results` prints each of them and writes it to the result file as
+soon as it is measured, with where and when; report.py makes tables of the files. `Failures` lets
+the other cases run if one fails.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import csv
 import datetime
 import functools
 import gc
+import math
 import os
 import platform
 import random
@@ -23,9 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any, TypeVar
 
 import torch
@@ -46,6 +46,12 @@ Key = TypeVar("Key")
 Measured = TypeVar("Measured")
 
 
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose help shows a module's docstring as it is."""
+    raw = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=description, formatter_class=raw)
+
+
 def add_options(parser: argparse.ArgumentParser, repetitions: int, threads: int = 2) -> None:
     """Add the options of all benchmarks that measure time or memory."""
     default = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,21 +63,14 @@ def add_options(parser: argparse.ArgumentParser, repetitions: int, threads: int 
 
 def write_results(
     name: str,
-    rows_of: Callable[[Failures], Iterable[Row]],
-    columns: Sequence[str] | None,
+    rows_of: Callable[[argparse.Namespace, Failures], Iterable[Row]],
     arguments: argparse.Namespace,
 ) -> None:
-    """Measure and write the rows, print columns of them, and exit with 1 if a case failed.
-
-    By default all columns are printed, except those of `machine`.
-    """
+    """Measure, print and write the rows, and exit with 1 if a case failed."""
     torch.set_num_threads(arguments.threads)
     failures = Failures()
     path = arguments.out or RESULTS / f"{name}_{arguments.device}.csv"
-    rows = write_csv(path, rows_of(failures))
-    if rows:
-        columns = columns or [c for c in rows[0] if c not in machine(arguments.device)]
-        print(table([list(columns), *([str(row[c]) for c in columns] for row in rows)]))
+    write_csv(path, rows_of(arguments, failures), arguments.device)
     failures.exit()
 
 
@@ -215,19 +214,15 @@ class MovedBytes(TorchDispatchMode):
 
 def _written(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
     """Return the arguments that an operation writes to."""
-    found = []
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
-    return found
+    pairs = zip(func._schema.arguments, args, strict=False)
+    written = [v for a, v in pairs if a.alias_info is not None and a.alias_info.is_write]
+    return [t for t in tree_leaves(written) if isinstance(t, Tensor)]
 
 
 def _own_bytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor's elements, where an expanded dimension counts once."""
-    count = tensor.itemsize
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        count *= size if stride or not size else 1
-    return count
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.itemsize * math.prod(size if stride or not size else 1 for size, stride in dims)
 
 
 @contextmanager
@@ -358,13 +353,17 @@ def ratio_columns(times: Sequence[float], torch_in_place: Sequence[float]) -> di
     }
 
 
-def write_csv(path: Path, rows: Iterable[Row]) -> list[Row]:
-    """Write each row as soon as it is measured, as a time limit may end the process.
+def write_csv(path: Path, rows: Iterable[Row], device: str) -> list[Row]:
+    """Print and write each row as soon as it is measured, as a time limit may end the process.
 
-    The first row's keys are the header. Without rows there is no file.
+    The first row's keys and those of `machine` are the header. Without rows there is no file.
     """
     written: list[Row] = []
     for row in rows:
+        shown = (f"{key}: {value}" for key, value in row.items() if value != "")
+        print(*shown, sep=", ", flush=True)
+        if "commit" not in row:  # rows of other processes have these columns
+            row = row | machine(device)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a" if written else "w", newline="") as file:
             writer = csv.DictWriter(file, list(row), lineterminator="\n")
@@ -411,87 +410,7 @@ def values(rows: Sequence[Row], column: str) -> list[str]:
     return list(dict.fromkeys(row[column] for row in rows))
 
 
-def table(rows: list[list[str]]) -> str:
-    """Return rows of text in aligned columns, the first row as header."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
-
-
-# The columns that tell the trainings of several seeds apart from others.
-CASE = ("network", "precision", "variant")
-
-
-@dataclass
-class Paired:
-    """A column's values in the runs of a case and in PyTorch's runs, paired by seed."""
-
-    values: list[float]
-    pytorchs: list[float]
-
-    @property
-    def differences(self) -> list[float]:
-        """The differences from PyTorch's values, seed by seed."""
-        return [ours - theirs for ours, theirs in zip(self.values, self.pytorchs, strict=True)]
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether the means differ no more than two runs of PyTorch usually do.
-
-        The limit is two standard deviations over PyTorch's seeds, of which at least two are needed.
-        """
-        return abs(mean(self.differences)) <= 2 * stdev(self.pytorchs)
-
-    def cell(self, form: str, difference_form: str, scale: float = 1) -> str:
-        """Return mean ± standard deviation over the seeds, and the same of the differences."""
-
-        def spread(values: list[float], form: str, sign: str = "") -> str:
-            scaled = [scale * value for value in values]
-            plus_minus = f" ± {stdev(scaled):{form}}" if len(scaled) > 1 else ""
-            return f"{mean(scaled):{sign}{form}}{plus_minus}"
-
-        differ = any(self.differences)
-        difference = spread(self.differences, difference_form, "+") if differ else "equal"
-        return f"{spread(self.values, form)} ({difference})"
-
-
-def paired(rows: Sequence[Row], column: str, case: dict[str, str]) -> Paired:
-    """Return a column's values in the rows of a case, paired with those of PyTorch in place."""
-
-    def values(wanted: dict[str, str]) -> list[float]:
-        chosen = [row for row in rows if all(row[key] == wanted[key] for key in CASE)]
-        return [float(row[column]) for row in sorted(chosen, key=lambda row: int(row["seed"]))]
-
-    return Paired(values(case), values({**case, "variant": IN_PLACE}))
-
-
-def paired_cases(rows: Sequence[Row]) -> list[dict[str, str]]:
-    """Return each combination of network, precision and variant once, in order."""
-    found = dict.fromkeys(tuple(row[key] for key in CASE) for row in rows)
-    return [dict(zip(CASE, case, strict=True)) for case in found]
-
-
-def paired_lines(rows: Sequence[Row]) -> list[list[str]]:
-    """Return a table of saved bytes, gradients, test accuracy and loss; the header comes first."""
-    seeds = len(values(rows, "seed"))
-    header = [f"{rows[0]['epochs']} epochs, {seeds} seeds (difference from {IN_PLACE})"]
-    for precision in values(rows, "precision"):
-        columns = ("saved over PyTorch's", "gradient off by", "test accuracy, %", "test loss")
-        header += [f"{column}, {precision}" for column in columns]
-    body: dict[str, list[str]] = {}
-    for case in paired_cases(rows):
-        name = f"{case['network']}: {case['variant']}"
-        saved = paired(rows, "saved_bytes", case)
-        line = body.setdefault(name, [name])
-        line.append(f"{saved.values[0] / saved.pytorchs[0]:.3f}")
-        line.append(f"{paired(rows, 'gradient_off_by', case).values[0]:.0e}")
-        line.append(paired(rows, "test_accuracy", case).cell(".2f", ".2f", 100))
-        line.append(paired(rows, "test_loss", case).cell(".4f", ".0e"))
-    return [header, *body.values()]
+def by_seed(rows: Sequence[Row], column: str, **case: str) -> list[float]:
+    """Return a column of the trainings of a case, ordered by seed."""
+    chosen = [row for row in rows if case.items() <= row.items()]
+    return [float(row[column]) for row in sorted(chosen, key=lambda row: int(row["seed"]))]

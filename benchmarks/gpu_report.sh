@@ -49,6 +49,16 @@ for part in $wanted; do [[ " $known $optional " == *" $part "* ]] || usage; done
 
 python=${PYTHON:-python3}
 failed=0
+# Where nvcc and compute-sanitizer are: CUDA_HOME, NVIDIA's packages, PATH, the usual folders.
+tools=$PATH
+for toolkit in $("$python" -c 'import glob, sys
+print(*(found for path in sys.path for found in glob.glob(f"{path}/nvidia/cu*")))') \
+  ${CUDA_HOME:-${CUDA_PATH:-}}; do
+  tools=$toolkit/bin:$toolkit/compute-sanitizer:$tools
+done
+for toolkit in /usr/local/cuda /usr/local/cuda-*; do
+  tools=$tools:$toolkit/bin:$toolkit/compute-sanitizer
+done
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=2 PYTHONUNBUFFERED=1
 
 is_wanted() { [[ " ${wanted:-$known} " == *" $1 "* ]]; }
@@ -153,7 +163,7 @@ rest=("${decisive[@]/#/--ignore=}" --ignore-glob="*/test_"{host_kernels,engine_m
 eager=("checkpoint of each block" "convert, max_ops="{1,4,8})
 if [ "$device" = cuda ]; then
   check tests 280 "${rest[@]}"
-  sanitizer=$("$python" benchmarks/tune_cuda.py --find compute-sanitizer)
+  sanitizer=$(PATH=$tools command -v compute-sanitizer)
   sanitize memcheck 110 --report-api-errors no # PyTorch probes with calls that may fail
   sanitize initcheck 110
   bench bandwidth 160 bandwidth activations
@@ -182,7 +192,7 @@ if [ "$device" = cuda ]; then
     "torch.compile, memory budget 0.5" "convert, max_ops="{1,4} --graphs --fill-gib 6 \
     --repetitions 15
   bench tools 580 networks train --selection tools "${autocast[@]}" --repetitions 15
-  run tuning 180 "$python" benchmarks/tune_cuda.py --arch "sm_${capability/./}" \
+  run tuning 180 env PATH="$tools" "$(command -v "$python")" benchmarks/tune_cuda.py --arch "sm_${capability/./}" \
     --out "$out/tuning_cuda.csv"
 else # limits here only end what hangs
   check tests 600 "${rest[@]}"

@@ -12,19 +12,17 @@ from inplace_ops.conversion.library import load
 
 
 class Integration(NamedTuple):
-    """A network of a library.
+    """How a library's training is converted.
 
     Attributes:
         library: The library, and the part of it that the line is for.
         line: What a user adds to a training.
         script: The script in `examples/`.
-        network: What is measured.
     """
 
     library: str
     line: str
     script: str
-    network: Network
 
 
 def deeplab() -> nn.Module:
@@ -39,53 +37,38 @@ DYNUNET |= {"kernel_size": [3] * 4, "strides": [1, 2, 2, 2], "upsample_kernel_si
 DYNUNET |= {"filters": [32, 64, 128, 256]}
 
 LINE = "inplace_ops.convert(model)"
+TRAINER = "inplace_ops.convert(model)  # before Trainer(model)"
 INTEGRATIONS = {
-    "EfficientNet-B0": Integration("timm", LINE, "training_loop.py", NETWORKS["EfficientNet-B0"]),
-    "DeepLabV3, MobileNetV3": Integration(
-        "torchvision",
-        LINE,
-        "torchvision_segmentation.py",
-        Network(deeplab, small=(2, 3, 96, 96), cpu=(4, 3, 224, 224), blocks=("InvertedResidual",)),
-    ),
+    "EfficientNet-B0": Integration("timm", LINE, "training_loop.py"),
+    "DeepLabV3, MobileNetV3": Integration("torchvision", LINE, "torchvision_segmentation.py"),
     "YOLOv8n": Integration(
         "Ultralytics",
         "inplace_ops.convert(trainer.model)  # in a callback",
         "ultralytics_callback.py",
-        NETWORKS["YOLOv8n"],
     ),
-    "DynUNet in 3-D": Integration(
-        "MONAI",
-        LINE,
-        "monai_unet3d.py",
-        Network(
-            partial(load, "monai:DynUNet", DYNUNET),
-            small=(1, 1, 32, 32, 32),
-            cpu=(1, 1, 64, 64, 64),
-            blocks=("UnetBasicBlock",),
-        ),
-    ),
-    "conditional U-Net": Integration(
-        "diffusers",
-        "inplace_ops.convert(unet)",
-        "diffusers_unet.py",
-        NETWORKS["conditional U-Net"],
-    ),
-    "Llama, 2 layers": Integration(
-        "transformers' Trainer",
-        "inplace_ops.convert(model)  # before Trainer(model)",
-        "transformers_trainer.py",
-        NETWORKS["Llama, 2 layers"],
-    ),
+    "DynUNet in 3-D": Integration("MONAI", LINE, "monai_unet3d.py"),
+    "conditional U-Net": Integration("diffusers", "inplace_ops.convert(unet)", "diffusers_unet.py"),
+    "Llama, 2 layers": Integration("transformers' Trainer", TRAINER, "transformers_trainer.py"),
     "Llama, LoRA": Integration(
         "peft, `--lora`",
         "inplace_ops.convert(get_peft_model(model, config))",
         "transformers_trainer.py",
-        NETWORKS["Llama, LoRA"],
     ),
     "ResNet-50": Integration(
         "Lightning",
         "inplace_ops.convert(module.model)  # in a callback",
         "lightning_callback.py",
-        NETWORKS["ResNet-50"],
     ),
 }
+OWN = {
+    "DeepLabV3, MobileNetV3": Network(
+        deeplab, small=(2, 3, 96, 96), cpu=(4, 3, 224, 224), blocks=("InvertedResidual",)
+    ),
+    "DynUNet in 3-D": Network(
+        partial(load, "monai:DynUNet", DYNUNET),
+        small=(1, 1, 32, 32, 32),
+        cpu=(1, 1, 64, 64, 64),
+        blocks=("UnetBasicBlock",),
+    ),
+}
+INTEGRATED = {name: (NETWORKS | OWN)[name] for name in INTEGRATIONS}

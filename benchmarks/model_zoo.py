@@ -14,7 +14,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from model_tables import (
@@ -49,20 +49,14 @@ class Entry:
     build: Callable[[], nn.Module]
 
     def model(self) -> nn.Module:
-        """Return the model in training mode."""
+        """Return the model in training mode, with the same weights at each call."""
+        torch.manual_seed(0)
         return self.build().train()
 
 
 def _loaded(name: str, inputs: MakeInputs, arguments: Mapping[str, Any] | None = None) -> Entry:
     """Return the entry of a model that `load` builds, with all parameters requiring grad."""
     return Entry(name, inputs, lambda: load(name, arguments).requires_grad_(True))
-
-
-class Library(NamedTuple):
-    """The names of a library's models to train, and the function that returns a model's entry."""
-
-    names: Callable[[], Iterable[str]]
-    entry: Callable[[str], Entry]
 
 
 def _smallest(size: Callable[[str], int], names: Iterable[str], count: int) -> list[str]:
@@ -176,19 +170,6 @@ def _ultralytics_entry(name: str) -> Entry:
     return _loaded(f"ultralytics:{name}", images((128, 640)))
 
 
-def _table_entry(
-    table: Mapping[str, tuple[dict[str, Any], MakeInputs]], library: str, name: str
-) -> Entry:
-    arguments, inputs = table[name]
-    return _loaded(f"{library}:{name}", inputs, arguments)
-
-
-def _segmentation_names() -> Iterator[str]:
-    for architecture, encoders in SEGMENTATION.items():
-        for encoder in encoders:
-            yield f"{architecture} {encoder}"
-
-
 def _segmentation_entry(name: str) -> Entry:
     architecture, encoder = name.split()
     library = importlib.import_module("segmentation_models_pytorch")
@@ -202,40 +183,47 @@ def _segmentation_entry(name: str) -> Entry:
 
 def _peft_entry(name: str) -> Entry:
     """Return the entry of an adapted transformer, whose own weights are frozen."""
-    adapted = PEFT[name]
-    configuration, inputs = TRANSFORMERS[adapted.transformer]
+    transformer, config, arguments = PEFT[name]
+    configuration, inputs = TRANSFORMERS[transformer]
 
     def build() -> nn.Module:
         peft = importlib.import_module("peft")
-        model = load(f"transformers:{adapted.transformer}", configuration)
-        return peft.get_peft_model(model, getattr(peft, adapted.config)(**adapted.arguments))
+        model = load(f"transformers:{transformer}", configuration)
+        return peft.get_peft_model(model, getattr(peft, config)(**arguments))
 
     return Entry(f"peft:{name}", inputs, build)
 
 
-LIBRARIES = {
-    "timm": Library(_timm_names, _timm_entry),
-    "torchvision": Library(_torchvision_names, _torchvision_entry),
-    "ultralytics": Library(lambda: ULTRALYTICS, _ultralytics_entry),
-    "segmentation_models_pytorch": Library(_segmentation_names, _segmentation_entry),
-    "peft": Library(lambda: PEFT, _peft_entry),
-    **{
-        library: Library(table.keys, partial(_table_entry, table, library))
-        for library, table in (
-            ("transformers", TRANSFORMERS),
-            ("diffusers", DIFFUSERS),
-            ("monai", MONAI),
-        )
-    },
+TABLES = {"transformers": TRANSFORMERS, "diffusers": DIFFUSERS, "monai": MONAI}
+# The names of each library's models to train.
+LIBRARIES: dict[str, Callable[[], Iterable[str]]] = {
+    "timm": _timm_names,
+    "torchvision": _torchvision_names,
+    "ultralytics": lambda: ULTRALYTICS,
+    "segmentation_models_pytorch": lambda: [
+        f"{name} {encoder}" for name, encoders in SEGMENTATION.items() for encoder in encoders
+    ],
+    "peft": lambda: PEFT,
+    **{library: table.keys for library, table in TABLES.items()},
+}
+ENTRIES = {
+    "timm": _timm_entry,
+    "torchvision": _torchvision_entry,
+    "ultralytics": _ultralytics_entry,
+    "segmentation_models_pytorch": _segmentation_entry,
+    "peft": _peft_entry,
 }
 
 
 def entry_of(name: str) -> Entry:
     """Return the entry of LIBRARY:NAME; timm and torchvision models outside the lists work too."""
     library, _, model = name.partition(":")
-    return LIBRARIES[library].entry(model)
+    if library in TABLES:
+        arguments, inputs = TABLES[library][model]
+        return _loaded(name, inputs, arguments)
+    return ENTRIES[library](model)
 
 
 def names_of(library: str) -> list[str]:
     """Return the names of all models of a library, as LIBRARY:NAME."""
-    return [f"{library}:{name}" for name in LIBRARIES[library].names()]
+    return [f"{library}:{name}" for name in LIBRARIES[library]()]

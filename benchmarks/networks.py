@@ -63,14 +63,7 @@ def linear_chain(activation: MakeActivation, blocks: int, features: int) -> nn.S
 class ResidualBlock(nn.Module):
     """Two convolutions and a shortcut (He et al., "Deep Residual Learning", 2016)."""
 
-    def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        stride: int,
-        activation: MakeActivation,
-        adds_in_place: bool = False,
-    ) -> None:
+    def __init__(self, inputs: int, outputs: int, stride: int, activation: MakeActivation) -> None:
         super().__init__()
         self.residual = nn.Sequential(
             nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
@@ -84,15 +77,11 @@ class ResidualBlock(nn.Module):
             convolution = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
             self.shortcut = nn.Sequential(convolution, nn.BatchNorm2d(outputs))
         self.activation = activation()
-        self.adds_in_place = adds_in_place
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, inputs, H, W) to (N, outputs, H / stride, W / stride)."""
-        y, shortcut = self.residual(x), self.shortcut(x)
-        if self.adds_in_place:
-            y += shortcut
-        else:
-            y = y + shortcut
+        y = self.residual(x)
+        y += self.shortcut(x)
         return self.activation(y)
 
 
@@ -174,87 +163,6 @@ def resnet18(activation: MakeActivation) -> nn.Module:
     widths = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
     widths += [(128, 256, 2), (256, 256, 1), (256, 512, 2), (512, 512, 1)]
     return classifier(activation, ResidualBlock, widths)
-
-
-class Bottleneck(nn.Module):
-    """Two 3 x 3 convolutions, in the backbone with a shortcut."""
-
-    def __init__(self, channels: int, shortcut: bool) -> None:
-        super().__init__()
-        self.convs = nn.Sequential(
-            ConvNormAct(channels, channels, 3), ConvNormAct(channels, channels, 3)
-        )
-        self.shortcut = shortcut
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, channels, height, width) to the same shape."""
-        return x + self.convs(x) if self.shortcut else self.convs(x)
-
-
-class C2f(nn.Module):
-    """Bottlenecks on half of the channels, with all intermediate results concatenated."""
-
-    def __init__(self, inputs: int, outputs: int, depth: int, shortcut: bool = False) -> None:
-        super().__init__()
-        half = outputs // 2
-        self.first = ConvNormAct(inputs, outputs)
-        self.bottlenecks = nn.ModuleList(Bottleneck(half, shortcut) for _ in range(depth))
-        self.last = ConvNormAct((2 + depth) * half, outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, inputs, height, width) to (batch, outputs, height, width)."""
-        parts = [*self.first(x).chunk(2, 1)]
-        for bottleneck in self.bottlenecks:
-            parts.append(bottleneck(parts[-1]))
-        return self.last(torch.cat(parts, 1))
-
-
-class SPPF(nn.Module):
-    """Spatial pyramid pooling: three poolings in a row, concatenated."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.first = ConvNormAct(channels, channels // 2)
-        self.last = ConvNormAct(channels * 2, channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, channels, height, width) to the same shape."""
-        parts = [self.first(x)]
-        for _ in range(3):
-            parts.append(F.max_pool2d(parts[-1], 5, 1, 2))
-        return self.last(torch.cat(parts, 1))
-
-
-class YoloLike(nn.Module):
-    """A detector like YOLO: backbone, top-down neck, and a head at strides 8, 16 and 32."""
-
-    def __init__(self, width: int = 32, outputs: int = 84) -> None:
-        super().__init__()
-        w = [width * 2**i for i in range(5)]
-        self.stem = ConvNormAct(3, w[0], 3, 2)
-        self.stages = nn.ModuleList(
-            nn.Sequential(
-                ConvNormAct(w[i], w[i + 1], 3, 2), C2f(w[i + 1], w[i + 1], depth, shortcut=True)
-            )
-            for i, depth in enumerate((1, 2, 2, 1))
-        )
-        self.pooling = SPPF(w[4])
-        self.neck16 = C2f(w[4] + w[3], w[3], 1)
-        self.neck8 = C2f(w[3] + w[2], w[2], 1)
-        self.heads = nn.ModuleList(
-            nn.Sequential(ConvNormAct(c, c, 3), nn.Conv2d(c, outputs, 1)) for c in w[2:]
-        )
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Map (batch, 3, height, width) to (batch, outputs, positions of all strides)."""
-        x = self.stages[0](self.stem(images))
-        x8 = self.stages[1](x)
-        x16 = self.stages[2](x8)
-        x32 = self.pooling(self.stages[3](x16))
-        x16 = self.neck16(torch.cat([F.interpolate(x32, scale_factor=2.0), x16], 1))
-        x8 = self.neck8(torch.cat([F.interpolate(x16, scale_factor=2.0), x8], 1))
-        maps = [head(x) for head, x in zip(self.heads, (x8, x16, x32), strict=True)]
-        return torch.cat([m.flatten(2) for m in maps], 2)
 
 
 class TwoConvolutions(nn.Sequential):
@@ -490,20 +398,16 @@ class Called(nn.Module):
         return self.model(**self.arguments(x))
 
 
-def _diffusion_arguments(x: Tensor, **own: Any) -> dict[str, Any]:
-    return {"timestep": torch.arange(len(x), device=x.device), **own, "return_dict": False}
-
-
 def dit() -> nn.Module:
     """Return a diffusion transformer (adaLN-Zero), for 4 channels of 32 x 32."""
     size = {"num_attention_heads": 6, "attention_head_dim": 64, "num_layers": 4, "sample_size": 32}
     model = load("diffusers:DiTTransformer2DModel", {**size, "in_channels": 4})
-    return Called(
-        model,
-        lambda x: _diffusion_arguments(
-            x, hidden_states=x, class_labels=torch.arange(len(x), device=x.device)
-        ),
-    )
+
+    def arguments(x: Tensor) -> dict[str, Any]:
+        steps = torch.arange(len(x), device=x.device)
+        return {"hidden_states": x, "timestep": steps, "class_labels": steps, "return_dict": False}
+
+    return Called(model, arguments)
 
 
 def conditional_unet() -> nn.Module:
@@ -517,12 +421,13 @@ def conditional_unet() -> nn.Module:
     }
     attention = {"cross_attention_dim": 128, "attention_head_dim": 8, "norm_num_groups": 16}
     model = load("diffusers:UNet2DConditionModel", {**blocks, **attention, "sample_size": 32})
-    return Called(
-        model,
-        lambda x: _diffusion_arguments(
-            x, sample=x, encoder_hidden_states=x.new_ones(len(x), 16, 128)
-        ),
-    )
+
+    def arguments(x: Tensor) -> dict[str, Any]:
+        steps, states = torch.arange(len(x), device=x.device), x.new_ones(len(x), 16, 128)
+        own = {"sample": x, "timestep": steps, "encoder_hidden_states": states}
+        return {**own, "return_dict": False}
+
+    return Called(model, arguments)
 
 
 def lora() -> nn.Module:
@@ -604,88 +509,56 @@ del BERT["num_key_value_heads"]
 GPT2 = {"n_embd": 512, "n_layer": 2, "n_head": 8, "vocab_size": VOCABULARY}
 GPT2 |= {"bos_token_id": 0, "eos_token_id": 0}
 
+
+def _images(small: int, cpu: int | None = None, cuda: int | None = None) -> dict[str, Any]:
+    """Return the shapes of square images, from their sides."""
+    sides = {"small": (2, small), "cpu": (4, cpu), "cuda": (32, cuda)}
+    return {name: (batch, 3, side, side) for name, (batch, side) in sides.items() if side}
+
+
+TOKENS: dict[str, Any] = {"small": (4, 256)}
+TIMED_TOKENS = {**TOKENS, "cpu": (8, 256), "blocks": ("LlamaDecoderLayer",)}
 NETWORKS = {
     "EfficientNet-B0": Network(
         partial(load, "timm:efficientnet_b0"),
-        small=(2, 3, 128, 128),
-        cpu=(4, 3, 224, 224),
-        cuda=(32, 3, 224, 224),
+        **_images(128, 224, 224),
         blocks=("DepthwiseSeparableConv", "InvertedResidual"),
     ),
-    "MobileNetV2": Network(partial(load, "torchvision:mobilenet_v2"), small=(2, 3, 128, 128)),
-    "ResNet-50": Network(
-        resnet50,
-        small=(2, 3, 128, 128),
-        cpu=(4, 3, 224, 224),
-        cuda=(32, 3, 224, 224),
-        blocks=("Bottleneck",),
-    ),
+    "MobileNetV2": Network(partial(load, "torchvision:mobilenet_v2"), **_images(128)),
+    "ResNet-50": Network(resnet50, **_images(128, 224, 224), blocks=("Bottleneck",)),
     "YOLOv8n": Network(
         partial(load, "ultralytics:yolov8n.yaml"),
-        small=(2, 3, 160, 160),
-        cpu=(4, 3, 448, 448),
-        cuda=(32, 3, 640, 640),
+        **_images(160, 448, 640),
         blocks=("Conv", "C2f", "SPPF"),
-    ),
-    "YOLO-like": Network(  # where Ultralytics is not installed
-        YoloLike,
-        small=(2, 3, 160, 160),
-        cuda=(32, 3, 640, 640),
-        blocks=("ConvNormAct", "C2f", "SPPF"),
     ),
     "DenseNet-121": Network(
         partial(load, "torchvision:densenet121"),
-        small=(2, 3, 128, 128),
-        cpu=(4, 3, 224, 224),
+        **_images(128, 224),
         blocks=("_DenseBlock", "_Transition"),
     ),
     "ESRGAN blocks": Network(DenseBlocks, small=(1, 3, 64, 64)),
-    "diffusion U-Net": Network(
-        DiffusionUNet,
-        small=(2, 3, 64, 64),
-        cpu=(4, 3, 112, 112),
-        cuda=(32, 3, 128, 128),
-        blocks=("TimedResidual",),
-    ),
-    "nnU-Net-like": Network(
-        SegmentationUNet,
-        small=(2, 3, 96, 96),
-        cpu=(4, 3, 112, 112),
-        cuda=(32, 3, 256, 256),
-        blocks=("TwoConvolutions",),
-    ),
+    "diffusion U-Net": Network(DiffusionUNet, **_images(64, 112, 128), blocks=("TimedResidual",)),
+    "nnU-Net-like": Network(SegmentationUNet, **_images(96, 112, 256), blocks=("TwoConvolutions",)),
     "ViT-S/16": Network(
-        partial(load, "timm:vit_small_patch16_224"),
-        small=(2, 3, 224, 224),
-        cpu=(4, 3, 224, 224),
-        cuda=(32, 3, 224, 224),
-        blocks=("Block",),
+        partial(load, "timm:vit_small_patch16_224"), **_images(224, 224, 224), blocks=("Block",)
     ),
     "ConvNeXt-T": Network(
-        partial(load, "timm:convnext_tiny"),
-        small=(2, 3, 128, 128),
-        cpu=(4, 3, 224, 224),
-        blocks=("ConvNeXtBlock",),
+        partial(load, "timm:convnext_tiny"), **_images(128, 224), blocks=("ConvNeXtBlock",)
     ),
-    "Swin-T": Network(partial(load, "timm:swin_tiny_patch4_window7_224"), small=(2, 3, 224, 224)),
-    "SqueezeNet 1.1": Network(partial(load, "torchvision:squeezenet1_1"), small=(2, 3, 128, 128)),
+    "Swin-T": Network(partial(load, "timm:swin_tiny_patch4_window7_224"), **_images(224)),
+    "SqueezeNet 1.1": Network(partial(load, "torchvision:squeezenet1_1"), **_images(128)),
     "Llama, 2 layers": Network(
-        partial(load, "transformers:LlamaForCausalLM", LLAMA),
-        small=(4, 256),
-        cpu=(8, 256),
-        blocks=("LlamaDecoderLayer",),
+        partial(load, "transformers:LlamaForCausalLM", LLAMA), **TIMED_TOKENS
     ),
-    "Llama, LoRA": Network(lora, small=(4, 256), cpu=(8, 256), blocks=("LlamaDecoderLayer",)),
-    "Qwen2, padded batch": Network(qwen2, small=(4, 256)),
-    "Gemma 2, 2 layers": Network(
-        partial(load, "transformers:Gemma2ForCausalLM", GEMMA), small=(4, 256)
-    ),
+    "Llama, LoRA": Network(lora, **TIMED_TOKENS),
+    "Qwen2, padded batch": Network(qwen2, **TOKENS),
+    "Gemma 2, 2 layers": Network(partial(load, "transformers:Gemma2ForCausalLM", GEMMA), **TOKENS),
     "Mixtral, 2 layers": Network(
-        partial(load, "transformers:MixtralForCausalLM", MIXTRAL), small=(4, 256)
+        partial(load, "transformers:MixtralForCausalLM", MIXTRAL), **TOKENS
     ),
-    "T5, 2 layers": Network(t5, small=(4, 256)),
-    "GPT-2, 2 layers": Network(partial(load, "transformers:GPT2LMHeadModel", GPT2), small=(4, 256)),
-    "BERT, 2 layers": Network(partial(load, "transformers:BertForMaskedLM", BERT), small=(4, 256)),
+    "T5, 2 layers": Network(t5, **TOKENS),
+    "GPT-2, 2 layers": Network(partial(load, "transformers:GPT2LMHeadModel", GPT2), **TOKENS),
+    "BERT, 2 layers": Network(partial(load, "transformers:BertForMaskedLM", BERT), **TOKENS),
     "DiT, 4 layers": Network(dit, small=(4, 4, 32, 32)),
     "conditional U-Net": Network(
         conditional_unet,

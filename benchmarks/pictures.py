@@ -6,11 +6,12 @@ Each is next to its result file, under the same name. `saved_over_forward.png` h
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
 import matplotlib
+import numpy as np
 import torch
 from common import IN_PLACE, Row, read_csv, values
 from PIL import Image
@@ -54,15 +55,104 @@ def save(figure: plt.Figure, path: Path, row: Row) -> None:
     print(out)
 
 
+def where(rows: Rows, **wanted: str) -> Rows:
+    """Return the rows that have the wanted values."""
+    return [row for row in rows if wanted.items() <= row.items()]
+
+
+def draw_dots(
+    path: Path, rows: Rows, names: Sequence[str], label: str, shown: Mapping[str, str]
+) -> None:
+    """Draw a dot for each row, in a panel for each figure.
+
+    Args:
+        path: The result file.
+        rows: Its rows.
+        names: Columns that name the dot's line.
+        label: The column that decides its marker and color.
+        shown: The panels' titles, by the column that a panel shows.
+    """
+    lines = list(dict.fromkeys(", ".join(row[name] for name in names) for row in rows))
+    figure, axes = panels(
+        len(shown), 4.2 if len(shown) > 1 else 7, 0.23 * len(lines) + 1.1, sharey=True
+    )
+    for axis, (column, title) in zip(axes, shown.items(), strict=True):
+        for value, marker in zip(values(rows, label), MARKERS, strict=False):
+            own = [row for row in where(rows, **{label: value}) if row[column]]
+            places = [lines.index(", ".join(row[name] for name in names)) for row in own]
+            figures = [float(row[column]) for row in own]
+            axis.plot(figures, places, marker, label=value, alpha=0.6, markersize=5)
+        axis.set_xlim(left=0)
+        axis.set_xlabel(title, fontsize=8)
+        axis.tick_params(labelsize=8)
+    axes[0].set_yticks(range(len(lines)), lines)
+    axes[0].invert_yaxis()
+    axes[0].legend(fontsize=7)
+    save(figure, path, rows[0])
+
+
+def draw_bandwidth(path: Path) -> None:
+    """Draw each kernel's share of the copy bandwidth at large sizes, by dtype."""
+    rows = [row for row in read_csv(path) if int(row["bytes"]) >= 64 * 2**20]
+    for row in rows:
+        row[row["direction"]] = row["share_of_copy"]
+    shown = {
+        direction: f"{direction}: share of a copy's bandwidth"
+        for direction in ("forward", "backward")
+    }
+    rows = [dict.fromkeys(shown, "") | row for row in rows]
+    draw_dots(path, rows, ("activation", "variant"), "dtype", shown)
+
+
+def draw_batches(path: Path) -> None:
+    """Draw the largest batch over PyTorch's in the same memory."""
+    rows = read_csv(path)
+    for row in rows:
+        (torch_in_place,) = where(rows, network=row["network"], variant=IN_PLACE)
+        row["ratio"] = str(int(row["largest_batch"]) / int(torch_in_place["largest_batch"]))
+    title = f"largest batch in {rows[0]['memory_limit_gib']} GiB, over that of PyTorch in place"
+    draw_dots(path, rows, ("network",), "variant", {"ratio": title})
+
+
+def draw_models(path: Path) -> None:
+    """Draw saved bytes of models over PyTorch's: a dot for each model."""
+    rows = [row for row in where(read_csv(path), memory_format="contiguous") if row["ratio"]]
+    for row in rows:
+        row["library"] = row["model"].partition(":")[0]
+    shown = {"ratio": "saved bytes of a model, over PyTorch's; contiguous"}
+    draw_dots(path, where(rows, policy="float32"), ("library",), "policy", shown)
+
+
+def draw_bytes(path: Path) -> None:
+    """Draw saved, peak and moved bytes of a step over PyTorch's."""
+    kinds = ("saved", "peak", "moved")
+    shown = {f"{kind}_ratio": f"{kind} bytes of a step, over PyTorch's" for kind in kinds}
+    draw_dots(path, where(read_csv(path), max_ops="4"), ("network",), "policy", shown)
+
+
+def draw_memory(path: Path) -> None:
+    """Draw the MiB allocated after an activation's forward, without and with a gradient."""
+    titles = [f"MiB after forward, {grad}" for grad in ("no grad", "with grad")]
+    shown = dict(zip(titles, titles, strict=True))
+    draw_dots(path, read_csv(path), ("activation", "variant"), "size", shown)
+
+
+def draw_blocks(path: Path) -> None:
+    """Draw the tensors that a block of convolution, norm and activation saves, and its time."""
+    shown = {"tensors saved": "tensors that a block saves"}
+    shown["time over torch in place"] = "time over PyTorch in place"
+    draw_dots(path, read_csv(path), ("variant",), "activation", shown)
+
+
 def draw_activations(path: Path) -> None:
     """Draw the time of forward and backward over PyTorch in place, by size, in float32."""
-    rows = [r for r in read_csv(path) if (r["phase"], r["dtype"]) == ("both", "float32")]
+    rows = where(read_csv(path), phase="both", dtype="float32")
     activations = values(rows, "activation")
     figure, axes = panels(len(activations), 3.2, 2.7, sharex=True)
     for axis, activation in zip(axes, activations, strict=True):
-        case = [row for row in rows if row["activation"] == activation]
+        case = where(rows, activation=activation)
         for variant in values(case, "variant"):
-            points = [row for row in case if row["variant"] == variant]
+            points = where(case, variant=variant)
             sizes = [int(row["elements"]) for row in points]
             low, ratios, high = (
                 [float(row[f"ratio_{column}"]) for row in points]
@@ -82,136 +172,24 @@ def draw_activations(path: Path) -> None:
     save(figure, path, rows[0])
 
 
-def draw_bandwidth(path: Path) -> None:
-    """Draw each kernel's lowest share of the copy bandwidth among large sizes, by dtype."""
-    rows = [row for row in read_csv(path) if int(row["bytes"]) >= 64 * 2**20]
-    variants = list(dict.fromkeys((row["activation"], row["variant"]) for row in rows))
-    names = [", ".join(variant) for variant in variants]
-    directions = values(rows, "direction")
-    figure, axes = panels(len(directions), 4.5, 0.22 * len(names) + 0.8, sharey=True)
-    for axis, direction in zip(axes, directions, strict=True):
-        for dtype, marker in zip(values(rows, "dtype"), MARKERS, strict=False):
-            shares = [
-                min(
-                    float(row["share_of_copy"])
-                    for row in rows
-                    if (row["activation"], row["variant"]) == variant
-                    and (row["direction"], row["dtype"]) == (direction, dtype)
-                )
-                for variant in variants
-            ]
-            axis.plot(shares, names, marker, label=dtype, alpha=0.8)
-        axis.axvline(1, color="gray", linewidth=1)
-        axis.set_title(direction, fontsize=9)
-        axis.set_xlabel("lowest share of the bandwidth of a copy, from 64 MiB on", fontsize=8)
-        axis.tick_params(labelsize=8)
-    axes[0].invert_yaxis()
-    axes[0].legend(fontsize=8)
-    save(figure, path, rows[0])
-
-
-def draw_memory(path: Path) -> None:
-    """Draw the MiB allocated after an activation's forward, without and with a gradient."""
-    rows = read_csv(path)
-    labels = [f"{row['activation']}, {row['variant']}" for row in rows]
-    figure, (axis,) = panels(1, 8, 0.24 * len(rows) + 1)
-    for shift, key in ((-0.2, "MiB after forward, no grad"), (0.2, "MiB after forward, with grad")):
-        positions = [i + shift for i in range(len(rows))]
-        bars = axis.barh(positions, [float(row[key]) for row in rows], height=0.4, label=key)
-        axis.bar_label(bars, fontsize=6, padding=2)
-    axis.set_yticks(range(len(rows)), labels, fontsize=7)
-    axis.invert_yaxis()
-    axis.set_xlabel(f"MiB, float32 {rows[0]['size']}", fontsize=8)
-    axis.legend(loc="lower right", fontsize=8)
-    save(figure, path, rows[0])
-
-
-def draw_blocks(path: Path) -> None:
-    """Draw the tensors that a block of convolution, norm and activation saves, and its time."""
-    rows = read_csv(path)
-    activations, variants = values(rows, "activation"), values(rows, "variant")
-    figure, (axis,) = panels(1, 8, 0.5 * len(variants) + 1)
-    height = 0.8 / len(activations)
-    for i, activation in enumerate(activations):
-        own = [row for row in rows if row["activation"] == activation]
-        positions = [j + height * (i - (len(activations) - 1) / 2) for j in range(len(variants))]
-        saved = [float(row["tensors saved"]) for row in own]
-        bars = axis.barh(positions, saved, height=0.9 * height, label=activation)
-        times = [
-            f"{row['tensors saved']}; {row['time over torch in place']} of the time" for row in own
-        ]
-        axis.bar_label(bars, times, fontsize=7, padding=2)
-    axis.set_yticks(range(len(variants)), variants, fontsize=8)
-    axis.invert_yaxis()
-    axis.margins(x=0.25)
-    axis.set_xlabel("tensors that a block of convolution, norm and activation saves", fontsize=8)
-    axis.legend(loc="lower right", fontsize=8)
-    save(figure, path, rows[0])
-
-
-def draw_bytes(path: Path) -> None:
-    """Draw saved, peak and moved bytes of a step over PyTorch's: a line for each network."""
-    rows = [row for row in read_csv(path) if row["max_ops"] == "4"]
-    networks = values(rows, "network")
-    figure, axes = panels(3, 3.5, 0.25 * len(networks) + 1.1, sharey=True)
-    for axis, kind in zip(axes, ("saved", "peak", "moved"), strict=True):
-        for policy, marker in zip(values(rows, "policy"), MARKERS, strict=False):
-            own = [row for row in rows if row["policy"] == policy]
-            ratios = [float(row[f"{kind}_ratio"]) for row in own]
-            axis.plot(ratios, values(own, "network"), marker, label=policy, alpha=0.8)
-        axis.axvline(1, color="gray", linewidth=1)
-        axis.set_xlabel(f"{kind} bytes of a step, over PyTorch's", fontsize=8)
-        axis.tick_params(labelsize=8)
-    axes[0].invert_yaxis()
-    axes[0].legend(fontsize=8)
-    save(figure, path, rows[0])
-
-
-CASE = ("float32", "contiguous")
-
-
-def draw_models(path: Path) -> None:
-    """Draw saved bytes of models over PyTorch's, in float32: a dot for each model."""
-    every = read_csv(path)
-    rows = [row for row in every if (row["policy"], row["memory_format"]) == CASE and row["ratio"]]
-    for row in rows:
-        row["library"] = row["model"].partition(":")[0]
-    libraries = values(rows, "library")
-    figure, (axis,) = panels(1, 8, 0.4 * len(libraries) + 1.1)
-    for i, library in enumerate(libraries):
-        ratios = sorted(float(row["ratio"]) for row in rows if row["library"] == library)
-        heights = [i + 0.1 * (j % 7 - 3) for j in range(len(ratios))]  # so that dots overlap less
-        axis.plot(ratios, heights, "o", markersize=4, alpha=0.6)
-    counts = [sum(row["library"] == library for row in rows) for library in libraries]
-    names = [f"{name}: {count}" for name, count in zip(libraries, counts, strict=True)]
-    axis.set_yticks(range(len(libraries)), names, fontsize=8)
-    axis.invert_yaxis()
-    axis.set_xlim(0, 1.05)
-    axis.set_xlabel(f"saved bytes of a model, over PyTorch's; {', '.join(CASE)}", fontsize=8)
-    save(figure, path, rows[0])
-
-
 def draw_training(path: Path) -> None:
     """Draw losses over epochs: the mean over the seeds, and the band from lowest to highest."""
     rows = read_csv(path)
-    columns = {"training_losses": "training loss", "test_losses": "test loss"}
     cases = list(dict.fromkeys((row["network"], row["precision"]) for row in rows))
-    figure, axes = panels(
-        len(columns) * len(cases), 3.6, 2.7, columns=len(cases), sharex=True, sharey="row"
-    )
+    figure, axes = panels(2 * len(cases), 3.6, 2.7, columns=len(cases), sharex=True, sharey="row")
     for i, axis in enumerate(axes):
-        column, case = list(columns)[i // len(cases)], cases[i % len(cases)]
-        runs = [row for row in rows if (row["network"], row["precision"]) == case]
+        loss, (network, precision) = ("training", "test")[i // len(cases)], cases[i % len(cases)]
+        runs = where(rows, network=network, precision=precision)
         for j, variant in enumerate(values(runs, "variant")):
-            own = [row for row in runs if row["variant"] == variant]
-            by_epoch = list(zip(*([float(x) for x in r[column].split()] for r in own), strict=True))
+            losses = [row[f"{loss}_losses"].split() for row in where(runs, variant=variant)]
+            by_epoch = [list(map(float, epoch)) for epoch in zip(*losses, strict=True)]
             epochs = range(1, len(by_epoch) + 1)
             # Each line is thinner than the one below it, so that equal lines stay visible.
             axis.plot(epochs, [*map(mean, by_epoch)], label=variant, linewidth=5 - 0.8 * j)
             axis.fill_between(epochs, [*map(min, by_epoch)], [*map(max, by_epoch)], alpha=0.1)
         axis.set_yscale("log")
-        axis.set_title(", ".join(case), fontsize=8)
-        axis.set_ylabel(columns[column], fontsize=8)
+        axis.set_title(f"{network}, {precision}", fontsize=8)
+        axis.set_ylabel(f"{loss} loss", fontsize=8)
         if i < len(cases):
             axis.legend(fontsize=6)
     seeds = len(values(rows, "seed"))
@@ -221,58 +199,13 @@ def draw_training(path: Path) -> None:
     save(figure, path, rows[0])
 
 
-# The variants of networks that pictures show, and their colors.
-SHOWN = {
-    "torch.compile": "C1",
-    "torch.compile, memory budget 0.5": "C2",
-    "checkpoint of each block": "C3",
-    "convert, max_ops=1": "C9",
-    "convert, max_ops=4": "C0",
-}
-
-
-def draw_filled(path: Path) -> None:
-    """Draw a step's peak against its time at large batches: a panel for each network.
-
-    Compiled code was measured in another run, at smaller batches: its markers are hollow.
-    """
-    other = path.with_name(path.name.replace("filled", "baselines"))
-    rows = [row for row in read_csv(path) if row["source"] == "measured"]
-    compiled = [row for row in read_csv(other) if row["variant"] in SHOWN]
-    networks = values(rows, "network")
-    figure, axes = panels(len(networks) + 1, 2.6, 2.1, sharex=True, sharey=True)
-    for axis, network in zip(axes, networks, strict=False):
-        for row in (*rows, *compiled):
-            if row["network"] == network:
-                is_torch = row["variant"] == IN_PLACE
-                axis.plot(
-                    float(row["ratio_to_torch_in_place"]),
-                    float(row["peak_over_torch_in_place"]),
-                    "+" if is_torch else "o",
-                    color=SHOWN.get(row["variant"], "black"),
-                    markersize=10 if is_torch else 7,
-                    markerfacecolor="white" if "compile" in row["variant"] else None,
-                    label=row["variant"],
-                )
-        axis.set_title(network, fontsize=9)
-        axis.set_ylim(0, 1.1)
-    for axis in axes[3:]:
-        axis.set_xlabel("time of a step", fontsize=9)
-        axis.tick_params(labelbottom=True)
-    for axis in axes[::4]:
-        axis.set_ylabel("peak of a step", fontsize=9)
-    looks = {line.get_label(): line for axis in axes for line in axis.get_lines()}
-    axes[-1].axis("off")
-    axes[-1].legend(handles=[*looks.values()], loc="center", fontsize=8)
-    save(figure, path, rows[0])
-
-
 # What a step costs, by column, and the variants of which each tool has a line, by their beginning.
 COSTS = {
     "flops_over_torch_in_place": "FLOPs of a step",
     "moved_over_torch_in_place": "bytes that a step moves",
     "ratio_to_torch_in_place": "time of a step",
 }
+PEAK = "peak_over_torch_in_place"
 TOOL_LINES = {"convert, max_ops": "C0", "checkpoint": "C3", "torch.compile": "C1"}
 
 
@@ -281,56 +214,35 @@ def draw_networks(path: Path) -> None:
 
     Each network has a column, each cost a row, each tool a line through its variants. The peak
     decides what fits into memory. Saved bytes would mislead: checkpoints save little, but allocate
-    in backward what they recompute.
+    in backward what they recompute. Next to batches that fill the memory, the markers of compiled
+    code are hollow: it was measured at smaller batches, in another run.
     """
-    measured = [row for row in read_csv(path) if row["source"] == "measured"]
-    rows = [row for row in measured if row["policy"] == measured[0]["policy"]]
+    rows = where(read_csv(path), source="measured")
     networks = values(rows, "network")
+    is_filled = path.stem.startswith("filled")
+    if is_filled:
+        rows += read_csv(path.with_name(path.name.replace("filled", "baselines")))
     costs = [cost for cost in COSTS if any(row.get(cost) for row in rows)]
-    size = (len(networks) * len(costs), 2.2, 2.1)
-    figure, axes = panels(*size, columns=len(networks), sharey=True)
+    columns = len(networks) if len(costs) > 1 else 4
+    figure, axes = panels(
+        len(networks) * len(costs), 2.3, 2.1, columns, sharey=True, sharex=is_filled
+    )
     for i, axis in enumerate(axes):
         cost, network = costs[i // len(networks)], networks[i % len(networks)]
         for tool, color in TOOL_LINES.items():
-            points = [
-                (float(row[cost]), float(row["peak_over_torch_in_place"]))
-                for row in rows
-                if row["network"] == network and row["variant"].startswith(tool) and row[cost]
-            ]
-            axis.plot(
-                *zip(*points, strict=True) if points else ([], []), "o-", color=color, label=tool
-            )
+            own = [row for row in where(rows, network=network) if row["variant"].startswith(tool)]
+            points = [(float(row[cost]), float(row[PEAK])) for row in own if row[cost]]
+            (line,) = axis.plot(*np.array(points).reshape(-1, 2).T, "o-", color=color, label=tool)
+            if is_filled and tool == "torch.compile":
+                line.set_markerfacecolor("white")
         axis.plot(1, 1, "k+", markersize=12, label=IN_PLACE)
         axis.set_title(network if i < len(networks) else "", fontsize=9)
         axis.set_ylim(0, 1.1)
         axis.set_xlabel(COSTS[cost], fontsize=8)
-    for axis in axes[:: len(networks)]:
+    for axis in axes[::columns]:
         axis.set_ylabel("peak of a step", fontsize=8)
     lines, labels = axes[0].get_legend_handles_labels()
     figure.legend(lines, labels, loc="outside lower center", ncols=4, fontsize=8)
-    save(figure, path, rows[0])
-
-
-def draw_batches(path: Path) -> None:
-    """Draw the largest batch over PyTorch's in the same memory: bars for each network."""
-    rows = read_csv(path)
-    networks = values(rows, "network")
-    variants = [variant for variant in values(rows, "variant") if variant in SHOWN]
-    figure, (axis,) = panels(1, 8, 0.45 * len(networks) + 1.1)
-    for i, variant in enumerate(variants):
-        ratios = []
-        for network in networks:
-            own = {r["variant"]: int(r["largest_batch"]) for r in rows if r["network"] == network}
-            ratios.append(own[variant] / own[IN_PLACE])
-        positions = [j + 0.4 * (i - (len(variants) - 1) / 2) for j in range(len(networks))]
-        bars = axis.barh(positions, ratios, height=0.36, label=variant)
-        axis.bar_label(bars, fmt="%.2f", fontsize=7, padding=2)
-    axis.axvline(1, color="gray", linewidth=1)
-    axis.set_yticks(range(len(networks)), networks, fontsize=8)
-    axis.invert_yaxis()
-    limit = rows[0]["memory_limit_gib"]
-    axis.set_xlabel(f"largest batch in {limit} GiB, over that of PyTorch in place", fontsize=8)
-    axis.legend(fontsize=8)
     save(figure, path, rows[0])
 
 
@@ -340,7 +252,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "batches": draw_batches,
     "blocks": draw_blocks,
     "bytes": draw_bytes,
-    "filled": draw_filled,
+    "filled": draw_networks,
     "memory": draw_memory,
     "models": draw_models,
     "networks": draw_networks,

@@ -34,7 +34,7 @@ SCALARS = {"negative_slope": 0.01}
 
 @dataclass(frozen=True)
 class Kernels:
-    """The two private ops of a variant, without the cost of autograd and Python around them."""
+    """The two private ops of a variant, without autograd and Python around them."""
 
     entry: Activation
     save: Save
@@ -58,25 +58,14 @@ class Kernels:
 
 
 @dataclass(frozen=True)
-class Variant:
-    """One of several ways to compute the same activation or network.
-
-    Attributes:
-        name: The name in tables and result files.
-        run: Computes the output.
-    """
-
-    name: str
-    run: Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class OpVariant(Variant):
+class OpVariant:
     """A variant of an activation, and the memory traffic of its training step.
 
     Packed bits are written once and read once.
 
     Attributes:
+        name: The name in tables and result files.
+        run: Computes the output.
         forward_tensors: The number of whole tensors that forward reads or writes.
         backward_tensors: The number of whole tensors that backward reads or writes: three if it
             reads the gradient and the output (or input) and writes a gradient, two if it does not
@@ -84,6 +73,8 @@ class OpVariant(Variant):
         kernels: The ops of one of our variants; None for PyTorch's.
     """
 
+    name: str
+    run: Callable[..., Any]
     forward_tensors: int = 2
     backward_tensors: int = 3
     kernels: Kernels | None = None
@@ -137,14 +128,6 @@ def baseline(variants: list[OpVariant]) -> OpVariant:
     return next((v for v in variants if v.name == IN_PLACE), variants[0])
 
 
-def _derivative_error(variant: OpVariant, dtype: torch.dtype) -> float | None:
-    """Return the documented error if torch.testing's default tolerances do not cover it."""
-    kernels = variant.kernels
-    if kernels is None:
-        return None
-    return kernels.entry.derivative_error(kernels.save, dtype, kernels.bits_of(dtype))
-
-
 def check_op(
     activation: str, variant: OpVariant, x: Tensor, grad: Tensor, value: Tensor, gradient: Tensor
 ) -> None:
@@ -158,8 +141,11 @@ def check_op(
     (expected_gradient,) = torch.autograd.grad(expected_value, leaf, grad)
     tolerance = {"rtol": 0.0, "atol": 0.0} if ENTRIES[activation].is_piecewise_linear else {}
     torch.testing.assert_close(value, expected_value.detach(), **tolerance)
-    error = _derivative_error(variant, x.dtype)
-    if error is not None:
+    kernels, error = variant.kernels, None
+    if kernels is not None:
+        bits = kernels.bits_of(x.dtype)
+        error = kernels.entry.derivative_error(kernels.save, x.dtype, bits)
+    if error is not None:  # torch.testing's default tolerances do not cover it
         # Both sides add the rounding of their arithmetic.
         arithmetic = torch.finfo(torch.promote_types(x.dtype, torch.float32))
         tolerance = {"rtol": torch.finfo(x.dtype).eps, "atol": error + 4 * arithmetic.eps}
@@ -176,17 +162,6 @@ def verify_op(activation: str, variant: OpVariant, x: Tensor) -> None:
 
 
 _MODULES = tuple(entry.torch_module for entry in ACTIVATIONS)
-
-
-@dataclass(frozen=True)
-class NetworkVariant(Variant):
-    """A variant of a whole network.
-
-    Attributes:
-        model: The network, which has the parameters.
-    """
-
-    model: nn.Module
 
 
 def out_of_place(model: nn.Module, blocks: Collection[str] = ()) -> nn.Module:
@@ -207,7 +182,10 @@ def blocks_of(model: nn.Module, names: Collection[str]) -> list[nn.Module]:
 
 def checkpointed(model: nn.Module, blocks: Collection[str], each: int = 1) -> nn.Module:
     """Checkpoint each block, or only each second one, and return the model."""
-    for block in blocks_of(model, blocks)[::each]:
+    found = blocks_of(model, blocks)
+    if not found:
+        raise ValueError(f"the model has no blocks of these classes: {', '.join(blocks)}")
+    for block in found[::each]:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     return model
 
@@ -247,6 +225,7 @@ def offloaded(model: nn.Module) -> Callable[..., Any]:
     On a CPU they are moved out of the memory that PyTorch allocates, which has the effect that
     `torch.autograd.graph.save_on_cpu` has on a GPU's memory. The time then says nothing.
     """
+    graph = torch.autograd.graph
 
     def pack(tensor: Tensor) -> Any:
         flat = tensor.detach().contiguous().view(-1)
@@ -257,12 +236,8 @@ def offloaded(model: nn.Module) -> Callable[..., Any]:
         return torch.from_numpy(values).clone().view(dtype).view(shape)
 
     def run(x: Tensor) -> Any:
-        hooks = (
-            torch.autograd.graph.save_on_cpu(pin_memory=True)
-            if x.is_cuda
-            else torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-        )
-        with hooks:
+        on_cpu = graph.saved_tensors_hooks(pack, unpack)
+        with graph.save_on_cpu(pin_memory=True) if x.is_cuda else on_cpu:
             return model(x)
 
     return run
@@ -281,14 +256,13 @@ CHECKPOINTS = "checkpoint of each block"
 HALF_CHECKPOINTS = "checkpoint of each second block"
 OFFLOAD, LOSS_IN_CHUNKS = "all saved tensors offloaded", "loss in chunks"
 MAX_OPS = (1, 4, 8, 16, 32)
-BUDGETS = {"torch.compile": 1.0}
-BUDGETS |= {
-    f"torch.compile, memory budget {budget}": budget for budget in (0.9, 0.7, 0.5, 0.3, 0.1)
-}
+COMPILED = {"torch.compile": 1.0}
+COMPILED |= {f"torch.compile, memory budget {b}": b for b in (0.9, 0.7, 0.5, 0.3, 0.1)}
 # By name: changes a model in training mode, whose blocks have these class names, and returns what
 # runs it. `TOOLS` are other tools, and combinations of them with `convert`.
-TOOLS: dict[str, Callable[[nn.Module, Collection[str]], Callable[..., Any]]] = {
-    **{name: partial(compiled, budget=budget) for name, budget in BUDGETS.items()},
+Changes = dict[str, Callable[[nn.Module, Collection[str]], Callable[..., Any]]]
+TOOLS: Changes = {
+    **{name: partial(compiled, budget=budget) for name, budget in COMPILED.items()},
     CHECKPOINTS: checkpointed,
     HALF_CHECKPOINTS: partial(checkpointed, each=2),
     f"convert, {HALF_CHECKPOINTS}": lambda model, blocks: checkpointed(
@@ -300,19 +274,13 @@ TOOLS: dict[str, Callable[[nn.Module, Collection[str]], Callable[..., Any]]] = {
     LOSS_IN_CHUNKS: lambda model, blocks: with_chunked_loss(model),
     f"convert, {LOSS_IN_CHUNKS}": lambda model, blocks: with_chunked_loss(converted(model)),
 }
-BASELINES = ("torch.compile", "torch.compile, memory budget 0.5", CHECKPOINTS, HALF_CHECKPOINTS)
-NETWORK_VARIANTS: dict[str, Callable[[nn.Module, Collection[str]], Callable[..., Any]]] = {
+VARIANTS: Changes = {
     OUT_OF_PLACE: out_of_place,
     IN_PLACE: lambda model, blocks: model,  # as its author wrote it
-    **{name: TOOLS[name] for name in BASELINES},
+    **TOOLS,
     **{f"convert, max_ops={n}": partial(converted, max_ops=n) for n in MAX_OPS},
 }
-
-
-def network_variant(name: str, model: nn.Module, blocks: Collection[str] = ()) -> NetworkVariant:
-    """Return a variant of a copy of the model; `blocks` are the class names of its blocks."""
-    own = copy.deepcopy(model)
-    return NetworkVariant(name, (NETWORK_VARIANTS | TOOLS)[name](own, blocks), own)
+BASELINES = ("torch.compile", "torch.compile, memory budget 0.5", CHECKPOINTS, HALF_CHECKPOINTS)
 
 
 FLOAT32 = POLICIES["float32"]
@@ -321,16 +289,24 @@ Results = dict[str, Tensors]  # a step's outputs and gradients, by name
 
 
 class Step(NamedTuple):
-    """A training step of a variant."""
+    """A training step of a network.
 
-    variant: NetworkVariant
+    Attributes:
+        call: Returns the outputs for `x`: the model, or what a tool makes of it.
+        model: The network, which has the parameters.
+        x: The input.
+        policy: The dtype policy.
+    """
+
+    call: Callable[..., Any]
+    model: nn.Module
     x: Tensor
     policy: Policy = FLOAT32
 
     def forward(self) -> Any:
         """Return the outputs."""
         with autocast(self.policy, self.x.device.type):
-            return self.variant.run(self.x)
+            return self.call(self.x)
 
     def run(self) -> Any:
         """Run forward, loss and backward, and return the outputs."""
@@ -340,13 +316,13 @@ class Step(NamedTuple):
 
     def reset(self) -> None:
         """Set gradients to None, as backward would add to them."""
-        self.variant.model.zero_grad()
+        self.model.zero_grad()
 
     def results(self) -> Results:
         """Return the outputs and gradients, always with the same random numbers."""
         torch.manual_seed(0)
         outputs = differentiable(self.run())
-        parameters = self.variant.model.named_parameters()
+        parameters = self.model.named_parameters()
         gradients = {name: p.grad for name, p in parameters if p.grad is not None}
         self.reset()
         return {
@@ -378,6 +354,18 @@ class Step(NamedTuple):
         return milliseconds
 
 
+def step_of(
+    name: str,
+    model: nn.Module,
+    x: Tensor,
+    policy: Policy = FLOAT32,
+    blocks: Collection[str] = (),
+) -> Step:
+    """Return the step of a variant of a copy of the model; `blocks` are its blocks' class names."""
+    own = copy.deepcopy(model)
+    return Step(VARIANTS[name](own, blocks), own, x, policy)
+
+
 class Memory(NamedTuple):
     """Bytes that a step saves for backward, and the most that it allocates at one time."""
 
@@ -393,12 +381,7 @@ class Work(NamedTuple):
 
 
 class Distance(NamedTuple):
-    """The distance of tensors from the expected ones.
-
-    Attributes:
-        overall: The norm of all differences together over the norm of all expected tensors.
-        largest: For each tensor, its largest difference over the largest expected value.
-    """
+    """All differences' norm over the expected norm; each tensor's largest one over its largest."""
 
     overall: float
     largest: dict[str, float]
@@ -440,10 +423,8 @@ class Expected(NamedTuple):
 
 def expected_of(step: Step) -> Expected:
     """Return PyTorch's results, to compare those of other variants with."""
-    model, x = copy.deepcopy(step.variant.model).double(), step.x
-    double = Step(
-        NetworkVariant("float64", model, model), x.double() if x.is_floating_point() else x
-    )
+    model, x = copy.deepcopy(step.model).double(), step.x
+    double = Step(model, model, x.double() if x.is_floating_point() else x)
     perturbed = [_perturbed(step, seed) for seed in range(2)]
     with exact_convolutions():
         found, exact, *others = (s.results() for s in (step, double, *perturbed))
@@ -461,13 +442,13 @@ def expected_of(step: Step) -> Expected:
 
 def _perturbed(step: Step, seed: int) -> Step:
     """Return a step whose float32 weights are off by a rounding."""
-    model, generator = copy.deepcopy(step.variant.model), torch.Generator().manual_seed(seed)
+    model, generator = copy.deepcopy(step.model), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dtype is torch.float32:
                 signs = torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1
                 weight.mul_(1 + 2**-23 * signs.to(weight.device))
-    return step._replace(variant=NetworkVariant("perturbed", model, model))
+    return step._replace(call=model, model=model)
 
 
 def verify_step(step: Step, expected: Expected, at_most: float = math.inf) -> float:
