@@ -40,11 +40,26 @@ REPLACED: Mapping[str, str] = {
     r"nobody": "nothing",
     r"but for": "except",
     r"beside": "next to, in addition to",
+    # One meaning for each of these words.
+    r"consumer.?s number": "turn",
+    r"(own )?records? of (an? |the )?(operation|node)s?": "value",
+    r"(is.copy|copied.bytes|small copies)": "auxiliary tensor",
+    r"fuse[sd]? (an )?activations?": "activation after a norm",
+    r"activations? (is|are|was|were) fused": "runs with the norm before it",
+}
+
+# Names with two meanings, as they are declared: of the package alone.
+TWO_MEANINGS: Mapping[str, str] = {
+    r"(?<!sequence_)numbers?: (int|float|Tensor)": "turn, constant, ordinal; or sequence_number",
+    r"consumers?: (int|Value)": "turn, value: a consumer is a node, or an operation's name",
+    r"(copy|copies): (bool|int|float)": "is_auxiliary, auxiliary_bytes",
+    r"fuse[sd]?: bool": "merges, is_after_norm: fused is what one kernel computes",
 }
 
 ALLOWED: Mapping[str, Sequence[str]] = {
-    ".ci/glossary.py": tuple(REPLACED),
+    ".ci/glossary.py": (*REPLACED, *TWO_MEANINGS),
 }
+PACKAGE = "inplace_ops/"
 
 TEXT = {".py", ".pyi", ".h", ".cpp", ".cu", ".cuh", ".md", ".toml", ".sh", ""}
 
@@ -54,7 +69,9 @@ def _pattern(word: str) -> re.Pattern[str]:
     return re.compile(rf"(?<![A-Za-z]){separated}(?![A-Za-z])", re.IGNORECASE)
 
 
+INSTEAD = {**REPLACED, **TWO_MEANINGS}
 _PATTERNS = {word: _pattern(word) for word in REPLACED}
+_DECLARED = {word: re.compile(rf"(?<![A-Za-z]){word}") for word in TWO_MEANINGS}
 
 
 def found(path: Path) -> list[str]:
@@ -65,14 +82,17 @@ def found(path: Path) -> list[str]:
         return []
     lines = text.split("\n")
     messages = []
-    for word, pattern in _PATTERNS.items():
+    patterns = _PATTERNS
+    if path.as_posix().startswith(PACKAGE):
+        patterns = {**_PATTERNS, **_DECLARED}
+    for word, pattern in patterns.items():
         if word in ALLOWED.get(path.as_posix(), ()):
             continue
         for match in pattern.finditer(text):
             number = text.count("\n", 0, match.start())
             if "glossary: ok" not in lines[number]:
                 shown = " ".join(match.group().split())
-                messages.append(f'{path}:{number + 1}: "{shown}": write {REPLACED[word]}')
+                messages.append(f'{path}:{number + 1}: "{shown}": write {INSTEAD[word]}')
     return messages
 
 

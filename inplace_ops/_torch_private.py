@@ -570,12 +570,12 @@ class _FirstHook(OrderedDict[int, Any]):
         super().__init__()
         self._tensor: weakref.ref[Tensor] | None = weakref.ref(tensor)
 
-    def __setitem__(self, number: int, hook: Any) -> None:
+    def __setitem__(self, key: int, hook: Any) -> None:
         tensor = None if self._tensor is None else self._tensor()
         self._tensor = None
         if tensor is not None and tensor.grad_fn is not None:
             tensor.grad_fn._register_hook_dict(tensor)
-        super().__setitem__(number, hook)
+        super().__setitem__(key, hook)
 
 
 def future_gradient_hooks(tensor: Tensor) -> MutableMapping[int, Any]:

@@ -125,16 +125,16 @@ def _candidates(cls: type[nn.Module]) -> tuple[_Candidate, ...]:
 
 
 def _conditions(activation: Activation, with_variant: bool) -> Iterator[Callable[[Any], bool]]:
-    for name, number in activation.constants.items():
-        yield partial(_has_number, name, number)
+    for name, constant in activation.constants.items():
+        yield partial(_has_constant, name, constant)
     if with_variant:
         for name, value in activation.variant.items():
             yield partial(_has_value, name, value)
 
 
-def _has_number(name: str, number: float, module: nn.Module) -> bool:
+def _has_constant(name: str, constant: float, module: nn.Module) -> bool:
     value = getattr(module, name, None)
-    return _is_number(value) and value == number
+    return _is_number(value) and value == constant
 
 
 def _has_value(name: str, value: str, module: nn.Module) -> bool:

@@ -72,7 +72,7 @@ from .pytorchs_forward import runs_pytorchs_forward
 from .replace import Replacer
 from .settings import Observer, Settings
 from .tensors import is_plain
-from .values import KEY, NO_VALUE, Value, ensure_value, value_of, was_visited
+from .values import KEY, WITHOUT_VALUE, Value, ensure_value, value_of, was_visited
 from .views import NEEDS_NO_VALUE, base_of
 from .walk import Walk
 
@@ -183,18 +183,18 @@ class Engine:
             if self.observer is not None and KEY not in node.metadata:
                 self.observer.created(node)
             if self.is_paused:
-                node.metadata.setdefault(KEY, NO_VALUE)
+                node.metadata.setdefault(KEY, WITHOUT_VALUE)
                 return
             node_type = type(node)
             operation = OPERATION_OF[node_type]
             if operation is None:
                 if NEEDS_NO_VALUE[node_type] is None:
-                    node.metadata.setdefault(KEY, NO_VALUE)
+                    node.metadata.setdefault(KEY, WITHOUT_VALUE)
                 return
             metadata = node.metadata
             if KEY in metadata or nodes.is_transformed():  # rule 5 of NOTE [Containment]
                 return
-            metadata[KEY] = NO_VALUE  # in case of an error
+            metadata[KEY] = WITHOUT_VALUE  # in case of an error
             if operation is _CAST and nodes.downcasts_autograd_leaf(node):
                 return  # autocast's copy of a parameter
             was_enabled = torch.is_grad_enabled()
@@ -226,7 +226,7 @@ class Engine:
     def _walk(self, walker: Walk, value: Any) -> None:
         for node in walker.new_nodes(value):
             self.visit(node)
-            node.metadata.setdefault(KEY, NO_VALUE)  # where later walks stop
+            node.metadata.setdefault(KEY, WITHOUT_VALUE)  # where later walks stop
 
     @_contained
     def stop_at(self, inputs: Any) -> None:

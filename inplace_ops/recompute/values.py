@@ -72,10 +72,10 @@ if TYPE_CHECKING:
     from .products import ProductFacts
 
 # The key of a node's value in its metadata. A visited node without a value has one of these:
-# `NO_VALUE`, until a value is needed, or `OTHER_STREAM`, if the operation ran on another CUDA
+# `WITHOUT_VALUE`, until a value is needed, or `OTHER_STREAM`, if the operation ran on another CUDA
 # stream than the forward's first operation on that device. Nothing is read from such an operation.
 KEY = "inplace_ops"
-NO_VALUE, OTHER_STREAM = None, False
+WITHOUT_VALUE, OTHER_STREAM = None, False
 
 
 class Value:
@@ -155,7 +155,7 @@ def ensure_value(node: Node) -> Value | None:
     output, or when a note of it is taken.
     """
     value = node.metadata.get(KEY)
-    if value is NO_VALUE:
+    if value is WITHOUT_VALUE:
         value = node.metadata[KEY] = Value()
     return value or None
 
