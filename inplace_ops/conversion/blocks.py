@@ -26,12 +26,12 @@ from .._torch_private import (
 from ..recompute import nodes
 from ..recompute.checkpoints import Ended, Mapped, RandomStates, is_sharded
 from ..saved import graph_of
+from .state import contained
 from .wiring import can_have_checkpoint
 
 _MIN_BLOCKS = 3  # of one class, in one container
 _MAX_DISTANCE = 1e-2  # between two runs of a block, relative to the norm: the rounding of 16 bits
 _CONTAINERS = dict, list, tuple, set, frozenset
-_MAX_DEPTH = 6  # of containers and objects inside each other
 
 
 def paths_of_blocks(model: nn.Module) -> list[str]:
@@ -152,7 +152,7 @@ class _Test:
             yield
 
     def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        self._before = [*_facts((args, kwargs))]
+        self._before = _facts((args, kwargs))
         self._random = RandomStates.now(_tensors((args, kwargs)))
         self._other_random = _other_random_states()
 
@@ -167,7 +167,7 @@ class _Test:
                 if is_out_of_memory(error):
                     raise
                 self.reason = f"it raises when it runs again: {error!r}"
-        self._after.append(((args, kwargs), [*_facts((args, kwargs))]))
+        self._after.append(((args, kwargs), _facts((args, kwargs))))
 
     def _ends(self, run: Callable[[], Any], saved: int) -> bool:
         """Whether an exception at the last saved tensor leaves the block."""
@@ -180,7 +180,7 @@ class _Test:
 
     def end(self) -> None:
         """Look whether the model has written to an argument after the block's run."""
-        if not all(_equal(facts, [*_facts(arguments)]) for arguments, facts in self._after):
+        if not all(_equal(facts, _facts(arguments)) for arguments, facts in self._after):
             self.reason = self.reason or "the model changes its arguments"
 
     def _difference(self, args: Any, kwargs: Any, output: Any) -> str:
@@ -188,21 +188,21 @@ class _Test:
         block = self._block
         if _other_random_states() != self._other_random:
             return "it draws random numbers from Python or NumPy"
-        if not _equal(self._before, [*_facts((args, kwargs))]):
+        if not _equal(self._before, _facts((args, kwargs))):
             return "it changes its arguments"
-        state = [*_facts(block)]
+        state = _facts_of_modules(block)
         again_args, again_kwargs = tree_map(Mapped(Tensor, _detached), (args, kwargs))
         run = partial(type(block).forward, block, *again_args, **again_kwargs)
         packs = _Packs()
         with self._random.restored(), torch.enable_grad(), packs:
             again = run()
-        if not _equal(state, [*_facts(block)]):
+        if not _equal(state, _facts_of_modules(block)):
             return "it changes a buffer or an attribute"
         if not _reads_only(again, [*block.parameters(), *_tensors((again_args, again_kwargs))]):
             return "it reads a parameter that is not its own"
         if packs.count and not self._ends(run, packs.count):
             return "it catches the exception that ends its second run"
-        if not _equal(state, [*_facts(block)]):
+        if not _equal(state, _facts_of_modules(block)):
             return "it leaves an attribute changed when its second run ends early"
         mine, other = _tensors(output), _tensors(again)
         if len(mine) != len(other) or not all(map(_is_close, mine, other)):
@@ -258,46 +258,33 @@ class _Fact(NamedTuple):
     copied: Tensor | None
 
 
-def _facts(value: Any, depth: int = 0, copies: bool = False) -> Iterator[Any]:
-    """Yield facts that differ if a value, or what it contains, is changed or replaced."""
+def _facts(arguments: Any) -> list[Any]:
+    """Return facts that differ if arguments, or what they contain, are changed or replaced."""
+    return [*map(_fact, contained([arguments], into_objects=True))]
+
+
+def _facts_of_modules(block: nn.Module) -> list[Any]:
+    """Return the same of the attributes of a block's modules, with copies of their tensors."""
+    attributes = contained([vars(each) for each in block.modules()], into_objects=True)
+    return [_fact(each, not isinstance(each, nn.Parameter)) for each in attributes]
+
+
+def _fact(value: Any, copies_tensors: bool = False) -> Any:
     if isinstance(value, Tensor):
         version = -1 if value.is_inference() else value._version
-        is_copied = copies and not isinstance(value, nn.Parameter)
-        yield _Fact(value, version, value.detach().to("cpu", copy=True) if is_copied else None)
-    elif isinstance(value, torch.Generator):
-        yield value.get_state()
-    elif value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype)):
-        yield value
-    elif isinstance(value, nn.Module) and depth:
-        yield id(value)  # its parent lists it
-    elif isinstance(value, nn.Module):
-        for module in value.modules():
-            for name, attribute in vars(module).items():
-                yield name
-                yield from _facts(attribute, 1, copies=True)
-    elif depth > _MAX_DEPTH or callable(value) or isinstance(value, type):
-        yield id(value)
-    else:
-        if not isinstance(value, _CONTAINERS):  # the arguments are in new ones each time
-            yield id(value)
-        yield from _facts_inside(value, depth, copies)
+        copied = value.detach().to("cpu", copy=True) if copies_tensors else None
+        return _Fact(value, version, copied)
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return [(_name_of(key), _name_of(each)) for key, each in items]
 
 
-def _facts_inside(value: Any, depth: int, copies: bool) -> Iterator[Any]:
-    into = partial(_facts, depth=depth + 1, copies=copies)
-    if isinstance(value, dict):
-        yield len(value)
-        for key, each in value.items():
-            yield key if isinstance(key, str) else id(key)
-            yield from into(each)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        yield len(value)
-        for each in value:
-            yield from into(each)
-    elif hasattr(value, "__dict__"):
-        for name, each in vars(value).items():
-            yield name
-            yield from into(each)
+def _name_of(value: Any) -> Any:
+    """Return what tells a value from others; of a container its type, as its content is a fact."""
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype)):
+        return value
+    return type(value) if isinstance(value, _CONTAINERS) else id(value)
 
 
 def _equal(before: Sequence[Any], after: Sequence[Any]) -> bool:

@@ -128,20 +128,14 @@ class State:
                     restore()
 
 
-def _restores(
-    values: Iterable[Any],
-    tensors: _Tensors,
-    name: str,
-    into_objects: bool = False,
-    seen: set[int] | None = None,
-) -> Iterator[Restore]:
-    """Yield functions that restore containers and generators, also inside containers.
+def contained(
+    values: Iterable[Any], into_objects: bool = False, seen: set[int] | None = None
+) -> Iterator[Any]:
+    """Yield the containers, generators and tensors among values, also inside containers.
 
     Args:
         values: The containers, generators and other objects.
-        tensors: Gets the tensors among them.
-        name: What to call these tensors in a warning.
-        into_objects: Whether the attributes of other objects are restored too.
+        into_objects: Whether to look into the attributes of other objects too.
         seen: The ids of the objects that have been looked at.
     """
     seen = set() if seen is None else seen
@@ -149,18 +143,34 @@ def _restores(
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if type(value) in _CONTAINERS:
-            yield partial(_restore_container, value, copy.copy(value))
+        if type(value) in _CONTAINERS or isinstance(value, (tuple, frozenset)):
+            yield value
             inner = value.values() if isinstance(value, dict) else value
-            yield from _restores(inner, tensors, name, into_objects, seen)
-        elif isinstance(value, tuple):
-            yield from _restores(value, tensors, name, into_objects, seen)
+            yield from contained(inner, into_objects, seen)
+        elif isinstance(value, (torch.Generator, Tensor)):
+            yield value
+        elif into_objects and hasattr(value, "__dict__") and not callable(value):
+            yield from contained([vars(value)], into_objects, seen)
+
+
+def _restores(
+    values: Iterable[Any], tensors: _Tensors, name: str, into_objects: bool = False
+) -> Iterator[Restore]:
+    """Yield functions that restore containers and generators. Add tensors to `tensors`.
+
+    Args:
+        values: See `contained`.
+        tensors: Gets the tensors.
+        name: What to call these tensors in a warning.
+        into_objects: See `contained`.
+    """
+    for value in contained(values, into_objects):
+        if isinstance(value, Tensor):
+            tensors.add(value, name)
         elif isinstance(value, torch.Generator):
             yield partial(value.set_state, value.get_state())
-        elif isinstance(value, Tensor):
-            tensors.add(value, name)
-        elif into_objects and hasattr(value, "__dict__") and not callable(value):
-            yield from _restores([vars(value)], tensors, name, into_objects, seen)
+        elif type(value) in _CONTAINERS:
+            yield partial(_restore_container, value, copy.copy(value))
 
 
 def _restore_container(container: Any, copied: Any) -> None:
