@@ -26,9 +26,9 @@ from ..recompute import nodes, reasons
 from ..recompute.after_norm import is_after_norm
 from ..recompute.nodes import Node
 from ..recompute.packed import Recomputed
-from ..recompute.products import ProductCall
 from ..recompute.run import running_engine
 from ..recompute.settings import Observer, Settings
+from ..recompute.specs import ProductInside
 from ..recompute.tensors import is_plain
 from ..recompute.values import value_of
 from ..recompute.views import base_of
@@ -319,7 +319,7 @@ class Observation(Observer):
             place = self._place_of(each.node, ordinals[each.node], CHECKPOINT)
             for tensor in filter(is_plain, each.tensors):
                 tables.add_remaining(tensor, *_checkpointed(each), place)
-        products: set[ProductCall] = set()
+        products: set[ProductInside] = set()
         for node, ordinal in ordinals.items():
             place = self._place_of(node, ordinal)
             for packed in nodes.packed_values(node):

@@ -239,7 +239,7 @@ def _input_of(engine: Engine, output: Tensor) -> Tensor | Recomputed | None:
         return x
     if engine.settings.rejects(math.floor(packed.spec.added_cost()) + 1):
         return None
-    if not all(call.is_near(engine.replacer.next_turn) for call in packed.spec.products()):
+    if not packed.spec.is_near(engine.replacer.next_turn):
         return None
     is_like = (packed.shape, packed.dtype) == (output.shape, output.dtype)
     return packed if is_like else None

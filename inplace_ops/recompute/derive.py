@@ -46,20 +46,19 @@ from torch import Tensor, nn
 
 from .._torch_private import UNSAFE_SPLITS
 from ..memory import Packed
-from . import after_norm, nodes, reasons
+from . import after_norm, nodes, products, reasons
 from .affine import COPY_LIMIT
 from .calls import Affine, Call, ViewCall, largest
 from .kernels import call_of
 from .nodes import Field, Node
 from .operations import OPERATION_OF, Operation, Output, ProductRule, arguments_of
 from .packed import Recomputed
-from .products import product_spec
 from .settings import Settings
 from .specs import Leaf, Spec
 from .tensors import has_storage, is_plain
 from .values import KEY, OTHER_STREAM, Value, prove_late, saved_output_of, value_of
 from .views import VIEW_OF, base_of, viewed
-from .weights import ModelTensors
+from .weights import ModelTensors, weights_among
 
 _MOST_PRODUCTS = 3  # inside one spec: see 4 of NOTE [Narrow points] in `products.py`
 
@@ -139,7 +138,7 @@ class Deriver:
         if isinstance(rule, Output):
             spec = self._spec_by_rule(node, rule, value)
         elif isinstance(rule, ProductRule):
-            spec = product_spec(self, node, rule, value)
+            spec = self._product_spec(node, rule, value)
         elif rule == "norm":
             spec = self._norm_spec(node, value)
         else:
@@ -203,6 +202,24 @@ class Deriver:
             return self.why(reasons.unknown_parameters, node)
         return Call(rerun, (x,))
 
+    def _product_spec(self, node: Node, rule: ProductRule, value: Value) -> Spec | str:
+        facts, settings = value.product, self.settings
+        if facts is None:
+            return self.why(reasons.no_product, node)
+        product = products.product_of(node, rule, facts)
+        if product is None:
+            return self.why(reasons.unknown_factors, node)
+        if settings.weights.is_freed(weights_among(product.factors)):
+            return reasons.FREED
+        if settings.rejects(product.cost):
+            return self.why(reasons.too_many, settings.max_ops)
+        name, position = rule.operands[1 - facts.weight]
+        x = self.input_spec(node, value, position, name, is_rerun=True)
+        if isinstance(x, str):
+            return x
+        spec = products.call_of(node, rule, facts, product, x)
+        return self.obstacle(spec) or spec
+
     def call(self, node: Node, rule: Output, inputs: list[Spec]) -> Spec | str:
         """Return the spec of an operation's output, given those of its inputs.
 
@@ -224,6 +241,11 @@ class Deriver:
         )
         spec.keeps_strides &= rule.keeps_strides(node)
         return spec
+
+    def affordable_spec_of(self, node: Node, index: int) -> Spec | None:
+        """Return the spec of an output of a node; None if there is none within the limits."""
+        spec = self.spec_of(node, index)
+        return None if isinstance(spec, str) or self.obstacle(spec) else spec
 
     def obstacle(self, spec: Spec) -> str:
         """Return why a spec takes too much; empty if it does not."""

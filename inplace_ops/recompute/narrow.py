@@ -35,7 +35,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -49,9 +48,6 @@ from .specs import Leaf, Spec
 from .tensors import WeakMemory
 from .values import ensure_value, value_of
 from .views import VIEW_OF, viewed
-
-if TYPE_CHECKING:
-    from .derive import Deriver
 
 # Copies are at most one in so many bytes of the tensor that they replace: see NOTE [Narrow copies].
 _NARROWER, _NARROWER_PART = 2, 8
@@ -108,8 +104,18 @@ class NarrowSpec:
         parts: Those of a concatenation's parts that others may share, with the parts' producers.
     """
 
-    def __init__(self, deriver: Deriver) -> None:
-        self._deriver = deriver
+    def __init__(
+        self,
+        known_spec: Callable[[Node, int], Spec | None],
+        call: Callable[[Node, Output, list[Spec]], Spec | str],
+    ) -> None:
+        """Prepare to build a spec.
+
+        Args:
+            known_spec: Returns the spec of an output without narrow copies, or None.
+            call: Returns the spec of an operation's output from those of its inputs.
+        """
+        self._known_spec, self._call = known_spec, call
         self._shares_a_part = False
         self.leaves: list[NarrowLeaf] = []
         self.parts: list[tuple[Node, NarrowLeaf]] = []
@@ -181,7 +187,7 @@ class NarrowSpec:
             self._input(*edge, piece, position not in value.unproved, is_part)
             for position, (edge, piece) in enumerate(edges)
         ]
-        spec = self._deriver.call(node, rule, inputs)
+        spec = self._call(node, rule, inputs)
         assert not isinstance(spec, str)  # such a rule has a bound, and does not round by strides
         return spec
 
@@ -211,11 +217,6 @@ class NarrowSpec:
         if is_part and is_proved and index == 0 and leaf.dtype is dtype:  # rule 5
             self.parts.append((producer, leaf))
         return leaf
-
-    def _known_spec(self, producer: Node, index: int) -> Spec | None:
-        """Return an input's spec without narrow copies; None if there is none within the limits."""
-        spec = self._deriver.spec_of(producer, index)
-        return None if isinstance(spec, str) or self._deriver.obstacle(spec) else spec
 
     def _part(self, producer: Node, index: int) -> Leaf | None:
         """Return the part of another concatenation; None if it is not a part of one."""

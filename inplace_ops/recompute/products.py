@@ -27,7 +27,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,19 +41,16 @@ from .._torch_private import (
     running_pass,
     under_product_flags,
 )
-from . import costs, nodes, reasons
+from . import costs, nodes
 from .affine import COPY_LIMIT
 from .calls import Call, ViewCall
 from .nodes import Node
 from .operations import ProductRule, arguments_of
-from .specs import REACH, Leaf, Spec, keeping
+from .specs import REACH, Leaf, ProductInside, Spec, keeping
 from .tensors import has_storage, is_plain
 from .values import Value, prove_input
 from .views import VIEW_OF, base_of, viewed
-from .weights import ModelTensors, SavedCast, Weight, weight_inside
-
-if TYPE_CHECKING:
-    from .derive import Deriver
+from .weights import ModelTensors, ProductFacts, SavedCast, Weight, weights_among
 
 NEAR = 24  # turns from one consumer to the next: see 3 of NOTE [Narrow points]
 
@@ -86,7 +83,7 @@ class Product(NamedTuple):
         flops: The floating point operations.
         terms: The number of terms in an element of the output.
         flags: The flags of the device's products in forward.
-        weights: The parameters and buffers that it reads, except by autocast's casts.
+        factors: The specs of its weight, and of its bias if there is one.
         dtype: The dtype of its output.
     """
 
@@ -95,7 +92,7 @@ class Product(NamedTuple):
     flops: int
     terms: int
     flags: ProductFlags
-    weights: Sequence[Weight]
+    factors: Sequence[Spec]
     dtype: torch.dtype
 
 
@@ -129,16 +126,17 @@ class ProductCall(Call):
         own = min(_PRODUCT_ROUNDINGS * math.sqrt(product.terms) * eps, _LARGEST_TOLERANCE)
         self.tolerance = max(own, self.tolerance)
         self.rounding = max(eps, self.rounding)
-        self.flags, self.flops, self.weights = product.flags, product.flops, product.weights
+        self.flags, self.flops = product.flags, product.flops
+        self.weights = weights_among(product.factors)
         self.narrowing = product.narrowing
         self._kept_value: _Kept | None = None
         self._last_turn = self._reads = 0
 
     def is_near(self, turn: int) -> bool:
-        """Whether a new consumer is near those that were added: rule 3 of NOTE [Narrow points]."""
-        return not self._reads or turn - self._last_turn <= NEAR
+        is_own = not self._reads or turn - self._last_turn <= NEAR
+        return is_own and super().is_near(turn)
 
-    def products(self) -> Iterator[ProductCall]:
+    def products(self) -> Iterator[ProductInside]:
         yield self
         yield from super().products()
 
@@ -207,25 +205,6 @@ def _drop(product: weakref.ref[ProductCall], this_pass: int) -> None:
         kept = spec._kept_value
         if kept is not None and kept.running_pass == this_pass:
             spec._kept_value = None
-
-
-class ProductFacts(NamedTuple):
-    """What a product has read, from its visit until the model's forward has returned.
-
-    Attributes:
-        weight: Which operand is the weight.
-        weight_shape: The shape of that operand.
-        input_shape: The shape of the other operand.
-        factors: The specs of the weight, and of the bias if there is one; None for one that is
-            unknown. A frozen bias is, until the hook of its module adds it.
-        flags: The flags of the device's products.
-    """
-
-    weight: int
-    weight_shape: torch.Size
-    input_shape: torch.Size
-    factors: tuple[Spec | None, ...]
-    flags: ProductFlags
 
 
 def facts_of(
@@ -365,49 +344,41 @@ def _cast_of(bias: Tensor, dtype: torch.dtype) -> Leaf | None:
     return Leaf(bias.detach().to(dtype), is_auxiliary=True)
 
 
-def product_spec(deriver: Deriver, node: Node, rule: ProductRule, value: Value) -> Spec | str:
-    """Return the spec of a product, or the reason why it has none: see NOTE [Narrow points]."""
-    facts, settings = value.product, deriver.settings
-    if facts is None:
-        return deriver.why(reasons.no_product, node)
+def product_of(node: Node, rule: ProductRule, facts: ProductFacts) -> Product | None:
+    """Return a product; None if its weight or bias is unknown, or modified since.
+
+    See rules 2 and 3 of NOTE [Weights are proved] in `weights.py`.
+    """
     factors = [spec for spec in facts.factors if spec is not None and spec.is_current()]
-    if len(factors) < len(facts.factors):  # rules 2 and 3 of NOTE [Weights are proved]
-        return deriver.why(reasons.unknown_factors, node)
-    weights = [spec for spec in map(weight_inside, factors) if spec is not None]
-    if settings.weights.is_freed(weights):
-        return reasons.FREED
+    if len(factors) < len(facts.factors):
+        return None
     shape, dtype = nodes.output_shape(node, 0), nodes.output_dtype(node, 0)
-    size = shape.numel()
+    size, input_size = shape.numel(), facts.input_shape.numel()
     flops = rule.flops(node, facts.input_shape, facts.weight_shape, facts.weight)
     device_type = nodes.output_device(node, 0).type
     is_in_tf32 = in_tf32(facts.flags, device_type, rule.is_convolution)
-    moved = facts.input_shape.numel() + facts.weight_shape.numel() + size
     cost = costs.passes(
         flops,
-        moved * dtype.itemsize,
+        (input_size + facts.weight_shape.numel() + size) * dtype.itemsize,
         size * dtype.itemsize,
         costs.flops_per_byte(device_type, dtype, is_in_tf32),
     )
-    if settings.rejects(cost):
-        return deriver.why(reasons.too_many, settings.max_ops)
-    field, position = rule.operands[1 - facts.weight]
-    x = deriver.input_spec(node, value, position, field, is_rerun=True)
-    if isinstance(x, str):
-        return x
-    operands = [x, factors[0]] if facts.weight == 1 else [factors[0], x]
-    bias: Sequence[Spec | None] = factors[1:] or [None]
-    call = ProductCall(
-        rule.function,
-        [*operands, *bias],
-        arguments_of(node, 0, rule.arguments),
-        Product(
-            cost=cost,
-            narrowing=facts.input_shape.numel() / size,
-            flops=flops,
-            terms=max(1, flops // (2 * size)),
-            flags=facts.flags,
-            weights=weights,
-            dtype=dtype,
-        ),
+    return Product(
+        cost=cost,
+        narrowing=input_size / size,
+        flops=flops,
+        terms=max(1, flops // (2 * size)),
+        flags=facts.flags,
+        factors=factors,
+        dtype=dtype,
     )
-    return deriver.obstacle(call) or call
+
+
+def call_of(
+    node: Node, rule: ProductRule, facts: ProductFacts, product: Product, x: Spec
+) -> ProductCall:
+    """Return the spec of a product of x."""
+    weight, *bias = product.factors
+    operands: list[Spec | None] = [x, weight] if facts.weight == 1 else [weight, x]
+    operands += bias or [None]
+    return ProductCall(rule.function, operands, arguments_of(node, 0, rule.arguments), product)

@@ -247,7 +247,7 @@ class Replacer:
         output = whole_output(original, base)
         if output is None:
             return ""
-        narrow = NarrowSpec(self.deriver)
+        narrow = NarrowSpec(self.deriver.affordable_spec_of, self.deriver.call)
         spec = narrow.of(base, output.detach())
         if spec is None:
             if output is original:
@@ -297,7 +297,7 @@ class Replacer:
             return reasons.AS_LARGE
         if spec.leaf_bytes > _LEAF_FACTOR * saved.nbytes:  # limit 5
             return reasons.MUCH_LARGER
-        if spec.tolerance and not all(call.is_near(turn) for call in spec.products()):  # limit 6
+        if not spec.is_near(turn):  # limit 6
             return reasons.FAR
         return ""
 

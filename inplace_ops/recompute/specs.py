@@ -52,8 +52,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -62,11 +62,20 @@ from .._torch_private import NO_PASS, running_pass
 from ..memory import Packed
 from .tensors import has_storage
 
-if TYPE_CHECKING:
-    from .products import ProductCall
-
 REACH = 4  # turns: see 2 of NOTE [Shared values]
 _MIN_COST_INSIDE = 2  # see 3 of NOTE [Shared values]
+
+
+class ProductInside(Protocol):
+    """What a product inside a spec tells: see `ProductCall` in `products.py`.
+
+    Attributes:
+        flops: The floating point operations.
+        weights: The parameters and buffers that it reads, except by autocast's casts.
+    """
+
+    flops: int
+    weights: Sequence[Any]
 
 
 class Spec:
@@ -156,9 +165,16 @@ class Spec:
         """Whether no leaf was modified."""
         raise NotImplementedError
 
-    def products(self) -> Iterator[ProductCall]:
+    def products(self) -> Iterator[ProductInside]:
         """Return the products that compute this spec."""
         yield from ()
+
+    def is_near(self, turn: int) -> bool:
+        """Whether a consumer is near the others of all products inside.
+
+        See 3 of NOTE [Narrow points] in `products.py`.
+        """
+        return True
 
 
 class WrittenToError(RuntimeError):
@@ -332,7 +348,10 @@ class Computed(Spec):
     def is_current(self) -> bool:
         return all(spec.is_current() for spec in self.inner())
 
-    def products(self) -> Iterator[ProductCall]:
+    def is_near(self, turn: int) -> bool:
+        return all(spec.is_near(turn) for spec in self.inner() if spec.tolerance)
+
+    def products(self) -> Iterator[ProductInside]:
         for spec in self.inner():
             if spec.tolerance:
                 yield from spec.products()

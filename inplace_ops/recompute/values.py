@@ -54,7 +54,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -67,9 +66,7 @@ from .operations import OPERATION_OF, Output
 from .specs import Leaf, Spec
 from .tensors import whole_base
 from .views import base_of, reshapes_only
-
-if TYPE_CHECKING:
-    from .products import ProductFacts
+from .weights import ProductFacts
 
 # The key of a node's value in its metadata. A visited node without a value has one of these:
 # `WITHOUT_VALUE`, until a value is needed, or `OTHER_STREAM`, if the operation ran on another CUDA

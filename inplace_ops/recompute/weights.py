@@ -42,7 +42,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .._torch_private import storage_id
+from .._torch_private import ProductFlags, storage_id
 from .calls import ViewCall
 from .specs import Leaf, Spec, freed_error, written_to_error
 from .tensors import has_storage, is_plain
@@ -152,16 +152,39 @@ class SavedCast(Leaf):
         self.leaf_bytes = 0
 
 
-def weight_inside(spec: Spec) -> Weight | None:
-    """Return the weight of which a spec is a view; None if it is another tensor."""
-    while isinstance(spec, ViewCall):
-        (spec,) = spec.inputs
-    return spec if isinstance(spec, Weight) else None
+def weights_among(factors: Iterable[Spec]) -> list[Weight]:
+    """Return the weights that factors are, or are views of: not autocast's casts."""
+    weights = []
+    for spec in factors:
+        while isinstance(spec, ViewCall):
+            (spec,) = spec.inputs
+        if isinstance(spec, Weight):
+            weights.append(spec)
+    return weights
 
 
 def weights_of(spec: Spec) -> list[Weight]:
     """Return the parameters and buffers that the products of a spec read."""
     return [weight for call in spec.products() for weight in call.weights]
+
+
+class ProductFacts(NamedTuple):
+    """What a product has read, from its visit until the model's forward has returned.
+
+    Attributes:
+        weight: Which operand is the weight.
+        weight_shape: The shape of that operand.
+        input_shape: The shape of the other operand.
+        factors: The specs of the weight, and of the bias if there is one; None for one that is
+            unknown. A frozen bias is, until the hook of its module adds it.
+        flags: The flags of the device's products.
+    """
+
+    weight: int
+    weight_shape: torch.Size
+    input_shape: torch.Size
+    factors: tuple[Spec | None, ...]
+    flags: ProductFlags
 
 
 class _Lasting(NamedTuple):
