@@ -52,7 +52,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -75,7 +75,7 @@ class ProductInside(Protocol):
     """
 
     flops: int
-    weights: Sequence[Any]
+    weights: list[Any]
 
 
 class Spec:
