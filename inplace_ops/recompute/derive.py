@@ -1,11 +1,12 @@
 """The recompute spec of an operation's output, from what its node saves and from its inputs' specs.
 
-A spec is derived when the first consumer that saves the output asks for it, not when the operation
+A spec is derived when the first node that saves the output asks for it, not when the operation
 runs: much comes later. A third operation saves an input, a module's hook tells a norm's eps, a
 function mode tells the number that was added. Until a spec is found, each consumer asks anew.
 
-Each function returns a spec, or the reason why there is none. The reason is a text for the report;
-it is empty if none is made.
+Each function returns a spec, or the reason why there is none: a text for the report. It is "" if
+nothing observes the engine, or if the caller knows more. (Of `obstacle`, "" means that nothing is
+in the way.)
 
 NOTE [Leaves]
 
@@ -15,11 +16,12 @@ A spec leaf is a tensor that a spec is computed from.
    saves it anyway. The engine reads it from the saved field, or from a note of a tensor that some
    consumer saves. It detaches the leaf, stores its version, and compares the version in backward.
 2. Other leaves (parameters, buffers, constants) are copied when their operation's node is visited,
-   and so are views of them. (What a product reads is not copied: see NOTE [Weights are proved] in
-   `weights.py`.) FSDP2 frees a parameter's memory when its module's forward returns, and reading
-   the parameter later crashes. A fused optimizer writes to a parameter without raising its version.
-   A leaf that is larger than 64 KiB, or not smaller than the operation's output, is not copied, and
-   there is then no spec. When the model's forward has returned, only specs own copies.
+   and so are views of them. (A product's weight is too large to copy: its spec refers to it. See
+   NOTE [Weights are proved] in `weights.py`.) FSDP2 frees a parameter's memory when its module's
+   forward returns, and reading the parameter later crashes. A fused optimizer writes to a parameter
+   without raising its version. A leaf that is larger than 64 KiB, or not smaller than the
+   operation's output, is not copied, and there is then no spec. When the model's forward has
+   returned, only specs own copies.
 3. What a user's autograd Function or an unsafe split has returned may be an alias of a parameter,
    which the graph does not show. It is not a leaf.
 4. A spec keeps its leaves alive until the consumer's backward, even if the operation that saved
@@ -119,8 +121,8 @@ class Deriver:
     def _spec_of_packed(self, node: Node, packed: Packed, in_strides: bool = False) -> Spec | str:
         if not isinstance(packed, Recomputed):
             return self.why(reasons.stored, node, packed.how)
-        has_strides = packed.spec.keeps_strides or not in_strides
-        return packed.as_input if has_strides else packed.in_forwards_strides()
+        is_usable = packed.spec.keeps_strides or not in_strides
+        return packed.as_input if is_usable else packed.in_forwards_strides()
 
     def spec_from_inputs(self, node: Node, operation: Operation, value: Value) -> Spec | str:
         """Return the spec that computes an operation's output from its inputs.
@@ -197,6 +199,7 @@ class Deriver:
         if affine is not None:
             return Affine(x, affine, nodes.output_dtype(node, 0))
         rerun = None if facts is None else facts.rerun(node)
+        # Once more, as PyTorch's own norm depends on the strides of its input.
         x = self.input_spec(node, value, 0, "input", is_rerun=True)
         if rerun is None or isinstance(x, str):
             return self.why(reasons.unknown_parameters, node)

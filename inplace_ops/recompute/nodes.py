@@ -366,7 +366,7 @@ class Field:
 
     @property
     def original(self) -> Tensor | None:
-        """The saved tensor itself; the alias if the tensor itself is gone."""
+        """The saved tensor itself; if it is gone, the alias that this read has made."""
         tensor = self.tensor if self.is_itself else self._handle.data.original()
         return self.tensor if tensor is None else tensor
 

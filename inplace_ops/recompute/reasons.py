@@ -121,7 +121,7 @@ def unproved_input(node: Node) -> str:
         tensor = None if value is None else value.noted
         if value is None or tensor is None or nodes.grad_fn_of(tensor) is not base:
             continue
-        if not value.has_version_of(tensor):
+        if not value.is_unmodified_in(tensor):
             return f"an input of {name} was written to"
     producers = [*dict.fromkeys(nodes.operation_name(base) for base in bases)]
     return f"{name} does not save its input from {producers[-1]}, which is not proved unmodified"

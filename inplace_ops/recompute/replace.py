@@ -15,6 +15,8 @@ A saved tensor stays as PyTorch saves it, if any of these is so. The branches ci
 6. A product inside is far from the spec's other consumers: 3 of NOTE [Narrow points] in
    `products.py`.
 7. The spec has not reproduced the tensor: NOTE [First use] in `verify.py`.
+8. The engine knows nothing of its operation: that ran outside of the model's call, on another
+   stream or outside of autograd; or hooks of other code have the tensor.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ class Replacer:
         settings: The state of the model.
         deriver: Derives specs.
         observer: Observes what is replaced; None if nothing does.
-        ordinal: How many nodes were visited.
+        ordinal: How many nodes of the table were visited.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class Replacer:
         self._first_turn = next(_passes) * _MAX_NODES  # see NOTE [Shared values] in `specs.py`
         self._is_unmodified = is_unmodified
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # the first of each device
-        self._holding: list[weakref.ref[Value]] = []  # values with more than weak references
+        self._holding: list[weakref.ref[Value]] = []  # values to release
         self._narrow: list[weakref.ref[NarrowLeaf]] = []
         self._undecided: list[weakref.ref[Recomputed]] = []  # those that keep their original
 
@@ -147,15 +149,15 @@ class Replacer:
             constants = constants_of(node, rule)
             if constants:
                 value.constants = constants
-                self._release_later(value)
+                self.release_later(value)
         elif rule == "norm":
             value.norm = NormFacts()
-            self._release_later(value)
+            self.release_later(value)
             self._add_parameters(node, value.norm)
         elif isinstance(rule, ProductRule):
             value.product = facts_of(node, value, rule, self._is_unmodified, self.deriver.model)
             if value.product is not None:
-                self._release_later(value)
+                self.release_later(value)
         else:
             value.version = node.output_version
 
@@ -171,7 +173,7 @@ class Replacer:
         if self._is_unmodified(parameters.bias, node) or norms.node_determines_bias(node):
             facts.add_parameters(node, parameters)
 
-    def _release_later(self, value: Value) -> None:
+    def release_later(self, value: Value) -> None:
         """Release a value when the model's forward has returned."""
         self._holding.append(weakref.ref(value))
 
@@ -186,27 +188,28 @@ class Replacer:
         field = Field(node, name)
         saved = field.tensor
         producer = None if saved is None else saved.grad_fn
-        if saved is None or producer is None or producer is node:
+        if saved is None or producer is None or producer is node:  # limit 8
             return
-        if not is_plain(saved):
+        if not is_plain(saved):  # limit 1
             return self._report(node, name, reasons.NOT_PLAIN)
         if saved.nbytes < Settings.MIN_BYTES:
             return
         base, index = base_of(producer, saved.output_nr)
-        if base is None or not was_visited(base):  # for example a parameter
+        if base is None or not was_visited(base):  # limit 8, for example a parameter
             return self._report(node, name, self.deriver.why(reasons.output_of, base))
         value = ensure_value(base)
-        if value is None:
+        if value is None:  # limit 8
             return self._report(node, name, reasons.OTHER_STREAM)
         if index == 0:
             if value.saver is not None and saved_output_of(base, value) is not None:  # limit 2
                 return self._report(node, name, reasons.SAVED_ANYWAY)
-            # In backward an operation reads what hooks have unpacked, which may be a copy.
+            # In backward an operation may read a copy that hooks have unpacked, whose version says
+            # nothing of the output: take no note of it.
             if field.is_itself and running_pass() == NO_PASS and value.noted is None:
                 output = saved if saved._base is None else saved._base
-                if output.grad_fn is not None:  # else the base is an autograd leaf
+                if output.grad_fn is not None:  # a view of an autograd leaf is not its output
                     value.take_note(output)
-        if not value.has_version_of(saved):  # limit 3
+        if not value.is_unmodified_in(saved):  # limit 3
             return self._report(node, name, reasons.WRITTEN_TO)
         spec = self._spec_for(field, saved, base, value)
         if isinstance(spec, str):
@@ -218,6 +221,7 @@ class Replacer:
         if index == 0:
             value.mark_saved_by(own)
             if not field.is_itself and reshapes_only(producer, saved.output_nr):
+                # A note of the alias that this read made would die at once.
                 value.take_note(field.lasting)  # type: ignore[arg-type]
 
     def _spec_for(self, field: Field, saved: Tensor, base: Node, value: Value) -> Spec | str:
@@ -226,7 +230,7 @@ class Replacer:
         operation = OPERATION_OF[type(base)]
         if operation is None or not operation.may_be_narrow:
             return spec
-        # Narrow copies save the tensor in fewer bytes: a spec within max_ops saves more.
+        # Narrow copies take memory, which a spec within the limits does not.
         if isinstance(spec, str) or self.deriver.obstacle(spec):
             return self._narrow_spec(field, base, value) or spec
         return spec

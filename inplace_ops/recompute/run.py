@@ -194,9 +194,9 @@ class Engine:
             metadata = node.metadata
             if KEY in metadata or nodes.is_transformed():  # rule 5 of NOTE [Containment]
                 return
-            metadata[KEY] = WITHOUT_VALUE  # in case of an error
+            metadata[KEY] = WITHOUT_VALUE  # if this visit fails, no input is proved
             if operation is _CAST and nodes.downcasts_autograd_leaf(node):
-                return  # autocast's copy of a parameter
+                return  # autocast's copy of a parameter: `weights.py` looks through it
             was_enabled = torch.is_grad_enabled()
             with DisableTorchFunction():
                 set_grad_enabled(False)  # a node creation hook must not create nodes
@@ -280,6 +280,7 @@ class Engine:
         if value is not None and constant is not None:
             position = 0 if nodes.producer(node, 0)[0] is None else 1
             value.constants = {position: torch.tensor(constant, dtype=torch.double)}
+            self.replacer.release_later(value)
 
     @_contained
     def begin_module(self, module: nn.Module) -> None:

@@ -30,10 +30,10 @@ NOTE [Shared values]
 Several consumers may read one recomputed value, for example the projections to queries, keys and
 values. Backward often runs them one after another, and need not compute the value for each.
 
-1. Each consumer has a turn: its place among all consumers. Turns grow with time, also from one
-   forward pass to the next, and backward runs the consumers in the reverse order. Before torch 2.14
-   this holds only approximately, because the engine visits nodes late: fewer values are then
-   shared.
+1. Each consumer has a turn: its ordinal among all visited nodes of the table, plus an offset of the
+   forward pass. Turns grow with time, also from one forward pass to the next, and backward runs the
+   consumers in the reverse order. Before torch 2.14 this holds only approximately, because the
+   engine visits nodes late: fewer values are then shared.
 2. When a spec is saved for a consumer, `add_consumer` tells the spec, and the specs whose values it
    reads. A spec keeps its value if the turn of the next consumer is at most `REACH` away: a value
    that is kept for long would add to the peak memory. The next consumer then does not read the
@@ -267,12 +267,13 @@ class Computed(Spec):
 
     reach_of_cheap = 0
 
-    __slots__ = ("_derived", "_kept", "_last", "_next")
+    __slots__ = ("_derived", "_following", "_kept", "_newest")
 
     def __init__(self) -> None:
         self._kept: _Kept | None = None
-        self._last: int | None = None  # the turn of the last consumer that was added
-        self._next: dict[int, int] = {}  # by turn: that of the next consumer, if it is in reach
+        self._newest: int | None = None  # the turn of the last consumer that was added
+        # By turn: that of the consumer that backward runs after it, if that is in reach.
+        self._following: dict[int, int] = {}
         self._derived: dict[Hashable, weakref.ref[Computed]] = {}
 
     def derived(self, key: Hashable, make: Callable[[], Computed]) -> Computed:
@@ -286,7 +287,7 @@ class Computed(Spec):
 
     def value(self, turn: int | None = None) -> Tensor:
         kept, self._kept = self._kept, None
-        following = None if turn is None else self._next.get(turn)
+        following = None if turn is None else self._following.get(turn)
         if kept is not None and kept.running_pass == running_pass():
             value = kept.value
         else:
@@ -297,21 +298,21 @@ class Computed(Spec):
         return value
 
     def add_consumer(self, turn: int, reach: int = REACH) -> None:
-        last, self._last = self._last, turn
+        last, self._newest = self._newest, turn
         if last is not None and 0 < turn - last <= min(reach, REACH):
-            self._next[turn] = last  # rule 2
+            self._following[turn] = last  # rule 2
             self._move_inside(last, turn)  # the last one then reads what this one has computed
         else:
             self._add_inside(turn, reach)
 
     def move_consumer(self, old: int, new: int) -> None:
-        following, last = self._next.pop(old, None), self._last
+        following, last = self._following.pop(old, None), self._newest
         before = following if last == old else last
         if before is not None and 0 < new - before <= REACH:
-            self._next[new] = before
-        if following is not None and self._next.get(new) != following:
+            self._following[new] = before
+        if following is not None and self._following.get(new) != following:
             self._read_inside_again()  # no value is kept for it any more
-        self._last = new
+        self._newest = new
         self._move_inside(old, new)
 
     def read_again(self) -> None:

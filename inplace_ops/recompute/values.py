@@ -12,9 +12,11 @@ that was modified afterwards, and a write such as `with torch.no_grad(): y.add_(
 the graph. But every such write raises the tensor's version, which all its views share. So the
 engine records, for each operation, the lowest version that its output can have had when the
 operation returned. A tensor that is still at that version is unmodified. If the version was really
-higher, the comparison fails and the tensor stays saved: the bound errs on the safe side. A spec may
-compute an operation's output from its inputs only if every input was at its recorded version when
-the operation read it:
+higher, the comparison fails and the tensor stays saved: the bound errs on the safe side.
+
+Two things are proved. At its consumer, that the saved tensor is unmodified since its operation
+returned it (`is_unmodified_in`). And of each operation inside the spec, that every input was at its
+recorded version when the operation read it (`unproved` has the others):
 
 1. The output of an operation that allocates it starts at version 0. The output of an in-place
    operation starts at least one version above its input's. A version never decreases, so 0 is the
@@ -43,8 +45,8 @@ NOTE [Metadata outlives backward]
 
 A node's metadata lives as long as the node, and longer than the node's saved tensors. So:
 
-1. A value refers to large tensors only weakly.
-2. A value refers to copies, weights and statistics only until the model's forward has returned.
+1. A value refers to activations only weakly.
+2. A value refers to copies, weights and statistics until the model's forward has returned.
 3. A value refers to no node. A node's metadata would then refer to the node, by a cycle through C++
    that Python's garbage collector does not see, and the graph would stay alive forever.
 """
@@ -68,9 +70,10 @@ from .tensors import whole_base
 from .views import base_of, reshapes_only
 from .weights import ProductFacts
 
-# The key of a node's value in its metadata. A visited node without a value has one of these:
-# `WITHOUT_VALUE`, until a value is needed, or `OTHER_STREAM`, if the operation ran on another CUDA
-# stream than the forward's first operation on that device. Nothing is read from such an operation.
+# The key of a node's value in its metadata. A visited node without a value has one of these (a view
+# needs none): `WITHOUT_VALUE`, until a value is needed, or `OTHER_STREAM`, if the operation ran on
+# another CUDA stream than the forward's first operation on that device. Nothing is read from such
+# an operation.
 KEY = "inplace_ops"
 WITHOUT_VALUE, OTHER_STREAM = None, False
 
@@ -87,16 +90,17 @@ class Value:
             or subtracts, by the input's position.
         norm: Of a norm, what is known of its parameters; None of other operations.
         product: Of a product, what it has read; None of other operations, and if unknown.
-        is_saved: Whether a node or a spec saves the output itself, or a view of it.
-        saver: A weak reference to the value of the last node that saves the output or a view of
-            it; None if no consumer saves it.
+        is_saved: Whether a node or a spec has ever saved the output itself, or a view of it. The
+            output of a ReLU is then not reduced to bits.
+        saver: A weak reference to the value of a consumer that saves the output or a view of it;
+            None if none does. While that consumer lives, the output may be a leaf.
         part: Returns a leaf with the output's values, in or from a concatenation that has read it,
             or None if nothing saves them any more: see 5 of NOTE [Narrow copies] in `narrow.py`.
         spec: A weak reference to the spec that computes the output from the inputs; None if none
             was made. All consumers get the same spec: see NOTE [Shared values] in `specs.py`.
     """
 
-    # Most values change few of these defaults.
+    # Attributes of the class take no time and memory where a value keeps the default.
     version = 0
     unproved: frozenset[int] = frozenset()
     note: WeakTensor | None = None
@@ -118,10 +122,13 @@ class Value:
         """The tensor of the note, if it is alive."""
         return None if self.note is None else self.note()
 
-    def has_version_of(self, tensor: Tensor) -> bool:
-        """Whether a tensor with the output's memory is unmodified since the operation returned."""
+    def is_unmodified_in(self, tensor: Tensor) -> bool:
+        """Whether a tensor with the output's memory is unmodified since the operation returned.
+
+        At version 0 nothing has ever written to the memory, whatever `self.version` assumes.
+        """
         version = tensor._version
-        return version == 0 or version == self.version  # at 0 nothing has written to it
+        return version == 0 or version == self.version
 
     def mark_saved_by(self, saver: Value) -> None:
         """Record that the consumer with this value saves the output, or a view of it."""
@@ -149,11 +156,17 @@ def ensure_value(node: Node) -> Value | None:
     """Return the value of a node, a new one if it has none; None of an operation on another stream.
 
     The nodes of operations that are not in the table get a value only when a consumer saves their
-    output, or when a note of it is taken.
+    output, or when a note of it is taken. So does an operation of the table while the engine was
+    paused, or whose visit has failed: none of its inputs was proved then.
+
+    Args:
+        node: The node. The engine must have visited it, or it must be a view.
     """
     value = node.metadata.get(KEY)
     if value is WITHOUT_VALUE:
         value = node.metadata[KEY] = Value()
+        if OPERATION_OF[type(node)] is not None:
+            value.unproved = frozenset(range(len(nodes.producers(node))))
     return value or None
 
 
@@ -168,7 +181,7 @@ def saved_output_of(node: Node, value: Value) -> Tensor | None:
     if value.saver is None or value.saver() is None:
         return None
     tensor = value.noted
-    if tensor is None or not value.has_version_of(tensor):
+    if tensor is None or not value.is_unmodified_in(tensor):
         return None
     if tensor.grad_fn is None:  # an alias: see `Field.lasting`
         return _in_shape(tensor, nodes.output_shape(node, 0))
@@ -238,7 +251,7 @@ def prove_input(node: Node, position: int, value: Value) -> None:
         value.unproved |= {position}  # rule 6
     elif not tensor._is_view() and tensor.grad_fn is node:  # rule 4
         value.version, value.note = given.version + 1, given.note
-    elif not given.has_version_of(tensor):
+    elif not given.is_unmodified_in(tensor):
         value.unproved |= {position}
 
 
@@ -249,7 +262,7 @@ def prove_late(node: Node, value: Value) -> bool:
     for position in value.unproved:
         base, given = producer_of(*edges[position])
         tensor = None if given is None else _known_output(base, given)
-        if given is None or tensor is None or not given.has_version_of(tensor):
+        if given is None or tensor is None or not given.is_unmodified_in(tensor):
             still.add(position)
     value.unproved = frozenset(still)
     return not still

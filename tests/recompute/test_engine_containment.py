@@ -133,6 +133,47 @@ def test_error_at_any_node_does_not_affect_later_calls(
     assert_same_steps(model, twin, x)
 
 
+@pytest.mark.parametrize("how", ["paused", "failed"])
+@pytest.mark.filterwarnings("ignore:inplace_ops:UserWarning")
+def test_operation_without_a_visit_proves_no_input(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later consumer gives its output a value. Its inputs may have been written to all the same.
+
+    The write begins after the first use of all specs, whose comparison would find it.
+    """
+
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.writes = nn.Linear(3, 8), nn.Linear(3, 8), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            a, b = self.first(x), self.second(x)
+            z = a * b
+            with torch.no_grad():
+                z.add_(float(self.writes))
+            engine = run.running_engine()
+            if engine is None:
+                return z.neg().pow(2)
+            if how == "paused":
+                with engine.paused(z):
+                    y = z.neg()
+                    engine.walk(y)
+            else:
+                with monkeypatch.context() as patch:
+                    patch.setattr(replace, "prove", None)  # calling it raises
+                    y = z.neg()
+                    engine.walk(y)
+            return y.pow(2)
+
+    model, x = Written(), torch.randn(4, 3)
+    twin = converted_twin(model, max_ops=8)
+    for writes in (False, True):
+        model.writes = twin.writes = writes
+        assert_same_steps(model, twin, x, steps=1)
+
+
 @pytest.mark.parametrize(("owner", "part"), [(run, "base_of"), (run, "value_of")])
 def test_error_in_engine_function_warns_once(
     owner: Any, part: str, monkeypatch: pytest.MonkeyPatch
