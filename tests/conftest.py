@@ -231,10 +231,3 @@ def device_numerics(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
         return build("device_numerics.cpp", tmp_path_factory.mktemp(name), *flags, name=name)
 
     return built
-
-
-@pytest.fixture(scope="session")
-def host_numerics(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    flags = ["-O2", "-pthread", "-DHOST_NUMERICS"]
-    folder = tmp_path_factory.mktemp("host_numerics")
-    return build("device_numerics.cpp", folder, *flags, name="host_numerics")
