@@ -177,7 +177,7 @@ def build(source: str, folder: Path, *flags: str, name: str = "") -> ModuleType:
     command = [COMPILER, "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", *flags]
     command += [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}", str(path)]
     if SANITIZE in os.environ:
-        command += ["-g1", *FLAGS]
+        command += FLAGS
     subprocess.run([*command, "-o", str(library)], check=True)
     spec = importlib.util.spec_from_file_location(name, library)
     assert spec is not None
