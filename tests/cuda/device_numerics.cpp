@@ -116,28 +116,10 @@ float approximation(const std::string& name, float x) {
   throw std::invalid_argument("unknown function: " + name);
 }
 
-// Returns the fraction of the inputs whose outputs are in the tail region.
-double tail_fraction(const std::string& name, const std::string& dtype,
-                     const std::vector<double>& inputs) {
-  int64_t in_tail = 0;
-  with_smooth_activation(name, dtype, [&](auto activation) {
-    using A = decltype(activation);
-    using T = typename A::Scalar;
-    for (const double input : inputs) {
-      const auto x = element_of(store<T>(opmath_t<T>(input)));
-      const InputCode<A> code(1);
-      const auto y = load(store<T>(A::value(x.value)));
-      in_tail += is_in_tail<A>(float(y), code.is_left(code.encode(x)));
-    }
-  });
-  return double(in_tail) / double(inputs.size());
-}
-
 PYBIND11_MODULE(MODULE_NAME, module) {
   module.def("forward", &forward);
   module.def("points", &points);
   module.def("quantized_derivative", &quantized_derivative);
-  module.def("tail_fraction", &tail_fraction);
   module.def("set_errors", &set_errors);
   module.def("rounded", &rounded);
   module.def("approximation", &approximation);
