@@ -299,13 +299,22 @@ def test_nan_payload_is_preserved(dtype: torch.dtype) -> None:
     "dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=readable_id
 )
 def test_integers_match_pytorch(dtype: torch.dtype, function: str, device: torch.device) -> None:
-    """PyTorch's own in-place activation overwrites them, also a strided view."""
+    """PyTorch's own in-place activation overwrites them, also a strided view.
+
+    It modifies inference tensors before it raises.
+    """
     info = torch.iinfo(dtype)
     shape, arrange = LAYOUTS["stepped"]
     x = arrange(torch.randint(info.min, info.max, shape, dtype=dtype, device=device))
-    expected = getattr(F, function)(x.clone())
-    assert getattr(inplace_ops, f"{function}_")(x) is x
+    before, expected = x.clone(), getattr(F, function)(x.clone())
+    call = getattr(inplace_ops, f"{function}_")
+    assert call(x) is x
     assert torch.equal(x, expected)
+    with torch.inference_mode():
+        inference_tensor = before.clone()
+    with pytest.raises(RuntimeError, match="inference"):
+        call(inference_tensor)
+    assert torch.equal(inference_tensor, before)
 
 
 def available_bytes(device: torch.device) -> int:

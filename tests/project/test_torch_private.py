@@ -6,11 +6,8 @@ After an update of torch, the ids of the failing cases list what changed.
 from __future__ import annotations
 
 import ast
-import gc
 import importlib
 import inspect
-import logging
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,11 +21,6 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 from torch.utils.flop_counter import FlopCounterMode
 
 import inplace_ops
@@ -38,6 +30,7 @@ from inplace_ops.recompute.norms import NORMS
 from inplace_ops.recompute.operations import OPERATIONS, VIEWS
 
 PACKAGE = Path(inplace_ops.__file__).parent
+TESTS = Path(__file__).parents[1]
 ATEN = torch.ops.aten
 
 
@@ -365,27 +358,6 @@ def check_sync_batch_norm() -> None:
     assert "save_for_backward(input, weight, mean, invstd, count" in inspect.getsource(function)
 
 
-@checks("GRAPH_INPUTS")
-def check_graph_inputs() -> None:
-    """An input of a traced graph has one of these grad_fns, and another tensor has not."""
-    names = []
-
-    def backend(module: Any, inputs: Any) -> Any:
-        return module.forward
-
-    from functorch.compile import aot_function, nop
-
-    def program(x: Tensor, y: Tensor) -> Tensor:
-        names.append([type(t.grad_fn).__name__ for t in (x, y, x.sin())])
-        return x.sin() + y
-
-    aot_function(program, nop)(leaf(2), torch.randn(2))
-    for of_leaf, of_constant, of_result in names:
-        assert {of_leaf, of_constant} <= private.GRAPH_INPUTS
-        assert of_result not in private.GRAPH_INPUTS
-    assert names
-
-
 @checks("sequence_number", "next_sequence_number", "LEAF_SEQUENCE_NUMBER")
 def check_sequence_numbers() -> None:
     number = private.next_sequence_number()
@@ -394,51 +366,6 @@ def check_sequence_numbers() -> None:
     assert private.next_sequence_number() == number + 1
     parameter, _ = y.grad_fn.next_functions[0]
     assert private.sequence_number(parameter) == private.LEAF_SEQUENCE_NUMBER
-
-
-@checks("running_pass", "NO_PASS")
-def check_running_pass() -> None:
-    passes = [in_backward(private.running_pass) for _ in range(2)]
-    assert passes[0] != passes[1]
-    assert private.NO_PASS not in passes
-    assert private.running_pass() == private.NO_PASS
-
-
-@checks("call_after_pass")
-def check_call_after_pass() -> None:
-    called: list[int] = []
-    x = leaf(2)
-    y = x.sin()
-    y.register_hook(lambda grad: private.call_after_pass(lambda: called.append(len(called))))
-    y.register_hook(lambda grad: called.append(-1))
-    y.sum().backward()
-    assert called == [-1, 1]
-
-
-@checks("ProductFlags", "product_flags", "under_product_flags", "in_tf32")
-def check_product_flags() -> None:
-    """Each flag can be set to another value, and is restored."""
-    for device_type in ("cpu", "cuda"):
-        before = private.product_flags(device_type)
-        assert before == private.product_flags(device_type)
-        assert not private.in_tf32(before, device_type, is_convolution=False)
-        for index, value in enumerate(before):
-            other = OTHER_FLAGS.get(value, value) if isinstance(value, str) else None
-            if isinstance(value, bool):
-                other = not value
-            elif isinstance(value, tuple):
-                other = (not value[0], *value[1:])
-            changed = (*before[:index], other, *before[index + 1 :])
-            with private.under_product_flags(device_type, changed):
-                assert private.product_flags(device_type) == changed, (device_type, index)
-            assert private.product_flags(device_type) == before
-    assert private.product_flags("meta") == ()
-    assert private.in_tf32(("none", "tf32"), "cuda", is_convolution=True)
-    assert not private.in_tf32(("none", "tf32"), "cuda", is_convolution=False)
-    assert not private.in_tf32(("tf32", "tf32"), "cpu", is_convolution=False)
-
-
-OTHER_FLAGS = {"none": "ieee", "ieee": "none", "tf32": "ieee"}
 
 
 @checks("TorchDispatchMode")
@@ -464,22 +391,6 @@ def check_dispatch_keys() -> None:
     assert all(private.dispatch_keys(other).raw_repr() != number for other in others)
 
 
-@checks("WeakTensor")
-def check_weak_tensor() -> None:
-    saved = torch.ones(2)
-    product = leaf(2) * saved
-    reference = private.WeakTensor(saved)
-    assert reference() is saved
-    del saved
-    gc.collect()
-    revived = product.grad_fn._saved_other  # autograd has kept the tensor alive
-    found = reference()
-    assert found is None or found is revived
-    del product, revived, found
-    gc.collect()
-    assert reference() is None
-
-
 @checks("storage_id", "storage_of_weak_reference")
 def check_storages() -> None:
     x = torch.randn(2)
@@ -488,6 +399,16 @@ def check_storages() -> None:
     assert private.storage_id(storage) == private.storage_id(same) != private.storage_id(other)
     again = private.storage_of_weak_reference(StorageWeakRef(storage).cdata)
     assert again.data_ptr() == storage.data_ptr()
+
+
+@checks("in_tf32")
+def check_in_tf32() -> None:
+    for device_type in ("cpu", "cuda"):
+        flags = private.product_flags(device_type)
+        assert not private.in_tf32(flags, device_type, is_convolution=False)
+    assert private.in_tf32(("none", "tf32"), "cuda", is_convolution=True)
+    assert not private.in_tf32(("none", "tf32"), "cuda", is_convolution=False)
+    assert not private.in_tf32(("tf32", "tf32"), "cpu", is_convolution=False)
 
 
 @checks("coo_tensors")
@@ -565,39 +486,6 @@ def check_backward_hooks() -> None:
     assert private.has_backward_hooks(module)
 
 
-@checks("gradient_hooks", "future_gradient_hooks")
-def check_gradient_hooks() -> None:
-    seen: list[Tensor] = []
-    y = leaf(4).exp()
-    assert private.gradient_hooks(y) is None
-    future = private.future_gradient_hooks(y)
-    assert future == {}
-    first = y.register_hook(seen.append)
-    second = y.register_hook(lambda grad: 2 * grad)
-    assert [*future] == [first.id, second.id]
-    assert private.gradient_hooks(y) is future
-    z = y * 3
-    del y  # the hooks stay on its node
-    z.sum().backward()
-    assert torch.equal(*seen, torch.full((4,), 3.0))
-    second.remove()
-    assert [*future] == [first.id]
-
-
-@checks("future_gradient_hooks")
-def check_hooks_of_a_detached_tensor() -> None:
-    x = leaf(4)
-    y = x.exp()
-    total = y.sum()
-    private.future_gradient_hooks(y)
-    y.detach_().requires_grad_()
-    y.register_hook(lambda grad: 3 * grad)
-    total.backward()
-    assert torch.equal(x.grad, x.exp())  # y is a leaf now: its hook is not that of its old node
-    y.sum().backward()
-    assert torch.equal(y.grad, torch.full((4,), 3.0))
-
-
 @checks("node_class")
 def check_node_class() -> None:
     class Double(Identity):
@@ -626,61 +514,40 @@ def check_disabled_hooks() -> None:
         assert not private.is_raised_by_disabling_hooks(error.value)
 
 
-def cached_by_policy(*, is_cached: bool) -> Any:
-    choice = CheckpointPolicy.MUST_SAVE if is_cached else CheckpointPolicy.PREFER_RECOMPUTE
-    return partial(create_selective_checkpoint_contexts, lambda ctx, op, *a, **k: choice)
+# By name: a test that fails if the name means something else.
+ELSEWHERE = {
+    **dict.fromkeys(
+        ("ProductFlags", "product_flags", "under_product_flags"),
+        "recompute/test_engine_products.py::test_product_runs_under_the_flags_of_forward",
+    ),
+    **dict.fromkeys(
+        ("NO_PASS", "running_pass"),
+        "recompute/test_engine_products.py::test_each_product_runs_at_most_once_more",
+    ),
+    "call_after_pass": "recompute/test_engine_products.py::test_kept_value_dies_with_the_pass",
+    "WeakTensor": "recompute/test_engine_sharing.py::test_a_kept_value_is_freed_with_the_graph",
+    "future_gradient_hooks": (
+        "recompute/test_engine_hooks.py::test_hook_sees_the_gradient_of_every_consumer"
+    ),
+    "gradient_hooks": "recompute/test_engine_hooks.py::test_hooks_around_an_in_place_activation",
+    "accumulation_hooks": (
+        "conversion/test_state.py::test_tensors_are_as_before_whatever_forward_writes"
+    ),
+    **dict.fromkeys(
+        (
+            *("SavedByCheckpoint", "SavedTensor", "cell_contents", "checkpoint_of"),
+            *("saved_by_checkpoint", "unnoticed_saved_tensor_hooks"),
+        ),
+        "conversion/test_saved_bytes.py::test_checkpoints_count_the_memory_that_they_keep",
+    ),
+    "GRAPH_INPUTS": "torch_features/test_compile.py::test_full_graph_matches_reference",
+}
 
 
-@checks("unnoticed_saved_tensor_hooks")
-def check_unnoticed_hooks() -> None:
-    packed = []
-    with (
-        warnings.catch_warnings(),
-        private.unnoticed_saved_tensor_hooks(lambda t: packed.append(t) or t, lambda t: t),
-    ):
-        warnings.simplefilter("error")
-        contexts = cached_by_policy(is_cached=True)
-        checkpoint(torch.sin, leaf(4), use_reentrant=False, context_fn=contexts)
-        assert not [tensor for tensor in packed if tensor.shape == (8,)]
-        leaf(8).sin()
-    assert [tensor for tensor in packed if tensor.shape == (8,)]
-
-
-@checks("checkpoint_of", "saved_by_checkpoint", "SavedTensor", "SavedByCheckpoint", "cell_contents")
-def check_checkpoints() -> None:
-    """A checkpoint keeps its input, what its function refers to, cached outputs, random states."""
-    mask, x, linear = torch.ones(4, 4), leaf(4, 4) * 1, nn.Linear(4, 4)
-    logging.disable()  # with `debug=True` PyTorch logs each operation
-    for arguments in ({"context_fn": cached_by_policy(is_cached=True)}, {"debug": True}):
-        y = checkpoint(lambda v: (linear(v) * mask).sin(), x, use_reentrant=False, **arguments)
-        assert private.checkpoint_of(x.grad_fn._raw_saved_other.unpack_hook) is None
-        found = private.checkpoint_of(y.grad_fn._raw_saved_self.unpack_hook)
-        kept = [*private.saved_by_checkpoint(found)]
-        (saved,) = [each.handle for each in kept if each.is_input]
-        assert isinstance(saved, private.SavedTensor)
-        assert saved.data.data_ptr() == x.data_ptr()
-        others = [each for each in kept if not each.is_input]
-        assert mask in {each.handle for each in others}
-        assert torch.get_rng_state().shape in {each.handle.shape for each in others}
-        ops = {each.op for each in others if each.op is not None}
-        cached = {
-            torch.ops.aten.addmm.default,
-            torch.ops.aten.mul.Tensor,
-            torch.ops.aten.sin.default,
-        }
-        assert ops >= cached if "context_fn" in arguments else not ops
-        assert not {*linear.parameters()} & {each.handle for each in others}
-    logging.disable(logging.NOTSET)
-
-
-@checks("accumulation_hooks")
-def check_accumulation_hooks() -> None:
-    x = leaf(2)
-    assert not private.accumulation_hooks(x)
-    handle = x.register_post_accumulate_grad_hook(lambda each: None)
-    assert len(private.accumulation_hooks(x)) == 1
-    handle.remove()
-    assert not private.accumulation_hooks(x)
+def test_tests_elsewhere_exist() -> None:
+    for test in ELSEWHERE.values():
+        file, _, name = test.partition("::")
+        assert f"def {name}(" in (TESTS / file).read_text()
 
 
 TABLES = (WHILE, HOLDS, NODES, EQUAL, CHECKS)
@@ -712,7 +579,7 @@ def test_every_private_name_has_a_check() -> None:
     imported |= {"annotations", "nn", "operator", "torch", "traceback", "partial", "suppress"}
     imported |= {"FunctionType", "Iterable", "Iterator", "NamedTuple", "contextmanager", "weakref"}
     names = {name for name in vars(private) if not name.startswith("_")} - imported
-    assert names == {name for table in TABLES for name in table}
+    assert names == {name for table in (*TABLES, ELSEWHERE) for name in table}
 
 
 def test_tensor_attributes_that_are_read_in_place() -> None:
