@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -83,6 +82,17 @@ def linearized(f: Map, x: Tensor) -> object:
     return value, tangents(tangent_of(x))
 
 
+def gradients_of_samples(f: Map, x: Tensor) -> object:
+    """Return the gradients of a layer's weight, for each sample."""
+    layer = nn.Linear(4, 2, dtype=x.dtype, device=x.device)
+    parameters = {name: torch.ones_like(p) / 3 for name, p in layer.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor], sample: Tensor) -> Tensor:
+        return functional_call(layer, parameters, f(sample)).square().sum()
+
+    return vmap(grad(loss), in_dims=(None, 0))(parameters, x)
+
+
 # By name: a transform of a function, evaluated at x of shape (3, 4).
 TRANSFORMS: dict[str, Callable[[Map, Tensor], object]] = {
     "grad": lambda f, x: grad(scalar(f))(x),
@@ -101,6 +111,7 @@ TRANSFORMS: dict[str, Callable[[Map, Tensor], object]] = {
     "vmap": lambda f, x: vmap(f)(x),
     "vmap in chunks": lambda f, x: vmap(f, chunk_size=2)(x),
     "vmap of grad": lambda f, x: vmap(grad(scalar(f)))(x),
+    "gradients of samples": gradients_of_samples,
     "vmap of jvp": lambda f, x: vmap(lambda z: jvp(f, (z,), (tangent_of(z),)))(x),
     "vmap of jacrev": lambda f, x: vmap(jacrev(f))(x),
     "vmap of hessian": lambda f, x: vmap(hessian(scalar(f)))(x),
@@ -219,82 +230,9 @@ def test_vmap_over_ordinary_backward_matches_pytorch(
     torch.testing.assert_close(actual, expected)
 
 
-def network(activation: ActivationCase | None, reference: nn.Module | None = None) -> nn.Module:
-    """Return a small convolutional network with `activation`, or else copies of `reference`."""
-    torch.manual_seed(0)
-
-    def act() -> nn.Module:
-        return activation.module() if activation else copy.deepcopy(reference)
-
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 3),
-        nn.GroupNorm(2, 4),
-        act(),
-        nn.Conv2d(4, 3, 3),
-        act(),
-        nn.Flatten(),
-        nn.Linear(12, 5),
-        act(),
-        nn.Linear(5, 1),
-    ).double()
-
-
-def networks(activation: ActivationCase, device: torch.device) -> tuple[nn.Module, nn.Module]:
-    parent = next(c for c in type(activation.module()).__mro__ if c.__module__.startswith("torch."))
-    ours = network(activation)
-    slope = getattr(ours[2], "negative_slope", None)
-    theirs = network(None, parent() if slope is None else parent(slope))
-    assert type(theirs[2]) is parent
-    return ours.to(device), theirs.to(device)
-
-
 def tolerance(activation: ActivationCase) -> float:
     """Return float64's default tolerance, or more if the derivative is inexact."""
     return max(1e-7, 20 * activation.derivative_error.get(torch.float64, 0.0))
-
-
-@transformed
-@pytest.mark.parametrize("in_dim", [0, -1])
-def test_per_sample_gradients_match_ordinary_backward(
-    activation: ActivationCase, in_dim: int, device: torch.device
-) -> None:
-    images = torch.randn(4, 2, 6, 6, dtype=torch.float64, device=device)
-    batch = images.movedim(0, in_dim)
-    gradients = []
-    for model in networks(activation, device):
-        parameters = {name: p.detach() for name, p in model.named_parameters()}
-
-        def loss(parameters: dict[str, Tensor], image: Tensor, model: nn.Module = model) -> Tensor:
-            return functional_call(model, parameters, (image[None],)).square().sum()
-
-        per_sample = vmap(grad(loss), in_dims=(None, in_dim))(parameters, batch)
-        gradients.append(per_sample)
-
-        # They equal those of an ordinary backward, image by image.
-        for i, image in enumerate(images):
-            model.zero_grad()
-            model(image[None]).square().sum().backward()
-            for name, p in model.named_parameters():
-                limit = tolerance(activation)
-                torch.testing.assert_close(per_sample[name][i], p.grad, rtol=limit, atol=limit)
-    torch.testing.assert_close(*gradients, rtol=1e-7, atol=1e-7)
-    assert all(g.shape[0] == 4 for g in gradients[0].values())
-
-
-@each_function
-def test_functional_call_matches_pytorch(activation: ActivationCase, device: torch.device) -> None:
-    """functional_call without a transform calls the ops themselves, with other parameters."""
-    x = torch.randn(5, 2, 6, 6, dtype=torch.float64, device=device)
-    results = []
-    for model in networks(activation, device):
-        parameters = {
-            name: (p.detach() * 1.1).requires_grad_() for name, p in model.named_parameters()
-        }
-        y = functional_call(model, parameters, (x,))
-        gradients = torch.autograd.grad(y.square().sum(), list(parameters.values()))
-        results.append((y, *gradients))
-    limit = tolerance(activation)
-    torch.testing.assert_close(*results, rtol=limit, atol=limit)
 
 
 @each_function
