@@ -158,7 +158,7 @@ cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # nproc respects these
 check numerics 150 "${workers[@]}" -k "[$device or -$device" "${decisive[@]}"
 # The ignored files run nothing on a GPU, and need other libraries to import.
 rest=("${decisive[@]/#/--ignore=}" --ignore-glob="*/test_"{host_kernels,engine_models,models,benchmarks}.py
-  "${workers[@]}" -k "[$device or -$device or test_fuzz.py or test_info.py")
+  "${workers[@]}" -k "[$device or -$device or test_info.py")
 
 eager=("checkpoint of each block" "convert, max_ops="{1,4,8})
 if [ "$device" = cuda ]; then

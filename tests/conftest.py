@@ -183,7 +183,7 @@ def build(source: str, folder: Path, *flags: str, name: str = "") -> ModuleType:
     command = [COMPILER, "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", *flags]
     command += [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}", str(path)]
     if SANITIZE in os.environ:
-        command += ["-g1", *FLAGS]
+        command += FLAGS
     subprocess.run([*command, "-o", str(library)], check=True)
     spec = importlib.util.spec_from_file_location(name, library)
     assert spec is not None
@@ -237,10 +237,3 @@ def device_numerics(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
         return build("device_numerics.cpp", tmp_path_factory.mktemp(name), *flags, name=name)
 
     return built
-
-
-@pytest.fixture(scope="session")
-def host_numerics(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    flags = ["-O2", "-pthread", "-DHOST_NUMERICS"]
-    folder = tmp_path_factory.mktemp("host_numerics")
-    return build("device_numerics.cpp", folder, *flags, name="host_numerics")

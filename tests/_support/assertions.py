@@ -24,7 +24,7 @@ def random_values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
 
 def patterns(x: Tensor) -> Tensor:
     """Return the bit patterns of x, with a single pattern for all NaNs."""
-    pattern = x.contiguous().view(PATTERN[x.element_size()])
+    pattern = x.resolve_neg().contiguous().view(PATTERN[x.element_size()])
     return torch.where(x.isnan(), -1, pattern) if x.is_floating_point() else pattern
 
 

@@ -39,7 +39,7 @@ ROWS = {
     "fx, export, AOTInductor, ONNX, jit": ("test_tracing",),
     "autocast, checkpoint, hooks, threads, Lightning": ("test_training",),
     "DDP, FSDP2, DTensor, tensor parallel": ("test_distributed",),
-    "fuzzing, wrong arguments, sanitizers": ("test_fuzz", "test_direct", "test_python_calls"),
+    "wrong arguments, sanitizers": ("test_direct", "test_python_calls"),
     "convert": (
         "test_convert",
         "test_engine",

@@ -23,6 +23,10 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "one_wide": ((5, 1, 6), lambda a: a.clone().transpose(0, 1)),
     "gaps": ((60,), lambda a: a.clone().as_strided((4, 5), (13, 2), 3)),
     "interleaved": ((60,), lambda a: a.clone().as_strided((2, 3), (3, 2), 1)),
+    "negated": (
+        (20, 2),
+        lambda a: torch._neg_view(a.clone()),
+    ),
     "0-dim": ((), lambda a: a.clone()),
     "0-dim_view": ((3,), lambda a: a.clone()[1]),
     "empty": ((0,), lambda a: a.clone()),

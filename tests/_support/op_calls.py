@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -66,10 +65,6 @@ def planes_of(op: torch._ops.OpOverload, dtype: torch.dtype = torch.float32) -> 
 OF_EACH_KIND = [op for op in OPS if activation_and_save_of(op)[0] in (None, "leaky_relu", "silu")]
 NORMALIZING = [op for op in OF_EACH_KIND if "row_statistics" in names_of(op)]
 
-of_each_kind = pytest.mark.parametrize(
-    "op", [op for op in OF_EACH_KIND if "dim_order" in names_of(op)], ids=name_of
-)
-
 
 FLOATING = ("x", "grad", "grad_grad", "output", "addend")  # tensors of one shape and dtype
 
@@ -127,7 +122,3 @@ def arguments_of(
         saving = _ops.ALL[activation_and_save_of(op)[0]].save_in_place["output"]
         arguments[names.index("packed")] = saving(output, planes, dim_order)
     return arguments
-
-
-def has_packed(op: torch._ops.OpOverload) -> bool:
-    return "packed" in names_of(op)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 
 import pytest
 import torch
@@ -137,46 +136,6 @@ SMOOTH_ACTIVATIONS = (
         2**-25,
     ),
 )
-
-
-class Numerics:
-    """The functions of device_numerics.cpp for a smooth activation, with tensors as arguments."""
-
-    def __init__(self, module: ModuleType, smooth: SmoothActivation) -> None:
-        self.module = module
-        self.smooth = smooth
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.empty_like(x)
-        dtype = id_of(x.dtype)
-        self.module.forward(self.smooth.name, dtype, x.data_ptr(), y.data_ptr(), x.numel())
-        return y
-
-    def points(
-        self, x: Tensor, bits: int, y: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the input that backward recovers, and both derivatives there.
-
-        With 0 bits the recovered input is x itself.
-        """
-        y = self.forward(x) if y is None else y
-        compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-        results = [torch.full(x.shape, torch.nan, dtype=compute) for _ in range(3)]
-        pointers = [result.data_ptr() for result in results]
-        self.module.points(
-            self.smooth.name, id_of(x.dtype), x.data_ptr(), y.data_ptr(), bits, *pointers, x.numel()
-        )
-        return results[0], results[1], results[2]
-
-    def recover(self, x: Tensor, bits: int, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self.points(x, bits, y)[:2]
-
-    def error(self, x: Tensor, bits: int, y: Tensor | None = None) -> float:
-        """Return the largest absolute error of the derivative."""
-        slope = self.recover(x, bits, y)[1].double()
-        error = (slope - self.smooth.derivative(x.double())).abs().max().item()
-        assert error == error
-        return error
 
 
 def all_finite(dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -280,60 +279,11 @@ def test_third_derivative_of_silu_raises(
 
 
 @each_function
-def test_backward_twice_needs_retain_graph(
-    activation: ActivationCase, device: torch.device
-) -> None:
-    leaf = torch.randn(11, device=device, requires_grad=True)
-    expected = gradient(activation.reference, leaf)
-    y = activation.call(leaf.clone())
-    y.sum().backward(retain_graph=True)
-    y.sum().backward()
-    assert_gradient(activation, leaf.grad / 2, expected, 1.0)
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        y.sum().backward()
-
-
-@each_function
 def test_undefined_gradient_stays_none(activation: ActivationCase, device: torch.device) -> None:
     """The leaf's gradient is None: an optimizer skips None, but applies weight decay to zeros."""
     leaf = torch.randn(4, 3, device=device, requires_grad=True)
     Severed.apply(activation.call(leaf.clone())).sum().backward()
     assert leaf.grad is None
-
-
-@each_function
-def test_backward_in_several_threads(activation: ActivationCase, device: torch.device) -> None:
-    inputs = [torch.randn(70_000, device=device) for _ in range(4)]
-    expected = [gradient(activation.reference, x) for x in inputs]
-    results: dict[int, Tensor] = {}
-
-    def work(i: int) -> None:
-        for _ in range(3):
-            results[i] = gradient(activation.call, inputs[i])
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i, wanted in enumerate(expected):
-        assert_gradient(activation, results[i], wanted, 1.0)
-
-
-@each_function
-@pytest.mark.parametrize("program", VIEW_PROGRAMS)
-def test_gradients_in_anomaly_mode(
-    activation: ActivationCase, program: str, device: torch.device
-) -> None:
-    leaf = torch.randn(4, 3, device=device, requires_grad=True)
-    with pytest.warns(UserWarning, match="Anomaly Detection"):
-        detector = torch.autograd.detect_anomaly()
-    with detector:
-        y = VIEW_PROGRAMS[program](activation.call, leaf)
-        (actual,) = torch.autograd.grad(y.sum(), leaf)
-    expected = VIEW_PROGRAMS[program](lambda x: x.copy_(activation.reference(x.clone())), leaf)
-    (wanted,) = torch.autograd.grad(expected.sum(), leaf)
-    assert_gradient(activation, actual, wanted, 1.0 + y.numel() * (program == "middle") * 1.5)
 
 
 @pytest.mark.parametrize("program", ["whole", "rows"])

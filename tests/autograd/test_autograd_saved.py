@@ -7,6 +7,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,43 +19,28 @@ from _support.marks import readable_id
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 each_function = pytest.mark.parametrize("activation", ONE_OF_EACH_FUNCTION, ids=activation_id)
 
 
-@each_function
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpoint_of_region_that_modifies_its_input_raises(
-    activation: ActivationCase, use_reentrant: bool, device: torch.device
-) -> None:
-    def run(call: Callable[[Tensor], Tensor]) -> None:
-        leaf = torch.randn(11, device=device, requires_grad=True)
-        y = checkpoint(lambda x: call(x) * 2, leaf * 1, use_reentrant=use_reentrant)
-        y.sum().backward()
-
-    with pytest.raises(RuntimeError) as pytorchs:
-        run(torch.relu_)
-    with pytest.raises(RuntimeError) as ours:
-        run(activation.call)
-    assert type(ours.value) is type(pytorchs.value)
-    assert str(ours.value)[:60] == str(pytorchs.value)[:60]
-
-
-@each_function
-@pytest.mark.parametrize("hooks", ["numpy", "save_on_cpu"])
-@pytest.mark.parametrize("program", VIEW_PROGRAMS)
-def test_gradients_under_saved_tensors_hooks(
-    activation: ActivationCase, hooks: str, program: str, device: torch.device
-) -> None:
-    to_numpy = saved_tensors_hooks(
+def numpy_hooks() -> saved_tensors_hooks:
+    return saved_tensors_hooks(
         lambda t: (t.device, t.detach().cpu().numpy().copy()),
         lambda p: torch.tensor(p[1], device=p[0]),
     )
+
+
+@each_function
+@pytest.mark.parametrize("context", [numpy_hooks, save_on_cpu, torch.autograd.detect_anomaly])
+@pytest.mark.parametrize("program", VIEW_PROGRAMS)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
+def test_gradients_under_hooks_and_in_anomaly_mode(
+    activation: ActivationCase, context: Callable[[], Any], program: str, device: torch.device
+) -> None:
     leaf = torch.randn(4, 3, device=device, requires_grad=True)
-    with to_numpy if hooks == "numpy" else save_on_cpu():
+    with context():
         y = VIEW_PROGRAMS[program](activation.call, leaf)
-    (actual,) = torch.autograd.grad(y.sum(), leaf)
+        (actual,) = torch.autograd.grad(y.sum(), leaf)
     expected = VIEW_PROGRAMS[program](lambda x: x.copy_(activation.reference(x.clone())), leaf)
     (wanted,) = torch.autograd.grad(expected.sum(), leaf)
     assert_gradient(activation, actual, wanted, 1.0 + y.numel() * (program == "middle") * 1.5)

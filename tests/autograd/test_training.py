@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -138,65 +139,77 @@ def test_infinite_gradients_reach_weights_as_in_pytorch(
         torch.testing.assert_close(mine.grad, reference.grad, equal_nan=True)
 
 
-# ---- Recomputation ----
+# ---- Steps of a network ----
 
 
-CHECKPOINTS: dict[str, Step] = {
-    "reentrant": lambda m, x: m[1](checkpoint(m[0], x, use_reentrant=True)).square().mean(),
-    "not_reentrant": lambda m, x: m[1](checkpoint(m[0], x, use_reentrant=False)).square().mean(),
-    "not_reentrant_all": lambda m, x: checkpoint(m, x, use_reentrant=False).square().mean(),
-    "nested": lambda m, x: (
-        checkpoint(
-            lambda v: checkpoint(
-                m[1], checkpoint(m[0], v, use_reentrant=False), use_reentrant=False
-            ),
-            x,
-            use_reentrant=False,
-        )
-        .square()
-        .mean()
-    ),
-    "sequential": lambda m, x: checkpoint_sequential(m, 2, x, use_reentrant=False).square().mean(),
-}
+def nested(m: nn.Module, x: Tensor) -> Tensor:
+    def whole(v: Tensor) -> Tensor:
+        return checkpoint(m[1], checkpoint(m[0], v, use_reentrant=False), use_reentrant=False)
 
-
-@each_function
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_checkpoint_matches_pytorch(
-    activation: ActivationCase, name: str, device: torch.device
-) -> None:
-    assert_same_gradients(activation, device, CHECKPOINTS[name])
-
-
-POLICIES: dict[str, Callable[[str], bool]] = {
-    "none": lambda op: False,
-    "ours": lambda op: op.startswith("inplace_ops"),
-    "ours_and_addmm": lambda op: op.startswith("inplace_ops") or "addmm" in op,
-}
+    return checkpoint(whole, x, use_reentrant=False).square().mean()
 
 
 def selectively(saves: Callable[[str], bool], model: nn.Module, x: Tensor) -> Tensor:
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if saves(str(op)) else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return checkpoint(
-        model,
-        x,
-        use_reentrant=False,
-        context_fn=lambda: create_selective_checkpoint_contexts(policy),
-    )
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    return checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+
+
+def saves_ours(op: str) -> bool:
+    return op.startswith("inplace_ops")
+
+
+def with_module_hooks(model: nn.Module, x: Tensor) -> Tensor:
+    model[0][1].register_forward_hook(lambda module, inputs, output: output * 1.5)
+    model[1].register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.5,))
+    model[1].register_full_backward_hook(lambda m, grads, outputs: (grads[0] * 3,))
+    return square(model, x)
+
+
+def penalty(critic: nn.Module, x: Tensor) -> Tensor:
+    """Return WGAN-GP's loss: the critic's value and a penalty that pulls its gradient to norm 1."""
+    (gradient,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
+    return critic(x).mean() + 10 * (gradient.flatten(1).norm(dim=1) - 1).square().mean()
+
+
+def replicas_in_threads(model: nn.Module, x: Tensor) -> Tensor:
+    inputs = [x * (1 + i) for i in range(4)]
+    if x.is_cuda:
+        outputs = parallel_apply([model] * 4, inputs)
+    else:  # parallel_apply needs an accelerator
+        with ThreadPoolExecutor(4) as pool:
+            outputs = list(pool.map(model, inputs))
+    return torch.stack([output.square().mean() for output in outputs]).sum()
+
+
+STEPS: dict[str, Step] = {
+    "checkpoint_reentrant": lambda m, x: square(m[1], checkpoint(m[0], x, use_reentrant=True)),
+    "checkpoint_of_a_part": lambda m, x: square(m[1], checkpoint(m[0], x, use_reentrant=False)),
+    "checkpoint_nested": nested,
+    "checkpoint_sequential": lambda m, x: (
+        checkpoint_sequential(m, 2, x, use_reentrant=False).square().mean()
+    ),
+    # Whatever the policy says, the ops run again: replaying the value that an op returned would not
+    # repeat its write.
+    "selective_none": lambda m, x: selectively(lambda op: False, m, x).square().mean(),
+    "selective_ours": lambda m, x: selectively(saves_ours, m, x).square().mean(),
+    "selective_ours_and_addmm": lambda m, x: (
+        selectively(lambda op: saves_ours(op) or "addmm" in op, m, x).square().mean()
+    ),
+    "module_hooks": with_module_hooks,
+    "gradient_penalty": penalty,
+    "replicas_in_threads": replicas_in_threads,
+}
 
 
 @each_function
-@pytest.mark.parametrize("name", POLICIES)
-def test_selective_checkpoint_matches_pytorch(
-    activation: ActivationCase, name: str, device: torch.device
-) -> None:
-    # Whatever the policy says, the ops run again: replaying the value that an op returned would not
-    # repeat its write.
-    assert_same_gradients(
-        activation, device, lambda m, x: selectively(POLICIES[name], m, x).square().mean()
-    )
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_match_pytorch(activation: ActivationCase, name: str, device: torch.device) -> None:
+    if name == "gradient_penalty" and not activation.is_twice_differentiable:
+        return  # raises, see test_save_derivative_rejects_second_derivative
+    assert_same_gradients(activation, device, STEPS[name])
 
 
 @each_function
@@ -243,37 +256,6 @@ def test_tensor_hooks_and_retained_gradients_match_pytorch(
         assert_gradient(activation, ours[name], expected, 3.0, name)
 
 
-@each_function
-def test_module_hooks_match_pytorch(activation: ActivationCase, device: torch.device) -> None:
-    def step(model: nn.Module, x: Tensor) -> Tensor:
-        model[0][1].register_forward_hook(lambda module, inputs, output: output * 1.5)
-        model[1].register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.5,))
-        model[1].register_full_backward_hook(lambda m, grads, outputs: (grads[0] * 3,))
-        return square(model, x)
-
-    assert_same_gradients(activation, device, step)
-
-
-# ---- Second derivatives ----
-
-
-def penalty(critic: nn.Module, x: Tensor) -> Tensor:
-    """Return WGAN-GP's loss: the critic's value and a penalty that pulls its gradient to norm 1."""
-    (gradient,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
-    return critic(x).mean() + 10 * (gradient.flatten(1).norm(dim=1) - 1).square().mean()
-
-
-@each_function
-def test_gradient_penalty_matches_pytorch(activation: ActivationCase, device: torch.device) -> None:
-    if activation.is_twice_differentiable:
-        assert_same_gradients(activation, device, penalty)
-        return
-    ours, _ = twins(activation, device)
-    x = torch.randn(2, 3, 7, 7, dtype=torch.float64, device=device, requires_grad=True)
-    with pytest.raises(RuntimeError, match=r'save="derivative".*save="output"'):
-        penalty(ours, x).backward()
-
-
 # ---- Parametrizations, threads, modes ----
 
 
@@ -301,39 +283,20 @@ def with_a_parametrization(activation: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
+def cached(model: nn.Module, x: Tensor) -> Tensor:
+    with parametrize.cached():
+        return square(model, x) + square(model, x * 2)
+
+
 @each_function
-@pytest.mark.parametrize("build", [weight_normed, with_a_parametrization])
+@pytest.mark.parametrize(
+    ("build", "step"),
+    [(weight_normed, square), (with_a_parametrization, square), (with_a_parametrization, cached)],
+)
 def test_parametrizations_match_pytorch(
-    activation: ActivationCase, build: Any, device: torch.device
+    activation: ActivationCase, build: Any, step: Step, device: torch.device
 ) -> None:
-    assert_same_gradients(activation, device, square, build)
-
-
-@each_function
-def test_cached_parametrization_matches_pytorch(
-    activation: ActivationCase, device: torch.device
-) -> None:
-    def step(model: nn.Module, x: Tensor) -> Tensor:
-        with parametrize.cached():
-            return square(model, x) + square(model, x * 2)
-
-    assert_same_gradients(activation, device, step, with_a_parametrization)
-
-
-@each_function
-def test_replicas_in_threads_match_pytorch(
-    activation: ActivationCase, device: torch.device
-) -> None:
-    def step(model: nn.Module, x: Tensor) -> Tensor:
-        inputs = [x * (1 + i) for i in range(4)]
-        if device.type == "cuda":
-            outputs = parallel_apply([model] * 4, inputs)
-        else:  # parallel_apply needs an accelerator
-            with ThreadPoolExecutor(4) as pool:
-                outputs = list(pool.map(model, inputs))
-        return torch.stack([output.square().mean() for output in outputs]).sum()
-
-    assert_same_gradients(activation, device, step)
+    assert_same_gradients(activation, device, step, build)
 
 
 @each_function
@@ -384,21 +347,6 @@ def test_deterministic_algorithms_repeat_gradients(
         gradients.append(leaf.grad)
     assert_identical(gradients[0], gradients[1])
     assert_gradient(activation, gradients[0], gradients[2], 1.0)
-
-
-@each_function
-def test_anomaly_mode_names_the_forward(activation: ActivationCase, device: torch.device) -> None:
-    with pytest.warns(UserWarning, match="Anomaly Detection"):
-        detector = torch.autograd.detect_anomaly()
-    leaf = torch.rand(9, device=device, requires_grad=True)  # above 0, where ReLU passes a NaN on
-    with detector:
-        y = activation.call(leaf * 1)
-        grad = torch.full_like(y, float("nan"))
-        with (
-            pytest.warns(UserWarning, match=r"(?s)Error detected in .*leaf \* 1"),
-            pytest.raises(RuntimeError, match="returned nan values"),
-        ):
-            y.backward(grad)
 
 
 # ---- CUDA only ----
@@ -459,8 +407,9 @@ def test_stream_for_each_branch_matches_pytorch(
 @pytest.mark.filterwarnings("default")  # the frameworks issue warnings
 @pytest.mark.parametrize("converts", [False, True], ids=["modules", "convert"])
 @pytest.mark.parametrize("name", ["silu-output-default", "relu-mask"])
-def test_lightning_matches_pytorch(name: str, converts: bool) -> None:
+def test_lightning_and_accelerate_match_pytorch(name: str, converts: bool) -> None:
     lightning = pytest.importorskip("lightning")
+    accelerate = pytest.importorskip("accelerate")
     activation = next(row for row in ONE_OF_EACH_FUNCTION if row.name == name)
     ours, pytorchs = twins(activation, torch.device("cpu"))
     if converts:
@@ -483,10 +432,10 @@ def test_lightning_matches_pytorch(name: str, converts: bool) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), 0.1)
 
-    examples = [torch.randn(2, 3, 7, 7, dtype=torch.float64) for _ in range(3)]
+    examples = [torch.randn(2, 3, 7, 7, dtype=torch.float64) for _ in range(4)]
     for model in (ours, pytorchs):
         trainer = lightning.Trainer(
-            max_steps=3,
+            max_steps=4,
             accelerator="cpu",
             logger=False,
             enable_checkpointing=False,
@@ -494,22 +443,10 @@ def test_lightning_matches_pytorch(name: str, converts: bool) -> None:
             enable_model_summary=False,
         )
         trainer.fit(Task(model), torch.utils.data.DataLoader(examples, batch_size=None))
-        assert trainer.global_step == 3
-    for mine, reference in zip(ours.parameters(), pytorchs.parameters(), strict=True):
-        torch.testing.assert_close(mine, reference, **tolerances(activation))
-
-
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("name", ["silu-output-default", "relu-mask"])
-def test_accelerate_matches_pytorch(name: str) -> None:
-    accelerate = pytest.importorskip("accelerate")
-    activation = next(row for row in ONE_OF_EACH_FUNCTION if row.name == name)
-    ours, pytorchs = twins(activation, torch.device("cpu"))
-    inputs = [torch.randn(2, 3, 7, 7, dtype=torch.float64) for _ in range(6)]
-    for model in (ours, pytorchs):
+        assert trainer.global_step == 4
         accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
         prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-        for x in inputs:
+        for x in examples:
             with accelerator.accumulate(prepared):
                 accelerator.backward(square(prepared, x))
                 optimizer.step()

@@ -1,10 +1,8 @@
-// The mathematics of the smooth activations, on the host: as a GPU computes it, with the hardware's
-// errors emulated, or, with HOST_NUMERICS defined, as the host computes it. conftest.py compiles
-// this file, and tests call it with the addresses of tensors. Needs neither torch nor a GPU.
+// The mathematics of the smooth activations as a GPU computes it, on the host, with the hardware's
+// errors emulated. conftest.py compiles this file, and tests call it with the addresses of tensors.
+// Needs neither torch nor a GPU.
 // MODULE_NAME differs between builds, as Python treats two extensions with one name as the same.
-#ifndef HOST_NUMERICS
 #define INPLACE_OPS_HARDWARE "../tests/cuda/emulated_hardware.h"
-#endif
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -81,17 +79,6 @@ void points(const std::string& name, const std::string& dtype, uintptr_t x, uint
   });
 }
 
-// Returns the lowest and the highest derivative, and x and y of the minimum.
-py::tuple properties(const std::string& name) {
-  py::tuple result;
-  with_smooth_activation(name, "float64", [&](auto activation) {
-    using A = decltype(activation);
-    result =
-        py::make_tuple(+A::kLowestDerivative, +A::kHighestDerivative, +A::kMinimumX, +A::kMinimumY);
-  });
-  return result;
-}
-
 // Writes the derivative at each x, rounded as save="derivative" saves it.
 void quantized_derivative(const std::string& name, const std::string& dtype, uintptr_t x, int bits,
                           uintptr_t derivative, int64_t count) {
@@ -107,7 +94,6 @@ void quantized_derivative(const std::string& name, const std::string& dtype, uin
   });
 }
 
-#ifndef HOST_NUMERICS
 void set_errors(const std::array<double, hardware::kFunctions>& multiples, uint64_t seed) {
   for (int i = 0; i < hardware::kFunctions; ++i) hardware::errors.multiples[i] = multiples[i];
   hardware::errors.seed = seed;
@@ -129,34 +115,12 @@ float approximation(const std::string& name, float x) {
   if (name == "sqrt") return hardware::sqrt(x);
   throw std::invalid_argument("unknown function: " + name);
 }
-#endif
-
-// Returns the fraction of the inputs whose outputs are in the tail region.
-double tail_fraction(const std::string& name, const std::string& dtype,
-                     const std::vector<double>& inputs) {
-  int64_t in_tail = 0;
-  with_smooth_activation(name, dtype, [&](auto activation) {
-    using A = decltype(activation);
-    using T = typename A::Scalar;
-    for (const double input : inputs) {
-      const auto x = element_of(store<T>(opmath_t<T>(input)));
-      const InputCode<A> code(1);
-      const auto y = load(store<T>(A::value(x.value)));
-      in_tail += is_in_tail<A>(float(y), code.is_left(code.encode(x)));
-    }
-  });
-  return double(in_tail) / double(inputs.size());
-}
 
 PYBIND11_MODULE(MODULE_NAME, module) {
   module.def("forward", &forward);
   module.def("points", &points);
-  module.def("properties", &properties);
   module.def("quantized_derivative", &quantized_derivative);
-  module.def("tail_fraction", &tail_fraction);
-#ifndef HOST_NUMERICS
   module.def("set_errors", &set_errors);
   module.def("rounded", &rounded);
   module.def("approximation", &approximation);
-#endif
 }

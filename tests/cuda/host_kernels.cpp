@@ -205,7 +205,9 @@ std::optional<Path> run_if_named(const std::string& name, const std::string& req
         path = run(InFloat32<Functor, Format>{{functor}}, launch);
     };
     run_casting(Half{}, "float16");
+#ifndef __SANITIZE_ADDRESS__
     run_casting(BFloat16{}, "bfloat16");
+#endif
   }
   return path;
 }

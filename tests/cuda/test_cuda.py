@@ -104,41 +104,6 @@ def test_number_of_launches(
     assert not [event.name for event in profiler.events() if "Memcpy" in event.name]
 
 
-def test_convert_reports_less_memory(device: torch.device) -> None:
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), nn.Conv2d(8, 8, 3), nn.ReLU()
-    ).to(device)
-    for autocast in (False, True):
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-            report = inplace_ops.convert(model, torch.randn(2, 3, 32, 32, device=device))
-        assert report.saved_bytes_after < report.saved_bytes_before
-        assert report.peak_bytes_after is not None
-
-
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
-@pytest.mark.parametrize("with_example", [True, False], ids=["example", "no_example"])
-@pytest.mark.parametrize("activation", [nn.ReLU, nn.SiLU])
-def test_cuda_graph_of_converted_model(
-    activation: Callable[[], nn.Module], with_example: bool, device: torch.device
-) -> None:
-    """Without an example, the warm-up is the first use of the recompute specs."""
-    original = network(activation).to(device, torch.float64)
-    static = torch.randn(2, 3, 32, 32, device=device, dtype=torch.float64)
-    model = copy.deepcopy(original)
-    report = inplace_ops.convert(model, static if with_example else None)
-    graphed = torch.cuda.make_graphed_callables(model, (static,))
-    assert report.replaced
-    model.load_state_dict(original.state_dict())  # the warm-up has updated running statistics
-    for _ in range(3):
-        x = torch.randn_like(static)
-        for module, call in ((original, original), (model, graphed)):
-            module.zero_grad()
-            call(x).square().sum().backward()
-        for mine, reference in zip(model.parameters(), original.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, reference.grad)
-        torch.testing.assert_close(model.state_dict(), original.state_dict())
-
-
 def network(activation: Callable[[], nn.Module]) -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), activation(), nn.Conv2d(8, 8, 3)

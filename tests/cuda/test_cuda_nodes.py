@@ -186,21 +186,14 @@ each_batch_norm = pytest.mark.parametrize("name", BATCH_NORMS)
 
 
 @each_case
-def test_engine_knows_the_node_of_every_norm(name: str, device: torch.device) -> None:
+def test_node_saves_what_the_engine_reads(name: str, device: torch.device) -> None:
+    """The engine knows the node, and its saved input and weight are the tensors themselves."""
     case = CASES[name]
-    _, _, z = case.run(device)
-    found = type(node_of(z)).__name__
+    module, x, z = case.run(device)
+    node = node_of(z)
+    found = type(node).__name__
     assert found in norms.NORMS, f"the engine does not know {found} and recomputes nothing from it"
     assert found == case.node
-
-
-@each_case
-def test_node_saves_its_input_and_weight_themselves(name: str, device: torch.device) -> None:
-    """The saved tensors that the engine reads have no hooks."""
-    module, x, z = CASES[name].run(device)
-    node = node_of(z)
-    assert nodes.saved_tensor(node, "result1") is not None, dir(node)
-    assert nodes.saved_tensor(node, "result2") is not None, dir(node)
     for field in ("input", "weight"):
         assert nodes.Field(node, field).is_itself, field
     saved = nodes.saved_tensor(node, "input")
@@ -216,25 +209,38 @@ def test_node_saves_its_input_and_weight_themselves(name: str, device: torch.dev
         assert expected is None or torch.equal(weight, expected)
     else:
         assert weight is module.weight, "a saved weight does not unpack as the parameter itself"
+    output = z if z._base is None else z._base
+    assert nodes.output_shape(node, 0) == output.shape
+    assert nodes.output_dtype(node, 0) is output.dtype is case.dtype
+    assert nodes.output_device(node, 0) == output.device
 
 
-@each_batch_norm
-def test_batch_norm_node_has_training_and_eps(name: str, device: torch.device) -> None:
-    _, _, z = CASES[name].run(device)
-    assert nodes.argument(node_of(z), "training") is True
-    assert norms.batch_norm_eps(node_of(z)) == 1e-3
+@each_case
+def test_node_saves_statistics(name: str, device: torch.device) -> None:
+    """There is one mean and rstd for each row, group or channel. 16 bits do not suffice."""
+    case = CASES[name]
+    _, _, z = case.run(device)
+    node = node_of(z)
+    shape: tuple[int, ...] = (case.shape[1],)
+    if case.node == LAYER:
+        shape = (*case.shape[:-1], 1)
+    elif case.node == GROUP:
+        shape = (case.shape[0], 4)
+    elif name.startswith("instance"):
+        shape = (case.shape[0] * case.shape[1],)
+    for field in ("result1", "result2"):
+        saved = nodes.saved_tensor(node, field)
+        assert saved is not None, dir(node)
+        assert (saved.dtype, tuple(saved.shape)) == (case.statistics, shape)
+    assert norms.can_compute(node) == (case.statistics.itemsize > 2)
 
 
-def test_group_norm_node_has_its_sizes(device: torch.device) -> None:
-    _, _, z = CASES["group"].run(device)
-    found = {name: nodes.argument(node_of(z), name) for name in ("N", "C", "HxW", "group")}
+def test_nodes_have_the_norms_arguments(device: torch.device) -> None:
+    group, layer = (node_of(CASES[name].run(device)[2]) for name in ("group", "layer"))
+    found = {name: nodes.argument(group, name) for name in ("N", "C", "HxW", "group")}
     assert found == {"N": 4, "C": 16, "HxW": 144, "group": 4}
-
-
-def test_layer_norm_node_has_its_shape_and_bias(device: torch.device) -> None:
-    _, _, z = CASES["layer"].run(device)
-    assert nodes.argument(node_of(z), "normalized_shape") == (64,)
-    assert hasattr(type(node_of(z)), "_saved_bias")
+    assert nodes.argument(layer, "normalized_shape") == (64,)
+    assert hasattr(type(layer), "_saved_bias")
 
 
 @each_case
@@ -257,45 +263,6 @@ def test_edges_lead_to_input_weight_and_bias(name: str, device: torch.device) ->
             assert names[position] == "RepeatBackward0", names
             edge, _ = nodes.producer(edge, 0)
         assert nodes.autograd_leaf_of(edge) is parameter, names
-
-
-@each_case
-def test_node_has_the_metadata_of_its_output(name: str, device: torch.device) -> None:
-    _, _, z = CASES[name].run(device)
-    node, output = node_of(z), z if z._base is None else z._base
-    assert nodes.output_shape(node, 0) == output.shape
-    assert nodes.output_dtype(node, 0) is output.dtype is CASES[name].dtype
-    assert nodes.output_device(node, 0) == output.device
-
-
-@each_case
-def test_only_statistics_above_16_bits_determine_the_affine(
-    name: str, device: torch.device
-) -> None:
-    case = CASES[name]
-    _, _, z = case.run(device)
-    node = node_of(z)
-    found = (node._saved_result1.dtype, node._saved_result2.dtype)
-    assert found == (case.statistics, case.statistics)
-    assert norms.can_compute(node) == (case.statistics.itemsize > 2)
-
-
-@each_case
-def test_statistics_have_one_value_for_each_row_group_or_channel(
-    name: str, device: torch.device
-) -> None:
-    case = CASES[name]
-    _, _, z = case.run(device)
-    node = node_of(z)
-    expected: tuple[int, ...] = (case.shape[1],)
-    if case.node == LAYER:
-        expected = (*case.shape[:-1], 1)
-    elif case.node == GROUP:
-        expected = (case.shape[0], 4)
-    elif name.startswith("instance"):
-        expected = (case.shape[0] * case.shape[1],)
-    found = (tuple(node._saved_result1.shape), tuple(node._saved_result2.shape))
-    assert found == (expected, expected)
 
 
 @each_case_in_both_formats
@@ -377,23 +344,21 @@ def test_recomputed_output_is_within_a_rounding(
 
 
 @each_batch_norm
-def test_eval_batch_norm_saves_the_running_statistics_themselves(
-    name: str, device: torch.device
-) -> None:
-    case = CASES[name]
-    module, _, z = case.run(device, training=False)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_batch_norm_node_tells_its_mode(name: str, training: bool, device: torch.device) -> None:
+    """In eval mode it saves the running statistics themselves."""
+    module, _, z = CASES[name].run(device, training=training)
     node = node_of(z)
-    if module.running_mean is None:
-        assert nodes.argument(node, "training") is True
-        return
-    assert nodes.argument(node, "training") is False
-    assert norms.reads_running_statistics(node)
-    assert norms.can_compute(node)
-    for field in ("running_mean", "running_var"):
-        saved = nodes.saved_tensor(node, field)
-        assert saved is not None, field
-        assert saved.data_ptr() == getattr(module, field).data_ptr(), f"{field} is a copy"
     assert norms.batch_norm_eps(node) == 1e-3
+    uses_batch = training or module.running_mean is None
+    assert nodes.argument(node, "training") is uses_batch
+    if not uses_batch:
+        assert norms.reads_running_statistics(node)
+        assert norms.can_compute(node)
+        for field in ("running_mean", "running_var"):
+            saved = nodes.saved_tensor(node, field)
+            assert saved is not None, field
+            assert saved.data_ptr() == getattr(module, field).data_ptr(), f"{field} is a copy"
 
 
 # RMS norms.

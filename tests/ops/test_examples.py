@@ -15,15 +15,13 @@ literal reads from right to left: its last digit belongs to element 8g. Unused b
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from inplace_ops import _ops, convert, relu6_, relu_, silu_
+from inplace_ops import _ops, convert, relu_, silu_
 
-RELU, RELU6, SILU = (_ops.ALL[name] for name in ("relu", "relu6", "silu"))
+RELU, SILU = _ops.ALL["relu"], _ops.ALL["silu"]
 INCOMING = 10.0  # the gradient of the output, for every element
 
 
@@ -65,33 +63,7 @@ def test_mask_of_relu() -> None:
     assert gradient_of(leaf, y).tolist() == [0, 10, 0, 10, 10, 0, 0, 10, 10, 0]
 
 
-def test_mask_of_relu6() -> None:
-    """ReLU6 has derivative 1 where 0 < x < 6: 6 itself has gradient 0, as in PyTorch."""
-    x = torch.tensor([-1.0, 2.0, 0.0, 6.0, 5.5, 7.0], dtype=torch.bfloat16)
-    expected_bits = bit_planes([0b010010])  # elements 1 and 4
-
-    y = x.clone()
-    bits = RELU6.save_in_place["mask"](y, 1, None)
-    assert y.tolist() == [0, 2, 0, 6, 5.5, 6]
-    assert torch.equal(bits, expected_bits)
-
-    leaf = x.requires_grad_()
-    y = relu6_(leaf * 1, save="mask")
-    (saved,) = saved_by(y)
-    assert torch.equal(saved, expected_bits)
-    assert gradient_of(leaf, y).tolist() == [0, 10, 0, 0, 10, 0]
-
-
 # ---- save="output": the output itself, which the next layer often saves anyway. ----
-
-
-def test_output_of_relu() -> None:
-    """The output's sign is the mask: y > 0 exactly where x > 0. No bits are saved."""
-    leaf = torch.tensor([-1.0, 2.0, 0.0, 3.0], requires_grad=True)
-    y = relu_(leaf * 1, save="output")
-    (saved,) = saved_by(y)
-    assert saved.data_ptr() == y.data_ptr()
-    assert gradient_of(leaf, y).tolist() == [0, 10, 0, 10]
 
 
 # A smooth activation needs bits of x in addition to its output y. SiLU, x * sigmoid(x), falls up to
@@ -142,57 +114,6 @@ def test_output_and_bits_of_silu_in_bfloat16() -> None:
     torch.testing.assert_close(gradient_of(leaf, y), expected_gradient)
 
 
-def test_output_and_bits_of_silu_in_float32() -> None:
-    """6 bits: the branch, and bits 8 to 12 of the pattern.
-
-    Backward computes an estimate of x from y, whose lowest bits are right, and corrects the bits
-    above. The mantissa has the bits 0 to 22, of which these are saved:
-
-        x                      exponent   mantissa: 22-13, 12-8, 7-0   branch   code
-         0.5 + 2^-14 + 2^-16   2^-1       0000000000 00101 00000000    right   000101
-         1.0                   2^0        0000000000 00000 00000000    right   000000
-         1.0 + 2^-11           2^0        0000000000 10000 00000000    right   010000
-        -1.0                   2^0        0000000000 00000 00000000    right   000000
-        -2.0                   2^1        0000000000 00000 00000000    left    100000
-        -2.0 - 2^-14           2^1        0000000000 00001 00000000    left    100001
-    """
-    x = torch.tensor([0.5 + 2**-14 + 2**-16, 1.0, 1.0 + 2**-11, -1.0, -2.0, -2.0 - 2**-14])
-    # x / (1 + exp(-x)) in float64
-    expected = [
-        0.3112861214,
-        0.7310585786,
-        0.7315115788,
-        -0.2689414214,
-        -0.238405844,
-        -0.2384003029,
-    ]
-    expected_bits = bit_planes(
-        [0b100001],  # bit 8 of the pattern: elements 0 and 5
-        [0b000000],
-        [0b000001],  # bit 10: element 0
-        [0b000000],
-        [0b000100],  # bit 12: element 2
-        [0b110000],  # left of the minimum: elements 4 and 5
-    )
-
-    y = x.clone()
-    bits = SILU.save_in_place["output"](y, 6, None)
-    torch.testing.assert_close(y, torch.tensor(expected))
-    assert torch.equal(bits, expected_bits)
-
-    leaf = x.requires_grad_()
-    y = silu_(leaf * 1, save="output")  # 6 bits are the default in float32
-    assert torch.equal(saved_by(y)[1], expected_bits)
-    # s (1 + x (1 - s)) in float64, times 10
-    gradient = [7.399948498, 9.276705119, 9.278181149, 0.723294881, -0.907842488, -0.907873040]
-    # The derivative is off by at most 3.5e-6 (docs/accuracy.md), which the gradient multiplies.
-    expected_gradient = torch.tensor(gradient)
-    torch.testing.assert_close(gradient_of(leaf, y), expected_gradient, rtol=0, atol=3.5e-5)
-
-    y = silu_(leaf * 1, save="output", bits=1)  # the branch alone
-    assert torch.equal(saved_by(y)[1], bit_planes([0b110000]))
-
-
 # ---- save="derivative": the derivative, on a grid. The output may be overwritten afterwards. ----
 
 # csrc/derivative_grid.h: code c represents the derivative (c - zero) / steps, and code 0 NaN. The
@@ -235,37 +156,6 @@ def test_derivative_of_silu_in_8_bits() -> None:
     y.detach().zero_()  # backward does not read the output
     expected_gradient = INCOMING * torch.tensor([106, 197, 15, 212, 0, -19]) / 212
     assert torch.equal(gradient_of(leaf, y), expected_gradient.bfloat16())
-
-
-def test_derivative_of_silu_in_16_bits() -> None:
-    """16 bits per element, the default in float32. A derivative that is NaN has code 0.
-
-    x     silu'(x)    54625 silu'(x) + 5455   code, rounded
-      0   0.5               32767.5           32768  1000000000000000
-      1   0.9276705         56129.00          56129  1101101101000001
-    NaN   NaN                                     0  0000000000000000
-    """
-    x = torch.tensor([0.0, 1.0, math.nan])
-    one = [0b010]  # a plane in which only element 1 has a bit
-    none = [0b000]
-    expected_bits = bit_planes(
-        *(one, none, none, none, none, none, one, none),  # the low byte of 56129: 01000001
-        *(one, one, none, one, one, none, one),  # its high byte: 11011011
-        [0b011],  # bit 15: both elements, as 32768 has only this bit
-    )
-
-    y = x.clone()
-    bits = SILU.save_in_place["derivative"](y, 16, None)
-    assert torch.equal(bits, expected_bits)
-
-    leaf = x.requires_grad_()
-    y = silu_(leaf * 1, save="derivative")
-    (saved,) = saved_by(y)
-    assert torch.equal(saved, expected_bits)
-    # The grid has no point at 0.5: the derivative is off by half a step, 0.5 / 54625 = 9.2e-6.
-    first, second = 27313 / 54625, 50674 / 54625
-    expected_gradient = INCOMING * torch.tensor([first, second, math.nan])
-    torch.testing.assert_close(gradient_of(leaf, y), expected_gradient, equal_nan=True)
 
 
 # ---- `convert`: nothing per element, right after a norm. ----

@@ -12,7 +12,6 @@ import torch
 from _support.assertions import assert_gradient, assert_identical, assert_values, random_values
 from _support.cases import (
     ONE_OF_EACH_FORWARD,
-    ONE_OF_EACH_FUNCTION,
     ActivationCase,
     activation_id,
     all_activations,
@@ -149,52 +148,6 @@ def test_recompute_raises_and_names_convert(activation: ActivationCase) -> None:
         assert x._version == 0
 
 
-def network(activation: Callable[[], nn.Module], device: torch.device) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3), activation(), nn.BatchNorm2d(8), activation(), nn.Conv2d(8, 4, 3)
-    ).to(device)
-
-
-@pytest.mark.parametrize("activation", ONE_OF_EACH_FUNCTION, ids=activation_id)
-def test_gradients_of_network_match_pytorch(
-    activation: ActivationCase, device: torch.device
-) -> None:
-    ours = network(activation.module, device).double()
-
-    class Reference(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return activation.reference(x)
-
-    pytorchs = network(Reference, device).double()
-    pytorchs.load_state_dict(ours.state_dict())
-    x = torch.randn(2, 3, 9, 9, dtype=torch.float64, device=device)
-    for model in (ours, pytorchs):
-        model(x).square().mean().backward()
-    # The error of the derivative's grid times the network's sensitivity, which is below 1 at these
-    # sizes.
-    atol = max(1e-7, 20 * activation.derivative_error.get(torch.float64, 0.0))
-    for mine, reference in zip(ours.parameters(), pytorchs.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-7, atol=atol)
-
-
-@one_of_each
-def test_fx_trace_matches_reference(activation: ActivationCase, device: torch.device) -> None:
-    model = nn.Sequential(nn.Linear(5, 7), activation.module(), nn.Linear(7, 2)).to(device).double()
-    traced = torch.fx.symbolic_trace(model)
-    assert type(traced.get_submodule("1")) is type(model[1])
-    x = torch.randn(4, 5, dtype=torch.float64, device=device)
-    expected = model[2](activation.reference(model[0](x)))
-    actual = traced(x)
-    torch.testing.assert_close(actual, expected)
-    wanted = torch.autograd.grad(expected.sum(), model[0].weight)
-    torch.testing.assert_close(
-        torch.autograd.grad(actual.sum(), model[0].weight),
-        wanted,
-        rtol=1e-7,
-        atol=max(1e-7, 20 * activation.derivative_error.get(torch.float64, 0.0)),
-    )
-
-
 @all_activations
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 def test_saved_bytes_of_an_activation(
@@ -237,41 +190,6 @@ def test_saved_bytes_between_convolutions(
     clone = elements * dtype.itemsize if not activation.entry.torch_saves_output else 0
     if activation.entry.allows_output(*activation.scalars):
         assert between(activation.torch_inplace) == without + clone
-
-
-def test_saved_bytes_per_element(device: torch.device) -> None:
-    n = 8000
-
-    def per_element(call: Callable[[Tensor], Tensor], dtype: torch.dtype) -> float:
-        leaf = torch.randn(n, dtype=dtype, device=device, requires_grad=True)
-        saved = saved_bytes(lambda x: torch.sum(call(x.clone())), leaf)
-        return saved / n
-
-    silu = inplace_ops.silu_
-    assert per_element(inplace_ops.relu_, torch.float32) == 1 / 8
-    assert per_element(inplace_ops.leaky_relu_, torch.bfloat16) == 1 / 8
-    for dtype, default in ((torch.float32, 0.75), (torch.bfloat16, 0.625), (torch.float16, 0.875)):
-        assert per_element(silu, dtype) == dtype.itemsize + default
-        assert per_element(lambda x: silu(x, bits=1), dtype) == dtype.itemsize + 1 / 8
-    assert per_element(lambda x: silu(x, save="derivative"), torch.float32) == 2
-    assert per_element(lambda x: silu(x, save="derivative"), torch.bfloat16) == 1
-    assert per_element(torch.nn.functional.silu, torch.float32) == 4
-
-
-@pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_saved_bytes_of_transformer_mlp(approximate: str, device: torch.device) -> None:
-    """A linear, GELU, linear block: PyTorch saves GELU's input and output, 4 bytes per element."""
-    hidden, tokens = 256, 64
-    first = nn.Linear(64, hidden).to(device, torch.bfloat16)
-    second = nn.Linear(hidden, 64).to(device, torch.bfloat16)
-    x = torch.randn(tokens, 64, dtype=torch.bfloat16, device=device)
-
-    def saved_per_element(activation: nn.Module) -> float:
-        return saved_bytes(lambda x: second(activation(first(x))), x) / (hidden * tokens)
-
-    assert saved_per_element(nn.GELU(approximate)) == 4
-    assert saved_per_element(inplace_ops.GELU(approximate)) == 2.625
-    assert saved_per_element(inplace_ops.GELU(approximate, bits=1)) == 2.125
 
 
 class Scale(nn.Module):

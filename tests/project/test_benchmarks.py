@@ -60,22 +60,14 @@ def test_emulation_gives_cuda_autocast_dtypes(
     compute: Callable[[Tensor], Tensor], policy: str, dtype: torch.dtype
 ) -> None:
     """An operation's output has the dtype that CUDA's autocast gives it, and the right values."""
-    from policies import POLICIES, autocast, emulation
+    from policies import POLICIES, autocast, emulation, has_autocast_kernel
 
     x = torch.rand(4, 8, dtype=torch.bfloat16) + 0.5
     with emulation(POLICIES[policy], "cpu"), autocast(POLICIES[policy], "cpu"):
         y = compute(x)
     assert y.dtype is dtype
     torch.testing.assert_close(y.double(), compute(x.double()), rtol=1e-2, atol=1e-2)
-
-
-def test_emulation_ends_with_its_context() -> None:
-    """After the emulation autocast has the CPU's own kernels again."""
-    from policies import POLICIES, emulation, has_autocast_kernel
-
-    with emulation(POLICIES["CUDA autocast"], "cpu"):
-        assert has_autocast_kernel("layer_norm", "CPU")
-    assert not has_autocast_kernel("layer_norm", "CPU")
+    assert not has_autocast_kernel("layer_norm", "CPU")  # the emulation has ended
 
 
 def products(x: Tensor, w: Tensor) -> list[Tensor]:

@@ -66,12 +66,3 @@ def test_console_script_prints_the_same() -> None:
     result = subprocess.run([script, "info"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert f"inplace_ops:      {inplace_ops.__version__}" in result.stdout
-
-
-def test_unknown_command_exits_with_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as error:
-        run(monkeypatch, "nonsense")
-    assert error.value.code == 2
-    assert "nonsense" in capsys.readouterr().err

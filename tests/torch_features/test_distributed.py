@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,6 @@ from _support.cases import ACTIVATIONS, SAVE_MODES, ActivationCase
 from _support.marks import slow
 from _support.processes import Processes, device, mesh_of
 from torch import Tensor, nn
-from torch.distributed import checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -84,17 +81,6 @@ def collectives(function: Callable[[], Any]) -> tuple[Any, int]:
     with Collectives() as mode:
         result = function()
     return result, mode.count
-
-
-def redistributions() -> None:
-    x = distribute_tensor(torch.randn(4, 6, device=device()), mesh_of(), [Shard(0)])
-    gathered, count = collectives(lambda: x.redistribute(placements=[Replicate()]))
-    assert count == 1
-    assert collectives(lambda: gathered.redistribute(placements=[Shard(1)]))[1] == 0
-
-
-def test_collectives_counts_redistributions(processes: Processes) -> None:
-    processes.run(redistributions)
 
 
 # ---- DTensor ----
@@ -533,23 +519,6 @@ def test_tensor_parallel_trains_like_one_process(name: str, processes: Processes
     processes.run(tensor_parallel, name)
 
 
-def local_output() -> None:
-    """PyTorch does not let the result of to_local be modified: the output must stay a DTensor."""
-    x = torch.randn(8, 6, device=device())
-    for activation in SAVE_MODES:
-        for module in (activation.module(), PyTorchsInplace(activation)):
-            model = mlp(lambda: module).to(device())  # noqa: B023
-            parallelize_module(model, mesh_of(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-            with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
-                model(x)
-            with torch.no_grad():
-                model(x)
-
-
-def test_tensor_parallel_with_local_output_raises(processes: Processes) -> None:
-    processes.run(local_output)
-
-
 # ---- Data parallelism ----
 
 
@@ -603,27 +572,3 @@ def sharded_data_parallel(name: str) -> None:
 @one_of_each
 def test_fsdp2_trains_like_one_process(name: str, processes: Processes) -> None:
     processes.run(sharded_data_parallel, name)
-
-
-# ---- Checkpoints ----
-
-
-def saved_and_loaded(folder: str) -> None:
-    activation = BY_NAME["silu-output-default"]
-    ours, pytorchs = twins(normalized_mlp, activation)
-    expected = copy.deepcopy(ours.state_dict())
-    fully_shard(ours, mesh=mesh_of())
-    assert list(ours.state_dict()) == list(pytorchs.state_dict())
-    checkpoint.save(ours.state_dict(), checkpoint_id=folder)
-
-    other = fully_shard(normalized_mlp(activation.module).to(device(), torch.float64))
-    for model in (other, normalized_mlp(lambda: Reference(activation)).to(device(), torch.float64)):
-        state = model.state_dict()
-        checkpoint.load(state, checkpoint_id=folder)
-        model.load_state_dict(state)
-        for name, value in model.state_dict().items():
-            assert_identical(whole(value), expected[name])
-
-
-def test_distributed_checkpoint_round_trip(processes: Processes, tmp_path: Path) -> None:
-    processes.run(saved_and_loaded, str(tmp_path))
