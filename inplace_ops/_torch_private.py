@@ -6,8 +6,8 @@ No other module uses a private name of PyTorch, with three exceptions:
   tensors, and `_current_level` of `torch.autograd.forward_ad`.
 - `_saved_*` and `_raw_saved_*` of autograd's nodes, in `recompute/nodes.py`. PyTorch documents them
   in its notes on autograd.
-- The names of node types in the tables of rules, in `recompute/operations.py` and
-  `recompute/norms.py`: there a name is next to what the engine knows of the operation.
+- The names of node types in the tables of rules, in `recompute/operations.py`, `recompute/views.py`
+  and `recompute/norms.py`: there a name is next to what the engine knows of the operation.
 
 Checked on torch 2.11, 2.13 and 2.14. `tests/project/test_torch_private.py` has a check for
 each name of this module, so that its failures list what a new version of torch has changed.

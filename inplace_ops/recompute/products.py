@@ -335,7 +335,8 @@ def with_frozen_bias(facts: ProductFacts, node: Node, bias: Tensor) -> ProductFa
     """Return the facts with a bias to which no edge leads, right after its module's forward."""
     dtype = nodes.output_dtype(node, 0)  # autocast may have cast the bias
     spec = Weight(bias, bias._version) if bias.dtype is dtype else _cast_of(bias, dtype)
-    return facts._replace(factors=(facts.factors[0], spec))
+    weight, weight_shape, input_shape, (factor, *_), flags = facts
+    return ProductFacts(weight, weight_shape, input_shape, (factor, spec), flags)
 
 
 def _cast_of(bias: Tensor, dtype: torch.dtype) -> Leaf | None:

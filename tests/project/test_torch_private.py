@@ -166,7 +166,6 @@ WHILE: dict[str, Callable[[], Any]] = {
 
 # By name: arguments for which a function is true, and arguments for which it is false.
 HOLDS: dict[str, Callable[[], tuple[list[Any], list[Any]]]] = {
-    "elements_share_memory": lambda: ([torch.randn(1, 3).expand(2, 3)], [torch.randn(2, 3)]),
     "has_children": lambda: ([nn.Sequential(MODULE)], [MODULE]),
     "has_torch_dispatch": lambda: ([Wrapper(X)], [X, nn.Parameter(X)]),
     "is_compiled": lambda: (
@@ -199,7 +198,6 @@ NODES: dict[str, Callable[[], Any]] = {
     "REPEAT": lambda: leaf(4).repeat(2).grad_fn,
     "SUB": lambda: (leaf(4) - 1).grad_fn,
     "TO_COPY": lambda: leaf(4).double().grad_fn,
-    "UNSAFE_VIEW": lambda: ATEN._unsafe_view(leaf(4).clone(), (2, 2)).grad_fn,
 }
 
 SPLIT = leaf(4, 3).double().split([1, 3])
@@ -640,7 +638,7 @@ NODE_TYPES = {
     *dir(torch._C._functions),
     *(private.ACCUMULATE_GRAD, private.BACKWARD_HOOK, private.COPY_SLICES),
 }
-RULES = {"_torch_private.py", "recompute/operations.py", "recompute/norms.py"}
+RULES = {f"recompute/{name}.py" for name in ("operations", "views", "norms")}
 READ_IN_PLACE = {"_version", "_base", "_is_view", "_current_level"}
 
 
