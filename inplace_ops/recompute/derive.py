@@ -99,7 +99,8 @@ class Deriver:
             return reasons.OTHER_STREAM if node.metadata.get(KEY) is OTHER_STREAM else ""
         if index == 0:
             saved = saved_output_of(node, value)
-            if saved is not None and is_plain(saved) and has_storage(saved):
+            is_usable = saved is not None and is_plain(saved) and has_storage(saved)
+            if saved is not None and is_usable and not _may_return_alias(node):
                 return Leaf(saved)
         if operation is None or not operation.has_spec:
             return ""
@@ -286,8 +287,12 @@ def _is_activation(saved: Tensor) -> bool:
     node, _ = base_of(saved.grad_fn, saved.output_nr)
     if node is None or nodes.autograd_leaf_of(node) is not None:
         return False
-    is_alias = nodes.is_users_function(type(node)) or type(node).__name__ in UNSAFE_SPLITS
-    return not is_alias  # rule 3
+    return not _may_return_alias(node)
+
+
+def _may_return_alias(node: Node) -> bool:
+    """Whether an operation may return an alias of a parameter: rule 3 of NOTE [Leaves]."""
+    return nodes.is_users_function(type(node)) or type(node).__name__ in UNSAFE_SPLITS
 
 
 def constants_of(node: Node, rule: Output) -> Mapping[int, Tensor]:
