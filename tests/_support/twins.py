@@ -24,9 +24,11 @@ from inplace_ops.recompute.values import Value
 
 from .marks import quick
 
-# How the engine receives autograd nodes: see NOTE [Where nodes come from] in `run.py`.
-SOURCES = ["hook", "walk"] if nodes.creation_hook is not None else ["walk"]
-# Where PyTorch has the hook, the engine never walks. The slow tests let it walk there too.
+# How the engine receives autograd nodes: see NOTE [Where nodes come from] in `run.py`. Where
+# PyTorch has the hook, the engine never walks. There slow tests let it walk too, in the files about
+# writes, notes and containment. All others have the source of the installed PyTorch.
+HAS_HOOK = nodes.creation_hook is not None
+SOURCES = ["hook", "walk"] if HAS_HOOK else ["walk"]
 EACH_SOURCE = quick(SOURCES, always=SOURCES[:1])
 C = 6
 
@@ -75,6 +77,19 @@ class Program(nn.Module):
     def convolved(self, y: Tensor) -> Tensor:
         """Convolve y, with the weight cast to the dtype of y."""
         return nn.functional.conv2d(y, self.conv.weight.to(y.dtype), padding=1)
+
+
+class Parts(nn.Module):
+    """A model of modules, parameters and other attributes by name, with `compute(self, x)`."""
+
+    def __init__(self, compute: Callable[[Any, Any], Any], **parts: Any) -> None:
+        super().__init__()
+        self.compute = compute
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Any) -> Any:
+        return self.compute(self, x)
 
 
 class TwoOutputs(torch.autograd.Function):

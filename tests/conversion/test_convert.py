@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import pickle
 import random
 import re
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from _support.networks import examples, is_converted, network, number_of_hooks
-from _support.twins import C, assert_same_steps, replaced
+from _support.twins import C, Parts, assert_same_steps, replaced
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import inplace_ops
+from inplace_ops._torch_private import NO_PASS, running_pass
 from inplace_ops.conversion.wiring import conversion_of
 from inplace_ops.recompute import packed
-
-pytestmark = pytest.mark.usefixtures("source")
-
 
 # Arguments.
 
@@ -128,49 +123,6 @@ def test_converting_inside_forward_pass_raises() -> None:
     model(torch.ones(2))
 
 
-class RenamedSiLU(nn.SiLU):
-    pass
-
-
-class OtherForward(nn.SiLU):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) * 2
-
-
-def test_activations_are_fused_by_their_forward() -> None:
-    """A subclass with the forward of a supported activation is fused, whatever its name."""
-    for activation, is_fused in (
-        (RenamedSiLU(), True),
-        (OtherForward(), False),
-        (nn.Tanh(), False),
-    ):
-        model = nn.Sequential(nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), activation, nn.Conv2d(C, 2, 1))
-        original, x = copy.deepcopy(model), examples()
-        inplace_ops.convert(model)
-        assert ("forward" in vars(model[2])) == is_fused
-        assert_same_steps(original, model, x)
-
-
-class ReLU1(nn.ReLU6):
-    """Clamps to [0, 1], by the forward of ReLU6."""
-
-    def __init__(self, inplace: bool = False) -> None:
-        nn.Hardtanh.__init__(self, 0.0, 1.0, inplace)
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-def test_relu6_with_other_bounds_matches_pytorch(inplace: bool) -> None:
-    """Its forward reads the bounds from attributes."""
-    model = nn.Sequential(nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), ReLU1(inplace))
-    twin, x = copy.deepcopy(model), examples()
-    inplace_ops.convert(twin)
-    assert_same_steps(model, twin, x)
-    for bounds in ((0.0, 6.0), (-1.0, 6.0), (0.0, 2.0)):
-        for m in (model, twin):
-            m[2].min_val, m[2].max_val = bounds
-        assert_same_steps(model, twin, x)
-
-
 class GuidedReLU(torch.autograd.Function):
     """ReLU, whose backward passes on positive gradients only."""
 
@@ -185,78 +137,122 @@ class GuidedReLU(torch.autograd.Function):
         return grad.clamp(min=0) * (x > 0)
 
 
-class GuidedMode(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return GuidedReLU.apply(args[0]) if func is F.relu else func(*args, **(kwargs or {}))
-
-
 class RenamedReLU(nn.ReLU):
     pass
 
 
-@pytest.mark.parametrize("by", ["function", "forward", "mode", "forward of a subclass"])
-def test_replaced_activation_matches_pytorch(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tools that explain a model's output replace ReLU, whose values stay the same."""
-    activation = RenamedReLU() if by == "forward of a subclass" else nn.ReLU()
-    model = nn.Sequential(nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), activation, nn.Conv2d(C, 2, 1))
-    twin, x = copy.deepcopy(model), examples()
+class ReLU1(nn.ReLU6):
+    """Clamps to [0, 1], by the forward of ReLU6, which reads the bounds from attributes."""
+
+    def __init__(self) -> None:
+        nn.Hardtanh.__init__(self, 0.0, 1.0)
+
+
+class OtherForward(nn.SiLU):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+def normed(activation: nn.Module, norm: nn.Module | None = None) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, C, 3), norm or nn.BatchNorm2d(C), activation)
+
+
+ACTIVATIONS = [RenamedReLU(), ReLU1(), nn.ReLU6(), nn.LeakyReLU(0.1), OtherForward(), nn.Tanh()]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: type(a).__name__)
+def test_activations_are_fused_by_their_forward(activation: nn.Module) -> None:
+    """A subclass with the forward of a supported activation is fused, whatever its name.
+
+    Its attributes are read at each call.
+    """
+    model, x = normed(copy.deepcopy(activation)).append(nn.Conv2d(C, 2, 1)), examples()
+    twin = copy.deepcopy(model)
     inplace_ops.convert(twin)
+    is_fused = not isinstance(activation, (ReLU1, OtherForward, nn.Tanh))
+    assert ("forward" in vars(twin[2])) == is_fused
     assert_same_steps(model, twin, x)
-    if by == "function":
-        monkeypatch.setattr(F, "relu", lambda x, inplace=False: GuidedReLU.apply(x))
-    elif by == "forward":
-        monkeypatch.setattr(nn.ReLU, "forward", lambda self, x: GuidedReLU.apply(x))
-    elif by == "forward of a subclass":
-        monkeypatch.setattr(RenamedReLU, "forward", lambda self, x: GuidedReLU.apply(x))
-    with GuidedMode() if by == "mode" else contextlib.nullcontext():
-        assert_same_steps(model, twin, x)
+    outputs: list[tuple[Tensor, Tensor]] = []
+    twin[1].register_forward_hook(lambda m, args, z: outputs.append((z, z.detach().clone())))
+    for name, values in {
+        "negative_slope": (0.5, -0.3, 0.0),
+        "max_val": (6.0, 2.0),
+        "min_val": (-1.0, 0.0),
+    }.items():
+        for value in values if hasattr(activation, name) else ():
+            for inplace in (False, True):
+                for m in (model, twin):
+                    setattr(m[2], name, value)
+                    m[2].inplace = inplace
+                if name != "negative_slope" or value > 0 or not inplace:
+                    assert_same_steps(model, twin, x)
+                outputs.clear()
+                twin(x)
+                assert torch.equal(*outputs[0]) == (not inplace)
 
 
-class DoublingMode(TorchFunctionMode):
+class ReplacingMode(TorchFunctionMode):
+    """Calls another function instead of one of PyTorch's."""
+
+    def __init__(self, function: Callable[..., Any], other: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function, self.other = function, other
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        return result * 2 if func is F.relu else result
+        return (self.other if func is self.function else func)(*args, **(kwargs or {}))
 
 
-def test_mode_that_returns_another_tensor_than_in_place_matches_pytorch() -> None:
-    layers = [nn.Conv2d(3, C, 3), nn.InstanceNorm2d(C, affine=True), nn.ReLU(inplace=True)]
-    model, x = nn.Sequential(*layers, nn.Conv2d(C, 2, 1)), examples()
+def guided(x: Tensor, inplace: bool = False) -> Tensor:
+    return GuidedReLU.apply(x)
+
+
+RELU, BATCH_NORM = F.relu, F.batch_norm
+
+
+def shifted(x, mean, var, weight, bias, *args, **kwargs):
+    return BATCH_NORM(x, mean, var, weight, bias + 0.5, *args, **kwargs)
+
+
+def shifted_forward(self: Any, x: Tensor) -> Tensor:
+    return shifted(x, self.running_mean, self.running_var, self.weight, self.bias, True)
+
+
+# By name: a model, and what replaces a function of it: arguments of `setattr`, or a mode. The graph
+# does not show a frozen bias.
+REPLACED: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "function": (lambda: normed(nn.ReLU()), (F, "relu", guided)),
+    "forward": (lambda: normed(nn.ReLU()), (nn.ReLU, "forward", lambda self, x: guided(x))),
+    "forward of a subclass": (
+        lambda: normed(RenamedReLU()),
+        (RenamedReLU, "forward", lambda self, x: guided(x)),
+    ),
+    "mode": (lambda: normed(nn.ReLU()), ReplacingMode(RELU, guided)),
+    "mode that is not in place": (
+        lambda: normed(nn.ReLU(inplace=True), nn.InstanceNorm2d(C, affine=True)),
+        ReplacingMode(RELU, lambda x, inplace: RELU(x, inplace=inplace) * 2),
+    ),
+    "norm's function": (lambda: normed(nn.SiLU()), (F, "batch_norm", shifted)),
+    "norm's forward": (
+        lambda: normed(nn.SiLU()),
+        (nn.modules.batchnorm._BatchNorm, "forward", shifted_forward),
+    ),
+    "norm's mode": (lambda: normed(nn.SiLU()), ReplacingMode(BATCH_NORM, shifted)),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_replaced_function_matches_pytorch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tools that explain a model's output replace ReLU, whose values stay the same."""
+    make, replacement = REPLACED[name]
+    model, x = make().append(nn.Conv2d(C, 2, 1)), examples()
+    model[1].bias.requires_grad_("norm" not in name)
     twin = copy.deepcopy(model)
     inplace_ops.convert(twin)
     assert_same_steps(model, twin, x)
-    with DoublingMode():
-        assert_same_steps(model, twin, x)
-
-
-class ShiftingMode(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if func is F.batch_norm:
-            kwargs["bias"] = kwargs["bias"] + 0.5
-        return func(*args, **kwargs)
-
-
-@pytest.mark.parametrize("by", ["function", "forward", "mode"])
-def test_replaced_norm_matches_pytorch(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graph does not show a frozen bias. It is replaced after the first step."""
-    batch_norm = F.batch_norm
-
-    def shifted(x, mean, var, weight, bias, *args, **kwargs):
-        return batch_norm(x, mean, var, weight, bias + 0.5, *args, **kwargs)
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return shifted(x, self.running_mean, self.running_var, self.weight, self.bias, True)
-
-    model = nn.Sequential(nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), nn.SiLU(), nn.Conv2d(C, 2, 1))
-    model[1].bias.requires_grad_(False)
-    twin, x = copy.deepcopy(model), examples()
-    inplace_ops.convert(twin)
-    assert_same_steps(model, twin, x)
-    if by == "function":
-        monkeypatch.setattr(F, "batch_norm", shifted)
-    elif by == "forward":
-        monkeypatch.setattr(nn.modules.batchnorm._BatchNorm, "forward", forward)
-    with ShiftingMode() if by == "mode" else contextlib.nullcontext():
+    if isinstance(replacement, tuple):
+        monkeypatch.setattr(*replacement)
+        replacement = contextlib.nullcontext()
+    with replacement:
         assert_same_steps(model, twin, x)
 
 
@@ -291,25 +287,6 @@ def test_encoder_layers_get_no_hooks() -> None:
     inplace_ops.convert(layer)
     parts = list(layer.modules())[1:]
     assert number_of_hooks(nn.ModuleList(parts)) == 0
-
-
-def test_activation_attributes_are_read_at_each_call() -> None:
-    model = nn.Sequential(
-        nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), nn.LeakyReLU(0.1), nn.Conv2d(C, 2, 1)
-    )
-    original, x = copy.deepcopy(model), examples()
-    inplace_ops.convert(model, x)
-    outputs: list[tuple[Tensor, Tensor]] = []
-    model[1].register_forward_hook(lambda m, args, z: outputs.append((z, z.detach().clone())))
-    for inplace, slope in ((False, 0.1), (True, 0.5), (False, -0.3), (True, 0.0)):
-        for m in (model, original):
-            m[2].inplace, m[2].negative_slope = inplace, slope
-        if slope >= 0 or not inplace:
-            assert_same_steps(original, model, x)
-        outputs.clear()
-        model(x)
-        z, copied = outputs[0]
-        assert torch.equal(z, copied) == (not inplace)
 
 
 # Examples.
@@ -428,89 +405,6 @@ def test_model_error_on_example_is_raised_as_it_is(function: Callable[..., Any])
     assert type(model) is nn.Sequential
 
 
-class Stateful(nn.Module):
-    """A model whose forward changes all kinds of state that a forward may change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(4, 64), nn.BatchNorm1d(64), nn.Dropout(), nn.SiLU(), nn.Linear(64, 4)
-        )
-        self.register_buffer("steps", torch.zeros(()))
-        self.register_buffer("observed", torch.empty(0))
-        self.list: list[int] = []
-        self.cache: dict[str, Any] = {"nested": [Counter(), {"tensor": torch.zeros(2)}]}
-        self.generator = torch.Generator()
-        self.fails = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps = self.steps + 1
-        self.observed.resize_(4).copy_(x.detach().amax(0))
-        self.layers[1].train(not self.layers[1].training)
-        self.list.append(1)
-        self.cache["x"] = x
-        calls, tensors = self.cache["nested"]
-        calls["forward"] += 1
-        tensors["tensor"] += torch.rand(2, generator=self.generator)
-        tensors["other"] = x
-        self.layers[0].weight.note = self.list
-        self.layers[4].register_forward_hook(lambda m, args, output: None)
-        random.random()
-        np.random.rand()
-        x += 1
-        y = self.layers(x)
-        if self.fails:
-            raise LookupError
-        return y
-
-
-def number_of_user_hooks(module: nn.Module) -> int:
-    return sum(not h.__module__.startswith("inplace_ops") for h in module._forward_hooks.values())
-
-
-def state(model: Stateful, x: Tensor) -> list[Any]:
-    return [
-        {name: value.clone() for name, value in model.state_dict().items()},
-        [p.grad.clone() if p.grad is not None else None for p in model.parameters()],
-        [id(p.grad) for p in model.parameters()],
-        [id(b) for b in model.buffers()],
-        [module.training for module in model.modules()],
-        [number_of_user_hooks(module) for module in model.layers],
-        (list(model.list), list(model.cache), vars(model.layers[0].weight)),
-        [dict(model.cache["nested"][0]), list(model.cache["nested"][1])],
-        model.cache["nested"][1]["tensor"].clone(),
-        model.generator.get_state(),
-        x.clone(),
-        torch.get_rng_state(),
-        random.getstate(),
-        pickle.dumps(np.random.get_state()),
-        torch.is_grad_enabled(),
-    ]
-
-
-@pytest.mark.parametrize("fails", [False, True], ids=["", "fails"])
-@pytest.mark.parametrize("function", [inplace_ops.convert, inplace_ops.analyze])
-def test_example_restores_all_state(function: Callable[..., Any], fails: bool) -> None:
-    model, x = Stateful(), torch.randn(8, 4)
-    model(x.clone()).sum().backward()
-    del model.layers[0].weight.note
-    model.list.clear()
-    del model.cache["x"]
-    before = state(model, x)
-    model.fails = fails
-    if fails:
-        with pytest.raises(LookupError):
-            function(model, x)
-    else:
-        function(model, x)
-    after = state(model, x)
-    assert after[2:8] == before[2:8]
-    for a, b in zip(after[:2] + after[8:12], before[:2] + before[8:12], strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
-    assert after[12:] == before[12:]
-    assert is_converted(model) == (function is inplace_ops.convert and not fails)
-
-
 def test_float32_outputs_under_autocast_are_compared_as_16_bits() -> None:
     """What runs in 16 bits decides how much gradients may differ, not the outputs' dtype."""
 
@@ -534,21 +428,16 @@ def test_float32_outputs_under_autocast_are_compared_as_16_bits() -> None:
 
 
 def test_example_under_autocast_in_eval_mode_and_with_checkpoints() -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = network()
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = checkpoint(self.layers[:3], x, use_reentrant=True)
-            return checkpoint(self.layers[3:], x, use_reentrant=False)
+    def compute(m: Any, x: Tensor) -> Tensor:
+        x = checkpoint(m.layers[:3], x, use_reentrant=True)
+        return checkpoint(m.layers[3:], x, use_reentrant=False)
 
     x = examples()
     with torch.autocast("cpu", torch.bfloat16):
         report = inplace_ops.convert(network(), x)
     assert report.saved_bytes_after < 0.6 * report.saved_bytes_before
     assert inplace_ops.convert(network().eval(), x).saved_bytes_after > 0
-    report = inplace_ops.convert(Checkpointed(), x.requires_grad_())
+    report = inplace_ops.convert(Parts(compute, layers=network()), x.requires_grad_())
     assert report.saved_bytes_after <= report.saved_bytes_before
 
 
@@ -567,16 +456,10 @@ def test_model_without_gradients_saves_zero_bytes() -> None:
 def test_wrong_recomputed_tensor_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """A spec is right at its first use, and wrong when backward unpacks it."""
     compute = packed.Recomputed.compute
-    computed: set[int] = set()
 
     def wrong(value: packed.Recomputed) -> Tensor:
-        result = compute(value)
-        if not value.name.startswith("SiLU"):
-            return result
-        if id(value.spec) in computed:
-            return result * 1.001
-        computed.add(id(value.spec))
-        return result
+        is_wrong = running_pass() != NO_PASS and value.name.startswith("SiLU")
+        return compute(value) * 1.001 if is_wrong else compute(value)
 
     monkeypatch.setattr(packed.Recomputed, "compute", wrong)
     model = network()
@@ -611,17 +494,20 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_views_of_a_tensor_in_channels_last_pass_verification(view: str) -> None:
     """A copy of the saved view has other strides than the recomputed one."""
 
-    class Views(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, affine=False)
-            self.gelu, self.silu = nn.GELU(), nn.SiLU()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.silu(VIEWS[view](self.gelu(self.norm(self.conv(x)))))
+    def compute(m: Any, x: Tensor) -> Tensor:
+        return m.silu(VIEWS[view](m.gelu(m.norm(m.conv(x)))))
 
     x = torch.randn(8, 3, 18, 18).contiguous(memory_format=torch.channels_last)
-    report = inplace_ops.convert(Views(), x)
+    report = inplace_ops.convert(
+        Parts(
+            compute,
+            conv=nn.Conv2d(3, 8, 3),
+            norm=nn.BatchNorm2d(8, affine=False),
+            gelu=nn.GELU(),
+            silu=nn.SiLU(),
+        ),
+        x,
+    )
     assert any((row.producer, row.consumer) == ("GELU", "SiLU") for row in report.replaced)
 
 

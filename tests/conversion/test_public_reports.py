@@ -3,7 +3,7 @@
 Tests elsewhere cover other reports: attributes that are set after the conversion
 (`test_convert.py`); reports that promise too much (`test_convert_report.py`); direct calls of
 `forward`, hooks that look modules up (`test_engine_containment.py`); parameters whose memory is
-freed (`test_engine_rules.py`); subclasses of tensors (`test_engine_surroundings.py`).
+freed (`test_engine_rules.py`); subclasses of tensors (`test_engine_containment.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from _support.twins import C, converted_twin, images
+from _support.twins import C, images
 from torch import Tensor, nn
 
 import inplace_ops
@@ -122,24 +122,3 @@ def test_modules_accept_nested_and_sparse_tensors(layout: torch.layout) -> None:
         torch.testing.assert_close(found[1], found[0])
     sparse = torch.eye(3).to_sparse()
     torch.testing.assert_close(inplace_ops.ReLU()(sparse), nn.ReLU(inplace=True)(sparse))
-
-
-@pytest.mark.parametrize("frozen", ["bias", "weight", "both", "nothing"])
-@pytest.mark.parametrize("inplace", [False, True], ids=["", "inplace"])
-def test_second_derivatives_with_frozen_parameters_match_pytorch(
-    frozen: str, inplace: bool
-) -> None:
-    """pytorch-maml#17, guided-diffusion#144: an error message advised what was already done."""
-    model = nn.Sequential(
-        nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), nn.SiLU(inplace), nn.Conv2d(C, 4, 1)
-    ).double()
-    model[1].bias.requires_grad_(frozen not in ("bias", "both"))
-    model[1].weight.requires_grad_(frozen not in ("weight", "both"))
-    twin, x = converted_twin(model), images(torch.float64)
-    found = []
-    for m in (model, twin):
-        leaf = x.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(m(leaf).sum(), leaf, create_graph=True)
-        gradient.square().sum().backward()
-        found.append([leaf.grad, *(p.grad for p in m.parameters() if p.grad is not None)])
-    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)

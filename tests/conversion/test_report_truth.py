@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from _support.assertions import ViewFunction
 from _support.networks import examples, network
+from _support.twins import Parts
 from torch import Tensor, nn
 
 import inplace_ops
 from inplace_ops.activations import ACTIVATIONS, Activation
 from inplace_ops.conversion.report import Report
 from inplace_ops.recompute import nodes, operations
-
-pytestmark = pytest.mark.usefixtures("source")
 
 
 class Block(nn.Module):
@@ -124,57 +122,14 @@ def test_rows_are_in_the_module_that_runs_the_operation() -> None:
 
 
 def test_module_of_an_operation_before_an_inner_module_is_the_outer_one() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(8, 64), nn.Linear(64, 8)
+    def compute(m: Any, x: Tensor) -> Tensor:
+        return m.last(m.first(x).sin()).cos()
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.first(x).sin()).cos()
-
-    report = inplace_ops.analyze(Outer(), torch.randn(64, 8))
+    report = inplace_ops.analyze(
+        Parts(compute, first=nn.Linear(8, 64), last=nn.Linear(64, 8)), torch.randn(64, 8)
+    )
     found = {row.consumer: row.module for row in (*report.replaced, *report.remaining)}
     assert (found["Sin"], found["Cos"], found["Addmm"]) == ("", "", "last")
-
-
-class Aliased(nn.Module):
-    """A model in which a convolution reads an activation's output, or its input, by an alias.
-
-    A full backward hook makes such an alias.
-    """
-
-    def __init__(self, alias: str, activation: nn.Module) -> None:
-        super().__init__()
-        self.first, self.norm, self.act = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), activation
-        self.second, self.third = nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3)
-        self.alias = alias
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.norm(self.first(x))
-        if self.alias == "input":
-            return self.third(ViewFunction.apply(z)) + self.second(self.act(z))
-        y = self.act(z)
-        return self.third(ViewFunction.apply(y)) + self.second(y)
-
-
-@pytest.mark.parametrize("activation", [nn.ReLU(), nn.SiLU(), nn.Tanh()], ids=str)
-@pytest.mark.parametrize("alias", ["input", "output"])
-def test_no_row_is_of_memory_that_is_still_saved(alias: str, activation: nn.Module) -> None:
-    model, x = Aliased(alias, activation), torch.randn(2, 3, 32, 32)
-    report = inplace_ops.convert(model, x)
-    removed = report.saved_bytes_before - report.saved_bytes_after + report.recompute_bytes
-    assert sum(row.bytes for row in report.replaced) == removed
-
-
-def test_full_backward_hooks_leave_no_untrue_row() -> None:
-    blocks = [(nn.Conv2d(n, 8, 3), nn.BatchNorm2d(8), nn.ReLU()) for n in (3, 8)]
-    model = nn.Sequential(*blocks[0], *blocks[1], nn.Conv2d(8, 4, 1))
-    for layer in model:
-        if isinstance(layer, nn.Conv2d):
-            layer.register_full_backward_hook(lambda *_: None)
-    report = inplace_ops.convert(model, examples().requires_grad_())
-    removed = report.saved_bytes_before - report.saved_bytes_after + report.recompute_bytes
-    assert sum(row.bytes for row in report.replaced) == removed
 
 
 # Names.

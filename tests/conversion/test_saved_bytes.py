@@ -208,30 +208,3 @@ def test_function_without_a_module() -> None:
     exec("def f(x): return x.sigmoid()", namespace)
     assert namespace["f"].__module__ is None
     assert inplace_ops.saved_bytes(namespace["f"], torch.ones(8, requires_grad=True)) == 32
-
-
-# Views of all elements.
-WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
-    "itself": lambda x: x,
-    "slice": lambda x: x[:],
-    "slices": lambda x: x[:, :, 0:],
-    "narrow": lambda x: x.narrow(0, 0, len(x)),
-    "reshape": lambda x: x[:].flatten(1).view_as(x),
-}
-
-
-@pytest.mark.usefixtures("without_products")
-@pytest.mark.parametrize("view", WHOLE)
-def test_sum_with_a_tensor_that_is_saved_by_a_view_counts_once(view: str) -> None:
-    class Sum(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.gelu(WHOLE[view](x)) + x
-
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), Sum(), nn.Conv2d(8, 4, 1), nn.Flatten(0))
-    x = torch.randn(2, 3, 18, 18)
-    report = inplace_ops.convert(model, x)
-    allocated = saved_allocation(lambda: model(x)) - model(x).nbytes
-    assert allocated == pytest.approx(2 * 8 * 16 * 16 * 4, abs=64)  # the first convolution's output
-    assert saved_bytes(model, x) == pytest.approx(allocated, abs=64)
-    assert report.saved_bytes_after == saved_bytes(model, x)
-    assert report.unlisted_bytes == 0

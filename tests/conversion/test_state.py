@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import pickle
+import random
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from _support.networks import examples, is_converted, network
+from _support.twins import Parts
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import _global_optimizer_pre_hooks
@@ -22,17 +27,15 @@ import inplace_ops
 from inplace_ops.conversion.state import State
 from inplace_ops.conversion.verify import Gradients
 
-pytestmark = pytest.mark.usefixtures("source")
-
 MEASURE = pytest.mark.parametrize("measure", [inplace_ops.convert, inplace_ops.analyze])
 
 
 class Writes(nn.Module):
-    """A model whose forward calls `write` with it."""
+    """A model whose forward calls `write` with it and its argument, and may fail then."""
 
-    def __init__(self, write: Callable[[Any], None] = lambda model: None) -> None:
+    def __init__(self, write: Callable[[Any, Tensor], object], fails: bool = False) -> None:
         super().__init__()
-        self.write = write
+        self.write, self.fails = write, fails
         self.net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.SiLU(), nn.Linear(32, 8))
         self.frozen = nn.Parameter(torch.randn(4, 6), requires_grad=False)
         self.tied = nn.Parameter(self.frozen.data[:2])  # shares memory
@@ -46,11 +49,14 @@ class Writes(nn.Module):
             "quantized", torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
         )
         self.cache = [torch.randn(4, 4)]
-        self.inference = inference_tensor()
+        self.nested = {"calls": [Counter()], "pair": (torch.zeros(3), [], (torch.ones(2),))}
+        self.inference, self.generator = inference_tensor(), torch.Generator()
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            self.write(self)
+            self.write(self, x)
+        if self.fails:
+            raise LookupError
         return self.net(x) + self.complex.real.sum()
 
 
@@ -66,41 +72,57 @@ def set_data(tensor: Tensor, value: Tensor) -> None:
 def register_hooks(model: Writes) -> None:
     model.tied.register_hook(lambda gradient: None)
     model.net[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    model.net[3].register_forward_hook(lambda m, args, output: None)
 
 
-WRITES: dict[str, Callable[[Writes], Any]] = {
-    "new data": lambda m: set_data(m.frozen, m.frozen * 0.5),
-    "new data of another layout": lambda m: set_data(m.frozen, m.frozen.t().contiguous().t() * 2),
-    "new data of another shape": lambda m: set_data(m.frozen, torch.zeros(7)),
-    "data in place": lambda m: m.frozen.data.mul_(2),
-    "in place": lambda m: m.net[0].weight.add_(1),
-    "part of shared memory": lambda m: m.tied[0].zero_(),
-    "resized": lambda m: m.observed.resize_(4).fill_(1),
-    "freed": lambda m: m.frozen.untyped_storage().resize_(0),
-    "float8": lambda m: m.narrow.view(torch.uint8).add_(1),
-    "complex": lambda m: m.complex.mul_(1j),
-    "NaN": lambda m: m.nan.view(torch.int32).add_(1),
-    "expanded": lambda m: m.expanded[0].add_(1),
-    "sparse": lambda m: m.sparse.mul_(2),
-    "new sparse": lambda m: set_data(m.sparse, torch.ones(4, 4).to_sparse()),
-    "quantized": lambda m: m.quantized.copy_(torch.zeros(4)),
-    "attribute": lambda m: m.cache[0].zero_(),
-    "new attribute": lambda m: m.cache.append(m.frozen),
-    "NumPy": lambda m: m.frozen.numpy().fill(3),
-    "gradient needed": lambda m: m.frozen.requires_grad_(),
-    "new parameter": lambda m: setattr(m, "frozen", nn.Parameter(torch.zeros(3))),
-    "hooks": register_hooks,
-    "nothing": lambda m: None,
+def draw(model: Writes) -> None:
+    random.random(), np.random.rand(), torch.rand(1), torch.rand(1, generator=model.generator)
+
+
+def write_in_containers(model: Writes) -> None:
+    first, second, (third,) = model.nested["pair"]
+    first.add_(1), second.append(1), set_data(third, torch.zeros(5))
+    model.nested["calls"][0]["forward"] += 1
+    model.nested["x"] = 1
+
+
+WRITES: dict[str, Callable[[Writes, Tensor], Any]] = {
+    "new data": lambda m, x: set_data(m.frozen, m.frozen * 0.5),
+    "new data of another layout": lambda m, x: set_data(
+        m.frozen, m.frozen.t().contiguous().t() * 2
+    ),
+    "new data of another shape": lambda m, x: set_data(m.frozen, torch.zeros(7)),
+    "data in place": lambda m, x: m.frozen.data.mul_(2),
+    "in place": lambda m, x: m.net[0].weight.add_(1),
+    "part of shared memory": lambda m, x: m.tied[0].zero_(),
+    "resized": lambda m, x: m.observed.resize_(4).fill_(1),
+    "freed": lambda m, x: m.frozen.untyped_storage().resize_(0),
+    "float8": lambda m, x: m.narrow.view(torch.uint8).add_(1),
+    "complex": lambda m, x: m.complex.mul_(1j),
+    "NaN": lambda m, x: m.nan.view(torch.int32).add_(1),
+    "expanded": lambda m, x: m.expanded[0].add_(1),
+    "sparse": lambda m, x: m.sparse.mul_(2),
+    "new sparse": lambda m, x: set_data(m.sparse, torch.ones(4, 4).to_sparse()),
+    "quantized": lambda m, x: m.quantized.copy_(torch.zeros(4)),
+    "attribute": lambda m, x: m.cache[0].zero_(),
+    "new attribute": lambda m, x: m.cache.append(m.frozen),
+    "NumPy": lambda m, x: m.frozen.numpy().fill(3),
+    "gradient needed": lambda m, x: m.frozen.requires_grad_(),
+    "new parameter": lambda m, x: setattr(m, "frozen", nn.Parameter(torch.zeros(3))),
+    "new buffer": lambda m, x: setattr(m, "nan", m.nan + 1),
+    "hooks": lambda m, x: register_hooks(m),
+    "training flag": lambda m, x: m.net[1].eval(),
+    "attribute of a parameter": lambda m, x: setattr(m.net[0].weight, "note", 1),
+    "containers": lambda m, x: write_in_containers(m),
+    "random states": lambda m, x: draw(m),
+    "argument": lambda m, x: x.add_(1),
+    "nothing": lambda m, x: None,
 }
 
 
-def tensors_of(model: Writes) -> dict[str, Tensor]:
-    return {
-        **dict(model.named_parameters()),
-        **dict(model.named_buffers()),
-        "cache": model.cache[0],
-        "inference": model.inference,
-    }
+def write_everything(model: Writes, x: Tensor) -> None:
+    for name in ("in place", "attribute", *[*WRITES][-9:]):
+        WRITES[name](model, x)
 
 
 def bytes_of(tensor: Tensor) -> list[int]:
@@ -126,21 +148,73 @@ def state_of(tensor: Tensor) -> Any:
     ]
 
 
+def tensors_of(model: Writes) -> dict[str, Tensor]:
+    first, _, (second,) = model.nested["pair"]
+    return {
+        **dict(model.named_parameters()),
+        **dict(model.named_buffers()),
+        **{"cache": model.cache[0], "inference": model.inference, "first": first, "second": second},
+    }
+
+
+def all_state(model: Writes, x: Tensor) -> list[Any]:
+    """Return all that a forward may change."""
+    nested = model.nested
+    return [
+        {name: (id(tensor), state_of(tensor)) for name, tensor in tensors_of(model).items()},
+        [(m.training, len(m._forward_hooks)) for m in model.modules()],
+        (len(model.cache), {*nested}, dict(nested["calls"][0]), list(nested["pair"][1])),
+        [{**vars(parameter)} for parameter in model.parameters()],
+        [g.tolist() for g in (model.generator.get_state(), torch.get_rng_state(), x)],
+        (random.getstate(), pickle.dumps(np.random.get_state()), torch.is_grad_enabled()),
+    ]
+
+
+def assert_as_before(
+    measure: Callable[..., Any], write: Callable[[Writes, Tensor], object], fails: bool
+) -> None:
+    model, x = Writes(write), torch.randn(16, 8)
+    model.net(x).sum().backward()
+    model.fails = fails
+    before = all_state(model, x)
+    versions = {name: t._version for name, t in model.named_parameters()}
+    with pytest.raises(LookupError) if fails else nullcontext():
+        measure(model, x)
+    assert is_converted(model) == (measure is inplace_ops.convert and not fails)
+    inplace_ops.revert(model)
+    for actual, expected in zip(all_state(model, x), before, strict=True):
+        assert actual == expected
+    if write is WRITES["nothing"]:  # restoring writes only what differs
+        assert versions == {name: t._version for name, t in model.named_parameters()}
+
+
 @pytest.mark.parametrize("write", WRITES)
-def test_tensors_are_as_before_whatever_forward_writes(
+def test_state_is_as_before_whatever_forward_writes(
     write: str, recwarn: pytest.WarningsRecorder
 ) -> None:
-    model = Writes(WRITES[write])
-    tensors = tensors_of(model)
-    before = {name: (id(tensor), state_of(tensor)) for name, tensor in tensors.items()}
-    versions = {name: t._version for name, t in model.named_parameters()}
-    inplace_ops.convert(model, torch.randn(16, 8))
-    tensors = tensors_of(model)
-    assert {name: (id(tensor), state_of(tensor)) for name, tensor in tensors.items()} == before
-    assert len(model.cache) == 1
-    if write == "nothing":  # restoring writes only what differs
-        assert versions == {name: t._version for name, t in model.named_parameters()}
+    assert_as_before(inplace_ops.convert, WRITES[write], fails=False)
     assert not [str(w.message) for w in recwarn if "restore" in str(w.message)]
+
+
+@MEASURE
+@pytest.mark.parametrize("fails", [False, True], ids=["", "fails"])
+def test_state_is_as_before_if_forward_writes_everything(
+    measure: Callable[..., Any], fails: bool
+) -> None:
+    assert_as_before(measure, write_everything, fails)
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_gradient_of_an_attribute_is_as_before(has_gradient: bool) -> None:
+    """A reentrant checkpoint accumulates it."""
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        return checkpoint(m.net, x * m.scale, use_reentrant=True)
+
+    model = Parts(compute, net=network(), scale=torch.ones(1, requires_grad=True))
+    model.scale.grad = torch.full((1,), 3.0) if has_gradient else None
+    inplace_ops.convert(model, examples())
+    assert model.scale.grad == (3.0 if has_gradient else None)
 
 
 @MEASURE
@@ -240,36 +314,6 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> Any:
     return copied(optimizer.state), copied(optimizer.param_groups), {*vars(optimizer)}
 
 
-class Attributes(nn.Module):
-    """Forward writes to tensors and lists in tuples, and backward to an attribute's gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.scale = network(), torch.ones(1, requires_grad=True)
-        self.pair: tuple[Any, ...] = (torch.zeros(3), [], {"inner": (torch.ones(2),)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.pair[0].add_(1)
-        self.pair[1].append(1)
-        self.pair[2]["inner"][0].data = torch.zeros(5)
-        return checkpoint(self.net, x * self.scale, use_reentrant=True)
-
-    def look(self) -> Any:
-        first, second, third = self.pair
-        gradient = None if self.scale.grad is None else self.scale.grad.tolist()
-        return first.tolist(), list(second), third["inner"][0].tolist(), gradient
-
-
-@pytest.mark.parametrize("has_gradient", [False, True])
-def test_attributes_in_tuples_are_as_before(has_gradient: bool) -> None:
-    model = Attributes()
-    if has_gradient:
-        model.scale.grad = torch.full((1,), 3.0)
-    before = model.look()
-    inplace_ops.convert(model, examples())
-    assert model.look() == before
-
-
 def test_optimizer_of_another_thread_keeps_its_step() -> None:
     """A thread that trains another model, in gradient hooks, while an example is measured."""
     other = nn.Parameter(torch.ones(5))
@@ -283,18 +327,13 @@ def test_optimizer_of_another_thread_keeps_its_step() -> None:
 
     other.register_post_accumulate_grad_hook(step)
 
-    class Training(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = network()
+    def compute(m: Any, x: Tensor) -> Tensor:
+        thread = threading.Thread(target=lambda: other.sum().backward())
+        thread.start()
+        thread.join()
+        return m.net(x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            thread = threading.Thread(target=lambda: other.sum().backward())
-            thread.start()
-            thread.join()
-            return self.net(x)
-
-    inplace_ops.convert(Training(), examples())
+    inplace_ops.convert(Parts(compute, net=network()), examples())
     assert len(steps) > 0
     assert other.tolist() == [1.0 - len(steps)] * 5
 
@@ -307,17 +346,11 @@ def test_optimizers_that_hooks_step_are_as_before(
 ) -> None:
     """One optimizer for each parameter, as GaLore and LOMO have, and one of another model."""
 
-    class Reentrant(nn.Module):
+    def compute(m: Any, x: Tensor) -> Tensor:
         """Only `backward()` accumulates, and only a reentrant checkpoint makes a run call it."""
+        return checkpoint(m.net, x, use_reentrant=True)
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = network()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.net, x, use_reentrant=True)
-
-    model, x = Reentrant() if after else network(), examples().requires_grad_()
+    model, x = Parts(compute, net=network()) if after else network(), examples().requires_grad_()
     other = nn.Parameter(torch.randn(5))
     parameters = [*model.parameters()]
     optimizers = {p: OPTIMIZERS[make]([p]) for p in parameters}
@@ -451,16 +484,11 @@ def test_models_that_disable_saved_tensor_hooks_are_measured(transform: str) -> 
 def test_error_of_hooks_that_forward_disables_itself_is_raised() -> None:
     """Only the error of a forward that rejects measuring is handled, whatever its message."""
 
-    class Fails(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.calls = network(), 0
+    def compute(m: Any, x: Tensor) -> Tensor:
+        m.calls += 1
+        raise RuntimeError("saved tensors default hooks are disabled")
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            raise RuntimeError("saved tensors default hooks are disabled")
-
-    model = Fails()
+    model = Parts(compute, net=network(), calls=0)
     with pytest.raises(RuntimeError, match="are disabled"):
         inplace_ops.saved_bytes(model, examples())
     assert model.calls == 1
@@ -477,19 +505,14 @@ def test_distance_counts_imaginary_parts() -> None:
 def test_stale_output_is_left_out() -> None:
     """Autograd raises for a stale view, which is legal while nothing uses it."""
 
-    class Stale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = network()
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            y = self.net(x)
-            _, stale = y.chunk(2, 1)
-            y.mul_(2)
-            return y.mean(), stale
+    def compute(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = m.net(x)
+        _, stale = y.chunk(2, 1)
+        y.mul_(2)
+        return y.mean(), stale
 
     for measured in (True, False):
-        model = Stale()
+        model = Parts(compute, net=network())
         with warnings.catch_warnings(), nullcontext():
             warnings.simplefilter("error")
             report = inplace_ops.convert(model, examples() if measured else None)

@@ -34,7 +34,7 @@ from inplace_ops.recompute.checkpoints import (
 )
 from inplace_ops.recompute.settings import Settings
 
-pytestmark = [pytest.mark.usefixtures("source", "_small_tensors_too")]
+pytestmark = [pytest.mark.usefixtures("_small_tensors_too")]
 
 D = 8
 
@@ -70,18 +70,38 @@ class Block(nn.Module):
         return x + self.ff(self.act(self.middle(x))) + self.offset
 
 
-class Net(nn.Module):
-    """A linear layer, blocks, and a linear layer."""
+class Odd(Block):
+    """A block that runs `run(block, plain, x, shift)`, where `plain` is the forward of `Block`."""
 
-    def __init__(self, block: Callable[[], nn.Module] = Block, count: int = 3) -> None:
+    def __init__(self, run: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.run = run
+
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        return self.run(self, super().forward, x, shift)
+
+
+class Net(nn.Module):
+    """A linear layer, blocks, and a linear layer.
+
+    `shift(i, x)` is the second argument of block i; without it, that of the model.
+    """
+
+    def __init__(
+        self,
+        block: Callable[[], nn.Module] = Block,
+        count: int = 3,
+        shift: Callable[[int, Tensor], Tensor] | None = None,
+    ) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(D, D), nn.Linear(D, 2)
-        self.blocks = nn.ModuleList([block() for _ in range(count)])
+        self.blocks, self.shift = nn.ModuleList([block() for _ in range(count)]), shift
 
     def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
         x = self.first(x)
-        for block in self.blocks:
-            x = block(x, **kwargs)
+        for i, block in enumerate(self.blocks):
+            given = kwargs if self.shift is None else {"shift": self.shift(i, x)}
+            x = block(x, **given)
         out: Tensor = self.last(x)
         return out
 
@@ -97,12 +117,18 @@ def checkpoints_of(model: nn.Module, max_ops: int = 64) -> dict[str, Checkpoint]
     }
 
 
-def pair(model: nn.Module | None = None, max_ops: int = 64) -> tuple[nn.Module, nn.Module]:
-    """Return a model in float64, and its copy whose blocks are all checkpointed."""
+def pair(
+    model: nn.Module | None = None, max_ops: int = 64, less: float = 0.5
+) -> tuple[nn.Module, nn.Module]:
+    """Return a model in float64, and its copy whose blocks are all checkpointed.
+
+    The copy saves less than the given share of the bytes.
+    """
     model = (Net() if model is None else model).double()
     twin = copy.deepcopy(model)
     attach(twin, Conversion(Settings(max_ops), Report(), checkpoints_of(twin, max_ops)))
-    assert inplace_ops.saved_bytes(twin, inputs()) < 0.5 * inplace_ops.saved_bytes(model, inputs())
+    saved = [inplace_ops.saved_bytes(m, inputs()) for m in (model, twin)]
+    assert saved[1] < less * saved[0]
     return model, twin
 
 
@@ -113,9 +139,11 @@ def seeded(call: Callable[[], Any], seed: int = 0) -> Any:
 
 
 def gradients(model: nn.Module, x: Tensor, **kwargs: Any) -> list[Tensor]:
+    """Return the gradients of x and of all parameters, from `backward`: checkpoints need it."""
     x = x.detach().clone().requires_grad_()
-    loss = seeded(lambda: model(x, **kwargs)).square().sum()
-    return list(torch.autograd.grad(loss, [x, *model.parameters()]))
+    model.zero_grad()
+    seeded(lambda: model(x, **kwargs)).square().sum().backward()
+    return [t.grad for t in (x, *model.parameters()) if t.grad is not None]
 
 
 def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
@@ -133,10 +161,6 @@ def test_gradients_match_pytorch_with_dropout(max_ops: int) -> None:
     model, twin = pair(max_ops=max_ops)
     with no_warnings():
         assert_same_steps(model, twin)
-
-
-def test_random_state_after_backward_is_that_after_forward() -> None:
-    _, twin = pair()
     torch.manual_seed(3)
     out = twin(inputs())
     before = torch.get_rng_state()
@@ -144,25 +168,136 @@ def test_random_state_after_backward_is_that_after_forward() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_tensors_as_keyword_arguments_get_gradients() -> None:
-    model, twin = pair()
-    x, found = inputs(), []
-    for each in (model, twin):
-        shift = torch.linspace(0, 1, D, dtype=torch.double, requires_grad=True)
-        loss = seeded(lambda each=each, shift=shift: each(x, shift=shift)).square().sum()
-        found.append(torch.autograd.grad(loss, [shift, *each.parameters()]))
-    assert_equal([*found[1]], [*found[0]])
+def _loss(model: nn.Module, x: Tensor, seed: int = 0, **kwargs: Any) -> Tensor:
+    return seeded(lambda: model(x, **kwargs), seed).square().sum()
 
 
-def test_second_backward_over_a_retained_graph_matches_pytorch() -> None:
+def _of_a_keyword(model: nn.Module, x: Tensor) -> Any:
+    shift = torch.linspace(0, 1, D, dtype=torch.double, requires_grad=True)
+    return torch.autograd.grad(_loss(model, x, shift=shift), [shift, *model.parameters()])
+
+
+def _twice(model: nn.Module, x: Tensor) -> Any:
+    loss, parameters = _loss(model, x), [*model.parameters()]
+    first = torch.autograd.grad(loss, parameters, retain_graph=True)
+    return [*first, *torch.autograd.grad(loss, parameters)]
+
+
+def _of_two_forwards(model: nn.Module, x: Tensor) -> Any:
+    losses = [_loss(model, x * seed, seed) for seed in (1, 2)]
+    model.zero_grad()
+    for loss in losses:
+        loss.backward()
+    return [p.grad for p in model.parameters()]
+
+
+def _in_another_thread(model: nn.Module, x: Tensor) -> Any:
+    model.zero_grad()
+    thread = threading.Thread(target=_loss(model, x).backward)
+    thread.start()
+    thread.join()
+    return [p.grad for p in model.parameters()]
+
+
+def _of_one_block(model: nn.Module, x: Tensor) -> Any:
+    block = model.requires_grad_(False).get_submodule("blocks.1").requires_grad_(True)
+    return torch.autograd.grad(_loss(model, x), [*block.parameters()])
+
+
+def _of_parts(model: nn.Module, x: Tensor) -> Any:
+    """Each backward asks for the gradient of one parameter alone, and needs some slots alone."""
+    names = ("blocks.1.scale", "blocks.0.ff.0.weight", "blocks.2.norm.bias", "first.weight")
+    return [torch.autograd.grad(_loss(model, x), model.get_parameter(n))[0] for n in names]
+
+
+def _evaluated(model: nn.Module, x: Tensor) -> Any:
+    loss = _loss(model, x)
+    model.eval()
+    found = torch.autograd.grad(loss, [*model.parameters()])
+    assert not any(module.training for module in model.modules())
+    model.train()
+    return found
+
+
+def _with_swapped_flags(model: nn.Module, x: Tensor) -> Any:
+    """As many tensors of the same shapes are saved in another order."""
+    first, second = (model.get_parameter(f"blocks.1.{n}.weight") for n in ("norm", "middle"))
+    first.requires_grad_(False)
+    loss = _loss(model, x)
+    for parameter, is_trained in ((first, True), (second, False), (first, False), (second, True)):
+        parameter.requires_grad_(is_trained)
+    return torch.autograd.grad(loss, [second, model.get_parameter("first.weight")])
+
+
+class Doubling(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is F.gelu else result
+
+
+def _under_a_mode(model: nn.Module, x: Tensor) -> Any:
+    with Doubling():
+        loss = _loss(model, x)
+    return torch.autograd.grad(loss, [*model.parameters()])
+
+
+def _of_others(model: nn.Module, x: Tensor, kind: Any = Tensor.requires_grad_) -> Any:
+    """Call the model with other parameters."""
+    other = {n: kind((p * 1.5).detach()) for n, p in model.named_parameters()}
+    given = {**other, **{n: b * 2 for n, b in model.named_buffers()}}
+    out = seeded(lambda: torch.func.functional_call(model, given, (x,)))
+    return torch.autograd.grad(out.square().sum(), [*other.values()])
+
+
+def _by_a_transform(model: nn.Module, x: Tensor) -> Any:
+    def loss(values: dict[str, Tensor]) -> Tensor:
+        return seeded(lambda: torch.func.functional_call(model, values, (x,))).square().sum()
+
+    return torch.func.grad(loss)(dict(model.named_parameters())).values()
+
+
+STEPS: list[Callable[[nn.Module, Tensor], Any]] = [
+    *(_of_a_keyword, _twice, _of_two_forwards, _in_another_thread, _of_one_block, _of_parts),
+    *(_evaluated, _with_swapped_flags, _under_a_mode, _of_others, _by_a_transform),
+    partial(_of_others, kind=nn.Parameter),
+]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_steps_match_pytorch(step: Callable[[nn.Module, Tensor], Any]) -> None:
     model, twin = pair()
-    x, found = inputs(), []
-    for each in (model, twin):
-        loss = seeded(lambda each=each: each(x)).square().sum()
-        parameters = [*each.parameters()]
-        first = torch.autograd.grad(loss, parameters, retain_graph=True)
-        found.append([*first, *torch.autograd.grad(loss, parameters)])
-    assert_equal(found[1], found[0])
+    x = inputs()
+    assert_equal([*step(twin, x)], [*step(model, x)])
+
+
+def test_autocast_of_forward_is_on_when_a_block_runs_again() -> None:
+    model, twin = pair()
+    model.float(), twin.float()
+    for _ in range(2):
+        x, found = inputs().float(), []
+        for each in (model, twin):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = _loss(each, x)
+            found.append(torch.autograd.grad(loss, [*each.parameters()]))
+        torch.testing.assert_close([*found[1]], [*found[0]], rtol=0.02, atol=0.02)
+
+
+def test_flags_of_products_in_forward_hold_when_a_block_runs_again() -> None:
+    def flagged(block: Any, plain: Any, x: Tensor, shift: Any) -> Tensor:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return plain(x)
+
+    seen: list[bool] = []
+    _, twin = pair(Net(lambda: Odd(flagged)))
+    seen.clear()
+    torch.use_deterministic_algorithms(True)
+    try:
+        loss = twin(inputs()).sum()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    loss.backward()
+    assert seen == [True] * 2 * len(twin.blocks)
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_second_derivatives_match_pytorch() -> None:
@@ -173,56 +308,6 @@ def test_second_derivatives_match_pytorch() -> None:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             (first,) = torch.autograd.grad(each(x).square().sum(), x, create_graph=True)
             found.append(torch.autograd.grad(first.square().sum(), [x, *each.parameters()]))
-    assert_equal([*found[1]], [*found[0]])
-
-
-def test_partial_backwards_match_pytorch() -> None:
-    """Each backward asks for the gradient of one parameter alone, and needs some slots alone."""
-    model, twin = pair()
-    x = inputs()
-    for name in ("blocks.1.scale", "blocks.0.ff.0.weight", "blocks.2.norm.bias", "first.weight"):
-        found = [
-            torch.autograd.grad(
-                seeded(lambda each=each: each(x)).square().sum(), each.get_parameter(name)
-            )[0]
-            for each in (model, twin)
-        ]
-        assert_equal(found[1:], found[:1])
-
-
-def test_frozen_parameters_and_inputs_match_pytorch() -> None:
-    model, twin = pair()
-    for each in (model, twin):
-        each.requires_grad_(False)
-        each.get_submodule("blocks.1").requires_grad_(True)
-    x, found = inputs(), []
-    for each in (model, twin):
-        loss = seeded(lambda each=each: each(x)).square().sum()
-        found.append(torch.autograd.grad(loss, [*each.get_submodule("blocks.1").parameters()]))
-    assert_equal([*found[1]], [*found[0]])
-
-
-def test_autocast_of_forward_is_on_when_a_block_runs_again() -> None:
-    model, twin = pair()
-    model.float(), twin.float()
-    for _ in range(2):
-        x, found = inputs().float(), []
-        for each in (model, twin):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = seeded(lambda each=each, x=x: each(x)).square().sum()
-            found.append(torch.autograd.grad(loss, [*each.parameters()]))
-        torch.testing.assert_close([*found[1]], [*found[0]], rtol=0.02, atol=0.02)
-
-
-def test_training_flags_of_forward_hold_when_a_block_runs_again() -> None:
-    model, twin = pair()
-    x, found = inputs(), []
-    for each in (model, twin):
-        loss = seeded(lambda each=each: each(x)).square().sum()
-        each.eval()
-        found.append(torch.autograd.grad(loss, [*each.parameters()]))
-        assert not any(module.training for module in each.modules())
-        each.train()
     assert_equal([*found[1]], [*found[0]])
 
 
@@ -238,511 +323,57 @@ def test_block_in_another_mode_is_not_checkpointed() -> None:
         assert_same_steps(model, twin)
 
 
-# Writes between forward and backward.
+# Blocks that do what others do not.
 
 
-def _fused_step(model: nn.Module) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
+def _apart(block: Any, plain: Any, x: Tensor, shift: Any) -> Tensor:
+    """Tell the arguments apart: one that the block gets twice is the same tensor again."""
+    return plain(x * 2 if shift is x else x.sin())
 
 
-@torch.no_grad()
-def _written(model: nn.Module) -> None:
-    model.get_parameter("blocks.1.ff.0.weight").mul_(2)
+def _masked(block: Any, plain: Any, x: Tensor, shift: Any) -> Tensor:
+    """If the mask had a gradient, the product would save its other factor too."""
+    return plain(x.sin() * (1 if shift is None else shift))
 
 
-@torch.no_grad()
-def _written_buffer(model: nn.Module) -> None:
-    model.get_buffer("blocks.1.offset").mul_(2)
+def _catching_the_end(block: Any, plain: Any, x: Tensor, shift: Any) -> Tensor:
+    """Catch the exception with which the second run ends, and go on."""
+    y = x
+    for factor in (x, x.detach()):
+        try:
+            y = plain(y, shift) * factor
+        except BaseException:
+            y = y * 2
+    return y
 
 
-def _other_data(model: nn.Module) -> None:
-    parameter = model.get_parameter("blocks.1.ff.0.weight")
-    parameter.data = parameter.data * 2
-
-
-def _freed(model: nn.Module) -> None:
-    model.get_parameter("blocks.1.ff.0.weight").untyped_storage().resize_(0)
-
-
-@pytest.mark.parametrize("write", [_fused_step, _written, _written_buffer, _other_data, _freed])
-def test_changed_parameter_or_buffer_raises(write: Callable[[nn.Module], None]) -> None:
-    _, twin = pair()
-    loss = twin(inputs()).sum()
-    write(twin)
-    with pytest.raises(RuntimeError, match=r"modified by an inplace|was freed"):
-        loss.backward()
-
-
-def test_changed_argument_raises() -> None:
-    _, twin = pair()
-    shift = torch.randn(D, dtype=torch.double)
-    loss = twin(inputs(), shift=shift).sum()
-    shift.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-class Written(Block):
-    """A block that writes to what an operation has saved: PyTorch raises in backward."""
-
-    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
-        y = super().forward(x).sigmoid()
-        y += 1
-        return y * x.tanh()
-
-
-def test_write_to_a_saved_tensor_raises_as_in_pytorch() -> None:
-    model, twin = pair(Net(Written))
-    for each in (model, twin):
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            each(inputs()).sum().backward()
-
-
-class Unsteady(Block):
-    """A block that does something else at each call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
-        self.calls += 1
-        return super().forward(x).sin() if self.calls % 2 else super().forward(x.sin())
-
-
-def test_block_that_runs_differently_raises() -> None:
-    _, twin = pair(Net(Unsteady))
-    with pytest.raises(RecomputationError, match=r"saved a torch\.float64 tensor"):
-        twin(inputs()).sum().backward()
-
-
-def test_block_knows_its_arguments_apart_when_it_runs_again() -> None:
-    """And one that it gets twice is the same tensor again."""
-
-    class Comparing(Block):
-        def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
-            return super().forward(x * 2 if shift is x else x.sin())
-
-    class Twice(Net):
-        def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
-            x = self.first(x)
-            for i, block in enumerate(self.blocks):
-                x = block(x, shift=x if i % 2 else x.detach())
-            out: Tensor = self.last(x)
-            return out
-
-    assert_same_steps(*pair(Twice(Comparing)))
-
-
-def test_argument_without_a_gradient_has_none_when_a_block_runs_again() -> None:
-    """Else the product would save its other factor too."""
-
-    class Masked(Block):
-        def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
-            return super().forward(x if shift is None else x.sin() * shift)
-
-    model, twin = pair(Net(Masked))
-    assert_same_steps(model, twin, shift=torch.randn(D, dtype=torch.double))
-
-
-def test_inference_tensor_among_the_arguments_matches_pytorch() -> None:
-    """It has no version that could be compared, so the block is not checkpointed."""
-    model, twin = pair()
-    with torch.inference_mode():
-        shift = torch.randn(D, dtype=torch.double)
-    assert_same_steps(model, twin, shift=shift)
-
-
-def test_block_that_saves_less_when_it_runs_again_raises() -> None:
-    class Shrinking(Block):
-        def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
-            return x if is_backward else super().forward(x)
-
-    is_backward: list[bool] = []
-    _, twin = pair(Net(Shrinking))
-    loss = twin(inputs()).sum()
-    is_backward.append(True)
-    with pytest.raises(RecomputationError, match="saved fewer tensors when it ran again"):
-        loss.backward()
-
-
-@pytest.mark.parametrize("kind", [Tensor, nn.Parameter])
-def test_functional_call_with_other_tensors_matches_pytorch(kind: type) -> None:
-    model, twin = pair()
-    x, found = inputs(), []
-    for each in (model, twin):
-        other = {n: (p * 1.5).detach().requires_grad_() for n, p in each.named_parameters()}
-        if kind is nn.Parameter:
-            other = {n: nn.Parameter(p.detach()) for n, p in other.items()}
-        given = {**other, **{n: b * 2 for n, b in each.named_buffers()}}
-        out = seeded(lambda each=each, g=given: torch.func.functional_call(each, g, (x,)))
-        found.append(torch.autograd.grad(out.square().sum(), [*other.values()]))
-    assert_equal([*found[1]], [*found[0]])
-
-
-# State that changes between forward and backward.
-
-
-class Scheduled(Block):
-    """A block that reads attributes, a dict and a list, and stashes what it resets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.power, self.depth = 1.0, 0
-        self.context: dict[str, Any] = {"shift": 0.0}
-        self.factors = [1.0]
-        self.stash: Tensor | None = None
-
-    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
-        self.depth += 1
-        self.stash = x.sin()
-        x = x * self.power * self.factors[0] + self.context["shift"]
-        y = super().forward(x, shift) * self.stash * self.depth
-        self.depth -= 1
-        self.stash = None
-        return y
-
-
-def _other_attributes(block: nn.Module) -> None:
-    block.power = 3.0
-
-
-def _other_context(block: nn.Module) -> None:
-    block.context["shift"] = torch.ones(D, dtype=torch.double)  # type: ignore[index]
-
-
-def _other_list(block: nn.Module) -> None:
-    block.factors[0] = 5.0  # type: ignore[index]
-
-
-def _other_dropout(block: nn.Module) -> None:
-    block.get_submodule("ff.2").p = 0.7
-
-
-def _other_eps(block: nn.Module) -> None:
-    block.get_submodule("norm").eps = 0.5
-
-
-def _other_mode(block: nn.Module) -> None:
-    block.eval()
-
-
-def _other_parameter(block: nn.Module) -> None:
-    block.scale = nn.Parameter(torch.ones(D, dtype=torch.double))
-
-
-def _other_module(block: nn.Module) -> None:
-    block.act = nn.Tanh()
-
-
-def _frozen(block: nn.Module) -> None:
-    block.requires_grad_(False)
-
-
-def _frozen_in_part(block: nn.Module) -> None:
-    block.get_parameter("ff.0.weight").requires_grad_(False)
-
-
-def _hook(block: nn.Module) -> None:
-    block.get_submodule("norm").register_forward_hook(lambda module, args, output: output * 2)
-
-
-CHANGES = [
-    *(_other_attributes, _other_context, _other_list, _other_dropout, _other_eps, _other_mode),
-    *(_other_parameter, _other_module, _frozen, _frozen_in_part, _hook),
-]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_block_runs_again_in_the_state_that_it_had_in_forward(
-    change: Callable[[nn.Module], None],
-) -> None:
-    """What changes after forward stays changed, and what the block resets is reset."""
-    model, twin = pair(Net(Scheduled))
-    x, found = inputs(), []
-    for each in (model, twin):
-        block = each.get_submodule("blocks.1")
-        parameters = [*each.parameters()]
-        loss = seeded(lambda each=each: each(x)).square().sum()
-        change(block)
-        parameters = [p for p in parameters if p.requires_grad]
-        before = [{**vars(module)} for module in block.modules()]
-        first = torch.autograd.grad(loss, parameters, retain_graph=True)
-        found.append([*first, *torch.autograd.grad(loss, parameters)])
-        for module, attributes in zip(block.modules(), before, strict=True):
-            assert vars(module) == attributes
-        assert all(p.requires_grad for p in parameters)
-        if change is _frozen:
-            assert not any(p.requires_grad for p in block.parameters())
-    assert_equal(found[1], found[0])
-
-
-def test_flags_of_products_in_forward_hold_when_a_block_runs_again() -> None:
-    class Flagged(Block):
-        def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
-            seen.append(torch.are_deterministic_algorithms_enabled())
-            return super().forward(x, shift)
-
-    seen: list[bool] = []
-    _, twin = pair(Net(Flagged))
-    seen.clear()
-    torch.use_deterministic_algorithms(True)
+def _catching(block: Any, plain: Any, x: Tensor, shift: Any) -> Tensor:
     try:
-        loss = twin(inputs()).sum()
-    finally:
-        torch.use_deterministic_algorithms(False)
-    loss.backward()
-    assert len(seen) == 2 * len(twin.blocks)
-    assert all(seen)
-    assert not torch.are_deterministic_algorithms_enabled()
+        return plain(x)
+    except Exception:
+        return x
 
 
-def test_backward_after_one_that_raised_compares_weights_again() -> None:
-    """The first one has left tensors in slots, which belong to the old weights."""
-    _, twin = pair()
-    output = twin(inputs())
-    weight = twin.get_parameter("blocks.1.ff.0.weight")
-
-    def interrupt(gradient: Tensor) -> Tensor:
-        raise KeyboardInterrupt
-
-    hook = weight.register_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        output.sum().backward(retain_graph=True)
-    hook.remove()
-    with torch.no_grad():
-        weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(output.sum(), twin.get_parameter("blocks.1.norm.weight"))
-
-
-class Catching(Block):
-    """A block that catches the exception with which its second run ends, and goes on."""
-
-    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
-        y = x
-        for factor in (x, x.detach()):
-            try:
-                y = super().forward(y, shift) * factor
-            except BaseException:
-                y = y * 2
-        return y
-
-
-def test_block_that_catches_the_end_of_its_second_run_matches_pytorch() -> None:
-    model, twin = pair(Net(Catching))
-    assert_same_steps(model, twin)
-
-
-def test_tensors_that_no_node_has_asked_for_are_freed_after_backward() -> None:
-    _, twin = pair()
-    output = twin(inputs())
-    handles = [each for node in nodes_of(output) for each in nodes.saved_handles(node)]
-    calls = {call for handle in handles if (call := kept_by_checkpoint(handle)) is not None}
-    assert len(calls) == len(twin.blocks)
-    last = [*twin.blocks[2].parameters()][-1]
-    for inputs_of_loss in ([last], [*twin.parameters()]):
-        torch.autograd.grad(output.sum(), inputs_of_loss, retain_graph=True)
-        slots = [slot for call in calls for each in call._slots if (slot := each()) is not None]
-        assert slots
-        assert all(slot.value is None for slot in slots)
-
-
-def test_swapped_flags_match_pytorch() -> None:
-    """As many tensors of the same shapes are saved in another order."""
-    model, twin = pair()
-    x, found = inputs(), []
-    for each in (model, twin):
-        first, second = (each.get_parameter(f"blocks.1.{n}.weight") for n in ("norm", "middle"))
-        first.requires_grad_(False)
-        loss = seeded(lambda each=each: each(x)).square().sum()
-        first.requires_grad_(True)
-        second.requires_grad_(False)
-        first.requires_grad_(False)
-        second.requires_grad_(True)
-        found.append(torch.autograd.grad(loss, [second, each.get_parameter("first.weight")]))
-    assert_equal([*found[1]], [*found[0]])
-
-
-@pytest.mark.parametrize("view", [False, True])
-def test_fused_step_of_a_parameter_among_the_arguments_raises(view: bool) -> None:
-    _, twin = pair()
-    shift = nn.Parameter(torch.randn(2 * D, dtype=torch.double)[:D])
-    optimizer = torch.optim.SGD([shift], 0.1, fused=True)
-    shift.grad = torch.ones_like(shift)
-    loss = twin(inputs(), shift=shift[:] if view else shift).sum()
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_same_tensor_as_two_arguments_stays_the_same_tensor() -> None:
-    class Asking(Block):
-        def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
-            return super().forward(x) if x is shift else super().forward(x).sin()
-
-    class Doubled(Net):
-        def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
-            x = self.first(x)
-            for block in self.blocks:
-                x = block(x, shift=x)
-            out: Tensor = self.last(x)
-            return out
-
-    assert_same_steps(*pair(Doubled(Asking)))
-
-
-def test_block_under_a_function_mode_matches_pytorch() -> None:
-    class Doubling(torch.overrides.TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            result = func(*args, **(kwargs or {}))
-            return result * 2 if func is F.gelu else result
-
-    model, twin = pair()
-    x, found = inputs(), []
-    for each in (model, twin):
-        with Doubling():
-            loss = seeded(lambda each=each: each(x)).square().sum()
-        found.append(torch.autograd.grad(loss, [*each.parameters()]))
-    assert_equal([*found[1]], [*found[0]])
-
-
-def test_gradient_inside_the_forward_of_a_block_matches_pytorch() -> None:
-    class Differentiating(Block):
-        def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
-            y = super().forward(x)
-            (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-            return y + gradient.detach()
-
+def _differentiating(block: Any, plain: Any, x: Tensor, shift: Any) -> Tensor:
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        model = Net(Differentiating).double()
-        twin = copy.deepcopy(model)
-        attach(twin, Conversion(Settings(64), Report(), checkpoints=checkpoints_of(twin)))
-        assert_same_steps(model, twin)
+        y = plain(x)
+        (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    return y + gradient.detach()
 
 
-def test_blocks_that_catch_exceptions_match_pytorch() -> None:
-    class Catching(Block):
-        def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
-            try:
-                return super().forward(x)
-            except Exception:
-                return x
-
-    assert_same_steps(*pair(Net(Catching)))
+def _nesting(block: Any, plain: Any, x: Tensor, shift: Any) -> Tensor:
+    nested = torch.nested.as_nested_tensor([*x], layout=torch.strided)
+    return plain(torch.nested.to_padded_tensor(nested * 2, 0.0))
 
 
-def test_function_that_reads_its_saved_tensors_twice_runs_the_block_once_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its weights may have been written to between the two reads, by an optimizer in backward."""
-
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
-            ctx.save_for_backward(x, scale)
-            return x * scale
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Any:
-            x, scale = ctx.saved_tensors
-            again, _ = ctx.saved_tensors
-            assert torch.equal(x, again)
-            return grad * scale, (grad * again).sum((0, 1))
-
-    class Custom(Block):
-        def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
-            out: Tensor = Product.apply(super().forward(x).sin(), self.scale)
-            return out
-
-    model, twin = pair(Net(Custom))
-    runs, run_again = [], _Call._run_again
-
-    def counted(*args: Any) -> None:
-        runs.append(args)
-        run_again(*args)
-
-    monkeypatch.setattr(_Call, "_run_again", counted)
-    x = inputs()
-    assert_equal(gradients(twin, x), gradients(model, x))
-    assert len(runs) == 3
+def _checkpointed(block: Any, plain: Any, x: Tensor, shift: Any, reentrant: bool = False) -> Tensor:
+    y: Tensor = checkpoint(plain, x, use_reentrant=reentrant)
+    return y * y.sigmoid()
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_inside_a_block_match_pytorch() -> None:
-    class Nesting(Block):
-        def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
-            nested = torch.nested.as_nested_tensor([*x], layout=torch.strided)
-            return super().forward(torch.nested.to_padded_tensor(nested * 2, 0.0))
-
-    assert_same_steps(*pair(Net(Nesting)))
-
-
-def test_torch_func_matches_pytorch() -> None:
-    model, twin = pair(Net(lambda: Block(0.0)))
-    x, found = inputs(), []
-    for each in (model, twin):
-        parameters = dict(each.named_parameters())
-
-        def loss(values: dict[str, Tensor], each: nn.Module = each) -> Tensor:
-            out: Tensor = torch.func.functional_call(each, values, (x,))
-            return out.square().sum()
-
-        found.append([*torch.func.grad(loss)(parameters).values()])
-    assert_equal(found[1], found[0])
-
-
-# What surrounds a checkpoint.
-
-
-class Checkpointed(Block):
-    """A block that has checkpoints of PyTorch inside."""
-
-    reentrant = False
-
-    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
-        y: Tensor = checkpoint(super().forward, x, use_reentrant=self.reentrant)
-        return y * y.sigmoid()
-
-
-class Reentrant(Checkpointed):
-    reentrant = True
-
-
-def _losses(model: nn.Module, x: Tensor) -> list[Tensor]:
-    x = x.detach().clone().requires_grad_()
-    model.zero_grad()
-    seeded(lambda: model(x)).square().sum().backward()
-    return [t.grad for t in (x, *model.parameters()) if t.grad is not None]
-
-
-@pytest.mark.parametrize("block", [Checkpointed, Reentrant])
-def test_checkpoints_inside_match_pytorch(block: type[Block]) -> None:
-    model = Net(block).double()
-    twin = copy.deepcopy(model)
-    attach(twin, Conversion(Settings(64), Report(), checkpoints_of(twin)))
-    for _ in range(2):
-        x = inputs()
-        assert_equal(_losses(twin, x), _losses(model, x))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_around_match_pytorch(reentrant: bool) -> None:
-    model, twin = pair()
-    for _ in range(2):
-        data, found = inputs(), []
-        for each in (model, twin):
-            x = data.clone().requires_grad_()
-            each.zero_grad()
-            out = seeded(lambda e=each, x=x: checkpoint(e, x, use_reentrant=reentrant))
-            out.square().sum().backward()
-            found.append([t.grad for t in (x, *each.parameters())])
-        assert_equal(found[1], found[0])
+def _inference_tensor() -> Tensor:
+    with torch.inference_mode():
+        return torch.randn(D, dtype=torch.double)
 
 
 class Shared(Net):
@@ -776,32 +407,253 @@ class OfContainers(Net):
         return out
 
 
-@pytest.mark.parametrize("model", [Shared, partial(OfContainers, Nested)])
-def test_calls_of_blocks_match_pytorch(model: Callable[[], nn.Module]) -> None:
-    assert_same_steps(*pair(model()))
+MASK, UNVERSIONED = torch.randn(D, dtype=torch.double), _inference_tensor()
+# By name: a net, and less than which share of the bytes it saves with checkpoints.
+NETS: dict[str, tuple[Callable[[], nn.Module], float]] = {
+    "the same argument twice": (lambda: Net(lambda: Odd(_apart), shift=lambda i, x: x), 0.5),
+    "an argument and its alias": (
+        lambda: Net(lambda: Odd(_apart), shift=lambda i, x: x if i % 2 else x.detach()),
+        0.5,
+    ),
+    "an argument without a gradient": (
+        lambda: Net(lambda: Odd(_masked), shift=lambda i, x: MASK),
+        0.5,
+    ),
+    # It has no version that could be compared, so the block is not checkpointed.
+    "an inference tensor": (lambda: Net(shift=lambda i, x: UNVERSIONED), 1.0),
+    "catching the end": (lambda: Net(lambda: Odd(_catching_the_end)), 0.5),
+    "catching exceptions": (lambda: Net(lambda: Odd(_catching)), 0.5),
+    "differentiating": (lambda: Net(lambda: Odd(_differentiating)), torch.inf),
+    "nested tensors": (lambda: Net(lambda: Odd(_nesting)), 0.5),
+    "checkpoint inside": (lambda: Net(lambda: Odd(_checkpointed)), torch.inf),
+    "reentrant checkpoint inside": (
+        lambda: Net(lambda: Odd(partial(_checkpointed, reentrant=True))),
+        torch.inf,
+    ),
+    "a block that is called twice": (Shared, 0.5),
+    "containers": (lambda: OfContainers(Nested), 0.5),
+}
 
 
-def test_two_forwards_before_two_backwards_match_pytorch() -> None:
-    model, twin = pair()
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", NETS)
+def test_blocks_match_pytorch(name: str) -> None:
+    make, less = NETS[name]
+    assert_same_steps(*pair(make(), less=less))
+
+
+@pytest.mark.parametrize(
+    ("second", "error"),
+    [
+        (lambda plain, x: plain(x).sin(), r"saved a torch\.float64 tensor"),
+        (lambda plain, x: x, "saved fewer tensors when it ran again"),
+    ],
+    ids=["other", "fewer"],
+)
+def test_block_that_runs_differently_raises(second: Callable[..., Tensor], error: str) -> None:
+    def run(block: Any, plain: Any, x: Tensor, shift: Any) -> Tensor:
+        return second(plain, x) if is_backward else plain(x.sin())
+
+    is_backward: list[bool] = []
+    _, twin = pair(Net(lambda: Odd(run)))
+    loss = twin(inputs()).sum()
+    is_backward.append(True)
+    with pytest.raises(RecomputationError, match=error):
+        loss.backward()
+
+
+# Writes between forward and backward.
+
+
+def _fused_step(*parameters: Tensor) -> None:
+    optimizer = torch.optim.SGD(parameters, 0.1, fused=True)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+WEIGHT = "blocks.1.ff.0.weight"
+# By name: what changes, of the twin and its second argument, a parameter.
+WRITES: dict[str, Callable[[nn.Module, Tensor], object]] = {
+    "a fused step": lambda twin, shift: _fused_step(*twin.parameters()),
+    "a weight": lambda twin, shift: nn.init.ones_(twin.get_parameter(WEIGHT)),
+    "a buffer": lambda twin, shift: twin.get_buffer("blocks.1.offset").mul_(2),
+    "other data": lambda twin, shift: setattr(
+        twin.get_parameter(WEIGHT), "data", twin.get_parameter(WEIGHT).detach() * 2
+    ),
+    "freed": lambda twin, shift: twin.get_parameter(WEIGHT).untyped_storage().resize_(0),
+    "an argument": lambda twin, shift: nn.init.ones_(shift),
+    "a fused step of an argument": lambda twin, shift: _fused_step(shift),
+}
+
+
+@pytest.mark.parametrize("is_view", [False, True], ids=["", "view"])
+@pytest.mark.parametrize("write", WRITES)
+def test_write_between_forward_and_backward_raises(write: str, is_view: bool) -> None:
+    """Of parameters, buffers and arguments, of which one may be a view of a parameter."""
+    _, twin = pair()
+    shift = nn.Parameter(torch.randn(2 * D, dtype=torch.double)[:D])
+    loss = twin(inputs(), shift=shift[:] if is_view else shift).sum()
+    WRITES[write](twin, shift)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace|was freed"):
+        loss.backward()
+
+
+def test_write_to_a_saved_tensor_raises_as_in_pytorch() -> None:
+    def written(block: Any, plain: Any, x: Tensor, shift: Any) -> Tensor:
+        y = plain(x).sigmoid()
+        y += 1
+        return y * x.tanh()
+
+    for each in pair(Net(lambda: Odd(written))):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            each(inputs()).sum().backward()
+
+
+# State that changes between forward and backward.
+
+
+class Scheduled(Block):
+    """A block that reads attributes, a dict and a list, and stashes what it resets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.power, self.depth = 1.0, 0
+        self.context: dict[str, Any] = {"shift": 0.0}
+        self.factors = [1.0]
+        self.stash: Tensor | None = None
+
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        self.depth += 1
+        self.stash = x.sin()
+        x = x * self.power * self.factors[0] + self.context["shift"]
+        y = super().forward(x, shift) * self.stash * self.depth
+        self.depth -= 1
+        self.stash = None
+        return y
+
+
+# By name: what changes of the second block, after forward.
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "attribute": lambda block: setattr(block, "power", 3.0),
+    "dict": lambda block: block.context.update(shift=torch.ones(D, dtype=torch.double)),
+    "list": lambda block: block.factors.insert(0, 5.0),
+    "dropout": lambda block: setattr(block.ff[2], "p", 0.7),
+    "eps": lambda block: setattr(block.norm, "eps", 0.5),
+    "mode": lambda block: block.eval(),
+    "parameter": lambda block: setattr(
+        block, "scale", nn.Parameter(torch.ones(D, dtype=torch.double))
+    ),
+    "module": lambda block: setattr(block, "act", nn.Tanh()),
+    "frozen": lambda block: block.requires_grad_(False),
+    "frozen in part": lambda block: block.ff[0].weight.requires_grad_(False),
+    "hook": lambda block: block.norm.register_forward_hook(lambda m, args, output: output * 2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_block_runs_again_in_the_state_that_it_had_in_forward(change: str) -> None:
+    """What changes after forward stays changed, and what the block resets is reset."""
+    model, twin = pair(Net(Scheduled))
     x, found = inputs(), []
     for each in (model, twin):
-        losses = [seeded(lambda e=each, i=i: e(x * i), i).square().sum() for i in (1, 2)]
-        each.zero_grad()
-        for loss in losses:
-            loss.backward()
-        found.append([p.grad for p in each.parameters()])
+        block = each.get_submodule("blocks.1")
+        parameters = [*each.parameters()]
+        loss = _loss(each, x)
+        CHANGES[change](block)
+        parameters = [p for p in parameters if p.requires_grad]
+        before = [{**vars(module)} for module in block.modules()]
+        first = torch.autograd.grad(loss, parameters, retain_graph=True)
+        found.append([*first, *torch.autograd.grad(loss, parameters)])
+        for module, attributes in zip(block.modules(), before, strict=True):
+            assert vars(module) == attributes
+        assert all(p.requires_grad for p in parameters)
+        assert change != "frozen" or not any(p.requires_grad for p in block.parameters())
     assert_equal(found[1], found[0])
 
 
-def test_backward_in_another_thread_matches_pytorch() -> None:
-    model, twin = pair()
+def test_backward_after_one_that_raised_compares_weights_again() -> None:
+    """The first one has left tensors in slots, which belong to the old weights."""
+    _, twin = pair()
+    output = twin(inputs())
+    weight = twin.get_parameter("blocks.1.ff.0.weight")
+
+    def interrupt(gradient: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    hook = weight.register_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        output.sum().backward(retain_graph=True)
+    hook.remove()
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(output.sum(), twin.get_parameter("blocks.1.norm.weight"))
+
+
+def test_tensors_that_no_node_has_asked_for_are_freed_after_backward() -> None:
+    _, twin = pair()
+    output = twin(inputs())
+    handles = [each for node in nodes_of(output) for each in nodes.saved_handles(node)]
+    calls = {call for handle in handles if (call := kept_by_checkpoint(handle)) is not None}
+    assert len(calls) == len(twin.blocks)
+    last = [*twin.blocks[2].parameters()][-1]
+    for inputs_of_loss in ([last], [*twin.parameters()]):
+        torch.autograd.grad(output.sum(), inputs_of_loss, retain_graph=True)
+        slots = [slot for call in calls for each in call._slots if (slot := each()) is not None]
+        assert slots
+        assert all(slot.value is None for slot in slots)
+
+
+def test_function_that_reads_its_saved_tensors_twice_runs_the_block_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its weights may have been written to between the two reads, by an optimizer in backward."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+            ctx.save_for_backward(x, scale)
+            return x * scale
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            x, scale = ctx.saved_tensors
+            again, _ = ctx.saved_tensors
+            assert torch.equal(x, again)
+            return grad * scale, (grad * again).sum((0, 1))
+
+    def custom(block: Any, plain: Any, x: Tensor, shift: Any) -> Tensor:
+        return Product.apply(plain(x).sin(), block.scale)
+
+    model, twin = pair(Net(lambda: Odd(custom)))
+    runs, run_again = [], _Call._run_again
+
+    def counted(*args: Any) -> None:
+        runs.append(args)
+        run_again(*args)
+
+    monkeypatch.setattr(_Call, "_run_again", counted)
     x = inputs()
-    for each in (model, twin):
-        loss = seeded(lambda each=each: each(x)).square().sum()
-        thread = threading.Thread(target=loss.backward)
-        thread.start()
-        thread.join()
-    assert_equal([p.grad for p in twin.parameters()], [p.grad for p in model.parameters()])
+    assert_equal(gradients(twin, x), gradients(model, x))
+    assert len(runs) == 3
+
+
+# What surrounds a checkpoint.
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_around_match_pytorch(reentrant: bool) -> None:
+    model, twin = pair()
+    for _ in range(2):
+        data, found = inputs(), []
+        for each in (model, twin):
+            x = data.clone().requires_grad_()
+            each.zero_grad()
+            out = seeded(lambda e=each, x=x: checkpoint(e, x, use_reentrant=reentrant))
+            out.square().sum().backward()
+            found.append([t.grad for t in (x, *each.parameters())])
+        assert_equal(found[1], found[0])
 
 
 def test_backward_inside_another_forward_matches_pytorch() -> None:

@@ -13,13 +13,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _support.twins import (
-    EACH_SOURCE,
-    SOURCES,
     OpCounter,
     Step,
     assert_same_step,
     converted_twin,
-    nodes_from,
     recomputed,
     step_of,
 )
@@ -183,7 +180,6 @@ def composed(function: Any, inputs: Any, arguments: Any) -> type[Call]:
 
 def assert_fused(
     case: Case,
-    source: str,
     monkeypatch: pytest.MonkeyPatch,
     channels_last: bool = False,
     tolerance: float = 0,
@@ -196,34 +192,30 @@ def assert_fused(
         x = x.contiguous(memory_format=torch.channels_last)
     steps: list[Step] = []
     ops: list[Counter[str]] = []
-    with nodes_from(source):
-        for is_fused in (True, False):
-            if not is_fused:
-                monkeypatch.setattr(kernels, "_call_class_of", composed)
-                monkeypatch.setattr(kernels, "_ACTIVATIONS", {})
-            twin = converted_twin(model, max_ops=4)
-            twin(x).sum().backward()  # the first use compares values
-            specs = [spec for value in recomputed(twin(x)) for spec in calls_of(value.spec)]
-            are_fused = any(type(spec).compute is not Call.compute for spec in specs)
-            assert are_fused == (is_fused and bool(difference))
-            output = twin(x)
-            with OpCounter() as counted:
-                output.sum().backward()
-            ops.append(counted.ops)
-            steps.append(step_of(twin, x))
+    for is_fused in (True, False):
+        if not is_fused:
+            monkeypatch.setattr(kernels, "_call_class_of", composed)
+            monkeypatch.setattr(kernels, "_ACTIVATIONS", {})
+        twin = converted_twin(model, max_ops=4)
+        twin(x).sum().backward()  # the first use compares values
+        specs = [spec for value in recomputed(twin(x)) for spec in calls_of(value.spec)]
+        are_fused = any(type(spec).compute is not Call.compute for spec in specs)
+        assert are_fused == (is_fused and bool(difference))
+        output = twin(x)
+        with OpCounter() as counted:
+            output.sum().backward()
+        ops.append(counted.ops)
+        steps.append(step_of(twin, x))
     assert_same_step(*steps, tolerance)
     more = {op: ops[0][op] - ops[1][op] for op in {*ops[0], *ops[1]}}
     assert {op: count for op, count in more.items() if count} == difference
 
 
 @pytest.mark.usefixtures("without_products")
-@pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize("case", CASTS)
-def test_cast_of_a_norm_is_after_norm(
-    case: str, source: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cast_of_a_norm_is_after_norm(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     is_exact = not any(smooth in case for smooth in ("SiLU", "GELU"))
-    assert_fused(CASTS[case], source, monkeypatch, tolerance=0 if is_exact else 1e-3)
+    assert_fused(CASTS[case], monkeypatch, tolerance=0 if is_exact else 1e-3)
 
 
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
@@ -245,12 +237,10 @@ def test_cast_of_an_rms_norm_on_a_gpu_is_after_norm(
 
 @pytest.mark.usefixtures("without_products")
 @pytest.mark.parametrize(
-    ("dtype", "channels_last", "source"),
+    ("dtype", "channels_last"),
     [
-        pytest.param(torch.float32, False, SOURCES[0], id="float32"),
-        pytest.param(torch.float32, True, SOURCES[-1], id="float32-channels_last"),
-        pytest.param(torch.bfloat16, False, SOURCES[-1], id="bfloat16"),
-        pytest.param(torch.float16, True, SOURCES[0], id="float16-channels_last"),
+        *((torch.float32, False), (torch.float32, True)),
+        *((torch.bfloat16, False), (torch.float16, True)),
     ],
 )
 @pytest.mark.parametrize("join", JOINS)
@@ -258,12 +248,11 @@ def test_residual_sums_equal_their_composition(
     join: str,
     dtype: torch.dtype,
     channels_last: bool,
-    source: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     function, difference = JOINS[join]
     case = (lambda: ResidualBlock(function, dtype=dtype), images, difference)
-    assert_fused(case, source, monkeypatch, channels_last)
+    assert_fused(case, monkeypatch, channels_last)
 
 
 @pytest.mark.usefixtures("without_products")
@@ -279,7 +268,7 @@ def test_residual_sum_is_fused_with_one_norm(
         images,
         difference,
     )
-    assert_fused(case, SOURCES[0], monkeypatch)
+    assert_fused(case, monkeypatch)
 
 
 ADDENDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -320,10 +309,9 @@ ACTIVATIONS: dict[str, tuple[nn.Module, bool]] = {
 
 
 @pytest.mark.usefixtures("without_products")
-@pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activation_and_cast_of_an_upcast_norm_are_fused(
-    name: str, source: str, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One op computes the cast to float32, the norm, the activation and the cast back."""
     act, is_exact = ACTIVATIONS[name]
@@ -331,7 +319,7 @@ def test_activation_and_cast_of_an_upcast_norm_are_fused(
     difference = {recompute: -1, "aten::_to_copy": -2}
     difference[f"{recompute} in float32"] = 1
     case = (lambda: UNetBlock(act, upcasts=True), images, difference)
-    assert_fused(case, source, monkeypatch, tolerance=0 if is_exact else 1e-3)
+    assert_fused(case, monkeypatch, tolerance=0 if is_exact else 1e-3)
 
 
 class UNetBlockWithShortcut(UNetBlock):
@@ -349,16 +337,15 @@ class UNetBlockWithShortcut(UNetBlock):
 
 
 @pytest.mark.usefixtures("without_products")
-@pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize("view", ["the tensor", "a view of it"])
 def test_cast_of_a_norm_reads_a_tensor_that_is_saved_anyway(
-    view: str, source: str, monkeypatch: pytest.MonkeyPatch
+    view: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     difference = {"inplace_ops::silu_recompute": -1, "inplace_ops::silu_recompute in float32": 1}
     difference["aten::_to_copy"] = -2
     function = (lambda x: x) if view == "the tensor" else (lambda x: x[:1])
     case = (lambda: UNetBlockWithShortcut(function), images, difference)
-    assert_fused(case, source, monkeypatch, tolerance=1e-3)
+    assert_fused(case, monkeypatch, tolerance=1e-3)
 
 
 # The products of a tensor with one factor for each channel.

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from _support.hooks import Hooks, void
 from _support.marks import slow
 from _support.twins import C, assert_same_step, converted_twin, images, step_of
 from torch import Tensor, nn
 
 import inplace_ops
 
-pytestmark = pytest.mark.usefixtures("source", "_small_tensors_too")
+pytestmark = pytest.mark.usefixtures("_small_tensors_too")
 
 NORMS: dict[str, Callable[[], nn.Module]] = {
     "batch": lambda: nn.BatchNorm2d(C),
@@ -38,57 +38,6 @@ OUT_OF_PLACE: dict[str, Callable[[], nn.Module]] = {
     "silu": nn.SiLU,
     "gelu": nn.GELU,
 }
-
-
-class Hooks:
-    """Hooks on gradients: what they saw, in their order."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, Tensor]] = []
-        self.retained: list[Tensor] = []
-
-    def on(self, tensor: Tensor, name: str, factor: float = 2.0) -> Any:
-        """Register a hook on a tensor that multiplies its gradient."""
-
-        def hook(grad: Tensor) -> Tensor:
-            self.seen.append((name, grad.clone()))
-            return grad * factor
-
-        return tensor.register_hook(hook)
-
-    def at(self, place: str, module: nn.Module) -> None:
-        """Let a module register a hook on its output, or on its input before forward."""
-        kind = place.partition(" of ")[0]
-        if kind == "input":
-            module.register_forward_pre_hook(lambda m, args: void(self.on(args[0], place)))
-        elif kind == "removed hook":
-            module.register_forward_hook(lambda m, a, y: void(self.on(y, place).remove()))
-        elif kind == "retained gradient":
-            module.register_forward_hook(lambda m, a, y: void(self.retain(y)))
-        else:
-            module.register_forward_hook(lambda m, a, y: void(self.on(y, place)))
-
-    def retain(self, tensor: Tensor) -> None:
-        tensor.retain_grad()
-        self.retained.append(tensor)
-
-    def assert_saw(self, expected: Hooks) -> None:
-        assert [name for name, _ in self.seen] == [name for name, _ in expected.seen]
-        pairs = [
-            (mine, theirs) for (_, mine), (_, theirs) in zip(self.seen, expected.seen, strict=True)
-        ]
-        pairs += [
-            (mine.grad, theirs.grad)
-            for mine, theirs in zip(self.retained, expected.retained, strict=True)
-        ]
-        for mine, theirs in pairs:
-            assert (mine is None) == (theirs is None)
-            if mine is not None:
-                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
-
-
-def void(_: Any) -> None:
-    """Return None, as a hook does that changes nothing."""
 
 
 class Block(nn.Module):
@@ -187,63 +136,6 @@ def test_hooks_around_an_activation(norm: str, activation: str) -> None:
     for places in combinations(norm, activation):
         model = sequential(NORMS[norm](), OUT_OF_PLACE[activation]())
         assert_same_as_pytorch(model, {place: PLACES[place] for place in places}, on_output=True)
-
-
-def instance_norm(x: Tensor) -> Tensor:
-    return F.instance_norm(x)
-
-
-def alias(x: Tensor) -> Tensor:
-    return (x * 2).view(x.shape)
-
-
-def half(x: Tensor) -> Tensor:
-    return (x * 2)[:, : C // 2]
-
-
-IN_PLACE_FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]] = {
-    "relu": (inplace_ops.relu_, torch.relu_),
-    "leaky_relu": (
-        lambda x: inplace_ops.leaky_relu_(x, 0.1),
-        lambda x: F.leaky_relu_(x, 0.1),
-    ),
-    "silu": (inplace_ops.silu_, lambda x: F.silu(x, inplace=True)),
-}
-
-
-@pytest.mark.parametrize("function", IN_PLACE_FUNCTIONS)
-@pytest.mark.parametrize(
-    "view_of", [instance_norm, alias, half], ids=["instance norm", "alias", "half"]
-)
-@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
-def test_hooks_on_a_view_that_a_function_overwrites(
-    function: str,
-    view_of: Callable[[Tensor], Tensor],
-    grad: bool,
-) -> None:
-    """A hook on the view sees the gradient that it sees after PyTorch's function.
-
-    Without grad PyTorch's own function leaves the view as it was, and a hook on it crashes, unless
-    its `grad_fn` is read before: here the reference reads it.
-    """
-    ours, theirs = IN_PLACE_FUNCTIONS[function]
-    x = images().mul(3).requires_grad_()
-    x_of, hooks = [], []
-    for run in (ours, theirs):
-        view = view_of(torch.cat([x, x], 1))
-        hooks.append(Hooks())
-        with torch.set_grad_enabled(grad):
-            result = run(view)
-        assert result is view
-        if run is theirs:
-            assert result.grad_fn is not None
-        hooks[-1].on(result, "first", 3.0)
-        hooks[-1].on(result, "second", 0.5)
-        if grad:
-            hooks[-1].retain(result)
-        x_of.append(torch.autograd.grad(result.square().sum(), x)[0])
-    hooks[0].assert_saw(hooks[1])
-    torch.testing.assert_close(x_of[0], x_of[1], rtol=1e-4, atol=1e-4)
 
 
 # A hook on a norm's output z sees all of z's gradient, whichever operations read z, and whenever

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from _support.allocations import saved_allocation
 from _support.twins import (
+    Parts,
     Program,
     assert_same_steps,
     converted_twin,
@@ -20,7 +21,6 @@ from _support.twins import (
 )
 from torch import Tensor, nn
 
-import inplace_ops
 from inplace_ops.recompute import nodes
 from inplace_ops.recompute.packed import Recomputed
 from inplace_ops.recompute.rewrites import Bits, noise_value
@@ -71,34 +71,6 @@ def test_masks_are_saved_as_bits(dropout: str) -> None:
     assert leaf.tensor.nbytes * 8 == elements
 
 
-def test_dropout_of_a_saved_tensor_is_recomputed() -> None:
-    """A transformer's attention: only the softmax and the bits stay saved."""
-
-    class Weights(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(32, 64)
-
-        def forward(self, x: Tensor) -> Tensor:
-            weights = F.dropout(self.linear(x).softmax(-1), 0.2)
-            return weights @ weights.new_ones(64, 8).requires_grad_()
-
-    model, x = Weights(), torch.randn(64, 32)
-    twin = converted_twin(model)
-    assert_same_steps(model, twin, x, tolerance=0)
-    size = 64 * 64 * 4
-    assert inplace_ops.saved_bytes(model, x) == pytest.approx(3 * size, abs=64 * 8 * 4)
-    assert inplace_ops.saved_bytes(twin, x) == pytest.approx(size + size / 32, abs=64 * 8 * 4)
-
-
-def test_report_counts_masks() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64))
-    report = inplace_ops.convert(model)
-    model(torch.randn(64, 64))
-    (mask,) = [row for row in report.replaced if row.how == "1 bit per element"]
-    assert (mask.consumer, mask.bytes) == ("Mul", 64 * 64 * 4)
-
-
 class Attention(nn.Module):
     """Layers that fill scores in the same mask, which is an argument or computed from one."""
 
@@ -144,18 +116,13 @@ def test_write_to_a_mask_of_the_caller_raises_as_in_pytorch() -> None:
 def test_write_through_data_between_two_uses_of_a_mask_is_detected() -> None:
     """Before torch 2.14 the engine sees the mask after the write, as PyTorch does."""
 
-    class Changing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(8, 64), nn.Linear(64, 64)
+    def compute(m: Any, x: Tensor) -> Tensor:
+        mask = x.sum(1, keepdim=True).expand(-1, 64) > 0
+        y = m.first(x).masked_fill(mask, 0.0)
+        mask.data.logical_not_()
+        return m.second(y).masked_fill(mask, 0.0)
 
-        def forward(self, x: Tensor) -> Tensor:
-            mask = x.sum(1, keepdim=True).expand(-1, 64) > 0
-            y = self.first(x).masked_fill(mask, 0.0)
-            mask.data.logical_not_()
-            return self.second(y).masked_fill(mask, 0.0)
-
-    model, x = Changing(), torch.randn(32, 8)
+    model, x = Parts(compute, first=nn.Linear(8, 64), second=nn.Linear(64, 64)), torch.randn(32, 8)
     twin = converted_twin(model)
     is_seen = nodes.creation_hook is not None
     warns = pytest.warns(UserWarning, match="differs from the saved tensor")

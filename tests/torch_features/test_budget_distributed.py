@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from _support.processes import Processes, device, mesh_of
-from _support.twins import EACH_SOURCE, nodes_from
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -111,30 +110,29 @@ def train(model: nn.Module) -> list[Tensor]:
     return found
 
 
-def trained(wrap: Callable[[nn.Module], nn.Module], source: str) -> None:
+def trained(wrap: Callable[[nn.Module], nn.Module]) -> None:
     Settings.MIN_BYTES = 1
-    with nodes_from(source):
-        model = network()
-        twin = copy.deepcopy(model)
-        checkpoints = {
-            path: Checkpoint(Settings(64), modes_of(twin.get_submodule(path)))
-            for path in paths_of_blocks(twin)
-        }
-        attach(twin, Conversion(Settings(64), Report(), checkpoints))
-        runs = 0
-        run_again = _Call._run_again
+    model = network()
+    twin = copy.deepcopy(model)
+    checkpoints = {
+        path: Checkpoint(Settings(64), modes_of(twin.get_submodule(path)))
+        for path in paths_of_blocks(twin)
+    }
+    attach(twin, Conversion(Settings(64), Report(), checkpoints))
+    runs = 0
+    run_again = _Call._run_again
 
-        def counted(*args: object) -> None:
-            nonlocal runs
-            runs += 1
-            run_again(*args)  # type: ignore[arg-type]
+    def counted(*args: object) -> None:
+        nonlocal runs
+        runs += 1
+        run_again(*args)  # type: ignore[arg-type]
 
-        expected = train(wrap(model))
-        with mock.patch.object(_Call, "_run_again", counted):
-            actual = train(wrap(twin))
-        # Three blocks, three steps. Where FSDP frees parameters inside a block, it runs once.
-        assert runs == (0 if wrap is _layers_in_fsdp2 else 9)
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
+    expected = train(wrap(model))
+    with mock.patch.object(_Call, "_run_again", counted):
+        actual = train(wrap(twin))
+    # Three blocks, three steps. Where FSDP frees parameters inside a block, it runs once.
+    assert runs == (0 if wrap is _layers_in_fsdp2 else 9)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
 
 
 def _in_ddp(model: nn.Module) -> nn.Module:
@@ -158,10 +156,9 @@ def _layers_in_fsdp2(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=mesh_of())
 
 
-@pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize("wrap", [_in_ddp, _whole_in_fsdp2, _blocks_in_fsdp2, _layers_in_fsdp2])
 def test_wrapped_model_with_checkpoints_matches_pytorch(
-    wrap: Callable[[nn.Module], nn.Module], source: str, processes: Processes
+    wrap: Callable[[nn.Module], nn.Module], processes: Processes
 ) -> None:
     """FSDP2 wraps after `convert`, and frees parameters until backward."""
-    processes.run(trained, wrap, source)
+    processes.run(trained, wrap)

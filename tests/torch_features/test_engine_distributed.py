@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _support.processes import Processes, device, mesh_of
-from _support.twins import EACH_SOURCE, SOURCES, assert_same_step, nodes_from, recomputed, step_of
+from _support.twins import HAS_HOOK, assert_same_step, recomputed, step_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import (
@@ -115,9 +115,7 @@ def assert_same(actual: list[list[Tensor]], expected: list[list[Tensor]], tolera
             assert difference <= tolerance, difference
 
 
-def fully_sharded(
-    norm: str, is_16_bit: bool, reshard: bool, units: str, order: str, source: str
-) -> None:
+def fully_sharded(norm: str, is_16_bit: bool, reshard: bool, units: str, order: str) -> None:
     Settings.MIN_BYTES = 1
     dtypes: dict[str, Any] = {}
     if is_16_bit:
@@ -130,51 +128,49 @@ def fully_sharded(
                 fully_shard(unit, mesh=mesh_of(), reshard_after_forward=reshard, **dtypes)
         return fully_shard(m, mesh=mesh_of(), reshard_after_forward=reshard, **dtypes)
 
-    with nodes_from(source):
-        twin = copy.deepcopy(model)
-        if order == "convert first":
-            inplace_ops.convert(twin, max_ops=8)
-        sharded(twin)
-        if order == "shard first":
-            inplace_ops.convert(twin, max_ops=8)
-        expected, _ = train(sharded(model))
-        actual, count = train(twin)
-        # FSDP inserts a Function before each unit, so the engine does not know its input.
-        assert count >= (0 if units == "layers" else 2)
-        assert_same(actual, expected, 3e-2 if is_16_bit else 1e-5)
-        inplace_ops.revert(twin)
-        assert train(twin, 1)[1] == 0
+    twin = copy.deepcopy(model)
+    if order == "convert first":
+        inplace_ops.convert(twin, max_ops=8)
+    sharded(twin)
+    if order == "shard first":
+        inplace_ops.convert(twin, max_ops=8)
+    expected, _ = train(sharded(model))
+    actual, count = train(twin)
+    # FSDP inserts a Function before each unit, so the engine does not know its input.
+    assert count >= (0 if units == "layers" else 2)
+    assert_same(actual, expected, 3e-2 if is_16_bit else 1e-5)
+    inplace_ops.revert(twin)
+    assert train(twin, 1)[1] == 0
 
 
 @pytest.mark.parametrize(
-    ("norm", "is_16_bit", "reshard", "source"),
+    ("norm", "is_16_bit", "reshard"),
     [
-        ("layer", False, True, SOURCES[0]),
-        ("layer", False, False, SOURCES[-1]),
-        ("layer", True, True, SOURCES[-1]),
-        ("group", False, True, SOURCES[-1]),
-        ("group", True, True, SOURCES[0]),
-        ("rms", False, True, SOURCES[0]),
-        ("rms", True, False, SOURCES[-1]),
-        ("layer_scale", False, True, SOURCES[-1]),
-        ("layer_scale", True, True, SOURCES[0]),
+        ("layer", False, True),
+        ("layer", False, False),
+        ("layer", True, True),
+        ("group", False, True),
+        ("group", True, True),
+        ("rms", False, True),
+        ("rms", True, False),
+        ("layer_scale", False, True),
+        ("layer_scale", True, True),
     ],
 )
 def test_fsdp2_of_every_layer_matches_pytorch(
-    norm: str, is_16_bit: bool, reshard: bool, source: str, processes: Processes
+    norm: str, is_16_bit: bool, reshard: bool, processes: Processes
 ) -> None:
     """Every layer is an FSDP unit, whose parameters are freed until its backward."""
-    processes.run(fully_sharded, norm, is_16_bit, reshard, "layers", "convert first", source)
+    processes.run(fully_sharded, norm, is_16_bit, reshard, "layers", "convert first")
 
 
-@pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize(
     ("order", "reshard"), [("convert first", True), ("shard first", True), ("shard first", False)]
 )
 def test_fsdp2_of_a_whole_network_matches_pytorch(
-    order: str, reshard: bool, source: str, processes: Processes
+    order: str, reshard: bool, processes: Processes
 ) -> None:
-    processes.run(fully_sharded, "layer", False, reshard, "all", order, source)
+    processes.run(fully_sharded, "layer", False, reshard, "all", order)
 
 
 IMAGE_NORMS: dict[str, Callable[[int], nn.Module]] = {
@@ -202,7 +198,7 @@ class Block(nn.Module):
         return self.act(self.norm(self.conv(x)))
 
 
-def sharded_blocks(norm: str, source: str) -> None:
+def sharded_blocks(norm: str) -> None:
     """Train blocks of every activation, as a class and as a Sequential, each an FSDP unit."""
     Settings.MIN_BYTES = 1
     for activation in ACTIVATIONS:
@@ -211,21 +207,19 @@ def sharded_blocks(norm: str, source: str) -> None:
             if in_sequential:
                 blocks = [nn.Sequential(*block.children()) for block in blocks]
             model = nn.Sequential(*blocks, nn.Conv1d(8, 2, 1)).to(device())
-            with nodes_from(source):
-                twin = copy.deepcopy(model)
-                inplace_ops.convert(twin, max_ops=8)
-                for m in (model, twin):
-                    for block in list(m)[:-1]:
-                        fully_shard(block, mesh=mesh_of())
-                    fully_shard(m, mesh=mesh_of())
-                assert_same(train(twin)[0], train(model)[0], 1e-4)
+            twin = copy.deepcopy(model)
+            inplace_ops.convert(twin, max_ops=8)
+            for m in (model, twin):
+                for block in list(m)[:-1]:
+                    fully_shard(block, mesh=mesh_of())
+                fully_shard(m, mesh=mesh_of())
+            assert_same(train(twin)[0], train(model)[0], 1e-4)
 
 
 @pytest.mark.parametrize("norm", IMAGE_NORMS)
-@pytest.mark.parametrize("source", EACH_SOURCE)
-def test_fsdp2_of_blocks_matches_pytorch(norm: str, source: str, processes: Processes) -> None:
+def test_fsdp2_of_blocks_matches_pytorch(norm: str, processes: Processes) -> None:
     """FSDP2 registers a hook on each block's output, which may be a view that was overwritten."""
-    processes.run(sharded_blocks, norm, source)
+    processes.run(sharded_blocks, norm)
 
 
 class Unused(nn.Module):
@@ -239,31 +233,29 @@ class Unused(nn.Module):
         return self.layers(x)
 
 
-def data_parallel(kind: str, source: str) -> None:
+def data_parallel(kind: str) -> None:
     Settings.MIN_BYTES = 1
     unused = kind == "unused"
     model = Unused() if unused else network("layer")
     options = {"static_graph": kind == "static", "find_unused_parameters": unused}
-    with nodes_from(source):
-        twin = copy.deepcopy(model)
-        inplace_ops.convert(twin)
-        parallel = DistributedDataParallel(twin, **options)
-        reference = DistributedDataParallel(model, **options)
-        for step in range(4):
-            found = []
-            for m in (parallel, reference):
-                m.zero_grad()
-                output = m(my_tokens(step))
-                assert bool(recomputed(output)) == (m is parallel)
-                output.square().mean().backward()
-                found.append([p.grad.clone() for p in m.parameters() if p.grad is not None])
-            assert_same([found[0]], [found[1]], 1e-5)
+    twin = copy.deepcopy(model)
+    inplace_ops.convert(twin)
+    parallel = DistributedDataParallel(twin, **options)
+    reference = DistributedDataParallel(model, **options)
+    for step in range(4):
+        found = []
+        for m in (parallel, reference):
+            m.zero_grad()
+            output = m(my_tokens(step))
+            assert bool(recomputed(output)) == (m is parallel)
+            output.square().mean().backward()
+            found.append([p.grad.clone() for p in m.parameters() if p.grad is not None])
+        assert_same([found[0]], [found[1]], 1e-5)
 
 
-@pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize("kind", ["static", "dynamic", "unused"])
-def test_ddp_matches_pytorch(kind: str, source: str, processes: Processes) -> None:
-    processes.run(data_parallel, kind, source)
+def test_ddp_matches_pytorch(kind: str, processes: Processes) -> None:
+    processes.run(data_parallel, kind)
 
 
 def tensor_parallel() -> None:
@@ -353,7 +345,7 @@ class Writes(nn.Module):
                 self.write(t)
 
 
-def collective_writes(seed: int, source: str) -> None:
+def collective_writes(seed: int) -> None:
     Settings.MIN_BYTES = 1
     choose = random.Random(seed)
     cases = [(o, w, p) for o in OPERATIONS for w in WRITES for p in ("before", "after")]
@@ -361,30 +353,28 @@ def collective_writes(seed: int, source: str) -> None:
         torch.manual_seed(seed)  # equal in all processes
         model = Writes(operation, write, position, 1).to(device())
         twin = copy.deepcopy(model)
-        with nodes_from(source):
-            inplace_ops.convert(twin, max_ops=20)
-            for step in range(2):
-                x = my_tokens(step)
-                try:
-                    expected = step_of(model, x)
-                except RuntimeError as error:
-                    if "modified by an inplace operation" not in str(error):
-                        raise
-                    twin.step += 1
-                    continue
-                if position == "after" and operation in ("relu", "relu_"):
-                    twin.step += 1  # ReLU saves the tensor that is written to: documented
-                    continue
-                try:
-                    assert_same_step(step_of(twin, x), expected)
-                except AssertionError as error:
-                    raise AssertionError(f"{operation}, {write}, {position}: {error}") from error
+        inplace_ops.convert(twin, max_ops=20)
+        for step in range(2):
+            x = my_tokens(step)
+            try:
+                expected = step_of(model, x)
+            except RuntimeError as error:
+                if "modified by an inplace operation" not in str(error):
+                    raise
+                twin.step += 1
+                continue
+            if position == "after" and operation in ("relu", "relu_"):
+                twin.step += 1  # ReLU saves the tensor that is written to: documented
+                continue
+            try:
+                assert_same_step(step_of(twin, x), expected)
+            except AssertionError as error:
+                raise AssertionError(f"{operation}, {write}, {position}: {error}") from error
 
 
 @pytest.mark.filterwarnings("ignore:inplace_ops:UserWarning")
-@pytest.mark.parametrize("source", EACH_SOURCE)
-def test_writes_of_collectives_match_pytorch(source: str, seed: int, processes: Processes) -> None:
-    processes.run(collective_writes, seed, source)
+def test_writes_of_collectives_match_pytorch(seed: int, processes: Processes) -> None:
+    processes.run(collective_writes, seed)
 
 
 def _statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -481,7 +471,7 @@ class Synchronized(nn.Module):
         return self.norms[0](x).sigmoid()
 
 
-def sync_batch_norm(affine: bool, source: str) -> None:
+def sync_batch_norm(affine: bool) -> None:
     with (
         torch.library._scoped_library("aten", "IMPL") as library,
         pytest.MonkeyPatch.context() as p,
@@ -493,25 +483,23 @@ def sync_batch_norm(affine: bool, source: str) -> None:
         # The engine knows this forward as PyTorch's own.
         methods = pytorchs_forward._METHODS[nn.SyncBatchNorm]
         p.setitem(pytorchs_forward._METHODS, nn.SyncBatchNorm, (_synchronized, *methods[1:]))
-        _check_sync_batch_norm(affine, source)
+        _check_sync_batch_norm(affine)
 
 
-def _check_sync_batch_norm(affine: bool, source: str) -> None:
+def _check_sync_batch_norm(affine: bool) -> None:
     model = Synchronized(affine).to(device())
     twin = copy.deepcopy(model)
     x = torch.randn(4, 8, 16, 16).to(device())
-    with nodes_from(source):
-        inplace_ops.convert(twin, max_ops=8)
-        output = twin(x)
-        if source == "hook":  # the walk sees functional code late
-            assert {spec.producer for spec in recomputed(output)} == {"Add", "Sigmoid"}
-        saved = [inplace_ops.saved_bytes(m, x) for m in (twin, model)]
-        assert saved[0] < (0.52 if source == "hook" else 0.72) * saved[1]
-        for _ in range(2):
-            assert_same_step(step_of(twin, x), step_of(model, x))
+    inplace_ops.convert(twin, max_ops=8)
+    output = twin(x)
+    if HAS_HOOK:  # the walk sees functional code late
+        assert {spec.producer for spec in recomputed(output)} == {"Add", "Sigmoid"}
+    saved = [inplace_ops.saved_bytes(m, x) for m in (twin, model)]
+    assert saved[0] < (0.52 if HAS_HOOK else 0.72) * saved[1]
+    for _ in range(2):
+        assert_same_step(step_of(twin, x), step_of(model, x))
 
 
-@pytest.mark.parametrize("source", EACH_SOURCE)
 @pytest.mark.parametrize("affine", [True, False])
-def test_sync_batch_norm_is_recomputed(affine: bool, source: str, processes: Processes) -> None:
-    processes.run(sync_batch_norm, affine, source)
+def test_sync_batch_norm_is_recomputed(affine: bool, processes: Processes) -> None:
+    processes.run(sync_batch_norm, affine)
