@@ -58,11 +58,13 @@ class Measured:
     Attributes:
         value: A detached alias, which keeps no part of the graph alive; or what replaces it.
         original: A weak reference to the tensor, which leads to the one that it is a view of.
+        version: The tensor's version when it was saved. PyTorch compares none under hooks.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         self.value: Tensor | Packed = tensor.detach()
         self.original = WeakTensor(tensor)
+        self.version = 0 if tensor.is_inference() else tensor._version
 
     def tensors(self) -> Iterable[Tensor]:
         """Return the tensors that this object keeps alive."""
@@ -73,8 +75,20 @@ def unpack_measured(saved: Measured) -> Tensor:
     """Return the saved tensor: the unpack hook of `saved_bytes`.
 
     The recompute engine recognizes this hook, and replaces tensors that are saved under it.
+
+    Raises:
+        RuntimeError: If the tensor was modified in place, as without hooks.
     """
-    return saved.value.unpack() if isinstance(saved.value, Packed) else saved.value
+    tensor = saved.value
+    if isinstance(tensor, Packed):
+        return tensor.unpack()
+    if not tensor.is_inference() and tensor._version != saved.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: [{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
+            f"expected version {saved.version} instead"
+        )
+    return tensor
 
 
 def peak_bytes(fn: Callable[[], object]) -> int | None:

@@ -24,8 +24,8 @@ alias, as the methods of a subclass of Tensor return it. Then the activation run
 2. Autograd updates the view's `grad_fn` when it is read. The module reads it before it returns the
    view: a hook that is registered before that is lost, or crashes.
 3. A subclass may change what a function returns. The first call compares: see `_only_wraps`.
-4. A hook on an alias sees second derivatives, as PyTorch saves a clone of the alias. So the
-   activation of an alias with hooks runs on the alias.
+4. A hook on the view sees second derivatives, as PyTorch saves a clone of the view. So the
+   activation of a view with hooks runs on the view.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ def activation_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 def _activated(engine: Engine, module: nn.Module, z: Tensor) -> Tensor:
     """Return the activation of z, together with the norm before it if possible."""
     engine.walk(z)
-    # Rules 1 and 4 of NOTE [In place on a view].
-    is_alias = engine.merges and type(z) is Tensor and z._is_view() and not has_gradient_hooks(z)
-    base = whole_base(z) if is_alias else None
+    is_view = engine.merges and type(z) is Tensor and z._is_view()
+    has_hooks = is_view and has_gradient_hooks(z)  # rule 4 of NOTE [In place on a view]
+    base = whole_base(z) if is_view and not has_hooks else None
     output = norms.norm_output(z if base is None else base) if engine.merges else None
     y = None if output is None else _after_norm(engine, module, z, output)
     if y is None:
         engine.note(z)
-        y = _alone(engine, module, z, base if output is None else output)
+        y = _alone(engine, module, z, base if output is None or has_hooks else output)
         engine.walk(y)
         engine.note(y)
     return y
@@ -171,6 +171,8 @@ def _after_norm(engine: Engine, module: nn.Module, z: Tensor, output: Tensor) ->
         return None
     activation, scalars = call
     is_in_place = _is_in_place(module, activation)
+    if is_in_place and output is not z and has_gradient_hooks(z):  # rule 4
+        return None
     try:
         x = _input_of(engine, output)
         if x is None or not (isinstance(x, Tensor) or output is z or is_in_place):

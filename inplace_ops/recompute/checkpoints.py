@@ -173,19 +173,10 @@ class _Value(NamedTuple):
     Attributes:
         running_pass: The backward pass for which the block ran again.
         measured: The tensor, or what the engine has saved instead of it.
-        version: The tensor's version when it was saved.
     """
 
     running_pass: int
     measured: Measured
-    version: int
-
-    def unpack(self) -> Tensor:
-        """Return the tensor."""
-        tensor = self.measured.value
-        if isinstance(tensor, Tensor) and tensor._version != self.version:
-            raise written_to_error(tensor, self.version)
-        return unpack_measured(self.measured)
 
 
 class _Given(NamedTuple):
@@ -441,7 +432,7 @@ class _Call:
                 value, slot.value = slot.value, None
         if value is None:
             raise self._error("saved fewer tensors")
-        return value.unpack()
+        return unpack_measured(value.measured)
 
     def _run_again(self, this_pass: int, only: _Slot | None) -> None:
         """Run the block again, and fill the slots that the graph still needs, or one alone."""
@@ -466,7 +457,7 @@ class _Call:
             measured = Measured(tensor)
             slot = slots[index]
             if slot is not None:
-                slot.value = _Value(this_pass, measured, tensor._version)
+                slot.value = _Value(this_pass, measured)
             if index == last:
                 raise Ended
             return measured

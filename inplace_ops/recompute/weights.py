@@ -118,7 +118,7 @@ class Weight(Spec):
 
     def value(self, turn: int | None = None) -> Tensor:
         parameter = self.parameter
-        if not has_storage(parameter):  # rule 6
+        if not has_storage(parameter):
             raise freed_error(parameter)
         if not self.is_current():
             raise written_to_error(parameter, self.version)
@@ -127,7 +127,8 @@ class Weight(Spec):
     def is_current(self) -> bool:
         parameter = self.parameter
         return (
-            parameter._version == self.version  # rule 3
+            has_storage(parameter)  # rule 6
+            and parameter._version == self.version  # rule 3
             and self._steps.count == self._count  # rule 4
             and storage_id(parameter.untyped_storage()) == self._storage.cdata  # rule 5
             and _layout_of(parameter) == self._layout
@@ -135,11 +136,6 @@ class Weight(Spec):
 
     def leaves(self) -> Iterator[Leaf]:
         yield from ()
-
-    @property
-    def can_be_read(self) -> bool:
-        """Whether the parameter has the memory and the values that the product has read."""
-        return has_storage(self.parameter) and self.is_current()
 
 
 class SavedCast(Leaf):
@@ -248,7 +244,7 @@ class KnownWeights:
         if known is None or known.lasts is None:
             if len(self._lasting) >= _MAX_KNOWN:
                 self._lasting.clear()
-            known = _Lasting.of(parameter, weight.can_be_read)
+            known = _Lasting.of(parameter, weight.is_current())
             self._lasting[id(parameter)] = known
         return bool(known.lasts)
 
@@ -269,8 +265,11 @@ class ModelTensors:
                 for t in tensors
                 if not t.is_inference() and is_plain(t) and has_storage(t)
             }
-        found = self._tensors.get(_memory_place(tensor))
-        return found if found is not None and found.dtype is tensor.dtype else None
+        place = _memory_place(tensor)
+        found = self._tensors.get(place)
+        if found is None or found.dtype is not tensor.dtype:
+            return None
+        return found if _memory_place(found) == place else None  # it may have got other memory
 
 
 def _memory_place(tensor: Tensor) -> tuple[int, ...]:
