@@ -26,7 +26,7 @@ class Norm:
         make: Returns the module.
         shape: The shape of the input.
         statistic_rows: Reshapes the input so that each row shares one mean and standard deviation.
-        affine_numel: The number of elements of the affine that a fused activation saves.
+        affine_numel: The number of elements of the affine that an activation after a norm saves.
         memory_format: The memory format of the input.
     """
 

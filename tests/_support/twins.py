@@ -202,8 +202,8 @@ def nodes_of(output: Any) -> list[Any]:
     return list(found)
 
 
-def number_of_records() -> int:
-    """Return how many records of operations are alive: those of graphs that are alive."""
+def number_of_values() -> int:
+    """Return how many values of operations are alive: those of graphs that are alive."""
     gc.collect()
     return sum(type(obj) is Value for obj in gc.get_objects())
 

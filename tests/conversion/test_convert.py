@@ -161,8 +161,8 @@ ACTIVATIONS = [RenamedReLU(), ReLU1(), nn.ReLU6(), nn.LeakyReLU(0.1), OtherForwa
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: type(a).__name__)
-def test_activations_are_fused_by_their_forward(activation: nn.Module) -> None:
-    """A subclass with the forward of a supported activation is fused, whatever its name.
+def test_activations_run_with_norms_by_their_forward(activation: nn.Module) -> None:
+    """A subclass with the forward of a supported activation runs with the norm, whatever its name.
 
     Its attributes are read at each call.
     """
@@ -471,7 +471,7 @@ def test_wrong_recomputed_tensor_raises(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_wrong_gradient_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All recomputed tensors are right, and the fused activation's backward is wrong."""
+    """All recomputed tensors are right, and the backward of an activation after a norm is wrong."""
     from inplace_ops.recompute import after_norm
 
     right = after_norm._gradient_of_input

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from _support.twins import HAS_HOOK, number_of_records
+from _support.twins import HAS_HOOK, number_of_values
 from torch import nn
 
 import inplace_ops
@@ -97,9 +97,9 @@ def test_three_training_steps_match_pytorch(name: str) -> None:
     pytest.importorskip(name.partition(":")[0])
     from bench_models import SAME, rows_of
 
-    before = number_of_records()
+    before = number_of_values()
     rows = [row for row, _ in rows_of(name)]
-    assert number_of_records() <= before
+    assert number_of_values() <= before
     assert [row["result"] for row in rows] == [SAME] * len(rows)
     assert len(rows) >= 2
 

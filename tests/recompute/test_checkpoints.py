@@ -819,3 +819,24 @@ def test_blocks_are_the_innermost_containers_of_three_modules_of_a_class() -> No
     )
     expected = [f"1.{i}.{j}" for i in range(3) for j in range(3)] + ["3.1", "3.3", "3.4"]
     assert paths_of_blocks(model) == expected
+
+
+def test_overwritten_output_of_a_relu_raises_as_in_pytorch() -> None:
+    """The engine has not reduced it to bits either, when the block ran again."""
+
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.act = nn.Linear(D, D), nn.Linear(D, D), nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.act(self.first(x))
+            y += 1
+            return self.last(y).sin()
+
+    model = Net(Written).double()
+    twin = copy.deepcopy(model)
+    attach(twin, Conversion(Settings(), Report(), checkpoints_of(twin)))
+    for m in (model, twin):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            m(inputs()).sum().backward()

@@ -17,7 +17,7 @@ from _support.twins import (
     converted_twin,
     images,
     no_warnings,
-    number_of_records,
+    number_of_values,
     recomputed,
 )
 from torch import Tensor, nn
@@ -374,10 +374,10 @@ LEAKS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 def test_graph_of_a_concatenation_is_freed(program: str, runs_backward: bool) -> None:
     """A record that referred to its node would keep the graph alive forever."""
     twin = converted_twin(Program(lambda m, z: m.conv(LEAKS[program](m, z))))
-    before = number_of_records()
+    before = number_of_values()
     for _ in range(3):
         output = twin(images())
         if runs_backward:
             output.sum().backward()
         del output
-    assert number_of_records() == before
+    assert number_of_values() == before

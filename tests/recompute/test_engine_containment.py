@@ -189,7 +189,7 @@ def _fail(*_: Any) -> None:
         (replace.Replacer, "visit", _fail),  # at a node
         (run, "base_of", _fail),  # after a module
         (run, "value_of", _fail),
-        (activation_modules, "_input_of", _fail),  # before an activation that is fused
+        (activation_modules, "_input_of", _fail),  # before an activation after a norm
         (activation_modules, "bypass", None),  # reading an attribute of it raises
         (activation_modules, "_AFFINE_FACTOR", None),  # multiplying by it raises
     ],
@@ -228,7 +228,7 @@ OUT_OF_MEMORY = (
 @pytest.mark.parametrize(
     ("owner", "part"),
     [(packed.Recomputed, "compute"), (verify, "_excess"), (NormFacts, "affine_of")],
-    ids=["first use", "comparison", "fused activation"],
+    ids=["first use", "comparison", "activation after a norm"],
 )
 def test_allocation_failure_switches_nothing_off(
     owner: Any, part: str, failing: int, monkeypatch: pytest.MonkeyPatch

@@ -335,3 +335,32 @@ def test_anomaly_mode_in_backward_alone_names_the_norm(norm: str) -> None:
         pytest.raises(RuntimeError, match="NativeBatchNormBackward0"),
     ):
         loss.backward()
+
+
+@pytest.mark.parametrize("act", ["Mish", "SiLU", "ReLU6"])
+def test_hook_on_an_instance_norms_output_sees_second_derivatives(act: str) -> None:
+    """The activation overwrites the view that the norm returns, which has the hook."""
+
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.act = nn.InstanceNorm2d(C), getattr(nn, act)(inplace=True)
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.norm(x * 1)
+            z.register_hook(self._double)
+            return self.act(z)
+
+        def _double(self, gradient: Tensor) -> Tensor:
+            self.calls += 1
+            return gradient * 2
+
+    model, x = Hooked().double(), torch.randn(2, C, 8, 8, dtype=torch.double, requires_grad=True)
+    twin = converted_twin(model)
+    gradients = []
+    for m in (model, twin):
+        (first,) = torch.autograd.grad(m(x).square().sum(), x, create_graph=True)
+        gradients.append(torch.autograd.grad(first.square().sum(), x))
+    assert model.calls == twin.calls
+    torch.testing.assert_close(*gradients)

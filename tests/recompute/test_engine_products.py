@@ -784,3 +784,55 @@ def test_parameters_of_others_last_from_the_second_step_on() -> None:
     assert report.recompute_flops  # the second call has filled it in again
     model(x).square().sum().backward()
     torch.testing.assert_close(twin[0].weight.grad, 3 * model[0].weight.grad)
+
+
+def test_frozen_weight_whose_memory_another_one_has_is_not_known() -> None:
+    """The two weights exchange their memory inside forward, after the engine has looked it up."""
+
+    class Swapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            frozen = [nn.Parameter(torch.randn(256, 64), requires_grad=False) for _ in range(2)]
+            self.first, self.second = frozen
+            self.scale, self.last = nn.Parameter(torch.ones(64)), nn.Linear(256, 64)
+            self.swaps = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(x * self.scale)
+            y = F.silu(F.linear(h, self.first)).detach().sum()
+            if self.swaps:
+                self.first.data, self.second.data = self.second.data, self.first.data
+            return y + self.last(F.silu(F.linear(h, self.second))).sum()
+
+    model, x = Swapped(), torch.randn(64, 64)
+    twin = converted(model, max_ops=32)
+    for swaps in (False, True, True):
+        model.swaps = twin.swaps = swaps
+        outputs = [model(x), twin(x)]
+    gradients = [
+        torch.autograd.grad(y, m.scale) for m, y in zip((model, twin), outputs, strict=True)
+    ]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+
+
+def test_weight_that_is_freed_before_its_consumer_runs_is_not_read() -> None:
+    """From the second step on, when the weight is known to last."""
+
+    class Freed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.frees = nn.Linear(64, 256), nn.Linear(256, 64), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(torch.tanh(x))
+            if self.frees:
+                self.first.weight.untyped_storage().resize_(0)
+            return self.last(F.silu(y))
+
+    model, x = Freed(), torch.randn(64, 64).requires_grad_()
+    twin = converted(model, max_ops=32)
+    for m in (model, twin):
+        m(x).sum().backward()
+        m.frees = True
+    gradients = [torch.autograd.grad(m(x).sum(), m.last.weight) for m in (model, twin)]
+    torch.testing.assert_close(*gradients)

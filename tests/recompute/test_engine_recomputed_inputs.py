@@ -1,6 +1,6 @@
 """Activations after a norm whose input is recomputed too: the input of a cast, or a concatenation.
 
-Backward of the fused activation then reads what the norm saves instead of its input.
+Backward of the activation then reads what the norm saves instead of its input.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def images() -> Tensor:
 
 
 def recomputed_inputs(output: Tensor) -> list[Recomputed]:
-    """Return what the fused activations in the graph of an output save instead of x."""
+    """Return what the activations after norms in the graph of an output save instead of x."""
     fused = [node for node in nodes_of(output) if after_norm.is_after_norm(node)]
     packed = [nodes.packed(node, "x") for node in fused]
     return [value for value in packed if isinstance(value, Recomputed)]

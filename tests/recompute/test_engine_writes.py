@@ -274,3 +274,47 @@ def test_alias_of_a_parameter_that_another_operation_saves_is_not_a_leaf() -> No
         torch.optim.SGD([m.weight], lr=1, fused=True).step()
         gradients.append(torch.autograd.grad(loss, [m.last.weight, m.first.weight]))
     torch.testing.assert_close(*gradients)
+
+
+class Result:
+    """Calls a model, and keeps its result."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.result: Tensor = self.model(x)
+        return self.result
+
+
+def test_write_to_a_saved_input_while_saved_bytes_counts() -> None:
+    """SiLU's saved input is overwritten, and its output is not. PyTorch compares under no hooks.
+
+    The write begins after the first use of the spec, and only the last weight's gradient is asked
+    for, so that PyTorch does not raise either.
+    """
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.writes = nn.Linear(64, 64), nn.Linear(64, 64), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x) + 0
+            y = F.silu(h)
+            with torch.no_grad():
+                h.add_(float(self.writes))
+            return self.last(y)
+
+    model, x = Network(), torch.randn(64, 64)
+    twin = copy.deepcopy(model)
+    inplace_ops.convert(twin)
+    for writes in (False, True):
+        model.writes = twin.writes = writes
+        counted = Result(twin)
+        inplace_ops.saved_bytes(counted, x)
+        gradients = [
+            torch.autograd.grad(y.square().sum(), m.last.weight)
+            for m, y in ((model, model(x)), (twin, counted.result))
+        ]
+        torch.testing.assert_close(*gradients)
