@@ -189,9 +189,10 @@ def written_to_error(tensor: Tensor, version: int) -> WrittenToError:
     """Return the error of a tensor that was at this version when a spec was built from it."""
     if tensor._version == version:
         return WrittenToError(
-            "one of the variables needed for gradient computation has been modified by an "
-            f"optimizer's step: [{tensor.type()} {list(tensor.shape)}], from which a saved tensor "
-            "is recomputed: call backward before the step, or inplace_ops.revert(model)"
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation that raises no version, such as an optimizer's step: [{tensor.type()} "
+            f"{list(tensor.shape)}], from which a saved tensor is recomputed. Call backward before "
+            "it, or inplace_ops.revert(model)"
         )
     return WrittenToError(
         "one of the variables needed for gradient computation has been modified by an inplace "
