@@ -13,6 +13,10 @@ they cost on CUDA (`policies.py`). saved: what `inplace_ops.saved_bytes` counts,
 buffers and the input. Under autocast the weights of convolutions and linear layers are in bfloat16
 from the start, so that no copies of weights are counted.
 
+ablation: the same bytes with each mechanism of the engine switched off in turn (`ablation.py`),
+over PyTorch's own step, with the default `max_ops`. calls: how many functions of Python and C a
+forward calls.
+
 steps: the Python cost of each activation and consumer, in networks that are bound by the host. The
 blocks' tensors have 9 and 8 KiB; also 1 KiB, which is less than `convert` replaces.
 
@@ -47,6 +51,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from ablation import MECHANISMS, without
 from common import (
     IN_PLACE,
     MIB,
@@ -80,7 +85,7 @@ from networks import (
     resnet18,
     rows_of_networks,
 )
-from policies import POLICIES, autocast, emulation, of_dtype
+from policies import POLICIES, Policy, autocast, emulation, of_dtype
 from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
@@ -394,22 +399,17 @@ TOLERANCES = {True: 1e-5, False: 5e-2}
 
 def count(name: str, policy_name: str, max_ops: Sequence[int], device: str) -> list[Row]:
     """Return the rows of a network's bytes in one policy, one for each `max_ops`."""
-    network, policy = NETWORKS[name], POLICIES[policy_name]
-    torch.manual_seed(0)
-    model = network.build().to(device).train().to(policy.weights)
-    x = of_dtype(network.input(network.small, device), policy)
-    if policy.autocast:
-        for module in model.modules():
-            if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
-                module.to(torch.bfloat16)
+    policy = POLICIES[policy_name]
+    model, x = _counted(name, policy, device)
     rows = []
     with emulation(policy, device):
         original = step_of(IN_PLACE, model, x, policy)
         expected, before = expected_of(original), _bytes_of(original)
+        before["flops"] = original.flops()
         for number in max_ops:
             step = step_of(f"convert, max_ops={number}", model, x, policy)
             off = verify_step(step, expected, TOLERANCES[policy.is_float32])
-            after = _bytes_of(step)
+            after = {**_bytes_of(step), "flops": step.flops()}
             row: Row = {"network": name, "policy": policy_name, "max_ops": number}
             row["input"] = _dimensions(x.shape)
             for kind, ours in after.items():
@@ -419,19 +419,65 @@ def count(name: str, policy_name: str, max_ops: Sequence[int], device: str) -> l
     return rows
 
 
+def _counted(name: str, policy: Policy, device: str) -> tuple[nn.Module, Tensor]:
+    """Return a network and its small input; under autocast weights of products are in bfloat16."""
+    torch.manual_seed(0)
+    model = NETWORKS[name].build().to(device).train().to(policy.weights)
+    if policy.autocast:
+        for module in model.modules():
+            if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
+                module.to(torch.bfloat16)
+    return model, of_dtype(NETWORKS[name].input(NETWORKS[name].small, device), policy)
+
+
 def _bytes_of(step: Step) -> dict[str, int]:
-    """Return what a step saves, allocates at most, reads and writes, and its products' FLOPs."""
+    """Return what a step saves, what it allocates at most, and what it reads and writes."""
     device = step.x.device.type
     with autocast(step.policy, device):
         saved = inplace_ops.saved_bytes(step.model, step.x)
     peak = memory_of(step.run, device)[0]
     step.reset()
-    return {"saved": saved, "peak": peak, **step.work()._asdict()}
+    return {"saved": saved, "peak": peak, "moved": step.moved()}
 
 
 def bytes_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
     """Yield the rows of all networks."""
     measure = partial(count, max_ops=arguments.max_ops, device=arguments.device)
+    yield from rows_of_networks(arguments.networks, arguments.policies, measure, failures)
+
+
+# One network of each kind: each mechanism serves at least one of them.
+ABLATED = ("EfficientNet-B0", "ResNet-50", "DenseNet-121", "diffusion U-Net", "nnU-Net-like")
+ABLATED += ("ViT-S/16", "ConvNeXt-T", "Llama, 2 layers", "T5, 2 layers", "GPT-2, 2 layers")
+ABLATED += ("Qwen2, padded batch",)
+
+
+def ablate(
+    name: str, policy_name: str, mechanisms: Iterable[str], device: str, failures: Failures
+) -> list[Row]:
+    """Return a network's row in one policy with all mechanisms, and one without each of them."""
+    policy = POLICIES[policy_name]
+    model, x = _counted(name, policy, device)
+    rows: list[Row] = []
+    with emulation(policy, device):
+        original = step_of(IN_PLACE, model, x, policy)
+        expected, before = expected_of(original), _bytes_of(original)
+        for mechanism in ("", *mechanisms):
+            case = {"network": name, "policy": policy_name, "mechanism": mechanism}
+            with failures.recorded(", ".join(case.values())), without(mechanism):
+                step = step_of(CONVERT, model, x, policy)
+                off = verify_step(step, expected, TOLERANCES[policy.is_float32])
+                after = _bytes_of(step).items()
+                ratios = {f"{kind}_ratio": f"{ours / before[kind]:.3f}" for kind, ours in after}
+                counted = {"calls": step.calls(), "gradients_differ_by": f"{off:.1e}"}
+                rows.append(case | ratios | counted)
+    return rows
+
+
+def ablation_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
+    """Yield the rows of all networks."""
+    chosen = {"mechanisms": arguments.mechanisms, "device": arguments.device, "failures": failures}
+    measure = partial(ablate, **chosen)
     yield from rows_of_networks(arguments.networks, arguments.policies, measure, failures)
 
 
@@ -664,6 +710,14 @@ def parse() -> argparse.Namespace:
     counting.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES)[:3])
     counting.add_argument("--max-ops", nargs="+", type=int, choices=MAX_OPS, default=MAX_OPS)
 
+    ablating = commands.add_parser("ablation")
+    add_options(ablating, repetitions=1, threads=1)
+    ablating.add_argument("--networks", nargs="+", choices=NETWORKS, default=ABLATED)
+    ablating.add_argument(
+        "--policies", nargs="+", choices=POLICIES, default=["float32", "CUDA autocast"]
+    )
+    ablating.add_argument("--mechanisms", nargs="+", choices=MECHANISMS, default=list(MECHANISMS))
+
     add_options(commands.add_parser("steps"), repetitions=61, threads=1)
     add_options(commands.add_parser("calls"), repetitions=40, threads=1)
     add_options(commands.add_parser("blocks"), repetitions=15)
@@ -693,6 +747,7 @@ def parse() -> argparse.Namespace:
 COMMANDS = {
     "train": ("networks", train_rows),
     "bytes": ("bytes", bytes_rows),
+    "ablation": ("ablation", ablation_rows),
     "steps": ("steps", steps_rows),
     "calls": ("calls", calls_rows),
     "blocks": ("blocks", blocks_rows),

@@ -172,6 +172,28 @@ def of_slow_operations(rows: Rows) -> Rows:
     return found
 
 
+def of_mechanisms(rows: Rows) -> Rows:
+    """Return for each mechanism what its absence raises and lowers most, and where."""
+    cases = grouped(rows, "network", "policy", "mechanism")
+    found = []
+    for (mechanism,), own in grouped(rows, "mechanism").items():
+        pairs = [(row, cases[row["network"], row["policy"], ""][0]) for row in own]
+        shown = {"mechanism": mechanism}
+        for kind in ABLATED:
+            changes = [
+                (round(float(row[kind]) - float(other[kind]), 3), row["network"], row["policy"])
+                for row, other in pairs
+            ]
+            highest, lowest = max(changes), min(changes)
+            ends = [highest] * (highest[0] > 0) + [lowest] * (lowest[0] < 0)
+            texts = [f"{change:+.3f} ({', '.join(case)})" for change, *case in ends]
+            shown[kind] = "; ".join(texts) or "0"
+        ratios = sorted(int(row["calls"]) / int(other["calls"]) - 1 for row, other in pairs)
+        shown["calls"] = f"{ratios[0]:+.1%} to {ratios[-1]:+.1%}"
+        found += [shown] if mechanism else []
+    return found
+
+
 def of_models(rows: Rows) -> Rows:
     """Return a row for each library and case, and one for each case that failed."""
     found = []
@@ -237,7 +259,8 @@ OP, NETWORK = ("activation", "variant"), ("network", "variant")
 SAVED, TIME = ("saved_over_torch_in_place", "peak_over_torch_in_place"), ("time",)
 WORK = ("flops_over_torch_in_place", "moved_over_torch_in_place")
 EXTRA = ("forward_us_per_activation", "backward_us_per_activation")
-KINDS = ("saved_ratio", "peak_ratio", "moved_ratio", "flops_ratio")
+ABLATED = ("saved_ratio", "peak_ratio", "moved_ratio")
+KINDS = (*ABLATED, "flops_ratio")
 AFTER = ("MiB after forward, no grad", "MiB after forward, with grad")
 BLOCK = ("tensors saved", "time over torch in place", "quartiles")
 CHOSEN = ("max_ops", "checkpointed", "saved_mib", "peak_mib", "flops_ratio", "time")
@@ -314,6 +337,9 @@ TABLES = {
     ),
     "tools": trained(" --selection tools", SAVED + TIME),
     "bytes": Table("bench_networks.py bytes", ("network", "input", "policy"), ["max_ops"], KINDS),
+    "ablation": Table(
+        "bench_networks.py ablation", ["mechanism"], (), (*ABLATED, "calls"), of_mechanisms
+    ),
     "budgets": Table("bench_budgets.py", ("network", "input", "variant"), (), CHOSEN, chosen),
     "networks": trained("", SAVED + WORK + TIME),
     "peaks": trained(" --memory-only", SAVED),

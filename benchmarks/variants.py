@@ -8,11 +8,16 @@ with PyTorch's.
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
+import gc
 import math
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -283,6 +288,7 @@ VARIANTS: Changes = {
 BASELINES = ("torch.compile", "torch.compile, memory budget 0.5", CHECKPOINTS, HALF_CHECKPOINTS)
 
 
+FUTURES = str(Path(concurrent.futures.__file__).parent)
 FLOAT32 = POLICIES["float32"]
 Tensors = dict[str, Tensor]
 Results = dict[str, Tensors]  # a step's outputs and gradients, by name
@@ -339,13 +345,48 @@ class Step(NamedTuple):
 
     def work(self) -> Work:
         """Return the bytes that a step reads and writes, and the FLOPs of its products."""
+        return Work(self.moved(), self.flops())  # counting FLOPs decomposes operations
+
+    def moved(self) -> int:
+        """Return the bytes that a step reads and writes."""
         with MovedBytes() as moved:
             self.run()
         self.reset()
-        with FlopCounterMode(display=False) as flops:  # it decomposes operations: a step of its own
+        return moved.count
+
+    def flops(self) -> int:
+        """Return the FLOPs of a step's products."""
+        with FlopCounterMode(display=False) as flops:
             self.run()
         self.reset()
-        return Work(moved.count, flops.get_total_flops())
+        return flops.get_total_flops()
+
+    def calls(self) -> int:
+        """Return how many functions of Python and C forward calls.
+
+        How many of them `concurrent.futures` calls, with which products are emulated, depends on
+        time: they do not count.
+        """
+        count = 0
+        waiting: FrameType | None = None
+
+        def profile(frame: FrameType, event: str, _: Any) -> None:
+            nonlocal count, waiting
+            if waiting is None and event in ("call", "c_call"):
+                count += 1
+                waiting = frame if frame.f_code.co_filename.startswith(FUTURES) else None
+            elif event == "return" and frame is waiting:
+                waiting = None
+
+        gc.collect()
+        gc.disable()  # what it frees may call functions
+        sys.setprofile(profile)
+        try:
+            _outputs = self.forward()  # not freed meanwhile
+        finally:
+            sys.setprofile(None)
+            gc.enable()
+        return count
 
     def timed(self, clock: Clock, run: Callable[[], Any] | None = None) -> float:
         """Return the milliseconds of a step, or of `run`, which is its CUDA graph."""
