@@ -22,16 +22,11 @@ blocks' tensors have 9 and 8 KiB; also 1 KiB, which is less than `convert` repla
 
 calls: the host time of each Python function and C function in a step of the 40 blocks with SiLU,
 from Python's profiler (cProfile), which adds about a microsecond to each call.
-
-blocks: the tensors that a block of convolution, norm and activation saves, in units of its output:
-the difference between a longer and a shorter chain of blocks, over their number. And the time of
-the longer chain.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import cProfile
 import fcntl
 import gc
@@ -45,7 +40,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,7 +60,6 @@ from common import (
     parser_of,
     quartiles,
     ratio_columns,
-    ratio_quartiles,
     read_csv,
     recorded,
     time_columns,
@@ -87,11 +80,8 @@ from networks import (
 )
 from policies import POLICIES, Policy, autocast, emulation, of_dtype
 from torch import Tensor, nn
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity
 from variants import (
     BASELINES,
-    CHECKPOINTS,
     CONVERT,
     LOSS_IN_CHUNKS,
     MAX_OPS,
@@ -101,7 +91,6 @@ from variants import (
     Step,
     Work,
     expected_of,
-    out_of_place,
     step_of,
     verify_step,
 )
@@ -212,8 +201,6 @@ def train(
             if arguments.largest_batch:
                 for label, step in steps.items():
                     batches[label] = _largest_batch(step, input_of, arguments)
-            elif arguments.profile:
-                return _profiles(name, policy_name, steps, arguments)
             elif not (arguments.memory_only or (device == "cpu" and not policy.is_float32)):
                 # The time of an emulation means nothing.
                 times = _times(name, steps, arguments, failures)
@@ -234,42 +221,6 @@ def train(
             "gradients_differ_by": f"{off[label]:.1e}",
         }
         for label in steps
-    ]
-
-
-def _profiles(
-    name: str, policy_name: str, steps: Mapping[str, Step], arguments: argparse.Namespace
-) -> list[Row]:
-    """Return the rows of a network's profiles: one for each operation of each variant."""
-    case: Row = {"network": name, "policy": policy_name, "memory_format": arguments.memory_format}
-    return [
-        case | {"variant": label, "input": _dimensions(step.x.shape)} | operation
-        for label, step in steps.items()
-        for operation in _operations(step, arguments.repetitions)
-    ]
-
-
-def _operations(step: Step, repetitions: int) -> list[Row]:
-    """Return calls and device time of each operation of a step, the longest time first."""
-    step.run()
-    step.reset()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if step.x.is_cuda else [])]
-    with torch.profiler.profile(activities=activities) as profiler:
-        for _ in range(repetitions):
-            step.run()
-            step.reset()
-    own_time = "self_device_time_total" if step.x.is_cuda else "self_cpu_time_total"
-    # Events of devices are kernels.
-    events = [event for event in profiler.key_averages() if event.device_type == DeviceType.CPU]
-    events.sort(key=attrgetter(own_time), reverse=True)
-    return [
-        {
-            "operation": event.key,
-            "calls": event.count // repetitions,
-            "ms": f"{getattr(event, own_time) / repetitions / 1e3:.3f}",
-        }
-        for event in events
-        if getattr(event, own_time) and event.count >= repetitions
     ]
 
 
@@ -606,61 +557,6 @@ def _functions(profile: cProfile.Profile, blocks: int) -> list[Row]:
     ]
 
 
-SHORT, LONG = 2, 6  # blocks
-BLOCK_INPUT = (16, 64, 56, 56)
-BLOCK_VARIANTS = (OUT_OF_PLACE, IN_PLACE, CONVERT, CHECKPOINTS, *BASELINES[:2])
-
-
-def blocks_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
-    """Yield the rows of blocks with ReLU and with SiLU."""
-    clock = Clock(arguments.device)
-    x = torch.randn(BLOCK_INPUT, device=arguments.device)
-    for name in ("ReLU", "SiLU"):
-        torch._dynamo.reset()  # Dynamo stops compiling at a limit of recompilations
-        chains = [_chain(name, blocks, x) for blocks in (SHORT, LONG)]
-        expected = expected_of(step_of(OUT_OF_PLACE, chains[1], x))
-        steps, saved, off = {}, {}, {}
-        for label in BLOCK_VARIANTS:
-            with failures.recorded(f"{name}, {label}"):
-                short, step = (_block_step(label, model, x) for model in chains)
-                short.forward()  # compiles, and allocates what only a first call needs
-                off[label] = verify_step(step, expected)
-                more = step.memory().saved - short.memory().saved
-                saved[label] = more / (LONG - SHORT) / x.nbytes
-                steps[label] = step
-        if IN_PLACE not in steps:
-            continue
-        timed = {label: partial(step.timed, clock) for label, step in steps.items()}
-        times = in_turn(timed, arguments.repetitions)
-        for label, own in times.items():
-            first, ratio, third = ratio_quartiles(own, times[IN_PLACE])
-            yield {
-                "activation": name,
-                "variant": label,
-                "input": _dimensions(x.shape),
-                "tensors saved": f"{saved[label]:.2f}",
-                "ms a block": f"{quartiles(own)[1] / LONG:.2f}",
-                "time over torch in place": f"{ratio:.2f}",
-                "quartiles": f"{first:.2f} to {third:.2f}",
-                "gradient off by": f"{off[label]:.0e}",
-            }
-
-
-def _chain(activation: str, blocks: int, x: Tensor) -> nn.Sequential:
-    """Return a chain that ends in a convolution, which consumes the last activation's output."""
-    torch.manual_seed(0)
-    channels = x.shape[1]
-    make = partial(getattr(nn, activation), inplace=True)
-    last = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-    return nn.Sequential(*chain(make, blocks, channels), last).to(x.device)
-
-
-def _block_step(label: str, model: nn.Module, x: Tensor) -> Step:
-    """Return a step of the chain; all except PyTorch in place start out of place."""
-    model = model if label == IN_PLACE else out_of_place(copy.deepcopy(model))
-    return step_of(label, model, x, blocks=["ConvNormAct"])
-
-
 def parse() -> argparse.Namespace:
     """Return the arguments of a command, with its name."""
     parser = parser_of(__doc__)
@@ -683,7 +579,6 @@ def parse() -> argparse.Namespace:
         "--scale-batch", type=int, default=1, metavar="N", help="N times the default batch"
     )
     training.add_argument("--memory-only", action="store_true", help="time nothing")
-    training.add_argument("--profile", action="store_true", help="measure each operation's time")
     training.add_argument("--graphs", action="store_true", help="time the replay of CUDA graphs")
     training.add_argument(
         "--fill-gib", type=float, help="the batch for which PyTorch in place allocates this much"
@@ -720,7 +615,6 @@ def parse() -> argparse.Namespace:
 
     add_options(commands.add_parser("steps"), repetitions=61, threads=1)
     add_options(commands.add_parser("calls"), repetitions=40, threads=1)
-    add_options(commands.add_parser("blocks"), repetitions=15)
 
     arguments = parser.parse_args()
     if arguments.command == "train":
@@ -750,7 +644,6 @@ COMMANDS = {
     "ablation": ("ablation", ablation_rows),
     "steps": ("steps", steps_rows),
     "calls": ("calls", calls_rows),
-    "blocks": ("blocks", blocks_rows),
 }
 
 
@@ -762,8 +655,6 @@ def main() -> None:
         name = arguments.selection
         if name == "networks" and arguments.memory_only:
             name = "peaks"
-        if arguments.profile:
-            name = "profile"
     write_results(name, rows_of, arguments)
 
 

@@ -153,25 +153,6 @@ def chosen(rows: Rows) -> Rows:
     return with_times([row for row in rows if not row.get("note")])
 
 
-def of_slow_operations(rows: Rows) -> Rows:
-    """Return device times by operation, of those that take the most time or change the most."""
-    both, found = values(rows, "variant")[:2], []
-    for (network, shape), own in grouped(rows, "network", "input").items():
-        sums = {
-            name: [sum(float(row["ms"]) for row in of if row["variant"] == v) for v in both]
-            for (name,), of in grouped(own, "operation").items()
-        }
-        sums = {"all": [sum(column) for column in zip(*sums.values(), strict=True)], **sums}
-        total = sums["all"][0]
-        for name, (old, new) in sums.items():
-            if max(old, new) >= 0.05 * total or abs(new - old) >= 0.003 * total:
-                row = {"network": network, "input": shape, "operation": name}
-                times = [(both[0], f"{old:.2f}"), (both[1], f"{new:.2f}")]
-                times.append(("difference", f"{new - old:+.2f}"))
-                found += [row | {"variant": variant, "ms": text} for variant, text in times]
-    return found
-
-
 def of_mechanisms(rows: Rows) -> Rows:
     """Return for each mechanism what its absence raises and lowers most, and where."""
     cases = grouped(rows, "network", "policy", "mechanism")
@@ -262,7 +243,6 @@ EXTRA = ("forward_us_per_activation", "backward_us_per_activation")
 ABLATED = ("saved_ratio", "peak_ratio", "moved_ratio")
 KINDS = (*ABLATED, "flops_ratio")
 AFTER = ("MiB after forward, no grad", "MiB after forward, with grad")
-BLOCK = ("tensors saved", "time over torch in place", "quartiles")
 CHOSEN = ("max_ops", "checkpointed", "saved_mib", "peak_mib", "flops_ratio", "time")
 CHOSEN += ("script_peak_mib",)
 TRAINED = ("saved", "gradient", "test_accuracy", "test_loss")
@@ -276,7 +256,6 @@ TITLES = {
     "forward_us_per_activation": "extra time per activation, us: forward",
     "backward_us_per_activation": "backward",
     "us_per_block": "us a block",
-    "ms": "ms of the device",
     "result": "same gradients, or why it failed",
     "equal": "bit for bit",
     "ratio": "saved bytes over PyTorch's: median (quartiles)",
@@ -321,15 +300,10 @@ TABLES = {
         of_slow_functions,
     ),
     "memory": Table("bench_ops.py memory", (*OP, "size"), (), AFTER),
-    "blocks": Table("bench_networks.py blocks", ("variant", "input"), ["activation"], BLOCK),
     "graphs": trained(" --graphs", SAVED + TIME),
     "filled": trained(" --fill-gib", SAVED + TIME),
     "batches": trained(" --largest-batch", (*SAVED, "largest_batch")),
     "baselines": trained(" --variants", SAVED + TIME),
-    "profile": Table(
-        f"{TRAIN} --profile",
-        *(("network", "input", "operation"), ["variant"], ["ms"], of_slow_operations),
-    ),
     "integrations": Table(
         f"{TRAIN} --selection integrations",
         *(("library and its script", "network", "input", "the line"), ["policy"], SAVED + TIME),
