@@ -142,7 +142,7 @@ def _difference(step: Step, expected: Expected) -> float:
         step.run()
         optimizer.step()
         step.reset()
-    return verify_step(step, expected, at_most=1e-5)
+    return verify_step(step, expected)
 
 
 def _script_peak(network: Network, budget: int, device: str) -> str:

@@ -500,7 +500,7 @@ def resnet50() -> nn.Module:
 
 LLAMA: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 2}
 LLAMA |= {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
-# In float64, the reference, grouped matrix products are missing: each expert has its own.
+# The emulation of 16 bits has no grouped matrix products: each expert has its own.
 MIXTRAL = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}
 MIXTRAL |= {"experts_implementation": "eager"}
 GEMMA = {**LLAMA, "head_dim": 64, "attn_implementation": "eager"}  # it caps attention scores

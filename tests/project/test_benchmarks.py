@@ -198,7 +198,8 @@ def test_wrong_training_of_converted_model_is_reported(
     message: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from bench_models import Case, WrongGradientError, trained
+    from bench_models import Case, trained
+    from gradients import WrongGradientError
 
     inputs = {"": torch.randn(8, 3, 16, 16)}
     convert = inplace_ops.convert
@@ -229,7 +230,8 @@ class Unsteady(nn.Module):
 
 
 def test_original_that_differs_from_itself_is_reported_as_noise() -> None:
-    from bench_models import Case, NoiseError, trained
+    from bench_models import Case, trained
+    from gradients import NoiseError
 
     model = nn.Sequential(nn.Linear(4, 4), Unsteady())
     with pytest.raises(NoiseError, match=r"runs of the original differ in 0\.bias"):
@@ -237,7 +239,7 @@ def test_original_that_differs_from_itself_is_reported_as_noise() -> None:
 
 
 def test_gradients_that_rounding_alone_determines_are_reported_as_noise() -> None:
-    from bench_models import Limits, NoiseError, WrongGradientError, compare
+    from gradients import Limits, NoiseError, WrongGradientError, compare
 
     for rounding, error in ((0.9, WrongGradientError), (1.1, NoiseError)):
         with pytest.raises(error, match=r"off by 1\.0e-01"):
@@ -248,7 +250,7 @@ def test_gradients_that_rounding_alone_determines_are_reported_as_noise() -> Non
 def test_gradients_that_a_rounding_of_the_weights_changes_are_noise(
     scale: float, is_noise: bool
 ) -> None:
-    from bench_models import NoiseError, check_conditioned, gradients_of, gradients_of_rounded
+    from gradients import NoiseError, check_conditioned, gradients_of, gradients_of_rounded
 
     x = torch.randn(256, 32)
 
@@ -266,7 +268,7 @@ def test_gradients_that_a_rounding_of_the_weights_changes_are_noise(
 def test_gradients_in_float32_may_differ_by_a_tenth_of_what_a_rounding_changes(
     change: float, is_wrong: bool
 ) -> None:
-    from bench_models import WrongGradientError, compared
+    from gradients import WrongGradientError, compared
 
     expected = {"weight": torch.ones(9), "bias": torch.ones(9)}
     actual, rounded = ({n: (1 + c) * g for n, g in expected.items()} for c in (5e-5, change))
