@@ -36,9 +36,10 @@ from common import (
     time_columns,
     write_results,
 )
+from gradients import Reference
 from networks import LLAMA, NETWORKS, Network, backward, rows_of_networks
 from policies import POLICIES, emulation
-from variants import CHECKPOINTS, Expected, Step, expected_of, step_of, verify_step
+from variants import CHECKPOINTS, Step, expected_of, step_of, verify_step
 
 import inplace_ops
 from inplace_ops.conversion.library import load
@@ -132,7 +133,7 @@ def _row(label: str, step: Step) -> Row:
     }
 
 
-def _difference(step: Step, expected: Expected) -> float:
+def _difference(step: Step, expected: Reference) -> float:
     """Return how far the gradients of the third step are from PyTorch's; raise if too far.
 
     The optimizer writes to the weights, and leaves their values.

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from common import RESULTS, Row, memory_of, parser_of, write_csv
-from gradients import WrongGradientError, gradients_of, verified
+from gradients import Reference, WrongGradientError, gradients_of
 from model_zoo import LIBRARIES, Entry, entry_of, names_of
 from networks import MEMORY_FORMATS, differentiable
 from policies import POLICIES, Policy, autocast, emulation
@@ -130,9 +130,10 @@ def trained(model: nn.Module, inputs: Inputs, case: Case) -> Outcome:
         if not policy.is_float32:
             step(exact, inputs, POLICIES["float32"], seed)
             in_float32 = gradients_of(exact)
-        difference, limits = verified(actual, expected, in_float32, original, run)
+        reference = Reference(original, run, expected, in_float32)
+        difference, allowed = reference.verify(actual)
         if difference >= outcome.difference:
-            outcome = outcome._replace(difference=difference, allowed=limits.overall)
+            outcome = outcome._replace(difference=difference, allowed=allowed)
         buffers, others = (dict(m.named_buffers()) for m in (original, converted))
         try:
             torch.testing.assert_close(others, buffers, equal_nan=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from common import ROUNDING, round_weights
@@ -55,13 +55,9 @@ class Limits(NamedTuple):
     rounding: float
 
 
-def finite_norms(gradients: Gradients) -> Norms:
-    """Return each tensor's norm in float64; raise unless that of all is finite and positive."""
-    norms = {name: float(g.norm(dtype=torch.float64)) for name, g in gradients.items()}
-    total = norm_of(norms)
-    if not (total > 0 and math.isfinite(total)):
-        raise ArithmeticError(f"the gradients of the original have a norm of {total}")
-    return norms
+def norms_of(tensors: Gradients) -> Norms:
+    """Return each tensor's norm in float64."""
+    return {name: float(t.norm(dtype=torch.float64)) for name, t in tensors.items()}
 
 
 def norm_of(norms: Norms) -> float:
@@ -73,9 +69,7 @@ def distances(actual: Gradients, expected: Gradients) -> Norms:
     """Return the norm of each tensor's difference; raise if the names differ."""
     if actual.keys() != expected.keys():
         raise WrongGradientError(f"only one side has {sorted(actual.keys() ^ expected.keys())}")
-    return {
-        name: float((actual[name] - expected[name]).norm(dtype=torch.float64)) for name in actual
-    }
+    return norms_of({name: actual[name] - expected[name] for name in actual})
 
 
 def gradients_of(model: nn.Module) -> Gradients:
@@ -85,126 +79,110 @@ def gradients_of(model: nn.Module) -> Gradients:
     return found
 
 
-def verified(
-    actual: Gradients,
-    expected: Gradients,
-    in_float32: Gradients | None,
-    original: nn.Module,
-    run: Callable[[nn.Module], None],
-    slack: float = 1.0,
-) -> tuple[float, Limits]:
-    """Return the distance of a variant's gradients over their norm, and the limits.
+class Reference(NamedTuple):
+    """The original's gradients, which a variant's are compared with.
 
-    Args:
-        actual: The variant's gradients.
-        expected: The original's.
-        in_float32: The original's in float32; None if `expected` are in float32 themselves.
-        original: The original.
-        run: Runs the step of a model, always with the same random numbers.
+    Attributes:
+        model: The original.
+        run: Runs a step of a model, always with the same random numbers.
+        gradients: The original's gradients.
+        in_float32: The same in float32; None if `gradients` are.
         slack: What all limits are multiplied by.
-
-    Raises:
-        WrongGradientError: If a distance is above its limit.
-        ArithmeticError: If the original's gradients are zero, not finite or noise.
     """
-    try:
-        return compared(actual, expected, in_float32, slack=slack)
-    except WrongGradientError:
-        check_steady(run, original, actual, expected, in_float32, slack)
-        rounded = gradients_of_rounded(run, original)
-        check_conditioned(rounded, expected)
-        if in_float32 is not None:
-            raise
-        return compared(actual, expected, None, rounded, slack)
 
+    model: nn.Module
+    run: Callable[[nn.Module], Any]
+    gradients: Gradients
+    in_float32: Gradients | None = None
+    slack: float = 1.0
 
-def compared(
-    actual: Gradients,
-    expected: Gradients,
-    in_float32: Gradients | None,
-    rounded: Gradients | None = None,
-    slack: float = 1.0,
-) -> tuple[float, Limits]:
-    """Return the distance of all gradients over their norm, and the limits; raise if over one.
+    def verify(self, actual: Gradients) -> tuple[float, float]:
+        """Return the distance of a variant's gradients over their norm, and the limit.
 
-    The arguments are those of `verified`, and the original's gradients in float32 with rounded
-    weights, if the limits depend on them.
-    """
-    norms = finite_norms(expected)
-    total = norm_of(norms)
-    if in_float32 is None:
-        rounding, changes = 0.0, {} if rounded is None else distances(rounded, expected)
-        overall = max(1e-5, norm_of(changes) / total / 10)
-        tensors = {
-            name: max(1e-4 * norm + 1e-6 * total, changes.get(name, 0.0) / 10) / total
-            for name, norm in norms.items()
-        }
-    else:
-        roundings = distances(expected, in_float32)
-        rounding = norm_of(roundings) / total
-        overall = min(max(1e-5, rounding / 2), 5e-2)
-        tensors = {name: off / total + 1e-3 for name, off in roundings.items()}
-    tensors = {name: slack * limit for name, limit in tensors.items()}
-    limits = Limits(slack * overall, tensors, rounding)
-    return compare(distances(actual, expected), total, limits), limits
+        Raises:
+            WrongGradientError: If a distance is above its limit.
+            ArithmeticError: If the original's gradients are zero, not finite or noise.
+        """
+        try:
+            return self._compare(actual)
+        except WrongGradientError:
+            self._check_steady(actual)
+            changes = self._changes_by_rounding()
+            if self.in_float32 is not None:
+                raise
+            return self._compare(actual, changes)
 
+    def _compare(self, actual: Gradients, changes: Norms | None = None) -> tuple[float, float]:
+        limits, total = self._limits(changes or {}), self._norm()
+        off = {name: d / total for name, d in distances(actual, self.gradients).items()}
+        overall = norm_of(off)
+        if not overall <= limits.overall:
+            if limits.rounding > 1:
+                raise NoiseError(
+                    f"off by {overall:.1e}, but autocast itself changes the gradients by "
+                    f"{limits.rounding:.1e} times their norm"
+                )
+            raise WrongGradientError(f"off by {overall:.1e}, allowed: {limits.overall:.1e}")
+        for name, distance in off.items():
+            if not distance <= limits.tensors[name]:
+                raise WrongGradientError(
+                    f"{name} off by {distance:.1e} of the norm of all gradients"
+                )
+        return overall, limits.overall
 
-def check_steady(
-    run: Callable[[nn.Module], None],
-    original: nn.Module,
-    actual: Gradients,
-    expected: Gradients,
-    in_float32: Gradients | None,
-    slack: float,
-) -> None:
-    """Compare again without the gradients that differ between runs of the original.
+    def _limits(self, changes: Norms) -> Limits:
+        """Return the limits; in float32 they may depend on changes by a rounding of the weights."""
+        total = self._norm()
+        if self.in_float32 is None:
+            rounding, overall = 0.0, max(1e-5, norm_of(changes) / total / 10)
+            tensors = {
+                name: max(1e-4 * norm / total + 1e-6, changes.get(name, 0.0) / total / 10)
+                for name, norm in norms_of(self.gradients).items()
+            }
+        else:
+            roundings = distances(self.gradients, self.in_float32)
+            rounding = norm_of(roundings) / total
+            overall = min(max(1e-5, rounding / 2), 5e-2)
+            tensors = {name: off / total + 1e-3 for name, off in roundings.items()}
+        tensors = {name: self.slack * limit for name, limit in tensors.items()}
+        return Limits(self.slack * overall, tensors, rounding)
 
-    Raise NoiseError if there are such gradients and the others agree.
-    """
-    steady = set(expected)
-    again = copy.deepcopy(original)  # a step changes buffers
-    for _ in range(REPEATED):
-        run(again)
-        repeated = gradients_of(again)
-        steady = {name for name in steady if torch.equal(expected[name], repeated[name])}
-    if varying := expected.keys() - steady:
-        others = [g and {name: g[name] for name in steady} for g in (actual, expected, in_float32)]
-        if steady:
-            compared(*others, slack=slack)
-        raise NoiseError(f"runs of the original differ in {', '.join(sorted(varying))}")
+    def _norm(self) -> float:
+        """Return the norm of all gradients; raise unless it is finite and positive."""
+        total = norm_of(norms_of(self.gradients))
+        if not (total > 0 and math.isfinite(total)):
+            raise ArithmeticError(f"the gradients of the original have a norm of {total}")
+        return total
 
+    def _check_steady(self, actual: Gradients) -> None:
+        """Compare again without the gradients that differ between runs of the original.
 
-def gradients_of_rounded(run: Callable[[nn.Module], None], original: nn.Module) -> Gradients:
-    """Return the gradients of a copy of the original whose weights are rounded."""
-    rounded = copy.deepcopy(original)
-    round_weights(rounded)
-    run(rounded)
-    return gradients_of(rounded)
+        Raise NoiseError if there are such gradients and the others agree.
+        """
+        steady = set(self.gradients)
+        again = copy.deepcopy(self.model)  # a step changes buffers
+        for _ in range(REPEATED):
+            self.run(again)
+            repeated = gradients_of(again)
+            steady = {name for name in steady if torch.equal(self.gradients[name], repeated[name])}
+        if varying := self.gradients.keys() - steady:
+            others, gradients, in_float32 = (
+                g and {name: g[name] for name in steady}
+                for g in (actual, self.gradients, self.in_float32)
+            )
+            if steady:
+                self._replace(gradients=gradients, in_float32=in_float32)._compare(others)
+            raise NoiseError(f"runs of the original differ in {', '.join(sorted(varying))}")
 
-
-def check_conditioned(rounded: Gradients, expected: Gradients) -> None:
-    """Raise NoiseError if a rounding of the weights changes all digits of the gradients."""
-    norm = norm_of(finite_norms(expected))
-    change = norm_of(distances(rounded, expected)) / norm
-    if change > 1:
-        raise NoiseError(
-            f"weights off by {ROUNDING:.0e} change the gradients by {change:.1e} times their norm"
-        )
-
-
-def compare(off: Norms, total: float, limits: Limits) -> float:
-    """Return the distance of all gradients over their norm `total`; raise if it is over a limit."""
-    overall = norm_of(off) / total
-    if not overall <= limits.overall:
-        if limits.rounding > 1:
+    def _changes_by_rounding(self) -> Norms:
+        """Return how a rounding of the weights changes each gradient; raise if in all digits."""
+        rounded = copy.deepcopy(self.model)
+        round_weights(rounded)
+        self.run(rounded)
+        changes = distances(gradients_of(rounded), self.gradients)
+        if (change := norm_of(changes) / self._norm()) > 1:
             raise NoiseError(
-                f"off by {overall:.1e}, but autocast itself changes the gradients by "
-                f"{limits.rounding:.1e} times their norm"
+                f"weights off by {ROUNDING:.0e} change the gradients by {change:.1e} times their "
+                "norm"
             )
-        raise WrongGradientError(f"off by {overall:.1e}, allowed: {limits.overall:.1e}")
-    for name, distance in off.items():
-        if not distance / total <= limits.tensors.get(name, 0.0):
-            raise WrongGradientError(
-                f"{name} off by {distance / total:.1e} of the norm of all gradients"
-            )
-    return overall
+        return changes

@@ -23,7 +23,7 @@ import torch
 import torch._functorch.config
 import torch._inductor
 from common import IN_PLACE, OUT_OF_PLACE, Clock, MovedBytes, exact_convolutions, memory_of
-from gradients import Gradients, gradients_of, verified
+from gradients import Gradients, Reference, gradients_of
 from networks import LanguageModel, backward
 from policies import POLICIES, Policy, autocast
 from torch import Tensor, nn
@@ -418,33 +418,25 @@ class Work(NamedTuple):
     flops: int
 
 
-class Expected(NamedTuple):
-    """PyTorch's step and its gradients; those in float32 too if the policy has 16 bits."""
-
-    step: Step
-    gradients: Gradients
-    in_float32: Gradients | None
-
-
-def expected_of(step: Step) -> Expected:
+def expected_of(step: Step) -> Reference:
     """Return PyTorch's gradients, to compare those of other variants with."""
+
+    def run(model: nn.Module) -> None:
+        step._replace(call=model, model=model).run_seeded()
+
     in_float32 = None
     with exact_convolutions():
         if not step.policy.is_float32:
             model, x = copy.deepcopy(step.model).float(), step.x
             in_float32 = Step(model, model, x.float() if x.is_floating_point() else x).gradients()
-        return Expected(step, step.gradients(), in_float32)
+        return Reference(step.model, run, step.gradients(), in_float32)
 
 
-def verify_step(step: Step, expected: Expected, is_compiled: bool = False) -> float:
-    """Raise if a step's gradients are wrong (gradients.py); return their distance from PyTorch's.
+def verify_step(step: Step, expected: Reference, is_compiled: bool = False) -> float:
+    """Raise if a step's gradients are wrong; return their distance from PyTorch's.
 
     As the loss depends on all outputs, so do the gradients.
     """
-
-    def run(model: nn.Module) -> None:
-        expected.step._replace(call=model, model=model).run_seeded()
-
+    slack = SLACK_OF_COMPILED if is_compiled else 1.0
     with exact_convolutions():
-        actual, slack = step.gradients(), SLACK_OF_COMPILED if is_compiled else 1.0
-        return verified(actual, *expected[1:], expected.step.model, run, slack)[0]
+        return expected._replace(slack=slack).verify(step.gradients())[0]

@@ -239,18 +239,26 @@ def test_original_that_differs_from_itself_is_reported_as_noise() -> None:
 
 
 def test_gradients_that_rounding_alone_determines_are_reported_as_noise() -> None:
-    from gradients import Limits, NoiseError, WrongGradientError, compare
+    from gradients import NoiseError, Reference, WrongGradientError
 
+    model = nn.Linear(1, 1, bias=False)
+
+    def run(model: nn.Module) -> None:
+        model.weight.grad = torch.ones(1, 1)
+
+    expected = {"weight": torch.ones(1, 1)}
     for rounding, error in ((0.9, WrongGradientError), (1.1, NoiseError)):
+        in_float32 = {"weight": torch.full((1, 1), 1.0 + rounding)}
+        reference = Reference(model, run, expected, in_float32)
         with pytest.raises(error, match=r"off by 1\.0e-01"):
-            compare({"weight": 0.2}, 2.0, Limits(0.05, {"weight": 1.0}, rounding))
+            reference.verify({"weight": torch.full((1, 1), 1.1)})
 
 
 @pytest.mark.parametrize(("scale", "is_noise"), [(1.0, False), (1e9, True)])
 def test_gradients_that_a_rounding_of_the_weights_changes_are_noise(
     scale: float, is_noise: bool
 ) -> None:
-    from gradients import NoiseError, check_conditioned, gradients_of, gradients_of_rounded
+    from gradients import NoiseError, Reference, WrongGradientError, gradients_of
 
     x = torch.randn(256, 32)
 
@@ -260,19 +268,30 @@ def test_gradients_that_a_rounding_of_the_weights_changes_are_noise(
     model = nn.Linear(32, 32)
     run(model)
     expected = gradients_of(model)
-    with pytest.raises(NoiseError) if is_noise else nullcontext():
-        check_conditioned(gradients_of_rounded(run, model), expected)
+    wrong = {name: 1.1 * g for name, g in expected.items()}
+    with pytest.raises(NoiseError if is_noise else WrongGradientError):
+        Reference(model, run, expected).verify(wrong)
 
 
-@pytest.mark.parametrize(("change", "is_wrong"), [(0.0, True), (1e-4, True), (1e-3, False)])
+@pytest.mark.parametrize(
+    ("change", "slack", "limit"),
+    [(0.0, 1.0, None), (1e-4, 1.0, None), (1e-3, 1.0, 1e-4), (0.0, 8.0, 8e-5)],
+)
 def test_gradients_in_float32_may_differ_by_a_tenth_of_what_a_rounding_changes(
-    change: float, is_wrong: bool
+    change: float, slack: float, limit: float | None
 ) -> None:
-    from gradients import WrongGradientError, compared
+    from gradients import Reference, WrongGradientError
 
-    expected = {"weight": torch.ones(9), "bias": torch.ones(9)}
-    actual, rounded = ({n: (1 + c) * g for n, g in expected.items()} for c in (5e-5, change))
-    with pytest.raises(WrongGradientError) if is_wrong else nullcontext():
-        difference, limits = compared(actual, expected, None, rounded)
+    model = nn.Linear(3, 3)
+
+    def run(own: nn.Module) -> None:
+        is_rounded = not torch.equal(own.weight, model.weight)
+        for parameter in own.parameters():
+            parameter.grad = torch.full_like(parameter, 1 + change * is_rounded)
+
+    expected = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    reference = Reference(model, run, expected, slack=slack)
+    with pytest.raises(WrongGradientError) if limit is None else nullcontext():
+        difference, allowed = reference.verify({n: (1 + 5e-5) * g for n, g in expected.items()})
         assert difference == pytest.approx(5e-5, rel=1e-2)
-        assert limits.overall == pytest.approx(1e-4, rel=1e-2)
+        assert allowed == pytest.approx(limit, rel=1e-2)
