@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -66,7 +65,7 @@ BUDGETS = 6
 NO_LIMIT = 2**50
 
 
-def measure(name: str, policy: str, arguments: argparse.Namespace) -> list[Row]:
+def measure(name: str, policy: str, arguments: argparse.Namespace, failures: Failures) -> list[Row]:
     """Return the rows of a network: PyTorch's variants, then one for each budget."""
     network, device = BUDGETED[name], arguments.device
     torch.manual_seed(0)
@@ -167,20 +166,14 @@ def _script_peak(network: Network, budget: int, device: str) -> str:
     return f"{peak / MIB:.2f}"
 
 
-def rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
-    """Yield the rows of all networks."""
-    yield from rows_of_networks(
-        arguments.networks, ["float32"], partial(measure, arguments=arguments), failures
-    )
-
-
 def main() -> None:
     """Verify, measure and write the CSV."""
     parser = parser_of(__doc__)
     add_options(parser, repetitions=5)
     parser.add_argument("--networks", nargs="+", choices=BUDGETED, default=list(BUDGETED))
+    parser.set_defaults(policies=["float32"])
     parser.add_argument("--scripts", action="store_true", help="also train from the start")
-    write_results("budgets", rows, parser.parse_args())
+    write_results("budgets", partial(rows_of_networks, measure), parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -339,20 +339,21 @@ def train_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Ro
     """Yield the rows of all networks."""
     if arguments.at_once:
         return _rows_of_processes(arguments, failures)
-    measure = partial(train, arguments=arguments, failures=failures)
-    return rows_of_networks(arguments.networks, arguments.policies, measure, failures)
+    return rows_of_networks(train, arguments, failures)
 
 
-def count(name: str, policy_name: str, max_ops: Sequence[int], device: str) -> list[Row]:
+def count(
+    name: str, policy_name: str, arguments: argparse.Namespace, failures: Failures
+) -> list[Row]:
     """Return the rows of a network's bytes in one policy, one for each `max_ops`."""
-    policy = POLICIES[policy_name]
+    device, policy = arguments.device, POLICIES[policy_name]
     model, x = _counted(name, policy, device)
     rows = []
     with emulation(policy, device):
         original = step_of(IN_PLACE, model, x, policy)
         expected, before = expected_of(original), _bytes_of(original)
         before["flops"] = original.flops()
-        for number in max_ops:
+        for number in arguments.max_ops:
             step = step_of(f"convert, max_ops={number}", model, x, policy)
             off = verify_step(step, expected)
             after = {**_bytes_of(step), "flops": step.flops()}
@@ -386,12 +387,6 @@ def _bytes_of(step: Step) -> dict[str, int]:
     return {"saved": saved, "peak": peak, "moved": step.moved()}
 
 
-def bytes_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
-    """Yield the rows of all networks."""
-    measure = partial(count, max_ops=arguments.max_ops, device=arguments.device)
-    yield from rows_of_networks(arguments.networks, arguments.policies, measure, failures)
-
-
 # One network of each kind: each mechanism serves at least one of them.
 ABLATED = ("EfficientNet-B0", "ResNet-50", "DenseNet-121", "diffusion U-Net", "nnU-Net-like")
 ABLATED += ("ViT-S/16", "ConvNeXt-T", "Llama, 2 layers", "T5, 2 layers", "GPT-2, 2 layers")
@@ -399,16 +394,16 @@ ABLATED += ("Qwen2, padded batch",)
 
 
 def ablate(
-    name: str, policy_name: str, mechanisms: Iterable[str], device: str, failures: Failures
+    name: str, policy_name: str, arguments: argparse.Namespace, failures: Failures
 ) -> list[Row]:
     """Return a network's row in one policy with all mechanisms, and one without each of them."""
-    policy = POLICIES[policy_name]
+    device, policy = arguments.device, POLICIES[policy_name]
     model, x = _counted(name, policy, device)
     rows: list[Row] = []
     with emulation(policy, device):
         original = step_of(IN_PLACE, model, x, policy)
         expected, before = expected_of(original), _bytes_of(original)
-        for mechanism in ("", *mechanisms):
+        for mechanism in ("", *arguments.mechanisms):
             case = {"network": name, "policy": policy_name, "mechanism": mechanism}
             with failures.recorded(", ".join(case.values())), without(mechanism):
                 step = step_of(CONVERT, model, x, policy)
@@ -418,13 +413,6 @@ def ablate(
                 counted = {"calls": step.calls(), "gradients_differ_by": f"{off:.1e}"}
                 rows.append(case | ratios | counted)
     return rows
-
-
-def ablation_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
-    """Yield the rows of all networks."""
-    chosen = {"mechanisms": arguments.mechanisms, "device": arguments.device, "failures": failures}
-    measure = partial(ablate, **chosen)
-    yield from rows_of_networks(arguments.networks, arguments.policies, measure, failures)
 
 
 class HostBound(NamedTuple):
@@ -635,8 +623,8 @@ def parse() -> argparse.Namespace:
 # By command: the name of the result file, and what yields its rows.
 COMMANDS = {
     "train": ("networks", train_rows),
-    "bytes": ("bytes", bytes_rows),
-    "ablation": ("ablation", ablation_rows),
+    "bytes": ("bytes", partial(rows_of_networks, count)),
+    "ablation": ("ablation", partial(rows_of_networks, ablate)),
     "steps": ("steps", steps_rows),
     "calls": ("calls", calls_rows),
 }

@@ -5,8 +5,9 @@ bench_models.py trains many more models of other libraries: model_zoo.py lists t
 
 from __future__ import annotations
 
+import argparse
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -577,18 +578,17 @@ NETWORKS = {
 
 
 def rows_of_networks(
-    names: Iterable[str],
-    policies: Sequence[str],
-    measure: Callable[[str, str], list[Row]],
+    measure: Callable[[str, str, argparse.Namespace, Failures], list[Row]],
+    arguments: argparse.Namespace,
     failures: Failures,
 ) -> Iterator[Row]:
     """Yield the rows of each network in each policy; skip networks whose library is missing."""
-    for name in names:
-        for policy in policies:
+    for name in arguments.networks:
+        for policy in arguments.policies:
             rows: list[Row] = []
             with failures.recorded(f"{name}, {policy}"):
                 try:
-                    rows = measure(name, policy)
+                    rows = measure(name, policy, arguments, failures)
                 except ModelNotFoundError as error:
                     print(f"{name}: skipped: {error}", flush=True)
             yield from rows
