@@ -78,13 +78,7 @@ def share_columns(
 ) -> dict[Key, Row]:
     """Time the runs in their order; return the columns of each, next to the copy.
 
-    Args:
-        runs: The launches of each kernel, and of the copy.
-        moved: The bytes that a launch moves.
-        copy: The key of the copy.
-        launches: The number of launches of a run.
-        repetitions: The number of repetitions.
-        clock: Times a run.
+    A run has several launches, each of which moves `moved` bytes.
     """
 
     def timed(run: Callable[[], Any]) -> float:

@@ -43,6 +43,9 @@ from inplace_ops.recompute.reasons import PARAMETER_COPY
 STEPS = 3
 CONVOLUTIONS = 4  # models with this many or more run in channels_last too
 MAX_OPS = 4
+SAME, MORE_MEMORY = "same gradients", "the first step needs more memory"
+COLUMNS = ("result", "gradients_differ_by", "allowed", "saved_before", "saved_after", "ratio")
+COLUMNS += ("parameter_copies", "first_peak_over_torch")
 PEAK_LIMIT = 1.001  # a step without savings still allocates scales and shifts, a few numbers each
 
 os.environ.setdefault("YOLO_CONFIG_DIR", tempfile.gettempdir())
@@ -80,6 +83,23 @@ class Outcome(NamedTuple):
     allowed: float
     peak_over_torch: float
     report: Report
+
+    def columns(self) -> Row:
+        """Return the columns of a row. The ratio leaves out autocast's parameter copies."""
+        before, after = self.report.saved_bytes_before, self.report.saved_bytes_after
+        assert before is not None
+        assert after is not None
+        copies = sum(row.bytes for row in self.report.remaining if row.reason == PARAMETER_COPY)
+        return {
+            "result": SAME if self.peak_over_torch <= PEAK_LIMIT else MORE_MEMORY,
+            "gradients_differ_by": f"{self.difference:.1e}" if self.difference else "0",
+            "allowed": f"{self.allowed:.1e}",
+            "saved_before": before,
+            "saved_after": after,
+            "ratio": f"{(after - copies) / (before - copies):.3f}" if before > copies else "",
+            "parameter_copies": copies,
+            "first_peak_over_torch": f"{self.peak_over_torch:.3f}",
+        }
 
 
 def call(model: nn.Module, inputs: Inputs) -> Any:
@@ -190,43 +210,21 @@ def rows_of(name: str) -> Rows:
             remaining: Remaining = Counter()
             for each in outcome.report.remaining:
                 remaining[each.producer, each.consumer, each.reason] += each.bytes
-            found.append((row_of(name, case, shape, **columns_of(outcome)), remaining))
+            found.append((row_of(name, case, shape, **outcome.columns()), remaining))
         except Exception as failure:
             found.append((row_of(name, case, shape, result=one_line(failure)), Counter()))
     return found
 
 
-def row_of(name: str, case: Case, shape: str, **columns: str) -> Row:
+def row_of(name: str, case: Case, shape: str, **columns: Any) -> Row:
     """Return the row of a model; columns that are not given are empty."""
-    return {"model": name, **case._asdict(), "input": shape, **dict.fromkeys(COLUMNS, "")} | columns
-
-
-COLUMNS = (
-    *("result", "gradients_differ_by", "allowed", "saved_before", "saved_after", "ratio"),
-    *("parameter_copies", "first_peak_over_torch"),
-)
-SAME = "same gradients"
-MORE_MEMORY = "the first step needs more memory"
-
-
-def columns_of(outcome: Outcome) -> dict[str, str]:
-    """Return a row's columns for an outcome. The ratio leaves out autocast's parameter copies."""
-    report = outcome.report
-    before, after = report.saved_bytes_before, report.saved_bytes_after
-    assert before is not None
-    assert after is not None
-    copies = sum(row.bytes for row in report.remaining if row.reason == PARAMETER_COPY)
-    values = (
-        SAME if outcome.peak_over_torch <= PEAK_LIMIT else MORE_MEMORY,
-        f"{outcome.difference:.1e}" if outcome.difference else "0",
-        f"{outcome.allowed:.1e}",
-        before,
-        after,
-        f"{(after - copies) / (before - copies):.3f}" if before > copies else "",
-        copies,
-        f"{outcome.peak_over_torch:.3f}",
-    )
-    return dict(zip(COLUMNS, map(str, values), strict=True))
+    return {
+        "model": name,
+        **case._asdict(),
+        "input": shape,
+        **dict.fromkeys(COLUMNS, ""),
+        **columns,
+    }
 
 
 def cases_for(model: nn.Module) -> Iterator[Case]:

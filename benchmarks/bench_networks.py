@@ -213,8 +213,9 @@ def train(
             "source": "measured",
             "launched": "from a CUDA graph" if arguments.graphs else "one by one",
             "input": _dimensions(x.shape),
-            **_memory_columns(memory[label], memory[IN_PLACE]),
-            **_work_columns(work.get(label), work[IN_PLACE]),
+            **{f"{kind}_mib": f"{n / MIB:.2f}" for kind, n in memory[label]._asdict().items()},
+            **_ratios(memory[label], memory[IN_PLACE]),
+            **(_ratios(work[label], work[IN_PLACE]) if label in work else {}),
             **_step_columns(times, label),
             "memory_limit_gib": arguments.largest_batch or "",
             "largest_batch": batches[label],
@@ -288,19 +289,9 @@ def _step_columns(times: Mapping[str, list[float]], label: str) -> dict[str, str
     return columns if has_times else dict.fromkeys(columns, "")
 
 
-def _memory_columns(own: Memory, in_place: Memory) -> dict[str, str]:
-    columns = {}
-    for kind, mine, theirs in zip(Memory._fields, own, in_place, strict=True):
-        columns[f"{kind}_mib"] = f"{mine / MIB:.2f}"
-        columns[f"{kind}_over_torch_in_place"] = f"{mine / theirs:.3f}"
-    return columns
-
-
-def _work_columns(work: Work | None, in_place: Work) -> dict[str, str]:
-    """Return a variant's FLOPs and moved bytes over those of PyTorch in place; empty if unknown."""
-    ratios = [f"{own / other:.3f}" for own, other in zip(work or in_place, in_place, strict=True)]
-    names = [f"{kind}_over_torch_in_place" for kind in Work._fields]
-    return dict(zip(names, ratios, strict=True)) if work else dict.fromkeys(names, "")
+def _ratios(own: Memory | Work, in_place: Memory | Work) -> dict[str, str]:
+    pairs = zip(own._fields, own, in_place, strict=True)
+    return {f"{kind}_over_torch_in_place": f"{mine / theirs:.3f}" for kind, mine, theirs in pairs}
 
 
 def _dimensions(shape: Iterable[int]) -> str:
@@ -546,55 +537,36 @@ def parse() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     training = commands.add_parser("train")
     add_options(training, repetitions=9)
-    training.add_argument(
-        "--selection", choices=SELECTIONS, default="networks", help="the table to measure"
-    )
-    training.add_argument("--networks", nargs="+", help="default: all of the selection's")
-    training.add_argument(
-        "--variants", nargs="+", choices=VARIANTS, help="default: the selection's"
-    )
-    training.add_argument(
-        "--policies", nargs="+", choices=POLICIES, help="default: the selection's"
-    )
-    training.add_argument("--memory-format", choices=MEMORY_FORMATS, default="contiguous")
-    training.add_argument("--batch", type=int, help="default: 32 on a GPU, 4 on the CPU")
-    training.add_argument(
-        "--scale-batch", type=int, default=1, metavar="N", help="N times the default batch"
-    )
-    training.add_argument("--memory-only", action="store_true", help="time nothing")
-    training.add_argument("--graphs", action="store_true", help="time the replay of CUDA graphs")
-    training.add_argument(
-        "--fill-gib", type=float, help="the batch for which PyTorch in place allocates this much"
-    )
-    training.add_argument(
-        "--largest-batch", type=float, metavar="GIB", help="search the largest batch that fits"
-    )
-    training.add_argument(
-        "--at-once", action="store_true", help="prepare all networks at once, in processes"
-    )
-    training.add_argument(
-        "--turns",
-        nargs=2,
-        metavar=("FOLDER", "N"),
-        help="measure when FOLDER has N files, one process at a time; --at-once sets this",
-    )
-    training.add_argument(
-        "--quick", action="store_true", help="a smoke test: small inputs, nothing compiled"
-    )
+    add, of_table = training.add_argument, "default: the selection's"
+    add("--selection", choices=SELECTIONS, default="networks", help="the table to measure")
+    add("--networks", nargs="+", help=of_table)
+    add("--variants", nargs="+", choices=VARIANTS, help=of_table)
+    add("--policies", nargs="+", choices=POLICIES, help=of_table)
+    add("--memory-format", choices=MEMORY_FORMATS, default="contiguous")
+    add("--batch", type=int, help="default: 32 on a GPU, 4 on the CPU")
+    add("--scale-batch", type=int, default=1, metavar="N", help="N times the default batch")
+    add("--memory-only", action="store_true", help="time nothing")
+    add("--graphs", action="store_true", help="time the replay of CUDA graphs")
+    add("--fill-gib", type=float, help="the batch for which PyTorch in place allocates this much")
+    add("--largest-batch", type=float, metavar="GIB", help="search the largest batch that fits")
+    add("--at-once", action="store_true", help="prepare all networks at once, in processes")
+    turns = "measure when FOLDER has N files, one process at a time; --at-once sets this"
+    add("--turns", nargs=2, metavar=("FOLDER", "N"), help=turns)
+    add("--quick", action="store_true", help="a smoke test: small inputs, nothing compiled")
 
-    counting = commands.add_parser("bytes")
-    add_options(counting, repetitions=1, threads=1)
-    counting.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
-    counting.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES)[:3])
-    counting.add_argument("--max-ops", nargs="+", type=int, choices=MAX_OPS, default=MAX_OPS)
-
-    ablating = commands.add_parser("ablation")
-    add_options(ablating, repetitions=1, threads=1)
-    ablating.add_argument("--networks", nargs="+", choices=NETWORKS, default=ABLATED)
-    ablating.add_argument(
-        "--policies", nargs="+", choices=POLICIES, default=["float32", "CUDA autocast"]
-    )
-    ablating.add_argument("--mechanisms", nargs="+", choices=MECHANISMS, default=list(MECHANISMS))
+    for command, networks, policies in (
+        ("bytes", NETWORKS, ("float32", "bfloat16", "CUDA autocast")),
+        ("ablation", ABLATED, ("float32", "CUDA autocast")),
+    ):
+        counting = commands.add_parser(command)
+        add_options(counting, repetitions=1, threads=1)
+        add = counting.add_argument
+        add("--networks", nargs="+", choices=NETWORKS, default=list(networks))
+        add("--policies", nargs="+", choices=POLICIES, default=list(policies))
+        if command == "bytes":
+            add("--max-ops", nargs="+", type=int, choices=MAX_OPS, default=MAX_OPS)
+        else:
+            add("--mechanisms", nargs="+", choices=MECHANISMS, default=list(MECHANISMS))
 
     add_options(commands.add_parser("steps"), repetitions=61, threads=1)
     add_options(commands.add_parser("calls"), repetitions=40, threads=1)
