@@ -262,14 +262,10 @@ def _times(
         with failures.recorded(f"{name}, {label}"):
             run: Callable[[], Any] = step.run
             if arguments.graphs:
-                run = recorded([run], arguments.device, partial(_before_capture, step))
+                # Collecting frees graphs of autograd, which would end the capture.
+                run = recorded([run], arguments.device, lambda s=step: s.reset() or gc.collect())
             timed[label] = partial(step.timed, clock, run)
     return in_turn(timed, arguments.repetitions)
-
-
-def _before_capture(step: Step) -> None:
-    step.reset()
-    gc.collect()  # frees graphs of autograd, which would end the capture
 
 
 def _largest_batch(

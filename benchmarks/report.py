@@ -102,11 +102,6 @@ class Table(NamedTuple):
         return found or ""
 
 
-def of_both_phases(rows: Rows) -> Rows:
-    """Return the rows of forward and backward together."""
-    return [row for row in rows if row["phase"] == "both"]
-
-
 def lowest_shares(rows: Rows) -> Rows:
     """Return each kernel's row with the lowest share of the copy bandwidth, of large tensors."""
     limit = min(LARGE, max(int(row["bytes"]) for row in rows))
@@ -204,11 +199,6 @@ def of_models(rows: Rows) -> Rows:
     return found + [row | dict.fromkeys(("equal", "ratio", "ends", "peaks"), "") for row in failed]
 
 
-def most_frequent(rows: Rows) -> Rows:
-    """Return the kinds of tensors that most often remain saved, in each policy."""
-    return [row for own in grouped(rows, "policy").values() for row in own[:SHOWN_KINDS]]
-
-
 def over_seeds(rows: Rows) -> Rows:
     """Return mean ± standard deviation over the seeds, and the same of differences from PyTorch."""
 
@@ -290,7 +280,7 @@ TABLES = {
     "activations": Table(
         "bench_ops.py time",
         *(OP, ("elements", "dtype"), ("ratio_to_torch_in_place", "bytes_ratio_to_torch_in_place")),
-        of_both_phases,
+        lambda rows: [row for row in rows if row["phase"] == "both"],
     ),
     "host": Table("bench_ops.py host", OP, ["phase"], ["median_us"]),
     "steps": Table("bench_networks.py steps", NETWORK, (), ("step_ms", *TIME, *EXTRA), with_times),
@@ -325,7 +315,7 @@ TABLES = {
     "remaining": Table(
         "bench_models.py",
         *(("policy", "output_of", "saved_by", "reason"), (), ("mean_share", "models", "of")),
-        most_frequent,
+        lambda rows: [row for own in grouped(rows, "policy").values() for row in own[:SHOWN_KINDS]],
     ),
     "training": Table("bench_training.py", NETWORK, ["precision"], TRAINED, over_seeds),
 }
