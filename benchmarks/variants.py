@@ -431,10 +431,10 @@ def expected_of(step: Step) -> Reference:
         return Reference(step.model, run, step.gradients(), in_float32)
 
 
-def verify_step(step: Step, expected: Reference, is_compiled: bool = False) -> float:
+def verify_step(step: Step, expected: Reference, slack: float = 1.0) -> float:
     """Raise if a step's gradients are wrong; return their distance from PyTorch's.
 
     As the loss depends on all outputs, so do the gradients.
     """
     with exact_convolutions():
-        return expected._replace(is_compiled=is_compiled).verify(step.gradients())[0]
+        return expected._replace(slack=slack).verify(step.gradients())[0]
