@@ -376,7 +376,7 @@ def _bytes_of(step: Step) -> dict[str, int]:
     return {"saved": saved, "peak": peak, "moved": step.moved()}
 
 
-# One network of each kind: each mechanism serves at least one of them.
+# One network of each kind, with the layers that most mechanisms are for.
 ABLATED = ("EfficientNet-B0", "ResNet-50", "DenseNet-121", "diffusion U-Net", "nnU-Net-like")
 ABLATED += ("ViT-S/16", "ConvNeXt-T", "Llama, 2 layers", "T5, 2 layers", "GPT-2, 2 layers")
 ABLATED += ("Qwen2, padded batch",)
