@@ -54,13 +54,13 @@ lint: $(INSTALLED)
 	$(VENV)/bin/python .ci/glossary.py
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/clang-format --dry-run --Werror $$(find csrc tests benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.cu*')
+	$(VENV)/bin/clang-format --dry-run --Werror $$(find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu*')
 	$(VENV)/bin/mypy
 
 format: $(INSTALLED)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
-	$(VENV)/bin/clang-format -i $$(find csrc tests benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.cu*')
+	$(VENV)/bin/clang-format -i $$(find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu*')
 
 $(TORCH_INSTALLED):
 	$(PYTHON) -m venv $(VENV)

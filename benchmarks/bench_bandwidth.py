@@ -78,13 +78,7 @@ def share_columns(
 ) -> dict[Key, Row]:
     """Time the runs in their order; return the columns of each, next to the copy.
 
-    Args:
-        runs: The launches of each kernel, and of the copy.
-        moved: The bytes that a launch moves.
-        copy: The key of the copy.
-        launches: The number of launches of a run.
-        repetitions: The number of repetitions.
-        clock: Times a run.
+    A run has several launches, each of which moves `moved` bytes.
     """
 
     def timed(run: Callable[[], Any]) -> float:
@@ -180,6 +174,7 @@ def activation_rows(arguments: argparse.Namespace, failures: Failures) -> Iterat
 MEASURED = ("ReLU", "LeakyReLU", "SiLU", "GELU none")
 FORWARD, SUM, BACKWARD = "recompute", "recompute of a residual sum", "backward"
 IN_FLOAT32, WITH_NORM = "recompute in float32", "backward with the batch norm's"
+STRIDED = "backward, strided gradient"
 PRODUCT = "product with a factor for each channel"
 
 
@@ -266,13 +261,13 @@ class Case(NamedTuple):
     """A kernel.
 
     Attributes:
-        calls: Its launches.
+        call: Launches it, given the number of the launch.
         tensors: The number of tensors that each launch moves.
         expected: Returns the expected result of a launch.
         subtracts: Whether results are differences of numbers that are rounded to the dtype.
     """
 
-    calls: list[Callable[[], Tensor]]
+    call: Callable[[int], Tensor]
     tensors: int
     expected: Callable[[int], Tensor]
     subtracts: bool = False
@@ -289,102 +284,78 @@ class Case(NamedTuple):
 def cases_of(buffers: NormBuffers) -> dict[tuple[str, str], Case]:
     """Return the kernels, by activation and by what they compute."""
     affine, rows, order = norm = (buffers.affine, buffers.rows, buffers.order)
-    pairs = list(zip(buffers.x, buffers.grad, strict=True))
-
-    def normalized(i: int) -> Tensor:
-        return buffers.normalized(buffers.x[i])
+    x, grad = buffers.x, buffers.grad
 
     def total(i: int) -> Tensor:
-        return normalized(i) + buffers.grad[i]
+        return buffers.normalized(x[i]) + grad[i]
 
-    calls = [partial(_ops.NORMALIZE, x, *norm) for x in buffers.x]
-    cases = {("none", FORWARD): Case(calls, 2, normalized)}
-    for name, op, expected in (
-        ("none", _ops.NORMALIZE_ADD, total),
-        ("ReLU", _ops.NORMALIZE_ADD_RELU, lambda i: torch.relu(total(i))),
-    ):
-        calls = [partial(op, x, affine, rows, addend, order) for x, addend in pairs]
-        cases[name, SUM] = Case(calls, 3, expected)
+    def add(op: Callable[..., Tensor], i: int) -> Tensor:
+        return op(x[i], affine, rows, grad[i], order)
+
+    cases = {
+        ("none", FORWARD): Case(
+            lambda i: _ops.NORMALIZE(x[i], *norm), 2, lambda i: buffers.normalized(x[i])
+        ),
+        ("none", SUM): Case(partial(add, _ops.NORMALIZE_ADD), 3, total),
+        ("ReLU", SUM): Case(
+            partial(add, _ops.NORMALIZE_ADD_RELU), 3, lambda i: torch.relu(total(i))
+        ),
+    }
     if rows is None:
-        cases["none", PRODUCT] = _product(buffers)
+        shape = x[0].shape
+        factors = 1.5 + steps((*shape[:2], *(1 for _ in shape[2:])), 1, 0.5).to(x[0])
+        cases["none", PRODUCT] = Case(
+            lambda i: _ops.NORMALIZE(x[i], *scaling(factors), order), 2, lambda i: x[i] * factors
+        )
     for name in MEASURED:
-        entry = ENTRIES[name]
-        scalars = {scalar: SCALARS[scalar] for scalar in entry.scalars}
-        function = partial(entry.torch_function, **scalars)
-        forward = [partial(entry.ops.recompute, x, *norm, *scalars.values()) for x in buffers.x]
-        cases[name, FORWARD] = Case(forward, 2, lambda i, f=function: f(normalized(i)))
-        if buffers.x[0].dtype in _ops.CAST_DTYPES:
-            in_float32 = [partial(call, in_float32=True) for call in forward]
-            cases[name, IN_FLOAT32] = Case(in_float32, 2, partial(_in_float32, buffers, function))
-        for kind, grads in (
-            (BACKWARD, buffers.grad),
-            (f"{BACKWARD}, strided gradient", buffers.strided),
-        ):
-            calls = [
-                partial(entry.ops.backward["recompute"], grad, x, *norm, *scalars.values())
-                for grad, x in zip(grads, buffers.x, strict=True)
-            ]
-            cases[name, kind] = Case(calls, 3, partial(_gradient, buffers, function, grads))
-        if rows is None:
-            cases[name, WITH_NORM] = _backward_with_norm(entry, buffers, function, scalars)
+        of_activation = _cases_of_activation(ENTRIES[name], buffers)
+        cases |= {(name, kind): case for kind, case in of_activation.items()}
     return cases
 
 
-def _product(buffers: NormBuffers) -> Case:
-    shape = buffers.x[0].shape
-    factors = 1.5 + steps((*shape[:2], *(1 for _ in shape[2:])), 1, 0.5).to(buffers.x[0])
+def _cases_of_activation(entry: Activation, buffers: NormBuffers) -> dict[str, Case]:
+    """Return the kernels of an activation after the norm, by what they compute."""
+    norm, x = (buffers.affine, buffers.rows, buffers.order), buffers.x
+    scalars = {name: SCALARS[name] for name in entry.scalars}
+    function = partial(entry.torch_function, **scalars)
 
-    def multiplied(x: Tensor) -> Tensor:
-        return _ops.NORMALIZE(x, *scaling(factors), buffers.order)
+    def recompute(i: int, **options: bool) -> Tensor:
+        return entry.ops.recompute(x[i], *norm, *scalars.values(), **options)
 
-    calls = [partial(multiplied, x) for x in buffers.x]
-    return Case(calls, 2, lambda i: buffers.x[i] * factors)
+    def output(i: int, dtype: torch.dtype | None = None) -> Tensor:
+        return function(buffers.normalized(x[i], dtype)).to(x[i].dtype)
 
+    def gradient(grads: list[Tensor], i: int, dtype: torch.dtype | None = None) -> Tensor:
+        z = buffers.normalized(x[i], dtype).requires_grad_()
+        return torch.autograd.grad(function(z), z, grads[i].to(z.dtype))[0]
 
-def _in_float32(buffers: NormBuffers, function: Callable[[Tensor], Tensor], i: int) -> Tensor:
-    x = buffers.x[i]
-    return function(buffers.normalized(x, torch.float32)).to(x.dtype)
+    def backward(grads: list[Tensor], i: int) -> Tensor:
+        return entry.ops.backward["recompute"](grads[i], x[i], *norm, *scalars.values())
 
+    cases = {FORWARD: Case(recompute, 2, output)}
+    if x[0].dtype in _ops.CAST_DTYPES:
+        cases[IN_FLOAT32] = Case(
+            partial(recompute, in_float32=True), 2, partial(output, dtype=torch.float32)
+        )
+    for kind, grads in ((BACKWARD, buffers.grad), (STRIDED, buffers.strided)):
+        cases[kind] = Case(partial(backward, grads), 3, partial(gradient, grads))
+    if buffers.rows is None:
+        scale = buffers.affine[0].flatten()
+        mean, rstd = (1.5 + steps(tuple(scale.shape), 1, 0.5).to(scale) for _ in range(2))
+        arguments = (buffers.affine, mean, rstd, buffers.order, *scalars.values())
 
-def _gradient(
-    buffers: NormBuffers,
-    function: Callable[[Tensor], Tensor],
-    grads: list[Tensor],
-    i: int,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Return the gradient of the norm's output, by default in the input's dtype."""
-    z = buffers.normalized(buffers.x[i], dtype).requires_grad_()
-    return torch.autograd.grad(function(z), z, grads[i].to(z.dtype))[0]
+        def with_norm(i: int) -> Tensor:
+            return entry.ops.backward_batch_norm(buffers.grad[i], x[i], *arguments)[0]
 
+        def expected(i: int) -> Tensor:
+            given = (gradient(buffers.grad, i, torch.float64), x[i].double())
+            weight, *statistics = (each.double() for each in (scale / rstd, mean, rstd))
+            others = (weight, None, None, *statistics, True, 0.0, [True, False, False])
+            return torch.ops.aten.native_batch_norm_backward(*given, *others)[0].to(x[i].dtype)
 
-def _backward_with_norm(
-    entry: Activation,
-    buffers: NormBuffers,
-    function: Callable[[Tensor], Tensor],
-    scalars: dict[str, float],
-) -> Case:
-    """Return the op that computes a batch norm's gradients too.
-
-    It moves at least five tensors: both inputs in each of its two passes, and the result.
-    """
-    op, scale = entry.ops.backward_batch_norm, buffers.affine[0]
-    channels, dtype = scale.numel(), buffers.affine.dtype
-    mean, rstd = (1.5 + steps((channels,), 1, 0.5).to(scale) for _ in range(2))
-    arguments = (buffers.affine, mean, rstd, buffers.order, *scalars.values())
-
-    def expected(i: int) -> Tensor:
-        x, g = buffers.x[i], _gradient(buffers, function, buffers.grad, i, dtype)
-        normalized = (x.to(dtype) - mean.view(scale.shape)) * rstd.view(scale.shape)
-        dims = [d for d in range(x.dim()) if d != 1]
-        elements = x.numel() / channels
-        mean_of_g = g.sum(dims, keepdim=True) / elements
-        mean_of_product = (g * normalized).sum(dims, keepdim=True) / elements
-        return (scale * (g - mean_of_g - normalized * mean_of_product)).to(x.dtype)
-
-    pairs = zip(buffers.grad, buffers.x, strict=True)
-    calls = [lambda p=pair: op(*p, *arguments)[0] for pair in pairs]
-    return Case(calls, 5, expected, subtracts=True)
+        # At least five tensors: both inputs in each of its two passes, and the result.
+        cases[WITH_NORM] = Case(with_norm, 5, expected, subtracts=True)
+    return cases
 
 
 def measure_layout(
@@ -395,7 +366,8 @@ def measure_layout(
     runs, moved = {copy: buffers.copy}, {copy: 2.0 * size}
     for key, case in cases_of(buffers).items():
         with failures.recorded(f"{', '.join(key)}, {name}, {dtype}, {size} bytes"):
-            run = recorded(case.calls, clock.device)
+            calls = [partial(case.call, i) for i in range(buffers.launches)]
+            run = recorded(calls, clock.device)
             buffers.exact()
             for i, result in enumerate(run()):
                 case.check(i, result)

@@ -7,16 +7,13 @@ which the engine also compares what it recomputes, measures the peak of allocati
 saved for backward before and after conversion. A model that fails without conversion stays in the
 table, with its error.
 
-A gradient is wrong if rounding does not explain its distance from the original's (see `Limits`),
-if the original's own gradients are the same in a repeated step, and if, under autocast, a rounding
-of the weights changes them by less than their norm. The exit status is 1 if a gradient is wrong, or
-if a converted model's first step has a higher peak than the original's.
+The exit status is 1 if a gradient is wrong (see `Limits` in gradients.py), or if a converted
+model's first step has a higher peak than the original's.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 import multiprocessing
 import os
 import tempfile
@@ -31,15 +28,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import (
-    RESULTS,
-    ROUNDING,
-    Row,
-    memory_of,
-    parser_of,
-    round_weights,
-    write_csv,
-)
+from common import RESULTS, Row, memory_of, parser_of, write_csv
+from gradients import Reference, WrongGradientError, gradients_of
 from model_zoo import LIBRARIES, Entry, entry_of, names_of
 from networks import MEMORY_FORMATS, differentiable
 from policies import POLICIES, Policy, autocast, emulation
@@ -51,9 +41,11 @@ from inplace_ops.conversion.report import Report
 from inplace_ops.recompute.reasons import PARAMETER_COPY
 
 STEPS = 3
-REPEATED = 3  # runs of the original, where the converted model's gradients differ
 CONVOLUTIONS = 4  # models with this many or more run in channels_last too
 MAX_OPS = 4
+SAME, MORE_MEMORY = "same gradients", "the first step needs more memory"
+COLUMNS = ("result", "gradients_differ_by", "allowed", "saved_before", "saved_after", "ratio")
+COLUMNS += ("parameter_copies", "first_peak_over_torch")
 PEAK_LIMIT = 1.001  # a step without savings still allocates scales and shifts, a few numbers each
 
 os.environ.setdefault("YOLO_CONFIG_DIR", tempfile.gettempdir())
@@ -75,38 +67,6 @@ CASES = [
 ]
 
 Inputs = dict[str, Any]
-Gradients = dict[str, Tensor]
-Norms = dict[str, float]  # of each gradient, or of its distance from another one
-
-
-class WrongGradientError(AssertionError):
-    """The converted model trains differently from the original."""
-
-
-class NoiseError(ArithmeticError):
-    """The original's gradients have no correct digit, so they cannot be compared."""
-
-
-class Limits(NamedTuple):
-    """Allowed distances of gradients from the original's, over the norm of all gradients.
-
-    In float32: for all gradients together 1e-5; for one tensor 1e-4 of its own norm plus 1e-6 of
-    the norm of all. If a rounding of the weights changes the original's gradients by more than ten
-    times that, the limits are a tenth of that change. Under autocast the limits depend on how far
-    the original's gradients under autocast are from its gradients in float32: for all together half
-    of that distance, at least 1e-5 and at most 5e-2; for one tensor that tensor's distance plus
-    1e-3. If that distance, or in either policy the change by a rounding of the weights, is larger
-    than the norm of all gradients, gradients over a limit are not wrong but noise.
-
-    Attributes:
-        overall: The limit for all gradients together.
-        tensors: The limit for each tensor, by name.
-        rounding: The distance of the original's gradients from those in float32.
-    """
-
-    overall: float
-    tensors: dict[str, float]
-    rounding: float
 
 
 class Outcome(NamedTuple):
@@ -124,28 +84,22 @@ class Outcome(NamedTuple):
     peak_over_torch: float
     report: Report
 
-
-def finite_norms(gradients: Gradients) -> Norms:
-    """Return each tensor's norm in float64; raise unless that of all is finite and positive."""
-    norms = {name: float(g.norm(dtype=torch.float64)) for name, g in gradients.items()}
-    total = norm_of(norms)
-    if not (total > 0 and math.isfinite(total)):
-        raise ArithmeticError(f"the gradients of the original have a norm of {total}")
-    return norms
-
-
-def norm_of(norms: Norms) -> float:
-    """Return the norm of all tensors together, from the norm of each."""
-    return float(sum(norm**2 for norm in norms.values()) ** 0.5)
-
-
-def distances(actual: Gradients, expected: Gradients) -> Norms:
-    """Return the norm of each tensor's difference; raise if the names differ."""
-    if actual.keys() != expected.keys():
-        raise WrongGradientError(f"only one side has {sorted(actual.keys() ^ expected.keys())}")
-    return {
-        name: float((actual[name] - expected[name]).norm(dtype=torch.float64)) for name in actual
-    }
+    def columns(self) -> Row:
+        """Return the columns of a row. The ratio leaves out autocast's parameter copies."""
+        before, after = self.report.saved_bytes_before, self.report.saved_bytes_after
+        assert before is not None
+        assert after is not None
+        copies = sum(row.bytes for row in self.report.remaining if row.reason == PARAMETER_COPY)
+        return {
+            "result": SAME if self.peak_over_torch <= PEAK_LIMIT else MORE_MEMORY,
+            "gradients_differ_by": f"{self.difference:.1e}" if self.difference else "0",
+            "allowed": f"{self.allowed:.1e}",
+            "saved_before": before,
+            "saved_after": after,
+            "ratio": f"{(after - copies) / (before - copies):.3f}" if before > copies else "",
+            "parameter_copies": copies,
+            "first_peak_over_torch": f"{self.peak_over_torch:.3f}",
+        }
 
 
 def call(model: nn.Module, inputs: Inputs) -> Any:
@@ -167,13 +121,6 @@ def step(model: nn.Module, inputs: Inputs, policy: Policy, seed: int) -> None:
             (t.float() - torch.randn(t.shape, generator=generator)).square().mean() for t in outputs
         ]
         torch.autograd.backward(losses)
-
-
-def gradients_of(model: nn.Module) -> Gradients:
-    """Return the gradients of the parameters that have one, by name, and reset them."""
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()  # sets them to None
-    return found
 
 
 def trained(model: nn.Module, inputs: Inputs, case: Case) -> Outcome:
@@ -203,17 +150,10 @@ def trained(model: nn.Module, inputs: Inputs, case: Case) -> Outcome:
         if not policy.is_float32:
             step(exact, inputs, POLICIES["float32"], seed)
             in_float32 = gradients_of(exact)
-        try:
-            difference, limits = compared(actual, expected, in_float32)
-        except WrongGradientError:
-            check_steady(run, original, actual, expected, in_float32)
-            rounded = gradients_of_rounded(run, original)
-            check_conditioned(rounded, expected)
-            if not policy.is_float32:
-                raise
-            difference, limits = compared(actual, expected, in_float32, rounded)
+        reference = Reference(original, run, expected, in_float32)
+        difference, allowed = reference.verify(actual)
         if difference >= outcome.difference:
-            outcome = outcome._replace(difference=difference, allowed=limits.overall)
+            outcome = outcome._replace(difference=difference, allowed=allowed)
         buffers, others = (dict(m.named_buffers()) for m in (original, converted))
         try:
             torch.testing.assert_close(others, buffers, equal_nan=True)
@@ -228,100 +168,9 @@ def trained(model: nn.Module, inputs: Inputs, case: Case) -> Outcome:
     return outcome
 
 
-def compared(
-    actual: Gradients,
-    expected: Gradients,
-    in_float32: Gradients | None,
-    rounded: Gradients | None = None,
-) -> tuple[float, Limits]:
-    """Return the distance of all gradients over their norm, and the limits; raise if over one.
-
-    Args:
-        actual: The converted model's gradients.
-        expected: The original's.
-        in_float32: The original's in float32; None if `expected` are in float32 themselves.
-        rounded: The original's in float32 with rounded weights, if the limits depend on them.
-    """
-    norms = finite_norms(expected)
-    total = norm_of(norms)
-    if in_float32 is None:
-        changes = {} if rounded is None else distances(rounded, expected)
-        tensors = {
-            name: max(1e-4 * norm + 1e-6 * total, changes.get(name, 0.0) / 10) / total
-            for name, norm in norms.items()
-        }
-        limits = Limits(max(1e-5, norm_of(changes) / total / 10), tensors, 0.0)
-    else:
-        roundings = distances(expected, in_float32)
-        rounding = norm_of(roundings) / total
-        tensors = {name: off / total + 1e-3 for name, off in roundings.items()}
-        limits = Limits(min(max(1e-5, rounding / 2), 5e-2), tensors, rounding)
-    return compare(distances(actual, expected), total, limits), limits
-
-
-def check_steady(
-    run: Callable[[nn.Module], None],
-    original: nn.Module,
-    actual: Gradients,
-    expected: Gradients,
-    in_float32: Gradients | None,
-) -> None:
-    """Compare again without the gradients that differ between runs of the original.
-
-    Raise NoiseError if there are such gradients and the others agree.
-    """
-    steady = set(expected)
-    again = copy.deepcopy(original)  # a step changes buffers
-    for _ in range(REPEATED):
-        run(again)
-        repeated = gradients_of(again)
-        steady = {name for name in steady if torch.equal(expected[name], repeated[name])}
-    if varying := expected.keys() - steady:
-        others = [g and {name: g[name] for name in steady} for g in (actual, expected, in_float32)]
-        if steady:
-            compared(*others)
-        raise NoiseError(f"runs of the original differ in {', '.join(sorted(varying))}")
-
-
-def gradients_of_rounded(run: Callable[[nn.Module], None], original: nn.Module) -> Gradients:
-    """Return the gradients of a copy of the original whose weights are rounded."""
-    rounded = copy.deepcopy(original)
-    round_weights(rounded)
-    run(rounded)
-    return gradients_of(rounded)
-
-
-def check_conditioned(rounded: Gradients, expected: Gradients) -> None:
-    """Raise NoiseError if a rounding of the weights changes all digits of the gradients."""
-    norm = norm_of(finite_norms(expected))
-    change = norm_of(distances(rounded, expected)) / norm
-    if change > 1:
-        raise NoiseError(
-            f"weights off by {ROUNDING:.0e} change the gradients by {change:.1e} times their norm"
-        )
-
-
 def peak_of(run: Callable[[], None], is_measured: bool) -> int:
     """Run a step, and return the most bytes that it allocates at one time; 0 if not measured."""
     return memory_of(run, "cpu")[0] if is_measured else run() or 0
-
-
-def compare(off: Norms, total: float, limits: Limits) -> float:
-    """Return the distance of all gradients over their norm `total`; raise if it is over a limit."""
-    overall = norm_of(off) / total
-    if not overall <= limits.overall:
-        if limits.rounding > 1:
-            raise NoiseError(
-                f"off by {overall:.1e}, but autocast itself changes the gradients by "
-                f"{limits.rounding:.1e} times their norm"
-            )
-        raise WrongGradientError(f"off by {overall:.1e}, allowed: {limits.overall:.1e}")
-    for name, distance in off.items():
-        if not distance / total <= limits.tensors.get(name, 0.0):
-            raise WrongGradientError(
-                f"{name} off by {distance / total:.1e} of the norm of all gradients"
-            )
-    return overall
 
 
 def inputs_of(entry: Entry, model: nn.Module) -> Inputs:
@@ -361,43 +210,21 @@ def rows_of(name: str) -> Rows:
             remaining: Remaining = Counter()
             for each in outcome.report.remaining:
                 remaining[each.producer, each.consumer, each.reason] += each.bytes
-            found.append((row_of(name, case, shape, **columns_of(outcome)), remaining))
+            found.append((row_of(name, case, shape, **outcome.columns()), remaining))
         except Exception as failure:
             found.append((row_of(name, case, shape, result=one_line(failure)), Counter()))
     return found
 
 
-def row_of(name: str, case: Case, shape: str, **columns: str) -> Row:
+def row_of(name: str, case: Case, shape: str, **columns: Any) -> Row:
     """Return the row of a model; columns that are not given are empty."""
-    return {"model": name, **case._asdict(), "input": shape, **dict.fromkeys(COLUMNS, "")} | columns
-
-
-COLUMNS = (
-    *("result", "gradients_differ_by", "allowed", "saved_before", "saved_after", "ratio"),
-    *("parameter_copies", "first_peak_over_torch"),
-)
-SAME = "same gradients"
-MORE_MEMORY = "the first step needs more memory"
-
-
-def columns_of(outcome: Outcome) -> dict[str, str]:
-    """Return a row's columns for an outcome. The ratio leaves out autocast's parameter copies."""
-    report = outcome.report
-    before, after = report.saved_bytes_before, report.saved_bytes_after
-    assert before is not None
-    assert after is not None
-    copies = sum(row.bytes for row in report.remaining if row.reason == PARAMETER_COPY)
-    values = (
-        SAME if outcome.peak_over_torch <= PEAK_LIMIT else MORE_MEMORY,
-        f"{outcome.difference:.1e}" if outcome.difference else "0",
-        f"{outcome.allowed:.1e}",
-        before,
-        after,
-        f"{(after - copies) / (before - copies):.3f}" if before > copies else "",
-        copies,
-        f"{outcome.peak_over_torch:.3f}",
-    )
-    return dict(zip(COLUMNS, map(str, values), strict=True))
+    return {
+        "model": name,
+        **case._asdict(),
+        "input": shape,
+        **dict.fromkeys(COLUMNS, ""),
+        **columns,
+    }
 
 
 def cases_for(model: nn.Module) -> Iterator[Case]:

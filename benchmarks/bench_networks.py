@@ -13,21 +13,20 @@ they cost on CUDA (`policies.py`). saved: what `inplace_ops.saved_bytes` counts,
 buffers and the input. Under autocast the weights of convolutions and linear layers are in bfloat16
 from the start, so that no copies of weights are counted.
 
+ablation: the same bytes with each mechanism of the engine switched off in turn (`ablation.py`),
+over PyTorch's own step, with the default `max_ops`. calls: how many functions of Python and C a
+forward calls.
+
 steps: the Python cost of each activation and consumer, in networks that are bound by the host. The
 blocks' tensors have 9 and 8 KiB; also 1 KiB, which is less than `convert` replaces.
 
 calls: the host time of each Python function and C function in a step of the 40 blocks with SiLU,
 from Python's profiler (cProfile), which adds about a microsecond to each call.
-
-blocks: the tensors that a block of convolution, norm and activation saves, in units of its output:
-the difference between a longer and a shorter chain of blocks, over their number. And the time of
-the longer chain.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import cProfile
 import fcntl
 import gc
@@ -41,12 +40,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from ablation import MECHANISMS, without
 from common import (
     IN_PLACE,
     MIB,
@@ -61,12 +60,12 @@ from common import (
     parser_of,
     quartiles,
     ratio_columns,
-    ratio_quartiles,
     read_csv,
     recorded,
     time_columns,
     write_results,
 )
+from gradients import SLACK_OF_COMPILED, SLACK_OF_MODULES
 from integrations import INTEGRATED
 from networks import (
     MEMORY_FORMATS,
@@ -80,13 +79,10 @@ from networks import (
     resnet18,
     rows_of_networks,
 )
-from policies import POLICIES, autocast, emulation, of_dtype
+from policies import POLICIES, Policy, autocast, emulation, of_dtype
 from torch import Tensor, nn
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity
 from variants import (
     BASELINES,
-    CHECKPOINTS,
     CONVERT,
     LOSS_IN_CHUNKS,
     MAX_OPS,
@@ -96,7 +92,6 @@ from variants import (
     Step,
     Work,
     expected_of,
-    out_of_place,
     step_of,
     verify_step,
 )
@@ -185,7 +180,8 @@ def train(
         for label in dict.fromkeys([IN_PLACE, *labels]):
             with failures.recorded(f"{name}, {policy_name}, {label}"):
                 step = step_of(label, model, x, policy, network.blocks)
-                off[label] = verify_step(step, expected)
+                slack = SLACK_OF_COMPILED if "compile" in label else 1.0
+                off[label] = verify_step(step, expected, slack)
                 memory[label] = step.memory()
                 if "compile" not in label:  # a mode counts no compiled kernels
                     work[label] = step.work()
@@ -207,8 +203,6 @@ def train(
             if arguments.largest_batch:
                 for label, step in steps.items():
                     batches[label] = _largest_batch(step, input_of, arguments)
-            elif arguments.profile:
-                return _profiles(name, policy_name, steps, arguments)
             elif not (arguments.memory_only or (device == "cpu" and not policy.is_float32)):
                 # The time of an emulation means nothing.
                 times = _times(name, steps, arguments, failures)
@@ -221,50 +215,15 @@ def train(
             "source": "measured",
             "launched": "from a CUDA graph" if arguments.graphs else "one by one",
             "input": _dimensions(x.shape),
-            **_memory_columns(memory[label], memory[IN_PLACE]),
-            **_work_columns(work.get(label), work[IN_PLACE]),
+            **{f"{kind}_mib": f"{n / MIB:.2f}" for kind, n in memory[label]._asdict().items()},
+            **_ratios(memory[label], memory[IN_PLACE]),
+            **(_ratios(work[label], work[IN_PLACE]) if label in work else {}),
             **_step_columns(times, label),
             "memory_limit_gib": arguments.largest_batch or "",
             "largest_batch": batches[label],
             "gradients_differ_by": f"{off[label]:.1e}",
         }
         for label in steps
-    ]
-
-
-def _profiles(
-    name: str, policy_name: str, steps: Mapping[str, Step], arguments: argparse.Namespace
-) -> list[Row]:
-    """Return the rows of a network's profiles: one for each operation of each variant."""
-    case: Row = {"network": name, "policy": policy_name, "memory_format": arguments.memory_format}
-    return [
-        case | {"variant": label, "input": _dimensions(step.x.shape)} | operation
-        for label, step in steps.items()
-        for operation in _operations(step, arguments.repetitions)
-    ]
-
-
-def _operations(step: Step, repetitions: int) -> list[Row]:
-    """Return calls and device time of each operation of a step, the longest time first."""
-    step.run()
-    step.reset()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if step.x.is_cuda else [])]
-    with torch.profiler.profile(activities=activities) as profiler:
-        for _ in range(repetitions):
-            step.run()
-            step.reset()
-    own_time = "self_device_time_total" if step.x.is_cuda else "self_cpu_time_total"
-    # Events of devices are kernels.
-    events = [event for event in profiler.key_averages() if event.device_type == DeviceType.CPU]
-    events.sort(key=attrgetter(own_time), reverse=True)
-    return [
-        {
-            "operation": event.key,
-            "calls": event.count // repetitions,
-            "ms": f"{getattr(event, own_time) / repetitions / 1e3:.3f}",
-        }
-        for event in events
-        if getattr(event, own_time) and event.count >= repetitions
     ]
 
 
@@ -305,14 +264,10 @@ def _times(
         with failures.recorded(f"{name}, {label}"):
             run: Callable[[], Any] = step.run
             if arguments.graphs:
-                run = recorded([run], arguments.device, partial(_before_capture, step))
+                # Collecting frees graphs of autograd, which would end the capture.
+                run = recorded([run], arguments.device, lambda s=step: s.reset() or gc.collect())
             timed[label] = partial(step.timed, clock, run)
     return in_turn(timed, arguments.repetitions)
-
-
-def _before_capture(step: Step) -> None:
-    step.reset()
-    gc.collect()  # frees graphs of autograd, which would end the capture
 
 
 def _largest_batch(
@@ -332,19 +287,9 @@ def _step_columns(times: Mapping[str, list[float]], label: str) -> dict[str, str
     return columns if has_times else dict.fromkeys(columns, "")
 
 
-def _memory_columns(own: Memory, in_place: Memory) -> dict[str, str]:
-    columns = {}
-    for kind, mine, theirs in zip(Memory._fields, own, in_place, strict=True):
-        columns[f"{kind}_mib"] = f"{mine / MIB:.2f}"
-        columns[f"{kind}_over_torch_in_place"] = f"{mine / theirs:.3f}"
-    return columns
-
-
-def _work_columns(work: Work | None, in_place: Work) -> dict[str, str]:
-    """Return a variant's FLOPs and moved bytes over those of PyTorch in place; empty if unknown."""
-    ratios = [f"{own / other:.3f}" for own, other in zip(work or in_place, in_place, strict=True)]
-    names = [f"{kind}_over_torch_in_place" for kind in Work._fields]
-    return dict(zip(names, ratios, strict=True)) if work else dict.fromkeys(names, "")
+def _ratios(own: Memory | Work, in_place: Memory | Work) -> dict[str, str]:
+    pairs = zip(own._fields, own, in_place, strict=True)
+    return {f"{kind}_over_torch_in_place": f"{mine / theirs:.3f}" for kind, mine, theirs in pairs}
 
 
 def _dimensions(shape: Iterable[int]) -> str:
@@ -383,33 +328,24 @@ def train_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Ro
     """Yield the rows of all networks."""
     if arguments.at_once:
         return _rows_of_processes(arguments, failures)
-    measure = partial(train, arguments=arguments, failures=failures)
-    return rows_of_networks(arguments.networks, arguments.policies, measure, failures)
+    return rows_of_networks(train, arguments, failures)
 
 
-# By whether the policy is float32: how far a converted network may be from the original. Where
-# gradients are mostly rounding, as in MobileNetV2, `verify_step` alone would allow more.
-TOLERANCES = {True: 1e-5, False: 5e-2}
-
-
-def count(name: str, policy_name: str, max_ops: Sequence[int], device: str) -> list[Row]:
+def count(
+    name: str, policy_name: str, arguments: argparse.Namespace, failures: Failures
+) -> list[Row]:
     """Return the rows of a network's bytes in one policy, one for each `max_ops`."""
-    network, policy = NETWORKS[name], POLICIES[policy_name]
-    torch.manual_seed(0)
-    model = network.build().to(device).train().to(policy.weights)
-    x = of_dtype(network.input(network.small, device), policy)
-    if policy.autocast:
-        for module in model.modules():
-            if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
-                module.to(torch.bfloat16)
+    device, policy = arguments.device, POLICIES[policy_name]
+    model, x = _counted(name, policy, device)
     rows = []
     with emulation(policy, device):
         original = step_of(IN_PLACE, model, x, policy)
         expected, before = expected_of(original), _bytes_of(original)
-        for number in max_ops:
+        before["flops"] = original.flops()
+        for number in arguments.max_ops:
             step = step_of(f"convert, max_ops={number}", model, x, policy)
-            off = verify_step(step, expected, TOLERANCES[policy.is_float32])
-            after = _bytes_of(step)
+            off = verify_step(step, expected)
+            after = {**_bytes_of(step), "flops": step.flops()}
             row: Row = {"network": name, "policy": policy_name, "max_ops": number}
             row["input"] = _dimensions(x.shape)
             for kind, ours in after.items():
@@ -419,20 +355,53 @@ def count(name: str, policy_name: str, max_ops: Sequence[int], device: str) -> l
     return rows
 
 
+def _counted(name: str, policy: Policy, device: str) -> tuple[nn.Module, Tensor]:
+    """Return a network and its small input; under autocast weights of products are in bfloat16."""
+    torch.manual_seed(0)
+    model = NETWORKS[name].build().to(device).train().to(policy.weights)
+    if policy.autocast:
+        for module in model.modules():
+            if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
+                module.to(torch.bfloat16)
+    return model, of_dtype(NETWORKS[name].input(NETWORKS[name].small, device), policy)
+
+
 def _bytes_of(step: Step) -> dict[str, int]:
-    """Return what a step saves, allocates at most, reads and writes, and its products' FLOPs."""
+    """Return what a step saves, what it allocates at most, and what it reads and writes."""
     device = step.x.device.type
     with autocast(step.policy, device):
         saved = inplace_ops.saved_bytes(step.model, step.x)
     peak = memory_of(step.run, device)[0]
     step.reset()
-    return {"saved": saved, "peak": peak, **step.work()._asdict()}
+    return {"saved": saved, "peak": peak, "moved": step.moved()}
 
 
-def bytes_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
-    """Yield the rows of all networks."""
-    measure = partial(count, max_ops=arguments.max_ops, device=arguments.device)
-    yield from rows_of_networks(arguments.networks, arguments.policies, measure, failures)
+# One network of each kind, with the layers that most mechanisms are for.
+ABLATED = ("EfficientNet-B0", "ResNet-50", "DenseNet-121", "diffusion U-Net", "nnU-Net-like")
+ABLATED += ("ViT-S/16", "ConvNeXt-T", "Llama, 2 layers", "T5, 2 layers", "GPT-2, 2 layers")
+ABLATED += ("Qwen2, padded batch",)
+
+
+def ablate(
+    name: str, policy_name: str, arguments: argparse.Namespace, failures: Failures
+) -> list[Row]:
+    """Return a network's row in one policy with all mechanisms, and one without each of them."""
+    device, policy = arguments.device, POLICIES[policy_name]
+    model, x = _counted(name, policy, device)
+    rows: list[Row] = []
+    with emulation(policy, device):
+        original = step_of(IN_PLACE, model, x, policy)
+        expected, before = expected_of(original), _bytes_of(original)
+        for mechanism in ("", *arguments.mechanisms):
+            case = {"network": name, "policy": policy_name, "mechanism": mechanism}
+            with failures.recorded(", ".join(case.values())), without(mechanism):
+                step = step_of(CONVERT, model, x, policy)
+                off = verify_step(step, expected)
+                after = _bytes_of(step).items()
+                ratios = {f"{kind}_ratio": f"{ours / before[kind]:.3f}" for kind, ours in after}
+                counted = {"calls": step.calls(), "gradients_differ_by": f"{off:.1e}"}
+                rows.append(case | ratios | counted)
+    return rows
 
 
 class HostBound(NamedTuple):
@@ -486,8 +455,8 @@ def steps_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Ro
         with failures.recorded(name):
             steps = _by_activation(network, arguments.device)
             expected = expected_of(next(iter(steps.values())))
-            for step in steps.values():
-                verify_step(step, expected)
+            for label, step in steps.items():
+                verify_step(step, expected, SLACK_OF_MODULES if label == "modules" else 1.0)
             halves = {label: partial(_halves, step) for label, step in steps.items()}
             times = in_turn(halves, arguments.repetitions, warm_ups=3)
             for label in steps:
@@ -560,113 +529,45 @@ def _functions(profile: cProfile.Profile, blocks: int) -> list[Row]:
     ]
 
 
-SHORT, LONG = 2, 6  # blocks
-BLOCK_INPUT = (16, 64, 56, 56)
-BLOCK_VARIANTS = (OUT_OF_PLACE, IN_PLACE, CONVERT, CHECKPOINTS, *BASELINES[:2])
-
-
-def blocks_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
-    """Yield the rows of blocks with ReLU and with SiLU."""
-    clock = Clock(arguments.device)
-    x = torch.randn(BLOCK_INPUT, device=arguments.device)
-    for name in ("ReLU", "SiLU"):
-        torch._dynamo.reset()  # Dynamo stops compiling at a limit of recompilations
-        chains = [_chain(name, blocks, x) for blocks in (SHORT, LONG)]
-        expected = expected_of(step_of(OUT_OF_PLACE, chains[1], x))
-        steps, saved, off = {}, {}, {}
-        for label in BLOCK_VARIANTS:
-            with failures.recorded(f"{name}, {label}"):
-                short, step = (_block_step(label, model, x) for model in chains)
-                short.forward()  # compiles, and allocates what only a first call needs
-                off[label] = verify_step(step, expected)
-                more = step.memory().saved - short.memory().saved
-                saved[label] = more / (LONG - SHORT) / x.nbytes
-                steps[label] = step
-        if IN_PLACE not in steps:
-            continue
-        timed = {label: partial(step.timed, clock) for label, step in steps.items()}
-        times = in_turn(timed, arguments.repetitions)
-        for label, own in times.items():
-            first, ratio, third = ratio_quartiles(own, times[IN_PLACE])
-            yield {
-                "activation": name,
-                "variant": label,
-                "input": _dimensions(x.shape),
-                "tensors saved": f"{saved[label]:.2f}",
-                "ms a block": f"{quartiles(own)[1] / LONG:.2f}",
-                "time over torch in place": f"{ratio:.2f}",
-                "quartiles": f"{first:.2f} to {third:.2f}",
-                "gradient off by": f"{off[label]:.0e}",
-            }
-
-
-def _chain(activation: str, blocks: int, x: Tensor) -> nn.Sequential:
-    """Return a chain that ends in a convolution, which consumes the last activation's output."""
-    torch.manual_seed(0)
-    channels = x.shape[1]
-    make = partial(getattr(nn, activation), inplace=True)
-    last = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-    return nn.Sequential(*chain(make, blocks, channels), last).to(x.device)
-
-
-def _block_step(label: str, model: nn.Module, x: Tensor) -> Step:
-    """Return a step of the chain; all except PyTorch in place start out of place."""
-    model = model if label == IN_PLACE else out_of_place(copy.deepcopy(model))
-    return step_of(label, model, x, blocks=["ConvNormAct"])
-
-
 def parse() -> argparse.Namespace:
     """Return the arguments of a command, with its name."""
     parser = parser_of(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     training = commands.add_parser("train")
     add_options(training, repetitions=9)
-    training.add_argument(
-        "--selection", choices=SELECTIONS, default="networks", help="the table to measure"
-    )
-    training.add_argument("--networks", nargs="+", help="default: all of the selection's")
-    training.add_argument(
-        "--variants", nargs="+", choices=VARIANTS, help="default: the selection's"
-    )
-    training.add_argument(
-        "--policies", nargs="+", choices=POLICIES, help="default: the selection's"
-    )
-    training.add_argument("--memory-format", choices=MEMORY_FORMATS, default="contiguous")
-    training.add_argument("--batch", type=int, help="default: 32 on a GPU, 4 on the CPU")
-    training.add_argument(
-        "--scale-batch", type=int, default=1, metavar="N", help="N times the default batch"
-    )
-    training.add_argument("--memory-only", action="store_true", help="time nothing")
-    training.add_argument("--profile", action="store_true", help="measure each operation's time")
-    training.add_argument("--graphs", action="store_true", help="time the replay of CUDA graphs")
-    training.add_argument(
-        "--fill-gib", type=float, help="the batch for which PyTorch in place allocates this much"
-    )
-    training.add_argument(
-        "--largest-batch", type=float, metavar="GIB", help="search the largest batch that fits"
-    )
-    training.add_argument(
-        "--at-once", action="store_true", help="prepare all networks at once, in processes"
-    )
-    training.add_argument(
-        "--turns",
-        nargs=2,
-        metavar=("FOLDER", "N"),
-        help="measure when FOLDER has N files, one process at a time; --at-once sets this",
-    )
-    training.add_argument(
-        "--quick", action="store_true", help="a smoke test: small inputs, nothing compiled"
-    )
+    add, of_table = training.add_argument, "default: the selection's"
+    add("--selection", choices=SELECTIONS, default="networks", help="the table to measure")
+    add("--networks", nargs="+", help=of_table)
+    add("--variants", nargs="+", choices=VARIANTS, help=of_table)
+    add("--policies", nargs="+", choices=POLICIES, help=of_table)
+    add("--memory-format", choices=MEMORY_FORMATS, default="contiguous")
+    add("--batch", type=int, help="default: 32 on a GPU, 4 on the CPU")
+    add("--scale-batch", type=int, default=1, metavar="N", help="N times the default batch")
+    add("--memory-only", action="store_true", help="time nothing")
+    add("--graphs", action="store_true", help="time the replay of CUDA graphs")
+    add("--fill-gib", type=float, help="the batch for which PyTorch in place allocates this much")
+    add("--largest-batch", type=float, metavar="GIB", help="search the largest batch that fits")
+    add("--at-once", action="store_true", help="prepare all networks at once, in processes")
+    turns = "measure when FOLDER has N files, one process at a time; --at-once sets this"
+    add("--turns", nargs=2, metavar=("FOLDER", "N"), help=turns)
+    add("--quick", action="store_true", help="a smoke test: small inputs, nothing compiled")
 
-    counting = commands.add_parser("bytes")
-    add_options(counting, repetitions=1, threads=1)
-    counting.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
-    counting.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES)[:3])
-    counting.add_argument("--max-ops", nargs="+", type=int, choices=MAX_OPS, default=MAX_OPS)
+    for command, networks, policies in (
+        ("bytes", NETWORKS, ("float32", "bfloat16", "CUDA autocast")),
+        ("ablation", ABLATED, ("float32", "CUDA autocast")),
+    ):
+        counting = commands.add_parser(command)
+        add_options(counting, repetitions=1, threads=1)
+        add = counting.add_argument
+        add("--networks", nargs="+", choices=NETWORKS, default=list(networks))
+        add("--policies", nargs="+", choices=POLICIES, default=list(policies))
+        if command == "bytes":
+            add("--max-ops", nargs="+", type=int, choices=MAX_OPS, default=MAX_OPS)
+        else:
+            add("--mechanisms", nargs="+", choices=MECHANISMS, default=list(MECHANISMS))
 
     add_options(commands.add_parser("steps"), repetitions=61, threads=1)
     add_options(commands.add_parser("calls"), repetitions=40, threads=1)
-    add_options(commands.add_parser("blocks"), repetitions=15)
 
     arguments = parser.parse_args()
     if arguments.command == "train":
@@ -692,10 +593,10 @@ def parse() -> argparse.Namespace:
 # By command: the name of the result file, and what yields its rows.
 COMMANDS = {
     "train": ("networks", train_rows),
-    "bytes": ("bytes", bytes_rows),
+    "bytes": ("bytes", partial(rows_of_networks, count)),
+    "ablation": ("ablation", partial(rows_of_networks, ablate)),
     "steps": ("steps", steps_rows),
     "calls": ("calls", calls_rows),
-    "blocks": ("blocks", blocks_rows),
 }
 
 
@@ -707,8 +608,6 @@ def main() -> None:
         name = arguments.selection
         if name == "networks" and arguments.memory_only:
             name = "peaks"
-        if arguments.profile:
-            name = "profile"
     write_results(name, rows_of, arguments)
 
 

@@ -15,7 +15,7 @@ training has not converged. A single seed has no spread, and is not judged.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -122,54 +122,32 @@ def digits(device: str) -> tuple[Tensor, ...]:
     return tuple(tensor.to(device) for tensor in chosen)
 
 
-def all_cases(precisions: list[str], device: str) -> list[Case]:
-    """Return all cases that are compared."""
-    return [
-        Case(name, precision, variant, device)
-        for name, network in NETWORKS.items()
-        for precision in precisions
-        for variant in (IN_PLACE, OFF, *network.ours, CONVERT)
-    ]
-
-
-def first_step(case: Case, images: Tensor, labels: Tensor) -> tuple[int, Tensor]:
-    """Return saved bytes and all gradients of a step; raise if an activation is out of place."""
-    model = case.build(0)
-
-    def check(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
-        assert output is inputs[0], f"{case}: {module} does not work in place"
-
-    hooks = [
-        module.register_forward_hook(check)
-        for module in model.modules()
-        if hasattr(module, "inplace")
-    ]
-    assert len(hooks) > 1, f"{case}: found no activations"
-    with case.autocast():
-        saved = inplace_ops.saved_bytes(model, images)
-        loss = F.cross_entropy(model(images), labels)
-    loss.backward()
-    return saved, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-def verify(compared: list[Case], images: Tensor, labels: Tensor) -> dict[Case, Row]:
+def verified(cases: list[Case], images: Tensor, labels: Tensor) -> dict[Case, Row]:
     """Return each case's saved bytes, and its first gradient's relative difference from PyTorch's.
 
     Raises:
         AssertionError: If ours save as many bytes as PyTorch's, or if a gradient differs too much.
     """
     with exact_convolutions():
-        steps = {case: first_step(case, images, labels) for case in compared}
+        steps = {case: first_step(case, images, labels) for case in cases}
     columns = {}
-    for case in compared:
-        saved, gradient = steps[case]
-        pytorchs_saved, pytorchs_gradient = steps[replace(case, variant=IN_PLACE)]
-        is_pytorchs = case.variant in (IN_PLACE, OFF)
-        assert (saved == pytorchs_saved) == is_pytorchs, f"{case} saves {saved} bytes"
-        off_by = ((gradient - pytorchs_gradient).norm() / pytorchs_gradient.norm()).item()
+    for case in cases:
+        (saved, gradient), (others, expected) = steps[case], steps[replace(case, variant=IN_PLACE)]
+        assert (saved == others) == (case.variant in (IN_PLACE, OFF)), f"{case} saves {saved} bytes"
+        off_by = ((gradient - expected).norm() / expected.norm()).item()
         assert off_by <= PRECISIONS[case.precision][1], f"{case}: gradient off by {off_by:.1e}"
         columns[case] = {"saved_bytes": saved, "gradient_off_by": f"{off_by:.1e}"}
     return columns
+
+
+def first_step(case: Case, images: Tensor, labels: Tensor) -> tuple[int, Tensor]:
+    """Return the saved bytes and all gradients of a step."""
+    model = case.build(0)
+    with case.autocast():
+        saved = inplace_ops.saved_bytes(model, images)
+        loss = F.cross_entropy(model(images), labels)
+    loss.backward()
+    return saved, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def train(run: tuple[Case, int, int]) -> Row:
@@ -214,19 +192,6 @@ def train(run: tuple[Case, int, int]) -> Row:
     }
 
 
-def trained(
-    runs: Sequence[tuple[Case, int, int]], verified: dict[Case, Row], processes: int
-) -> Iterator[Row]:
-    """Yield the rows of all runs, from several processes with one thread each."""
-    context = torch.multiprocessing.get_context("spawn")
-    with context.Pool(processes, torch.set_num_threads, (1,)) as pool:
-        for run, row in zip(runs, pool.imap(train, runs), strict=True):
-            case, *_ = run
-            yield row | verified[case]
-        pool.close()
-        pool.join()
-
-
 def is_settled(row: Row) -> bool:
     """Whether the training loss has changed little in the last quarter of the epochs."""
     losses = [float(loss) for loss in row["training_losses"].split()]
@@ -260,13 +225,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    compared = all_cases(arguments.precisions, arguments.device)
+    cases = [
+        Case(name, precision, variant, arguments.device)
+        for name, network in NETWORKS.items()
+        for precision in arguments.precisions
+        for variant in (IN_PLACE, OFF, *network.ours, CONVERT)
+    ]
     images, labels, *_ = digits(arguments.device)
-    verified = verify(compared, images[:BATCH], labels[:BATCH])
-
-    runs = [(case, seed, arguments.epochs) for case in compared for seed in range(arguments.seeds)]
+    columns = verified(cases, images[:BATCH], labels[:BATCH])
+    runs = [(case, seed, arguments.epochs) for case in cases for seed in range(arguments.seeds)]
     path = arguments.out or RESULTS / f"training_{arguments.device}.csv"
-    rows = write_csv(path, trained(runs, verified, arguments.processes), arguments.device)
+    context = torch.multiprocessing.get_context("spawn")
+    with context.Pool(arguments.processes, torch.set_num_threads, (1,)) as pool:
+        trained = zip(runs, pool.imap(train, runs), strict=True)
+        rows = write_csv(
+            path, (row | columns[case] for (case, *_), row in trained), arguments.device
+        )
+        pool.close()
+        pool.join()
     wrong = [f"{row} has not converged" for row in rows if not is_settled(row)]
     if arguments.seeds > 1:
         for variant, where in changed(rows).items():

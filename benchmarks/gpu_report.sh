@@ -4,9 +4,9 @@
 #   benchmarks/gpu_report.sh OUT [--device cpu] [PART...]
 #
 # Parts, all by default, in this order: build numerics tests memcheck initcheck bandwidth norms
-# activations host steps memory bytes networks graphs filled profile batches tuning summary. The
-# parts baselines and tools run only if they are named. Each part has a time limit. If a part fails
-# or reaches its limit, the rows that it has measured are written, the next part runs, and the exit
+# activations host steps memory bytes networks graphs filled batches summary. The parts
+# baselines and tools run only if they are named. Each part has a time limit. If a part fails or
+# reaches its limit, the rows that it has measured are written, the next part runs, and the exit
 # status is 1.
 #
 # Each part writes OUT/PART_DEVICE.log, whose last line says how it ended. Parts that measure also
@@ -31,7 +31,7 @@ cd "$(dirname "$0")/.." || exit
 
 device=cuda
 known="build numerics tests memcheck initcheck bandwidth norms activations host steps memory bytes"
-known+=" networks graphs filled profile batches tuning summary"
+known+=" networks graphs filled batches summary"
 optional="baselines tools"
 wanted=""
 while [ $# -gt 0 ]; do
@@ -132,14 +132,13 @@ sanitize() {
     "$python" -m pytest -q -p no:cacheprovider -p no:benchmark tests/ops/test_every_kernel.py
 }
 
-capability=""
 if [ "$device" = cpu ]; then
   export FORCE_CPU=1
-elif is_wanted build || is_wanted tuning; then
+elif is_wanted build; then
   export FORCE_CUDA=1
-  capability=$("$python" -c \
+  TORCH_CUDA_ARCH_LIST=$("$python" -c \
     'import torch; print("{}.{}".format(*torch.cuda.get_device_capability()))') || exit
-  export TORCH_CUDA_ARCH_LIST=$capability
+  export TORCH_CUDA_ARCH_LIST
 fi
 # With ninja, --force recompiles only what has changed.
 run build 180 "$python" setup.py build_ext --inplace --force
@@ -183,8 +182,6 @@ if [ "$device" = cuda ]; then
   # Half of the memory of an H100 with 80 GB.
   bench filled 280 networks train "${autocast[@]}" --batch 4 --variants "${eager[@]}" \
     --fill-gib 39 --repetitions 7
-  bench profile 200 networks train "${autocast[@]}" --batch 4 --variants "convert, max_ops=4" \
-    --fill-gib 12 --repetitions 3 --profile
   bench batches 280 networks train "${autocast[@]}" --batch 8 --variants "${eager[@]}" \
     --largest-batch 8
   # Replays of CUDA graphs leave out the host's time. A checkpoint cannot be captured.
@@ -192,8 +189,6 @@ if [ "$device" = cuda ]; then
     "torch.compile, memory budget 0.5" "convert, max_ops="{1,4} --graphs --fill-gib 6 \
     --repetitions 15
   bench tools 580 networks train --selection tools "${autocast[@]}" --repetitions 15
-  run tuning 180 env PATH="$tools" "$(command -v "$python")" benchmarks/tune_cuda.py --arch "sm_${capability/./}" \
-    --out "$out/tuning_cuda.csv"
 else # limits here only end what hangs
   check tests 600 "${rest[@]}"
   for part in memcheck initcheck; do skip "$part" "it is of CUDA kernels"; done
@@ -208,12 +203,9 @@ else # limits here only end what hangs
   bench bytes 300 networks bytes --networks "Llama blocks" --policies "CUDA autocast" --max-ops 4
   bench networks 300 networks train --quick --networks "Llama blocks" nnU-Net-like --at-once \
     --policies float32 --variants "checkpoint of each block" "convert, max_ops=4" --repetitions 2
-  bench profile 300 networks train --quick --networks nnU-Net-like --policies float32 --profile \
-    --variants "convert, max_ops=4" --repetitions 2
   bench tools 300 networks train --selection tools --quick --networks "Llama blocks" \
     "language model" --policies float32 --repetitions 2
   for part in graphs filled batches; do skip "$part" "it needs a GPU"; done
-  skip tuning "it is of CUDA kernels"
 fi
 
 is_wanted summary || exit $failed

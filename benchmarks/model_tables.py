@@ -1,6 +1,6 @@
 """Small configurations of architectures, with random inputs, for model_zoo.py.
 
-The tables have a line for each model of transformers, diffusers, MONAI and
+The tables have a line for each model of transformers, diffusers, MONAI, Ultralytics and
 segmentation_models_pytorch, and for each way in which peft adapts a transformer.
 """
 
@@ -251,22 +251,24 @@ MONAI: dict[str, tuple[dict[str, Any], MakeInputs]] = {
     ),
 }
 
-# By architecture of segmentation_models_pytorch: the encoders.
-SEGMENTATION: dict[str, tuple[str, ...]] = {
-    "Unet": (
-        *("resnet18", "vgg11_bn", "densenet121", "efficientnet-b0", "mobilenet_v2", "mit_b0"),
-        *("se_resnet50", "timm-skresnet18", "mobileone_s0", "tu-convnext_atto"),
-    ),
-    **dict.fromkeys(
-        (
-            *("UnetPlusPlus", "MAnet", "Linknet", "FPN", "PSPNet", "PAN", "DeepLabV3"),
-            *("DeepLabV3Plus", "UPerNet", "Segformer"),
-        ),
-        ("resnet18",),
-    ),
-    "DPT": ("tu-vit_tiny_patch16_224",),
+ULTRALYTICS: dict[str, tuple[dict[str, Any], MakeInputs]] = {
+    f"{name}.yaml": ({}, images((128, 640)))
+    for name in (
+        *("yolov3-tiny", "yolov5n", "yolov6n", "yolov8n", "yolov8n-ghost"),
+        *("yolov8n-rtdetr", "yolov8n-cls", "yolov8n-seg", "yolov8n-pose", "yolov8n-obb"),
+        *("yolov9t", "yolov10n", "yolo11n", "yolo11n-cls", "yolo11n-seg"),
+        *("yolo11n-pose", "yolo11n-obb", "yolo12n", "yolo26n", "yolo26n-seg"),
+        *("rtdetr-resnet50",),
+    )
 }
 
+# Architectures and encoders of segmentation_models_pytorch.
+_ENCODERS = ("resnet18", "vgg11_bn", "densenet121", "efficientnet-b0", "mobilenet_v2", "mit_b0")
+_ENCODERS += ("se_resnet50", "timm-skresnet18", "mobileone_s0", "tu-convnext_atto")
+_DECODERS = ("UnetPlusPlus", "MAnet", "Linknet", "FPN", "PSPNet", "PAN", "DeepLabV3")
+_DECODERS += ("DeepLabV3Plus", "UPerNet", "Segformer")
+SEGMENTATION = [f"Unet {encoder}" for encoder in _ENCODERS]
+SEGMENTATION += [f"{decoder} resnet18" for decoder in _DECODERS] + ["DPT tu-vit_tiny_patch16_224"]
 
 _ALL_LINEAR = {"target_modules": "all-linear"}
 _RANKS = {"r": 4, **_ALL_LINEAR}

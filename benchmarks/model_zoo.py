@@ -4,17 +4,15 @@
   million parameters.
 - torchvision: the two smallest of each family of classifiers, and the smallest of each family of
   segmentation, detection, video and optical flow, by parameters.
-- Ultralytics: the smallest of each family and task.
-- transformers, diffusers, MONAI, segmentation_models_pytorch and peft: model_tables.py.
+- Ultralytics: the smallest of each family and task, in model_tables.py like the others.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from model_tables import (
@@ -24,6 +22,7 @@ from model_tables import (
     SEGMENTATION,
     SIDES,
     TRANSFORMERS,
+    ULTRALYTICS,
     MakeInputs,
     images,
 )
@@ -34,17 +33,14 @@ from inplace_ops.conversion.library import load
 MOST_PARAMETERS = 200_000_000  # three copies of a model train at once, in each of two processes
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A model, and the arguments of its forward.
 
     Attributes:
-        name: LIBRARY:NAME.
         inputs: Candidates for the arguments; the first that the model accepts is used.
         build: Makes the model.
     """
 
-    name: str
     inputs: MakeInputs
     build: Callable[[], nn.Module]
 
@@ -56,7 +52,7 @@ class Entry:
 
 def _loaded(name: str, inputs: MakeInputs, arguments: Mapping[str, Any] | None = None) -> Entry:
     """Return the entry of a model that `load` builds, with all parameters requiring grad."""
-    return Entry(name, inputs, lambda: load(name, arguments).requires_grad_(True))
+    return Entry(inputs, lambda: load(name, arguments).requires_grad_(True))
 
 
 def _smallest(size: Callable[[str], int], names: Iterable[str], count: int) -> list[str]:
@@ -88,9 +84,10 @@ def _timm_entry(name: str) -> Entry:
     config = importlib.import_module("timm").get_pretrained_cfg(name)
     channels, _, own = config.input_size
     sides = [own] if config.fixed_input_size else SIDES
+    arguments = None
     if config.fixed_input_size and own > SIDES[-1]:  # segmentation models, which would take hours
-        return _loaded(f"timm:{name}", images([224], channels=channels), {"img_size": 224})
-    return _loaded(f"timm:{name}", images(sides, channels=channels))
+        sides, arguments = [224], {"img_size": 224}
+    return _loaded(f"timm:{name}", images(sides, channels=channels), arguments)
 
 
 def _flow_inputs() -> Iterator[dict[str, Any]]:
@@ -154,31 +151,10 @@ def _torchvision_module(name: str) -> str:
     return importlib.import_module("torchvision.models").get_model_builder(name).__module__
 
 
-ULTRALYTICS = tuple(
-    f"{name}.yaml"
-    for name in (
-        *("yolov3-tiny", "yolov5n", "yolov6n", "yolov8n", "yolov8n-ghost"),
-        *("yolov8n-rtdetr", "yolov8n-cls", "yolov8n-seg", "yolov8n-pose", "yolov8n-obb"),
-        *("yolov9t", "yolov10n", "yolo11n", "yolo11n-cls", "yolo11n-seg"),
-        *("yolo11n-pose", "yolo11n-obb", "yolo12n", "yolo26n", "yolo26n-seg"),
-        *("rtdetr-resnet50",),
-    )
-)
-
-
-def _ultralytics_entry(name: str) -> Entry:
-    return _loaded(f"ultralytics:{name}", images((128, 640)))
-
-
 def _segmentation_entry(name: str) -> Entry:
     architecture, encoder = name.split()
-    library = importlib.import_module("segmentation_models_pytorch")
     arguments = {"encoder_name": encoder, "encoder_weights": None, "classes": 2}
-    return Entry(
-        f"segmentation_models_pytorch:{name}",
-        images((128, 224)),
-        partial(getattr(library, architecture), **arguments),
-    )
+    return _loaded(f"segmentation_models_pytorch:{architecture}", images((128, 224)), arguments)
 
 
 def _peft_entry(name: str) -> Entry:
@@ -191,39 +167,44 @@ def _peft_entry(name: str) -> Entry:
         model = load(f"transformers:{transformer}", configuration)
         return peft.get_peft_model(model, getattr(peft, config)(**arguments))
 
-    return Entry(f"peft:{name}", inputs, build)
+    return Entry(inputs, build)
 
 
-TABLES = {"transformers": TRANSFORMERS, "diffusers": DIFFUSERS, "monai": MONAI}
-# The names of each library's models to train.
-LIBRARIES: dict[str, Callable[[], Iterable[str]]] = {
-    "timm": _timm_names,
-    "torchvision": _torchvision_names,
-    "ultralytics": lambda: ULTRALYTICS,
-    "segmentation_models_pytorch": lambda: [
-        f"{name} {encoder}" for name, encoders in SEGMENTATION.items() for encoder in encoders
-    ],
-    "peft": lambda: PEFT,
-    **{library: table.keys for library, table in TABLES.items()},
-}
-ENTRIES = {
-    "timm": _timm_entry,
-    "torchvision": _torchvision_entry,
-    "ultralytics": _ultralytics_entry,
-    "segmentation_models_pytorch": _segmentation_entry,
-    "peft": _peft_entry,
+class Library(NamedTuple):
+    """A library: the names of its models to train, and the entry of a name, also of others."""
+
+    names: Callable[[], Iterable[str]]
+    entry: Callable[[str], Entry]
+
+
+def _library_of(name: str, table: Mapping[str, tuple[dict[str, Any], MakeInputs]]) -> Library:
+    """Return the library of a table: by model, the arguments that build it, and its inputs."""
+
+    def entry(model: str) -> Entry:
+        arguments, inputs = table[model]
+        return _loaded(f"{name}:{model}", inputs, arguments)
+
+    return Library(table.keys, entry)
+
+
+LIBRARIES = {
+    "timm": Library(_timm_names, _timm_entry),
+    "torchvision": Library(_torchvision_names, _torchvision_entry),
+    "ultralytics": _library_of("ultralytics", ULTRALYTICS),
+    "segmentation_models_pytorch": Library(lambda: SEGMENTATION, _segmentation_entry),
+    "peft": Library(lambda: PEFT, _peft_entry),
+    "transformers": _library_of("transformers", TRANSFORMERS),
+    "diffusers": _library_of("diffusers", DIFFUSERS),
+    "monai": _library_of("monai", MONAI),
 }
 
 
 def entry_of(name: str) -> Entry:
     """Return the entry of LIBRARY:NAME; timm and torchvision models outside the lists work too."""
     library, _, model = name.partition(":")
-    if library in TABLES:
-        arguments, inputs = TABLES[library][model]
-        return _loaded(name, inputs, arguments)
-    return ENTRIES[library](model)
+    return LIBRARIES[library].entry(model)
 
 
 def names_of(library: str) -> list[str]:
     """Return the names of all models of a library, as LIBRARY:NAME."""
-    return [f"{library}:{name}" for name in LIBRARIES[library]()]
+    return [f"{library}:{name}" for name in LIBRARIES[library].names()]

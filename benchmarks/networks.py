@@ -5,8 +5,9 @@ bench_models.py trains many more models of other libraries: model_zoo.py lists t
 
 from __future__ import annotations
 
+import argparse
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -500,7 +501,7 @@ def resnet50() -> nn.Module:
 
 LLAMA: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 2}
 LLAMA |= {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
-# In float64, the reference, grouped matrix products are missing: each expert has its own.
+# The emulation of 16 bits has no grouped matrix products: each expert has its own.
 MIXTRAL = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}
 MIXTRAL |= {"experts_implementation": "eager"}
 GEMMA = {**LLAMA, "head_dim": 64, "attn_implementation": "eager"}  # it caps attention scores
@@ -577,18 +578,17 @@ NETWORKS = {
 
 
 def rows_of_networks(
-    names: Iterable[str],
-    policies: Sequence[str],
-    measure: Callable[[str, str], list[Row]],
+    measure: Callable[[str, str, argparse.Namespace, Failures], list[Row]],
+    arguments: argparse.Namespace,
     failures: Failures,
 ) -> Iterator[Row]:
     """Yield the rows of each network in each policy; skip networks whose library is missing."""
-    for name in names:
-        for policy in policies:
+    for name in arguments.networks:
+        for policy in arguments.policies:
             rows: list[Row] = []
             with failures.recorded(f"{name}, {policy}"):
                 try:
-                    rows = measure(name, policy)
+                    rows = measure(name, policy, arguments, failures)
                 except ModelNotFoundError as error:
                     print(f"{name}: skipped: {error}", flush=True)
             yield from rows

@@ -137,13 +137,6 @@ def draw_memory(path: Path) -> None:
     draw_dots(path, read_csv(path), ("activation", "variant"), "size", shown)
 
 
-def draw_blocks(path: Path) -> None:
-    """Draw the tensors that a block of convolution, norm and activation saves, and its time."""
-    shown = {"tensors saved": "tensors that a block saves"}
-    shown["time over torch in place"] = "time over PyTorch in place"
-    draw_dots(path, read_csv(path), ("variant",), "activation", shown)
-
-
 def draw_activations(path: Path) -> None:
     """Draw the time of forward and backward over PyTorch in place, by size, in float32."""
     rows = where(read_csv(path), phase="both", dtype="float32")
@@ -250,7 +243,6 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "activations": draw_activations,
     "bandwidth": draw_bandwidth,
     "batches": draw_batches,
-    "blocks": draw_blocks,
     "bytes": draw_bytes,
     "filled": draw_networks,
     "memory": draw_memory,

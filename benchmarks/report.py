@@ -102,11 +102,6 @@ class Table(NamedTuple):
         return found or ""
 
 
-def of_both_phases(rows: Rows) -> Rows:
-    """Return the rows of forward and backward together."""
-    return [row for row in rows if row["phase"] == "both"]
-
-
 def lowest_shares(rows: Rows) -> Rows:
     """Return each kernel's row with the lowest share of the copy bandwidth, of large tensors."""
     limit = min(LARGE, max(int(row["bytes"]) for row in rows))
@@ -153,22 +148,25 @@ def chosen(rows: Rows) -> Rows:
     return with_times([row for row in rows if not row.get("note")])
 
 
-def of_slow_operations(rows: Rows) -> Rows:
-    """Return device times by operation, of those that take the most time or change the most."""
-    both, found = values(rows, "variant")[:2], []
-    for (network, shape), own in grouped(rows, "network", "input").items():
-        sums = {
-            name: [sum(float(row["ms"]) for row in of if row["variant"] == v) for v in both]
-            for (name,), of in grouped(own, "operation").items()
-        }
-        sums = {"all": [sum(column) for column in zip(*sums.values(), strict=True)], **sums}
-        total = sums["all"][0]
-        for name, (old, new) in sums.items():
-            if max(old, new) >= 0.05 * total or abs(new - old) >= 0.003 * total:
-                row = {"network": network, "input": shape, "operation": name}
-                times = [(both[0], f"{old:.2f}"), (both[1], f"{new:.2f}")]
-                times.append(("difference", f"{new - old:+.2f}"))
-                found += [row | {"variant": variant, "ms": text} for variant, text in times]
+def of_mechanisms(rows: Rows) -> Rows:
+    """Return for each mechanism what its absence raises and lowers most, and where."""
+    cases = grouped(rows, "network", "policy", "mechanism")
+    found = []
+    for (mechanism,), own in grouped(rows, "mechanism").items():
+        pairs = [(row, cases[row["network"], row["policy"], ""][0]) for row in own]
+        shown = {"mechanism": mechanism}
+        for kind in ABLATED:
+            changes = [
+                (round(float(row[kind]) - float(other[kind]), 3), row["network"], row["policy"])
+                for row, other in pairs
+            ]
+            highest, lowest = max(changes), min(changes)
+            ends = [highest] * (highest[0] > 0) + [lowest] * (lowest[0] < 0)
+            texts = [f"{change:+.3f} ({', '.join(case)})" for change, *case in ends]
+            shown[kind] = "; ".join(texts) or "0"
+        ratios = sorted(int(row["calls"]) / int(other["calls"]) - 1 for row, other in pairs)
+        shown["calls"] = f"{ratios[0]:+.1%} to {ratios[-1]:+.1%}"
+        found += [shown] if mechanism else []
     return found
 
 
@@ -199,11 +197,6 @@ def of_models(rows: Rows) -> Rows:
                 )
     failed = [row for row in rows if row["result"] != "same gradients"]
     return found + [row | dict.fromkeys(("equal", "ratio", "ends", "peaks"), "") for row in failed]
-
-
-def most_frequent(rows: Rows) -> Rows:
-    """Return the kinds of tensors that most often remain saved, in each policy."""
-    return [row for own in grouped(rows, "policy").values() for row in own[:SHOWN_KINDS]]
 
 
 def over_seeds(rows: Rows) -> Rows:
@@ -237,9 +230,9 @@ OP, NETWORK = ("activation", "variant"), ("network", "variant")
 SAVED, TIME = ("saved_over_torch_in_place", "peak_over_torch_in_place"), ("time",)
 WORK = ("flops_over_torch_in_place", "moved_over_torch_in_place")
 EXTRA = ("forward_us_per_activation", "backward_us_per_activation")
-KINDS = ("saved_ratio", "peak_ratio", "moved_ratio", "flops_ratio")
+ABLATED = ("saved_ratio", "peak_ratio", "moved_ratio")
+KINDS = (*ABLATED, "flops_ratio")
 AFTER = ("MiB after forward, no grad", "MiB after forward, with grad")
-BLOCK = ("tensors saved", "time over torch in place", "quartiles")
 CHOSEN = ("max_ops", "checkpointed", "saved_mib", "peak_mib", "flops_ratio", "time")
 CHOSEN += ("script_peak_mib",)
 TRAINED = ("saved", "gradient", "test_accuracy", "test_loss")
@@ -253,7 +246,6 @@ TITLES = {
     "forward_us_per_activation": "extra time per activation, us: forward",
     "backward_us_per_activation": "backward",
     "us_per_block": "us a block",
-    "ms": "ms of the device",
     "result": "same gradients, or why it failed",
     "equal": "bit for bit",
     "ratio": "saved bytes over PyTorch's: median (quartiles)",
@@ -288,7 +280,7 @@ TABLES = {
     "activations": Table(
         "bench_ops.py time",
         *(OP, ("elements", "dtype"), ("ratio_to_torch_in_place", "bytes_ratio_to_torch_in_place")),
-        of_both_phases,
+        lambda rows: [row for row in rows if row["phase"] == "both"],
     ),
     "host": Table("bench_ops.py host", OP, ["phase"], ["median_us"]),
     "steps": Table("bench_networks.py steps", NETWORK, (), ("step_ms", *TIME, *EXTRA), with_times),
@@ -298,15 +290,10 @@ TABLES = {
         of_slow_functions,
     ),
     "memory": Table("bench_ops.py memory", (*OP, "size"), (), AFTER),
-    "blocks": Table("bench_networks.py blocks", ("variant", "input"), ["activation"], BLOCK),
     "graphs": trained(" --graphs", SAVED + TIME),
     "filled": trained(" --fill-gib", SAVED + TIME),
     "batches": trained(" --largest-batch", (*SAVED, "largest_batch")),
     "baselines": trained(" --variants", SAVED + TIME),
-    "profile": Table(
-        f"{TRAIN} --profile",
-        *(("network", "input", "operation"), ["variant"], ["ms"], of_slow_operations),
-    ),
     "integrations": Table(
         f"{TRAIN} --selection integrations",
         *(("library and its script", "network", "input", "the line"), ["policy"], SAVED + TIME),
@@ -314,6 +301,9 @@ TABLES = {
     ),
     "tools": trained(" --selection tools", SAVED + TIME),
     "bytes": Table("bench_networks.py bytes", ("network", "input", "policy"), ["max_ops"], KINDS),
+    "ablation": Table(
+        "bench_networks.py ablation", ["mechanism"], (), (*ABLATED, "calls"), of_mechanisms
+    ),
     "budgets": Table("bench_budgets.py", ("network", "input", "variant"), (), CHOSEN, chosen),
     "networks": trained("", SAVED + WORK + TIME),
     "peaks": trained(" --memory-only", SAVED),
@@ -325,7 +315,7 @@ TABLES = {
     "remaining": Table(
         "bench_models.py",
         *(("policy", "output_of", "saved_by", "reason"), (), ("mean_share", "models", "of")),
-        most_frequent,
+        lambda rows: [row for own in grouped(rows, "policy").values() for row in own[:SHOWN_KINDS]],
     ),
     "training": Table("bench_training.py", NETWORK, ["precision"], TRAINED, over_seeds),
 }

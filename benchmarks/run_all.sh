@@ -4,14 +4,14 @@
 #
 #   benchmarks/run_all.sh [PART...]
 #
-# Parts, all by default: activations blocks budgets bytes calls host integrations memory models
+# Parts, all by default: ablation activations budgets bytes calls host integrations memory models
 # networks norms peaks steps tools training. On two calm cores, with nothing else running, models
 # takes 90 minutes, networks and budgets an hour each, tools and training 18 minutes each.
 # PYTHON names an interpreter with the package and its extras models and demo.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-known="activations blocks budgets bytes calls host integrations memory models networks norms peaks steps tools"
+known="ablation activations budgets bytes calls host integrations memory models networks norms peaks steps tools"
 known+=" training"
 for part in "$@"; do
   [[ " $known " == *" $part "* ]] || {
@@ -33,8 +33,8 @@ bench() {
   "$python" "benchmarks/bench_$script.py" "$@" --out "$out/${part}_cpu.csv"
 }
 
+bench ablation networks ablation --device cpu
 bench activations ops time --device cpu
-bench blocks networks blocks --device cpu
 bench budgets budgets --device cpu --scripts
 bench bytes networks bytes --device cpu
 bench calls networks calls --device cpu

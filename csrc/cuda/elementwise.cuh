@@ -18,8 +18,7 @@
 // By Little's law an H200 (4.3 TB/s over 132 multiprocessors, 1 us under load) needs 32 KiB in
 // flight in each multiprocessor, 16 KiB of it loads. With two 16-byte loads a lane from one tensor,
 // this requires 512 resident lanes, a quarter of the most that a multiprocessor can have.
-// tests/cuda/test_cuda_code.py checks that the registers suffice. Hence these choices, which
-// benchmarks/tune_cuda.py compares with others:
+// tests/cuda/test_cuda_code.py checks that the registers suffice. Hence these choices:
 //
 // - Two accesses a lane to each tensor, which also hides their latency.
 // - Blocks of 128 lanes. At 32 registers a lane, sixteen blocks fit, which are all 2048 lanes. At

@@ -18,7 +18,7 @@
 
 namespace inplace_ops {
 
-// The fastest of 128, 256 and 512 threads a block on an H200: see benchmarks/tune_cuda.py.
+// Of a block: elementwise.cuh says why.
 constexpr int kThreads = 128;
 
 // The layout of dense tensors: an element's offset is its index. The layouts of vector accesses

@@ -15,15 +15,7 @@
 
 namespace inplace_ops {
 
-// benchmarks/tune_cuda.py compiles the kernels with other values, and with INPLACE_OPS_LOAD.
-#ifndef INPLACE_OPS_ACCESSES
-#define INPLACE_OPS_ACCESSES 2
-#endif
-#ifndef INPLACE_OPS_STORE
-#define INPLACE_OPS_STORE "st.global"
-#endif
-
-constexpr int kAccesses = INPLACE_OPS_ACCESSES;
+constexpr int kAccesses = 2;
 constexpr int kVectorBytes = 16;
 
 // Elements of a vector access: 16 bytes, or one double.
@@ -37,14 +29,8 @@ struct alignas(kVectorBytes) Vector {
 template <class T, int count>
 HOST_DEVICE void load_vector(T (&values)[count], const T* data) {
   static_assert(sizeof(values) == sizeof(Vector));
-#if defined(__CUDA_ARCH__) && defined(INPLACE_OPS_LOAD)  // not by default: it costs registers
-  Vector vector;
-  asm volatile(INPLACE_OPS_LOAD ".v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(vector.a), "=r"(vector.b), "=r"(vector.c), "=r"(vector.d)
-               : "l"(__cvta_generic_to_global(data)));
-#else
+  // The same load in PTX costs registers.
   const Vector vector = *reinterpret_cast<const Vector*>(data);
-#endif
   memcpy(values, &vector, sizeof(vector));
 }
 
@@ -55,7 +41,7 @@ HOST_DEVICE std::enable_if_t<sizeof(T[count]) == sizeof(uint64_t)> store_vector(
   uint32_t words[2];
   memcpy(words, values, sizeof(words));
 #ifdef __CUDA_ARCH__
-  asm volatile(INPLACE_OPS_STORE ".v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(data)),
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(data)),
                "r"(words[0]), "r"(words[1])
                : "memory");
 #else
@@ -70,8 +56,7 @@ HOST_DEVICE std::enable_if_t<sizeof(T[count]) == sizeof(Vector)> store_vector(
   memcpy(&vector, values, sizeof(vector));
 #ifdef __CUDA_ARCH__
   // nvcc 13.0 compiles an assignment to four stores of four bytes.
-  asm volatile(INPLACE_OPS_STORE
-               ".v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(data)),
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(data)),
                "r"(vector.a), "r"(vector.b), "r"(vector.c), "r"(vector.d)
                : "memory");
 #else

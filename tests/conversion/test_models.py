@@ -10,6 +10,7 @@ import copy
 import multiprocessing
 import os
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,14 +74,14 @@ def test_bytes_of_a_step_do_not_exceed_committed_figures(network: str, policy: s
     kernels allocate the same memory, the converted peak does not exceed the committed one either.
     """
     from bench_networks import count
-    from common import RESULTS, read_csv
+    from common import RESULTS, Failures, read_csv
 
     wanted = {"network": network, "policy": policy, "max_ops": str(MAX_OPS)}
     (committed,) = [
         row for row in read_csv(RESULTS / "bytes_cpu.csv") if wanted.items() <= row.items()
     ]
     try:
-        (row,) = count(network, policy, [MAX_OPS], "cpu")
+        (row,) = count(network, policy, Namespace(max_ops=[MAX_OPS], device="cpu"), Failures())
     except ModelNotFoundError as error:
         pytest.skip(f"could not import {error}")
     columns = ["saved_ratio", "moved_ratio"] if HAS_HOOK else []  # the walk proves less

@@ -1,8 +1,11 @@
-"""The benchmarks' tools: CUDA's autocast emulated on a CPU, moved bytes, compared gradients."""
+"""The benchmarks' tools: the emulation of autocast, moved bytes, gradients, mechanisms."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import itertools
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -14,11 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import inplace_ops
+from inplace_ops.recompute.nodes import USE_CREATION_HOOK
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(autouse=True)
 def _benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    monkeypatch.syspath_prepend(BENCHMARKS)
 
 
 def test_emulated_operations_have_cuda_autocast_kernels() -> None:
@@ -190,7 +196,8 @@ def test_wrong_training_of_converted_model_is_reported(
     message: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from bench_models import Case, WrongGradientError, trained
+    from bench_models import Case, trained
+    from gradients import WrongGradientError
 
     inputs = {"": torch.randn(8, 3, 16, 16)}
     convert = inplace_ops.convert
@@ -221,7 +228,8 @@ class Unsteady(nn.Module):
 
 
 def test_original_that_differs_from_itself_is_reported_as_noise() -> None:
-    from bench_models import Case, NoiseError, trained
+    from bench_models import Case, trained
+    from gradients import NoiseError
 
     model = nn.Sequential(nn.Linear(4, 4), Unsteady())
     with pytest.raises(NoiseError, match=r"runs of the original differ in 0\.bias"):
@@ -229,18 +237,26 @@ def test_original_that_differs_from_itself_is_reported_as_noise() -> None:
 
 
 def test_gradients_that_rounding_alone_determines_are_reported_as_noise() -> None:
-    from bench_models import Limits, NoiseError, WrongGradientError, compare
+    from gradients import NoiseError, Reference, WrongGradientError
 
+    model = nn.Linear(1, 1, bias=False)
+
+    def run(model: nn.Module) -> None:
+        model.weight.grad = torch.ones(1, 1)
+
+    expected = {"weight": torch.ones(1, 1)}
     for rounding, error in ((0.9, WrongGradientError), (1.1, NoiseError)):
+        in_float32 = {"weight": torch.full((1, 1), 1.0 + rounding)}
+        reference = Reference(model, run, expected, in_float32)
         with pytest.raises(error, match=r"off by 1\.0e-01"):
-            compare({"weight": 0.2}, 2.0, Limits(0.05, {"weight": 1.0}, rounding))
+            reference.verify({"weight": torch.full((1, 1), 1.1)})
 
 
 @pytest.mark.parametrize(("scale", "is_noise"), [(1.0, False), (1e9, True)])
 def test_gradients_that_a_rounding_of_the_weights_changes_are_noise(
     scale: float, is_noise: bool
 ) -> None:
-    from bench_models import NoiseError, check_conditioned, gradients_of, gradients_of_rounded
+    from gradients import NoiseError, Reference, WrongGradientError, gradients_of
 
     x = torch.randn(256, 32)
 
@@ -250,19 +266,139 @@ def test_gradients_that_a_rounding_of_the_weights_changes_are_noise(
     model = nn.Linear(32, 32)
     run(model)
     expected = gradients_of(model)
-    with pytest.raises(NoiseError) if is_noise else nullcontext():
-        check_conditioned(gradients_of_rounded(run, model), expected)
+    wrong = {name: 1.1 * g for name, g in expected.items()}
+    with pytest.raises(NoiseError if is_noise else WrongGradientError):
+        Reference(model, run, expected).verify(wrong)
 
 
-@pytest.mark.parametrize(("change", "is_wrong"), [(0.0, True), (1e-4, True), (1e-3, False)])
+@pytest.mark.parametrize(
+    ("change", "slack", "limit"),
+    [(0.0, 1.0, None), (1e-4, 1.0, None), (1e-3, 1.0, 1e-4), (2e-4, 4.0, 8e-5)],
+)
 def test_gradients_in_float32_may_differ_by_a_tenth_of_what_a_rounding_changes(
-    change: float, is_wrong: bool
+    change: float, slack: float, limit: float | None
 ) -> None:
-    from bench_models import WrongGradientError, compared
+    from gradients import Reference, WrongGradientError
 
-    expected = {"weight": torch.ones(9), "bias": torch.ones(9)}
-    actual, rounded = ({n: (1 + c) * g for n, g in expected.items()} for c in (5e-5, change))
-    with pytest.raises(WrongGradientError) if is_wrong else nullcontext():
-        difference, limits = compared(actual, expected, None, rounded)
+    model = nn.Linear(3, 3)
+
+    def run(own: nn.Module) -> None:
+        is_rounded = not torch.equal(own.weight, model.weight)
+        for parameter in own.parameters():
+            parameter.grad = torch.full_like(parameter, 1 + change * is_rounded)
+
+    expected = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    reference = Reference(model, run, expected, slack=slack)
+    with pytest.raises(WrongGradientError) if limit is None else nullcontext():
+        difference, allowed = reference.verify({n: (1 + 5e-5) * g for n, g in expected.items()})
         assert difference == pytest.approx(5e-5, rel=1e-2)
-        assert limits.overall == pytest.approx(1e-4, rel=1e-2)
+        assert allowed == pytest.approx(limit, rel=1e-2)
+
+
+class FloatNorm(nn.Module):
+    """An RMS norm that computes in float32 with a number added."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * (wide * scale).to(x.dtype)
+
+
+class Gate(nn.Module):
+    """Has no parameters, and temporary tensors inside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = x.chunk(2, 1)
+        return F.silu(first) * torch.tanh(second)
+
+
+class Everything(nn.Module):
+    """Something for each mechanism of the engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)
+        )
+        self.wide = nn.Sequential(nn.Conv2d(16, 64, 1), nn.GroupNorm(4, 64), nn.SiLU())
+        self.narrow = nn.Sequential(nn.Conv2d(64, 32, 3, padding=1), nn.ReLU())
+        self.joined, self.again = nn.Conv2d(96, 32, 1), nn.Conv2d(128, 32, 1)
+        self.gate = nn.Sequential(nn.Dropout(), Gate())
+        self.tokens = nn.Sequential(nn.Linear(16, 64), FloatNorm(64), nn.LayerNorm(64))
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.wide(self.stem(x))
+        joined = torch.cat([wide, self.narrow(wide)], 1)
+        x = self.again(torch.cat([joined, F.relu(self.joined(joined))], 1))
+        x = F.interpolate(self.gate(x), scale_factor=2.0)
+        x = self.head(F.gelu(self.tokens(x.flatten(2).transpose(1, 2))))
+        return x.mean(1) + F.adaptive_avg_pool2d(wide, 1).flatten(1)[:, :10]
+
+
+@functools.cache
+def costs_without(mechanism: str, policy_name: str) -> tuple[int, int, int]:
+    """Return saved bytes, moved bytes and calls of a small network without a mechanism."""
+    from ablation import without
+    from policies import POLICIES
+    from variants import CONVERT, step_of
+
+    policy = POLICIES[policy_name]
+    torch.manual_seed(0)
+    model, x = Everything().to(policy.weights), torch.randn(2, 3, 32, 32, dtype=policy.weights)
+    with without(mechanism):
+        step = step_of(CONVERT, model, x, policy)
+        step.run_seeded()  # the first step compares what it recomputes
+        step.reset()
+        return step.memory().saved, step.moved(), step.calls()
+
+
+def mechanisms() -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        return list(importlib.import_module("ablation").MECHANISMS)
+
+
+@pytest.mark.skipif(not USE_CREATION_HOOK, reason="some mechanisms need the node creation hook")
+@pytest.mark.filterwarnings("error")  # the engine contains errors, and warns
+@pytest.mark.parametrize("mechanism", mechanisms())
+def test_every_mechanism_is_used(mechanism: str) -> None:
+    """Without it, a network in float32 or bfloat16 saves, moves or calls something else."""
+    policies = ("float32", "bfloat16")
+    assert [costs_without(mechanism, policy) for policy in policies] != [
+        costs_without("", policy) for policy in policies
+    ]
+
+
+def test_ablation_compares_bytes_with_and_without_a_mechanism() -> None:
+    from bench_networks import ablate
+    from common import Failures
+
+    failures, mechanism = Failures(), "shared parts of concatenations"
+    arguments = Namespace(device="cpu", mechanisms=[mechanism])
+    rows = ablate("ESRGAN blocks", "float32", arguments, failures)
+    assert failures.cases == []
+    assert [row["mechanism"] for row in rows] == ["", mechanism]
+    whole, without = rows
+    assert float(whole["saved_ratio"]) < float(without["saved_ratio"]) < 1.0
+    assert float(whole["peak_ratio"]) < float(without["peak_ratio"])
+    assert float(whole["moved_ratio"]) > float(without["moved_ratio"])
+    assert whole["calls"] > without["calls"] > 0
+
+
+def test_calls_of_a_forward_are_counted_alike_each_time() -> None:
+    """Also where products are emulated in another thread."""
+    from policies import POLICIES, emulation
+    from variants import CONVERT, step_of
+
+    policy = POLICIES["bfloat16"]
+    x = torch.randn(8, 3, 16, 16, dtype=torch.bfloat16)
+    with emulation(policy, "cpu"):
+        step = step_of(CONVERT, small_network().to(torch.bfloat16), x, policy)
+        step.run_seeded()
+        step.reset()
+        assert len({step.calls() for _ in range(5)}) == 1
