@@ -67,6 +67,7 @@ def _memory_limit(device: torch.device, more: int) -> Iterator[None]:
 def out_of_memory_error(device: torch.device) -> Iterator[None]:
     """Leave no memory for 2**24 floats, and check that the block raises PyTorch's error."""
     taken: list[torch.Tensor] = []  # memory freed before, which the limit does not cover
+    gc.collect()  # garbage that is freed during the block would be memory for it
     with _memory_limit(device, 2**25):
         with pytest.raises(RuntimeError) as pytorchs:
             taken.extend(torch.empty(2**24, device=device) for _ in itertools.count())

@@ -287,7 +287,7 @@ def test_output_after_norm_may_be_modified_by_later_ops(
         return y
 
     norm, x = nn.BatchNorm2d(4).to(device), torch.randn(2, 4, 5, 5, device=device)
-    relu = inplace_ops.ReLU(save="recompute")
+    relu = inplace_ops.ReLU()
     compiled = inductor(partial(block, norm=norm, relu=relu), backend=backend, fullgraph=True)
     results = []
     for function in (compiled, lambda leaf: norm(leaf).relu() + leaf):
