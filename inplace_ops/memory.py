@@ -77,18 +77,40 @@ def unpack_measured(saved: Measured) -> Tensor:
     The recompute engine recognizes this hook, and replaces tensors that are saved under it.
 
     Raises:
-        RuntimeError: If the tensor was modified in place, as without hooks.
+        WrittenToError: If the tensor was modified in place: PyTorch compares nothing under hooks.
     """
     tensor = saved.value
     if isinstance(tensor, Packed):
         return tensor.unpack()
     if not tensor.is_inference() and tensor._version != saved.version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: [{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
-            f"expected version {saved.version} instead"
-        )
+        raise written_to_error(tensor, saved.version)
     return tensor
+
+
+class WrittenToError(RuntimeError):
+    """A leaf was modified after its spec was built, or a tensor after it was saved under hooks.
+
+    The text is PyTorch's own for a modified saved tensor, except that it says "from which a saved
+    tensor is recomputed" where PyTorch names the operation that returned the tensor.
+    """
+
+
+def written_to_error(tensor: Tensor, version: int) -> WrittenToError:
+    """Return the error of a tensor that was at this version when it was saved, or became a leaf."""
+    if tensor._version == version:
+        return WrittenToError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation that raises no version, such as an optimizer's step: [{tensor.type()} "
+            f"{list(tensor.shape)}], from which a saved tensor is recomputed. Call backward before "
+            "it, or inplace_ops.revert(model)"
+        )
+    return WrittenToError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: [{tensor.type()} {list(tensor.shape)}], from which a saved tensor is "
+        f"recomputed, is at version {tensor._version}; expected version {version} instead. Hint: "
+        "enable anomaly detection to find the operation that failed to compute its gradient, with "
+        "torch.autograd.set_detect_anomaly(True)."
+    )
 
 
 def peak_bytes(fn: Callable[[], object]) -> int | None:

@@ -36,10 +36,9 @@ from torch import nn
 
 from .._ops import is_out_of_memory
 from .._torch_private import profiler_is_running
-from ..memory import bytes_of
+from ..memory import WrittenToError, bytes_of
 from ..recompute.checkpoints import Checkpoint, RecomputationError, modes_of
 from ..recompute.settings import Settings
-from ..recompute.specs import WrittenToError
 from .blocks import Blocks, blocks_of
 from .report import Candidate, Report, mib
 from .verify import Gradients, Run, compare

@@ -50,12 +50,11 @@ from .._torch_private import (
     tree_map,
     under_product_flags,
 )
-from ..memory import Measured, unpack_measured
+from ..memory import Measured, unpack_measured, written_to_error
 from .inside_modules import is_user_mode_active
 from .nodes import is_transformed
 from .run import run_engine, running_engine
 from .settings import Settings
-from .specs import written_to_error
 from .tensors import WeakMemory, has_storage, is_plain
 from .weights import Weight
 

@@ -200,11 +200,11 @@ class Deriver:
         if affine is not None:
             return Affine(x, affine, nodes.output_dtype(node, 0))
         rerun = None if facts is None else facts.rerun(node)
+        if rerun is None:
+            return self.why(reasons.unknown_parameters, node)
         # Once more, as PyTorch's own norm depends on the strides of its input.
         x = self.input_spec(node, value, 0, "input", is_rerun=True)
-        if rerun is None or isinstance(x, str):
-            return self.why(reasons.unknown_parameters, node)
-        return Call(rerun, (x,))
+        return x if isinstance(x, str) else Call(rerun, (x,))
 
     def _product_spec(self, node: Node, rule: ProductRule, value: Value) -> Spec | str:
         facts, settings = value.product, self.settings

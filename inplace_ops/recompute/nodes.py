@@ -342,22 +342,14 @@ class Field:
             RuntimeError: If a backward has freed the tensor, or if it was modified in place.
         """
         handle = self._handle = _raw(node, name)
-        hook = None if handle is None else handle.unpack_hook
         self.tensor: Tensor | None = None
         self.packed: Packed | None = None
-        self.is_hidden, self.is_itself = False, hook is None
-        if hook is None:
+        self.is_hidden, self.is_itself = False, handle is None or handle.unpack_hook is None
+        if self.is_itself or is_readable(handle):
             self.tensor = _read(node, name)
-            return
-        value = handle.data
-        if hook is unpack_measured:
-            value = value.value
-        if isinstance(value, Packed):
-            self.packed = value
-        elif hook is unpack_measured:
-            self.tensor = _read(node, name)
-        else:  # rule 3
-            self.is_hidden = True
+        else:
+            self.packed = _packed_of(handle)
+            self.is_hidden = self.packed is None  # rule 3
 
     @property
     def lasting(self) -> Tensor | None:

@@ -86,7 +86,10 @@ class Recomputed(Packed):
         return self.spec if is_free else self.in_forwards_strides()
 
     def in_forwards_strides(self) -> Spec:
-        """Return the spec, with the strides that the tensor had: 2 of NOTE [Exact specs]."""
+        """Return the spec, with the strides that the tensor had in forward.
+
+        See 2 of NOTE [Exact specs and roundings] in `specs.py`.
+        """
         return ViewCall(self.in_layout, (self.spec,), keeps_strides=True)
 
     def for_consumer(self, consumer: str, turn: int) -> Recomputed:

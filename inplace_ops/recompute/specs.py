@@ -59,7 +59,7 @@ import torch
 from torch import Tensor
 
 from .._torch_private import NO_PASS, running_pass
-from ..memory import Packed
+from ..memory import Packed, written_to_error
 from .tensors import has_storage
 
 REACH = 4  # turns: see 2 of NOTE [Shared values]
@@ -175,32 +175,6 @@ class Spec:
         See 3 of NOTE [Narrow points] in `products.py`.
         """
         return True
-
-
-class WrittenToError(RuntimeError):
-    """A leaf was modified after its spec was built.
-
-    The text is PyTorch's own for a modified saved tensor, except that it says "from which a saved
-    tensor is recomputed" where PyTorch names the operation that returned the tensor.
-    """
-
-
-def written_to_error(tensor: Tensor, version: int) -> WrittenToError:
-    """Return the error of a tensor that was at this version when a spec was built from it."""
-    if tensor._version == version:
-        return WrittenToError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation that raises no version, such as an optimizer's step: [{tensor.type()} "
-            f"{list(tensor.shape)}], from which a saved tensor is recomputed. Call backward before "
-            "it, or inplace_ops.revert(model)"
-        )
-    return WrittenToError(
-        "one of the variables needed for gradient computation has been modified by an inplace "
-        f"operation: [{tensor.type()} {list(tensor.shape)}], from which a saved tensor is "
-        f"recomputed, is at version {tensor._version}; expected version {version} instead. Hint: "
-        "enable anomaly detection to find the operation that failed to compute its gradient, with "
-        "torch.autograd.set_detect_anomaly(True)."
-    )
 
 
 def freed_error(tensor: Tensor) -> RuntimeError:

@@ -30,10 +30,11 @@ import torch
 from torch import Tensor
 
 from .. import _ops
+from ..memory import WrittenToError
 from .nodes import is_being_captured
 from .packed import Recomputed
 from .settings import MAX_KEYS, Settings, SpecKey
-from .specs import WrittenToError, largest_of
+from .specs import largest_of
 
 
 def is_verified(

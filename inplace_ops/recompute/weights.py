@@ -43,8 +43,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .._torch_private import ProductFlags, storage_id
+from ..memory import written_to_error
 from .calls import ViewCall
-from .specs import Leaf, Spec, freed_error, written_to_error
+from .specs import Leaf, Spec, freed_error
 from .tensors import has_storage, is_plain
 
 _MAX_KNOWN = 2**16  # parameters

@@ -191,6 +191,32 @@ def test_alias_of_a_parameter_is_not_a_spec_leaf(alias: Callable[[Tensor], Tenso
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
 
+def test_alias_of_a_parameter_that_another_operation_saves_is_not_a_leaf() -> None:
+    """A fused optimizer writes to the parameter, unseen, after the sum has read it."""
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+            self.weight = nn.Parameter(torch.randn(32, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight, y = Detached.apply(self.weight), self.first(x)
+            both_saved = (y.sigmoid() * weight).sum() + F.silu(y).sum()
+            return self.last(F.silu(weight + y)).sum() + both_saved
+
+    model, x = Network(), torch.randn(32, 64)
+    twin = copy.deepcopy(model)
+    inplace_ops.convert(twin, max_ops=16)
+    gradients = []
+    for m in (model, twin):
+        loss = m(x)
+        m.weight.grad = torch.ones_like(m.weight)
+        torch.optim.SGD([m.weight], lr=1, fused=True).step()
+        gradients.append(torch.autograd.grad(loss, [m.last.weight, m.first.weight]))
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.usefixtures("without_products")
 def test_norm_with_large_parameters_is_not_recomputed() -> None:
     size = COPY_LIMIT // 4 + 4
