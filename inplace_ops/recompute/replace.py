@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _ops
-from .._torch_private import NO_PASS, running_pass, storage_id
+from .._torch_private import CAT, NO_PASS, is_named, running_pass, storage_id
 from ..memory import Packed
 from . import nodes, norms, reasons
 from .affine import NormFacts
@@ -138,9 +138,11 @@ class Replacer:
                 self._save(node, operation.shape_only, field, Shape(saved))
         if operation.saved_mask:
             self._narrow_mask(node, operation.saved_mask)
-        if operation.reads_no_values:
-            for producer, index in nodes.producers(node):
-                self._reduce_to_bits(*base_of(producer, index))
+        if operation.reads_no_values and not is_named(node, CAT):
+            for edge in nodes.producers(node):
+                base, _ = base_of(*edge)
+                for part in nodes.producers(base) if is_named(base, CAT) else (edge,):
+                    self._reduce_to_bits(*base_of(*part))
 
     def _fill(self, node: Node, value: Value, operation: Operation, rule: OutputRule) -> None:
         """Store what a spec of the output needs, and what may be gone when one is derived."""
@@ -378,6 +380,8 @@ class Replacer:
         """Replace the saved tensor of a ReLU or LeakyReLU by one bit per element.
 
         Called if the operation that consumes the activation's output reads no values in backward.
+        A concatenation is no such consumer, but the one after it: if that one saves the
+        concatenation, its spec reads the outputs, and so may the specs of other concatenations.
         """
         operation = None if node is None else OPERATION_OF[type(node)]
         if operation is None or operation.mask is None:

@@ -77,6 +77,41 @@ def test_memory_of_a_dense_block_is_linear_in_its_depth() -> None:
         assert 3 * GROWTH * pixels <= more <= 1.1 * 3 * GROWTH * pixels
 
 
+class Activated(nn.Module):
+    """Convolutions of all parts, each with an activation; of the first alone before a pooling."""
+
+    def __init__(self, activation: nn.Module, is_pooled: bool) -> None:
+        super().__init__()
+        self.activation, self.is_pooled = activation, is_pooled
+        widths = [WIDTH + (0 if is_pooled else i * GROWTH) for i in range(3)]
+        self.convs = nn.ModuleList(nn.Conv2d(width, GROWTH, 3, padding=1) for width in widths)
+        self.first = nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [self.activation(self.first(x))]
+        for conv in self.convs:
+            inputs = parts[0] if self.is_pooled else torch.cat(parts, 1)
+            parts.append(self.activation(conv(inputs)))
+        return F.avg_pool2d(torch.cat(parts, 1), 2) if self.is_pooled else parts[-1].mean()
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.LeakyReLU(0.2, inplace=True)], ids=str)
+@pytest.mark.parametrize(("is_pooled", "parts", "bits"), [(False, 4, 1), (True, 2, 3)])
+def test_activated_parts_are_saved_once(
+    activation: nn.Module, is_pooled: bool, parts: int, bits: int
+) -> None:
+    """Concatenations are recomputed from their parts; of parts that nothing saves, bits suffice.
+
+    The first part is as large as two others.
+    """
+    model, x = Activated(activation, is_pooled), torch.randn(4, WIDTH, 16, 16)
+    twin = converted_twin(model)
+    part = 4 * GROWTH * 16 * 16
+    expected = parts * part * x.itemsize + bits * part // 8
+    assert inplace_ops.saved_bytes(twin, x) == pytest.approx(expected, abs=256)
+    assert_same_steps(model, twin, x, tolerance=0)
+
+
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dense_block_matches_pytorch(

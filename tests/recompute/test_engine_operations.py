@@ -610,7 +610,7 @@ MASKS: dict[str, Callable[[Tensor], Tensor]] = {
 VALUE_FREE_CONSUMERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "sum": lambda m, y: y + m.scale,
     "difference": lambda m, y: m.scale - y,
-    "cat": lambda m, y: torch.cat([y, y], 1),
+    "concatenation": lambda m, y: torch.cat([y, y], 1).mean((2, 3)),
     "mean": lambda m, y: y.mean((2, 3)),
     "total": lambda m, y: y.sum(),
     "pool": lambda m, y: F.avg_pool2d(y, 2),
