@@ -599,6 +599,41 @@ def test_weight_that_is_written_to_before_its_product_is_saved(is_frozen: bool) 
         torch.testing.assert_close(*gradients)
 
 
+def test_unsaved_input_that_is_written_to_before_its_product_is_proved() -> None:
+    """With a frozen weight the node saves no input. The write begins after the first use."""
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        h = m.norm(m.first(x))
+        if m.writes:
+            with torch.no_grad():
+                h.mul_(2)
+        return F.silu(m.linear(h))
+
+    parts = {"first": nn.Linear(6, 6), "norm": nn.LayerNorm(6), "linear": nn.Linear(6, 20)}
+    model = Parts(compute, **parts, writes=False)
+    model.linear.weight.requires_grad_(False)
+    twin, x = converted(model), torch.randn(4, 6)
+    for writes in (False, True):
+        model.writes = twin.writes = writes
+        assert bool(products_in(twin(x))) == (not writes)
+        assert_same_steps(model, twin, x, steps=1)
+
+
+def test_bias_that_is_a_view_of_a_cast_is_not_known() -> None:
+    """A bias of zeros does not show at the first use that it is transposed."""
+
+    def compute(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return torch.addmm(bias.bfloat16().t(), x.bfloat16(), weight.bfloat16())
+
+    model = nn.Sequential(nn.Linear(6, 6), Widen(Function(compute, (6, 20), (20, 1))))
+    bias, x = model[1].product.weights[1], torch.randn(20, 6)
+    twin = converted(model)
+    for value in (torch.zeros(20, 1), torch.randn(20, 1)):
+        bias.data.copy_(value)
+        twin[1].product.weights[1].data.copy_(value)
+        assert_same_steps(model, twin, x, steps=1)
+
+
 def test_nothing_is_kept_of_a_weight_that_is_gone() -> None:
     """PyTorch's first layer keeps the parameter, and not its memory: until the graph is gone."""
     model, x = first_layer()
