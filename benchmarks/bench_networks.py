@@ -379,7 +379,7 @@ def _bytes_of(step: Step) -> dict[str, int]:
 # One network of each kind, with the layers that most mechanisms are for.
 ABLATED = ("EfficientNet-B0", "ResNet-50", "DenseNet-121", "diffusion U-Net", "nnU-Net-like")
 ABLATED += ("ViT-S/16", "ConvNeXt-T", "Llama, 2 layers", "T5, 2 layers", "GPT-2, 2 layers")
-ABLATED += ("Qwen2, padded batch",)
+ABLATED += ("Qwen2, padded batch", "SqueezeNet 1.1", "GPT blocks")
 
 
 def ablate(
@@ -554,7 +554,7 @@ def parse() -> argparse.Namespace:
 
     for command, networks, policies in (
         ("bytes", NETWORKS, ("float32", "bfloat16", "CUDA autocast")),
-        ("ablation", ABLATED, ("float32", "CUDA autocast")),
+        ("ablation", ABLATED, ("float32", "bfloat16", "CUDA autocast")),
     ):
         counting = commands.add_parser(command)
         add_options(counting, repetitions=1, threads=1)

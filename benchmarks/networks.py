@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -313,13 +314,29 @@ class SwiGLU(nn.Module):
         return self.down(self.act(self.gate(x)) * self.up(x))
 
 
-class DecoderLayer(nn.Module):
-    """Attention and SwiGLU, each after a norm and with a shortcut."""
+class WrittenOutGELU(nn.Module):
+    """GELU's tanh approximation between two projections, as an expression, not as a module."""
 
-    def __init__(self, width: int, hidden: int, heads: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.attention, self.mlp = Attention(width, heads), SwiGLU(width, hidden)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, tokens, width) to the same shape."""
+        x = self.up(x)
+        x = 0.5 * x * (1.0 + torch.tanh((2.0 / math.pi) ** 0.5 * (x + 0.044715 * x.pow(3))))
+        return self.down(x)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and a module with products, each after a norm and with a shortcut."""
+
+    def __init__(
+        self, width: int, heads: int, mlp: nn.Module, norm: type[nn.Module] = nn.RMSNorm
+    ) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = norm(width), norm(width)
+        self.attention, self.mlp = Attention(width, heads), mlp
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, tokens, width) to the same shape."""
@@ -333,7 +350,21 @@ class LlamaBlocks(nn.Sequential):
     def __init__(
         self, width: int = 512, hidden: int = 1376, heads: int = 8, layers: int = 4
     ) -> None:
-        super().__init__(*(DecoderLayer(width, hidden, heads) for _ in range(layers)))
+        super().__init__(
+            *(DecoderLayer(width, heads, SwiGLU(width, hidden)) for _ in range(layers))
+        )
+
+
+class GPTBlocks(nn.Sequential):
+    """Decoder layers like those of small GPTs, without embedding and head."""
+
+    def __init__(self, width: int = 512, heads: int = 8, layers: int = 2) -> None:
+        super().__init__(
+            *(
+                DecoderLayer(width, heads, WrittenOutGELU(width), nn.LayerNorm)
+                for _ in range(layers)
+            )
+        )
 
 
 class LanguageModel(nn.Module):
@@ -559,6 +590,7 @@ NETWORKS = {
     ),
     "T5, 2 layers": Network(t5, **TOKENS),
     "GPT-2, 2 layers": Network(partial(load, "transformers:GPT2LMHeadModel", GPT2), **TOKENS),
+    "GPT blocks": Network(GPTBlocks, small=(2, 64, 512)),
     "BERT, 2 layers": Network(partial(load, "transformers:BertForMaskedLM", BERT), **TOKENS),
     "DiT, 4 layers": Network(dit, small=(4, 4, 32, 32)),
     "conditional U-Net": Network(

@@ -195,8 +195,8 @@ def whole_output(tensor: Tensor, node: Node) -> Tensor | None:
     None if the output is not available from the tensor.
     """
     base = tensor if tensor._base is None else tensor._base
-    if base.grad_fn is node:
-        return base if base.output_nr == 0 else None
+    if base.grad_fn is node:  # notes are taken, and narrow copies made, of first outputs alone
+        return base
     whole = tensor if base.grad_fn is None else base
     producer, index = whole.grad_fn, whole.output_nr
     if base_of(producer, index) != (node, 0) or not reshapes_only(producer, index):

@@ -19,7 +19,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _support.marks import slow
-from _support.twins import SOURCES, C, Program, Step, assert_same_step, images, nodes_from, step_of
+from _support.twins import (
+    HAS_HOOK,
+    SOURCES,
+    C,
+    Parts,
+    Program,
+    Step,
+    assert_same_step,
+    images,
+    nodes_from,
+    recomputed,
+    step_of,
+)
 from torch import Tensor, nn
 
 import inplace_ops
@@ -249,6 +261,31 @@ class Result:
         return self.result
 
 
+def test_write_to_a_leaf_before_its_spec_is_made() -> None:
+    """The negation has read the tensor that SiLU saves before it was overwritten.
+
+    The write begins after the first use, and SiLU's own backward, which would raise, does not run.
+    """
+
+    def compute(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = m.first(x) + 0
+        side, y = F.silu(h), -h
+        if m.writes:
+            h.detach().add_(1)
+        return m.last(y), side
+
+    layers = {"first": nn.Linear(64, 64), "last": nn.Linear(64, 64)}
+    model = Parts(compute, **layers, writes=False)
+    twin, x = copy.deepcopy(model), torch.randn(64, 64)
+    inplace_ops.convert(twin)
+    for writes in (False, True):
+        model.writes = twin.writes = writes
+        outputs = [(m, *m(x)) for m in (model, twin)]
+        assert bool([*recomputed(outputs[1][1])]) == (HAS_HOOK and not writes)
+        gradients = [torch.autograd.grad(y.square().sum(), m.last.weight) for m, y, _ in outputs]
+        torch.testing.assert_close(*gradients)
+
+
 def test_write_to_a_saved_input_while_saved_bytes_counts() -> None:
     """SiLU's saved input is overwritten, and its output is not. PyTorch compares under no hooks.
 
@@ -280,3 +317,23 @@ def test_write_to_a_saved_input_while_saved_bytes_counts() -> None:
             for m, y in ((model, model(x)), (twin, counted.result))
         ]
         torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.usefixtures("source")
+def test_transposed_alias_is_not_taken_for_its_base() -> None:
+    """Hooks of `saved_bytes` unpack an alias, which does not refer to the base that it views."""
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        return m.last(F.silu(m.first(x).float().t()))
+
+    layers = {"first": nn.Linear(64, 64, dtype=torch.bfloat16), "last": nn.Linear(64, 64)}
+    model, x = Parts(compute, **layers), torch.randn(64, 64, dtype=torch.bfloat16)
+    counted = Result(copy.deepcopy(model))
+    inplace_ops.convert(counted.model)
+    counted(x)  # the first use of the specs
+    inplace_ops.saved_bytes(counted, x)
+    gradients = [
+        torch.autograd.grad(y.square().sum(), m.first.weight)
+        for m, y in ((model, model(x)), (counted.model, counted.result))
+    ]
+    torch.testing.assert_close(*gradients)
