@@ -270,17 +270,6 @@ def test_forward_may_have_any_keyword_names(is_class: bool) -> None:
     torch.testing.assert_close(model(x, model=2, forward=3), expected)
 
 
-def test_activation_with_instance_forward_is_unchanged() -> None:
-    model, x = network(), examples()
-    model[2].forward = forward = lambda z: z * 3
-    original = copy.deepcopy(model)
-    inplace_ops.convert(model)
-    assert model[2].forward is forward
-    assert_same_steps(original, model, x)
-    inplace_ops.revert(model)
-    assert model[2].forward is forward
-
-
 def test_encoder_layers_get_no_hooks() -> None:
     """With a hook on one of its parts an encoder layer leaves its fast path."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)

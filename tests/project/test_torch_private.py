@@ -17,16 +17,13 @@ from typing import Any
 import pytest
 import torch
 import torch._functorch.config as functorch_config
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 import inplace_ops
 from inplace_ops import _torch_private as private
-from inplace_ops.recompute import nodes
 from inplace_ops.recompute.norms import NORMS
 from inplace_ops.recompute.operations import OPERATIONS
 from inplace_ops.recompute.views import VIEWS
@@ -597,31 +594,6 @@ def test_every_private_name_has_a_check() -> None:
     assert names == {name for table in (*TABLES, ELSEWHERE) for name in table}
 
 
-def test_tensor_attributes_that_are_read_in_place() -> None:
-    x = leaf(4).clone()
-    view = x[1:]
-    assert (x._version, x._is_view(), x._base) == (0, False, None)
-    assert view._is_view()
-    assert view._base is x
-    view.mul_(2)
-    assert x._version == 1
-    assert forward_ad._current_level == -1
-    with forward_ad.dual_level():
-        assert forward_ad._current_level == 0
-
-
-def test_saved_tensors_can_be_read_and_replaced() -> None:
-    x = leaf(4)
-    y = x.sin()
-    assert y.grad_fn._saved_self is x
-    raw = y.grad_fn._raw_saved_self
-    assert raw.unpack_hook is None
-    raw.register_hooks(lambda saved: 2, lambda two: x.detach() * 0 + two)
-    assert raw.data == 2
-    (gradient,) = torch.autograd.grad(y.sum(), x)
-    torch.testing.assert_close(gradient, torch.full_like(x, 2).cos())
-
-
 # Node types that older versions of torch do not have, and the first version that has them.
 ADDED: dict[str, str] = {}
 
@@ -680,13 +652,3 @@ def test_one_module_has_the_private_names() -> None:
             if not (used in own or used in READ_IN_PLACE or is_saved or is_rule):
                 found.append(f"{name}: {used}")
     assert found == []
-
-
-def test_engine_reads_saved_tensors_of_every_kind() -> None:
-    """The accessors of nodes.py agree with PyTorch's own on a few nodes."""
-    x, weight = leaf(2, 3, 4, 4), leaf(5, 3, 1, 1)
-    node = F.conv2d(x, weight, padding=(1, 2)).grad_fn
-    assert nodes.saved_tensor(node, "input") is x
-    assert nodes.argument(node, "padding") == (1, 2)
-    assert nodes.operation_name(node) == "Convolution"
-    assert nodes.argument(x[..., -1].grad_fn, "index") == -1
