@@ -43,6 +43,7 @@ from _support.cases import (
 from _support.hooks import Hooks
 from _support.layouts import VIEW_PROGRAMS
 from _support.marks import quick, readable_id
+from _support.twins import OpCounter
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -482,18 +483,6 @@ def test_graph_is_freed_without_the_garbage_collector(
         gc.enable()
 
 
-class Recorder(TorchDispatchMode):
-    """Records the names of the ops that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.ops.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 WITHOUT_GRAD = {
     "no_requires_grad": (contextlib.nullcontext, False),
     "no_grad": (torch.no_grad, True),
@@ -509,10 +498,11 @@ def test_forward_without_grad_allocates_nothing(
     context, requires_grad = WITHOUT_GRAD[mode]
     x = torch.randn(1000, 100, device=device, requires_grad=requires_grad) * 1
     node = x.grad_fn
-    with context(), Recorder() as recorder:
+    with context(), OpCounter() as counter:
         activation.call(x)
-    assert len(recorder.ops) == 1
-    assert recorder.ops[0].startswith("inplace_ops.")
+    ((name, calls),) = counter.ops.items()
+    assert name.startswith("inplace_ops::")
+    assert calls == 1
     assert x.grad_fn is node
     with context():
         assert allocated_bytes(lambda: activation.call(x), device) == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import inplace_ops
-from inplace_ops import __main__ as command
 from inplace_ops.conversion import budget
 from inplace_ops.conversion.blocks import Blocks, blocks_of
 from inplace_ops.conversion.budget import Budget
@@ -566,37 +564,3 @@ def test_checkpoints_that_fail_are_left_out(monkeypatch: pytest.MonkeyPatch) -> 
     (failed,) = [each for each in report.candidates if each.checkpointed]
     assert failed.peak_bytes is None
     assert any("checkpoints of blocks fail" in remark for remark in report.remarks)
-
-
-# The command.
-
-
-@pytest.fixture
-def analyze(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], int]:
-    """Run `inplace-ops analyze` with an amount of memory."""
-
-    def run(memory: str) -> int:
-        arguments = ["analyze", "a:b", "--input", "2,4,24,24", f"--memory={memory}"]
-        monkeypatch.setattr(sys, "argv", ["inplace-ops", *arguments])
-        monkeypatch.setattr(command, "load", lambda model, settings: convolutional())
-        return command.main()
-
-    return run
-
-
-@pytest.mark.parametrize("text", ["8gigs", "1.5", "-3", "0"])
-def test_command_with_a_bad_amount_says_what_is_understood(
-    text: str, analyze: Callable[[str], int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        analyze(text)
-    assert ended.value.code == 2
-    assert "memory must be a number of bytes" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["0.9", "1GiB", "100000000"])
-def test_command_prints_candidates(
-    text: str, analyze: Callable[[str], int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert analyze(text) == 0
-    assert "chosen" in capsys.readouterr().out

@@ -394,15 +394,8 @@ def test_peaks_are_none_under_profiler() -> None:
     assert report.peak_bytes_before is report.peak_bytes_after is None
 
 
-class Branches(nn.Module):
-    """A model whose forward is `compute(layers, x)`."""
-
-    def __init__(self, compute: Callable[[nn.ModuleList, Tensor], Any], *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers, self.compute = nn.ModuleList(layers), compute
-
-    def forward(self, x: Tensor) -> Any:
-        return self.compute(self.layers, x)
+def branches(compute: Callable[[nn.ModuleList, Tensor], Any], *layers: nn.Module) -> nn.Module:
+    return Parts(lambda m, x: compute(m.layers, x), layers=nn.ModuleList(layers))
 
 
 def conv() -> nn.Module:
@@ -433,7 +426,7 @@ def aliased(alias: str, activation: nn.Module) -> nn.Module:
         y = m[2](z)
         return m[4](ViewFunction.apply(z if alias == "input" else y)) + m[3](y)
 
-    return Branches(compute, conv(), nn.BatchNorm2d(16), activation, conv(), conv())
+    return branches(compute, conv(), nn.BatchNorm2d(16), activation, conv(), conv())
 
 
 def residual() -> nn.Module:
@@ -445,13 +438,13 @@ def residual() -> nn.Module:
         return x.sum()
 
     layers = [(conv(), nn.BatchNorm2d(16), conv(), nn.BatchNorm2d(16)) for _ in range(3)]
-    return Branches(compute, *itertools.chain.from_iterable(layers))
+    return branches(compute, *itertools.chain.from_iterable(layers))
 
 
 def sum_with_a_view(view: Callable[[Tensor], Tensor]) -> nn.Module:
     """The sum's input is saved by a view of all its elements."""
     compute = lambda m, x: m[1](F.gelu(view(y := m[0](x))) + y)  # noqa: E731
-    return Branches(compute, conv(), conv())
+    return branches(compute, conv(), conv())
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -461,10 +454,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "layer norm": lambda: nn.Sequential(conv(), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 16)),
     # Pools the argument.
     "pooling": lambda: nn.Sequential(nn.MaxPool2d(2), conv(), nn.BatchNorm2d(16), conv()),
-    "index": lambda: Branches(
+    "index": lambda: branches(
         lambda m, x: m[0](x).relu().mean() + m[1](x)[x > 0].sum(), conv(), conv()
     ),
-    "dropped branch": lambda: Branches(
+    "dropped branch": lambda: branches(
         lambda m, x: m[0](x) + m[1](F.silu(m[0](x))).detach(), conv(), conv()
     ),
     "ReLU": lambda: block(nn.ReLU()),
@@ -545,7 +538,7 @@ def test_observation_does_not_keep_dropped_graph_alive() -> None:
         return m[1](x) * target * large
 
     teacher = nn.Sequential(conv(), nn.BatchNorm2d(16), nn.SiLU(), conv())
-    model = Branches(compute, teacher, conv())
+    model = branches(compute, teacher, conv())
     x = torch.randn(8, 16, 32, 32)
     original = copy.deepcopy(model)
     inplace_ops.convert(model)

@@ -16,6 +16,7 @@ from _support.gpu import (
     DOUBLE,
     FLOAT,
     HALF,
+    captured,
     each_backend,
     in_both_formats,
     no_synchronization,
@@ -508,18 +509,13 @@ def test_cuda_graph_of_a_training_step_matches_pytorch(
         for parameter in module.parameters():
             parameter.grad = None
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    def warm_up() -> None:
         for _ in range(3):
             without_gradients(model)
             step(model, static)
-    torch.cuda.current_stream().wait_stream(side)
-    without_gradients(model)
-    gc.collect()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step(model, static)
+        without_gradients(model)
+
+    graph, loss = captured(lambda: step(model, static), warm_up)
     with torch.no_grad():
         model.load_state_dict(state)  # the warm-up has trained the model
     assert report.replaced, [(row.producer, row.reason) for row in report.remaining]

@@ -235,15 +235,6 @@ def test_layouts_of_networks(paths: Paths, case: Case, sizes: tuple[int, int], b
 
 
 @each_dtype
-@pytest.mark.parametrize("rows", [1, 37, 197])
-@pytest.mark.parametrize("columns", [384, 512, 100])
-def test_layer_norms(paths: Paths, case: Case, rows: int, columns: int) -> None:
-    shape = [rows, columns]
-    expected = expected_path(paths, case, shape, "channels last")
-    assert paths.after_norm(case, shape, (1,), (0,)) == expected
-
-
-@each_dtype
 def test_affine_of_other_strides(paths: Paths, case: Case) -> None:
     if vector(case) == 1:
         return
@@ -328,32 +319,6 @@ def offsets_of_access(
         (block * size + channel) * inner + position for size in (channels, channels + gap)
     )
     return dense, grad
-
-
-@pytest.mark.parametrize("count", [1, 4, 8])
-def test_each_access_of_a_batch_norm_is_one_lanes(paths: Paths, count: int) -> None:
-    """The lanes of all warps make every access once."""
-    for shape in (
-        *(ChannelShape(outer, 3, n * count, 2) for outer in (1, 2, 7) for n in (2, 3, 40)),
-        *(ChannelShape(outer, n * count, 1, 3) for outer in (2, 70) for n in (1, 3, 8, 19)),
-    ):
-        outer, channels, inner, gap = shape
-        layout = outer, channels, inner, (channels + gap) * inner
-        expected = sorted(
-            offsets_of_access(shape, count, channel, access)
-            for channel in range(0, channels, count if inner == 1 else 1)
-            for access in range(outer * (inner // count if inner > 1 else 1))
-        )
-        for pieces in (1, 2, 5):
-            found, warp, warps = [], 0, 1
-            while warp < warps:
-                for lane in range(32):
-                    offsets, warps = paths.recorder.offsets_of_lane(
-                        layout, count, pieces, warp, lane, 10**6
-                    )
-                    found += offsets
-                warp += 1
-            assert sorted(found) == expected, (shape, pieces)
 
 
 def test_number_of_partial_sums(paths: Paths) -> None:

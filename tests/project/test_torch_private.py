@@ -10,7 +10,6 @@ import gc
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -322,21 +321,6 @@ def check_disable_torch_function() -> None:
         assert torch.ones(1).device.type == "cpu"  # a mode has no effect either
 
 
-@checks("check")
-def check_check() -> None:
-    private.check(True, lambda: "unused")
-    with pytest.raises(RuntimeError, match="the message"):
-        private.check(False, lambda: "the message")
-
-
-@checks("unwrap_if_dead")
-def check_unwrap_if_dead() -> None:
-    wrapped, _ = inside(torch.func.grad, id)
-    unwrapped = private.unwrap_if_dead(wrapped)
-    assert not private.is_functorch_wrapped_tensor(unwrapped)
-    assert torch.equal(unwrapped, wrapped)
-
-
 @checks("UNSAFE_SPLITS")
 def check_unsafe_splits() -> None:
     x = leaf(4)
@@ -510,23 +494,6 @@ def check_node_class() -> None:
     assert node.register_hook(print) == "replaced"
 
 
-@checks("is_raised_by_disabling_hooks")
-def check_disabled_hooks() -> None:
-    def disable() -> None:
-        with disabled_hooks():
-            pass
-
-    transforms = (torch.func.grad(torch.sum), partial(torch.func.vjp, torch.sin))
-    for call in (disable, *[partial(each, torch.ones(2)) for each in transforms]):
-        with save_on_cpu(), pytest.raises(RuntimeError) as error:
-            call()
-        assert private.is_raised_by_disabling_hooks(error.value)
-    for text in ("not here", "torch.func.grad don't yet support saved tensor hooks"):
-        with pytest.raises(RuntimeError) as error:
-            raise RuntimeError(text)
-        assert not private.is_raised_by_disabling_hooks(error.value)
-
-
 # By name: a test that fails if the name means something else.
 ELSEWHERE = {
     **dict.fromkeys(
@@ -553,6 +520,13 @@ ELSEWHERE = {
         "conversion/test_saved_bytes.py::test_checkpoints_count_the_memory_that_they_keep",
     ),
     "GRAPH_INPUTS": "torch_features/test_compile.py::test_full_graph_matches_reference",
+    "is_raised_by_disabling_hooks": (
+        "conversion/test_state.py::test_models_that_disable_saved_tensor_hooks_are_measured"
+    ),
+    "check": "ops/test_direct_calls.py::test_unsupported_casts_are_rejected",
+    "unwrap_if_dead": (
+        "autograd/test_functorch.py::test_tensor_that_outlives_its_transform_matches_pytorch"
+    ),
 }
 
 
