@@ -95,12 +95,13 @@ CASES = [
     for dtype in FLOATS
     for bits in bits_of(entry, save, dtype)
 ]
-SMOOTH_ACTIVATIONS = [case for case in CASES if not case.entry.is_piecewise_linear]
 # With fewer bits the recovered x is not exact enough for a second derivative.
 DOUBLE_BACKWARD = [
     case
-    for case in SMOOTH_ACTIVATIONS
-    if case.save == "output" and case.bits >= case.entry.default_bits("output", case.dtype)
+    for case in CASES
+    if not case.entry.is_piecewise_linear
+    and case.save == "output"
+    and case.bits >= case.entry.default_bits("output", case.dtype)
 ]
 NORMALIZED = [Case(entry, "recompute", 0, dtype) for entry in ACTIVATIONS for dtype in FLOATS]
 

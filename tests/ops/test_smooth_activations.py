@@ -31,8 +31,6 @@ from torch import Tensor
 
 from inplace_ops import silu_
 
-MINIMUM = SILU.minimum
-silu_dense = partial(dense, minimum=MINIMUM)
 derivative = SILU.derivative
 with_all_bits = pytest.mark.parametrize("which", [0, 1, 2], ids=["one", "default", "eight"])
 
