@@ -309,11 +309,8 @@ def test_user_function_that_saves_its_input_is_counted() -> None:
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
             return gradient
 
-    class Calls(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return Swish.apply(x)
-
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), Calls(), nn.AvgPool2d(2))
+    calls = Parts(lambda m, x: Swish.apply(x))
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), calls, nn.AvgPool2d(2))
     report = inplace_ops.analyze(model, torch.randn(2, 3, 16, 16))
     (row,) = [r for r in report.remaining if r.consumer == "Swish"]
     assert (row.producer, row.module, row.bytes) == ("Convolution", "1", 4 * 2 * 8 * 14 * 14)
@@ -343,19 +340,14 @@ def test_report_finds_outputs_in_objects() -> None:
         def __init__(self, value: Tensor) -> None:
             self.value = value
 
-    class Wraps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = network()
+    def wraps() -> nn.Module:
+        return Parts(lambda m, x: Output(m.network(x)), network=network())
 
-        def forward(self, x: Tensor) -> Output:
-            return Output(self.network(x))
-
-    model = Wraps()
+    model = wraps()
     report = inplace_ops.convert(model)
     model(examples())
     assert len(report.replaced) >= 3
-    assert inplace_ops.convert(Wraps(), examples()).saved_bytes_after > 0
+    assert inplace_ops.convert(wraps(), examples()).saved_bytes_after > 0
 
 
 def test_error_in_report_warns_and_does_not_reach_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -699,15 +691,8 @@ def test_line_says_why_numbers_are_unknown() -> None:
         inplace_ops.analyze(frozen, examples())
     )
 
-    class Detached(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = network()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(x).detach()
-
-    assert "no output requires a gradient" in str(inplace_ops.analyze(Detached(), examples()))
+    detached = Parts(lambda m, x: m.net(x).detach(), net=network())
+    assert "no output requires a gradient" in str(inplace_ops.analyze(detached, examples()))
 
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -718,11 +703,8 @@ def test_line_says_why_numbers_are_unknown() -> None:
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
             raise NotImplementedError("no backward here")
 
-    class WithoutBackward(Detached):
-        def forward(self, x: Tensor) -> Tensor:
-            return Fails.apply(self.net(x))
-
-    text = str(inplace_ops.analyze(WithoutBackward(), examples()))
+    without_backward = Parts(lambda m, x: Fails.apply(m.net(x)), net=network())
+    text = str(inplace_ops.analyze(without_backward, examples()))
     assert "backward raises: NotImplementedError: no backward here" in text
     model = network()
     report = inplace_ops.convert(model)
