@@ -23,7 +23,7 @@
 #define UNROLL _Pragma("unroll")
 #define NO_UNROLL _Pragma("unroll 1")
 #else
-#ifndef HOST_DEVICE  // tests define it as inline, which compiles faster
+#ifndef HOST_DEVICE  // tests under sanitizers define it as inline, which compiles faster
 // Always inlined, so that functions compile for their caller's instruction set
 // (cpu/instruction_sets.h).
 #define HOST_DEVICE inline __attribute__((always_inline))

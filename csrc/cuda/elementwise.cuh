@@ -35,8 +35,8 @@
 // kSplitsRegions (core and tail region). ../bit_planes.h defines kGroup: eight elements, which
 // share a byte of each bit plane. tile.cuh has loads and stores, bit_plane_io.cuh those of codes.
 //
-// The kernel bodies take their indices as arguments, and compile for the host too, where tests
-// record the launches.
+// The kernel bodies take their indices as arguments and compile for the host too, where tests run
+// them (warp.cuh).
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,9 @@
-// The lanes of a warp.
+// The lanes of a warp, on a GPU and on the host.
 //
-// The body of a kernel consists of steps: Lanes::each() calls a lambda with the state of the lane,
-// which its Lanes object stores, and between two steps lanes exchange numbers.
+// Tests run the bodies of the kernels on the host, where no lanes run at the same time. So a body
+// consists of steps: Lanes::each() calls a lambda with a lane's state, and between two steps lanes
+// exchange numbers. On a GPU every lane has its own Lanes object, which stores the state of that
+// lane. On the host one object stores the states of the whole warp, and a step is a loop over them.
 #pragma once
 
 #include <cstdint>
@@ -39,13 +41,36 @@ class Lanes {
 
  private:
   State state_;
-#else  // no kernel runs on the host, which only compiles their code
+#else
   template <class Work>
-  void each(const Work& work);
-  void swap_neighbors(uint32_t State::* word);
-  uint32_t vote(uint32_t State::* word);
+  void each(const Work& work) {
+    for (unsigned lane = 0; lane < kWarpSize; ++lane) work(states_[lane], lane);
+  }
+  void swap_neighbors(uint32_t State::* word) {
+    for (int lane = 0; lane < kWarpSize; lane += 2) {
+      const uint32_t given = states_[lane].*word;
+      states_[lane].*word = states_[lane + 1].*word;
+      states_[lane + 1].*word = given;
+    }
+  }
+  uint32_t vote(uint32_t State::* word) {
+    uint32_t votes = 0;
+    for (int lane = 0; lane < kWarpSize; ++lane) votes |= (states_[lane].*word & 1u) << lane;
+    return votes;
+  }
   template <int numbers, class Number, int count>
-  void add_across(Number (State::*array)[count], int bit);
+  void add_across(Number (State::*array)[count], int bit) {
+    for (int i = 0; i < numbers; ++i) {
+      for (int lane = 0; lane < kWarpSize; ++lane) {
+        if (lane & bit) continue;
+        Number &low = (states_[lane].*array)[i], &high = (states_[lane | bit].*array)[i];
+        low = high = low + high;
+      }
+    }
+  }
+
+ private:
+  State states_[kWarpSize];
 #endif
 };
 
