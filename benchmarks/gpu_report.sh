@@ -119,9 +119,6 @@ bench() {
     "${threads[@]}" --out "$out/${part}_$device.csv" "$@"
 }
 
-# Tests that run every kernel: dense, misaligned, strided and permuted tensors; after a norm.
-every_kernel="test_values_and_gradients and (large or offset_by_one or stepped or permuted)"
-every_kernel+=" or ops_after_norm or sum_ops or gradients_are_those_of_the_formulas"
 # Without the caching allocator each tensor is a separate allocation, and the tool knows its end.
 sanitize() {
   local tool=$1 limit=$2
@@ -132,8 +129,7 @@ sanitize() {
   fi
   run "$tool" "$limit" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
     "$sanitizer" --tool "$tool" "$@" --error-exitcode 1 \
-    "$python" -m pytest -q -p no:cacheprovider -p no:benchmark -k "$device and ($every_kernel)" \
-    tests/ops/test_{values,ops,batch_norm_ops}.py
+    "$python" -m pytest -q -p no:cacheprovider -p no:benchmark tests/ops/test_every_kernel.py
 }
 
 if [ "$device" = cpu ]; then
@@ -154,21 +150,21 @@ sys.exit(sys.argv[1] == "cuda" and not _ops.cuda_version)' "$device" || {
 }
 
 # These files decide whether the kernels are right. The names of their tests contain the device.
-decisive=(tests/{ops/test_{smooth_activations,values,ops,batch_norm_ops},cuda/test_cuda}.py)
+decisive=(tests/{ops/test_{smooth_activations,values,every_kernel},cuda/test_cuda}.py)
 workers=()
 cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # nproc respects these variables
 "$python" -c 'import xdist' 2>/dev/null && workers=(-n "$((cores < 8 ? cores : 8))")
 check numerics 150 "${workers[@]}" -k "[$device or -$device" "${decisive[@]}"
 # The ignored files run nothing on a GPU, and need other libraries to import.
-rest=("${decisive[@]/#/--ignore=}" --ignore-glob="*/test_"{paths,engine_models,models,benchmarks}.py
+rest=("${decisive[@]/#/--ignore=}" --ignore-glob="*/test_"{host_kernels,engine_models,models,benchmarks}.py
   "${workers[@]}" -k "[$device or -$device or test_info.py")
 
 eager=("checkpoint of each block" "convert, max_ops="{1,4,8})
 if [ "$device" = cuda ]; then
   check tests 280 "${rest[@]}"
   sanitizer=$(PATH=$tools command -v compute-sanitizer)
-  sanitize memcheck 200 --report-api-errors no # PyTorch probes with calls that may fail
-  sanitize initcheck 200
+  sanitize memcheck 110 --report-api-errors no # PyTorch probes with calls that may fail
+  sanitize initcheck 110
   bench bandwidth 160 bandwidth activations
   bench norms 100 bandwidth norms
   bench activations 180 ops time --compile --elements $((2 ** 26)) $((2 ** 16)) \

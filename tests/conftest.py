@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import os
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from _support.compatibility import Recorder
 from _support.engine_norms import fused_rms_norm
+from _support.extension import build
 from _support.processes import Processes
 from _support.twins import EACH_SOURCE, nodes_from
 
@@ -52,9 +55,9 @@ def needs_gpu(item: pytest.Item) -> bool:
 
 # The slowest files come first, so that with several workers none of them starts last.
 SLOWEST_FIRST = """
-    smooth_activations compile compiled_kernels device_numerics paths
+    smooth_activations compile compiled_kernels host_kernels device_numerics
     compiled_memory direct_calls models values ops engine_surroundings distributed
-    engine_distributed tracing engine_models engine_writes analyze_command
+    engine_distributed tracing opinfo engine_models engine_writes analyze_command
 """
 RANKS = {f"test_{name}.py": rank for rank, name in enumerate(SLOWEST_FIRST.split())}
 
@@ -160,3 +163,26 @@ def seed() -> int:
     print(f"INPLACE_OPS_SEED={value}")  # pytest shows this line if the test fails
     torch.manual_seed(value)
     return value
+
+
+@pytest.fixture(scope="session")
+def built_host_kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModuleType]:
+    """Return a function that compiles host_kernels.cpp, for "some" or for "all" activations."""
+
+    @functools.cache
+    def built(activations: str) -> ModuleType:
+        # Without optimization, functions that are always inlined take longer to compile and to run.
+        flags = ["-DHOST_DEVICE=inline"]
+        if activations == "some":
+            flags.append("-DINPLACE_OPS_SOME_ACTIVATIONS")
+        name = f"host_kernels_{activations}"
+        return build("host_kernels.cpp", tmp_path_factory.mktemp(name), *flags, name=name)
+
+    return built
+
+
+@pytest.fixture(scope="session")
+def recorder(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """host_kernels.cpp, compiled to record the launches of all kernels instead of running them."""
+    flags = ["-DHOST_DEVICE=inline", "-DINPLACE_OPS_RECORD"]
+    return build("host_kernels.cpp", tmp_path_factory.mktemp("recorder"), *flags, name="recorder")

@@ -26,12 +26,14 @@ ROWS = {
     "values, dtypes, layouts": (
         "test_activations",
         "test_batch_norm_ops",
+        "test_every",
         "test_examples",
         "test_ops",
         "test_smooth_activations",
         "test_values",
     ),
     "autograd, modules": ("test_autograd", "test_modules"),
+    "PyTorch's OpInfo samples, gradcheck": ("test_opinfo",),
     "torch.func: vmap, grad, jvp, jacrev, hessian": ("test_functorch",),
     "torch.compile": ("test_compile.py", "test_compiled_memory"),
     "fx, export, AOTInductor, ONNX, jit": ("test_tracing",),
@@ -50,7 +52,7 @@ ROWS = {
         "test_compiled_kernels",
         "test_cuda_code",
         "test_device_numerics",
-        "test_paths",
+        "test_host_kernels",
     ),
 }
 ON_A_GPU = "on a GPU"

@@ -13,7 +13,8 @@ from types import ModuleType
 
 import pytest
 
-COMPILER = os.environ.get("CXX", "g++")
+from .sanitizers import COMPILER, FLAGS, SANITIZE
+
 PROJECT = Path(__file__).parents[2]
 
 
@@ -67,6 +68,8 @@ def build(source: str, folder: Path, *flags: str, name: str = "") -> ModuleType:
     flags = (*flags, f"-DMODULE_NAME={name}")
     command = [COMPILER, "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", *flags]
     command += [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}", str(path)]
+    if SANITIZE in os.environ:
+        command += FLAGS
     subprocess.run([*command, "-o", str(library)], check=True)
     spec = importlib.util.spec_from_file_location(name, library)
     assert spec is not None

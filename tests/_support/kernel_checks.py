@@ -1,7 +1,8 @@
-"""Launches of the CUDA kernels, and comparisons of their results with PyTorch in float64.
+"""Checks of the kernels' results: buffers between guards, and comparisons with PyTorch in float64.
 
-`Kernels` takes launches: `test_paths.py` only asks for their paths, `test_compiled_kernels.py`
-executes the code that nvcc made of the kernels.
+`Kernels` runs a kernel: its body on the host (`test_host_kernels.py`), or the code that nvcc made
+of it (`test_compiled_kernels.py`). Every buffer is between guards. They have a known pattern, which
+reveals writes.
 
 Formulas and accuracies are those of the activations' entries in `inplace_ops.activations`.
 """
@@ -9,8 +10,10 @@ Formulas and accuracies are those of the activations' entries in `inplace_ops.ac
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+import os
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +23,10 @@ from inplace_ops.activations import ACTIVATIONS, GELU_TANH, LEAKY_RELU, SILU, Ac
 from .assertions import assert_is_cast
 from .cases import FLOATS
 from .norm_cases import normalized, rounding
+from .sanitizers import SANITIZE
 
+GUARD = 64  # bytes before and after each buffer
+GUARD_BYTE = 0xA5
 # With save="output" the sign of the output must determine the sign of the input.
 SCALARS = {"negative_slope": {"mask": -0.25, "output": 0.5, "recompute": -0.25}}
 ROUNDING = {
@@ -88,36 +94,68 @@ def bits_of(entry: Activation, save: str, dtype: torch.dtype) -> list[int]:
 # For tests of alignments and remainders, which do not depend on the activation: one with a scalar
 # argument, and a smooth one. For tests of the path that a launch takes one suffices.
 SOME = (LEAKY_RELU, SILU)
+# Sanitizers check accesses, which depend neither on the activation nor on the 16-bit format.
+TESTED, DTYPES = (SOME, FLOATS[:3]) if SANITIZE in os.environ else (ACTIVATIONS, FLOATS)
+
 CASES = [
     Case(entry, save, bits, dtype)
-    for entry in ACTIVATIONS
+    for entry in TESTED
     for save in entry.save_modes
-    for dtype in FLOATS
+    for dtype in DTYPES
     for bits in bits_of(entry, save, dtype)
 ]
+SMOOTH_ACTIVATIONS = [case for case in CASES if not case.entry.is_piecewise_linear]
 # With fewer bits the recovered x is not exact enough for a second derivative.
 DOUBLE_BACKWARD = [
     case
-    for case in CASES
-    if not case.entry.is_piecewise_linear
-    and case.save == "output"
-    and case.bits >= case.entry.default_bits("output", case.dtype)
+    for case in SMOOTH_ACTIVATIONS
+    if case.save == "output" and case.bits >= case.entry.default_bits("output", case.dtype)
 ]
-NORMALIZED = [Case(entry, "recompute", 0, dtype) for entry in ACTIVATIONS for dtype in FLOATS]
+NORMALIZED = [Case(entry, "recompute", 0, dtype) for entry in TESTED for dtype in DTYPES]
+
+
+class Kernels(Protocol):
+    """Runs kernels on tensors of the host: see `host_kernels.cpp`.
+
+    Attributes:
+        tile: By the bytes of an element: the elements of a warp's tile.
+    """
+
+    tile: dict[int, int]
+
+    def run(self, *args: object) -> tuple[int, str]:
+        """Run a kernel over a virtual grid, and return its path: see `LaunchPath`."""
+
+    def run_batch_norm(self, *args: object) -> int:
+        """Run the kernels of a batch norm's backward, and return the elements of an access."""
+
+    def pieces_of(self, layout: Sequence[int], element_bytes: int) -> int:
+        """Return the number of partial sums of a channel."""
+
+    def poison(self, address: int, size: int) -> None:
+        """Forbid accesses to a guard."""
+
+    def unpoison(self, address: int, size: int) -> None:
+        """Allow them again."""
 
 
 class Buffer:
-    """Bytes that begin `offset` bytes after a multiple of 64."""
+    """Bytes between guards, beginning `offset` bytes after a multiple of 64."""
 
     def __init__(self, size: int, offset: int = 0) -> None:
-        self.memory = torch.empty(size + offset + 64, dtype=torch.uint8)
+        self.memory = torch.full((size + offset + 2 * GUARD,), GUARD_BYTE, dtype=torch.uint8)
         assert self.memory.data_ptr() % 64 == 0
-        self.address = self.memory.data_ptr() + offset  # the data_ptr() of an empty tensor is 0
-        self.data = self.memory[offset : offset + size]
+        start = GUARD + offset
+        self.address = self.memory.data_ptr() + start  # the data_ptr() of an empty tensor is 0
+        self.data = self.memory[start : start + size]
+        self.guards = [self.memory[:start], self.memory[start + size :]]
+
+    def guards_are_intact(self) -> bool:
+        return all((guard == GUARD_BYTE).all() for guard in self.guards)
 
 
 class Operand(Buffer):
-    """A tensor in a buffer."""
+    """A tensor in a buffer. The gaps that its strides leave between elements are guarded too."""
 
     def __init__(
         self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int = 0
@@ -127,28 +165,25 @@ class Operand(Buffer):
         super().__init__(elements * dtype.itemsize, offset)
         typed = self.data.view(dtype)
         self.tensor = typed.as_strided(shape, strides, typed.storage_offset())
+        self.is_gap = torch.ones(elements, dtype=torch.bool)
+        self.is_gap.as_strided(shape, strides).fill_(False)
+
+    def guards_are_intact(self) -> bool:
+        gaps = self.data.view(-1, self.tensor.dtype.itemsize)[self.is_gap]
+        return super().guards_are_intact() and bool((gaps == GUARD_BYTE).all())
 
 
-class Kernels(Protocol):
-    """Takes launches of kernels over a virtual grid.
-
-    Attributes:
-        tile: By the bytes of an element: the elements of a warp's tile.
-    """
-
-    tile: dict[int, int]
-
-    def run(self, buffers: Sequence[Buffer], *args: object) -> tuple[int, str]:
-        """Launch a kernel, which may access the buffers, and return its path: see `LaunchPath`.
-
-        The arguments are those of `run` in `recorder.cpp`.
-        """
-
-    def run_batch_norm(self, buffers: Sequence[Buffer], *args: object) -> int:
-        """Launch the kernels of a batch norm's backward; return the elements of an access."""
-
-    def pieces_of(self, layout: Sequence[int], element_bytes: int) -> int:
-        """Return the number of partial sums of a channel."""
+@contextmanager
+def guarded(kernels: Kernels, buffers: Collection[Buffer]) -> Iterator[None]:
+    """Forbid accesses to the guards of buffers in a `with` block, then check the guards."""
+    guards = [guard for buffer in buffers for guard in buffer.guards]
+    for guard in guards:
+        kernels.poison(guard.data_ptr(), guard.numel())
+    yield
+    for guard in guards:
+        kernels.unpoison(guard.data_ptr(), guard.numel())
+    for buffer in buffers:
+        assert buffer.guards_are_intact()
 
 
 class LaunchPath(NamedTuple):
@@ -165,7 +200,7 @@ def launch(
     first_row: int = 0,
     affine: Sequence[Operand] = (),
 ) -> LaunchPath:
-    """Launch a kernel over a virtual grid.
+    """Run a kernel over a virtual grid, and check the guards of all buffers.
 
     The grid begins at `first_row`: the operands have no memory for earlier rows. Operands of one
     dimension have rows of one element. The affine has size 1 in dimensions in which it does not
@@ -179,28 +214,30 @@ def launch(
         [stride if size > 1 else 0 for size, stride in zip(*layout, strict=True)]
         for layout in ((part.tensor.shape, part.tensor.stride()) for part in affine)
     ]
-    path = kernels.run(
-        [*dict.fromkeys((*operands, packed, *affine))],
-        case.name,
-        list(case.scalars.values()),
-        functor,
-        str(case.dtype).removeprefix("torch."),
-        [
-            operand.address - first_row * operand.tensor.stride(0) * operand.tensor.dtype.itemsize
-            for operand in operands
-        ],
-        packed.address - first_element // 8,
-        packed.data.numel() // bits if bits else 0,
-        bits,
-        [first_row + rows, *row],
-        [operand.tensor.stride() for operand in operands],
-        first_element,
-        [
-            part.address - first_row * strides[0] * part.tensor.dtype.itemsize
-            for part, strides in zip(affine, affine_strides, strict=True)
-        ],
-        affine_strides[::2],
-    )
+    buffers = {id(buffer): buffer for buffer in (*operands, packed, *affine)}.values()
+    with guarded(kernels, buffers):
+        path = kernels.run(
+            case.name,
+            list(case.scalars.values()),
+            functor,
+            str(case.dtype).removeprefix("torch."),
+            [
+                operand.address
+                - first_row * operand.tensor.stride(0) * operand.tensor.dtype.itemsize
+                for operand in operands
+            ],
+            packed.address - first_element // 8,
+            packed.data.numel() // bits if bits else 0,
+            bits,
+            [first_row + rows, *row],
+            [operand.tensor.stride() for operand in operands],
+            first_element,
+            [
+                part.address - first_row * strides[0] * part.tensor.dtype.itemsize
+                for part, strides in zip(affine, affine_strides, strict=True)
+            ],
+            affine_strides[::2],
+        )
     return LaunchPath(*path)
 
 
@@ -217,31 +254,15 @@ def normal(dtype: torch.dtype, shape: Sequence[int], std: float = 1.0) -> Tensor
     return (std * torch.randn(shape, dtype=torch.float64)).to(dtype)
 
 
-Strides = Sequence[Sequence[int]]
-CONTIGUOUS: Strides = ((1,),) * 3
-
-
-def operands_of(
-    case: Case, shape: Sequence[int], strides: Strides, offsets: Sequence[int]
-) -> tuple[Operand, Operand, Operand, Buffer | None]:
-    """Return values, gradient, incoming gradient and packed bits: see check_round_trip()."""
-    values, result, incoming = (
-        Operand(case.dtype, shape, stride, offset)
-        for stride, offset in zip(strides, offsets[:3], strict=True)
-    )
-    packed = Buffer(case.bits * -(-math.prod(shape) // 8), offsets[3]) if case.bits else None
-    return values, result, incoming, packed
-
-
 def check_round_trip(
     kernels: Kernels,
     case: Case,
     shape: Sequence[int],
-    strides: Strides = CONTIGUOUS,
+    strides: Sequence[Sequence[int]] = ((1,),) * 3,
     offsets: Sequence[int] = (0, 0, 0, 0),
     first_row: int = 0,
-) -> None:
-    """Compare forward and backward with PyTorch.
+) -> int:
+    """Compare forward and backward with PyTorch; return the elements of an access of backward.
 
     Args:
         kernels: Runs the kernels.
@@ -253,14 +274,21 @@ def check_round_trip(
     """
     dtype, count = case.dtype, math.prod(shape)
     x, grad = normal(dtype, shape, 3.0), normal(dtype, shape)
-    values, result, incoming, packed = operands_of(case, shape, strides, offsets)
+    values, result, incoming = (
+        Operand(dtype, shape, stride, offset)
+        for stride, offset in zip(strides, offsets[:3], strict=True)
+    )
+    packed = Buffer(case.bits * -(-count // 8), offsets[3]) if case.bits else None
 
     values.tensor.copy_(x)
     incoming.tensor.copy_(grad)
     launch(kernels, case, case.forward, [values, values], packed, first_row)
     y = values.tensor.clone()
     saved = [values] if case.save == "output" else []
-    launch(kernels, case, case.backward, [result, incoming, *saved], packed, first_row)
+    operands = [result, incoming, *saved]
+    backward = launch(kernels, case, case.backward, operands, packed, first_row)
+    assert torch.equal(values.tensor, y)
+    assert torch.equal(incoming.tensor, grad)
     if packed and count % 8:
         assert not (packed.data.view(case.bits, -1)[:, -1] >> count % 8).any()
 
@@ -278,6 +306,8 @@ def check_round_trip(
     values.tensor.copy_(x)
     launch(kernels, case, case.plain, [result, values], first_row=first_row)
     assert torch.equal(result.tensor, y)
+    assert torch.equal(values.tensor, x)
+    return backward.access
 
 
 def check_double_backward(kernels: Kernels, case: Case) -> None:
@@ -337,19 +367,25 @@ def random_scale_shift(
     return result
 
 
-def operands_after_norm(
+def check_normalized(
+    kernels: Kernels,
     case: Case,
     shape: Sequence[int],
     channels: Dims,
     rows: Dims | None = None,
     *,
-    strides: Strides | None = None,
+    strides: Sequence[Sequence[int]] | None = None,
     offsets: Sequence[int] = (0,) * 7,
     gap: int = 0,
-) -> tuple[list[Operand], list[Operand]]:
-    """Return input, incoming gradient and result, and the affine.
+    first_row: int = 0,
+    is_first: bool = True,
+) -> LaunchPath:
+    """Compare a norm's output, the activation and its gradient with PyTorch.
+
+    Returns the slowest path.
 
     Args:
+        kernels: Runs the kernels.
         case: The activation and dtype.
         shape: The shape of the norm's input.
         channels: The dimensions in which the channels' scale and shift differ.
@@ -358,63 +394,38 @@ def operands_after_norm(
         offsets: Bytes by which input, incoming gradient, result, scale, shift, rstd and mean are
             misaligned.
         gap: Elements between the affines of two samples.
-    """
-    operands = [
-        Operand(case.dtype, shape, stride, offset)
-        for stride, offset in zip(strides or [dense(shape)] * 3, offsets[:3], strict=True)
-    ]
-    dims_of_parts = [channels] * 2 if rows is None else [channels] * 2 + [rows] * 2
-    affine = [
-        random_scale_shift(case, shape, dims, offset, gap)
-        for dims, offset in zip(dims_of_parts, offsets[3:], strict=False)
-    ]
-    return operands, affine
-
-
-def check_normalized(
-    kernels: Kernels,
-    case: Case,
-    shape: Sequence[int],
-    channels: Dims,
-    rows: Dims | None = None,
-    *,
-    first_row: int = 0,
-    is_first: bool = True,
-    **layout: Any,
-) -> None:
-    """Compare a norm's output, the activation and its gradient with PyTorch.
-
-    Args:
-        kernels: Runs the kernels.
-        case: The activation and dtype.
-        shape: As for operands_after_norm(), like `channels`, `rows` and `layout`.
-        channels: See there.
-        rows: See there.
-        layout: See there: strides, offsets and gap.
         first_row: The row at which the virtual grid begins.
         is_first: Whether to check the functors that do not depend on the activation too, and a
             piecewise-linear activation of a sum. Compiled is only ReLU's.
     """
     dtype = case.dtype
     x, grad = normal(dtype, shape), normal(dtype, shape)
-    (inputs, incoming, result), affine = operands_after_norm(case, shape, channels, rows, **layout)
+    inputs, incoming, result = (
+        Operand(dtype, shape, stride, offset)
+        for stride, offset in zip(strides or [dense(shape)] * 3, offsets[:3], strict=True)
+    )
     inputs.tensor.copy_(x)
     incoming.tensor.copy_(grad)
+    dims_of_parts = [channels] * 2 if rows is None else [channels] * 2 + [rows] * 2
+    affine = [
+        random_scale_shift(case, shape, dims, offset, gap)
+        for dims, offset in zip(dims_of_parts, offsets[3:], strict=False)
+    ]
     parts = [part.tensor.clone() for part in affine]
 
     def run(
         functor: str, *operands: Operand, result: Operand = result, case: Case = case
     ) -> Tensor:
         result.tensor.fill_(torch.nan)
-        launch(kernels, case, functor, [result, *operands], None, first_row, affine)
+        paths.append(launch(kernels, case, functor, [result, *operands], None, first_row, affine))
         return result.tensor.clone()
 
+    paths: list[LaunchPath] = []
     z = run("Normalize", inputs)
     y = run("ForwardRecompute", inputs)
     actual = run("BackwardRecompute", incoming, inputs)
-    for target in FLOATS[2:] if dtype == torch.float32 else ():
-        offset = layout.get("offsets", (0, 0, 0))[2]
-        narrow = Operand(target, shape, result.tensor.stride(), offset)
+    for target in DTYPES[2:] if dtype == torch.float32 else ():
+        narrow = Operand(target, shape, result.tensor.stride(), offsets[2])
         suffix = f" to {target}".replace("torch.", "")
         if is_first:
             assert torch.equal(run("Normalize" + suffix, inputs, result=narrow), z.to(target))
@@ -438,6 +449,8 @@ def check_normalized(
         if case.entry.is_piecewise_linear:
             value, _ = derivatives(case, total, 1)
             assert torch.equal(run("ForwardRecomputeAdd", incoming, inputs), value.to(dtype))
+    for operand, original in zip([inputs, incoming, *affine], [x, grad, *parts], strict=True):
+        assert torch.equal(operand.tensor, original)
 
     of_rows = None if rows is None else torch.stack(parts[2:])
     expected, error = normalized(x, torch.stack(parts[:2]), of_rows)
@@ -453,6 +466,7 @@ def check_normalized(
         assert ((y.double() - value).abs() <= error).all()
         error = rounding(gradient, dtype) + grad.double().abs() * derivative_error(case, z)
         assert ((actual.double() - gradient).abs() <= error).all()
+    return min(paths)
 
 
 def check_copy(kernels: Kernels, case: Case) -> None:
@@ -487,15 +501,17 @@ def check_batch_norm(
     case: Case,
     shape: ChannelShape,
     pieces: int | None = None,
+    offsets: Sequence[int] = (0, 0, 0),
     constant: float | None = None,
-) -> None:
-    """Compare a batch norm's backward with PyTorch's.
+) -> int:
+    """Compare a batch norm's backward with PyTorch's; return the elements of an access.
 
     Args:
         kernels: Runs the kernels.
         case: The activation and dtype.
         shape: The shape of the norm's input.
         pieces: The number of partial sums of a channel; by default the one that the op has.
+        offsets: Bytes by which grad_x, the incoming gradient and x are misaligned.
         constant: The value of all elements of x; by default they are random.
     """
     dtype, compute = case.dtype, torch.promote_types(case.dtype, torch.float32)
@@ -503,7 +519,8 @@ def check_batch_norm(
     sizes = [outer, channels, inner]
     grad_strides = [(channels + gap) * inner, inner, 1]
     result, incoming, x = (
-        Operand(dtype, sizes, strides) for strides in (dense(sizes), grad_strides, dense(sizes))
+        Operand(dtype, sizes, strides, offset)
+        for strides, offset in zip((dense(sizes), grad_strides, dense(sizes)), offsets, strict=True)
     )
     x.tensor.copy_(normal(dtype, sizes, 2.0) + normal(dtype, [channels, 1]))
     if constant is not None:
@@ -538,15 +555,18 @@ def check_batch_norm(
     z = Operand(dtype, sizes, dense(sizes))
     launch(kernels, case, "Normalize", [z, x], affine=[scale, shift])
 
-    kernels.run_batch_norm(
-        buffers,
-        case.name,
-        list(case.scalars.values()),
-        str(dtype).removeprefix("torch."),
-        [buffer.address for buffer in buffers],
-        layout,
-        pieces,
-    )
+    inputs = [buffer.data.clone() for buffer in buffers[1:7]]
+    with guarded(kernels, buffers):
+        access = kernels.run_batch_norm(
+            case.name,
+            list(case.scalars.values()),
+            str(dtype).removeprefix("torch."),
+            [buffer.address for buffer in buffers],
+            layout,
+            pieces,
+        )
+    for buffer, data in zip(buffers[1:7], inputs, strict=True):
+        assert torch.equal(buffer.data, data)
 
     grad = incoming.tensor.double()
     y = case.entry.torch_function(normed + (z.tensor.double() - normed).detach(), **case.scalars)
@@ -572,6 +592,7 @@ def check_batch_norm(
     error = error + 4 * (roundoff * terms + hat_error * sum_of_product.abs()) / (outer * inner)
     error = error * scale.tensor.double().abs() + rounding(grad_x, dtype)
     assert ((result.tensor.double() - grad_x).abs() <= error).all()
+    return access
 
 
 def vector(case: Case) -> int:

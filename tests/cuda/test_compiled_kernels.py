@@ -1,15 +1,15 @@
 """Execute the compiled CUDA kernels without a GPU, and compare their results with PyTorch.
 
 The PTX that nvcc has made of each kernel runs in an interpreter (`_support/ptx.py`), which also
-checks every access to memory. The host's part is real: `recorder.cpp` chooses the path, which
-test_paths.py checks, and records kernel and parameters of each launch. Needs a CUDA extension that
-is built with PTX.
+checks every access to memory. The host's part is real: `host_kernels.cpp` chooses the path, and
+records kernel and parameters of each launch. Needs a CUDA extension that is built with PTX.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 from _support.cuobjdump import cuobjdump, skip_module_without_it
-from _support.extension import build
 from _support.kernel_checks import (
     CASES,
     DOUBLE_BACKWARD,
@@ -39,11 +38,12 @@ from _support.kernel_checks import (
     dense,
     launch,
     normal,
-    operands_after_norm,
+    random_scale_shift,
     samples_of,
     vector,
 )
 from _support.ptx import ExecutionError, Grid, Instruction, Launch, Memory, Region, parse
+from _support.sanitizers import SANITIZE
 from torch import Tensor
 
 from inplace_ops.activations import LEAKY_RELU, RELU
@@ -69,10 +69,6 @@ BATCH_NORM_ACCESSES = {
 }
 
 
-def region_of(buffer: Buffer, is_read: bool, is_written: bool) -> Region:
-    return Region(buffer.address, buffer.data.numel(), is_read, is_written)
-
-
 class CompiledKernels:
     """Executes the compiled kernels: `Kernels` in `_support/kernel_checks.py`.
 
@@ -93,11 +89,22 @@ class CompiledKernels:
         self.checked: set[Case] = set()
         self.checked_batch_norms: set[Case] = set()
         self._recorder = recorder
+        self._guards: list[tuple[int, int]] = []
 
-    def run(self, buffers: Sequence[Buffer], *arguments: Any) -> tuple[int, str]:
+    def poison(self, address: int, size: int) -> None:
+        """Remember a guard: those before and after a buffer follow each other."""
+        self._guards.append((address, size))
+
+    def unpoison(self, address: int, size: int) -> None:
+        """Forget all guards."""
+        self._guards.clear()
+
+    def run(self, *arguments: Any) -> tuple[int, str]:
+        """Run a kernel, and return its path."""
         _, _, functor, dtype, addresses, _, _, planes, sizes, _, first_element, *_ = arguments
         path = self._recorder.run(*arguments)
-        regions = list(self._regions(buffers, functor, addresses, planes))
+        regions = list(self._regions(functor, addresses, planes))
+        self._guards.clear()
         memory = Memory(regions)
         for recorded in self._recorder.recorded():
             self._execute(recorded, memory)
@@ -108,19 +115,30 @@ class CompiledKernels:
         assert all(region.stored.all() for region in others if region.is_written)
         return path
 
-    def run_batch_norm(self, buffers: Sequence[Buffer], *arguments: Any) -> int:
-        """Each kernel may only read what is its input, and has to write all of its results once."""
+    def run_batch_norm(self, *arguments: Any) -> int:
+        """Run the kernels of a batch norm's backward, and return the elements of an access.
+
+        Each kernel may only read what is its input, and has to write all of its results once.
+        """
         access: int = self._recorder.run_batch_norm(*arguments)
-        named = dict(zip(BATCH_NORM_BUFFERS, buffers, strict=True))
+        guards, names = self._guards, BATCH_NORM_BUFFERS
+        buffers = {
+            name: (before + size, after - before - size)
+            for name, (before, size), (after, _) in zip(
+                names, guards[::2], guards[1::2], strict=True
+            )
+        }
+        self._guards = []
         for recorded in self._recorder.recorded():
             read, written = BATCH_NORM_ACCESSES[recorded.kernel.partition("<")[0]]
-            results = [region_of(named[name], False, True) for name in written.split()]
-            inputs = [region_of(named[name], True, False) for name in read.split()]
+            results = [Region(*buffers[name], False, True) for name in written.split()]
+            inputs = [Region(*buffers[name], True, False) for name in read.split()]
             self._execute(recorded, Memory([*inputs, *results]))
             assert all(region.stored.all() for region in results)
         return access
 
     def pieces_of(self, layout: Sequence[int], element_bytes: int) -> int:
+        """Return the number of partial sums of a channel."""
         pieces: int = self._recorder.pieces_of(layout, element_bytes)
         return pieces
 
@@ -130,19 +148,18 @@ class CompiledKernels:
         kernel = self.kernels[recorded.kernel]
         Launch(kernel, recorded.parameters, grid, memory, self._fma).run()
 
-    def _regions(
-        self, buffers: Sequence[Buffer], functor: str, addresses: list[int], planes: int
-    ) -> Iterator[Region]:
+    def _regions(self, functor: str, addresses: list[int], planes: int) -> Iterator[Region]:
         """Return the memory of the operands, the packed bits and the affine, in this order."""
         operands = len(set(addresses))  # in place the first input is the output
-        for i, buffer in enumerate(buffers):
+        pairs = zip(self._guards[::2], self._guards[1::2], strict=True)
+        for i, ((before, size), (after, _)) in enumerate(pairs):
             is_read, is_written = True, False
             if i == 0:
                 is_read, is_written = addresses[0] in addresses[1:], True
             elif i == operands and planes:
                 is_written = functor.startswith("Forward")
                 is_read = not is_written
-            yield region_of(buffer, is_read, is_written)
+            yield Region(before + size, after - before - size, is_read, is_written)
 
     def _fma(self, x: Any, y: Any, z: Any, rounds_down: bool) -> Any:
         inputs = [np.ascontiguousarray(array) for array in (x, y, z)]
@@ -154,13 +171,14 @@ class CompiledKernels:
 
 
 @pytest.fixture(scope="module")
-def recorder(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    return build("recorder.cpp", tmp_path_factory.mktemp("recorder"), "-DHOST_DEVICE=inline")
-
-
-@pytest.fixture(scope="module")
-def kernels(recorder: ModuleType) -> CompiledKernels:
+def shared_kernels(recorder: ModuleType) -> CompiledKernels:
     return CompiledKernels(recorder)
+
+
+@pytest.fixture
+def kernels(shared_kernels: CompiledKernels) -> Iterator[CompiledKernels]:
+    yield shared_kernels
+    shared_kernels.unpoison(0, 0)  # a test that failed leaves guards
 
 
 def rows_with_gaps(kernels: CompiledKernels, case: Case) -> dict[str, Any]:
@@ -216,8 +234,8 @@ def test_every_compiled_kernel_was_executed(kernels: CompiledKernels) -> None:
     """The tests above have executed all kernels of the extension."""
     is_complete = kernels.checked == {*CASES, *NORMALIZED}
     is_complete = is_complete and kernels.checked_batch_norms == {*NORMALIZED}
-    if not is_complete:
-        pytest.skip("only some of the tests above ran in this process")
+    if not is_complete or SANITIZE in os.environ:
+        pytest.skip("only some of the tests above ran in this process, or for some activations")
     assert kernels.executed == kernels.kernels.keys()
 
 
@@ -273,9 +291,10 @@ def test_special_values(kernels: CompiledKernels, case: Case) -> None:
 def test_special_values_after_a_norm(kernels: CompiledKernels, case: Case) -> None:
     dtype, shape = case.dtype, [samples_of(kernels, case, 5 * 49), 5, 49]
     ops, scalars = case.entry.ops, case.scalars.values()
-    (x, incoming, result), affine = operands_after_norm(case, shape, (1,))
+    x, incoming, result = (Operand(dtype, shape, dense(shape)) for _ in range(3))
     x.tensor.copy_(special_inputs(dtype, shape))
     incoming.tensor.copy_(special(dtype, shape))
+    affine = [random_scale_shift(case, shape, (1,), 0, 0) for _ in range(2)]
     channels = torch.stack([part.tensor for part in affine])
     launch(kernels, case, "ForwardRecompute", [result, x], None, 0, affine)
     expected = ops.recompute(x.tensor, channels, None, None, *scalars)
@@ -285,22 +304,6 @@ def test_special_values_after_a_norm(kernels: CompiledKernels, case: Case) -> No
     saved = (x.tensor, channels, None, None)
     expected = ops.backward["recompute"](incoming.tensor, *saved, *scalars)
     assert_alike(result.tensor, expected)
-
-
-@pytest.mark.parametrize("case", NORMALIZED, ids=case_id)
-def test_infinite_gradients_after_a_norm(kernels: CompiledKernels, case: Case) -> None:
-    """An infinite gradient is multiplied by a derivative of 0 only where PyTorch does so."""
-    x = torch.tensor([-5.0, -3.0, 0.0, 3.0, 6.0, 7.0] * 99, dtype=case.dtype)
-    (inputs, incoming, result), affine = operands_after_norm(case, x.shape, ())
-    inputs.tensor.copy_(x)
-    incoming.tensor.fill_(torch.inf)
-    for part, value in zip(affine, (1.0, 0.0), strict=True):
-        part.tensor.fill_(value)
-    launch(kernels, case, "BackwardRecompute", [result, incoming, inputs], affine=affine)
-    leaf = x.double().requires_grad_()
-    y = case.entry.torch_function(leaf, **case.scalars)
-    (expected,) = torch.autograd.grad(y, leaf, torch.full_like(y, torch.inf))
-    torch.testing.assert_close(result.tensor.double(), expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("case", SOME_CASES, ids=case_id)
@@ -314,7 +317,7 @@ def test_alignments_strides_and_large_indices(kernels: CompiledKernels, case: Ca
         check_round_trip(kernels, case, [2 * tile + 101], first_row=start)
         strides = [(24, 2), (13, 1), (2, 80)]
         check_round_trip(kernels, case, [40, 8], strides, first_row=start // 8)
-    for count in (1, 8, 9, tile - 1, tile, tile + 9, 8 * tile):
+    for count in (1, 9, tile - 1, tile, 8 * tile):
         check_round_trip(kernels, case, [count])
 
 
@@ -331,70 +334,6 @@ def test_large_indices_after_a_norm(kernels: CompiledKernels, case: Case) -> Non
             )
     strides = [dense([40, 16])] * 2 + [(17, 1)]
     check_normalized(kernels, case, [40, 16], (1,), (0,), strides=strides, is_first=False)
-
-
-each_dtype = pytest.mark.parametrize(
-    "case", [case for case in NORMALIZED if case.entry is LEAKY_RELU], ids=case_id
-)
-
-
-@each_dtype
-def test_affines_of_any_size(kernels: CompiledKernels, case: Case) -> None:
-    """Accesses reach into the next channel, and into the next sample, at every index."""
-    count = vector(case)
-    for size in {1, 3, count - 1 or 2, count + 1, 2 * count + 1, 49}:
-        shape = [samples_of(kernels, case, 5 * size), 5, size]
-        for channels in ((1,), (0, 1)):
-            check_normalized(kernels, case, shape, channels, is_first=False)
-    for size in (count + 1, 2 * count):
-        for channels in ((0, 2), ()):
-            shape = [3, samples_of(kernels, case, 3 * size), size]
-            check_normalized(kernels, case, shape, channels, is_first=False)
-        for channels in ((0,), (0, 1)):
-            shape = [samples_of(kernels, case, size), size]
-            check_normalized(kernels, case, shape, channels, (0,), is_first=False)
-
-
-@each_dtype
-@pytest.mark.parametrize(
-    ("shape", "channels", "rows", "gap"),
-    [
-        pytest.param([5, 7, 43], (0, 1), None, 1, id="strided planes that end inside accesses"),
-        pytest.param([5, 7, 49, 16], (0, 2), None, 4, id="strided planes"),
-        pytest.param([3, 99, 16], (0, 2), None, 4, id="strided channels_last"),
-        pytest.param([3, 99, 16], (0, 2), None, 1, id="misaligned channels_last"),
-        pytest.param([99, 16], (1,), (), 0, id="the same statistics in all rows"),
-        pytest.param([99, 16], (1,), (0, 1), 0, id="statistics of each element"),
-    ],
-)
-def test_affine_of_other_strides(
-    kernels: CompiledKernels,
-    case: Case,
-    shape: list[int],
-    channels: tuple[int, ...],
-    rows: tuple[int, ...] | None,
-    gap: int,
-) -> None:
-    check_normalized(kernels, case, shape, channels, rows, gap=gap, is_first=False)
-
-
-@each_dtype
-def test_batch_norms_of_any_size(kernels: CompiledKernels, case: Case) -> None:
-    """Fewer elements than a warp accesses, one channel, and sizes of networks."""
-    count = vector(case)
-    for shape in ((2, 1, 1), (1, 1, 2), (2, 3, 8), (1, 1, 800), (800, 1, 1)):
-        for pieces in (None, 5):
-            check_batch_norm(kernels, case, ChannelShape(*shape), pieces)
-    for shape in ((3, 3, 49), (3, 3, 196), (37, 70, 1), (37, 112, 1)):
-        for gap, pieces in ((count, 3), (1, 2)):
-            check_batch_norm(kernels, case, ChannelShape(*shape, gap), pieces)
-
-
-@each_dtype
-def test_constant_input_of_a_batch_norm(kernels: CompiledKernels, case: Case) -> None:
-    """Nothing is computed where a burst lacks an access: the shift is infinite in float16."""
-    for shape in (ChannelShape(5, 3, 16), ChannelShape(30, 24, 1)):
-        check_batch_norm(kernels, case, shape, constant=512.0)
 
 
 # A change of one instruction: returns the changed one, or None of other instructions.

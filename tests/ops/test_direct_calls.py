@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import pytest
 import torch
 from _support.assertions import assert_identical
 from _support.cases import FLOATS
-from _support.extension import COMPILER, PROJECT, build_cpu_extension, copy_package
+from _support.extension import PROJECT, build_cpu_extension, copy_package
 from _support.marks import quick, readable_id, slow
 from _support.op_calls import (
     FLOATING,
@@ -32,6 +30,7 @@ from _support.op_calls import (
     planes_of,
     scale_shift_of,
 )
+from _support.sanitizers import FLAGS, SANITIZE, run_tests, sanitizers
 from torch import Tensor
 
 import inplace_ops
@@ -430,28 +429,12 @@ SANITIZED = """
 """
 
 
-FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-DHOST_DEVICE=inline"]
-SANITIZE = "INPLACE_OPS_SANITIZE"  # an environment variable, set in the process with sanitizers
-
-
-def sanitizers() -> list[str]:
-    """Return the compiler's libraries of ASan and UBSan, for LD_PRELOAD."""
-    libraries = [
-        subprocess.run([COMPILER, f"-print-file-name={name}"], capture_output=True, text=True)
-        for name in ("libasan.so", "libubsan.so", "libstdc++.so")
-    ]
-    paths = [library.stdout.strip() for library in libraries]
-    if not all(os.path.isabs(path) for path in paths):
-        pytest.skip(f"{COMPILER} has no sanitizers")
-    return paths
-
-
 @slow
 def test_under_sanitizers(tmp_path: Path) -> None:
     """Run tests in a copy of the package, whose CPU extension is compiled with ASan and UBSan."""
     if SANITIZE in os.environ:
         assert Path(inplace_ops.__file__).parent == Path.cwd() / "inplace_ops"
-        return
+    preloaded = sanitizers()
     source = PROJECT / "csrc"
     if not source.exists():
         pytest.skip("needs the sources")
@@ -460,22 +443,11 @@ def test_under_sanitizers(tmp_path: Path) -> None:
 
     names = ("test_direct_calls.py", "test_batch_norm_ops.py", "test_values.py")
     files = [str(Path(__file__).with_name(name)) for name in names]
-    # -s: a sanitizer ends the process, and output that pytest has captured would be lost.
-    options = ["-q", "-x", "-s", "-p", "no:cacheprovider", "-m", ""]
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "-k", SANITIZED.replace("\n", " "), *files],
-        env={
-            **os.environ,
-            "PYTEST_ADDOPTS": "",
-            SANITIZE: "1",
-            "LD_PRELOAD": " ".join(sanitizers()),
-            "PYTHONMALLOC": "malloc",
-            "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
-            "PYTHONPATH": str(tmp_path),
-            "CUDA_VISIBLE_DEVICES": "",
-        },
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
+    run_tests(
+        *("-k", SANITIZED.replace("\n", " ")),
+        *files,
+        folder=tmp_path,
+        preloaded=preloaded,
+        PYTHONPATH=str(tmp_path),
+        CUDA_VISIBLE_DEVICES="",
     )
-    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-5000:]

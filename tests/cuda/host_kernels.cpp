@@ -1,6 +1,7 @@
-// Chooses the paths of launches of the CUDA kernels, and records the launches, over a virtual grid.
-// Tests compile this file, and call it with the addresses of tensors. No kernel runs. Needs neither
-// torch nor a GPU.
+// Runs the bodies of the CUDA kernels on the host, over a virtual grid, for tests: conftest.py
+// compiles this file, and test_host_kernels.py calls it with the addresses of tensors. Needs
+// neither torch nor a GPU. With INPLACE_OPS_RECORD nothing runs: the launches are recorded, for
+// tests that execute the compiled kernels.
 #define INPLACE_OPS_HARDWARE "../tests/cuda/emulated_hardware.h"
 
 #include <pybind11/pybind11.h>
@@ -23,6 +24,13 @@
 #include "../../csrc/cuda/elementwise.cuh"
 #include "../../csrc/cuda/path_choice.cuh"
 #include "named_activation.h"
+
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(address, size) (void(address), void(size))
+#define ASAN_UNPOISON_MEMORY_REGION(address, size) (void(address), void(size))
+#endif
 
 namespace py = pybind11;
 using namespace inplace_ops;
@@ -166,17 +174,22 @@ Path run(const Functor& functor, const Launch& launch) {
     const int64_t tiles = tiles_of<count()>(end - begin);
     const int64_t first = skipped / kTileElements<count()>;
     const int64_t last = warps_of_grid(tiles);
+#ifdef INPLACE_OPS_RECORD
     using Layout = std::decay_t<decltype(layout)>;
     record<run_warps<count(), Functor, Layout>>(first, last, kWarpsOfBlock, functor, layout,
                                                 operands, begin, end);
+#else
+    for (int64_t tile = first; tile < last; ++tile)
+      run_warp<count()>(functor, layout, operands, begin, end, tile);
+#endif
   };
   choose_path(strided, operands, launch_tiles, few_tiles);
   return path;
 }
 
-// Records the functor make(T{}) if the requested name is its name. Records make(Format{}) if it
-// names a cast of the results, as "Normalize to float16" does, or of inputs and results, as
-// "Normalize from float16" does.
+// Runs the functor make(T{}) if the requested name is its name. Runs make(Format{}) if it names a
+// cast of the results, as "Normalize to float16" does, or of inputs and results, as "Normalize from
+// float16" does.
 template <class T, class MakeFunctor>
 std::optional<Path> run_if_named(const std::string& name, const std::string& requested,
                                  const MakeFunctor& make, const Launch& launch) {
@@ -192,7 +205,9 @@ std::optional<Path> run_if_named(const std::string& name, const std::string& req
         path = run(InFloat32<Functor, Format>{{functor}}, launch);
     };
     run_casting(Half{}, "float16");
+#ifndef __SANITIZE_ADDRESS__
     run_casting(BFloat16{}, "bfloat16");
+#endif
   }
   return path;
 }
@@ -252,7 +267,7 @@ std::pair<int, std::string> run_named(
   return {path.access, path.layout};
 }
 
-// Records the kernels that Cuda::backward_batch_norm() launches, and returns the elements of an
+// Runs the kernels that Cuda::backward_batch_norm() launches, and returns the elements of an
 // access.
 template <class A>
 int run_passes(const A& activation, const std::vector<uintptr_t>& addresses,
@@ -277,10 +292,18 @@ int run_passes(const A& activation, const std::vector<uintptr_t>& addresses,
     const ChannelLoop corrections = correcting_loop(layout, count());
     const int64_t last_sum = warps_of_grid(sums.warps());
     const int64_t last_correction = warps_of_grid(corrections.warps());
+#ifdef INPLACE_OPS_RECORD
     record<sum_warps<count(), Functor>>(0, last_sum, kWarpsOfBlock, functor, sums, operands, norm);
     record<finish_warps<C>>(0, layout.channels, 1, norm);
     record<correct_warps<count(), Functor>>(0, last_correction, kWarpsOfBlock, functor, corrections,
                                             operands, norm);
+#else
+    for (int64_t warp = 0; warp < last_sum; ++warp)
+      sum_warp<count()>(functor, sums, operands, norm, warp);
+    for (int64_t channel = 0; channel < layout.channels; ++channel) finish_warp(norm, channel);
+    for (int64_t warp = 0; warp < last_correction; ++warp)
+      correct_warp<count()>(functor, corrections, operands, norm, warp);
+#endif
   });
   return access;
 }
@@ -338,6 +361,14 @@ void fma(uintptr_t x, uintptr_t y, uintptr_t z, uintptr_t result, size_t count, 
   std::fesetround(FE_TONEAREST);
 }
 
+void poison(uintptr_t address, size_t size) {
+  ASAN_POISON_MEMORY_REGION(reinterpret_cast<void*>(address), size);
+}
+
+void unpoison(uintptr_t address, size_t size) {
+  ASAN_UNPOISON_MEMORY_REGION(reinterpret_cast<void*>(address), size);
+}
+
 PYBIND11_MODULE(MODULE_NAME, module) {
   module.def("run", &run_named);
   module.def("divide", &divide);
@@ -358,6 +389,8 @@ PYBIND11_MODULE(MODULE_NAME, module) {
       .def_readonly("first_warp", &Recorded::first_warp)
       .def_readonly("last_warp", &Recorded::last_warp)
       .def_readonly("warps_of_a_block", &Recorded::warps_of_a_block);
+  module.def("poison", &poison);
+  module.def("unpoison", &unpoison);
   py::dict tile;  // from the bytes of an element to the elements of a warp's tile
   tile[py::int_(sizeof(double))] = kTileElements<kVectorElements<double>>;
   tile[py::int_(sizeof(float))] = kTileElements<kVectorElements<float>>;
