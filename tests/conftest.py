@@ -3,12 +3,8 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
-import importlib.util
 import os
-import platform
 import signal
-import subprocess
-import sysconfig
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,8 +14,8 @@ import pytest
 import torch
 from _support.compatibility import Recorder
 from _support.engine_norms import fused_rms_norm
+from _support.extension import build
 from _support.processes import Processes
-from _support.sanitizers import COMPILER, FLAGS, SANITIZE
 from _support.twins import EACH_SOURCE, nodes_from
 
 from inplace_ops import _ops
@@ -169,30 +165,6 @@ def seed() -> int:
     return value
 
 
-def build(source: str, folder: Path, *flags: str, name: str = "") -> ModuleType:
-    """Compile a C++ file of tests/cuda as a pybind11 module, and import it.
-
-    The module is called `name`, or like the file.
-    """
-    import pybind11  # imported here since tests on a GPU do not need it
-
-    path = Path(__file__).parent / "cuda" / source
-    name = name or path.stem
-    library = folder / f"{name}.so"
-    flags = (*flags, f"-DMODULE_NAME={name}")
-    command = [COMPILER, "-std=c++17", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", *flags]
-    command += [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}", str(path)]
-    if SANITIZE in os.environ:
-        command += FLAGS
-    subprocess.run([*command, "-o", str(library)], check=True)
-    spec = importlib.util.spec_from_file_location(name, library)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="session")
 def built_host_kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModuleType]:
     """Return a function that compiles host_kernels.cpp, for "some" or for "all" activations."""
@@ -214,26 +186,3 @@ def recorder(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     """host_kernels.cpp, compiled to record the launches of all kernels instead of running them."""
     flags = ["-DHOST_DEVICE=inline", "-DINPLACE_OPS_RECORD"]
     return build("host_kernels.cpp", tmp_path_factory.mktemp("recorder"), *flags, name="recorder")
-
-
-@pytest.fixture(scope="session")
-def device_numerics(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModuleType]:
-    """Return a function that compiles device_numerics.cpp.
-
-    "contracted" rounds a product and a sum once, by fused multiply-adds, as nvcc mostly does;
-    "separate" rounds them separately.
-    """
-
-    @functools.cache
-    def built(sums: str) -> ModuleType:
-        flags = ["-O2", "-pthread", "-ffp-contract=off"]
-        if sums == "contracted":
-            flags = ["-O2", "-pthread", "-ffp-contract=fast"]
-            if platform.machine() == "x86_64":
-                if "fma" not in Path("/proc/cpuinfo").read_text().split():
-                    pytest.skip("the processor has no fused multiply-add")
-                flags.append("-mfma")
-        name = f"device_numerics_{sums}"
-        return build("device_numerics.cpp", tmp_path_factory.mktemp(name), *flags, name=name)
-
-    return built

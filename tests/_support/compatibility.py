@@ -37,7 +37,7 @@ ROWS = {
     "torch.func: vmap, grad, jvp, jacrev, hessian": ("test_functorch",),
     "torch.compile": ("test_compile.py", "test_compiled_memory"),
     "fx, export, AOTInductor, ONNX, jit": ("test_tracing",),
-    "autocast, checkpoint, hooks, threads, Lightning": ("test_training",),
+    "autocast, checkpoint, hooks, threads": ("test_training",),
     "DDP, FSDP2, DTensor, tensor parallel": ("test_distributed",),
     "wrong arguments, sanitizers": ("test_direct", "test_python_calls"),
     "convert": (

@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 HALF, BFLOAT, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
+Result = TypeVar("Result")
 CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
 
 on_a_gpu = [
@@ -65,6 +67,25 @@ def no_synchronization() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def captured(
+    run: Callable[[], Result], warm_up: Callable[[], object]
+) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """Return a CUDA graph of `run`, and the tensors that its replays write.
+
+    The warm-up loads the kernels that are captured.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        warm_up()
+    torch.cuda.current_stream().wait_stream(side)
+    gc.collect()  # freeing another test's graph during the capture would end it
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+    return graph, result
 
 
 def requested_bytes() -> int:

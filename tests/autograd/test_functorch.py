@@ -14,19 +14,8 @@ from _support.cases import (
     activation_id,
 )
 from _support.marks import in_turn, readable_id
-from torch import Tensor, nn
-from torch.func import (
-    functional_call,
-    grad,
-    grad_and_value,
-    hessian,
-    jacfwd,
-    jacrev,
-    jvp,
-    linearize,
-    vjp,
-    vmap,
-)
+from torch import Tensor
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 # Transforms see PyTorch's activation, whatever the save mode: see dispatch.py. Hence rows for three
 # activations, each with another save mode.
@@ -77,46 +66,19 @@ def tangent_of(x: Tensor) -> Tensor:
     return torch.linspace(-1, 1, x.numel(), dtype=x.dtype, device=x.device).view_as(x)
 
 
-def linearized(f: Map, x: Tensor) -> object:
-    value, tangents = linearize(f, x)
-    return value, tangents(tangent_of(x))
-
-
-def gradients_of_samples(f: Map, x: Tensor) -> object:
-    """Return the gradients of a layer's weight, for each sample."""
-    layer = nn.Linear(4, 2, dtype=x.dtype, device=x.device)
-    parameters = {name: torch.ones_like(p) / 3 for name, p in layer.named_parameters()}
-
-    def loss(parameters: dict[str, Tensor], sample: Tensor) -> Tensor:
-        return functional_call(layer, parameters, f(sample)).square().sum()
-
-    return vmap(grad(loss), in_dims=(None, 0))(parameters, x)
-
-
 # By name: a transform of a function, evaluated at x of shape (3, 4).
 TRANSFORMS: dict[str, Callable[[Map, Tensor], object]] = {
     "grad": lambda f, x: grad(scalar(f))(x),
-    "grad_and_value": lambda f, x: grad_and_value(scalar(f))(x),
     "vjp": lambda f, x: vjp(f, x)[1](tangent_of(x)),
     "jvp": lambda f, x: jvp(f, (x,), (tangent_of(x),)),
-    "linearize": linearized,
     "jacrev": lambda f, x: jacrev(f)(x),
-    "jacrev in chunks": lambda f, x: jacrev(f, chunk_size=3)(x),
     "jacfwd": lambda f, x: jacfwd(f)(x),
     "hessian": lambda f, x: hessian(scalar(f))(x),
-    "jacrev of jacrev": lambda f, x: jacrev(jacrev(f))(x),
-    "jacrev of jacfwd": lambda f, x: jacrev(jacfwd(f))(x),
     "grad of grad": lambda f, x: grad(lambda z: grad(scalar(f))(z).sin().sum())(x),
     "jvp of grad": lambda f, x: jvp(grad(scalar(f)), (x,), (tangent_of(x),)),
     "vmap": lambda f, x: vmap(f)(x),
-    "vmap in chunks": lambda f, x: vmap(f, chunk_size=2)(x),
     "vmap of grad": lambda f, x: vmap(grad(scalar(f)))(x),
-    "gradients of samples": gradients_of_samples,
-    "vmap of jvp": lambda f, x: vmap(lambda z: jvp(f, (z,), (tangent_of(z),)))(x),
-    "vmap of jacrev": lambda f, x: vmap(jacrev(f))(x),
-    "vmap of hessian": lambda f, x: vmap(hessian(scalar(f)))(x),
     "grad of vmap": lambda f, x: grad(lambda z: vmap(f)(z).square().sum())(x),
-    "jvp of vmap": lambda f, x: jvp(vmap(f), (x,), (tangent_of(x),)),
     "vmap over columns": lambda f, x: vmap(f, in_dims=-1, out_dims=1)(x),
     "vmap of vmap": lambda f, x: vmap(vmap(f), in_dims=1)(x[:, None] * x),
 }
@@ -133,7 +95,6 @@ TRANSFORMS: dict[str, Callable[[Map, Tensor], object]] = {
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # linearize
 def test_transforms_match_pytorch(
     activation: ActivationCase, program: str, transform: str, device: torch.device
 ) -> None:
@@ -207,27 +168,6 @@ def test_gradients_of_captured_tensors_match_pytorch(
         y = vmap(lambda row, f=f: f(row * weight))(x)
         results.append((y, *torch.autograd.grad(y.square().sum(), weight)))
     torch.testing.assert_close(*results)
-
-
-@each_function
-@pytest.mark.parametrize("in_dim", [0, 1, -1])
-@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
-def test_vmap_over_ordinary_backward_matches_pytorch(
-    activation: ActivationCase, in_dim: int, layout: str, device: torch.device
-) -> None:
-    """vmap over several incoming gradients of one graph uses the ops' batching rules."""
-    leaf = torch.randn(3, 4, dtype=torch.float64, device=device, requires_grad=True)
-    incoming = torch.randn(3, 4, 5, dtype=torch.float64, device=device).movedim(-1, in_dim)
-    x = leaf * 1.5
-    y = activation.call(x) if layout == "contiguous" else activation.call(x.t()).t()
-
-    def backward(g: Tensor) -> Tensor:
-        return torch.autograd.grad(y, leaf, g, retain_graph=True)[0]
-
-    actual = vmap(backward, in_dims=in_dim)(incoming)
-    y = activation.reference(leaf * 1.5)
-    expected = torch.stack([backward(g) for g in incoming.unbind(in_dim)])
-    torch.testing.assert_close(actual, expected)
 
 
 def tolerance(activation: ActivationCase) -> float:

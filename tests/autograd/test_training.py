@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,15 +13,12 @@ from _support.assertions import assert_gradient, assert_identical
 from _support.cases import ONE_OF_EACH_FUNCTION, ActivationCase, activation_id
 from torch import Tensor, nn
 from torch.nn.parallel import parallel_apply
-from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     checkpoint_sequential,
     create_selective_checkpoint_contexts,
 )
-
-import inplace_ops
 
 each_function = pytest.mark.parametrize("activation", ONE_OF_EACH_FUNCTION, ids=activation_id)
 
@@ -123,20 +118,6 @@ def test_autocast_and_grad_scaler_match_pytorch(
     error = 10 * (activation.derivative_error.get(dtype, 0.0) + torch.finfo(dtype).eps)
     for mine, reference, old in zip(weights[0], expected[0], before, strict=True):
         assert (mine - reference).norm() <= error * (reference - old).norm()
-
-
-@each_function
-def test_infinite_gradients_reach_weights_as_in_pytorch(
-    activation: ActivationCase, device: torch.device
-) -> None:
-    ours, pytorchs = twins(activation, device, lambda make: nn.Sequential(nn.Linear(6, 5), make()))
-    x = torch.randn(4, 6, dtype=torch.float64, device=device)
-    incoming = torch.randn(4, 5, dtype=torch.float64, device=device)
-    incoming[0, 0], incoming[1, 1], incoming[2, 2] = float("inf"), float("-inf"), float("nan")
-    for model in (ours, pytorchs):
-        model(x).backward(incoming)
-    for mine, reference in zip(ours.parameters(), pytorchs.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, reference.grad, equal_nan=True)
 
 
 # ---- Steps of a network ----
@@ -259,72 +240,6 @@ def test_tensor_hooks_and_retained_gradients_match_pytorch(
 # ---- Parametrizations, threads, modes ----
 
 
-class Positive(nn.Module):
-    """A parametrization that is an activation itself."""
-
-    def __init__(self, activation: nn.Module) -> None:
-        super().__init__()
-        self.activation = activation
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return self.activation(weight * 2)
-
-
-def weight_normed(activation: Callable[[], nn.Module]) -> nn.Module:
-    model = network(activation)
-    parametrizations.weight_norm(model[0][0])
-    parametrizations.spectral_norm(model[1][3])
-    return model
-
-
-def with_a_parametrization(activation: Callable[[], nn.Module]) -> nn.Module:
-    model = network(activation)
-    parametrize.register_parametrization(model[1][0], "weight", Positive(activation()))
-    return model
-
-
-def cached(model: nn.Module, x: Tensor) -> Tensor:
-    with parametrize.cached():
-        return square(model, x) + square(model, x * 2)
-
-
-@each_function
-@pytest.mark.parametrize(
-    ("build", "step"),
-    [(weight_normed, square), (with_a_parametrization, square), (with_a_parametrization, cached)],
-)
-def test_parametrizations_match_pytorch(
-    activation: ActivationCase, build: Any, step: Step, device: torch.device
-) -> None:
-    assert_same_gradients(activation, device, step, build)
-
-
-@each_function
-def test_training_in_threads_matches_pytorch(
-    activation: ActivationCase, device: torch.device
-) -> None:
-    """Several models run forward and backward at the same time."""
-    models = [twins(activation, device) for _ in range(4)]
-    inputs = [torch.randn(8, 3, 7, 7, dtype=torch.float64, device=device) for _ in models]
-
-    def train(i: int) -> None:
-        for model in models[i]:
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            for _ in range(3):
-                optimizer.zero_grad()
-                square(model, inputs[i]).backward()
-                optimizer.step()
-
-    threads = [threading.Thread(target=train, args=(i,)) for i in range(len(models))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for ours, pytorchs in models:
-        for mine, reference in zip(ours.parameters(), pytorchs.parameters(), strict=True):
-            torch.testing.assert_close(mine, reference, **tolerances(activation))
-
-
 @pytest.fixture
 def _deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
@@ -359,24 +274,6 @@ several_streams = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's s
 @each_function
 @on_cuda
 @several_streams
-def test_make_graphed_callables_matches_pytorch(
-    activation: ActivationCase, device: torch.device
-) -> None:
-    ours, pytorchs = twins(activation, device)
-    sample = torch.randn(2, 3, 7, 7, dtype=torch.float64, device=device, requires_grad=True)
-    graphed = torch.cuda.make_graphed_callables(copy.deepcopy(ours), (sample,))
-    for _ in range(3):
-        x = torch.randn(2, 3, 7, 7, dtype=torch.float64, device=device)
-        for model in (graphed, pytorchs):
-            model.zero_grad()
-            square(model, x.clone().requires_grad_()).backward()
-        for mine, reference in zip(graphed.parameters(), pytorchs.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, reference.grad, **tolerances(activation))
-
-
-@each_function
-@on_cuda
-@several_streams
 def test_stream_for_each_branch_matches_pytorch(
     activation: ActivationCase, device: torch.device
 ) -> None:
@@ -402,54 +299,3 @@ def test_stream_for_each_branch_matches_pytorch(
 
 
 # ---- Frameworks ----
-
-
-@pytest.mark.filterwarnings("default")  # the frameworks issue warnings
-@pytest.mark.parametrize("converts", [False, True], ids=["modules", "convert"])
-@pytest.mark.parametrize("name", ["silu-output-default", "relu-mask"])
-def test_lightning_and_accelerate_match_pytorch(name: str, converts: bool) -> None:
-    lightning = pytest.importorskip("lightning")
-    accelerate = pytest.importorskip("accelerate")
-    activation = next(row for row in ONE_OF_EACH_FUNCTION if row.name == name)
-    ours, pytorchs = twins(activation, torch.device("cpu"))
-    if converts:
-        make = activation.entry.torch_module
-        pytorchs = nn.Sequential(
-            nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), make(), nn.Conv2d(16, 4, 3), nn.Flatten()
-        ).double()
-        ours = copy.deepcopy(pytorchs)
-        report = inplace_ops.convert(ours, torch.randn(2, 3, 7, 7, dtype=torch.float64))
-        assert report.saved_bytes_after < report.saved_bytes_before
-
-    class Task(lightning.LightningModule):
-        def __init__(self, model: nn.Module) -> None:
-            super().__init__()
-            self.model = model
-
-        def training_step(self, x: Tensor, index: int) -> Tensor:
-            return square(self.model, x)
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-    examples = [torch.randn(2, 3, 7, 7, dtype=torch.float64) for _ in range(4)]
-    for model in (ours, pytorchs):
-        trainer = lightning.Trainer(
-            max_steps=4,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(Task(model), torch.utils.data.DataLoader(examples, batch_size=None))
-        assert trainer.global_step == 4
-        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-        prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-        for x in examples:
-            with accelerator.accumulate(prepared):
-                accelerator.backward(square(prepared, x))
-                optimizer.step()
-                optimizer.zero_grad()
-    for mine, reference in zip(ours.parameters(), pytorchs.parameters(), strict=True):
-        torch.testing.assert_close(mine, reference, **tolerances(activation))

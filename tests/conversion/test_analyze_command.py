@@ -119,6 +119,12 @@ def test_failed_import_shows_cause_and_remedy(
     assert str(error.value).endswith(f"likely remedy: {remedy}")
 
 
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize("memory", ["0.9", "1GiB", "100000000"])
+def test_memory_option_prints_candidates(memory: str, library: str, analyze: Analyze) -> None:
+    assert "chosen" in analyze(library, "--input", "2,3,32,32", f"--memory={memory}")
+
+
 def report_of(analyze: Analyze, library: str, *arguments: str) -> dict[str, Any]:
     return json.loads(analyze(library, "--input", "2,3,32,32", "--json", *arguments))
 
@@ -145,6 +151,10 @@ def test_options_change_the_report(library: str, analyze: Analyze) -> None:
         (("torch:ones", "--input", "1", "--set", "width"), "invalid setting value: 'width'"),
         (("torch:ones", "--input", "1", "--optimize", "speed"), "unrecognized arguments"),
         (("torch:ones",), "--input"),
+        *(
+            (("torch:ones", "--input", "1", f"--memory={text}"), "memory must be a number of bytes")
+            for text in ("8gigs", "1.5", "-3", "0")
+        ),
     ],
     ids=[
         "no_name",
@@ -155,6 +165,7 @@ def test_options_change_the_report(library: str, analyze: Analyze) -> None:
         "no_value",
         "unknown_option",
         "no_input",
+        *("unit", "share", "negative", "zero"),
     ],
 )
 def test_invalid_arguments_exit_with_error(

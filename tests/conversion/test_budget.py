@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,11 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import inplace_ops
-from inplace_ops import __main__ as command
 from inplace_ops.conversion import budget
 from inplace_ops.conversion.blocks import Blocks, blocks_of
 from inplace_ops.conversion.budget import Budget
@@ -338,23 +335,6 @@ def test_report_names_what_comes_in_addition() -> None:
     assert report.to_dict()["candidates"][0]["max_ops"] == 1
 
 
-def test_training_script_stays_below_the_budget_and_what_the_report_names() -> None:
-    """A loss, Adam, three steps, from the first one on."""
-    model, x, target = Transformer(count=5), tokens(), torch.randint(4, (4, 64))
-    table = inplace_ops.analyze(model, x, memory=2**40)
-    (limit,) = shares(table, 0.1)
-    report = inplace_ops.convert(model, x, memory=limit)
-
-    def train() -> None:
-        optimizer = torch.optim.Adam(model.parameters())
-        for _ in range(3):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x).flatten(0, 1), target.flatten()).backward()
-            optimizer.step()
-
-    assert (peak_bytes(train) or 0) <= limit + 2 * report.trainable_bytes
-
-
 def test_converted_model_warns_and_does_not_change() -> None:
     model, x = Transformer(), tokens()
     inplace_ops.convert(model)
@@ -584,37 +564,3 @@ def test_checkpoints_that_fail_are_left_out(monkeypatch: pytest.MonkeyPatch) -> 
     (failed,) = [each for each in report.candidates if each.checkpointed]
     assert failed.peak_bytes is None
     assert any("checkpoints of blocks fail" in remark for remark in report.remarks)
-
-
-# The command.
-
-
-@pytest.fixture
-def analyze(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], int]:
-    """Run `inplace-ops analyze` with an amount of memory."""
-
-    def run(memory: str) -> int:
-        arguments = ["analyze", "a:b", "--input", "2,4,24,24", f"--memory={memory}"]
-        monkeypatch.setattr(sys, "argv", ["inplace-ops", *arguments])
-        monkeypatch.setattr(command, "load", lambda model, settings: convolutional())
-        return command.main()
-
-    return run
-
-
-@pytest.mark.parametrize("text", ["8gigs", "1.5", "-3", "0"])
-def test_command_with_a_bad_amount_says_what_is_understood(
-    text: str, analyze: Callable[[str], int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        analyze(text)
-    assert ended.value.code == 2
-    assert "memory must be a number of bytes" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["0.9", "1GiB", "100000000"])
-def test_command_prints_candidates(
-    text: str, analyze: Callable[[str], int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert analyze(text) == 0
-    assert "chosen" in capsys.readouterr().out

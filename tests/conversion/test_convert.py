@@ -111,14 +111,13 @@ def test_module_that_rejects_hooks_leaves_model_unchanged() -> None:
 
 
 def test_converting_inside_forward_pass_raises() -> None:
-    class Converts(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            for function in (inplace_ops.convert, inplace_ops.analyze):
-                with pytest.raises(RuntimeError, match="inside the forward pass"):
-                    function(nn.Linear(2, 2), torch.ones(2))
-            return x
+    def converts(m: Any, x: Tensor) -> Tensor:
+        for function in (inplace_ops.convert, inplace_ops.analyze):
+            with pytest.raises(RuntimeError, match="inside the forward pass"):
+                function(nn.Linear(2, 2), torch.ones(2))
+        return x
 
-    model = nn.Sequential(nn.Linear(2, 2), Converts())
+    model = nn.Sequential(nn.Linear(2, 2), Parts(converts))
     inplace_ops.convert(model)
     model(torch.ones(2))
 
@@ -270,17 +269,6 @@ def test_forward_may_have_any_keyword_names(is_class: bool) -> None:
     torch.testing.assert_close(model(x, model=2, forward=3), expected)
 
 
-def test_activation_with_instance_forward_is_unchanged() -> None:
-    model, x = network(), examples()
-    model[2].forward = forward = lambda z: z * 3
-    original = copy.deepcopy(model)
-    inplace_ops.convert(model)
-    assert model[2].forward is forward
-    assert_same_steps(original, model, x)
-    inplace_ops.revert(model)
-    assert model[2].forward is forward
-
-
 def test_encoder_layers_get_no_hooks() -> None:
     """With a hook on one of its parts an encoder layer leaves its fast path."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -408,20 +396,14 @@ def test_model_error_on_example_is_raised_as_it_is(function: Callable[..., Any])
 def test_float32_outputs_under_autocast_are_compared_as_16_bits() -> None:
     """What runs in 16 bits decides how much gradients may differ, not the outputs' dtype."""
 
-    class Pooled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            blocks = [
-                layer
-                for inputs in (3, 16)
-                for layer in (nn.Conv2d(inputs, 16, 3), nn.BatchNorm2d(16), nn.Hardswish())
-            ]
-            self.layers = nn.Sequential(*blocks, nn.Conv2d(16, 4, 1))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layers(x).float().mean((2, 3))
-
-    model, x = Pooled(), torch.randn(2, 3, 24, 24)
+    blocks = [
+        layer
+        for inputs in (3, 16)
+        for layer in (nn.Conv2d(inputs, 16, 3), nn.BatchNorm2d(16), nn.Hardswish())
+    ]
+    layers = nn.Sequential(*blocks, nn.Conv2d(16, 4, 1))
+    model = Parts(lambda m, x: m.layers(x).float().mean((2, 3)), layers=layers)
+    x = torch.randn(2, 3, 24, 24)
     with torch.autocast("cpu", torch.bfloat16):
         report = inplace_ops.convert(model, x)
     assert report.saved_bytes_after < report.saved_bytes_before
@@ -445,12 +427,8 @@ def test_model_without_gradients_saves_zero_bytes() -> None:
     frozen = network().requires_grad_(False)
     report = inplace_ops.convert(frozen, examples())
     assert (report.saved_bytes_before, report.saved_bytes_after) == (0, 0)
-
-    class ReturnsNone(nn.Module):
-        def forward(self, x: Tensor) -> None:
-            return None
-
-    assert inplace_ops.convert(ReturnsNone(), examples()).saved_bytes_after == 0
+    returns_none = Parts(lambda m, x: None)
+    assert inplace_ops.convert(returns_none, examples()).saved_bytes_after == 0
 
 
 def test_wrong_recomputed_tensor_raises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -512,11 +490,8 @@ def test_views_of_a_tensor_in_channels_last_pass_verification(view: str) -> None
 
 
 def test_dropout_and_noise_pass_verification() -> None:
-    class Noise(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + random.gauss(0, 1e-3) * torch.randn_like(x)
-
-    model = nn.Sequential(*network()[:5], nn.Dropout(), Noise(), *network()[3:])
+    noise = Parts(lambda m, x: x + random.gauss(0, 1e-3) * torch.randn_like(x))
+    model = nn.Sequential(*network()[:5], nn.Dropout(), noise, *network()[3:])
     assert inplace_ops.convert(model, examples()).saved_bytes_after > 0
 
 
@@ -525,16 +500,15 @@ def test_threads_convert_one_at_a_time() -> None:
     running: list[int] = []
     numbers_running: list[int] = []
 
-    class Slow(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            running.append(1)
-            time.sleep(0.002)
-            numbers_running.append(len(running))
-            running.pop()
-            return x
+    def slow(m: Any, x: Tensor) -> Tensor:
+        running.append(1)
+        time.sleep(0.002)
+        numbers_running.append(len(running))
+        running.pop()
+        return x
 
     def work() -> None:
-        inplace_ops.convert(nn.Sequential(nn.Linear(4, 4), Slow()), torch.randn(2, 4))
+        inplace_ops.convert(nn.Sequential(nn.Linear(4, 4), Parts(slow)), torch.randn(2, 4))
 
     threads = [threading.Thread(target=work) for _ in range(3)]
     for thread in threads:

@@ -1,12 +1,11 @@
-"""The report of `convert` and `analyze`, and the memory that it promises."""
+"""The report of convert and analyze: rows, reasons and lines, and the memory that it promises."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import json
-import os
-import subprocess
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -21,16 +20,15 @@ import torch.nn.functional as F
 from _support.allocations import largest_allocation, saved_allocation
 from _support.assertions import ViewFunction
 from _support.networks import examples, network, number_of_hooks
-from _support.twins import (
-    Parts,
-    Program,
-)
+from _support.twins import Parts, Program
 from torch import Tensor, nn
 
 import inplace_ops
 from inplace_ops import saved_bytes
+from inplace_ops.activations import ACTIVATIONS, Activation
 from inplace_ops.conversion.plot import groups
 from inplace_ops.conversion.report import Auxiliary, Report
+from inplace_ops.recompute import nodes, operations
 
 
 def sum_after_write(z: Tensor) -> Tensor:
@@ -266,21 +264,6 @@ def test_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.Monkey
         report.plot("plot.png")
 
 
-def test_example_prints_nothing() -> None:
-    """Not even PyTorch's profiler, which a process of its own runs for the first time."""
-    code = """
-import os, torch, inplace_ops
-model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.SiLU())
-for function in inplace_ops.analyze, inplace_ops.convert:
-    report = function(model, torch.randn(2, 3, 32, 32))
-    assert report.peak_bytes_after and "KINETO_LOG_LEVEL" not in os.environ
-"""
-    environment = {k: v for k, v in os.environ.items() if k != "KINETO_LOG_LEVEL"}
-    command = [sys.executable, "-W", "ignore", "-c", code]  # torch warns if there is no NumPy
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-
-
 class Bar:
     """Records the arguments and updates of a progress bar."""
 
@@ -326,11 +309,8 @@ def test_user_function_that_saves_its_input_is_counted() -> None:
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
             return gradient
 
-    class Calls(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return Swish.apply(x)
-
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), Calls(), nn.AvgPool2d(2))
+    calls = Parts(lambda m, x: Swish.apply(x))
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), calls, nn.AvgPool2d(2))
     report = inplace_ops.analyze(model, torch.randn(2, 3, 16, 16))
     (row,) = [r for r in report.remaining if r.consumer == "Swish"]
     assert (row.producer, row.module, row.bytes) == ("Convolution", "1", 4 * 2 * 8 * 14 * 14)
@@ -360,19 +340,14 @@ def test_report_finds_outputs_in_objects() -> None:
         def __init__(self, value: Tensor) -> None:
             self.value = value
 
-    class Wraps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = network()
+    def wraps() -> nn.Module:
+        return Parts(lambda m, x: Output(m.network(x)), network=network())
 
-        def forward(self, x: Tensor) -> Output:
-            return Output(self.network(x))
-
-    model = Wraps()
+    model = wraps()
     report = inplace_ops.convert(model)
     model(examples())
     assert len(report.replaced) >= 3
-    assert inplace_ops.convert(Wraps(), examples()).saved_bytes_after > 0
+    assert inplace_ops.convert(wraps(), examples()).saved_bytes_after > 0
 
 
 def test_error_in_report_warns_and_does_not_reach_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,15 +369,8 @@ def test_peaks_are_none_under_profiler() -> None:
     assert report.peak_bytes_before is report.peak_bytes_after is None
 
 
-class Branches(nn.Module):
-    """A model whose forward is `compute(layers, x)`."""
-
-    def __init__(self, compute: Callable[[nn.ModuleList, Tensor], Any], *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers, self.compute = nn.ModuleList(layers), compute
-
-    def forward(self, x: Tensor) -> Any:
-        return self.compute(self.layers, x)
+def branches(compute: Callable[[nn.ModuleList, Tensor], Any], *layers: nn.Module) -> nn.Module:
+    return Parts(lambda m, x: compute(m.layers, x), layers=nn.ModuleList(layers))
 
 
 def conv() -> nn.Module:
@@ -433,7 +401,7 @@ def aliased(alias: str, activation: nn.Module) -> nn.Module:
         y = m[2](z)
         return m[4](ViewFunction.apply(z if alias == "input" else y)) + m[3](y)
 
-    return Branches(compute, conv(), nn.BatchNorm2d(16), activation, conv(), conv())
+    return branches(compute, conv(), nn.BatchNorm2d(16), activation, conv(), conv())
 
 
 def residual() -> nn.Module:
@@ -445,13 +413,13 @@ def residual() -> nn.Module:
         return x.sum()
 
     layers = [(conv(), nn.BatchNorm2d(16), conv(), nn.BatchNorm2d(16)) for _ in range(3)]
-    return Branches(compute, *itertools.chain.from_iterable(layers))
+    return branches(compute, *itertools.chain.from_iterable(layers))
 
 
 def sum_with_a_view(view: Callable[[Tensor], Tensor]) -> nn.Module:
     """The sum's input is saved by a view of all its elements."""
     compute = lambda m, x: m[1](F.gelu(view(y := m[0](x))) + y)  # noqa: E731
-    return Branches(compute, conv(), conv())
+    return branches(compute, conv(), conv())
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -461,10 +429,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "layer norm": lambda: nn.Sequential(conv(), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 16)),
     # Pools the argument.
     "pooling": lambda: nn.Sequential(nn.MaxPool2d(2), conv(), nn.BatchNorm2d(16), conv()),
-    "index": lambda: Branches(
+    "index": lambda: branches(
         lambda m, x: m[0](x).relu().mean() + m[1](x)[x > 0].sum(), conv(), conv()
     ),
-    "dropped branch": lambda: Branches(
+    "dropped branch": lambda: branches(
         lambda m, x: m[0](x) + m[1](F.silu(m[0](x))).detach(), conv(), conv()
     ),
     "ReLU": lambda: block(nn.ReLU()),
@@ -545,7 +513,7 @@ def test_observation_does_not_keep_dropped_graph_alive() -> None:
         return m[1](x) * target * large
 
     teacher = nn.Sequential(conv(), nn.BatchNorm2d(16), nn.SiLU(), conv())
-    model = Branches(compute, teacher, conv())
+    model = branches(compute, teacher, conv())
     x = torch.randn(8, 16, 32, 32)
     original = copy.deepcopy(model)
     inplace_ops.convert(model)
@@ -554,8 +522,13 @@ def test_observation_does_not_keep_dropped_graph_alive() -> None:
     assert peak_of_a_forward(model, x) <= peak_of_a_forward(original, x)
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm2d(16), nn.GroupNorm(4, 16)], ids=["batch", "group"])
-@pytest.mark.parametrize("activation", [nn.SiLU(), nn.Hardswish()], ids=["SiLU", "Hardswish"])
+@pytest.mark.parametrize(
+    ("norm", "activation"),
+    [
+        pytest.param(nn.BatchNorm2d(16), nn.SiLU(), id="batch-SiLU"),
+        pytest.param(nn.GroupNorm(4, 16), nn.Hardswish(), id="group-Hardswish"),
+    ],
+)
 def test_first_step_of_block_needs_less_peak_memory(norm: nn.Module, activation: nn.Module) -> None:
     """The comparison at first use computes differences in parts, so it adds little to the peak."""
     original = nn.Sequential(conv(), copy.deepcopy(norm), copy.deepcopy(activation), conv())
@@ -568,3 +541,188 @@ def test_first_step_of_block_needs_less_peak_memory(norm: nn.Module, activation:
             m(x).sum().backward()
         peaks += peak
     assert peaks[1] < 0.9 * peaks[0]
+
+
+# No line of a report is untrue.
+
+
+class Block(nn.Module):
+    """A transformer's block with dropouts."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.act, self.drop = nn.GELU(), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        attention = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.drop(self.out(attention.transpose(1, 2).flatten(2)))
+        return x + self.drop(self.down(self.drop(self.act(self.up(self.norm2(x))))))
+
+
+def gpt() -> nn.Module:
+    return nn.Sequential(
+        nn.Embedding(50, 64), nn.Dropout(0.1), Block(64), Block(64), nn.LayerNorm(64)
+    )
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, activation=F.gelu)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+class Convolutional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU6())
+        self.block = nn.Sequential(
+            *(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.SiLU(), nn.Dropout2d(0.2)),
+            *(nn.Conv2d(16, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.Dropout(0.1)),
+        )
+        self.gate = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(16, 16, 1), nn.Sigmoid())
+        self.head = nn.Sequential(
+            nn.LeakyReLU(), nn.MaxPool2d(2), nn.Dropout(), nn.Conv2d(16, 4, 3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        y = self.block(x)
+        return self.head(x + y * self.gate(y))
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "gpt": (gpt, lambda: torch.randint(0, 50, (8, 32))),
+    "encoder": (encoder, lambda: torch.randn(8, 32, 64)),
+    "convolutional": (Convolutional, lambda: torch.randn(8, 3, 32, 32)),
+}
+
+
+def check_reasons(report: Report) -> None:
+    """Check reasons against the tables of rules, and against the rows of the same report."""
+    handled = {row.producer for row in report.replaced if row.how == "recomputed"}
+    named = {nodes.name_of_type(n) for n, each in operations.OPERATIONS.items() if each.has_spec}
+    for row in report.remaining:
+        without_rule = re.fullmatch(r"no rule for the output of (\w+)", row.reason)
+        if without_rule is not None:
+            assert without_rule[1] not in named | handled, row
+        if row.reason == "too expensive: never recomputed":
+            assert row.producer not in handled, row
+        # A dropout's mask is the only input without a gradient here, and is saved as bits.
+        assert "without a gradient" not in row.reason or row.producer != "Mul", row
+        assert row.reason != "another operation saves the same memory", row
+        assert "smaller" not in row.reason or row.bytes < 4096 or "a part" in row.reason, row
+
+
+@pytest.mark.parametrize("max_ops", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_reasons_do_not_blame_what_is_handled(name: str, max_ops: int) -> None:
+    make, inputs = NETWORKS[name]
+    report = inplace_ops.analyze(make(), inputs(), max_ops=max_ops)
+    check_reasons(report)
+    saved = [sum(row.bytes for row in rows) for rows in (report.replaced, report.remaining)]
+    assert sum(saved) == report.saved_bytes_before
+    paths = {path for path, _ in make().named_modules()}
+    for row in (*report.replaced, *report.remaining, *report.auxiliary):
+        assert row.module in paths
+
+
+def test_rows_are_in_the_module_that_runs_the_operation() -> None:
+    """In a TransformerEncoderLayer too, whose parts get no hooks from `convert`."""
+    for with_an_example in (True, False):
+        model, x = encoder(), torch.randn(8, 32, 64)
+        report = inplace_ops.convert(model, x if with_an_example else None)
+        model(x)
+        modules = dict(model.named_modules())
+        expected = {"NativeLayerNorm": nn.LayerNorm, "Addmm": nn.Linear}
+        found = 0
+        for row in (*report.replaced, *report.remaining):
+            kind, module = expected.get(row.consumer), modules[row.module]
+            if kind is not None and not isinstance(module, nn.MultiheadAttention):
+                assert isinstance(module, kind), row
+                found += 1
+            if row.consumer == "GELU":  # called in the layer's own code, before its linear2
+                assert row.module in ("layers.0", "layers.1")
+        assert found > 4
+
+
+def test_module_of_an_operation_before_an_inner_module_is_the_outer_one() -> None:
+    def compute(m: Any, x: Tensor) -> Tensor:
+        return m.last(m.first(x).sin()).cos()
+
+    report = inplace_ops.analyze(
+        Parts(compute, first=nn.Linear(8, 64), last=nn.Linear(64, 8)), torch.randn(64, 8)
+    )
+    found = {row.consumer: row.module for row in (*report.replaced, *report.remaining)}
+    assert (found["Sin"], found["Cos"], found["Addmm"]) == ("", "", "last")
+
+
+# Names.
+
+
+@pytest.mark.parametrize(
+    "activation", ACTIVATIONS, ids=lambda a: " ".join([a.name, *a.variant.values()])
+)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_activations_have_one_name(activation: Activation, inplace: bool) -> None:
+    """Whether PyTorch's node runs, that of this package's function, or one after a norm."""
+    arguments = {**activation.variant, **({"inplace": True} if inplace else {})}
+    if inplace and activation.torch_inplace is None:
+        pytest.skip("PyTorch has no in-place function")
+    x = torch.randn(64, 64, requires_grad=True)
+    pytorchs = activation.torch_module(**arguments)
+    own = getattr(inplace_ops, activation.name)(**activation.variant)
+    for module in (pytorchs, own):
+        assert nodes.operation_name(module(x * 1).grad_fn) == activation.name
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), pytorchs, nn.Linear(64, 64))
+    report = inplace_ops.convert(model, torch.randn(64, 64))
+    assert activation.name in {row.consumer for row in report.replaced}
+    assert nodes.operation_name(F.hardtanh(x, -1, 6).grad_fn) == "Hardtanh"
+
+
+# Lines.
+
+
+def test_line_says_why_numbers_are_unknown() -> None:
+    frozen = network().requires_grad_(False)
+    assert "no parameter and no argument requires a gradient" in str(
+        inplace_ops.analyze(frozen, examples())
+    )
+
+    detached = Parts(lambda m, x: m.net(x).detach(), net=network())
+    assert "no output requires a gradient" in str(inplace_ops.analyze(detached, examples()))
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            raise NotImplementedError("no backward here")
+
+    without_backward = Parts(lambda m, x: Fails.apply(m.net(x)), net=network())
+    text = str(inplace_ops.analyze(without_backward, examples()))
+    assert "backward raises: NotImplementedError: no backward here" in text
+    model = network()
+    report = inplace_ops.convert(model)
+    model(examples())
+    assert "peaks are measured with an example only" in str(report)
+    with torch.autograd.profiler.profile():
+        report = inplace_ops.analyze(network(), examples())
+    assert "profiler is already running" in str(report)
+    assert "?" not in str(inplace_ops.analyze(network(), examples()))
+
+
+def test_line_bounds_the_rest_of_the_peak() -> None:
+    """Wide outputs and weights, which are not saved, have most of the peak."""
+    layers = nn.Linear(64, 64), nn.LayerNorm(64), nn.SiLU(), nn.Linear(64, 4096)
+    model = nn.Sequential(*layers)
+    report = inplace_ops.convert(model, torch.randn(256, 64))
+    weights = sum(p.nbytes for p in model.parameters())
+    assert report.gradient_bytes == weights
+    rest = report.peak_bytes_after - report.saved_bytes_after - weights
+    line = next(line for line in str(report).splitlines() if line.startswith("of the converted"))
+    assert f"at least {rest / 2**20:.3f} MiB are outputs and temporary" in line

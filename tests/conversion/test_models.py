@@ -6,24 +6,15 @@ runs all of them. Networks whose library is not installed are skipped.
 
 from __future__ import annotations
 
-import copy
-import multiprocessing
 import os
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from _support.twins import HAS_HOOK, number_of_values
-from torch import nn
 
-import inplace_ops
-from inplace_ops import saved_bytes
 from inplace_ops.conversion.library import ModelNotFoundError
-from inplace_ops.conversion.wiring import conversion_of
 
 os.environ.setdefault("YOLO_CONFIG_DIR", tempfile.gettempdir())
 
@@ -103,86 +94,3 @@ def test_three_training_steps_match_pytorch(name: str) -> None:
     assert number_of_values() <= before
     assert [row["result"] for row in rows] == [SAME] * len(rows)
     assert len(rows) >= 2
-
-
-@pytest.mark.parametrize("name", ["timm:efficientnet_b0", "transformers:LlamaForCausalLM"])
-def test_report_of_an_example_equals_measured_bytes(name: str) -> None:
-    """The report equals measured bytes, and only the class of the model itself changes."""
-    pytest.importorskip(name.partition(":")[0])
-    from bench_models import inputs_of
-    from model_zoo import entry_of
-
-    entry = entry_of(name)
-    model = entry.model()
-    types = [type(m) for m in model.modules()]
-    inputs = inputs_of(entry, model)
-    example = (inputs[""],) if "" in inputs else inputs
-    args, kwargs = (example, {}) if isinstance(example, tuple) else ((), example)
-    original = copy.deepcopy(model)
-    report = inplace_ops.convert(model, example)
-    saved = [saved_bytes(m, *args, **kwargs) for m in (original, model)]
-    assert [report.saved_bytes_before, report.saved_bytes_after] == saved
-    assert report.peak_bytes_before is not None
-    assert report.peak_bytes_after is not None
-    assert report.peak_bytes_after < report.peak_bytes_before
-    torch.testing.assert_close(model.state_dict(), original.state_dict(), rtol=0, atol=0)
-    assert [type(m) for m in model.modules()][1:] == types[1:]
-    inplace_ops.revert(model)
-    assert [type(m) for m in model.modules()] == types
-
-
-def test_training_with_ultralytics_matches_pytorch(tmp_path: Path) -> None:
-    """`train` builds a new model, which a callback converts, as documented."""
-    pytest.importorskip("ultralytics")
-    # In a separate process, as `train` sets global flags of PyTorch.
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        pool.apply(train_with_ultralytics, (tmp_path,))
-
-
-def train_with_ultralytics(tmp_path: Path) -> None:
-    import ultralytics
-    from PIL import Image
-
-    for i in range(4):
-        for folder in ("images", "labels"):
-            (tmp_path / folder).mkdir(exist_ok=True)
-        noise = torch.randint(256, (64, 64, 3), dtype=torch.uint8).numpy()
-        Image.fromarray(noise).save(tmp_path / "images" / f"{i}.png")
-        (tmp_path / "labels" / f"{i}.txt").write_text("0 0.5 0.5 0.5 0.5\n")
-    data = tmp_path / "data.yaml"
-    data.write_text(f"path: {tmp_path}\ntrain: images\nval: images\nnames: [thing]\n")
-
-    def is_converted(model: nn.Module) -> bool:
-        return conversion_of(model) is not None
-
-    def average_of(trainer: Any) -> float:
-        return sum(p.double().abs().sum().item() for p in trainer.ema.ema.parameters())
-
-    def trained(name: str, *callbacks: Callable[[Any], Any]) -> tuple[list[float], list[bool]]:
-        """Return the losses and a sum over the averaged model, and which models were converted."""
-        found: list[float] = []
-        conversions: list[bool] = []
-        torch.manual_seed(0)
-        yolo = ultralytics.YOLO("yolov8n.yaml")
-        for callback in callbacks:
-            yolo.add_callback("on_pretrain_routine_end", callback)
-        yolo.add_callback("on_train_batch_end", lambda t: found.append(t.loss.item()))
-        yolo.add_callback("on_train_end", lambda t: found.append(average_of(t)))
-        yolo.add_callback(
-            "on_train_end", lambda t: conversions.extend(map(is_converted, (t.model, t.ema.ema)))
-        )
-        settings = {"imgsz": 64, "batch": 2, "epochs": 2, "device": "cpu", "workers": 0}
-        quiet = {"plots": False, "val": False, "verbose": False, "project": str(tmp_path)}
-        yolo.train(data=str(data), name=name, mosaic=0.0, amp=False, **settings, **quiet)
-        return found, conversions
-
-    expected, conversions = trained("original")
-    assert conversions == [False, False]
-    actual, conversions = trained("converted", lambda t: inplace_ops.convert(t.model.train()))
-    assert conversions == [True, False]
-    assert len(actual) == 5
-    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=0)
-    # The saved model is the average, which was copied before, and loads without this package.
-    checkpoint = tmp_path / "converted" / "weights" / "last.pt"
-    assert b"inplace_ops" not in checkpoint.read_bytes()
-    assert not is_converted(ultralytics.YOLO(checkpoint).model)

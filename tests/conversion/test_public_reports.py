@@ -1,9 +1,10 @@
 """Bugs that users reported of other packages, each as a test of its general case.
 
-Tests elsewhere cover other reports: attributes that are set after the conversion
-(`test_convert.py`); reports that promise too much (`test_convert_report.py`); direct calls of
-`forward`, hooks that look modules up (`test_engine_containment.py`); parameters whose memory is
-freed (`test_engine_rules.py`); subclasses of tensors (`test_engine_containment.py`).
+Tests elsewhere cover other reports: attributes of parameters that hooks set (`test_state.py`), and
+attributes that are set after the conversion (`test_convert.py`); reports that promise too much
+(`test_convert_report.py`); direct calls of `forward`, hooks that look modules up
+(`test_engine_containment.py`); parameters whose memory is freed (`test_engine_rules.py`);
+subclasses of tensors (`test_engine_containment.py`).
 """
 
 from __future__ import annotations
@@ -11,12 +12,11 @@ from __future__ import annotations
 import copy
 import importlib.util
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from _support.twins import C, images
-from torch import Tensor, nn
+from torch import nn
 
 import inplace_ops
 
@@ -25,44 +25,6 @@ def network() -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(3, C, 3), nn.GroupNorm(2, C), nn.SiLU(), nn.Conv2d(C, 4, 1), nn.ReLU()
     )
-
-
-class PerSample:
-    """Hooks that store inputs in lists and set attributes of parameters, as those of Opacus."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.inputs: dict[nn.Module, list[Tensor]] = {}
-        for module in model.modules():
-            if list(module.parameters(recurse=False)):
-                module.register_forward_hook(self.forward_hook)
-                module.register_full_backward_hook(self.backward_hook)
-
-    def forward_hook(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.inputs.setdefault(module, []).append(args[0].detach())
-        for parameter in module.parameters(recurse=False):
-            parameter.counter = getattr(parameter, "counter", 0) + 1
-
-    def backward_hook(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        x = self.inputs[module].pop()
-        for parameter in module.parameters(recurse=False):
-            parameter.counter -= 1
-            if parameter.counter == 0:
-                parameter.per_sample = x.flatten(1).sum(1), outputs[0].flatten(1).sum(1)
-
-
-@pytest.mark.parametrize("function", [inplace_ops.convert, inplace_ops.analyze])
-def test_hooks_that_set_attributes_of_parameters_still_work(function: Callable[..., Any]) -> None:
-    """opacus#414, #433, #578: per-sample gradients were None."""
-    model, x = network(), images().requires_grad_()  # otherwise a backward hook warns
-    PerSample(model)
-    for inputs in ((), (x,)) if function is inplace_ops.convert else ((x,),):
-        function(model, *inputs)
-        inplace_ops.revert(model)
-        assert not any(vars(parameter) for parameter in model.parameters())
-    inplace_ops.convert(model)
-    model(x).sum().backward()
-    assert all(p.counter == 0 for p in model.parameters())
-    assert all(p.per_sample is not None for p in model.parameters())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="opacus is not installed")

@@ -1,4 +1,4 @@
-"""`saved_bytes`: what counts, checkpoints, and threads."""
+"""`saved_bytes`: what counts, checkpoints, and threads. What measurements of memory count."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from _support.allocations import saved_allocation
+from _support.allocations import largest_allocation, saved_allocation
 from _support.networks import examples, network
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
@@ -25,6 +25,7 @@ from torch.utils.checkpoint import (
 
 import inplace_ops
 from inplace_ops import saved_bytes
+from inplace_ops.memory import peak_bytes
 
 FROZEN = nn.Linear(100, 100).requires_grad_(False)
 
@@ -208,3 +209,34 @@ def test_function_without_a_module() -> None:
     exec("def f(x): return x.sigmoid()", namespace)
     assert namespace["f"].__module__ is None
     assert inplace_ops.saved_bytes(namespace["f"], torch.ones(8, requires_grad=True)) == 32
+
+
+# Measurements of allocated memory.
+
+
+class Cycle:
+    """An object that only the garbage collector frees, with memory that PyTorch counted."""
+
+    def __init__(self) -> None:
+        self.cycle = self
+        self.memory = torch.zeros(100_000)
+
+
+def largest(call: Callable[[], object]) -> int:
+    with largest_allocation() as found:
+        call()
+    return found[0]
+
+
+@pytest.mark.parametrize("measure", [saved_allocation, largest, peak_bytes])
+def test_garbage_of_an_earlier_measurement_does_not_count(
+    measure: Callable[[Callable[[], object]], int],
+) -> None:
+    """PyTorch's profiler subtracts freed memory if it saw the allocation, in any measurement."""
+
+    def allocate() -> Tensor:
+        gc.collect()
+        return torch.zeros(1000)
+
+    measure(Cycle)
+    assert measure(allocate) == 4000

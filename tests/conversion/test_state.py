@@ -409,17 +409,15 @@ class Float8(nn.Module):
         return y.to(torch.float8_e5m2) if self.is_output else y
 
 
-class Transforms(nn.Module):
-    """A model whose forward calls `transform` with a function of a tensor and the tensor."""
+def transforming(transform: Callable[..., Tensor]) -> nn.Module:
+    """Return a model that calls `transform` with a function of a tensor and the tensor."""
 
-    def __init__(self, transform: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.SiLU(), nn.Linear(64, 16))
-        self.transform = transform
+    def compute(m: Any, x: Tensor) -> Tensor:
+        y = m.net(x)
+        return y * transform(lambda v: v.sin().sum(), y.detach())
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.net(x)
-        return y * self.transform(lambda v: v.sin().sum(), y.detach())
+    layers = nn.Linear(16, 64), nn.LayerNorm(64), nn.SiLU(), nn.Linear(64, 16)
+    return Parts(compute, net=nn.Sequential(*layers))
 
 
 def without_hooks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -468,8 +466,8 @@ def test_models_of_rare_dtypes_are_measured(make: Callable[[], nn.Module]) -> No
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_models_that_disable_saved_tensor_hooks_are_measured(transform: str) -> None:
-    model, x = Transforms(TRANSFORMS[transform]), torch.randn(64, 16)
-    plain = Transforms(lambda f, x: f(x))
+    model, x = transforming(TRANSFORMS[transform]), torch.randn(64, 16)
+    plain = transforming(lambda f, x: f(x))
     inplace_ops.convert(plain, x)
     saved = inplace_ops.saved_bytes(model, x)
     report = inplace_ops.analyze(model, x)

@@ -1,7 +1,6 @@
 // The mathematics of the smooth activations as a GPU computes it, on the host, with the hardware's
-// errors emulated. conftest.py compiles this file, and tests call it with the addresses of tensors.
+// errors emulated. Tests compile this file, and call it with the addresses of tensors.
 // Needs neither torch nor a GPU.
-// MODULE_NAME differs between builds, as Python treats two extensions with one name as the same.
 #define INPLACE_OPS_HARDWARE "../tests/cuda/emulated_hardware.h"
 
 #include <pybind11/pybind11.h>

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable
 
 import pytest
 import torch
 from _support.assertions import assert_gradient, assert_values
 from _support.cases import ActivationCase, one_of_each
-from _support.gpu import free_earlier_tensors, no_synchronization, requested_bytes
+from _support.gpu import captured, free_earlier_tensors, no_synchronization, requested_bytes
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -25,20 +24,12 @@ def test_cuda_graph_of_forward_and_backward(
     activation: ActivationCase, device: torch.device
 ) -> None:
     static = torch.randn(3, 1001, device=device, requires_grad=True)
-    graph = torch.cuda.CUDAGraph()
 
     def run() -> tuple[Tensor, Tensor]:
         y = activation.call(static * 2)
         return y, torch.autograd.grad(y, static, torch.ones_like(y))[0]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # warm up: load the kernels that are captured
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    gc.collect()  # freeing another test's graph during the capture would end it
-    with torch.cuda.graph(graph):
-        y, gradient = run()
+    graph, (y, gradient) = captured(run, warm_up=run)
     for _ in range(3):
         x = torch.randn_like(static)
         with torch.no_grad():
@@ -114,20 +105,13 @@ def test_cuda_graph_of_first_forward_saves_as_pytorch(device: torch.device) -> N
     """The comparison at first use would synchronize: during capture PyTorch's tensors are saved."""
     original = network(nn.SiLU).to(device, torch.float64)
     static = torch.randn(2, 3, 32, 32, device=device, dtype=torch.float64)
-    model, graph = copy.deepcopy(original), torch.cuda.CUDAGraph()
+    model = copy.deepcopy(original)
     inplace_ops.convert(model)
 
     def gradients_of(module: nn.Module) -> tuple[Tensor, ...]:
         return torch.autograd.grad(module(static).square().sum(), [*module.parameters()])
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # warm up: load kernels
-        gradients_of(original)
-    torch.cuda.current_stream().wait_stream(side)
-    gc.collect()  # freeing another test's graph during the capture would end it
-    with torch.cuda.graph(graph):
-        gradients = gradients_of(model)
+    graph, gradients = captured(lambda: gradients_of(model), warm_up=lambda: gradients_of(original))
     for _ in range(3):
         static.copy_(torch.randn_like(static))
         graph.replay()

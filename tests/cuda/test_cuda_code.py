@@ -1,4 +1,7 @@
-"""Check the machine code of the CUDA kernels in their disassembly, without a GPU."""
+"""Check the machine code of the CUDA kernels in their disassembly, without a GPU.
+
+test_compiled_kernels.py checks that these kernels exist, and no others.
+"""
 
 from __future__ import annotations
 
@@ -288,15 +291,12 @@ def kernels(architecture: str) -> list[Kernel]:
     return found
 
 
-def vector_kernels(architecture: str, has_gaps: bool = False) -> dict[Key, Kernel]:
-    """Return the kernels with vector accesses, to dense tensors or to rows with gaps between them.
-
-    After a norm one kernel serves both, and is returned with the kernels for dense tensors.
-    """
+def vector_kernels(architecture: str) -> dict[Key, Kernel]:
+    """Return the kernels with vector accesses, except those for rows with gaps between them."""
     return {
         kernel.key: kernel
         for kernel in kernels(architecture)
-        if kernel.count > 1 and ("NS_4RowsE" in kernel.name) == has_gaps
+        if kernel.count > 1 and "NS_4RowsE" not in kernel.name
     }
 
 
@@ -417,19 +417,6 @@ def busiest(path: Counter[Instruction], elements: int, slots: float) -> tuple[fl
 
 
 @on_each_architecture
-def test_vector_kernels_are_the_expected_ones(architecture: str) -> None:
-    """The kernels with vector accesses are those that the cases name, and no others.
-
-    Only backward kernels have a second version, for rows with gaps between them.
-    """
-    assert vector_kernels(architecture).keys() == {case.key for case in CASES}
-    with_gaps = vector_kernels(architecture, has_gaps=True).values()
-    assert {kernel.functor for kernel in with_gaps} == {
-        *("BackwardMask", "BackwardMaskOfOutput", "BackwardOutput", "BackwardDerivative")
-    }
-
-
-@on_each_architecture
 def test_no_kernel_uses_local_memory(architecture: str) -> None:
     assert [kernel for kernel in kernels(architecture) if kernel.stack] == []
     assert [kernel for kernel in pass_kernels(architecture) if kernel.stack] == []
@@ -446,6 +433,9 @@ def test_loads_in_flight_suffice_for_the_bandwidth(architecture: str) -> None:
         threads = min(REGISTERS // registers, THREADS) // BLOCK * BLOCK
         loads = INPUTS.get(kernel.functor, 1) * ACCESSES * 16
         assert threads * loads >= BYTES_IN_FLIGHT, kernel
+    for pass_kernel in pass_kernels(architecture):
+        assert REGISTERS // (-(-pass_kernel.registers // 8) * 8) >= RESIDENT, pass_kernel
+    assert RESIDENT * 2 * BURST * 16 >= BYTES_IN_FLIGHT
 
 
 @pytest.mark.parametrize(
@@ -530,25 +520,6 @@ def pass_kernels(architecture: str) -> list[PassKernel]:
         )
         for symbol, kind, count, _, activation, named, builtin, registers, stack in found
     ]
-
-
-@on_each_architecture
-def test_kernels_of_passes_are_the_expected_ones(architecture: str) -> None:
-    """For each activation and dtype, wide accesses and those of one element."""
-    expected = [("finish", ANY, "float", 1), ("finish", ANY, "double", 1)]
-    for kind, entry in itertools.product(("sum", "correct"), ACTIVATIONS):
-        for scalar, count in (("double", 1), ("float", 4), ("Half", 8), ("BFloat16", 8)):
-            expected += [(kind, entry.ops.name, scalar, n) for n in {1, count}]
-    found = [kernel[1:5] for kernel in pass_kernels(architecture)]
-    assert sorted(found) == sorted(expected)
-
-
-@on_each_architecture
-def test_loads_of_passes_in_flight_suffice_for_the_bandwidth(architecture: str) -> None:
-    for kernel in pass_kernels(architecture):
-        registers = -(-kernel.registers // 8) * 8
-        assert REGISTERS // registers >= RESIDENT, kernel
-    assert RESIDENT * 2 * BURST * 16 >= BYTES_IN_FLIGHT
 
 
 def burst_of(kernel: PassKernel, architecture: str) -> Counter[Instruction]:

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from _support.gpu import (
     BACKENDS,
     BFLOAT,
-    CHANNELS_LAST,
     CONTIGUOUS,
     DOUBLE,
     FLOAT,
@@ -52,8 +51,6 @@ class Case(NamedTuple):
         weights: The dtype of the module's parameters.
         node: The name of the node.
         statistics: The dtype of mean and rstd; 16 bits are too coarse to compute the output from.
-        dims: The dimensions of `grouped` over which a mean is taken.
-        grouped: The shape to which the input is reshaped for that.
         cudnn: Whether cuDNN may be used.
     """
 
@@ -62,9 +59,7 @@ class Case(NamedTuple):
     dtype: torch.dtype
     weights: torch.dtype
     node: str
-    statistics: torch.dtype
-    dims: tuple[int, ...]
-    grouped: tuple[int, ...]
+    statistics: torch.dtype = FLOAT
     cudnn: bool = True
 
     def module(self, device: torch.device) -> nn.Module:
@@ -96,12 +91,6 @@ class Case(NamedTuple):
             patch.setattr(torch.backends.cudnn, "enabled", self.cudnn)
             return module, x, module(x)
 
-    def reference(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and rstd, flattened, in float64."""
-        groups = x.detach().double().reshape(self.grouped)
-        mean, variance = groups.mean(self.dims), groups.var(self.dims, correction=0)
-        return mean.flatten(), (variance + module.eps).rsqrt().flatten()
-
 
 IMAGES = (4, 16, 12, 12)
 ROWS = (4, 9, 64)
@@ -119,32 +108,32 @@ def batch(
 ) -> Case:
     return Case(
         lambda: nn.BatchNorm2d(16, eps=1e-3, **arguments),
-        *(IMAGES, dtype, weights, node, statistics, (0, 2, 3), IMAGES, cudnn),
+        *(IMAGES, dtype, weights, node, statistics, cudnn),
     )
 
 
 def group(dtype: torch.dtype, statistics: torch.dtype, **arguments: Any) -> Case:
     return Case(
         lambda: nn.GroupNorm(4, 16, eps=1e-3, **arguments),
-        *(IMAGES, dtype, dtype, GROUP, statistics, (2,), (4, 4, 4 * 144)),
+        *(IMAGES, dtype, dtype, GROUP, statistics),
     )
 
 
 def instance(dtype: torch.dtype, node: str, **arguments: Any) -> Case:
     return Case(
         lambda: nn.InstanceNorm2d(16, eps=1e-3, **arguments),
-        *(IMAGES, dtype, FLOAT, node, FLOAT, (2, 3), IMAGES),
+        *(IMAGES, dtype, FLOAT, node),
     )
 
 
 def layer(dtype: torch.dtype, statistics: torch.dtype = FLOAT, **arguments: Any) -> Case:
     return Case(
         lambda: nn.LayerNorm(64, eps=1e-3, **arguments),
-        *(ROWS, dtype, dtype, LAYER, statistics, (2,), ROWS),
+        *(ROWS, dtype, dtype, LAYER, statistics),
     )
 
 
-BATCH_NORMS: dict[str, Case] = {
+CASES: dict[str, Case] = {
     "batch": batch(FLOAT, FLOAT, CUDNN),
     "batch_double": batch(DOUBLE, DOUBLE, CUDNN, DOUBLE),
     "batch_half": batch(HALF, FLOAT, CUDNN),
@@ -154,17 +143,8 @@ BATCH_NORMS: dict[str, Case] = {
     "batch_half_without_cudnn": batch(HALF, FLOAT, NATIVE, cudnn=False),
     "batch_not_affine": batch(FLOAT, FLOAT, NATIVE, affine=False),
     "batch_no_statistics": batch(FLOAT, FLOAT, CUDNN, track_running_stats=False),
-    "batch_1d": Case(
-        lambda: nn.BatchNorm1d(64, eps=1e-3),
-        *((32, 64), FLOAT, FLOAT, NATIVE, FLOAT, (0,), (32, 64)),
-    ),
-    "batch_3d": Case(
-        lambda: nn.BatchNorm3d(8, eps=1e-3),
-        *((2, 8, 6, 6, 6), FLOAT, FLOAT, CUDNN, FLOAT, (0, 2, 3, 4), (2, 8, 6, 6, 6)),
-    ),
-}
-CASES: dict[str, Case] = {
-    **BATCH_NORMS,
+    "batch_1d": Case(lambda: nn.BatchNorm1d(64, eps=1e-3), (32, 64), FLOAT, FLOAT, NATIVE),
+    "batch_3d": Case(lambda: nn.BatchNorm3d(8, eps=1e-3), (2, 8, 6, 6, 6), FLOAT, FLOAT, CUDNN),
     "instance": instance(FLOAT, CUDNN, affine=True),
     "instance_half": instance(HALF, CUDNN, affine=True),
     "instance_bfloat": instance(BFLOAT, NATIVE, affine=True),
@@ -180,12 +160,10 @@ CASES: dict[str, Case] = {
     "layer_half": layer(HALF),
     "layer_bfloat": layer(BFLOAT),
 }
-each_case = pytest.mark.parametrize("name", CASES)
 each_case_in_both_formats = in_both_formats({name: case.shape for name, case in CASES.items()})
-each_batch_norm = pytest.mark.parametrize("name", BATCH_NORMS)
 
 
-@each_case
+@pytest.mark.parametrize("name", CASES)
 def test_node_saves_what_the_engine_reads(name: str, device: torch.device) -> None:
     """The engine knows the node, and its saved input and weight are the tensors themselves."""
     case = CASES[name]
@@ -213,92 +191,7 @@ def test_node_saves_what_the_engine_reads(name: str, device: torch.device) -> No
     assert nodes.output_shape(node, 0) == output.shape
     assert nodes.output_dtype(node, 0) is output.dtype is case.dtype
     assert nodes.output_device(node, 0) == output.device
-
-
-@each_case
-def test_node_saves_statistics(name: str, device: torch.device) -> None:
-    """There is one mean and rstd for each row, group or channel. 16 bits do not suffice."""
-    case = CASES[name]
-    _, _, z = case.run(device)
-    node = node_of(z)
-    shape: tuple[int, ...] = (case.shape[1],)
-    if case.node == LAYER:
-        shape = (*case.shape[:-1], 1)
-    elif case.node == GROUP:
-        shape = (case.shape[0], 4)
-    elif name.startswith("instance"):
-        shape = (case.shape[0] * case.shape[1],)
-    for field in ("result1", "result2"):
-        saved = nodes.saved_tensor(node, field)
-        assert saved is not None, dir(node)
-        assert (saved.dtype, tuple(saved.shape)) == (case.statistics, shape)
     assert norms.can_compute(node) == (case.statistics.itemsize > 2)
-
-
-def test_nodes_have_the_norms_arguments(device: torch.device) -> None:
-    group, layer = (node_of(CASES[name].run(device)[2]) for name in ("group", "layer"))
-    found = {name: nodes.argument(group, name) for name in ("N", "C", "HxW", "group")}
-    assert found == {"N": 4, "C": 16, "HxW": 144, "group": 4}
-    assert nodes.argument(layer, "normalized_shape") == (64,)
-    assert hasattr(type(layer), "_saved_bias")
-
-
-@each_case
-def test_edges_lead_to_input_weight_and_bias(name: str, device: torch.device) -> None:
-    """The edge of the input comes first, then those of weight and bias."""
-    module, x, z = CASES[name].run(device)
-    node = node_of(z)
-    names = [type(producer).__name__ for producer, _ in node.next_functions]
-    producer, index = nodes.producer(node, 0)
-    if isinstance(module, nn.InstanceNorm2d):  # the input is a view, and parameters are repeated
-        while producer is not x.grad_fn and producer is not None:
-            producer, index = nodes.producer(producer, 0)
-    assert (producer, index) == (x.grad_fn, 0), names
-    for position, parameter in ((1, module.weight), (2, module.bias)):
-        edge, _ = nodes.producer(node, position)
-        if parameter is None:
-            assert edge is None, names
-            continue
-        if isinstance(module, nn.InstanceNorm2d):
-            assert names[position] == "RepeatBackward0", names
-            edge, _ = nodes.producer(edge, 0)
-        assert nodes.autograd_leaf_of(edge) is parameter, names
-
-
-@each_case_in_both_formats
-def test_statistics_are_mean_and_rstd(
-    name: str, memory_format: torch.memory_format, device: torch.device
-) -> None:
-    case = CASES[name]
-    module, x, z = case.run(device, memory_format)
-    node = node_of(z)
-    for what, saved, expected in zip(
-        ("mean", "rstd"),
-        (node._saved_result1, node._saved_result2),
-        case.reference(module, x),
-        strict=True,
-    ):
-        tolerance = max(1e-4, 4 * torch.finfo(saved.dtype).eps)
-        torch.testing.assert_close(
-            *(saved.flatten().double(), expected),
-            rtol=tolerance,
-            atol=tolerance,
-            msg=lambda text, what=what: f"{what}: {text}",
-        )
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if len(CASES[name].shape) == 4])
-def test_only_batch_norms_preserve_channels_last(name: str, device: torch.device) -> None:
-    """A batch norm preserves channels_last; group and instance norms return contiguous outputs."""
-    _, x, z = CASES[name].run(device, CHANNELS_LAST)
-    saved = node_of(z)._saved_input
-    found = f"strides {z.stride()} of an input with strides {x.stride()}, saved {saved.stride()}"
-    if name.startswith("batch"):
-        assert z.is_contiguous(memory_format=CHANNELS_LAST), found
-        assert saved.stride() == x.stride(), found
-    else:
-        assert z.is_contiguous(), found
-        assert saved.is_contiguous() or saved.stride() == x.stride(), found
 
 
 def recompute_output(node: Any, z: Tensor, parameters: norms.Parameters) -> tuple[str, str | None]:
@@ -334,31 +227,17 @@ def test_recomputed_output_is_within_a_rounding(
     """The recomputed output is within the engine's bound; bit-exact if statistics have 16 bits."""
     case = CASES[name]
     module, _, z = case.run(device, memory_format, training)
+    node, is_instance_norm = node_of(z), isinstance(module, nn.InstanceNorm2d)
     with torch.no_grad():
-        parameters = norms.Parameters(module.weight, module.bias)
+        parameters = (
+            norms.repeated_parameters_of(node)
+            if is_instance_norm and module.weight is not None
+            else norms.parameters_of_module(node, module)
+        )
+        assert parameters is not None, [type(edge).__name__ for edge, _ in node.next_functions]
         output = (z if z._base is None else z._base).detach()
-        if isinstance(module, nn.InstanceNorm2d) and module.weight is not None:
-            parameters = norms.Parameters(module.weight.repeat(4), module.bias)
-        method, found = recompute_output(node_of(z), output, parameters)
+        method, found = recompute_output(node, output, parameters)
         assert found is None, f"{method}: differs by {found}"
-
-
-@each_batch_norm
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_batch_norm_node_tells_its_mode(name: str, training: bool, device: torch.device) -> None:
-    """In eval mode it saves the running statistics themselves."""
-    module, _, z = CASES[name].run(device, training=training)
-    node = node_of(z)
-    assert norms.batch_norm_eps(node) == 1e-3
-    uses_batch = training or module.running_mean is None
-    assert nodes.argument(node, "training") is uses_batch
-    if not uses_batch:
-        assert norms.reads_running_statistics(node)
-        assert norms.can_compute(node)
-        for field in ("running_mean", "running_var"):
-            saved = nodes.saved_tensor(node, field)
-            assert saved is not None, field
-            assert saved.data_ptr() == getattr(module, field).data_ptr(), f"{field} is a copy"
 
 
 # RMS norms.

@@ -11,7 +11,9 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import platform
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
@@ -19,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from _support.assertions import patterns
-from _support.marks import slow
+from _support.extension import build
 from _support.smooth_references import (
     CPU,
     HALVES,
@@ -114,26 +116,24 @@ class Device:
         return derivative
 
 
-# "separate" rounds sums of products twice. Only for SiLU, as it takes longer than all others.
-SUMS = [("contracted", smooth) for smooth in SMOOTH_ACTIVATIONS]
-SUMS_OF_SILU = [("contracted", SILU), pytest.param(("separate", SILU), marks=slow)]
+@pytest.fixture(scope="session")
+def device_numerics(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """device_numerics.cpp, compiled with fused multiply-adds, as by nvcc."""
+    flags = ["-O2", "-pthread", "-ffp-contract=fast"]
+    if platform.machine() == "x86_64":
+        if "fma" not in Path("/proc/cpuinfo").read_text().split():
+            pytest.skip("the processor has no fused multiply-add")
+        flags.append("-mfma")
+    return build("device_numerics.cpp", tmp_path_factory.mktemp("device_numerics"), *flags)
 
 
-def id_of_sums(sums: tuple[str, SmoothActivation]) -> str:
-    return f"{sums[0]}-{sums[1].name}"
+@pytest.fixture(params=SMOOTH_ACTIVATIONS, ids=lambda smooth: smooth.name)
+def device(request: pytest.FixtureRequest, device_numerics: ModuleType) -> Iterator[Device]:
+    yield Device(device_numerics, request.param)
+    device_numerics.set_errors(Errors()[:4], 0)
 
 
-@pytest.fixture(params=[*SUMS, SUMS_OF_SILU[1]], ids=id_of_sums)
-def device(
-    request: pytest.FixtureRequest, device_numerics: Callable[[str], ModuleType]
-) -> Iterator[Device]:
-    sums, smooth = request.param
-    module = device_numerics(sums)
-    yield Device(module, smooth)
-    module.set_errors(Errors()[:4], 0)
-
-
-only_silu = pytest.mark.parametrize("device", SUMS_OF_SILU, ids=id_of_sums, indirect=True)
+only_silu = pytest.mark.parametrize("device", [SILU], ids=["silu"], indirect=True)
 
 
 def largest_error(actual: Tensor, smooth: SmoothActivation, x: Tensor) -> float:

@@ -6,7 +6,7 @@ the comments next to it. Each example calls
 - an op of `inplace_ops._ops`, which overwrites its argument and returns the packed bits;
 - the public function, whose autograd node saves those bits, and whose gradient is PyTorch's.
 
-The last examples show what an activation saves after a norm, in a converted model.
+tests/recompute/test_engine_examples.py shows what a converted model saves.
 
 Packed bits (csrc/bit_planes.h): k bits per element of a tensor, in k bit planes, as a uint8 tensor
 of shape (k, ceil(elements / 8)). Byte g of plane i has bit i of the elements 8g to 8g + 7. A binary
@@ -15,11 +15,10 @@ literal reads from right to left: its last digit belongs to element 8g. Unused b
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from inplace_ops import _ops, convert, relu_, silu_
+from inplace_ops import _ops, relu_, silu_
 
 RELU, SILU = _ops.ALL["relu"], _ops.ALL["silu"]
 INCOMING = 10.0  # the gradient of the output, for every element
@@ -156,68 +155,3 @@ def test_derivative_of_silu_in_8_bits() -> None:
     y.detach().zero_()  # backward does not read the output
     expected_gradient = INCOMING * torch.tensor([106, 197, 15, 212, 0, -19]) / 212
     assert torch.equal(gradient_of(leaf, y), expected_gradient.bfloat16())
-
-
-# ---- `convert`: nothing per element, right after a norm. ----
-
-# The norm saves its input x anyway. Its output is an affine function of x, with few numbers:
-#
-#   z = (x - mean) * rstd * scale + shift
-#
-# scale and shift differ between channels: the channel affine, a tensor of shape (2, ...). rstd and
-# mean differ between rows: the row statistics, of shape (2, ...) too, only after a layer norm.
-# After (2, ...) come the dimensions of x, with size 1 where the numbers do not differ.
-
-
-@pytest.mark.usefixtures("_affines_of_any_size")
-def test_recompute_of_relu_after_batch_norm() -> None:
-    """In eval mode, with mean 0, variance + eps 1, weight 2 and bias 1, the norm is z = 2 x + 1."""
-    x = torch.tensor([[-1.0], [0.0], [3.0], [-0.5]])  # z is -1, 1, 7, 0
-    channel_affine = torch.tensor([2.0, 1.0]).view(2, 1, 1)
-    y = RELU.recompute(x, channel_affine, None, None)
-    assert y.flatten().tolist() == [0, 1, 7, 0]
-    incoming = torch.full_like(x, INCOMING)
-    gradient_of_z = RELU.backward["recompute"](incoming, x, channel_affine, None, None)
-    assert gradient_of_z.flatten().tolist() == [0, 10, 10, 0]  # z > 0 at the elements 1 and 2
-
-    norm = nn.BatchNorm1d(1, eps=0.25).eval()
-    norm.running_var.fill_(0.75)
-    nn.init.constant_(norm.weight, 2.0)
-    nn.init.constant_(norm.bias, 1.0)
-    model = nn.Sequential(norm, nn.ReLU(inplace=True))
-    convert(model)
-    leaf = x.requires_grad_()
-    y = model(leaf)
-    assert y.flatten().tolist() == [0, 1, 7, 0]
-    saved_input, saved_affine, row_statistics, *_ = saved_by(y)
-    assert saved_input.data_ptr() == x.data_ptr()
-    assert torch.equal(saved_affine, channel_affine)
-    assert row_statistics is None
-    y.detach().zero_()  # backward does not read the output
-    assert gradient_of(leaf, y).flatten().tolist() == [0, 20, 20, 0]  # dz/dx is 2
-
-
-@pytest.mark.usefixtures("_affines_of_any_size")
-def test_recompute_of_silu_after_layer_norm() -> None:
-    """Each row of two elements becomes -1 and 1: (x - mean) * rstd.
-
-    row     mean   standard deviation   rstd
-    -1, 1    0             1             1
-     1, 5    3             2             0.5
-    """
-    x = torch.tensor([[-1.0, 1.0], [1.0, 5.0]])
-    norm = nn.LayerNorm(2, eps=0.0)  # scale 1 and shift 0
-    model = nn.Sequential(norm, nn.SiLU())
-    convert(model)
-    y = model(x)
-    saved_input, channel_affine, row_statistics, *_ = saved_by(y)
-    assert saved_input.data_ptr() == x.data_ptr()
-    assert torch.equal(channel_affine, torch.tensor([[[1.0, 1.0]], [[0.0, 0.0]]]))
-    assert torch.equal(row_statistics, torch.tensor([[[1.0], [0.5]], [[0.0], [3.0]]]))
-    # silu(-1) and silu(1) in float64
-    torch.testing.assert_close(y, torch.tensor([[-0.2689414214, 0.7310585786]] * 2))
-
-    # The bias receives the sum of both rows' 10 silu'(z). silu'(-1) is 0.0723294881 and silu'(1) is
-    # 0.9276705119.
-    expected_gradient = torch.tensor([1.446589763, 18.553410237])
-    torch.testing.assert_close(gradient_of(norm.bias, y), expected_gradient)

@@ -20,7 +20,6 @@ from _support.op_calls import (
     LAYOUTS,
     OF_EACH_KIND,
     OPS,
-    SHAPE,
     arguments_of,
     name_of,
     names_of,
@@ -90,17 +89,6 @@ def test_unused_bits_are_zero(
         assert bits.shape == (planes, (length + 7) // 8)
         if length % 8:
             assert not (bits[:, -1] >> (length % 8)).any()
-
-
-def test_relu_mask_is_one_bit_per_element(device: torch.device) -> None:
-    x = torch.randn(77, device=device)
-    x[3] = torch.nan
-    x[4:7] = torch.tensor([0.0, -0.0, torch.inf])
-    expected = ~(x <= 0)
-    bits = _ops.ALL["relu"].save_in_place["mask"](x, 1, None)
-    position = torch.arange(8, dtype=torch.uint8, device=device)
-    unpacked = (bits[0][:, None] >> position & 1).flatten()[: x.numel()].bool()
-    assert torch.equal(unpacked, expected)
 
 
 # Whether rstd, mean, weight and bias are given.
@@ -341,14 +329,6 @@ def test_sum_ops_equal_pytorch(
             assert actual.stride() == _ops.dense_strides(x.shape, dim_order)
             actual = _ops.NORMALIZE_ADD_RELU(x, *affine, other, dim_order)
             assert_values(PIECEWISE, actual, torch.relu(total))
-
-
-@pytest.mark.parametrize("op", [*_ops.PLAIN_OPS, *_ops.SAVING_OPS], ids=name_of)
-def test_in_place_ops_take_meta_tensors(op: torch._ops.OpOverload) -> None:
-    x, *rest = arguments_of(op, torch.device("meta"))
-    op(x, *rest)
-    assert x.is_meta
-    assert x.shape == SHAPE
 
 
 @pytest.mark.parametrize("op", [op for op in OF_EACH_KIND if op in _ops.BACKWARD_OPS], ids=name_of)

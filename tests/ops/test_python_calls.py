@@ -21,11 +21,11 @@ from _support.op_calls import (
     name_of,
     names_of,
 )
+from _support.twins import OpCounter
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import inplace_ops
 from inplace_ops import _ops
@@ -203,23 +203,11 @@ def _tensors_in(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else list(value or ())
 
 
-class Counting(TorchDispatchMode):
-    """Counts the operations of this package."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 def test_dispatch_mode_sees_calls(device: torch.device) -> None:
     x = torch.randn(SHAPE, device=device)
-    with Counting() as counting:
+    with OpCounter() as counter:
         SILU.ops.call_in_place(x, None)
-    assert counting.seen == ["inplace_ops::silu_"]
+    assert counter.ops == {"inplace_ops::silu_": 1}
 
 
 def test_profiler_sees_calls(device: torch.device) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
-from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -372,22 +371,6 @@ def test_every_mechanism_is_used(mechanism: str) -> None:
     assert [costs_without(mechanism, policy) for policy in policies] != [
         costs_without("", policy) for policy in policies
     ]
-
-
-def test_ablation_compares_bytes_with_and_without_a_mechanism() -> None:
-    from bench_networks import ablate
-    from common import Failures
-
-    failures, mechanism = Failures(), "shared parts of concatenations"
-    arguments = Namespace(device="cpu", mechanisms=[mechanism])
-    rows = ablate("ESRGAN blocks", "float32", arguments, failures)
-    assert failures.cases == []
-    assert [row["mechanism"] for row in rows] == ["", mechanism]
-    whole, without = rows
-    assert float(whole["saved_ratio"]) < float(without["saved_ratio"]) < 1.0
-    assert float(whole["peak_ratio"]) < float(without["peak_ratio"])
-    assert float(whole["moved_ratio"]) > float(without["moved_ratio"])
-    assert whole["calls"] > without["calls"] > 0
 
 
 def test_calls_of_a_forward_are_counted_alike_each_time() -> None:

@@ -94,12 +94,9 @@ def test_steps_change_at_most_six_files(extended: Path) -> None:
 
 @slow
 def test_added_activation_behaves_like_the_others(extended: Path) -> None:
-    for path in (extended / "csrc" / "cpu").glob("*.h"):
-        # The loops of one instruction set suffice, and compile in half of the time.
-        path.write_text(path.read_text().replace("#ifdef __x86_64__", "#if 0"))
     build_cpu_extension(extended / "csrc", extended / "inplace_ops")
     environment = {**os.environ, "PYTHONPATH": str(extended), "PYTEST_ADDOPTS": ""}
-    names = ("ops/test_activations", "ops/test_values", "autograd/test_autograd_gradients")
+    names = ("ops/test_activations", "ops/test_values", "autograd/test_autograd")
     generic = [f"tests/{name}.py" for name in names]
     # Not at NaN, where PyTorch's gradient of Hardtanh depends on how its code is vectorized.
     selected = "hardtanh and not edge and not nan or lists"

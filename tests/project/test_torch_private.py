@@ -10,23 +10,19 @@ import gc
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch._functorch.config as functorch_config
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 import inplace_ops
 from inplace_ops import _torch_private as private
-from inplace_ops.recompute import nodes
 from inplace_ops.recompute.norms import NORMS
 from inplace_ops.recompute.operations import OPERATIONS
 from inplace_ops.recompute.views import VIEWS
@@ -325,21 +321,6 @@ def check_disable_torch_function() -> None:
         assert torch.ones(1).device.type == "cpu"  # a mode has no effect either
 
 
-@checks("check")
-def check_check() -> None:
-    private.check(True, lambda: "unused")
-    with pytest.raises(RuntimeError, match="the message"):
-        private.check(False, lambda: "the message")
-
-
-@checks("unwrap_if_dead")
-def check_unwrap_if_dead() -> None:
-    wrapped, _ = inside(torch.func.grad, id)
-    unwrapped = private.unwrap_if_dead(wrapped)
-    assert not private.is_functorch_wrapped_tensor(unwrapped)
-    assert torch.equal(unwrapped, wrapped)
-
-
 @checks("UNSAFE_SPLITS")
 def check_unsafe_splits() -> None:
     x = leaf(4)
@@ -513,23 +494,6 @@ def check_node_class() -> None:
     assert node.register_hook(print) == "replaced"
 
 
-@checks("is_raised_by_disabling_hooks")
-def check_disabled_hooks() -> None:
-    def disable() -> None:
-        with disabled_hooks():
-            pass
-
-    transforms = (torch.func.grad(torch.sum), partial(torch.func.vjp, torch.sin))
-    for call in (disable, *[partial(each, torch.ones(2)) for each in transforms]):
-        with save_on_cpu(), pytest.raises(RuntimeError) as error:
-            call()
-        assert private.is_raised_by_disabling_hooks(error.value)
-    for text in ("not here", "torch.func.grad don't yet support saved tensor hooks"):
-        with pytest.raises(RuntimeError) as error:
-            raise RuntimeError(text)
-        assert not private.is_raised_by_disabling_hooks(error.value)
-
-
 # By name: a test that fails if the name means something else.
 ELSEWHERE = {
     **dict.fromkeys(
@@ -556,6 +520,13 @@ ELSEWHERE = {
         "conversion/test_saved_bytes.py::test_checkpoints_count_the_memory_that_they_keep",
     ),
     "GRAPH_INPUTS": "torch_features/test_compile.py::test_full_graph_matches_reference",
+    "is_raised_by_disabling_hooks": (
+        "conversion/test_state.py::test_models_that_disable_saved_tensor_hooks_are_measured"
+    ),
+    "check": "ops/test_direct_calls.py::test_unsupported_casts_are_rejected",
+    "unwrap_if_dead": (
+        "autograd/test_functorch.py::test_tensor_that_outlives_its_transform_matches_pytorch"
+    ),
 }
 
 
@@ -595,31 +566,6 @@ def test_every_private_name_has_a_check() -> None:
     imported |= {"FunctionType", "Iterable", "Iterator", "NamedTuple", "contextmanager", "weakref"}
     names = {name for name in vars(private) if not name.startswith("_")} - imported
     assert names == {name for table in (*TABLES, ELSEWHERE) for name in table}
-
-
-def test_tensor_attributes_that_are_read_in_place() -> None:
-    x = leaf(4).clone()
-    view = x[1:]
-    assert (x._version, x._is_view(), x._base) == (0, False, None)
-    assert view._is_view()
-    assert view._base is x
-    view.mul_(2)
-    assert x._version == 1
-    assert forward_ad._current_level == -1
-    with forward_ad.dual_level():
-        assert forward_ad._current_level == 0
-
-
-def test_saved_tensors_can_be_read_and_replaced() -> None:
-    x = leaf(4)
-    y = x.sin()
-    assert y.grad_fn._saved_self is x
-    raw = y.grad_fn._raw_saved_self
-    assert raw.unpack_hook is None
-    raw.register_hooks(lambda saved: 2, lambda two: x.detach() * 0 + two)
-    assert raw.data == 2
-    (gradient,) = torch.autograd.grad(y.sum(), x)
-    torch.testing.assert_close(gradient, torch.full_like(x, 2).cos())
 
 
 # Node types that older versions of torch do not have, and the first version that has them.
@@ -680,13 +626,3 @@ def test_one_module_has_the_private_names() -> None:
             if not (used in own or used in READ_IN_PLACE or is_saved or is_rule):
                 found.append(f"{name}: {used}")
     assert found == []
-
-
-def test_engine_reads_saved_tensors_of_every_kind() -> None:
-    """The accessors of nodes.py agree with PyTorch's own on a few nodes."""
-    x, weight = leaf(2, 3, 4, 4), leaf(5, 3, 1, 1)
-    node = F.conv2d(x, weight, padding=(1, 2)).grad_fn
-    assert nodes.saved_tensor(node, "input") is x
-    assert nodes.argument(node, "padding") == (1, 2)
-    assert nodes.operation_name(node) == "Convolution"
-    assert nodes.argument(x[..., -1].grad_fn, "index") == -1
