@@ -18,6 +18,7 @@ from _support.twins import (
     C,
     Parts,
     Program,
+    assert_same_gradients,
     assert_same_step,
     assert_same_steps,
     converted_twin,
@@ -126,13 +127,8 @@ def test_small_factor_changed_before_backward_was_copied() -> None:
 def test_large_parameter_is_not_a_spec_leaf() -> None:
     """FSDP may free the parameter's memory, and a copy of it would cost too much memory."""
     size = COPY_LIMIT // 4 // 64 // C + 1
-
-    class Large(Program):
-        def __init__(self) -> None:
-            super().__init__(lambda m, z: m.conv(z.repeat(size, 1, 1, 1) * m.large))
-            self.large = nn.Parameter(torch.randn(2 * size, C, 8, 8))
-
-    model, x = Large(), images()
+    model, x = Program(lambda m, z: m.conv(z.repeat(size, 1, 1, 1) * m.large)), images()
+    model.large = nn.Parameter(torch.randn(2 * size, C, 8, 8))
     twin = converted_twin(model)
     assert "Mul, saved by Convolution" not in names_of(twin, x)
     assert_same_steps(model, twin, x)
@@ -150,6 +146,17 @@ class Detached(torch.autograd.Function):
         return gradient
 
 
+def multiplied(m: Any, weight: Tensor, y: Tensor) -> Tensor:
+    return m.last((y.sigmoid() * weight).sigmoid()) + m.other(y.tanh() * weight)
+
+
+def added_and_saved(m: Any, weight: Tensor, y: Tensor) -> Tensor:
+    """Another operation saves both terms of the sum."""
+    saved = (y.sigmoid() * weight).sum() + F.silu(y).sum()
+    return m.last(F.silu(weight + y)) + m.other(y) + saved
+
+
+@pytest.mark.parametrize("compute", [multiplied, added_and_saved])
 @pytest.mark.parametrize(
     "alias",
     [
@@ -162,59 +169,22 @@ class Detached(torch.autograd.Function):
     ],
     ids=["unfold", "view_as_real", "function", "functions", "copy", "unsafe_chunk"],
 )
-def test_alias_of_a_parameter_is_not_a_spec_leaf(alias: Callable[[Tensor], Tensor]) -> None:
-    """A fused optimizer writes to a parameter between forward and backward."""
+def test_alias_of_a_parameter_is_not_a_spec_leaf(
+    alias: Callable[[Tensor], Tensor], compute: Callable[..., Tensor]
+) -> None:
+    """A fused optimizer writes to a parameter, unseen, between forward and backward."""
 
-    def compute(m: Any, x: Tensor) -> Tensor:
-        weight, y = alias(m.weight), m.first(x)
-        return m.last((y.sigmoid() * weight).sigmoid()) + m.other(y.tanh() * weight)
-
-    model, x = (
-        Parts(
-            compute,
-            first=nn.Linear(64, 64),
-            last=nn.Linear(64, 64),
-            other=nn.Linear(64, 64),
-            weight=nn.Parameter(torch.randn(32, 64)),
-        ),
-        torch.randn(32, 64),
-    )
-    twin = converted_twin(model)
-    gradients = []
-    for m in (model, twin):
-        loss = m(x).square().sum()
+    def step(m: Any) -> None:
         version = m.weight._version
         m.weight.grad = torch.ones_like(m.weight)
         torch.optim.SGD([m.weight], lr=1, fused=True).step()
         assert m.weight._version == version
-        gradients.append(torch.autograd.grad(loss, [m.last.weight, m.other.weight]))
-    torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
-
-def test_alias_of_a_parameter_that_another_operation_saves_is_not_a_leaf() -> None:
-    """A fused optimizer writes to the parameter, unseen, after the sum has read it."""
-
-    class Network(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
-            self.weight = nn.Parameter(torch.randn(32, 64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            weight, y = Detached.apply(self.weight), self.first(x)
-            both_saved = (y.sigmoid() * weight).sum() + F.silu(y).sum()
-            return self.last(F.silu(weight + y)).sum() + both_saved
-
-    model, x = Network(), torch.randn(32, 64)
-    twin = copy.deepcopy(model)
-    inplace_ops.convert(twin, max_ops=16)
-    gradients = []
-    for m in (model, twin):
-        loss = m(x)
-        m.weight.grad = torch.ones_like(m.weight)
-        torch.optim.SGD([m.weight], lr=1, fused=True).step()
-        gradients.append(torch.autograd.grad(loss, [m.last.weight, m.first.weight]))
-    torch.testing.assert_close(*gradients)
+    layers = {name: nn.Linear(64, 64) for name in ("first", "last", "other")}
+    weight = nn.Parameter(torch.randn(32, 64))
+    model = Parts(lambda m, x: compute(m, alias(m.weight), m.first(x)), **layers, weight=weight)
+    names, x = ("last.weight", "other.weight"), torch.randn(32, 64)
+    assert_same_gradients(model, converted_twin(model), x, *names, between=step, tolerance=0)
 
 
 @pytest.mark.usefixtures("without_products")
@@ -278,39 +248,26 @@ def test_node_metadata_keeps_nothing_large_after_backward() -> None:
     assert saved_allocation(lambda: losses(twin)) <= saved_allocation(lambda: losses(layers))
 
 
-class Dropouts(nn.Module):
+def dropouts(m: Any, x: Tensor) -> Tensor:
     """Each dropout mask is as large as the tensor that a spec would replace."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + F.dropout(layer(x), 0.1)
-        return x
+    for _ in range(4):
+        x = x + F.dropout(m.linear(x), 0.1)
+    return x
 
 
-class SharedFactor(nn.Module):
+def shared_factor(m: Any, x: Tensor) -> Tensor:
     """Multiply by the same buffer repeatedly; no operation saves the products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-        self.register_buffer("factor", torch.randn(64, 64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        for _ in range(8):
-            y = (y.view(2, 64, 64) * self.factor).view(128, 64) + y
-        return y
+    y = m.linear(x)
+    for _ in range(8):
+        y = (y.view(2, 64, 64) * m.factor).view(128, 64) + y
+    return y
 
 
-@pytest.mark.parametrize("make", [Dropouts, SharedFactor])
-def test_copies_that_no_spec_needs_are_freed(make: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("compute", [dropouts, shared_factor])
+def test_copies_that_no_spec_needs_are_freed(compute: Callable[[Any, Tensor], Tensor]) -> None:
     """Copies of small inputs are freed after forward, so memory does not exceed PyTorch's."""
-    model, x = make(), torch.randn(128, 64)
-    twin = converted_twin(model, max_ops=4)
+    model = Parts(compute, linear=nn.Linear(64, 64), factor=nn.Buffer(torch.randn(64, 64)))
+    twin, x = converted_twin(model, max_ops=4), torch.randn(128, 64)
     assert_same_steps(model, twin, x)
     assert saved_allocation(lambda: twin(x)) <= saved_allocation(lambda: model(x))
     assert saved_bytes(twin, x) <= saved_bytes(model, x)
@@ -400,25 +357,20 @@ def test_write_through_data_is_detected_and_warns_once() -> None:
     assert_same_steps(model, twin, x)
 
 
-def test_tiny_write_is_detected_by_an_exact_spec() -> None:
+@pytest.mark.usefixtures("without_products")
+@pytest.mark.parametrize("norm", [*norms(), "none"])
+def test_write_larger_than_a_rounding_is_detected(norm: str) -> None:
+    """Of SiLU of a tensor that is saved, every write is: its spec has no rounding."""
+
     def compute(m: Any, z: Tensor) -> Tensor:
-        y = F.silu(m.other(z))
-        y.data.view(-1)[17:18].mul_(1 + 1e-7)
+        y = F.silu(m.other(z)) if norm == "none" else z
+        element = y.data.view(-1)[17:18]
+        element.mul_(1 + 1e-7) if norm == "none" else element.add_(1e-4)
         return m.conv(y)
 
+    kinds = norms() | {"none": nn.Identity()}
     with pytest.warns(UserWarning, match="differs"):
-        names_of(converted_twin(Program(compute)), images())
-
-
-@pytest.mark.usefixtures("without_products")
-@each_norm
-def test_write_larger_than_a_rounding_is_detected(norm: str) -> None:
-    def compute(m: Any, z: Tensor) -> Tensor:
-        z.data.view(-1)[17:18].add_(1e-4)
-        return m.conv(z)
-
-    with pytest.warns(UserWarning, match="differs"):
-        names_of(converted_twin(Program(compute, lambda c: norms(c)[norm])), images())
+        names_of(converted_twin(Program(compute, lambda c: kinds[norm])), images())
 
 
 @pytest.mark.usefixtures("without_products")
@@ -829,19 +781,20 @@ def test_tensors_of_another_stream_stay_saved_and_unpack_synchronizes(
     monkeypatch.setattr(Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
-    class Branches(Program):
-        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-            nonlocal current
-            first = self.first(x)
-            z, relu = self.norm(first), self.first(x).relu()
-            y = self.silu(z)
-            current = side
-            pooled, _ = F.max_pool2d(relu, 2, return_indices=True)
-            on_side = self.other(y), self.convolved(z.bfloat16()), self.act(z), pooled
-            current = main
-            return *on_side, self.conv(y)
+    def compute(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+        nonlocal current
+        z, relu = m.norm(m.first(x)), m.first(x).relu()
+        y = m.silu(z)
+        current = side
+        pooled, _ = F.max_pool2d(relu, 2, return_indices=True)
+        on_side = m.other(y), F.conv2d(z.bfloat16(), m.conv.weight.bfloat16()), m.act(z), pooled
+        current = main
+        return *on_side, m.conv(y)
 
-    model, x = Branches(lambda *_: None, activation=nn.SiLU), images()
+    convolutions = {"first": nn.Conv2d(3, C, 3), "conv": nn.Conv2d(C, 4, 3)}
+    activations = {"silu": nn.SiLU(), "act": nn.SiLU()}
+    layers = {**convolutions, **activations, "norm": nn.BatchNorm2d(C), "other": nn.Conv2d(C, C, 1)}
+    model, x = Parts(compute, **layers), images()
     twin = converted_twin(model)
     *on_side, on_main = twin(x)
     assert nodes.packed(on_main.grad_fn, "input") is not None
