@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from _support.engine_norms import norms
 from _support.marks import slow
 from _support.twins import (
     SOURCES,
-    C,
     Parts,
     Program,
     Step,
@@ -133,12 +133,6 @@ LAYERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "relu": lambda m, y: F.relu_(y * 1.0),
     "sum": lambda m, y: y + m.scale,
 }
-NORMS: dict[str, Callable[[int], nn.Module]] = {
-    "batch": nn.BatchNorm2d,
-    "group": lambda c: nn.GroupNorm(2, c),
-    "instance": lambda c: nn.InstanceNorm2d(c, affine=True),
-    "layer": lambda c: nn.LayerNorm(8),
-}
 
 
 class Case(NamedTuple):
@@ -158,15 +152,16 @@ class Case(NamedTuple):
         return self.write in TRACELESS and (is_late or begins_later)
 
 
+NORMS = ("batch", "group", "instance", "layer")
 FIRST_STEPS = (1, 2)  # the first use of a spec is in step 1
 WHERE = ("before", "after", "late")
 
 
 class Network(Program):
     def __init__(self, case: Case) -> None:
-        super().__init__(self.computed, NORMS[case.norm])
+        super().__init__(self.computed, lambda c: norms(c)[case.norm])
         self.case = case
-        self.norm2 = NORMS[case.norm](C)
+        self.norm2 = norms()[case.norm]
         self.silu_ = nn.SiLU(inplace=True)
         self.relu, self.relu_ = nn.ReLU(), nn.ReLU(inplace=True)
 
