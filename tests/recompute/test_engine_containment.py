@@ -66,7 +66,7 @@ def assert_switched_off() -> None:
 @each_source
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_error_in_any_module_does_not_affect_later_calls(error: type[BaseException]) -> None:
-    """An error in a module's forward or hooks does not affect the next call."""
+
     model = blocks()
     twin, x = converted_twin(model), images()
     step_of(twin, x)
@@ -302,7 +302,7 @@ def test_unusual_model_matches_pytorch(name: str) -> None:
 
 @each_source
 def test_argument_that_contains_itself_is_ignored() -> None:
-    """The engine does not search an argument that contains itself for tensors."""
+
     model = Parts(lambda m, state: m.blocks(state["x"]), blocks=blocks())
     state: dict[str, Any] = {"x": images()}
     state["self"] = state
@@ -352,7 +352,7 @@ def test_forward_inside_a_backward_hook_matches_pytorch() -> None:
 
 @each_source
 def test_model_in_another_thread_is_not_affected() -> None:
-    """A converted model in one thread does not affect another model in a second thread."""
+
     entered, left = threading.Event(), threading.Event()
 
     def wait(m: Any, x: Tensor) -> Tensor:
@@ -408,7 +408,7 @@ def test_node_creation_hooks_of_the_user_see_every_node(where: str) -> None:
 
 @pytest.mark.skipif("hook" not in SOURCES, reason="needs torch 2.14")
 def test_node_creation_hook_left_open_visits_nodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch pops the user's hook in place of the engine's, and each node is visited once."""
+    """PyTorch pops the user's hook in place of the engine's."""
     hook = torch.autograd.graph.node_creation_hook(lambda node: None)
 
     def compute(m: Program, z: Tensor) -> Tensor:
@@ -507,7 +507,7 @@ def test_engine_is_freed_when_forward_ends(error: type[Exception] | None) -> Non
 
 
 def test_replica_runs_its_own_parameters() -> None:
-    """A replica, as DataParallel makes for each device, runs its own parameters."""
+
     model = blocks()
     twin, x = converted_twin(model), images()
     twin(x)

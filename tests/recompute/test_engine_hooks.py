@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from _support.hooks import Hooks, void
-from _support.marks import slow
 from _support.twins import C, Parts, assert_same_step, converted_twin, images, step_of
 from torch import Tensor, nn
 
@@ -107,12 +106,13 @@ def combinations(norm: str, activation: str) -> Iterator[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("norm", "activation"),
-    [("instance", name) for name in IN_PLACE]
-    + [("instance without parameters", "relu"), ("batch", "silu"), ("group", "relu")],
-)
-@pytest.mark.parametrize(
-    "block", [pytest.param(sequential, marks=slow), Block], ids=lambda f: f.__name__
+    ("norm", "activation", "block"),
+    [
+        *(("instance", "relu", Block), ("instance", "leaky_relu", sequential)),
+        *(("instance", "silu", Block), ("instance", "hardswish", sequential)),
+        *(("instance without parameters", "relu", sequential), ("batch", "silu", sequential)),
+        ("group", "relu", Block),
+    ],
 )
 def test_hooks_around_an_in_place_activation(norm: str, activation: str, block: Any) -> None:
     """An instance norm returns a view, which the activation overwrites."""
