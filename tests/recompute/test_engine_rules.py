@@ -730,7 +730,8 @@ class Doubling(torch.overrides.TorchFunctionMode):
         return result * 2 if function in (F.silu, torch.mul, torch.cat) else result
 
 
-def test_spec_runs_without_modes() -> None:
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+def test_spec_runs_without_modes(autocast: bool) -> None:
     """Backward may run under autocast, a function mode, grad mode or another default device."""
     modes = []
 
@@ -740,7 +741,7 @@ def test_spec_runs_without_modes() -> None:
 
     x = torch.ones(4)
     value = Recomputed(Call(function, [Leaf(x)]), x, "a", "b")
-    with torch.autocast("cpu", torch.bfloat16), Doubling(), torch.device("meta"):
+    with torch.autocast("cpu", torch.bfloat16, autocast), Doubling(), torch.device("meta"):
         result = value.unpack()
     assert modes == [(False, False)]
     assert torch.equal(result, torch.full((4,), 3.0))
