@@ -475,17 +475,25 @@ def test_bias_written_by_a_forward_hook_matches_pytorch(
 
 
 class Noisy(nn.Module):
+    calls = 0
+
     def forward(self, bias: Tensor) -> Tensor:
+        self.calls += 1
         return bias + torch.randn_like(bias)
 
 
 @each_norm_except_rms
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["", "frozen"])
 def test_parametrization_of_a_bias_runs_once(norm: str, is_frozen: bool) -> None:
+    """Conversion runs it neither for a norm nor for a convolution."""
     model = Program(lambda m, z: m.conv(m.silu(z)), lambda c: norms(c)[norm])
-    nn.utils.parametrize.register_parametrization(model.norm, "bias", Noisy())
-    model.norm.parametrizations.bias.original.requires_grad_(not is_frozen)
+    for layer in (model.norm, model.conv):
+        nn.utils.parametrize.register_parametrization(layer, "bias", Noisy())
+        layer.parametrizations.bias.original.requires_grad_(not is_frozen)
+    noisy = [m for m in model.modules() if isinstance(m, Noisy)]
+    calls = [m.calls for m in noisy]
     twin, x = converted_twin(model), images()
+    assert [m.calls for m in twin.modules() if isinstance(m, Noisy)] == calls
     assert_same_steps(model, twin, x)
 
 

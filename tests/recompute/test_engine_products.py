@@ -69,16 +69,10 @@ class Widen(nn.Module):
         return self.act(self.product(x))
 
 
-class Function(nn.Module):
-    """A product with parameters, computed by a function."""
-
-    def __init__(self, compute: Callable[..., Tensor], *shapes: tuple[int, ...]) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.randn(shape) for shape in shapes)
-        self.compute = compute
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.compute(x, *self.weights)
+def function(compute: Callable[..., Tensor], *shapes: tuple[int, ...]) -> nn.Module:
+    """Return a product with parameters that a function computes."""
+    weights = nn.ParameterList(torch.randn(shape) for shape in shapes)
+    return Parts(lambda m, x: compute(x, *m.weights), weights=weights)
 
 
 IMAGES = 2, 4, 6, 6
@@ -100,24 +94,24 @@ PRODUCTS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(6, 20), (5, 6)),
     "linear of tokens": (lambda: nn.Linear(6, 20), (2, 5, 6)),
     "linear, no bias": (lambda: nn.Linear(6, 20, bias=False), (2, 5, 6)),
-    "F.linear": (lambda: Function(F.linear, (20, 6), (20,)), (2, 5, 6)),
-    "F.conv2d": (lambda: Function(F.conv2d, (9, 4, 1, 1), (9,)), IMAGES),
-    "x @ w": (lambda: Function(torch.matmul, (6, 20)), (5, 6)),
-    "w @ x": (lambda: Function(lambda x, w: w @ x, (20, 6)), (6, 5)),
-    "a part of w": (lambda: Function(lambda x, w: F.linear(x, w[4:]), (24, 6)), (5, 6)),
-    "bmm": (lambda: Function(torch.bmm, (3, 6, 20)), (3, 5, 6)),
-    "einsum": (lambda: Function(lambda x, w: torch.einsum("bi,io->bo", x, w), (6, 20)), (5, 6)),
+    "F.linear": (lambda: function(F.linear, (20, 6), (20,)), (2, 5, 6)),
+    "F.conv2d": (lambda: function(F.conv2d, (9, 4, 1, 1), (9,)), IMAGES),
+    "x @ w": (lambda: function(torch.matmul, (6, 20)), (5, 6)),
+    "w @ x": (lambda: function(lambda x, w: w @ x, (20, 6)), (6, 5)),
+    "a part of w": (lambda: function(lambda x, w: F.linear(x, w[4:]), (24, 6)), (5, 6)),
+    "bmm": (lambda: function(torch.bmm, (3, 6, 20)), (3, 5, 6)),
+    "einsum": (lambda: function(lambda x, w: torch.einsum("bi,io->bo", x, w), (6, 20)), (5, 6)),
     "addmm": (
-        lambda: Function(lambda x, w, b: torch.addmm(b, x, w, beta=0.5, alpha=2), (6, 20), (20,)),
+        lambda: function(lambda x, w, b: torch.addmm(b, x, w, beta=0.5, alpha=2), (6, 20), (20,)),
         (5, 6),
     ),
     "addmm, a matrix": (
-        lambda: Function(lambda x, w, b: torch.addmm(b, x, w, beta=2), (6, 20), (5, 20)),
+        lambda: function(lambda x, w, b: torch.addmm(b, x, w, beta=2), (6, 20), (5, 20)),
         (5, 6),
     ),
 }
 # Before torch 2.14 only the modules of PyTorch tell the versions of their parameters.
-MODULES = [name for name, (make, _) in PRODUCTS.items() if not isinstance(make(), Function)]
+MODULES = [name for name, (make, _) in PRODUCTS.items() if not isinstance(make(), Parts)]
 
 
 def networks(name: str, *, normed: bool) -> tuple[nn.Module, Tensor]:
@@ -456,12 +450,8 @@ def test_frozen_parameters(name: str, frozen: str) -> None:
     for parameter in ("weight", "bias") if frozen == "both" else (frozen,):
         getattr(product, parameter).requires_grad_(False)
 
-    def compute(m: Any, x: Tensor) -> Tensor:
-        y = torch.tanh(m.norm(x))
-        return F.silu(m.product(y))
-
-    model, x = Parts(compute, norm=nn.LayerNorm(shape[-1]), product=product), torch.randn(shape)
-    twin = converted(model)
+    model = nn.Sequential(nn.LayerNorm(shape[-1]), nn.Tanh(), Widen(product))
+    twin, x = converted(model), torch.randn(shape)
     (call,) = products_in(twin(x))
     assert len(call.weights) == 2
     assert_same_steps(model, twin, x)
@@ -597,30 +587,11 @@ def test_nothing_is_kept_of_a_weight_that_is_gone() -> None:
 
 
 def test_frozen_bias_of_another_forward_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward(self: nn.Linear, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias * 3)
-
+    forward = lambda m, x: F.linear(x, m.weight, m.bias * 3)  # noqa: E731
     monkeypatch.setattr(nn.Linear, "forward", forward)
     model, x = first_layer()
-    nn.init.zeros_(model[0].bias)
-    model[0].bias.requires_grad_(False)
-    twin = converted(model)
-    assert not products_in(twin(x))
-
-
-def test_convert_runs_no_parametrization() -> None:
-    calls: list[int] = []
-
-    class Counted(nn.Module):
-        def forward(self, bias: Tensor) -> Tensor:
-            calls.append(1)
-            return bias
-
-    model, _ = first_layer()
-    nn.utils.parametrize.register_parametrization(model[0], "bias", Counted())
-    before = len(calls)
-    inplace_ops.convert(model)
-    assert len(calls) == before
+    nn.init.zeros_(model[0].bias).requires_grad_(False)
+    assert not products_in(converted(model)(x))
 
 
 def test_parameters_can_be_swapped() -> None:
