@@ -508,7 +508,6 @@ INDEX_USERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("index_user", INDEX_USERS)
 def test_unused_pooling_indices_are_stored_in_fewer_bits(index_user: str) -> None:
 
-
     def compute(m: Any, z: Tensor) -> Any:
         return INDEX_USERS[index_user](*F.max_pool2d(m.other(z), 2, return_indices=True))
 

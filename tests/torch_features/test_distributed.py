@@ -52,7 +52,7 @@ def pytorchs_inplace(activation: ActivationCase) -> Callable[[Tensor], Tensor]:
     Before torch 2.12 silu_ has none.
     """
     if not activation.entry.torch_saves_output and torch.__version__ < "2.12":
-        return lambda x: x.copy_(activation.reference(x.clone()))
+        return activation.copied
     return activation.torch_inplace
 
 
@@ -268,7 +268,7 @@ def assert_like_plain_tensor(
     leaf = distribute_tensor(values, mesh_of(), [placement]).requires_grad_()
     y = compute(activation.call, leaf)
     plain = values.clone().requires_grad_()
-    expected = compute(lambda h: h.copy_(activation.reference(h.clone())), plain)
+    expected = compute(activation.copied, plain)
     assert_values(activation, y.detach().full_tensor(), expected.detach())
     incoming = random_values(tuple(expected.shape), torch.float32, device())
     y.backward(distribute_tensor(incoming, mesh_of(), [placement]))
