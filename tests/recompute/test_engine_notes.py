@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from _support.networks import RMSNorm
 from _support.twins import (
     OpCounter,
     Parts,
@@ -44,22 +45,6 @@ class NewGELU(nn.Module):
         self.between(self, half)
         inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))
         return half * (1.0 + torch.tanh(inner))
-
-
-class RMSNorm(nn.Module):
-    """An RMS norm, as transformers computes it."""
-
-    def __init__(self, size: int, between: Between = lambda module, t: None) -> None:
-        super().__init__()
-        self.weight, self.between = nn.Parameter(torch.rand(size)), between
-        self.step = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.step += 1
-        dtype, x = x.dtype, x.to(torch.float32)
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-        self.between(self, x)
-        return self.weight * x.to(dtype)
 
 
 def mlp(activation: nn.Module) -> nn.Sequential:

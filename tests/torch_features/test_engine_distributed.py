@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from _support.networks import RMSNorm
 from _support.processes import Processes, device, mesh_of
 from _support.twins import HAS_HOOK, Parts, assert_same_step, recomputed, step_of
 from torch import Tensor, nn
@@ -39,19 +40,6 @@ SAMPLES = 4  # per process
 
 def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-class RMSNorm(nn.Module):
-    """The RMSNorm of transformers."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.float32)
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.weight * wide.to(x.dtype)
 
 
 class TokenGroupNorm(nn.GroupNorm):
