@@ -35,16 +35,11 @@ Write = Callable[[list[Tensor]], object]
 WIDTH, GROWTH = 16, 8
 
 
-class Layer(nn.Module):
-    """A layer of a DenseNet: a norm, an activation and a convolution of all parts."""
-
-    def __init__(self, inputs: int) -> None:
-        super().__init__()
-        self.norm, self.act = nn.BatchNorm2d(inputs), nn.ReLU()
-        self.conv = nn.Conv2d(inputs, GROWTH, 3, padding=1)
-
-    def forward(self, parts: list[Tensor]) -> Tensor:
-        return self.conv(self.act(self.norm(torch.cat(parts, 1))))
+def layer(inputs: int) -> nn.Module:
+    """Return a layer of a DenseNet: a norm, an activation and a convolution of all parts."""
+    layers = {"norm": nn.BatchNorm2d(inputs), "act": nn.ReLU()}
+    conv = nn.Conv2d(inputs, GROWTH, 3, padding=1)
+    return Parts(lambda m, p: m.conv(m.act(m.norm(torch.cat(p, 1)))), **layers, conv=conv)
 
 
 class DenseBlock(nn.Module):
@@ -53,7 +48,7 @@ class DenseBlock(nn.Module):
     def __init__(self, depth: int, write: Write = lambda parts: None) -> None:
         super().__init__()
         self.first = nn.Conv2d(3, WIDTH, 3, padding=1)
-        self.layers = nn.ModuleList(Layer(WIDTH + i * GROWTH) for i in range(depth))
+        self.layers = nn.ModuleList(layer(WIDTH + i * GROWTH) for i in range(depth))
         self.pool, self.write, self.step = nn.AvgPool2d(2), write, 0
 
     def forward(self, x: Tensor) -> Tensor:

@@ -50,13 +50,18 @@ def dense(m: Any, x: Tensor) -> Tensor:
     """Run layers that read the concatenation of all outputs before, as in a DenseNet."""
     parts = [m.first(x)]
     for layer in m.layers:
-        parts.append(layer(torch.cat(parts, 1)))
+        parts.append(layer(parts))
     return torch.cat(parts, 1)
+
+
+def joined(m: Any, parts: list[Tensor]) -> Tensor:
+    return m.conv(m.act(m.norm(torch.cat(parts, 1))))
 
 
 def denser(norm: Callable[[int], nn.Module], act: Callable[[], nn.Module]) -> nn.Module:
     def layer(inputs: int) -> nn.Module:
-        return nn.Sequential(norm(inputs), act(), nn.Conv2d(inputs, C, 3, padding=1))
+        conv = nn.Conv2d(inputs, C, 3, padding=1)
+        return Parts(joined, norm=norm(inputs), act=act(), conv=conv)
 
     first = nn.Sequential(nn.Conv2d(3, C, 3, padding=1), norm(C), act())
     return Parts(dense, first=first, layers=nn.ModuleList(layer(C * i) for i in range(1, 5)))
