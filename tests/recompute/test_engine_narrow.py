@@ -161,7 +161,7 @@ def _rounded(m: Any, x: Tensor) -> Tensor:
     m.step += 1
     wide = m.upsample(m.first(x))
     m.write(wide, m.step)
-    return m.half(wide.to(torch.bfloat16))
+    return m.rounded(wide.to(torch.bfloat16))
 
 
 # By name: a forward, and which share of PyTorch's bytes the engine saves.
@@ -176,8 +176,8 @@ def joining(name: str, write: Callable[[Tensor, int], object]) -> nn.Module:
     layers = {"first": nn.Conv2d(3, CHANNELS, 1), "second": nn.Conv2d(3, CHANNELS, 1)}
     layers |= {"down": nn.Conv2d(CHANNELS, 2, 1), "conv": nn.Conv2d(2 * CHANNELS, 4, 3)}
     layers |= {"upsample": nn.Upsample(scale_factor=2), "same": nn.Identity()}
-    half = nn.Conv2d(CHANNELS, 4, 3, dtype=torch.bfloat16)
-    return Parts(JOINS[name][0], **layers, half=half, write=write, step=0)
+    rounded = nn.Conv2d(CHANNELS, 4, 3, dtype=torch.bfloat16)
+    return Parts(JOINS[name][0], **layers, rounded=rounded, write=write, step=0)
 
 
 def _no_grad(wide: Tensor) -> None:
