@@ -63,6 +63,15 @@ def assert_switched_off() -> None:
     assert nodes.is_python_function(type(y.grad_fn)) or "inplace_ops" not in y.grad_fn.metadata
 
 
+def assert_same_gradients_of(*outputs: tuple[Tensor, nn.Module]) -> None:
+    """Compare the gradients of outputs with those of the last one, given the model of each."""
+    *found, expected = (
+        torch.autograd.grad(output.square().sum(), list(m.parameters())) for output, m in outputs
+    )
+    for actual in found:
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
 @each_source
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_error_in_any_module_does_not_affect_later_calls(error: type[BaseException]) -> None:
@@ -176,22 +185,15 @@ def test_error_of_the_engine_warns_once(
 ) -> None:
     """Whatever the arguments and outputs of the model are, the tensors stay saved."""
 
-    def compute(m: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-        return {"output": m.blocks(inputs["x"])}
-
-    model, inputs = Parts(compute, blocks=blocks()), {"x": images()}
+    model = Parts(lambda m, inputs: {"output": m.blocks(inputs["x"])}, blocks=blocks())
+    inputs = {"x": images()}
     twin = converted_twin(model)
     monkeypatch.setattr(owner, part, replacement)
     with pytest.warns(UserWarning, match=r"failed: (Runtime|Attribute|Type)Error") as caught:
-        outputs = [twin(inputs), twin(inputs), model(inputs)]
+        outputs = [(m(inputs)["output"], m) for m in (twin, twin, model)]
     assert len(caught) == 1
     assert_switched_off()
-    gradients = [
-        torch.autograd.grad(o["output"].square().sum(), list(m.parameters()))
-        for o, m in zip(outputs, (twin, twin, model), strict=True)
-    ]
-    for actual in gradients[:2]:
-        torch.testing.assert_close(actual, gradients[2], rtol=1e-4, atol=1e-4)
+    assert_same_gradients_of(*outputs)
 
 
 # An allocation fails while the engine compares, prepares or evaluates a spec.
@@ -231,12 +233,7 @@ def test_allocation_failure_switches_nothing_off(
     with no_warnings():
         second, expected = twin(x), converted_twin(model)(x)
     assert len(recomputed(second)) == len(recomputed(expected))
-    gradients = [
-        torch.autograd.grad(y.square().sum(), list(m.parameters()))
-        for y, m in ((first, twin), (second, twin), (model(x), model))
-    ]
-    for actual in gradients[:2]:
-        torch.testing.assert_close(actual, gradients[2], rtol=1e-4, atol=1e-4)
+    assert_same_gradients_of((first, twin), (second, twin), (model(x), model))
 
 
 class RecomputeFunction(torch.autograd.Function):
@@ -338,16 +335,12 @@ def test_nested_and_alternating_conversions_match_pytorch() -> None:
 @each_source
 def test_forward_inside_a_backward_hook_matches_pytorch() -> None:
     model = blocks().eval()
-    twin, x = converted_twin(model), images()
-    found = []
-    for m in (model, twin):
-        m.zero_grad()
+    outputs, x = [], images()
+    for m in (converted_twin(model), model):
         output = m(x)
         output.register_hook(lambda gradient, m=m: gradient + m(x).detach())
-        output.sum().backward()
-        found.append([p.grad for p in m.parameters()])
-    for actual, expected in zip(*reversed(found), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+        outputs.append((output, m))
+    assert_same_gradients_of(*outputs)
 
 
 @each_source
@@ -793,11 +786,9 @@ def test_replicas_save_as_little_as_the_model(
         *(nn.Conv2d(3, C, 3), make_norm(C), nn.SiLU()),
         *(nn.Conv2d(C, C, 3), make_norm(C), nn.ReLU(inplace=True), nn.Conv2d(C, 2, 1)),
     )
-    for name in frozen:
-        for index in (1, 4):
-            parameter = getattr(model[index], name)
-            if parameter is not None:
-                parameter.requires_grad_(False)
+    for norm in (model[1], model[4]):
+        for name, parameter in norm.named_parameters():
+            parameter.requires_grad_(name not in frozen)
     twin, x = converted_twin(model), images(samples=4)
     expected = len(recomputed(twin(x)))
     assert expected >= 2
@@ -943,10 +934,7 @@ def test_modules_replaced_after_conversion_match_pytorch() -> None:
     model = blocks()
     twin, x = converted_twin(model), images()
     for m in (model, twin):
-        torch.manual_seed(0)
-        m[0][1] = nn.GroupNorm(3, C)
-        m[1][1] = nn.Identity()
-        m[1][2] = nn.LeakyReLU(0.3)
+        m[0][1], m[1][1], m[1][2] = nn.GroupNorm(3, C), nn.Identity(), nn.LeakyReLU(0.3)
     assert_same_steps(model, twin, x)
     assert len(recomputed(twin(x))) >= 1
 
