@@ -334,17 +334,12 @@ def test_forward_recomputes_only_at_the_first_use(
 # First use.
 
 
-def write_through_data(t: Tensor) -> None:
-    t.data.add_(1)
-
-
 @pytest.mark.usefixtures("without_products")
 def test_write_through_data_is_detected_and_warns_once() -> None:
     def compute(m: Any, z: Tensor) -> Tensor:
-        y = F.silu(z)
-        write_through_data(y)
-        u = F.silu(m.other(z))
-        write_through_data(u)
+        y, u = F.silu(z), F.silu(m.other(z))
+        for t in (y, u):
+            t.data.add_(1)
         return m.conv(y) + m.conv(u)
 
     model, x = Program(compute), images()
@@ -390,7 +385,7 @@ def test_new_shape_is_compared_at_its_first_use() -> None:
     def compute(m: Any, z: Tensor) -> Tensor:
         y = F.silu(z)
         if len(z) == 3:
-            write_through_data(y)
+            y.data.add_(1)
         return m.conv(y)
 
     model = Program(compute)
@@ -693,10 +688,7 @@ def test_memory_formats_and_gradient_strides_match_pytorch(
     norm: str, memory_format: torch.memory_format
 ) -> None:
     model = Program(lambda m, z: m.conv(m.silu(z)), lambda c: norms(c)[norm])
-    model, x = (
-        model.to(memory_format=memory_format),
-        images().contiguous(memory_format=memory_format),
-    )
+    model, x = model.to(memory_format=memory_format), images().to(memory_format=memory_format)
     twin = converted_twin(model)
     assert_same_steps(model, twin, x)
     strides = []
