@@ -380,8 +380,8 @@ class Replacer:
         """Replace the saved tensor of a ReLU or LeakyReLU by one bit per element.
 
         Called if the operation that consumes the activation's output reads no values in backward.
-        A concatenation is no such consumer, but the one after it: if that one saves the
-        concatenation, its spec reads the outputs, and so may the specs of other concatenations.
+        Of a concatenation's parts, if the next operation reads none: else the concatenation's spec
+        reads the parts, and so may the specs of other concatenations.
         """
         operation = None if node is None else OPERATION_OF[type(node)]
         if operation is None or operation.mask is None:

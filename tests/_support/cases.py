@@ -60,11 +60,16 @@ class ActivationCase:
         return partial(self.entry.torch_function, **scalars)
 
     @property
+    def copied(self) -> Callable[[Tensor], Tensor]:
+        """PyTorch's function of a clone, copied to the input, whatever PyTorch saves."""
+        return lambda x: x.copy_(self.reference(x.clone()))
+
+    @property
     def torch_inplace(self) -> Callable[[Tensor], Tensor]:
         """PyTorch's in-place function, or a function that copies the result to the input."""
         scalars = dict(zip(self.entry.scalars, self.scalars, strict=True))
         if self.entry.torch_inplace is None:
-            return lambda x: x.copy_(self.reference(x.clone()))
+            return self.copied
         return partial(self.entry.torch_inplace, **scalars)
 
     @property

@@ -40,7 +40,7 @@ class Hooks:
         tensor.retain_grad()
         self.retained.append(tensor)
 
-    def assert_saw(self, expected: Hooks) -> None:
+    def assert_saw(self, expected: Hooks, tolerance: float = 1e-4) -> None:
         assert [name for name, _ in self.seen] == [name for name, _ in expected.seen]
         pairs = [
             (mine, theirs) for (_, mine), (_, theirs) in zip(self.seen, expected.seen, strict=True)
@@ -52,7 +52,7 @@ class Hooks:
         for mine, theirs in pairs:
             assert (mine is None) == (theirs is None)
             if mine is not None:
-                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
 
 
 def void(_: Any) -> None:

@@ -1,6 +1,8 @@
-"""A small network that saves less after conversion."""
+"""Small networks that save less after conversion."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,23 @@ def network(width: int = 16) -> nn.Sequential:
         nn.MaxPool2d(2),
         nn.Conv2d(width, 4, 1),
     )
+
+
+class RMSNorm(nn.Module):
+    """An RMS norm, as transformers computes it. It calls `between` with the normalized input."""
+
+    def __init__(
+        self, size: int, between: Callable[[nn.Module, Tensor], object] = lambda module, t: None
+    ) -> None:
+        super().__init__()
+        self.weight, self.between, self.step = nn.Parameter(torch.rand(size)), between, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        dtype, x = x.dtype, x.to(torch.float32)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        self.between(self, x)
+        return self.weight * x.to(dtype)
 
 
 def examples() -> Tensor:

@@ -190,6 +190,27 @@ def assert_same_steps(
         assert_same_step(step_of(twin, x), step_of(model, x), tolerance)
 
 
+def assert_same_gradients(
+    model: nn.Module,
+    twin: nn.Module,
+    x: Any,
+    *names: str,
+    between: Callable[[Any], object] = lambda m: None,
+    tolerance: float | None = None,
+) -> None:
+    """Assert that the gradients of these parameters alone are equal, of the model's last output.
+
+    No backward runs that only other parameters need: it might raise after a write. `between` is
+    called with each model between its forward and backward.
+    """
+    found = []
+    for m in (twin, model):
+        loss = tree_leaves(m(x))[-1].square().sum()
+        between(m)
+        found.append(torch.autograd.grad(loss, [m.get_parameter(name) for name in names]))
+    torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
+
+
 def nodes_of(output: Any) -> list[Any]:
     """Return all nodes of the autograd graph of an output."""
     found: dict[Any, None] = {}

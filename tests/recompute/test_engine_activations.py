@@ -26,7 +26,7 @@ from _support.norm_cases import (
     rounding,
 )
 from _support.smooth_references import SMOOTH_ACTIVATIONS
-from _support.twins import converted_twin
+from _support.twins import Parts, converted_twin
 from torch import Tensor, nn
 
 from inplace_ops import _ops, saved_bytes
@@ -341,18 +341,6 @@ GIVEN: dict[str, Callable[[Tensor], Tensor | None]] = {
 }
 
 
-class Functional(nn.Module):
-    """A norm that is called as a function."""
-
-    def __init__(self, function: Callable[[Tensor, Any, Any], Tensor], *leaves: Tensor) -> None:
-        super().__init__()
-        self.function = function
-        self.weight, self.bias = (nn.Parameter(leaf) for leaf in leaves)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, self.weight, self.bias)
-
-
 def outcome(model: nn.Module, x: Tensor) -> tuple[Tensor | None, ...] | str:
     """Return the gradients, or the beginning of PyTorch's error in backward."""
     inputs = (x, *model.parameters())
@@ -384,9 +372,10 @@ def test_functional_norms_with_any_parameters_match_pytorch(
     def leaf(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64, device=device)
 
-    norm = Functional(
-        lambda x, w, b: FUNCTIONS[function](x, GIVEN[weight](w), GIVEN[bias](b)), leaf(6), leaf(6)
-    )
+    def compute(m: Any, x: Tensor) -> Tensor:
+        return FUNCTIONS[function](x, GIVEN[weight](m.weight), GIVEN[bias](m.bias))
+
+    norm = Parts(compute, weight=nn.Parameter(leaf(6)), bias=nn.Parameter(leaf(6)))
     block = Block(norm, SMOOTH)
     is_known = function == "layer" or (bias == "parameter" and function != "instance")
     assert is_recomputed(converted_twin(block)(leaf(5, 6, 6).requires_grad_())) == is_known

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from _support.hooks import Hooks, void
 from _support.twins import (
     C,
     OpCounter,
+    Parts,
     Program,
     assert_same_step,
     converted_twin,
@@ -85,13 +88,41 @@ def assert_pytorchs(
         assert count == fused
 
 
+class Case(NamedTuple):
+    """A model with a batch norm before an activation.
+
+    Attributes:
+        make: Returns the model, given the activation.
+        x: Its input.
+        fused: How many gradients of a batch norm and its activation are computed together.
+        tolerance: That of gradients.
+    """
+
+    make: Callable[[Act], nn.Module]
+    x: Tensor
+    fused: int = 1
+    tolerance: float = 1e-9
+
+
 def program(
-    compute: Callable[[Any, Tensor], Any],
     act: Act,
     norm: Callable[[int], nn.Module] = nn.BatchNorm2d,
     dtype: torch.dtype = torch.float64,
+    parameters: torch.dtype | None = None,
 ) -> Program:
-    return Program(compute, norm, act, dtype)
+    model = Program(convolution, norm, act, dtype)
+    model.norm.to(parameters or dtype)
+    return model
+
+
+def evaluated(act: Act) -> nn.Module:
+    model = program(act)
+    model(IMAGES)
+    return model.eval()
+
+
+def of_rank(norm: nn.Module, act: Act) -> nn.Module:
+    return nn.Sequential(nn.Tanh(), norm, act(), nn.Tanh()).double()
 
 
 def convolution(m: Any, y: Tensor) -> Tensor:
@@ -106,6 +137,24 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
     "instance": nn.InstanceNorm2d,
     "affine instance": lambda c: nn.InstanceNorm2d(c, affine=True),
 }
+CASES = {
+    # PyTorch saves statistics in float32 if the parameters have float32.
+    **{
+        f"{dtype} and float32".removeprefix("torch."): Case(
+            partial(program, dtype=dtype, parameters=torch.float32),
+            images(dtype),
+            tolerance=1e-5 if dtype is torch.float32 else 4 * torch.finfo(dtype).eps,
+        )
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    },
+    "statistics in 16 bits": Case(
+        partial(program, dtype=torch.bfloat16), images(torch.bfloat16), 0, 0.02
+    ),
+    "features": Case(partial(of_rank, nn.BatchNorm1d(7)), torch.randn(20, 7).double()),
+    "sequences": Case(partial(of_rank, nn.BatchNorm1d(7)), torch.randn(5, 7, 11).double()),
+    "volumes": Case(partial(of_rank, nn.BatchNorm3d(7)), torch.randn(3, 7, 4, 3, 5).double()),
+    "eval mode": Case(evaluated, IMAGES, 0),
+}
 
 
 @each_act
@@ -116,36 +165,22 @@ def test_gradients_are_pytorchs(
 ) -> None:
     x = IMAGES.to(memory_format=torch.channels_last) if channels_last else IMAGES
     is_view = "instance" in norm and act not in INPLACE  # z is a view, which is not overwritten
-    model = program(convolution, ACTS[act], NORMS[norm]).to(device)
+    model = program(ACTS[act], NORMS[norm]).to(device)
     assert_pytorchs(model, x.to(device), fused=0 if is_view else 1)
+
+
+@pytest.mark.parametrize("case", CASES)
+@both_ways
+def test_gradients_in_other_cases_are_pytorchs(act: str, case: str, device: torch.device) -> None:
+    make, x, fused, tolerance = CASES[case]
+    assert_pytorchs(make(ACTS[act]).to(device), x.to(device), fused, tolerance)
 
 
 @each_act
 def test_second_derivatives_are_pytorchs(act: str, device: torch.device) -> None:
     """The pass that creates a graph is PyTorch's own; the next pass runs the graph of forward."""
-    model = program(convolution, ACTS[act]).to(device)
+    model = program(ACTS[act]).to(device)
     assert_pytorchs(model, IMAGES.to(device), fused=1, create_graph=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@both_ways
-def test_other_dtypes(act: str, dtype: torch.dtype, device: torch.device) -> None:
-    """PyTorch saves statistics in float32 if the parameters have float32."""
-    model = program(convolution, ACTS[act], dtype=dtype).to(device)
-    model.norm.float()
-    tolerance = 1e-5 if dtype is torch.float32 else 4 * torch.finfo(dtype).eps
-    assert_pytorchs(model, images(dtype).to(device), fused=1, tolerance=tolerance)
-
-
-@both_ways
-def test_other_ranks(act: str) -> None:
-    for norm, shape in (
-        (nn.BatchNorm1d, (20, 7)),
-        (nn.BatchNorm1d, (5, 7, 11)),
-        (nn.BatchNorm3d, (3, 7, 4, 3, 5)),
-    ):
-        model = nn.Sequential(nn.Tanh(), norm(7), ACTS[act](), nn.Tanh()).double()
-        assert_pytorchs(model, torch.randn(shape, dtype=torch.float64), fused=1)
 
 
 # By name: what else reads the norm's output z, its input x or its parameters.
@@ -177,19 +212,10 @@ def drops_y(m: Any, x: Tensor) -> Tensor:
     return other + m.conv(m.first(x).repeat(1, 1, 1, 1)).mean()
 
 
-class Body(nn.Module):
-    """The modules of a `Program`, with a forward of its own."""
-
-    def __init__(self, run: Callable[[Any, Tensor], Tensor], act: Act) -> None:
-        super().__init__()
-        parts = program(convolution, act)
-        self.first, self.norm, self.act = parts.first, parts.norm, parts.act
-        self.conv, self.other = parts.conv, parts.other
-        self.double()
-        self.run = run
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self, x)
+def body(run: Callable[[Any, Tensor], Tensor], act: Act) -> nn.Module:
+    """Return a model of the modules of a `Program`, with a forward of its own."""
+    layers = dict(program(act).named_children())
+    return Parts(run, **layers, block=nn.Sequential(layers["norm"], layers["act"]))
 
 
 CONSUMERS: dict[str, tuple[Callable[[Any, Tensor], Tensor], int]] = {
@@ -206,7 +232,7 @@ CONSUMERS: dict[str, tuple[Callable[[Any, Tensor], Tensor], int]] = {
 @both_ways
 def test_gradients_add_to_those_of_others(act: str, consumer: str, create_graph: bool) -> None:
     run, fused = CONSUMERS[consumer]
-    assert_pytorchs(Body(run, ACTS[act]), IMAGES, fused, create_graph=create_graph)
+    assert_pytorchs(body(run, ACTS[act]), IMAGES, fused, create_graph=create_graph)
 
 
 FROZEN: dict[str, tuple[str, ...]] = {
@@ -221,15 +247,14 @@ FROZEN: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("frozen", FROZEN)
 @both_ways
 def test_frozen_parameters(act: str, frozen: str, create_graph: bool) -> None:
-    model = program(convolution, ACTS[act])
+    model = program(ACTS[act])
     for name in FROZEN[frozen]:
         model.get_parameter(name).requires_grad_(False)
     assert_pytorchs(model, IMAGES, fused=1, create_graph=create_graph)
 
 
-@both_ways
-def test_input_without_gradient_is_pytorchs(act: str) -> None:
-    model = nn.Sequential(nn.BatchNorm2d(3), ACTS[act](), nn.Conv2d(3, 4, 3)).double()
+def test_input_without_gradient_is_pytorchs() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.SiLU(), nn.Conv2d(3, 4, 3)).double()
     twin = converted_twin(model)
     with OpCounter() as counter:
         twin(IMAGES).sum().backward()
@@ -239,46 +264,8 @@ def test_input_without_gradient_is_pytorchs(act: str) -> None:
     assert_same_step(actual, expected, 1e-9)
 
 
-@both_ways
-def test_eval_mode_is_pytorchs(act: str) -> None:
-    model = program(convolution, ACTS[act])
-    model(IMAGES)
-    assert_pytorchs(model.eval(), IMAGES, fused=0)
-
-
-@both_ways
-def test_statistics_in_16_bits_are_pytorchs(act: str) -> None:
-    model = program(convolution, ACTS[act], dtype=torch.bfloat16)
-    assert_pytorchs(model, images(torch.bfloat16), fused=0, tolerance=0.02)
-
-
-class Watched(nn.Module):
-    """A convolution, a container of a batch norm and an activation, and a convolution."""
-
-    def __init__(self, act: Act) -> None:
-        super().__init__()
-        self.first, self.last = nn.Conv2d(3, C, 3), nn.Conv2d(C, 4, 3)
-        self.norm, self.act = nn.BatchNorm2d(C), act()
-        self.block = nn.Sequential(self.norm, self.act)
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.block(self.first(x)))
-
-
-class Hook:
-    """A hook on a tensor, a node or a module, which changes gradients if it is on a tensor or node.
-
-    It records the tensors that it gets.
-    """
-
-    def __init__(self) -> None:
-        self.seen: list[Tensor] = []
-        self.retained: list[Tensor] = []
-
-    def of_tensor(self, grad: Tensor) -> Tensor:
-        self.seen.append(grad.clone())
-        return grad * 0.5
+class Watcher(Hooks):
+    """Hooks on nodes and modules too, which record all tensors that they get."""
 
     def of_node(self, *given: Any) -> tuple[Tensor | None, ...]:
         self.of_module(*given)
@@ -286,23 +273,15 @@ class Hook:
 
     def of_module(self, *given: Any) -> None:
         tensors = [value for values in given if isinstance(values, tuple) for value in values]
-        self.seen += [tensor.detach().clone() for tensor in tensors if tensor is not None]
+        self.seen += [("", tensor.detach().clone()) for tensor in tensors if tensor is not None]
 
     def of_batch_norms(self, module: nn.Module, *given: Any) -> None:
         if isinstance(module, nn.BatchNorm2d):
             self.of_module(*given)
 
-    def retain(self, tensor: Tensor) -> None:
-        tensor.retain_grad()
-        self.retained.append(tensor)
 
-
-def void(_: Any) -> None:
-    """Return None, as a forward hook does that leaves the output."""
-
-
-def of_backward(part: str, kind: str) -> Callable[[Any, Hook], Any]:
-    def register(m: Any, hook: Hook) -> Any:
+def of_backward(part: str, kind: str) -> Callable[[Any, Watcher], Any]:
+    def register(m: Any, hook: Watcher) -> Any:
         m.act.inplace = False  # PyTorch allows no activation in place after these hooks
         return getattr(m.get_submodule(part), kind)(hook.of_module)
 
@@ -311,35 +290,20 @@ def of_backward(part: str, kind: str) -> Callable[[Any, Hook], Any]:
 
 # By what a hook is on: how it is registered, and whether the gradients of the batch norm and of the
 # activation are computed together all the same; None: if z is the activation's output now.
-WATCHERS: dict[str, tuple[Callable[[Any, Hook], Any], bool | None]] = {
-    "z": (
-        lambda m, h: m.norm.register_forward_hook(
-            lambda _, a, z: void(z.register_hook(h.of_tensor))
-        ),
-        False,
-    ),
+WATCHERS: dict[str, tuple[Callable[[Any, Watcher], Any], bool | None]] = {
+    "z": (lambda m, h: h.at("output of norm", m.norm), False),
     "z, after the activation": (
-        lambda m, h: m.act.register_forward_hook(
-            lambda _, a, y: void(a[0].register_hook(h.of_tensor))
-        ),
+        lambda m, h: m.act.register_forward_hook(lambda _, a, y: void(h.on(a[0], "z"))),
         None,
     ),
-    "the output": (
-        lambda m, h: m.act.register_forward_hook(
-            lambda _, a, y: void(y.register_hook(h.of_tensor))
-        ),
-        True,
-    ),
+    "the output": (lambda m, h: h.at("output of activation", m.act), True),
     "the output's node": (
         lambda m, h: m.act.register_forward_hook(
             lambda _, a, y: void(y.grad_fn.register_hook(h.of_node))
         ),
         False,
     ),
-    "retained z": (
-        lambda m, h: m.norm.register_forward_hook(lambda _, a, z: h.retain(z)),
-        False,
-    ),
+    "retained z": (lambda m, h: h.at("retained gradient of norm", m.norm), False),
     "retained z, after the activation": (
         lambda m, h: m.act.register_forward_hook(lambda _, a, y: h.retain(a[0])),
         None,
@@ -368,18 +332,18 @@ def test_hooks_get_the_gradient(act: str, watcher: str, monkeypatch: pytest.Monk
     # PyTorch remembers which kind of global hooks was registered last.
     monkeypatch.setattr(nn.modules.module, "_global_is_full_backward_hook", None)
     register, is_fused = WATCHERS[watcher]
-    model, hooks, found = Watched(ACTS[act]), [Hook(), Hook()], []
+    model = body(lambda m, x: m.conv(m.block(m.first(x))), ACTS[act])
+    hooks, found = [Watcher(), Watcher()], []
     for m, hook in zip((model, converted_twin(model)), hooks, strict=True):
         handle = register(m, hook)
         found.append(gradients(m, IMAGES))
-        handle.remove()
+        if handle is not None:
+            handle.remove()
     (expected, _), (actual, count) = found
     assert_same_step(actual, expected, 1e-9)
     assert count == (act in INPLACE if is_fused is None else is_fused)
     assert hooks[0].seen or hooks[0].retained or watcher == "forward"
-    torch.testing.assert_close(hooks[1].seen, hooks[0].seen)
-    grads = [[z.grad for z in hook.retained if z.grad is not None] for hook in hooks]
-    torch.testing.assert_close(*grads)
+    hooks[1].assert_saw(hooks[0], 1e-7)
 
 
 def kept_output(m: Any, x: Tensor) -> Tensor:
@@ -387,9 +351,21 @@ def kept_output(m: Any, x: Tensor) -> Tensor:
     return m.conv(m.act(m.kept))
 
 
+def of_two_parts(m: Any, x: Tensor) -> Tensor:
+    """Compute a norm of a concatenation, which saves a spec instead of its input."""
+    parts = m.first(x).sigmoid(), m.second(x).sigmoid()
+    return m.conv(m.act(m.norm(torch.cat(parts, 1)))) + parts[0][:, :4, 1:-1, 1:-1]
+
+
+def joined(act: Act) -> nn.Module:
+    first, second = nn.Conv2d(3, C, 3), nn.Conv2d(3, C, 3)
+    layers = {"first": first, "second": second, "conv": nn.Conv2d(2 * C, 4, 3)}
+    return Parts(of_two_parts, **layers, norm=nn.BatchNorm2d(2 * C), act=act()).double()
+
+
 def test_gradient_of_a_kept_output() -> None:
     """While code keeps the norm's output it may ask for its gradient; afterwards it cannot."""
-    model = Body(kept_output, nn.SiLU)
+    model = body(kept_output, nn.SiLU)
     twin = converted_twin(model)
     losses = [m(IMAGES).square().sum() for m in (model, twin)]
     of_kept = [
@@ -414,7 +390,7 @@ def test_hook_of_an_output_that_was_detached() -> None:
         m.kept = z
         return m.conv(y)
 
-    assert_pytorchs(Body(run, nn.ReLU), IMAGES, fused=0)
+    assert_pytorchs(body(run, nn.ReLU), IMAGES, fused=0)
 
 
 def toggled(name: str, for_norm: bool) -> Callable[[Any, Tensor], Tensor]:
@@ -438,16 +414,15 @@ def toggled(name: str, for_norm: bool) -> Callable[[Any, Tensor], Tensor]:
 @both_ways
 def test_parameters_that_are_frozen_within_forward(act: str, name: str, for_norm: bool) -> None:
     """Gradients go where the norm's node leads, whatever requires grad later."""
-    model = Body(toggled(name, for_norm), ACTS[act])
+    model = body(toggled(name, for_norm), ACTS[act])
     twin = converted_twin(model)
     assert_same_step(gradients(twin, IMAGES)[0], gradients(model, IMAGES)[0], 1e-9)
 
 
-@both_ways
-def test_compiled_autograd(act: str) -> None:
+def test_compiled_autograd() -> None:
     """It runs backward with another ctx, and adds the gradients of all consumers of a tensor."""
     compiled_autograd = pytest.importorskip("torch._dynamo.compiled_autograd")
-    model = program(convolution, ACTS[act])
+    model = program(ACTS["silu"])
     found = []
     for m in (model, converted_twin(model)):
         loss = m(IMAGES).square().sum()
@@ -460,7 +435,7 @@ def test_compiled_autograd(act: str) -> None:
 
 
 def test_hooks_of_parameters_run_once() -> None:
-    model = converted_twin(program(convolution, ACTS["relu"]))
+    model = converted_twin(program(ACTS["relu"]))
     calls: list[Tensor] = []
     model.norm.weight.register_hook(lambda grad: calls.append(grad))
     model.norm.bias.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad))
@@ -473,7 +448,7 @@ def test_hooks_of_parameters_run_once() -> None:
 @both_ways
 def test_parts_of_a_backward(act: str) -> None:
     """Gradients of some inputs alone, twice over one graph, and of two losses one by one."""
-    model = program(convolution, ACTS[act])
+    model = program(ACTS[act])
     twin = converted_twin(model)
     found: list[list[Tensor]] = []
     for m in (model, twin):
@@ -496,7 +471,7 @@ def test_tangent_of_the_gradient() -> None:
 
     PyTorch's backward of SiLU does not support it.
     """
-    model = program(convolution, ACTS["relu"])
+    model = program(ACTS["relu"])
     twin = converted_twin(model)
     found = []
     for m in (model, twin):
@@ -508,24 +483,11 @@ def test_tangent_of_the_gradient() -> None:
     torch.testing.assert_close(found[:2], found[2:])
 
 
-class Joined(nn.Module):
-    """A norm of a concatenation: it saves a spec instead of its input."""
-
-    def __init__(self, act: Act) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(3, C, 3), nn.Conv2d(3, C, 3)
-        self.norm, self.act, self.conv = nn.BatchNorm2d(2 * C), act(), nn.Conv2d(2 * C, 4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = self.first(x).sigmoid(), self.second(x).sigmoid()
-        return self.conv(self.act(self.norm(torch.cat(parts, 1)))) + parts[0][:, :4, 1:-1, 1:-1]
-
-
 @pytest.mark.usefixtures("without_products")
 @pytest.mark.parametrize("create_graph", [False, True], ids=["first", "second"])
 @both_ways
 def test_input_that_is_recomputed(act: str, create_graph: bool, device: torch.device) -> None:
-    model, x = Joined(ACTS[act]).double().to(device), IMAGES.to(device)
+    model, x = joined(ACTS[act]).to(device), IMAGES.to(device)
     assert_pytorchs(model, x, fused=1, create_graph=create_graph)
     (node,) = [n for n in nodes_of(converted_twin(model)(x)) if after_norm.is_after_norm(n)]
     assert node.saves_spec
@@ -534,7 +496,7 @@ def test_input_that_is_recomputed(act: str, create_graph: bool, device: torch.de
 @pytest.mark.usefixtures("without_products")
 def test_recomputed_input_is_computed_once() -> None:
     """PyTorch's norm node reads it too, although it gets no gradient."""
-    twin = converted_twin(Joined(ACTS["relu"]).double())
+    twin = converted_twin(joined(ACTS["relu"]))
     twin(IMAGES)
     loss = twin(IMAGES).sum()
     with OpCounter() as counter:

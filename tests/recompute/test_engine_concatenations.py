@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from _support.allocations import saved_allocation
 from _support.twins import (
+    Parts,
     Program,
     TwoOutputs,
+    assert_same_gradients,
     assert_same_steps,
     converted_twin,
     images,
@@ -32,16 +35,11 @@ Write = Callable[[list[Tensor]], object]
 WIDTH, GROWTH = 16, 8
 
 
-class Layer(nn.Module):
-    """A layer of a DenseNet: a norm, an activation and a convolution of all parts."""
-
-    def __init__(self, inputs: int) -> None:
-        super().__init__()
-        self.norm, self.act = nn.BatchNorm2d(inputs), nn.ReLU()
-        self.conv = nn.Conv2d(inputs, GROWTH, 3, padding=1)
-
-    def forward(self, parts: list[Tensor]) -> Tensor:
-        return self.conv(self.act(self.norm(torch.cat(parts, 1))))
+def layer(inputs: int) -> nn.Module:
+    """Return a layer of a DenseNet: a norm, an activation and a convolution of all parts."""
+    layers = {"norm": nn.BatchNorm2d(inputs), "act": nn.ReLU()}
+    conv = nn.Conv2d(inputs, GROWTH, 3, padding=1)
+    return Parts(lambda m, p: m.conv(m.act(m.norm(torch.cat(p, 1)))), **layers, conv=conv)
 
 
 class DenseBlock(nn.Module):
@@ -50,7 +48,7 @@ class DenseBlock(nn.Module):
     def __init__(self, depth: int, write: Write = lambda parts: None) -> None:
         super().__init__()
         self.first = nn.Conv2d(3, WIDTH, 3, padding=1)
-        self.layers = nn.ModuleList(Layer(WIDTH + i * GROWTH) for i in range(depth))
+        self.layers = nn.ModuleList(layer(WIDTH + i * GROWTH) for i in range(depth))
         self.pool, self.write, self.step = nn.AvgPool2d(2), write, 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -221,39 +219,42 @@ def test_concatenation_written_to_after_forward_raises_as_in_pytorch() -> None:
             torch.autograd.grad(output.sum(), network.shortcut.weight)
 
 
-@pytest.mark.parametrize("begin", [1, 3])
-def test_copy_of_a_part_that_was_written_to_is_not_used_for_earlier_values(begin: int) -> None:
+def written_before_it_is_saved(m: Any, z: Tensor, begin: int) -> Tensor:
     """The first concatenation is saved last, after the part was written to and read again."""
+    a, b, c = m.act(m.other(z)), m.other(z).sigmoid(), m.other(z).tanh()
+    first = torch.cat([a, b], 1)
+    if m.step >= begin:
+        with torch.no_grad():
+            a.add_(1)
+    second = torch.cat([a, c], 1)
+    return (F.silu(second) * F.silu(first)).double()
 
-    def compute(m: Any, z: Tensor) -> Tensor:
-        a, b, c = m.act(m.other(z)), m.other(z).sigmoid(), m.other(z).tanh()
-        first = torch.cat([a, b], 1)
-        if m.step >= begin:
-            with torch.no_grad():
-                a.add_(1)
-        second = torch.cat([a, c], 1)
-        return (F.silu(second) * F.silu(first)).double()
 
-    model, x = Program(compute, activation=nn.Identity), images()
-    assert_same_steps(model, converted_twin(model), x, steps=4)
+def of_two_outputs(m: Any, z: Tensor, begin: int, written: int) -> Tensor:
+    """A note of one output of an operation proves nothing of another one."""
+    outputs = TwoOutputs.apply(m.other(z))
+    kept = [m.act(output) for output in outputs]  # the module's hook takes notes
+    first = F.silu(torch.cat(kept, 1))
+    if m.step >= begin:
+        kept[written].detach().mul_(1.5)
+    second = F.silu(torch.cat(kept[::-1], 1))
+    third = F.silu(torch.cat([*kept, first], 1))
+    return first.double() * second + third[:, :12]
 
 
 @pytest.mark.parametrize("begin", [1, 3])
-@pytest.mark.parametrize("written", [0, 1])
-def test_outputs_of_one_operation_are_told_apart(written: int, begin: int) -> None:
-    """A note of one output proves nothing of another one."""
-
-    def compute(m: Any, z: Tensor) -> Tensor:
-        outputs = TwoOutputs.apply(m.other(z))
-        kept = [m.act(output) for output in outputs]  # the module's hook takes notes
-        first = F.silu(torch.cat(kept, 1))
-        if m.step >= begin:
-            kept[written].detach().mul_(1.5)
-        second = F.silu(torch.cat(kept[::-1], 1))
-        third = F.silu(torch.cat([*kept, first], 1))
-        return first.double() * second + third[:, :12]
-
-    model, x = Program(compute), images()
+@pytest.mark.parametrize(
+    "compute",
+    [
+        written_before_it_is_saved,
+        pytest.param(partial(of_two_outputs, written=0), id="first of two outputs"),
+        pytest.param(partial(of_two_outputs, written=1), id="second of two outputs"),
+    ],
+)
+def test_copy_of_a_part_that_was_written_to_is_not_used_for_earlier_values(
+    compute: Callable[..., Tensor], begin: int
+) -> None:
+    model, x = Program(partial(compute, begin=begin), activation=nn.Identity), images()
     assert_same_steps(model, converted_twin(model), x, steps=4)
 
 
@@ -274,20 +275,30 @@ class SmallPart(nn.Module):
         return [y, *(head(each) for head, each in zip(self.heads, joined, strict=True))]
 
 
+def chunks(m: SmallPart, h: Tensor, small: Tensor, first: int) -> list[Tensor]:
+    """Concatenate the chunks of one tensor, which have one node."""
+    parts = small.chunk(2, 1)
+    return [torch.cat([h, parts[i]], 1) for i in (first, 1 - first)]
+
+
+def rounded(m: SmallPart, h: Tensor, small: Tensor) -> list[Tensor]:
+    """The first head reads a rounded part, which the second one must not read."""
+    return [m.same(torch.cat([h, small], 1)).bfloat16(), torch.cat([small, small], 1)]
+
+
 @pytest.mark.usefixtures("without_products")
-@pytest.mark.parametrize("first", [0, 1])
-def test_chunks_of_one_tensor_are_told_apart(first: int) -> None:
-    """They have one node."""
-
-    def join(m: SmallPart, h: Tensor, small: Tensor) -> list[Tensor]:
-        chunks = small.chunk(2, 1)
-        return [torch.cat([h, chunks[i]], 1) for i in (first, 1 - first)]
-
+@pytest.mark.parametrize(
+    ("join", "count"), [(partial(chunks, first=0), 2), (partial(chunks, first=1), 2), (rounded, 1)]
+)
+def test_copies_of_parts_are_told_apart(join: Callable[..., list[Tensor]], count: int) -> None:
     model, x = SmallPart(join), images()
+    if join is rounded:
+        model.heads[0].to(torch.bfloat16)
     model(x)
     twin = converted_twin(model)
-    assert len(recomputed(twin(x))) == 2
-    assert_same_steps(model, twin, x, tolerance=0)
+    with no_warnings():
+        assert len(recomputed(twin(x))) == count
+        assert_same_steps(model, twin, x, tolerance=0)
 
 
 @pytest.mark.usefixtures("without_products")
@@ -297,54 +308,32 @@ def test_shared_copy_does_not_give_way_to_the_concatenation() -> None:
     x = images()
     model(x)
     twin = converted_twin(model)
-    found = []
-    for network in (model, twin):
-        output = network(x)[-1]
-        network.kept.zero_()
-        assert len(recomputed(output)) == (network is twin)
-        found.append(torch.autograd.grad(output.square().sum(), network.heads[1].weight))
-    torch.testing.assert_close(*found)
+    assert len(recomputed(twin(x)[-1])) == 1
+    write = lambda m: m.kept.zero_()  # noqa: E731
+    assert_same_gradients(model, twin, x, "heads.1.weight", between=write)
 
 
-@pytest.mark.usefixtures("without_products")
-def test_part_that_was_rounded_is_not_read_elsewhere() -> None:
-    def join(m: SmallPart, h: Tensor, small: Tensor) -> list[Tensor]:
-        return [m.same(torch.cat([h, small], 1)).bfloat16(), torch.cat([small, small], 1)]
-
-    model, x = SmallPart(join), images()
-    model.heads[0].to(torch.bfloat16)
-    model(x)
-    twin = converted_twin(model)
-    with no_warnings():
-        assert len(recomputed(twin(x))) == 1  # the first
-        assert_same_steps(model, twin, x, tolerance=0)
-
-
-class Auxiliary(nn.Module):
+def with_auxiliary_head(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """Two heads read a tensor that nothing saves, one of them in a larger concatenation."""
+    h = m.same(m.first(x) + m.second(x))
+    joined = torch.cat([h, m.large(x) + m.large(x)], 1)
+    m.storage = StorageWeakRef(joined.untyped_storage())
+    auxiliary = m.aux(joined)
+    m.write(joined)
+    return auxiliary, m.head(torch.cat([h, h * 1.5], 1))
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.write: Callable[[Tensor], object] = lambda joined: None
-        self.first, self.second, self.same = nn.Conv2d(3, 6, 1), nn.Conv2d(3, 6, 1), nn.Identity()
-        self.large, self.aux, self.head = (
-            nn.Conv2d(3, width, 1),
-            nn.Conv2d(6 + width, 4, 1),
-            nn.Conv2d(12, 3, 1),
-        )
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.same(self.first(x) + self.second(x))
-        joined = torch.cat([h, self.large(x) + self.large(x)], 1)
-        self.storage = StorageWeakRef(joined.untyped_storage())
-        auxiliary = self.aux(joined)
-        self.write(joined)
-        return auxiliary, self.head(torch.cat([h, h * 1.5], 1))
+def auxiliary_model(
+    width: int, compute: Callable[[Any, Tensor], Any] = with_auxiliary_head, **parts: Any
+) -> nn.Module:
+    channels = {"first": (3, 6), "second": (3, 6), "large": (3, width), "aux": (6 + width, 4)}
+    layers = {name: nn.Conv2d(*sizes, 1) for name, sizes in {**channels, "head": (12, 3)}.items()}
+    return Parts(compute, **layers, same=nn.Identity(), write=lambda joined: None, **parts)
 
 
 def test_part_of_a_much_larger_concatenation_does_not_keep_it_alive() -> None:
     """PyTorch frees it after the backward of the operation that saves it."""
-    twin, x = converted_twin(Auxiliary(width=90)), images()
+    twin, x = converted_twin(auxiliary_model(width=90)), images()
     for _ in range(2):
         auxiliary, output = twin(x)
         auxiliary.sum().backward(retain_graph=False, inputs=[twin.aux.weight])
@@ -355,45 +344,38 @@ def test_part_of_a_much_larger_concatenation_does_not_keep_it_alive() -> None:
 
 def test_part_of_a_concatenation_that_was_written_to_is_not_read() -> None:
     """Only the other head's backward runs, so nothing raises in PyTorch."""
-    model, x = Auxiliary(width=18), images()
+    model, x = auxiliary_model(width=18), images()
     twin = converted_twin(model)
-    for step in range(3):
-        gradients = []
-        for network in (model, twin):
-            if step == 1:  # after the first use
-                network.write = lambda joined: joined.detach().zero_()
-            _, output = network(x)
-            loss = output.square().sum()
-            gradients.append(torch.autograd.grad(loss, [network.head.weight, network.first.weight]))
-        for actual, expected in zip(*gradients, strict=True):
-            torch.testing.assert_close(actual, expected)
+    for writes in (False, True, True):  # after the first use
+        if writes:
+            model.write = twin.write = lambda joined: joined.detach().zero_()
+        assert_same_gradients(model, twin, x, "head.weight", "first.weight")
 
 
 @pytest.mark.usefixtures("without_products")
-def test_copy_of_a_part_is_not_shared_across_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("on_side", ["neither", "first", "second"])
+def test_copy_of_a_part_is_not_shared_across_streams(
+    on_side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is ready on the stream on which it was made: the other one's operations have no value."""
     main, side = (SimpleNamespace(device=torch.device("cpu")) for _ in range(2))
     current = main
     monkeypatch.setattr(nodes, "stream_of", lambda node: current)
 
-    class OnSide(Auxiliary):
-        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-            nonlocal current
-            h = self.same(self.first(x) + self.second(x))
-            current = side if self.on_side == "first" else main
-            large = self.large(x)
-            y = self.down(large)  # saves the other part
-            auxiliary = self.aux(torch.cat([h, large], 1))
-            current = side if self.on_side == "second" else main
-            return auxiliary, y, self.head(torch.cat([h, h * 1.5], 1))
+    def compute(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+        nonlocal current
+        h = m.same(m.first(x) + m.second(x))
+        current = side if on_side == "first" else main
+        large = m.large(x)
+        y = m.down(large)  # saves the other part
+        auxiliary = m.aux(torch.cat([h, large], 1))
+        current = side if on_side == "second" else main
+        return auxiliary, y, m.head(torch.cat([h, h * 1.5], 1))
 
-    for on_side in ("neither", "first", "second"):
-        model = OnSide(width=90)
-        model.down, model.on_side = nn.Conv2d(90, 2, 1), on_side
-        auxiliary, _, output = converted_twin(model)(images())
-        current = main
-        assert (nodes.packed(auxiliary.grad_fn, "input") is not None) == (on_side != "first")
-        assert (nodes.packed(output.grad_fn, "input") is not None) == (on_side == "neither")
+    model = auxiliary_model(90, compute, down=nn.Conv2d(90, 2, 1))
+    auxiliary, _, output = converted_twin(model)(images())
+    assert (nodes.packed(auxiliary.grad_fn, "input") is not None) == (on_side != "first")
+    assert (nodes.packed(output.grad_fn, "input") is not None) == (on_side == "neither")
 
 
 LEAKS: dict[str, Callable[[Any, Tensor], Tensor]] = {

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from _support.twins import (
     OpCounter,
+    Parts,
     Step,
     assert_same_step,
     converted_twin,
@@ -51,21 +52,33 @@ class LlamaBlock(nn.Module):
 
 
 class UNetBlock(nn.Module):
-    """A float32 group norm and an activation, then a convolution under autocast."""
+    """A float32 group norm and an activation, then a convolution under autocast.
+
+    `shortcut` is a view of the norm's input if another convolution has saved the 16-bit tensor.
+    """
 
     def __init__(
-        self, act: nn.Module, dtype: torch.dtype = torch.bfloat16, upcasts: bool = False
+        self,
+        act: nn.Module,
+        dtype: torch.dtype = torch.bfloat16,
+        upcasts: bool = False,
+        shortcut: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.first, self.norm, self.act = nn.Conv2d(3, 8, 1), nn.GroupNorm(2, 8), act
-        self.conv, self.dtype, self.upcasts = nn.Conv2d(8, 8, 3), dtype, upcasts
+        self.conv, self.other = nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3)
+        self.dtype, self.upcasts, self.shortcut = dtype, upcasts, shortcut
 
     def forward(self, x: Tensor) -> Tensor:
+        y: Tensor | float = 0.0
         with torch.autocast("cpu", self.dtype, enabled=self.upcasts):
             x = self.first(x)
-        z = self.act(self.norm(x.float()))
+            if self.shortcut is not None:
+                y = self.other(x).mean()
+        x = x.float() if self.shortcut is None else self.shortcut(x.float())
+        z = self.act(self.norm(x))
         with torch.autocast("cpu", self.dtype):
-            return self.conv(z)
+            return self.conv(z) + y
 
 
 class ResidualBlock(nn.Module):
@@ -306,62 +319,36 @@ ACTIVATIONS: dict[str, tuple[nn.Module, bool]] = {
     "hardswish": (nn.Hardswish(), False),
     "mish": (nn.Mish(), False),
 }
+SHORTCUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "the tensor": lambda x: x,
+    "a view": lambda x: x[:1],
+}
 
 
 @pytest.mark.usefixtures("without_products")
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("name", "shortcut"),
+    [*((name, None) for name in ACTIVATIONS), *(("silu", s) for s in SHORTCUTS)],
+)
 def test_activation_and_cast_of_an_upcast_norm_are_fused(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, shortcut: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One op computes the cast to float32, the norm, the activation and the cast back."""
     act, is_exact = ACTIVATIONS[name]
     recompute = f"inplace_ops::{name}_recompute"
-    difference = {recompute: -1, "aten::_to_copy": -2}
-    difference[f"{recompute} in float32"] = 1
-    case = (lambda: UNetBlock(act, upcasts=True), images, difference)
+    difference = {recompute: -1, "aten::_to_copy": -2, f"{recompute} in float32": 1}
+    view = None if shortcut is None else SHORTCUTS[shortcut]
+    case = (lambda: UNetBlock(act, upcasts=True, shortcut=view), images, difference)
     assert_fused(case, monkeypatch, tolerance=0 if is_exact else 1e-3)
-
-
-class UNetBlockWithShortcut(UNetBlock):
-    """A block of which another convolution has saved the 16-bit input before."""
-
-    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(nn.SiLU(), upcasts=True)
-        self.shortcut, self.view = nn.Conv2d(8, 8, 3), view
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", self.dtype):
-            x = self.first(x)
-            shortcut = self.shortcut(x)
-            return shortcut.mean() + self.conv(self.act(self.norm(self.view(x.float()))))
-
-
-@pytest.mark.usefixtures("without_products")
-@pytest.mark.parametrize("view", ["the tensor", "a view of it"])
-def test_cast_of_a_norm_reads_a_tensor_that_is_saved_anyway(
-    view: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    difference = {"inplace_ops::silu_recompute": -1, "inplace_ops::silu_recompute in float32": 1}
-    difference["aten::_to_copy"] = -2
-    function = (lambda x: x) if view == "the tensor" else (lambda x: x[:1])
-    case = (lambda: UNetBlockWithShortcut(function), images, difference)
-    assert_fused(case, monkeypatch, tolerance=1e-3)
 
 
 # The products of a tensor with one factor for each channel.
 
 
-class SqueezeExcitation(nn.Module):
-    """A convolution and a norm whose output is scaled channel by channel, then a convolution."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.act = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.SiLU()
-        self.factors, self.last = nn.Conv2d(16, 16, 1), nn.Conv2d(16, 4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.act(self.norm(self.first(x)))
-        return self.last(torch.sigmoid(self.factors(y.mean((2, 3), keepdim=True))) * y)
+def squeezed(m: Any, x: Tensor) -> Tensor:
+    """Scale a norm's output channel by channel."""
+    y = m.act(m.norm(m.first(x)))
+    return m.last(torch.sigmoid(m.factors(y.mean((2, 3), keepdim=True))) * y)
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
@@ -369,23 +356,21 @@ def test_scaled_channels_run_one_kernel(
     memory_format: torch.memory_format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where PyTorch's broadcasted product is slow, a kernel of norms computes it."""
-    model = SqueezeExcitation().to(memory_format=memory_format)
-    x = images().to(memory_format=memory_format)
-    composed, fused = (converted_twin(model) for _ in range(2))
-    for twin in (composed, fused):
+    sizes = {"first": (3, 16, 3), "factors": (16, 16, 1), "last": (16, 4, 1)}
+    layers: dict[str, nn.Module] = {name: nn.Conv2d(*each) for name, each in sizes.items()}
+    model = Parts(squeezed, **layers, norm=nn.BatchNorm2d(16), act=nn.SiLU())
+    model, x = model.to(memory_format=memory_format), images().to(memory_format=memory_format)
+    twins, found = [converted_twin(model) for _ in range(2)], []
+    for twin in twins:
         twin(x)  # checks the recomputed values
-
-    def ops_and_step(twin: nn.Module) -> tuple[Counter[str], Step]:
+    for twin, is_slow in zip(twins, (False, True), strict=True):
+        monkeypatch.setattr(kernels, "_is_scaled_slowly", lambda x, is_slow=is_slow: is_slow)
         with OpCounter() as counter:
             step = step_of(twin, x)
-        return counter.ops, step
-
-    before, expected = ops_and_step(composed)
-    monkeypatch.setattr(kernels, "_is_scaled_slowly", lambda x: True)
-    after, step = ops_and_step(fused)
+        found.append((step, counter.ops["inplace_ops::normalize"], counter.ops["aten::mul"]))
+    (expected, kernels_before, products_before), (step, kernels_after, products_after) = found
     assert_same_step(step, expected, tolerance=0)
-    assert after["inplace_ops::normalize"] == before["inplace_ops::normalize"] + 1
-    assert after["aten::mul"] == before["aten::mul"] - 1
+    assert (kernels_after, products_after) == (kernels_before + 1, products_before - 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from _support.allocations import saved_allocation
 from _support.twins import (
     HAS_HOOK,
+    Parts,
     assert_same_steps,
     converted_twin,
     images,
@@ -37,7 +39,7 @@ class Widened(nn.Module):
         super().__init__()
         self.first, self.second = nn.Conv2d(3, CHANNELS, 3, padding=1), nn.Conv2d(3, CHANNELS, 1)
         self.conv = nn.LazyConv2d(4, 3, padding=1)
-        self.upsample, self.same = nn.Upsample(scale_factor=2), nn.Identity()
+        self.same = nn.Identity()
         self.widen, self.keeps, self.step = widen, keeps, 0
         self.kept: list[Tensor] = []
         self.write: Callable[[Tensor, int], object] = lambda wide, step: None
@@ -49,6 +51,11 @@ class Widened(nn.Module):
         y = self.conv(widened)
         self.write(widened, self.step)
         return y
+
+
+def two_convolutions(compute: Callable[[Any, Tensor], Any]) -> nn.Module:
+    first, second = nn.Conv2d(3, CHANNELS, 3, padding=1), nn.Conv2d(3, CHANNELS, 1)
+    return Parts(compute, first=first, second=second, same=nn.Identity())
 
 
 def _write_after(h: Tensor) -> Tensor:
@@ -89,6 +96,12 @@ WIDER: dict[str, tuple[Compute, float]] = {
     "cast_and_upsampling": (
         lambda h: F.interpolate(h.bfloat16().float(), scale_factor=2),
         8,
+    ),
+    "view_of_nearest": (lambda h: F.interpolate(h, scale_factor=2).transpose(2, 3), 4),
+    # Its parts are as large together, and nothing else reads them.
+    "cast_of_a_concatenation": (
+        lambda h: torch.cat([h.bfloat16(), h.bfloat16() * 2], 1).float(),
+        2,
     ),
     "write_after": (_write_after, 4),
     "write_to_expanded": (_write_to_expanded, 3),
@@ -133,50 +146,38 @@ def test_what_is_not_narrow_stays_saved(name: str) -> None:
         assert_same_steps(model, twin, x)
 
 
-class Joined(Widened):
-    """Concatenates an upsampled tensor with a skip, which another convolution saves."""
-
-    def __init__(self, write: Callable[[Tensor, int], object] = lambda wide, step: None) -> None:
-        super().__init__(nn.Identity())
-        self.down, self.write = nn.LazyConv2d(2, 1), write
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.step += 1
-        skip = self.first(x)
-        y = self.down(skip)
-        h = self.same(F.avg_pool2d(self.second(x), 2) + 1)
-        wide = self.upsample(h)
-        self.write(wide, self.step)
-        return self.conv(torch.cat([wide, skip], 1)) + y.mean()
+def _joined(m: Any, x: Tensor) -> Tensor:
+    """Concatenate an upsampled tensor with a skip, which another convolution saves."""
+    m.step += 1
+    skip = m.first(x)
+    y = m.down(skip)
+    wide = m.upsample(m.same(F.avg_pool2d(m.second(x), 2) + 1))
+    m.write(wide, m.step)
+    return m.conv(torch.cat([wide, skip], 1)) + y.mean()
 
 
-class Rounded(nn.Module):
+def _rounded(m: Any, x: Tensor) -> Tensor:
     """As under autocast on CUDA: an upsampling in float32, and a convolution in 16 bits."""
-
-    def __init__(self, write: Callable[[Tensor, int], object] = lambda wide, step: None) -> None:
-        super().__init__()
-        self.first, self.larger = nn.Conv2d(3, CHANNELS, 1), nn.Upsample(scale_factor=2)
-        self.conv = nn.Conv2d(CHANNELS, 4, 3, dtype=torch.bfloat16)
-        self.write, self.step = write, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.step += 1
-        wide = self.larger(self.first(x))
-        self.write(wide, self.step)
-        return self.conv(wide.to(torch.bfloat16))
+    m.step += 1
+    wide = m.upsample(m.first(x))
+    m.write(wide, m.step)
+    return m.rounded(wide.to(torch.bfloat16))
 
 
-@pytest.mark.usefixtures("without_products")
-def test_part_that_was_upsampled_is_stored_narrow() -> None:
-    model, x = Joined(), images()
-    model(x)
-    size = 2 * CHANNELS * SIZE * SIZE * 4
-    with no_warnings():
-        twin = converted_twin(model)
-        saved = inplace_ops.saved_bytes(model, x) - inplace_ops.saved_bytes(twin, x)
-        # Not saved: the concatenation, and what the pooling reads.
-        assert saved == pytest.approx(2 * size + size - size / 4)
-        assert_same_steps(model, twin, x, steps=3, tolerance=0)
+# By name: a forward, and which share of PyTorch's bytes the engine saves.
+JOINS: dict[str, tuple[Callable[[Any, Tensor], Tensor], float]] = {
+    # Instead of the skip, what the pooling reads and the two parts: the skip and a quarter of one.
+    "joined": (_joined, 1.25 / 4),
+    "rounded": (_rounded, 1 / 4),
+}
+
+
+def joining(name: str, write: Callable[[Tensor, int], object]) -> nn.Module:
+    layers = {"first": nn.Conv2d(3, CHANNELS, 1), "second": nn.Conv2d(3, CHANNELS, 1)}
+    layers |= {"down": nn.Conv2d(CHANNELS, 2, 1), "conv": nn.Conv2d(2 * CHANNELS, 4, 3)}
+    layers |= {"upsample": nn.Upsample(scale_factor=2), "same": nn.Identity()}
+    rounded = nn.Conv2d(CHANNELS, 4, 3, dtype=torch.bfloat16)
+    return Parts(JOINS[name][0], **layers, rounded=rounded, write=write, step=0)
 
 
 def _no_grad(wide: Tensor) -> None:
@@ -193,9 +194,9 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("begin", [1, 3])
 @pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("build", [Joined, Rounded])
+@pytest.mark.parametrize("name", JOINS)
 def test_write_between_upsampling_and_consumer_matches_pytorch(
-    build: Callable[..., Joined | Rounded], write: str, begin: int
+    name: str, write: str, begin: int
 ) -> None:
     """Every other pixel then is not what was upsampled."""
 
@@ -203,10 +204,20 @@ def test_write_between_upsampling_and_consumer_matches_pytorch(
         if step >= begin:
             WRITES[write](wide)
 
-    model, x = build(later), images()
-    model(x)
-    model.step = 0
+    model, x = joining(name, later), images()
     assert_same_steps(model, converted_twin(model), x, steps=4)
+
+
+@pytest.mark.usefixtures("without_products")
+@pytest.mark.parametrize("name", JOINS)
+def test_upsampling_before_another_operation_is_stored_narrow(name: str) -> None:
+    """A copy in 16 bits has all values that a convolution in 16 bits reads."""
+    model, x = joining(name, lambda wide, step: None), images()
+    with no_warnings():
+        twin = converted_twin(model)
+        saved = [inplace_ops.saved_bytes(m, x) for m in (twin, model)]
+        assert saved[0] / saved[1] == pytest.approx(JOINS[name][1])
+        assert_same_steps(model, twin, x, steps=3, tolerance=0)
 
 
 @pytest.mark.parametrize("widen", ["nearest", "repeat", "expand_and_reshape", "cast"])
@@ -237,27 +248,14 @@ def test_original_that_was_written_to_in_forward_is_not_read() -> None:
     torch.testing.assert_close(twin.conv.weight.grad, expected.conv.weight.grad)
 
 
-def test_view_of_what_was_widened_is_computed_from_a_copy() -> None:
-    model = Widened(lambda h: F.interpolate(h, scale_factor=2).transpose(2, 3))
-    x = images()
-    model(x)
-    twin = converted_twin(model)
-    (value,) = recomputed(twin(x))
-    (leaf,) = value.spec.leaves()
-    assert leaf.tensor.numel() == 2 * CHANNELS * SIZE * SIZE
-    assert_same_steps(model, twin, x, tolerance=0)
-
-
 def test_repeated_keys_that_a_product_reads_transposed_are_stored_narrow() -> None:
     """As in attention in which several heads share keys and values."""
 
-    class Attention(Widened):
-        def forward(self, x: Tensor) -> Tensor:
-            repeated = _repeated(self.first(x) + self.second(x))
-            return x.repeat(1, 8, 1, 1) @ repeated.transpose(2, 3) @ repeated
+    def attention(m: Any, x: Tensor) -> Tensor:
+        repeated = _repeated(m.first(x) + m.second(x))
+        return x.repeat(1, 8, 1, 1) @ repeated.transpose(2, 3) @ repeated
 
-    model, x = Attention(nn.Identity()), images()
-    del model.conv
+    model, x = two_convolutions(attention), images()
     size = 2 * 4 * CHANNELS * SIZE * SIZE * 4
     with no_warnings():
         twin = converted_twin(model)
@@ -269,33 +267,25 @@ def test_repeated_keys_that_a_product_reads_transposed_are_stored_narrow() -> No
             assert counted[0] - counted[1] == size * 3 / 4
 
 
-def test_copy_that_gives_way_to_its_original_is_read_by_nothing_else() -> None:
-    """The original is wider than a second operation that reads the narrow tensor would expect."""
-
-    class Twice(Widened):
-        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-            h = self.same((self.first(x) + self.second(x)).bfloat16())
-            wide = h.float()
-            y = F.silu(wide)
-            return y, F.silu(h.expand(2, -1, -1, -1, -1).contiguous()).float(), wide
-
-    model, x = Twice(nn.Identity()), images()
-    del model.conv
-    assert_same_steps(model, converted_twin(model), x, tolerance=0)
+def _returned(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """The copy gives way to its original, which is wider than the second operation expects."""
+    h = m.same((m.first(x) + m.second(x)).bfloat16())
+    wide = h.float()
+    y = F.silu(wide)
+    return y, F.silu(h.expand(2, -1, -1, -1, -1).contiguous()).float(), wide
 
 
-def test_part_that_a_concatenation_has_cast_is_not_read_elsewhere() -> None:
-    """It is wider there."""
+def _promoted(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """The concatenation has cast h: it is wider there."""
+    h = m.same((m.first(x) + m.second(x)).bfloat16())
+    joined = torch.cat([h, m.first(x) + 1, m.second(x) + 1], 1)
+    y = F.silu(joined)  # stays saved: more than an eighth of it would have to be copied
+    return y, F.silu(h.expand(2, -1, -1, -1, -1).contiguous()).float()
 
-    class Promoting(Widened):
-        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-            h = self.same((self.first(x) + self.second(x)).bfloat16())
-            joined = torch.cat([h, self.first(x) + 1, self.second(x) + 1], 1)
-            y = F.silu(joined)  # stays saved: more than an eighth of it would have to be copied
-            return y, F.silu(h.expand(2, -1, -1, -1, -1).contiguous()).float()
 
-    model, x = Promoting(nn.Identity()), images()
-    del model.conv
+@pytest.mark.parametrize("compute", [_returned, _promoted])
+def test_tensor_that_is_wider_elsewhere_is_not_read_there(compute: Callable[..., Any]) -> None:
+    model, x = two_convolutions(compute), images()
     with no_warnings():
         assert_same_steps(model, converted_twin(model), x, tolerance=0)
 
@@ -318,25 +308,3 @@ def test_input_is_read_off_any_upsampling_by_whole_numbers() -> None:
             found += 1
             torch.testing.assert_close(pieces[0], x.detach(), rtol=0, atol=0)
     assert found > 50
-
-
-@pytest.mark.usefixtures("without_products")
-def test_upsampling_that_is_rounded_is_stored_narrow() -> None:
-    """A copy in 16 bits has all values that the convolution reads."""
-    model, x = Rounded(), images()
-    with no_warnings():
-        twin = converted_twin(model)
-        saved = inplace_ops.saved_bytes(model, x)
-        assert inplace_ops.saved_bytes(twin, x) == saved / 4
-        assert_same_steps(model, twin, x, steps=3, tolerance=0)
-
-
-@pytest.mark.usefixtures("without_products")
-def test_cast_of_a_concatenation_is_stored_in_16_bits() -> None:
-    """Its parts are as large together, and nothing else reads them."""
-    model = Widened(lambda h: torch.cat([h.bfloat16(), h.bfloat16() * 2], 1).float())
-    x = images()
-    model(x)
-    twin = converted_twin(model)
-    assert inplace_ops.saved_bytes(twin, x) == inplace_ops.saved_bytes(model, x) / 2
-    assert_same_steps(model, twin, x, tolerance=0)

@@ -68,24 +68,15 @@ def test_norm_of_constant_rows_matches_pytorch(
     assert_same_steps(model, twin, x)
 
 
-FROZEN: dict[str, Callable[[nn.Module], Any]] = {
-    "weight": lambda norm: norm.weight.requires_grad_(False),
-    "bias": lambda norm: norm.bias.requires_grad_(False),
-    "both": lambda norm: norm.requires_grad_(False),
-}
-
-
 @each_norm_except_rms
-@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")], ids=str)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_frozen_norm_parameters_come_from_the_module(
-    norm: str, frozen: str, training: bool
+    norm: str, frozen: tuple[str, ...], training: bool
 ) -> None:
     model = Program(lambda m, z: m.conv(m.silu(z)), lambda c: norms(c)[norm]).train(training)
-    with torch.no_grad():
-        for parameter in model.norm.parameters():
-            parameter.uniform_(-1.5, 1.5)
-    FROZEN[frozen](model.norm)
+    for name, parameter in model.norm.named_parameters():
+        nn.init.uniform_(parameter, -1.5, 1.5).requires_grad_(name not in frozen)
     twin, x = converted_twin(model), images()
     assert len(recomputed(twin(x))) >= 1
     assert_same_steps(model, twin, x)
@@ -95,48 +86,32 @@ def test_repeated_bias_with_an_unrepeated_weight_matches_pytorch() -> None:
     """The graph resembles an instance norm's, and the values agree while all weights are 1."""
 
     def compute(m: Any, x: Tensor) -> Tensor:
-        bias = m.bias.repeat(64)
-        z = F.batch_norm(m.first(x), None, None, m.weight, bias, True)
+        z = F.batch_norm(m.first(x), None, None, m.weight, m.bias.repeat(64), True)
         return m.last(F.silu(z))
 
-    model, x = (
-        Parts(
-            compute,
-            first=nn.Linear(64, 64),
-            last=nn.Linear(64, 4),
-            weight=nn.Parameter(torch.ones(64)),
-            bias=nn.Parameter(torch.zeros(1)),
-        ),
-        torch.randn(32, 64),
-    )
-    twin = converted_twin(model)
-    assert_same_steps(model, twin, x)
-    with torch.no_grad():
-        for m in (model, twin):
-            m.weight.copy_(torch.linspace(0.5, 1.5, 64))
-    assert_same_steps(model, twin, x)
+    parameters = {"weight": nn.Parameter(torch.ones(64)), "bias": nn.Parameter(torch.zeros(1))}
+    model = Parts(compute, first=nn.Linear(64, 64), last=nn.Linear(64, 4), **parameters)
+    twin, x = converted_twin(model), torch.randn(32, 64)
+    for weight in (torch.ones(64), torch.linspace(0.5, 1.5, 64)):
+        model.weight.data.copy_(weight)
+        assert_same_steps(model, twin, x)
 
 
 @pytest.mark.parametrize("changed", ["weight", "bias"])
 def test_write_to_repeated_parameters_matches_pytorch(changed: str) -> None:
     """From the third step on, write to the repeated copy; its edges still lead to the parameter."""
 
-    class PerSample(nn.Module):
-        noise = 0.0
+    def per_sample(m: Any, x: Tensor) -> Tensor:
+        repeated = {name: p.repeat(len(x)) for name, p in m.named_parameters()}
+        if m.noise:
+            with torch.no_grad():
+                repeated[changed][C:].add_(m.noise)
+        z = F.batch_norm(x.reshape(1, -1, *x.shape[2:]), None, None, **repeated, training=True)
+        return z.view(x.shape)
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight, self.bias = nn.Parameter(torch.ones(C)), nn.Parameter(torch.zeros(C))
-
-        def forward(self, x: Tensor) -> Tensor:
-            repeated = {"weight": self.weight.repeat(len(x)), "bias": self.bias.repeat(len(x))}
-            if self.noise:
-                with torch.no_grad():
-                    repeated[changed][C:].add_(self.noise)
-            z = F.batch_norm(x.reshape(1, -1, *x.shape[2:]), None, None, **repeated, training=True)
-            return z.view(x.shape)
-
-    model = Program(lambda m, z: m.conv(m.silu(z)), lambda c: PerSample())
+    parameters = {"weight": nn.Parameter(torch.ones(C)), "bias": nn.Parameter(torch.zeros(C))}
+    norm = Parts(per_sample, **parameters, noise=0.0)
+    model = Program(lambda m, z: m.conv(m.silu(z)), lambda c: norm)
     twin, x = converted_twin(model), images()
     for noise in (0.0, 0.5):
         model.norm.noise = twin.norm.noise = noise
@@ -156,42 +131,39 @@ def test_norm_with_inference_tensor_parameters_runs() -> None:
 SWITCH = SimpleNamespace(on=0)
 
 
-class OtherForward(nn.GroupNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.group_norm(x, self.num_groups, self.weight, self.bias + SWITCH.on, self.eps)
+def _writing(norm: Any, x: Tensor) -> Tensor:
+    y = nn.InstanceNorm2d._apply_instance_norm(norm, x)
+    with torch.no_grad():
+        norm.weight.mul_(1 + SWITCH.on)
+    return y
 
 
-class OtherEps(nn.GroupNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.group_norm(x, self.num_groups, self.weight, self.bias, 100 * self.eps)
+def _of_other_parameters(norm: Any, x: Tensor) -> Tensor:
+    factor = 1 + SWITCH.on
+    return F.instance_norm(x, None, None, factor * norm.weight, factor * norm.bias)
 
 
-class OtherBias(nn.GroupNorm):
-    @property
-    def bias(self) -> Tensor:
-        return (1 + SWITCH.on) * super().__getattr__("bias")
+def _factor_of(name: str) -> property:
+    """Return a property that hides a parameter, and scales it."""
+    return property(lambda norm: (1 + SWITCH.on) * nn.Module.__getattr__(norm, name))
 
 
-class OtherWeight(nn.InstanceNorm2d):
-    @property
-    def weight(self) -> Tensor:
-        return (1 + SWITCH.on) * super().__getattr__("weight")
-
-
-class OtherMethod(nn.InstanceNorm2d):
-    """Inherits `forward`."""
-
-    def _apply_instance_norm(self, x: Tensor) -> Tensor:
-        factor = 1 + SWITCH.on
-        return F.instance_norm(x, None, None, factor * self.weight, factor * self.bias)
-
-
-class WritingMethod(nn.InstanceNorm2d):
-    def _apply_instance_norm(self, x: Tensor) -> Tensor:
-        y = super()._apply_instance_norm(x)
-        with torch.no_grad():
-            self.weight.mul_(1 + SWITCH.on)
-        return y
+# By name: a class of norms, and what its subclass has instead.
+OTHERS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
+    "forward": (
+        nn.GroupNorm,
+        {"forward": lambda m, x: F.group_norm(x, 2, m.weight, m.bias + SWITCH.on, m.eps)},
+    ),
+    "eps": (
+        nn.GroupNorm,
+        {"forward": lambda m, x: F.group_norm(x, 2, m.weight, m.bias, 100 * m.eps)},
+    ),
+    "bias": (nn.GroupNorm, {"bias": _factor_of("bias")}),
+    "weight": (nn.InstanceNorm2d, {"weight": _factor_of("weight")}),
+    "method": (nn.InstanceNorm2d, {"_apply_instance_norm": _of_other_parameters}),
+    "method that writes": (nn.InstanceNorm2d, {"_apply_instance_norm": _writing}),
+    "class of a parameter": (nn.InstanceNorm2d, {}),
+}
 
 
 class OtherParameter(nn.Parameter):
@@ -206,32 +178,27 @@ class OtherParameter(nn.Parameter):
             return function(*args, **kwargs)
 
 
-def _with_other_parameter() -> nn.Module:
-    norm = nn.InstanceNorm2d(C, affine=True)
-    norm.bias = OtherParameter(norm.bias.detach())
+def other_norm(name: str) -> nn.Module:
+    kind, body = OTHERS[name]
+    made: Any = type("Other", (kind,), body)
+    norm: Any = made(2, C) if kind is nn.GroupNorm else made(C, affine=True)
+    if name == "class of a parameter":
+        norm.bias = OtherParameter(norm.bias.detach())
     return norm
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        *(partial(norm, 2, C) for norm in (OtherForward, OtherEps, OtherBias)),
-        *(partial(norm, C, affine=True) for norm in (OtherWeight, OtherMethod, WritingMethod)),
-        _with_other_parameter,
-    ],
-    ids=lambda make: getattr(make, "func", make).__name__,
-)
+@pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("activation", [nn.Identity, nn.SiLU])
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["", "frozen"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norm_with_code_of_its_own_matches_pytorch(
-    make: Callable[[], nn.Module],
+    other: str,
     activation: Callable[[], nn.Module],
     is_frozen: bool,
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = Program(convolution, lambda c: make(), activation, dtype)
+    model = Program(convolution, lambda c: other_norm(other), activation, dtype)
     model.norm._parameters["bias"].data.fill_(0.5)
     model.norm._parameters["bias"].requires_grad_(not is_frozen)
     twin, x = converted_twin(model), images(dtype)
@@ -317,20 +284,19 @@ def test_activation_of_a_view_of_one_sample_matches_pytorch(
     assert_same_steps(model, converted_twin(model), torch.randn(1, C, C, C))
 
 
-@pytest.mark.parametrize("norm", ["group", "batch", "layer"])
+@pytest.mark.parametrize(
+    ("norm", "samples"),
+    [(nn.GroupNorm(4, 64), 16), (nn.BatchNorm1d(64), 2), (nn.LayerNorm(64), 2)],
+    ids=["group", "batch", "layer"],
+)
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.SiLU])
 def test_norms_of_flat_features_need_no_extra_memory(
-    norm: str, activation: Callable[[], nn.Module]
+    norm: nn.Module, samples: int, activation: Callable[[], nn.Module]
 ) -> None:
     """A group norm of flat features has one scale and one shift per element."""
-    kinds = {
-        "group": (nn.GroupNorm(4, 64), 16),
-        "batch": (nn.BatchNorm1d(64), 2),
-        "layer": (nn.LayerNorm(64), 2),
-    }
-    module, samples = kinds[norm]
-    model = nn.Sequential(nn.Linear(8, 64), module, activation(), nn.Linear(64, 8))
-    twin, x = converted_twin(model), torch.randn(samples, 8)
+    layers = nn.Linear(8, 64), copy.deepcopy(norm), activation(), nn.Linear(64, 8)
+    model, x = nn.Sequential(*layers), torch.randn(samples, 8)
+    twin = converted_twin(model)
     assert_same_steps(model, twin, x)
     assert saved_bytes(twin, x) <= saved_bytes(model, x)
     assert saved_allocation(lambda: twin(x)) <= saved_allocation(lambda: model(x))
@@ -494,31 +460,40 @@ def test_bias_written_by_a_forward_hook_matches_pytorch(
             with torch.no_grad():
                 module.bias += 1
 
-    model.norm.is_written_to = False
     twin, x = converted_twin(model), images()
     for m in (model, twin):
+        m.norm.is_written_to = False
         m.norm.register_forward_hook(write, prepend=comes_first)
     assert_same_steps(model, twin, x)
-    model.norm.is_written_to = twin.norm.is_written_to = True
+    for m in (model, twin):
+        m.norm.is_written_to = True
+        if norm == "layer":  # it saves its bias
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                step_of(m, x)
     if norm != "layer":
-        return assert_same_steps(model, twin, x)
-    for m in (model, twin):  # a layer norm saves its bias
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            step_of(m, x)
+        assert_same_steps(model, twin, x)
 
 
 class Noisy(nn.Module):
+    calls = 0
+
     def forward(self, bias: Tensor) -> Tensor:
+        self.calls += 1
         return bias + torch.randn_like(bias)
 
 
 @each_norm_except_rms
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["", "frozen"])
 def test_parametrization_of_a_bias_runs_once(norm: str, is_frozen: bool) -> None:
+    """Conversion runs it neither for a norm nor for a convolution."""
     model = Program(lambda m, z: m.conv(m.silu(z)), lambda c: norms(c)[norm])
-    nn.utils.parametrize.register_parametrization(model.norm, "bias", Noisy())
-    model.norm.parametrizations.bias.original.requires_grad_(not is_frozen)
+    for layer in (model.norm, model.conv):
+        nn.utils.parametrize.register_parametrization(layer, "bias", Noisy())
+        layer.parametrizations.bias.original.requires_grad_(not is_frozen)
+    noisy = [m for m in model.modules() if isinstance(m, Noisy)]
+    calls = [m.calls for m in noisy]
     twin, x = converted_twin(model), images()
+    assert [m.calls for m in twin.modules() if isinstance(m, Noisy)] == calls
     assert_same_steps(model, twin, x)
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from _support.networks import RMSNorm
 from _support.twins import (
     OpCounter,
     Parts,
@@ -43,22 +46,6 @@ class NewGELU(nn.Module):
         self.between(self, half)
         inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))
         return half * (1.0 + torch.tanh(inner))
-
-
-class RMSNorm(nn.Module):
-    """An RMS norm, as transformers computes it."""
-
-    def __init__(self, size: int, between: Between = lambda module, t: None) -> None:
-        super().__init__()
-        self.weight, self.between = nn.Parameter(torch.rand(size)), between
-        self.step = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.step += 1
-        dtype, x = x.dtype, x.to(torch.float32)
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-        self.between(self, x)
-        return self.weight * x.to(dtype)
 
 
 def mlp(activation: nn.Module) -> nn.Sequential:
@@ -182,137 +169,120 @@ def test_sum_with_a_number_is_recomputed() -> None:
     assert inplace_ops.saved_bytes(converted_twin(model, 4), x) == pytest.approx(2 * size, abs=100)
 
 
-def test_number_that_is_added_without_a_gradient_is_not_recorded() -> None:
-    """The write changes y, but neither its node nor the negative. The number grows in each step."""
+# Forwards of a module, which know the number of the step. In the first one the engine compares.
 
-    class Writes(nn.Module):
-        step = 0
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.step += 1
-            y = x.sigmoid() + 1.0
-            negative = -y
-            with torch.no_grad():
-                y.add_(float(self.step))
-            return negative
+def added_without_a_gradient(m: Any, x: Tensor) -> Tensor:
+    """The write changes y, but neither its node nor the negative."""
+    y = x.sigmoid() + 1.0
+    negative = -y
+    with torch.no_grad():
+        y.add_(float(m.step))
+    return negative
 
-    model, x = mlp(Writes()), torch.randn(64, 32)
+
+def view_without_a_gradient(m: Any, x: Tensor) -> Tensor:
+    """Neither the view nor the number has a producer. In the first step the view holds 1.0."""
+    y = torch.full((1,), float(m.step), requires_grad=True) * 1.0
+    with torch.no_grad():
+        view = y.view(1, 1)
+    return (view + 1.0).expand(64, 64) * x.sigmoid()
+
+
+class Scales(Tensor):
+    """Multiplies numbers before it adds them."""
+
+    factor = 1.0
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in (Tensor.add, Tensor.__add__):
+                return args[0].as_subclass(Tensor) + args[1] * cls.factor
+            return func(*args, **(kwargs or {}))
+
+
+def changed_by_a_subclass(m: Any, x: Tensor) -> Tensor:
+    Scales.factor = float(m.step)
+    return F.silu(x) * (x.as_subclass(Scales) + 2.0)
+
+
+class Changing(TorchFunctionMode):
+    """Adds another number than 0.5."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.number = number
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.add and args[1:] == (0.5,):
+            args = args[0], self.number
+        return func(*args, **(kwargs or {}))
+
+
+def changed_by_a_mode(m: Any, x: Tensor) -> Tensor:
+    with Changing(0.5 * m.step):
+        return m.inner(x)
+
+
+def written_to(write: Callable[[Tensor], object]) -> Callable[[Any, Tensor], Tensor]:
+    """Write to a view under no_grad. Reading the `grad_fn` of such a view raises."""
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        y = x * 2.0
+        with torch.no_grad():
+            write(y)
+        return y.tanh() * 3.0
+
+    return compute
+
+
+FORWARDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "number added without a gradient": added_without_a_gradient,
+    "number and a view without a gradient": view_without_a_gradient,
+    "number changed by a subclass": changed_by_a_subclass,
+    "number changed by the user's mode": changed_by_a_mode,
+    "write to a slice": written_to(lambda y: y[:, 1:].add_(1.0)),
+    "write to a transposed view": written_to(lambda y: y.t().sub_(1.0)),
+    "write to a chunk": written_to(lambda y: y.chunk(2)[0].add_(1.0)),
+    "write to an unbound row": written_to(lambda y: y.unbind()[0].mul_(2.0)),
+}
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_forward_of_a_module_matches_pytorch(forward: str) -> None:
+    def compute(m: Any, x: Tensor) -> Tensor:
+        m.step += 1
+        return FORWARDS[forward](m, x)
+
+    inner = Sums(lambda t, n: t + 0.5)
+    model, x = mlp(Parts(compute, step=0, inner=inner)), torch.randn(64, 32)
     with no_warnings():
         assert_same_steps(model, converted_twin(model), x, steps=3, tolerance=0)
 
 
-def test_number_and_a_view_without_a_gradient_are_told_apart() -> None:
-    """Neither has a producer. In the first step the view holds the number."""
-
-    class Views(nn.Module):
-        value = torch.ones(1, requires_grad=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.value * 1.0
-            with torch.no_grad():
-                view = y.view(1, 1)
-            return (view + 1.0).expand(64, 64) * x.sigmoid()
-
-    model, x = mlp(Views()), torch.randn(64, 32)
-    twin = converted_twin(model)
-    with no_warnings():
-        for value in (1.0, 2.0):
-            Views.value = torch.full((1,), value, requires_grad=True)
-            assert_same_steps(model, twin, x, steps=1, tolerance=0)
-
-
-def test_number_that_a_subclass_changes_is_not_recorded() -> None:
-    class Scales(Tensor):
-        factor = 1.0
-
-        @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):
-            with torch._C.DisableTorchFunctionSubclass():
-                if func in (Tensor.add, Tensor.__add__):
-                    return args[0].as_subclass(Tensor) + args[1] * cls.factor
-                return func(*args, **(kwargs or {}))
-
-    class Sum(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.silu(x) * (x.as_subclass(Scales) + 2.0)
-
-    model, x = mlp(Sum()), torch.randn(64, 32)
-    twin = converted_twin(model)
-    with no_warnings():
-        for factor in (1.0, 3.0):
-            Scales.factor = factor
-            assert_same_steps(model, twin, x, steps=1, tolerance=0)
-
-
-def _add_to_a_slice(y: Tensor) -> None:
-    y[:, 1:] += 1.0
-
-
-VIEW_WRITES: dict[str, Callable[[Tensor], object]] = {
-    "slice": _add_to_a_slice,
-    "transposed": lambda y: y.t().sub_(1.0),
-    "chunk": lambda y: y.chunk(2)[0].add_(1.0),
-    "unbind": lambda y: y.unbind()[0].mul_(2.0),
-}
-
-
-@pytest.mark.parametrize("write", VIEW_WRITES)
-def test_write_to_a_view_without_a_gradient_matches_pytorch(write: str) -> None:
-    """Reading the `grad_fn` of such a view raises."""
-
-    class Writes(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            y = x * 2.0
-            with torch.no_grad():
-                VIEW_WRITES[write](y)
-            return y.tanh() * 3.0
-
-    model, x = mlp(Writes()), torch.randn(64, 32)
-    with no_warnings():
-        assert_same_steps(model, converted_twin(model), x, tolerance=0)
-
-
-class Raising(nn.Module):
-    """Raises in the middle of its forward, in its first call."""
-
-    def __init__(self, error: type[BaseException]) -> None:
-        super().__init__()
-        self.error, self.calls = error, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls == 1:
-            raise self.error("first call")
-        return x.tanh() * 2
-
-
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_error_inside_a_module_leaves_no_mode(error: type[BaseException]) -> None:
-    class Catching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.raising = nn.Linear(8, 8), Raising(error)
-            self.last = nn.Linear(8, 8)
+    def raising(m: Any, x: Tensor) -> Tensor:
+        m.calls += 1
+        if m.calls == 1:
+            raise error("first call")
+        return x.tanh() * 2
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            try:
-                y = self.raising(x)
-            except ValueError:
-                y = self.raising(x)
-            return self.last(y)
+    def catching(m: Any, x: Tensor) -> Tensor:
+        try:
+            return m.raising(x)
+        except ValueError:
+            return m.raising(x)
 
-    twin, x = converted_twin(Catching()), torch.randn(4, 8)
+    model, x = mlp(Parts(catching, raising=Parts(raising, calls=0))), torch.randn(4, 32)
+    twin = converted_twin(model)
     depth = torch._C._len_torch_function_stack()
-    if error is KeyboardInterrupt:
-        with pytest.raises(KeyboardInterrupt):
-            twin(x)
-    else:
+    with pytest.raises(error) if error is KeyboardInterrupt else nullcontext():
         twin(x)
     assert torch._C._len_torch_function_stack() == depth
-    fresh = Catching()
-    fresh.raising.calls = 1
-    assert_same_steps(fresh, converted_twin(fresh), x, tolerance=0)
+    model[1].raising.calls = 1
+    assert_same_steps(model, converted_twin(model), x, tolerance=0)
 
 
 class Recording(TorchFunctionMode):
@@ -346,42 +316,6 @@ def test_mode_of_a_module_that_calls_itself_stays_active() -> None:
     assert_same_steps(model, converted_twin(model), x, tolerance=0)
 
 
-def test_number_that_a_user_mode_changes_is_not_recorded() -> None:
-    """The mode adds another number from the second step on."""
-
-    class Changing(TorchFunctionMode):
-        number = 0.5
-
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if func is Tensor.add and args[1:] == (0.5,):
-                args = args[0], self.number
-            return func(*args, **(kwargs or {}))
-
-    model, x = mlp(Sums(lambda t, n: t + 0.5)), torch.randn(64, 32)
-    twin = converted_twin(model)
-    for step in range(3):
-        with Changing() as mode:
-            mode.number = 0.5 * (step + 1)
-            assert_same_steps(model, twin, x, steps=1, tolerance=0)
-
-
-def test_tensor_that_only_a_dropped_graph_saves_is_not_a_leaf() -> None:
-    """As in PyTorch, the tensor may be modified when the graph of the probe is gone."""
-
-    def compute(m: Any, z: Tensor) -> Tensor:
-        y = m.other(z)
-        y.square().mean().item()  # a probe
-        w = F.relu(y)
-        with torch.no_grad():
-            y.mul_(1.5)
-        return m.conv(m.other(w)) + y.mean()
-
-    model, x = Program(compute), images()
-    assert_same_steps(model, converted_twin(model), x)
-
-
 def test_user_mode_sees_the_same_calls() -> None:
     model, x = mlp(NewGELU()), torch.randn(4, 32)
     watched = {"mul", "add", "tanh", "pow", "linear", "clone", "detach", "to", "sub", "abs"}
@@ -398,61 +332,99 @@ def test_user_mode_sees_the_same_calls() -> None:
 def test_output_that_a_norm_saves_is_a_leaf() -> None:
     """ReLU of a convolution is recomputed from the convolution's output, which a norm saves."""
 
-    class Branches(Program):
-        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-            first = self.first(x)
-            return self.norm(first).double(), self.conv(F.relu(first))
+    def compute(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+        first = m.first(x)
+        return m.norm(first).double(), m.conv(F.relu(first))
 
-    model, x = Branches(lambda *_: None), images(samples=16)
+    parts = Program(lambda *_: None)
+    model = Parts(compute, first=parts.first, norm=parts.norm, conv=parts.conv)
+    x = images(samples=16)
     twin = converted_twin(model, max_ops=4)
     assert_same_steps(model, twin, x)
     saved = inplace_ops.saved_bytes(model, x) - inplace_ops.saved_bytes(twin, x)
     assert saved == pytest.approx(16 * 6 * 8 * 8 * 4, abs=256)
 
 
-OUTPUTS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
-    "function": TwoOutputs.apply,
-    "topk": lambda z: tuple(torch.topk(z, 8, -1)[:1]) * 2,
-    "unbind": lambda z: z.repeat(2, 1, 1, 1, 1).unbind(0),
-    "layer_norm": lambda z: torch.native_layer_norm(z, (8,), None, None, 1e-5)[:2],
-    "split": lambda z: z.clamp(-1, 1).split(3, 1),
-}
+# Functions of a norm's output, which know the number of the step.
 
 
-@pytest.mark.parametrize("name", OUTPUTS)
-def test_other_outputs_of_an_operation_are_told_apart(name: str) -> None:
-    """One consumer saves the first output; an activation reads the second one."""
+def saved_by_a_dropped_graph_alone(m: Any, z: Tensor) -> Tensor:
+    """As in PyTorch, y may be modified when the graph of the probe is gone."""
+    y = m.other(z)
+    y.square().mean().item()  # a probe
+    w = F.relu(y)
+    with torch.no_grad():
+        y.mul_(1.5)
+    return m.conv(m.other(w)) + y.mean()
+
+
+def unpacked_by_a_hook(m: Any, z: Tensor) -> Tensor:
+    """The hook's copy of y has a version of its own. In the first step the write adds 0."""
+    y = m.other(z)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
+        energy = (y * y).square().sum()
+    (force,) = torch.autograd.grad(energy, y, create_graph=True)
+    with torch.no_grad():
+        y.add_(m.step - 1)
+    return m.conv(F.relu(y) + force)
+
+
+def written_to_between_two_reads(m: Any, z: Tensor, begin: int) -> Tensor:
+    """The second consumer saves the tensor at a version that the first one has not read."""
+    y = m.other(z)
+    doubled = y * 2.0
+    if m.step >= begin:
+        with torch.no_grad():
+            y.add_(1)
+    return m.conv(m.other(doubled)) + y.atan().mean() + m.conv(doubled + 0 * y.pow(2))
+
+
+def of_two_outputs(split: Callable[[Tensor], Any]) -> Callable[[Any, Tensor], list[Tensor]]:
+    """One consumer saves the first output of one node; an activation reads the second one."""
 
     def compute(m: Any, z: Tensor) -> list[Tensor]:
-        first, second = OUTPUTS[name](z)
+        first, second = split(z)
         saved = first.atan()
         return [saved, second.atan().double(), F.relu(second).sin(), torch.sigmoid(first) * first]
 
-    model, x = Program(compute), images()
-    assert_same_steps(model, converted_twin(model), x)
+    return compute
+
+
+PROGRAMS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "saved by a dropped graph alone": saved_by_a_dropped_graph_alone,
+    "unpacked by a hook": unpacked_by_a_hook,
+    "written to between two reads": partial(written_to_between_two_reads, begin=1),
+    "written to between two reads, later": partial(written_to_between_two_reads, begin=3),
+    "two outputs of a function": of_two_outputs(TwoOutputs.apply),
+    "topk": of_two_outputs(lambda z: tuple(torch.topk(z, 8, -1)[:1]) * 2),
+    "unbind": of_two_outputs(lambda z: z.repeat(2, 1, 1, 1, 1).unbind(0)),
+    "layer_norm": of_two_outputs(lambda z: torch.native_layer_norm(z, (8,), None, None, 1e-5)[:2]),
+    "split": of_two_outputs(lambda z: z.clamp(-1, 1).split(3, 1)),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_program_matches_pytorch(program: str) -> None:
+    model, x = Program(PROGRAMS[program]), images()
+    with no_warnings():
+        assert_same_steps(model, converted_twin(model), x, steps=4)
 
 
 def test_module_that_returns_another_output_matches_pytorch() -> None:
     """The module keeps tensors that read the first output. In the first step both are equal."""
 
-    def compute(m: Any, x: Tensor) -> Tensor:
+    def halves(m: Any, x: Tensor) -> Tensor:
         first, second = torch.unsafe_chunk(x, 2, -1)
         m.scaled, m.pair = m.weight * first, torch.cat([first, first], -1)
         return second
 
-    class Network(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(32, 64)
-            self.halves = Parts(compute, weight=nn.Parameter(torch.rand(32)))
-            self.last = nn.Linear(64, 32)
+    def compute(m: Any, x: Tensor) -> Tensor:
+        second = m.halves(m.first(x))
+        return m.last(m.halves.pair) + second + m.halves.scaled
 
-        def forward(self, x: Tensor) -> Tensor:
-            second = self.halves(self.first(x))
-            return self.last(self.halves.pair) + second + self.halves.scaled
-
-    model, x = Network(), torch.randn(64, 32)
-    weight, bias = model.first.weight.data, model.first.bias.data
+    inner = Parts(halves, weight=nn.Parameter(torch.rand(32)))
+    model = Parts(compute, first=nn.Linear(32, 64), halves=inner, last=nn.Linear(64, 32))
+    x, weight, bias = torch.randn(64, 32), model.first.weight.data, model.first.bias.data
     weight[32:], bias[32:] = weight[:32], bias[:32]
     twin = converted_twin(model)
     with no_warnings():
@@ -477,48 +449,8 @@ def test_first_output_may_be_written_to_if_only_the_second_is_saved(
             first.zero_()
         return total
 
-    model, x = (
-        Parts(
-            compute,
-            first=nn.Linear(32, 64),
-            noted=nn.Identity(),
-            second=nn.Linear(size, 8),
-            third=nn.Linear(size, 8),
-        ),
-        torch.randn(64, 32),
-    )
+    sizes = {"first": (32, 64), "second": (size, 8), "third": (size, 8)}
+    layers = {name: nn.Linear(*each) for name, each in sizes.items()}
+    model, x = Parts(compute, **layers, noted=nn.Identity()), torch.randn(64, 32)
     with no_warnings():
         assert_same_steps(model, converted_twin(model), x, tolerance=0)
-
-
-def test_tensor_that_a_hook_unpacks_is_not_noted_as_the_output() -> None:
-    """It is a copy with a version of its own. In the first step the write changes nothing."""
-
-    def compute(m: Any, z: Tensor) -> Tensor:
-        y = m.other(z)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
-            energy = (y * y).square().sum()
-        (force,) = torch.autograd.grad(energy, y, create_graph=True)
-        with torch.no_grad():
-            y.add_(m.step - 1)
-        return m.conv(F.relu(y) + force)
-
-    model, x = Program(compute), images()
-    with no_warnings():
-        assert_same_steps(model, converted_twin(model), x, steps=3)
-
-
-@pytest.mark.parametrize("begin", [1, 3])
-def test_write_between_two_reads_matches_pytorch(begin: int) -> None:
-    """The second consumer saves the tensor at a version that the first one has not read."""
-
-    def compute(m: Any, z: Tensor) -> Tensor:
-        y = m.other(z)
-        doubled = y * 2.0
-        if m.step >= begin:
-            with torch.no_grad():
-                y.add_(1)
-        return m.conv(m.other(doubled)) + y.atan().mean() + m.conv(doubled + 0 * y.pow(2))
-
-    model, x = Program(compute), images()
-    assert_same_steps(model, converted_twin(model), x, steps=4)

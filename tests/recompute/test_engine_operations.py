@@ -9,10 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _support.allocations import saved_allocation
+from _support.engine_norms import norms
 from _support.twins import (
     HAS_HOOK,
     C,
+    Parts,
     Program,
+    assert_same_gradients,
     assert_same_steps,
     converted_twin,
     images,
@@ -32,13 +35,6 @@ from inplace_ops.recompute.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("_small_tensors_too")
 
-
-NORMS: dict[str, Callable[[int], nn.Module]] = {
-    "batch": nn.BatchNorm2d,
-    "group": lambda c: nn.GroupNorm(2, c, eps=1e-3),
-    "instance": lambda c: nn.InstanceNorm2d(c, affine=True),
-    "layer": lambda c: nn.LayerNorm(8, eps=1e-2),
-}
 
 # By node type: an operation on a norm's output, whose result a convolution saves.
 OUTPUTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -117,27 +113,6 @@ EXACT_OUTPUTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-def norm_operations() -> set[str]:
-    return {name for name in operations.OPERATIONS if "Norm" in name}
-
-
-def test_every_output_rule_has_a_test() -> None:
-    """Norms are tested by `NORMS`, products and activations after a norm in other tests."""
-    with_outputs = {
-        name
-        for name, o in operations.OPERATIONS.items()
-        if o.output is not None and not o.is_product
-    }
-    tested = norm_operations() | set(OUTPUTS) | set(EXACT_OUTPUTS) | {"RecomputeFunctionBackward"}
-    assert with_outputs <= tested
-    without_bound = {
-        name
-        for name, o in operations.OPERATIONS.items()
-        if isinstance(o.output, operations.Output) and o.output.bound is None
-    }
-    assert without_bound == set(EXACT_OUTPUTS)
-
-
 def in_a_view(norm: str) -> bool:
     """Whether the norm returns a view, so that CopySlices hides in-place operations on it."""
     return norm == "instance"
@@ -150,14 +125,16 @@ def after_norms(names: Iterable[str]) -> list[tuple[str, str]]:
     return pairs + [(name, norm) for name in some if name in names for norm in ("group", "layer")]
 
 
-@pytest.mark.parametrize(("operation", "norm"), after_norms(OUTPUTS))
+@pytest.mark.parametrize(("operation", "norm"), [*after_norms(OUTPUTS), *after_norms(IN_PLACE)])
 def test_output_is_recomputed(operation: str, norm: str) -> None:
-    model, x = Program(lambda m, z: m.convolved(OUTPUTS[operation](m, z)), NORMS[norm]), images()
+    compute, is_in_place = (OUTPUTS | IN_PLACE)[operation], operation in IN_PLACE
+    model, x = Program(lambda m, z: m.convolved(compute(m, z)), lambda c: norms(c)[norm]), images()
     twin = converted_twin(model)
     output = twin(x)
     # Without the hook, functional code is seen late, and only saved inputs can be proved.
-    is_in_place = operation.endswith("Backward1")
-    if HAS_HOOK and not (is_in_place and in_a_view(norm)):
+    # In "two_in_a_row" ReLU saves its output, which has the memory that the convolution reads.
+    is_hidden = (is_in_place or operation.endswith("Backward1")) and in_a_view(norm)
+    if HAS_HOOK and not is_hidden and operation != "two_in_a_row":
         assert output.grad_fn._raw_saved_input.unpack_hook is not None
     assert_same_steps(model, twin, x)
 
@@ -261,17 +238,6 @@ def test_padding_with_unknown_values_stays_saved() -> None:
     assert_same_steps(model, twin, x)
 
 
-@pytest.mark.parametrize(("operation", "norm"), after_norms(IN_PLACE))
-def test_in_place_output_is_recomputed(operation: str, norm: str) -> None:
-    model, x = Program(lambda m, z: m.convolved(IN_PLACE[operation](m, z)), NORMS[norm]), images()
-    twin = converted_twin(model)
-    output = twin(x)
-    # In "two_in_a_row" ReLU saves its output, which has the memory that the convolution reads.
-    if HAS_HOOK and not in_a_view(norm) and operation != "two_in_a_row":
-        assert output.grad_fn._raw_saved_input.unpack_hook is not None
-    assert_same_steps(model, twin, x)
-
-
 # By node type: a view of a norm's output of shape (2, C, 8, 8).
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "AliasBackward0": lambda z: torch.ops.aten.alias(z),
@@ -303,36 +269,27 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 VIEWS_OF_CONTIGUOUS = ("AsStrided", "ReshapeAlias", "T", "UnsafeView", "View")
 
 
-def test_every_view_has_a_test() -> None:
-    assert set(views.VIEWS) == set(VIEWS)
-
-
-@pytest.mark.parametrize("channels_last", [False, True], ids=["", "channels_last"])
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(
+    ("view", "channels_last"),
+    [(view, False) for view in VIEWS]
+    + [(view, True) for view in VIEWS if view.removesuffix("Backward0") not in VIEWS_OF_CONTIGUOUS],
+)
 def test_views_are_replayed(view: str, channels_last: bool) -> None:
     """A replayed view has the strides of the saved tensor, on which kernels may depend."""
 
     def compute(m: Any, z: Tensor) -> Tensor:
         v = VIEWS[view](F.silu(z))
-        seen.append(v.detach().clone())
-        strides.append(v.stride())
+        seen.append(v.detach())
         return (v * m.scale.mean()).double()
 
     seen: list[Tensor] = []
-    strides: list[tuple[int, ...]] = []
-    model, x = Program(compute), images()
-    if channels_last:
-        if view.removesuffix("Backward0") in VIEWS_OF_CONTIGUOUS:
-            pytest.skip("a view of a contiguous tensor")
-        model, x = (
-            model.to(memory_format=torch.channels_last),
-            x.contiguous(memory_format=torch.channels_last),
-        )
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    model, x = Program(compute).to(memory_format=layout), images().to(memory_format=layout)
     twin = converted_twin(model)
     product = twin(x).grad_fn.next_functions[0][0]
     assert product._raw_saved_self.unpack_hook is not None
-    torch.testing.assert_close(product._saved_self, seen[0], rtol=1e-5, atol=1e-5)
-    assert product._saved_self.stride() == strides[0]
+    saved = product._saved_self
+    torch.testing.assert_close(saved, seen[0], rtol=1e-5, atol=1e-5, check_stride=True)
     assert_same_steps(model, twin, x)
 
 
@@ -392,11 +349,6 @@ NOT_TESTED_HERE = {
 }
 
 
-def test_every_consumer_has_a_test() -> None:
-    consumers = {name for name, o in operations.OPERATIONS.items() if o.reads}
-    assert consumers <= set(CONSUMERS) | NOT_TESTED_HERE | norm_operations()
-
-
 ATTENTIONS = {name for name in operations.OPERATIONS if "Attention" in name}
 
 
@@ -406,29 +358,35 @@ def test_attention_node_saves_its_output(name: str) -> None:
     assert operations.OPERATIONS[name].saved_output == "output"
 
 
-class Attention(nn.Module):
-    """Attention that concatenates its heads, which copies its output."""
+def attended(m: Any, x: Tensor) -> Tensor:
+    """Map (samples, tokens, 16) to (samples, 2, tokens, 8)."""
+    heads = m.first(x).unflatten(2, (3, 2, 8)).permute(2, 0, 3, 1, 4).contiguous()
+    return F.scaled_dot_product_attention(*heads)
 
-    def __init__(self, after: Callable[[Tensor], Any] = lambda y: None) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(16, 48), nn.Linear(16, 16)
-        self.after = after
 
-    def attended(self, x: Tensor) -> Tensor:
-        """Map (samples, tokens, 16) to (samples, 2, tokens, 8)."""
-        heads = self.first(x).unflatten(2, (3, 2, 8)).permute(2, 0, 3, 1, 4).contiguous()
-        return F.scaled_dot_product_attention(*heads)
+def attention(compute: Callable[[Any, Tensor], Tensor]) -> nn.Module:
+    """Return a model that computes attention, then `compute(self, y)`.
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (samples, tokens, 16) to the same shape."""
-        y = self.attended(x)
-        self.after(y)
-        return self.last(y.transpose(1, 2).flatten(2))
+    To concatenate the heads copies the output y.
+    """
+    layers = {"first": nn.Linear(16, 48), "last": nn.Linear(16, 16)}
+    return Parts(lambda m, x: m.last(compute(m, attended(m, x))), **layers)
+
+
+def concatenated(m: Any, y: Tensor) -> Tensor:
+    return y.transpose(1, 2).flatten(2)
+
+
+def written_to_after_its_copy(m: Any, y: Tensor) -> Tensor:
+    z = F.silu(concatenated(m, y))
+    with torch.no_grad():
+        y.mul_(2)
+    return z
 
 
 def test_copy_of_attention_output_is_recomputed_from_the_saved_output() -> None:
     """The input of the next layer is a copy of the output that attention saves itself."""
-    model, x = Attention(), torch.randn(2, 60, 16)
+    model, x = attention(concatenated), torch.randn(2, 60, 16)
     twin = converted_twin(model)
     names = [value.name for value in recomputed(twin(x))]
     assert any(name.endswith("saved by Addmm") for name in names), names
@@ -437,34 +395,23 @@ def test_copy_of_attention_output_is_recomputed_from_the_saved_output() -> None:
     assert_same_steps(model, twin, x, tolerance=0)
 
 
-def test_modified_attention_output_raises_in_backward() -> None:
+@pytest.mark.parametrize("write", [lambda y: y.mul_(2), lambda y: y.detach().mul_(2)])
+def test_modified_attention_output_raises_in_backward(write: Callable[[Tensor], Tensor]) -> None:
     """PyTorch raises in backward, and so does a converted model."""
-    for after in (lambda y: y.mul_(2), lambda y: y.detach().mul_(2)):
-        for model in (Attention(after), converted_twin(Attention(after))):
-            output = model(torch.randn(2, 60, 16))
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                output.sum().backward()
+    model = attention(lambda m, y: concatenated(m, (write(y), y)[1]))
+    for each in (model, converted_twin(model)):
+        output = each(torch.randn(2, 60, 16))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
 
 
 def test_attention_output_modified_after_its_copy_matches_pytorch() -> None:
     """If backward does not reach attention, gradients are right and nothing warns."""
-
-    class Model(Attention):
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.attended(x)
-            z = F.silu(y.transpose(1, 2).flatten(2))
-            with torch.no_grad():
-                y.mul_(2)
-            return self.last(z)
-
-    model, x = Model(), torch.randn(2, 60, 16)
+    model, x = attention(written_to_after_its_copy), torch.randn(2, 60, 16)
     with no_warnings():
         twin = converted_twin(model)
         for _ in range(2):
-            actual, expected = (
-                torch.autograd.grad(m(x).square().sum(), m.last.weight)[0] for m in (twin, model)
-            )
-            torch.testing.assert_close(actual, expected)
+            assert_same_gradients(model, twin, x, "last.weight")
 
 
 class WithWeight(Program):
@@ -476,7 +423,7 @@ class WithWeight(Program):
 @pytest.mark.parametrize("norm", ["batch", "instance"])
 @pytest.mark.parametrize("consumer", CONSUMERS)
 def test_consumer_recomputes_a_norms_output(consumer: str, norm: str) -> None:
-    model, x = WithWeight(CONSUMERS[consumer], norm=NORMS[norm]), images()
+    model, x = WithWeight(CONSUMERS[consumer], norm=lambda c: norms(c)[norm]), images()
     twin = converted_twin(model)
     names = [value.name for value in recomputed(twin(x))]
     consumer_name = name_of_type(consumer).replace("Hardtanh", "ReLU6")
@@ -503,10 +450,6 @@ POOLS: dict[str, Callable[[Tensor], Any]] = {
     "ReplicationPad2DBackward0": lambda y: F.pad(y, (1, 1, 1, 1), "replicate"),
     "ReplicationPad3DBackward0": lambda y: F.pad(y[None], (1, 1, 1, 1, 1, 1), "replicate"),
 }
-
-
-def test_every_shape_only_operation_has_a_test() -> None:
-    assert set(POOLS) == {name for name, o in operations.OPERATIONS.items() if o.shape_only}
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["", "channels_last"])
@@ -537,6 +480,19 @@ def test_pooling_and_padding_save_only_the_shape(
     assert strides[0] == strides[1]
 
 
+def test_every_entry_of_the_tables_has_a_test() -> None:
+    """Norms are tested by `norms`, products and activations after a norm in other tests."""
+    table = operations.OPERATIONS
+    of_norms = {name for name in table if "Norm" in name} | {"RecomputeFunctionBackward"}
+    outputs = {name for name, o in table.items() if o.output is not None and not o.is_product}
+    assert outputs <= of_norms | set(OUTPUTS) | set(EXACT_OUTPUTS)
+    rules = {n: o.output for n, o in table.items() if isinstance(o.output, operations.Output)}
+    assert {name for name, rule in rules.items() if rule.bound is None} == set(EXACT_OUTPUTS)
+    assert set(views.VIEWS) == set(VIEWS)
+    assert {n for n, o in table.items() if o.reads} <= {*CONSUMERS} | NOT_TESTED_HERE | of_norms
+    assert {name for name, o in table.items() if o.shape_only} == set(POOLS)
+
+
 INDEX_USERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "nothing": lambda pooled, indices: pooled,
     "the caller": lambda pooled, indices: (pooled, indices),
@@ -546,7 +502,6 @@ INDEX_USERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 @pytest.mark.parametrize("index_user", INDEX_USERS)
 def test_unused_pooling_indices_are_stored_in_fewer_bits(index_user: str) -> None:
-    """Pooling indices are stored in fewer bits unless something else uses them."""
 
     def compute(m: Any, z: Tensor) -> Any:
         return INDEX_USERS[index_user](*F.max_pool2d(m.other(z), 2, return_indices=True))
@@ -573,23 +528,12 @@ POOLINGS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...], torch.dty
 }
 
 
-class Pooling(nn.Module):
-    """A pooling of a scaled input."""
-
-    def __init__(self, pool: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.pool, self.scale = pool, nn.Parameter(torch.rand(()) + 1.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.pool(x * self.scale)
-
-
 @pytest.mark.parametrize("is_batched", [True, False], ids=["batched", "one sample"])
 @pytest.mark.parametrize("name", POOLINGS)
 def test_largest_index_of_a_pooling_fits(name: str, is_batched: bool) -> None:
     """The index of the last element is unpacked right."""
     pool, sizes, dtype = POOLINGS[name]
-    model = Pooling(pool)
+    model = Parts(lambda m, x: pool(x * m.scale), scale=nn.Parameter(torch.rand(()) + 1.0))
     x = torch.randn(2, 2, *sizes) if is_batched else torch.randn(2, *sizes)
     x.view(*x.shape[: -len(sizes)], -1)[..., -1] = 10.0  # the largest of its window
     twin = converted_twin(model)

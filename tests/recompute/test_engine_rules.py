@@ -18,6 +18,7 @@ from _support.twins import (
     C,
     Parts,
     Program,
+    assert_same_gradients,
     assert_same_step,
     assert_same_steps,
     converted_twin,
@@ -30,7 +31,6 @@ from _support.twins import (
 )
 from torch import Tensor, nn
 
-import inplace_ops
 from inplace_ops import memory as package_memory, saved_bytes
 from inplace_ops.conversion.wiring import conversion_of
 from inplace_ops.recompute import nodes, norms as norms_of_nodes, run, verify
@@ -126,13 +126,8 @@ def test_small_factor_changed_before_backward_was_copied() -> None:
 def test_large_parameter_is_not_a_spec_leaf() -> None:
     """FSDP may free the parameter's memory, and a copy of it would cost too much memory."""
     size = COPY_LIMIT // 4 // 64 // C + 1
-
-    class Large(Program):
-        def __init__(self) -> None:
-            super().__init__(lambda m, z: m.conv(z.repeat(size, 1, 1, 1) * m.large))
-            self.large = nn.Parameter(torch.randn(2 * size, C, 8, 8))
-
-    model, x = Large(), images()
+    model, x = Program(lambda m, z: m.conv(z.repeat(size, 1, 1, 1) * m.large)), images()
+    model.large = nn.Parameter(torch.randn(2 * size, C, 8, 8))
     twin = converted_twin(model)
     assert "Mul, saved by Convolution" not in names_of(twin, x)
     assert_same_steps(model, twin, x)
@@ -150,6 +145,17 @@ class Detached(torch.autograd.Function):
         return gradient
 
 
+def multiplied(m: Any, weight: Tensor, y: Tensor) -> Tensor:
+    return m.last((y.sigmoid() * weight).sigmoid()) + m.other(y.tanh() * weight)
+
+
+def added_and_saved(m: Any, weight: Tensor, y: Tensor) -> Tensor:
+    """Another operation saves both terms of the sum."""
+    saved = (y.sigmoid() * weight).sum() + F.silu(y).sum()
+    return m.last(F.silu(weight + y)) + m.other(y) + saved
+
+
+@pytest.mark.parametrize("compute", [multiplied, added_and_saved])
 @pytest.mark.parametrize(
     "alias",
     [
@@ -162,59 +168,22 @@ class Detached(torch.autograd.Function):
     ],
     ids=["unfold", "view_as_real", "function", "functions", "copy", "unsafe_chunk"],
 )
-def test_alias_of_a_parameter_is_not_a_spec_leaf(alias: Callable[[Tensor], Tensor]) -> None:
-    """A fused optimizer writes to a parameter between forward and backward."""
+def test_alias_of_a_parameter_is_not_a_spec_leaf(
+    alias: Callable[[Tensor], Tensor], compute: Callable[..., Tensor]
+) -> None:
+    """A fused optimizer writes to a parameter, unseen, between forward and backward."""
 
-    def compute(m: Any, x: Tensor) -> Tensor:
-        weight, y = alias(m.weight), m.first(x)
-        return m.last((y.sigmoid() * weight).sigmoid()) + m.other(y.tanh() * weight)
-
-    model, x = (
-        Parts(
-            compute,
-            first=nn.Linear(64, 64),
-            last=nn.Linear(64, 64),
-            other=nn.Linear(64, 64),
-            weight=nn.Parameter(torch.randn(32, 64)),
-        ),
-        torch.randn(32, 64),
-    )
-    twin = converted_twin(model)
-    gradients = []
-    for m in (model, twin):
-        loss = m(x).square().sum()
+    def step(m: Any) -> None:
         version = m.weight._version
         m.weight.grad = torch.ones_like(m.weight)
         torch.optim.SGD([m.weight], lr=1, fused=True).step()
         assert m.weight._version == version
-        gradients.append(torch.autograd.grad(loss, [m.last.weight, m.other.weight]))
-    torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
-
-def test_alias_of_a_parameter_that_another_operation_saves_is_not_a_leaf() -> None:
-    """A fused optimizer writes to the parameter, unseen, after the sum has read it."""
-
-    class Network(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
-            self.weight = nn.Parameter(torch.randn(32, 64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            weight, y = Detached.apply(self.weight), self.first(x)
-            both_saved = (y.sigmoid() * weight).sum() + F.silu(y).sum()
-            return self.last(F.silu(weight + y)).sum() + both_saved
-
-    model, x = Network(), torch.randn(32, 64)
-    twin = copy.deepcopy(model)
-    inplace_ops.convert(twin, max_ops=16)
-    gradients = []
-    for m in (model, twin):
-        loss = m(x)
-        m.weight.grad = torch.ones_like(m.weight)
-        torch.optim.SGD([m.weight], lr=1, fused=True).step()
-        gradients.append(torch.autograd.grad(loss, [m.last.weight, m.first.weight]))
-    torch.testing.assert_close(*gradients)
+    layers = {name: nn.Linear(64, 64) for name in ("first", "last", "other")}
+    weight = nn.Parameter(torch.randn(32, 64))
+    model = Parts(lambda m, x: compute(m, alias(m.weight), m.first(x)), **layers, weight=weight)
+    names, x = ("last.weight", "other.weight"), torch.randn(32, 64)
+    assert_same_gradients(model, converted_twin(model), x, *names, between=step, tolerance=0)
 
 
 @pytest.mark.usefixtures("without_products")
@@ -278,39 +247,26 @@ def test_node_metadata_keeps_nothing_large_after_backward() -> None:
     assert saved_allocation(lambda: losses(twin)) <= saved_allocation(lambda: losses(layers))
 
 
-class Dropouts(nn.Module):
+def dropouts(m: Any, x: Tensor) -> Tensor:
     """Each dropout mask is as large as the tensor that a spec would replace."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + F.dropout(layer(x), 0.1)
-        return x
+    for _ in range(4):
+        x = x + F.dropout(m.linear(x), 0.1)
+    return x
 
 
-class SharedFactor(nn.Module):
+def shared_factor(m: Any, x: Tensor) -> Tensor:
     """Multiply by the same buffer repeatedly; no operation saves the products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-        self.register_buffer("factor", torch.randn(64, 64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        for _ in range(8):
-            y = (y.view(2, 64, 64) * self.factor).view(128, 64) + y
-        return y
+    y = m.linear(x)
+    for _ in range(8):
+        y = (y.view(2, 64, 64) * m.factor).view(128, 64) + y
+    return y
 
 
-@pytest.mark.parametrize("make", [Dropouts, SharedFactor])
-def test_copies_that_no_spec_needs_are_freed(make: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("compute", [dropouts, shared_factor])
+def test_copies_that_no_spec_needs_are_freed(compute: Callable[[Any, Tensor], Tensor]) -> None:
     """Copies of small inputs are freed after forward, so memory does not exceed PyTorch's."""
-    model, x = make(), torch.randn(128, 64)
-    twin = converted_twin(model, max_ops=4)
+    model = Parts(compute, linear=nn.Linear(64, 64), factor=nn.Buffer(torch.randn(64, 64)))
+    twin, x = converted_twin(model, max_ops=4), torch.randn(128, 64)
     assert_same_steps(model, twin, x)
     assert saved_allocation(lambda: twin(x)) <= saved_allocation(lambda: model(x))
     assert saved_bytes(twin, x) <= saved_bytes(model, x)
@@ -378,17 +334,12 @@ def test_forward_recomputes_only_at_the_first_use(
 # First use.
 
 
-def write_through_data(t: Tensor) -> None:
-    t.data.add_(1)
-
-
 @pytest.mark.usefixtures("without_products")
 def test_write_through_data_is_detected_and_warns_once() -> None:
     def compute(m: Any, z: Tensor) -> Tensor:
-        y = F.silu(z)
-        write_through_data(y)
-        u = F.silu(m.other(z))
-        write_through_data(u)
+        y, u = F.silu(z), F.silu(m.other(z))
+        for t in (y, u):
+            t.data.add_(1)
         return m.conv(y) + m.conv(u)
 
     model, x = Program(compute), images()
@@ -400,25 +351,20 @@ def test_write_through_data_is_detected_and_warns_once() -> None:
     assert_same_steps(model, twin, x)
 
 
-def test_tiny_write_is_detected_by_an_exact_spec() -> None:
+@pytest.mark.usefixtures("without_products")
+@pytest.mark.parametrize("norm", [*norms(), "none"])
+def test_write_larger_than_a_rounding_is_detected(norm: str) -> None:
+    """Of SiLU of a tensor that is saved, every write is: its spec has no rounding."""
+
     def compute(m: Any, z: Tensor) -> Tensor:
-        y = F.silu(m.other(z))
-        y.data.view(-1)[17:18].mul_(1 + 1e-7)
+        y = F.silu(m.other(z)) if norm == "none" else z
+        element = y.data.view(-1)[17:18]
+        element.mul_(1 + 1e-7) if norm == "none" else element.add_(1e-4)
         return m.conv(y)
 
+    kinds = norms() | {"none": nn.Identity()}
     with pytest.warns(UserWarning, match="differs"):
-        names_of(converted_twin(Program(compute)), images())
-
-
-@pytest.mark.usefixtures("without_products")
-@each_norm
-def test_write_larger_than_a_rounding_is_detected(norm: str) -> None:
-    def compute(m: Any, z: Tensor) -> Tensor:
-        z.data.view(-1)[17:18].add_(1e-4)
-        return m.conv(z)
-
-    with pytest.warns(UserWarning, match="differs"):
-        names_of(converted_twin(Program(compute, lambda c: norms(c)[norm])), images())
+        names_of(converted_twin(Program(compute, lambda c: kinds[norm])), images())
 
 
 @pytest.mark.usefixtures("without_products")
@@ -439,7 +385,7 @@ def test_new_shape_is_compared_at_its_first_use() -> None:
     def compute(m: Any, z: Tensor) -> Tensor:
         y = F.silu(z)
         if len(z) == 3:
-            write_through_data(y)
+            y.data.add_(1)
         return m.conv(y)
 
     model = Program(compute)
@@ -720,12 +666,16 @@ def test_copy_in_another_memory_format_matches_pytorch(dtype: torch.dtype) -> No
         torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
         torch.randn(2, 1, 4, 5).expand(2, 3, 4, 5),
         torch.randn(2, 3, 4, 9)[..., ::2],
+        # Strides of size-1 dimensions set the memory format of a convolution and its gradient.
+        torch.randn(4, C, 1, 1).as_strided((4, C, 1, 1), (C, 1, C, C)),
+        torch.randn(4, 1, 5, 6).as_strided((4, 1, 5, 6), (30, 1, 6, 1)),
     ],
-    ids=["channels_last", "expanded", "strided"],
+    ids=["channels_last", "expanded", "strided", "one pixel", "one channel"],
 )
 def test_recomputed_value_has_the_saved_strides(like: Tensor) -> None:
     """The value has the strides of the saved tensor, and needs no more memory if it is expanded."""
-    value = Recomputed(Call(torch.clone, [Leaf(like.contiguous())]), like, "a", "b").unpack()
+    leaf = Leaf(torch.empty(like.shape).copy_(like))
+    value = Recomputed(Call(torch.clone, [leaf]), like, "a", "b").unpack()
     assert value.stride() == like.stride()
     assert torch.equal(value, like)
     used = 1 + sum(s * (n - 1) for n, s in zip(like.shape, like.stride(), strict=True))
@@ -738,10 +688,7 @@ def test_memory_formats_and_gradient_strides_match_pytorch(
     norm: str, memory_format: torch.memory_format
 ) -> None:
     model = Program(lambda m, z: m.conv(m.silu(z)), lambda c: norms(c)[norm])
-    model, x = (
-        model.to(memory_format=memory_format),
-        images().contiguous(memory_format=memory_format),
-    )
+    model, x = model.to(memory_format=memory_format), images().to(memory_format=memory_format)
     twin = converted_twin(model)
     assert_same_steps(model, twin, x)
     strides = []
@@ -757,19 +704,6 @@ def test_memory_formats_and_gradient_strides_match_pytorch(
         for handle in handles:
             handle.remove()
     assert strides[0] == strides[1]
-
-
-@pytest.mark.parametrize("shape", [(4, C, 1, 1), (4, 1, 5, 6)], ids=str)
-def test_strides_of_size_one_dimensions_are_restored(shape: tuple[int, ...]) -> None:
-    """Strides of size-1 dimensions set the memory format of a convolution and its gradient."""
-    channels = shape[1]
-    model = nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU(), nn.Conv2d(channels, C, 1))
-    inputs: list[Tensor] = []
-    model[2].register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))
-    inplace_ops.convert(model)
-    node: Any = model(torch.empty(shape, memory_format=torch.channels_last).normal_()).grad_fn
-    assert node._raw_saved_input.unpack_hook is not None
-    torch.testing.assert_close(node._saved_input, inputs[-1], check_stride=True)
 
 
 # The engine never disturbs the model.
@@ -788,7 +722,8 @@ class Doubling(torch.overrides.TorchFunctionMode):
         return result * 2 if function in (F.silu, torch.mul, torch.cat) else result
 
 
-def test_spec_runs_without_modes() -> None:
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+def test_spec_runs_without_modes(autocast: bool) -> None:
     """Backward may run under autocast, a function mode, grad mode or another default device."""
     modes = []
 
@@ -798,7 +733,7 @@ def test_spec_runs_without_modes() -> None:
 
     x = torch.ones(4)
     value = Recomputed(Call(function, [Leaf(x)]), x, "a", "b")
-    with torch.autocast("cpu", torch.bfloat16), Doubling(), torch.device("meta"):
+    with torch.autocast("cpu", torch.bfloat16, autocast), Doubling(), torch.device("meta"):
         result = value.unpack()
     assert modes == [(False, False)]
     assert torch.equal(result, torch.full((4,), 3.0))
@@ -819,7 +754,7 @@ class Stream:
 def test_tensors_of_another_stream_stay_saved_and_unpack_synchronizes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A tensor that another stream reads stays saved; unpacking waits for the stream of forward."""
+
     main, side = Stream(), Stream()
     current = main
     recorded: list[Stream] = []
@@ -829,19 +764,20 @@ def test_tensors_of_another_stream_stay_saved_and_unpack_synchronizes(
     monkeypatch.setattr(Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
-    class Branches(Program):
-        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-            nonlocal current
-            first = self.first(x)
-            z, relu = self.norm(first), self.first(x).relu()
-            y = self.silu(z)
-            current = side
-            pooled, _ = F.max_pool2d(relu, 2, return_indices=True)
-            on_side = self.other(y), self.convolved(z.bfloat16()), self.act(z), pooled
-            current = main
-            return *on_side, self.conv(y)
+    def compute(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+        nonlocal current
+        z, relu = m.norm(m.first(x)), m.first(x).relu()
+        y = m.silu(z)
+        current = side
+        pooled, _ = F.max_pool2d(relu, 2, return_indices=True)
+        on_side = m.other(y), F.conv2d(z.bfloat16(), m.conv.weight.bfloat16()), m.act(z), pooled
+        current = main
+        return *on_side, m.conv(y)
 
-    model, x = Branches(lambda *_: None, activation=nn.SiLU), images()
+    convolutions = {"first": nn.Conv2d(3, C, 3), "conv": nn.Conv2d(C, 4, 3)}
+    activations = {"silu": nn.SiLU(), "act": nn.SiLU()}
+    layers = {**convolutions, **activations, "norm": nn.BatchNorm2d(C), "other": nn.Conv2d(C, C, 1)}
+    model, x = Parts(compute, **layers), images()
     twin = converted_twin(model)
     *on_side, on_main = twin(x)
     assert nodes.packed(on_main.grad_fn, "input") is not None
@@ -863,16 +799,8 @@ def test_tensors_of_another_stream_stay_saved_and_unpack_synchronizes(
     assert set(recorded) == {side}
 
 
-def test_recomputed_value_requires_no_grad() -> None:
-    twin, x = converted_twin(Program(lambda m, z: m.conv(F.silu(z)))), images()
-    node = twin(x).grad_fn
-    with torch.enable_grad():
-        value = node._raw_saved_input.data.unpack()
-    assert not value.requires_grad
-
-
 def test_assert_same_step_detects_a_small_error() -> None:
-    """`assert_same_step` detects one element of a gradient that is wrong by 1e-4 of the norm."""
+
     model, x = Program(convolution), images()
     expected = step_of(model, x)
     actual = step_of(converted_twin(model), x)

@@ -123,17 +123,11 @@ KINDS: dict[str, Callable[[Callable[..., Any], Tensor], Tensor]] = {
 }
 
 
-class PartlyCheckpointed(nn.Module):
-    def __init__(self, part: slice, kind: str, inplace: bool) -> None:
-        super().__init__()
-        self.layers, self.part, self.kind = layers(inplace=inplace), part, kind
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.part == WHOLE:
-            return KINDS[self.kind](self.layers, x)
-        x = self.layers[: self.part.start](x)
-        x = KINDS[self.kind](self.layers[self.part], x)
-        return self.layers[self.part.stop :](x)
+def partly_checkpointed(m: Any, x: Tensor) -> Tensor:
+    if m.part == WHOLE:
+        return KINDS[m.kind](m.layers, x)
+    x = KINDS[m.kind](m.layers[m.part], m.layers[: m.part.start](x))
+    return m.layers[m.part.stop :](x)
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["", "inplace"])
@@ -157,7 +151,7 @@ def test_checkpoints_around_any_slice_match_pytorch(
         overwrites = part.start in (2, 5) or (part.stop == 5 and "reentrant" in kind)
         if inplace and overwrites:
             continue
-        model = PartlyCheckpointed(part, kind, inplace)
+        model = Parts(partly_checkpointed, layers=layers(inplace=inplace), part=part, kind=kind)
         twins, x = [converted_twin(model)], images(DOUBLE)
         if part == WHOLE:
             twins.append(copy.deepcopy(model))
@@ -186,33 +180,31 @@ HOOKS: dict[str, Callable[[], Any]] = {
     "save_on_cpu": torch.autograd.graph.save_on_cpu,
     "counting": lambda: counting_hooks([]),
     "disabled": lambda: torch.autograd.graph.disable_saved_tensors_hooks("not here"),
+    # PyTorch clones saved tensors before a write; specs need unmodified leaves.
+    "allow_mutation": torch.autograd.graph.allow_mutation_on_saved_tensors,
 }
 
 
-@pytest.mark.parametrize("around", ["all", "norm", "activation", "convolution"])
-@pytest.mark.parametrize("hooks", HOOKS)
+@pytest.mark.parametrize(
+    ("hooks", "around"),
+    [
+        *itertools.product(list(HOOKS)[:3], ["all", "norm", "activation", "convolution"]),
+        ("allow_mutation", "training"),
+    ],
+)
 def test_saved_tensor_hooks_of_the_user_match_pytorch(hooks: str, around: str) -> None:
-    """Saved-tensor hooks of the user see what PyTorch saves, and gradients stay equal."""
-
     def compute(m: Any, x: Tensor) -> Tensor:
         kinds = {"norm": nn.BatchNorm2d, "activation": nn.SiLU, "convolution": nn.Conv2d}
         with HOOKS[hooks]() if around == "all" else nullcontext():
             for layer in m.layers:
-                is_hooked = around != "all" and isinstance(layer.module, kinds[around])
+                is_hooked = around in kinds and isinstance(layer.module, kinds[around])
                 with HOOKS[hooks]() if is_hooked else nullcontext():
                     x = layer(x)
         return x
 
     model = Parts(compute, layers=layers())
     twin, x = converted_twin(model), images(DOUBLE)
-    assert_same_steps(model, twin, x, tolerance=1e-11)
-
-
-def test_allow_mutation_on_saved_tensors_matches_pytorch() -> None:
-    """PyTorch clones saved tensors before a write; specs need unmodified leaves."""
-    model = layers()
-    twin, x = converted_twin(model), images(DOUBLE)
-    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+    with HOOKS[hooks]() if around == "training" else nullcontext():
         assert_same_steps(model, twin, x, tolerance=1e-11)
 
 
@@ -221,8 +213,7 @@ def test_saved_tensor_hooks_of_the_user_see_all_saved_tensors() -> None:
     seen: list[list[torch.Size]] = [[], []]
     for m, shapes in zip((model, converted_twin(model)), seen, strict=True):
         with counting_hooks(shapes):
-            output = m(x)
-        assert replaced(output) == []
+            assert replaced(m(x)) == []
     assert seen[0] == seen[1] != []
 
 
@@ -270,17 +261,15 @@ def test_modes_that_count_or_move_do_not_disable_the_engine() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_with_accumulation_and_retained_graphs_matches_pytorch(dtype: torch.dtype) -> None:
     model = Program(lambda m, z: m.linear(m.silu(m.conv(m.silu(z)))))
-    twin, x = converted_twin(model), images()
-    gradients = []
-    for m in (model, twin):
+    found, x = [], images()
+    for m in (model, converted_twin(model)):
         for _ in range(2):
             with torch.autocast("cpu", dtype):
                 loss = m(x).float().square().mean()
             loss.backward(retain_graph=True)
             loss.backward()
-        gradients.append({name: p.grad for name, p in m.named_parameters()})
-    expected, actual = gradients
-    assert_same_step(actual, expected, tolerance=1e-3)
+        found.append({name: p.grad for name, p in m.named_parameters()})
+    assert_same_step(found[1], found[0], tolerance=1e-3)
 
 
 # Derivatives.
@@ -385,26 +374,19 @@ def test_second_derivative_where_the_first_is_zero(inplace: bool) -> None:
     assert torch.equal(found[1], found[0])
 
 
-class Forces(nn.Module):
-    """An energy model, whose forward differentiates and frees the graph except in training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.act = nn.Linear(8, 16), nn.LayerNorm(16), nn.SiLU()
-        self.last = nn.Linear(16, 1)
-        self.double()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            energy = self.last(self.act(self.norm(self.first(x)))).tanh().sum()
-            (force,) = torch.autograd.grad(energy, x, create_graph=self.training)
-        return energy, force
+def forces(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return an energy and its derivative, which frees the graph except in training."""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        energy = m.last(m.act(m.norm(m.first(x)))).tanh().sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=m.training)
+    return energy, force
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_model_that_differentiates_in_forward_matches_pytorch(training: bool) -> None:
-    model = Forces().train(training)
+    linears = {"first": nn.Linear(8, 16), "last": nn.Linear(16, 1)}
+    model = Parts(forces, **linears, norm=nn.LayerNorm(16), act=nn.SiLU()).double().train(training)
     twin, x = converted_twin(model), torch.randn(5, 8, dtype=DOUBLE)
     if training:
         assert_same_steps(model, twin, x, tolerance=1e-11)
@@ -454,18 +436,10 @@ def test_functorch_transforms_match_pytorch(transform: str) -> None:
 @pytest.mark.usefixtures("without_products")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # from Dynamo
 def test_model_with_a_compiled_part_matches_pytorch() -> None:
-    class Parts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.eager, self.rest = layers()[:3], layers()[3:]
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.rest(self.eager(x))
-
-    model = Parts()
+    model = nn.Sequential(layers()[:3], layers()[3:])
     twin = copy.deepcopy(model)
     torch._dynamo.reset()
-    twin.rest.compile(backend="aot_eager")
+    twin[1].compile(backend="aot_eager")
     inplace_ops.convert(twin)
     assert len(recomputed(twin(images(DOUBLE)))) == 0  # the compiled part includes the convolution
     assert_same_steps(model, twin, images(DOUBLE), tolerance=1e-9)

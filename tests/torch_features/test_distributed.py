@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +43,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from inplace_ops import saved_bytes
 
-one_of_each = pytest.mark.parametrize("name", [row.name for row in SAVE_MODES])
 BY_NAME = {row.name: row for row in ACTIVATIONS}
 
 
@@ -52,7 +52,7 @@ def pytorchs_inplace(activation: ActivationCase) -> Callable[[Tensor], Tensor]:
     Before torch 2.12 silu_ has none.
     """
     if not activation.entry.torch_saves_output and torch.__version__ < "2.12":
-        return lambda x: x.copy_(activation.reference(x.clone()))
+        return activation.copied
     return activation.torch_inplace
 
 
@@ -156,7 +156,7 @@ def assert_like_pytorchs(activation: ActivationCase, values: Tensor, placement: 
             assert communications <= of_pytorch
 
 
-def one_mesh_dimension(name: str) -> None:
+def dtensor_matches_plain_tensor(name: str) -> None:
     for shape in ((4, 6), (5, 7), (1, 3)):  # divisible, not divisible, empty on the last
         for placement in (Shard(0), Shard(1), Replicate()):
             values = random_values(shape, torch.float32, device())
@@ -167,11 +167,6 @@ def one_mesh_dimension(name: str) -> None:
     for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
         channels_last = images.contiguous(memory_format=torch.channels_last)
         assert_right(BY_NAME[name], channels_last, mesh_of(), [placement])
-
-
-@one_of_each
-def test_dtensor_matches_plain_tensor(name: str, processes: Processes) -> None:
-    processes.run(one_mesh_dimension, name)
 
 
 def two_mesh_dimensions() -> None:
@@ -197,7 +192,7 @@ def test_dtensor_on_2d_mesh_matches_plain_tensor() -> None:
         four.stop()
 
 
-def dtensor_without_grad() -> None:
+def without_grad_it_is_modified_in_place() -> None:
     values = random_values((5, 7), torch.float32, device())
     for activation in SAVE_MODES:
         for placement in (Shard(0), Shard(1), Replicate()):
@@ -216,11 +211,7 @@ def dtensor_without_grad() -> None:
                     assert_values(activation, x.full_tensor(), activation.reference(values))
 
 
-def test_dtensor_without_grad_is_modified_in_place(processes: Processes) -> None:
-    processes.run(dtensor_without_grad)
-
-
-def saved_bytes_of_dtensors() -> None:
+def bytes_of_local_shards_are_saved() -> None:
     values = torch.randn(80, 10, device=device())
     for activation in SAVE_MODES:
         for placement, elements in ((Shard(0), 800 // dist.get_world_size()), (Replicate(), 800)):
@@ -231,11 +222,7 @@ def saved_bytes_of_dtensors() -> None:
             assert saved_bytes(lambda x: call(x * 1).mean(), leaf) == expected  # noqa: B023
 
 
-def test_dtensors_save_bytes_of_local_shards(processes: Processes) -> None:
-    processes.run(saved_bytes_of_dtensors)
-
-
-def rejected_dtensors() -> None:
+def what_pytorch_rejects_is_rejected() -> None:
     mesh = mesh_of()
     part = torch.randn(4, 6, device=device())
 
@@ -267,62 +254,87 @@ def rejected_dtensors() -> None:
             assert x._version == version
 
 
-def test_rejects_dtensors_that_pytorch_rejects(processes: Processes) -> None:
-    processes.run(rejected_dtensors)
+def assert_like_plain_tensor(
+    activation: ActivationCase,
+    compute: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor],
+    placement: Placement,
+    factor: float = 1.0,
+) -> None:
+    """Compare `compute(activation, x)` of a DTensor with that of a plain tensor.
 
-
-def writes_after_the_activation() -> None:
-    values = random_values((5, 7), torch.float32, device())
-    for activation in SAVE_MODES:
-        leaf = distribute_tensor(values, mesh_of(), [Shard(0)]).requires_grad_()
-        y = activation.call(leaf * 1)
-        y.mul_(2)
-        if not activation.allows_later_writes:
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                y.sum().backward()
-            continue
-        y.sum().backward()
-        reference = values.clone().requires_grad_()
-        (2 * activation.reference(reference)).sum().backward()
-        assert_gradient(activation, leaf.grad.full_tensor(), reference.grad, 2.0)
-
-
-def test_later_write_raises_if_output_is_saved(processes: Processes) -> None:
-    processes.run(writes_after_the_activation)
-
-
-def activations_of_views() -> None:
-    views: list[Callable[[Tensor], Tensor]] = [
-        lambda x: x.view(x.shape[0], 3, 2),
-        lambda x: x.t(),
-        lambda x: x[:, 1:4],
-        lambda x: x.select(1, 2),
-    ]
+    The gradients are `factor` times those of the activation.
+    """
     values = random_values((5, 6), torch.float32, device())
+    leaf = distribute_tensor(values, mesh_of(), [placement]).requires_grad_()
+    y = compute(activation.call, leaf)
+    plain = values.clone().requires_grad_()
+    expected = compute(activation.copied, plain)
+    assert_values(activation, y.detach().full_tensor(), expected.detach())
+    incoming = random_values(tuple(expected.shape), torch.float32, device())
+    y.backward(distribute_tensor(incoming, mesh_of(), [placement]))
+    expected.backward(incoming)
+    found = (unsigned_zeros(g) for g in (leaf.grad.full_tensor(), plain.grad))
+    assert_gradient(activation, *found, factor * incoming.abs())
+
+
+VIEWS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x.view(x.shape[0], 3, 2),
+    lambda x: x.t(),
+    lambda x: x[:, 1:4],
+    lambda x: x.select(1, 2),
+]
+
+
+def views_match_plain_tensors() -> None:
     for activation in SAVE_MODES:
-        for view in views:
-            for placement in (Shard(0), Replicate()):
-                base = distribute_tensor(values, mesh_of(), [placement]).requires_grad_()
-                y = base * 1
-                activation.call(view(y))
+        for view in VIEWS:
+
+            def compute(call: Any, x: Tensor, view: Any = view) -> Tensor:
+                y = x * 1
+                call(view(y))
                 assert y._version == 1
-                reference = values.clone().requires_grad_()
-                expected = reference * 1
-                view(expected).copy_(activation.reference(view(expected).clone()))
-                assert_values(activation, y.detach().full_tensor(), expected.detach())
-                incoming = random_values((5, 6), torch.float32, device())
-                y.backward(distribute_tensor(incoming, mesh_of(), [placement]))
-                expected.backward(incoming)
-                largest = incoming.abs()
-                actual = unsigned_zeros(base.grad.full_tensor())
-                assert_gradient(activation, actual, unsigned_zeros(reference.grad), largest)
+                return y
+
+            for placement in (Shard(0), Replicate()):
+                assert_like_plain_tensor(activation, compute, placement)
 
 
-def test_views_of_dtensors_match_plain_tensors(processes: Processes) -> None:
-    processes.run(activations_of_views)
+def later_write_raises_if_output_is_saved() -> None:
+    for activation in SAVE_MODES:
+        with (
+            contextlib.nullcontext()
+            if activation.allows_later_writes
+            else pytest.raises(RuntimeError, match="modified by an inplace operation")
+        ):
+            assert_like_plain_tensor(activation, lambda call, x: call(x * 1).mul_(2), Shard(0), 2.0)
 
 
-def second_derivatives() -> None:
+def output_of_async_redistribution_matches_plain_tensor() -> None:
+    def compute(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if isinstance(x, DTensor):
+            return call(x.redistribute(placements=[Replicate()], async_op=True))
+        return call(x * 1)
+
+    for activation in SAVE_MODES:
+        assert_like_plain_tensor(activation, compute, Shard(0))
+
+
+def compiled_code_matches_eager() -> None:
+    def scaled(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return call(x * 2) + 1
+
+    compiled = torch.compile(scaled, backend="aot_eager", fullgraph=True)
+    for activation in (BY_NAME["relu-output"], BY_NAME["silu-derivative-default"]):
+        torch._dynamo.reset()
+        assert_like_plain_tensor(
+            activation,
+            lambda call, x: (compiled if isinstance(x, DTensor) else scaled)(call, x),
+            Shard(0),
+            factor=2.0,
+        )
+
+
+def second_derivatives_match_plain_tensors() -> None:
     values = random_values((5, 6), torch.float64, device())
     for activation in SAVE_MODES:
         for placement in (Shard(0), Shard(1), Replicate()):
@@ -345,10 +357,6 @@ def second_derivatives() -> None:
                 torch.testing.assert_close(results[0], results[1])
 
 
-def test_second_derivatives_match_plain_tensors(processes: Processes) -> None:
-    processes.run(second_derivatives)
-
-
 class NoGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -359,7 +367,7 @@ class NoGradient(torch.autograd.Function):
         return None
 
 
-def unusual_gradients() -> None:
+def undefined_gradient_stays_none_and_plain_gradient_raises() -> None:
     values = random_values((5, 6), torch.float32, device())
     for activation in SAVE_MODES:
         leaf = distribute_tensor(values, mesh_of(), [Shard(0)]).requires_grad_()
@@ -370,49 +378,22 @@ def unusual_gradients() -> None:
             y.backward(torch.ones(5, 6, device=device()))
 
 
-def test_undefined_gradient_stays_none_and_plain_gradient_raises(processes: Processes) -> None:
-    processes.run(unusual_gradients)
-
-
-def async_redistribution() -> None:
-    values = random_values((5, 6), torch.float32, device())
-    for activation in SAVE_MODES:
-        leaf = distribute_tensor(values, mesh_of(), [Shard(0)]).requires_grad_()
-        y = activation.call(leaf.redistribute(placements=[Replicate()], async_op=True))
-        y.sum().backward()
-        reference = values.clone().requires_grad_()
-        expected = activation.reference(reference)
-        expected.sum().backward()
-        assert_values(activation, y.detach().full_tensor(), expected.detach())
-        assert_gradient(activation, leaf.grad.full_tensor(), reference.grad, 1.0)
-
-
-def test_output_of_async_redistribution_matches_plain_tensor(processes: Processes) -> None:
-    processes.run(async_redistribution)
-
-
-def scaled(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return call(x * 2) + 1
-
-
-def compiled_on_dtensors() -> None:
-    for activation in (BY_NAME["relu-output"], BY_NAME["silu-derivative-default"]):
-        torch._dynamo.reset()
-        compiled = torch.compile(scaled, backend="aot_eager", fullgraph=True)
-        values = random_values((5, 6), torch.float32, device())
-        leaf = distribute_tensor(values, mesh_of(), [Shard(0)]).requires_grad_()
-        y = compiled(activation.call, leaf)
-        y.sum().backward()
-        reference = values.clone().requires_grad_()
-        expected = scaled(activation.reference, reference)
-        expected.sum().backward()
-        assert_values(activation, y.detach().full_tensor(), expected.detach())
-        assert_gradient(activation, leaf.grad.full_tensor(), reference.grad, 2.0)
-
-
-@slow
-def test_compiled_on_dtensors_matches_eager(processes: Processes) -> None:
-    processes.run(compiled_on_dtensors)
+@pytest.mark.parametrize(
+    "check",
+    [
+        without_grad_it_is_modified_in_place,
+        bytes_of_local_shards_are_saved,
+        what_pytorch_rejects_is_rejected,
+        later_write_raises_if_output_is_saved,
+        views_match_plain_tensors,
+        second_derivatives_match_plain_tensors,
+        undefined_gradient_stays_none_and_plain_gradient_raises,
+        output_of_async_redistribution_matches_plain_tensor,
+        pytest.param(compiled_code_matches_eager, marks=slow),
+    ],
+)
+def test_of_dtensors(check: Callable[[], None], processes: Processes) -> None:
+    processes.run(check)
 
 
 # ---- Tensor parallelism ----
@@ -514,11 +495,6 @@ class PyTorchsInplace(Reference):
         return pytorchs_inplace(self.activation)(x)
 
 
-@one_of_each
-def test_tensor_parallel_trains_like_one_process(name: str, processes: Processes) -> None:
-    processes.run(tensor_parallel, name)
-
-
 # ---- Data parallelism ----
 
 
@@ -547,11 +523,6 @@ def data_parallel(name: str) -> None:
         )
 
 
-@one_of_each
-def test_ddp_trains_like_one_process(name: str, processes: Processes) -> None:
-    processes.run(data_parallel, name)
-
-
 def sharded_data_parallel(name: str) -> None:
     activation = BY_NAME[name]
 
@@ -569,6 +540,12 @@ def sharded_data_parallel(name: str) -> None:
         assert_same_training(activation, ours, pytorchs, my_part())
 
 
-@one_of_each
-def test_fsdp2_trains_like_one_process(name: str, processes: Processes) -> None:
-    processes.run(sharded_data_parallel, name)
+@pytest.mark.parametrize("name", [row.name for row in SAVE_MODES])
+@pytest.mark.parametrize(
+    "check",
+    [dtensor_matches_plain_tensor, tensor_parallel, data_parallel, sharded_data_parallel],
+)
+def test_processes_compute_what_one_computes(
+    check: Callable[[str], None], name: str, processes: Processes
+) -> None:
+    processes.run(check, name)

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from _support.networks import RMSNorm
 from _support.processes import Processes, device, mesh_of
-from _support.twins import HAS_HOOK, assert_same_step, recomputed, step_of
+from _support.twins import HAS_HOOK, Parts, assert_same_step, recomputed, step_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import (
@@ -41,28 +42,6 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-class RMSNorm(nn.Module):
-    """The RMSNorm of transformers."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.float32)
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.weight * wide.to(x.dtype)
-
-
-class LayerScale(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.gamma = nn.LayerNorm(width), nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x) * self.gamma
-
-
 class TokenGroupNorm(nn.GroupNorm):
     """A group norm over the features of (samples, tokens, features)."""
 
@@ -74,7 +53,11 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
     "layer": nn.LayerNorm,
     "group": lambda width: TokenGroupNorm(2, width),
     "rms": RMSNorm,
-    "layer_scale": LayerScale,
+    "layer_scale": lambda width: Parts(
+        lambda m, x: m.norm(x) * m.gamma,
+        norm=nn.LayerNorm(width),
+        gamma=nn.Parameter(torch.ones(width)),
+    ),
 }
 
 
@@ -143,36 +126,6 @@ def fully_sharded(norm: str, is_16_bit: bool, reshard: bool, units: str, order: 
     assert train(twin, 1)[1] == 0
 
 
-@pytest.mark.parametrize(
-    ("norm", "is_16_bit", "reshard"),
-    [
-        ("layer", False, True),
-        ("layer", False, False),
-        ("layer", True, True),
-        ("group", False, True),
-        ("group", True, True),
-        ("rms", False, True),
-        ("rms", True, False),
-        ("layer_scale", False, True),
-        ("layer_scale", True, True),
-    ],
-)
-def test_fsdp2_of_every_layer_matches_pytorch(
-    norm: str, is_16_bit: bool, reshard: bool, processes: Processes
-) -> None:
-    """Every layer is an FSDP unit, whose parameters are freed until its backward."""
-    processes.run(fully_sharded, norm, is_16_bit, reshard, "layers", "convert first")
-
-
-@pytest.mark.parametrize(
-    ("order", "reshard"), [("convert first", True), ("shard first", True), ("shard first", False)]
-)
-def test_fsdp2_of_a_whole_network_matches_pytorch(
-    order: str, reshard: bool, processes: Processes
-) -> None:
-    processes.run(fully_sharded, "layer", False, reshard, "all", order)
-
-
 IMAGE_NORMS: dict[str, Callable[[int], nn.Module]] = {
     "batch": nn.BatchNorm1d,
     "group": lambda width: nn.GroupNorm(2, width),
@@ -186,57 +139,37 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-class Block(nn.Module):
-    """A convolution, a norm and an activation, whose output FSDP2 puts a hook on."""
-
-    def __init__(self, inputs: int, norm: str, activation: str) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(inputs, 8, 3, padding=1, bias=False)
-        self.norm, self.act = IMAGE_NORMS[norm](8), ACTIVATIONS[activation]()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.norm(self.conv(x)))
+def block(inputs: int, norm: str, activation: str) -> nn.Sequential:
+    """Return a convolution, a norm and an activation, whose output FSDP2 puts a hook on."""
+    conv = nn.Conv1d(inputs, 8, 3, padding=1, bias=False)
+    return nn.Sequential(conv, IMAGE_NORMS[norm](8), ACTIVATIONS[activation]())
 
 
 def sharded_blocks(norm: str) -> None:
-    """Train blocks of every activation, as a class and as a Sequential, each an FSDP unit."""
+    """Train blocks of every activation, in a Sequential or another module, each an FSDP unit."""
     Settings.MIN_BYTES = 1
     for activation in ACTIVATIONS:
         for in_sequential in (False, True):
-            blocks = [Block(width, norm, activation) for width in (16, 8, 8)]
-            if in_sequential:
-                blocks = [nn.Sequential(*block.children()) for block in blocks]
+            blocks: list[nn.Module] = [block(width, norm, activation) for width in (16, 8, 8)]
+            if not in_sequential:
+                parts = [dict(zip("abc", each.children(), strict=True)) for each in blocks]
+                blocks = [Parts(lambda m, x: m.c(m.b(m.a(x))), **each) for each in parts]
             model = nn.Sequential(*blocks, nn.Conv1d(8, 2, 1)).to(device())
             twin = copy.deepcopy(model)
             inplace_ops.convert(twin, max_ops=8)
             for m in (model, twin):
-                for block in list(m)[:-1]:
-                    fully_shard(block, mesh=mesh_of())
+                for each in list(m)[:-1]:
+                    fully_shard(each, mesh=mesh_of())
                 fully_shard(m, mesh=mesh_of())
             assert_same(train(twin)[0], train(model)[0], 1e-4)
-
-
-@pytest.mark.parametrize("norm", IMAGE_NORMS)
-def test_fsdp2_of_blocks_matches_pytorch(norm: str, processes: Processes) -> None:
-    """FSDP2 registers a hook on each block's output, which may be a view that was overwritten."""
-    processes.run(sharded_blocks, norm)
-
-
-class Unused(nn.Module):
-    """A model with a layer that no step uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.unused = network("layer"), nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
 
 
 def data_parallel(kind: str) -> None:
     Settings.MIN_BYTES = 1
     unused = kind == "unused"
-    model = Unused() if unused else network("layer")
+    model = network("layer")
+    if unused:  # a layer that no step uses
+        model = Parts(lambda m, x: m.layers(x), layers=model, unused=nn.Linear(2, 2)).to(device())
     options = {"static_graph": kind == "static", "find_unused_parameters": unused}
     twin = copy.deepcopy(model)
     inplace_ops.convert(twin)
@@ -253,51 +186,65 @@ def data_parallel(kind: str) -> None:
         assert_same([found[0]], [found[1]], 1e-5)
 
 
-@pytest.mark.parametrize("kind", ["static", "dynamic", "unused"])
-def test_ddp_matches_pytorch(kind: str, processes: Processes) -> None:
-    processes.run(data_parallel, kind)
-
-
-def tensor_parallel() -> None:
+def of_dtensors(placement: str) -> None:
+    """Train a model of DTensors, of which each process gets a part or all samples."""
     Settings.MIN_BYTES = 1
-    model = nn.Sequential(
-        nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.LayerNorm(8)
-    ).to(device())
+    layers = [nn.LayerNorm(8), nn.SiLU(), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)]
+    model = nn.Sequential(*layers, nn.LayerNorm(8)).to(device())
     twin = copy.deepcopy(model)
     inplace_ops.convert(twin)
-    columns = ColwiseParallel(input_layouts=Shard(0), use_local_output=False)
-    plan = {"0": SequenceParallel(sequence_dim=0), "1": columns, "3": RowwiseParallel()}
-    parallelize_module(twin, mesh_of(), plan)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(8, 8, generator=generator).to(device())
+    x: Tensor = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).to(device())
     mine = x.chunk(dist.get_world_size())[dist.get_rank()]
-    model(x).square().mean().backward()
-    twin(mine).square().mean().backward()
+    if placement == "tensor parallel":
+        columns = ColwiseParallel(input_layouts=Shard(0), use_local_output=False)
+        plan = {"0": SequenceParallel(sequence_dim=0), "2": columns, "4": RowwiseParallel()}
+        parallelize_module(twin, mesh_of(), plan)
+    else:
+        distribute_module(twin, mesh_of())
+        mine = distribute_tensor(x, mesh_of(), [Shard(0) if placement == "part" else Replicate()])
+    for loss in (twin(mine), model(x)):
+        loss.square().mean().backward()
     for a, e in zip(twin.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(full(a.grad), e.grad, rtol=1e-4, atol=1e-5)
 
 
-def test_tensor_parallel_matches_pytorch(processes: Processes) -> None:
-    processes.run(tensor_parallel)
+# By name: what each process does, and its arguments.
+CHECKS: dict[str, tuple[Any, ...]] = {
+    # Every layer is an FSDP unit, whose parameters are freed until its backward.
+    **{
+        f"FSDP2 of layers, {norm}{', 16 bit' * is_16_bit}{', resharded' * reshard}": (
+            *(fully_sharded, norm, is_16_bit, reshard),
+            *("layers", "convert first"),
+        )
+        for norm, is_16_bit, reshard in [
+            *(("layer", False, True), ("layer", False, False), ("layer", True, True)),
+            *(("group", False, True), ("group", True, True)),
+            *(("rms", False, True), ("rms", True, False)),
+            *(("layer_scale", False, True), ("layer_scale", True, True)),
+        ]
+    },
+    **{
+        f"FSDP2 of all, {order}{', resharded' * reshard}": (
+            *(fully_sharded, "layer", False, reshard),
+            *("all", order),
+        )
+        for order, reshard in [
+            *(("convert first", True), ("shard first", True), ("shard first", False)),
+        ]
+    },
+    # FSDP2 registers a hook on each block's output, which may be a view that was overwritten.
+    **{f"FSDP2 of blocks, {norm}": (sharded_blocks, norm) for norm in IMAGE_NORMS},
+    **{f"DDP, {kind}": (data_parallel, kind) for kind in ("static", "dynamic", "unused")},
+    **{
+        f"DTensors, {placement}": (of_dtensors, placement)
+        for placement in ("tensor parallel", "part", "all")
+    },
+}
 
 
-def on_dtensors() -> None:
-    Settings.MIN_BYTES = 1
-    for placement in (Shard(0), Replicate()):
-        model = network("layer")
-        twin = copy.deepcopy(model)
-        inplace_ops.convert(twin)
-        distribute_module(twin, mesh_of())
-        x = torch.randn(8, 8, device=device())
-        losses = twin(distribute_tensor(x, mesh_of(), [placement])), model(x)
-        for loss in losses:
-            loss.square().sum().backward()
-        for a, e in zip(twin.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(full(a.grad), e.grad, rtol=1e-4, atol=1e-4)
-
-
-def test_dtensors_match_pytorch(processes: Processes) -> None:
-    processes.run(on_dtensors)
+@pytest.mark.parametrize("check", CHECKS)
+def test_processes_match_pytorch(check: str, processes: Processes) -> None:
+    processes.run(*CHECKS[check])
 
 
 # A collective writes to a tensor without a node, and may not raise its version.
@@ -453,24 +400,6 @@ def _synchronized(self: nn.SyncBatchNorm, x: Tensor) -> Tensor:
     )
 
 
-class Synchronized(nn.Module):
-    """Norms before a SiLU, a residual sum and a convolution.
-
-    Not a ReLU: this norm rounds otherwise than the kernels, and a value near 0 may change its sign.
-    """
-
-    def __init__(self, affine: bool) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))
-        self.norms = nn.ModuleList(nn.SyncBatchNorm(8, affine=affine) for _ in range(3))
-        self.act = nn.SiLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for conv, norm in zip(self.convs, self.norms, strict=True):
-            x = x + self.act(norm(conv(x)))
-        return self.norms[0](x).sigmoid()
-
-
 def sync_batch_norm(affine: bool) -> None:
     with (
         torch.library._scoped_library("aten", "IMPL") as library,
@@ -486,8 +415,20 @@ def sync_batch_norm(affine: bool) -> None:
         _check_sync_batch_norm(affine)
 
 
+def synchronized(m: Any, x: Tensor) -> Tensor:
+    """Run norms before a SiLU, a residual sum and a convolution.
+
+    Not a ReLU: this norm rounds otherwise than the kernels, and a value near 0 may change its sign.
+    """
+    for conv, norm in zip(m.convs, m.norms, strict=True):
+        x = x + m.act(norm(conv(x)))
+    return m.norms[0](x).sigmoid()
+
+
 def _check_sync_batch_norm(affine: bool) -> None:
-    model = Synchronized(affine).to(device())
+    convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))
+    norms = nn.ModuleList(nn.SyncBatchNorm(8, affine=affine) for _ in range(3))
+    model = Parts(synchronized, convs=convs, norms=norms, act=nn.SiLU()).to(device())
     twin = copy.deepcopy(model)
     x = torch.randn(4, 8, 16, 16).to(device())
     inplace_ops.convert(twin, max_ops=8)

@@ -13,6 +13,7 @@ import torch
 from _support.assertions import assert_gradient, assert_values
 from _support.cases import ONE_OF_EACH, ActivationCase, activation_id, one_of_each
 from _support.marks import quick, release, slow
+from _support.twins import Parts
 from torch import Tensor, nn
 
 import inplace_ops
@@ -53,17 +54,8 @@ def networks(activation: ActivationCase) -> tuple[nn.Module, nn.Module]:
     ours, pytorchs = Network(activation), Network(activation)
     pytorchs.load_state_dict(ours.state_dict())
     for name in ("first", "second"):
-        setattr(pytorchs, name, InPlace(activation.reference))
+        setattr(pytorchs, name, Parts(lambda m, x: activation.copied(x)))
     return ours, pytorchs
-
-
-class InPlace(nn.Module):
-    def __init__(self, reference: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.reference = reference
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.copy_(self.reference(x.clone()))
 
 
 def assert_same(
