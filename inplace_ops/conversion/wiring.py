@@ -28,10 +28,10 @@ and nothing else:
 6. A linear layer or convolution with a frozen bias gets a forward hook, which records the bias.
    Before torch 2.14 all of them get it, and a forward pre-hook that records the versions of weight
    and bias.
-7. Any other module that is not PyTorch's, pooling and `nn.Identity` get a forward hook that takes a
-   note of the output. Before torch 2.14 all other modules that may create nodes get it, and it
-   walks over them: see NOTE [Where nodes come from] in `recompute/run.py`. For the model itself
-   `Conversion.run` does this.
+7. Any other module that is not PyTorch's, pooling, `nn.Identity` and an `nn.Sequential` that ends
+   in a product get a forward hook that takes a note of the output. Before torch 2.14 all other
+   modules that may create nodes get it, and it walks over them: see NOTE [Where nodes come from] in
+   `recompute/run.py`. For the model itself `Conversion.run` does this.
 8. Parameters, buffers, the tree of modules, and the classes of all other modules do not change.
    Scripted modules do not change at all.
 9. A block that a budget checkpoints gets a class and an attribute as in 1 and 2: its `Checkpoint`.
@@ -259,7 +259,7 @@ def _attachments_for(module: nn.Module) -> set[str]:
         attachments.add(_NORM_HOOKS)
     elif _needs_product_hooks(module):
         attachments.add(_PRODUCT_HOOKS)
-    elif not attachments and type(module) is not nn.Sequential and _needs_output_hook(module):
+    elif not attachments and _needs_output_hook(module):
         attachments.add(_OUTPUT_HOOK)
     return attachments
 
@@ -273,6 +273,8 @@ def _needs_product_hooks(module: nn.Module) -> bool:
 
 def _needs_output_hook(module: nn.Module) -> bool:
     walks = not nodes.USE_CREATION_HOOK
+    if type(module) is nn.Sequential:  # its last module has a hook, unless that is a product
+        return not walks and type([None, *module.children()][-1]) in pytorchs_forward.PRODUCTS
     return walks or isinstance(module, _NOTED) or not is_pytorchs(module)
 
 

@@ -35,39 +35,43 @@ Write = Callable[[list[Tensor]], object]
 WIDTH, GROWTH = 16, 8
 
 
-def layer(inputs: int) -> nn.Module:
+def layer(inputs: int, is_module: bool) -> nn.Module:
     """Return a layer of a DenseNet: a norm, an activation and a convolution of all parts."""
-    layers = {"norm": nn.BatchNorm2d(inputs), "act": nn.ReLU()}
-    conv = nn.Conv2d(inputs, GROWTH, 3, padding=1)
-    return Parts(lambda m, p: m.conv(m.act(m.norm(torch.cat(p, 1)))), **layers, conv=conv)
+    norm, conv = nn.BatchNorm2d(inputs), nn.Conv2d(inputs, GROWTH, 3, padding=1)
+    if is_module:
+        return Parts(lambda m, x: m.conv(m.act(m.norm(x))), norm=norm, act=nn.ReLU(), conv=conv)
+    return nn.Sequential(norm, nn.ReLU(), conv)
 
 
 class DenseBlock(nn.Module):
     """Layers that each read the outputs of all layers before; `write` may modify them between."""
 
-    def __init__(self, depth: int, write: Write = lambda parts: None) -> None:
+    def __init__(
+        self, depth: int, write: Write = lambda parts: None, is_module: bool = True
+    ) -> None:
         super().__init__()
         self.first = nn.Conv2d(3, WIDTH, 3, padding=1)
-        self.layers = nn.ModuleList(layer(WIDTH + i * GROWTH) for i in range(depth))
+        self.layers = nn.ModuleList(layer(WIDTH + i * GROWTH, is_module) for i in range(depth))
         self.pool, self.write, self.step = nn.AvgPool2d(2), write, 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.step += 1
         parts = [self.pool(self.first(x))]
         for layer in self.layers:
-            parts.append(layer(parts))
+            parts.append(layer(torch.cat(parts, 1)))
             self.write(parts)
         return torch.cat(parts, 1).double()
 
 
-def test_memory_of_a_dense_block_is_linear_in_its_depth() -> None:
+@pytest.mark.parametrize("is_module", [True, False], ids=["modules", "sequences"])
+def test_memory_of_a_dense_block_is_linear_in_its_depth(is_module: bool) -> None:
     """Each part is saved once, and nothing else: the convolutions save no input of their own."""
     x = torch.randn(4, 3, 32, 32)
     pixels = 4 * 16 * 16 * 4  # bytes of one channel after pooling
     with no_warnings():
         saved = {}
         for depth in (3, 6):
-            twin = converted_twin(DenseBlock(depth), max_ops=4)
+            twin = converted_twin(DenseBlock(depth, is_module=is_module), max_ops=4)
             saved[depth] = saved_allocation(lambda twin=twin: twin(x))
             assert saved[depth] == pytest.approx(inplace_ops.saved_bytes(twin, x), abs=2**20)
         outputs = {depth: 2 * (WIDTH + depth * GROWTH) * pixels for depth in saved}  # in float64
