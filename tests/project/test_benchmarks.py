@@ -324,7 +324,7 @@ class Everything(nn.Module):
             nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)
         )
         self.wide = nn.Sequential(nn.Conv2d(16, 64, 1), nn.GroupNorm(4, 64), nn.SiLU())
-        self.narrow = nn.Sequential(nn.Conv2d(64, 32, 3, padding=1), nn.ReLU())
+        self.narrow = nn.Sequential(nn.Conv2d(64, 32, 3, padding=1))
         self.joined, self.again = nn.Conv2d(96, 32, 1), nn.Conv2d(128, 32, 1)
         self.gate = nn.Sequential(nn.Dropout(), Gate())
         self.tokens = nn.Sequential(nn.Linear(16, 64), FloatNorm(64), nn.LayerNorm(64))
@@ -332,8 +332,9 @@ class Everything(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = self.wide(self.stem(x))
-        joined = torch.cat([wide, self.narrow(wide)], 1)
-        x = self.again(torch.cat([joined, F.relu(self.joined(joined))], 1))
+        parts = [wide, self.narrow(wide)]
+        parts.append(F.relu(self.joined(torch.cat(parts, 1))))
+        x = self.again(torch.cat(parts, 1))
         x = F.interpolate(self.gate(x), scale_factor=2.0)
         x = self.head(F.gelu(self.tokens(x.flatten(2).transpose(1, 2))))
         return x.mean(1) + F.adaptive_avg_pool2d(wide, 1).flatten(1)[:, :10]
