@@ -116,8 +116,11 @@ class Deriver:
             return self._spec_of_packed(node, field.packed)
         if field.tensor is None or not is_plain(field.tensor):
             return self.why(reasons.hidden_output, node, field.is_hidden)
-        value.is_saved = True
-        return Leaf(field.tensor)
+        leaf = None if value.leaf is None else value.leaf()
+        if leaf is None:
+            leaf = Leaf(field.tensor)
+            value.leaf = weakref.ref(leaf)
+        return leaf
 
     def _spec_of_packed(self, node: Node, packed: Packed, in_strides: bool = False) -> Spec | str:
         if not isinstance(packed, Recomputed):

@@ -6,6 +6,7 @@ Each entry maps the name of a node type to an `Operation`, with these fields:
   which the node saves each input (None for an input that it does not save).
 - `reads`: The fields of saved inputs that backward may read recomputed, with a rounding: see NOTE
   [Exact specs and roundings] in `specs.py`.
+- `reads_exact`: The same, if the spec is exact: backward compares the tensor with another one.
 - `result`: The field of the operation's own saved output, if backward may read it recomputed.
 - `saved_output`: The field of the operation's own saved output, if backward may not read it
   recomputed.
@@ -115,6 +116,7 @@ class Operation:
 
     output: OutputRule | None = None
     reads: tuple[str, ...] = ()
+    reads_exact: tuple[str, ...] = ()
     result: str = ""
     saved_output: str = ""
     mask: Activation | None = None
@@ -199,6 +201,10 @@ _ROUNDED_CORRECTLY = (F.relu, F.leaky_relu, F.hardtanh, torch.abs, torch.sqrt, t
 
 def _reads(*fields: str) -> Operation:
     return Operation(reads=fields)
+
+
+def _compares(*fields: str) -> Operation:
+    return Operation(reads_exact=fields)
 
 
 def _attention() -> Operation:
@@ -451,6 +457,14 @@ OPERATIONS: Mapping[str, Operation] = {
     "ErfBackward0": _from_input(torch.erf),
     "AbsBackward0": _from_input(torch.abs),
     "AddcmulBackward0": _reads("tensor1", "tensor2"),
+    # Comparisons: with bounds, and with the operation's own saved output.
+    "ClampBackward0": _compares("self"),
+    "ClampBackward1": _compares("self"),
+    "ClampMinBackward0": _compares("self"),
+    "ClampMaxBackward0": _compares("self"),
+    "AmaxBackward0": _compares("self"),
+    "AminBackward0": _compares("self"),
+    "LinalgVectorNormBackward0": _compares("self"),
     # Selections.
     "MaskedFillBackward0": Operation(saved_mask="mask"),
     "WhereBackward0": Operation(saved_mask="condition"),

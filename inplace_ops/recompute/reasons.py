@@ -39,6 +39,7 @@ FAR = "the operations that read it are far apart: its product would run twice"
 FIRST_STEP = "kept in the first step, which shows whether its weight is there in backward"
 MANY_PRODUCTS = "too many products would run one after another"
 FREED = "the memory of a weight is freed when forward has returned"
+ROUNDED = "its consumer compares it, and its recomputed value would be rounded"
 DIFFERENT = "its recomputed value differed at the first use"
 
 

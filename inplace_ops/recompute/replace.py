@@ -126,6 +126,8 @@ class Replacer:
         node.metadata[KEY] = value
         for name in operation.reads:
             self._replace_input(node, value, name)
+        for name in operation.reads_exact:
+            self._replace_input(node, value, name, is_exact=True)
         if not operation.has_rewrites:
             return
         if operation.result:
@@ -141,8 +143,7 @@ class Replacer:
         if operation.reads_no_values and not is_named(node, CAT):
             for edge in nodes.producers(node):
                 base, _ = base_of(*edge)
-                for part in nodes.producers(base) if is_named(base, CAT) else (edge,):
-                    self._reduce_to_bits(*base_of(*part))
+                self._reduce_all(nodes.producers(base) if is_named(base, CAT) else (edge,))
 
     def _fill(self, node: Node, value: Value, operation: Operation, rule: OutputRule) -> None:
         """Store what a spec of the output needs, and what may be gone when one is derived."""
@@ -179,13 +180,14 @@ class Replacer:
         """Release a value when the model's forward has returned."""
         self._holding.append(weakref.ref(value))
 
-    def _replace_input(self, node: Node, own: Value, name: str) -> None:
+    def _replace_input(self, node: Node, own: Value, name: str, is_exact: bool = False) -> None:
         """Replace an input that a node saves by a spec, if there is one.
 
         Args:
             node: The node.
             own: Its value.
             name: The field of the saved input.
+            is_exact: Whether the spec must be exact.
         """
         field = Field(node, name)
         saved = field.tensor
@@ -214,7 +216,9 @@ class Replacer:
         if not value.is_unmodified_in(saved):  # limit 3
             return self._report(node, name, reasons.WRITTEN_TO)
         spec = self._spec_for(field, saved, base, value)
-        if isinstance(spec, str):
+        if is_exact and not isinstance(spec, str) and spec.rounding:
+            self._report(node, name, reasons.ROUNDED)
+        elif isinstance(spec, str):
             self._report(node, name, spec or self.deriver.why(reasons.output_of, base))
         elif self._replace_by_spec(node, name, field, spec, base):
             if index == 0 and value.noted is None and (original := field.original) is not None:
@@ -225,6 +229,9 @@ class Replacer:
             if not field.is_itself and reshapes_only(producer, saved.output_nr):
                 # A note of the alias that this read made would die at once.
                 value.take_note(field.lasting)  # type: ignore[arg-type]
+            if is_named(base, CAT):
+                del spec  # and its leaves, if no other spec reads them
+                self._reduce_all(nodes.producers(base))
 
     def _spec_for(self, field: Field, saved: Tensor, base: Node, value: Value) -> Spec | str:
         """Return the spec of a saved tensor, if need be one with narrow copies."""
@@ -376,13 +383,18 @@ class Replacer:
         value = Recomputed(spec, saved, "indices", nodes.operation_name(node))
         self._save(node, operation.indices, field, value)
 
-    def _reduce_to_bits(self, node: Node, index: int) -> None:
-        """Replace the saved tensor of a ReLU or LeakyReLU by one bit per element.
+    def _reduce_all(self, edges: Iterable[tuple[Node, int]]) -> None:
+        """Reduce the outputs to which edges lead, where an activation returned them.
 
-        Called if the operation that consumes the activation's output reads no values in backward.
-        Of a concatenation's parts, if the next operation reads none: else the concatenation's spec
-        reads the parts, and so may the specs of other concatenations.
+        Called for what an operation consumes that reads no values in backward; for the parts of a
+        concatenation, if the next operation reads none, or saves the concatenation. If that has a
+        spec, the spec reads the parts, and so may the specs of other concatenations.
         """
+        for edge in edges:
+            self._reduce_to_bits(*base_of(*edge))
+
+    def _reduce_to_bits(self, node: Node, index: int) -> None:
+        """Replace the saved tensor of a ReLU or LeakyReLU by one bit per element."""
         operation = None if node is None else OPERATION_OF[type(node)]
         if operation is None or operation.mask is None:
             return

@@ -90,8 +90,9 @@ class Value:
             or subtracts, by the input's position.
         norm: Of a norm, what is known of its parameters; None of other operations.
         product: Of a product, what it has read; None of other operations, and if unknown.
-        is_saved: Whether a node or a spec has ever saved the output itself, or a view of it. The
-            output of a ReLU is then not reduced to bits.
+        was_saved: Whether a node has ever saved the output itself, or a view of it.
+        leaf: A weak reference to the spec leaf of the output that the operation itself saves; None
+            if none was made.
         saver: A weak reference to the value of a consumer that saves the output or a view of it;
             None if none does. While that consumer lives, the output may be a leaf.
         part: Returns a leaf with the output's values, in or from a concatenation that has read it,
@@ -107,7 +108,8 @@ class Value:
     constants: Mapping[int, Tensor] = MappingProxyType({})
     norm: NormFacts | None = None
     product: ProductFacts | None = None
-    is_saved = False
+    was_saved = False
+    leaf: weakref.ref[Leaf] | None = None
     saver: weakref.ref[Value] | None = None
     part: Callable[[], Leaf | None] | None = None
     spec: weakref.ref[Spec] | None = None
@@ -130,9 +132,14 @@ class Value:
         version = tensor._version
         return version == 0 or version == self.version
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether a node or a spec saves the output. That of a ReLU is then not reduced to bits."""
+        return self.was_saved or (self.leaf is not None and self.leaf() is not None)
+
     def mark_saved_by(self, saver: Value) -> None:
         """Record that the consumer with this value saves the output, or a view of it."""
-        self.is_saved, self.saver = True, weakref.ref(saver)
+        self.was_saved, self.saver = True, weakref.ref(saver)
 
     def release(self) -> None:
         """Drop what only new specs need: rule 2 of NOTE [Metadata outlives backward]."""

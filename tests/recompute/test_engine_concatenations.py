@@ -22,12 +22,14 @@ from _support.twins import (
     no_warnings,
     number_of_values,
     recomputed,
+    replaced,
 )
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import inplace_ops
 from inplace_ops.recompute import nodes
+from inplace_ops.recompute.rewrites import Bits
 
 pytestmark = pytest.mark.usefixtures("_small_tensors_too")
 
@@ -112,6 +114,25 @@ def test_activated_parts_are_saved_once(
     expected = parts * part * x.itemsize + bits * part // 8
     assert inplace_ops.saved_bytes(twin, x) == pytest.approx(expected, abs=256)
     assert_same_steps(model, twin, x, tolerance=0)
+
+
+OTHER_PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "without a rule": lambda h: F.max_pool2d(h, 3, 1, 1),
+    "too expensive": lambda h: F.silu(F.gelu(h)),
+}
+
+
+@pytest.mark.parametrize("other", OTHER_PARTS)
+def test_bits_suffice_of_a_part_of_a_concatenation_that_stays_saved(other: str) -> None:
+    def compute(m: Any, x: Tensor) -> Tensor:
+        h = m.first(x)
+        return m.last(torch.cat([F.relu(m.wide(h)), OTHER_PARTS[other](h)], 1))
+
+    layers = {"first": nn.Conv2d(3, 8, 1), "wide": nn.Conv2d(8, 8, 1), "last": nn.Conv2d(16, 4, 1)}
+    model, x = Parts(compute, **layers), torch.randn(2, 3, 8, 8)
+    twin = converted_twin(model, max_ops=1)
+    assert sum(isinstance(value, Bits) for value in replaced(twin(x))) == 1
+    assert_same_steps(model, twin, x, tolerance=1e-6)
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])

@@ -678,3 +678,33 @@ def test_cast_that_something_else_saves_needs_no_extra_memory(saver: str) -> Non
     for m in (model, twin):
         m.stored = None
     assert saved_allocation(lambda: twin(x)) <= saved_allocation(lambda: model(x))
+
+
+COMPARED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "clamp": (lambda y: y.clamp(-0.1, 0.5), "Clamp"),
+    "clamp to tensors": (lambda y: y.clamp(torch.zeros(8), torch.ones(8)), "Clamp"),
+    "clamp_min": (lambda y: y.clamp_min(0.1), "ClampMin"),
+    "clamp_max": (lambda y: y.clamp_max(0.1), "ClampMax"),
+    "amax": (lambda y: y.amax((2, 3)), "Amax"),
+    "amin": (lambda y: y.amin((2, 3)), "Amin"),
+    "vector norm": (lambda y: torch.linalg.vector_norm(y, dim=1), "LinalgVectorNorm"),
+    "largest": (lambda y: torch.linalg.vector_norm(y, torch.inf, dim=1), "LinalgVectorNorm"),
+}
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+@pytest.mark.parametrize("name", COMPARED)
+def test_input_that_backward_compares_is_recomputed_if_that_is_exact(
+    name: str, is_exact: bool
+) -> None:
+    """A rounded maximum would equal no element, and pass no gradient on."""
+    function, consumer = COMPARED[name]
+
+    def compute(m: Any, z: Tensor) -> Tensor:
+        return function(F.silu(m.other(z) if is_exact else z)).sum() + m.conv(z).mean()
+
+    model, x = Program(compute), images()
+    twin = converted_twin(model)
+    found = [value for value in recomputed(twin(x)) if value.consumer == consumer]
+    assert bool(found) == is_exact
+    assert_same_steps(model, twin, x, tolerance=1e-5)
