@@ -403,7 +403,9 @@ def rules() -> str:
     header = ["operations", "inputs read recomputed", "else saved", "output recomputed from"]
     names: dict[tuple[str, ...], list[str]] = {}  # by what is done
     for name, entry in OPERATIONS.items():
-        names.setdefault((_code(entry.reads), _stored(entry), _output(entry)), []).append(name)
+        exact = (f"`{field}`, if exact" for field in entry.reads_exact)
+        reads = ", ".join(filter(None, [_code(entry.reads), *exact]))
+        names.setdefault((reads, _stored(entry), _output(entry)), []).append(name)
     body = [[_code(_operations(own)), *cells] for cells, own in names.items()]
     return f"{markdown(header, body)}\n\nViews, which cost nothing: {_code(_operations(VIEWS))}."
 

@@ -116,7 +116,7 @@ class Deriver:
             return self._spec_of_packed(node, field.packed)
         if field.tensor is None or not is_plain(field.tensor):
             return self.why(reasons.hidden_output, node, field.is_hidden)
-        leaf = None if value.leaf is None else value.leaf()
+        leaf = value.used_leaf
         if leaf is None:
             leaf = Leaf(field.tensor)
             value.leaf = weakref.ref(leaf)

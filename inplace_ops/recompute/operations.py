@@ -203,10 +203,6 @@ def _reads(*fields: str) -> Operation:
     return Operation(reads=fields)
 
 
-def _compares(*fields: str) -> Operation:
-    return Operation(reads_exact=fields)
-
-
 def _attention() -> Operation:
     return Operation(reads=("query", "key", "value"), saved_output="output")
 
@@ -250,6 +246,7 @@ def _linear(function: Callable[..., Tensor], *scales: str) -> Operation:
 
 
 _NO_VALUES = Operation(reads_no_values=True)
+_COMPARED = Operation(reads_exact=("self",))
 
 
 def add(x: Tensor, y: Tensor, alpha: float) -> Tensor:
@@ -458,13 +455,13 @@ OPERATIONS: Mapping[str, Operation] = {
     "AbsBackward0": _from_input(torch.abs),
     "AddcmulBackward0": _reads("tensor1", "tensor2"),
     # Comparisons: with bounds, and with the operation's own saved output.
-    "ClampBackward0": _compares("self"),
-    "ClampBackward1": _compares("self"),
-    "ClampMinBackward0": _compares("self"),
-    "ClampMaxBackward0": _compares("self"),
-    "AmaxBackward0": _compares("self"),
-    "AminBackward0": _compares("self"),
-    "LinalgVectorNormBackward0": _compares("self"),
+    "ClampBackward0": _COMPARED,
+    "ClampBackward1": _COMPARED,
+    "ClampMinBackward0": _COMPARED,
+    "ClampMaxBackward0": _COMPARED,
+    "AmaxBackward0": _COMPARED,
+    "AminBackward0": _COMPARED,
+    "LinalgVectorNormBackward0": _COMPARED,
     # Selections.
     "MaskedFillBackward0": Operation(saved_mask="mask"),
     "WhereBackward0": Operation(saved_mask="condition"),

@@ -143,7 +143,10 @@ class Replacer:
         if operation.reads_no_values and not is_named(node, CAT):
             for edge in nodes.producers(node):
                 base, _ = base_of(*edge)
-                self._reduce_all(nodes.producers(base) if is_named(base, CAT) else (edge,))
+                if is_named(base, CAT):
+                    self._reduce_parts(base)
+                else:
+                    self._reduce_to_bits(base)
 
     def _fill(self, node: Node, value: Value, operation: Operation, rule: OutputRule) -> None:
         """Store what a spec of the output needs, and what may be gone when one is derived."""
@@ -231,7 +234,7 @@ class Replacer:
                 value.take_note(field.lasting)  # type: ignore[arg-type]
             if is_named(base, CAT):
                 del spec  # and its leaves, if no other spec reads them
-                self._reduce_all(nodes.producers(base))
+                self._reduce_parts(base)
 
     def _spec_for(self, field: Field, saved: Tensor, base: Node, value: Value) -> Spec | str:
         """Return the spec of a saved tensor, if need be one with narrow copies."""
@@ -383,18 +386,22 @@ class Replacer:
         value = Recomputed(spec, saved, "indices", nodes.operation_name(node))
         self._save(node, operation.indices, field, value)
 
-    def _reduce_all(self, edges: Iterable[tuple[Node, int]]) -> None:
-        """Reduce the outputs to which edges lead, where an activation returned them.
+    def _reduce_parts(self, node: Node) -> None:
+        """Reduce the parts of a concatenation to bits, where a ReLU or LeakyReLU returned them.
 
-        Called for what an operation consumes that reads no values in backward; for the parts of a
-        concatenation, if the next operation reads none, or saves the concatenation. If that has a
-        spec, the spec reads the parts, and so may the specs of other concatenations.
+        Called if the operation after the concatenation reads no values in backward, or saves the
+        concatenation. If that has a spec, the spec reads the parts, and so may the specs of other
+        concatenations.
         """
-        for edge in edges:
-            self._reduce_to_bits(*base_of(*edge))
+        for edge in nodes.producers(node):
+            base, _ = base_of(*edge)
+            self._reduce_to_bits(base)
 
-    def _reduce_to_bits(self, node: Node, index: int) -> None:
-        """Replace the saved tensor of a ReLU or LeakyReLU by one bit per element."""
+    def _reduce_to_bits(self, node: Node) -> None:
+        """Replace the saved tensor of a ReLU or LeakyReLU by one bit per element.
+
+        Called if the operation that consumes the activation's output reads no values in backward.
+        """
         operation = None if node is None else OPERATION_OF[type(node)]
         if operation is None or operation.mask is None:
             return

@@ -133,9 +133,14 @@ class Value:
         return version == 0 or version == self.version
 
     @property
+    def used_leaf(self) -> Leaf | None:
+        """The leaf, if a spec reads it."""
+        return None if self.leaf is None else self.leaf()
+
+    @property
     def is_saved(self) -> bool:
         """Whether a node or a spec saves the output. That of a ReLU is then not reduced to bits."""
-        return self.was_saved or (self.leaf is not None and self.leaf() is not None)
+        return self.was_saved or self.used_leaf is not None
 
     def mark_saved_by(self, saver: Value) -> None:
         """Record that the consumer with this value saves the output, or a view of it."""

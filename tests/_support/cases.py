@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,11 @@ from inplace_ops import activations as table
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SLOPES = (-1.5, -0.01, 0.0, 0.01, 1.0, 2.0)
+GRAD_MODES: dict[str, Callable[[], Any]] = {
+    "grad": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+}
 SCALARS = {"negative_slope": 0.2}  # a value of each scalar argument, for tests of the private ops
 
 

@@ -32,6 +32,7 @@ from _support.assertions import (
 )
 from _support.cases import (
     ACTIVATIONS,
+    GRAD_MODES,
     ONE_OF_EACH,
     ONE_OF_EACH_FUNCTION,
     SAVE_MODES,
@@ -552,15 +553,8 @@ def test_out_of_memory_in_backward_raises_pytorchs_error(
 # Versions.
 
 
-MODES = {
-    "grad": contextlib.nullcontext,
-    "no_grad": torch.no_grad,
-    "inference_mode": torch.inference_mode,
-}
-
-
 @each_function
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", GRAD_MODES)
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_version_increases_by_one(
     activation: ActivationCase, mode: str, requires_grad: bool, device: torch.device
@@ -569,11 +563,11 @@ def test_version_increases_by_one(
     views = {"whole": base, "slice": base[1:3], "transpose": base.t(), "one": base[2, 3]}
     for name, x in views.items():
         before = base._version
-        with MODES[mode]():
+        with GRAD_MODES[mode]():
             assert activation.call(x) is x
         assert x._version == base._version == before + 1, name
     empty = torch.randn(0, 3, device=device, requires_grad=requires_grad) * 1
-    with MODES[mode]():
+    with GRAD_MODES[mode]():
         activation.call(empty)
     assert empty._version == 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +13,14 @@ from typing import Any
 import pytest
 import torch
 from _support.assertions import assert_gradient, assert_values
-from _support.cases import ACTIVATIONS, ONE_OF_EACH, SAVE_MODES, ActivationCase, activation_id
+from _support.cases import (
+    ACTIVATIONS,
+    GRAD_MODES,
+    ONE_OF_EACH,
+    SAVE_MODES,
+    ActivationCase,
+    activation_id,
+)
 from _support.marks import quick, release, slow
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -414,15 +420,8 @@ def test_ten_modules_compile_as_often_as_nn_relu(
     assert compilations(activation.module) == compilations(nn.ReLU)
 
 
-MODES = {
-    "grad": contextlib.nullcontext,
-    "no_grad": torch.no_grad,
-    "inference_mode": torch.inference_mode,
-}
-
-
 @some_on_a_backend
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", GRAD_MODES)
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_version_and_requires_grad_match_relu_in_grad_modes(
     activation: ActivationCase, backend: str, mode: str, requires_grad: bool, device: torch.device
@@ -434,7 +433,7 @@ def test_version_and_requires_grad_match_relu_in_grad_modes(
         torch._dynamo.reset()
         compiled = torch.compile(call, backend=backend, fullgraph=True)
         x = values * 1
-        with MODES[mode]():
+        with GRAD_MODES[mode]():
             y = compiled(x)
         results.append((y is x, x._version, y.requires_grad))
         if call is ours:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _support.assertions import (
+    Severed,
     assert_gradient,
     assert_identical,
     assert_values,
@@ -357,21 +358,11 @@ def second_derivatives_match_plain_tensors() -> None:
                 torch.testing.assert_close(results[0], results[1])
 
 
-class NoGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        return None
-
-
 def undefined_gradient_stays_none_and_plain_gradient_raises() -> None:
     values = random_values((5, 6), torch.float32, device())
     for activation in SAVE_MODES:
         leaf = distribute_tensor(values, mesh_of(), [Shard(0)]).requires_grad_()
-        NoGradient.apply(activation.call(leaf * 1)).sum().backward()
+        Severed.apply(activation.call(leaf * 1)).sum().backward()
         assert leaf.grad is None
         y = activation.call(leaf * 1)
         with pytest.raises(RuntimeError, match="DTensor"):
