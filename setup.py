@@ -104,6 +104,8 @@ def local_architectures():
     return ";".join(f"{major}.{minor}" for major, minor in sorted(local))
 
 
+# With another ninja than this environment's, all would be compiled again.
+os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
 toolkit = cuda_toolkit()
 if toolkit:
     os.environ["CUDA_HOME"] = toolkit[0]  # torch would guess it from nvcc's path
