@@ -52,6 +52,18 @@ def _no_shapes(save: Callable[..., None]) -> Callable[..., None]:
     return save_others
 
 
+def _no_exact_inputs(replace_input: Callable[..., None]) -> Callable[..., None]:
+    """Return `Replacer._replace_input` for inputs that backward may read with roundings."""
+
+    def replace_others(
+        self: Replacer, node: Any, own: Value, name: str, is_exact: bool = False
+    ) -> None:
+        if not is_exact:
+            replace_input(self, node, own, name)
+
+    return replace_others
+
+
 def _composed(function: Any, inputs: Any, arguments: Any) -> type[Call]:
     """Return the class of a call that runs PyTorch's own kernels."""
     return Call
@@ -69,6 +81,9 @@ MECHANISMS: Mapping[str, Sequence[Off]] = {
     ],
     "small constants": [Off(replace, "constants_of", _returns(Value.constants))],
     "products": [Off(replace, "facts_of", _returns(None))],
+    "inputs read exactly": [
+        Off(Replacer, "_replace_input", _no_exact_inputs(Replacer._replace_input))
+    ],
     "narrow copies": [Off(Replacer, "_narrow_spec", _returns(""))],
     "shared parts of concatenations": [Off(narrow.NarrowSpec, "_part", _returns(None))],
     "bits of ReLU": [Off(Replacer, "_reduce_to_bits", _returns(None))],

@@ -379,7 +379,7 @@ def _bytes_of(step: Step) -> dict[str, int]:
 # One network of each kind, with the layers that most mechanisms are for.
 ABLATED = ("EfficientNet-B0", "ResNet-50", "DenseNet-121", "diffusion U-Net", "nnU-Net-like")
 ABLATED += ("ViT-S/16", "ConvNeXt-T", "Llama, 2 layers", "T5, 2 layers", "GPT-2, 2 layers")
-ABLATED += ("Qwen2, padded batch", "SqueezeNet 1.1", "GPT blocks")
+ABLATED += ("Qwen2, padded batch", "SqueezeNet 1.1", "GPT blocks", "ConvNeXt-V2")
 
 
 def ablate(

@@ -577,6 +577,7 @@ NETWORKS = {
     "ConvNeXt-T": Network(
         partial(load, "timm:convnext_tiny"), **_images(128, 224), blocks=("ConvNeXtBlock",)
     ),
+    "ConvNeXt-V2": Network(partial(load, "timm:convnextv2_atto"), **_images(128)),
     "Swin-T": Network(partial(load, "timm:swin_tiny_patch4_window7_224"), **_images(224)),
     "SqueezeNet 1.1": Network(partial(load, "torchvision:squeezenet1_1"), **_images(128)),
     "Llama, 2 layers": Network(
