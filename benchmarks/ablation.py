@@ -25,13 +25,14 @@ from inplace_ops.recompute import (
 )
 from inplace_ops.recompute.affine import NormFacts
 from inplace_ops.recompute.calls import Call
+from inplace_ops.recompute.operations import OPERATIONS
 from inplace_ops.recompute.replace import Replacer
 from inplace_ops.recompute.rewrites import Shape
 from inplace_ops.recompute.values import Value
 
 
 class Off(NamedTuple):
-    """What replaces a function, or another attribute, while a mechanism is off."""
+    """What replaces a function, another attribute or an item of a dict while a mechanism is off."""
 
     owner: Any
     name: str
@@ -52,22 +53,12 @@ def _no_shapes(save: Callable[..., None]) -> Callable[..., None]:
     return save_others
 
 
-def _no_exact_inputs(replace_input: Callable[..., None]) -> Callable[..., None]:
-    """Return `Replacer._replace_input` for inputs that backward may read with roundings."""
-
-    def replace_others(
-        self: Replacer, node: Any, own: Value, name: str, is_exact: bool = False
-    ) -> None:
-        if not is_exact:
-            replace_input(self, node, own, name)
-
-    return replace_others
-
-
 def _composed(function: Any, inputs: Any, arguments: Any) -> type[Call]:
     """Return the class of a call that runs PyTorch's own kernels."""
     return Call
 
+
+_COMPARED = OPERATIONS["ClampBackward0"]  # one entry for all operations whose backward compares
 
 MECHANISMS: Mapping[str, Sequence[Off]] = {
     "creation hook (walk instead)": [Off(nodes, "USE_CREATION_HOOK", False)],
@@ -81,9 +72,7 @@ MECHANISMS: Mapping[str, Sequence[Off]] = {
     ],
     "small constants": [Off(replace, "constants_of", _returns(Value.constants))],
     "products": [Off(replace, "facts_of", _returns(None))],
-    "inputs read exactly": [
-        Off(Replacer, "_replace_input", _no_exact_inputs(Replacer._replace_input))
-    ],
+    "inputs read exactly": [Off(vars(_COMPARED), "reads_exact", ())],
     "narrow copies": [Off(Replacer, "_narrow_spec", _returns(""))],
     "shared parts of concatenations": [Off(narrow.NarrowSpec, "_part", _returns(None))],
     "bits of ReLU": [Off(Replacer, "_reduce_to_bits", _returns(None))],
@@ -102,7 +91,12 @@ MECHANISMS: Mapping[str, Sequence[Off]] = {
 def without(mechanism: str) -> Iterator[None]:
     """Switch a mechanism off within a `with` block; none for the empty text."""
     offs = MECHANISMS[mechanism] if mechanism else ()
-    patches = [mock.patch.object(off.owner, off.name, off.replacement) for off in offs]
+    patches: list[Any] = [
+        mock.patch.dict(off.owner, {off.name: off.replacement})
+        if isinstance(off.owner, dict)
+        else mock.patch.object(off.owner, off.name, off.replacement)
+        for off in offs
+    ]
     for patch in patches:
         patch.start()
     try:

@@ -26,6 +26,7 @@ from _support.twins import (
     step_of,
 )
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import inplace_ops
@@ -627,6 +628,38 @@ def test_frozen_bias_of_another_forward_is_not_known(monkeypatch: pytest.MonkeyP
     model, x = first_layer()
     nn.init.zeros_(model[0].bias).requires_grad_(False)
     assert not products_in(converted(model)(x))
+
+
+class OtherBias(TorchFunctionMode):
+    """Adds 1 to the bias that convolutions read."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is F.conv2d:
+            x, weight, bias, *others = args
+            args = (x, weight, bias + 1, *others)
+        return function(*args, **(kwargs or {}))
+
+
+def _swap_bias(layer: nn.Module) -> None:
+    """Give a layer another bias, only while its forward runs."""
+    bias, other = layer.bias, nn.Parameter(layer.bias + 1, requires_grad=False)
+    layer.register_forward_pre_hook(lambda m, args: setattr(m, "bias", other))
+    layer.register_forward_hook(lambda m, args, output: setattr(m, "bias", bias), prepend=True)
+
+
+@pytest.mark.parametrize("by", ["hooks", "mode"])
+def test_frozen_bias_that_is_replaced_from_the_second_step_on_is_not_known(by: str) -> None:
+    model, x = networks("2 d", normed=False)
+    model[1].product.bias.requires_grad_(False)
+    twin = converted(model)
+    assert_same_steps(model, twin, x, steps=1)
+    if by == "hooks":
+        for m in (model, twin):
+            _swap_bias(m[1].product)
+    with OtherBias() if by == "mode" else nullcontext():
+        assert_same_steps(model, twin, x, steps=1)
 
 
 def test_parameters_can_be_swapped() -> None:
