@@ -150,10 +150,10 @@ def chosen(rows: Rows) -> Rows:
 
 def of_mechanisms(rows: Rows) -> Rows:
     """Return for each mechanism what its absence raises and lowers most, and where."""
-    cases = grouped(rows, "network", "policy", "mechanism")
+    cases = grouped(rows, "network", "policy", "mechanism", "commit")
     found = []
     for (mechanism,), own in grouped(rows, "mechanism").items():
-        pairs = [(row, cases[row["network"], row["policy"], ""][0]) for row in own]
+        pairs = [(row, cases[row["network"], row["policy"], "", row["commit"]][0]) for row in own]
         shown = {"mechanism": mechanism}
         for kind in ABLATED:
             changes = [

@@ -334,7 +334,7 @@ class Everything(nn.Module):
         wide = self.wide(self.stem(x))
         parts = [wide, self.narrow(wide)]
         parts.append(F.relu(self.joined(torch.cat(parts, 1))))
-        x = self.again(torch.cat(parts, 1))
+        x = F.silu(self.again(torch.cat(parts, 1))).clamp(max=6)
         x = F.interpolate(self.gate(x), scale_factor=2.0)
         x = self.head(F.gelu(self.tokens(x.flatten(2).transpose(1, 2))))
         return x.mean(1) + F.adaptive_avg_pool2d(wide, 1).flatten(1)[:, :10]

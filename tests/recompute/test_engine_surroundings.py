@@ -22,6 +22,7 @@ from _support.twins import (
     assert_same_steps,
     converted_twin,
     images,
+    no_warnings,
     recomputed,
     replaced,
     step_of,
@@ -431,6 +432,30 @@ def test_functorch_transforms_match_pytorch(transform: str) -> None:
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     actual, expected = (TRANSFORMS[transform](parameters, m, x) for m in (twin, model))
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+# By name: what transforms a function, and calls it with a batch.
+INNER_TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
+    "vmap": lambda f, x: torch.func.vmap(f)(x),
+    "gradients": lambda f, x: torch.func.vmap(torch.func.grad(lambda row: f(row).sum()))(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](torch.ones_like(x))[0],
+}
+
+
+@pytest.mark.parametrize("transform", INNER_TRANSFORMS)
+def test_transform_of_a_part_of_the_model_matches_pytorch(transform: str) -> None:
+    """The engine does nothing inside the transform, and works around it."""
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        y = INNER_TRANSFORMS[transform](lambda z: m.narrow(F.silu(m.wide(z))), F.gelu(m.first(x)))
+        return m.last(F.silu(y))
+
+    sizes = {"first": (4, 6), "wide": (6, 20), "narrow": (20, 6), "last": (6, 4)}
+    model = Parts(compute, **{name: nn.Linear(*size) for name, size in sizes.items()})
+    twin, x = converted_twin(model), torch.randn(5, 4)
+    with no_warnings():
+        assert_same_steps(model, twin, x)
+    assert replaced(twin(x))
 
 
 @pytest.mark.usefixtures("without_products")
