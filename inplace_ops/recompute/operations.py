@@ -454,7 +454,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "ErfBackward0": _from_input(torch.erf),
     "AbsBackward0": _from_input(torch.abs),
     "AddcmulBackward0": _reads("tensor1", "tensor2"),
-    # Comparisons: with bounds, and with the operation's own saved output.
+    # Comparisons: with bounds, with the operation's own saved output, with a target.
     "ClampBackward0": _COMPARED,
     "ClampBackward1": _COMPARED,
     "ClampMinBackward0": _COMPARED,
@@ -462,6 +462,10 @@ OPERATIONS: Mapping[str, Operation] = {
     "AmaxBackward0": _COMPARED,
     "AminBackward0": _COMPARED,
     "LinalgVectorNormBackward0": _COMPARED,
+    "MseLossBackward0": _COMPARED,
+    "HuberLossBackward0": _COMPARED,
+    "SmoothL1LossBackward0": _COMPARED,
+    "BinaryCrossEntropyWithLogitsBackward0": _COMPARED,
     # Selections.
     "MaskedFillBackward0": Operation(saved_mask="mask"),
     "WhereBackward0": Operation(saved_mask="condition"),
@@ -494,6 +498,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "AddmmBackward0": Operation(_ADDMM, reads=("mat1", "mat2")),
     "MmBackward0": Operation(_matrix_product(_mm), reads=("self", "mat2")),
     "BmmBackward0": Operation(_matrix_product(_bmm), reads=("self", "mat2")),
+    "GroupedMmBackward0": _reads("self", "mat2"),  # of experts
     "BaddbmmBackward0": _reads("batch1", "batch2"),
     "AddbmmBackward0": _reads("batch1", "batch2"),
     "AddmvBackward0": _reads("mat", "vec"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -213,6 +214,23 @@ def test_exact_value_has_the_roundings_of_forward(
         assert_same_steps(model, converted_twin(model), x, steps=4, tolerance=0)
 
 
+def test_value_of_unknown_strides_is_not_upsampled() -> None:
+    """The upsampling does not save the cast, whose memory format its node does not tell.
+
+    The first step, in which the engine compares, has zeros.
+    """
+
+    def compute(m: Any, z: Tensor) -> Tensor:
+        y = m.cast(m.silu(m.other(z) * float(m.step > 1)))
+        return F.interpolate(y, scale_factor=3.0, mode="bilinear").amax(-1)
+
+    model, x = Program(compute), torch.randn(2, 3, 32, 32)
+    model.norm = nn.Identity()
+    channels_last = partial(Tensor.to, dtype=torch.double, memory_format=torch.channels_last)
+    model.cast = Parts(lambda m, y: channels_last(y))
+    assert_same_steps(model, converted_twin(model), x, steps=3, tolerance=0)
+
+
 def test_copy_for_another_layout_is_recomputed() -> None:
     """Of a copy, SiLU's result and a convolution's input nothing stays saved."""
 
@@ -300,6 +318,9 @@ CONSUMERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "AddmmBackward0": lambda m, z: m.linear(z),
     "MmBackward0": lambda m, z: z.flatten(1) @ m.weight.view(-1, 8)[: C * 64],
     "BmmBackward0": lambda m, z: z.flatten(0, 1) @ m.weight[:12, :8, :8],
+    "GroupedMmBackward0": lambda m, z: F.grouped_mm(
+        z.flatten(0, 2), m.weight[:2, :8, :8], offs=torch.tensor([40, 16 * C], dtype=torch.int32)
+    ),
     "BaddbmmBackward0": lambda m, z: torch.baddbmm(
         z.new_zeros(12, 8, 8), z.flatten(0, 1), m.weight[:12, :8, :8]
     ),
@@ -689,6 +710,13 @@ COMPARED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "amin": (lambda y: y.amin((2, 3)), "Amin"),
     "vector norm": (lambda y: torch.linalg.vector_norm(y, dim=1), "LinalgVectorNorm"),
     "largest": (lambda y: torch.linalg.vector_norm(y, torch.inf, dim=1), "LinalgVectorNorm"),
+    "squared error": (lambda y: F.mse_loss(y, torch.ones_like(y)), "MseLoss"),
+    "Huber": (lambda y: F.huber_loss(y, torch.ones_like(y)), "HuberLoss"),
+    "smooth L1": (lambda y: F.smooth_l1_loss(y, torch.ones_like(y)), "SmoothL1Loss"),
+    "logits": (
+        lambda y: F.binary_cross_entropy_with_logits(y, torch.ones_like(y)),
+        "BinaryCrossEntropyWithLogits",
+    ),
 }
 
 
