@@ -58,7 +58,8 @@ def _composed(function: Any, inputs: Any, arguments: Any) -> type[Call]:
     return Call
 
 
-_COMPARED = OPERATIONS["ClampBackward0"]  # one entry for all operations whose backward compares
+# Each is one entry for several operations whose backward compares.
+_COMPARED, _LOSS = OPERATIONS["ClampBackward0"], OPERATIONS["MseLossBackward0"]
 
 MECHANISMS: Mapping[str, Sequence[Off]] = {
     "creation hook (walk instead)": [Off(nodes, "USE_CREATION_HOOK", False)],
@@ -72,7 +73,7 @@ MECHANISMS: Mapping[str, Sequence[Off]] = {
     ],
     "small constants": [Off(replace, "constants_of", _returns(Value.constants))],
     "products": [Off(replace, "facts_of", _returns(None))],
-    "inputs read exactly": [Off(vars(_COMPARED), "reads_exact", ())],
+    "inputs read exactly": [Off(vars(each), "reads_exact", ()) for each in (_COMPARED, _LOSS)],
     "narrow copies": [Off(Replacer, "_narrow_spec", _returns(""))],
     "shared parts of concatenations": [Off(narrow.NarrowSpec, "_part", _returns(None))],
     "bits of ReLU": [Off(Replacer, "_reduce_to_bits", _returns(None))],

@@ -247,6 +247,7 @@ def _linear(function: Callable[..., Tensor], *scales: str) -> Operation:
 
 _NO_VALUES = Operation(reads_no_values=True)
 _COMPARED = Operation(reads_exact=("self",))
+_LOSS = Operation(reads_exact=("self", "target"))
 
 
 def add(x: Tensor, y: Tensor, alpha: float) -> Tensor:
@@ -454,7 +455,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "ErfBackward0": _from_input(torch.erf),
     "AbsBackward0": _from_input(torch.abs),
     "AddcmulBackward0": _reads("tensor1", "tensor2"),
-    # Comparisons: with bounds, with the operation's own saved output, with a target.
+    # Comparisons: with bounds, with the operation's own saved output, with a loss's target.
     "ClampBackward0": _COMPARED,
     "ClampBackward1": _COMPARED,
     "ClampMinBackward0": _COMPARED,
@@ -462,10 +463,10 @@ OPERATIONS: Mapping[str, Operation] = {
     "AmaxBackward0": _COMPARED,
     "AminBackward0": _COMPARED,
     "LinalgVectorNormBackward0": _COMPARED,
-    "MseLossBackward0": _COMPARED,
-    "HuberLossBackward0": _COMPARED,
-    "SmoothL1LossBackward0": _COMPARED,
-    "BinaryCrossEntropyWithLogitsBackward0": _COMPARED,
+    "MseLossBackward0": _LOSS,
+    "HuberLossBackward0": _LOSS,
+    "SmoothL1LossBackward0": _LOSS,
+    "BinaryCrossEntropyWithLogitsBackward0": _LOSS,
     # Selections.
     "MaskedFillBackward0": Operation(saved_mask="mask"),
     "WhereBackward0": Operation(saved_mask="condition"),

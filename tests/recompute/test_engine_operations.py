@@ -711,6 +711,7 @@ COMPARED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "vector norm": (lambda y: torch.linalg.vector_norm(y, dim=1), "LinalgVectorNorm"),
     "largest": (lambda y: torch.linalg.vector_norm(y, torch.inf, dim=1), "LinalgVectorNorm"),
     "squared error": (lambda y: F.mse_loss(y, torch.ones_like(y)), "MseLoss"),
+    "squared error of a target": (lambda y: F.mse_loss(torch.ones_like(y), y), "MseLoss"),
     "Huber": (lambda y: F.huber_loss(y, torch.ones_like(y)), "HuberLoss"),
     "smooth L1": (lambda y: F.smooth_l1_loss(y, torch.ones_like(y)), "SmoothL1Loss"),
     "logits": (
