@@ -104,8 +104,10 @@ def local_architectures():
     return ";".join(f"{major}.{minor}" for major, minor in sorted(local))
 
 
-# With another ninja than this environment's, all would be compiled again.
-os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+if sys.prefix != sys.base_prefix:
+    # Also if the virtual environment is not activated: another ninja would compile all again.
+    scripts = os.path.dirname(sys.executable)
+    os.environ["PATH"] = os.pathsep.join([scripts, os.environ.get("PATH", "")])
 toolkit = cuda_toolkit()
 if toolkit:
     os.environ["CUDA_HOME"] = toolkit[0]  # torch would guess it from nvcc's path
