@@ -7,7 +7,7 @@ if it is a guard: then a test fails without it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -58,9 +58,6 @@ def _composed(function: Any, inputs: Any, arguments: Any) -> type[Call]:
     return Call
 
 
-# Each is one entry for several operations whose backward compares.
-_COMPARED, _LOSS = OPERATIONS["ClampBackward0"], OPERATIONS["MseLossBackward0"]
-
 MECHANISMS: Mapping[str, Sequence[Off]] = {
     "creation hook (walk instead)": [Off(nodes, "USE_CREATION_HOOK", False)],
     "notes by module hooks": [Off(run.Engine, "note", _returns(None))],
@@ -73,7 +70,9 @@ MECHANISMS: Mapping[str, Sequence[Off]] = {
     ],
     "small constants": [Off(replace, "constants_of", _returns(Value.constants))],
     "products": [Off(replace, "facts_of", _returns(None))],
-    "inputs read exactly": [Off(vars(each), "reads_exact", ()) for each in (_COMPARED, _LOSS)],
+    "inputs read exactly": [
+        Off(vars(entry), "reads_exact", ()) for entry in OPERATIONS.values() if entry.reads_exact
+    ],
     "narrow copies": [Off(Replacer, "_narrow_spec", _returns(""))],
     "shared parts of concatenations": [Off(narrow.NarrowSpec, "_part", _returns(None))],
     "bits of ReLU": [Off(Replacer, "_reduce_to_bits", _returns(None))],
@@ -92,16 +91,10 @@ MECHANISMS: Mapping[str, Sequence[Off]] = {
 def without(mechanism: str) -> Iterator[None]:
     """Switch a mechanism off within a `with` block; none for the empty text."""
     offs = MECHANISMS[mechanism] if mechanism else ()
-    patches: list[Any] = [
-        mock.patch.dict(off.owner, {off.name: off.replacement})
-        if isinstance(off.owner, dict)
-        else mock.patch.object(off.owner, off.name, off.replacement)
-        for off in offs
-    ]
-    for patch in patches:
-        patch.start()
-    try:
+    with ExitStack() as stack:
+        for owner, name, replacement in offs:
+            if isinstance(owner, dict):
+                stack.enter_context(mock.patch.dict(owner, {name: replacement}))
+            else:
+                stack.enter_context(mock.patch.object(owner, name, replacement))
         yield
-    finally:
-        for patch in patches:
-            patch.stop()

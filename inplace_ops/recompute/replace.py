@@ -219,10 +219,10 @@ class Replacer:
         if not value.is_unmodified_in(saved):  # limit 3
             return self._report(node, name, reasons.WRITTEN_TO)
         spec = self._spec_for(field, saved, base, value)
-        if is_exact and not isinstance(spec, str) and spec.rounding:
-            self._report(node, name, reasons.ROUNDED)
-        elif isinstance(spec, str):
+        if isinstance(spec, str):
             self._report(node, name, spec or self.deriver.why(reasons.output_of, base))
+        elif is_exact and spec.rounding:
+            self._report(node, name, reasons.ROUNDED)
         elif self._replace_by_spec(node, name, field, spec, base):
             if index == 0 and value.noted is None and (original := field.original) is not None:
                 value.take_note(original)

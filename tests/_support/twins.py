@@ -182,6 +182,13 @@ def assert_same_step(actual: Step, expected: Step, tolerance: float = 1e-5) -> N
         assert difference <= allowed, f"{name}: {difference:.3g} of {allowed / tolerance:.3g}"
 
 
+def swap_in_forward(module: nn.Module, name: str, other: Callable[[], Any]) -> None:
+    """Let a module have `other()` as an attribute, only while its forward runs."""
+    value = getattr(module, name)
+    module.register_forward_pre_hook(lambda m, args: setattr(m, name, other()))
+    module.register_forward_hook(lambda m, args, output: setattr(m, name, value), prepend=True)
+
+
 def assert_same_steps(
     model: nn.Module, twin: nn.Module, x: Tensor, steps: int = 2, tolerance: float = 1e-5
 ) -> None:

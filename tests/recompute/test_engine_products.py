@@ -24,6 +24,7 @@ from _support.twins import (
     assert_same_steps,
     recomputed,
     step_of,
+    swap_in_forward,
 )
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -642,13 +643,6 @@ class OtherBias(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _swap_bias(layer: nn.Module) -> None:
-    """Give a layer another bias, only while its forward runs."""
-    bias, other = layer.bias, nn.Parameter(layer.bias + 1, requires_grad=False)
-    layer.register_forward_pre_hook(lambda m, args: setattr(m, "bias", other))
-    layer.register_forward_hook(lambda m, args, output: setattr(m, "bias", bias), prepend=True)
-
-
 @pytest.mark.parametrize("by", ["hooks", "mode"])
 def test_frozen_bias_that_is_replaced_from_the_second_step_on_is_not_known(by: str) -> None:
     model, x = networks("2 d", normed=False)
@@ -656,8 +650,9 @@ def test_frozen_bias_that_is_replaced_from_the_second_step_on_is_not_known(by: s
     twin = converted(model)
     assert_same_steps(model, twin, x, steps=1)
     if by == "hooks":
+        other = nn.Parameter(model[1].product.bias + 1, requires_grad=False)
         for m in (model, twin):
-            _swap_bias(m[1].product)
+            swap_in_forward(m[1].product, "bias", lambda: other)
     with OtherBias() if by == "mode" else nullcontext():
         assert_same_steps(model, twin, x, steps=1)
 
