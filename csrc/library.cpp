@@ -57,5 +57,11 @@ PyMODINIT_FUNC PyInit__C() {
   PyObject* const calls = python_calls_dict();
   if (calls == nullptr) return nullptr;
   PyModule_AddObject(module, "calls", calls);
+  static PyMethodDef layout_method{"layout", reinterpret_cast<PyCFunction>(&layout_of),
+                                   METH_FASTCALL, nullptr};
+  PyObject* const layout =
+      has_python_calls() ? PyCFunction_New(&layout_method, nullptr) : Py_BuildValue("");
+  if (layout == nullptr) return nullptr;
+  PyModule_AddObject(module, "layout", layout);
   return module;
 }

@@ -40,10 +40,10 @@ inline bool has_python_calls() { return &torch_tensor_from_pyobject && &torch_te
 // Thrown when the dispatcher has to take the arguments, also to raise its error.
 struct OnlyDispatcher {};
 
-// Python objects that calls compare with, or that name methods.
+// Python objects that calls compare with, methods of tensors, and the name of a property.
 struct PythonNames {
   PyObject *tensor = nullptr, *parameter = nullptr;  // the types torch.Tensor and nn.Parameter
-  PyObject *is_neg = nullptr, *is_nested = nullptr, *data_ptr = nullptr;
+  PyObject *is_neg = nullptr, *data_ptr = nullptr, *is_nested = nullptr;
 
   // Returns false with a Python error set if torch lacks one.
   bool load() {
@@ -52,9 +52,10 @@ struct PythonNames {
     if (nn == nullptr) return false;
     tensor = PyObject_GetAttrString(torch, "Tensor");
     parameter = PyObject_GetAttrString(nn, "Parameter");
-    is_neg = PyUnicode_InternFromString("is_neg");
+    if (tensor == nullptr) return false;
+    is_neg = PyObject_GetAttrString(tensor, "is_neg");
+    data_ptr = PyObject_GetAttrString(tensor, "data_ptr");
     is_nested = PyUnicode_InternFromString("is_nested");
-    data_ptr = PyUnicode_InternFromString("data_ptr");
     return tensor && parameter && is_neg && is_nested && data_ptr;
   }
 };
@@ -63,19 +64,28 @@ __attribute__((visibility("hidden"))) inline PythonNames names;
 
 // Whether a Python expression, which is a new reference or null, is true. Null, an error, is not.
 inline bool is_true(PyObject* value) {
+  if (value == Py_False || value == Py_True) {  // the usual case
+    Py_DECREF(value);
+    return value == Py_True;
+  }
   const bool result = value != nullptr && PyObject_IsTrue(value) == 1;
   Py_XDECREF(value);
   PyErr_Clear();
   return result;
 }
 
+// Whether an object is a tensor, and not of a subclass.
+inline bool is_tensor(PyObject* object) {
+  const auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+  return type == names.tensor || type == names.parameter;
+}
+
 // Whether a tensor's memory has its values. `data_ptr()` raises for the tensors of tracers and
 // transforms, and is 0 for those that are empty or freed.
 inline bool has_values(PyObject* object) {
-  const auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
-  return (type == names.tensor || type == names.parameter) &&
-         is_true(PyObject_CallMethodObjArgs(object, names.data_ptr, nullptr)) &&
-         !is_true(PyObject_CallMethodObjArgs(object, names.is_neg, nullptr)) &&
+  return is_tensor(object) &&
+         is_true(PyObject_CallFunctionObjArgs(names.data_ptr, object, nullptr)) &&
+         !is_true(PyObject_CallFunctionObjArgs(names.is_neg, object, nullptr)) &&
          !is_true(PyObject_GetAttr(object, names.is_nested));
 }
 
@@ -94,15 +104,19 @@ inline bool has_kernels(const Tensor& tensor) {
 template <class T>
 struct Argument;
 
+inline Tensor tensor_of(PyObject* object) {
+  AtenTensorHandle handle;
+  TORCH_ERROR_CODE_CHECK(torch_tensor_from_pyobject(object, &handle));
+  Tensor tensor(handle);
+  if (!has_kernels(tensor)) throw OnlyDispatcher{};
+  return tensor;
+}
+
 template <>
 struct Argument<Tensor> {
   static Tensor of(PyObject* object) {
     if (!has_values(object)) throw OnlyDispatcher{};
-    AtenTensorHandle handle;
-    TORCH_ERROR_CODE_CHECK(torch_tensor_from_pyobject(object, &handle));
-    Tensor tensor(handle);
-    if (!has_kernels(tensor)) throw OnlyDispatcher{};
-    return tensor;
+    return tensor_of(object);
   }
 };
 
@@ -171,6 +185,37 @@ struct Argument<std::optional<T>> {
   }
 };
 
+// Returns the offset, shape, strides, dtype and device of a tensor as bytes, to compare them with
+// those of another one: a single call, where Python needs one for each. None of a subclass, of a
+// tensor whose memory was freed, and of one without kernels.
+inline PyObject* layout_of(PyObject* /*self*/, PyObject* const* objects, Py_ssize_t count) {
+  try {
+    if (count != 1 || !is_tensor(objects[0])) throw OnlyDispatcher{};
+    const Tensor tensor = tensor_of(objects[0]);
+    int64_t bytes = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
+    const int64_t dims = tensor.dim();
+    if (bytes == 0 || dims > kMaxDims) throw OnlyDispatcher{};
+    int64_t *sizes, *strides;
+    int32_t dtype, device_type;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device_type));
+    int64_t values[4 + 2 * kMaxDims];
+    values[0] = dtype, values[1] = device_type, values[2] = tensor.get_device_index();
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(tensor.get(), &values[3]));
+    std::copy(sizes, sizes + dims, values + 4);
+    std::copy(strides, strides + dims, values + 4 + dims);
+    return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(values),
+                                     (4 + 2 * dims) * sizeof(int64_t));
+  } catch (const std::exception&) {
+  } catch (const OnlyDispatcher&) {
+  }
+  Py_INCREF(Py_None);
+  return Py_None;
+}
+
 inline PyObject* result_of(const Tensor& tensor) {
   void* object;
   TORCH_ERROR_CODE_CHECK(torch_tensor_to_pyobject(tensor.get(), nullptr, &object));
@@ -193,23 +238,34 @@ PyObject* result_of(const std::tuple<Tensors...>& tensors) {
   return result;
 }
 
-// Releases Python's lock, as the dispatcher does.
+// Releases Python's lock, as the dispatcher does, unless that takes longer than the op.
 struct WithoutLock {
-  PyThreadState* const state = PyEval_SaveThread();
-  ~WithoutLock() { PyEval_RestoreThread(state); }
+  explicit WithoutLock(bool is_short) : state(is_short ? nullptr : PyEval_SaveThread()) {}
+  ~WithoutLock() {
+    if (state != nullptr) PyEval_RestoreThread(state);
+  }
+  PyThreadState* const state;
 };
+
+constexpr int64_t kShort = 1 << 14;  // elements
+
+inline bool is_short(const Tensor& tensor) {
+  return tensor.numel() <= kShort && tensor.get_device_index() < 0;  // on a CPU
+}
+inline bool is_short(const std::optional<Tensor>& tensor) { return !tensor || is_short(*tensor); }
 
 template <auto op, class Result, class... Arguments, size_t... i>
 PyObject* call_op(Result (*)(Arguments...), PyObject* const* objects, Py_ssize_t count,
                   std::index_sequence<i...>) {
   if (count != sizeof...(Arguments)) throw OnlyDispatcher{};  // which raises an error
   std::tuple<Arguments...> arguments{Argument<Arguments>::of(objects[i])...};
+  const bool is_short_op = is_short(std::get<0>(arguments));
   if constexpr (std::is_void_v<Result>) {
-    const WithoutLock without_lock;
+    const WithoutLock without_lock(is_short_op);
     std::apply(op, std::move(arguments));
   } else {
     const Result result = [&] {
-      const WithoutLock without_lock;
+      const WithoutLock without_lock(is_short_op);
       return std::apply(op, std::move(arguments));
     }();
     return result_of(result);

@@ -8,3 +8,4 @@ class _Numbers(TypedDict):
 activations: dict[str, _Numbers]
 built_with_torch: str
 calls: dict[str, Callable[..., Any]]
+layout: Callable[[Any], bytes | None] | None

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from ._torch_private import (
@@ -89,25 +90,37 @@ class Call:
         self._function_on_cuda = _cuda_calls.get(op_name(op), _not_implemented)
         self._keyword_defaults = keyword_defaults(op)
 
-    def __call__(self, x: Tensor | None, *arguments: Any) -> Any:
-        """Return `op(x, *arguments)`."""
-        if (
-            torch.compiler.is_dynamo_compiling()
-            or len_torch_dispatch_stack()
-            or profiler_is_running()
-        ):
-            return self.op(x, *arguments)
-        like: Any = x if x is not None else next(a for a in arguments if a is not None)
+    def __call__(self, *arguments: Any) -> Any:
+        """Return `op(*arguments)`."""
+        if is_dynamo_compiling() or len_torch_dispatch_stack() or profiler_is_running():
+            return self.op(*arguments)
+        like: Any = arguments[0]
+        if like is None:
+            like = next(a for a in arguments if a is not None)
         result = NotImplemented
         if like.is_cpu:
-            result = self._function(x, *arguments, *self._keyword_defaults)
+            result = self._function(*arguments, *self._keyword_defaults)
         elif like.is_cuda:
-            result = self._function_on_cuda(x, *arguments, *self._keyword_defaults)
-        return self.op(x, *arguments) if result is NotImplemented else result
+            result = self._function_on_cuda(*arguments, *self._keyword_defaults)
+        return self.op(*arguments) if result is NotImplemented else result
+
+    def directly(self, *arguments: Any) -> Any:
+        """Return `op(*arguments)`, or NotImplemented where only the dispatcher can call it.
+
+        The caller knows that nothing else sees the op.
+        """
+        like: Any = next(a for a in arguments if a is not None)
+        function = self._function if like.is_cpu else self._function_on_cuda
+        return function(*arguments, *self._keyword_defaults)
 
 
 def _not_implemented(*_: Any) -> Any:
     return NotImplemented
+
+
+# Return the offset, shape, strides, dtype and device of a tensor as bytes, from torch 2.14 on; None
+# of a subclass of Tensor, of a tensor without memory, and of one without kernels.
+layout_of: Callable[[Tensor], bytes | None] | None = _C.layout
 
 
 class Ops:
@@ -223,7 +236,7 @@ def in_order(x: Tensor, dim_order: DimOrder) -> Tensor:
     """
     if dim_order is None and x.is_contiguous():
         return x
-    if torch.compiler.is_dynamo_compiling() or is_batched(x):
+    if is_dynamo_compiling() or is_batched(x):
         return x
     own = dim_order_of(x)
     if own == dim_order or x.stride() != dense_strides(x.shape, own):

@@ -70,7 +70,8 @@ check = torch._check
 # The set of a tensor's dispatch keys, of which `raw_repr()` is a number.
 dispatch_keys = torch._C._dispatch_keys
 
-# The number of dispatch modes that see this thread's operations.
+# The numbers of function modes and of dispatch modes that see this thread's operations.
+len_torch_function_stack: Callable[[], int] = torch._C._len_torch_function_stack
 len_torch_dispatch_stack: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 # The base classes of batch and instance norms of all dimensions.
@@ -431,7 +432,7 @@ _streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
 def function_modes() -> list[torch.overrides.TorchFunctionMode]:
     """Return the modes that see this thread's calls, except that of a default device."""
-    if torch._C._len_torch_function_stack() == 0:
+    if len_torch_function_stack() == 0:
         return []
     modes = torch.overrides._get_current_function_mode_stack()
     return [mode for mode in modes if not isinstance(mode, DeviceContext)]
@@ -467,6 +468,19 @@ def is_transformed() -> bool:
     return (
         are_functorch_transforms_active()
         or torch.compiler._is_compiling_flag
+        or jit_tracing_state() is not None
+    )
+
+
+def is_undisturbed() -> bool:
+    """Whether nothing else sees the operations of this thread: no mode, tracer or transform.
+
+    A compiler traces under a dispatch mode.
+    """
+    return not (
+        len_torch_function_stack()
+        or len_torch_dispatch_stack()
+        or are_functorch_transforms_active()
         or jit_tracing_state() is not None
     )
 
@@ -552,6 +566,11 @@ def has_backward_hooks(module: nn.Module) -> bool:
 def gradient_hooks(tensor: Tensor) -> MutableMapping[int, Any] | None:
     """Return a tensor's hooks; None if none was ever registered."""
     return tensor._backward_hooks
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether something asks for the gradient of a tensor."""
+    return bool(tensor._backward_hooks) or tensor.retains_grad
 
 
 def accumulation_hooks(tensor: Tensor) -> MutableMapping[int, Any] | None:

@@ -65,16 +65,20 @@ class Activation:
     takes_integers: bool = False
     arithmetic_error: float = 1e-6
     output_errors: Errors = field(default_factory=dict)
-    save_modes: tuple[Save, ...] = field(init=False)  # read by every call: not a property
+    # Read by every call: not properties.
+    save_modes: tuple[Save, ...] = field(init=False)
+    name: str = field(init=False)
+    is_piecewise_linear: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        """Set the save modes to those of the ops."""
-        object.__setattr__(self, "save_modes", tuple(self.ops.default_bits))
-
-    @property
-    def name(self) -> str:
-        """The name of PyTorch's module and of this package's."""
-        return self.torch_module.__name__
+        """Set the attributes that follow from the others."""
+        modes = tuple(self.ops.default_bits)
+        for attribute, value in (
+            ("save_modes", modes),
+            ("name", self.torch_module.__name__),
+            ("is_piecewise_linear", "mask" in modes),
+        ):
+            object.__setattr__(self, attribute, value)
 
     @property
     def torch_name(self) -> str:
@@ -85,14 +89,6 @@ class Activation:
     def torch_saves_output(self) -> bool:
         """Whether PyTorch's in-place function saves its output, and not a clone of its input."""
         return self.torch_backward is not None
-
-    @property
-    def is_piecewise_linear(self) -> bool:
-        """Whether one bit determines the derivative.
-
-        Values and gradients then equal PyTorch's bit for bit.
-        """
-        return "mask" in self.save_modes
 
     def default_bits(self, save: Save, dtype: torch.dtype) -> int:
         """Return the default number of packed bits per element that a save mode saves.

@@ -285,13 +285,11 @@ class _InPlaceFunction(Function):
 
     @classmethod
     def forward(cls, ctx: Any, x: Tensor, bits: int, op_args: OpArgs) -> Tensor:
-        packed = None
+        packed, (dim_order, scalars), ops = None, op_args, cls.activation.ops
         if bits:
-            packed = cls.activation.ops.call_save_in_place[cls.save_modes[0]](
-                x, bits, op_args.dim_order, *op_args.scalars
-            )
+            packed = ops.call_save_in_place[cls.save_modes[0]](x, bits, dim_order, *scalars)
         else:
-            cls.activation.ops.call_in_place(x, op_args.dim_order, *op_args.scalars)
+            ops.call_in_place(x, dim_order, *scalars)
         ctx.mark_dirty(x)
         ctx.set_materialize_grads(False)
         cls.save_tensors(ctx, x, packed, op_args)

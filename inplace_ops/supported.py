@@ -69,30 +69,27 @@ def activation_of(module: nn.Module) -> ActivationCall | None:
     """
     cls: Any = type(module)
     for candidate in _candidates(cls):
-        if not all(is_met(module) for is_met in candidate.conditions):
-            continue
-        activation = candidate.activation
-        base, name = activation.torch_module, candidate.torch_name
-        is_original = (
-            cls.forward is candidate.forward
-            and base.forward is _FORWARDS[base]
-            and getattr(F, name) is _FUNCTIONS[activation]
-        )
-        if not is_original:
-            return None
-        if not activation.scalars:
-            return candidate.without_scalars
-        scalars = tuple([getattr(module, name) for name in activation.scalars])
-        return ActivationCall(activation, scalars) if all(map(_is_number, scalars)) else None
+        call = candidate.call_of(module)
+        if call is not None:
+            return call
     return None
 
 
-class _Candidate(NamedTuple):
+def candidate_of(module: nn.Module) -> Candidate:
+    """Return the candidate by which `activation_of` has recognized a module."""
+    cls: Any = type(module)
+    return next(c for c in _candidates(cls) if c.call_of(module) is not None)
+
+
+class Candidate(NamedTuple):
     """An activation that modules of a class may compute.
 
     Attributes:
         activation: The activation.
         torch_name: The name of PyTorch's function.
+        function: That function.
+        base: PyTorch's module.
+        forward_of_base: Its forward.
         forward: The forward of the class.
         conditions: What a module must meet to compute this activation.
         without_scalars: The call if the activation has no scalar arguments.
@@ -100,21 +97,49 @@ class _Candidate(NamedTuple):
 
     activation: Activation
     torch_name: str
+    function: Callable[..., Any]
+    base: Any
+    forward_of_base: Callable[..., Any]
     forward: Callable[..., Any]
     conditions: list[Callable[[nn.Module], bool]]
     without_scalars: ActivationCall
 
+    def call_of(self, module: nn.Module) -> ActivationCall | None:
+        """Return the activation that a module of the class computes; None if it is another one.
+
+        Or if a scalar argument is not a plain number, or PyTorch's module or function is replaced.
+        """
+        for is_met in self.conditions:
+            if not is_met(module):
+                return None
+        cls: Any = type(module)
+        is_original = (
+            cls.forward is self.forward
+            and self.base.forward is self.forward_of_base
+            and getattr(F, self.torch_name) is self.function
+        )
+        if not is_original:
+            return None
+        activation = self.activation
+        if not activation.scalars:
+            return self.without_scalars
+        scalars = tuple([getattr(module, name) for name in activation.scalars])
+        return ActivationCall(activation, scalars) if all(map(_is_number, scalars)) else None
+
 
 @cache
-def _candidates(cls: type[nn.Module]) -> tuple[_Candidate, ...]:
+def _candidates(cls: type[nn.Module]) -> tuple[Candidate, ...]:
     known = _BY_NAME.get(f"{cls.__module__}.{cls.__qualname__}")
     base = _base_of(cls)
     activations = [known] if known else [a for a in ACTIVATIONS if a.torch_module is base]
     return tuple(
         [
-            _Candidate(
+            Candidate(
                 activation,
                 activation.torch_name,
+                _FUNCTIONS[activation],
+                activation.torch_module,
+                _FORWARDS[activation.torch_module],
                 cls.forward,
                 [*_conditions(activation, with_variant=len(activations) > 1)],
                 ActivationCall(activation, ()),

@@ -15,11 +15,12 @@ import torch
 from _support.compatibility import Recorder
 from _support.engine_norms import fused_rms_norm
 from _support.extension import build
+from _support.plans import compared_plans
 from _support.processes import Processes
 from _support.twins import EACH_SOURCE, nodes_from
 
 from inplace_ops import _ops
-from inplace_ops.recompute import activation_modules, replace
+from inplace_ops.recompute import activation_modules, nodes, replace
 from inplace_ops.recompute.settings import Settings
 
 
@@ -110,6 +111,17 @@ def _small_tensors_too(monkeypatch: pytest.MonkeyPatch, _one_thread: None) -> No
 def _affines_of_any_size(monkeypatch: pytest.MonkeyPatch, _small_tensors_too: None) -> None:
     """Let activations run with the norm before them, however small their tensors are."""
     monkeypatch.setattr(activation_modules, "_AFFINE_FACTOR", 0)
+
+
+@pytest.fixture(autouse=True)
+def _compared_plans(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compare what plans repeat with the rules in all tests, unless marked `plans_alone`."""
+    if nodes.creation_hook is None or request.node.get_closest_marker("plans_alone"):
+        yield
+        return
+    with compared_plans() as differences:
+        yield
+    assert not differences, differences
 
 
 @pytest.fixture

@@ -328,7 +328,7 @@ class Observation(Observer):
                         saved = packed.original.leaf.tensor
                         tables.add_remaining(saved, packed.producer, reasons.FIRST_STEP, place)
                         continue
-                    products.update(packed.spec.products())
+                    products.update(packed.spec.products)
                 for tensor in packed.tensors():
                     tables.add_auxiliary(tensor, place)
         rows.update(

@@ -273,7 +273,8 @@ def _needs_product_hooks(module: nn.Module) -> bool:
 
 def _needs_output_hook(module: nn.Module) -> bool:
     walks = not nodes.USE_CREATION_HOOK
-    if type(module) is nn.Sequential:  # its last module has a hook, unless that is a product
+    if type(module).forward is nn.Sequential.forward:
+        # Its last module has a hook, unless that is a product.
         return not walks and type([None, *module.children()][-1]) in pytorchs_forward.PRODUCTS
     return walks or isinstance(module, _NOTED) or not is_pytorchs(module)
 
@@ -565,14 +566,14 @@ def _norm_hook(module: nn.Module, args: Any, output: Any) -> None:
     """Note the output of a norm after its forward, or after an exception in it."""
     engine = running_engine()
     if engine is not None:
-        engine.finish_module(module, output, partial(_runs_first, _norm_hook))
+        engine.finish_module(module, output, _norm_hook_runs_first)
 
 
 def _product_hook(module: nn.Module, args: Any, output: Any) -> None:
     """Record the frozen bias of a product after its forward."""
     engine = running_engine()
     if engine is not None:
-        engine.finish_product(module, output, partial(_runs_first, _product_hook))
+        engine.finish_product(module, output, _product_hook_runs_first)
 
 
 def _runs_first(hook: Callable[..., Any], module: nn.Module) -> bool:
@@ -590,5 +591,7 @@ def _output_hook(module: nn.Module, args: Any, output: Any) -> None:
         engine.note(output, isinstance(module, nn.Identity))
 
 
+_norm_hook_runs_first = partial(_runs_first, _norm_hook)
+_product_hook_runs_first = partial(_runs_first, _product_hook)
 _HOOKS = (_versions_pre_hook, _leaf_pre_hook, _norm_hook, _product_hook, _output_hook)
 _FORWARDS = (activation_forward, _class_forward, _instance_forward)

@@ -39,14 +39,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import _ops
-from .._torch_private import DisableTorchFunction
+from .._torch_private import DisableTorchFunction, has_gradient_hooks
 from ..activations import RELU, Activation
 from ..autograd import check_inplace_allowed
 from ..supported import activation_of, is_pytorchs
 from . import bypass, nodes, norms
 from .affine import NormAffine
-from .after_norm import Forward, recomputed_activation
-from .bypass import has_gradient_hooks
+from .after_norm import Forward, Merge, anchor_of, recomputed_activation, runs_in_place
 from .calls import Affine
 from .inside_modules import is_user_mode_active
 from .packed import Recomputed
@@ -67,9 +66,12 @@ def activation_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     engine = running_engine()
     if engine is None or engine.is_paused or len(args) != 1 or kwargs:
         return type(module).forward(module, *args, **kwargs)
-    if not _is_ordinary_call(args[0]):
-        return type(module).forward(module, *args, **kwargs)
     (z,) = args
+    merge = engine.planned_merge(module, z)
+    if merge is not None:
+        return _merged(engine, module, z, z, merge)
+    if not _is_ordinary_call(z):
+        return type(module).forward(module, z)
     if type(z) is Tensor or not engine.merges or not _only_wraps(engine, module, z):
         return _activated(engine, module, z)
     check_inplace_allowed(z)
@@ -118,7 +120,7 @@ def _only_wraps(engine: Engine, module: nn.Module, z: Tensor) -> bool:
     The first call of a module of this class compares, with a copy of z.
     """
     call = activation_of(module)
-    if call is None or not _is_in_place(module, call.activation) or is_user_mode_active():
+    if call is None or not runs_in_place(module, call.activation) or is_user_mode_active():
         return False
     with DisableTorchFunction():
         if has_gradient_hooks(z):
@@ -150,14 +152,26 @@ def _with_current_history(view: Tensor) -> Tensor:
 def _after_norm(engine: Engine, module: nn.Module, z: Tensor, output: Tensor) -> Tensor | None:
     """Return the activation of z, which backward recomputes from the input of the norm before it.
 
-    Return None if z is small, the kernels do not support it, or a function mode may change the
-    activation.
+    Return None if it cannot.
 
     Args:
         engine: The engine.
         module: The activation's module.
         z: Its input.
         output: The norm's output: z, or the base of which z is a view.
+    """
+    merge = _merge_of(engine, module, z, output)
+    if merge is None:
+        return None
+    engine.learn_merge(module, z, output, merge)
+    return _merged(engine, module, z, output, merge)
+
+
+def _merge_of(engine: Engine, module: nn.Module, z: Tensor, output: Tensor) -> Merge | None:
+    """Return how an activation runs with the norm before it. The arguments are those above.
+
+    Return None if z is small, the kernels do not support it, or a function mode may change the
+    activation.
     """
     node: Any = output.grad_fn
     value = value_of(node)
@@ -169,8 +183,7 @@ def _after_norm(engine: Engine, module: nn.Module, z: Tensor, output: Tensor) ->
     call = activation_of(module)
     if call is None or not _ops.has_kernel(z):
         return None
-    activation, scalars = call
-    is_in_place = _is_in_place(module, activation)
+    is_in_place = runs_in_place(module, call.activation)
     if is_in_place and output is not z and has_gradient_hooks(z):  # rule 4
         return None
     try:
@@ -183,8 +196,8 @@ def _after_norm(engine: Engine, module: nn.Module, z: Tensor, output: Tensor) ->
                 affine = facts.affine_of(node)
         if affine is None or _AFFINE_FACTOR * affine.nbytes > z.nbytes:
             return None
-        make_recomputed = partial(_recomputed_output, output, x, affine, activation)
-        context = activation.name, type(x)
+        make_recomputed = partial(_recomputed_output, output, x, affine, call.activation)
+        context = call.activation.name, type(x)
         ordinal = engine.replacer.ordinal
         if not is_verified(engine.settings, ordinal, make_recomputed, output, *context):
             return None
@@ -193,6 +206,15 @@ def _after_norm(engine: Engine, module: nn.Module, z: Tensor, output: Tensor) ->
     except Exception as error:
         engine.warn_of(error, node)
         return None
+    overwritten = output if is_in_place else z
+    op_args = _ops.OpArgs(_ops.dim_order_of(overwritten), call.scalars)
+    anchor = anchor_of(call.activation, overwritten)
+    return Merge(call, is_in_place, op_args, anchor, x, affine, instead)
+
+
+def _merged(engine: Engine, module: nn.Module, z: Tensor, output: Tensor, merge: Merge) -> Tensor:
+    """Return the activation of z as `merge` tells. The other arguments are those above."""
+    (activation, scalars), is_in_place, op_args, anchor, x, affine, instead = merge
     if not isinstance(x, Tensor):
         original = x.original
         x = x.for_consumer(activation.name, engine.replacer.next_turn)
@@ -200,7 +222,8 @@ def _after_norm(engine: Engine, module: nn.Module, z: Tensor, output: Tensor) ->
             engine.replacer.keep_until_known(x, original.leaf.tensor)
     forward = partial(type(module).forward, module)
     if is_in_place:
-        check_inplace_allowed(z)
+        if output is not z:  # a norm's output itself may be modified
+            check_inplace_allowed(z)
         z_or_base = output
         run = partial(_run_in_place, forward)
     else:
@@ -208,9 +231,10 @@ def _after_norm(engine: Engine, module: nn.Module, z: Tensor, output: Tensor) ->
         if output.shape != z.shape:  # an instance norm's output, of which z is a view
             assert isinstance(x, Tensor)
             x, affine = x.detach().view(z.shape), _with_samples(affine, z)
-    op_args = _ops.OpArgs(_ops.dim_order_of(z_or_base), scalars)
-    y = recomputed_activation(z_or_base, x, affine, activation, op_args, run, instead)
-    engine.walk(y)
+    node = None if engine.observer is None else output.grad_fn
+    y = recomputed_activation(z_or_base, x, affine, activation, op_args, run, anchor, instead)
+    if engine.walker is not None:
+        engine.walk(y)
     own_node: Any = y.grad_fn
     own = value_of(own_node)
     if own is not None:
@@ -222,7 +246,7 @@ def _after_norm(engine: Engine, module: nn.Module, z: Tensor, output: Tensor) ->
         # Out of place PyTorch's LeakyReLU saves its input.
         saves_output = activation.torch_saves_output and (is_in_place or activation is RELU)
         engine.observer.activated(own_node if saves_output else node, own_node, y)
-    return _with_current_history(z) if y is output else y
+    return _with_current_history(z) if y is output and y is not z else y
 
 
 def _run_in_place(forward: Forward, z: Tensor) -> Tensor:
@@ -263,7 +287,7 @@ def _alone(engine: Engine, module: nn.Module, z: Tensor, base: Tensor | None) ->
     """
     if base is not None and base is not z and not is_user_mode_active():
         call = activation_of(module)
-        if call is not None and _is_in_place(module, call.activation):
+        if call is not None and runs_in_place(module, call.activation):
             check_inplace_allowed(z)
             _with_notes(engine, module, base)
             return _with_current_history(z)
@@ -280,11 +304,6 @@ def _with_notes(engine: Engine, module: nn.Module, z: Tensor) -> Tensor:
         return forward(module, z)
     finally:
         engine.end_notes(module)
-
-
-def _is_in_place(module: nn.Module, activation: Activation) -> bool:
-    """Whether a module runs in place. PyTorch has no in-place GELU, so GELU ignores `inplace`."""
-    return activation.torch_inplace is not None and getattr(module, "inplace", False)
 
 
 def _with_samples(affine: NormAffine, z: Tensor) -> NormAffine:

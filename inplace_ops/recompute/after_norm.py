@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from .. import _ops
@@ -14,6 +14,7 @@ from .._ops import OpArgs
 from .._torch_private import node_class
 from ..activations import Activation
 from ..autograd import run_backward
+from ..supported import ActivationCall
 from . import bypass, nodes
 from .affine import NormAffine
 from .bypass import Bypass
@@ -23,6 +24,33 @@ from .packed import Recomputed
 from .specs import Leaf, Spec
 
 Forward = Callable[[Tensor], Tensor]
+
+
+class Merge(NamedTuple):
+    """How an activation runs together with the norm before it.
+
+    Attributes:
+        call: The activation.
+        is_in_place: Whether it overwrites the norm's output.
+        op_args: The last arguments of the activation's ops.
+        anchor: What `anchor_of` returns.
+        x: The norm's input, or what the norm saves instead of it.
+        affine: The norm's affine.
+        instead: Where backward returns gradients instead of to the norm's output; None if nowhere.
+    """
+
+    call: ActivationCall
+    is_in_place: bool
+    op_args: OpArgs
+    anchor: Tensor | None
+    x: Tensor | Recomputed
+    affine: NormAffine
+    instead: Bypass | None
+
+
+def runs_in_place(module: nn.Module, activation: Activation) -> bool:
+    """Whether a module runs in place. PyTorch has no in-place GELU, so GELU ignores `inplace`."""
+    return activation.torch_inplace is not None and getattr(module, "inplace", False)
 
 
 class RecomputeFunction(Function):
@@ -64,7 +92,7 @@ class RecomputeFunction(Function):
         ctx.activation, ctx.op_args = activation, op_args
         ctx.may_bypass_norm = source.may_bypass_norm
         ctx.set_materialize_grads(False)
-        anchor = None if activation.is_piecewise_linear else _anchor(z)
+        anchor = None if source.anchor is None else source.anchor.detach()  # `expand` is slower
         ctx.save_for_backward(source.x, *source.affine, anchor, source.mean, source.rstd)
         return y if anchor is None else (y, anchor)
 
@@ -105,8 +133,10 @@ _NODE_CLASS.has_hooks = _NODE_CLASS.saves_spec = False
 _NODE_CLASS.output_version, _NODE_CLASS.spec = 0, None
 
 
-def _anchor(z: Tensor) -> Tensor:
-    """Return a new anchor."""
+def anchor_of(activation: Activation, z: Tensor) -> Tensor | None:
+    """Return a tensor of which anchors are aliases; None if the activation needs none."""
+    if activation.is_piecewise_linear:
+        return None
     key = z.dtype, z.device, z.shape
     anchor = _ANCHORS.get(key)
     if anchor is None:
@@ -123,7 +153,7 @@ def _anchor(z: Tensor) -> Tensor:
             _ANCHORS.clear()
         with torch.inference_mode(False):
             anchor = _ANCHORS[key] = element.expand(z.shape)
-    return anchor.detach()  # faster than `expand`
+    return anchor
 
 
 _MAX_ANCHORS = 4096
@@ -142,6 +172,7 @@ class Source(NamedTuple):
         affine: The norm's affine.
         mean: The mean of each channel; None unless backward may return the norm's gradients.
         rstd: The reciprocal of the standard deviation of each channel, or None likewise.
+        anchor: What the anchor is an alias of; None if the activation needs none.
         may_bypass_norm: Whether backward may return the norm's gradients instead of z's. Asked in
             backward.
     """
@@ -150,6 +181,7 @@ class Source(NamedTuple):
     affine: NormAffine
     mean: Tensor | None
     rstd: Tensor | None
+    anchor: Tensor | None
     may_bypass_norm: Callable[[], bool]
 
 
@@ -210,6 +242,7 @@ def recomputed_activation(
     activation: Activation,
     op_args: OpArgs,
     forward: Forward,
+    anchor: Tensor | None,
     instead: Bypass | None = None,
 ) -> Tensor:
     """Return the activation of a norm's output, which backward recomputes from the norm's input.
@@ -222,18 +255,19 @@ def recomputed_activation(
         op_args: The last arguments of the activation's ops, for z.
         forward: Computes the activation of z. To run in place it returns z itself, and must not
             raise z's version.
+        anchor: What `anchor_of` returns for z.
         instead: Where backward returns gradients instead of to z; None if always to z.
     """
     saved_x = x if isinstance(x, Tensor) else z.new_empty(0)
     if instead is None:
         receivers: Sequence[Tensor | None] = (None, None, None)
-        source = Source(saved_x, affine, None, None, lambda: False)
+        source = Source(saved_x, affine, None, None, anchor, lambda: False)
     else:
         receivers = instead.inputs
-        source = Source(saved_x, affine, *instead.statistics, instead.is_allowed)
+        source = Source(saved_x, affine, *instead.statistics, anchor, instead.is_allowed)
     # Skip the part of `Function.apply` that serves functorch's transforms: this never runs in one.
     result = _apply_recompute(z, *receivers, source, activation, op_args, forward)
-    y: Tensor = result if activation.is_piecewise_linear else result[0]
+    y: Tensor = result if anchor is None else result[0]
     if not isinstance(x, Tensor):
         node: Any = y.grad_fn
         nodes.Field(node, "x").replace(x)

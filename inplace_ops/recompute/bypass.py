@@ -35,10 +35,10 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from .. import _ops
-from .._torch_private import future_gradient_hooks, gradient_hooks, has_backward_hooks
+from .._torch_private import future_gradient_hooks, has_backward_hooks, has_gradient_hooks
 from . import nodes, norms
 from .affine import NormFacts
-from .nodes import Field, Node
+from .nodes import Node
 from .norms import Statistics
 
 
@@ -101,22 +101,35 @@ def bypass_of(
         is_in_place: Whether the activation overwrites z.
     """
     node: Any = output.grad_fn
-    if facts.statistics is None or not norms.is_batch_norm(node):  # rule 5
+    if not norms.is_batch_norm(node):  # rule 5
         return None
     if output is not z and (not is_in_place or has_gradient_hooks(output)):
         return None  # z is a view of an instance norm's output
+    return bypass_of_batch_norm(node, facts, module, x, z, is_in_place)
+
+
+def bypass_of_batch_norm(
+    node: Node,
+    facts: NormFacts,
+    module: nn.Module,
+    x: Tensor | None,
+    z: Tensor,
+    is_in_place: bool,
+) -> Bypass | None:
+    """Return the same for the node of a batch norm, whose output is z."""
+    if facts.statistics is None:  # rule 5
+        return None
     if facts.has_backward_hooks or has_backward_hooks(module) or has_gradient_hooks(z):  # rule 4
         return None
     inputs = _inputs_of(node, x)
     if inputs is None:
         return None
-    is_allowed = (lambda: True) if is_in_place else Watch(z).sees_no_use
+    is_allowed = _always if is_in_place else Watch(z).sees_no_use
     return Bypass(inputs, facts.statistics, is_allowed)
 
 
-def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Whether something asks for the gradient of a tensor."""
-    return bool(gradient_hooks(tensor)) or tensor.retains_grad
+def _always() -> bool:
+    return True
 
 
 def _inputs_of(node: Node, x: Tensor | None) -> BatchNormInputs | None:
@@ -131,12 +144,18 @@ def _inputs_of(node: Node, x: Tensor | None) -> BatchNormInputs | None:
             values: it only leads to the graph.
     """
     edge_of_x, edge_of_weight, edge_of_bias = node.next_functions
-    saved = Field(node, "weight")
-    if saved.is_hidden:
-        return None
+    to_weight, to_bias = edge_of_weight[0], edge_of_bias[0]
+    if x is not None and type(to_weight) is type(to_bias) is nodes.ACCUMULATE_GRAD_TYPE:
+        weight, bias = to_weight.variable, to_bias.variable
+        are_trained = weight.requires_grad and bias.requires_grad
+        if are_trained and _is_at(edge_of_x, x):  # the usual case
+            return BatchNormInputs(x, weight, bias)
     if x is None:
         x = nodes.tensor_without_values(node, "input")
-    weight = None if edge_of_weight[0] is None else saved.tensor
+    # A weight that is not a leaf, such as an instance norm's repeated one, is saved.
+    weight = nodes.autograd_leaf_of(edge_of_weight[0])
+    if weight is None and edge_of_weight[0] is not None:
+        weight = nodes.saved_tensor(node, "weight")
     if not _is_at(edge_of_x, x) or not _is_at(edge_of_weight, weight):
         return None
     bias = nodes.autograd_leaf_of(edge_of_bias[0])
@@ -153,11 +172,12 @@ def _is_at(edge: tuple[Node, int], tensor: Tensor | None) -> bool:
 
     `requires_grad` of a leaf may have changed since the norm ran.
     """
-    node, _ = edge
+    node, index = edge
     if node is None or tensor is None or not tensor.requires_grad:
         return node is None and tensor is None
-    leaf = nodes.autograd_leaf_of(node)
-    return tensor is leaf if leaf is not None else (tensor.grad_fn, tensor.output_nr) == edge
+    if type(node) is nodes.ACCUMULATE_GRAD_TYPE:
+        return tensor is node.variable
+    return tensor.grad_fn is node and tensor.output_nr == index
 
 
 def is_possible(ctx: Any, grad: Tensor, node_class: type) -> bool:

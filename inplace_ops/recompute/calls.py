@@ -57,7 +57,7 @@ class Affine(Computed):
     ) -> None:
         super().__init__()
         self.x, self.affine, self.activation, self.scalars = x, affine, activation, scalars
-        self.dtype = dtype
+        self.dtype, self.products = dtype, x.products
         self.cost = x.cost + (1 if activation is None else 2)
         self.rounding = max(x.rounding, _NORM_ROUNDINGS * _eps(dtype))
         self.tolerance = x.tolerance
@@ -70,18 +70,23 @@ class Affine(Computed):
     def inner(self) -> Iterable[Spec]:
         return (self.x,)
 
+    def _add_inside(self, turn: int, reach: int) -> None:
+        if type(self.x) is not Leaf:  # a leaf keeps no value
+            super()._add_inside(turn, reach)
+
     def is_current(self) -> bool:
-        return self.x.is_current()
+        x = self.x
+        return x.tensor._version == x.version if type(x) is Leaf else x.is_current()
 
     def of(self, x: Tensor, **casts: Any) -> Tensor:
         """Return the output for the norm's input x. `casts` are keyword arguments of the op."""
         activation = self.activation
-        arguments: Any = (x, *self.affine, _ops.dim_order_of(x), *self.scalars)
+        arguments = *self.affine, _ops.dim_order_of(x), *self.scalars
         if casts:
             op = _ops.NORMALIZE if activation is None else activation.ops.recompute
-            return op(*arguments, **casts)
+            return op(x, *arguments, **casts)
         call = _ops.CALL_NORMALIZE if activation is None else activation.ops.call_recompute
-        value: Tensor = call(*arguments)
+        value: Tensor = call(x, *arguments)
         return value
 
     def activated(self, activation: Activation, scalars: Sequence[float]) -> Affine:
@@ -135,12 +140,23 @@ class Call(Computed):
         super().__init__()
         self.function, self.inputs, self.arguments, self.bound = function, inputs, arguments, bound
         self.dtype = dtype
-        self.cost = sum(spec.cost for spec in inputs) + cost
-        self.rounding = max(spec.rounding for spec in inputs)
-        self.tolerance = max(spec.tolerance for spec in inputs)
-        self.keeps_strides = all(spec.keeps_strides for spec in inputs)
-        self.leaf_bytes = sum(spec.leaf_bytes for spec in inputs)
-        self.auxiliary_bytes = sum(spec.auxiliary_bytes for spec in inputs)
+        first, *others = inputs
+        self.cost, self.rounding, self.tolerance = (
+            first.cost + cost,
+            first.rounding,
+            first.tolerance,
+        )
+        self.leaf_bytes, self.auxiliary_bytes = first.leaf_bytes, first.auxiliary_bytes
+        self.keeps_strides, self.products = first.keeps_strides, first.products
+        for spec in others:
+            self.cost += spec.cost
+            self.rounding = max(self.rounding, spec.rounding)
+            self.tolerance = max(self.tolerance, spec.tolerance)
+            self.leaf_bytes += spec.leaf_bytes
+            self.auxiliary_bytes += spec.auxiliary_bytes
+            self.keeps_strides &= spec.keeps_strides
+            if spec.products:
+                self.products = tuple(dict.fromkeys((*self.products, *spec.products)))
         if dtype is not None and self.rounding:  # a cast rounds once more
             self.rounding = max(self.rounding, 2 * _eps(dtype))
 
@@ -188,9 +204,20 @@ class ViewCall(Call):
         *arguments: Any,
         keeps_strides: bool | None = None,
     ) -> None:
-        super().__init__(function, inputs, arguments, cost=0)
-        if keeps_strides is not None:
-            self.keeps_strides = keeps_strides
+        Computed.__init__(self)
+        self.function, self.inputs, self.arguments = function, inputs, arguments
+        self.bound, self.dtype = largest, None
+        (spec,) = inputs
+        self.cost, self.rounding, self.tolerance = spec.cost, spec.rounding, spec.tolerance
+        self.leaf_bytes, self.auxiliary_bytes = spec.leaf_bytes, spec.auxiliary_bytes
+        self.keeps_strides = spec.keeps_strides if keeps_strides is None else keeps_strides
+        self.products = spec.products
+
+    def added_cost(self) -> float:
+        return self.inputs[0].added_cost()
+
+    def is_current(self) -> bool:
+        return self.inputs[0].is_current()
 
     def value(self, turn: int | None = None) -> Tensor:
         return self.compute(turn)

@@ -88,7 +88,7 @@ class Deriver:
         """
         view = VIEW_OF[type(node)]
         if view is not None:
-            if not view.condition(node):
+            if not view.holds_for(node):
                 return self.why(reasons.this_call, node)
             spec = self.spec_of(*viewed(node, index))
             if isinstance(spec, str):
@@ -256,7 +256,7 @@ class Deriver:
 
     def obstacle(self, spec: Spec) -> str:
         """Return why a spec takes too much; empty if it does not."""
-        if spec.tolerance and len({*spec.products()}) > _MOST_PRODUCTS:
+        if len(spec.products) > _MOST_PRODUCTS:
             return reasons.MANY_PRODUCTS
         limit = self.settings.max_ops
         if spec.cost > limit and self.settings.rejects(spec.added_cost()):

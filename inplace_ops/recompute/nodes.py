@@ -276,9 +276,10 @@ def saved_tensor(node: Node, field: str) -> Tensor | None:
     Raises:
         RuntimeError: If a backward has freed the tensor, or if it was modified in place.
     """
-    raw = getattr(node, _RAW[field], None)
+    names = _NAMES[field]
+    raw = getattr(node, names[0], None)
     if raw is not None and raw.unpack_hook is None:  # the usual case
-        saved: Tensor | None = getattr(node, _SAVED[field])
+        saved: Tensor | None = getattr(node, names[1])
         return saved
     return _read(node, field) if is_readable(_raw(node, field)) else None
 
@@ -306,6 +307,17 @@ class _Prefixed(dict[str, str]):
 
 
 _SAVED, _RAW = _Prefixed("_saved_"), _Prefixed("_raw_saved_")
+
+
+class _Names(dict[str, tuple[str, str]]):
+    """The attributes of a field: the handle, and the saved tensor."""
+
+    def __missing__(self, field: str) -> tuple[str, str]:
+        self[field] = names = _RAW[field], _SAVED[field]
+        return names
+
+
+_NAMES = _Names()
 
 
 def _read(node: Node, field: str) -> Any:
@@ -341,10 +353,16 @@ class Field:
         Raises:
             RuntimeError: If a backward has freed the tensor, or if it was modified in place.
         """
-        handle = self._handle = _raw(node, name)
         self.tensor: Tensor | None = None
         self.packed: Packed | None = None
-        self.is_hidden, self.is_itself = False, handle is None or handle.unpack_hook is None
+        self.is_hidden = False
+        raw, saved = _NAMES[name]
+        handle = getattr(node, raw, None)
+        if handle is not None and handle.unpack_hook is None:  # the usual case
+            self._handle, self.is_itself, self.tensor = handle, True, getattr(node, saved)
+            return
+        handle = self._handle = _raw(node, name)
+        self.is_itself = handle is None or handle.unpack_hook is None
         if self.is_itself or is_readable(handle):
             self.tensor = _read(node, name)
         else:
@@ -365,9 +383,19 @@ class Field:
     def replace(self, value: Packed) -> None:
         """Save `value` instead of the tensor. Backward then reads `value.unpack()`."""
         if self.is_itself:
-            self._handle.register_hooks(lambda _: value, _unpack)
+            put(self._handle, value)
         else:
             self._handle.data.value = value
+
+
+def put(handle: Any, value: Packed) -> None:
+    """Save `value` instead of the tensor of a handle without hooks."""
+    handle.register_hooks(lambda _: value, _unpack)
+
+
+def names_of(field: str) -> tuple[str, str]:
+    """Return the attributes of a field of a node: autograd's handle, and the saved tensor."""
+    return _NAMES[field]
 
 
 def packed(node: Node, field: str) -> Packed | None:

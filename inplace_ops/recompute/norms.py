@@ -238,7 +238,7 @@ def can_compute(node: Node) -> bool:
 
 def is_batch_norm(node: Node) -> bool:
     """Whether a node is a batch norm's."""
-    kind = kind_of(node)
+    kind = _KIND_OF[type(node)]
     return kind is not None and kind.formula == "batch"
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _ops
+from .._torch_private import len_torch_function_stack
 from ..memory import Packed
 from .calls import ViewCall
 from .nodes import no_graph, unpacking
@@ -45,8 +45,11 @@ class Original(NamedTuple):
     learn: Callable[[], object]
 
 
+_new = object.__new__  # without `__init__`
+
+
 class Recomputed(Packed):
-    """A spec that is saved instead of a tensor, with the tensor's shape, dtype, device and strides.
+    """A spec that is saved instead of a tensor, with the tensor's dtype, device and layout.
 
     Attributes:
         producer: The name of the operation whose output the tensor is.
@@ -57,7 +60,7 @@ class Recomputed(Packed):
     """
 
     __slots__ = (
-        *("consumer", "device", "dtype", "original", "producer", "shape"),
+        *("consumer", "device", "dtype", "offset", "original", "producer", "shape"),
         *("spec", "stride", "turn"),
     )
 
@@ -66,7 +69,7 @@ class Recomputed(Packed):
     ) -> None:
         self.spec, self.producer, self.consumer, self.turn = spec, producer, consumer, turn
         self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
-        self.stride = like.stride()
+        self.stride, self.offset = like.stride(), like.storage_offset()
         self.original: Original | None = None
 
     @property
@@ -99,32 +102,58 @@ class Recomputed(Packed):
         other.spec.add_consumer(turn)
         return other
 
+    def again(self, spec: Spec, turn: int) -> Recomputed:
+        """Return the same for the spec of another forward pass, with the turn of its consumer."""
+        other: Recomputed = _new(Recomputed)
+        other.spec, other.turn, other.original = spec, turn, None
+        other.producer, other.consumer = self.producer, self.consumer
+        other.shape, other.dtype, other.device = self.shape, self.dtype, self.device
+        other.stride, other.offset = self.stride, self.offset
+        return other
+
+    def without_spec(self) -> Recomputed:
+        """Return the same without the spec, which owns tensors, for later forward passes."""
+        return self.again(None, 0)  # type: ignore[arg-type]
+
     def unpack(self) -> Tensor:
         if unpacking.skips_values:
             return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
-        return super().unpack()
+        return self.compute() if self.stream is None else super().unpack()
 
     def compute(self) -> Tensor:
         """Compute the spec. The result has the strides of the tensor that the spec replaces."""
         if self.original is not None:
             self.original.learn()
             return self.original.leaf.value()
-        if self.turn is not None:
+        if self.turn is not None and keeping.specs:
             keeping.drop_passed(self.turn)
-        with self.without_modes():
-            try:
+        device = self.device
+        try:
+            if (
+                torch.is_grad_enabled()
+                or len_torch_function_stack()
+                or torch.is_autocast_enabled(device.type)
+            ):
+                with self.without_modes():
+                    value = self.spec.value(self.turn)
+            else:  # entering the context takes long
                 value = self.spec.value(self.turn)
-            except RuntimeError as error:
-                like = partial(torch.empty, self.shape, dtype=self.dtype, device=self.device)
-                _ops.raise_out_of_memory(error, like)
-                raise
-            if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
-                raise RuntimeError(
-                    f"the output of {self.name} was recomputed as a {value.dtype} tensor of shape "
-                    f"{list(value.shape)} on {value.device} instead of a {self.dtype} tensor of "
-                    f"shape {list(self.shape)} on {self.device}"
-                )
+        except RuntimeError as error:
+            _ops.raise_out_of_memory(error, self._allocate)
+            raise
+        if value.shape != self.shape or value.dtype is not self.dtype or value.device != device:
+            raise RuntimeError(
+                f"the output of {self.name} was recomputed as a {value.dtype} tensor of shape "
+                f"{list(value.shape)} on {value.device} instead of a {self.dtype} tensor of "
+                f"shape {list(self.shape)} on {device}"
+            )
+        if value.stride() == self.stride:
+            return value
+        with self.without_modes():
             return self.in_layout(value)
+
+    def _allocate(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     def without_modes(self) -> AbstractContextManager[None]:
         """Disable grad mode, autocast and the caller's function modes in a `with` block.

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -103,11 +103,15 @@ class ProductCall(Call):
         flags: The flags of the device's products in forward.
         flops: The floating point operations.
         weights: The parameters and buffers that it reads, except by autocast's casts.
+        lasts: Whether all of these are known to be there in backward.
     """
 
     reach_of_cheap = 1
 
-    __slots__ = ("_kept_value", "_last_turn", "_reads", "flags", "flops", "narrowing", "weights")
+    __slots__ = (
+        *("_inside", "_kept_value", "_last_turn", "_reads"),
+        *("flags", "flops", "lasts", "narrowing", "weights"),
+    )
 
     def __init__(
         self,
@@ -129,16 +133,20 @@ class ProductCall(Call):
         self.flags, self.flops = product.flags, product.flops
         self.weights = weights_among(product.factors)
         self.narrowing = product.narrowing
+        self.lasts = False
         self._kept_value: _Kept | None = None
         self._last_turn = self._reads = 0
 
-    def is_near(self, turn: int) -> bool:
-        is_own = not self._reads or turn - self._last_turn <= NEAR
-        return is_own and super().is_near(turn)
+    @property
+    def products(self) -> tuple[ProductInside, ...]:
+        return self, *self._inside  # stored, it would be a reference cycle
 
-    def products(self) -> Iterator[ProductInside]:
-        yield self
-        yield from super().products()
+    @products.setter
+    def products(self, inside: tuple[ProductInside, ...]) -> None:
+        self._inside = inside
+
+    def is_read_near(self, turn: int) -> bool:
+        return not self._reads or turn - self._last_turn <= NEAR
 
     def added_cost(self) -> float:
         if self._reads:
@@ -225,9 +233,8 @@ def facts_of(
         is_unmodified: Returns whether a parameter is unmodified since the product ran.
         model: The model's parameters and buffers.
     """
-    size = nodes.output_shape(node, 0).numel()
-    shapes = {i: _shape_of(node, *rule.operands[1 - i]) for i in rule.weights}  # of the other one
-    widening = [i for i, shape in shapes.items() if shape is not None and size > shape.numel()]
+    shapes = _narrow_shapes(node, rule)
+    widening = [*shapes]
     if not widening:  # rule 1 of NOTE [Narrow points]
         return None
     parameters = {i: _parameter_of(node, rule.operands[i][1]) for i in widening}
@@ -235,9 +242,9 @@ def facts_of(
     if weight is None:  # a frozen weight has no edge
         edges = ((i, nodes.producer(node, rule.operands[i][1])[0]) for i in widening)
         weight = next((i for i, edge in edges if edge is None), None)
-    input_shape = None if weight is None else shapes[weight]
-    if weight is None or input_shape is None:
+    if weight is None:
         return None
+    input_shape = shapes[weight]
     field, position = rule.operands[weight]
     saved = nodes.saved_tensor(node, field)
     parameter = parameters[weight]
@@ -262,6 +269,21 @@ def facts_of(
     flags = product_flags(nodes.output_device(node, 0).type)
     shape = torch.Size() if factor is None else factor.value().shape
     return ProductFacts(weight, shape, input_shape, factors, flags)
+
+
+def widens(node: Node, rule: ProductRule) -> bool:
+    """Whether a product's output is larger than its input: rule 1 of NOTE [Narrow points]."""
+    return bool(_narrow_shapes(node, rule))
+
+
+def _narrow_shapes(node: Node, rule: ProductRule) -> dict[int, torch.Size]:
+    """Return the shapes of operands that are smaller than the output, by the index of the weight.
+
+    The weight is then the other operand.
+    """
+    size = nodes.output_shape(node, 0).numel()
+    shapes = {i: _shape_of(node, *rule.operands[1 - i]) for i in rule.weights}
+    return {i: shape for i, shape in shapes.items() if shape is not None and size > shape.numel()}
 
 
 def _shape_of(node: Node, field: str, position: int) -> torch.Size | None:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _ops
-from .._torch_private import CAT, NO_PASS, is_named, running_pass, storage_id
+from .._torch_private import CAT, is_named, storage_id
 from ..memory import Packed
 from . import nodes, norms, reasons
 from .affine import NormFacts
@@ -103,6 +103,15 @@ class Replacer:
         self._undecided: list[weakref.ref[Recomputed]] = []  # those that keep their original
 
     @property
+    def turn(self) -> int:
+        """The turn of the node that is visited."""
+        return self._first_turn + self.ordinal
+
+    def stream_of(self, device: torch.device) -> torch.cuda.Stream | None:
+        """Return the stream of the first operation on a device."""
+        return self._streams.get(device)
+
+    @property
     def next_turn(self) -> int:
         """The turn of the next consumer: see NOTE [Shared values] in `specs.py`."""
         return self._first_turn + self.ordinal + 1
@@ -122,14 +131,17 @@ class Replacer:
             return
         value = Value()
         if operation.output is not None:
-            self._fill(node, value, operation, operation.output)
+            self.fill(node, value, operation, operation.output)
         node.metadata[KEY] = value
         for name in operation.reads:
-            self._replace_input(node, value, name)
+            self.replace_input(node, value, name)
         for name in operation.reads_exact:
-            self._replace_input(node, value, name, is_exact=True)
-        if not operation.has_rewrites:
-            return
+            self.replace_input(node, value, name, is_exact=True)
+        if operation.has_rewrites:
+            self.rewrite(node, operation, value)
+
+    def rewrite(self, node: Node, operation: Operation, value: Value) -> None:
+        """Replace other tensors than inputs that backward reads."""
         if operation.result:
             self._replace_result(node, operation, value)
         if operation.indices:
@@ -148,7 +160,7 @@ class Replacer:
                 else:
                     self._reduce_to_bits(base)
 
-    def _fill(self, node: Node, value: Value, operation: Operation, rule: OutputRule) -> None:
+    def fill(self, node: Node, value: Value, operation: Operation, rule: OutputRule) -> None:
         """Store what a spec of the output needs, and what may be gone when one is derived."""
         if isinstance(rule, Output):
             prove(node, value, rule, operation.result)
@@ -183,7 +195,7 @@ class Replacer:
         """Release a value when the model's forward has returned."""
         self._holding.append(weakref.ref(value))
 
-    def _replace_input(self, node: Node, own: Value, name: str, is_exact: bool = False) -> None:
+    def replace_input(self, node: Node, own: Value, name: str, is_exact: bool = False) -> None:
         """Replace an input that a node saves by a spec, if there is one.
 
         Args:
@@ -210,12 +222,8 @@ class Replacer:
         if index == 0:
             if value.saver is not None and saved_output_of(base, value) is not None:  # limit 2
                 return self._report(node, name, reasons.SAVED_ANYWAY)
-            # In backward an operation may read a copy that hooks have unpacked, whose version says
-            # nothing of the output: take no note of it.
-            if field.is_itself and running_pass() == NO_PASS and value.noted is None:
-                output = saved if saved._base is None else saved._base
-                if output.grad_fn is not None:  # a view of an autograd leaf is not its output
-                    value.take_note(output)
+            if field.is_itself:
+                value.note_saved(saved)
         if not value.is_unmodified_in(saved):  # limit 3
             return self._report(node, name, reasons.WRITTEN_TO)
         spec = self._spec_for(field, saved, base, value)
@@ -223,7 +231,8 @@ class Replacer:
             self._report(node, name, spec or self.deriver.why(reasons.output_of, base))
         elif is_exact and spec.rounding:
             self._report(node, name, reasons.ROUNDED)
-        elif self._replace_by_spec(node, name, field, spec, base):
+        elif (recomputed := self._recomputed(node, name, field, spec, base)) is not None:
+            self._save(node, name, field, recomputed)
             if index == 0 and value.noted is None and (original := field.original) is not None:
                 value.take_note(original)
             return
@@ -282,25 +291,32 @@ class Replacer:
         if isinstance(spec, str):
             reason = spec or self.deriver.why(reasons.output_of, node)
             return self._report(node, operation.result, reason)
-        self._replace_by_spec(node, operation.result, field, spec, node)
+        recomputed = self._recomputed(node, operation.result, field, spec, node)
+        if recomputed is not None:
+            self._save(node, operation.result, field, recomputed)
 
-    def _replace_by_spec(self, node: Node, name: str, field: Field, spec: Spec, base: Node) -> bool:
-        """Replace a saved tensor by a spec. Return False if it stays saved as PyTorch saves it."""
+    def _recomputed(
+        self, node: Node, name: str, field: Field, spec: Spec, base: Node
+    ) -> Recomputed | None:
+        """Return what replaces a saved tensor; None if it stays saved as PyTorch saves it."""
         turn, saved = self._first_turn + self.ordinal, field.tensor
         assert saved is not None
         limit = self._limit(spec, saved, turn)
         if limit:
             self._report(node, name, limit)
-            return False
+            return None
         names = nodes.operation_name(base), nodes.operation_name(node)
         value = Recomputed(spec, saved, *names, turn)
         context = type(node), name, type(base), spec.cost
         if not is_verified(self.settings, self.ordinal, value, saved, *context):  # limit 7
             self._report(node, name, reasons.DIFFERENT)
-            return False
+            return None
         spec.add_consumer(turn)
-        self._save(node, name, field, value)
-        return True
+        return value
+
+    def is_within_limits(self, spec: Spec) -> bool:
+        """Whether the next node may save a spec with products: limits 4 and 6."""
+        return not self.deriver.obstacle(spec) and spec.is_near(self.next_turn)
 
     def _limit(self, spec: Spec, saved: Tensor, turn: int) -> str:
         """Return which of the limits keeps a spec from replacing a tensor; "" if none does."""
@@ -326,7 +342,7 @@ class Replacer:
         if isinstance(value, Recomputed) and value.spec.tolerance:
             self.keep_until_known(value, saved)
         if saved.is_cuda:
-            value.stream = self._streams.get(saved.device)
+            value.stream = self.stream_of(saved.device)
         field.replace(value)
 
     def keep_until_known(self, value: Recomputed, saved: Tensor) -> None:
@@ -334,8 +350,12 @@ class Replacer:
 
         See 6 of NOTE [Weights are proved] in `weights.py`.
         """
-        weights = weights_of(value.spec)
-        if not self.settings.weights.all_last(weights):
+        known, all_last = self.settings.weights, True
+        for product in value.spec.products:
+            product.lasts = product.lasts or known.all_last(product.weights)
+            all_last = all_last and product.lasts
+        if not all_last:
+            weights = weights_of(value.spec)
             learn = partial(self.settings.weights.learn, weights)  # must not refer to the engine
             value.original = Original(Leaf(saved), learn)
             self._undecided.append(weakref.ref(value))

@@ -9,6 +9,7 @@ connects the recomputed tensor to the graph, as it connects every unpacked tenso
 nothing and replaces no operation.
 
     for each new node:                                           Engine.visit, run.py
+        if it is as in the last step: do the same again, else:   plan.py
         value = what a spec of the operation's output needs      values.py
         for each saved tensor that backward may read recomputed: Replacer.visit, replace.py
             spec = Deriver.spec_of(the operation that made it)   derive.py
@@ -61,12 +62,13 @@ from .._torch_private import (
     TO_COPY,
     DisableTorchFunction,
     has_backward_hooks,
-    set_grad_enabled,
 )
 from . import nodes, norms
+from .after_norm import Merge
 from .inside_modules import Noting, constant_of, gains_from_notes, is_user_mode_active
-from .nodes import Node
-from .operations import OPERATION_OF, OPERATIONS, ProductRule
+from .nodes import ACCUMULATE_GRAD_TYPE, Node
+from .operations import OPERATION_OF, OPERATIONS, Operation, ProductRule
+from .plan import Decisions, Plan
 from .products import with_frozen_bias
 from .pytorchs_forward import runs_pytorchs_forward
 from .replace import Replacer
@@ -134,9 +136,10 @@ def _on_node_created(node: Node) -> None:
     PyTorch pops that one instead of the engine's, which then stays active outside of the engine's
     call, and together with the hook of the next call: every node is passed twice in a row.
     """
-    engine = _running.engine
-    if engine is not None and type(node) is not nodes.ACCUMULATE_GRAD_TYPE:
-        engine.visit(node)
+    if type(node) is not ACCUMULATE_GRAD_TYPE:
+        engine = _running.engine
+        if engine is not None:
+            engine.visit(node)
 
 
 def _contained(method: Callable[..., None]) -> Callable[..., None]:
@@ -172,6 +175,10 @@ class Engine:
         self.walker = None if nodes.USE_CREATION_HOOK else Walk()
         is_unmodified = _always if self.walker is None else self.walker.is_unmodified
         self.replacer = Replacer(settings, model, observer, is_unmodified)
+        self._plan: Plan | None = None
+        if self.walker is None and observer is None:  # 6 of NOTE [Plans] in `plan.py`
+            settings.plan = settings.plan or Decisions()
+            self._plan = Plan(settings.plan, self.replacer)
         self._noting = Noting()
 
     def visit(self, node: Node) -> None:
@@ -180,42 +187,66 @@ class Engine:
         The engine keeps no reference to the node.
         """
         try:
+            plan = self._plan
+            if plan is not None:
+                replacer = self.replacer
+                decision = plan.of_nodes.get(replacer.ordinal + 1)
+                is_like = decision is not None and type(node) is decision.node_type
+                if is_like and decision.repeat(node, replacer):  # type: ignore[union-attr]
+                    return
             if self.observer is not None and KEY not in node.metadata:
                 self.observer.created(node)
-            if self.is_paused:
-                node.metadata.setdefault(KEY, WITHOUT_VALUE)
-                return
             node_type = type(node)
-            operation = OPERATION_OF[node_type]
+            if NEEDS_NO_VALUE[node_type]:
+                return
+            operation = None if self.is_paused else OPERATION_OF[node_type]
             if operation is None:
-                if NEEDS_NO_VALUE[node_type] is None:
-                    node.metadata.setdefault(KEY, WITHOUT_VALUE)
-                return
-            metadata = node.metadata
-            if KEY in metadata or nodes.is_transformed():  # rule 5 of NOTE [Containment]
-                return
-            metadata[KEY] = WITHOUT_VALUE  # if this visit fails, no input is proved
-            if operation is _CAST and nodes.downcasts_autograd_leaf(node):
-                return  # autocast's copy of a parameter: `weights.py` looks through it
-            was_enabled = torch.is_grad_enabled()
-            with DisableTorchFunction():
-                set_grad_enabled(False)  # a node creation hook must not create nodes
-                try:
-                    self.replacer.visit(node, operation)
-                finally:
-                    set_grad_enabled(was_enabled)
+                node.metadata.setdefault(KEY, WITHOUT_VALUE)
+            else:
+                self._visit_by_rules(node, operation)
         except Exception as error:
             self.warn_of(error, node)
+
+    def _visit_by_rules(self, node: Node, operation: Operation) -> None:
+        metadata = node.metadata
+        if KEY in metadata or nodes.is_transformed():  # rule 5 of NOTE [Containment]
+            return
+        metadata[KEY] = WITHOUT_VALUE  # if this visit fails, no input is proved
+        if operation is _CAST and nodes.downcasts_autograd_leaf(node):
+            return  # autocast's copy of a parameter: `weights.py` looks through it
+        with nodes.no_graph():  # a node creation hook must not create nodes
+            self.replacer.visit(node, operation)
+            if self._plan is not None:
+                self._plan.learn(node)
+
+    def planned_merge(self, module: nn.Module, z: Any) -> Merge | None:
+        """Return how an activation runs with the norm before it, if the plan tells."""
+        plan = self._plan
+        if plan is None or not self.merges:
+            return None
+        try:
+            decision = plan.of_merges.get(self.replacer.ordinal)
+            return None if decision is None else decision.match(module, z, self.replacer)
+        except Exception as error:
+            self.warn_of(error)
+            return None
+
+    @_contained
+    def learn_merge(self, module: nn.Module, z: Tensor, output: Tensor, merge: Merge) -> None:
+        """Let the plan remember how an activation has run with the norm before it."""
+        if self._plan is not None:
+            self._plan.learn_merge(module, z, output, merge)
 
     @contextmanager
     def paused(self, value: Any) -> Iterator[None]:
         """Replace nothing within a `with` block, whose nodes come after those of `value`."""
         self.walk(value)
-        was_paused, self.is_paused = self.is_paused, True
+        before = self.is_paused, self._plan
+        self.is_paused, self._plan = True, None
         try:
             yield
         finally:
-            self.is_paused = was_paused
+            self.is_paused, self._plan = before
 
     def walk(self, value: Any) -> None:
         """Visit the new nodes that tensors in `value` depend on, before torch 2.14."""
@@ -288,7 +319,6 @@ class Engine:
         if self.walker is not None:
             self.walker.record_versions(module)
 
-    @_contained
     def finish_module(
         self, module: nn.Module, output: Any, is_first_hook: Callable[[nn.Module], bool]
     ) -> None:
@@ -301,15 +331,17 @@ class Engine:
                 Such a hook may have restored an eps or a bias, or may have replaced the module's
                 output by the output of another norm.
         """
-        self.end_notes(module)
-        self.walk(output)
-        if not isinstance(output, Tensor):
-            return
-        if type(output) is Tensor:
-            _finish_module(module, output, is_first_hook)
-        elif is_plain(output):
-            with DisableTorchFunction():
+        try:
+            self._noting.end(module)
+            if self.walker is not None:
+                self.walk(output)
+            if type(output) is Tensor:
                 _finish_module(module, output, is_first_hook)
+            elif isinstance(output, Tensor) and is_plain(output):
+                with DisableTorchFunction():
+                    _finish_module(module, output, is_first_hook)
+        except Exception as error:
+            self.warn_of(error)
 
     @_contained
     def finish_product(
@@ -398,8 +430,9 @@ def _finish_module(
         return
     facts = value.norm
     if facts is not None:
-        facts.has_backward_hooks = facts.has_backward_hooks or has_backward_hooks(module)
-        if not facts.has_affine and output.nbytes >= Settings.MIN_BYTES:
+        if has_backward_hooks(module):
+            facts.has_backward_hooks = True
+        if facts.affine is None and not facts.has_affine and output.nbytes >= Settings.MIN_BYTES:
             with nodes.no_graph():
                 # Nothing has run since the norm's operation, which is the last one of the forward.
                 may_differ = not is_first_hook(module) or is_user_mode_active()

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import warnings
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..memory import Packed
 from .nodes import Node
 from .weights import KnownWeights
+
+if TYPE_CHECKING:
+    from .plan import Decisions
 
 MAX_OPS = 4
 MAX_KEYS = 2**16  # of specs: see 4 of NOTE [First use] in `verify.py`
@@ -27,6 +30,7 @@ class Settings:
         max_ops: The most passes over memory that a spec may take: see `costs.py`.
         rejected: The limits from which specs that took more would have been made, rounded up.
         verified: For each spec key, whether the spec reproduced the saved tensor at its first use.
+        plan: What the rules have decided, to repeat it: see NOTE [Plans] in `plan.py`.
         weights: Which weights of products can be read in backward.
         warned: The subjects of the warnings that were issued.
     """
@@ -37,6 +41,7 @@ class Settings:
         self.max_ops = max_ops
         self.rejected: set[int] = set()
         self.verified: dict[SpecKey, bool] = {}
+        self.plan: Decisions | None = None
         self.weights = KnownWeights()
         self.warned: set[str] = set()
 

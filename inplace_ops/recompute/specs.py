@@ -72,10 +72,15 @@ class ProductInside(Protocol):
     Attributes:
         flops: The floating point operations.
         weights: The parameters and buffers that it reads, except by autocast's casts.
+        lasts: Whether all of these are known to be there in backward.
     """
 
     flops: int
     weights: list[Any]
+    lasts: bool
+
+    def is_read_near(self, turn: int) -> bool:
+        """Whether a consumer is near the others of the product."""
 
 
 class Spec:
@@ -90,6 +95,7 @@ class Spec:
             which this estimate is close enough.
         auxiliary_bytes: The total size of the auxiliary leaves, such as a norm's affine.
         keeps_strides: Whether the value certainly has the strides that the tensor had in forward.
+        products: The products that compute this spec.
         tolerance: The norm of the value's error over that of the value, if a product is inside; 0
             if none is: see NOTE [Exact specs and roundings].
     """
@@ -109,6 +115,7 @@ class Spec:
     leaf_bytes: int
     auxiliary_bytes: int
     keeps_strides: bool
+    products: tuple[ProductInside, ...] = ()
 
     @property
     def how(self) -> str:
@@ -165,16 +172,13 @@ class Spec:
         """Whether no leaf was modified."""
         raise NotImplementedError
 
-    def products(self) -> Iterator[ProductInside]:
-        """Return the products that compute this spec."""
-        yield from ()
-
     def is_near(self, turn: int) -> bool:
         """Whether a consumer is near the others of all products inside.
 
         See 3 of NOTE [Narrow points] in `products.py`.
         """
-        return True
+        products = self.products  # usually none
+        return not products or all(product.is_read_near(turn) for product in products)
 
 
 def freed_error(tensor: Tensor) -> RuntimeError:
@@ -248,7 +252,7 @@ class Computed(Spec):
 
     reach_of_cheap = 0
 
-    __slots__ = ("_derived", "_following", "_kept", "_newest")
+    __slots__ = ("_derived", "_following", "_kept", "_newest", "products")
 
     def __init__(self) -> None:
         self._kept: _Kept | None = None
@@ -329,14 +333,6 @@ class Computed(Spec):
 
     def is_current(self) -> bool:
         return all(spec.is_current() for spec in self.inner())
-
-    def is_near(self, turn: int) -> bool:
-        return all(spec.is_near(turn) for spec in self.inner() if spec.tolerance)
-
-    def products(self) -> Iterator[ProductInside]:
-        for spec in self.inner():
-            if spec.tolerance:
-                yield from spec.products()
 
     def added_cost(self) -> float:
         inside = (spec for spec in self.inner() if spec.tolerance)

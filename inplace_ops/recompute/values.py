@@ -60,7 +60,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from .._torch_private import CLONE, WeakTensor, is_named
+from .._torch_private import CLONE, NO_PASS, WeakTensor, is_named, running_pass
 from . import nodes
 from .affine import NormFacts
 from .nodes import Node
@@ -76,6 +76,9 @@ from .weights import ProductFacts
 # an operation.
 KEY = "inplace_ops"
 WITHOUT_VALUE, OTHER_STREAM = None, False
+
+
+_referent = weakref.ref.__call__  # faster than that of `WeakTensor`
 
 
 class Value:
@@ -116,13 +119,31 @@ class Value:
 
     def take_note(self, tensor: Tensor) -> None:
         """Store a weak reference to the operation's output, of which the tensor may be an alias."""
-        base = whole_base(tensor)
+        base = None if tensor._base is None else whole_base(tensor)
         self.note = WeakTensor(tensor if base is None else base)
+
+    def has_note(self) -> bool:
+        """Whether the tensor of the note is alive."""
+        note = self.note
+        return note is not None and _referent(note) is not None
 
     @property
     def noted(self) -> Tensor | None:
         """The tensor of the note, if it is alive."""
-        return None if self.note is None else self.note()
+        note = self.note
+        return None if note is None else note()
+
+    def note_saved(self, tensor: Tensor) -> None:
+        """Take a note of the output, given the output or a view of it that a node saves.
+
+        In backward an operation may read a copy that hooks have unpacked, whose version says
+        nothing of the output.
+        """
+        if self.has_note() or running_pass() != NO_PASS:
+            return
+        output = tensor if tensor._base is None else tensor._base
+        if output.grad_fn is not None:  # a view of an autograd leaf is not its output
+            self.take_note(output)
 
     def is_unmodified_in(self, tensor: Tensor) -> bool:
         """Whether a tensor with the output's memory is unmodified since the operation returned.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import _ops
-from .._torch_private import ACCUMULATE_GRAD, BACKWARD_HOOK, is_named
+from .._torch_private import ACCUMULATE_GRAD, BACKWARD_HOOK
 from . import nodes
 from .nodes import Node
 from .operations import OPERATION_OF, Argument, Narrow, first_block, same, slice_of
@@ -29,14 +29,23 @@ class View:
         function: Computes the output from the input and the arguments. The input may have other
             strides than in forward.
         arguments: The arguments after the input.
-        condition: Returns whether the function holds for a node.
+        condition: Returns whether the function holds for a node; None if it always does.
         narrow: See `Output`.
+        keeps_order: Whether a view with all elements has them in the order of the input.
+        views_each_input: Whether each output is a view of the input at its place, instead of all
+            being views of the first input.
     """
 
     function: Callable[..., Tensor]
     arguments: tuple[Argument, ...] = ()
-    condition: Callable[[Node], bool] = lambda node: True
+    condition: Callable[[Node], bool] | None = None
     narrow: Narrow | None = None
+    keeps_order: bool = False
+    views_each_input: bool = False
+
+    def holds_for(self, node: Node) -> bool:
+        """Whether the function holds for a node."""
+        return self.condition is None or self.condition(node)
 
 
 def _index(node: Node, index: int) -> int:
@@ -92,15 +101,13 @@ def _known_stride(node: Node, shape: torch.Size) -> tuple[int, ...] | None:
     return nodes.saved_stride(node, field) if field else None
 
 
-_RESHAPE = View(Tensor.reshape, (nodes.output_shape,))
-_ALIAS = View(same)
-_SLICE = View(slice_of, ("dim", "start", "end", "step"))
+_RESHAPE = View(Tensor.reshape, (nodes.output_shape,), keeps_order=True)
 
 # Use `reshape` where forward used a view: the recomputed input may have other strides.
 VIEWS: Mapping[str, View] = {
-    "AliasBackward0": _ALIAS,
+    "AliasBackward0": View(same, keeps_order=True),
     # A module with full backward hooks gets and returns aliases, each of the input at its place.
-    BACKWARD_HOOK: _ALIAS,
+    BACKWARD_HOOK: View(same, keeps_order=True, views_each_input=True),
     # Autograd regenerates the node of a view whose base was modified in place, for example of an
     # instance norm's output that an activation has overwritten.
     "AsStridedBackward0": View(Tensor.reshape, ("size",), _reshapes),
@@ -108,7 +115,7 @@ VIEWS: Mapping[str, View] = {
     "PermuteBackward0": View(Tensor.permute, ("dims",)),
     "ReshapeAliasBackward0": _RESHAPE,
     "SelectBackward0": View(torch.select, ("dim", "index")),
-    "SliceBackward0": _SLICE,
+    "SliceBackward0": View(slice_of, ("dim", "start", "end", "step"), keeps_order=True),
     "SplitBackward0": View(_split, ("split_size", "dim", _index)),
     "SplitWithSizesBackward0": View(_split, ("split_sizes", "dim", _index)),
     "SqueezeBackward0": _RESHAPE,
@@ -136,15 +143,16 @@ def base_of(node: Node, index: int) -> tuple[Node, int]:
 
     Return the given node and index if the output is not a view.
     """
-    while node is not None and VIEW_OF[type(node)] is not None:
-        node, index = viewed(node, index)
+    while (view := VIEW_OF[type(node)]) is not None:
+        node, index = node.next_functions[index if view.views_each_input else 0]
     return node, index
 
 
 def viewed(node: Node, index: int) -> tuple[Node, int]:
     """Return the node and index of the tensor of which an output is a view."""
-    position = index if is_named(node, BACKWARD_HOOK) else 0
-    source: tuple[Node, int] = node.next_functions[position]
+    view = VIEW_OF[type(node)]
+    assert view is not None
+    source: tuple[Node, int] = node.next_functions[index if view.views_each_input else 0]
     return source
 
 
@@ -152,7 +160,7 @@ def reshapes_only(node: Node, index: int) -> bool:
     """Whether an output of a node is not a view, or has all elements of its base in their order."""
     size = nodes.output_shape(node, index).numel()
     while (view := VIEW_OF[type(node)]) is not None:
-        if view not in (_RESHAPE, _ALIAS, _SLICE):
+        if not view.keeps_order:
             return False
         node, index = viewed(node, index)
     return nodes.output_shape(node, index).numel() == size

@@ -42,6 +42,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from .._ops import layout_of
 from .._torch_private import ProductFlags, storage_id
 from ..memory import written_to_error
 from .calls import ViewCall
@@ -89,7 +90,15 @@ class _Layout(NamedTuple):
     device: torch.device
 
 
-def _layout_of(parameter: Tensor) -> _Layout:
+def _layout_of(parameter: Tensor) -> object:
+    """Return what tells whether a parameter has the same layout; None if its memory is gone."""
+    if layout_of is not None and type(parameter) is nn.Parameter:  # fast
+        layout = layout_of(parameter)
+        if layout is not None:
+            return layout
+    if not has_storage(parameter):
+        return None
+    # Through an alias, as a subclass of Parameter sees what is asked of it.
     data = parameter.detach()
     offset = int(data.storage_offset())
     return _Layout(offset, data.shape, data.stride(), data.dtype, data.device)
@@ -128,11 +137,11 @@ class Weight(Spec):
     def is_current(self) -> bool:
         parameter = self.parameter
         return (
-            has_storage(parameter)  # rule 6
-            and parameter._version == self.version  # rule 3
+            parameter._version == self.version  # rule 3
             and self._steps.count == self._count  # rule 4
             and storage_id(parameter.untyped_storage()) == self._storage.cdata  # rule 5
-            and _layout_of(parameter) == self._layout
+            and (layout := _layout_of(parameter)) is not None  # rule 6
+            and layout == self._layout
         )
 
     def leaves(self) -> Iterator[Leaf]:
@@ -162,7 +171,7 @@ def weights_among(factors: Iterable[Spec]) -> list[Weight]:
 
 def weights_of(spec: Spec) -> list[Weight]:
     """Return the parameters and buffers that the products of a spec read."""
-    return [weight for call in spec.products() for weight in call.weights]
+    return [weight for call in spec.products for weight in call.weights]
 
 
 class ProductFacts(NamedTuple):

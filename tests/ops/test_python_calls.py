@@ -179,6 +179,45 @@ def test_only_the_dispatcher_takes_tensors_without_values_in_memory(
             assert function(*changed, *defaults) is NotImplemented, (position, kind)
 
 
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.transpose(1, 2),
+    "slice": lambda x: x[:, 1:3],
+    "next slice": lambda x: x[:, 2:4],
+    "reshaped": lambda x: x.view(4, 2, 4),
+    "other dtype": Tensor.double,
+    "expanded": lambda x: x[:1].expand(2, -1, -1),
+    "more dimensions": lambda x: x[None],
+    "scalar": lambda x: x[0, 0, 0],
+}
+
+
+@needs_calls
+def test_layout_tells_tensors_apart() -> None:
+    assert _ops.layout_of is not None
+    x = torch.randn(2, 4, 4)
+    layouts = [_ops.layout_of(view(x)) for view in VIEWS.values()]
+    assert None not in layouts
+    assert len({_ops.layout_of(x), *layouts}) == len(VIEWS) + 1
+    for view in VIEWS.values():
+        assert _ops.layout_of(view(x)) == _ops.layout_of(view(torch.randn(2, 4, 4)))
+    assert _ops.layout_of(nn.Parameter(x)) == _ops.layout_of(x)
+
+
+@needs_calls
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions:UserWarning")
+@pytest.mark.parametrize("kind", ["subclass", "fake", "quantized", "integer"])
+def test_layout_of_other_objects_is_unknown(kind: str) -> None:
+    assert _ops.layout_of is not None
+    freed = torch.randn(4)
+    freed.untyped_storage().resize_(0)
+    for value in (NOT_ORDINARY[kind](torch.randn(2, 3)), freed, object(), None):
+        assert _ops.layout_of(value) is None  # type: ignore[arg-type]
+    before = sys.getrefcount(x := torch.randn(3))
+    for _ in range(10):
+        _ops.layout_of(x)
+    assert sys.getrefcount(x) == before
+
+
 @needs_calls
 @pytest.mark.parametrize("op", OF_EACH_KIND, ids=name_of)
 def test_call_keeps_no_reference(op: torch._ops.OpOverload, device: torch.device) -> None:

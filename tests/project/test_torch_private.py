@@ -157,6 +157,7 @@ WHILE: dict[str, Callable[[], Any]] = {
         lambda *_: None
     ),
     "len_torch_dispatch_stack": lambda: FlopCounterMode(display=False),
+    "len_torch_function_stack": lambda: torch.device("cpu"),
     "profiler_is_running": torch.autograd.profiler.profile,
     "saved_tensor_hooks_are_disabled": disabled_hooks,
 }
@@ -481,6 +482,33 @@ def check_backward_hooks() -> None:
     nn.modules.module._global_is_full_backward_hook = None  # allows the other kind again
     module.register_backward_hook(lambda *_: None)
     assert private.has_backward_hooks(module)
+
+
+@checks("is_undisturbed")
+def check_undisturbed() -> None:
+    assert private.is_undisturbed()
+    for surroundings in (FlopCounterMode(display=False), torch.device("cpu")):
+        with surroundings:
+            assert not private.is_undisturbed()
+    seen: list[bool] = []
+
+    def see(x: Tensor) -> Tensor:
+        seen.append(private.is_undisturbed())
+        return x + 1
+
+    torch.func.vmap(see)(torch.ones(2))
+    torch.jit.trace(see, torch.ones(2), check_trace=False)
+    assert seen == [False, False]
+
+
+@checks("has_gradient_hooks")
+def check_gradient_hooks() -> None:
+    first, second = leaf(4) * 1, leaf(4) * 1
+    assert not private.has_gradient_hooks(first)
+    first.register_hook(print)
+    second.retain_grad()
+    assert private.has_gradient_hooks(first)
+    assert private.has_gradient_hooks(second)
 
 
 @checks("node_class")

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from _support.plans import only_rules
 from _support.twins import (
     SOURCES,
     C,
@@ -123,7 +124,7 @@ def test_error_at_any_node_does_not_affect_later_calls(
                 raise error
             visit(*args)
 
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, only_rules():
             patch.setattr(replace.Replacer, "visit", failing)
             is_raised = error is KeyboardInterrupt
             with pytest.raises(error) if is_raised else contextlib.nullcontext():
@@ -423,7 +424,8 @@ def test_node_creation_hook_left_open_visits_nodes_once(monkeypatch: pytest.Monk
     try:
         assert_same_steps(model, twin, x)
         seen.clear()
-        twin(x)
+        with only_rules():
+            twin(x)
     finally:
         hook.__exit__()
         hook.__exit__()

@@ -51,7 +51,7 @@ def converted(model: nn.Module, max_ops: int = MAX_OPS) -> Any:
 def products_in(output: Any) -> set[ProductCall]:
     """Return the products that backward will compute."""
     values = [value for value in recomputed(output) if value.original is None]
-    return {call for value in values for call in value.spec.products()}
+    return {call for value in values for call in value.spec.products}
 
 
 def flops_of(step: Callable[[], Any]) -> int:

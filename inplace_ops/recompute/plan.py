@@ -1,0 +1,705 @@
+"""A plan: what the rules have decided for each node of a forward pass, to repeat it in the next.
+
+The rules (`replace.py`, `derive.py`) ask a few hundred small questions at each node, most of which
+have the same answer in every step of a training run. A plan remembers the answers.
+
+NOTE [Plans]
+
+1. The rules alone decide. When they have visited a node, `decision_of` reads off the node what they
+   have done, and the plan of the model stores it under the node's ordinal. In the next forward pass
+   the node with that ordinal is compared with the decision. If all that the decision depends on is
+   the same, the plan repeats it. Otherwise the rules run, and their decision replaces it.
+2. What replaces a saved tensor must be right whatever happened since. So before a decision is
+   repeated, these are compared, and the branches cite this list:
+   a. nothing else sees the operations: no tracer, transform, mode, profiler, and no hooks of other
+      code have the saved tensor;
+   b. the types of the node and of the operations up to the base of the saved tensor;
+   c. the layout, dtype and device of the saved tensor;
+   d. the base was visited in this forward pass, on the same stream; no other operation saves it;
+      its version proves that nothing has written to it;
+   e. the spec, which the rules have made for this forward pass: its kind, cost, sizes and
+      roundings. On these the limits depend.
+   Products are compared with the limits anew, as these depend on turns: NOTE [Narrow points] in
+   `products.py`.
+3. The comparison with the saved tensor at its first use is not repeated: a decision is stored only
+   after it, and the key of NOTE [First use] in `verify.py` depends on nothing else.
+4. Where the rules leave a tensor as it is, leaving it needs no proof. A decision repeats that only
+   where the rules could not do otherwise: for a parameter, and for the output of an operation that
+   has no spec. Elsewhere the rules decide about this tensor in each forward pass.
+5. An ordinal may be another operation's than before, for example where a forward has branches. The
+   comparison proves everything from the node itself, so this costs time alone.
+6. Plans are used from torch 2.14 on, where PyTorch passes each node when it is created: what the
+   operation has read is unmodified then. An observed forward pass has no plan.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.cuda import is_initialized
+
+from .. import _ops
+from .._ops import OpArgs
+from .._torch_private import (
+    default_saved_tensor_hooks,
+    is_undisturbed,
+    profiler_is_running,
+    set_grad_enabled,
+)
+from ..supported import ActivationCall, Candidate, candidate_of
+from . import bypass, nodes, norms
+from .affine import NormAffine, NormFacts
+from .after_norm import Merge, runs_in_place
+from .calls import ViewCall
+from .nodes import ACCUMULATE_GRAD_TYPE, Node, names_of, put
+from .norms import Statistics
+from .operations import OPERATION_OF, Operation, ProductRule
+from .packed import Recomputed
+from .products import widens
+from .settings import MAX_KEYS
+from .specs import Spec
+from .values import KEY, Value, ensure_value, value_of, was_visited
+from .views import VIEW_OF, View
+
+if TYPE_CHECKING:
+    from .replace import Replacer
+
+layout_of: Callable[[Tensor], bytes | None] = _ops.layout_of  # type: ignore[assignment]
+
+# What the limits ask of a spec: 2e of NOTE [Plans].
+_facts_of = attrgetter(
+    *("__class__", "cost", "rounding", "tolerance", "leaf_bytes", "auxiliary_bytes")
+)
+
+# The nodes from the one that returned a tensor to that of its base: the entry in the table of
+# views, None for the base, and the type.
+Path = tuple[tuple[View | None, Any], ...]
+
+
+def _path_of(tensor: Tensor) -> Path | None:
+    """Return the path to the base of a saved tensor; None unless that is a first output."""
+    edge: tuple[Node, int] = (tensor.grad_fn, tensor.output_nr)
+    node, index = edge
+    path: list[tuple[View | None, type]] = []
+    while (view := VIEW_OF[type(node)]) is not None:
+        path.append((view, type(node)))
+        node, index = node.next_functions[index if view.views_each_input else 0]
+    return (*path, (None, type(node))) if index == 0 else None
+
+
+def _base_of(tensor: Tensor, path: Path) -> Node:
+    """Return the node that returned the base of a tensor; None if its path is another one: 2b."""
+    edge: tuple[Node, int] = (tensor.grad_fn, tensor.output_nr)
+    node, index = edge
+    for view, node_type in path:
+        if type(node) is not node_type:
+            return None
+        if view is None:
+            break
+        node, index = node.next_functions[index if view.views_each_input else 0]
+    return node if index == 0 else None
+
+
+def _spec_of(node: Node, index: int, replacer: Replacer) -> Spec | str:
+    """Return what the rules return."""
+    with nodes.no_graph():  # a node creation hook must not create nodes
+        return replacer.deriver.spec_of(node, index)
+
+
+@dataclass(frozen=True, slots=True)
+class Views:
+    """The views between the base and a saved tensor.
+
+    A view of a layout of a base of a layout maps the same elements of the base, whatever its
+    arguments are. So if both layouts are as they were, the calls are too.
+
+    Attributes:
+        layout_of_base: What `layout_of` returns for the base.
+        calls: Function and arguments of each `ViewCall`, that of the base first.
+    """
+
+    layout_of_base: bytes
+    calls: tuple[tuple[Callable[..., Tensor], tuple[Any, ...]], ...]
+
+    def are_of(self, tensor: Tensor, base: Node) -> bool:
+        """Whether a tensor with the same layout as before is the same view of its base."""
+        if not self.calls:
+            return True
+        whole = tensor._base
+        if whole is None or whole.grad_fn is not base:
+            return False
+        return layout_of(whole) == self.layout_of_base
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """A saved input that a spec replaces.
+
+    Attributes:
+        handle: The node's attribute with autograd's handle of the tensor.
+        saved: The node's attribute with the tensor.
+        path: The path to the base of the tensor.
+        layout: What `layout_of` returns for the tensor.
+        facts: What the limits ask of the spec.
+        views: How the spec is made of the spec of the base; None if only the rules know.
+        packed: What the rules have saved instead of the tensor, without the spec.
+    """
+
+    handle: str
+    saved: str
+    path: Path
+    layout: bytes
+    facts: tuple[Any, ...]
+    views: Views | None
+    packed: Recomputed = field(compare=False)
+
+    def match(self, node: Node, replacer: Replacer) -> tuple[Any, Tensor, Spec] | None:
+        """Return autograd's handle, the tensor and its spec, if all is as it was."""
+        handle = getattr(node, self.handle)
+        if handle is None or handle.unpack_hook is not None:  # 2a
+            return None
+        tensor = getattr(node, self.saved)
+        if type(tensor) is not Tensor or layout_of(tensor) != self.layout:  # 2c
+            return None
+        base = _base_of(tensor, self.path)  # 2b
+        value = None if base is None else base.metadata.get(KEY)
+        if not value or value.saver is not None:  # 2d
+            return None
+        version = tensor._version
+        if version and version != value.version:
+            return None
+        value.note_saved(tensor)
+        views, known = self.views, value.spec
+        spec: Spec | str
+        if views is None or not views.are_of(tensor, base):
+            spec = _spec_of(tensor.grad_fn, tensor.output_nr, replacer)
+        else:
+            base_spec = None if known is None else known()
+            if base_spec is None or not base_spec.is_current():
+                spec = _spec_of(base, 0, replacer)
+            else:
+                spec = base_spec
+            for function, arguments in views.calls:
+                if isinstance(spec, str):
+                    break
+                spec = ViewCall(function, (spec,), *arguments)
+        if isinstance(spec, str):
+            return None
+        if _facts_of(spec) != self.facts:  # 2e
+            return None
+        if spec.tolerance and not replacer.is_within_limits(spec):
+            return None
+        return handle, tensor, spec
+
+    def act(self, node: Node, own: Value, replacer: Replacer, match: Any) -> None:
+        """Replace the tensor."""
+        handle, tensor, spec = match
+        turn = replacer.turn
+        packed = self.packed.again(spec, turn)
+        spec.add_consumer(turn)
+        if spec.tolerance:
+            replacer.keep_until_known(packed, tensor)
+        if tensor.is_cuda:
+            packed.stream = replacer.stream_of(tensor.device)
+        put(handle, packed)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A saved input that stays saved, as the operation that returned it has no spec.
+
+    Attributes:
+        handle: The node's attribute with autograd's handle of the tensor.
+        saved: The node's attribute with the tensor.
+        path: The path to the base of the tensor.
+    """
+
+    handle: str
+    saved: str
+    path: Path
+
+    def match(self, node: Node, replacer: Replacer) -> Value | None:
+        """Return the value of the tensor's base, if all is as it was."""
+        handle = getattr(node, self.handle)
+        if handle is None or handle.unpack_hook is not None:  # 2a
+            return None
+        tensor = getattr(node, self.saved)
+        if type(tensor) is not Tensor:
+            return None
+        base = _base_of(tensor, self.path)  # 2b
+        if base is None or not was_visited(base):
+            return None
+        value = ensure_value(base)
+        if value is None or value.saver is not None or value.product is not None:  # 2d
+            return None
+        version = tensor._version
+        if version and version != value.version:
+            return None
+        value.note_saved(tensor)
+        return value
+
+    def act(self, node: Node, own: Value, replacer: Replacer, match: Value) -> None:
+        """Record that the node saves the tensor."""
+        match.mark_saved_by(own)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadParameter:
+    """A saved operand of a product that is a parameter, or a view of one.
+
+    Attributes:
+        position: The index of the operand's edge.
+        types: The types of the nodes from there to the parameter's; none of a frozen parameter.
+    """
+
+    position: int
+    types: tuple[Any, ...]
+
+    def match(self, node: Node, replacer: Replacer) -> bool | None:
+        """Return True if the operand still is a parameter."""
+        node, _ = node.next_functions[self.position]
+        for node_type in self.types:
+            if type(node) is not node_type:
+                return None
+            if node_type is not ACCUMULATE_GRAD_TYPE:
+                node = node.next_functions[0][0]
+        return True if self.types or node is None else None
+
+    def act(self, node: Node, own: Value, replacer: Replacer, match: bool) -> None:
+        """Leave it saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A saved input about which the rules decide in each forward pass.
+
+    Attributes:
+        name: The field.
+        is_exact: Whether a spec must be exact.
+    """
+
+    name: str
+    is_exact: bool
+
+    def match(self, node: Node, replacer: Replacer) -> bool:
+        """Return True: nothing is assumed."""
+        return True
+
+    def act(self, node: Node, own: Value, replacer: Replacer, match: bool) -> None:
+        """Ask the rules."""
+        with nodes.no_graph():
+            replacer.replace_input(node, own, self.name, self.is_exact)
+
+
+Input = Replaced | Saved | ReadParameter | Asked
+
+
+@dataclass(frozen=True, slots=True)
+class NothingToFill:
+    """The value needs nothing more."""
+
+    def fill(self, node: Node, value: Value, replacer: Replacer) -> bool:
+        """Return True."""
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class FilledByRules:
+    """The rules fill in the value in each forward pass.
+
+    Attributes:
+        operation: The node's entry in the table of operations.
+    """
+
+    operation: Operation
+
+    def fill(self, node: Node, value: Value, replacer: Replacer) -> bool:
+        """Return True, with the value filled in."""
+        assert self.operation.output is not None
+        with nodes.no_graph():
+            replacer.fill(node, value, self.operation, self.operation.output)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class FilledNorm:
+    """The value of a norm that has computed statistics, and whose weight and bias are parameters.
+
+    Attributes:
+        is_batch_norm: Whether it is a batch norm, and not a layer norm.
+        shape: The shape of its channel or column affine.
+    """
+
+    is_batch_norm: bool
+    shape: tuple[int, ...]
+
+    def fill(self, node: Node, value: Value, replacer: Replacer) -> bool:
+        """Fill in the value. Return False if something is not as it was."""
+        if profiler_is_running():  # it does not see a direct call
+            return False
+        weight, mean, rstd = _weight_mean_rstd(node)
+        try:
+            if self.is_batch_norm:
+                leaf = node.next_functions[2][0]
+                if type(leaf) is not ACCUMULATE_GRAD_TYPE or not _is_training(node):
+                    return False
+                bias = leaf.variable
+                affine = _norm_affine(rstd, mean, weight, bias, self.shape, 1)
+            else:
+                bias = _bias(node)
+                affine = _norm_affine(None, None, weight, bias, self.shape, 1)
+        except RuntimeError:  # parameters of other dtypes or layouts than before
+            return False
+        if not (affine is not NotImplemented and type(weight) is type(bias) is nn.Parameter):
+            return False
+        value.norm = facts = NormFacts()
+        facts.statistics = Statistics(mean, rstd)
+        if self.is_batch_norm:
+            facts.affine = NormAffine(affine, None)
+        else:
+            facts.column_affine = affine
+        replacer.release_later(value)
+        return True
+
+
+_norm_affine = _ops.CALL_NORM_AFFINE.directly
+_weight_mean_rstd = attrgetter(*(names_of(name)[1] for name in ("weight", "result1", "result2")))
+_bias, _is_training = attrgetter(names_of("bias")[1]), attrgetter(names_of("training")[1])
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDecision:
+    """What the rules have decided for a node.
+
+    Attributes:
+        node_type: The type of the node.
+        operation: Its entry in the table of operations.
+        filling: How the node's value is filled in.
+        inputs: Its saved inputs.
+    """
+
+    node_type: type
+    operation: Operation
+    filling: NothingToFill | FilledByRules | FilledNorm
+    inputs: tuple[Input, ...]
+
+    def match(self, node: Node, replacer: Replacer) -> list[Any] | None:
+        """Return what the inputs need to do the same again; None if something is not as it was."""
+        if not is_undisturbed():  # 2a
+            return None
+        if is_initialized() and not replacer.is_first_on_its_device(nodes.stream_of(node)):  # 2d
+            return None
+        matches = []
+        for each in self.inputs:
+            match = each.match(node, replacer)
+            if match is None:
+                return None
+            matches.append(match)
+        return matches
+
+    def repeat(self, node: Node, replacer: Replacer) -> bool:
+        """Do the same again. Return False, and do nothing, if something is not as it was."""
+        metadata, value = node.metadata, Value()
+        matches = None if KEY in metadata else self.match(node, replacer)
+        if matches is None or not self.filling.fill(node, value, replacer):
+            return False
+        metadata[KEY] = value
+        replacer.ordinal += 1
+        for each, match in zip(self.inputs, matches, strict=True):
+            each.act(node, value, replacer, match)
+        if self.operation.has_rewrites:
+            with nodes.no_graph():
+                replacer.rewrite(node, self.operation, value)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class AfterNormDecision:
+    """The node of an activation after a norm: nothing depends on anything.
+
+    Attributes:
+        node_type: The type of the node.
+    """
+
+    node_type: type
+
+    def match(self, node: Node, replacer: Replacer) -> list[Any] | None:
+        """Return None: the rules do the same."""
+        return None
+
+    def repeat(self, node: Node, replacer: Replacer) -> bool:
+        """Make the value."""
+        metadata = node.metadata
+        if KEY in metadata:
+            return False
+        if is_initialized() and not replacer.is_first_on_its_device(nodes.stream_of(node)):  # 2d
+            return False
+        metadata[KEY] = value = Value()
+        value.version = node.output_version
+        replacer.ordinal += 1
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class MergeDecision:
+    """How the rules have run an activation together with the norm before it.
+
+    Attributes:
+        module_type: The type of the activation's module.
+        candidate: What recognizes the activation.
+        call: The activation.
+        is_in_place: Whether it runs in place.
+        op_args: The last arguments of its ops.
+        anchor: What its anchors are aliases of.
+        norm_type: The type of the norm's node.
+        layout: What `layout_of` returns for the norm's output.
+        is_batch_norm: Whether the norm is a batch norm.
+    """
+
+    module_type: type[nn.Module]
+    candidate: Candidate
+    call: ActivationCall
+    is_in_place: bool
+    op_args: OpArgs
+    anchor: Tensor | None = field(compare=False)
+    norm_type: Any
+    layout: bytes
+    is_batch_norm: bool
+
+    @classmethod
+    def of(cls, module: nn.Module, z: Tensor, output: Tensor, merge: Merge) -> MergeDecision | None:
+        """Return the decision; None where z is a view, or the norm saves a spec."""
+        if output is not z or not isinstance(merge.x, Tensor):
+            return None
+        call, is_in_place, op_args, anchor, *_ = merge
+        layout, is_batch_norm = layout_of(z), norms.is_batch_norm(z.grad_fn)
+        if layout is None:
+            return None
+        return cls(
+            type(module),
+            candidate_of(module),
+            call,
+            is_in_place,
+            op_args,
+            anchor,
+            type(z.grad_fn),
+            layout,
+            is_batch_norm,
+        )
+
+    def match(self, module: nn.Module, z: Any, replacer: Replacer) -> Merge | None:
+        """Return how the activation runs with the norm before it, if all is as it was."""
+        if type(module) is not self.module_type or type(z) is not Tensor:
+            return None
+        node: Node = z.grad_fn
+        if type(node) is not self.norm_type or z._version or z.output_nr or z._is_view():
+            return None
+        if layout_of(z) != self.layout:
+            return None
+        is_usual = (
+            torch.is_grad_enabled()
+            and is_undisturbed()  # 2a
+            and default_saved_tensor_hooks() is None
+            and forward_ad._current_level < 0
+            and not torch.is_anomaly_enabled()
+        )
+        if not is_usual or self.candidate.call_of(module) != self.call:
+            return None
+        is_in_place = self.is_in_place
+        if runs_in_place(module, self.call.activation) is not is_in_place:
+            return None
+        if is_initialized() and not replacer.is_first_on_its_device(nodes.stream_of(node)):
+            return None
+        value = node.metadata.get(KEY)
+        facts = value.norm if value else None
+        x = nodes.saved_tensor(node, "input")
+        if facts is None or type(x) is not Tensor or x.is_neg():  # its layout follows from z's
+            return None
+        affine, instead = facts.affine, None
+        if self.is_batch_norm:
+            instead = bypass.bypass_of_batch_norm(node, facts, module, x, z, is_in_place)
+        elif affine is None:
+            set_grad_enabled(False)
+            try:
+                affine = facts.affine_of(node)
+            finally:
+                set_grad_enabled(True)
+        if affine is None:
+            return None
+        return Merge(self.call, is_in_place, self.op_args, self.anchor, x, affine, instead)
+
+
+Decision = NodeDecision | AfterNormDecision
+
+
+def decision_of(node: Node) -> Decision | None:
+    """Return what the rules have decided for a node; None if there is nothing to repeat."""
+    operation, value = OPERATION_OF[type(node)], value_of(node)
+    if operation is None or value is None:
+        return None
+    if operation.output == "activation after a norm":
+        return AfterNormDecision(type(node))
+    inputs = [_input_of(node, operation, name, value) for name in operation.reads]
+    inputs += [Asked(name, is_exact=True) for name in operation.reads_exact]
+    filling = _filling_of(node, operation, value)
+    return NodeDecision(type(node), operation, filling, tuple(inputs))
+
+
+def _input_of(node: Node, operation: Operation, name: str, own: Value) -> Input:
+    """Return what the rules have decided about a saved input of a node."""
+    asked, rule = Asked(name, is_exact=False), operation.output
+    if isinstance(rule, ProductRule):
+        parameter = _parameter_at(node, dict(rule.operands)[name])
+        if parameter is not None:
+            return parameter
+    packed = nodes.packed(node, name)
+    if isinstance(packed, Recomputed):
+        return _replaced(node, name, packed) or asked
+    tensor = nodes.saved_tensor(node, name)
+    path = None if tensor is None or tensor.grad_fn is None else _path_of(tensor)
+    if tensor is None or path is None:
+        return asked
+    value = value_of(_base_of(tensor, path))
+    if value is None or value.saver is None or value.saver() is not own:
+        return asked
+    of_base = OPERATION_OF[path[-1][1]]
+    has_no_spec = of_base is None or (of_base.is_product and value.product is None)
+    return Saved(*names_of(name), path) if has_no_spec else asked
+
+
+def _parameter_at(node: Node, position: int) -> ReadParameter | None:
+    """Return the parameter that a product reads; None if it reads something else."""
+    types: list[type] = []
+    node, _ = nodes.producer(node, position)
+    while node is not None:
+        types.append(type(node))
+        if VIEW_OF[type(node)] is None:
+            break
+        node = node.next_functions[0][0]
+    is_parameter = not types or types[-1] is ACCUMULATE_GRAD_TYPE
+    return ReadParameter(position, tuple(types)) if is_parameter else None
+
+
+def _replaced(node: Node, name: str, packed: Recomputed) -> Replaced | None:
+    """Return how a spec has replaced an input; None if that depends on more than a match tells."""
+    spec = packed.spec
+    if packed.original is not None or packed.turn is None or spec.cost == 0:
+        return None
+    tensor = nodes.tensor_without_values(node, name)
+    path = _path_of(tensor)
+    if path is None:
+        return None
+    base = _base_of(tensor, path)
+    layout, views = _layout_of_packed(packed), _views_of(base, len(path) - 1, spec)
+    like = packed.without_spec()
+    return Replaced(*names_of(name), path, layout, _facts_of(spec), views, like)
+
+
+def _views_of(base: Node, count: int, spec: Spec) -> Views | None:
+    """Return how a spec is made of that of a base by a number of views; None if it is not."""
+    operation, value = OPERATION_OF[type(base)], value_of(base)
+    if operation is None or operation.saves_output or value is None or value.spec is None:
+        return None
+    calls: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = []
+    for _ in range(count):
+        if type(spec) is not ViewCall:
+            return None
+        calls.insert(0, (spec.function, tuple(spec.arguments)))
+        (spec,) = spec.inputs
+    if spec is not value.spec():
+        return None
+    if not calls:
+        return Views(b"", ())
+    noted = value.noted
+    whole = noted if noted is None or noted._base is None else noted._base
+    layout = None if whole is None else layout_of(whole)
+    return None if layout is None else Views(layout, tuple(calls))
+
+
+def _layout_of_packed(packed: Recomputed) -> bytes:
+    """Return the layout of a saved tensor that the rules have replaced."""
+    like = layout_of(torch.empty((), dtype=packed.dtype, device=packed.device))
+    assert like is not None
+    return like[:-8] + struct.pack(
+        f"={1 + 2 * len(packed.shape)}q", packed.offset, *packed.shape, *packed.stride
+    )
+
+
+def _filling_of(
+    node: Node, operation: Operation, value: Value
+) -> NothingToFill | FilledByRules | FilledNorm:
+    """Return how the value of a node is filled in."""
+    rule = operation.output
+    if rule is None or (isinstance(rule, ProductRule) and not widens(node, rule)):
+        return NothingToFill()
+    facts = value.norm
+    if facts is not None and facts.statistics is not None:
+        formula, parameters = norms.known_kind_of(node).formula, norms.parameters_of(node)
+        computed = {
+            "batch": None if facts.affine is None else facts.affine.channel_affine,
+            "layer": facts.column_affine,
+        }.get(formula)
+        # Other parameters are cast or copied first.
+        are_usual = parameters is not None and all(
+            type(p) is nn.Parameter and p.dtype is facts.statistics.rstd.dtype and p.is_contiguous()
+            for p in parameters
+        )
+        if computed is not None and are_usual:
+            return FilledNorm(formula == "batch", tuple(computed.shape))
+    return FilledByRules(operation)
+
+
+class Decisions:
+    """The decisions of a model's rules, by ordinal. All forward passes of the model share them.
+
+    Attributes:
+        of_nodes: The decision about the node with an ordinal.
+        of_merges: The decision about the activation after the norm with an ordinal.
+    """
+
+    def __init__(self) -> None:
+        self.of_nodes: dict[int, Decision | None] = {}
+        self.of_merges: dict[int, MergeDecision | None] = {}
+
+
+class Plan:
+    """The decisions that one forward pass repeats and adds to.
+
+    Attributes:
+        of_nodes: See `Decisions`.
+        of_merges: See `Decisions`.
+    """
+
+    def __init__(self, decisions: Decisions, replacer: Replacer) -> None:
+        """Prepare for a forward pass.
+
+        Args:
+            decisions: Those of the model.
+            replacer: Acts on them.
+        """
+        self.of_nodes, self.of_merges = decisions.of_nodes, decisions.of_merges
+        self._replacer = replacer
+
+    def learn(self, node: Node) -> None:
+        """Store what the rules have decided for the last node."""
+        _store(self.of_nodes, self._replacer.ordinal, decision_of(node))
+
+    def learn_merge(self, module: nn.Module, z: Tensor, output: Tensor, merge: Merge) -> None:
+        """Store how the rules have run an activation with the norm before it."""
+        decision = MergeDecision.of(module, z, output, merge)
+        _store(self.of_merges, self._replacer.ordinal, decision)
+
+
+_D = TypeVar("_D")
+
+
+def _store(decisions: dict[int, _D], ordinal: int, decision: _D) -> None:
+    if ordinal in decisions or len(decisions) < MAX_KEYS:
+        decisions[ordinal] = decision

@@ -1,0 +1,142 @@
+"""Comparison of the decisions that a plan repeats with those of the rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from inplace_ops.recompute import activation_modules, plan, run
+from inplace_ops.recompute.after_norm import Merge
+from inplace_ops.recompute.nodes import Node
+from inplace_ops.recompute.values import KEY, Value, value_of
+
+
+class _Expected(threading.local):
+    """What the rules have to decide about the node that a thread visits."""
+
+    decision: plan.NodeDecision | None = None
+    value: Value | None = None
+
+
+@contextmanager
+def compared_plans() -> Iterator[list[str]]:
+    """Compare all decisions that plans repeat with those of the rules; yield the differences.
+
+    Every second time that a node is as the plan expects it, the rules decide about it, and have to
+    decide the same. The other times the plan acts, and has to leave the node as the rules would. An
+    activation after a norm runs as the plan tells, which has to be what the rules tell.
+    """
+    differences: list[str] = []
+    expected = _Expected()
+    turns = itertools.count()
+    repeat, learn, match = plan.NodeDecision.repeat, plan.Plan.learn, plan.MergeDecision.match
+
+    def compared_repeat(decision: plan.NodeDecision, node: Node, replacer: Any) -> bool:
+        expected.decision = None
+        if next(turns) % 2:
+            acted = repeat(decision, node, replacer)
+            if acted:
+                _compare(decision, plan.decision_of(node), "acted otherwise", differences)
+            return acted
+        probe = Value()
+        is_match = KEY not in node.metadata and decision.match(node, replacer) is not None
+        if is_match and decision.filling.fill(node, probe, replacer):
+            expected.decision, expected.value = decision, probe
+        return False
+
+    def compared_learn(of_model: plan.Plan, node: Node) -> None:
+        decision, probe = expected.decision, expected.value
+        expected.decision = expected.value = None
+        if decision is not None:
+            _compare(decision, plan.decision_of(node), "the rules differ", differences)
+            if not _same_facts(probe, value_of(node)):
+                differences.append(f"{type(node).__name__}: other facts")
+        learn(of_model, node)
+
+    def compared_match(
+        decision: plan.MergeDecision, module: nn.Module, z: Any, replacer: Any
+    ) -> Merge | None:
+        merge = match(decision, module, z, replacer)
+        engine = run.running_engine()
+        if merge is not None and engine is not None:
+            wanted = activation_modules._merge_of(engine, module, z, z)
+            if wanted is None or not _same_merges(merge, wanted):
+                differences.append(f"{type(module).__name__}: {merge} instead of {wanted}")
+        return merge
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan.NodeDecision, "repeat", compared_repeat)
+        patch.setattr(plan.Plan, "learn", compared_learn)
+        patch.setattr(plan.MergeDecision, "match", compared_match)
+        yield differences
+
+
+def _compare(
+    decision: plan.NodeDecision, actual: plan.Decision | None, what: str, differences: list[str]
+) -> None:
+    if not isinstance(actual, plan.NodeDecision):
+        differences.append(f"{decision.node_type.__name__}: {what}: {actual}")
+        return
+    for mine, other in zip(decision.inputs, actual.inputs, strict=True):
+        # About the asked ones the rules may decide otherwise each time.
+        if isinstance(mine, plan.Asked) or mine == other:
+            continue
+        differing = f"{mine}, {other}"
+        if isinstance(mine, plan.Replaced) and isinstance(other, plan.Replaced):
+            calls = [None if one.views is None else one.views.calls for one in (mine, other)]
+            if None not in calls and calls[0] != calls[1]:
+                differing += f", views {calls}"
+            elif dataclasses.replace(mine, views=None) == dataclasses.replace(other, views=None):
+                continue
+        differences.append(f"{decision.node_type.__name__}: {what}: {differing}")
+
+
+def _same_facts(mine: Value | None, other: Value | None) -> bool:
+    if mine is None or other is None or (mine.norm is None) != (other.norm is None):
+        return False
+    if mine.norm is None or other.norm is None:
+        return True
+    pairs = [
+        (mine.norm.column_affine, other.norm.column_affine),
+        *zip(mine.norm.statistics or (), other.norm.statistics or (), strict=True),
+        *zip(mine.norm.affine or (), other.norm.affine or (), strict=True),
+    ]
+    return all(_same_tensors(a, b) for a, b in pairs)
+
+
+def _same_tensors(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def _same_merges(mine: Merge, other: Merge) -> bool:
+    return (
+        mine[:3] == other[:3]
+        and mine.x is other.x
+        and all(map(_same_tensors, mine.affine, other.affine))
+        and (mine.instead is None) == (other.instead is None)
+        and (
+            mine.instead is None
+            or other.instead is None
+            or all(a is b for a, b in zip(mine.instead.inputs, other.instead.inputs, strict=True))
+        )
+    )
+
+
+@contextmanager
+def only_rules() -> Iterator[None]:
+    """Let no plan repeat a decision."""
+    with pytest.MonkeyPatch.context() as patch:
+        for decision in (plan.NodeDecision, plan.AfterNormDecision):
+            patch.setattr(decision, "repeat", lambda *_: False)
+        patch.setattr(plan.MergeDecision, "match", lambda *_: None)
+        yield
