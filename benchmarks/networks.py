@@ -344,6 +344,28 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+class TransformerBlock(nn.Module):
+    """Self-attention and two linear layers with GELU, each after a layer norm and with a shortcut.
+
+    One linear layer computes queries, keys and values, as in ViT.
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.projections, self.output = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.activation = nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, tokens, width) to the same shape."""
+        projections = self.projections(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
+        y = F.scaled_dot_product_attention(*projections.permute(2, 0, 3, 1, 4))
+        x = x + self.output(y.transpose(1, 2).flatten(-2))
+        return x + self.down(self.activation(self.up(self.norm2(x))))
+
+
 class LlamaBlocks(nn.Sequential):
     """Decoder layers like Llama's, without embedding and head."""
 

@@ -232,6 +232,10 @@ WORK = ("flops_over_torch_in_place", "moved_over_torch_in_place")
 EXTRA = ("forward_us_per_activation", "backward_us_per_activation")
 ABLATED = ("saved_ratio", "peak_ratio", "moved_ratio")
 KINDS = (*ABLATED, "flops_ratio")
+INSTRUCTIONS = (
+    *("torch_forward", "torch_backward", "convert_forward", "convert_backward"),
+    *("added", "over_torch"),
+)
 AFTER = ("MiB after forward, no grad", "MiB after forward, with grad")
 CHOSEN = ("max_ops", "checkpointed", "saved_mib", "peak_mib", "flops_ratio", "time")
 CHOSEN += ("script_peak_mib",)
@@ -252,6 +256,8 @@ TITLES = {
     "ends": "best, worst",
     "peaks": "first step's peak over PyTorch's: median, worst",
     "mean_share": "mean share of what remains",
+    "added": "convert adds",
+    "over_torch": "convert over torch",
     "tests": "tests passed, by torch and Python",
     "saved": "saved over PyTorch's",
     "gradient": "gradient off by",
@@ -299,6 +305,7 @@ TABLES = {
         *(("library and its script", "network", "input", "the line"), ["policy"], SAVED + TIME),
         with_lines,
     ),
+    "instructions": Table("bench_instructions.py", ["block"], (), INSTRUCTIONS),
     "tools": trained(" --selection tools", SAVED + TIME),
     "bytes": Table("bench_networks.py bytes", ("network", "input", "policy"), ["max_ops"], KINDS),
     "ablation": Table(

@@ -4,15 +4,15 @@
 #
 #   benchmarks/run_all.sh [PART...]
 #
-# Parts, all by default: ablation activations budgets bytes calls host integrations memory models
-# networks norms peaks steps tools training. On two calm cores, with nothing else running, models
+# Parts, all by default: ablation activations budgets bytes calls host instructions integrations
+# memory models networks norms peaks steps tools training. On two calm cores, with nothing else running, models
 # takes 90 minutes, networks and budgets an hour each, tools and training 18 minutes each.
 # PYTHON names an interpreter with the package and its extras models and demo.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-known="ablation activations budgets bytes calls host integrations memory models networks norms peaks steps tools"
-known+=" training"
+known="ablation activations budgets bytes calls host instructions integrations memory models networks norms"
+known+=" peaks steps tools training"
 for part in "$@"; do
   [[ " $known " == *" $part "* ]] || {
     sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'
@@ -39,6 +39,7 @@ bench budgets budgets --device cpu --scripts
 bench bytes networks bytes --device cpu
 bench calls networks calls --device cpu
 bench host ops host --device cpu --threads 1
+bench instructions instructions
 bench integrations networks train --selection integrations --device cpu
 bench memory ops memory --device cpu
 bench tools networks train --selection tools --device cpu
