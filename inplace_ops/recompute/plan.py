@@ -342,6 +342,8 @@ class FilledNorm:
 
     def fill(self, node: Node, value: Value, replacer: Replacer) -> bool:
         """Fill in the value. Return False if something is not as it was."""
+        if _handle_of_weight(node).unpack_hook is not None:  # 2a: a read would call the hook
+            return False
         if profiler_is_running():  # it does not see a direct call
             return False
         weight, mean, rstd = _weight_mean_rstd(node)
@@ -371,6 +373,7 @@ class FilledNorm:
 
 _norm_affine = _ops.CALL_NORM_AFFINE.directly
 _weight_mean_rstd = attrgetter(*(names_of(name)[1] for name in ("weight", "result1", "result2")))
+_handle_of_weight = attrgetter(names_of("weight")[0])
 _bias, _is_training = attrgetter(names_of("bias")[1]), attrgetter(names_of("training")[1])
 
 

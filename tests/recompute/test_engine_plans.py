@@ -74,10 +74,30 @@ def linear_layers() -> Blocks:
     )
 
 
+class Residual(nn.Module):
+    """Two linear layers with GELU after a layer norm, and a shortcut, whose sum has a spec."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.act = nn.LayerNorm(8), nn.Linear(8, 32), nn.GELU()
+        self.down = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+def residual_layers() -> Blocks:
+    return Blocks(
+        nn.Sequential(nn.Linear(8, 8)),
+        *(nn.Sequential(Residual(), nn.LayerNorm(8), nn.GELU()) for _ in range(3)),
+    )
+
+
 MODELS = {
     "SiLU in place": convolutions,
     "ReLU": lambda: convolutions(nn.ReLU),
     "GELU": linear_layers,
+    "residual": residual_layers,
 }
 each_model = pytest.mark.parametrize("model", MODELS)
 
@@ -267,7 +287,7 @@ def test_thawed_again(model: str) -> None:
 @each_model
 def test_other_inputs(model: str) -> None:
     original, twin, x = trained(model)
-    wider = torch.randn(2, 3, 8, 8) if model == "GELU" else torch.randn(3, 3, 6, 10)
+    wider = torch.randn(2, 3, 8, 8) if model in ("GELU", "residual") else torch.randn(3, 3, 6, 10)
     for each in (wider, x[:1], x.to(memory_format=torch.channels_last), x):
         for _ in range(2):
             assert_same_outcome(original, twin, each)
@@ -310,6 +330,35 @@ def test_what_sees_the_operations(model: str, surroundings: str) -> None:
                 steps.append(step_of(m, x))
         assert_same_step(*steps, tolerance)
         assert_same_outcome(original, twin, x)
+
+
+@each_model
+def test_hooks_of_other_code_are_not_called_in_forward(model: str) -> None:
+    """Inside a checkpoint an unpack hook would run the whole region again."""
+    original, twin, x = trained(model)
+    packed: list[Tensor] = []
+    unpacked_in_forward: list[bool] = []
+
+    def unpack(tensor: Tensor) -> Tensor:
+        unpacked_in_forward.append(is_forward)
+        return tensor
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor
+
+    outputs = []
+    for m in (twin, original):
+        is_forward = True
+        m.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            output = m(x)
+        is_forward = False
+        output.square().sum().backward()
+        outputs.append({name: p.grad for name, p in m.named_parameters()})
+    assert packed
+    assert True not in unpacked_in_forward
+    assert_same_step(*outputs)
 
 
 @each_model
@@ -372,7 +421,7 @@ def test_exception_in_the_middle(model: str) -> None:
 def test_freed_parameters(model: str) -> None:
     """FSDP2 frees the memory of parameters when a forward has returned."""
     original, twin, x = trained(model)
-    norms = [block[1] for block in twin.blocks]
+    norms = [m for m in twin.modules() if isinstance(m, (nn.BatchNorm2d, nn.LayerNorm))]
     kept = [(p, p.detach().clone()) for norm in norms for p in norm.parameters()]
 
     def free(norm: nn.Module, args: Any, output: Any) -> None:
