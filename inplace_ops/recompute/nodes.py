@@ -377,7 +377,9 @@ class Field:
     @property
     def original(self) -> Tensor | None:
         """The saved tensor itself; if it is gone, the alias that this read has made."""
-        tensor = self.tensor if self.is_itself else self._handle.data.original()
+        if self.is_itself or self.is_hidden:
+            return self.tensor
+        tensor = self._handle.data.original()
         return self.tensor if tensor is None else tensor
 
     def replace(self, value: Packed) -> None:

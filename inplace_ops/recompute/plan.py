@@ -335,10 +335,14 @@ class FilledNorm:
     Attributes:
         is_batch_norm: Whether it is a batch norm, and not a layer norm.
         shape: The shape of its channel or column affine.
+        weight_shape: That of the weight.
+        dims: The number of dimensions of its input.
     """
 
     is_batch_norm: bool
     shape: tuple[int, ...]
+    weight_shape: torch.Size
+    dims: int
 
     def fill(self, node: Node, value: Value, replacer: Replacer) -> bool:
         """Fill in the value. Return False if something is not as it was."""
@@ -347,19 +351,23 @@ class FilledNorm:
         if profiler_is_running():  # it does not see a direct call
             return False
         weight, mean, rstd = _weight_mean_rstd(node)
+        if self.is_batch_norm:
+            leaf = node.next_functions[2][0]
+            if type(leaf) is not ACCUMULATE_GRAD_TYPE or not _is_training(node):
+                return False
+            bias, dims = leaf.variable, len(nodes.output_shape(node, 0))
+        else:
+            bias, dims = _bias(node), mean.dim()
+        if not (type(weight) is type(bias) is nn.Parameter):
+            return False
+        if weight.shape != self.weight_shape or dims != self.dims:  # they determine `shape`
+            return False
         try:
-            if self.is_batch_norm:
-                leaf = node.next_functions[2][0]
-                if type(leaf) is not ACCUMULATE_GRAD_TYPE or not _is_training(node):
-                    return False
-                bias = leaf.variable
-                affine = _norm_affine(rstd, mean, weight, bias, self.shape, 1)
-            else:
-                bias = _bias(node)
-                affine = _norm_affine(None, None, weight, bias, self.shape, 1)
+            statistics = (rstd, mean) if self.is_batch_norm else (None, None)
+            affine = _norm_affine(*statistics, weight, bias, self.shape, 1)
         except RuntimeError:  # parameters of other dtypes or layouts than before
             return False
-        if not (affine is not NotImplemented and type(weight) is type(bias) is nn.Parameter):
+        if affine is NotImplemented:
             return False
         value.norm = facts = NormFacts()
         facts.statistics = Statistics(mean, rstd)
@@ -464,6 +472,7 @@ class MergeDecision:
         norm_type: The type of the norm's node.
         layout: What `layout_of` returns for the norm's output.
         is_batch_norm: Whether the norm is a batch norm.
+        affine_bytes: The size of the norm's affine.
     """
 
     module_type: type[nn.Module]
@@ -475,6 +484,7 @@ class MergeDecision:
     norm_type: Any
     layout: bytes
     is_batch_norm: bool
+    affine_bytes: int
 
     @classmethod
     def of(cls, module: nn.Module, z: Tensor, output: Tensor, merge: Merge) -> MergeDecision | None:
@@ -495,6 +505,7 @@ class MergeDecision:
             type(z.grad_fn),
             layout,
             is_batch_norm,
+            merge.affine.nbytes,
         )
 
     def match(self, module: nn.Module, z: Any, replacer: Replacer) -> Merge | None:
@@ -534,7 +545,7 @@ class MergeDecision:
                 affine = facts.affine_of(node)
             finally:
                 set_grad_enabled(True)
-        if affine is None:
+        if affine is None or affine.nbytes != self.affine_bytes:
             return None
         return Merge(self.call, is_in_place, self.op_args, self.anchor, x, affine, instead)
 
@@ -654,8 +665,10 @@ def _filling_of(
             type(p) is nn.Parameter and p.dtype is facts.statistics.rstd.dtype and p.is_contiguous()
             for p in parameters
         )
-        if computed is not None and are_usual:
-            return FilledNorm(formula == "batch", tuple(computed.shape))
+        if computed is not None and are_usual and parameters is not None:
+            weight, dims = parameters.weight, len(nodes.output_shape(node, 0))
+            assert weight is not None
+            return FilledNorm(formula == "batch", tuple(computed.shape), weight.shape, dims)
     return FilledByRules(operation)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from _support.plans import only_rules
 from _support.twins import (
     HAS_HOOK,
@@ -524,3 +525,68 @@ def test_other_view_of_the_same_shape(view: tuple[Any, Any]) -> None:
         for m in (model, twin):
             m.view = view[which]
         assert_same_step(step_of(twin, x), step_of(model, x))
+
+
+class Alternating(nn.Module):
+    """Two norms with other affines, in turn."""
+
+    def __init__(self, *norms: nn.Module, activation: nn.Module | None = None) -> None:
+        super().__init__()
+        self.conv, self.norms = nn.Conv2d(3, 16, 1), nn.ModuleList(norms)
+        self.act, self.last = activation or nn.Identity(), nn.Conv2d(16, 2, 1)
+        self.which = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(self.norms[self.which](self.conv(x))))
+
+
+ALTERNATING: dict[str, Callable[[], tuple[nn.Module, nn.Module, tuple[int, ...]]]] = {
+    "rows and channels": lambda: (nn.LayerNorm(8), nn.LayerNorm((16, 1, 1)), (2, 3, 1, 1)),
+    "rows and planes": lambda: (nn.LayerNorm(8), nn.LayerNorm((8, 8)), (2, 3, 8, 8)),
+    "rows and all": lambda: (nn.LayerNorm(8), nn.LayerNorm((16, 8, 8)), (2, 3, 8, 8)),
+    "other rows": lambda: (nn.LayerNorm(8), nn.LayerNorm(16), (2, 3, 8, 16)),
+    "batch norms": lambda: (nn.BatchNorm2d(16), nn.BatchNorm2d(16), (3, 3, 4, 6)),
+}
+
+
+@pytest.mark.parametrize("activation", [nn.Identity, nn.GELU])
+@pytest.mark.parametrize("norms", ALTERNATING)
+def test_norms_of_other_shapes_in_turn(norms: str, activation: type[nn.Module]) -> None:
+    """The shape of an affine follows from the norm at hand, not from the one before."""
+    first, second, shape = ALTERNATING[norms]()
+    for norm in (first, second):
+        for parameter in norm.parameters():
+            nn.init.normal_(parameter)
+    model = Alternating(first, second, activation=activation())
+    twin, inputs = converted_twin(model), (images(), torch.randn(shape))
+    for which in (0, 0, 0, 1, 0, 1, 1, 0, 1, 0):
+        twin.load_state_dict(model.state_dict())
+        for m in (model, twin):
+            m.which = which
+        assert_same_step(step_of(twin, inputs[which]), step_of(model, inputs[which]))
+        with counted():
+            of_plan = saved_by(twin(inputs[which]))
+        with only_rules():
+            assert saved_by(twin(inputs[which])) == of_plan
+
+
+def test_profiled_step_in_between() -> None:
+    original, twin, x = trained("residual")
+    for _ in range(2):
+        with torch.autograd.profiler.profile():
+            step = step_of(twin, x)
+        assert_same_step(step, step_of(original, x))
+        assert_same_outcome(original, twin, x)
+
+
+def test_checkpoint_runs_a_forward_twice() -> None:
+    """A norm whose input needs no gradient saves it all the same."""
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    twin, x = converted_twin(model), images()
+    for m in (model, twin):
+        for _ in range(3):
+            m(x).sum().backward()
+        for _ in range(2):
+            torch.utils.checkpoint.checkpoint(m, x, use_reentrant=False).sum().backward()
+    assert int(twin[0].num_batches_tracked) == int(model[0].num_batches_tracked)
+    torch.testing.assert_close(twin[0].running_mean, model[0].running_mean)
