@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from inplace_ops.recompute import activation_modules, plan, run
+from inplace_ops.recompute import activation_modules, decisions, plan, run
 from inplace_ops.recompute.after_norm import Merge
 from inplace_ops.recompute.nodes import Node
 from inplace_ops.recompute.values import KEY, Value, value_of
@@ -22,7 +22,7 @@ from inplace_ops.recompute.values import KEY, Value, value_of
 class _Expected(threading.local):
     """What the rules have to decide about the node that a thread visits."""
 
-    decision: plan.NodeDecision | None = None
+    decision: decisions.NodeDecision | None = None
     value: Value | None = None
 
 
@@ -37,9 +37,10 @@ def compared_plans() -> Iterator[list[str]]:
     differences: list[str] = []
     expected = _Expected()
     turns = itertools.count()
-    repeat, learn, match = plan.NodeDecision.repeat, plan.Plan.learn, plan.MergeDecision.match
+    repeat, learn = decisions.NodeDecision.repeat, plan.Plan.learn
+    match = decisions.MergeDecision.match
 
-    def compared_repeat(decision: plan.NodeDecision, node: Node, replacer: Any) -> bool:
+    def compared_repeat(decision: decisions.NodeDecision, node: Node, replacer: Any) -> bool:
         expected.decision = None
         if next(turns) % 2:
             acted = repeat(decision, node, replacer)
@@ -62,7 +63,7 @@ def compared_plans() -> Iterator[list[str]]:
         learn(of_model, node)
 
     def compared_match(
-        decision: plan.MergeDecision, module: nn.Module, z: Any, replacer: Any
+        decision: decisions.MergeDecision, module: nn.Module, z: Any, replacer: Any
     ) -> Merge | None:
         merge = match(decision, module, z, replacer)
         engine = run.running_engine()
@@ -73,24 +74,27 @@ def compared_plans() -> Iterator[list[str]]:
         return merge
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan.NodeDecision, "repeat", compared_repeat)
+        patch.setattr(decisions.NodeDecision, "repeat", compared_repeat)
         patch.setattr(plan.Plan, "learn", compared_learn)
-        patch.setattr(plan.MergeDecision, "match", compared_match)
+        patch.setattr(decisions.MergeDecision, "match", compared_match)
         yield differences
 
 
 def _compare(
-    decision: plan.NodeDecision, actual: plan.Decision | None, what: str, differences: list[str]
+    decision: decisions.NodeDecision,
+    actual: decisions.Decision | None,
+    what: str,
+    differences: list[str],
 ) -> None:
-    if not isinstance(actual, plan.NodeDecision):
+    if not isinstance(actual, decisions.NodeDecision):
         differences.append(f"{decision.node_type.__name__}: {what}: {actual}")
         return
     for mine, other in zip(decision.inputs, actual.inputs, strict=True):
         # About the asked ones the rules may decide otherwise each time.
-        if isinstance(mine, plan.Asked) or mine == other:
+        if isinstance(mine, decisions.Asked) or mine == other:
             continue
         differing = f"{mine}, {other}"
-        if isinstance(mine, plan.Replaced) and isinstance(other, plan.Replaced):
+        if isinstance(mine, decisions.Replaced) and isinstance(other, decisions.Replaced):
             calls = [None if one.views is None else one.views.calls for one in (mine, other)]
             if None not in calls and calls[0] != calls[1]:
                 differing += f", views {calls}"
@@ -136,7 +140,7 @@ def _same_merges(mine: Merge, other: Merge) -> bool:
 def only_rules() -> Iterator[None]:
     """Let no plan repeat a decision."""
     with pytest.MonkeyPatch.context() as patch:
-        for decision in (plan.NodeDecision, plan.AfterNormDecision):
+        for decision in (decisions.NodeDecision, decisions.AfterNormDecision):
             patch.setattr(decision, "repeat", lambda *_: False)
-        patch.setattr(plan.MergeDecision, "match", lambda *_: None)
+        patch.setattr(decisions.MergeDecision, "match", lambda *_: None)
         yield

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import inplace_ops
-from inplace_ops.recompute import nodes, plan
+from inplace_ops.recompute import decisions, nodes
 from inplace_ops.recompute.run import running_engine
 
 pytestmark = [
@@ -117,9 +117,9 @@ def counted() -> Iterator[Counter[str]]:
         return run
 
     with pytest.MonkeyPatch.context() as patch:
-        for decision in (plan.NodeDecision, plan.AfterNormDecision):
+        for decision in (decisions.NodeDecision, decisions.AfterNormDecision):
             patch.setattr(decision, "repeat", counting(decision.repeat))
-        patch.setattr(plan.MergeDecision, "match", counting(plan.MergeDecision.match))
+        patch.setattr(decisions.MergeDecision, "match", counting(decisions.MergeDecision.match))
         yield counts
 
 
@@ -376,11 +376,11 @@ def test_saved_bytes_in_between(model: str) -> None:
 def test_error_in_a_plan_leaves_tensors_saved(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     original, twin, x = trained(model)
     parts = [
-        (plan.NodeDecision, "match"),
-        (plan.Replaced, "act"),
-        (plan.FilledNorm, "fill"),
-        (plan.AfterNormDecision, "repeat"),
-        (plan.MergeDecision, "match"),
+        (decisions.NodeDecision, "match"),
+        (decisions.Replaced, "act"),
+        (decisions.FilledNorm, "fill"),
+        (decisions.AfterNormDecision, "repeat"),
+        (decisions.MergeDecision, "match"),
     ]
     for owner, name in parts:
 
