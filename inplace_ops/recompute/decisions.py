@@ -31,7 +31,7 @@ from .after_norm import Merge, runs_in_place
 from .calls import ViewCall
 from .nodes import ACCUMULATE_GRAD_TYPE, Node, names_of, put
 from .norms import Statistics
-from .operations import Operation
+from .operations import CAST, Operation
 from .packed import Recomputed
 from .specs import Spec
 from .values import KEY, Value, ensure_value, was_visited
@@ -374,6 +374,8 @@ class NodeDecision:
         """Return what the inputs need to do the same again; None if something is not as it was."""
         if not is_undisturbed():  # 2a
             return None
+        if self.operation is CAST and nodes.downcasts_autograd_leaf(node):
+            return None  # the rules do not count it
         if is_initialized() and not replacer.is_first_on_its_device(nodes.stream_of(node)):  # 2d
             return None
         matches = []

@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._torch_private import TO_COPY
 from ..activations import LEAKY_RELU, RELU, Activation
 from . import nodes
 from .calls import largest, largest_or_one, product, total
@@ -545,6 +546,7 @@ OPERATIONS: Mapping[str, Operation] = {
 
 
 OPERATION_OF = nodes.ByType(OPERATIONS)  # by node type
+CAST = OPERATIONS[TO_COPY]
 
 
 def arguments_of(node: Node, index: int, arguments: tuple[Argument, ...]) -> list[Any]:

@@ -59,7 +59,6 @@ import torch
 from torch import Tensor, nn
 
 from .._torch_private import (
-    TO_COPY,
     DisableTorchFunction,
     has_backward_hooks,
 )
@@ -67,7 +66,7 @@ from . import nodes, norms
 from .after_norm import Merge
 from .inside_modules import Noting, constant_of, gains_from_notes, is_user_mode_active
 from .nodes import ACCUMULATE_GRAD_TYPE, Node
-from .operations import OPERATION_OF, OPERATIONS, Operation, ProductRule
+from .operations import CAST, OPERATION_OF, Operation, ProductRule
 from .plan import Decisions, Plan
 from .products import with_frozen_bias
 from .pytorchs_forward import runs_pytorchs_forward
@@ -86,8 +85,6 @@ _EXPECTED_ERRORS = (
     "Creating a new autograd node from inside a node creation hook",
     *("is a view and its base", "A view was created in"),
 )
-
-_CAST = OPERATIONS[TO_COPY]
 
 
 class _Running(threading.local):
@@ -212,7 +209,7 @@ class Engine:
         if KEY in metadata or nodes.is_transformed():  # rule 5 of NOTE [Containment]
             return
         metadata[KEY] = WITHOUT_VALUE  # if this visit fails, no input is proved
-        if operation is _CAST and nodes.downcasts_autograd_leaf(node):
+        if operation is CAST and nodes.downcasts_autograd_leaf(node):
             return  # autocast's copy of a parameter: `weights.py` looks through it
         with nodes.no_graph():  # a node creation hook must not create nodes
             self.replacer.visit(node, operation)

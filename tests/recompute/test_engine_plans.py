@@ -591,3 +591,29 @@ def test_checkpoint_runs_a_forward_twice() -> None:
             torch.utils.checkpoint.checkpoint(m, x, use_reentrant=False).sum().backward()
     assert int(twin[0].num_batches_tracked) == int(model[0].num_batches_tracked)
     torch.testing.assert_close(twin[0].running_mean, model[0].running_mean)
+
+
+@pytest.mark.plans_alone
+def test_casts_of_parameters_are_not_counted() -> None:
+    """Where autocast casts a bias before the input, both nodes have the type of a decision."""
+
+    class Products(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = torch.addmm(layer.bias, F.softplus(x.float()).flatten(0, -2), layer.weight)
+            return x
+
+    ordinals = []
+    twin, x = converted_twin(Products()), images()
+    for rules in (only_rules, contextlib.nullcontext):
+        for _ in range(4):
+            with rules(), torch.autocast("cpu", torch.bfloat16):
+                output = twin(x)
+        ordinals.append({packed.turn for packed in recomputed(output)})
+    assert len(ordinals[0]) > 2
+    first, second = (sorted(turn - min(turns) for turn in turns) for turns in ordinals)
+    assert first == second
