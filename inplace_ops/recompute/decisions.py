@@ -349,7 +349,7 @@ class FilledNorm:
 
 
 _norm_affine = _ops.CALL_NORM_AFFINE.directly
-_weight_mean_rstd = attrgetter(*(names_of(name)[1] for name in ("weight", "result1", "result2")))
+_weight_mean_rstd = attrgetter(*[names_of(name)[1] for name in ("weight", "result1", "result2")])
 _handle_of_weight = attrgetter(names_of("weight")[0])
 _bias, _is_training = attrgetter(names_of("bias")[1]), attrgetter(names_of("training")[1])
 
