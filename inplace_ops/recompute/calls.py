@@ -75,8 +75,7 @@ class Affine(Computed):
             super()._add_inside(turn, reach)
 
     def is_current(self) -> bool:
-        x = self.x
-        return x.tensor._version == x.version if type(x) is Leaf else x.is_current()
+        return self.x.is_current()
 
     def of(self, x: Tensor, **casts: Any) -> Tensor:
         """Return the output for the norm's input x. `casts` are keyword arguments of the op."""
@@ -141,11 +140,8 @@ class Call(Computed):
         self.function, self.inputs, self.arguments, self.bound = function, inputs, arguments, bound
         self.dtype = dtype
         first, *others = inputs
-        self.cost, self.rounding, self.tolerance = (
-            first.cost + cost,
-            first.rounding,
-            first.tolerance,
-        )
+        self.cost, self.rounding = first.cost + cost, first.rounding
+        self.tolerance = first.tolerance
         self.leaf_bytes, self.auxiliary_bytes = first.leaf_bytes, first.auxiliary_bytes
         self.keeps_strides, self.products = first.keeps_strides, first.products
         for spec in others:
@@ -204,6 +200,7 @@ class ViewCall(Call):
         *arguments: Any,
         keeps_strides: bool | None = None,
     ) -> None:
+        # Not `Call.__init__`, which takes long: a spec may contain many views.
         Computed.__init__(self)
         self.function, self.inputs, self.arguments = function, inputs, arguments
         self.bound, self.dtype = largest, None

@@ -59,7 +59,7 @@ def path_of(tensor: Tensor) -> Path | None:
     path: list[tuple[View | None, type]] = []
     while (view := VIEW_OF[type(node)]) is not None:
         path.append((view, type(node)))
-        node, index = node.next_functions[index if view.views_each_input else 0]
+        node, index = view.source_of(node, index)
     return (*path, (None, type(node))) if index == 0 else None
 
 
@@ -72,7 +72,7 @@ def base_on(tensor: Tensor, path: Path) -> Node:
             return None
         if view is None:
             break
-        node, index = node.next_functions[index if view.views_each_input else 0]
+        node, index = view.source_of(node, index)
     return node if index == 0 else None
 
 
@@ -141,8 +141,7 @@ class Replaced:
         value = None if base is None else base.metadata.get(KEY)
         if not value or value.saver is not None:  # 2d
             return None
-        version = tensor._version
-        if version and version != value.version:
+        if not value.is_unmodified_in(tensor):
             return None
         value.note_saved(tensor)
         views, known = self.views, value.spec
@@ -208,8 +207,7 @@ class Saved:
         value = ensure_value(base)
         if value is None or value.saver is not None or value.product is not None:  # 2d
             return None
-        version = tensor._version
-        if version and version != value.version:
+        if not value.is_unmodified_in(tensor):
             return None
         value.note_saved(tensor)
         return value
@@ -411,10 +409,6 @@ class AfterNormDecision:
     """
 
     node_type: type
-
-    def match(self, node: Node, replacer: Replacer) -> list[Any] | None:
-        """Return None: the rules do the same."""
-        return None
 
     def repeat(self, node: Node, replacer: Replacer) -> bool:
         """Make the value."""

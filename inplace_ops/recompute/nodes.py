@@ -232,7 +232,7 @@ def _cast_autograd_leaf(node: Node) -> Tensor | None:
 
 def argument(node: Node, name: str) -> Any:
     """Return a saved argument that is not a tensor. Nodes return integers as if unsigned."""
-    value = getattr(node, _SAVED[name])
+    value = getattr(node, names_of(name)[1])
     if isinstance(value, (tuple, list)):
         return tuple([_signed(item) for item in value])
     return _signed(value)
@@ -276,7 +276,7 @@ def saved_tensor(node: Node, field: str) -> Tensor | None:
     Raises:
         RuntimeError: If a backward has freed the tensor, or if it was modified in place.
     """
-    names = _NAMES[field]
+    names = names_of(field)
     raw = getattr(node, names[0], None)
     if raw is not None and raw.unpack_hook is None:  # the usual case
         saved: Tensor | None = getattr(node, names[1])
@@ -286,7 +286,7 @@ def saved_tensor(node: Node, field: str) -> Tensor | None:
 
 def _raw(node: Node, field: str) -> Any:
     """Return the handle of a saved tensor."""
-    raw = getattr(node, _RAW[field], _MISSING)
+    raw = getattr(node, names_of(field)[0], _MISSING)
     if raw is _MISSING:
         return node._raw_saved_tensors[_FUNCTION_FIELDS[type(node).__name__].index(field)]
     return raw
@@ -295,34 +295,18 @@ def _raw(node: Node, field: str) -> Any:
 _MISSING = object()
 
 
-class _Prefixed(dict[str, str]):
-    """Names with a prefix. They are interned: Python finds attributes of other names slowly."""
+@cache
+def names_of(field: str) -> tuple[str, str]:
+    """Return the attributes of a field of a node: autograd's handle, and the saved tensor.
 
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
-
-    def __missing__(self, name: str) -> str:
-        self[name] = prefixed = sys.intern(self._prefix + name)
-        return prefixed
-
-
-_SAVED, _RAW = _Prefixed("_saved_"), _Prefixed("_raw_saved_")
-
-
-class _Names(dict[str, tuple[str, str]]):
-    """The attributes of a field: the handle, and the saved tensor."""
-
-    def __missing__(self, field: str) -> tuple[str, str]:
-        self[field] = names = _RAW[field], _SAVED[field]
-        return names
-
-
-_NAMES = _Names()
+    They are interned: Python finds attributes of other names slowly.
+    """
+    return sys.intern(f"_raw_saved_{field}"), sys.intern(f"_saved_{field}")
 
 
 def _read(node: Node, field: str) -> Any:
     """Return a saved tensor that has no hooks of other code."""
-    saved = getattr(node, _SAVED[field], _MISSING)
+    saved = getattr(node, names_of(field)[1], _MISSING)
     if saved is not _MISSING:
         return saved
     index = _FUNCTION_FIELDS[type(node).__name__].index(field)
@@ -356,7 +340,7 @@ class Field:
         self.tensor: Tensor | None = None
         self.packed: Packed | None = None
         self.is_hidden = False
-        raw, saved = _NAMES[name]
+        raw, saved = names_of(name)
         handle = getattr(node, raw, None)
         if handle is not None and handle.unpack_hook is None:  # the usual case
             self._handle, self.is_itself, self.tensor = handle, True, getattr(node, saved)
@@ -393,11 +377,6 @@ class Field:
 def put(handle: Any, value: Packed) -> None:
     """Save `value` instead of the tensor of a handle without hooks."""
     handle.register_hooks(lambda _: value, _unpack)
-
-
-def names_of(field: str) -> tuple[str, str]:
-    """Return the attributes of a field of a node: autograd's handle, and the saved tensor."""
-    return _NAMES[field]
 
 
 def packed(node: Node, field: str) -> Packed | None:
@@ -492,7 +471,7 @@ def saved_handles(node: Node) -> list[Any]:
     handles: list[Any] = []
     for field in _fields_of(node):
         with suppress(RuntimeError):
-            raw = getattr(node, _RAW[field])
+            raw = getattr(node, names_of(field)[0])
             handles += raw if isinstance(raw, tuple) else [raw]
     return [handle for handle in handles if handle is not None]
 
@@ -523,10 +502,10 @@ def readable_tensors(node: Node) -> Iterator[tuple[str, Tensor]]:
         return
     for field in _fields_of(node):
         with suppress(RuntimeError):
-            raw = getattr(node, _RAW[field])
+            raw = getattr(node, names_of(field)[0])
             if isinstance(raw, tuple):  # such as the indices of IndexBackward0
                 if all(each is None or is_readable(each) for each in raw):
-                    tensors = enumerate(getattr(node, _SAVED[field]))
+                    tensors = enumerate(getattr(node, names_of(field)[1]))
                     yield from ((f"{field}.{i}", t) for i, t in tensors if t is not None)
                 continue
             tensor = saved_tensor(node, field) if raw is not None else None
@@ -541,7 +520,7 @@ def packed_values(node: Node) -> Iterator[Packed]:
             yield from filter(None, map(_packed_of, node._raw_saved_tensors))
     else:
         for field in _fields_of(node):
-            raw = getattr(node, _RAW[field])
+            raw = getattr(node, names_of(field)[0])
             if raw is not None and not isinstance(raw, tuple):
                 value = packed(node, field)
                 if value is not None:

@@ -36,13 +36,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from . import nodes, norms
-from .after_norm import Merge
 from .calls import ViewCall
 from .decisions import (
     AfterNormDecision,
@@ -71,9 +70,6 @@ from .settings import MAX_KEYS
 from .specs import Spec
 from .values import Value, value_of
 from .views import VIEW_OF
-
-if TYPE_CHECKING:
-    from .replace import Replacer
 
 
 def decision_of(node: Node) -> Decision | None:
@@ -195,7 +191,7 @@ def _filling_of(
     return FilledByRules(operation)
 
 
-class Decisions:
+class Plan:
     """The decisions of a model's rules, by ordinal. All forward passes of the model share them.
 
     Attributes:
@@ -207,33 +203,13 @@ class Decisions:
         self.of_nodes: dict[int, Decision | None] = {}
         self.of_merges: dict[int, MergeDecision | None] = {}
 
+    def learn(self, node: Node, ordinal: int) -> None:
+        """Store what the rules have decided for the node with an ordinal."""
+        _store(self.of_nodes, ordinal, decision_of(node))
 
-class Plan:
-    """The decisions that one forward pass repeats and adds to.
-
-    Attributes:
-        of_nodes: See `Decisions`.
-        of_merges: See `Decisions`.
-    """
-
-    def __init__(self, decisions: Decisions, replacer: Replacer) -> None:
-        """Prepare for a forward pass.
-
-        Args:
-            decisions: Those of the model.
-            replacer: Acts on them.
-        """
-        self.of_nodes, self.of_merges = decisions.of_nodes, decisions.of_merges
-        self._replacer = replacer
-
-    def learn(self, node: Node) -> None:
-        """Store what the rules have decided for the last node."""
-        _store(self.of_nodes, self._replacer.ordinal, decision_of(node))
-
-    def learn_merge(self, module: nn.Module, z: Tensor, output: Tensor, merge: Merge) -> None:
-        """Store how the rules have run an activation with the norm before it."""
-        decision = MergeDecision.of(module, z, output, merge)
-        _store(self.of_merges, self._replacer.ordinal, decision)
+    def learn_merge(self, decision: MergeDecision | None, ordinal: int) -> None:
+        """Store how an activation runs with the norm with an ordinal."""
+        _store(self.of_merges, ordinal, decision)
 
 
 _D = TypeVar("_D")

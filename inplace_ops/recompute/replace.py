@@ -114,7 +114,7 @@ class Replacer:
     @property
     def next_turn(self) -> int:
         """The turn of the next consumer: see NOTE [Shared values] in `specs.py`."""
-        return self._first_turn + self.ordinal + 1
+        return self.turn + 1
 
     def is_first_on_its_device(self, stream: torch.cuda.Stream | None) -> bool:
         """Whether a CUDA stream is that of the first operation: 6 of NOTE [Leaves]."""
@@ -299,7 +299,7 @@ class Replacer:
         self, node: Node, name: str, field: Field, spec: Spec, base: Node
     ) -> Recomputed | None:
         """Return what replaces a saved tensor; None if it stays saved as PyTorch saves it."""
-        turn, saved = self._first_turn + self.ordinal, field.tensor
+        turn, saved = self.turn, field.tensor
         assert saved is not None
         limit = self._limit(spec, saved, turn)
         if limit:

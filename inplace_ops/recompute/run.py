@@ -64,10 +64,11 @@ from .._torch_private import (
 )
 from . import nodes, norms
 from .after_norm import Merge
+from .decisions import MergeDecision
 from .inside_modules import Noting, constant_of, gains_from_notes, is_user_mode_active
 from .nodes import ACCUMULATE_GRAD_TYPE, Node
 from .operations import CAST, OPERATION_OF, Operation, ProductRule
-from .plan import Decisions, Plan
+from .plan import Plan
 from .products import with_frozen_bias
 from .pytorchs_forward import runs_pytorchs_forward
 from .replace import Replacer
@@ -174,8 +175,7 @@ class Engine:
         self.replacer = Replacer(settings, model, observer, is_unmodified)
         self._plan: Plan | None = None
         if self.walker is None and observer is None:  # 6 of NOTE [Plans] in `plan.py`
-            settings.plan = settings.plan or Decisions()
-            self._plan = Plan(settings.plan, self.replacer)
+            self._plan = settings.plan = settings.plan or Plan()
         self._noting = Noting()
 
     def visit(self, node: Node) -> None:
@@ -214,7 +214,7 @@ class Engine:
         with nodes.no_graph():  # a node creation hook must not create nodes
             self.replacer.visit(node, operation)
             if self._plan is not None:
-                self._plan.learn(node)
+                self._plan.learn(node, self.replacer.ordinal)
 
     def planned_merge(self, module: nn.Module, z: Any) -> Merge | None:
         """Return how an activation runs with the norm before it, if the plan tells."""
@@ -232,7 +232,8 @@ class Engine:
     def learn_merge(self, module: nn.Module, z: Tensor, output: Tensor, merge: Merge) -> None:
         """Let the plan remember how an activation has run with the norm before it."""
         if self._plan is not None:
-            self._plan.learn_merge(module, z, output, merge)
+            decision = MergeDecision.of(module, z, output, merge)
+            self._plan.learn_merge(decision, self.replacer.ordinal)
 
     @contextmanager
     def paused(self, value: Any) -> Iterator[None]:
@@ -316,6 +317,7 @@ class Engine:
         if self.walker is not None:
             self.walker.record_versions(module)
 
+    @_contained
     def finish_module(
         self, module: nn.Module, output: Any, is_first_hook: Callable[[nn.Module], bool]
     ) -> None:
@@ -328,17 +330,13 @@ class Engine:
                 Such a hook may have restored an eps or a bias, or may have replaced the module's
                 output by the output of another norm.
         """
-        try:
-            self._noting.end(module)
-            if self.walker is not None:
-                self.walk(output)
-            if type(output) is Tensor:
+        self.end_notes(module)
+        self.walk(output)
+        if type(output) is Tensor:
+            _finish_module(module, output, is_first_hook)
+        elif isinstance(output, Tensor) and is_plain(output):
+            with DisableTorchFunction():
                 _finish_module(module, output, is_first_hook)
-            elif isinstance(output, Tensor) and is_plain(output):
-                with DisableTorchFunction():
-                    _finish_module(module, output, is_first_hook)
-        except Exception as error:
-            self.warn_of(error)
 
     @_contained
     def finish_product(
@@ -429,7 +427,7 @@ def _finish_module(
     if facts is not None:
         if has_backward_hooks(module):
             facts.has_backward_hooks = True
-        if facts.affine is None and not facts.has_affine and output.nbytes >= Settings.MIN_BYTES:
+        if not facts.has_affine and output.nbytes >= Settings.MIN_BYTES:
             with nodes.no_graph():
                 # Nothing has run since the norm's operation, which is the last one of the forward.
                 may_differ = not is_first_hook(module) or is_user_mode_active()

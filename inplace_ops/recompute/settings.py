@@ -14,7 +14,7 @@ from .nodes import Node
 from .weights import KnownWeights
 
 if TYPE_CHECKING:
-    from .plan import Decisions
+    from .plan import Plan
 
 MAX_OPS = 4
 MAX_KEYS = 2**16  # of specs: see 4 of NOTE [First use] in `verify.py`
@@ -41,7 +41,7 @@ class Settings:
         self.max_ops = max_ops
         self.rejected: set[int] = set()
         self.verified: dict[SpecKey, bool] = {}
-        self.plan: Decisions | None = None
+        self.plan: Plan | None = None
         self.weights = KnownWeights()
         self.warned: set[str] = set()
 

@@ -43,6 +43,11 @@ class View:
     keeps_order: bool = False
     views_each_input: bool = False
 
+    def source_of(self, node: Node, index: int) -> tuple[Node, int]:
+        """Return the node and index of the tensor of which an output is a view."""
+        source: tuple[Node, int] = node.next_functions[index if self.views_each_input else 0]
+        return source
+
     def holds_for(self, node: Node) -> bool:
         """Whether the function holds for a node."""
         return self.condition is None or self.condition(node)
@@ -144,7 +149,7 @@ def base_of(node: Node, index: int) -> tuple[Node, int]:
     Return the given node and index if the output is not a view.
     """
     while (view := VIEW_OF[type(node)]) is not None:
-        node, index = node.next_functions[index if view.views_each_input else 0]
+        node, index = view.source_of(node, index)
     return node, index
 
 
@@ -152,8 +157,7 @@ def viewed(node: Node, index: int) -> tuple[Node, int]:
     """Return the node and index of the tensor of which an output is a view."""
     view = VIEW_OF[type(node)]
     assert view is not None
-    source: tuple[Node, int] = node.next_functions[index if view.views_each_input else 0]
-    return source
+    return view.source_of(node, index)
 
 
 def reshapes_only(node: Node, index: int) -> bool:
@@ -162,5 +166,5 @@ def reshapes_only(node: Node, index: int) -> bool:
     while (view := VIEW_OF[type(node)]) is not None:
         if not view.keeps_order:
             return False
-        node, index = viewed(node, index)
+        node, index = view.source_of(node, index)
     return nodes.output_shape(node, index).numel() == size

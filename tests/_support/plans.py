@@ -53,14 +53,14 @@ def compared_plans() -> Iterator[list[str]]:
             expected.decision, expected.value = decision, probe
         return False
 
-    def compared_learn(of_model: plan.Plan, node: Node) -> None:
+    def compared_learn(of_model: plan.Plan, node: Node, ordinal: int) -> None:
         decision, probe = expected.decision, expected.value
         expected.decision = expected.value = None
         if decision is not None:
             _compare(decision, plan.decision_of(node), "the rules differ", differences)
             if not _same_facts(probe, value_of(node)):
                 differences.append(f"{type(node).__name__}: other facts")
-        learn(of_model, node)
+        learn(of_model, node, ordinal)
 
     def compared_match(
         decision: decisions.MergeDecision, module: nn.Module, z: Any, replacer: Any
