@@ -30,21 +30,31 @@ HOST_DEVICE const opmath_t<T>* values_of(const T* stored, opmath_t<T> (&buffer)[
   return buffer;
 }
 
-// A vector of numbers. The compiler does not vectorize the sum of a loop's numbers by itself: it
-// would have to add them in another order.
-template <class C>
-struct VectorType {
-  typedef C type __attribute__((vector_size(kVector * sizeof(C))));
-};
-template <class C>
-using Vector = typename VectorType<C>::type;
+// The sums of kVector neighboring numbers each: the compiler does not vectorize one sum by itself,
+// as it would have to add in another order. The vectors fit the registers, as it moves larger ones
+// through memory. The order of the additions depends on kVector alone.
+template <class Instructions, class C>
+struct VectorSum {
+  static constexpr int kLanes = std::min<int>(kVector, Instructions::kRegister / sizeof(C));
+  static constexpr int kParts = kVector / kLanes;
+  typedef C Part __attribute__((vector_size(kLanes * sizeof(C))));
 
-template <class C>
-HOST_DEVICE C total_of(const Vector<C>& vector) {
-  C sum = 0;
-  for (int lane = 0; lane < kVector; ++lane) sum += vector[lane];
-  return sum;
-}
+  Part parts[kParts] = {};
+
+  HOST_DEVICE static Part load(const C* from) {
+    Part part;
+    memcpy(&part, from, sizeof(part));
+    return part;
+  }
+
+  HOST_DEVICE C total() const {
+    C sums[kVector];
+    memcpy(sums, parts, sizeof(sums));
+    for (int half = kVector / 2; half > 0; half /= 2)
+      for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
+    return sums[0];
+  }
+};
 
 // Adds a block to the sums of a piece.
 template <class Instructions, class T, class C = opmath_t<T>>
@@ -57,23 +67,24 @@ HOST_DEVICE void sum_block(const T* stored_g, const T* stored_x, const NormAffin
   const auto sum_channel = [&](int64_t position, int64_t length,
                                const auto& offsets) ALWAYS_INLINE {
     const C mean = norm.mean[offsets[0]];
-    Vector<C> gradients{}, products{};
+    VectorSum<Instructions, C> gradients, products;
     C gradient = 0, product = 0;  // of what is left after whole vectors
     const int64_t end = position + length;
     int64_t i = position;
     for (; i + kVector <= end; i += kVector) {
-      Vector<C> g_vector, x_vector;
-      memcpy(&g_vector, g + i, sizeof(g_vector));
-      memcpy(&x_vector, x + i, sizeof(x_vector));
-      gradients += g_vector;
-      products += g_vector * (x_vector - mean);
+      for (int part = 0; part < gradients.kParts; ++part) {
+        const auto g_part = gradients.load(g + i + part * gradients.kLanes);
+        const auto x_part = gradients.load(x + i + part * gradients.kLanes);
+        gradients.parts[part] += g_part;
+        products.parts[part] += g_part * (x_part - mean);
+      }
     }
     for (; i < end; ++i) {
       gradient += g[i];
       product += g[i] * (x[i] - mean);
     }
-    norm.sums_of_gradient(piece)[offsets[0]] += total_of<C>(gradients) + gradient;
-    norm.sums_of_product(piece)[offsets[0]] += total_of<C>(products) + product;
+    norm.sums_of_gradient(piece)[offsets[0]] += gradients.total() + gradient;
+    norm.sums_of_product(piece)[offsets[0]] += products.total() + product;
   };
   const auto sum_channels = [&](int64_t position, int64_t length,
                                 const auto& offsets) ALWAYS_INLINE {

@@ -13,6 +13,8 @@
 namespace inplace_ops {
 
 struct Portable {
+  static constexpr int kRegister = 16;  // bytes
+
   HOST_DEVICE static void half_to_float(float* to, const Half* from, int count) {
     for (int i = 0; i < count; ++i) to[i] = load(from[i]);
   }
@@ -45,6 +47,8 @@ struct Portable {
 
 #ifdef __x86_64__
 struct Avx2 {
+  static constexpr int kRegister = 32;
+
 #define INPLACE_OPS_AVX2 __attribute__((target("avx2,f16c")))
   INPLACE_OPS_AVX2 static void half_to_float(float* to, const Half* from, int count) {
     int i = 0;
@@ -96,6 +100,8 @@ struct Avx2 {
 };
 
 struct Avx512 : Avx2 {
+  static constexpr int kRegister = 64;
+
 #define INPLACE_OPS_AVX512 __attribute__((target("avx512f")))
   // g++ 12 warns without reason about the intrinsics that take no mask.
   static constexpr __mmask16 kAllLanes = 0xffff;
