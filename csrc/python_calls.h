@@ -40,10 +40,10 @@ inline bool has_python_calls() { return &torch_tensor_from_pyobject && &torch_te
 // Thrown when the dispatcher has to take the arguments, also to raise its error.
 struct OnlyDispatcher {};
 
-// Python objects that calls compare with, methods of tensors, and the name of a property.
+// Python objects that calls compare with, and a method of tensors.
 struct PythonNames {
   PyObject *tensor = nullptr, *parameter = nullptr;  // the types torch.Tensor and nn.Parameter
-  PyObject *is_neg = nullptr, *data_ptr = nullptr, *is_nested = nullptr;
+  PyObject* is_neg = nullptr;
 
   // Returns false with a Python error set if torch lacks one.
   bool load() {
@@ -54,9 +54,7 @@ struct PythonNames {
     parameter = PyObject_GetAttrString(nn, "Parameter");
     if (tensor == nullptr) return false;
     is_neg = PyObject_GetAttrString(tensor, "is_neg");
-    data_ptr = PyObject_GetAttrString(tensor, "data_ptr");
-    is_nested = PyUnicode_InternFromString("is_nested");
-    return tensor && parameter && is_neg && is_nested && data_ptr;
+    return tensor && parameter && is_neg;
   }
 };
 
@@ -80,15 +78,6 @@ inline bool is_tensor(PyObject* object) {
   return type == names.tensor || type == names.parameter;
 }
 
-// Whether a tensor's memory has its values. `data_ptr()` raises for the tensors of tracers and
-// transforms, and is 0 for those that are empty or freed.
-inline bool has_values(PyObject* object) {
-  return is_tensor(object) &&
-         is_true(PyObject_CallFunctionObjArgs(names.data_ptr, object, nullptr)) &&
-         !is_true(PyObject_CallFunctionObjArgs(names.is_neg, object, nullptr)) &&
-         !is_true(PyObject_GetAttr(object, names.is_nested));
-}
-
 // Whether ops take tensors of this layout and dtype; uint8 for packed bits.
 inline bool has_kernels(const Tensor& tensor) {
   int32_t layout, dtype;
@@ -105,6 +94,7 @@ template <class T>
 struct Argument;
 
 inline Tensor tensor_of(PyObject* object) {
+  if (!is_tensor(object)) throw OnlyDispatcher{};
   AtenTensorHandle handle;
   TORCH_ERROR_CODE_CHECK(torch_tensor_from_pyobject(object, &handle));
   Tensor tensor(handle);
@@ -112,11 +102,24 @@ inline Tensor tensor_of(PyObject* object) {
   return tensor;
 }
 
+// Whether a tensor's memory has its values. Its size is 0 if it was freed. Its address is an error
+// for the tensors of tracers and transforms, and null for empty ones. The shape is an error for
+// nested tensors.
+inline bool has_values(PyObject* object, const Tensor& tensor) {
+  int64_t bytes, *sizes;
+  void* data;
+  return aoti_torch_get_storage_size(tensor.get(), &bytes) == AOTI_TORCH_SUCCESS && bytes > 0 &&
+         aoti_torch_get_data_ptr(tensor.get(), &data) == AOTI_TORCH_SUCCESS && data != nullptr &&
+         aoti_torch_get_sizes(tensor.get(), &sizes) == AOTI_TORCH_SUCCESS &&
+         !is_true(PyObject_CallFunctionObjArgs(names.is_neg, object, nullptr));
+}
+
 template <>
 struct Argument<Tensor> {
   static Tensor of(PyObject* object) {
-    if (!has_values(object)) throw OnlyDispatcher{};
-    return tensor_of(object);
+    Tensor tensor = tensor_of(object);
+    if (!has_values(object, tensor)) throw OnlyDispatcher{};
+    return tensor;
   }
 };
 
@@ -190,7 +193,7 @@ struct Argument<std::optional<T>> {
 // tensor whose memory was freed, and of one without kernels.
 inline PyObject* layout_of(PyObject* /*self*/, PyObject* const* objects, Py_ssize_t count) {
   try {
-    if (count != 1 || !is_tensor(objects[0])) throw OnlyDispatcher{};
+    if (count != 1) throw OnlyDispatcher{};
     const Tensor tensor = tensor_of(objects[0]);
     int64_t bytes = 0;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
