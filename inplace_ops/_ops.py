@@ -104,14 +104,14 @@ class Call:
             result = self._function_on_cuda(*arguments, *self._keyword_defaults)
         return self.op(*arguments) if result is NotImplemented else result
 
-    def directly(self, *arguments: Any) -> Any:
-        """Return `op(*arguments)`, or NotImplemented where only the dispatcher can call it.
+    def without_dispatcher(self, like: Tensor) -> Callable[..., Any]:
+        """Return what calls the op on a tensor's device, where nothing else sees the op.
 
-        The caller knows that nothing else sees the op.
+        It takes all arguments, and returns NotImplemented where only the dispatcher can call it.
         """
-        like: Any = next(a for a in arguments if a is not None)
-        function = self._function if like.is_cpu else self._function_on_cuda
-        return function(*arguments, *self._keyword_defaults)
+        if like.is_cpu:
+            return self._function
+        return self._function_on_cuda if like.is_cuda else _not_implemented
 
 
 def _not_implemented(*_: Any) -> Any:

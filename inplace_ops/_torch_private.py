@@ -557,7 +557,7 @@ def has_global_forward_hooks() -> bool:
 
 def has_backward_hooks(module: nn.Module) -> bool:
     """Whether a module has backward hooks, also deprecated ones on the node of its output."""
-    return bool(module._backward_hooks or torch.nn.modules.module._global_backward_hooks)
+    return bool(module._backward_hooks or nn.modules.module._global_backward_hooks)
 
 
 # Hooks on the gradient of a tensor that is not a leaf.

@@ -45,7 +45,7 @@ from ..autograd import check_inplace_allowed
 from ..supported import activation_of, is_pytorchs
 from . import bypass, nodes, norms
 from .affine import NormAffine
-from .after_norm import Forward, Merge, anchor_of, recomputed_activation, runs_in_place
+from .after_norm import Merge, anchor_of, recomputed_activation, runs_in_place
 from .calls import Affine
 from .inside_modules import is_user_mode_active
 from .packed import Recomputed
@@ -69,7 +69,7 @@ def activation_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     (z,) = args
     merge = engine.planned_merge(module, z)
     if merge is not None:
-        return _merged(engine, module, z, z, merge)
+        return _run(engine, z, merge)
     if not _is_ordinary_call(z):
         return type(module).forward(module, z)
     if type(z) is Tensor or not engine.merges or not _only_wraps(engine, module, z):
@@ -164,7 +164,7 @@ def _after_norm(engine: Engine, module: nn.Module, z: Tensor, output: Tensor) ->
     if merge is None:
         return None
     engine.learn_merge(module, z, output, merge)
-    return _merged(engine, module, z, output, merge)
+    return _merged(engine, z, output, merge)
 
 
 def _merge_of(engine: Engine, module: nn.Module, z: Tensor, output: Tensor) -> Merge | None:
@@ -209,49 +209,51 @@ def _merge_of(engine: Engine, module: nn.Module, z: Tensor, output: Tensor) -> M
     overwritten = output if is_in_place else z
     op_args = _ops.OpArgs(_ops.dim_order_of(overwritten), call.scalars)
     anchor = anchor_of(call.activation, overwritten)
-    return Merge(call, is_in_place, op_args, anchor, x, affine, instead)
+    return Merge(module, call, is_in_place, op_args, anchor, x, affine, instead)
 
 
-def _merged(engine: Engine, module: nn.Module, z: Tensor, output: Tensor, merge: Merge) -> Tensor:
+def _merged(engine: Engine, z: Tensor, output: Tensor, merge: Merge) -> Tensor:
     """Return the activation of z as `merge` tells. The other arguments are those above."""
-    (activation, scalars), is_in_place, op_args, anchor, x, affine, instead = merge
+    x = merge.x
     if not isinstance(x, Tensor):
         original = x.original
-        x = x.for_consumer(activation.name, engine.replacer.next_turn)
+        x = x.for_consumer(merge.call.activation.name, engine.replacer.next_turn)
         if original is not None:
             engine.replacer.keep_until_known(x, original.leaf.tensor)
-    forward = partial(type(module).forward, module)
-    if is_in_place:
+        merge = merge._replace(x=x)
+    z_or_base = output
+    if merge.is_in_place:
         if output is not z:  # a norm's output itself may be modified
             check_inplace_allowed(z)
-        z_or_base = output
-        run = partial(_run_in_place, forward)
     else:
-        z_or_base, run = z, forward
+        z_or_base = z
         if output.shape != z.shape:  # an instance norm's output, of which z is a view
             assert isinstance(x, Tensor)
-            x, affine = x.detach().view(z.shape), _with_samples(affine, z)
+            affine = _with_samples(merge.affine, z)
+            merge = merge._replace(x=x.detach().view(z.shape), affine=affine)
     node = None if engine.observer is None else output.grad_fn
-    y = recomputed_activation(z_or_base, x, affine, activation, op_args, run, anchor, instead)
-    if engine.walker is not None:
-        engine.walk(y)
-    own_node: Any = y.grad_fn
-    own = value_of(own_node)
-    if own is not None:
-        leaf = Leaf(x) if isinstance(x, Tensor) else x.as_input
-        own_node.spec = spec = Affine(leaf, affine, z.dtype, activation, scalars)
-        own.spec = weakref.ref(spec)
-        own.take_note(y)
+    y = _run(engine, z_or_base, merge)
     if engine.observer is not None:
         # Out of place PyTorch's LeakyReLU saves its input.
-        saves_output = activation.torch_saves_output and (is_in_place or activation is RELU)
-        engine.observer.activated(own_node if saves_output else node, own_node, y)
+        activation = merge.call.activation
+        saves_output = activation.torch_saves_output and (merge.is_in_place or activation is RELU)
+        engine.observer.activated(y.grad_fn if saves_output else node, y.grad_fn, y)
     return _with_current_history(z) if y is output and y is not z else y
 
 
-def _run_in_place(forward: Forward, z: Tensor) -> Tensor:
-    forward(z.data)  # leaves the version of z unchanged: `mark_dirty` raises it
-    return z
+def _run(engine: Engine, z: Tensor, merge: Merge) -> Tensor:
+    """Return the activation of a norm's output z, and give its node the spec of it."""
+    y = recomputed_activation(z, merge)
+    if engine.walker is not None:
+        engine.walk(y)
+    node: Any = y.grad_fn
+    value = value_of(node)
+    if value is not None:
+        leaf = Leaf(merge.x) if isinstance(merge.x, Tensor) else merge.x.as_input
+        node.spec = spec = Affine(leaf, merge.affine, z.dtype, *merge.call)
+        value.spec = weakref.ref(spec)
+        value.take_note(y)
+    return y
 
 
 def _input_of(engine: Engine, output: Tensor) -> Tensor | Recomputed | None:

@@ -23,22 +23,22 @@ from .nodes import function_of, is_being_captured
 from .packed import Recomputed
 from .specs import Leaf, Spec
 
-Forward = Callable[[Tensor], Tensor]
-
 
 class Merge(NamedTuple):
     """How an activation runs together with the norm before it.
 
     Attributes:
+        module: The activation's module.
         call: The activation.
         is_in_place: Whether it overwrites the norm's output.
-        op_args: The last arguments of the activation's ops.
+        op_args: The last arguments of the activation's ops, for the norm's output.
         anchor: What `anchor_of` returns.
         x: The norm's input, or what the norm saves instead of it.
         affine: The norm's affine.
         instead: Where backward returns gradients instead of to the norm's output; None if nowhere.
     """
 
+    module: nn.Module
     call: ActivationCall
     is_in_place: bool
     op_args: OpArgs
@@ -47,6 +47,14 @@ class Merge(NamedTuple):
     affine: NormAffine
     instead: Bypass | None
 
+    def activated(self, z: Tensor) -> Tensor:
+        """Return the activation of the norm's output: z itself, at the same version, in place."""
+        module = self.module
+        if not self.is_in_place:
+            return type(module).forward(module, z)
+        type(module).forward(module, z.data)  # leaves z's version unchanged: `mark_dirty` raises it
+        return z
+
 
 def runs_in_place(module: nn.Module, activation: Activation) -> bool:
     """Whether a module runs in place. PyTorch has no in-place GELU, so GELU ignores `inplace`."""
@@ -54,12 +62,12 @@ def runs_in_place(module: nn.Module, activation: Activation) -> bool:
 
 
 class RecomputeFunction(Function):
-    """`RecomputeFunction.apply(z, x, weight, bias, source, activation, op_args, forward)`.
+    """`RecomputeFunction.apply(z, x, weight, bias, merge)`: the activation of z, a norm's output.
 
-    The activation of z, a norm's output. The Function saves the tensors that z is computed from:
-    the norm's input x, which the norm saves too, and the norm's affine. Its backward is one op that
-    reads x. With x, weight and bias, backward may return their gradients instead of z's: see
-    `bypass.py`.
+    The Function saves the tensors that z is computed from: the norm's input x, which the norm saves
+    too, and the norm's affine. Its backward is one op that reads x. With x, weight and bias,
+    backward may return their gradients instead of z's: see `bypass.py`. Autograd does not look for
+    tensors inside of `merge`, which would receive gradients.
 
     NOTE [The anchor]
 
@@ -80,20 +88,22 @@ class RecomputeFunction(Function):
         x: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        source: Source,
-        activation: Activation,
-        op_args: OpArgs,
-        forward: Forward,
+        merge: Merge,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        y = forward(z)
+        y = merge.activated(z)
         if y is z:
             ctx.mark_dirty(z)
             ctx.output_version = z._version + 1
-        ctx.activation, ctx.op_args = activation, op_args
-        ctx.may_bypass_norm = source.may_bypass_norm
+        _, (ctx.activation, _), _, ctx.op_args, anchor, saved, affine, instead = merge
+        mean = rstd = None
+        if instead is not None:
+            _, (mean, rstd), ctx.may_bypass_norm = instead
+        if not isinstance(saved, Tensor):
+            saved = z.new_empty(0)
+        if anchor is not None:
+            anchor = anchor.detach()  # `expand` is slower
         ctx.set_materialize_grads(False)
-        anchor = None if source.anchor is None else source.anchor.detach()  # `expand` is slower
-        ctx.save_for_backward(source.x, *source.affine, anchor, source.mean, source.rstd)
+        ctx.save_for_backward(saved, *affine, anchor, mean, rstd)
         return y if anchor is None else (y, anchor)
 
     @staticmethod
@@ -113,7 +123,7 @@ class RecomputeFunction(Function):
                 of_inputs = bypass.zeros(ctx)
         if grad_of_anchor is not None:
             gradient = grad_of_anchor if gradient is None else gradient + grad_of_anchor
-        return gradient, *of_inputs, None, None, None, None
+        return gradient, *of_inputs, None
 
 
 def _register_hook(node: Any, hook: Callable[..., Any]) -> Any:
@@ -127,9 +137,12 @@ def _register_hook(node: Any, hook: Callable[..., Any]) -> Any:
 
 _NODE_CLASS = node_class(RecomputeFunction)
 _NODE_CLASS.register_hook = _register_hook
+_NODE_CLASS.apply = RecomputeFunction.backward  # PyTorch's looks it up in each backward
 # What is true of most new nodes: they have no hooks, save x itself and run out of place, and their
-# output has no spec.
+# output has no spec. `may_bypass_norm`, asked in backward, tells whether it may return the norm's
+# gradients instead of z's.
 _NODE_CLASS.has_hooks = _NODE_CLASS.saves_spec = False
+_NODE_CLASS.may_bypass_norm = staticmethod(lambda: False)
 _NODE_CLASS.output_version, _NODE_CLASS.spec = 0, None
 
 
@@ -159,30 +172,6 @@ def anchor_of(activation: Activation, z: Tensor) -> Tensor | None:
 _MAX_ANCHORS = 4096
 _ELEMENTS: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # the element of all anchors
 _ANCHORS: dict[tuple[torch.dtype, torch.device, torch.Size], Tensor] = {}
-
-
-class Source(NamedTuple):
-    """The tensors that the Function saves.
-
-    Passed to it as one tuple, so that autograd does not treat the tensors as inputs that receive
-    gradients.
-
-    Attributes:
-        x: The norm's input.
-        affine: The norm's affine.
-        mean: The mean of each channel; None unless backward may return the norm's gradients.
-        rstd: The reciprocal of the standard deviation of each channel, or None likewise.
-        anchor: What the anchor is an alias of; None if the activation needs none.
-        may_bypass_norm: Whether backward may return the norm's gradients instead of z's. Asked in
-            backward.
-    """
-
-    x: Tensor
-    affine: NormAffine
-    mean: Tensor | None
-    rstd: Tensor | None
-    anchor: Tensor | None
-    may_bypass_norm: Callable[[], bool]
 
 
 def _gradient_of_input(ctx: Any, grad: Tensor) -> Tensor:
@@ -235,41 +224,18 @@ def output_spec(node: Any) -> Spec:
 _apply_recompute = super(Function, RecomputeFunction).apply
 
 
-def recomputed_activation(
-    z: Tensor,
-    x: Tensor | Recomputed,
-    affine: NormAffine,
-    activation: Activation,
-    op_args: OpArgs,
-    forward: Forward,
-    anchor: Tensor | None,
-    instead: Bypass | None = None,
-) -> Tensor:
-    """Return the activation of a norm's output, which backward recomputes from the norm's input.
+def recomputed_activation(z: Tensor, merge: Merge) -> Tensor:
+    """Return the activation of a norm's output z, which backward recomputes from the norm's input.
 
-    Args:
-        z: The norm's output.
-        x: The norm's input, in z's shape, or what the norm saves instead of it.
-        affine: The norm's affine.
-        activation: The activation.
-        op_args: The last arguments of the activation's ops, for z.
-        forward: Computes the activation of z. To run in place it returns z itself, and must not
-            raise z's version.
-        anchor: What `anchor_of` returns for z.
-        instead: Where backward returns gradients instead of to z; None if always to z.
+    `merge.x` and `merge.affine` must have z's shape.
     """
-    saved_x = x if isinstance(x, Tensor) else z.new_empty(0)
-    if instead is None:
-        receivers: Sequence[Tensor | None] = (None, None, None)
-        source = Source(saved_x, affine, None, None, anchor, lambda: False)
-    else:
-        receivers = instead.inputs
-        source = Source(saved_x, affine, *instead.statistics, anchor, instead.is_allowed)
+    instead = merge.instead
+    receivers: Sequence[Tensor | None] = (None, None, None) if instead is None else instead.inputs
     # Skip the part of `Function.apply` that serves functorch's transforms: this never runs in one.
-    result = _apply_recompute(z, *receivers, source, activation, op_args, forward)
-    y: Tensor = result if anchor is None else result[0]
-    if not isinstance(x, Tensor):
+    result = _apply_recompute(z, *receivers, merge)
+    y: Tensor = result if merge.anchor is None else result[0]
+    if not isinstance(merge.x, Tensor):
         node: Any = y.grad_fn
-        nodes.Field(node, "x").replace(x)
+        nodes.Field(node, "x").replace(merge.x)
         node.saves_spec = True
     return y

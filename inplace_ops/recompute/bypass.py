@@ -147,8 +147,9 @@ def _inputs_of(node: Node, x: Tensor | None) -> BatchNormInputs | None:
     to_weight, to_bias = edge_of_weight[0], edge_of_bias[0]
     if x is not None and type(to_weight) is type(to_bias) is nodes.ACCUMULATE_GRAD_TYPE:
         weight, bias = to_weight.variable, to_bias.variable
-        are_trained = weight.requires_grad and bias.requires_grad
-        if are_trained and _is_at(edge_of_x, x):  # the usual case
+        producer, index = edge_of_x
+        leads_to_x = producer is not None and x.grad_fn is producer and x.output_nr == index
+        if leads_to_x and weight.requires_grad and bias.requires_grad:  # the usual case
             return BatchNormInputs(x, weight, bias)
     if x is None:
         x = nodes.tensor_without_values(node, "input")

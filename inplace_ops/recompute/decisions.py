@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_anomaly_enabled, is_grad_enabled, nn
 from torch.autograd import forward_ad
 from torch.cuda import is_initialized
+from torch.nn import Parameter
 
 from .. import _ops
 from .._ops import OpArgs
@@ -34,7 +35,7 @@ from .norms import Statistics
 from .operations import CAST, Operation
 from .packed import Recomputed
 from .specs import Spec
-from .values import KEY, Value, ensure_value, was_visited
+from .values import KEY, OTHER_STREAM, WITHOUT_VALUE, Value, ensure_value
 from .views import VIEW_OF, View
 
 if TYPE_CHECKING:
@@ -47,39 +48,46 @@ facts_of = attrgetter(
     *("__class__", "cost", "rounding", "tolerance", "leaf_bytes", "auxiliary_bytes")
 )
 
-# The nodes from the one that returned a tensor to that of its base: the entry in the table of
-# views, None for the base, and the type.
-Path = tuple[tuple[View | None, Any], ...]
+class Path(NamedTuple):
+    """The nodes from the one that returned a tensor to that of its base.
+
+    Attributes:
+        views: The type of each view, that of the tensor first, and its entry in the table of views.
+        base: The type of the node of the base.
+    """
+
+    views: tuple[tuple[type, View], ...]
+    base: type
 
 
 def path_of(tensor: Tensor) -> Path | None:
     """Return the path to the base of a saved tensor; None unless that is a first output."""
-    edge: tuple[Node, int] = (tensor.grad_fn, tensor.output_nr)
-    node, index = edge
-    path: list[tuple[View | None, type]] = []
+    node: Node = tensor.grad_fn
+    index = tensor.output_nr
+    views: list[tuple[type, View]] = []
     while (view := VIEW_OF[type(node)]) is not None:
-        path.append((view, type(node)))
+        views.append((type(node), view))
         node, index = view.source_of(node, index)
-    return (*path, (None, type(node))) if index == 0 else None
+    return Path(tuple(views), type(node)) if index == 0 else None
 
 
 def base_on(tensor: Tensor, path: Path) -> Node:
     """Return the node that returned the base of a tensor; None if its path is another one: 2b."""
-    edge: tuple[Node, int] = (tensor.grad_fn, tensor.output_nr)
-    node, index = edge
-    for view, node_type in path:
+    node: Node = tensor.grad_fn
+    index = tensor.output_nr
+    views, base = path
+    for node_type, view in views:
         if type(node) is not node_type:
             return None
-        if view is None:
-            break
         node, index = view.source_of(node, index)
-    return node if index == 0 else None
+    return node if type(node) is base and index == 0 else None
 
 
-def _spec_of(node: Node, index: int, replacer: Replacer) -> Spec | str:
-    """Return what the rules return."""
+def _spec_of(node: Node, index: int, replacer: Replacer) -> Spec | None:
+    """Return the spec that the rules return; None if they return none."""
     with nodes.no_graph():  # a node creation hook must not create nodes
-        return replacer.deriver.spec_of(node, index)
+        spec = replacer.deriver.spec_of(node, index)
+    return None if isinstance(spec, str) else spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +107,6 @@ class Views:
 
     def are_of(self, tensor: Tensor, base: Node) -> bool:
         """Whether a tensor with the same layout as before is the same view of its base."""
-        if not self.calls:
-            return True
         whole = tensor._base
         if whole is None or whole.grad_fn is not base:
             return False
@@ -138,29 +144,24 @@ class Replaced:
         if type(tensor) is not Tensor or layout_of(tensor) != self.layout:  # 2c
             return None
         base = base_on(tensor, self.path)  # 2b
-        value = None if base is None else base.metadata.get(KEY)
+        value: Value | None = None if base is None else base.metadata.get(KEY)
         if not value or value.saver is not None:  # 2d
             return None
-        if not value.is_unmodified_in(tensor):
+        version = tensor._version
+        if version and version != value.version:
             return None
         value.note_saved(tensor)
         views, known = self.views, value.spec
-        spec: Spec | str
-        if views is None or not views.are_of(tensor, base):
+        if views is None or (views.calls and not views.are_of(tensor, base)):
             spec = _spec_of(tensor.grad_fn, tensor.output_nr, replacer)
         else:
-            base_spec = None if known is None else known()
-            if base_spec is None or not base_spec.is_current():
+            spec = None if known is None else known()
+            if spec is None or not spec.is_current():
                 spec = _spec_of(base, 0, replacer)
-            else:
-                spec = base_spec
             for function, arguments in views.calls:
-                if isinstance(spec, str):
-                    break
-                spec = ViewCall(function, (spec,), *arguments)
-        if isinstance(spec, str):
-            return None
-        if facts_of(spec) != self.facts:  # 2e
+                if spec is not None:
+                    spec = ViewCall(function, (spec,), *arguments)
+        if spec is None or facts_of(spec) != self.facts:  # 2e
             return None
         if spec.tolerance and not replacer.is_within_limits(spec):
             return None
@@ -202,12 +203,15 @@ class Saved:
         if type(tensor) is not Tensor:
             return None
         base = base_on(tensor, self.path)  # 2b
-        if base is None or not was_visited(base):
+        if base is None:
             return None
-        value = ensure_value(base)
-        if value is None or value.saver is not None or value.product is not None:  # 2d
+        value: Value | None = base.metadata.get(KEY, OTHER_STREAM)
+        if value is WITHOUT_VALUE:
+            value = ensure_value(base)
+        if not value or value.saver is not None or value.product is not None:  # 2d
             return None
-        if not value.is_unmodified_in(tensor):
+        version = tensor._version
+        if version and version != value.version:
             return None
         value.note_saved(tensor)
         return value
@@ -269,15 +273,6 @@ Input = Replaced | Saved | ReadParameter | Asked
 
 
 @dataclass(frozen=True, slots=True)
-class NothingToFill:
-    """The value needs nothing more."""
-
-    def fill(self, node: Node, value: Value, replacer: Replacer) -> bool:
-        """Return True."""
-        return True
-
-
-@dataclass(frozen=True, slots=True)
 class FilledByRules:
     """The rules fill in the value in each forward pass.
 
@@ -301,42 +296,49 @@ class FilledNorm:
 
     Attributes:
         is_batch_norm: Whether it is a batch norm, and not a layer norm.
+        saves_input: Whether the node saves its input itself, and a `Saved` has looked for hooks,
+            which the other saved tensors would share.
         shape: The shape of its channel or column affine.
         weight_shape: That of the weight.
         dims: The number of dimensions of its input.
     """
 
     is_batch_norm: bool
+    saves_input: bool
     shape: tuple[int, ...]
     weight_shape: torch.Size
     dims: int
 
     def fill(self, node: Node, value: Value, replacer: Replacer) -> bool:
         """Fill in the value. Return False if something is not as it was."""
-        if _handle_of_weight(node).unpack_hook is not None:  # 2a: a read would call the hook
+        if not self.saves_input and _handle_of_weight(node).unpack_hook is not None:  # 2a
             return False
         if profiler_is_running():  # it does not see a direct call
             return False
-        weight, mean, rstd = _weight_mean_rstd(node)
+        x, weight, mean, rstd = _read_norm(node)
         if self.is_batch_norm:
             leaf = node.next_functions[2][0]
             if type(leaf) is not ACCUMULATE_GRAD_TYPE or not _is_training(node):
                 return False
-            bias, dims = leaf.variable, len(nodes.output_shape(node, 0))
+            bias = leaf.variable
         else:
-            bias, dims = _bias(node), mean.dim()
-        if not (type(weight) is type(bias) is nn.Parameter):
+            bias = _bias(node)
+        if not (type(weight) is type(bias) is Parameter):
             return False
-        if weight.shape != self.weight_shape or dims != self.dims:  # they determine `shape`
+        if weight.shape != self.weight_shape or x.dim() != self.dims:  # they determine `shape`
             return False
+        call = _ops.CALL_NORM_AFFINE.without_dispatcher(weight)
         try:
-            statistics = (rstd, mean) if self.is_batch_norm else (None, None)
-            affine = _norm_affine(*statistics, weight, bias, self.shape, 1)
+            if self.is_batch_norm:
+                affine = call(rstd, mean, weight, bias, self.shape, 1)
+            else:
+                affine = call(None, None, weight, bias, self.shape, 1)
         except RuntimeError:  # parameters of other dtypes or layouts than before
             return False
         if affine is NotImplemented:
             return False
         value.norm = facts = NormFacts()
+        facts.saves_input = self.saves_input
         facts.statistics = Statistics(mean, rstd)
         if self.is_batch_norm:
             facts.affine = NormAffine(affine, None)
@@ -346,10 +348,10 @@ class FilledNorm:
         return True
 
 
-_norm_affine = _ops.CALL_NORM_AFFINE.directly
-_weight_mean_rstd = attrgetter(*[names_of(name)[1] for name in ("weight", "result1", "result2")])
+_read_norm = attrgetter(*[names_of(n)[1] for n in ("input", "weight", "result1", "result2")])
+_read_input, _bias = attrgetter(names_of("input")[1]), attrgetter(names_of("bias")[1])
+_is_training = attrgetter(names_of("training")[1])
 _handle_of_weight = attrgetter(names_of("weight")[0])
-_bias, _is_training = attrgetter(names_of("bias")[1]), attrgetter(names_of("training")[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,40 +361,43 @@ class NodeDecision:
     Attributes:
         node_type: The type of the node.
         operation: Its entry in the table of operations.
-        filling: How the node's value is filled in.
+        filling: How the node's value is filled in; None if it needs nothing more.
         inputs: Its saved inputs.
     """
 
     node_type: type
     operation: Operation
-    filling: NothingToFill | FilledByRules | FilledNorm
+    filling: FilledByRules | FilledNorm | None
     inputs: tuple[Input, ...]
 
-    def match(self, node: Node, replacer: Replacer) -> list[Any] | None:
+    def match(self, node: Node, replacer: Replacer) -> list[tuple[Input, Any]] | None:
         """Return what the inputs need to do the same again; None if something is not as it was."""
         if not is_undisturbed():  # 2a
             return None
-        if self.operation is CAST and nodes.downcasts_autograd_leaf(node):
-            return None  # the rules do not count it
         if is_initialized() and not replacer.is_first_on_its_device(nodes.stream_of(node)):  # 2d
             return None
+        if self.operation is CAST and nodes.downcasts_autograd_leaf(node):
+            return None  # the rules do not count it
         matches = []
         for each in self.inputs:
             match = each.match(node, replacer)
             if match is None:
                 return None
-            matches.append(match)
+            matches.append((each, match))
         return matches
 
     def repeat(self, node: Node, replacer: Replacer) -> bool:
         """Do the same again. Return False, and do nothing, if something is not as it was."""
-        metadata, value = node.metadata, Value()
+        metadata, filling = node.metadata, self.filling
         matches = None if KEY in metadata else self.match(node, replacer)
-        if matches is None or not self.filling.fill(node, value, replacer):
+        if matches is None:
+            return False
+        value = Value()
+        if filling is not None and not filling.fill(node, value, replacer):
             return False
         metadata[KEY] = value
         replacer.ordinal += 1
-        for each, match in zip(self.inputs, matches, strict=True):
+        for each, match in matches:
             each.act(node, value, replacer, match)
         if self.operation.has_rewrites:
             with nodes.no_graph():
@@ -456,7 +461,7 @@ class MergeDecision:
         """Return the decision; None where z is a view, or the norm saves a spec."""
         if output is not z or not isinstance(merge.x, Tensor):
             return None
-        call, is_in_place, op_args, anchor, *_ = merge
+        _, call, is_in_place, op_args, anchor, *_ = merge
         layout, is_batch_norm = layout_of(z), norms.is_batch_norm(z.grad_fn)
         if layout is None:
             return None
@@ -483,11 +488,11 @@ class MergeDecision:
         if layout_of(z) != self.layout:
             return None
         is_usual = (
-            torch.is_grad_enabled()
+            is_grad_enabled()
             and is_undisturbed()  # 2a
             and default_saved_tensor_hooks() is None
             and forward_ad._current_level < 0
-            and not torch.is_anomaly_enabled()
+            and not is_anomaly_enabled()
         )
         if not is_usual or self.candidate.call_of(module) != self.call:
             return None
@@ -498,8 +503,10 @@ class MergeDecision:
             return None
         value = node.metadata.get(KEY)
         facts = value.norm if value else None
-        x = nodes.saved_tensor(node, "input")
-        if facts is None or type(x) is not Tensor or x.is_neg():  # its layout follows from z's
+        if facts is None:
+            return None
+        x = _read_input(node) if facts.saves_input else nodes.saved_tensor(node, "input")
+        if type(x) is not Tensor or x.is_neg():  # its layout follows from z's
             return None
         affine, instead = facts.affine, None
         if self.is_batch_norm:
@@ -512,7 +519,7 @@ class MergeDecision:
                 set_grad_enabled(True)
         if affine is None or affine.nbytes != self.affine_bytes:
             return None
-        return Merge(self.call, is_in_place, self.op_args, self.anchor, x, affine, instead)
+        return Merge(module, self.call, is_in_place, self.op_args, self.anchor, x, affine, instead)
 
 
 Decision = NodeDecision | AfterNormDecision

@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any, TypeVar
 
 import torch
@@ -379,6 +379,9 @@ def put(handle: Any, value: Packed) -> None:
     handle.register_hooks(lambda _: value, _unpack)
 
 
+_unpack = methodcaller("unpack")  # of a `Packed`
+
+
 def packed(node: Node, field: str) -> Packed | None:
     """Return what the engine has saved instead of a tensor; None if it has replaced nothing."""
     return _packed_of(_raw(node, field))
@@ -408,10 +411,6 @@ def saved_stride(node: Node, field: str) -> tuple[int, ...] | None:
 def _fields_of(node: Node) -> tuple[str, ...]:
     node_type: Any = type(node)
     return tensor_fields(node_type)
-
-
-def _unpack(value: Packed) -> Tensor:
-    return value.unpack()
 
 
 def tensor_without_values(node: Node, field: str) -> Tensor:

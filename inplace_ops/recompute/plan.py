@@ -52,7 +52,6 @@ from .decisions import (
     Input,
     MergeDecision,
     NodeDecision,
-    NothingToFill,
     ReadParameter,
     Replaced,
     Saved,
@@ -81,7 +80,7 @@ def decision_of(node: Node) -> Decision | None:
         return AfterNormDecision(type(node))
     inputs = [_input_of(node, operation, name, value) for name in operation.reads]
     inputs += [Asked(name, is_exact=True) for name in operation.reads_exact]
-    filling = _filling_of(node, operation, value)
+    filling = _filling_of(node, operation, value, inputs)
     return NodeDecision(type(node), operation, filling, tuple(inputs))
 
 
@@ -102,7 +101,7 @@ def _input_of(node: Node, operation: Operation, name: str, own: Value) -> Input:
     value = value_of(base_on(tensor, path))
     if value is None or value.saver is None or value.saver() is not own:
         return asked
-    of_base = OPERATION_OF[path[-1][1]]
+    of_base = OPERATION_OF[path.base]
     has_no_spec = of_base is None or (of_base.is_product and value.product is None)
     return Saved(*names_of(name), path) if has_no_spec else asked
 
@@ -130,7 +129,7 @@ def _replaced(node: Node, name: str, packed: Recomputed) -> Replaced | None:
     if path is None:
         return None
     base = base_on(tensor, path)
-    layout, views = _layout_of_packed(packed), _views_of(base, len(path) - 1, spec)
+    layout, views = _layout_of_packed(packed), _views_of(base, len(path.views), spec)
     like = packed.without_spec()
     return Replaced(*names_of(name), path, layout, facts_of(spec), views, like)
 
@@ -166,12 +165,12 @@ def _layout_of_packed(packed: Recomputed) -> bytes:
 
 
 def _filling_of(
-    node: Node, operation: Operation, value: Value
-) -> NothingToFill | FilledByRules | FilledNorm:
-    """Return how the value of a node is filled in."""
+    node: Node, operation: Operation, value: Value, inputs: list[Input]
+) -> FilledByRules | FilledNorm | None:
+    """Return how the value of a node is filled in; None if it needs nothing more."""
     rule = operation.output
     if rule is None or (isinstance(rule, ProductRule) and not widens(node, rule)):
-        return NothingToFill()
+        return None
     facts = value.norm
     if facts is not None and facts.statistics is not None:
         formula, parameters = norms.known_kind_of(node).formula, norms.parameters_of(node)
@@ -187,7 +186,8 @@ def _filling_of(
         if computed is not None and are_usual and parameters is not None:
             weight, dims = parameters.weight, len(nodes.output_shape(node, 0))
             assert weight is not None
-            return FilledNorm(formula == "batch", tuple(computed.shape), weight.shape, dims)
+            saves_input, shape = isinstance(inputs[0], Saved), tuple(computed.shape)
+            return FilledNorm(formula == "batch", saves_input, shape, weight.shape, dims)
     return FilledByRules(operation)
 
 

@@ -188,9 +188,9 @@ class Engine:
             if plan is not None:
                 replacer = self.replacer
                 decision = plan.of_nodes.get(replacer.ordinal + 1)
-                is_like = decision is not None and type(node) is decision.node_type
-                if is_like and decision.repeat(node, replacer):  # type: ignore[union-attr]
-                    return
+                if decision is not None and type(node) is decision.node_type:
+                    if decision.repeat(node, replacer):
+                        return
             if self.observer is not None and KEY not in node.metadata:
                 self.observer.created(node)
             node_type = type(node)
@@ -317,7 +317,6 @@ class Engine:
         if self.walker is not None:
             self.walker.record_versions(module)
 
-    @_contained
     def finish_module(
         self, module: nn.Module, output: Any, is_first_hook: Callable[[nn.Module], bool]
     ) -> None:
@@ -330,13 +329,18 @@ class Engine:
                 Such a hook may have restored an eps or a bias, or may have replaced the module's
                 output by the output of another norm.
         """
-        self.end_notes(module)
-        self.walk(output)
-        if type(output) is Tensor:
-            _finish_module(module, output, is_first_hook)
-        elif isinstance(output, Tensor) and is_plain(output):
-            with DisableTorchFunction():
+        try:  # what `_contained` does, which takes long
+            if self._noting.is_active:
+                self.end_notes(module)
+            if self.walker is not None:
+                self.walk(output)
+            if type(output) is Tensor:
                 _finish_module(module, output, is_first_hook)
+            elif isinstance(output, Tensor) and is_plain(output):
+                with DisableTorchFunction():
+                    _finish_module(module, output, is_first_hook)
+        except Exception as error:
+            self.warn_of(error)
 
     @_contained
     def finish_product(

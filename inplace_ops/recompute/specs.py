@@ -213,7 +213,7 @@ class Leaf(Spec):
 
     def value(self, turn: int | None = None) -> Tensor:
         tensor = self.tensor
-        if not self.is_current():  # rule 5 of NOTE [Leaves] in `derive.py`
+        if tensor._version != self.version:  # rule 5 of NOTE [Leaves] in `derive.py`
             raise written_to_error(tensor, self.version)
         if not has_storage(tensor):
             raise freed_error(tensor)
@@ -271,8 +271,10 @@ class Computed(Spec):
         return spec
 
     def value(self, turn: int | None = None) -> Tensor:
-        kept, self._kept = self._kept, None
-        following = None if turn is None else self._following.get(turn)
+        kept, following = self._kept, None if turn is None else self._following.get(turn)
+        if kept is None and following is None:  # the usual case
+            return self.compute(turn)
+        self._kept = None
         if kept is not None and kept.running_pass == running_pass():
             value = kept.value
         else:

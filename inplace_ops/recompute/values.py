@@ -122,11 +122,6 @@ class Value:
         base = None if tensor._base is None else whole_base(tensor)
         self.note = WeakTensor(tensor if base is None else base)
 
-    def has_note(self) -> bool:
-        """Whether the tensor of the note is alive."""
-        note = self.note
-        return note is not None and _referent(note) is not None
-
     @property
     def noted(self) -> Tensor | None:
         """The tensor of the note, if it is alive."""
@@ -139,7 +134,9 @@ class Value:
         In backward an operation may read a copy that hooks have unpacked, whose version says
         nothing of the output.
         """
-        if self.has_note() or running_pass() != NO_PASS:
+        note = self.note
+        has_note = note is not None and _referent(note) is not None
+        if has_note or running_pass() != NO_PASS:
             return
         output = tensor if tensor._base is None else tensor._base
         if output.grad_fn is not None:  # a view of an autograd leaf is not its output

@@ -49,7 +49,8 @@ def compared_plans() -> Iterator[list[str]]:
             return acted
         probe = Value()
         is_match = KEY not in node.metadata and decision.match(node, replacer) is not None
-        if is_match and decision.filling.fill(node, probe, replacer):
+        filling = decision.filling
+        if is_match and (filling is None or filling.fill(node, probe, replacer)):
             expected.decision, expected.value = decision, probe
         return False
 
@@ -124,7 +125,7 @@ def _same_tensors(a: Tensor | None, b: Tensor | None) -> bool:
 
 def _same_merges(mine: Merge, other: Merge) -> bool:
     return (
-        mine[:3] == other[:3]
+        mine[:4] == other[:4]
         and mine.x is other.x
         and all(map(_same_tensors, mine.affine, other.affine))
         and (mine.instead is None) == (other.instead is None)
