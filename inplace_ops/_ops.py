@@ -97,11 +97,10 @@ class Call:
         like: Any = arguments[0]
         if like is None:
             like = next(a for a in arguments if a is not None)
-        result = NotImplemented
         if like.is_cpu:
             result = self._function(*arguments, *self._keyword_defaults)
-        elif like.is_cuda:
-            result = self._function_on_cuda(*arguments, *self._keyword_defaults)
+        else:
+            result = self.without_dispatcher(like)(*arguments, *self._keyword_defaults)
         return self.op(*arguments) if result is NotImplemented else result
 
     def without_dispatcher(self, like: Tensor) -> Callable[..., Any]:
@@ -118,9 +117,9 @@ def _not_implemented(*_: Any) -> Any:
     return NotImplemented
 
 
-# Return the offset, shape, strides, dtype and device of a tensor as bytes, from torch 2.14 on; None
-# of a subclass of Tensor, of a tensor without memory, and of one without kernels.
-layout_of: Callable[[Tensor], bytes | None] | None = _C.layout
+# Returns the offset, shape, strides, dtype and device of a tensor as bytes; None of a subclass of
+# Tensor, of a tensor without memory, and of one without kernels. Before torch 2.14 None of all.
+layout_of: Callable[[Tensor], bytes | None] = _C.layout or (lambda tensor: None)
 
 
 class Ops:

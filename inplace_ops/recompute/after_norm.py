@@ -97,7 +97,7 @@ class RecomputeFunction(Function):
         _, (ctx.activation, _), _, ctx.op_args, anchor, saved, affine, instead = merge
         mean = rstd = None
         if instead is not None:
-            _, (mean, rstd), ctx.may_bypass_norm = instead
+            *_, (mean, rstd), ctx.may_bypass_norm = instead
         if not isinstance(saved, Tensor):
             saved = z.new_empty(0)
         if anchor is not None:
@@ -230,7 +230,7 @@ def recomputed_activation(z: Tensor, merge: Merge) -> Tensor:
     `merge.x` and `merge.affine` must have z's shape.
     """
     instead = merge.instead
-    receivers: Sequence[Tensor | None] = (None, None, None) if instead is None else instead.inputs
+    receivers = (None, None, None) if instead is None else instead[:3]
     # Skip the part of `Function.apply` that serves functorch's transforms: this never runs in one.
     result = _apply_recompute(z, *receivers, merge)
     y: Tensor = result if merge.anchor is None else result[0]

@@ -31,7 +31,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_anomaly_enabled, is_grad_enabled, nn
 from torch.autograd import forward_ad
 
 from .. import _ops
@@ -40,20 +40,6 @@ from . import nodes, norms
 from .affine import NormFacts
 from .nodes import Node
 from .norms import Statistics
-
-
-class BatchNormInputs(NamedTuple):
-    """The inputs of a batch norm.
-
-    Attributes:
-        x: The input. Like weight and bias it leads to the graph.
-        weight: The weight; None if it needs no gradient, or the norm has none.
-        bias: The bias; None likewise.
-    """
-
-    x: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
 
 
 class Watch:
@@ -72,12 +58,16 @@ class Bypass(NamedTuple):
     """The inputs of a norm to which backward returns gradients, instead of to its output z.
 
     Attributes:
-        inputs: The norm's inputs.
+        x: The norm's input. Like weight and bias it leads to the graph.
+        weight: The weight; None if it needs no gradient, or the norm has none.
+        bias: The bias; None likewise.
         statistics: The norm's statistics.
         is_allowed: Whether nothing asks for the gradient of z. Asked in backward.
     """
 
-    inputs: BatchNormInputs
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
     statistics: Statistics
     is_allowed: Callable[[], bool]
 
@@ -125,15 +115,17 @@ def bypass_of_batch_norm(
     if inputs is None:
         return None
     is_allowed = _always if is_in_place else Watch(z).sees_no_use
-    return Bypass(inputs, facts.statistics, is_allowed)
+    return Bypass(*inputs, facts.statistics, is_allowed)
 
 
 def _always() -> bool:
     return True
 
 
-def _inputs_of(node: Node, x: Tensor | None) -> BatchNormInputs | None:
-    """Return the inputs of a batch norm in training, if gradients can be returned to all of them.
+def _inputs_of(
+    node: Node, x: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+    """Return x, weight and bias of a batch norm in training, if all can receive gradients.
 
     Return None for a batch norm whose input needs no gradient, whose bias was computed, or whose
     parameters have been frozen or unfrozen since.
@@ -150,7 +142,7 @@ def _inputs_of(node: Node, x: Tensor | None) -> BatchNormInputs | None:
         producer, index = edge_of_x
         leads_to_x = producer is not None and x.grad_fn is producer and x.output_nr == index
         if leads_to_x and weight.requires_grad and bias.requires_grad:  # the usual case
-            return BatchNormInputs(x, weight, bias)
+            return x, weight, bias
     if x is None:
         x = nodes.tensor_without_values(node, "input")
     # A weight that is not a leaf, such as an instance norm's repeated one, is saved.
@@ -165,7 +157,7 @@ def _inputs_of(node: Node, x: Tensor | None) -> BatchNormInputs | None:
         if repeated is None or repeated.bias is None or not repeated.bias.requires_grad:
             return None
         bias = norms.repeated_for_samples(repeated.bias, nodes.output_shape(node, 0)[1])
-    return BatchNormInputs(x, weight, bias)
+    return x, weight, bias
 
 
 def _is_at(edge: tuple[Node, int], tensor: Tensor | None) -> bool:
@@ -188,8 +180,8 @@ def is_possible(ctx: Any, grad: Tensor, node_class: type) -> bool:
     look for the operation that returns NaN, and nothing asks for the gradient of z.
     """
     return (
-        not torch.is_grad_enabled()  # rule 3
-        and not torch.is_anomaly_enabled()
+        not is_grad_enabled()  # rule 3
+        and not is_anomaly_enabled()
         and forward_ad._current_level < 0
         and not _ops.is_batched(grad)
         and not is_in_compiled_autograd(ctx, node_class)

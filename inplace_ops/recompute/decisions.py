@@ -18,7 +18,7 @@ from torch.cuda import is_initialized
 from torch.nn import Parameter
 
 from .. import _ops
-from .._ops import OpArgs
+from .._ops import OpArgs, layout_of
 from .._torch_private import (
     default_saved_tensor_hooks,
     is_undisturbed,
@@ -40,8 +40,6 @@ from .views import VIEW_OF, View
 
 if TYPE_CHECKING:
     from .replace import Replacer
-
-layout_of: Callable[[Tensor], bytes | None] = _ops.layout_of  # type: ignore[assignment]
 
 # What the limits ask of a spec: 2e of NOTE [Plans].
 facts_of = attrgetter(
@@ -121,7 +119,6 @@ class Replaced:
         handle: The node's attribute with autograd's handle of the tensor.
         saved: The node's attribute with the tensor.
         path: The path to the base of the tensor.
-        layout: What `layout_of` returns for the tensor.
         facts: What the limits ask of the spec.
         views: How the spec is made of the spec of the base; None if only the rules know.
         packed: What the rules have saved instead of the tensor, without the spec.
@@ -130,7 +127,6 @@ class Replaced:
     handle: str
     saved: str
     path: Path
-    layout: bytes
     facts: tuple[Any, ...]
     views: Views | None
     packed: Recomputed = field(compare=False)
@@ -141,7 +137,7 @@ class Replaced:
         if handle is None or handle.unpack_hook is not None:  # 2a
             return None
         tensor = getattr(node, self.saved)
-        if type(tensor) is not Tensor or layout_of(tensor) != self.layout:  # 2c
+        if type(tensor) is not Tensor or layout_of(tensor) != self.packed.layout:  # 2c
             return None
         base = base_on(tensor, self.path)  # 2b
         value: Value | None = None if base is None else base.metadata.get(KEY)
@@ -150,7 +146,8 @@ class Replaced:
         version = tensor._version
         if version and version != value.version:
             return None
-        value.note_saved(tensor)
+        if value.note is None:
+            value.note_saved(tensor)
         views, known = self.views, value.spec
         if views is None or (views.calls and not views.are_of(tensor, base)):
             spec = _spec_of(tensor.grad_fn, tensor.output_nr, replacer)

@@ -54,13 +54,14 @@ class Recomputed(Packed):
     Attributes:
         producer: The name of the operation whose output the tensor is.
         consumer: The name of the operation that saves the tensor.
+        layout: What `layout_of` returns for the tensor.
         turn: The consumer's turn: see NOTE [Shared values] in `specs.py`. None if it has none.
         original: The tensor itself, if it stays saved: see 6 of NOTE [Weights are proved] in
             `weights.py`. Else None.
     """
 
     __slots__ = (
-        *("consumer", "device", "dtype", "offset", "original", "producer", "shape"),
+        *("consumer", "device", "dtype", "layout", "original", "producer", "shape"),
         *("spec", "stride", "turn"),
     )
 
@@ -69,7 +70,7 @@ class Recomputed(Packed):
     ) -> None:
         self.spec, self.producer, self.consumer, self.turn = spec, producer, consumer, turn
         self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
-        self.stride, self.offset = like.stride(), like.storage_offset()
+        self.stride, self.layout = like.stride(), _ops.layout_of(like)
         self.original: Original | None = None
 
     @property
@@ -108,7 +109,7 @@ class Recomputed(Packed):
         other.spec, other.turn, other.original = spec, turn, None
         other.producer, other.consumer = self.producer, self.consumer
         other.shape, other.dtype, other.device = self.shape, self.dtype, self.device
-        other.stride, other.offset = self.stride, self.offset
+        other.stride, other.layout = self.stride, self.layout
         return other
 
     def without_spec(self) -> Recomputed:
@@ -141,6 +142,8 @@ class Recomputed(Packed):
         except RuntimeError as error:
             _ops.raise_out_of_memory(error, self._allocate)
             raise
+        if self.layout is not None and _ops.layout_of(value) == self.layout:  # the usual case
+            return value
         if value.shape != self.shape or value.dtype is not self.dtype or value.device != device:
             raise RuntimeError(
                 f"the output of {self.name} was recomputed as a {value.dtype} tensor of shape "

@@ -34,13 +34,12 @@ NOTE [Plans]
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
+from .._ops import layout_of
 from . import nodes, norms
 from .calls import ViewCall
 from .decisions import (
@@ -58,7 +57,6 @@ from .decisions import (
     Views,
     base_on,
     facts_of,
-    layout_of,
     path_of,
 )
 from .nodes import ACCUMULATE_GRAD_TYPE, Node, names_of
@@ -126,12 +124,10 @@ def _replaced(node: Node, name: str, packed: Recomputed) -> Replaced | None:
         return None
     tensor = nodes.tensor_without_values(node, name)
     path = path_of(tensor)
-    if path is None:
+    if path is None or packed.layout is None:
         return None
-    base = base_on(tensor, path)
-    layout, views = _layout_of_packed(packed), _views_of(base, len(path.views), spec)
-    like = packed.without_spec()
-    return Replaced(*names_of(name), path, layout, facts_of(spec), views, like)
+    views = _views_of(base_on(tensor, path), len(path.views), spec)
+    return Replaced(*names_of(name), path, facts_of(spec), views, packed.without_spec())
 
 
 def _views_of(base: Node, count: int, spec: Spec) -> Views | None:
@@ -153,15 +149,6 @@ def _views_of(base: Node, count: int, spec: Spec) -> Views | None:
     whole = noted if noted is None or noted._base is None else noted._base
     layout = None if whole is None else layout_of(whole)
     return None if layout is None else Views(layout, tuple(calls))
-
-
-def _layout_of_packed(packed: Recomputed) -> bytes:
-    """Return the layout of a saved tensor that the rules have replaced."""
-    like = layout_of(torch.empty((), dtype=packed.dtype, device=packed.device))
-    assert like is not None
-    return like[:-8] + struct.pack(
-        f"={1 + 2 * len(packed.shape)}q", packed.offset, *packed.shape, *packed.stride
-    )
 
 
 def _filling_of(

@@ -75,7 +75,7 @@ from .replace import Replacer
 from .settings import Observer, Settings
 from .tensors import is_plain
 from .values import KEY, WITHOUT_VALUE, Value, ensure_value, value_of, was_visited
-from .views import NEEDS_NO_VALUE, base_of
+from .views import NEEDS_NO_VALUE, VIEW_OF, base_of
 from .walk import Walk
 
 # Errors of reading a node's saved tensor, which is then left as it is, without a warning.
@@ -188,9 +188,9 @@ class Engine:
             if plan is not None:
                 replacer = self.replacer
                 decision = plan.of_nodes.get(replacer.ordinal + 1)
-                if decision is not None and type(node) is decision.node_type:
-                    if decision.repeat(node, replacer):
-                        return
+                is_like = decision is not None and type(node) is decision.node_type
+                if is_like and decision.repeat(node, replacer):  # type: ignore[union-attr]
+                    return
             if self.observer is not None and KEY not in node.metadata:
                 self.observer.created(node)
             node_type = type(node)
@@ -329,9 +329,8 @@ class Engine:
                 Such a hook may have restored an eps or a bias, or may have replaced the module's
                 output by the output of another norm.
         """
-        try:  # what `_contained` does, which takes long
-            if self._noting.is_active:
-                self.end_notes(module)
+        try:  # as `_contained`, which takes longer
+            self._noting.end(module)
             if self.walker is not None:
                 self.walk(output)
             if type(output) is Tensor:
@@ -421,17 +420,18 @@ def _finish_module(
 ) -> None:
     """Do the same as `Engine.finish_module` for a module that has returned one tensor."""
     node = nodes.grad_fn_of(output)
-    if node is None:
-        return
-    node, index = base_of(node, output.output_nr)
-    value = value_of(node) if node is not None and index == 0 else None
+    index = output.output_nr
+    if VIEW_OF[type(node)] is not None:
+        node, index = base_of(node, index)
+    value = None if node is None or index != 0 else value_of(node)
     if value is None:
         return
     facts = value.norm
     if facts is not None:
         if has_backward_hooks(module):
             facts.has_backward_hooks = True
-        if not facts.has_affine and output.nbytes >= Settings.MIN_BYTES:
+        has_affine = facts.affine is not None or facts.column_affine is not None
+        if not has_affine and output.nbytes >= Settings.MIN_BYTES:
             with nodes.no_graph():
                 # Nothing has run since the norm's operation, which is the last one of the forward.
                 may_differ = not is_first_hook(module) or is_user_mode_active()

@@ -73,6 +73,8 @@ def _looks_plain(tensor: Tensor) -> bool:
 
 def has_storage(tensor: Tensor) -> bool:
     """Whether a tensor's memory is allocated: FSDP and ZeRO free the memory of parameters."""
+    if tensor.storage_offset() == 0 and tensor.data_ptr() != 0:  # the storage itself takes longer
+        return True
     return tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0
 
 

@@ -92,7 +92,7 @@ class _Layout(NamedTuple):
 
 def _layout_of(parameter: Tensor) -> object:
     """Return what tells whether a parameter has the same layout; None if its memory is gone."""
-    if layout_of is not None and type(parameter) is nn.Parameter:  # fast
+    if type(parameter) is nn.Parameter:  # fast
         layout = layout_of(parameter)
         if layout is not None:
             return layout

@@ -132,7 +132,7 @@ def _same_merges(mine: Merge, other: Merge) -> bool:
         and (
             mine.instead is None
             or other.instead is None
-            or all(a is b for a, b in zip(mine.instead.inputs, other.instead.inputs, strict=True))
+            or all(a is b for a, b in zip(mine.instead[:3], other.instead[:3], strict=True))
         )
     )
 
