@@ -41,12 +41,6 @@ struct VectorSum {
 
   Part parts[kParts] = {};
 
-  HOST_DEVICE static Part load(const C* from) {
-    Part part;
-    memcpy(&part, from, sizeof(part));
-    return part;
-  }
-
   HOST_DEVICE C total() const {
     C sums[kVector];
     memcpy(sums, parts, sizeof(sums));
@@ -73,8 +67,9 @@ HOST_DEVICE void sum_block(const T* stored_g, const T* stored_x, const NormAffin
     int64_t i = position;
     for (; i + kVector <= end; i += kVector) {
       for (int part = 0; part < gradients.kParts; ++part) {
-        const auto g_part = gradients.load(g + i + part * gradients.kLanes);
-        const auto x_part = gradients.load(x + i + part * gradients.kLanes);
+        typename VectorSum<Instructions, C>::Part g_part, x_part;
+        memcpy(&g_part, g + i + part * gradients.kLanes, sizeof(g_part));
+        memcpy(&x_part, x + i + part * gradients.kLanes, sizeof(x_part));
         gradients.parts[part] += g_part;
         products.parts[part] += g_part * (x_part - mean);
       }
@@ -116,30 +111,31 @@ HOST_DEVICE void correct_block(T* out, const T* stored_x, const NormAffine<C>& a
     results = g_buffer;
   else
     results = out;
-  // channel(i) is the channel of element i of a span, counted from the span's first.
-  const auto correct = [&](int64_t position, int64_t length, int64_t first_channel,
-                           auto channel) ALWAYS_INLINE {
-    const C* const scale = affine.channel_affine.scale + first_channel;
-    const C* const mean = norm.mean + first_channel;
-    const C* const slope = norm.slope + first_channel;
-    const C* const offset = norm.offset + first_channel;
+  struct Channel {
+    Correction<C> correction;
+    C mean, scale;
+  };
+  // channel_of(i) is the channel of element i of a span.
+  const auto correct = [&](int64_t position, int64_t length, auto channel_of) ALWAYS_INLINE {
     const C *const span_g = g + position, *const span_x = x + position;
     result_t<T>* const span_results = results + position;
 #pragma GCC ivdep
     for (int64_t i = 0; i < length; ++i) {
-      const int64_t c = channel(i);
-      const Correction<C> correction{slope[c], offset[c]};
-      const C gradient = correction.gradient(span_g[i], span_x[i] - mean[c], scale[c]);
-      span_results[i] = to_result<T>(gradient);
+      const Channel c = channel_of(i);
+      span_results[i] = to_result<T>(c.correction.gradient(span_g[i], span_x[i] - c.mean, c.scale));
     }
   };
   const bool has_one_channel = innermost_stride(affine.strided, 0) == 0;
   const auto correct_span = [&](int64_t position, int64_t length,
                                 const auto& offsets) ALWAYS_INLINE {
+    const C *const scale = affine.channel_affine.scale + offsets[0], *mean = norm.mean + offsets[0];
+    const C *const slope = norm.slope + offsets[0], *const offset = norm.offset + offsets[0];
+    const Channel first{{*slope, *offset}, *mean, *scale};  // read once
     if (has_one_channel)
-      correct(position, length, offsets[0], [](int64_t) { return int64_t(0); });
+      correct(position, length, [&](int64_t) { return first; });
     else
-      correct(position, length, offsets[0], [](int64_t i) { return i; });
+      correct(position, length,
+              [&](int64_t i) { return Channel{{slope[i], offset[i]}, mean[i], scale[i]}; });
   };
   for_each_span(affine.strided, first, count, correct_span);
   if constexpr (kConvertsHalf<T>) Instructions::float_to_half(out, results, count);
