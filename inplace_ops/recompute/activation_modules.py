@@ -30,7 +30,6 @@ alias, as the methods of a subclass of Tensor return it. Then the activation run
 
 from __future__ import annotations
 
-import math
 import weakref
 from functools import partial
 from typing import Any
@@ -69,7 +68,8 @@ def activation_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     (z,) = args
     merge = engine.planned_merge(module, z)
     if merge is not None:
-        return _run(engine, z, merge)
+        is_usual = type(merge.x) is Tensor
+        return _run(engine, z, merge) if is_usual else _merged(engine, z, z, merge)
     if not _is_ordinary_call(z):
         return type(module).forward(module, z)
     if type(z) is Tensor or not engine.merges or not _only_wraps(engine, module, z):
@@ -187,7 +187,7 @@ def _merge_of(engine: Engine, module: nn.Module, z: Tensor, output: Tensor) -> M
     if is_in_place and output is not z and has_gradient_hooks(z):  # rule 4
         return None
     try:
-        x = _input_of(engine, output)
+        x = engine.replacer.norm_input(output)
         if x is None or not (isinstance(x, Tensor) or output is z or is_in_place):
             return None
         affine = facts.affine
@@ -254,23 +254,6 @@ def _run(engine: Engine, z: Tensor, merge: Merge) -> Tensor:
         value.spec = weakref.ref(spec)
         value.take_note(y)
     return y
-
-
-def _input_of(engine: Engine, output: Tensor) -> Tensor | Recomputed | None:
-    """Return a norm's input, or what the norm saves instead of it, to recompute its output from.
-
-    Return None if there is neither, or if the output would take more than `max_ops` passes.
-    """
-    x = norms.input_of(output)
-    packed = None if x is not None else nodes.packed(output.grad_fn, "input")
-    if not isinstance(packed, Recomputed):
-        return x
-    if engine.settings.rejects(math.floor(packed.spec.added_cost()) + 1):
-        return None
-    if not packed.spec.is_near(engine.replacer.next_turn):
-        return None
-    is_like = (packed.shape, packed.dtype) == (output.shape, output.dtype)
-    return packed if is_like else None
 
 
 def _recomputed_output(

@@ -122,9 +122,7 @@ def _always() -> bool:
     return True
 
 
-def _inputs_of(
-    node: Node, x: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+def _inputs_of(node: Node, x: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
     """Return x, weight and bias of a batch norm in training, if all can receive gradients.
 
     Return None for a batch norm whose input needs no gradient, whose bias was computed, or whose

@@ -46,6 +46,7 @@ facts_of = attrgetter(
     *("__class__", "cost", "rounding", "tolerance", "leaf_bytes", "auxiliary_bytes")
 )
 
+
 class Path(NamedTuple):
     """The nodes from the one that returned a tensor to that of its base.
 
@@ -439,6 +440,7 @@ class MergeDecision:
         norm_type: The type of the norm's node.
         layout: What `layout_of` returns for the norm's output.
         is_batch_norm: Whether the norm is a batch norm.
+        saves_spec: Whether the norm saves a spec instead of its input.
         affine_bytes: The size of the norm's affine.
     """
 
@@ -451,12 +453,13 @@ class MergeDecision:
     norm_type: Any
     layout: bytes
     is_batch_norm: bool
+    saves_spec: bool
     affine_bytes: int
 
     @classmethod
     def of(cls, module: nn.Module, z: Tensor, output: Tensor, merge: Merge) -> MergeDecision | None:
-        """Return the decision; None where z is a view, or the norm saves a spec."""
-        if output is not z or not isinstance(merge.x, Tensor):
+        """Return the decision; None where z is a view."""
+        if output is not z:
             return None
         _, call, is_in_place, op_args, anchor, *_ = merge
         layout, is_batch_norm = layout_of(z), norms.is_batch_norm(z.grad_fn)
@@ -472,6 +475,7 @@ class MergeDecision:
             type(z.grad_fn),
             layout,
             is_batch_norm,
+            isinstance(merge.x, Recomputed),
             merge.affine.nbytes,
         )
 
@@ -502,12 +506,21 @@ class MergeDecision:
         facts = value.norm if value else None
         if facts is None:
             return None
-        x = _read_input(node) if facts.saves_input else nodes.saved_tensor(node, "input")
-        if type(x) is not Tensor or x.is_neg():  # its layout follows from z's
-            return None
+        x: Any
+        tensor: Tensor | None = None
+        if self.saves_spec:
+            x = replacer.norm_input(z)
+            if type(x) is not Recomputed:
+                return None
+        else:
+            x = tensor = (
+                _read_input(node) if facts.saves_input else nodes.saved_tensor(node, "input")
+            )
+            if type(x) is not Tensor or x.is_neg():  # its layout follows from z's
+                return None
         affine, instead = facts.affine, None
         if self.is_batch_norm:
-            instead = bypass.bypass_of_batch_norm(node, facts, module, x, z, is_in_place)
+            instead = bypass.bypass_of_batch_norm(node, facts, module, tensor, z, is_in_place)
         elif affine is None:
             set_grad_enabled(False)
             try:

@@ -126,6 +126,9 @@ def _replaced(node: Node, name: str, packed: Recomputed) -> Replaced | None:
     path = path_of(tensor)
     if path is None or packed.layout is None:
         return None
+    of_base = OPERATION_OF[path.base]
+    if of_base is not None and of_base.may_be_narrow:  # its spec may need narrow copies
+        return None
     views = _views_of(base_on(tensor, path), len(path.views), spec)
     return Replaced(*names_of(name), path, facts_of(spec), views, packed.without_spec())
 

@@ -314,6 +314,22 @@ class Replacer:
         spec.add_consumer(turn)
         return value
 
+    def norm_input(self, output: Tensor) -> Tensor | Recomputed | None:
+        """Return a norm's input, or what the norm saves instead, to recompute its output from.
+
+        Return None if there is neither, or if the output would take more than `max_ops` passes.
+        """
+        x = norms.input_of(output)
+        packed = None if x is not None else nodes.packed(output.grad_fn, "input")
+        if not isinstance(packed, Recomputed):
+            return x
+        if self.settings.rejects(math.floor(packed.spec.added_cost()) + 1):
+            return None
+        if not packed.spec.is_near(self.next_turn):
+            return None
+        is_like = (packed.shape, packed.dtype) == (output.shape, output.dtype)
+        return packed if is_like else None
+
     def is_within_limits(self, spec: Spec) -> bool:
         """Whether the next node may save a spec with products: limits 4 and 6."""
         return not self.deriver.obstacle(spec) and spec.is_near(self.next_turn)

@@ -124,17 +124,24 @@ def _same_tensors(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _same_merges(mine: Merge, other: Merge) -> bool:
+    if mine.instead is None or other.instead is None:
+        have_same_receivers = mine.instead is other.instead
+    else:
+        receivers = zip(mine.instead[:3], other.instead[:3], strict=True)
+        have_same_receivers = all(_lead_to_one(a, b) for a, b in receivers)
     return (
         mine[:4] == other[:4]
         and mine.x is other.x
         and all(map(_same_tensors, mine.affine, other.affine))
-        and (mine.instead is None) == (other.instead is None)
-        and (
-            mine.instead is None
-            or other.instead is None
-            or all(a is b for a, b in zip(mine.instead[:3], other.instead[:3], strict=True))
-        )
+        and have_same_receivers
     )
+
+
+def _lead_to_one(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two tensors are one, or lead to one output in the graph."""
+    if a is b or a is None or b is None or a.grad_fn is None:
+        return a is b
+    return (a.grad_fn, a.output_nr) == (b.grad_fn, b.output_nr)
 
 
 @contextmanager

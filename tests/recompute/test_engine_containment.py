@@ -176,7 +176,7 @@ def _fail(*_: Any) -> None:
         (replace.Replacer, "visit", _fail),  # at a node
         (run, "base_of", _fail),  # after a module
         (run, "value_of", _fail),
-        (activation_modules, "_input_of", _fail),  # before an activation after a norm
+        (replace.Replacer, "norm_input", _fail),  # before an activation after a norm
         (activation_modules, "bypass", None),  # reading an attribute of it raises
         (activation_modules, "_AFFINE_FACTOR", None),  # multiplying by it raises
     ],
