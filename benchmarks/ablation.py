@@ -80,7 +80,7 @@ MECHANISMS: Mapping[str, Sequence[Off]] = {
     "narrow indices": [Off(Replacer, "_narrow_indices", _returns(None))],
     "shapes": [Off(Replacer, "_save", _no_shapes(Replacer._save))],
     "activations after norms": [Off(activation_modules, "_after_norm", _returns(None))],
-    "bypass of batch norms": [Off(bypass, "bypass_of", _returns(None))],
+    "bypass of batch norms": [Off(bypass, "bypass_of_batch_norm", _returns(None))],
     "reruns of norms": [Off(NormFacts, "rerun", _returns(None))],
     "shared values": [Off(specs, "REACH", 0)],
     "fused kernels": [Off(kernels, "_call_class_of", _composed)],

@@ -257,11 +257,20 @@ inline bool is_short(const Tensor& tensor) {
 }
 inline bool is_short(const std::optional<Tensor>& tensor) { return !tensor || is_short(*tensor); }
 
+// The default of a keyword argument. These come last, and Python may leave them out.
+template <class T>
+PyObject* default_of() {
+  if constexpr (std::is_same_v<T, OptionalDtype>) return Py_None;
+  if constexpr (std::is_same_v<T, bool>) return Py_False;
+  throw OnlyDispatcher{};  // which raises an error: an argument is missing
+}
+
 template <auto op, class Result, class... Arguments, size_t... i>
 PyObject* call_op(Result (*)(Arguments...), PyObject* const* objects, Py_ssize_t count,
                   std::index_sequence<i...>) {
-  if (count != sizeof...(Arguments)) throw OnlyDispatcher{};  // which raises an error
-  std::tuple<Arguments...> arguments{Argument<Arguments>::of(objects[i])...};
+  if (count > Py_ssize_t(sizeof...(Arguments))) throw OnlyDispatcher{};
+  std::tuple<Arguments...> arguments{Argument<Arguments>::of(
+      Py_ssize_t(i) < count ? objects[i] : default_of<Arguments>())...};
   const bool is_short_op = is_short(std::get<0>(arguments));
   if constexpr (std::is_void_v<Result>) {
     const WithoutLock without_lock(is_short_op);

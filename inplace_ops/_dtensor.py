@@ -62,8 +62,8 @@ def on_local_parts(function: Any) -> type[Function]:
 
     class OnLocalParts(Function):
         @staticmethod
-        def forward(ctx: Any, x: DTensor, bits: int, op_args: OpArgs) -> DTensor:
-            packed, ops = None, function.activation.ops
+        def forward(ctx: Any, x: DTensor, saved: tuple[int, OpArgs]) -> DTensor:
+            (bits, op_args), packed, ops = saved, None, function.activation.ops
             if bits:
                 save_in_place = ops.save_in_place[function.save_modes[0]]
                 packed = save_in_place(x.to_local(), bits, op_args.dim_order, *op_args.scalars)

@@ -19,7 +19,6 @@ from ._torch_private import (
     check,
     is_functorch_wrapped_tensor,
     is_legacy_batchedtensor,
-    keyword_defaults,
     len_torch_dispatch_stack,
     op_name,
     profiler_is_running,
@@ -58,6 +57,11 @@ Save = Literal["mask", "output", "derivative", "recompute"]
 DimOrder = Sequence[int] | None  # a permutation of the dimensions; None means the identity
 
 
+# Makes a NamedTuple of the tuple of its fields. Its own constructor, which is written in Python,
+# takes three times as long.
+record_of = tuple.__new__
+
+
 class OpArgs(NamedTuple):
     """The last arguments of every op.
 
@@ -82,13 +86,12 @@ class Call:
         op: The op.
     """
 
-    __slots__ = ("_function", "_function_on_cuda", "_keyword_defaults", "op")
+    __slots__ = ("_function", "_function_on_cuda", "op")
 
     def __init__(self, op: Op) -> None:
         self.op = op
         self._function = _C.calls.get(op_name(op), _not_implemented)
         self._function_on_cuda = _cuda_calls.get(op_name(op), _not_implemented)
-        self._keyword_defaults = keyword_defaults(op)
 
     def __call__(self, *arguments: Any) -> Any:
         """Return `op(*arguments)`."""
@@ -98,15 +101,16 @@ class Call:
         if like is None:
             like = next(a for a in arguments if a is not None)
         if like.is_cpu:
-            result = self._function(*arguments, *self._keyword_defaults)
+            result = self._function(*arguments)
         else:
-            result = self.without_dispatcher(like)(*arguments, *self._keyword_defaults)
+            result = self.without_dispatcher(like)(*arguments)
         return self.op(*arguments) if result is NotImplemented else result
 
     def without_dispatcher(self, like: Tensor) -> Callable[..., Any]:
         """Return what calls the op on a tensor's device, where nothing else sees the op.
 
-        It takes all arguments, and returns NotImplemented where only the dispatcher can call it.
+        It takes positional arguments, and returns NotImplemented where only the dispatcher can call
+        the op.
         """
         if like.is_cpu:
             return self._function

@@ -504,11 +504,6 @@ def has_activation_memory_budget() -> bool:
 profiler_is_running: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
-def keyword_defaults(op: OpOverload) -> tuple[Any, ...]:
-    """Return the default values of an op's keyword-only arguments."""
-    return tuple([a.default_value for a in op._schema.arguments if a.kwarg_only])
-
-
 def op_name(op: OpOverload) -> str:
     """Return an op's name without namespace and overload."""
     return op._opname

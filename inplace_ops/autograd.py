@@ -266,28 +266,34 @@ def _saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
 
 
 class _InPlaceFunction(Function):
-    """Base class of the Functions: `apply(x, bits, op_args)` replaces x by its activation.
+    """Base class of the Functions: `apply(x, (bits, op_args))` replaces x by its activation.
 
     `apply` returns x itself. It saves `bits` packed bits per element for backward, and the output
     if `bits` is 0 or `saves_output_and_bits` is set. `op_args` are the last arguments of the ops:
-    the order of x's dimensions in memory, and the activation's scalar arguments.
+    the order of x's dimensions in memory, and the activation's scalar arguments. Both are one
+    argument of the Function, as autograd looks at each.
 
     Attributes:
         activation: The activation that is computed.
         save_modes: The save modes that the Function implements. With packed bits it uses the first;
             without them it saves the output.
         saves_output_and_bits: Whether it saves its output in addition to packed bits.
+        save_in_place: The op that overwrites x and returns packed bits.
+        multiply: The op that multiplies the gradient, with packed bits.
     """
 
     activation: ClassVar[Activation]
+    save_in_place: ClassVar[_ops.Call]
+    multiply: ClassVar[_ops.Call]
     save_modes: ClassVar[tuple[Save, ...]]
     saves_output_and_bits: ClassVar[bool] = False
 
     @classmethod
-    def forward(cls, ctx: Any, x: Tensor, bits: int, op_args: OpArgs) -> Tensor:
+    def forward(cls, ctx: Any, x: Tensor, saved: tuple[int, OpArgs]) -> Tensor:
+        bits, op_args = saved
         packed, (dim_order, scalars), ops = None, op_args, cls.activation.ops
         if bits:
-            packed = ops.call_save_in_place[cls.save_modes[0]](x, bits, dim_order, *scalars)
+            packed = cls.save_in_place(x, bits, dim_order, *scalars)
         else:
             ops.call_in_place(x, dim_order, *scalars)
         ctx.mark_dirty(x)
@@ -298,21 +304,19 @@ class _InPlaceFunction(Function):
     @classmethod
     def save_tensors(cls, ctx: Any, output: Tensor, packed: Tensor | None, op_args: OpArgs) -> None:
         """Save the output, the packed bits or both, whichever backward needs, and choose its op."""
-        ctx.function, ctx.op_args = cls, op_args
+        ctx.function, ctx.op_args, ctx.op = cls, op_args, cls.multiply
         if packed is None:
             ctx.op = cls.activation.ops.call_backward["output"]
             ctx.save_for_backward(output)
         elif cls.saves_output_and_bits:
-            ctx.op = cls.activation.ops.call_backward["output"]
             ctx.save_for_backward(output, packed)
         else:
-            ctx.op = cls.activation.ops.call_backward[cls.save_modes[0]]
             ctx.save_for_backward(packed)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
         if grad is None:  # from a later Function's backward; passed on, leaves' .grad stays None
-            return None, None, None
+            return None, None
         try:
             saved = _saved_tensors(ctx)
             dim_order, scalars = ctx.op_args
@@ -326,7 +330,7 @@ class _InPlaceFunction(Function):
         except RuntimeError as error:
             ctx.function.raise_clearer_error(error, grad)
             raise
-        return gradient, None, None
+        return gradient, None
 
     @classmethod
     def differentiable(cls, grad: Tensor, op: _ops.Call, *saved: Any) -> Tensor:
@@ -395,7 +399,14 @@ def _functions_of(activation: Activation) -> Iterator[type[_InPlaceFunction]]:
     if not activation.is_piecewise_linear:
         bases = {"Function": OutputFunction, "DerivativeFunction": DerivativeFunction}
     for suffix, base in bases.items():
-        attributes = {"__doc__": base.__doc__, "__module__": __name__, "activation": activation}
+        ops, mode = activation.ops, base.save_modes[0]
+        attributes = {
+            "__doc__": base.__doc__,
+            "__module__": __name__,
+            "activation": activation,
+            "save_in_place": ops.call_save_in_place[mode],
+            "multiply": ops.call_backward[mode],
+        }
         variant = "".join(v.capitalize() for v in activation.variant.values() if v != "none")
         yield type(f"{activation.name}{variant}{suffix}", (base,), attributes)
 

@@ -214,29 +214,28 @@ def _merge_of(engine: Engine, module: nn.Module, z: Tensor, output: Tensor) -> M
 
 def _merged(engine: Engine, z: Tensor, output: Tensor, merge: Merge) -> Tensor:
     """Return the activation of z as `merge` tells. The other arguments are those above."""
-    x = merge.x
+    module, call, is_in_place, op_args, anchor, x, affine, instead = merge
     if not isinstance(x, Tensor):
         original = x.original
-        x = x.for_consumer(merge.call.activation.name, engine.replacer.next_turn)
+        x = x.for_consumer(call.activation.name, engine.replacer.next_turn)
         if original is not None:
             engine.replacer.keep_until_known(x, original.leaf.tensor)
-        merge = merge._replace(x=x)
     z_or_base = output
-    if merge.is_in_place:
+    if is_in_place:
         if output is not z:  # a norm's output itself may be modified
             check_inplace_allowed(z)
     else:
         z_or_base = z
         if output.shape != z.shape:  # an instance norm's output, of which z is a view
             assert isinstance(x, Tensor)
-            affine = _with_samples(merge.affine, z)
-            merge = merge._replace(x=x.detach().view(z.shape), affine=affine)
+            x, affine = x.detach().view(z.shape), _with_samples(affine, z)
     node = None if engine.observer is None else output.grad_fn
+    merge = Merge(module, call, is_in_place, op_args, anchor, x, affine, instead)
     y = _run(engine, z_or_base, merge)
     if engine.observer is not None:
         # Out of place PyTorch's LeakyReLU saves its input.
-        activation = merge.call.activation
-        saves_output = activation.torch_saves_output and (merge.is_in_place or activation is RELU)
+        activation = call.activation
+        saves_output = activation.torch_saves_output and (is_in_place or activation is RELU)
         engine.observer.activated(y.grad_fn if saves_output else node, y.grad_fn, y)
     return _with_current_history(z) if y is output and y is not z else y
 

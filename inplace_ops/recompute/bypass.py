@@ -115,7 +115,7 @@ def bypass_of_batch_norm(
     if inputs is None:
         return None
     is_allowed = _always if is_in_place else Watch(z).sees_no_use
-    return Bypass(*inputs, facts.statistics, is_allowed)
+    return _ops.record_of(Bypass, (*inputs, facts.statistics, is_allowed))
 
 
 def _always() -> bool:

@@ -18,7 +18,7 @@ from torch.cuda import is_initialized
 from torch.nn import Parameter
 
 from .. import _ops
-from .._ops import OpArgs, layout_of
+from .._ops import OpArgs, layout_of, record_of
 from .._torch_private import (
     default_saved_tensor_hooks,
     is_undisturbed,
@@ -337,9 +337,9 @@ class FilledNorm:
             return False
         value.norm = facts = NormFacts()
         facts.saves_input = self.saves_input
-        facts.statistics = Statistics(mean, rstd)
+        facts.statistics = record_of(Statistics, (mean, rstd))
         if self.is_batch_norm:
-            facts.affine = NormAffine(affine, None)
+            facts.affine = record_of(NormAffine, (affine, None))
         else:
             facts.column_affine = affine
         replacer.release_later(value)
@@ -529,7 +529,9 @@ class MergeDecision:
                 set_grad_enabled(True)
         if affine is None or affine.nbytes != self.affine_bytes:
             return None
-        return Merge(module, self.call, is_in_place, self.op_args, self.anchor, x, affine, instead)
+        call, op_args, anchor = self.call, self.op_args, self.anchor
+        fields = module, call, is_in_place, op_args, anchor, x, affine, instead
+        return record_of(Merge, fields)
 
 
 Decision = NodeDecision | AfterNormDecision

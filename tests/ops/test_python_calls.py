@@ -29,7 +29,6 @@ from torch.profiler import profile
 
 import inplace_ops
 from inplace_ops import _ops
-from inplace_ops._torch_private import keyword_defaults
 from inplace_ops.activations import SILU
 from inplace_ops.recompute.tensors import is_ordinary
 
@@ -166,7 +165,6 @@ def test_only_the_dispatcher_takes_tensors_without_values_in_memory(
 ) -> None:
     arguments = arguments_of(op, device)
     function = (_ops._C.calls if device.type == "cpu" else _ops._cuda_calls)[name_of(op)]
-    defaults = keyword_defaults(op)
     for position, argument in enumerate(arguments):
         for kind, change in NOT_ORDINARY.items():
             if not isinstance(argument, Tensor) or (
@@ -176,7 +174,21 @@ def test_only_the_dispatcher_takes_tensors_without_values_in_memory(
             if kind in ("grad", "complex", "quantized") and not argument.is_floating_point():
                 continue
             changed = [*arguments[:position], change(argument), *arguments[position + 1 :]]
-            assert function(*changed, *defaults) is NotImplemented, (position, kind)
+            assert function(*changed) is NotImplemented, (position, kind)
+
+
+@needs_calls
+@pytest.mark.parametrize("op", OF_EACH_KIND, ids=name_of)
+def test_keyword_arguments_may_be_left_out_and_no_others(
+    op: torch._ops.OpOverload, device: torch.device
+) -> None:
+    function = (_ops._C.calls if device.type == "cpu" else _ops._cuda_calls)[name_of(op)]
+    arguments = arguments_of(op, device)
+    defaults = [a.default_value for a in op._schema.arguments if a.kwarg_only]
+    if defaults:  # these ops only return a tensor
+        assert_identical(function(*arguments), function(*arguments, *defaults))
+    assert function(*arguments[:-1]) is NotImplemented
+    assert function(*arguments, *defaults, None) is NotImplemented
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {

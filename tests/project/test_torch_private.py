@@ -253,10 +253,6 @@ EQUAL: dict[str, Callable[[], list[tuple[Any, Any]]]] = {
         (traced(private.jit_tracing_state) is None, False),
         (private.jit_tracing_state(), None),
     ],
-    "keyword_defaults": lambda: [
-        (private.keyword_defaults(ATEN.add.Tensor), (1,)),
-        (private.keyword_defaults(ATEN.mul.Tensor), ()),
-    ],
     "op_name": lambda: [(private.op_name(ATEN.sin.default), "sin")],
     "output_device": lambda: [
         (private.output_device(y.grad_fn, i), y.device) for i, y in enumerate(SPLIT)
