@@ -20,6 +20,10 @@ forward calls.
 steps: the Python cost of each activation and consumer, in networks that are bound by the host. The
 blocks' tensors have 9 and 8 KiB; also 1 KiB, which is less than `convert` replaces.
 
+small: steps of the networks that `bytes` counts with two images of 128 x 128. The time beyond
+PyTorch's is that of recomputing, which a clock around each recomputed tensor measures in other
+steps, and that of the host.
+
 calls: the host time of each Python function and C function in a step of the 40 blocks with SiLU,
 from Python's profiler (cProfile), which adds about a microsecond to each call.
 """
@@ -98,6 +102,8 @@ from variants import (
 
 import inplace_ops
 from inplace_ops.activations import ACTIVATIONS
+from inplace_ops.conversion.library import ModelNotFoundError
+from inplace_ops.recompute.packed import Recomputed
 
 TIMED = {name: network for name, network in NETWORKS.items() if network.blocks}
 
@@ -487,6 +493,54 @@ def _steps_row(name: str, label: str, times: Mapping[str, list[tuple[float, floa
     return row | ratio_columns(ours, theirs) | extra
 
 
+SMALL = (2, 3, 128, 128)
+
+
+def small_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
+    """Yield a row for each network with small images."""
+    policy = POLICIES["float32"]
+    for name in (name for name, network in NETWORKS.items() if network.small == SMALL):
+        with failures.recorded(name):
+            try:
+                model, x = _counted(name, policy, arguments.device)
+            except ModelNotFoundError as error:
+                print(f"{name}: skipped: {error}", flush=True)
+                continue
+            steps = {label: step_of(label, model, x, policy) for label in (IN_PLACE, CONVERT)}
+            verify_step(steps[CONVERT], expected_of(steps[IN_PLACE]))
+            halves = {label: partial(_halves, step) for label, step in steps.items()}
+            times = in_turn(halves, arguments.repetitions, warm_ups=3)
+            sums = {label: [sum(pair) for pair in pairs] for label, pairs in times.items()}
+            recomputing = [_recomputing(steps[CONVERT]) for _ in range(arguments.repetitions)]
+            in_torch, in_recomputing = (quartiles(s)[1] for s in (sums[IN_PLACE], recomputing))
+            yield {
+                "network": name,
+                "variant": CONVERT,
+                "torch_ms": f"{in_torch * 1e3:.1f}",
+                **ratio_columns(sums[CONVERT], sums[IN_PLACE]),
+                "recomputing_over_torch": f"{in_recomputing / in_torch:.3f}",
+            }
+
+
+def _recomputing(step: Step) -> float:
+    """Return the seconds of a step in which tensors are recomputed."""
+    seconds, compute = 0.0, Recomputed.compute
+
+    def timed(self: Recomputed) -> Tensor:
+        nonlocal seconds
+        begin = time.perf_counter()
+        value = compute(self)
+        seconds += time.perf_counter() - begin
+        return value
+
+    Recomputed.compute = timed  # type: ignore[method-assign]
+    try:
+        _halves(step)
+    finally:
+        Recomputed.compute = compute  # type: ignore[method-assign]
+    return seconds
+
+
 def calls_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Row]:
     """Yield the rows of the functions that take the most time in a step of 40 blocks."""
     torch.manual_seed(0)
@@ -567,6 +621,7 @@ def parse() -> argparse.Namespace:
             add("--mechanisms", nargs="+", choices=MECHANISMS, default=list(MECHANISMS))
 
     add_options(commands.add_parser("steps"), repetitions=61, threads=1)
+    add_options(commands.add_parser("small"), repetitions=21, threads=1)
     add_options(commands.add_parser("calls"), repetitions=40, threads=1)
 
     arguments = parser.parse_args()
@@ -596,6 +651,7 @@ COMMANDS = {
     "bytes": ("bytes", partial(rows_of_networks, count)),
     "ablation": ("ablation", partial(rows_of_networks, ablate)),
     "steps": ("steps", steps_rows),
+    "small": ("small", small_rows),
     "calls": ("calls", calls_rows),
 }
 

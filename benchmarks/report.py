@@ -230,6 +230,7 @@ OP, NETWORK = ("activation", "variant"), ("network", "variant")
 SAVED, TIME = ("saved_over_torch_in_place", "peak_over_torch_in_place"), ("time",)
 WORK = ("flops_over_torch_in_place", "moved_over_torch_in_place")
 EXTRA = ("forward_us_per_activation", "backward_us_per_activation")
+SHARES = ("torch_ms", *TIME, "recomputing_over_torch")
 ABLATED = ("saved_ratio", "peak_ratio", "moved_ratio")
 KINDS = (*ABLATED, "flops_ratio")
 INSTRUCTIONS = (
@@ -290,6 +291,7 @@ TABLES = {
     ),
     "host": Table("bench_ops.py host", OP, ["phase"], ["median_us"]),
     "steps": Table("bench_networks.py steps", NETWORK, (), ("step_ms", *TIME, *EXTRA), with_times),
+    "small": Table("bench_networks.py small", ["network"], (), SHARES, with_times),
     "calls": Table(
         "bench_networks.py calls",
         *(("phase", "function"), ("variant", "commit"), ("us_per_block", "calls_per_block")),
