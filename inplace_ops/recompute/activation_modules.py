@@ -243,15 +243,10 @@ def _merged(engine: Engine, z: Tensor, output: Tensor, merge: Merge) -> Tensor:
 def _run(engine: Engine, z: Tensor, merge: Merge) -> Tensor:
     """Return the activation of a norm's output z, and give its node the spec of it."""
     y = recomputed_activation(z, merge)
-    if engine.walker is not None:
-        engine.walk(y)
     node: Any = y.grad_fn
-    value = value_of(node)
-    if value is not None:
-        leaf = Leaf(merge.x) if isinstance(merge.x, Tensor) else merge.x.as_input
-        node.spec = spec = Affine(leaf, merge.affine, z.dtype, *merge.call)
-        value.spec = weakref.ref(spec)
-        value.take_note(y)
+    leaf = Leaf(merge.x) if isinstance(merge.x, Tensor) else merge.x.as_input
+    node.spec = spec = Affine(leaf, merge.affine, z.dtype, *merge.call)
+    engine.add_activation(y).spec = weakref.ref(spec)
     return y
 
 

@@ -72,7 +72,6 @@ class NormFacts:
         parameters: Copies of weight and bias.
         eps: The eps; None if unknown.
         has_backward_hooks: Whether the norm's module has backward hooks.
-        saves_input: Whether the norm saves its input itself, without hooks. False if unknown.
     """
 
     statistics: Statistics | None = None
@@ -81,7 +80,6 @@ class NormFacts:
     parameters: Parameters | None = None
     eps: float | None = None
     has_backward_hooks = False
-    saves_input = False
 
     @property
     def has_affine(self) -> bool:

@@ -115,11 +115,11 @@ class RecomputeFunction(Function):
         of_inputs: Sequence[Tensor | None] = (None, None, None)
         if grad is None:
             pass
-        elif bypass.is_possible(ctx, grad, _NODE_CLASS) and not ctx.has_hooks:
+        elif bypass.is_possible(ctx, grad, NODE_CLASS) and not ctx.has_hooks:
             of_inputs = bypass.gradients(ctx, grad)
         else:
             gradient = _gradient_of_input(ctx, grad)
-            if bypass.is_in_compiled_autograd(ctx, _NODE_CLASS):
+            if bypass.is_in_compiled_autograd(ctx, NODE_CLASS):
                 of_inputs = bypass.zeros(ctx)
         if grad_of_anchor is not None:
             gradient = grad_of_anchor if gradient is None else gradient + grad_of_anchor
@@ -132,18 +132,18 @@ def _register_hook(node: Any, hook: Callable[..., Any]) -> Any:
     The hook gets the gradients that the node's backward returns: from then on that of z.
     """
     node.has_hooks = True
-    return super(_NODE_CLASS, node).register_hook(hook)
+    return super(NODE_CLASS, node).register_hook(hook)
 
 
-_NODE_CLASS = node_class(RecomputeFunction)
-_NODE_CLASS.register_hook = _register_hook
-_NODE_CLASS.apply = RecomputeFunction.backward  # PyTorch's looks it up in each backward
+NODE_CLASS = node_class(RecomputeFunction)
+NODE_CLASS.register_hook = _register_hook
+NODE_CLASS.apply = RecomputeFunction.backward  # PyTorch's looks it up in each backward
 # What is true of most new nodes: they have no hooks, save x itself and run out of place, and their
 # output has no spec. `may_bypass_norm`, asked in backward, tells whether it may return the norm's
 # gradients instead of z's.
-_NODE_CLASS.has_hooks = _NODE_CLASS.saves_spec = False
-_NODE_CLASS.may_bypass_norm = staticmethod(lambda: False)
-_NODE_CLASS.output_version, _NODE_CLASS.spec = 0, None
+NODE_CLASS.has_hooks = NODE_CLASS.saves_spec = False
+NODE_CLASS.may_bypass_norm = staticmethod(lambda: False)
+NODE_CLASS.output_version, NODE_CLASS.spec = 0, None
 
 
 def anchor_of(activation: Activation, z: Tensor) -> Tensor | None:

@@ -336,7 +336,6 @@ class FilledNorm:
         if affine is NotImplemented:
             return False
         value.norm = facts = NormFacts()
-        facts.saves_input = self.saves_input
         facts.statistics = record_of(Statistics, (mean, rstd))
         if self.is_batch_norm:
             facts.affine = record_of(NormAffine, (affine, None))
@@ -347,8 +346,7 @@ class FilledNorm:
 
 
 _read_norm = attrgetter(*[names_of(n)[1] for n in ("input", "weight", "result1", "result2")])
-_read_input, _bias = attrgetter(names_of("input")[1]), attrgetter(names_of("bias")[1])
-_is_training = attrgetter(names_of("training")[1])
+_bias, _is_training = attrgetter(names_of("bias")[1]), attrgetter(names_of("training")[1])
 _handle_of_weight = attrgetter(names_of("weight")[0])
 
 
@@ -400,29 +398,6 @@ class NodeDecision:
         if self.operation.has_rewrites:
             with nodes.no_graph():
                 replacer.rewrite(node, self.operation, value)
-        return True
-
-
-@dataclass(frozen=True, slots=True)
-class AfterNormDecision:
-    """The node of an activation after a norm: nothing depends on anything.
-
-    Attributes:
-        node_type: The type of the node.
-    """
-
-    node_type: type
-
-    def repeat(self, node: Node, replacer: Replacer) -> bool:
-        """Make the value."""
-        metadata = node.metadata
-        if KEY in metadata:
-            return False
-        if is_initialized() and not replacer.is_first_on_its_device(nodes.stream_of(node)):  # 2d
-            return False
-        metadata[KEY] = value = Value()
-        value.version = node.output_version
-        replacer.ordinal += 1
         return True
 
 
@@ -506,18 +481,12 @@ class MergeDecision:
         facts = value.norm if value else None
         if facts is None:
             return None
-        x: Any
-        tensor: Tensor | None = None
-        if self.saves_spec:
-            x = replacer.norm_input(z)
-            if type(x) is not Recomputed:
-                return None
-        else:
-            x = tensor = (
-                _read_input(node) if facts.saves_input else nodes.saved_tensor(node, "input")
-            )
-            if type(x) is not Tensor or x.is_neg():  # its layout follows from z's
-                return None
+        x: Any = replacer.norm_input(z) if self.saves_spec else nodes.saved_tensor(node, "input")
+        tensor = None if self.saves_spec else x
+        if type(x) is not (Recomputed if self.saves_spec else Tensor):
+            return None
+        if tensor is not None and tensor.is_neg():  # its layout follows from z's
+            return None
         affine, instead = facts.affine, None
         if self.is_batch_norm:
             instead = bypass.bypass_of_batch_norm(node, facts, module, tensor, z, is_in_place)
@@ -532,6 +501,3 @@ class MergeDecision:
         call, op_args, anchor = self.call, self.op_args, self.anchor
         fields = module, call, is_in_place, op_args, anchor, x, affine, instead
         return record_of(Merge, fields)
-
-
-Decision = NodeDecision | AfterNormDecision

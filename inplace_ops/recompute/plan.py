@@ -43,9 +43,7 @@ from .._ops import layout_of
 from . import nodes, norms
 from .calls import ViewCall
 from .decisions import (
-    AfterNormDecision,
     Asked,
-    Decision,
     FilledByRules,
     FilledNorm,
     Input,
@@ -69,13 +67,11 @@ from .values import Value, value_of
 from .views import VIEW_OF
 
 
-def decision_of(node: Node) -> Decision | None:
+def decision_of(node: Node) -> NodeDecision | None:
     """Return what the rules have decided for a node; None if there is nothing to repeat."""
     operation, value = OPERATION_OF[type(node)], value_of(node)
     if operation is None or value is None:
         return None
-    if operation.output == "activation after a norm":
-        return AfterNormDecision(type(node))
     inputs = [_input_of(node, operation, name, value) for name in operation.reads]
     inputs += [Asked(name, is_exact=True) for name in operation.reads_exact]
     filling = _filling_of(node, operation, value, inputs)
@@ -190,7 +186,7 @@ class Plan:
     """
 
     def __init__(self) -> None:
-        self.of_nodes: dict[int, Decision | None] = {}
+        self.of_nodes: dict[int, NodeDecision | None] = {}
         self.of_merges: dict[int, MergeDecision | None] = {}
 
     def learn(self, node: Node, ordinal: int) -> None:

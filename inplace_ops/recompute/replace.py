@@ -176,8 +176,6 @@ class Replacer:
             value.product = facts_of(node, value, rule, self._is_unmodified, self.deriver.model)
             if value.product is not None:
                 self.release_later(value)
-        else:
-            value.version = node.output_version
 
     def _add_parameters(self, node: Node, facts: NormFacts) -> None:
         """Add the parameters to which a norm's node leads."""
@@ -381,10 +379,15 @@ class Replacer:
         """Whether tensors stay saved until it is known whether their specs can be computed."""
         return any(value.original is not None for value in _alive(self._undecided))
 
-    def finish(self) -> None:
-        """Release what no spec uses. Called when the model's forward has returned."""
+    def release(self) -> None:
+        """Release what only new specs need. Called when the model's forward has ended."""
         for value in _alive(self._holding):
             value.release()
+        self._holding.clear()
+
+    def finish(self) -> None:
+        """Decide what is still open. Called when the model's forward has returned."""
+        self.release()
         for recomputed in _alive(self._undecided):
             weights, known = weights_of(recomputed.spec), self.settings.weights
             if known.are_models(weights) and known.learn(weights):

@@ -63,7 +63,7 @@ from .._torch_private import (
     has_backward_hooks,
 )
 from . import nodes, norms
-from .after_norm import Merge
+from .after_norm import NODE_CLASS, Merge
 from .decisions import MergeDecision
 from .inside_modules import Noting, constant_of, gains_from_notes, is_user_mode_active
 from .nodes import ACCUMULATE_GRAD_TYPE, Node
@@ -123,7 +123,7 @@ def run_engine(
         with source:
             yield engine
     finally:  # rule 3
-        engine.finish_notes()
+        engine.end()
         _running.engine = None
 
 
@@ -134,10 +134,14 @@ def _on_node_created(node: Node) -> None:
     PyTorch pops that one instead of the engine's, which then stays active outside of the engine's
     call, and together with the hook of the next call: every node is passed twice in a row.
     """
-    if type(node) is not ACCUMULATE_GRAD_TYPE:
+    if type(node) not in _NOT_VISITED:
         engine = _running.engine
         if engine is not None:
             engine.visit(node)
+
+
+# No operation returned the first, and `Engine.add_activation` serves the second.
+_NOT_VISITED = frozenset({ACCUMULATE_GRAD_TYPE, NODE_CLASS})
 
 
 def _contained(method: Callable[..., None]) -> Callable[..., None]:
@@ -216,6 +220,17 @@ class Engine:
             if self._plan is not None:
                 self._plan.learn(node, self.replacer.ordinal)
 
+    def add_activation(self, y: Tensor) -> Value:
+        """Return the value of the new node of a `RecomputeFunction`, which has returned y."""
+        node: Any = y.grad_fn
+        if self.observer is not None:
+            self.observer.created(node)
+        self.replacer.ordinal += 1
+        value = node.metadata[KEY] = Value()
+        value.version = node.output_version
+        value.take_note(y)
+        return value
+
     def planned_merge(self, module: nn.Module, z: Any) -> Merge | None:
         """Return how an activation runs with the norm before it, if the plan tells."""
         plan = self._plan
@@ -265,14 +280,15 @@ class Engine:
 
     @_contained
     def finish(self) -> None:
-        """Release what no spec uses. Called when the model's forward has returned."""
+        """Decide what is still open. Called when the model's forward has returned."""
         if self.walker is not None:
             self.walker.finish()
         self.replacer.finish()
 
-    def finish_notes(self) -> None:
-        """Take no more notes inside modules: the model's forward has ended."""
+    def end(self) -> None:
+        """Release what the engine holds: the model's forward has returned, or raised."""
         self._noting.end_all()
+        self.replacer.release()
 
     @_contained
     def note(self, tensor: Any, is_kept: bool = False) -> None:

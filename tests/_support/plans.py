@@ -83,7 +83,7 @@ def compared_plans() -> Iterator[list[str]]:
 
 def _compare(
     decision: decisions.NodeDecision,
-    actual: decisions.Decision | None,
+    actual: decisions.NodeDecision | None,
     what: str,
     differences: list[str],
 ) -> None:
@@ -148,7 +148,6 @@ def _lead_to_one(a: Tensor | None, b: Tensor | None) -> bool:
 def only_rules() -> Iterator[None]:
     """Let no plan repeat a decision."""
     with pytest.MonkeyPatch.context() as patch:
-        for decision in (decisions.NodeDecision, decisions.AfterNormDecision):
-            patch.setattr(decision, "repeat", lambda *_: False)
+        patch.setattr(decisions.NodeDecision, "repeat", lambda *_: False)
         patch.setattr(decisions.MergeDecision, "match", lambda *_: None)
         yield

@@ -117,8 +117,7 @@ def counted() -> Iterator[Counter[str]]:
         return run
 
     with pytest.MonkeyPatch.context() as patch:
-        for decision in (decisions.NodeDecision, decisions.AfterNormDecision):
-            patch.setattr(decision, "repeat", counting(decision.repeat))
+        patch.setattr(decisions.NodeDecision, "repeat", counting(decisions.NodeDecision.repeat))
         patch.setattr(decisions.MergeDecision, "match", counting(decisions.MergeDecision.match))
         yield counts
 
@@ -362,6 +361,36 @@ def test_hooks_of_other_code_are_not_called_in_forward(model: str) -> None:
     assert_same_step(*outputs)
 
 
+@pytest.mark.parametrize("model", ["SiLU in place", "ReLU", "GELU"])
+def test_hooks_on_the_input_of_a_norm_are_not_called_in_forward(model: str) -> None:
+    """They are put there after the plan has seen the norm, before it sees the activation."""
+    original, twin, x = trained(model)
+    unpacked: list[Tensor] = []
+
+    def unpack(saved: Tensor) -> Tensor:
+        unpacked.append(saved)
+        return saved.clone()
+
+    def hook(module: nn.Module, args: Any, z: Tensor) -> None:
+        handle: Any = z.grad_fn._raw_saved_input  # type: ignore[union-attr]
+        if handle.unpack_hook is None:  # else the engine has been there
+            handle.register_hooks(torch.clone, unpack)
+
+    for each in (original, twin):
+        for module in each.modules():
+            if isinstance(module, (nn.BatchNorm2d, nn.LayerNorm)):
+                module.register_forward_hook(hook)
+    for _ in range(3):
+        output = twin(x)
+        assert unpacked == []
+        output.sum().backward()
+        assert unpacked
+        unpacked.clear()
+        original(x).sum().backward()
+        unpacked.clear()
+    assert_same_step(step_of(twin, x), step_of(original, x))
+
+
 @each_model
 def test_saved_bytes_in_between(model: str) -> None:
     original, twin, x = trained(model)
@@ -379,7 +408,6 @@ def test_error_in_a_plan_leaves_tensors_saved(model: str, monkeypatch: pytest.Mo
         (decisions.NodeDecision, "match"),
         (decisions.Replaced, "act"),
         (decisions.FilledNorm, "fill"),
-        (decisions.AfterNormDecision, "repeat"),
         (decisions.MergeDecision, "match"),
     ]
     for owner, name in parts:
