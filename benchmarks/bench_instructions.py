@@ -2,11 +2,11 @@
 
 Small tensors, of 9 KiB, leave the kernels little to do: what counts is how much the host does for
 each block, in PyTorch and in the recompute engine. Valgrind's callgrind counts the instructions of
-forward and of backward. Counts hardly vary from run to run, whatever else the machine does; times
-of such steps vary by a tenth.
+forward and of backward. Counts vary by 1% from run to run, whatever else the machine does; times of
+such steps vary by a tenth.
 
---check writes no file, and fails if `convert` adds over 3% more to a block than the committed
-counts say.
+--check writes no file. It fails if what `convert` adds to a block is over 2% of the block's
+instructions more than the committed counts say.
 
 Needs valgrind and a C compiler.
 """
@@ -37,7 +37,7 @@ import inplace_ops
 
 BLOCKS = 20
 STEPS = 2  # that are counted
-ALLOWED = 1.03  # times the committed count
+ALLOWED = 0.02  # of a block's instructions
 
 
 class Chain(NamedTuple):
@@ -157,7 +157,11 @@ def check(path: Path) -> None:
     network did not run before.
     """
     with path.open(newline="") as file:
-        allowed = {row["block"]: ALLOWED * float(row["added"]) for row in csv.DictReader(file)}
+        allowed = {
+            row["block"]: float(row["added"])
+            + ALLOWED * sum(float(row[f"convert_{phase}"]) for phase in PHASES)
+            for row in csv.DictReader(file)
+        }
     exceeded = []
     for row in rows_of(counted()):
         name, added = str(row["block"]), float(row["added"])

@@ -248,6 +248,7 @@ TITLES = {
     "bytes_ratio_to_torch_in_place": "bytes",
     "median_us": "host time of a call, us",
     "time": "time over PyTorch in place (quartiles)",
+    "recomputing_over_torch": "of that, recomputing",
     "forward_us_per_activation": "extra time per activation, us: forward",
     "backward_us_per_activation": "backward",
     "us_per_block": "us a block",

@@ -459,7 +459,7 @@ class MergeDecision:
         if type(module) is not self.module_type or type(z) is not Tensor:
             return None
         node: Node = z.grad_fn
-        if type(node) is not self.norm_type or z._version or z.output_nr:  # so it is no view
+        if type(node) is not self.norm_type or z._version or z.output_nr:  # so it is not a view
             return None
         if layout_of(z) != self.layout:
             return None
