@@ -269,8 +269,8 @@ template <auto op, class Result, class... Arguments, size_t... i>
 PyObject* call_op(Result (*)(Arguments...), PyObject* const* objects, Py_ssize_t count,
                   std::index_sequence<i...>) {
   if (count > Py_ssize_t(sizeof...(Arguments))) throw OnlyDispatcher{};
-  std::tuple<Arguments...> arguments{Argument<Arguments>::of(
-      Py_ssize_t(i) < count ? objects[i] : default_of<Arguments>())...};
+  std::tuple<Arguments...> arguments{
+      Argument<Arguments>::of(Py_ssize_t(i) < count ? objects[i] : default_of<Arguments>())...};
   const bool is_short_op = is_short(std::get<0>(arguments));
   if constexpr (std::is_void_v<Result>) {
     const WithoutLock without_lock(is_short_op);

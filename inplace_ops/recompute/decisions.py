@@ -144,11 +144,9 @@ class Replaced:
         value: Value | None = None if base is None else base.metadata.get(KEY)
         if not value or value.saver is not None:  # 2d
             return None
-        version = tensor._version
-        if version and version != value.version:
+        if not value.is_unmodified_in(tensor):
             return None
-        if value.note is None:
-            value.note_saved(tensor)
+        value.note_saved(tensor)
         views, known = self.views, value.spec
         if views is None or (views.calls and not views.are_of(tensor, base)):
             spec = _spec_of(tensor.grad_fn, tensor.output_nr, replacer)
@@ -208,8 +206,7 @@ class Saved:
             value = ensure_value(base)
         if not value or value.saver is not None or value.product is not None:  # 2d
             return None
-        version = tensor._version
-        if version and version != value.version:
+        if not value.is_unmodified_in(tensor):
             return None
         value.note_saved(tensor)
         return value

@@ -446,8 +446,7 @@ def _finish_module(
     if facts is not None:
         if has_backward_hooks(module):
             facts.has_backward_hooks = True
-        has_affine = facts.affine is not None or facts.column_affine is not None
-        if not has_affine and output.nbytes >= Settings.MIN_BYTES:
+        if not facts.has_affine and output.nbytes >= Settings.MIN_BYTES:
             with nodes.no_graph():
                 # Nothing has run since the norm's operation, which is the last one of the forward.
                 may_differ = not is_first_hook(module) or is_user_mode_active()
