@@ -30,7 +30,8 @@ NOTE [Where nodes come from]
    arguments.
 3. The walk visits a node late, when its tensors may have been modified. A tensor whose version can
    no longer be proved is saved as PyTorch saves it.
-4. The hook and the walk both call `Engine.visit`.
+4. The hook and the walk both call `Engine.visit`. The node of a `RecomputeFunction` is the engine's
+   own, and gets its value from `Engine.add_activation` instead.
 
 NOTE [Containment]
 
@@ -140,7 +141,7 @@ def _on_node_created(node: Node) -> None:
             engine.visit(node)
 
 
-# No operation returned the first, and `Engine.add_activation` serves the second.
+# No operation returned the first. For the second see 4 of NOTE [Where nodes come from].
 _NOT_VISITED = frozenset({ACCUMULATE_GRAD_TYPE, NODE_CLASS})
 
 
