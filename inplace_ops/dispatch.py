@@ -177,9 +177,9 @@ def _with_grad(
 
         local_part(activation.function, input)  # raises if the placements do not allow it
         apply = on_local_parts(FUNCTIONS[activation, save]).apply
-    dim_order = None if input.is_contiguous() else _ops.dim_order_of(input)
+    op_args = _ops.record_of(_ops.OpArgs, (_ops.dim_order_of(input), arguments))
     try:
-        return apply(input, (bits, _ops.record_of(_ops.OpArgs, (dim_order, arguments))))
+        return apply(input, (bits, op_args))
     except NotImplementedError as error:
         raise _ops.unsupported(activation.function, input) from error
     except RuntimeError as error:

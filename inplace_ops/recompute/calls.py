@@ -55,7 +55,7 @@ class Affine(Computed):
         activation: Activation | None = None,
         scalars: Sequence[float] = (),
     ) -> None:
-        Computed.__init__(self)
+        super().__init__()
         self.x, self.affine, self.activation, self.scalars = x, affine, activation, scalars
         self.dtype, self.products = dtype, x.products
         self.cost = x.cost + (1 if activation is None else 2)

@@ -35,7 +35,7 @@ from .norms import Statistics
 from .operations import CAST, Operation
 from .packed import Recomputed
 from .specs import Spec
-from .values import KEY, OTHER_STREAM, WITHOUT_VALUE, Value, ensure_value
+from .values import KEY, Value, ensure_value, was_visited
 from .views import VIEW_OF, View
 
 if TYPE_CHECKING:
@@ -113,21 +113,32 @@ class Views:
 
 
 @dataclass(frozen=True, slots=True)
-class Replaced:
-    """A saved input that a spec replaces.
+class OfBase:
+    """A saved input that an operation returned, or a view of that.
 
     Attributes:
         handle: The node's attribute with autograd's handle of the tensor.
         saved: The node's attribute with the tensor.
         path: The path to the base of the tensor.
-        facts: What the limits ask of the spec.
-        views: How the spec is made of the spec of the base; None if only the rules know.
-        packed: What the rules have saved instead of the tensor, without the spec.
     """
 
     handle: str
     saved: str
     path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced(OfBase):
+    """An input that a spec replaces.
+
+    Attributes:
+        layout: What `layout_of` returns for the tensor.
+        facts: What the limits ask of the spec.
+        views: How the spec is made of the spec of the base; None if only the rules know.
+        packed: What the rules have saved instead of the tensor, without the spec.
+    """
+
+    layout: bytes
     facts: tuple[Any, ...]
     views: Views | None
     packed: Recomputed = field(compare=False)
@@ -138,7 +149,7 @@ class Replaced:
         if handle is None or handle.unpack_hook is not None:  # 2a
             return None
         tensor = getattr(node, self.saved)
-        if type(tensor) is not Tensor or layout_of(tensor) != self.packed.layout:  # 2c
+        if type(tensor) is not Tensor or layout_of(tensor) != self.layout:  # 2c
             return None
         base = base_on(tensor, self.path)  # 2b
         value: Value | None = None if base is None else base.metadata.get(KEY)
@@ -177,18 +188,8 @@ class Replaced:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """A saved input that stays saved, as the operation that returned it has no spec.
-
-    Attributes:
-        handle: The node's attribute with autograd's handle of the tensor.
-        saved: The node's attribute with the tensor.
-        path: The path to the base of the tensor.
-    """
-
-    handle: str
-    saved: str
-    path: Path
+class Saved(OfBase):
+    """An input that stays saved, as the operation that returned it has no spec."""
 
     def match(self, node: Node, replacer: Replacer) -> Value | None:
         """Return the value of the tensor's base, if all is as it was."""
@@ -199,12 +200,10 @@ class Saved:
         if type(tensor) is not Tensor:
             return None
         base = base_on(tensor, self.path)  # 2b
-        if base is None:
+        if base is None or not was_visited(base):
             return None
-        value: Value | None = base.metadata.get(KEY, OTHER_STREAM)
-        if value is WITHOUT_VALUE:
-            value = ensure_value(base)
-        if not value or value.saver is not None or value.product is not None:  # 2d
+        value = ensure_value(base)
+        if value is None or value.saver is not None or value.product is not None:  # 2d
             return None
         if not value.is_unmodified_in(tensor):
             return None
@@ -291,36 +290,33 @@ class FilledNorm:
 
     Attributes:
         is_batch_norm: Whether it is a batch norm, and not a layer norm.
-        saves_input: Whether the node saves its input itself, and a `Saved` has looked for hooks,
-            which the other saved tensors would share.
         shape: The shape of its channel or column affine.
         weight_shape: That of the weight.
         dims: The number of dimensions of its input.
     """
 
     is_batch_norm: bool
-    saves_input: bool
     shape: tuple[int, ...]
     weight_shape: torch.Size
     dims: int
 
     def fill(self, node: Node, value: Value, replacer: Replacer) -> bool:
         """Fill in the value. Return False if something is not as it was."""
-        if not self.saves_input and _handle_of_weight(node).unpack_hook is not None:  # 2a
+        if _handle_of_weight(node).unpack_hook is not None:  # 2a: a read would call the hook
             return False
         if profiler_is_running():  # it does not see a direct call
             return False
-        x, weight, mean, rstd = _read_norm(node)
+        weight, mean, rstd = _weight_mean_rstd(node)
         if self.is_batch_norm:
             leaf = node.next_functions[2][0]
             if type(leaf) is not ACCUMULATE_GRAD_TYPE or not _is_training(node):
                 return False
-            bias = leaf.variable
+            bias, dims = leaf.variable, len(nodes.output_shape(node, 0))
         else:
-            bias = _bias(node)
+            bias, dims = _bias(node), mean.dim()
         if not (type(weight) is type(bias) is Parameter):
             return False
-        if weight.shape != self.weight_shape or x.dim() != self.dims:  # they determine `shape`
+        if weight.shape != self.weight_shape or dims != self.dims:  # they determine `shape`
             return False
         call = _ops.CALL_NORM_AFFINE.without_dispatcher(weight)
         try:
@@ -342,7 +338,7 @@ class FilledNorm:
         return True
 
 
-_read_norm = attrgetter(*[names_of(n)[1] for n in ("input", "weight", "result1", "result2")])
+_weight_mean_rstd = attrgetter(*[names_of(name)[1] for name in ("weight", "result1", "result2")])
 _bias, _is_training = attrgetter(names_of("bias")[1]), attrgetter(names_of("training")[1])
 _handle_of_weight = attrgetter(names_of("weight")[0])
 

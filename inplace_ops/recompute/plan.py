@@ -74,7 +74,7 @@ def decision_of(node: Node) -> NodeDecision | None:
         return None
     inputs = [_input_of(node, operation, name, value) for name in operation.reads]
     inputs += [Asked(name, is_exact=True) for name in operation.reads_exact]
-    filling = _filling_of(node, operation, value, inputs)
+    filling = _filling_of(node, operation, value)
     return NodeDecision(type(node), operation, filling, tuple(inputs))
 
 
@@ -125,8 +125,8 @@ def _replaced(node: Node, name: str, packed: Recomputed) -> Replaced | None:
     of_base = OPERATION_OF[path.base]
     if of_base is not None and of_base.may_be_narrow:  # its spec may need narrow copies
         return None
-    views = _views_of(base_on(tensor, path), len(path.views), spec)
-    return Replaced(*names_of(name), path, facts_of(spec), views, packed.without_spec())
+    views, like = _views_of(base_on(tensor, path), len(path.views), spec), packed.without_spec()
+    return Replaced(*names_of(name), path, packed.layout, facts_of(spec), views, like)
 
 
 def _views_of(base: Node, count: int, spec: Spec) -> Views | None:
@@ -151,7 +151,7 @@ def _views_of(base: Node, count: int, spec: Spec) -> Views | None:
 
 
 def _filling_of(
-    node: Node, operation: Operation, value: Value, inputs: list[Input]
+    node: Node, operation: Operation, value: Value
 ) -> FilledByRules | FilledNorm | None:
     """Return how the value of a node is filled in; None if it needs nothing more."""
     rule = operation.output
@@ -172,8 +172,7 @@ def _filling_of(
         if computed is not None and are_usual and parameters is not None:
             weight, dims = parameters.weight, len(nodes.output_shape(node, 0))
             assert weight is not None
-            saves_input, shape = isinstance(inputs[0], Saved), tuple(computed.shape)
-            return FilledNorm(formula == "batch", saves_input, shape, weight.shape, dims)
+            return FilledNorm(formula == "batch", tuple(computed.shape), weight.shape, dims)
     return FilledByRules(operation)
 
 

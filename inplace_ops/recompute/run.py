@@ -76,7 +76,7 @@ from .replace import Replacer
 from .settings import Observer, Settings
 from .tensors import is_plain
 from .values import KEY, WITHOUT_VALUE, Value, ensure_value, value_of, was_visited
-from .views import NEEDS_NO_VALUE, VIEW_OF, base_of
+from .views import NEEDS_NO_VALUE, base_of
 from .walk import Walk
 
 # Errors of reading a node's saved tensor, which is then left as it is, without a warning.
@@ -334,6 +334,7 @@ class Engine:
         if self.walker is not None:
             self.walker.record_versions(module)
 
+    @_contained
     def finish_module(
         self, module: nn.Module, output: Any, is_first_hook: Callable[[nn.Module], bool]
     ) -> None:
@@ -346,17 +347,13 @@ class Engine:
                 Such a hook may have restored an eps or a bias, or may have replaced the module's
                 output by the output of another norm.
         """
-        try:  # as `_contained`, which takes longer
-            self._noting.end(module)
-            if self.walker is not None:
-                self.walk(output)
-            if type(output) is Tensor:
+        self.end_notes(module)
+        self.walk(output)
+        if type(output) is Tensor:
+            _finish_module(module, output, is_first_hook)
+        elif isinstance(output, Tensor) and is_plain(output):
+            with DisableTorchFunction():
                 _finish_module(module, output, is_first_hook)
-            elif isinstance(output, Tensor) and is_plain(output):
-                with DisableTorchFunction():
-                    _finish_module(module, output, is_first_hook)
-        except Exception as error:
-            self.warn_of(error)
 
     @_contained
     def finish_product(
@@ -437,10 +434,10 @@ def _finish_module(
 ) -> None:
     """Do the same as `Engine.finish_module` for a module that has returned one tensor."""
     node = nodes.grad_fn_of(output)
-    index = output.output_nr
-    if VIEW_OF[type(node)] is not None:
-        node, index = base_of(node, index)
-    value = None if node is None or index != 0 else value_of(node)
+    if node is None:
+        return
+    node, index = base_of(node, output.output_nr)
+    value = value_of(node) if node is not None and index == 0 else None
     if value is None:
         return
     facts = value.norm

@@ -391,6 +391,32 @@ def test_hooks_on_the_input_of_a_norm_are_not_called_in_forward(model: str) -> N
     assert_same_step(step_of(twin, x), step_of(original, x))
 
 
+@pytest.mark.plans_alone
+@pytest.mark.parametrize("field", ["input", "weight"])
+@pytest.mark.parametrize("model", ["SiLU in place", "ReLU", "GELU"])
+def test_hooks_on_one_tensor_of_a_norm_are_not_called_in_forward(model: str, field: str) -> None:
+    """They are put there before the plan sees the norm, by another node creation hook."""
+    original, twin, x = trained(model)
+    unpacked: list[Tensor] = []
+
+    def unpack(saved: Tensor) -> Tensor:
+        unpacked.append(saved)
+        return saved
+
+    def created(node: Any) -> None:
+        if "NormBackward" in type(node).__name__:
+            getattr(node, f"_raw_saved_{field}").register_hooks(lambda saved: saved, unpack)
+
+    for _ in range(2):
+        with nodes.creation_hook(created):
+            output = twin(x)
+        assert unpacked == []
+        output.sum().backward()
+        assert unpacked
+        unpacked.clear()
+    assert_same_outcome(original, twin, x)
+
+
 @each_model
 def test_saved_bytes_in_between(model: str) -> None:
     original, twin, x = trained(model)
