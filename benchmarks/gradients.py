@@ -16,7 +16,6 @@ import torch
 from common import ROUNDING, round_weights
 from torch import Tensor, nn
 
-SLACK_OF_COMPILED, SLACK_OF_MODULES = 4.0, 16.0  # see `Limits`
 REPEATED = 3  # runs of the original, where a variant's gradients differ
 
 Gradients = dict[str, Tensor]
@@ -31,6 +30,21 @@ class NoiseError(ArithmeticError):
     """The original's gradients have no correct digit, so they cannot be compared."""
 
 
+class Slack(NamedTuple):
+    """How much larger the limits are for a variant that rounds elsewhere: see `Limits`.
+
+    Attributes:
+        factor: What all limits are multiplied by.
+        share: The allowed share of the change by a rounding of the weights.
+    """
+
+    factor: float = 1.0
+    share: float = 0.1
+
+
+NO_SLACK, SLACK_OF_TOOLS, SLACK_OF_MODULES = Slack(), Slack(4.0, share=1.0), Slack(16.0)
+
+
 class Limits(NamedTuple):
     """Allowed distances of gradients from the original's, over the norm of all gradients.
 
@@ -42,9 +56,13 @@ class Limits(NamedTuple):
     distance, or in either policy the change by a rounding of the weights, is larger than the norm
     of all gradients, gradients over a limit are not wrong but noise.
 
-    For variants that round elsewhere all limits are larger, and 5e-2 is none: for compiled code,
-    which does not round to 16 bits between the operations that it fuses, four times; for this
-    package's modules, whose derivatives have documented errors, 16 times.
+    For variants that round elsewhere all limits are larger, and 5e-2 is none:
+
+    - Four times for compiled code, which rounds nothing to 16 bits between the operations that it
+      fuses, and for a loss in chunks, which rounds the gradients of each chunk. Both also add up
+      float32 numbers in another order in every layer. So in float32 a change by a rounding of the
+      weights counts as a whole, and not a tenth of it.
+    - 16 times for this package's modules, whose derivatives have documented errors.
 
     Attributes:
         overall: The limit for all gradients together.
@@ -89,14 +107,14 @@ class Reference(NamedTuple):
         run: Runs a step of a model, always with the same random numbers.
         gradients: The original's gradients.
         in_float32: The same in float32; None if `gradients` are.
-        slack: What all limits are multiplied by.
+        slack: How much larger the limits are.
     """
 
     model: nn.Module
     run: Callable[[nn.Module], Any]
     gradients: Gradients
     in_float32: Gradients | None = None
-    slack: float = 1.0
+    slack: Slack = NO_SLACK
 
     def verify(self, actual: Gradients) -> tuple[float, float]:
         """Return the distance of a variant's gradients over their norm, and the limit.
@@ -134,20 +152,21 @@ class Reference(NamedTuple):
 
     def _limits(self, changes: Norms) -> Limits:
         """Return the limits; in float32 they may depend on changes by a rounding of the weights."""
-        total = self._norm()
+        total, (factor, share) = self._norm(), self.slack
         if self.in_float32 is None:
-            rounding, overall = 0.0, max(1e-5, norm_of(changes) / total / 10)
+            allowed = {name: share * change / total for name, change in changes.items()}
+            rounding, overall = 0.0, max(1e-5, norm_of(allowed))
             tensors = {
-                name: max(1e-4 * norm / total + 1e-6, changes.get(name, 0.0) / total / 10)
+                name: max(1e-4 * norm / total + 1e-6, allowed.get(name, 0.0))
                 for name, norm in norms_of(self.gradients).items()
             }
         else:
             roundings = distances(self.gradients, self.in_float32)
             rounding = norm_of(roundings) / total
-            overall = min(max(1e-5, rounding / 2), 5e-2 if self.slack == 1 else math.inf)
+            overall = min(max(1e-5, rounding / 2), 5e-2 if self.slack == NO_SLACK else math.inf)
             tensors = {name: off / total + 1e-3 for name, off in roundings.items()}
-        tensors = {name: self.slack * limit for name, limit in tensors.items()}
-        return Limits(self.slack * overall, tensors, rounding)
+        tensors = {name: factor * limit for name, limit in tensors.items()}
+        return Limits(factor * overall, tensors, rounding)
 
     def _norm(self) -> float:
         """Return the norm of all gradients; raise unless it is finite and positive."""

@@ -21,6 +21,7 @@ for part in "$@"; do
   }
 done
 wanted=" ${*:-$known} "
+failed=""
 python=${PYTHON:-python3}
 export OMP_NUM_THREADS=2
 out=$(mktemp -d) # not results/: changed files there would mark the rows' commit as modified
@@ -31,7 +32,7 @@ bench() {
   shift 2
   [[ $wanted == *" $part "* ]] || return 0
   echo "== $part, $(date +%H:%M)"
-  "$python" "benchmarks/bench_$script.py" "$@" --out "$out/${part}_cpu.csv"
+  "$python" "benchmarks/bench_$script.py" "$@" --out "$out/${part}_cpu.csv" || failed+=" $part"
 }
 
 bench ablation networks ablation --device cpu
@@ -57,3 +58,7 @@ bench training training --device cpu
 mv "$out"/*.csv benchmarks/results/
 rmdir "$out"
 "$python" benchmarks/report.py --pictures
+[[ -z $failed ]] || {
+  echo "not all rows were measured:$failed" >&2
+  exit 1
+}

@@ -23,7 +23,7 @@ import torch
 import torch._functorch.config
 import torch._inductor
 from common import IN_PLACE, OUT_OF_PLACE, Clock, MovedBytes, exact_convolutions, memory_of
-from gradients import Gradients, Reference, gradients_of
+from gradients import NO_SLACK, Gradients, Reference, Slack, gradients_of
 from networks import LanguageModel, backward
 from policies import POLICIES, Policy, autocast
 from torch import Tensor, nn
@@ -432,7 +432,7 @@ def expected_of(step: Step) -> Reference:
         return Reference(step.model, run, step.gradients(), in_float32)
 
 
-def verify_step(step: Step, expected: Reference, slack: float = 1.0) -> float:
+def verify_step(step: Step, expected: Reference, slack: Slack = NO_SLACK) -> float:
     """Raise if a step's gradients are wrong; return their distance from PyTorch's.
 
     As the loss depends on all outputs, so do the gradients.
