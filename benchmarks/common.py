@@ -356,7 +356,8 @@ def ratio_columns(times: Sequence[float], torch_in_place: Sequence[float]) -> di
 def write_csv(path: Path, rows: Iterable[Row], device: str) -> list[Row]:
     """Print and write each row as soon as it is measured, as a time limit may end the process.
 
-    The first row's keys and those of `machine` are the header. Without rows there is no file.
+    The first row's keys and those of `machine` are the header: other rows may lack some of them,
+    and have no others. Without rows there is no file.
     """
     written: list[Row] = []
     for row in rows:
@@ -366,7 +367,7 @@ def write_csv(path: Path, rows: Iterable[Row], device: str) -> list[Row]:
             row = row | machine(device)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a" if written else "w", newline="") as file:
-            writer = csv.DictWriter(file, list(row), lineterminator="\n")
+            writer = csv.DictWriter(file, list(written[0] if written else row), lineterminator="\n")
             if not written:
                 writer.writeheader()
             writer.writerow(row)

@@ -391,3 +391,17 @@ def test_calls_of_a_forward_are_counted_alike_each_time() -> None:
             step.run_seeded()
         step.reset()
         assert len({step.calls() for _ in range(5)}) == 1
+
+
+def test_rows_without_a_column_keep_the_others_in_place(tmp_path: Path) -> None:
+    from common import read_csv, write_csv
+
+    path = tmp_path / "x_cpu.csv"
+    rows = [{"network": "a", "moved": "1", "ms": "2"}, {"network": "b", "ms": "3"}]
+    write_csv(path, rows, "cpu")
+    assert [(r["network"], r["moved"], r["ms"]) for r in read_csv(path)] == [
+        ("a", "1", "2"),
+        ("b", "", "3"),
+    ]
+    with pytest.raises(ValueError, match="peak"):
+        write_csv(path, [*rows, {"network": "c", "peak": "4"}], "cpu")
