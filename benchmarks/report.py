@@ -295,7 +295,7 @@ TABLES = {
     "small": Table("bench_networks.py small", ["network"], (), SHARES, with_times),
     "calls": Table(
         "bench_networks.py calls",
-        *(("phase", "function"), ("variant", "commit"), ("us_per_block", "calls_per_block")),
+        *(("phase", "function"), ["variant"], ("us_per_block", "calls_per_block")),
         of_slow_functions,
     ),
     "memory": Table("bench_ops.py memory", (*OP, "size"), (), AFTER),
